@@ -1,0 +1,1 @@
+"""Stage 1: tars of captioned pictures → a latents root. `python -m precompute --config configs/precompute.yaml`."""

@@ -1,0 +1,52 @@
+"""`python -m precompute --config configs/precompute.yaml --shards 00000-00099`: parse, check, run, report."""
+
+import argparse
+import sys
+
+from precompute.config import PrecomputeConfig, describe_encoding
+from precompute.job import choose_shards, run_job
+from precompute.tars import list_shards
+from shards.config import load_config
+from shards.errors import WorkError, exit_code_of
+from shards.index import write_indexes
+from shards.root import check_root, create_root
+
+
+def run(arguments: list[str]) -> None:
+    """Stage 1 for the shards asked for."""
+    parser = argparse.ArgumentParser(prog="precompute", add_help=False)
+    parser.add_argument("--config")
+    options, overrides = parser.parse_known_args(arguments)
+    config = load_config(PrecomputeConfig, options.config, overrides, "precompute")
+
+    # all that can be wrong with the request is found before anything is written
+    shards = choose_shards(config.shards, list_shards(config.input))
+    encoding = describe_encoding(config)
+    check_root(config.output, encoding)
+
+    create_root(config.output, encoding)
+    result = run_job(shards, config, encoding)
+    samples = write_indexes(config.output)
+
+    taken_in, encoded = (sum(getattr(r, name) for r in result.done) for name in ("samples_in", "encoded"))
+    print(
+        f"{len(result.done)} shards encoded ({taken_in} samples in, {encoded} accepted, {taken_in - encoded} rejected), "
+        f"{result.already_done} had been done before, {len(result.failed)} failed. {config.output} now holds "
+        + ", ".join(f"{count} samples in {bucket}" for bucket, count in samples.items())
+        + "."
+    )
+    if result.failed:
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in sorted(result.failed.items()))
+        raise WorkError(
+            f"{len(result.failed)} of {len(shards)} shards failed ({reasons}). The others are committed; "
+            f"the same command again tries just these."
+        )
+
+
+def main() -> None:
+    """Console entry point."""
+    sys.exit(exit_code_of(lambda: run(sys.argv[1:])))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,136 @@
+"""The config of stage 1, and the encoding record that follows from it."""
+
+import json
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, field_validator
+
+from precompute.pixels import LimitsConfig, PixelsConfig
+from shards.buckets import Bucket
+from shards.config import Config
+from shards.encoding import EncodingRecord, ImageEncoding, TextEncoding
+from shards.errors import RequestError
+from shards.models import hash_weights, model_folder, read_model_config
+from shards.text import TextStorage
+
+
+class TextConfig(Config):
+    """How text latents are stored."""
+
+    storage: TextStorage = "float16"
+    """`float16` is exact; `float8` halves the bytes at 2.6 % relative error."""
+    trim: bool = False
+    """Store the real tokens alone; the U-Net then gets a cross-attention mask."""
+
+
+class WorkersConfig(Config):
+    """What one worker takes. Ray runs as many as the cluster holds."""
+
+    num_gpus: float = Field(1.0, ge=0)
+    """GPUs per worker; 0 encodes on the CPU."""
+    num_cpus: float = Field(8.0, gt=0)
+    """CPUs per worker, as Ray counts them."""
+    decode_threads: int = Field(8, ge=1)
+    """Threads that decode pictures, in each worker."""
+    batch_size: int = Field(64, ge=1)
+    """Pictures of up to 512x512 that are encoded together; the last batch of a shard is smaller."""
+    attempts: int = Field(3, ge=1)
+    """How often a shard is tried before it is reported as failed."""
+    max_in_flight: int = Field(256, ge=1)
+    """Shards handed to Ray at a time; at least as many as there are workers."""
+
+
+class PrecomputeConfig(Config):
+    """Stage 1: tars of captioned pictures → a latents root."""
+
+    input: str
+    """Folder or address of the tars that `make download` wrote."""
+    output: Path
+    """The latents root."""
+    shards: str = "all"
+    """Which tars: `00042`, `00000-00099`, commas of both, or `all`."""
+    buckets: list[str] = Field(["256x256", "512x512"], min_length=1)
+    """WIDTHxHEIGHT in pixels; a picture goes to each that it covers without being enlarged."""
+    vae: str
+    """Folder, or org/repo[@revision]/folder on the hub, of a diffusers AutoencoderKL."""
+    text_encoder: str
+    """Folder, or hub name, of a transformers CLIPTextModel."""
+    tokenizer: str
+    """Folder, or hub name, of its CLIPTokenizer."""
+    posterior: Literal["moments", "mean"] = "moments"
+    """`moments` keeps mean and log-variance, so that training samples afresh each epoch; `mean` is half the size."""
+    precision: Literal["float32", "float16", "bfloat16"] = "float16"
+    """Autocast type of both encoders. A sample that overflows is encoded again in float32."""
+    text: TextConfig = TextConfig()
+    pixels: PixelsConfig = PixelsConfig()
+    limits: LimitsConfig = LimitsConfig()
+    workers: WorkersConfig = WorkersConfig()
+
+    @field_validator("buckets")
+    @classmethod
+    def _parse_buckets(cls, names: list[str]) -> list[str]:
+        buckets = sorted({Bucket.parse(name) for name in names})
+        if len(buckets) != len(names):
+            raise ValueError("a bucket is named twice")
+        return [str(bucket) for bucket in buckets]
+
+    @property
+    def bucket_list(self) -> list[Bucket]:
+        """The buckets, smallest first."""
+        return [Bucket.parse(name) for name in self.buckets]
+
+
+def describe_encoding(config: PrecomputeConfig) -> EncodingRecord:
+    """The encoding record of a run: reads the models' configs and hashes their weights; loads nothing.
+
+    Raises:
+        RequestError: a model is missing or of another kind, or a bucket does not fit the VAE.
+    """
+    vae, text_encoder = model_folder(config.vae), model_folder(config.text_encoder)
+    tokenizer = model_folder(config.tokenizer)
+    vae_config, text_config = read_model_config(vae), read_model_config(text_encoder)
+    try:
+        downsampling = 2 ** (len(vae_config["block_out_channels"]) - 1)
+        length, width = int(text_config["max_position_embeddings"]), int(text_config["hidden_size"])
+    except KeyError as error:
+        raise RequestError(
+            f"{error} is in neither config.json of {vae} (an AutoencoderKL?) nor of {text_encoder} (a CLIPTextModel?)."
+        ) from None
+    _check_tokenizer(tokenizer, length)
+    if vae_config.get("shift_factor"):
+        raise RequestError(f"{vae} has a shift_factor; SD-style VAEs have none, and the trainer would not undo it.")
+    record = EncodingRecord(
+        vae=hash_weights(config.vae, vae),
+        text_encoder=hash_weights(config.text_encoder, text_encoder),
+        tokenizer=hash_weights(config.tokenizer, tokenizer),
+        image=ImageEncoding(
+            posterior=config.posterior,
+            latent_channels=int(vae_config["latent_channels"]),
+            downsampling=downsampling,
+            scaling_factor=float(vae_config.get("scaling_factor", 0.18215)),
+            crop=config.pixels.crop,
+            resampling=config.pixels.resampling,
+            decoder=config.pixels.decoder,
+        ),
+        text=TextEncoding(storage=config.text.storage, trim=config.text.trim, length=length, width=width),
+        compute_dtype=config.precision,
+    )
+    for bucket in config.bucket_list:
+        try:
+            bucket.latent_hw(downsampling)
+        except ValueError as error:
+            raise RequestError(f"{error}. Choose sides in steps of {downsampling}.") from None
+    return record
+
+
+def _check_tokenizer(folder: Path, length: int) -> None:
+    path = folder / "tokenizer_config.json"
+    if not path.is_file():
+        raise RequestError(f"{folder} is not a tokenizer folder: it has no tokenizer_config.json.")
+    tokenizer_length = json.loads(path.read_text()).get("model_max_length", length)
+    if tokenizer_length != length:
+        raise RequestError(
+            f"The tokenizer in {folder} cuts captions at {tokenizer_length} tokens, but the text encoder takes "
+            f"{length}. They are not a pair: give the tokenizer that came with the text encoder."
+        )

@@ -1,0 +1,89 @@
+"""The two frozen encoders: pictures → posterior moments, captions → text latents. Batched; uint8 until on the device."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+from diffusers import AutoencoderKL
+from torch import Tensor
+from transformers import CLIPTextModel, CLIPTokenizer
+
+Precision = Literal["float32", "float16", "bfloat16"]
+
+
+def autocast(device: torch.device, precision: Precision) -> torch.autocast:
+    """Mixed precision as configured; float32 turns it off."""
+    dtype = getattr(torch, precision)
+    return torch.autocast(device.type, dtype=dtype, enabled=precision != "float32")
+
+
+class ImageEncoder:
+    """A diffusers AutoencoderKL folder, as a function from pixels to posterior moments."""
+
+    def __init__(self, folder: Path, device: torch.device, precision: Precision, posterior: Literal["moments", "mean"]):
+        self.vae = AutoencoderKL.from_pretrained(folder, use_safetensors=True).to(device).eval().requires_grad_(False)
+        self.vae = self.vae.to(memory_format=torch.channels_last)
+        self.device = device
+        self.precision = precision
+        self.posterior = posterior
+
+    @torch.inference_mode()
+    def __call__(self, pictures: list[np.ndarray]) -> Tensor:
+        """N pictures (H, W, 3) uint8 → (N, planes, h, w) float32 on the CPU; rows may be non-finite if they were in float32 too."""
+        # uint8 => [-1, 1], on the device
+        pixels = torch.from_numpy(np.stack(pictures)).to(self.device, non_blocking=True)
+        pixels = pixels.permute(0, 3, 1, 2).float().div_(127.5).sub_(1.0)
+        moments = self._encode(pixels, self.precision)
+        # float16 is what is stored, so that is what must be finite
+        broken = ~moments.half().isfinite().flatten(1).all(dim=1)
+        if self.precision != "float32" and broken.any():
+            moments[broken] = self._encode(pixels[broken], "float32")
+        return moments.cpu()
+
+    def _encode(self, pixels: Tensor, precision: Precision) -> Tensor:
+        with autocast(self.device, precision):
+            moments = self.vae.encode(pixels).latent_dist.parameters.float()
+        return moments if self.posterior == "moments" else moments.chunk(2, dim=1)[0]
+
+
+@dataclass(frozen=True)
+class EncodedCaption:
+    """A caption's text latents (tokens, width) float32 on the CPU, its real tokens, and whether it was cut to fit."""
+
+    latents: Tensor
+    num_tokens: int
+    truncated: bool
+
+
+class TextEncoder:
+    """A transformers CLIP text model and its tokenizer, as a function from captions to last hidden states."""
+
+    def __init__(self, folder: Path, tokenizer_folder: Path, device: torch.device, precision: Precision):
+        self.tokenizer = CLIPTokenizer.from_pretrained(tokenizer_folder)
+        model = CLIPTextModel.from_pretrained(folder, use_safetensors=True)
+        self.model = model.to(device).eval().requires_grad_(False)
+        self.length: int = model.config.max_position_embeddings
+        self.device = device
+        self.precision = precision
+
+    @torch.inference_mode()
+    def __call__(self, captions: list[str]) -> list[EncodedCaption]:
+        """Captions → one `EncodedCaption` each, padded to the model's length as diffusers' pipelines pad prompts."""
+        num_tokens = [len(ids) for ids in self.tokenizer(captions).input_ids]
+        ids = self.tokenizer(
+            captions, padding="max_length", max_length=self.length, truncation=True, return_tensors="pt"
+        ).input_ids.to(self.device)
+        latents = self._encode(ids, self.precision)
+        broken = ~latents.half().isfinite().flatten(1).all(dim=1)
+        if self.precision != "float32" and broken.any():
+            latents[broken] = self._encode(ids[broken], "float32")
+        return [
+            EncodedCaption(row, min(count, self.length), count > self.length)
+            for row, count in zip(latents.cpu(), num_tokens, strict=True)
+        ]
+
+    def _encode(self, ids: Tensor, precision: Precision) -> Tensor:
+        with autocast(self.device, precision):
+            return self.model(ids).last_hidden_state.float()

@@ -1,0 +1,169 @@
+"""The Ray job: input shards onto workers, each retried where it fails, none able to stop the others."""
+
+import functools
+import os
+import re
+from collections import deque
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import ray
+import torch
+
+from precompute.config import PrecomputeConfig
+from precompute.encoders import ImageEncoder, TextEncoder
+from precompute.progress import Progress
+from precompute.shard import encode_shard
+from precompute.tars import InputShard
+from shards.encoding import EncodingRecord
+from shards.errors import RequestError
+from shards.models import model_folder
+from shards.receipts import Receipt, load_receipt
+
+# What a launcher left in the environment makes `streaming` believe that it is one of several ranks.
+RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass
+class JobResult:
+    """What a job did."""
+
+    done: list[Receipt] = field(default_factory=list)
+    already_done: int = 0
+    failed: dict[str, str] = field(default_factory=dict)
+    """Shard → the last attempt's error."""
+
+
+def choose_shards(wanted: str, available: list[InputShard]) -> list[InputShard]:
+    """`00042`, `00000-00099`, commas of both, or `all` → input shards, in order, each once.
+
+    Raises:
+        RequestError: a name that cannot be read, or a tar that is not there.
+    """
+    if wanted == "all":
+        return available
+    by_name = {shard.name: shard for shard in available}
+    names: list[str] = []
+    for word in wanted.split(","):
+        match = re.fullmatch(r"(\d+)(?:-(\d+))?", word.strip())
+        if not match:
+            raise RequestError(f"shards = {wanted!r}: give 00042, 00000-00099, commas of both, or `all`.")
+        first, last = match[1], match[2] or match[1]
+        if int(last) < int(first):
+            raise RequestError(f"shards = {wanted!r}: the range {word} runs backwards.")
+        names += [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
+    missing = [name for name in names if name not in by_name]
+    if missing:
+        listed = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
+        raise RequestError(
+            f"There is no tar for shard {listed}. The input holds {available[0].name} to {available[-1].name} "
+            f"({len(available)} tars)."
+        )
+    return [by_name[name] for name in sorted(set(names))]
+
+
+def run_job(shards: list[InputShard], config: PrecomputeConfig, encoding: EncodingRecord) -> JobResult:
+    """Encode `shards` on the Ray cluster at RAY_ADDRESS, or on one started here. Returns when all are done or failed."""
+    result = JobResult()
+    waiting: deque[tuple[InputShard, int]] = deque()
+    for shard in shards:
+        if is_committed(shard, config):
+            result.already_done += 1
+        else:
+            waiting.append((shard, 1))
+    if not waiting:
+        return result
+    start_ray(config)
+    submit = worker_task(config)
+    running: dict[ray.ObjectRef, tuple[InputShard, int]] = {}
+    with Progress(total=len(waiting)) as progress:
+        while waiting or running:
+            while waiting and len(running) < config.workers.max_in_flight:
+                shard, attempt = waiting.popleft()
+                running[submit.remote(shard, config, encoding, attempt)] = (shard, attempt)
+            finished, _ = ray.wait(list(running), num_returns=1, timeout=1.0)
+            for reference in finished:
+                shard, attempt = running.pop(reference)
+                try:
+                    receipt = ray.get(reference)
+                except ray.exceptions.RayError as error:
+                    reason = one_line(error)
+                    progress.attempt_failed(shard.name, attempt, config.workers.attempts, reason)
+                    if attempt < config.workers.attempts:
+                        waiting.append((shard, attempt + 1))
+                    else:
+                        result.failed[shard.name] = reason
+                        progress.shard_failed()
+                else:
+                    result.done.append(receipt)
+                    progress.shard_done(receipt)
+    return result
+
+
+def is_committed(shard: InputShard, config: PrecomputeConfig) -> bool:
+    """Whether the shard's receipt has every configured bucket."""
+    receipt = load_receipt(config.output, shard.name)
+    return receipt is not None and set(config.buckets) <= set(receipt.parts)
+
+
+def start_ray(config: PrecomputeConfig) -> None:
+    """Join the cluster at RAY_ADDRESS, or start one on this machine that listens to nobody else."""
+    for name in RANK_VARIABLES:
+        os.environ.pop(name, None)
+    if ray.is_initialized():
+        return
+    if os.environ.get("RAY_ADDRESS"):
+        ray.init(log_to_driver=False)
+        return
+    cpus = max(os.cpu_count() or 1, int(config.workers.num_cpus + 0.999)) if not config.workers.num_gpus else None
+    ray.init(
+        num_cpus=cpus,
+        include_dashboard=False,
+        log_to_driver=False,
+        object_store_memory=256 << 20,  # shards go by name; only receipts come back
+    )
+
+
+def worker_task(config: PrecomputeConfig) -> ray.remote_function.RemoteFunction:
+    """The Ray task that encodes one shard, with the resources that the config gives a worker.
+
+    A process is kept between tasks (Ray drops a GPU task's after each by default), and its encoders with it. Retries
+    are counted by the job, not by Ray.
+    """
+    workers = config.workers
+    return ray.remote(
+        num_gpus=workers.num_gpus, num_cpus=workers.num_cpus, max_retries=0, max_calls=0, scheduling_strategy="SPREAD"
+    )(encode_on_worker)
+
+
+def encode_on_worker(shard: InputShard, config: PrecomputeConfig, encoding: EncodingRecord, attempt: int) -> Receipt:
+    """Runs in a Ray worker: load the encoders once per process, then encode the shard."""
+    for name in RANK_VARIABLES:
+        os.environ.pop(name, None)
+    device = torch.device("cuda" if config.workers.num_gpus else "cpu")
+    if device.type == "cpu":
+        torch.set_num_threads(max(1, int(config.workers.num_cpus)))
+    image_encoder, text_encoder = load_encoders(config, device)
+    return encode_shard(shard, config, encoding, image_encoder, text_encoder, attempt)
+
+
+@functools.lru_cache(maxsize=1)
+def _load_encoders(models: tuple[Path, Path, Path], device: torch.device, options: tuple[str, str]) -> tuple[ImageEncoder, TextEncoder]:
+    vae, text_encoder, tokenizer = models
+    precision, posterior = options
+    return (
+        ImageEncoder(vae, device, precision, posterior),  # type: ignore[arg-type]
+        TextEncoder(text_encoder, tokenizer, device, precision),  # type: ignore[arg-type]
+    )
+
+
+def load_encoders(config: PrecomputeConfig, device: torch.device) -> tuple[ImageEncoder, TextEncoder]:
+    """Both encoders on `device`; a second call with the same models returns the same ones."""
+    models = (model_folder(config.vae), model_folder(config.text_encoder), model_folder(config.tokenizer))
+    return _load_encoders(models, device, (config.precision, config.posterior))
+
+
+def one_line(error: Exception) -> str:
+    """The cause of a Ray error, without the remote traceback."""
+    cause = error.cause if isinstance(error, ray.exceptions.RayTaskError) and error.cause else error
+    return f"{type(cause).__name__}: {str(cause).strip().splitlines()[-1] if str(cause).strip() else '(no message)'}"

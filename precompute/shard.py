@@ -1,0 +1,171 @@
+"""The whole of stage 1 for one input shard, top to bottom."""
+
+import time
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import partial
+
+import numpy as np
+from torch import Tensor
+
+from precompute.accounting import Outcome, close_attempt
+from precompute.captions import clean_caption, read_scores
+from precompute.config import PrecomputeConfig
+from precompute.encoders import EncodedCaption, ImageEncoder, TextEncoder
+from precompute.pipeline import in_background, map_in_order
+from precompute.pixels import Picture, Reject, decode
+from precompute.tars import InputShard, RawSample, Tar, check_count, expected_samples, local_copy
+from shards.buckets import Bucket
+from shards.commit import attempt_folder, commit
+from shards.encoding import EncodingRecord
+from shards.receipts import Receipt, load_receipt
+from shards.root import UNCOND_NAME, write_uncond
+from shards.writing import PartWriter, Sample
+
+PIXELS_PER_BATCH_ITEM = 512 * 512
+
+
+@dataclass
+class Decoded:
+    """A sample between decoding and encoding: a caption and pixels for each bucket, or why it is rejected."""
+
+    key: str
+    url: str
+    scores: np.ndarray
+    content: tuple[str, Picture] | Reject
+    text: EncodedCaption | None = None
+
+
+def encode_shard(
+    shard: InputShard,
+    config: PrecomputeConfig,
+    encoding: EncodingRecord,
+    image_encoder: ImageEncoder,
+    text_encoder: TextEncoder,
+    attempt_number: int = 1,
+) -> Receipt:
+    """Encode one tar into every configured bucket that its receipt does not have yet, and commit it.
+
+    Returns:
+        The receipt in force afterwards; the one that was there where there was nothing to do.
+
+    Raises:
+        WorkError: the tar is damaged, or its samples are not those that img2dataset counted.
+    """
+    started, clock = datetime.now(UTC), time.monotonic()
+    root = config.output
+    committed = load_receipt(root, shard.name)
+    buckets = [bucket for bucket in config.bucket_list if committed is None or str(bucket) not in committed.parts]
+    if committed is not None and not buckets:
+        return committed
+    if not (root / UNCOND_NAME).exists():
+        empty = text_encoder([""])[0]
+        write_uncond(root, empty.latents, empty.num_tokens)
+
+    with (
+        local_copy(shard.address, ".tar") as path,
+        attempt_folder(root, shard.name) as attempt,
+        ThreadPoolExecutor(config.workers.decode_threads) as pool,
+    ):
+        tar = Tar(path, config.limits.max_bytes)
+        outcome = Outcome([str(bucket) for bucket in buckets])
+        writers = {bucket: PartWriter(attempt / str(bucket), encoding, bucket) for bucket in buckets}
+
+        # tar members => raw samples => pixels, in the tar's order, running ahead of the encoders
+        decode_one = partial(decode_sample, buckets=buckets, config=config)
+        decoded = map_in_order(pool, decode_one, tar.samples(), ahead=4 * config.workers.decode_threads)
+        accepted = drop_rejects(in_background(decoded, ahead=config.workers.batch_size), outcome)
+        # pixels => latents => parts
+        for bucket, samples in batched_by_bucket(accepted, buckets, config.workers.batch_size, outcome):
+            captions = encode_captions(samples, text_encoder)
+            latents = image_encoder([picture.pixels[bucket] for _, picture in map(content, samples)])
+            for sample, caption, image_latents in zip(samples, captions, latents, strict=True):
+                write_sample(sample, bucket, image_latents, caption, writers[bucket], outcome)
+        check_count(shard, tar.num_samples, expected_samples(shard))
+        for writer in writers.values():
+            writer.finish()
+
+        # parts => committed
+        def make_receipt(earlier: Receipt | None) -> Receipt:
+            receipt = close_attempt(outcome, attempt, root, shard.name, encoding, tar.record(shard.address), earlier)
+            seconds = round(time.monotonic() - clock, 3)
+            timing = {"attempts": attempt_number, "started": started.isoformat(timespec="seconds"), "seconds": seconds}
+            return receipt.model_copy(update=timing)
+
+        return commit(root, shard.name, attempt, outcome.buckets, make_receipt)
+
+
+def decode_sample(raw: RawSample, buckets: list[Bucket], config: PrecomputeConfig) -> Decoded:
+    """Clean the caption and decode the picture; a sample that fails carries its `Reject`."""
+    content: tuple[str, Picture] | Reject
+    try:
+        if raw.oversized:
+            raise Reject("too_many_bytes", raw.oversized)
+        caption = clean_caption(raw.caption)
+        if raw.image is None:
+            raise Reject("no_image", "the tar holds no picture under this key")
+        content = caption, decode(raw.image, buckets, config.pixels, config.limits)
+    except Reject as reject:
+        content = reject
+    return Decoded(raw.key, str(raw.metadata.get("url") or ""), read_scores(raw.metadata), content)
+
+
+def content(sample: Decoded) -> tuple[str, Picture]:
+    """Caption and picture of a sample that is no reject."""
+    assert not isinstance(sample.content, Reject)
+    return sample.content
+
+
+def drop_rejects(samples: Iterable[Decoded], outcome: Outcome) -> Iterator[Decoded]:
+    """Count every sample; pass on those with a picture."""
+    for sample in samples:
+        outcome.samples_in += 1
+        if isinstance(sample.content, Reject):
+            outcome.refuse(sample.key, sample.url, sample.content)
+        else:
+            yield sample
+
+
+def batched_by_bucket(
+    samples: Iterable[Decoded], buckets: list[Bucket], batch_size: int, outcome: Outcome
+) -> Iterator[tuple[Bucket, list[Decoded]]]:
+    """Gather samples into one batch per bucket. Who shares a batch depends on the tar's order alone."""
+    sizes = {b: max(1, batch_size * PIXELS_PER_BATCH_ITEM // max(PIXELS_PER_BATCH_ITEM, b.width * b.height)) for b in buckets}
+    waiting: dict[Bucket, list[Decoded]] = {bucket: [] for bucket in buckets}
+    for sample in samples:
+        _, picture = content(sample)
+        for bucket, batch in waiting.items():
+            if bucket not in picture.pixels:
+                outcome.refused[str(bucket)]["too_small"] += 1
+                continue
+            batch.append(sample)
+            if len(batch) == sizes[bucket]:
+                waiting[bucket] = []
+                yield bucket, batch
+    yield from ((bucket, batch) for bucket, batch in waiting.items() if batch)
+
+
+def encode_captions(samples: list[Decoded], text_encoder: TextEncoder) -> list[EncodedCaption]:
+    """Text latents of each sample; a caption that another bucket's batch has encoded is not encoded again."""
+    fresh = [sample for sample in samples if sample.text is None]
+    if fresh:
+        for sample, text in zip(fresh, text_encoder([content(sample)[0] for sample in fresh]), strict=True):
+            sample.text = text
+    return [sample.text for sample in samples if sample.text is not None]
+
+
+def write_sample(
+    sample: Decoded, bucket: Bucket, image_latents: Tensor, text: EncodedCaption, writer: PartWriter, outcome: Outcome
+) -> None:
+    """Append a sample to its part, or count it as `non_finite`: its latents overflow float16, in float32 too."""
+    if not (image_latents.half().isfinite().all() and text.latents.half().isfinite().all()):
+        outcome.refuse(sample.key, sample.url, Reject("non_finite", "encoded in float32 too"), str(bucket))
+        return
+    caption, picture = content(sample)
+    size = (picture.width, picture.height, *picture.corners[bucket])
+    if sample.key not in outcome.encoded:
+        outcome.encoded.add(sample.key)
+        outcome.truncated_captions += text.truncated
+    writer.write(Sample(sample.key, caption, image_latents, text.latents, text.num_tokens, size, sample.scores))

@@ -1,0 +1,125 @@
+"""The encoding record: what the numbers in a latents root mean. One per root; every later run must match it."""
+
+import hashlib
+from pathlib import Path
+from typing import Literal
+
+from shards import text
+from shards.buckets import Bucket
+from shards.config import Config
+from shards.errors import RequestError
+from shards.files import canonical_json, read_sealed_json, write_sealed_json
+from shards.text import TextStorage
+
+FILE_NAME = "encoding.json"
+
+
+class Weights(Config):
+    """A model by name, for people, and by content, for machines."""
+
+    name: str
+    """Hub name or folder, as the run was told."""
+    sha256: str
+    """Over its files' own SHA-256s: weights, vocabulary, and what its config says of the computation."""
+
+
+class ImageEncoding(Config):
+    """How a picture becomes image latents."""
+
+    posterior: Literal["moments", "mean"]
+    """`moments`: mean and log-variance, 2 × latent_channels planes; `mean`: latent_channels planes."""
+    latent_channels: int
+    downsampling: int
+    """Picture side / latent side."""
+    scaling_factor: float
+    """The VAE's own; stored latents are unscaled, the trainer multiplies."""
+    crop: str
+    resampling: str
+    decoder: str
+
+
+class TextEncoding(Config):
+    """How a caption becomes text latents."""
+
+    storage: TextStorage
+    trim: bool
+    length: int
+    """Tokens of an untrimmed caption, padding included."""
+    width: int
+
+
+class EncodingRecord(Config):
+    """All of it. `id` hashes what changes a sample's stored bytes, and nothing else."""
+
+    schema_version: int = 1
+    vae: Weights
+    text_encoder: Weights
+    tokenizer: Weights
+    image: ImageEncoding
+    text: TextEncoding
+    compute_dtype: Literal["float32", "float16", "bfloat16"]
+
+    @property
+    def id(self) -> str:
+        """16 hex digits. Weights count by content, not by name; the scaling factor is applied later, by the trainer."""
+        fields = self.model_dump(mode="json")
+        for model in ("vae", "text_encoder", "tokenizer"):
+            del fields[model]["name"]
+        del fields["image"]["scaling_factor"]
+        return hashlib.sha256(canonical_json(fields)).hexdigest()[:16]
+
+    @property
+    def num_planes(self) -> int:
+        """Channels of stored image latents: 8 for SD's moments, 4 for its means."""
+        return self.image.latent_channels * (2 if self.image.posterior == "moments" else 1)
+
+    def columns(self, bucket: Bucket) -> dict[str, str]:
+        """MDS column → type, for samples of `bucket`."""
+        height, width = bucket.latent_hw(self.image.downsampling)
+        return {
+            "key": "str",
+            "caption": "str",
+            "image_latents": f"ndarray:float16:{self.num_planes},{height},{width}",
+            **text.columns(self.text.storage, self.text.trim, self.text.length, self.text.width),
+            "size": "ndarray:int32:4",
+            "scores": "ndarray:float32:4",
+        }
+
+    def differences(self, other: "EncodingRecord") -> list[str]:
+        """`field: here ≠ there` for every field that differs, the models' names aside."""
+        return [
+            f"{path}: {here!r} ≠ {there!r}"
+            for (path, here), (_, there) in zip(_flat(self), _flat(other), strict=True)
+            if here != there and not path.endswith(".name")
+        ]
+
+    def save(self, root: Path) -> None:
+        """Write ROOT/encoding.json, sealed."""
+        write_sealed_json(root / FILE_NAME, {**self.model_dump(mode="json"), "id": self.id})
+
+    @classmethod
+    def load(cls, root: Path) -> "EncodingRecord":
+        """Read ROOT/encoding.json.
+
+        Raises:
+            RequestError: `root` is not a latents root.
+            DamagedFile: the record's bytes are not those that were written.
+        """
+        try:
+            fields = read_sealed_json(root / FILE_NAME)
+        except FileNotFoundError:
+            raise RequestError(
+                f"{root} is not a latents root: it has no {FILE_NAME}. Give the folder that stage 1 wrote "
+                f"(`output` of its config), or run `make precompute SHARD=all` first."
+            ) from None
+        fields.pop("id")
+        return cls.model_validate(fields)
+
+
+def _flat(record: EncodingRecord) -> list[tuple[str, object]]:
+    flat: list[tuple[str, object]] = []
+    for name, value in record.model_dump(mode="json").items():
+        flat += [(f"{name}.{key}", part) for key, part in value.items()] if isinstance(value, dict) else [(name, value)]
+    return flat
+
+

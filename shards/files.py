@@ -1,0 +1,92 @@
+"""Durable files: a file or folder is either absent or whole, and stored JSON knows its own hash."""
+
+import fcntl
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+
+class DamagedFile(Exception):
+    """A stored file is not what was written: bits flipped, bytes missing, or edited by hand."""
+
+
+def sha256_file(path: Path) -> str:
+    """SHA-256 of the file's bytes, as hex."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def fsync_folder(folder: Path) -> None:
+    """Make renames and new names in `folder` survive a power cut."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def fsync_tree(folder: Path) -> None:
+    """Flush every file and folder below `folder`, itself included, to the disk."""
+    for parent, _, names in os.walk(folder, topdown=False):
+        for name in names:
+            with open(os.path.join(parent, name), "rb") as file:
+                os.fsync(file.fileno())
+        fsync_folder(Path(parent))
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Write `data` to `path` so that a reader sees the old file or the new one, whatever happens in between."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    fsync_folder(path.parent)
+
+
+def canonical_json(value: Any) -> bytes:
+    """The one byte string that stands for `value`: sorted keys, two spaces, UTF-8, a newline at the end."""
+    return (json.dumps(value, sort_keys=True, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode()
+
+
+def write_sealed_json(path: Path, value: dict[str, Any]) -> None:
+    """Write `value` with a `sha256` of its own canonical bytes, atomically."""
+    seal = hashlib.sha256(canonical_json(value)).hexdigest()
+    write_atomically(path, canonical_json({**value, "sha256": seal}))
+
+
+def read_sealed_json(path: Path) -> dict[str, Any]:
+    """Read what `write_sealed_json` wrote.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        DamagedFile: any byte of it differs from what was written.
+    """
+    data = path.read_bytes()
+    try:
+        value = json.loads(data)
+        seal = value.pop("sha256")
+        intact = hashlib.sha256(canonical_json(value)).hexdigest() == seal and canonical_json(value | {"sha256": seal}) == data
+    except (ValueError, KeyError, AttributeError):
+        intact = False
+    if not intact:
+        raise DamagedFile(f"{path} is damaged: its content does not match the SHA-256 it carries.")
+    return value
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold an exclusive lock on `path` (made if absent); the kernel frees it when the holder dies."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

@@ -1,0 +1,62 @@
+"""A latents root as a whole: made once, matched by every later run, read by the trainer."""
+
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save
+from torch import Tensor
+
+from shards.encoding import FILE_NAME, EncodingRecord
+from shards.errors import RequestError
+from shards.files import locked, write_atomically
+
+UNCOND_NAME = "uncond.safetensors"
+
+
+def check_root(root: Path, encoding: EncodingRecord) -> None:
+    """Refuse a root whose encoding is not `encoding`; an absent root is fine.
+
+    Raises:
+        RequestError: the fields that differ, named.
+    """
+    if not (root / FILE_NAME).exists():
+        if root.exists() and any(path for path in root.iterdir() if not path.name.startswith(".")):
+            raise RequestError(
+                f"{root} is not empty and not a latents root (it has no {FILE_NAME}). Give another `output`."
+            )
+        return
+    differences = EncodingRecord.load(root).differences(encoding)
+    if differences:
+        raise RequestError(
+            f"{root} was written with another encoding: {'; '.join(differences)} (root ≠ this run). Its latents and "
+            f"new ones would not mean the same. Give another `output`, or set these fields as the root has them."
+        )
+
+
+def create_root(root: Path, encoding: EncodingRecord) -> None:
+    """Write encoding.json, or check the one that is there. Safe when several jobs do it at once."""
+    with locked(root / ".attempts" / "root.lock"):
+        check_root(root, encoding)
+        if not (root / FILE_NAME).exists():
+            encoding.save(root)
+
+
+def write_uncond(root: Path, text_latents: Tensor, num_tokens: int) -> None:
+    """Store the empty caption's text latents, (tokens, width), once; later calls change nothing."""
+    with locked(root / ".attempts" / "root.lock"):
+        if not (root / UNCOND_NAME).exists():
+            tensors = {"text_latents": text_latents.half().contiguous(), "num_tokens": torch.tensor(num_tokens)}
+            write_atomically(root / UNCOND_NAME, save(tensors))
+
+
+def load_uncond(root: Path) -> tuple[Tensor, int]:
+    """The empty caption's text latents, (tokens, width) float16, and how many of the tokens are real.
+
+    Raises:
+        RequestError: the root has none, so no shard of it was ever encoded.
+    """
+    path = root / UNCOND_NAME
+    if not path.is_file():
+        raise RequestError(f"{path} is missing: no shard of this root has been encoded. Run `make precompute` first.")
+    tensors = load_file(path)
+    return tensors["text_latents"], int(tensors["num_tokens"])

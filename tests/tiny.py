@@ -1,0 +1,106 @@
+"""Small models and tars with the layout of real ones, made in a moment: random weights, random pictures."""
+
+import hashlib
+import io
+import json
+import tarfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from diffusers import AutoencoderKL
+from PIL import Image
+from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
+from transformers.models.gpt2.tokenization_gpt2 import bytes_to_unicode
+
+TEXT_LENGTH = 16
+TEXT_WIDTH = 16
+
+
+def make_models(folder: Path, seed: int = 0) -> Path:
+    """A VAE (8x down, 4 channels), a CLIP text encoder (16 tokens of 16) and its tokenizer, below `folder`."""
+    torch.manual_seed(seed)
+    vae = AutoencoderKL(
+        down_block_types=["DownEncoderBlock2D"] * 4,
+        up_block_types=["UpDecoderBlock2D"] * 4,
+        block_out_channels=[8, 8, 8, 8],
+        latent_channels=4,
+        norm_num_groups=4,
+        layers_per_block=1,
+        sample_size=64,
+        scaling_factor=0.5,
+    )
+    vae.save_pretrained(folder / "vae")
+    characters = list(bytes_to_unicode().values())
+    vocabulary = [*characters, *(character + "</w>" for character in characters), "<|startoftext|>", "<|endoftext|>"]
+    (folder / "tokenizer").mkdir(parents=True)
+    (folder / "tokenizer" / "vocab.json").write_text(json.dumps({token: i for i, token in enumerate(vocabulary)}))
+    (folder / "tokenizer" / "merges.txt").write_text("#version: 0.2\n")
+    tokenizer = CLIPTokenizer(
+        str(folder / "tokenizer" / "vocab.json"),
+        str(folder / "tokenizer" / "merges.txt"),
+        model_max_length=TEXT_LENGTH,
+    )
+    tokenizer.save_pretrained(folder / "tokenizer")
+    config = CLIPTextConfig(
+        vocab_size=len(vocabulary),
+        hidden_size=TEXT_WIDTH,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=TEXT_LENGTH,
+        bos_token_id=len(vocabulary) - 2,
+        eos_token_id=len(vocabulary) - 1,
+        pad_token_id=len(vocabulary) - 1,
+        projection_dim=16,
+    )
+    CLIPTextModel(config).save_pretrained(folder / "text_encoder")
+    return folder
+
+
+def picture(rng: np.random.Generator, width: int, height: int, format: str = "JPEG") -> bytes:
+    """A smooth random picture as file bytes."""
+    coarse = rng.integers(0, 256, (max(2, height // 16), max(2, width // 16), 3), dtype=np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC).save(file, format)
+    return file.getvalue()
+
+
+def make_tar(
+    folder: Path, name: str, samples: Sequence[tuple[str, dict[str, bytes]]], stats: bool = True
+) -> Path:
+    """NAME.tar of (key, {suffix: bytes}) samples, with img2dataset's side files where `stats`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(folder / f"{name}.tar", "w") as tar:
+        for key, members in samples:
+            for suffix, data in members.items():
+                member = tarfile.TarInfo(f"{key}.{suffix}")
+                member.size = len(data)
+                tar.addfile(member, io.BytesIO(data))
+    if stats:
+        (folder / f"{name}_stats.json").write_text(json.dumps({"count": len(samples), "successes": len(samples)}))
+        table = pa.table({"key": [key for key, _ in samples], "status": ["success"] * len(samples)})
+        pq.write_table(table, folder / f"{name}.parquet")
+    return folder / f"{name}.tar"
+
+
+def make_samples(shard: int, count: int, sizes: Sequence[tuple[int, int]]) -> list[tuple[str, dict[str, bytes]]]:
+    """`count` sound samples, whose sizes go round `sizes`."""
+    samples = []
+    for i in range(count):
+        rng = np.random.default_rng([shard, i])
+        key = f"{shard:05d}{i:04d}"
+        data = picture(rng, *sizes[i % len(sizes)], format=("JPEG", "PNG", "WEBP")[i % 3])
+        metadata = {
+            "url": f"http://example.org/{key}",
+            "key": key,
+            "punsafe": 0.01 * i,
+            "AESTHETIC_SCORE": 5.0 + i / 10,
+            "sha256": hashlib.sha256(data).hexdigest(),
+        }
+        caption = f"picture {key} of {i} blobs"
+        samples.append((key, {"jpg": data, "txt": caption.encode(), "json": json.dumps(metadata).encode()}))
+    return samples
