@@ -1,0 +1,45 @@
+"""`python -m precompute.download --config configs/download.yaml --input runs/data/selected --output runs/data/tars`."""
+
+import argparse
+import sys
+import time
+
+from precompute.download.config import DownloadConfig
+from precompute.download.fetch import require_img2dataset
+from precompute.download.job import fetch_missing
+from precompute.download.plan import plan_download
+from precompute.download.report import describe, write_report
+from shards.config import load_config
+from shards.errors import WorkError, exit_code_of
+from shards.files import locked
+
+
+def run(arguments: list[str]) -> None:
+    """Plan, fetch what is missing, report."""
+    parser = argparse.ArgumentParser(prog="precompute.download", add_help=False)
+    parser.add_argument("--config")
+    options, overrides = parser.parse_known_args(arguments)
+    config = load_config(DownloadConfig, options.config, overrides, "precompute.download")
+    require_img2dataset()
+
+    start = time.monotonic()
+    shards = plan_download(config.input, config.output, config.rows_per_shard)
+    with locked(config.output / ".lock"):
+        fetched, failed = fetch_missing(config, shards)
+        report = write_report(config.output, shards, failed, fetched, time.monotonic() - start)
+    print(describe(report))
+    if failed:
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in sorted(failed.items()))
+        raise WorkError(
+            f"{len(failed)} of {len(shards)} shards failed ({reasons}). The others are published and stay; "
+            "the same command again tries just these."
+        )
+
+
+def main() -> None:
+    """Console entry point."""
+    sys.exit(exit_code_of(lambda: run(sys.argv[1:])))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,120 @@
+"""One shard, in a worker process: rows → img2dataset → check → published tar."""
+
+import contextlib
+import importlib.util
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+from precompute.download import opener
+from precompute.download.config import DownloadConfig
+from precompute.download.plan import InputShard
+from precompute.download.rows import read_shard, write_arrow
+from precompute.download.verify import check_shard
+from shards.errors import RequestError, WorkError
+from shards.files import fsync_folder, fsync_tree, write_atomically
+
+RECEIPT = "latentmill"  # our section of img2dataset's stats
+
+
+def require_img2dataset() -> None:
+    """Refuse to start where img2dataset cannot run.
+
+    Raises:
+        RequestError: Python 3.13 or later, or it is not installed.
+    """
+    if sys.version_info >= (3, 13):
+        raise RequestError(
+            f"img2dataset cannot run under Python {sys.version_info[0]}.{sys.version_info[1]}: it imports the module "
+            "`imghdr`, which Python 3.13 removed. Run the download with Python 3.11 or 3.12."
+        )
+    if importlib.util.find_spec("img2dataset") is None:
+        raise RequestError("img2dataset is not installed. Install the extra: pip install 'latentmill[download]'.")
+
+
+def _import_img2dataset() -> Any:
+    os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")  # or its import asks the Internet for a newer version
+    from img2dataset import downloader, resizer, writer
+
+    return downloader.Downloader, resizer.Resizer, writer.WebDatasetSampleWriter
+
+
+def fetch_shard(config: DownloadConfig, shard: InputShard) -> dict[str, Any]:
+    """Download one shard into a private folder, check it, and move it into `config.output`.
+
+    `NNNNN_stats.json` is moved last: a shard whose stats are there is whole. What img2dataset prints is kept beside
+    them as `NNNNN.log` while the shard fails.
+
+    Returns:
+        the published stats.
+
+    Raises:
+        WorkError: the tar is not what its records say, or too few pictures came.
+        OSError: the disk is full, or the input went away.
+    """
+    folder = config.output / ".attempts" / f"{shard.name}-{os.getpid()}"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    log = config.output / f"{shard.name}.log"
+    try:
+        with log.open("w") as file, contextlib.redirect_stdout(file), contextlib.redirect_stderr(file):
+            _download(config, shard, folder)
+        found = check_shard(folder, shard.name, shard.num_rows, config)
+        stats = _publish(config, shard, folder, found)
+        log.unlink()
+        return stats
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _download(config: DownloadConfig, shard: InputShard, folder: Path) -> None:
+    downloader_class, resizer_class, writer_class = _import_img2dataset()
+    opener.install(config.requests)
+    table = read_shard(shard, config.extra_columns)
+    write_arrow(table, folder / "rows.arrow")
+    downloader = downloader_class(
+        sample_writer_class=writer_class,
+        resizer=resizer_class(
+            image_size=config.images.max_side,
+            resize_mode="no" if config.images.mode == "original" else config.images.mode,
+            resize_only_if_bigger=True,
+            encode_quality=config.images.jpeg_quality,
+            disable_all_reencoding=config.images.mode == "original",
+        ),
+        thread_count=config.threads,
+        save_caption=True,
+        extract_exif=False,
+        output_folder=str(folder),
+        column_list=table.column_names,
+        timeout=config.requests.timeout_seconds,
+        number_sample_per_shard=config.rows_per_shard,
+        oom_shard_count=5,
+        compute_hash="sha256",
+        verify_hash_type=None,
+        encode_format="jpg",
+        retries=config.requests.retries,
+        user_agent_token=config.robots.user_agent_token,
+        disallowed_header_directives=config.robots.disallowed_directives or None,
+    )
+    downloader.download_shard((shard.shard_id, str(folder / "rows.arrow")))
+
+
+def _publish(config: DownloadConfig, shard: InputShard, folder: Path, found: dict[str, Any]) -> dict[str, Any]:
+    stats_path = folder / f"{shard.name}_stats.json"
+    stats = json.loads(stats_path.read_text())
+    needed = int(config.min_success_share * stats["count"])
+    if stats["successes"] < needed:
+        raise WorkError(
+            f"{stats['successes']} of {stats['count']} pictures came, fewer than min_success_share asks for ({needed}); "
+            f"most often: {max(stats['status_dict'], key=stats['status_dict'].get)}"
+        )
+    stats |= {RECEIPT: found}
+    write_atomically(stats_path, json.dumps(stats, indent=2).encode())
+    fsync_tree(folder)
+    for suffix in (".tar", ".parquet", "_stats.json"):
+        (folder / f"{shard.name}{suffix}").replace(config.output / f"{shard.name}{suffix}")
+        fsync_folder(config.output)
+    return stats

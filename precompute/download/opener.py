@@ -1,0 +1,147 @@
+"""A urllib opener that stays on the public web: what img2dataset's requests go through.
+
+img2dataset calls `urllib.request.urlopen`, which opens `file://` and private addresses, follows redirects to them, and
+reads a response to its end, however long. `install` replaces the opener behind it, in the process that calls it.
+"""
+
+import io
+import ssl
+import time
+import urllib.parse
+import urllib.request
+from functools import partial
+from http.client import HTTPConnection, HTTPResponse, HTTPSConnection
+from typing import Any
+
+from precompute.download.config import RequestsConfig
+from precompute.select.hosts import is_private_host, is_public_address
+
+
+class RefusedResponse(OSError):
+    """A response that we do not read, or do not read further."""
+
+
+def install(config: RequestsConfig) -> None:
+    """Send every later `urllib.request.urlopen` of this process through `config`'s limits."""
+    urllib.request.install_opener(build_opener(config))
+
+
+def build_opener(config: RequestsConfig) -> urllib.request.OpenerDirector:
+    """An opener for http and https alone: no file, ftp or data URLs."""
+    redirects = urllib.request.HTTPRedirectHandler()
+    redirects.max_redirections = config.max_redirects
+    opener = urllib.request.OpenerDirector()
+    for handler in (
+        urllib.request.ProxyHandler(),
+        urllib.request.UnknownHandler(),
+        urllib.request.HTTPDefaultErrorHandler(),
+        redirects,
+        urllib.request.HTTPErrorProcessor(),
+        _LimitedHandler(config),
+    ):
+        opener.add_handler(handler)
+    return opener
+
+
+class _LimitedHandler(urllib.request.AbstractHTTPHandler):
+    """Opens http and https over connections that know the limits."""
+
+    def __init__(self, config: RequestsConfig) -> None:
+        super().__init__()
+        self.tls = ssl.create_default_context()  # reads the machine's certificates: once, not per connection
+        self.make_response = partial(_LimitedResponse, config=config)
+        proxies = {urllib.parse.urlsplit(address).hostname for address in urllib.request.getproxies().values()}
+        self.trusted_hosts = None if config.allow_private_hosts else proxies
+
+    def http_request(self, request: urllib.request.Request) -> urllib.request.Request:
+        return self.do_request_(request)
+
+    def https_request(self, request: urllib.request.Request) -> urllib.request.Request:
+        return self.do_request_(request)
+
+    def http_open(self, request: urllib.request.Request) -> HTTPResponse:
+        return self.do_open(partial(self._limit, _PublicHTTPConnection), request)
+
+    def https_open(self, request: urllib.request.Request) -> HTTPResponse:
+        return self.do_open(partial(self._limit, _PublicHTTPSConnection, context=self.tls), request)
+
+    def _limit(self, connection_class: type["_PublicHTTPConnection"], host: str, **kwargs: Any) -> HTTPConnection:
+        connection = connection_class(host, **kwargs)
+        connection.trusted_hosts = self.trusted_hosts
+        connection.response_class = self.make_response
+        return connection
+
+
+class _PublicHTTPConnection(HTTPConnection):
+    """Sends nothing to an address outside the public Internet.
+
+    The address that the connection really has is looked at, not the host's name: no trick of spelling or of name
+    resolution passes.
+    """
+
+    trusted_hosts: set[str | None] | None = None
+    """Hosts that may be private (the proxies in use); None: all."""
+
+    def connect(self) -> None:
+        guarded = self.trusted_hosts is not None and self.host not in self.trusted_hosts
+        if guarded and is_private_host(self.host):
+            raise RefusedResponse(f"private address: host {self.host}")
+        super().connect()
+        if guarded:
+            _check_public(self)
+
+
+class _PublicHTTPSConnection(_PublicHTTPConnection, HTTPSConnection):
+    """The same over TLS, whose handshake comes before the check."""
+
+
+def _check_public(connection: HTTPConnection) -> None:
+    peer = connection.sock.getpeername()[0].partition("%")[0]
+    if not is_public_address(peer):
+        connection.close()
+        raise RefusedResponse(f"private address: {peer} behind host {connection.host}")
+
+
+class _LimitedResponse(HTTPResponse):
+    """A response whose header and body end by a deadline and below a size."""
+
+    def __init__(self, sock: Any, *args: Any, config: RequestsConfig, **kwargs: Any) -> None:
+        super().__init__(sock, *args, **kwargs)
+        self.config = config
+        self.fp = io.BufferedReader(_LimitedReader(sock, self.fp.detach(), config))
+
+    def begin(self) -> None:
+        super().begin()
+        if self.length is not None and self.length > self.config.max_bytes:
+            raise RefusedResponse(f"too large: {self.length} bytes announced, {self.config.max_bytes} allowed")
+
+
+class _LimitedReader(io.RawIOBase):
+    """The bytes of a socket until the deadline, or the limit."""
+
+    def __init__(self, sock: Any, raw: io.RawIOBase, config: RequestsConfig) -> None:
+        self.sock, self.raw, self.config = sock, raw, config
+        self.end = time.monotonic() + config.deadline_seconds
+        self.num_bytes = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int | None:
+        left = self.end - time.monotonic()
+        if left <= 0:
+            raise TimeoutError(f"deadline: no end of the response after {self.config.deadline_seconds:g} seconds")
+        self.sock.settimeout(min(left, self.config.timeout_seconds))
+        count = self.raw.readinto(buffer)
+        self.num_bytes += count or 0
+        if self.num_bytes > self.config.max_bytes + HEADER_BYTES:
+            raise RefusedResponse(f"too large: more than the {self.config.max_bytes} bytes allowed")
+        return count
+
+    def close(self) -> None:
+        if not self.closed:
+            self.raw.close()
+        super().close()
+
+
+HEADER_BYTES = 2**16  # what we grant a response beside its body

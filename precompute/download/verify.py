@@ -1,0 +1,91 @@
+"""Hold a downloaded tar against its stats and its parquet, byte for byte where the bytes are the originals."""
+
+import hashlib
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+
+from precompute.download.config import DownloadConfig
+from precompute.tars import RawSample, Tar
+from shards.errors import WorkError
+
+SUCCESS = "success"
+
+# format: what a file of it begins with (RIFF….WEBP and ….ftypavif are told apart below)
+MAGIC = {
+    "jpeg": b"\xff\xd8\xff",
+    "png": b"\x89PNG\r\n\x1a\n",
+    "gif": b"GIF8",
+    "bmp": b"BM",
+    "tiff": b"II*\x00",
+}
+
+
+def check_shard(folder: Path, name: str, num_rows: int, config: DownloadConfig) -> dict[str, Any]:
+    """Read `name`.tar to its end and compare it with `name`.parquet, `name`_stats.json and the number of rows asked for.
+
+    Returns:
+        `tar_bytes` and `tar_sha256` of the tar, and `formats`, the number of pictures by what their first bytes say.
+
+    Raises:
+        WorkError: the first difference, with the key.
+    """
+    stats = json.loads((folder / f"{name}_stats.json").read_text())
+    rows = pq.read_table(folder / f"{name}.parquet", columns=["key", "status", "sha256"]).to_pylist()
+    _check_counts(stats, rows, num_rows)
+    missing = {row["key"]: row["sha256"] for row in rows if row["status"] == SUCCESS}
+    formats: Counter[str] = Counter()
+    tar = Tar(folder / f"{name}.tar", config.requests.max_bytes)
+    for sample in tar.samples():
+        if sample.key not in missing:
+            raise WorkError(f"{name}.tar holds the sample {sample.key}, which the parquet does not list as a success")
+        _check_sample(sample, missing.pop(sample.key), config.images.mode == "original")
+        formats[format_of(sample.image or b"")] += 1
+    if missing:
+        raise WorkError(f"{name}.tar lacks {len(missing)} samples that the parquet lists, the first {min(missing)}")
+    return {"tar_bytes": tar.bytes, "tar_sha256": tar.sha256, "formats": dict(sorted(formats.items()))}
+
+
+def _check_counts(stats: dict[str, Any], rows: list[dict[str, Any]], num_rows: int) -> None:
+    failed = stats["failed_to_download"] + stats["failed_to_resize"]
+    in_parquet = Counter(row["status"] for row in rows)
+    if len({row["key"] for row in rows}) != len(rows):
+        raise WorkError("the parquet lists a key twice")
+    counts = {
+        "rows asked for": num_rows,
+        "stats": stats["count"],
+        "stats, summed": stats["successes"] + failed,
+        "parquet": len(rows),
+    }
+    if len(set(counts.values())) > 1:
+        raise WorkError(
+            f"the counts of rows differ: {', '.join(f'{place} {count}' for place, count in counts.items())}"
+        )
+    if in_parquet[SUCCESS] != stats["successes"]:
+        raise WorkError(f"the parquet lists {in_parquet[SUCCESS]} successes, the stats {stats['successes']}")
+
+
+def _check_sample(sample: RawSample, sha256: str, original_bytes: bool) -> None:
+    if sample.image is None or sample.caption is None:
+        raise WorkError(f"sample {sample.key} has no {'picture' if sample.image is None else 'caption'} in the tar")
+    if sample.metadata.get("key") != sample.key:
+        raise WorkError(f"the JSON of sample {sample.key} is of {sample.metadata.get('key', 'no sample')}")
+    if original_bytes and hashlib.sha256(sample.image).hexdigest() != sha256:
+        raise WorkError(f"the bytes of sample {sample.key} do not match the SHA-256 of what was downloaded")
+
+
+def format_of(data: bytes) -> str:
+    """jpeg, png, gif, bmp, tiff, webp, avif, empty, html or other, by the first bytes."""
+    if data[:4] == b"RIFF" and data[8:12] == b"WEBP":
+        return "webp"
+    if data[4:12] in (b"ftypavif", b"ftypavis"):
+        return "avif"
+    for name, magic in MAGIC.items():
+        if data.startswith(magic):
+            return name
+    if not data:
+        return "empty"
+    return "html" if data[:512].lstrip()[:1] == b"<" else "other"

@@ -1,0 +1,1 @@
+"""Select: LAION-like metadata → the rows worth downloading, with a count of what was dropped and why."""

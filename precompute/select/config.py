@@ -1,0 +1,78 @@
+"""What a selection may be asked for."""
+
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import AfterValidator, Field, NonNegativeInt, PositiveInt
+
+from shards.buckets import Bucket
+from shards.config import Config
+
+Probability = Annotated[float, Field(ge=0, le=1)]
+
+
+def _check_bucket(name: str) -> str:
+    return str(Bucket.parse(name))
+
+
+def _check_partitions(number: int) -> int:
+    if number & (number - 1) or not 1 <= number <= 65536:
+        raise ValueError("the number of partitions is a power of two up to 65536")
+    return number
+
+
+class FiltersConfig(Config):
+    """Rows that stay. Each is off where it is null; a row without a value for a filter that is on is dropped."""
+
+    min_aesthetic: float | None = 4.5
+    """AESTHETIC_SCORE at or above."""
+    max_punsafe: Probability | None = 0.1
+    """punsafe below."""
+    max_pwatermark: Probability | None = None
+    """pwatermark below."""
+    min_similarity: float | None = None
+    """similarity of picture and caption at or above."""
+    min_side: NonNegativeInt | None = 256
+    """The shorter of WIDTH and HEIGHT, in pixels, at or above."""
+    max_aspect_ratio: Annotated[float, Field(ge=1)] | None = None
+    """The longer side divided by the shorter, at or below."""
+    languages: list[str] | None = None
+    """LANGUAGE one of these."""
+    min_caption: NonNegativeInt | None = 1
+    """Characters of TEXT without the blanks around it, at or above."""
+    max_caption: PositiveInt | None = None
+    """Characters of TEXT without the blanks around it, at or below."""
+
+
+class UrlsConfig(Config):
+    """URLs that stay. Those that are not http or https never do."""
+
+    allow_private_hosts: bool = False
+    """Keep URLs of private and loopback hosts (a local server; never a crawl of others' URLs)."""
+    drop_duplicates: bool = True
+    """Of rows with the same URL, byte for byte, keep the first that passed all else."""
+    opt_out: Path | None = None
+    """Drop what this file lists: text with a URL or a host per line, or parquet with a URL column."""
+
+
+class SelectConfig(Config):
+    """LAION metadata → the rows to download, and a funnel that says what was dropped and why."""
+
+    metadata: str
+    """Parquet: a file, a folder (all files below it) or a glob; a path, or any address that fsspec opens."""
+    output: Path
+    """Folder of the selected rows: selected-00000.parquet and so on, funnel.json, funnel.png."""
+    filters: FiltersConfig = FiltersConfig()
+    """Rows that stay."""
+    urls: UrlsConfig = UrlsConfig()
+    """URLs that stay."""
+    buckets: tuple[Annotated[str, AfterValidator(_check_bucket)], ...] = ("256x256", "512x512")
+    """Resolution buckets to count the selected rows for."""
+    rows_per_file: PositiveInt = 1_000_000
+    """Rows of each output file; the last has the rest."""
+    processes: PositiveInt = 2
+    """Input files read at the same time."""
+    partitions: Annotated[int, AfterValidator(_check_partitions)] = 256
+    """Parts in which duplicates are looked for; each process holds one: about 60 bytes × rows ÷ partitions."""
+
+

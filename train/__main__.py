@@ -1,0 +1,58 @@
+"""`accelerate launch -m train --config configs/phase1.yaml`; and `python -m train check | plot | export`."""
+
+import argparse
+import sys
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+
+from shards.config import load_config
+from shards.errors import exit_code_of
+from train.config import TrainConfig
+from train.export import export
+from train.loop import train
+from train.plot import plot_run
+from train.request import check_request
+
+ACCELERATE_PRECISION = {"float32": "no", "float16": "fp16", "bfloat16": "bf16"}
+
+
+def run(arguments: list[str]) -> None:
+    """Dispatch on the first word."""
+    if arguments[:1] == ["plot"]:
+        parser = argparse.ArgumentParser(prog="train plot", description="Draw RUN/loss.png from its metrics.")
+        parser.add_argument("run", type=Path)
+        print(plot_run(parser.parse_args(arguments[1:]).run))
+    elif arguments[:1] == ["export"]:
+        print(export(arguments[1:]))
+    elif arguments[:1] == ["check"]:
+        check_request(read_config(arguments[1:]))
+    else:
+        config = read_config(arguments)
+        cpu = not torch.cuda.is_available()
+        # first of all, or streaming starts and destroys a process group of its own
+        accelerator = Accelerator(
+            mixed_precision=ACCELERATE_PRECISION[config.precision],
+            cpu=cpu,
+            log_with=None if config.log.tracker == "none" else config.log.tracker,
+            project_dir=config.run_dir,
+        )
+        train(config, check_request(config), accelerator)
+
+
+def read_config(arguments: list[str]) -> TrainConfig:
+    """The config file with its overrides."""
+    parser = argparse.ArgumentParser(prog="train", add_help=False)
+    parser.add_argument("--config")
+    options, overrides = parser.parse_known_args(arguments)
+    return load_config(TrainConfig, options.config, overrides, "train")
+
+
+def main() -> None:
+    """Console entry point."""
+    sys.exit(exit_code_of(lambda: run(sys.argv[1:])))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,143 @@
+"""The config of stage 2, one section per concern."""
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from shards.buckets import Bucket
+from shards.config import Config
+
+Precision = Literal["float32", "float16", "bfloat16"]
+
+
+class StreamConfig(Config):
+    """One bucket of one latents root."""
+
+    root: Path
+    """The latents root that stage 1 wrote."""
+    bucket: str
+    """WIDTHxHEIGHT in pixels."""
+    weight: float = Field(1.0, gt=0)
+    """Passes over the bucket per epoch."""
+
+    @field_validator("bucket")
+    @classmethod
+    def _parse_bucket(cls, name: str) -> str:
+        return str(Bucket.parse(name))
+
+
+class DataConfig(Config):
+    """What is read, and in which order."""
+
+    streams: list[StreamConfig] = Field(min_length=1)
+    num_workers: int = Field(8, ge=0)
+    """Loader processes per rank; the order of samples does not depend on it."""
+    num_canonical_nodes: int = Field(64, ge=1)
+    """Slices into which an epoch's order is cut, on any number of nodes; divides the global batch."""
+    shuffle: bool = True
+    timeout: float = Field(300.0, gt=0)
+    """Seconds to wait for a batch before the run stops with an error."""
+
+
+class ObjectiveConfig(Config):
+    """What the U-Net learns to predict, under which noise."""
+
+    prediction: Literal["epsilon", "v_prediction", "sample"] = "epsilon"
+    num_train_timesteps: int = Field(1000, ge=1)
+    beta_schedule: Literal["scaled_linear", "linear", "squaredcos_cap_v2"] = "scaled_linear"
+    beta_start: float = Field(0.00085, gt=0)
+    beta_end: float = Field(0.012, gt=0)
+    caption_dropout: float = Field(0.1, ge=0, le=1)
+    """Share of samples that see the empty caption, for classifier-free guidance."""
+
+
+class OptimizerConfig(Config):
+    """AdamW, and the clip before it."""
+
+    lr: float = Field(1e-4, gt=0)
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = Field(1e-8, gt=0)
+    weight_decay: float = Field(0.01, ge=0)
+    max_grad_norm: float = Field(1.0, gt=0)
+    """Gradients are scaled down to this global norm."""
+
+
+class ScheduleConfig(Config):
+    """The learning rate over the steps."""
+
+    kind: Literal["constant", "cosine"] = "constant"
+    """After warm-up: as it is, or half a cosine down to zero at `max_steps`."""
+    warmup_steps: int = Field(10_000, ge=0)
+    """Linear from zero."""
+
+
+class EmaConfig(Config):
+    """The exponential moving average of the weights."""
+
+    decay: float = Field(0.9999, gt=0, lt=1)
+    start_step: int | None = Field(None, ge=0)
+    """Step from which it is held; null: never. It takes no memory before."""
+
+
+class CheckpointConfig(Config):
+    """When the run is saved."""
+
+    every: int = Field(1000, ge=1)
+    """Steps; the last step is always saved."""
+    keep: int = Field(3, ge=1)
+    """How many complete checkpoints are kept."""
+
+
+class LogConfig(Config):
+    """What the run says of itself."""
+
+    every: int = Field(50, ge=1)
+    """Steps between lines of metrics.jsonl."""
+    samples: bool = False
+    """Write samples.jsonl: the keys of each global batch, in global order."""
+    tracker: Literal["tensorboard", "wandb", "none"] = "tensorboard"
+
+
+class TrainConfig(Config):
+    """Stage 2: train a U-Net on the latents of one or more buckets."""
+
+    run_dir: Path
+    seed: int = Field(0, ge=0, lt=2**32)
+    max_steps: int = Field(ge=1)
+    """Optimizer steps of the whole run, resumed parts included."""
+    global_batch_size: int = Field(2048, ge=1)
+    """Samples per optimizer step over all processes."""
+    microbatch_size: int = Field(16, ge=1)
+    """Samples per forward pass of one process; gradients are accumulated over the rest of its share."""
+    init_from: Path | None = None
+    """A run folder whose newest checkpoint this run starts from, with a new optimizer."""
+    init_weights: Literal["auto", "raw", "ema"] = "auto"
+    """Which of its weights; auto: the moving average where it has one."""
+    data: DataConfig
+    unet: Path
+    """A diffusers UNet2DConditionModel config (JSON)."""
+    objective: ObjectiveConfig = ObjectiveConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    schedule: ScheduleConfig = ScheduleConfig()
+    ema: EmaConfig = EmaConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    log: LogConfig = LogConfig()
+    precision: Precision = "bfloat16"
+    """Autocast type; weights and optimizer are float32."""
+    gradient_checkpointing: bool = False
+    compile: bool = False
+    """torch.compile the U-Net."""
+    num_processes: int | None = Field(None, ge=1)
+    """How many processes the launcher was asked for; the run refuses to start on another number."""
+
+    @model_validator(mode="after")
+    def _check(self) -> "TrainConfig":
+        if self.global_batch_size % self.data.num_canonical_nodes:
+            raise ValueError(
+                f"global_batch_size {self.global_batch_size} is not a multiple of data.num_canonical_nodes "
+                f"{self.data.num_canonical_nodes}, so epochs would repeat samples"
+            )
+        if self.init_from is not None and self.init_from.resolve() == self.run_dir.resolve():
+            raise ValueError("init_from is the run's own run_dir; resuming needs no init_from")
+        return self

@@ -1,0 +1,264 @@
+"""Latents roots → global batches, in one order that depends on neither ranks nor workers.
+
+StreamingDataset deals out the samples; what it leaves unsaid is checked here: that the streams mean the same thing and
+fit the U-Net, that their files are all there, that an epoch delivers every batch it owes, and that a batch comes in time.
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from streaming import Stream, StreamingDataset
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from shards.buckets import Bucket
+from shards.encoding import EncodingRecord
+from shards.errors import RequestError, WorkError
+from shards.files import sha256_file
+from shards.root import load_uncond
+from train.config import DataConfig, StreamConfig
+
+
+@dataclass(frozen=True)
+class DataSpec:
+    """What the stored numbers mean, and what an epoch of them is."""
+
+    posterior: Literal["moments", "mean"]
+    latent_channels: int
+    scaling_factor: float
+    text_length: int
+    text_width: int
+    trim: bool
+    uncond: Tensor
+    """(tokens, width) float16: the empty caption's text latents."""
+    uncond_tokens: int
+    streams: tuple["OpenStream", ...]
+    steps_per_epoch: int
+
+
+@dataclass(frozen=True)
+class OpenStream:
+    """A stream whose files were found, and how many of its samples make an epoch."""
+
+    config: StreamConfig
+    latent_hw: tuple[int, int]
+    num_samples: int
+    chosen: int
+    index_sha256: str
+    encoding_id: str
+
+
+@dataclass
+class Batch:
+    """One rank's share of a global batch, or a slice of it; tensors as stored."""
+
+    keys: list[str]
+    slots: Tensor
+    """(N,) int64: places in the global batch."""
+    image_latents: Tensor
+    """(N, planes, h, w) float16."""
+    text_latents: Tensor
+    """(N, tokens, width) float16, or e4m3 codes as uint8; trimmed captions are padded with zeros."""
+    text_scales: Tensor | None
+    """(N, tokens) float16, beside codes."""
+    num_tokens: Tensor
+    """(N,) int64: tokens stored."""
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def to(self, device: torch.device) -> "Batch":
+        """The same batch on `device`."""
+        moved = {name: value.to(device, non_blocking=True) for name, value in vars(self).items() if torch.is_tensor(value)}
+        return Batch(**(vars(self) | moved))
+
+    def microbatches(self, size: int) -> Iterator["Batch"]:
+        """Slices of at most `size` samples, in order."""
+        for start in range(0, len(self), size):
+            part = slice(start, start + size)
+            yield Batch(**{name: value if value is None else value[part] for name, value in vars(self).items()})
+
+
+def open_data(config: DataConfig, global_batch_size: int) -> DataSpec:
+    """Find and check every stream.
+
+    Raises:
+        RequestError: a root, bucket or file is missing, a bucket holds less than a global batch, or two streams'
+            encodings do not mean the same.
+    """
+    encodings = [EncodingRecord.load(stream.root) for stream in config.streams]
+    first = encodings[0]
+    for stream, encoding in zip(config.streams[1:], encodings[1:], strict=True):
+        differences = _meaning_differences(first, encoding)
+        if differences:
+            raise RequestError(
+                f"The roots {config.streams[0].root} and {stream.root} cannot be mixed: {'; '.join(differences)}."
+            )
+    streams = tuple(_open_stream(s, e, global_batch_size) for s, e in zip(config.streams, encodings, strict=True))
+    uncond, uncond_tokens = load_uncond(config.streams[0].root)
+    return DataSpec(
+        posterior=first.image.posterior,
+        latent_channels=first.image.latent_channels,
+        scaling_factor=first.image.scaling_factor,
+        text_length=first.text.length,
+        text_width=first.text.width,
+        trim=first.text.trim,
+        uncond=uncond,
+        uncond_tokens=uncond_tokens,
+        streams=streams,
+        steps_per_epoch=sum(stream.chosen for stream in streams) // global_batch_size,
+    )
+
+
+def choose_per_epoch(weight: float, num_samples: int, global_batch_size: int) -> int:
+    """Samples of a stream in one epoch: weight × n, rounded down to whole global batches."""
+    return int(weight * num_samples) // global_batch_size * global_batch_size
+
+
+def make_loader(
+    config: DataConfig, spec: DataSpec, global_batch_size: int, seed: int, step: int, slots: Tensor
+) -> DataLoader[Any]:
+    """The loader of this rank, standing before global batch number `step` of the whole run.
+
+    Args:
+        slots: (n,) this rank's places in the global batch; n is its share of it.
+        step: how many global batches of the run are behind it. Where in which epoch that is follows from
+            `steps_per_epoch`, so no loader state is ever saved.
+    """
+    dataset = StreamingDataset(
+        streams=[
+            Stream(local=str(stream.config.root / stream.config.bucket), choose=stream.chosen) for stream in spec.streams
+        ],
+        batch_size=len(slots),
+        shuffle=config.shuffle,
+        shuffle_algo="py1s",
+        shuffle_seed=seed,
+        num_canonical_nodes=config.num_canonical_nodes,
+        # one latent shape per global batch
+        batching_method="per_stream" if len({stream.latent_hw for stream in spec.streams}) > 1 else "random",
+    )
+    if step:
+        epoch, batch_in_epoch = divmod(step, spec.steps_per_epoch)
+        dataset.load_state_dict(
+            {
+                "epoch": epoch,
+                "sample_in_epoch": batch_in_epoch * global_batch_size,
+                "num_canonical_nodes": config.num_canonical_nodes,
+                "shuffle_seed": seed,
+                "initial_physical_nodes": None,
+            }
+        )
+    return DataLoader(
+        dataset,
+        batch_size=len(slots),
+        num_workers=config.num_workers,
+        collate_fn=Collate(slots, spec.text_length),
+        timeout=config.timeout if config.num_workers else 0,
+        persistent_workers=config.num_workers > 0,
+        prefetch_factor=4 if config.num_workers else None,
+    )
+
+
+def global_batches(loader: DataLoader[Any], spec: DataSpec, step: int) -> Iterator[Batch]:
+    """Endless batches from `step` on, epoch after epoch.
+
+    Raises:
+        WorkError: an epoch ended short, or no batch came in time: a file is missing or damaged, or storage stalls.
+    """
+    while True:
+        due = spec.steps_per_epoch - step % spec.steps_per_epoch
+        delivered = 0
+        try:
+            for batch in loader:
+                delivered += 1
+                yield batch
+        except RuntimeError as error:
+            raise WorkError(
+                f"The loader failed after {step + delivered} steps: {error}. A shard of {_names(spec)} is missing or "
+                f"damaged, or its storage stalls."
+            ) from error
+        if delivered != due:
+            raise WorkError(
+                f"The epoch ended {due - delivered} global batches short after {step + delivered} steps. A shard of "
+                f"{_names(spec)} is missing or damaged; the log above names what the loader could not read."
+            )
+        step += delivered
+
+
+@dataclass(frozen=True)
+class Collate:
+    """MDS samples → one `Batch`. A class, so that loader workers can be spawned as well as forked."""
+
+    slots: Tensor
+    text_length: int
+
+    def __call__(self, samples: list[dict[str, Any]]) -> Batch:
+        """Stack one rank's share of a global batch."""
+        scaled = "text_scales" in samples[0]
+        return Batch(
+            keys=[sample["key"] for sample in samples],
+            slots=self.slots[: len(samples)],
+            image_latents=_stack([sample["image_latents"] for sample in samples]),
+            text_latents=_stack([self._pad(sample["text_latents"]) for sample in samples]),
+            text_scales=_stack([self._pad(sample["text_scales"]) for sample in samples]) if scaled else None,
+            num_tokens=torch.tensor([len(sample["text_latents"]) for sample in samples]),
+        )
+
+    def _pad(self, array: np.ndarray) -> np.ndarray:
+        return np.pad(array, [(0, self.text_length - len(array)), *[(0, 0)] * (array.ndim - 1)])
+
+
+def _stack(arrays: list[np.ndarray]) -> Tensor:
+    return torch.from_numpy(np.stack(arrays))  # np.stack copies; MDS hands out read-only arrays
+
+
+def _names(spec: DataSpec) -> str:
+    return ", ".join(f"{stream.config.root}/{stream.config.bucket}" for stream in spec.streams)
+
+
+def _meaning_differences(a: EncodingRecord, b: EncodingRecord) -> list[str]:
+    # Crop, resampling, decoder and dtype may differ: they change the pictures, not what the numbers mean.
+    irrelevant = ("image.crop", "image.resampling", "image.decoder", "compute_dtype", "schema_version")
+    return [difference for difference in a.differences(b) if not difference.startswith(irrelevant)]
+
+
+def _open_stream(stream: StreamConfig, encoding: EncodingRecord, global_batch_size: int) -> OpenStream:
+    folder = stream.root / stream.bucket
+    index_path = folder / "index.json"
+    if not index_path.is_file():
+        present = ", ".join(sorted(path.parent.name for path in stream.root.glob("*/index.json"))) or "none"
+        raise RequestError(
+            f"The latents root {stream.root} has no bucket {stream.bucket} (it has: {present}). Add it to `buckets` of "
+            f"the precompute config and run `make precompute` again; only that bucket is encoded then."
+        )
+    num_samples = sum(_check_shard(folder, entry) for entry in json.loads(index_path.read_bytes())["shards"])
+    chosen = choose_per_epoch(stream.weight, num_samples, global_batch_size)
+    if not chosen:
+        raise RequestError(
+            f"{folder} holds {num_samples} samples; {stream.weight:g} passes over them do not fill one global batch of "
+            f"{global_batch_size}. Encode more shards, raise the stream's weight, or lower global_batch_size."
+        )
+    return OpenStream(
+        config=stream,
+        latent_hw=Bucket.parse(stream.bucket).latent_hw(encoding.image.downsampling),
+        num_samples=num_samples,
+        chosen=chosen,
+        index_sha256=sha256_file(index_path),
+        encoding_id=encoding.id,
+    )
+
+
+def _check_shard(folder: Path, entry: dict[str, Any]) -> int:
+    name, size = entry["raw_data"]["basename"], entry["raw_data"]["bytes"]
+    if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
+        raise RequestError(f"{folder}/index.json names a file outside its folder, {name!r}. Do not use this root.")
+    path = folder / name
+    if not path.is_file() or path.stat().st_size != size:
+        found = f"{path.stat().st_size} bytes" if path.is_file() else "no file"
+        raise RequestError(f"{path}: {found}, but the index says {size} bytes. Restore the file from its copy.")
+    return int(entry["samples"])

@@ -1,0 +1,91 @@
+"""The diffusion loss: from stored moments and text latents to one number per sample."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from diffusers import DDPMScheduler
+from torch import Tensor, nn
+
+from shards.text import dequantise
+from train.config import ObjectiveConfig
+from train.data import Batch, DataSpec
+from train.draws import Draws, Purpose
+
+LOG_VARIANCE_RANGE = (-30.0, 20.0)  # diffusers' DiagonalGaussianDistribution
+
+
+def noise_scheduler(config: ObjectiveConfig) -> DDPMScheduler:
+    """The forward process, as diffusers defines it; it is what the export carries, too."""
+    return DDPMScheduler(
+        num_train_timesteps=config.num_train_timesteps,
+        beta_schedule=config.beta_schedule,
+        beta_start=config.beta_start,
+        beta_end=config.beta_end,
+        prediction_type=config.prediction,
+        clip_sample=False,
+    )
+
+
+@dataclass(frozen=True)
+class Conditioning:
+    """What the U-Net sees of the captions."""
+
+    states: Tensor
+    """(N, tokens, width) float32."""
+    mask: Tensor | None
+    """(N, tokens), 1 where a token is real; None where all are to be seen, padding included, as in SD."""
+
+
+class DiffusionLoss:
+    """Draws latents, noise, timesteps and dropped captions for each sample, and scores the U-Net's prediction."""
+
+    def __init__(self, config: ObjectiveConfig, spec: DataSpec, device: torch.device):
+        self.config = config
+        self.spec = spec
+        self.scheduler = noise_scheduler(config)
+        # moved once: add_noise would copy it to the device at each step
+        self.scheduler.alphas_cumprod = self.scheduler.alphas_cumprod.to(device)
+        self.uncond = spec.uncond.to(device)
+
+    def __call__(self, unet: nn.Module, batch: Batch, draws: Draws) -> Tensor:
+        """(N,) float32: each sample's mean squared error over its latents."""
+        # moments => latents
+        latents = self.sample_latents(batch.image_latents, draws)
+        # captions => what the U-Net may attend to
+        text = self.conditioning(batch, draws)
+        # latents => noisy latents
+        noise = draws.normal(Purpose.NOISE, tuple(latents.shape[1:]))
+        timesteps = draws.integers(Purpose.TIMESTEP, self.config.num_train_timesteps)
+        noisy = self.scheduler.add_noise(latents, noise, timesteps)
+        # noisy latents => prediction => loss
+        prediction = unet(noisy, timesteps, text.states, encoder_attention_mask=text.mask).sample
+        target = self.target(latents, noise, timesteps)
+        return F.mse_loss(prediction.float(), target, reduction="none").flatten(1).mean(dim=1)
+
+    def sample_latents(self, stored: Tensor, draws: Draws) -> Tensor:
+        """(N, planes, h, w) stored latents → (N, C, h, w) float32: mean + σ·n where moments are stored, scaled."""
+        if self.spec.posterior == "mean":
+            return stored.float() * self.spec.scaling_factor
+        mean, log_variance = stored.float().chunk(2, dim=1)
+        deviation = (0.5 * log_variance.clamp(*LOG_VARIANCE_RANGE)).exp()
+        return (mean + deviation * draws.normal(Purpose.POSTERIOR, tuple(mean.shape[1:]))) * self.spec.scaling_factor
+
+    def conditioning(self, batch: Batch, draws: Draws) -> Conditioning:
+        """Text latents as stored → float32, some replaced by the empty caption's."""
+        states = batch.text_latents.float() if batch.text_scales is None else dequantise(batch.text_latents, batch.text_scales)
+        dropped = draws.chance(Purpose.CAPTION_DROPOUT, self.config.caption_dropout)
+        states = torch.where(dropped[:, None, None], self.uncond.float(), states)
+        if not self.spec.trim:
+            return Conditioning(states, None)
+        num_tokens = torch.where(dropped, self.spec.uncond_tokens, batch.num_tokens)
+        places = torch.arange(states.shape[1], device=states.device)
+        return Conditioning(states, (places < num_tokens[:, None]).float())
+
+    def target(self, latents: Tensor, noise: Tensor, timesteps: Tensor) -> Tensor:
+        """What the U-Net should have predicted: the noise, the velocity (Salimans and Ho, 2022), or the latents."""
+        if self.config.prediction == "epsilon":
+            return noise
+        if self.config.prediction == "v_prediction":
+            return self.scheduler.get_velocity(latents, noise, timesteps)
+        return latents

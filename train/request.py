@@ -1,0 +1,109 @@
+"""What a run asks for, checked before anything is written: data, U-Net, processes, earlier runs."""
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from diffusers import UNet2DConditionModel
+
+from shards.errors import RequestError
+from train.checkpoint import load_weights, newest_checkpoint
+from train.config import TrainConfig
+from train.data import DataSpec, open_data
+from train.unet import build_unet, check_fit
+
+
+@dataclass(frozen=True)
+class Request:
+    """A request that holds up."""
+
+    spec: DataSpec
+    unet: UNet2DConditionModel
+    """On the CPU, with the weights that the run starts from."""
+    fingerprint: dict[str, Any]
+    local_world_size: int
+
+
+def check_request(config: TrainConfig) -> Request:
+    """Open the data, build the U-Net, and find where to start from. Writes nothing.
+
+    Raises:
+        RequestError: what does not fit, and the remedy.
+    """
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    if config.num_processes not in (None, world_size):
+        raise RequestError(
+            f"{config.num_processes} processes were asked for, but {world_size} were started. On a machine without "
+            f"GPUs, accelerate needs `--multi_gpu --num_processes {config.num_processes}` (it then uses gloo)."
+        )
+    if config.global_batch_size % world_size:
+        raise RequestError(
+            f"global_batch_size {config.global_batch_size} cannot be shared evenly by {world_size} processes. "
+            f"Choose a multiple."
+        )
+    spec = open_data(config.data, config.global_batch_size)
+    unet = build_unet(config.unet, config.seed)
+    check_fit(unet, spec)
+    if config.init_from is not None:
+        load_weights(unet, starting_weights(config.init_from, config.init_weights))
+    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size)))
+    return Request(spec, unet, make_fingerprint(config, spec, unet), local_world_size)
+
+
+def starting_weights(run_dir: Path, which: str) -> Path:
+    """The folder of an earlier run's newest weights.
+
+    Raises:
+        RequestError: the run has no checkpoint, or not the weights asked for.
+    """
+    found = newest_checkpoint(run_dir)
+    if found is None:
+        raise RequestError(
+            f"init_from: {run_dir} has no complete checkpoint. Train that phase first (`make train PHASE=1`), or set "
+            f"init_from to a run folder that has one."
+        )
+    folder, _ = found
+    has_ema = (folder / "ema").is_dir()
+    if which == "ema" and not has_ema:
+        raise RequestError(f"init_from: {folder} holds no moving average. Set init_weights to raw or auto.")
+    return folder / ("ema" if has_ema and which != "raw" else "unet")
+
+
+def make_fingerprint(config: TrainConfig, spec: DataSpec, unet: UNet2DConditionModel) -> dict[str, Any]:
+    """What the loss curve is a function of: a checkpoint goes on only under the same."""
+    return {
+        "seed": config.seed,
+        "global_batch_size": config.global_batch_size,
+        "num_canonical_nodes": config.data.num_canonical_nodes,
+        "shuffle": config.data.shuffle,
+        "streams": [
+            {
+                "bucket": stream.config.bucket,
+                "weight": stream.config.weight,
+                "samples": stream.num_samples,
+                "index_sha256": stream.index_sha256,
+                "encoding_id": stream.encoding_id,
+            }
+            for stream in spec.streams
+        ],
+        "objective": config.objective.model_dump(mode="json"),
+        "unet": {key: value for key, value in sorted(unet.config.items()) if not key.startswith("_")},
+    }
+
+
+def check_resume(folder: Path, saved: dict[str, Any], now: dict[str, Any]) -> None:
+    """Refuse to continue a checkpoint under another data order or objective.
+
+    Raises:
+        RequestError: the entries that differ.
+    """
+    now = json.loads(json.dumps(now))  # as the saved one was: tuples are lists
+    different = [f"{key}: {saved.get(key)} ≠ {now.get(key)}" for key in now if saved.get(key) != now.get(key)]
+    if different:
+        raise RequestError(
+            f"{folder} was trained under other settings: {'; '.join(different)} (checkpoint ≠ this run). Set them back, "
+            f"or give another run_dir (and init_from, to start from these weights)."
+        )
+

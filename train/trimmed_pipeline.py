@@ -1,0 +1,44 @@
+"""StableDiffusionPipeline for a U-Net that was trained on trimmed captions: padding tokens are masked out.
+
+    DiffusionPipeline.from_pretrained(FOLDER, custom_pipeline=FOLDER)
+"""
+
+from typing import Any
+
+import torch
+from diffusers import StableDiffusionPipeline
+
+
+class TrimmedStableDiffusionPipeline(StableDiffusionPipeline):
+    """The stock pipeline, with the cross-attention mask that it does not pass on its own."""
+
+    def encode_prompt(self, prompt: Any, device: Any, num_images_per_prompt: int, *args: Any, **kwargs: Any) -> Any:
+        """As the stock one does; remembers which tokens of the prompts, and of the negative ones, are real."""
+        if prompt is None:
+            raise ValueError("This pipeline needs the prompt's text: from embeddings it cannot tell words from padding.")
+        negative = args[1] if len(args) > 1 else kwargs.get("negative_prompt")
+        prompts = [prompt] if isinstance(prompt, str) else list(prompt)
+        negatives = [negative or ""] * len(prompts) if not isinstance(negative, list) else negative
+        self._mask = self._real_tokens(prompts, device).repeat_interleave(num_images_per_prompt, dim=0)
+        self._negative_mask = self._real_tokens(negatives, device).repeat_interleave(num_images_per_prompt, dim=0)
+        return super().encode_prompt(prompt, device, num_images_per_prompt, *args, **kwargs)
+
+    def _real_tokens(self, prompts: list[str], device: Any) -> torch.Tensor:
+        length = self.tokenizer.model_max_length
+        counts = torch.tensor([min(len(ids), length) for ids in self.tokenizer(prompts).input_ids], device=device)
+        return (torch.arange(length, device=device) < counts[:, None]).float()
+
+    @torch.no_grad()
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """As the stock pipeline's; the U-Net gets an `encoder_attention_mask` at each step."""
+
+        def add_mask(module: Any, inputs: Any, keywords: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+            guided = len(inputs[0]) == 2 * len(self._mask)
+            mask = torch.cat([self._negative_mask, self._mask]) if guided else self._mask
+            return inputs, keywords | {"encoder_attention_mask": mask}
+
+        handle = self.unet.register_forward_pre_hook(add_mask, with_kwargs=True)
+        try:
+            return super().__call__(*args, **kwargs)
+        finally:
+            handle.remove()
