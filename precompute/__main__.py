@@ -30,8 +30,8 @@ def run(arguments: list[str]) -> None:
 
     taken_in, encoded = (sum(getattr(r, name) for r in result.done) for name in ("samples_in", "encoded"))
     print(
-        f"{len(result.done)} shards encoded ({taken_in} samples in, {encoded} accepted, {taken_in - encoded} rejected), "
-        f"{result.already_done} had been done before, {len(result.failed)} failed. {config.output} now holds "
+        f"{len(result.done)} shards encoded ({taken_in} samples in, {encoded} accepted, {taken_in - encoded} rejected)"
+        f", {result.already_done} had been done before, {len(result.failed)} failed. {config.output} now holds "
         + ", ".join(f"{count} samples in {bucket}" for bucket, count in samples.items())
         + "."
     )

@@ -1,4 +1,4 @@
-"""The two frozen encoders: pictures → posterior moments, captions → text latents. Batched; uint8 until on the device."""
+"""The two frozen encoders: pictures → posterior moments, captions → text latents."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,12 +31,14 @@ class ImageEncoder:
 
     @torch.inference_mode()
     def __call__(self, pictures: list[np.ndarray]) -> Tensor:
-        """N pictures (H, W, 3) uint8 → (N, planes, h, w) float32 on the CPU; rows may be non-finite if they were in float32 too."""
+        """N pictures (H, W, 3) uint8 → (N, planes, h, w) float32 on the CPU.
+
+        A row that overflows float16, which is what is stored, is encoded again in float32; it may still overflow.
+        """
         # uint8 => [-1, 1], on the device
         pixels = torch.from_numpy(np.stack(pictures)).to(self.device, non_blocking=True)
         pixels = pixels.permute(0, 3, 1, 2).float().div_(127.5).sub_(1.0)
         moments = self._encode(pixels, self.precision)
-        # float16 is what is stored, so that is what must be finite
         broken = ~moments.half().isfinite().flatten(1).all(dim=1)
         if self.precision != "float32" and broken.any():
             moments[broken] = self._encode(pixels[broken], "float32")
@@ -71,7 +73,7 @@ class TextEncoder:
     @torch.inference_mode()
     def __call__(self, captions: list[str]) -> list[EncodedCaption]:
         """Captions → one `EncodedCaption` each, padded to the model's length as diffusers' pipelines pad prompts."""
-        num_tokens = [len(ids) for ids in self.tokenizer(captions).input_ids]
+        num_tokens = [len(ids) for ids in self.tokenizer(captions, verbose=False).input_ids]
         ids = self.tokenizer(
             captions, padding="max_length", max_length=self.length, truncation=True, return_tensors="pt"
         ).input_ids.to(self.device)

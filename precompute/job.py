@@ -63,7 +63,7 @@ def choose_shards(wanted: str, available: list[InputShard]) -> list[InputShard]:
 
 
 def run_job(shards: list[InputShard], config: PrecomputeConfig, encoding: EncodingRecord) -> JobResult:
-    """Encode `shards` on the Ray cluster at RAY_ADDRESS, or on one started here. Returns when all are done or failed."""
+    """Encode `shards` on the Ray cluster at RAY_ADDRESS, or on one started here, until each is done or has failed."""
     result = JobResult()
     waiting: deque[tuple[InputShard, int]] = deque()
     for shard in shards:
@@ -148,7 +148,9 @@ def encode_on_worker(shard: InputShard, config: PrecomputeConfig, encoding: Enco
 
 
 @functools.lru_cache(maxsize=1)
-def _load_encoders(models: tuple[Path, Path, Path], device: torch.device, options: tuple[str, str]) -> tuple[ImageEncoder, TextEncoder]:
+def _load_encoders(
+    models: tuple[Path, Path, Path], device: torch.device, options: tuple[str, str]
+) -> tuple[ImageEncoder, TextEncoder]:
     vae, text_encoder, tokenizer = models
     precision, posterior = options
     return (

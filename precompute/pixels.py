@@ -1,7 +1,10 @@
-"""Picture bytes → one uint8 array per bucket. The header is judged before a pixel is decoded; one decode serves all buckets."""
+"""Picture bytes → one uint8 array per bucket. The header is judged first; one decode serves all buckets."""
 
 import io
+import re
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
@@ -13,6 +16,7 @@ from shards.config import Config
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "TIFF", "AVIF")
 ORIENTATION_TAG = 0x0112
+MEMORY_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
 class Reject(Exception):
@@ -70,14 +74,18 @@ def decode(data: bytes, buckets: list[Bucket], config: PixelsConfig, limits: Lim
         Reject: `not_an_image`, `too_many_pixels`, `too_small` or `undecodable`.
     """
     image = _open(data, limits)
-    turned = image.getexif().get(ORIENTATION_TAG, 1) in (5, 6, 7, 8)
+    if not any(bucket.fits(*size) for bucket in buckets for size in (image.size, image.size[::-1])):
+        raise Reject("too_small", f"{image.width}x{image.height}")
+    with rejecting("undecodable"):
+        turned = image.getexif().get(ORIENTATION_TAG, 1) in (5, 6, 7, 8)
     width, height = (image.height, image.width) if turned else image.size
     fitting = [bucket for bucket in buckets if bucket.fits(width, height)]
     if not fitting:
         raise Reject("too_small", f"{width}x{height}")
     if config.scaled_decode and image.format == "JPEG":
         _shrink_on_decode(image, fitting, turned)
-    rgb = _upright_rgb(image)
+    with rejecting("undecodable"):
+        rgb = _upright_rgb(image)
     boxes = {bucket: crop_box(width, height, bucket) for bucket in fitting}
     scale_x, scale_y = rgb.width / width, rgb.height / height
     resample = Image.Resampling[config.resampling.upper()]
@@ -95,15 +103,25 @@ def crop_box(width: int, height: int, bucket: Bucket) -> tuple[float, float, flo
     return left, top, left + bucket.width * scale, top + bucket.height * scale
 
 
+@contextmanager
+def rejecting(reason: str) -> Iterator[None]:
+    """Any exception inside is the sample's fault: Pillow's parsers raise a dozen kinds."""
+    try:
+        yield
+    except Exception as error:
+        text = MEMORY_ADDRESS.sub("", f"{type(error).__name__}: {error}")  # rejects are the same in every run
+        raise Reject(reason, text[:200]) from error
+
+
 def _open(data: bytes, limits: LimitsConfig) -> Image.Image:
     try:
-        with warnings.catch_warnings():
+        with rejecting("not_an_image"), warnings.catch_warnings():
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # `limits` decides
             image = Image.open(io.BytesIO(data), formats=FORMATS)
-    except Image.DecompressionBombError as error:
-        raise Reject("too_many_pixels", str(error)) from error
-    except Exception as error:  # Pillow's header parsers raise a dozen kinds
-        raise Reject("not_an_image", f"{type(error).__name__}: {error}"[:200]) from error
+    except Reject as reject:
+        if isinstance(reject.__cause__, Image.DecompressionBombError):
+            raise Reject("too_many_pixels", str(reject)) from reject
+        raise
     if image.width * image.height > limits.max_pixels or max(image.size) > limits.max_side:
         raise Reject("too_many_pixels", f"{image.width}x{image.height}")
     return image
@@ -117,18 +135,15 @@ def _shrink_on_decode(image: Image.Image, buckets: list[Bucket], turned: bool) -
 
 
 def _upright_rgb(image: Image.Image) -> Image.Image:
-    try:
-        image.load()
-        image = ImageOps.exif_transpose(image)
-        if image.mode.startswith("I;16") or image.mode in ("I", "F"):
-            image = _sixteen_bit_to_grey(image)
-        if image.mode in ("RGBA", "LA", "PA", "La", "RGBa") or "transparency" in image.info:
-            rgba = image.convert("RGBA")
-            white = Image.new("RGBA", rgba.size, "white")
-            return Image.alpha_composite(white, rgba).convert("RGB")
-        return image.convert("RGB")
-    except Exception as error:  # decoders raise OSError, SyntaxError, ValueError, struct.error, EOFError, …
-        raise Reject("undecodable", f"{type(error).__name__}: {error}"[:200]) from error
+    image.load()
+    image = ImageOps.exif_transpose(image)
+    if image.mode.startswith("I;16") or image.mode in ("I", "F"):
+        image = _sixteen_bit_to_grey(image)
+    if image.mode in ("RGBA", "LA", "PA", "La", "RGBa") or "transparency" in image.info:
+        rgba = image.convert("RGBA")
+        white = Image.new("RGBA", rgba.size, "white")
+        return Image.alpha_composite(white, rgba).convert("RGB")
+    return image.convert("RGB")
 
 
 def _sixteen_bit_to_grey(image: Image.Image) -> Image.Image:

@@ -132,7 +132,9 @@ def batched_by_bucket(
     samples: Iterable[Decoded], buckets: list[Bucket], batch_size: int, outcome: Outcome
 ) -> Iterator[tuple[Bucket, list[Decoded]]]:
     """Gather samples into one batch per bucket. Who shares a batch depends on the tar's order alone."""
-    sizes = {b: max(1, batch_size * PIXELS_PER_BATCH_ITEM // max(PIXELS_PER_BATCH_ITEM, b.width * b.height)) for b in buckets}
+    sizes = {
+        b: max(1, batch_size * PIXELS_PER_BATCH_ITEM // max(PIXELS_PER_BATCH_ITEM, b.width * b.height)) for b in buckets
+    }
     waiting: dict[Bucket, list[Decoded]] = {bucket: [] for bucket in buckets}
     for sample in samples:
         _, picture = content(sample)

@@ -100,13 +100,17 @@ class Tar:
                         if current is not None:
                             yield current
                         if key in seen:
-                            raise WorkError(f"{self.path}: the key {key} comes twice, so its samples cannot be told apart.")
+                            raise WorkError(
+                                f"{self.path}: the key {key} comes twice, so its samples cannot be told apart."
+                            )
                         seen.add(key)
                         current = RawSample(key)
                     self._add(current, suffix.lower(), tar, member)
                 self._check_end(tar.offset)
         except tarfile.TarError as error:
-            raise WorkError(f"{self.path} is not a whole, uncompressed tar: {error}. Download this shard again.") from error
+            raise WorkError(
+                f"{self.path} is not a whole, uncompressed tar: {error}. Download this shard again."
+            ) from error
         if current is not None:
             yield current
         self.num_samples = len(seen)

@@ -58,7 +58,7 @@ def _parse_overrides(model: type[BaseModel], overrides: list[str], prog: str) ->
     settings: Any = create_model(model.__name__, __base__=(BaseSettings, model), __doc__=model.__doc__)
     try:
         source = CliSettingsSource[Any](
-            settings,
+            settings,  # type: ignore[arg-type]
             cli_parse_args=overrides,
             cli_exit_on_error=False,
             cli_prog_name=prog,

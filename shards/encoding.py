@@ -121,5 +121,3 @@ def _flat(record: EncodingRecord) -> list[tuple[str, object]]:
     for name, value in record.model_dump(mode="json").items():
         flat += [(f"{name}.{key}", part) for key, part in value.items()] if isinstance(value, dict) else [(name, value)]
     return flat
-
-

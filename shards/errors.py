@@ -21,5 +21,7 @@ def exit_code_of(command: Callable[[], int | None]) -> int:
     try:
         return command() or 0
     except (RequestError, WorkError) as error:
-        print(textwrap.fill(f"error: {error}", width=110, break_long_words=False, break_on_hyphens=False), file=sys.stderr)
+        print(
+            textwrap.fill(f"error: {error}", width=110, break_long_words=False, break_on_hyphens=False), file=sys.stderr
+        )
         return 2 if isinstance(error, RequestError) else 1

@@ -75,7 +75,10 @@ def read_sealed_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(data)
         seal = value.pop("sha256")
-        intact = hashlib.sha256(canonical_json(value)).hexdigest() == seal and canonical_json(value | {"sha256": seal}) == data
+        intact = (
+            hashlib.sha256(canonical_json(value)).hexdigest() == seal
+            and canonical_json(value | {"sha256": seal}) == data
+        )
     except (ValueError, KeyError, AttributeError):
         intact = False
     if not intact:

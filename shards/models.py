@@ -3,6 +3,7 @@
 import hashlib
 import json
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
@@ -45,7 +46,7 @@ def model_folder(name: str) -> Path:
     return Path(snapshot) / folder
 
 
-def read_model_config(folder: Path) -> dict[str, object]:
+def read_model_config(folder: Path) -> dict[str, Any]:
     """The model's config.json.
 
     Raises:

@@ -69,9 +69,7 @@ def picture(rng: np.random.Generator, width: int, height: int, format: str = "JP
     return file.getvalue()
 
 
-def make_tar(
-    folder: Path, name: str, samples: Sequence[tuple[str, dict[str, bytes]]], stats: bool = True
-) -> Path:
+def make_tar(folder: Path, name: str, samples: Sequence[tuple[str, dict[str, bytes]]], stats: bool = True) -> Path:
     """NAME.tar of (key, {suffix: bytes}) samples, with img2dataset's side files where `stats`."""
     folder.mkdir(parents=True, exist_ok=True)
     with tarfile.open(folder / f"{name}.tar", "w") as tar:

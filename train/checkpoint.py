@@ -1,9 +1,9 @@
 """Checkpoints: a folder appears whole or not at all, and is used only if every byte of it is what was written.
 
-    checkpoints/step-00001000/unet/         config.json, diffusion_pytorch_model.safetensors   (loads in diffusers)
-                             /ema/          the same, from the EMA's first step on
-                             /optimizer.safetensors
-                             /state.json    step, fingerprint, SHA-256 of every file; sealed with its own
+checkpoints/step-00001000/unet/         config.json, diffusion_pytorch_model.safetensors   (loads in diffusers)
+                         /ema/          the same, from the EMA's first step on
+                         /optimizer.safetensors
+                         /state.json    step, fingerprint, SHA-256 of every file; sealed with its own
 """
 
 import shutil
@@ -158,4 +158,6 @@ def _unflatten(unet: UNet2DConditionModel, optimizer: Optimizer, tensors: dict[s
 
 
 def _memory_format(parameter: Tensor) -> Any:
-    return torch.channels_last if parameter.is_contiguous(memory_format=torch.channels_last) else torch.contiguous_format
+    return (
+        torch.channels_last if parameter.is_contiguous(memory_format=torch.channels_last) else torch.contiguous_format
+    )

@@ -1,7 +1,7 @@
 """Latents roots → global batches, in one order that depends on neither ranks nor workers.
 
 StreamingDataset deals out the samples; what it leaves unsaid is checked here: that the streams mean the same thing and
-fit the U-Net, that their files are all there, that an epoch delivers every batch it owes, and that a batch comes in time.
+fit the U-Net, that their files are all there, that an epoch delivers every batch that it owes, and in time.
 """
 
 import json
@@ -74,14 +74,17 @@ class Batch:
 
     def to(self, device: torch.device) -> "Batch":
         """The same batch on `device`."""
-        moved = {name: value.to(device, non_blocking=True) for name, value in vars(self).items() if torch.is_tensor(value)}
+        moved = {
+            name: value.to(device, non_blocking=True) for name, value in vars(self).items() if torch.is_tensor(value)
+        }
         return Batch(**(vars(self) | moved))
 
     def microbatches(self, size: int) -> Iterator["Batch"]:
         """Slices of at most `size` samples, in order."""
         for start in range(0, len(self), size):
             part = slice(start, start + size)
-            yield Batch(**{name: value if value is None else value[part] for name, value in vars(self).items()})
+            fields: dict[str, Any] = {k: v if v is None else v[part] for k, v in vars(self).items()}
+            yield Batch(**fields)
 
 
 def open_data(config: DataConfig, global_batch_size: int) -> DataSpec:
@@ -132,7 +135,8 @@ def make_loader(
     """
     dataset = StreamingDataset(
         streams=[
-            Stream(local=str(stream.config.root / stream.config.bucket), choose=stream.chosen) for stream in spec.streams
+            Stream(local=str(stream.config.root / stream.config.bucket), choose=stream.chosen)
+            for stream in spec.streams
         ],
         batch_size=len(slots),
         shuffle=config.shuffle,
@@ -177,7 +181,7 @@ def global_batches(loader: DataLoader[Any], spec: DataSpec, step: int) -> Iterat
             for batch in loader:
                 delivered += 1
                 yield batch
-        except RuntimeError as error:
+        except Exception as error:  # whatever a worker raised, or the loader's own time-out
             raise WorkError(
                 f"The loader failed after {step + delivered} steps: {error}. A shard of {_names(spec)} is missing or "
                 f"damaged, or its storage stalls."

@@ -1,5 +1,6 @@
 """The whole of stage 2: assemble a run, then loop over global batches."""
 
+import math
 import sys
 import time
 from contextlib import nullcontext
@@ -174,7 +175,9 @@ class Log:
         self.interval_steps = 0
         self.main = run.accelerator.is_main_process
         self.metrics = JsonLines(config.run_dir / "metrics.jsonl", step) if self.main else None
-        self.sample_lines = JsonLines(config.run_dir / "samples.jsonl", step) if self.main and config.log.samples else None
+        self.sample_lines = (
+            JsonLines(config.run_dir / "samples.jsonl", step) if self.main and config.log.samples else None
+        )
         quiet = not sys.stderr.isatty()
         self.bar = tqdm(
             total=config.max_steps, initial=step, disable=not self.main, unit="step", mininterval=15 if quiet else 0.5
@@ -215,10 +218,10 @@ class Log:
             self.metrics.write(step=run.state.step, **fields)
             self.bar.set_postfix(loss=f"{loss:.4f}")
         run.accelerator.log(fields, step=run.state.step)
-        if loss != loss:
+        if math.isnan(loss):
             raise WorkError(
-                f"The loss is NaN at step {run.state.step}. The newest checkpoint in {run.config.run_dir}/checkpoints is "
-                f"from before it: lower optimizer.lr, or use precision bfloat16 or float32, and run again."
+                f"The loss is NaN at step {run.state.step}. The newest checkpoint in {run.config.run_dir}/checkpoints "
+                f"is from before it: lower optimizer.lr, or use precision bfloat16 or float32, and run again."
             )
 
     def close(self) -> None:

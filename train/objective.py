@@ -73,7 +73,11 @@ class DiffusionLoss:
 
     def conditioning(self, batch: Batch, draws: Draws) -> Conditioning:
         """Text latents as stored → float32, some replaced by the empty caption's."""
-        states = batch.text_latents.float() if batch.text_scales is None else dequantise(batch.text_latents, batch.text_scales)
+        states = (
+            batch.text_latents.float()
+            if batch.text_scales is None
+            else dequantise(batch.text_latents, batch.text_scales)
+        )
         dropped = draws.chance(Purpose.CAPTION_DROPOUT, self.config.caption_dropout)
         states = torch.where(dropped[:, None, None], self.uncond.float(), states)
         if not self.spec.trim:

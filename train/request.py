@@ -103,7 +103,6 @@ def check_resume(folder: Path, saved: dict[str, Any], now: dict[str, Any]) -> No
     different = [f"{key}: {saved.get(key)} ≠ {now.get(key)}" for key in now if saved.get(key) != now.get(key)]
     if different:
         raise RequestError(
-            f"{folder} was trained under other settings: {'; '.join(different)} (checkpoint ≠ this run). Set them back, "
-            f"or give another run_dir (and init_from, to start from these weights)."
+            f"{folder} was trained under other settings: {'; '.join(different)} (checkpoint ≠ this run). Set them "
+            f"back, or give another run_dir (and init_from, to start from these weights)."
         )
-

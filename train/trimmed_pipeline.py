@@ -1,6 +1,6 @@
 """StableDiffusionPipeline for a U-Net that was trained on trimmed captions: padding tokens are masked out.
 
-    DiffusionPipeline.from_pretrained(FOLDER, custom_pipeline=FOLDER)
+DiffusionPipeline.from_pretrained(FOLDER, custom_pipeline=FOLDER)
 """
 
 from typing import Any
@@ -15,7 +15,9 @@ class TrimmedStableDiffusionPipeline(StableDiffusionPipeline):
     def encode_prompt(self, prompt: Any, device: Any, num_images_per_prompt: int, *args: Any, **kwargs: Any) -> Any:
         """As the stock one does; remembers which tokens of the prompts, and of the negative ones, are real."""
         if prompt is None:
-            raise ValueError("This pipeline needs the prompt's text: from embeddings it cannot tell words from padding.")
+            raise ValueError(
+                "This pipeline needs the prompt's text: from embeddings it cannot tell words from padding."
+            )
         negative = args[1] if len(args) > 1 else kwargs.get("negative_prompt")
         prompts = [prompt] if isinstance(prompt, str) else list(prompt)
         negatives = [negative or ""] * len(prompts) if not isinstance(negative, list) else negative

@@ -49,12 +49,16 @@ def check_fit(unet: UNet2DConditionModel, spec: DataSpec) -> None:
     config = unet.config
     wrong = []
     if (config.in_channels, config.out_channels) != (spec.latent_channels, spec.latent_channels):
-        wrong.append(f"it takes {config.in_channels} and gives {config.out_channels} channels; latents have {spec.latent_channels}")
+        wrong.append(
+            f"it maps {config.in_channels} to {config.out_channels} channels; latents have {spec.latent_channels}"
+        )
     if config.cross_attention_dim != spec.text_width:
         wrong.append(f"it attends to states of width {config.cross_attention_dim}; text latents have {spec.text_width}")
     halvings = 2 ** (len(config.block_out_channels) - 1)
     for stream in spec.streams:
         if any(side % halvings for side in stream.latent_hw):
-            wrong.append(f"it halves {halvings.bit_length() - 1} times; latents of {stream.config.bucket} are {stream.latent_hw}")
+            wrong.append(
+                f"it halves {halvings.bit_length() - 1} times; latents of {stream.config.bucket} are {stream.latent_hw}"
+            )
     if wrong:
         raise RequestError(f"The U-Net does not fit the latents: {'; '.join(wrong)}. Give another `unet` or root.")

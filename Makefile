@@ -1,0 +1,82 @@
+# latentmill: encode once, train lean. `make help` lists what can be typed.
+
+PYTHON ?= python3
+BIN := .venv/bin
+STAMP := .venv/.installed
+NPROC ?= 1
+ARGS ?=
+
+comma := ,
+PHASE_CONFIG = $(or $(CONFIG),$(if $(PHASE),configs/phase$(PHASE).yaml))
+
+# What a target cannot do without is asked for before anything is installed or run.
+# $(call needs,TARGET,VARIABLE,what to type)
+needs = $(if $(filter $(1),$(MAKECMDGOALS)),$(if $($(2)),,$(error $(3))))
+$(call needs,select,METADATA,say which metadata: make select METADATA=FILE_OR_FOLDER [OUT=runs/data/selected] [ARGS="--a.b value"])
+$(call needs,precompute,SHARD,say which shards: make precompute SHARD=00000-00099 (or SHARD=all) [CONFIG=path.yaml] [ARGS="--a.b value"])
+$(call needs,train,PHASE_CONFIG,say which phase: make train PHASE=1 (or PHASE=2$(comma) or CONFIG=path.yaml) [NPROC=8] [ARGS="--a.b value"])
+
+.PHONY: help setup demo test test-faults lint select download precompute train evaluate plan lock clean
+
+help:
+	@echo "make demo                                     everything, on a picture world of its own (no GPU; under 20 minutes)"
+	@echo "make test                                     every test"
+	@echo "make select METADATA=laion/ [OUT=runs/data/selected]"
+	@echo "                                              LAION metadata -> filtered rows"
+	@echo "make download [IN=runs/data/selected] [OUT=runs/data/tars]"
+	@echo "                                              rows -> verified tars of pictures and captions"
+	@echo "make precompute SHARD=00000-00099             tars -> latents (a Ray job; RAY_ADDRESS joins a cluster)"
+	@echo "make train PHASE=1 [CONFIG=...] [NPROC=8]     latents -> U-Net; the same command again resumes"
+	@echo "make plan [GPUS=128]                          days, cost and storage, before a GPU is rented"
+	@echo "make setup | lint | lock | clean"
+	@echo 'ARGS="--a.b value" overrides any field of the config that a target reads.'
+
+setup: $(STAMP)
+
+# .venv is made from the lock alone; nothing happens while neither it nor pyproject.toml changes.
+$(STAMP): requirements.lock pyproject.toml
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if v in ((3, 11), (3, 12)) else f"error: Python 3.11 or 3.12 is needed, and $(PYTHON) is {v[0]}.{v[1]}: img2dataset does not run on 3.13. Try: make PYTHON=python3.12 $(MAKECMDGOALS)")'
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@test -x $(BIN)/uv || $(BIN)/python -m pip install --quiet --disable-pip-version-check uv
+	$(BIN)/uv pip sync --quiet --python $(BIN)/python requirements.lock
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps --editable .
+	@touch $@
+
+lock:
+	$(BIN)/uv pip compile --quiet --universal --python-version 3.11 --all-extras --no-emit-index-url pyproject.toml -o requirements.lock
+
+demo: setup
+	$(BIN)/python -m examples.shapes.demo $(ARGS)
+
+test: setup
+	$(BIN)/python -m pytest $(ARGS)
+
+test-faults: setup
+	$(BIN)/python -m pytest -m slow $(ARGS)
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+select: setup
+	$(BIN)/python -m precompute.select --config $(or $(CONFIG),configs/select.yaml) --metadata $(METADATA) $(if $(OUT),--output $(OUT)) $(ARGS)
+
+download: setup
+	$(BIN)/python -m precompute.download --config $(or $(CONFIG),configs/download.yaml) $(if $(IN),--input $(IN)) $(if $(OUT),--output $(OUT)) $(ARGS)
+
+precompute: setup
+	$(BIN)/python -m precompute --config $(or $(CONFIG),configs/precompute.yaml) --shards $(SHARD) $(ARGS)
+
+# The request is checked first, in one process: a launcher would bury the answer in its own traceback.
+# accelerate silently starts one process where two are asked for on CPUs, unless it is told --multi_gpu.
+train: setup
+	$(BIN)/python -m train check --config $(PHASE_CONFIG) $(ARGS)
+	$(BIN)/accelerate launch $(or $(LAUNCH),--num_machines 1 --num_processes $(NPROC) $(if $(filter-out 1,$(NPROC)),--multi_gpu) --mixed_precision no --dynamo_backend no --quiet) \
+	  -m train --config $(PHASE_CONFIG) --num_processes $(NPROC) $(ARGS)
+
+plan: setup
+	$(BIN)/python -m train.plan --config $(or $(CONFIG),configs/plan.yaml) $(if $(GPUS),--gpus $(GPUS)) $(ARGS)
+
+clean:
+	rm -rf runs build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

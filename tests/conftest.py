@@ -1,0 +1,74 @@
+"""Shared fixtures: small models, tars, and a latents root made from them once per session."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from precompute.config import PrecomputeConfig, describe_encoding
+from precompute.encoders import ImageEncoder, TextEncoder
+from precompute.shard import encode_shard
+from precompute.tars import list_shards
+from shards.index import write_indexes
+from shards.root import create_root
+from tests.tiny import make_models, make_samples, make_tar
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ.setdefault("OMP_NUM_THREADS", "2")
+
+SIZES = [(80, 64), (200, 150), (140, 300), (40, 90)]
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a small VAE, text encoder and tokenizer."""
+    return make_models(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(scope="session")
+def tars(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of two tars of 20 sound samples and 3 bad ones each."""
+    folder = tmp_path_factory.mktemp("tars")
+    for shard in range(2):
+        samples = make_samples(shard, 20, SIZES)
+        samples.append((f"{shard:05d}9000", {"txt": b"no picture"}))
+        samples.append((f"{shard:05d}9001", {"jpg": b"<html>", "txt": b"not a picture"}))
+        samples.append((f"{shard:05d}9002", {"jpg": samples[0][1]["jpg"]}))
+        make_tar(folder, f"{shard:05d}", samples)
+    return folder
+
+
+def precompute_config(models: Path, tars: Path, output: Path, **changes: object) -> PrecomputeConfig:
+    """Stage 1 on the CPU, in float32, for the 64x64 and 128x128 buckets."""
+    fields = {
+        "input": str(tars),
+        "output": output,
+        "buckets": ["64x64", "128x128"],
+        "vae": str(models / "vae"),
+        "text_encoder": str(models / "text_encoder"),
+        "tokenizer": str(models / "tokenizer"),
+        "precision": "float32",
+        "workers": {"num_gpus": 0, "num_cpus": 1, "decode_threads": 2, "batch_size": 8},
+    }
+    return PrecomputeConfig.model_validate(fields | changes)
+
+
+def encode_all(config: PrecomputeConfig, models: Path) -> None:
+    """Stage 1 in this process, without Ray."""
+    encoding = describe_encoding(config)
+    create_root(config.output, encoding)
+    cpu = torch.device("cpu")
+    image_encoder = ImageEncoder(models / "vae", cpu, config.precision, config.posterior)
+    text_encoder = TextEncoder(models / "text_encoder", models / "tokenizer", cpu, config.precision)
+    for shard in list_shards(config.input):
+        encode_shard(shard, config, encoding, image_encoder, text_encoder)
+    write_indexes(config.output)
+
+
+@pytest.fixture(scope="session")
+def latents(tmp_path_factory: pytest.TempPathFactory, models: Path, tars: Path) -> Path:
+    """A latents root of both tars: 30 samples in 64x64, 20 in 128x128. Not to be written to."""
+    config = precompute_config(models, tars, tmp_path_factory.mktemp("roots") / "latents")
+    encode_all(config, models)
+    return config.output

@@ -1,0 +1,63 @@
+"""Stages that overlap keep order, bound what is under way, and hand errors over."""
+
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from precompute.pipeline import in_background, map_in_order
+
+
+def test_order_is_kept_and_the_number_ahead_is_bounded() -> None:
+    under_way, most = 0, 0
+    lock = threading.Lock()
+
+    def work(item: int) -> int:
+        nonlocal under_way, most
+        with lock:
+            under_way += 1
+            most = max(most, under_way)
+        time.sleep(0.002 * (item % 3))
+        with lock:
+            under_way -= 1
+        return item * item
+
+    with ThreadPoolExecutor(8) as pool:
+        assert list(map_in_order(pool, work, range(40), ahead=4)) == [i * i for i in range(40)]
+    assert 1 < most <= 4
+
+
+def test_background_runs_ahead_by_its_depth_and_no_further() -> None:
+    made = []
+
+    def items() -> Iterator[int]:
+        for i in range(100):
+            made.append(i)
+            yield i
+
+    background = in_background(items(), ahead=3)
+    assert next(background) == 0
+    time.sleep(0.3)
+    assert len(made) <= 6
+    assert list(background) == list(range(1, 100))
+
+
+def test_an_error_comes_after_the_items_before_it() -> None:
+    def items() -> Iterator[int]:
+        yield 1
+        raise ValueError("broken tar")
+
+    background = in_background(items(), ahead=2)
+    assert next(background) == 1
+    with pytest.raises(ValueError, match="broken tar"):
+        next(background)
+
+
+def test_a_consumer_that_stops_early_stops_the_thread() -> None:
+    before = threading.active_count()
+    background = in_background(iter(range(10**9)), ahead=2)
+    next(background)
+    background.close()
+    assert threading.active_count() == before

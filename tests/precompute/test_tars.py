@@ -1,0 +1,90 @@
+"""Reading tars: grouping, and every way in which a damaged one is found out."""
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+
+from precompute.tars import InputShard, Tar, check_count, expected_samples, list_shards
+from shards.errors import RequestError, WorkError
+from tests.tiny import make_samples, make_tar
+
+LIMIT = 1 << 20
+
+
+@pytest.fixture
+def tar(tmp_path: Path) -> Path:
+    return make_tar(tmp_path / "tars", "00007", make_samples(7, 6, [(64, 64)]))
+
+
+def read(path: Path, limit: int = LIMIT) -> list[str]:
+    return [sample.key for sample in Tar(path, limit).samples()]
+
+
+def test_members_are_grouped_in_order(tar: Path) -> None:
+    opened = Tar(tar, LIMIT)
+    samples = list(opened.samples())
+    assert [sample.key for sample in samples] == [f"00007{i:04d}" for i in range(6)] and opened.num_samples == 6
+    assert samples[2].caption == b"picture 000070002 of 2 blobs"
+    assert samples[2].image is not None and samples[2].metadata["url"] == "http://example.org/000070002"
+
+
+def test_counts_come_from_both_side_files(tar: Path) -> None:
+    shard = InputShard("00007", str(tar))
+    assert expected_samples(shard) == {"00007_stats.json": 6, "00007.parquet": 6}
+    check_count(shard, 6, expected_samples(shard))
+    with pytest.raises(WorkError, match=r"holds 5 samples, but 00007_stats\.json beside it counted 6"):
+        check_count(shard, 5, expected_samples(shard))
+
+
+def test_a_flipped_bit_in_any_header_is_found(tar: Path) -> None:
+    """Every header byte that the checksum covers, in a member in the middle."""
+    data = bytearray(tar.read_bytes())
+    header = data.index(b"000070003.jpg")
+    for offset in [0, 5, 100, 124, 130, 148, 156, 257]:
+        flipped = data.copy()
+        flipped[header + offset] ^= 1
+        tar.write_bytes(flipped)
+        with pytest.raises(WorkError, match=r"damaged|not a whole"):
+            read(tar)
+
+
+def test_truncation_at_any_block_is_found(tar: Path) -> None:
+    data = tar.read_bytes()
+    content_end = len(data.rstrip(b"\0"))
+    for length in [*range(0, content_end, 512), content_end + 100]:
+        tar.write_bytes(data[:length])
+        with pytest.raises(WorkError, match=r"cut short|damaged|not a whole"):
+            read(tar)
+
+
+def test_a_compressed_tar_is_refused(tar: Path) -> None:
+    tar.write_bytes(gzip.compress(tar.read_bytes()))
+    with pytest.raises(WorkError, match="not a whole, uncompressed tar"):
+        read(tar)
+
+
+def test_a_key_that_comes_back_is_refused(tmp_path: Path) -> None:
+    samples = make_samples(1, 2, [(64, 64)])
+    path = make_tar(tmp_path, "00001", [samples[0], samples[1], samples[0]])
+    with pytest.raises(WorkError, match="the key 000010000 comes twice"):
+        read(path)
+
+
+def test_an_oversized_member_is_not_read(tar: Path) -> None:
+    samples = list(Tar(tar, max_member_bytes=350).samples())
+    assert all(sample.image is None and ".jpg: " in sample.oversized for sample in samples)
+
+
+def test_broken_json_costs_the_metadata_alone(tmp_path: Path) -> None:
+    members = {"jpg": b"x", "txt": b"y", "json": b"{"}
+    path = make_tar(tmp_path, "00000", [("a", members), ("b", members | {"json": json.dumps([1]).encode()})])
+    assert [sample.metadata for sample in Tar(path, LIMIT).samples()] == [{}, {}]
+
+
+def test_listing(tar: Path, tmp_path: Path) -> None:
+    assert [shard.name for shard in list_shards(str(tar.parent))] == ["00007"]
+    assert [shard.name for shard in list_shards(f"file://{tar.parent}")] == ["00007"]
+    with pytest.raises(RequestError, match="There is no tar in"):
+        list_shards(str(tmp_path / "absent"))

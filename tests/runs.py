@@ -1,0 +1,63 @@
+"""Training runs for tests: configs, and the command in a process of its own."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+UNET = Path(__file__).with_name("tiny_unet.json")
+PYTHON = (sys.executable,)
+
+
+def train_fields(latents: Path, run_dir: Path, **changes: Any) -> dict[str, Any]:
+    """A small run: global batch 8 of the 64x64 bucket, 6 steps, a line of metrics per step."""
+    fields = {
+        "run_dir": str(run_dir),
+        "max_steps": 6,
+        "global_batch_size": 8,
+        "microbatch_size": 4,
+        "unet": str(UNET),
+        "data": {"streams": [{"root": str(latents), "bucket": "64x64"}], "num_workers": 0, "num_canonical_nodes": 4},
+        "schedule": {"warmup_steps": 3},
+        "ema": {"decay": 0.9, "start_step": 2},
+        "checkpoint": {"every": 2, "keep": 2},
+        "log": {"every": 1, "samples": True, "tracker": "none"},
+        "precision": "float32",
+    }
+    for key, value in changes.items():
+        fields[key] = {**fields[key], **value} if isinstance(fields.get(key), dict) else value
+    return fields
+
+
+def write_config(folder: Path, fields: dict[str, Any]) -> Path:
+    """The fields as a YAML file."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{Path(fields['run_dir']).name}.yaml"
+    path.write_text(yaml.safe_dump(fields))
+    return path
+
+
+def environment(**variables: str) -> dict[str, str]:
+    """This process's environment without a launcher's or a cluster's variables."""
+    dropped = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "RAY_ADDRESS")
+    kept = {key: value for key, value in os.environ.items() if key not in dropped}
+    return kept | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"} | variables
+
+
+def run_module(
+    *arguments: str, launcher: tuple[str, ...] = PYTHON, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """`python -m …` in a process of its own."""
+    command = [*launcher, "-m", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env=environment(**variables), timeout=600)
+
+
+def launcher(num_processes: int) -> tuple[str, ...]:
+    """What `make train NPROC=…` puts before `-m train`: accelerate's launcher, with gloo ranks on CPUs."""
+    flags = ["--num_machines", "1", "--num_processes", str(num_processes), "--mixed_precision", "no"]
+    ports = ["--main_process_port", "0"] if num_processes > 1 else []
+    multi = ["--multi_gpu"] if num_processes > 1 else []
+    return (*PYTHON, "-m", "accelerate.commands.launch", *flags, *multi, *ports, "--dynamo_backend", "no", "--quiet")

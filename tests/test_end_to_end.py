@@ -1,0 +1,118 @@
+"""Everything in order on tiny data, by the commands people type: tars → latents → both phases → export → a picture."""
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from diffusers import DiffusionPipeline, StableDiffusionPipeline, UNet2DConditionModel
+
+from shards.receipts import load_receipts
+from tests.runs import run_module, train_fields, write_config
+from train.metrics import read_json_lines
+
+
+def precompute_arguments(models: Path, tars: Path, root: Path, *more: str) -> list[str]:
+    """Stage 1's command line on the CPU."""
+    fields = {
+        "config": Path(__file__).parents[1] / "configs" / "precompute.yaml",
+        "input": tars,
+        "output": root,
+        "vae": models / "vae",
+        "text_encoder": models / "text_encoder",
+        "tokenizer": models / "tokenizer",
+        "buckets": '["64x64", "128x128"]',
+        "precision": "float32",
+        "workers.num_gpus": 0,
+        "workers.num_cpus": 1,
+        "workers.decode_threads": 2,
+    }
+    return [word for name, value in fields.items() for word in (f"--{name}", str(value))] + list(more)
+
+
+def test_end_to_end(models: Path, tars: Path, tmp_path: Path) -> None:
+    shutil.copytree(models, tmp_path / "models")
+    shutil.copytree(tars, tmp_path / "tars")
+    root = tmp_path / "latents"
+
+    result = run_module("precompute", *precompute_arguments(tmp_path / "models", tmp_path / "tars", root))
+    assert result.returncode == 0, result.stderr
+    assert "2 shards encoded (46 samples in, 30 accepted, 16 rejected)" in result.stdout
+    assert "20 samples in 128x128, 30 samples in 64x64" in result.stdout
+    assert len(load_receipts(root)) == 2
+
+    # the trainer needs none of these, and proves it
+    shutil.move(tmp_path / "models", tmp_path / "hidden")
+    shutil.rmtree(tmp_path / "tars")
+    phase1 = train_fields(root, tmp_path / "phase1", max_steps=3)
+    phase2 = train_fields(root, tmp_path / "phase2", max_steps=3, init_from=str(tmp_path / "phase1"))
+    phase2["data"]["streams"][0]["bucket"] = "128x128"
+    for fields in (phase1, phase2):
+        result = run_module("train", "--config", str(write_config(tmp_path, fields)))
+        assert result.returncode == 0, result.stderr
+        assert [row["step"] for row in read_json_lines(Path(fields["run_dir"]) / "metrics.jsonl")] == [1, 2, 3]
+        assert (Path(fields["run_dir"]) / "loss.png").is_file()
+
+    result = run_module("train", "export", str(tmp_path / "phase2"))
+    assert result.returncode == 2
+    assert f"There is no model folder {tmp_path}/models/vae" in result.stderr.replace("\n", " ")
+
+    shutil.move(tmp_path / "hidden", tmp_path / "models")
+    result = run_module("train", "export", str(tmp_path / "phase2"))
+    assert result.returncode == 0, result.stderr
+    pipeline = StableDiffusionPipeline.from_pretrained(tmp_path / "phase2" / "export", safety_checker=None)
+    pipeline.set_progress_bar_config(disable=True)
+    generator = torch.Generator().manual_seed(0)
+    image = pipeline("two blobs", num_inference_steps=2, generator=generator, output_type="np").images[0]
+    assert image.shape == (128, 128, 3) and np.isfinite(image).all()
+
+
+def test_export_refuses_another_vae(models: Path, latents: Path, tmp_path: Path) -> None:
+    from tests.tiny import make_models
+
+    fields = train_fields(latents, tmp_path / "run", max_steps=1)
+    assert run_module("train", "--config", str(write_config(tmp_path, fields))).returncode == 0
+    other = make_models(tmp_path / "other", seed=1)
+    result = run_module("train", "export", str(tmp_path / "run"), "--vae", str(other / "vae"))
+    assert result.returncode == 2
+    assert "is not the vae that the latents were made with" in result.stderr.replace("\n", " ")
+    result = run_module("train", "export", str(tmp_path / "run"), "--weights", "ema")
+    assert result.returncode == 2 and "holds no moving average" in result.stderr.replace("\n", " ")
+
+
+def test_a_trimmed_root_trains_and_samples_with_its_mask(models: Path, tars: Path, tmp_path: Path) -> None:
+    from tests.conftest import encode_all, precompute_config
+
+    config = precompute_config(
+        models, tars, tmp_path / "root", buckets=["64x64"], text={"storage": "float8", "trim": True}
+    )
+    encode_all(config, models)
+    fields = train_fields(config.output, tmp_path / "run", max_steps=2)
+    result = run_module("train", "--config", str(write_config(tmp_path, fields)))
+    assert result.returncode == 0, result.stderr
+    assert run_module("train", "export", str(tmp_path / "run")).returncode == 0
+    export = str(tmp_path / "run" / "export")
+    pipeline = DiffusionPipeline.from_pretrained(export, custom_pipeline=export, trust_remote_code=True)
+    assert type(pipeline).__name__ == "TrimmedStableDiffusionPipeline"
+    pipeline.set_progress_bar_config(disable=True)
+    masks = []
+    forward = UNet2DConditionModel.forward
+
+    def spy(self: UNet2DConditionModel, *args: object, **kwargs: object) -> object:
+        masks.append(kwargs["encoder_attention_mask"])
+        return forward(self, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(UNet2DConditionModel, "forward", spy)
+        image = pipeline(["a", "a b c"], num_inference_steps=2, output_type="np", height=64, width=64).images
+    assert image.shape == (2, 64, 64, 3)
+    # empty, empty, then begin + words + end
+    assert [int(mask.sum()) for mask in masks[0]] == [2, 2, 3, 5]
+
+
+@pytest.mark.parametrize("module", ["train", "precompute"])
+def test_help_lists_every_field(module: str) -> None:
+    result = run_module(module, "--help")
+    assert result.returncode == 0
+    assert "--" + {"train": "data.num_workers", "precompute": "limits.max_pixels"}[module] in result.stdout

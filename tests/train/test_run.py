@@ -1,0 +1,212 @@
+"""Whole runs: one loss curve for every number of ranks and workers, any microbatch, and through a kill."""
+
+import json
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shards.errors import WorkError, exit_code_of
+from tests.runs import PYTHON, environment, launcher, run_module, train_fields, write_config
+from train.__main__ import run as command
+from train.checkpoint import list_checkpoints, newest_checkpoint, verify_checkpoint
+from train.metrics import read_json_lines
+
+STEPS = 8
+
+
+def run(folder: Path, fields: dict[str, Any], num_processes: int = 1) -> subprocess.CompletedProcess[str]:
+    config = write_config(folder, fields)
+    launch = launcher(num_processes) if num_processes > 1 else PYTHON
+    return run_module("train", "--config", str(config), "--num_processes", str(num_processes), launcher=launch)
+
+
+def refused(folder: Path, fields: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> str:
+    """The paragraph with which `train check` refuses the request, on one line."""
+    config = write_config(folder, fields)
+    assert exit_code_of(lambda: command(["check", "--config", str(config)])) == 2
+    return capsys.readouterr().err.replace("\n", " ")
+
+
+def curve(run_dir: Path) -> tuple[list[float], list[list[str]]]:
+    """Losses and sample keys per step."""
+    losses = [row["loss"] for row in read_json_lines(run_dir / "metrics.jsonl")]
+    return losses, [row["keys"] for row in read_json_lines(run_dir / "samples.jsonl")]
+
+
+@pytest.fixture(scope="module")
+def reference(latents: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One process, no workers, microbatches of 4; two epochs and a bit of the 30 samples, 24 of them an epoch."""
+    folder = tmp_path_factory.mktemp("reference")
+    result = run(folder, train_fields(latents, folder / "run", max_steps=STEPS))
+    assert result.returncode == 0, result.stderr
+    losses, keys = curve(folder / "run")
+    assert len(losses) == STEPS and all(len(set(batch)) == 8 for batch in keys)
+    assert len({key for batch in keys[:3] for key in batch}) == 24  # an epoch repeats nothing
+    return folder / "run"
+
+
+@pytest.mark.parametrize(
+    ("num_processes", "changes", "bit_equal"),
+    [
+        (1, {"data": {"num_workers": 2}}, True),
+        (1, {"microbatch_size": 8}, False),
+        (2, {"microbatch_size": 3}, False),
+        (4, {"microbatch_size": 2, "data": {"num_workers": 1}}, False),
+    ],
+    ids=["2-workers", "microbatch-8", "2-ranks", "4-ranks-with-workers"],
+)
+def test_the_curve_does_not_depend_on_the_machine(
+    reference: Path, latents: Path, tmp_path: Path, num_processes: int, changes: dict[str, Any], bit_equal: bool
+) -> None:
+    result = run(tmp_path, train_fields(latents, tmp_path / "run", max_steps=STEPS, **changes), num_processes)
+    assert result.returncode == 0, result.stderr
+    expected, found = curve(reference), curve(tmp_path / "run")
+    assert found[1] == expected[1]
+    assert found[0] == (expected[0] if bit_equal else pytest.approx(expected[0], rel=1e-5))
+
+
+def test_killed_and_resumed_with_the_newest_checkpoint_damaged(reference: Path, latents: Path, tmp_path: Path) -> None:
+    """SIGKILL somewhere after step 5, damage to the newest checkpoint, then the same command again."""
+    fields = train_fields(latents, tmp_path / "run", max_steps=STEPS)
+    config = write_config(tmp_path, fields)
+    command = [*PYTHON, "-m", "train", "--config", str(config)]
+    process = subprocess.Popen(command, env=environment(), stderr=subprocess.DEVNULL)
+    while len(read_json_lines(tmp_path / "run" / "metrics.jsonl")) < 5:
+        assert process.poll() is None or process.returncode == 0
+        time.sleep(0.005)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    newest = list_checkpoints(tmp_path / "run")[-1]
+    weights = newest / "unet" / "diffusion_pytorch_model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[len(data) // 2] ^= 4
+    weights.write_bytes(data)
+
+    result = run_module("train", "--config", str(config))
+    assert result.returncode == 0, result.stderr
+    assert f"checkpoint {newest.name} is damaged and passed over" in result.stdout
+    assert f"resuming {tmp_path}/run after step" in result.stdout
+    assert curve(tmp_path / "run") == curve(reference)
+    last, content = newest_checkpoint(tmp_path / "run") or (None, {})
+    assert last is not None and content["step"] == STEPS
+    expected = verify_checkpoint(list_checkpoints(reference)[-1])
+    assert content["files"] == expected["files"]  # weights, moving average and optimizer, bit by bit
+
+    again = run_module("train", "--config", str(config))
+    assert again.returncode == 0 and "has done its 8 steps; there is nothing to do" in again.stdout
+
+
+def test_training_touches_no_pixel_no_encoder_and_no_stage_1(latents: Path, tmp_path: Path) -> None:
+    """A run in which decoding a picture, or building a VAE, a text encoder or a tokenizer, raises."""
+    config = write_config(tmp_path, train_fields(latents, tmp_path / "run", max_steps=1))
+    program = f"""
+import sys
+import PIL.Image, PIL.ImageFile, diffusers, transformers
+
+def refuse(*args, **kwargs):
+    raise AssertionError("stage 2 must not do this")
+
+PIL.Image.open = PIL.ImageFile.ImageFile.load = refuse
+for made in (diffusers.AutoencoderKL, transformers.CLIPTextModel, transformers.CLIPTokenizer):
+    made.__init__ = made.from_pretrained = refuse
+from train.__main__ import run
+run(["--config", {str(config)!r}])
+"""
+    result = subprocess.run([*PYTHON, "-c", program], capture_output=True, text=True, env=environment(), timeout=300)
+    assert result.returncode == 0, result.stderr
+    assert (tmp_path / "run" / "checkpoints" / "step-00000001").is_dir()
+
+
+@pytest.mark.parametrize(
+    ("package", "forbidden"),
+    [
+        ("train.__main__", ["precompute", "ray", "img2dataset"]),
+        ("precompute.__main__", ["train", "img2dataset"]),
+        ("shards.index", ["precompute", "train", "diffusers", "ray", "accelerate"]),
+    ],
+)
+def test_layering(package: str, forbidden: list[str]) -> None:
+    program = f"import sys, {package}; print([name for name in {forbidden} if name in sys.modules])"
+    result = subprocess.run([*PYTHON, "-c", program], capture_output=True, text=True, env=environment(), timeout=300)
+    assert result.stdout.strip() == "[]", result.stdout + result.stderr
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"data": {"streams": [{"root": "/absent", "bucket": "64x64"}]}}, "/absent is not a latents root"),
+        ({"init_from": "/absent"}, "/absent has no complete checkpoint. Train that phase first (`make train PHASE=1`)"),
+        ({"global_batch_size": 64}, "holds 30 samples; 1 passes over them do not fill one global batch of 64"),
+        ({"global_batch_size": 10}, "global_batch_size 10 is not a multiple of data.num_canonical_nodes 4"),
+        ({"optimizer": {"lr": -1.0}}, "`optimizer.lr` = -1.0: input should be greater than 0"),
+        ({"optimiser": {"lr": 1.0}}, "unknown key `optimiser` (did you mean `optimizer`?)"),
+        ({"unet": "/absent.json"}, "The U-Net config /absent.json cannot be read"),
+        ({"num_processes": 2}, "2 processes were asked for, but 1 were started"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_wrong_requests_write_nothing(
+    latents: Path, tmp_path: Path, changes: dict[str, Any], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert message in refused(tmp_path, train_fields(latents, tmp_path / "run", **changes), capsys)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_bucket_that_is_not_there(latents: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fields = train_fields(latents, tmp_path / "run", data={"streams": [{"root": str(latents), "bucket": "256x256"}]})
+    assert "has no bucket 256x256 (it has: 128x128, 64x64)" in refused(tmp_path, fields, capsys)
+
+
+def test_a_checkpoint_goes_on_only_under_what_it_was_trained_with(reference: Path, latents: Path) -> None:
+    fields = train_fields(latents, reference, max_steps=20, global_batch_size=12, seed=5)
+    result = run(reference.parent / "changed", fields)
+    assert result.returncode == 2
+    message = result.stderr.replace("\n", " ")
+    assert "seed: 0 ≠ 5; global_batch_size: 8 ≠ 12 (checkpoint ≠ this run)" in message
+
+
+def test_a_missing_shard_is_named_before_the_first_step(
+    latents: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(latents, tmp_path / "root")
+    (tmp_path / "root" / "64x64" / "00001" / "shard.00000.mds").unlink()
+    message = refused(tmp_path, train_fields(tmp_path / "root", tmp_path / "run"), capsys)
+    assert "64x64/00001/shard.00000.mds: no file, but the index says" in message
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_shard_that_vanishes_stops_the_run(latents: Path, tmp_path: Path, num_workers: int) -> None:
+    """An epoch that streaming ends early without an error ends here with one, in a stated time."""
+    import torch
+
+    from train.config import DataConfig
+    from train.data import global_batches, make_loader, open_data
+
+    shutil.copytree(latents, tmp_path / "root")
+    streams = [{"root": tmp_path / "root", "bucket": "64x64"}]
+    config = DataConfig.model_validate(
+        {"streams": streams, "num_workers": num_workers, "num_canonical_nodes": 4, "timeout": 10}
+    )
+    spec = open_data(config, 8)
+    loader = make_loader(config, spec, 8, seed=0, step=0, slots=torch.arange(8))
+    (tmp_path / "root" / "64x64" / "00001" / "shard.00000.mds").unlink()
+    with pytest.raises(WorkError, match=r"64x64 is missing or damaged"):
+        for _ in zip(range(10), global_batches(loader, spec, 0), strict=False):
+            pass
+
+
+def test_an_index_that_points_outside_its_folder_is_refused(
+    latents: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(latents, tmp_path / "root")
+    path = tmp_path / "root" / "64x64" / "index.json"
+    index = json.loads(path.read_text())
+    index["shards"][0]["raw_data"]["basename"] = "../../evil.mds"
+    path.write_text(json.dumps(index))
+    message = refused(tmp_path, train_fields(tmp_path / "root", tmp_path / "run"), capsys)
+    assert "names a file outside its folder" in message

@@ -1,0 +1,66 @@
+"""The shipped configs are Stable Diffusion 2 base."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from diffusers import UNet2DConditionModel
+
+from shards.config import load_config
+from shards.errors import RequestError
+from train.config import TrainConfig
+from train.unet import build_unet
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+
+def test_sd2_base_has_its_parameters() -> None:
+    with torch.device("meta"):
+        unet = UNet2DConditionModel.from_config(json.loads((CONFIGS / "unet" / "sd2-base.json").read_text()))
+    assert sum(parameter.numel() for parameter in unet.parameters()) == 865_910_724
+
+
+def test_the_phases_are_as_designed() -> None:
+    one, two = (load_config(TrainConfig, CONFIGS / f"phase{phase}.yaml", [], "train") for phase in (1, 2))
+    assert [(c.max_steps, c.data.streams[0].bucket) for c in (one, two)] == [(550_000, "256x256"), (850_000, "512x512")]
+    assert (one.ema.start_step, two.ema.start_step, two.ema.decay) == (None, 800_000, 0.9999)
+    assert two.init_from == one.run_dir and one.init_from is None
+    for config in (one, two):
+        assert config.global_batch_size == 2048 and config.unet.name == "sd2-base.json"
+        optimizer, objective = config.optimizer, config.objective
+        assert (optimizer.lr, optimizer.betas, optimizer.eps, optimizer.weight_decay) == (
+            1e-4,
+            (0.9, 0.999),
+            1e-8,
+            0.01,
+        )
+        assert (config.schedule.kind, config.schedule.warmup_steps, optimizer.max_grad_norm) == (
+            "constant",
+            10_000,
+            1.0,
+        )
+        assert (objective.prediction, objective.beta_schedule, objective.caption_dropout) == (
+            "epsilon",
+            "scaled_linear",
+            0.1,
+        )
+        assert (objective.num_train_timesteps, objective.beta_start, objective.beta_end) == (1000, 0.00085, 0.012)
+
+
+def test_weights_depend_on_the_seed_alone() -> None:
+    path = Path(__file__).parents[1] / "tiny_unet.json"
+    torch.manual_seed(1)
+    one = build_unet(path, 7).state_dict()
+    torch.manual_seed(2)
+    two = build_unet(path, 7).state_dict()
+    other = build_unet(path, 8).state_dict()
+    assert all(torch.equal(one[name], two[name]) for name in one)
+    assert any(not torch.equal(one[name], other[name]) for name in one)
+
+
+def test_dropout_is_refused(tmp_path: Path) -> None:
+    fields = json.loads((Path(__file__).parents[1] / "tiny_unet.json").read_text()) | {"dropout": 0.1}
+    (tmp_path / "unet.json").write_text(json.dumps(fields))
+    with pytest.raises(RequestError, match=r"sets dropout 0\.1"):
+        build_unet(tmp_path / "unet.json", 0)
