@@ -1,0 +1,48 @@
+"""Stable Diffusion 2 base as counted, so that one test alone has to count it, and plans built from the repository."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from shards.config import load_config
+from train.plan.config import Plan
+from train.plan.report import Report, make_report
+from train.plan.work import Work
+
+REPOSITORY = Path(__file__).parents[3]
+
+SD2 = Work(
+    num_parameters=865_910_724,
+    train={"256x256": 3 * 181_090_467_840, "512x512": 3 * 804_257_464_320},
+    encode={"256x256": 272_722_165_760, "512x512": 1_116_658_466_816},
+    caption=45_127_233_536,
+    latent_hw={"256x256": (32, 32), "512x512": (64, 64)},
+    latent_channels=4,
+    text_length=77,
+    text_width=1024,
+)
+
+
+@pytest.fixture(autouse=True)
+def _in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Configs name files from the repository's root, where `make` runs."""
+    monkeypatch.chdir(REPOSITORY)
+
+
+@pytest.fixture
+def sd2() -> Work:
+    """The work of Stable Diffusion 2 base."""
+    return SD2
+
+
+@pytest.fixture
+def plan() -> Callable[..., Plan]:
+    """`plan("--a.b", "value", path=…)` → the plan of that file with those overrides."""
+    return lambda *overrides, path="configs/plan.yaml": load_config(Plan, path, list(overrides), "plan")
+
+
+@pytest.fixture
+def report(plan: Callable[..., Plan]) -> Callable[..., Report]:
+    """As `plan`, worked out."""
+    return lambda *overrides, path="configs/plan.yaml": make_report(plan(*overrides, path=path), SD2)
