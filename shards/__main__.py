@@ -1,0 +1,70 @@
+"""`python -m shards verify | stats | index ROOT`."""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from shards.encoding import EncodingRecord
+from shards.errors import WorkError, exit_code_of
+from shards.files import DamagedFile
+from shards.index import write_indexes
+from shards.stats import plot_stats, root_stats, stats_table
+from shards.verify import verify_root
+
+
+def run(arguments: list[str]) -> None:
+    """Parse, and do what was asked."""
+    parser = argparse.ArgumentParser(prog="shards", description="Look after a latents root.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name, about in (
+        ("verify", "check every byte, shape and count; exit code 1 if anything is wrong"),
+        ("stats", "counts, bytes, rejects and latent statistics"),
+        ("index", "write every bucket's index.json anew from the receipts"),
+    ):
+        command = commands.add_parser(name, help=about, description=about)
+        command.add_argument("root", type=Path)
+        if name == "stats":
+            command.add_argument("--json", action="store_true", help="print JSON")
+            command.add_argument("--plot", type=Path, help="write a PNG here")
+            command.add_argument("--max-samples", type=int, default=10_000, help="read this many of each bucket")
+    options = parser.parse_args(arguments)
+    try:
+        {"verify": verify, "stats": stats, "index": index}[options.command](options)
+    except DamagedFile as error:
+        raise WorkError(str(error)) from error
+
+
+def verify(options: argparse.Namespace) -> None:
+    """Print what is wrong, or that nothing is."""
+    wrong = 0
+    for line in verify_root(options.root):
+        wrong += 1
+        print(line)
+    if wrong:
+        raise WorkError(f"{wrong} things are wrong with {options.root}; each is named above.")
+    print(f"{options.root} is sound: every file, sample and count is as its receipt says.")
+
+
+def stats(options: argparse.Namespace) -> None:
+    """Print the table or JSON; draw the plot."""
+    found = root_stats(options.root, options.max_samples)
+    print(json.dumps(found, indent=2) if options.json else stats_table(found))
+    if options.plot:
+        plot_stats(found, options.plot)
+
+
+def index(options: argparse.Namespace) -> None:
+    """Write the indexes."""
+    EncodingRecord.load(options.root)
+    for bucket, samples in write_indexes(options.root).items():
+        print(f"{bucket}: {samples} samples")
+
+
+def main() -> None:
+    """Console entry point."""
+    sys.exit(exit_code_of(lambda: run(sys.argv[1:])))
+
+
+if __name__ == "__main__":
+    main()

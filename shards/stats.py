@@ -1,0 +1,110 @@
+"""`python -m shards stats ROOT`: what a latents root holds, as a table, JSON and a plot."""
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from shards.buckets import Bucket
+from shards.encoding import EncodingRecord
+from shards.errors import RequestError
+from shards.reading import read_part
+from shards.receipts import Receipt, load_receipts
+
+
+def root_stats(root: Path, max_samples: int) -> dict[str, Any]:
+    """Counts from receipts; moments of latents and caption lengths from the first `max_samples` of each bucket.
+
+    Raises:
+        RequestError: not a latents root, or nothing is committed to it.
+    """
+    encoding, receipts = EncodingRecord.load(root), load_receipts(root)
+    if not receipts:
+        raise RequestError(f"{root} holds no committed shard yet: run `make precompute` first.")
+    rejected = sum((Counter(receipt.rejected) for receipt in receipts), Counter())
+    return {
+        "encoding": encoding.id,
+        "shards": len(receipts),
+        "samples_in": sum(receipt.samples_in for receipt in receipts),
+        "encoded": sum(receipt.encoded for receipt in receipts),
+        "rejected": dict(rejected.most_common()),
+        "truncated_captions": sum(receipt.truncated_captions for receipt in receipts),
+        "buckets": {
+            bucket: bucket_stats(root, bucket, receipts, encoding, max_samples)
+            for bucket in sorted({b for receipt in receipts for b in receipt.parts}, key=Bucket.parse)
+        },
+    }
+
+
+def bucket_stats(
+    root: Path, bucket: str, receipts: list[Receipt], encoding: EncodingRecord, max_samples: int
+) -> dict[str, Any]:
+    """Samples, bytes per sample on disk, and latent statistics of one bucket."""
+    parts = {receipt.shard: receipt.parts[bucket] for receipt in receipts if bucket in receipt.parts}
+    samples = sum(part.samples for part in parts.values())
+    size = sum(f.bytes for part in parts.values() for name, f in part.files.items() if name.endswith(".mds"))
+    means: list[np.ndarray] = []
+    lengths: list[int] = []
+    for shard, part in parts.items():
+        if len(means) >= max_samples or not part.samples:
+            continue
+        for sample in read_part(root / bucket / shard):
+            # moments => the posterior's mean, scaled as the trainer scales it
+            means.append(sample["image_latents"][: encoding.image.latent_channels].astype(np.float64))
+            lengths.append(len(sample["caption"]))
+            if len(means) == max_samples:
+                break
+    stats: dict[str, Any] = {"samples": samples, "bytes_per_sample": round(size / samples) if samples else 0}
+    if means:
+        latents = np.stack(means) * encoding.image.scaling_factor
+        stats |= {
+            "measured_on": len(means),
+            "latent_mean": latents.mean(axis=(0, 2, 3)).round(4).tolist(),
+            "latent_std": latents.std(axis=(0, 2, 3)).round(4).tolist(),
+            "caption_characters": dict(
+                zip(("p5", "p50", "p95"), np.percentile(lengths, [5, 50, 95]).tolist(), strict=True)
+            ),
+        }
+    return stats
+
+
+def stats_table(stats: dict[str, Any]) -> str:
+    """The same for a person."""
+    lines = [
+        f"encoding {stats['encoding']}, {stats['shards']} shards: {stats['samples_in']:,} samples in, "
+        f"{stats['encoded']:,} encoded, {stats['truncated_captions']:,} captions cut",
+        "rejected: " + (", ".join(f"{reason} {count:,}" for reason, count in stats["rejected"].items()) or "none"),
+        "",
+        f"{'bucket':>12} {'samples':>12} {'B/sample':>9}  latent mean and std per channel (scaled; std 1 is ideal)",
+    ]
+    for bucket, b in stats["buckets"].items():
+        moments = f"{b['latent_mean']} {b['latent_std']}" if "latent_mean" in b else ""
+        lines.append(f"{bucket:>12} {b['samples']:>12,} {b['bytes_per_sample']:>9,}  {moments}")
+    return "\n".join(lines)
+
+
+def plot_stats(stats: dict[str, Any], path: Path) -> None:
+    """Samples per bucket, rejects by reason, and latent deviations, as a PNG."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(1, 3, figsize=(14, 4), dpi=110)
+    buckets = stats["buckets"]
+    axes[0].barh(list(buckets), [b["samples"] for b in buckets.values()], color="#08519c")
+    axes[0].set_title("samples per bucket")
+    reasons = stats["rejected"] or {"none": 0}
+    axes[1].barh(list(reasons), list(reasons.values()), color="#b45309")
+    axes[1].set_title(f"rejected, of {stats['samples_in']:,} samples in")
+    for bucket, b in buckets.items():
+        if "latent_std" in b:
+            axes[2].plot(b["latent_std"], marker="o", label=bucket)
+    axes[2].axhline(1, color="grey", linewidth=0.8)
+    axes[2].set_title("standard deviation of scaled latents")
+    axes[2].set_xlabel("channel")
+    axes[2].legend(frameon=False)
+    figure.tight_layout()
+    figure.savefig(path)
+    plt.close(figure)

@@ -1,0 +1,94 @@
+"""`python -m shards verify ROOT`: is every byte of a latents root what was written, and does all of it fit together?"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from shards.buckets import Bucket
+from shards.encoding import EncodingRecord
+from shards.files import DamagedFile, sha256_file
+from shards.index import bucket_index
+from shards.reading import read_part, text_latents
+from shards.receipts import FOLDER, FileRecord, Receipt, load_receipt
+
+
+def verify_root(root: Path) -> Iterator[str]:
+    """Yield one line for each thing that is wrong; none if the root is sound.
+
+    Checked: every receipt's own seal; size and SHA-256 of every file it lists; that parts hold no other files; that
+    each sample has its bucket's shape and is finite, and the parts as many as receipts say; that each bucket's
+    index.json is what the receipts give.
+
+    Raises:
+        RequestError: `root` is not a latents root.
+        DamagedFile: its encoding.json is not what was written, so nothing else can be judged.
+    """
+    encoding = EncodingRecord.load(root)
+    receipts, broken = [], []
+    for path in sorted((root / FOLDER).glob("[!.]*.json")):
+        try:
+            receipt = load_receipt(root, path.stem)
+            assert receipt is not None
+            receipts.append(receipt)
+        except (DamagedFile, ValueError) as error:
+            broken.append(str(error))
+    yield from broken
+    for receipt in receipts:
+        yield from verify_receipt(root, receipt, encoding)
+    yield from verify_indexes(root, receipts)
+
+
+def verify_receipt(root: Path, receipt: Receipt, encoding: EncodingRecord) -> Iterator[str]:
+    """What is wrong with one committed shard."""
+    if receipt.encoding_id != encoding.id:
+        yield f"{root / FOLDER / receipt.shard}.json is of encoding {receipt.encoding_id}; the root's is {encoding.id}"
+    for name, record in receipt.shared_files.items():
+        yield from verify_file(root / name, record)
+    for bucket, part in receipt.parts.items():
+        folder = root / bucket / receipt.shard
+        wrong = [line for name, record in part.files.items() for line in verify_file(folder / name, record)]
+        present = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+        wrong += [f"{folder / name} is in no receipt" for name in sorted(present - set(part.files))]
+        yield from wrong
+        if not wrong and part.samples:
+            yield from verify_samples(folder, bucket, part.samples, encoding)
+
+
+def verify_file(path: Path, record: FileRecord) -> Iterator[str]:
+    """Missing, of another size, or of another content."""
+    if not path.is_file():
+        yield f"{path} is missing"
+    elif path.stat().st_size != record.bytes:
+        yield f"{path} has {path.stat().st_size} bytes; its receipt says {record.bytes}"
+    elif sha256_file(path) != record.sha256:
+        yield f"{path} is damaged: its SHA-256 is not the one in its receipt"
+
+
+def verify_samples(folder: Path, bucket: str, num_samples: int, encoding: EncodingRecord) -> Iterator[str]:
+    """Shapes and finiteness of every sample of a part, and their number."""
+    shape = (encoding.num_planes, *Bucket.parse(bucket).latent_hw(encoding.image.downsampling))
+    count = 0
+    for sample in read_part(folder):
+        count += 1
+        text = text_latents(sample, encoding)
+        tokens_fit = len(text) <= encoding.text.length if encoding.text.trim else len(text) == encoding.text.length
+        if sample["image_latents"].shape != shape or not tokens_fit or text.shape[1] != encoding.text.width:
+            yield f"{folder}: sample {sample['key']} has shapes {sample['image_latents'].shape} and {text.shape}"
+        elif not (np.isfinite(sample["image_latents"]).all() and np.isfinite(text).all()):
+            yield f"{folder}: sample {sample['key']} is not finite"
+    if count != num_samples:
+        yield f"{folder} holds {count} samples; its receipt says {num_samples}"
+
+
+def verify_indexes(root: Path, receipts: list[Receipt]) -> Iterator[str]:
+    """Every bucket's index.json against what the receipts give, byte for byte."""
+    for bucket in sorted({bucket for receipt in receipts for bucket in receipt.parts}):
+        path = root / bucket / "index.json"
+        try:
+            expected = bucket_index(root, bucket, receipts)
+        except DamagedFile as error:
+            yield f"{path} cannot be checked: {error}"
+            continue
+        if not path.is_file() or path.read_bytes() != expected:
+            yield f"{path} is not what the receipts give: write it anew with `python -m shards index {root}`"
