@@ -15,6 +15,7 @@ needs = $(if $(filter $(1),$(MAKECMDGOALS)),$(if $($(2)),,$(error $(3))))
 $(call needs,select,METADATA,say which metadata: make select METADATA=FILE_OR_FOLDER [OUT=runs/data/selected] [ARGS="--a.b value"])
 $(call needs,precompute,SHARD,say which shards: make precompute SHARD=00000-00099 (or SHARD=all) [CONFIG=path.yaml] [ARGS="--a.b value"])
 $(call needs,train,PHASE_CONFIG,say which phase: make train PHASE=1 (or PHASE=2$(comma) or CONFIG=path.yaml) [NPROC=8] [ARGS="--a.b value"])
+$(if $(filter train,$(MAKECMDGOALS)),$(if $(wildcard $(PHASE_CONFIG)),,$(error there is no $(PHASE_CONFIG): say PHASE=1 or PHASE=2, or CONFIG=path.yaml)))
 
 .PHONY: help setup demo test test-faults lint select download precompute train evaluate plan lock clean
 

@@ -1,6 +1,7 @@
 """The Ray job: input shards onto workers, each retried where it fails, none able to stop the others."""
 
 import functools
+import logging
 import os
 import re
 from collections import deque
@@ -113,13 +114,14 @@ def start_ray(config: PrecomputeConfig) -> None:
     if ray.is_initialized():
         return
     if os.environ.get("RAY_ADDRESS"):
-        ray.init(log_to_driver=False)
+        ray.init(log_to_driver=False, logging_level=logging.ERROR)
         return
     cpus = max(os.cpu_count() or 1, int(config.workers.num_cpus + 0.999)) if not config.workers.num_gpus else None
     ray.init(
         num_cpus=cpus,
         include_dashboard=False,
         log_to_driver=False,
+        logging_level=logging.ERROR,
         object_store_memory=256 << 20,  # shards go by name; only receipts come back
     )
 

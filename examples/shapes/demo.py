@@ -1,0 +1,139 @@
+"""`make demo`: the whole product on a picture world of its own, on a machine without a GPU.
+
+    world → (HTTP) → tars → latents → phase 1 (64 px) → phase 2 (128 px) → samples → report
+
+Each step is the command that a user would type, or this example's own. A step that is done is not done again when the
+demo is interrupted and started anew; a demo that was finished starts from nothing.
+"""
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow.parquet as pq
+
+from examples.shapes.report import write_report
+from examples.shapes.sampling import sample_phases
+from examples.shapes.serve import serve
+from examples.shapes.world import NUM_PICTURES, metadata, plan_world, write_world
+
+CONFIGS = Path(__file__).parent / "configs"
+ROWS_PER_TAR = 500
+SEED = 0
+
+
+class Demo:
+    """The demo's folder, its steps, and how long each took."""
+
+    def __init__(self, folder: Path, num_pictures: int):
+        self.folder = folder
+        self.num_pictures = num_pictures
+        self.timings = folder / "seconds.json"
+        if (folder / "metrics.json").exists():
+            shutil.rmtree(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        self.seconds: dict[str, float] = json.loads(self.timings.read_text()) if self.timings.exists() else {}
+
+    def step(self, name: str, title: str, work: Callable[[], None]) -> None:
+        """Do `work` unless an earlier start of this demo did."""
+        number = f"[{STEPS.index(name) + 1}/{len(STEPS)}]"
+        if name in self.seconds:
+            print(f"{number} {title}: done before", flush=True)
+            return
+        print(f"\n{number} {title}", flush=True)
+        started = time.monotonic()
+        work()
+        self.seconds[name] = round(time.monotonic() - started, 1)
+        self.timings.write_text(json.dumps(self.seconds))
+        print(f"{number} {title}: {self.seconds[name]:.0f} s", flush=True)
+
+    def make_world(self) -> None:
+        """Pictures on disk, as a web server would have them."""
+        write_world(self.folder / "web", self.num_pictures, SEED)
+
+    def download(self) -> None:
+        """The pictures, over HTTP, into webdataset tars."""
+        shutil.rmtree(self.folder / "tars", ignore_errors=True)
+        with serve(self.folder / "web") as address:
+            table = metadata(plan_world(self.num_pictures, SEED), address)
+            pq.write_table(table, self.folder / "metadata.parquet")
+            call(
+                *("precompute.download", "--config", "configs/download.yaml"),
+                *("--input", str(self.folder / "metadata.parquet"), "--output", str(self.folder / "tars")),
+                *("--requests.allow_private_hosts", "true", "--rows_per_shard", str(ROWS_PER_TAR)),
+            )
+
+    def precompute(self) -> None:
+        """Stage 1."""
+        config = str(CONFIGS / "precompute.yaml")
+        call("precompute", "--config", config, "--input", str(self.folder / "tars"), "--output", self.latents)
+
+    def train(self, phase: int) -> None:
+        """One phase of stage 2, launched as `make train` launches it."""
+        run_dir = self.folder / f"phase{phase}"
+        start = ["--init_from", str(self.folder / "phase1")] if phase == 2 else []
+        config = CONFIGS / f"phase{phase}.yaml"
+        bucket = {1: "64x64", 2: "128x128"}[phase]
+        streams = json.dumps([{"root": self.latents, "bucket": bucket}])
+        launch = [
+            "accelerate.commands.launch",
+            "--num_machines",
+            "1",
+            "--num_processes",
+            "1",
+            "--mixed_precision",
+            "no",
+        ]
+        arguments = ["--config", str(config), "--run_dir", str(run_dir), "--data.streams", streams, *start]
+        call(*launch, "--dynamo_backend", "no", "--quiet", "-m", "train", *arguments)
+        call("train", "export", str(run_dir))
+
+    @property
+    def latents(self) -> str:
+        """The latents root."""
+        return str(self.folder / "latents")
+
+    def sample(self) -> None:
+        """Pictures for every fixed prompt from both phases, and the judge's verdict."""
+        sample_phases(self.folder)
+
+    def report(self) -> None:
+        """samples.png, loss.png, report.html and metrics.json."""
+        write_report(self.folder, self.seconds)
+
+
+STEPS = ("world", "download", "precompute", "phase1", "phase2", "samples")
+
+
+def call(*arguments: str) -> None:
+    """`python -m …`, its output shown as it comes; a failure ends the demo with the command's own message."""
+    completed = subprocess.run([sys.executable, "-m", *arguments])
+    if completed.returncode:
+        sys.exit(
+            f"error: `python -m {' '.join(arguments[:3])} …` failed with exit code {completed.returncode}; see above."
+        )
+
+
+def main() -> None:
+    """All steps in order."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--folder", type=Path, default=Path("runs/demo"))
+    parser.add_argument("--num-pictures", type=int, default=NUM_PICTURES)
+    arguments = parser.parse_args()
+    demo = Demo(arguments.folder, arguments.num_pictures)
+    demo.step("world", f"draw {arguments.num_pictures} captioned pictures", demo.make_world)
+    demo.step("download", "serve them over HTTP, and download them with img2dataset", demo.download)
+    demo.step("precompute", "stage 1: encode pictures and captions into latents", demo.precompute)
+    demo.step("phase1", "stage 2, phase 1: train at 64 px", lambda: demo.train(1))
+    demo.step("phase2", "stage 2, phase 2: train at 128 px", lambda: demo.train(2))
+    demo.step("samples", "sample the fixed prompts, and judge them", demo.sample)
+    demo.report()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,41 @@
+"""What `make` says to a person who left something out. None of these installs or runs anything."""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["train"], "say which phase: make train PHASE=1 (or PHASE=2, or CONFIG=path.yaml)"),
+        (["train", "PHASE=3"], "there is no configs/phase3.yaml: say PHASE=1 or PHASE=2, or CONFIG=path.yaml"),
+        (["train", "CONFIG=absent.yaml"], "there is no absent.yaml: say PHASE=1 or PHASE=2"),
+        (["precompute"], "say which shards: make precompute SHARD=00000-00099 (or SHARD=all)"),
+        (["select"], "say which metadata: make select METADATA=FILE_OR_FOLDER"),
+    ],
+)
+def test_missing_and_wrong_arguments(words: list[str], message: str) -> None:
+    result = subprocess.run(["make", *words], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 2
+    assert message in result.stderr and not result.stdout
+
+
+def test_help_names_every_target() -> None:
+    result = subprocess.run(["make", "--silent", "help"], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0
+    for target in ("demo", "test", "select", "download", "precompute", "train", "plan", "setup", "lint"):
+        assert f"make {target}" in result.stdout or f"| {target}" in result.stdout
+
+
+def test_what_a_target_runs() -> None:
+    """The request is checked in one process, then launched with as many as were asked for."""
+    command = ["make", "--dry-run", "train", "PHASE=1", "NPROC=2", "ARGS=--max_steps 5"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    check, launch = (line for line in result.stdout.replace("\\\n", "").splitlines() if "-m train" in line)
+    assert check.endswith("-m train check --config configs/phase1.yaml --max_steps 5")
+    assert "--num_processes 2 --multi_gpu" in launch
+    assert launch.endswith("-m train --config configs/phase1.yaml --num_processes 2 --max_steps 5")
