@@ -23,8 +23,9 @@ class ImageEncoder:
     """A diffusers AutoencoderKL folder, as a function from pixels to posterior moments."""
 
     def __init__(self, folder: Path, device: torch.device, precision: Precision, posterior: Literal["moments", "mean"]):
-        self.vae = AutoencoderKL.from_pretrained(folder, use_safetensors=True).to(device).eval().requires_grad_(False)
-        self.vae = self.vae.to(memory_format=torch.channels_last)
+        vae = AutoencoderKL.from_pretrained(folder, use_safetensors=True).eval().requires_grad_(False)
+        # float32 whatever the file holds: autocast lowers what may be lowered
+        self.vae = vae.to(device, torch.float32).to(memory_format=torch.channels_last)
         self.device = device
         self.precision = precision
         self.posterior = posterior
@@ -65,7 +66,7 @@ class TextEncoder:
     def __init__(self, folder: Path, tokenizer_folder: Path, device: torch.device, precision: Precision):
         self.tokenizer = CLIPTokenizer.from_pretrained(tokenizer_folder)
         model = CLIPTextModel.from_pretrained(folder, use_safetensors=True)
-        self.model = model.to(device).eval().requires_grad_(False)
+        self.model = model.to(device, torch.float32).eval().requires_grad_(False)
         self.length: int = model.config.max_position_embeddings
         self.device = device
         self.precision = precision

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 import diffusers
+from diffusers import DDIMScheduler
 from pydantic import Field
 
 from shards.config import Config, load_config
@@ -14,7 +15,7 @@ from shards.encoding import EncodingRecord, Weights
 from shards.errors import RequestError
 from shards.models import hash_weights, model_folder
 from train.checkpoint import newest_checkpoint
-from train.config import TrainConfig
+from train.config import ObjectiveConfig, TrainConfig
 from train.objective import noise_scheduler
 from train.request import starting_weights
 
@@ -65,7 +66,7 @@ def write_pipeline(run_dir: Path, options: ExportConfig) -> Path:
     try:
         for name, folder in parts.items():
             shutil.copytree(folder, private / name, copy_function=shutil.copyfile)
-        noise_scheduler(config.objective).save_pretrained(private / "scheduler")
+        sampler(config.objective).save_pretrained(private / "scheduler")
         _write_index(private, encoding.text.trim)
         if target.exists():
             shutil.rmtree(target)
@@ -73,6 +74,12 @@ def write_pipeline(run_dir: Path, options: ExportConfig) -> Path:
     finally:
         shutil.rmtree(private, ignore_errors=True)
     return target
+
+
+def sampler(objective: ObjectiveConfig) -> DDIMScheduler:
+    """A deterministic sampler over the noise that the U-Net was trained under, set up as SD's are."""
+    config = noise_scheduler(objective).config
+    return DDIMScheduler.from_config(config, clip_sample=False, set_alpha_to_one=False, steps_offset=1)
 
 
 def _same_model(kind: str, given: str | None, recorded: Weights) -> Path:
@@ -94,7 +101,7 @@ def _write_index(folder: Path, trim: bool) -> None:
         "text_encoder": ["transformers", "CLIPTextModel"],
         "tokenizer": ["transformers", "CLIPTokenizer"],
         "unet": ["diffusers", "UNet2DConditionModel"],
-        "scheduler": ["diffusers", "DDPMScheduler"],
+        "scheduler": ["diffusers", "DDIMScheduler"],
         "safety_checker": [None, None],
         "feature_extractor": [None, None],
         "image_encoder": [None, None],

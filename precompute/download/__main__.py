@@ -23,7 +23,7 @@ def run(arguments: list[str]) -> None:
     require_img2dataset()
 
     start = time.monotonic()
-    shards = plan_download(config.input, config.output, config.rows_per_shard)
+    shards = plan_download(config)
     with locked(config.output / ".lock"):
         fetched, failed = fetch_missing(config, shards)
         report = write_report(config.output, shards, failed, fetched, time.monotonic() - start)

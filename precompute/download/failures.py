@@ -19,7 +19,7 @@ KINDS = {
     "http_5xx": r"HTTP Error 5\d\d",
     "http_other": r"HTTP Error",
     "tls": r"SSL|CERTIFICATE|certificate|TLS",
-    "dns": r"Name or service not known|name resolution|No address associated|getaddrinfo|nodename nor servname|encoding with 'idna'",
+    "dns": r"Name or service not known|name resolution|No address associated|getaddrinfo|'idna'",
     "timeout": r"timed out|Timeout",
     "refused": r"Connection refused",
     "cut": r"IncompleteRead|closed connection without|Connection reset|bytes read",

@@ -1,23 +1,28 @@
 """One shard, in a worker process: rows → img2dataset → check → published tar."""
 
 import contextlib
+import errno
 import importlib.util
 import json
+import math
 import os
 import shutil
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from precompute.download import opener
 from precompute.download.config import DownloadConfig
-from precompute.download.plan import InputShard
 from precompute.download.rows import read_shard, write_arrow
+from precompute.download.shard import InputShard
 from precompute.download.verify import check_shard
 from shards.errors import RequestError, WorkError
 from shards.files import fsync_folder, fsync_tree, write_atomically
 
 RECEIPT = "latentmill"  # our section of img2dataset's stats
+ATTEMPTS_NAME = ".attempts"
+LOW_SPACE = 2**26  # bytes; a failure with less free than this is put down to it
 
 
 def require_img2dataset() -> None:
@@ -37,25 +42,40 @@ def require_img2dataset() -> None:
 
 def _import_img2dataset() -> Any:
     os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")  # or its import asks the Internet for a newer version
-    from img2dataset import downloader, resizer, writer
+    with _hidden("torch", "ray"):  # it would load both and use neither: 700 MB a process instead of 200
+        from img2dataset import downloader, resizer, writer
 
     return downloader.Downloader, resizer.Resizer, writer.WebDatasetSampleWriter
+
+
+@contextlib.contextmanager
+def _hidden(*names: str) -> Iterator[None]:
+    """While the context is open, these modules seem not to be installed."""
+    hidden = {name: sys.modules.get(name) for name in names}
+    sys.modules |= dict.fromkeys(names)  # type: ignore[arg-type]  # None stands for a module that cannot be imported
+    try:
+        yield
+    finally:
+        for name, module in hidden.items():
+            del sys.modules[name]
+            if module is not None:
+                sys.modules[name] = module
 
 
 def fetch_shard(config: DownloadConfig, shard: InputShard) -> dict[str, Any]:
     """Download one shard into a private folder, check it, and move it into `config.output`.
 
-    `NNNNN_stats.json` is moved last: a shard whose stats are there is whole. What img2dataset prints is kept beside
-    them as `NNNNN.log` while the shard fails.
+    `NNNNN_stats.json` is moved last: a shard whose stats are there is whole. Where the shard fails, what img2dataset
+    printed is kept as `NNNNN.log`.
 
     Returns:
         the published stats.
 
     Raises:
-        WorkError: the tar is not what its records say, or too few pictures came.
-        OSError: the disk is full, or the input went away.
+        WorkError: the tar is not what its records say, too few pictures came, or the input is damaged.
+        OSError: the disk is full.
     """
-    folder = config.output / ".attempts" / f"{shard.name}-{os.getpid()}"
+    folder = config.output / ATTEMPTS_NAME / f"{shard.name}-{os.getpid()}"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     log = config.output / f"{shard.name}.log"
@@ -64,10 +84,17 @@ def fetch_shard(config: DownloadConfig, shard: InputShard) -> dict[str, Any]:
             _download(config, shard, folder)
         found = check_shard(folder, shard.name, shard.num_rows, config)
         stats = _publish(config, shard, folder, found)
-        log.unlink()
+        log.write_text("")
         return stats
+    except (WorkError, OSError) as error:
+        # img2dataset swallows errors of writing single samples, so that a full disk shows as samples that are missing
+        if shutil.disk_usage(config.output).free < LOW_SPACE:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(config.output)) from error
+        raise WorkError(f"{error}{f'; what img2dataset said is in {log}' if log.stat().st_size else ''}") from error
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+        if log.exists() and not log.stat().st_size:
+            log.unlink()
 
 
 def _download(config: DownloadConfig, shard: InputShard, folder: Path) -> None:
@@ -105,15 +132,17 @@ def _download(config: DownloadConfig, shard: InputShard, folder: Path) -> None:
 def _publish(config: DownloadConfig, shard: InputShard, folder: Path, found: dict[str, Any]) -> dict[str, Any]:
     stats_path = folder / f"{shard.name}_stats.json"
     stats = json.loads(stats_path.read_text())
-    needed = int(config.min_success_share * stats["count"])
+    needed = math.ceil(config.min_success_share * stats["count"])
     if stats["successes"] < needed:
+        errors = {text: count for text, count in stats["status_dict"].items() if text != "success"}
         raise WorkError(
-            f"{stats['successes']} of {stats['count']} pictures came, fewer than min_success_share asks for ({needed}); "
-            f"most often: {max(stats['status_dict'], key=stats['status_dict'].get)}"
+            f"{stats['successes']} of {stats['count']} pictures came, where min_success_share asks for {needed}; most "
+            f"often: {max(errors, key=errors.__getitem__)}. Is the network there? --min_success_share 0 accepts it"
         )
     stats |= {RECEIPT: found}
     write_atomically(stats_path, json.dumps(stats, indent=2).encode())
     fsync_tree(folder)
+    (config.output / stats_path.name).unlink(missing_ok=True)  # of a shard that was damaged since
     for suffix in (".tar", ".parquet", "_stats.json"):
         (folder / f"{shard.name}{suffix}").replace(config.output / f"{shard.name}{suffix}")
         fsync_folder(config.output)

@@ -1,43 +1,55 @@
-"""Many shards: what is missing is fetched by worker processes, tried again where it fails, and reported."""
+"""Many shards: what is missing is fetched by worker processes, and tried again where it fails."""
 
+import errno
 import json
-import multiprocessing
-import os
 import shutil
-import threading
-from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from collections import Counter, deque
+from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
 from precompute.download.config import DownloadConfig
-from precompute.download.fetch import RECEIPT, fetch_shard
-from precompute.download.plan import InputShard
+from precompute.download.fetch import ATTEMPTS_NAME, RECEIPT, fetch_shard
 from precompute.download.report import stats_path
+from precompute.download.shard import InputShard
 from precompute.download.verify import check_shard
+from precompute.select.parallel import start_pool
 from shards.errors import WorkError
 
-SHARDS_PER_WORKER = 20  # then a fresh process: img2dataset's own pool does so against leaks
+SHARDS_PER_WORKER = 20  # then a fresh process, so that leaks stay small
+
+Fetch = Callable[[DownloadConfig, InputShard], dict[str, Any]]
 
 
-def fetch_missing(config: DownloadConfig, shards: list[InputShard]) -> tuple[int, dict[str, str]]:
+def fetch_missing(
+    config: DownloadConfig, shards: list[InputShard], fetch: Fetch = fetch_shard
+) -> tuple[int, dict[str, str]]:
     """Download the shards that are not published.
 
     Returns:
         how many were published now; and name → reason for those that failed `shard_attempts` times.
+
+    Raises:
+        WorkError: the disk is full.
     """
-    shutil.rmtree(config.output / ".attempts", ignore_errors=True)  # of a run that was killed
+    shutil.rmtree(config.output / ATTEMPTS_NAME, ignore_errors=True)  # of a run that was killed
     missing = [shard for shard in shards if not is_published(config, shard)]
     print(f"{len(shards) - len(missing)} of {len(shards)} shards are there, {len(missing)} to fetch.", flush=True)
-    num_missing, failed = len(missing), dict[str, str]()
-    for attempt in range(config.shard_attempts):
-        if not missing:
-            break
-        if attempt:
-            print(f"Trying {len(missing)} shards again.", flush=True)
-        failed = _fetch_all(config, missing)
-        missing = [shard for shard in missing if shard.name in failed]
-    shutil.rmtree(config.output / ".attempts", ignore_errors=True)
-    return num_missing - len(failed), failed
+    waiting, tries, failed = deque(missing), Counter[str](), dict[str, str]()
+    while waiting:
+        for shard, outcome in _fetch_until_broken(config, waiting, fetch):
+            tries[shard.name] += 1
+            if isinstance(outcome, dict):
+                print(f"{shard.name}: {_describe(outcome)}", flush=True)
+            elif tries[shard.name] < config.shard_attempts:
+                print(f"{shard.name} failed, and is tried again: {outcome}", flush=True)
+                waiting.append(shard)
+            else:
+                print(f"{shard.name} failed: {outcome}", flush=True)
+                failed[shard.name] = outcome
+    shutil.rmtree(config.output / ATTEMPTS_NAME, ignore_errors=True)
+    return len(missing) - len(failed), failed
 
 
 def is_published(config: DownloadConfig, shard: InputShard) -> bool:
@@ -54,31 +66,47 @@ def is_published(config: DownloadConfig, shard: InputShard) -> bool:
         if whole and config.recheck:
             whole = check_shard(config.output, shard.name, shard.num_rows, config) == receipt
     except (OSError, ValueError, KeyError, WorkError) as error:
-        print(f"{shard.name}: {error}; it is fetched again.", flush=True)
+        print(f"{shard.name} is damaged, and is fetched again: {error}", flush=True)
         return False
     if not whole:
-        print(f"{shard.name}: the tar is not the one that was published; it is fetched again.", flush=True)
+        print(f"{shard.name} is not the tar that was published, and is fetched again.", flush=True)
     return whole
 
 
-def _fetch_all(config: DownloadConfig, shards: list[InputShard]) -> dict[str, str]:
-    """Fetch each shard once; name → reason for those that failed."""
-    failed: dict[str, str] = {}
-    with _start_workers(config, len(shards)) as pool:
-        futures: dict[Future[dict[str, Any]], InputShard] = {
-            pool.submit(fetch_shard, config, shard): shard for shard in shards
-        }
-        for number, future in enumerate(as_completed(futures), 1):
-            name = futures[future].name
-            try:
-                print(f"[{number}/{len(shards)}] {name}: {_describe(future.result())}", flush=True)
-            except (WorkError, OSError) as error:
-                failed[name] = str(error)
-            except BrokenProcessPool:
-                failed[name] = "a worker process died (out of memory, or killed)"
-            if name in failed:
-                print(f"[{number}/{len(shards)}] {name} failed: {failed[name]}", flush=True)
-    return failed
+def _fetch_until_broken(config: DownloadConfig, waiting: deque[InputShard], fetch: Fetch) -> Any:
+    """(shard, its stats or why it failed) as shards end; returns when `waiting` is empty or a worker process died.
+
+    No more shards are handed out than processes run, so a dead process takes only those few with it.
+    """
+    running: dict[Future[dict[str, Any]], InputShard] = {}
+    with start_pool(min(config.processes, len(waiting)), SHARDS_PER_WORKER) as pool:
+        while waiting or running:
+            while waiting and len(running) < config.processes:
+                shard = waiting.popleft()
+                running[pool.submit(fetch, config, shard)] = shard
+            ended, _ = wait(running, return_when=FIRST_COMPLETED)
+            is_broken = False
+            for future in ended:
+                error = future.exception()
+                is_broken |= isinstance(error, BrokenProcessPool)
+                yield running.pop(future), future.result() if error is None else _explain(error, config)
+            if is_broken:
+                for shard in running.values():
+                    yield shard, "a worker process died (out of memory, or killed)"
+                return
+
+
+def _explain(error: BaseException, config: DownloadConfig) -> str:
+    if isinstance(error, BrokenProcessPool):
+        return "a worker process died (out of memory, or killed)"
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        raise WorkError(
+            f"No space is left in {config.output}. The published shards stay: free some space, and the same command "
+            "fetches the others."
+        )
+    if isinstance(error, WorkError | OSError):
+        return str(error)
+    raise error
 
 
 def _describe(stats: dict[str, Any]) -> str:
@@ -86,24 +114,3 @@ def _describe(stats: dict[str, Any]) -> str:
         f"{stats['successes']} of {stats['count']} pictures in {stats['duration']:.1f} s "
         f"({stats['successes'] / max(stats['duration'], 1e-3):.0f}/s, {stats[RECEIPT]['tar_bytes'] / 1e6:.1f} MB)"
     )
-
-
-def _start_workers(config: DownloadConfig, num_shards: int) -> ProcessPoolExecutor:
-    return ProcessPoolExecutor(
-        max_workers=min(config.processes, num_shards),
-        mp_context=multiprocessing.get_context("spawn"),  # img2dataset runs threads: no fork
-        initializer=_die_with_parent,
-        max_tasks_per_child=SHARDS_PER_WORKER,
-    )
-
-
-def _die_with_parent() -> None:
-    # a worker whose parent was killed would wait for work for ever
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-
-    def watch() -> None:
-        parent.join()
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()

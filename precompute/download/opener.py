@@ -28,8 +28,7 @@ def install(config: RequestsConfig) -> None:
 
 def build_opener(config: RequestsConfig) -> urllib.request.OpenerDirector:
     """An opener for http and https alone: no file, ftp or data URLs."""
-    redirects = urllib.request.HTTPRedirectHandler()
-    redirects.max_redirections = config.max_redirects
+    redirects = type("Redirects", (urllib.request.HTTPRedirectHandler,), {"max_redirections": config.max_redirects})()
     opener = urllib.request.OpenerDirector()
     for handler in (
         urllib.request.ProxyHandler(),
@@ -54,10 +53,12 @@ class _LimitedHandler(urllib.request.AbstractHTTPHandler):
         self.trusted_hosts = None if config.allow_private_hosts else proxies
 
     def http_request(self, request: urllib.request.Request) -> urllib.request.Request:
+        host = urllib.parse.urlsplit(request.full_url).hostname
+        if host and self.trusted_hosts is not None and is_private_host(host):
+            raise RefusedResponse(f"private address: host {host}")
         return self.do_request_(request)
 
-    def https_request(self, request: urllib.request.Request) -> urllib.request.Request:
-        return self.do_request_(request)
+    https_request = http_request
 
     def http_open(self, request: urllib.request.Request) -> HTTPResponse:
         return self.do_open(partial(self._limit, _PublicHTTPConnection), request)
@@ -68,7 +69,7 @@ class _LimitedHandler(urllib.request.AbstractHTTPHandler):
     def _limit(self, connection_class: type["_PublicHTTPConnection"], host: str, **kwargs: Any) -> HTTPConnection:
         connection = connection_class(host, **kwargs)
         connection.trusted_hosts = self.trusted_hosts
-        connection.response_class = self.make_response
+        connection.response_class = self.make_response  # type: ignore[assignment]  # it is only ever called
         return connection
 
 
@@ -83,11 +84,8 @@ class _PublicHTTPConnection(HTTPConnection):
     """Hosts that may be private (the proxies in use); None: all."""
 
     def connect(self) -> None:
-        guarded = self.trusted_hosts is not None and self.host not in self.trusted_hosts
-        if guarded and is_private_host(self.host):
-            raise RefusedResponse(f"private address: host {self.host}")
         super().connect()
-        if guarded:
+        if self.trusted_hosts is not None and self.host not in self.trusted_hosts:
             _check_public(self)
 
 
@@ -128,15 +126,21 @@ class _LimitedReader(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any) -> int | None:
-        left = self.end - time.monotonic()
-        if left <= 0:
-            raise TimeoutError(f"deadline: no end of the response after {self.config.deadline_seconds:g} seconds")
-        self.sock.settimeout(min(left, self.config.timeout_seconds))
-        count = self.raw.readinto(buffer)
+        try:
+            self.sock.settimeout(max(min(self.end - time.monotonic(), self.config.timeout_seconds), 1e-3))
+            count = self.raw.readinto(buffer)
+        except TimeoutError:
+            self._check_deadline()
+            raise
+        self._check_deadline()
         self.num_bytes += count or 0
         if self.num_bytes > self.config.max_bytes + HEADER_BYTES:
             raise RefusedResponse(f"too large: more than the {self.config.max_bytes} bytes allowed")
         return count
+
+    def _check_deadline(self) -> None:
+        if time.monotonic() >= self.end:
+            raise TimeoutError(f"deadline: no end of the response after {self.config.deadline_seconds:g} seconds")
 
     def close(self) -> None:
         if not self.closed:

@@ -7,8 +7,10 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from precompute.select.columns import find_columns
-from precompute.select.inputs import footer_sha256
+from precompute.download.config import DownloadConfig
+from precompute.download.rows import name_columns
+from precompute.download.shard import InputShard
+from precompute.select.inputs import WORK_NAME, footer_sha256
 from shards.errors import RequestError
 from shards.files import DamagedFile, read_sealed_json, write_sealed_json
 
@@ -25,31 +27,18 @@ class InputFile:
     footer_sha256: str
 
 
-@dataclass(frozen=True)
-class InputShard:
-    """The rows [first_row, first_row + num_rows) of one input file, which become one tar."""
-
-    shard_id: int
-    file: Path
-    first_row: int
-    num_rows: int
-
-    @property
-    def name(self) -> str:
-        return f"{self.shard_id:05d}"
-
-
-def plan_download(source: Path, output: Path, rows_per_shard: int) -> list[InputShard]:
-    """The shards of `source`, in order; what `output` was begun with is kept to.
+def plan_download(config: DownloadConfig) -> list[InputShard]:
+    """The shards of `config.input`, in order; what `config.output` was begun with is kept to.
 
     A shard never spans two files, so files may be added at the end between two runs.
 
     Raises:
-        RequestError: no parquet there, one that cannot be read or lacks a URL or a TEXT column, no rows, too many
-            shards, or `output` was begun with other rows or another `rows_per_shard`.
+        RequestError: no parquet there, one that cannot be read or whose columns do not fit (see `name_columns`), no
+            rows, too many shards, or the output was begun with other rows or settings.
     """
+    source, rows_per_shard = config.input, config.rows_per_shard
     paths = find_parquet(source)
-    inputs = [_inspect(path) for path in paths]
+    inputs = [_inspect(path, config.extra_columns) for path in paths]
     pieces = [
         (path, first, min(rows_per_shard, item.num_rows - first))
         for path, item in zip(paths, inputs, strict=True)
@@ -59,9 +48,11 @@ def plan_download(source: Path, output: Path, rows_per_shard: int) -> list[Input
         raise RequestError(f"{source} holds no rows: there is nothing to download.")
     if len(pieces) > MAX_SHARDS:
         raise RequestError(
-            f"{source} makes {len(pieces)} shards of {rows_per_shard} rows; five digits name {MAX_SHARDS}. Raise rows_per_shard."
+            f"{source} makes {len(pieces)} shards of {rows_per_shard} rows, and five digits name {MAX_SHARDS}. "
+            "Raise rows_per_shard."
         )
-    _keep_to_plan(output / PLAN_NAME, inputs, rows_per_shard)
+    settings = config.model_dump(mode="json", include={"rows_per_shard", "extra_columns", "images"})
+    _keep_to_plan(config.output / PLAN_NAME, inputs, settings)
     return [InputShard(shard_id, *piece) for shard_id, piece in enumerate(pieces)]
 
 
@@ -77,29 +68,27 @@ def find_parquet(source: Path) -> list[Path]:
         raise RequestError(
             f"There is no file or folder {source}. Give the parquet files of selected rows with --input PATH."
         )
+    if (source / WORK_NAME).exists():
+        raise RequestError(f"The selection in {source} is not finished. Let `precompute.select` end first.")
     paths = sorted(path for path in source.glob("*.parquet") if not path.name.startswith((".", "_")))
     if not paths:
         raise RequestError(f"The folder {source} holds no *.parquet file. Give selected rows with --input PATH.")
     return paths
 
 
-def _inspect(path: Path) -> InputFile:
+def _inspect(path: Path, extra_columns: list[str] | None) -> InputFile:
     try:
         metadata = pq.read_metadata(path)
         with path.open("rb") as file:
             footer = footer_sha256(file)
     except (pa.ArrowException, OSError) as error:
         raise RequestError(f"{path} cannot be read as parquet: {error}. Mend or remove it.") from None
-    found = find_columns(metadata.schema.to_arrow_schema(), str(path))
-    missing = [name for name in ("URL", "TEXT") if name not in found]
-    if missing:
-        names = ", ".join(metadata.schema.to_arrow_schema().names)
-        raise RequestError(f"{path} has no {' and no '.join(missing)} column; it has {names}.")
+    name_columns(metadata.schema.to_arrow_schema(), extra_columns, str(path))
     return InputFile(path.name, metadata.num_rows, footer)
 
 
-def _keep_to_plan(path: Path, inputs: list[InputFile], rows_per_shard: int) -> None:
-    now: dict[str, Any] = {"rows_per_shard": rows_per_shard, "inputs": [asdict(item) for item in inputs]}
+def _keep_to_plan(path: Path, inputs: list[InputFile], settings: dict[str, Any]) -> None:
+    now: dict[str, Any] = {"settings": settings, "inputs": [asdict(item) for item in inputs]}
     if not path.exists():
         write_sealed_json(path, now)
         return
@@ -109,18 +98,21 @@ def _keep_to_plan(path: Path, inputs: list[InputFile], rows_per_shard: int) -> N
         raise RequestError(
             f"{error} Without it we cannot know which rows the tars beside it hold; restore it."
         ) from None
-    if before["rows_per_shard"] != rows_per_shard:
-        raise RequestError(
-            f"{path.parent} was begun with rows_per_shard {before['rows_per_shard']}, not {rows_per_shard}: keys would change. "
-            "Keep to it, or choose another --output."
-        )
+    for name, value in settings.items():
+        if before["settings"][name] != value:
+            raise RequestError(
+                f"{path.parent} was begun with {name} {before['settings'][name]}, not {value}: its shards would not go "
+                "together. Keep to it, or choose another --output."
+            )
     for index, item in enumerate(before["inputs"]):
         if index >= len(inputs) or now["inputs"][index] != item:
-            found = f"{inputs[index].name} with {inputs[index].num_rows} rows" if index < len(inputs) else "nothing"
+            found = "none"
+            if index < len(inputs):
+                found = f"{inputs[index].name} with {inputs[index].num_rows} rows"
             raise RequestError(
-                f"{path.parent} was begun with {item['name']} of {item['num_rows']} rows as input file {index}, and the "
-                f"input now has {found} there (or other rows under that name). Files may be added after the last one; for "
-                "other rows choose another --output."
+                f"{path.parent} was begun with {item['name']} of {item['num_rows']} rows as input file {index}; now "
+                f"that is {found}, or has other rows. Files may be added after the last one; for other rows choose "
+                "another --output."
             )
     if len(inputs) > len(before["inputs"]):
         write_sealed_json(path, now)

@@ -7,7 +7,7 @@ from typing import Any
 
 from precompute.download.failures import count_kinds
 from precompute.download.fetch import RECEIPT
-from precompute.download.plan import InputShard
+from precompute.download.shard import InputShard
 from shards.files import canonical_json, write_atomically
 
 REPORT_NAME = "download_report.json"
@@ -54,13 +54,10 @@ def describe(report: dict[str, Any]) -> str:
         f"({report['run_seconds']:.1f} s); {len(shards['failed'])} failed."
     ]
     if count:
-        share = 100 * report["success_share"]
-        lines.append(
-            f"{count:,} rows: {report['successes']:,} pictures ({share:.1f} %), {report['tar_bytes'] / 1e6:,.1f} MB of tars"
-        )
+        share, size = 100 * report["success_share"], report["tar_bytes"] / 1e6
+        lines.append(f"{count:,} rows: {report['successes']:,} pictures ({share:.1f} %), {size:,.1f} MB of tars")
     lines += [f"  {number:>12,}  {kind}" for kind, number in report["failures"].items()]
     if report["formats"]:
-        lines.append(
-            "pictures by first bytes: " + ", ".join(f"{name} {number:,}" for name, number in report["formats"].items())
-        )
+        formats = ", ".join(f"{name} {number:,}" for name, number in report["formats"].items())
+        lines.append(f"pictures by first bytes: {formats}")
     return "\n".join(lines)

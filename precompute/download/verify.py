@@ -25,7 +25,7 @@ MAGIC = {
 
 
 def check_shard(folder: Path, name: str, num_rows: int, config: DownloadConfig) -> dict[str, Any]:
-    """Read `name`.tar to its end and compare it with `name`.parquet, `name`_stats.json and the number of rows asked for.
+    """Read `name`.tar to its end; compare it with `name`.parquet, `name`_stats.json and the number of rows asked for.
 
     Returns:
         `tar_bytes` and `tar_sha256` of the tar, and `formats`, the number of pictures by what their first bytes say.

@@ -31,8 +31,8 @@ def find_columns(schema: pa.Schema, place: str) -> dict[str, str]:
         present = [spelling for spelling in spellings if spelling in schema.names]
         if len(present) > 1:
             raise RequestError(
-                f"{place} has the columns {' and '.join(f'`{spelling}`' for spelling in present)}, which both mean {name}. "
-                "Keep one of them."
+                f"{place} has the columns {' and '.join(f'`{spelling}`' for spelling in present)}, which both mean "
+                f"{name}. Keep one of them."
             )
         if present:
             found[name] = present[0]
@@ -55,6 +55,10 @@ OUTPUT_SCHEMA = pa.schema(
         ("source_key", pa.string()),
     ]
 )
+
+
+# URLs and captions hardly repeat, so parquet's dictionaries of them would only cost
+DICTIONARY_COLUMNS = ["LANGUAGE"]
 
 
 def check_types(schema: pa.Schema, found: dict[str, str], place: str) -> None:

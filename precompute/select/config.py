@@ -15,12 +15,6 @@ def _check_bucket(name: str) -> str:
     return str(Bucket.parse(name))
 
 
-def _check_partitions(number: int) -> int:
-    if number & (number - 1) or not 1 <= number <= 65536:
-        raise ValueError("the number of partitions is a power of two up to 65536")
-    return number
-
-
 class FiltersConfig(Config):
     """Rows that stay. Each is off where it is null; a row without a value for a filter that is on is dropped."""
 
@@ -72,7 +66,5 @@ class SelectConfig(Config):
     """Rows of each output file; the last has the rest."""
     processes: PositiveInt = 2
     """Input files read at the same time."""
-    partitions: Annotated[int, AfterValidator(_check_partitions)] = 256
-    """Parts in which duplicates are looked for; each process holds one: about 60 bytes × rows ÷ partitions."""
-
-
+    partition_rows: PositiveInt = 2_000_000
+    """Duplicates are looked for among this many rows at a time, in each process: about 100 bytes of memory a row."""

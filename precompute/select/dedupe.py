@@ -47,13 +47,14 @@ def _drops(entries: np.ndarray, places: np.ndarray, drop_duplicates: bool) -> np
     return np.sort(np.concatenate([places[opted_out] * 2 + OPTED_OUT, places[duplicate] * 2 + DUPLICATE]))
 
 
-def rows_to_drop(drops: Sequence[Path], number: int) -> tuple[np.ndarray, np.ndarray]:
+def rows_to_drop(paths: Sequence[Path], number: int) -> tuple[np.ndarray, np.ndarray]:
     """Rows of filtered file `number` that are opted out, and those that are duplicates, from all partitions' files."""
     low, high = number << (FILE_SHIFT + 1), (number + 1) << (FILE_SHIFT + 1)
     parts = [np.empty(0, np.int64)]
-    for path in drops:
+    for path in paths:
         if path.stat().st_size:
             values = np.memmap(path, np.int64, "r")
             parts.append(np.array(values[np.searchsorted(values, low) : np.searchsorted(values, high)]))
-    values = np.concatenate(parts) - low
-    return values[values % 2 == OPTED_OUT] // 2, values[values % 2 == DUPLICATE] // 2
+    drops_of_file = np.concatenate(parts) - low
+    rows, reasons = drops_of_file // 2, drops_of_file % 2
+    return rows[reasons == OPTED_OUT], rows[reasons == DUPLICATE]

@@ -10,10 +10,10 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from precompute.select.columns import OUTPUT_SCHEMA, unify
+from precompute.select.columns import DICTIONARY_COLUMNS, OUTPUT_SCHEMA, unify
 from precompute.select.config import SelectConfig
 from precompute.select.hashes import HashWriter, hash_urls
-from precompute.select.inputs import MetadataFile, read_batches
+from precompute.select.inputs import WORK_NAME, MetadataFile, read_batches
 from precompute.select.rules import Dropped, RuleSet, build_rules
 from precompute.select.tally import Tally
 from shards.errors import WorkError
@@ -37,33 +37,33 @@ class FilteredFile:
     """Rows of each row group of `rows.parquet`."""
 
 
-def folder_of(config: SelectConfig, source: MetadataFile, opt_out_hosts: list[str]) -> Path:
+def _folder_of(config: SelectConfig, source: MetadataFile, opt_out_hosts: list[str], partitions: int) -> Path:
     """The work folder of one input file: its name changes with everything that its content depends on."""
     identity = [
         asdict(source),
         config.filters.model_dump(mode="json"),
         config.urls.allow_private_hosts,
-        config.partitions,
+        partitions,
         opt_out_hosts,
     ]
     digest = hashlib.sha256(canonical_json({"identity": identity})).hexdigest()[:16]
-    return config.output / ".work" / f"{source.name.removesuffix('.parquet')}-{digest}"
+    return config.output / WORK_NAME / f"{source.name.removesuffix('.parquet')}-{digest}"
 
 
-def filter_file(config: SelectConfig, source: MetadataFile, opt_out_hosts: list[str]) -> FilteredFile:
+def filter_file(config: SelectConfig, source: MetadataFile, opt_out_hosts: list[str], partitions: int) -> FilteredFile:
     """Filter one input file into its work folder, unless that is there, whole, from an earlier run.
 
     Raises:
         WorkError: the input is damaged, or a value does not fit its column.
         OSError: no space.
     """
-    folder = folder_of(config, source, opt_out_hosts)
+    folder = _folder_of(config, source, opt_out_hosts, partitions)
     if not (folder / RECEIPT_NAME).exists():
         attempt = folder.with_name(f"{folder.name}.attempt")
         shutil.rmtree(attempt, ignore_errors=True)
         attempt.mkdir(parents=True)
         rules = build_rules(config.filters, config.urls, opt_out_hosts)
-        _write_attempt(attempt, source, rules, config.partitions)
+        _write_attempt(attempt, source, rules, partitions)
         fsync_tree(attempt)
         attempt.replace(folder)
     return _read_filtered(folder, source.name)
@@ -73,7 +73,9 @@ def _write_attempt(attempt: Path, source: MetadataFile, rules: RuleSet, partitio
     dropped = {rule.name: Dropped() for rule in rules.all}
     tally_in, row_groups = Tally(), []
     with (
-        pq.ParquetWriter(attempt / ROWS_NAME, OUTPUT_SCHEMA, compression="lz4") as rows,
+        pq.ParquetWriter(
+            attempt / ROWS_NAME, OUTPUT_SCHEMA, compression="lz4", use_dictionary=DICTIONARY_COLUMNS
+        ) as rows,
         HashWriter(attempt, partitions) as hashes,
     ):
         for group in regroup(_filtered(source, rules, dropped, tally_in), GROUP_ROWS):
@@ -93,16 +95,15 @@ def _write_attempt(attempt: Path, source: MetadataFile, rules: RuleSet, partitio
 GROUP_ROWS = 65_536  # rows of a row group, here and in the output
 
 
-def _filtered(
-    source: MetadataFile, rules: RuleSet, dropped: dict[str, Dropped], tally_in: Tally
-) -> Iterator[pa.Table]:
+def _filtered(source: MetadataFile, rules: RuleSet, dropped: dict[str, Dropped], tally_in: Tally) -> Iterator[pa.Table]:
     for batch in read_batches(source):
         tally_in.add(batch, buckets=())
         kept = rules.apply(batch, dropped)
         try:
             yield unify(kept)
         except pa.ArrowInvalid as error:
-            raise WorkError(f"{source.address} has a value that cannot be meant: {error}. Mend or remove it.") from error
+            message = f"{source.address} has a value that cannot be meant: {error}. Mend or remove the file."
+            raise WorkError(message) from error
 
 
 def regroup(tables: Iterable[pa.Table], num_rows: int) -> Iterator[pa.Table]:

@@ -3,6 +3,7 @@
 Two URLs of n share a hash by chance with probability n² / 2¹²⁹: 4 × 10⁻²⁰ for five billion.
 """
 
+import math
 from pathlib import Path
 from types import TracebackType
 
@@ -11,6 +12,7 @@ import pyarrow as pa
 import xxhash
 
 ENTRY = np.dtype([("high", "<u8"), ("low", "<u8"), ("row", "<i8")])
+SEGMENT_ROWS = 2**20
 ENTRIES_NAME, OFFSETS_NAME = "hashes.bin", "offsets.npy"
 
 
@@ -20,26 +22,40 @@ def hash_urls(urls: pa.ChunkedArray | pa.Array) -> np.ndarray:
     return np.frombuffer(digests, ">u8").reshape(-1, 2).astype(np.uint64)
 
 
+def count_partitions(num_rows: int, partition_rows: int) -> int:
+    """The power of two, up to 4096, that makes partitions of `partition_rows` rows or fewer on average."""
+    return min(2 ** math.ceil(math.log2(max(num_rows / partition_rows, 1))), 4096)
+
+
 class HashWriter:
     """Appends hashes in segments, each sorted by partition; the rows are numbered from 0 as they come."""
 
     def __init__(self, folder: Path, partitions: int):
         self.folder, self.partitions = folder, partitions
         self.num_rows = 0
+        self.waiting: list[np.ndarray] = []
         self.offsets: list[np.ndarray] = []
 
     def __enter__(self) -> "HashWriter":
         self.file = (self.folder / ENTRIES_NAME).open("wb")
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.file.close()
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if error is None:
+            self._write_segment()
             offsets = np.array(self.offsets, np.int64).reshape(-1, self.partitions + 1)
             np.save(self.folder / OFFSETS_NAME, offsets)
+        self.file.close()
 
     def write(self, hashes: np.ndarray) -> None:
-        """Append one segment of (n, 2) hashes."""
+        """Append (n, 2) hashes."""
+        self.waiting.append(hashes)
+        if sum(map(len, self.waiting)) >= SEGMENT_ROWS:
+            self._write_segment()
+
+    def _write_segment(self) -> None:
+        hashes = np.concatenate([np.empty((0, 2), np.uint64), *self.waiting])
+        self.waiting = []
         prefix = partition_of(hashes[:, 0], self.partitions)
         order = np.argsort(prefix, kind="stable")
         entries = np.empty(len(hashes), ENTRY)

@@ -1,5 +1,6 @@
 """Which URLs name a host on the public Internet, by their text alone: no name is resolved here."""
 
+import re
 import socket
 import unicodedata
 import urllib.parse
@@ -14,8 +15,8 @@ import pyarrow.compute as pc
 # before it: nearly every URL. All others are parsed one by one.
 PLAIN_HOST = r"(?i)^https?://(?:[a-z0-9_-]+\.)+[a-z][a-z0-9-]*\.?(?::\d*)?(?:[/?#]|$)"
 # Names that no public server may have (RFC 6761, 6762, 8375, and ICANN's .internal).
-PRIVATE_SUFFIXES = ("localhost", "local", "internal", "home.arpa")
-PRIVATE_NAME = rf"(?i)^https?://[^/?#]*\.(?:{'|'.join(s.replace('.', '[.]') for s in PRIVATE_SUFFIXES)})\.?(?::\d*)?(?:[/?#]|$)"
+PRIVATE_SUFFIXES = (".localhost", ".local", ".internal", ".home.arpa")
+PRIVATE_NAME = rf"(?i)^https?://[^/?#]*(?:{'|'.join(map(re.escape, PRIVATE_SUFFIXES))})\.?(?::\d*)?(?:[/?#]|$)"
 
 
 def is_public_address(literal: str) -> bool:
@@ -42,7 +43,7 @@ def is_private_host(host: str) -> bool:
         return not _is_public(socket.inet_ntoa(socket.inet_aton(host)))
     except OSError:
         pass  # a name, then
-    return "." not in host or any(host.endswith(f".{suffix}") for suffix in PRIVATE_SUFFIXES)
+    return "." not in host or host.endswith(PRIVATE_SUFFIXES)
 
 
 def _is_public(literal: str) -> bool:

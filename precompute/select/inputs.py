@@ -15,6 +15,7 @@ from precompute.select.rules import Rule
 from shards.errors import RequestError, WorkError
 
 BATCH_ROWS = 131_072
+WORK_NAME = ".work"  # in the output folder, until the selection is finished
 BUFFER_BYTES = 2**22  # read at once of each column: whole row groups may be gigabytes
 
 
@@ -51,7 +52,9 @@ def find_files(metadata: str) -> list[str]:
     except (OSError, ImportError, ValueError) as error:
         raise RequestError(f"The metadata {metadata} cannot be listed: {error}.") from error
     if not found:
-        raise RequestError(f"There is no parquet file at {metadata}. Give a file, a folder or a glob with --metadata PATH.")
+        raise RequestError(
+            f"There is no parquet file at {metadata}. Give a file, a folder or a glob with --metadata PATH."
+        )
     return [file_system.unstrip_protocol(name) for name in sorted(found)]
 
 
@@ -85,7 +88,7 @@ def inspect(address: str, rules: list[Rule]) -> MetadataFile:
 
 
 def footer_sha256(file: BinaryIO) -> str:
-    """SHA-256 of a parquet file's footer, which has the sizes and extremes of every column chunk: with the rows it changes."""
+    """SHA-256 of a parquet file's footer: it has each column chunk's size and extremes, so it changes with them."""
     # the file ends: footer, its length in four bytes, PAR1
     file.seek(-8, 2)
     length = int.from_bytes(file.read(4), "little")

@@ -1,51 +1,177 @@
 """The whole selection: filter each file, find duplicates, write what is left, publish it with its funnel."""
 
 import hashlib
+import json
 import shutil
 import time
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from precompute.select.config import SelectConfig
-from precompute.select.dedupe import find_drops, rows_to_drop
+from precompute.select.dedupe import DUPLICATE, OPTED_OUT, find_drops, rows_to_drop
 from precompute.select.filtering import FilteredFile, filter_file
 from precompute.select.funnel import build_funnel
-from precompute.select.inputs import MetadataFile, find_files, inspect
+from precompute.select.hashes import count_partitions
+from precompute.select.inputs import WORK_NAME, MetadataFile, find_files, inspect
 from precompute.select.optout import hash_listed_urls, read_hosts
 from precompute.select.output import OutputFile, plan_outputs, write_output
-from precompute.select.parallel import run_all
-from precompute.select.plot import draw_funnel
+from precompute.select.parallel import Workers
 from precompute.select.rules import build_rules
 from precompute.select.tally import Tally
 from shards.errors import RequestError, WorkError
-from shards.files import canonical_json, fsync_tree, sha256_file, write_atomically
+from shards.files import canonical_json, fsync_tree, locked, sha256_file, write_atomically
 
-FUNNEL_NAME, PLOT_NAME, WORK_NAME = "funnel.json", "funnel.png", ".work"
+FUNNEL_NAME, PLOT_NAME = "funnel.json", "funnel.png"
 
 
 def select(config: SelectConfig) -> dict[str, Any]:
-    """Select rows into `config.output`; the funnel. Nothing is there before all is done; a second call does nothing.
+    """Select rows into `config.output`, and return the funnel.
+
+    The outputs appear when all are written, funnel.json last; the same call again continues, or does nothing.
 
     Raises:
         RequestError: metadata that cannot be read or lacks a column; an output folder with another selection.
-        WorkError: a damaged file, no row left.
+        WorkError: a damaged file; no row left.
         OSError: no space.
     """
     hosts = read_hosts(config.urls.opt_out) if config.urls.opt_out else []
-    rules = build_rules(config.filters, config.urls, hosts)
-    files = [inspect(address, rules.all) for address in find_files(config.metadata)]
+    rules = build_rules(config.filters, config.urls, hosts).all
+    files = [inspect(address, rules) for address in find_files(config.metadata)]
     request = _digest(config, files)
-    run = config.output / WORK_NAME / f"run-{request[:16]}"
-    if (finished := _read_finished(config.output, request, run)) is not None:
-        return finished
-    run.mkdir(parents=True, exist_ok=True)
+    with _locked_output(config.output), Workers(config.processes) as workers:
+        if (finished := _read_finished(config.output, request)) is not None:
+            return finished
+        run = _open_run(config.output, request)
 
-    progress = _Progress(sum(file.num_rows for file in files))
-    filtered = run_all(filter_file, [(config, file, hosts) for file in files], config.processes, progress.add)
-    drops = _find_drops(config, run, [file.folder for file in filtered])
-    dropped = [rows_to_drop(drops, number) for number in range(len(filtered))]
-    kept = [file.rows_out - len(opted_out) - len(doubles) for file, (opted_out, doubles) in zip(filtered, dropped, strict=True)]
+        # pass 1: rows that pass every rule of their own
+        partitions = count_partitions(sum(file.num_rows for file in files), config.partition_rows)
+        calls = [(config, file, hosts, partitions) for file in files]
+        filtered = workers.run(filter_file, calls, _Progress(len(files)).add)
+
+        # pass 2: of those, which are opted out or came before
+        drops = _find_drops(config, run, [file.folder for file in filtered], partitions, workers)
+        counts = [[len(rows) for rows in rows_to_drop(drops, number)] for number in range(len(filtered))]
+        kept = [file.rows_out - sum(count) for file, count in zip(filtered, counts, strict=True)]
+
+        # pass 3: all others, in input order
+        outputs = plan_outputs(sum(kept), config.rows_per_file)
+        selected = Tally()
+        for tally in workers.run(write_output, [(run, o, filtered, kept, drops, config.buckets) for o in outputs]):
+            selected += tally
+
+        funnel = build_funnel(rules, filtered, _rules_across_rows(config, counts), outputs, selected)
+        if not outputs:
+            raise WorkError(_explain_empty(funnel))
+        _publish(config, run, outputs, {"request": request, "config": _describe_config(config), **funnel})
+        return funnel
+
+
+def _rules_across_rows(config: SelectConfig, counts: list[list[int]]) -> dict[str, tuple[str, int]]:
+    """Name → (condition, rows dropped), from each file's counts of opted-out rows and duplicates."""
+    opted_out, duplicates = (sum(count[reason] for count in counts) for reason in (OPTED_OUT, DUPLICATE))
+    rules = {}
+    if config.urls.opt_out:
+        rules["opt_out"] = ("URL not in the opt-out file", opted_out)
+    if config.urls.drop_duplicates:
+        rules["duplicate"] = ("the first row with its URL", duplicates)
+    return rules
+
+
+def _locked_output(output: Path) -> AbstractContextManager[None]:
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RequestError(f"The output folder {output} cannot be made: {error}.") from None
+    return locked(output / ".lock")
+
+
+def _describe_config(config: SelectConfig) -> dict[str, Any]:
+    """What the result depends on."""
+    return config.model_dump(mode="json", exclude={"output", "processes", "partition_rows"})
+
+
+def _digest(config: SelectConfig, files: list[MetadataFile]) -> str:
+    opt_out = sha256_file(config.urls.opt_out) if config.urls.opt_out else None
+    request = {"config": _describe_config(config), "files": [asdict(file) for file in files], "opt_out": opt_out}
+    return hashlib.sha256(canonical_json(request)).hexdigest()
+
+
+def _read_finished(output: Path, request: str) -> dict[str, Any] | None:
+    path = output / FUNNEL_NAME
+    if not path.exists():
+        return None
+    funnel: dict[str, Any] = json.loads(path.read_text())
+    if funnel.get("request") != request:
+        raise RequestError(
+            f"{output} holds a finished selection of other metadata or with other settings (see {path}). It stays as "
+            "it is: choose another --output, or remove that folder."
+        )
+    shutil.rmtree(output / WORK_NAME, ignore_errors=True)
+    print(f"{output} holds this selection already: nothing to do.")
+    return funnel
+
+
+def _open_run(output: Path, request: str) -> Path:
+    run = output / WORK_NAME / f"run-{request[:16]}"
+    if not run.exists() and any(output.glob("selected-*.parquet")):
+        raise RequestError(
+            f"{output} holds outputs of another selection that did not finish. Choose another --output, or remove them."
+        )
+    run.mkdir(parents=True, exist_ok=True)
+    return run
+
+
+def _find_drops(config: SelectConfig, run: Path, filtered: list[Path], partitions: int, workers: Workers) -> list[Path]:
+    opt_out = None
+    if config.urls.opt_out:
+        opt_out = run / "opt_out"
+        opt_out.mkdir(exist_ok=True)
+        hash_listed_urls(config.urls.opt_out, opt_out, partitions)
+    elif not config.urls.drop_duplicates:
+        return []
+    paths = [run / f"drops-{index:05d}-of-{partitions:05d}" for index in range(partitions)]
+    calls = [(path, index, filtered, opt_out, config.urls.drop_duplicates) for index, path in enumerate(paths)]
+    workers.run(find_drops, calls)
+    return paths
+
+
+def _publish(config: SelectConfig, run: Path, outputs: Sequence[OutputFile], funnel: dict[str, Any]) -> None:
+    from precompute.select.plot import draw_funnel  # matplotlib: for the parent alone, not for every worker
+
+    fsync_tree(run)
+    for output in outputs:
+        if (run / output.name).exists():  # or it was moved before an earlier run was killed
+            (run / output.name).replace(config.output / output.name)
+    write_atomically(config.output / PLOT_NAME, draw_funnel(funnel))
+    write_atomically(config.output / FUNNEL_NAME, canonical_json(funnel))
+    shutil.rmtree(config.output / WORK_NAME)
+
+
+def _explain_empty(funnel: dict[str, Any]) -> str:
+    if not funnel["rows_in"]:
+        return "The metadata holds no rows: nothing was selected and nothing written."
+    worst = max(funnel["rules"], key=lambda step: step["by_value"] + step["no_value"])
+    return (
+        f"No row of {funnel['rows_in']} is left, and nothing was written. The rule `{worst['rule']}` "
+        f"({worst['keeps']}) dropped most: {worst['by_value']} by value, {worst['no_value']} without a value."
+    )
+
+
+class _Progress:
+    """A line per filtered file."""
+
+    def __init__(self, num_files: int):
+        self.num_files, self.num_done, self.rows, self.start = num_files, 0, 0, time.monotonic()
+
+    def add(self, file: FilteredFile) -> None:
+        self.num_done += 1
+        self.rows += file.rows_in
+        rate = self.rows / max(time.monotonic() - self.start, 1e-3)
+        print(
+            f"[{self.num_done}/{self.num_files}] {file.source}: {file.rows_in:,} rows, {file.rows_out:,} pass "
+            f"({rate:,.0f} rows/s so far)",
+            flush=True,
+        )

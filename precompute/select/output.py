@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from precompute.select.columns import OUTPUT_SCHEMA
+from precompute.select.columns import DICTIONARY_COLUMNS, OUTPUT_SCHEMA
 from precompute.select.dedupe import rows_to_drop
 from precompute.select.filtering import GROUP_ROWS, ROWS_NAME, FilteredFile, regroup
 from precompute.select.tally import Tally
@@ -54,7 +54,7 @@ def write_output(
         return Tally.from_json(json.loads(tally_path.read_text()))
     tally = Tally()
     temporary = path.with_suffix(".tmp")
-    with pq.ParquetWriter(temporary, OUTPUT_SCHEMA, compression="zstd") as writer:
+    with pq.ParquetWriter(temporary, OUTPUT_SCHEMA, compression="zstd", use_dictionary=DICTIONARY_COLUMNS) as writer:
         for table in regroup(_rows(output, filtered, kept, drops), GROUP_ROWS):
             writer.write_table(table, row_group_size=GROUP_ROWS)
             tally.add(table, buckets)

@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter
 
 INK, MUTED, PALE, LOST, KEPT = "#1f2933", "#6b7785", "#dde3ea", "#e07a5f", "#2a6f97"
-STYLE = {
+STYLE: Any = {
     "font.size": 9,
     "text.color": INK,
     "axes.edgecolor": MUTED,
@@ -32,14 +32,14 @@ def draw_funnel(funnel: dict[str, Any]) -> bytes:
     num_bars = len(funnel["rules"]) + 1
     with plt.rc_context(STYLE):
         figure = plt.figure(figsize=(10, 3.9 + 0.34 * num_bars), dpi=130, layout="constrained")
-        top, bottom = figure.subfigures(2, 1, height_ratios=[0.9 + 0.34 * num_bars, 3.0])
+        top, bottom = figure.subfigures(2, 1, squeeze=False, height_ratios=[0.9 + 0.34 * num_bars, 3.0]).flat
         _draw_steps(top.subplots(), funnel)
         sizes, scores, buckets = bottom.subplots(1, 3, width_ratios=[5, 5, 3])
         _draw_histogram(sizes, funnel["shorter_side"], "Shorter side, pixels", every=8)
         _draw_histogram(scores, funnel["aesthetic"], "Aesthetic score", every=8)
         _draw_buckets(buckets, funnel)
         target = io.BytesIO()
-        figure.savefig(target, metadata={"Software": None})
+        figure.savefig(target, metadata={"Software": None}, bbox_inches="tight", pad_inches=0.15)
         plt.close(figure)
     return target.getvalue()
 
@@ -53,22 +53,19 @@ def _draw_steps(axes: Axes, funnel: dict[str, Any]) -> None:
         axes.barh(place, step["left"], color=KEPT)
         axes.barh(place, step["by_value"], left=step["left"], color=LOST)
         axes.barh(place, step["no_value"], left=step["left"] + step["by_value"], color=LOST, alpha=0.45)
-        note = f"{step['left']:,}   " + (f"−{lost:,} ({100 * lost / rows_in:.1f} %)" if lost else "none dropped")
+        note = f"{step['left']:,}   " + (f"−{lost:,} ({_share(lost, rows_in)})" if lost else "none dropped")
         axes.text((step["left"] + lost) + rows_in * 0.01, place, note, va="center", color=INK if lost else MUTED)
-    labels = ["rows in", *(step["keeps"] for step in funnel["rules"])]
+    labels = ["rows in", *(_shorten(step["keeps"]) for step in funnel["rules"])]
     axes.set_yticks(range(len(labels)), labels, color=INK)
-    axes.set_xlim(0, rows_in * 1.24)
+    axes.set_xlim(0, rows_in * 1.3)
     axes.invert_yaxis()
     axes.xaxis.set_visible(False)
     axes.spines[["bottom", "left"]].set_visible(False)
     axes.tick_params(left=False)
-    axes.set_title(f"{funnel['rows_in']:,} rows in, {funnel['rows_out']:,} selected ({_percent(funnel)})", fontsize=13, pad=12)
+    selected = f"{funnel['rows_out']:,} selected ({_share(funnel['rows_out'], rows_in)})"
+    axes.set_title(f"{funnel['rows_in']:,} rows in, {selected}", fontsize=13, pad=2)
     colours = [plt.Rectangle((0, 0), 1, 1, color=LOST), plt.Rectangle((0, 0), 1, 1, color=LOST, alpha=0.45)]
     axes.legend(colours, ["dropped", "dropped: no value"], loc="lower right", frameon=False, ncols=2)
-
-
-def _percent(funnel: dict[str, Any]) -> str:
-    return f"{100 * funnel['rows_out'] / max(funnel['rows_in'], 1):.1f} %"
 
 
 def _draw_histogram(axes: Axes, histogram: dict[str, Any], title: str, every: int) -> None:
@@ -91,6 +88,15 @@ def _draw_buckets(axes: Axes, funnel: dict[str, Any]) -> None:
     axes.set_title("Large enough for a bucket")
     axes.yaxis.set_visible(False)
     axes.spines["left"].set_visible(False)
+
+
+def _share(rows: int, of: int) -> str:
+    percent = 100 * rows / of
+    return f"{percent:.1f} %" if percent >= 0.1 or not rows else "< 0.1 %"
+
+
+def _shorten(label: str) -> str:
+    return label if len(label) <= 40 else f"{label[:39]}…"
 
 
 def _short(value: float, _: int) -> str:

@@ -1,0 +1,1 @@
+"""Worked examples; the product does not import them."""

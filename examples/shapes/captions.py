@@ -1,0 +1,67 @@
+"""What people write under such pictures. Every caption is true; many leave something out."""
+
+import numpy as np
+
+from examples.shapes.scenes import Scene
+
+# Words that mean the same; the first is the scene's own name for it. A name that is not listed has no other word.
+SYNONYMS: dict[str, tuple[str, ...]] = {
+    "circle": ("circle", "circle", "disc"),
+    "gray": ("gray", "grey"),
+    "purple": ("purple", "purple", "violet"),
+    "small": ("small", "little", "tiny"),
+    "large": ("large", "big", "huge"),
+    "top": ("top", "top middle"),
+    "bottom": ("bottom", "bottom middle"),
+    "center": ("center", "middle"),
+    "top left": ("top left", "upper left"),
+    "top right": ("top right", "upper right"),
+    "bottom left": ("bottom left", "lower left"),
+    "bottom right": ("bottom right", "lower right"),
+}
+
+# "a" before a word is made "an" where the word begins with a vowel.
+TEMPLATES: tuple[str, ...] = (
+    "a {size} {colour} {shape} in the {place} on a {background} background",
+    "a {size} {colour} {shape} at the {place} on a {background} background",
+    "a {colour} {shape} in the {place}, {size}, on a {background} background",
+    "{size} {colour} {shape}, {place}, {background} background",
+    "a {background} background with a {size} {colour} {shape} in the {place}",
+    "a picture of a {size} {colour} {shape} in the {place} against a {background} background",
+    "in the {place} of a {background} picture there is a {size} {colour} {shape}",
+    "one {size} {colour} {shape} on {background}, {place}",
+    "a {size} {colour} {shape} on a {background} background",
+    "a {colour} {shape} in the {place} on {background}",
+    "a {size} {shape} in {colour}, placed at the {place}",
+    "a {colour} {shape} on a {background} background",
+)
+FACTS = ("colour", "shape", "background", "size", "place")
+
+
+def write_caption(scene: Scene, rng: np.random.Generator) -> str:
+    """A true caption of the scene in one of the ways above; it always says colour and shape."""
+    return fill(TEMPLATES[rng.integers(len(TEMPLATES))], scene, rng)
+
+
+def fill(template: str, scene: Scene, rng: np.random.Generator) -> str:
+    """The template with the scene's facts, each in one of its words."""
+    words = {fact: _word(getattr(scene, fact), rng) for fact in FACTS}
+    return _with_articles(template.format(**words))
+
+
+def stated_facts(template: str) -> frozenset[str]:
+    """Which of FACTS the template states."""
+    return frozenset(fact for fact in FACTS if "{" + fact + "}" in template)
+
+
+def _word(name: str, rng: np.random.Generator) -> str:
+    words = SYNONYMS.get(name, (name,))
+    return words[rng.integers(len(words))]
+
+
+def _with_articles(text: str) -> str:
+    words = text.split(" ")
+    for place, following in enumerate(words[1:]):
+        if words[place] == "a" and following[0] in "aeiou":
+            words[place] = "an"
+    return " ".join(words)

@@ -1,0 +1,52 @@
+"""Make the demo's small models again: `python -m examples.shapes.models`. The demo itself uses the committed ones.
+
+Writes `vae/`, `text_encoder/` and `tokenizer/` in the folder layout that diffusers and transformers load, and prints
+how good they are on pictures and captions that they were not trained on.
+"""
+
+import argparse
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from examples.shapes.scenes import HELD_OUT
+from examples.shapes.text_training import accuracy, build_tokenizer, labelled_captions, train_text_encoder
+from examples.shapes.vae_training import draw_pictures, psnr, train_vae
+
+MODELS = Path(__file__).parent / "models"
+
+
+def make_text_encoder(folder: Path, seed: int, num_steps: int) -> None:
+    tokenizer = build_tokenizer(folder / "tokenizer")
+    encoder, heads = train_text_encoder(tokenizer, seed, num_steps)
+    encoder.save_pretrained(folder / "text_encoder")
+    rng = np.random.default_rng([seed, 1])
+    for name, captions in (
+        ("seen", labelled_captions(1000, rng)),
+        ("held-out", labelled_captions(1000, rng, tuple(sorted(HELD_OUT)))),
+    ):
+        print(f"text encoder, {name} combinations: {accuracy(tokenizer, encoder, heads, *captions)}")
+
+
+def make_vae(folder: Path, seed: int, num_steps: int) -> None:
+    """The weights are stored as float16, half the bytes; diffusers loads them as float32 unless asked otherwise."""
+    vae = train_vae(seed, num_steps)
+    for side in (64, 128):
+        print(f"vae at {side} px: {psnr(vae, draw_pictures(256, side, seed + 1)):.1f} dB")
+    vae.to(torch.float16).save_pretrained(folder / "vae")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--folder", type=Path, default=MODELS)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--text-steps", type=int, default=400)
+    parser.add_argument("--vae-steps", type=int, default=4500)
+    arguments = parser.parse_args()
+    make_text_encoder(arguments.folder, arguments.seed, arguments.text_steps)
+    make_vae(arguments.folder, arguments.seed, arguments.vae_steps)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,52 @@
+"""Serve a folder over HTTP on this machine alone, on a port that is free."""
+
+import argparse
+import functools
+import http.server
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+class _QuietHandler(http.server.SimpleHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, format: str, *args: object) -> None:
+        """A line per picture would bury the demo's own output."""
+
+
+@contextmanager
+def serve(folder: Path | str, port: int = 0) -> Iterator[str]:
+    """Serve `folder` while the context is open; gives its address without a final slash (port 0: any free one)."""
+    if not Path(folder).is_dir():
+        raise ValueError(
+            f"{folder} is not a folder: there is nothing to serve. `python -m examples.shapes.world` makes one."
+        )
+    handler = functools.partial(_QuietHandler, directory=str(folder))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", port), handler) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def main() -> None:
+    """`python -m examples.shapes.serve FOLDER`: serve until Ctrl-C."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--port", type=int, default=0)
+    arguments = parser.parse_args()
+    with serve(arguments.folder, arguments.port) as address:
+        print(f"serving {arguments.folder} at {address}; Ctrl-C ends it", flush=True)
+        try:
+            threading.Event().wait()
+        except KeyboardInterrupt:
+            return
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,149 @@
+"""The demo's tokenizer and text encoder: an ordinary `CLIPTokenizer` and `CLIPTextModel` that know this world's words.
+
+The text encoder learns to state, by one linear map, the five facts of a caption at the end-of-text token and at every
+padding token after it (the causal mask lets those alone see the whole caption).
+"""
+
+import json
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from torch import nn
+from torch.nn import functional as F
+from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
+
+from examples.shapes.captions import FACTS, SYNONYMS, TEMPLATES, fill, stated_facts
+from examples.shapes.scenes import BACKGROUNDS, COLOURS, OUTLINES, PLACES, SEEN, SIZES, sample_scene
+
+NUM_TOKENS = 24
+WIDTH = 64
+EMPTY_FRACTION = 0.05
+NAMES: dict[str, list[str]] = {
+    "colour": ["unstated", *COLOURS],
+    "shape": ["unstated", *OUTLINES],
+    "background": ["unstated", *BACKGROUNDS],
+    "size": ["unstated", *SIZES],
+    "place": ["unstated", *PLACES],
+}
+START, END = "<|startoftext|>", "<|endoftext|>"
+
+
+def build_tokenizer(folder: Path) -> CLIPTokenizer:
+    """A byte-level BPE tokenizer in which each of this world's words is one token; anything else falls into bytes."""
+    words = sorted({word for text in _all_texts() for word in text.replace(",", " , ").split()})
+    bpe = Tokenizer(models.BPE(end_of_word_suffix="</w>"))
+    bpe.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    bpe.train_from_iterator(words, trainers.BpeTrainer(vocab_size=10_000, end_of_word_suffix="</w>", min_frequency=1))
+    merges = [tuple(pair) for pair in json.loads(bpe.to_str())["model"]["merges"]]
+    symbols = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokens = [*symbols, *(f"{symbol}</w>" for symbol in symbols), *dict.fromkeys(a + b for a, b in merges), START, END]
+    with tempfile.TemporaryDirectory() as scratch:
+        vocab_file, merges_file = Path(scratch, "vocab.json"), Path(scratch, "merges.txt")
+        vocab_file.write_text(json.dumps({token: place for place, token in enumerate(tokens)}))
+        merges_file.write_text("\n".join(["#version: 0.2", *(f"{a} {b}" for a, b in merges), ""]))
+        tokenizer = CLIPTokenizer(str(vocab_file), str(merges_file), model_max_length=NUM_TOKENS)
+    tokenizer.save_pretrained(folder)
+    return tokenizer
+
+
+def _all_texts() -> list[str]:
+    """Texts that hold every word a caption may hold."""
+    names = [name for table in NAMES.values() for name in table[1:]]
+    synonyms = [word for words in SYNONYMS.values() for word in words]
+    return [*names, *synonyms, "a", "an", *(template.format_map(dict.fromkeys(FACTS, "")) for template in TEMPLATES)]
+
+
+def labelled_captions(
+    num_captions: int, rng: np.random.Generator, combinations: tuple[tuple[str, str], ...] = SEEN
+) -> tuple[list[str], torch.Tensor]:
+    """Captions and what they state: (num_captions, 5) places in NAMES, 0 where a fact is unstated."""
+    captions, labels = [], []
+    for _ in range(num_captions):
+        scene, template = sample_scene(rng, combinations), TEMPLATES[rng.integers(len(TEMPLATES))]
+        if rng.random() < EMPTY_FRACTION:
+            template = ""
+        captions.append(fill(template, scene, rng))
+        stated = stated_facts(template)
+        labels.append([NAMES[fact].index(getattr(scene, fact)) if fact in stated else 0 for fact in FACTS])
+    return captions, torch.tensor(labels)
+
+
+class FactHeads(nn.Module):
+    """A linear map from each token state to the logits of each fact; a scaffold of training that is not kept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = nn.ModuleList(nn.Linear(WIDTH, len(NAMES[fact])) for fact in FACTS)
+
+    def forward(self, states: torch.Tensor) -> list[torch.Tensor]:
+        """states: (batch, tokens, WIDTH) => for each fact (batch, tokens, names)."""
+        return [head(states) for head in self.heads]
+
+
+def train_text_encoder(
+    tokenizer: CLIPTokenizer, seed: int, num_steps: int, batch_size: int = 128, peak_lr: float = 2e-3
+) -> tuple[CLIPTextModel, FactHeads]:
+    """A text encoder trained on captions of seen combinations only, and the heads it was trained with."""
+    torch.manual_seed(seed)
+    rng = np.random.default_rng([seed, NUM_TOKENS])
+    encoder, heads = CLIPTextModel(_config(tokenizer)), FactHeads()
+    parameters = [*encoder.parameters(), *heads.parameters()]
+    optimizer = torch.optim.AdamW(parameters, lr=peak_lr, weight_decay=0.01)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, peak_lr, total_steps=num_steps, pct_start=0.1)
+    for step in range(num_steps):
+        captions, labels = labelled_captions(batch_size, rng)
+        token_ids = tokenize(tokenizer, captions)
+        logits = heads(encoder(token_ids).last_hidden_state)
+        loss = _loss(logits, labels, ends=token_ids == tokenizer.eos_token_id)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+        schedule.step()
+        if step % 100 == 0:
+            print(f"text encoder step {step}: loss {loss.item():.4f}", flush=True)
+    return encoder.eval(), heads.eval()
+
+
+def _config(tokenizer: CLIPTokenizer) -> CLIPTextConfig:
+    return CLIPTextConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=WIDTH,
+        intermediate_size=2 * WIDTH,
+        projection_dim=WIDTH,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=NUM_TOKENS,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+
+
+def tokenize(tokenizer: CLIPTokenizer, captions: list[str]) -> torch.Tensor:
+    """Token ids, (captions, NUM_TOKENS), padded with the end-of-text token as Stable Diffusion's are."""
+    return tokenizer(captions, padding="max_length", truncation=True, return_tensors="pt").input_ids
+
+
+def _loss(logits: list[torch.Tensor], labels: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """Mean cross-entropy of the five facts at the tokens marked in `ends`, (batch, tokens)."""
+    labels = labels[:, None].expand(-1, ends.shape[1], -1)  # (batch, tokens, facts)
+    losses = [F.cross_entropy(fact_logits[ends], labels[..., i][ends]) for i, fact_logits in enumerate(logits)]
+    return torch.stack(losses).sum()
+
+
+@torch.no_grad()
+def accuracy(
+    tokenizer: CLIPTokenizer, encoder: CLIPTextModel, heads: FactHeads, captions: list[str], labels: torch.Tensor
+) -> dict[str, float]:
+    """Of each fact, in how many captions its head is right at the first end-of-text token."""
+    token_ids = tokenize(tokenizer, captions)
+    first_end = (token_ids == tokenizer.eos_token_id).int().argmax(1)
+    states = encoder(token_ids).last_hidden_state[torch.arange(len(captions)), first_end]
+    return {
+        fact: float((logits.argmax(-1) == labels[:, i]).float().mean())
+        for i, (fact, logits) in enumerate(zip(FACTS, heads(states), strict=True))
+    }

@@ -1,0 +1,128 @@
+"""The demo's VAE: an ordinary `AutoencoderKL`, 8x down and 4 latent channels, small enough to be committed."""
+
+import numpy as np
+import torch
+from diffusers import AutoencoderKL
+from diffusers.models.resnet import ResnetBlock2D
+from torch import nn
+from torch.nn import functional as F
+
+from examples.shapes.scenes import draw_scene, sample_scene
+
+# Chosen far from 1, as in Stable Diffusion's VAE, so that a forgotten scaling_factor does not go unnoticed.
+RAW_STD = 5.0
+KL_WEIGHT = 3e-4
+CONFIG = {
+    "in_channels": 3,
+    "out_channels": 3,
+    "latent_channels": 4,
+    "block_out_channels": (8, 16, 32, 64),
+    "down_block_types": ("DownEncoderBlock2D",) * 4,
+    "up_block_types": ("UpDecoderBlock2D",) * 4,
+    "layers_per_block": 1,
+    "norm_num_groups": 1,
+    # Attention over all places would tie the VAE to the picture sizes it was trained on.
+    "mid_block_add_attention": False,
+    "sample_size": 64,
+}
+
+
+def draw_pictures(num_pictures: int, side: int, seed: int) -> torch.Tensor:
+    """Square training pictures of `side` pixels: (num_pictures, 3, side, side) in [-1, 1]."""
+    rng = np.random.default_rng([seed, side])
+    pictures = np.stack([np.asarray(draw_scene(sample_scene(rng), side, side, rng)) for _ in range(num_pictures)])
+    return torch.from_numpy(pictures).permute(0, 3, 1, 2).float() / 127.5 - 1
+
+
+def train_vae(seed: int, num_steps: int, peak_lr: float = 1.2e-3) -> AutoencoderKL:
+    """A VAE trained on pictures of 64 and 128 px, its latents centred and its scaling_factor set."""
+    torch.manual_seed(seed)
+    pictures = {64: draw_pictures(6000, 64, seed), 128: draw_pictures(1500, 128, seed)}
+    vae = AutoencoderKL(**CONFIG)
+    _initialise(vae)
+    optimizer = torch.optim.AdamW(vae.parameters(), lr=peak_lr, betas=(0.9, 0.95), weight_decay=1e-3)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, peak_lr, total_steps=num_steps, pct_start=0.05)
+    for step in range(num_steps):
+        loss = _loss(vae, _draw_batch(pictures, whole=step > 0.8 * num_steps))
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(vae.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        if step % 100 == 0:
+            print(f"vae step {step}: loss {loss.item():.4f}", flush=True)
+    vae.eval()
+    _standardise(vae, list(pictures.values()))
+    return vae
+
+
+def _initialise(vae: AutoencoderKL) -> None:
+    """Start as a chain of variance-keeping convolutions: residual branches are zero, posteriors narrow.
+
+    With the default initialisation so small and deep a VAE needs many times the steps.
+    """
+    for module in vae.modules():
+        if isinstance(module, nn.Conv2d) and module.bias is not None:
+            nn.init.kaiming_normal_(module.weight, nonlinearity="linear")
+            nn.init.zeros_(module.bias)
+    for module in vae.modules():
+        if isinstance(module, ResnetBlock2D):
+            nn.init.zeros_(module.conv2.weight)
+    num_channels = vae.config.latent_channels
+    with torch.no_grad():
+        vae.quant_conv.weight[num_channels:] *= 0.1  # log-variances
+        vae.quant_conv.bias[num_channels:] = -5.0
+
+
+def _draw_batch(pictures: dict[int, torch.Tensor], whole: bool) -> torch.Tensor:
+    """24 patches of 32 px, which teach most of what there is to learn at a fraction of the cost, or whole pictures."""
+    side = 64 if torch.rand(()) < 0.8 else 128
+    num_pictures = (16 if side == 64 else 4) if whole else 24
+    batch = pictures[side][torch.randint(len(pictures[side]), (num_pictures,))]
+    if whole:
+        return batch
+    top, left = torch.randint(side - 32 + 1, (2,)).tolist()
+    return batch[:, :, top : top + 32, left : left + 32]
+
+
+def _loss(vae: AutoencoderKL, pictures: torch.Tensor) -> torch.Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        posterior = vae.encode(pictures).latent_dist
+        reconstruction = vae.decode(posterior.sample()).sample.float()
+    kl = 0.5 * (posterior.mean**2 + posterior.var - 1 - posterior.logvar).mean()
+    return F.l1_loss(reconstruction, pictures) + F.mse_loss(reconstruction, pictures) + KL_WEIGHT * kl
+
+
+@torch.no_grad()
+def _standardise(vae: AutoencoderKL, picture_sets: list[torch.Tensor]) -> None:
+    """Give each latent channel mean 0 and one deviation, and set the config's scaling_factor to 1 / deviation.
+
+    Both changes are folded into the 1x1 convolutions about the latents, so that reconstructions stay as they are.
+    """
+    mean, std = _channel_statistics(vae, picture_sets)
+    scale = RAW_STD / std
+    num_channels = len(mean)
+    vae.quant_conv.weight[:num_channels] *= scale[:, None, None, None]
+    vae.quant_conv.bias[:num_channels] = (vae.quant_conv.bias[:num_channels] - mean) * scale
+    vae.quant_conv.bias[num_channels:] += 2 * scale.log()  # log-variances
+    vae.post_quant_conv.bias += vae.post_quant_conv.weight[:, :, 0, 0] @ mean
+    vae.post_quant_conv.weight /= scale[None, :, None, None]
+    _, std = _channel_statistics(vae, picture_sets)
+    vae.register_to_config(scaling_factor=round(float(1 / std.square().mean().sqrt()), 5))
+
+
+def _channel_statistics(vae: AutoencoderKL, picture_sets: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mean and deviation of sampled latents, (channels,) each, over every place of a part of the pictures."""
+    posteriors = [vae.encode(batch).latent_dist for pictures in picture_sets for batch in pictures[:512].split(64)]
+    latents = torch.cat([posterior.sample().movedim(1, -1).flatten(0, -2) for posterior in posteriors])
+    return latents.mean(0), latents.std(0)
+
+
+@torch.no_grad()
+def psnr(vae: AutoencoderKL, pictures: torch.Tensor) -> float:
+    """Peak signal-to-noise ratio in dB of the reconstructions from the posterior's mean, over all pictures."""
+    errors = [
+        F.mse_loss(vae.decode(vae.encode(batch).latent_dist.mean).sample.clamp(-1, 1), batch)
+        for batch in pictures.split(64)
+    ]
+    return float(10 * torch.log10(4 / torch.stack(errors).mean()))

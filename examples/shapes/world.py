@@ -1,0 +1,206 @@
+"""The demo's stand-in for the web: a folder of captioned pictures, most good, some bad, and a LAION-like table.
+
+`python -m examples.shapes.world FOLDER` writes the pictures and `metadata.parquet`; `examples.shapes.serve` serves it.
+"""
+
+import argparse
+import io
+import json
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from PIL import Image
+
+from examples.shapes.captions import write_caption
+from examples.shapes.scenes import BACKGROUNDS, Scene, draw_scene, sample_scene
+
+NUM_PICTURES = 4000
+# The part of the pictures of each unusual kind; there is at least one of each, and all others are "plain".
+KINDS: dict[str, float] = {
+    # good, if they are read with care
+    "rotated": 0.01,  # a JPEG whose EXIF orientation says how to turn it
+    "alpha": 0.005,  # a PNG that is transparent where its white background should be
+    "palette": 0.005,
+    "cmyk": 0.001,
+    "animated": 0.0003,
+    # bad
+    "truncated": 0.006,  # the second half of the bytes is missing
+    "html": 0.005,  # an error page under a picture's name
+    "empty": 0.003,
+    "tiny": 0.01,  # shortest side under 64 pixels
+    "captionless": 0.005,
+    "missing": 0.004,  # not there: the server answers 404
+}
+LOW_RESOLUTION_FRACTION = 0.12  # shortest side from 64 to 127 pixels: large enough for the 64x64 bucket alone
+ORIENTATIONS = {3: Image.Transpose.ROTATE_180, 6: Image.Transpose.ROTATE_90, 8: Image.Transpose.ROTATE_270}
+EXIF_ORIENTATION = 0x0112
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A picture of the world: its path under the served folder, what it shows and what is said of it."""
+
+    path: str
+    kind: str
+    scene: Scene
+    caption: str | None
+    width: int
+    height: int
+
+
+def plan_world(num_pictures: int, seed: int) -> list[Picture]:
+    """What each picture will be; the same list for the same arguments."""
+    kinds = [kind for kind, fraction in KINDS.items() for _ in range(max(1, round(fraction * num_pictures)))]
+    if len(kinds) > num_pictures:
+        raise ValueError(f"num_pictures is {num_pictures}, too few for one of each kind: ask for {len(kinds)}.")
+    kinds += ["plain"] * (num_pictures - len(kinds))
+    order = np.random.default_rng(seed).permutation(num_pictures)
+    return [_plan_picture(index, kinds[order[index]], seed) for index in range(num_pictures)]
+
+
+def _plan_picture(index: int, kind: str, seed: int) -> Picture:
+    rng = np.random.default_rng([seed, index])
+    scene = sample_scene(rng)
+    if kind == "alpha":
+        scene = Scene(scene.colour, scene.shape, "white", scene.size, scene.place)
+    caption: str | None = write_caption(scene, rng)
+    if kind == "captionless":
+        caption = ["", None][rng.integers(2)]
+    width, height = _draw_size(kind, rng)
+    extension = _extension(kind, rng)
+    return Picture(f"{index // 1000:03d}/{index:06d}.{extension}", kind, scene, caption, width, height)
+
+
+def _draw_size(kind: str, rng: np.random.Generator) -> tuple[int, int]:
+    """Width and height in pixels: an aspect ratio of at most 2, either way up."""
+    shortest = (128, 224)
+    if kind == "tiny":
+        shortest = (24, 63)
+    elif kind == "plain" and rng.random() < LOW_RESOLUTION_FRACTION:
+        shortest = (64, 127)
+    short = int(rng.integers(shortest[0], shortest[1] + 1))
+    long = min(320, int(short * 2 ** rng.random()))
+    return (short, long) if rng.random() < 0.5 else (long, short)
+
+
+def _extension(kind: str, rng: np.random.Generator) -> str:
+    fixed = {"rotated": "jpg", "cmyk": "jpg", "alpha": "png", "palette": "png", "animated": "webp", "html": "jpg"}
+    return fixed.get(kind) or str(rng.choice(["jpg", "png", "webp"], p=[0.6, 0.2, 0.2]))
+
+
+def encode_picture(picture: Picture, rng: np.random.Generator) -> bytes:
+    """The bytes the server will give for the picture."""
+    if picture.kind == "html":
+        return b"<!DOCTYPE html><html><body><h1>This picture has moved</h1></body></html>\n"
+    if picture.kind == "empty":
+        return b""
+    image = draw_scene(picture.scene, picture.width, picture.height, rng)
+    extension = picture.path.rsplit(".")[-1]
+    encoded = _ENCODERS.get(picture.kind, _encode_plain)(image, extension, rng)
+    return encoded[: len(encoded) // 2] if picture.kind == "truncated" else encoded
+
+
+def _encode_plain(image: Image.Image, extension: str, rng: np.random.Generator) -> bytes:
+    quality = int(rng.integers(80, 96))
+    return {
+        "jpg": lambda: _save(image, "JPEG", quality=quality),
+        "png": lambda: _save(image, "PNG"),
+        "webp": lambda: _save(image, "WEBP", quality=quality),
+    }[extension]()
+
+
+def _encode_rotated(image: Image.Image, extension: str, rng: np.random.Generator) -> bytes:
+    orientation = list(ORIENTATIONS)[rng.integers(len(ORIENTATIONS))]
+    exif = Image.Exif()
+    exif[EXIF_ORIENTATION] = orientation
+    return _save(image.transpose(ORIENTATIONS[orientation]), "JPEG", quality=90, exif=exif)
+
+
+def _encode_alpha(image: Image.Image, extension: str, rng: np.random.Generator) -> bytes:
+    """Opaque where the picture is far from white; what lies under the transparent part is black."""
+    pixels = np.asarray(image)
+    is_shape = np.abs(pixels.astype(int) - BACKGROUNDS["white"]).max(-1, keepdims=True) > 30
+    return _save(Image.fromarray(np.concatenate([pixels * is_shape, is_shape * np.uint8(255)], axis=-1)), "PNG")
+
+
+def _encode_palette(image: Image.Image, extension: str, rng: np.random.Generator) -> bytes:
+    return _save(image.quantize(32), "PNG")
+
+
+def _encode_cmyk(image: Image.Image, extension: str, rng: np.random.Generator) -> bytes:
+    return _save(image.convert("CMYK"), "JPEG", quality=90)
+
+
+def _encode_animated(image: Image.Image, extension: str, rng: np.random.Generator) -> bytes:
+    """The first frame shows the scene, the second nothing."""
+    return _save(image, "WEBP", save_all=True, append_images=[Image.new("RGB", image.size)], duration=500, quality=90)
+
+
+_ENCODERS = {
+    "rotated": _encode_rotated,
+    "alpha": _encode_alpha,
+    "palette": _encode_palette,
+    "cmyk": _encode_cmyk,
+    "animated": _encode_animated,
+}
+
+
+def _save(image: Image.Image, format: str, **options: object) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, format, **options)
+    return buffer.getvalue()
+
+
+def write_world(folder: Path | str, num_pictures: int = NUM_PICTURES, seed: int = 0) -> list[Picture]:
+    """Write the pictures and `world.json` (how many of each kind) under `folder`; gives the pictures in order."""
+    folder = Path(folder)
+    pictures = plan_world(num_pictures, seed)
+    for index, picture in enumerate(pictures):
+        if picture.kind != "missing":
+            path = folder / picture.path
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(encode_picture(picture, np.random.default_rng([seed, index, 1])))
+    kinds = dict(Counter(picture.kind for picture in pictures))
+    summary = {"num_pictures": num_pictures, "seed": seed, "kinds": kinds}
+    (folder / "world.json").write_text(json.dumps(summary, indent=2, sort_keys=True) + "\n")
+    return pictures
+
+
+def metadata(pictures: list[Picture], address: str, seed: int = 0) -> pa.Table:
+    """A row per picture with LAION's columns; `address` is where the folder is served, without a final slash."""
+    rng = np.random.default_rng([seed, 2])
+    num_rows = len(pictures)
+    is_unsafe = rng.random(num_rows) < 0.02
+    return pa.table(
+        {
+            "URL": [f"{address}/{picture.path}" for picture in pictures],
+            "TEXT": pa.array([picture.caption for picture in pictures], pa.string()),
+            "WIDTH": pa.array([picture.width for picture in pictures], pa.int32()),
+            "HEIGHT": pa.array([picture.height for picture in pictures], pa.int32()),
+            "similarity": rng.normal(0.33, 0.02, num_rows),
+            "hash": rng.integers(-(2**63), 2**63 - 1, num_rows),
+            "punsafe": np.where(is_unsafe, rng.uniform(0.1, 1, num_rows), rng.uniform(0, 0.09, num_rows)),
+            "pwatermark": rng.beta(1, 8, num_rows),
+            "aesthetic": rng.normal(5.6, 0.5, num_rows),
+        }
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--num-pictures", type=int, default=NUM_PICTURES)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--address", default="http://127.0.0.1:8000", help="where the folder will be served")
+    arguments = parser.parse_args()
+    pictures = write_world(arguments.folder, arguments.num_pictures, arguments.seed)
+    pq.write_table(metadata(pictures, arguments.address, arguments.seed), arguments.folder / "metadata.parquet")
+    print(f"wrote {len(pictures)} pictures and metadata.parquet to {arguments.folder}")
+
+
+if __name__ == "__main__":
+    main()

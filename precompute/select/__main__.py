@@ -1,0 +1,41 @@
+"""`python -m precompute.select --config configs/select.yaml --metadata PATH --output runs/data/selected`."""
+
+import argparse
+import errno
+import sys
+import time
+
+from precompute.select.config import SelectConfig
+from precompute.select.funnel import describe
+from precompute.select.job import FUNNEL_NAME, select
+from shards.config import load_config
+from shards.errors import WorkError, exit_code_of
+
+
+def run(arguments: list[str]) -> None:
+    """Select, and print the funnel."""
+    parser = argparse.ArgumentParser(prog="precompute.select", add_help=False)
+    parser.add_argument("--config")
+    options, overrides = parser.parse_known_args(arguments)
+    config = load_config(SelectConfig, options.config, overrides, "precompute.select")
+    start = time.monotonic()
+    try:
+        funnel = select(config)
+    except OSError as error:
+        no_space = error.errno == errno.ENOSPC
+        raise WorkError(
+            f"{f'No space is left in {config.output}' if no_space else 'The selection stopped'}: {error}. What was "
+            f"finished is kept{'; free some space, and' if no_space else ':'} the same command continues."
+        ) from error
+    print(describe(funnel))
+    files = len(funnel["outputs"])
+    print(f"{files} files in {config.output}, {time.monotonic() - start:.1f} s; see {config.output / FUNNEL_NAME}.")
+
+
+def main() -> None:
+    """Console entry point."""
+    sys.exit(exit_code_of(lambda: run(sys.argv[1:])))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,65 @@
+"""The judge is right on ground truth, also as the small VAE returns it, and sees nothing where there is nothing."""
+
+import numpy as np
+import pytest
+import torch
+from diffusers import AutoencoderKL
+from PIL import Image, ImageOps
+
+from examples.shapes.judge import NOTHING, judge
+from examples.shapes.models import MODELS
+from examples.shapes.scenes import COLOURS, OUTLINES, Scene, draw_mask, draw_scene, sample_scene
+
+ALL_COMBINATIONS = tuple((colour, shape) for colour in COLOURS for shape in OUTLINES)
+
+
+def ground_truth(num_pictures: int, side: int) -> tuple[list[Scene], np.ndarray]:
+    """Scenes of every combination, and their pictures as stage 1 makes them: (num_pictures, side, side, 3)."""
+    rng = np.random.default_rng(side)
+    scenes = [sample_scene(rng, (ALL_COMBINATIONS[i % len(ALL_COMBINATIONS)],)) for i in range(num_pictures)]
+    drawn = [draw_scene(scene, *rng.integers(side, 2 * side, size=2).tolist(), rng) for scene in scenes]
+    return scenes, np.stack([ImageOps.fit(image, (side, side), Image.Resampling.BICUBIC) for image in drawn])
+
+
+def accuracy(scenes: list[Scene], pictures: np.ndarray) -> float:
+    verdicts = [judge(picture) for picture in pictures]
+    return float(np.mean([(v.colour, v.shape) == (s.colour, s.shape) for v, s in zip(verdicts, scenes, strict=True)]))
+
+
+@pytest.mark.parametrize("side", [64, 128])
+def test_right_on_ground_truth(side):
+    assert accuracy(*ground_truth(320, side)) >= 0.99
+
+
+@pytest.mark.parametrize(("side", "num_pictures"), [(64, 320), (128, 160)])
+def test_right_after_a_round_trip_through_the_vae(side, num_pictures):
+    scenes, pictures = ground_truth(num_pictures, side)
+    vae = AutoencoderKL.from_pretrained(MODELS / "vae")
+    pixels = torch.from_numpy(pictures).permute(0, 3, 1, 2).float() / 127.5 - 1
+    with torch.no_grad():
+        decoded = [vae.decode(vae.encode(batch).latent_dist.mean).sample for batch in pixels.split(32)]
+    rounded = ((torch.cat(decoded).clamp(-1, 1) + 1) * 127.5).round().byte().permute(0, 2, 3, 1).numpy()
+    assert accuracy(scenes, rounded) >= 0.99
+
+
+@pytest.mark.parametrize("side", [64, 128])
+def test_sees_nothing_in_noise_and_blanks(side):
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+        assert judge(rng.integers(0, 256, (side, side, 3), dtype=np.uint8)) == NOTHING
+        coarse = rng.integers(0, 256, (8, 8, 3), dtype=np.uint8)
+        assert judge(np.asarray(Image.fromarray(coarse).resize((side, side), Image.Resampling.BICUBIC))) == NOTHING
+        assert judge(np.broadcast_to(rng.integers(0, 256, 3, dtype=np.uint8), (side, side, 3))) == NOTHING
+
+
+def test_two_shapes_are_no_shape():
+    picture = np.full((64, 64, 3), COLOURS["red"], dtype=np.uint8)
+    masks = [draw_mask("circle", 64, 64, np.array(middle), 11) for middle in ((18, 18), (44, 44))]
+    picture[np.maximum(*masks) < 128] = 246
+    assert judge(picture).shape is None
+
+
+def test_a_shape_in_a_foreign_colour_has_no_colour():
+    picture = np.full((64, 64, 3), 20, dtype=np.uint8)
+    picture[20:44, 20:44] = 246
+    assert judge(picture).colour is None and judge(picture).shape == "square"

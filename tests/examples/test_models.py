@@ -1,0 +1,77 @@
+"""The committed models load as any others do, are small, and are good enough for the demo."""
+
+import numpy as np
+import pytest
+import torch
+from diffusers import AutoencoderKL
+from torch import nn
+from transformers import CLIPTextModel, CLIPTokenizer
+
+from examples.shapes.captions import FACTS
+from examples.shapes.models import MODELS
+from examples.shapes.scenes import HELD_OUT, SEEN
+from examples.shapes.text_training import NUM_TOKENS, labelled_captions, tokenize
+from examples.shapes.vae_training import draw_pictures, psnr
+
+MAX_BYTES = 2 * 2**20
+
+
+@pytest.fixture(scope="module")
+def vae() -> AutoencoderKL:
+    return AutoencoderKL.from_pretrained(MODELS / "vae", use_safetensors=True)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> CLIPTokenizer:
+    return CLIPTokenizer.from_pretrained(MODELS / "tokenizer")
+
+
+@pytest.fixture(scope="module")
+def text_encoder() -> CLIPTextModel:
+    return CLIPTextModel.from_pretrained(MODELS / "text_encoder", use_safetensors=True).eval()
+
+
+def test_they_are_small():
+    assert sum(path.stat().st_size for path in MODELS.rglob("*") if path.is_file()) <= MAX_BYTES
+
+
+@pytest.mark.parametrize("side", [64, 128])
+def test_the_vae_reconstructs(vae, side):
+    assert psnr(vae, draw_pictures(64, side, seed=11)) > 26
+
+
+def test_the_vaes_latents_have_unit_deviation_once_scaled(vae):
+    with torch.no_grad():
+        moments = [vae.encode(draw_pictures(64, side, seed=12)).latent_dist for side in (64, 128)]
+    latents = torch.cat([moment.sample().movedim(1, -1).flatten(0, -2) for moment in moments])
+    assert vae.config.shift_factor is None
+    assert latents.std() * vae.config.scaling_factor == pytest.approx(1, abs=0.1)
+    assert abs(vae.config.scaling_factor - 1) > 0.5  # so that leaving it out is seen
+
+
+def test_the_tokenizer_knows_the_words_and_survives_any_other(tokenizer, text_encoder):
+    captions, _ = labelled_captions(500, np.random.default_rng(0))
+    assert tokenizer.model_max_length == NUM_TOKENS == text_encoder.config.max_position_embeddings
+    assert max(len(tokenizer(caption).input_ids) for caption in captions) <= NUM_TOKENS
+    assert all(len(tokenizer.tokenize(word)) == 1 for caption in captions for word in caption.replace(",", "").split())
+    assert tokenizer.decode(tokenizer("zebra ñ 雪").input_ids, skip_special_tokens=True).strip() == "zebra ñ 雪"
+
+
+def test_every_fact_is_linearly_readable_also_for_unseen_combinations(tokenizer, text_encoder):
+    """Least squares on the last token's state, fitted on seen combinations, read on held-out ones."""
+    rng = np.random.default_rng(1)
+    states, labels = _last_states(tokenizer, text_encoder, *labelled_captions(1500, rng, SEEN))
+    unseen_states, unseen_labels = _last_states(
+        tokenizer, text_encoder, *labelled_captions(300, rng, tuple(sorted(HELD_OUT)))
+    )
+    for i, fact in enumerate(FACTS):
+        weights = torch.linalg.lstsq(states, nn.functional.one_hot(labels[:, i]).float()).solution
+        accuracy = ((unseen_states @ weights).argmax(1) == unseen_labels[:, i]).float().mean()
+        assert accuracy > 0.95, fact
+
+
+def _last_states(tokenizer, text_encoder, captions, labels):
+    """Last token's states with a constant appended, (captions, width + 1), and the labels."""
+    with torch.no_grad():
+        states = text_encoder(tokenize(tokenizer, captions)).last_hidden_state[:, -1]
+    return torch.cat([states, torch.ones(len(states), 1)], dim=1), labels

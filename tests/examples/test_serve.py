@@ -1,0 +1,26 @@
+"""The demo's server gives what is there, and 404 for what is not."""
+
+import urllib.error
+import urllib.request
+
+import pytest
+
+from examples.shapes.serve import serve
+
+
+def test_serves_a_folder_while_open(tmp_path):
+    (tmp_path / "000").mkdir()
+    (tmp_path / "000" / "a.jpg").write_bytes(b"bytes of a picture")
+    with serve(tmp_path) as address:
+        assert address.startswith("http://127.0.0.1:")
+        with urllib.request.urlopen(f"{address}/000/a.jpg") as response:
+            assert response.read() == b"bytes of a picture"
+        with pytest.raises(urllib.error.HTTPError, match="404"):
+            urllib.request.urlopen(f"{address}/000/missing.jpg")
+    with pytest.raises(urllib.error.URLError):
+        urllib.request.urlopen(f"{address}/000/a.jpg", timeout=2)
+
+
+def test_a_folder_that_is_not_there_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="is not a folder"), serve(tmp_path / "nowhere"):
+        pass
