@@ -25,6 +25,12 @@ PHASES = ("phase1", "phase2")
 GRID = {"seen": 16, "held_out": 8}
 """How many prompts of each list the picture shows: the first ones."""
 COLUMNS = 8
+MARGINS = {"left": 0.035, "right": 0.995, "bottom": 0.01, "top": 0.79, "hspace": 0.04, "wspace": 0.06}
+LABELS = {"phase1": "phase 1, 64 px", "phase2": "phase 2, 128 px"}
+TITLES = {
+    "seen": "combinations of colour and shape that training showed",
+    "held_out": "combinations that no training picture showed and no caption named",
+}
 
 TEMPLATE = Path(__file__).with_name("report_template.html")
 
@@ -84,29 +90,20 @@ def bucket_figures(folder: Path, receipts: list[Any]) -> dict[str, dict[str, int
 def draw_samples(folder: Path) -> None:
     """samples.png: each prompt above its two samples, phase 1 over phase 2."""
     pictures = {phase: np.load(folder / f"samples-{phase}.npz") for phase in PHASES}
-    shown = [(name, i) for name, count in GRID.items() for i in range(count)]
-    num_blocks = len(shown) // COLUMNS
-    figure, axes = plt.subplots(
-        2 * num_blocks, COLUMNS, figsize=(1.75 * COLUMNS, 4.15 * num_blocks), dpi=90, squeeze=False
-    )
-    for place, (name, i) in enumerate(shown):
-        block, column = divmod(place, COLUMNS)
-        for row, phase in enumerate(PHASES):
-            axis = axes[2 * block + row, column]
-            axis.imshow(pictures[phase][name][i], interpolation="nearest")
-            axis.set_xticks([]), axis.set_yticks([])
-            if column == 0:
-                axis.set_ylabel({"phase1": "phase 1, 64 px", "phase2": "phase 2, 128 px"}[phase], fontsize=9)
-        label = prompt_lists()[name][i].text + ("\n(combination never trained)" if name == "held_out" else "")
-        axes[2 * block, column].set_title("\n".join(wrap(label)), fontsize=8, va="bottom")
-    figure.tight_layout(h_pad=0.6, w_pad=0.4)
+    prompts = prompt_lists()
+    blocks = [(name, start) for name, count in GRID.items() for start in range(0, count, COLUMNS)]
+    figure = plt.figure(figsize=(1.6 * COLUMNS, 4.3 * len(blocks)), dpi=90)
+    for part, (name, start) in zip(figure.subfigures(len(blocks), 1), blocks, strict=True):
+        axes = part.subplots(2, COLUMNS, gridspec_kw=MARGINS)
+        part.text(0.035, 0.96, TITLES[name], fontsize=10, weight="bold", va="center")
+        for column in range(COLUMNS):
+            for axis, phase in zip(axes[:, column], PHASES, strict=True):
+                axis.imshow(pictures[phase][name][start + column], interpolation="nearest")
+                axis.set(xticks=[], yticks=[], ylabel=LABELS[phase] if column == 0 else "")
+            label = textwrap.wrap(prompts[name][start + column].text, 22)
+            axes[0, column].set_title("\n".join(label), fontsize=8, va="bottom")
     figure.savefig(folder / "samples.png")
     plt.close(figure)
-
-
-def wrap(text: str, width: int = 24) -> list[str]:
-    """Lines of at most about `width` characters."""
-    return [line for part in text.split("\n") for line in textwrap.wrap(part, width)]
 
 
 def draw_losses(folder: Path) -> None:
@@ -145,7 +142,14 @@ def render(folder: Path, metrics: dict[str, Any]) -> str:
         loss_png=embed(folder / "loss.png"),
         scores=table(["judged by plain geometry on the pixels", "colour", "shape", "samples"], score_rows(adherence)),
         steps=table(["step", "time", "throughput"], step_rows(metrics)),
-        pictures=table(["", "pictures"], [[name, metrics[name]] for name in ("images_in", "accepted", "rejected")]),
+        pictures=table(
+            ["", "pictures"],
+            [
+                ["in the tars", metrics["images_in"]],
+                ["accepted", metrics["accepted"]],
+                ["rejected", metrics["rejected"]],
+            ],
+        ),
         rejects=table(["rejected because", "pictures"], [list(row) for row in metrics["rejected_by_reason"].items()]),
         buckets=table(
             ["bucket", "samples", "bytes per sample on disk"],
