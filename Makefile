@@ -49,8 +49,9 @@ lock:
 demo: setup
 	$(BIN)/python -m examples.shapes.demo $(ARGS)
 
+# one thread per process, two processes: most tests start commands and wait for them
 test: setup
-	$(BIN)/python -m pytest $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 test-faults: setup
 	$(BIN)/python -m pytest -m slow $(ARGS)

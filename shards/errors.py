@@ -1,4 +1,4 @@
-"""The two ways in which a command fails, and how each reaches the person at the terminal."""
+"""The ways in which a command fails, and how each reaches the person at the terminal."""
 
 import sys
 import textwrap
@@ -6,15 +6,25 @@ from collections.abc import Callable
 
 
 class RequestError(ValueError):
-    """The request was wrong (a config, a path, a root that does not fit). Nothing was written. Exit code 2."""
+    """The request was wrong (a config, a path, a root that does not fit). Nothing was written."""
+
+    exit_code = 2
 
 
 class WorkError(RuntimeError):
-    """The work failed on the way (a shard, a run). What was finished stays valid. Exit code 1."""
+    """The work failed on the way (a shard, a run). What was finished stays valid."""
+
+    exit_code = 1
+
+
+class Preempted(WorkError):
+    """The run was told to leave; it saved first. The code is EX_TEMPFAIL, on which a scheduler requeues."""
+
+    exit_code = 75
 
 
 def exit_code_of(command: Callable[[], int | None]) -> int:
-    """Run `command`; turn its errors for people into a paragraph on stderr and an exit code (0, 1 or 2).
+    """Run `command`; turn its errors for people into a paragraph on stderr and an exit code (0, 1, 2 or 75).
 
     Any other exception is a bug of ours and keeps its traceback.
     """
@@ -24,4 +34,4 @@ def exit_code_of(command: Callable[[], int | None]) -> int:
         print(
             textwrap.fill(f"error: {error}", width=110, break_long_words=False, break_on_hyphens=False), file=sys.stderr
         )
-        return 2 if isinstance(error, RequestError) else 1
+        return error.exit_code

@@ -15,7 +15,7 @@ from shards.root import create_root
 from tests.tiny import make_models, make_samples, make_tar
 
 os.environ["HF_HUB_OFFLINE"] = "1"
-os.environ.setdefault("OMP_NUM_THREADS", "2")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 SIZES = [(80, 64), (200, 150), (140, 300), (40, 90)]
 

@@ -8,7 +8,7 @@ checkpoints/step-00001000/unet/         config.json, diffusion_pytorch_model.saf
 
 import shutil
 import uuid
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from shards.errors import RequestError
 from shards.files import DamagedFile, fsync_folder, fsync_tree, read_sealed_json, sha256_file, write_sealed_json
+from train.config import CheckpointConfig
 from train.ema import Ema
 
 STATE_NAME = "state.json"
@@ -33,6 +34,10 @@ class TrainState:
     """Optimizer steps done."""
     losses: list[float] = field(default_factory=list)
     """Loss of each step since the last line of metrics.jsonl."""
+    skipped: int = 0
+    """Steps whose gradient was not finite, which changed nothing."""
+    scaler: dict[str, Any] = field(default_factory=dict)
+    """The loss scaler's state, in float16."""
 
 
 def step_folder(run_dir: Path, step: int) -> Path:
@@ -47,9 +52,9 @@ def save_checkpoint(
     unet: UNet2DConditionModel,
     optimizer: Optimizer,
     ema: Ema | None,
-    keep: int,
+    config: CheckpointConfig,
 ) -> Path:
-    """Write a checkpoint durably, then drop those older than the newest `keep`."""
+    """Write a checkpoint durably, then drop the older ones that `config` does not keep."""
     target = step_folder(run_dir, state.step)
     private = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}")
     private.mkdir(parents=True)
@@ -61,7 +66,7 @@ def save_checkpoint(
         save_file(_flatten(unet, optimizer), private / "optimizer.safetensors")
         files = sorted(path for path in private.rglob("*") if path.is_file())
         hashes = {str(path.relative_to(private)): sha256_file(path) for path in files}
-        content = {"step": state.step, "losses": state.losses, "fingerprint": fingerprint, "files": hashes}
+        content = {"state": asdict(state), "fingerprint": fingerprint, "files": hashes}
         write_sealed_json(private / STATE_NAME, content)
         fsync_tree(private)
         if target.exists():  # a damaged one, or this step saved before
@@ -70,9 +75,15 @@ def save_checkpoint(
         fsync_folder(target.parent)
     finally:
         shutil.rmtree(private, ignore_errors=True)
-    for folder in list_checkpoints(run_dir)[:-keep]:
-        shutil.rmtree(folder)
+    for folder in list_checkpoints(run_dir)[: -config.keep]:
+        if config.keep_every is None or step_of(folder) % config.keep_every:
+            shutil.rmtree(folder)
     return target
+
+
+def step_of(folder: Path) -> int:
+    """The step in a checkpoint folder's name."""
+    return int(folder.name.removeprefix("step-"))
 
 
 def list_checkpoints(run_dir: Path) -> list[Path]:
@@ -117,7 +128,7 @@ def restore(
         ema = Ema(dict(unet.named_parameters()), ema_decay)
         for name, value in load_file(folder / "ema" / "diffusion_pytorch_model.safetensors").items():
             ema.average[name].copy_(value)
-    return TrainState(step=content["step"], losses=content["losses"]), ema
+    return TrainState(**content["state"]), ema
 
 
 def load_weights(unet: UNet2DConditionModel, folder: Path) -> None:

@@ -61,6 +61,8 @@ class OptimizerConfig(Config):
     weight_decay: float = Field(0.01, ge=0)
     max_grad_norm: float = Field(1.0, gt=0)
     """Gradients are scaled down to this global norm."""
+    max_skipped_steps: int = Field(100, ge=0)
+    """A step whose gradient is not finite changes nothing and is counted; more than these stop the run."""
 
 
 class ScheduleConfig(Config):
@@ -86,7 +88,9 @@ class CheckpointConfig(Config):
     every: int = Field(1000, ge=1)
     """Steps; the last step is always saved."""
     keep: int = Field(3, ge=1)
-    """How many complete checkpoints are kept."""
+    """How many of the newest checkpoints are kept."""
+    keep_every: int | None = Field(None, ge=1)
+    """Checkpoints of steps that this divides are kept for good."""
 
 
 class LogConfig(Config):

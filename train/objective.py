@@ -8,8 +8,9 @@ from diffusers import DDPMScheduler
 from torch import Tensor, nn
 
 from shards.text import dequantise
+from train.batch import Batch
 from train.config import ObjectiveConfig
-from train.data import Batch, DataSpec
+from train.data import DataSpec
 from train.draws import Draws, Purpose
 
 LOG_VARIANCE_RANGE = (-30.0, 20.0)  # diffusers' DiagonalGaussianDistribution

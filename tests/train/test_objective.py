@@ -9,8 +9,9 @@ from diffusers import DDPMScheduler
 from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 
 from shards.text import quantise
+from train.batch import Batch
 from train.config import ObjectiveConfig
-from train.data import Batch, DataSpec
+from train.data import DataSpec
 from train.draws import Draws, Purpose
 from train.objective import DiffusionLoss
 

@@ -9,12 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from shards.errors import WorkError, exit_code_of
 from tests.runs import PYTHON, environment, launcher, run_module, train_fields, write_config
 from train.__main__ import run as command
-from train.checkpoint import list_checkpoints, newest_checkpoint, verify_checkpoint
+from train.checkpoint import list_checkpoints, newest_checkpoint, step_folder, step_of, verify_checkpoint
+from train.config import DataConfig
+from train.data import global_batches, make_loader, open_data
+from train.draws import Draws
 from train.metrics import read_json_lines
+from train.objective import DiffusionLoss
 
 STEPS = 8
 
@@ -93,7 +98,7 @@ def test_killed_and_resumed_with_the_newest_checkpoint_damaged(reference: Path, 
     assert f"resuming {tmp_path}/run after step" in result.stdout
     assert curve(tmp_path / "run") == curve(reference)
     last, content = newest_checkpoint(tmp_path / "run") or (None, {})
-    assert last is not None and content["step"] == STEPS
+    assert last is not None and content["state"]["step"] == STEPS
     expected = verify_checkpoint(list_checkpoints(reference)[-1])
     assert content["files"] == expected["files"]  # weights, moving average and optimizer, bit by bit
 
@@ -182,11 +187,6 @@ def test_a_missing_shard_is_named_before_the_first_step(
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_shard_that_vanishes_stops_the_run(latents: Path, tmp_path: Path, num_workers: int) -> None:
     """An epoch that streaming ends early without an error ends here with one, in a stated time."""
-    import torch
-
-    from train.config import DataConfig
-    from train.data import global_batches, make_loader, open_data
-
     shutil.copytree(latents, tmp_path / "root")
     streams = [{"root": tmp_path / "root", "bucket": "64x64"}]
     config = DataConfig.model_validate(
@@ -210,3 +210,53 @@ def test_an_index_that_points_outside_its_folder_is_refused(
     path.write_text(json.dumps(index))
     message = refused(tmp_path, train_fields(tmp_path / "root", tmp_path / "run"), capsys)
     assert "names a file outside its folder" in message
+
+
+def test_told_to_leave_it_saves_and_leaves(reference: Path, latents: Path, tmp_path: Path) -> None:
+    """SIGTERM: a checkpoint at the next look, the code that schedulers requeue on, and the same curve afterwards."""
+    fields = train_fields(latents, tmp_path / "run", max_steps=400, checkpoint={"every": 1000})
+    config = write_config(tmp_path, fields)
+    command = [*PYTHON, "-m", "train", "--config", str(config)]
+    process = subprocess.Popen(command, env=environment(), stderr=subprocess.PIPE, text=True)
+    while not read_json_lines(tmp_path / "run" / "metrics.jsonl"):
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(signal.SIGTERM)
+    _, error = process.communicate(timeout=120)
+    assert process.returncode == 75
+    (folder,) = list_checkpoints(tmp_path / "run")
+    assert f"saved after step {step_of(folder)}" in error and step_of(folder) % 10 == 0
+    assert len(read_json_lines(tmp_path / "run" / "metrics.jsonl")) == step_of(folder)
+    assert curve(tmp_path / "run")[0][:STEPS] == curve(reference)[0]
+
+
+def test_checkpoints_that_are_kept(latents: Path, tmp_path: Path) -> None:
+    fields = train_fields(latents, tmp_path / "run", max_steps=7, checkpoint={"every": 1, "keep": 2, "keep_every": 3})
+    assert run(tmp_path, fields).returncode == 0
+    assert [step_of(folder) for folder in list_checkpoints(tmp_path / "run")] == [3, 6, 7]
+
+
+def test_a_step_that_is_not_finite_changes_nothing_and_too_many_stop_the_run(
+    latents: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Latents of infinite size from step 4 on: weights and moving average stay as step 3 left them."""
+    sample_latents = DiffusionLoss.sample_latents
+
+    def blow_up(self: DiffusionLoss, stored: torch.Tensor, draws: Draws) -> torch.Tensor:
+        latents = sample_latents(self, stored, draws)
+        return latents * float("inf") if draws.step >= 3 else latents
+
+    monkeypatch.setattr(DiffusionLoss, "sample_latents", blow_up)
+    fields = train_fields(
+        latents, tmp_path / "run", checkpoint={"every": 1, "keep": 9}, optimizer={"max_skipped_steps": 2}
+    )
+    config = write_config(tmp_path, fields)
+    with pytest.raises(WorkError, match=r"3 steps up to step 6 had a loss or gradient that is not finite"):
+        command(["--config", str(config)])
+    assert [row["loss"] is None for row in read_json_lines(tmp_path / "run" / "metrics.jsonl")] == [False] * 3 + [
+        True
+    ] * 2
+    third, fifth = (verify_checkpoint(step_folder(tmp_path / "run", step))["files"] for step in (3, 5))
+    assert third["optimizer.safetensors"] == fifth["optimizer.safetensors"]
+    name = "unet/diffusion_pytorch_model.safetensors"
+    assert third[name] == fifth[name]
