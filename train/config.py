@@ -50,6 +50,20 @@ class ObjectiveConfig(Config):
     beta_end: float = Field(0.012, gt=0)
     caption_dropout: float = Field(0.1, ge=0, le=1)
     """Share of samples that see the empty caption, for classifier-free guidance."""
+    min_snr_gamma: float | None = Field(None, gt=0)
+    """Weigh each sample's loss by min(SNR, γ) (Hang et al., 2023); null: all alike."""
+    offset_noise: float = Field(0.0, ge=0)
+    """Size of a further draw per channel, the same over the picture, added to the noise."""
+    zero_terminal_snr: bool = False
+    """Rescale the schedule so that its last step is pure noise (Lin et al., 2023); not with epsilon."""
+
+    @model_validator(mode="after")
+    def _check(self) -> "ObjectiveConfig":
+        if self.zero_terminal_snr and self.prediction == "epsilon":
+            raise ValueError(
+                "zero_terminal_snr with prediction epsilon has nothing to learn at the last step; use v_prediction"
+            )
+        return self
 
 
 class OptimizerConfig(Config):

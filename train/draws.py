@@ -24,6 +24,7 @@ class Purpose(IntEnum):
     NOISE = 1
     TIMESTEP = 2
     CAPTION_DROPOUT = 3
+    OFFSET_NOISE = 4
 
 
 def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, int]) -> tuple[Tensor, ...]:

@@ -79,7 +79,9 @@ def write_pipeline(run_dir: Path, options: ExportConfig) -> Path:
 def sampler(objective: ObjectiveConfig) -> DDIMScheduler:
     """A deterministic sampler over the noise that the U-Net was trained under, set up as SD's are."""
     config = noise_scheduler(objective).config
-    return DDIMScheduler.from_config(config, clip_sample=False, set_alpha_to_one=False, steps_offset=1)
+    # a schedule that ends in pure noise must be sampled from its very last step (Lin et al., 2023)
+    spacing = {"timestep_spacing": "trailing"} if objective.zero_terminal_snr else {"steps_offset": 1}
+    return DDIMScheduler.from_config(config, clip_sample=False, set_alpha_to_one=False, **spacing)
 
 
 def _same_model(kind: str, given: str | None, recorded: Weights) -> Path:

@@ -24,6 +24,7 @@ def noise_scheduler(config: ObjectiveConfig) -> DDPMScheduler:
         beta_start=config.beta_start,
         beta_end=config.beta_end,
         prediction_type=config.prediction,
+        rescale_betas_zero_snr=config.zero_terminal_snr,
         clip_sample=False,
     )
 
@@ -56,13 +57,32 @@ class DiffusionLoss:
         # captions => what the U-Net may attend to
         text = self.conditioning(batch, draws)
         # latents => noisy latents
-        noise = draws.normal(Purpose.NOISE, tuple(latents.shape[1:]))
+        noise = self.noise(tuple(latents.shape[1:]), draws)
         timesteps = draws.integers(Purpose.TIMESTEP, self.config.num_train_timesteps)
         noisy = self.scheduler.add_noise(latents, noise, timesteps)
         # noisy latents => prediction => loss
         prediction = unet(noisy, timesteps, text.states, encoder_attention_mask=text.mask).sample
         target = self.target(latents, noise, timesteps)
-        return F.mse_loss(prediction.float(), target, reduction="none").flatten(1).mean(dim=1)
+        return self.weights(timesteps) * F.mse_loss(prediction.float(), target, reduction="none").flatten(1).mean(dim=1)
+
+    def noise(self, shape: tuple[int, ...], draws: Draws) -> Tensor:
+        """(N, *shape) standard normals, with an offset per channel where configured."""
+        noise = draws.normal(Purpose.NOISE, shape)
+        if self.config.offset_noise:
+            noise = noise + self.config.offset_noise * draws.normal(Purpose.OFFSET_NOISE, (shape[0], 1, 1))
+        return noise
+
+    def weights(self, timesteps: Tensor) -> Tensor | float:
+        """Each sample's weight: 1, or min(SNR, γ) in terms of the latents, put in terms of what is predicted.
+
+        An error in the noise, or the velocity, is one in the latents times SNR, or SNR + 1.
+        """
+        gamma = self.config.min_snr_gamma
+        if gamma is None:
+            return 1.0
+        alpha = self.scheduler.alphas_cumprod[timesteps]
+        snr = alpha / (1.0 - alpha)
+        return snr.clamp(max=gamma) / {"epsilon": snr, "v_prediction": snr + 1.0, "sample": 1.0}[self.config.prediction]
 
     def sample_latents(self, stored: Tensor, draws: Draws) -> Tensor:
         """(N, planes, h, w) stored latents → (N, C, h, w) float32: mean + σ·n where moments are stored, scaled."""

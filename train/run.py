@@ -125,5 +125,5 @@ def collect_losses(run: Run) -> None:
         raise WorkError(
             f"{run.state.skipped} steps up to step {run.state.step} had a loss or gradient that is not finite, more "
             f"than optimizer.max_skipped_steps. Nothing of them is in the weights. Lower optimizer.lr, or use another "
-            f"precision (bfloat16, float32), and run again from the newest checkpoint in {run.config.run_dir}/checkpoints."
+            f"precision (bfloat16, float32), and run again: it goes on from the newest checkpoint."
         )

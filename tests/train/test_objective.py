@@ -123,3 +123,42 @@ def test_a_batch_on_paper(tmp_path: Path) -> None:
     whole = loss(Recorder(), batch(), Draws(3, 11, torch.arange(N)))
     for part in batch().microbatches(4):
         torch.testing.assert_close(loss(Recorder(), part, Draws(3, 11, part.slots)), whole[part.slots])
+
+
+@pytest.mark.parametrize("prediction", ["epsilon", "v_prediction", "sample"])
+def test_min_snr_weighs_the_error_in_the_latents(prediction: str) -> None:
+    """Whatever is predicted, the weighted loss is min(SNR, γ) times the squared error of the latents it implies."""
+    config = ObjectiveConfig(prediction=prediction, caption_dropout=0, min_snr_gamma=5.0)  # type: ignore[arg-type]
+    loss = DiffusionLoss(config, spec(posterior="mean"), torch.device("cpu"))
+    data = batch(image_latents=torch.randn(N, CHANNELS, SIDE, SIDE).half())
+    unet, draws = Recorder(), Draws(3, 12, torch.arange(N))
+    result = loss(unet, data, draws)
+    noisy, timesteps = unet.seen[0].double(), unet.seen[1]
+    latents = data.image_latents.double() * 0.7
+    for i in range(N):
+        alpha = loss.scheduler.alphas_cumprod[timesteps[i]].double()
+        a, s = alpha.sqrt(), (1 - alpha).sqrt()
+        output = 0.5 * noisy[i]
+        implied = {
+            "epsilon": (noisy[i] - s * output) / a,
+            "v_prediction": a * noisy[i] - s * output,
+            "sample": output,
+        }[prediction]
+        expected = min(float(a**2 / s**2), 5.0) * ((implied - latents[i]) ** 2).mean()
+        torch.testing.assert_close(result[i].double(), expected, rtol=1e-3, atol=1e-6)
+
+
+def test_offset_noise_is_one_number_per_channel() -> None:
+    plain = DiffusionLoss(ObjectiveConfig(), spec(), torch.device("cpu"))
+    offset = DiffusionLoss(ObjectiveConfig(offset_noise=0.1), spec(), torch.device("cpu"))
+    draws = Draws(1, 1, torch.arange(N))
+    difference = offset.noise((4, 8, 8), draws) - plain.noise((4, 8, 8), draws)
+    torch.testing.assert_close(difference, difference[:, :, :1, :1].expand_as(difference), rtol=0, atol=1e-6)
+    assert 0.03 < difference[:, :, 0, 0].std() < 0.3
+
+
+def test_zero_terminal_snr() -> None:
+    config = ObjectiveConfig(prediction="v_prediction", zero_terminal_snr=True)
+    assert DiffusionLoss(config, spec(), torch.device("cpu")).scheduler.alphas_cumprod[-1] < 1e-7
+    with pytest.raises(ValueError, match="use v_prediction"):
+        ObjectiveConfig(zero_terminal_snr=True)
