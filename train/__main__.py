@@ -38,7 +38,7 @@ def run(arguments: list[str]) -> None:
             log_with=None if config.log.tracker == "none" else config.log.tracker,
             project_dir=config.run_dir,
         )
-        train(config, check_request(config), accelerator)
+        train(config, check_request(config, accelerator), accelerator)
 
 
 def read_config(arguments: list[str]) -> TrainConfig:

@@ -2,10 +2,13 @@
 
 import json
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
 from diffusers import UNet2DConditionModel
 
 from shards.errors import RequestError
@@ -21,13 +24,17 @@ class Request:
 
     spec: DataSpec
     unet: UNet2DConditionModel
-    """On the CPU, with the weights that the run starts from."""
+    """On the CPU, with the weights that the run starts from where it has no checkpoint yet."""
+    checkpoint: tuple[Path, dict[str, Any]] | None
+    """The run's own newest undamaged checkpoint and the content of its state.json."""
     fingerprint: dict[str, Any]
     local_world_size: int
 
 
-def check_request(config: TrainConfig) -> Request:
+def check_request(config: TrainConfig, accelerator: Accelerator | None = None) -> Request:
     """Open the data, build the U-Net, and find where to start from. Writes nothing.
+
+    Checkpoints are read and hashed by the main process alone; the others are told what it found.
 
     Raises:
         RequestError: what does not fit, and the remedy.
@@ -46,10 +53,45 @@ def check_request(config: TrainConfig) -> Request:
     spec = open_data(config.data, config.global_batch_size)
     unet = build_unet(config.unet, config.seed)
     check_fit(unet, spec)
-    if config.init_from is not None:
-        load_weights(unet, starting_weights(config.init_from, config.init_weights))
+    fingerprint = make_fingerprint(config, spec, unet)
+    checkpoint, weights = on_main_process(accelerator, lambda: find_start(config, fingerprint))
+    if weights is not None:
+        load_weights(unet, weights)
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size)))
-    return Request(spec, unet, make_fingerprint(config, spec, unet), local_world_size)
+    return Request(spec, unet, checkpoint, fingerprint, local_world_size)
+
+
+def find_start(
+    config: TrainConfig, fingerprint: dict[str, Any]
+) -> tuple[tuple[Path, dict[str, Any]] | None, Path | None]:
+    """The run's own newest checkpoint, or else the folder of the weights to start from; both None: random weights.
+
+    Raises:
+        RequestError: the checkpoint was trained under other settings, or there are no weights at `init_from`.
+    """
+    checkpoint = newest_checkpoint(config.run_dir)
+    if checkpoint is not None:
+        folder, content = checkpoint
+        check_resume(folder, content["fingerprint"], fingerprint)
+        return checkpoint, None
+    if config.init_from is not None:
+        return None, starting_weights(config.init_from, config.init_weights)
+    return None, None
+
+
+def on_main_process(accelerator: Accelerator | None, decide: Callable[[], Any]) -> Any:
+    """What `decide` returns, or the RequestError it raises, on every process; only the main one calls it."""
+    answer: list[Any] = [None]
+    if accelerator is None or accelerator.is_main_process:
+        try:
+            answer = [decide()]
+        except RequestError as error:
+            answer = [error]
+    if accelerator is not None:
+        broadcast_object_list(answer)
+    if isinstance(answer[0], RequestError):
+        raise answer[0]
+    return answer[0]
 
 
 def starting_weights(run_dir: Path, which: str) -> Path:

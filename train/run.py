@@ -11,12 +11,12 @@ from torch import Tensor
 
 from shards.config import save_config
 from shards.errors import WorkError
-from train.checkpoint import TrainState, newest_checkpoint, restore, save_checkpoint
+from train.checkpoint import TrainState, restore, save_checkpoint
 from train.config import TrainConfig
 from train.draws import global_slots
 from train.ema import Ema
 from train.objective import DiffusionLoss
-from train.request import Request, check_resume
+from train.request import Request
 
 
 @dataclass
@@ -60,10 +60,8 @@ def assemble(config: TrainConfig, request: Request, accelerator: Accelerator) ->
         fused=True,
     )
     state, ema = TrainState(), None
-    found = newest_checkpoint(config.run_dir, accelerator.print)
-    if found is not None:
-        folder, content = found
-        check_resume(folder, content["fingerprint"], request.fingerprint)
+    if request.checkpoint is not None:
+        folder, content = request.checkpoint
         state, ema = restore(folder, content, unet, optimizer, config.ema.decay)
         accelerator.print(f"resuming {config.run_dir} after step {state.step}")
     if accelerator.is_main_process:
