@@ -93,7 +93,8 @@ def draw_samples(folder: Path) -> None:
     prompts = prompt_lists()
     blocks = [(name, start) for name, count in GRID.items() for start in range(0, count, COLUMNS)]
     figure = plt.figure(figsize=(1.6 * COLUMNS, 4.3 * len(blocks)), dpi=90)
-    for part, (name, start) in zip(figure.subfigures(len(blocks), 1), blocks, strict=True):
+    parts: Any = figure.subfigures(len(blocks), 1)
+    for part, (name, start) in zip(parts, blocks, strict=True):
         axes = part.subplots(2, COLUMNS, gridspec_kw=MARGINS)
         part.text(0.035, 0.96, TITLES[name], fontsize=10, weight="bold", va="center")
         for column in range(COLUMNS):
