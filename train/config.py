@@ -117,6 +117,19 @@ class LogConfig(Config):
     tracker: Literal["tensorboard", "wandb", "none"] = "tensorboard"
 
 
+class ValidationConfig(Config):
+    """Held-out samples whose loss is taken now and then; a root of its own, encoded as the training data is."""
+
+    root: Path | None = None
+    """The latents root; null: no validation."""
+    bucket: str = "256x256"
+    samples: int = Field(1024, ge=1)
+    """How many, from the root's first on."""
+    batch_size: int = Field(64, ge=1)
+    every: int = Field(1000, ge=1)
+    """Steps; the value goes with that step's line of metrics.jsonl, so `log.every` must divide it."""
+
+
 class TrainConfig(Config):
     """Stage 2: train a U-Net on the latents of one or more buckets."""
 
@@ -139,6 +152,7 @@ class TrainConfig(Config):
     optimizer: OptimizerConfig = OptimizerConfig()
     schedule: ScheduleConfig = ScheduleConfig()
     ema: EmaConfig = EmaConfig()
+    validation: ValidationConfig = ValidationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
     precision: Precision = "bfloat16"
@@ -155,6 +169,11 @@ class TrainConfig(Config):
             raise ValueError(
                 f"global_batch_size {self.global_batch_size} is not a multiple of data.num_canonical_nodes "
                 f"{self.data.num_canonical_nodes}, so epochs would repeat samples"
+            )
+        if self.validation.root is not None and self.validation.every % self.log.every:
+            raise ValueError(
+                f"validation.every {self.validation.every} is not a multiple of log.every {self.log.every}, so there "
+                f"would be no line for its value"
             )
         if self.init_from is not None and self.init_from.resolve() == self.run_dir.resolve():
             raise ValueError("init_from is the run's own run_dir; resuming needs no init_from")

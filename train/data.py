@@ -62,7 +62,7 @@ def open_data(config: DataConfig, global_batch_size: int) -> DataSpec:
     encodings = [EncodingRecord.load(stream.root) for stream in config.streams]
     first = encodings[0]
     for stream, encoding in zip(config.streams[1:], encodings[1:], strict=True):
-        differences = _meaning_differences(first, encoding)
+        differences = encoding_differences(first, encoding)
         if differences:
             raise RequestError(
                 f"The roots {config.streams[0].root} and {stream.root} cannot be mixed: {'; '.join(differences)}."
@@ -86,6 +86,13 @@ def open_data(config: DataConfig, global_batch_size: int) -> DataSpec:
 def choose_per_epoch(weight: float, num_samples: int, global_batch_size: int) -> int:
     """Samples of a stream in one epoch: weight × n, rounded down to whole global batches."""
     return int(weight * num_samples) // global_batch_size * global_batch_size
+
+
+def encoding_differences(a: EncodingRecord, b: EncodingRecord) -> list[str]:
+    """Fields that differ and change what the numbers mean, as `field: here ≠ there`."""
+    # Crop, resampling, decoder and dtype may differ: they change the pictures, not what the numbers mean.
+    irrelevant = ("image.crop", "image.resampling", "image.decoder", "compute_dtype", "schema_version")
+    return [difference for difference in a.differences(b) if not difference.startswith(irrelevant)]
 
 
 def make_loader(
@@ -161,12 +168,6 @@ def global_batches(loader: DataLoader[Any], spec: DataSpec, step: int) -> Iterat
 
 def _names(spec: DataSpec) -> str:
     return ", ".join(f"{stream.config.root}/{stream.config.bucket}" for stream in spec.streams)
-
-
-def _meaning_differences(a: EncodingRecord, b: EncodingRecord) -> list[str]:
-    # Crop, resampling, decoder and dtype may differ: they change the pictures, not what the numbers mean.
-    irrelevant = ("image.crop", "image.resampling", "image.decoder", "compute_dtype", "schema_version")
-    return [difference for difference in a.differences(b) if not difference.startswith(irrelevant)]
 
 
 def _open_stream(stream: StreamConfig, encoding: EncodingRecord, global_batch_size: int) -> OpenStream:

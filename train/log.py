@@ -62,12 +62,15 @@ class Log:
             "epoch": round(run.state.step / run.request.spec.steps_per_epoch, 4),
             "ema": run.ema is not None,
         }
+        if run.request.validation is not None and run.state.step % run.config.validation.every == 0:
+            fields |= run.request.validation(run.unet, run.loss, run.accelerator)
         run.state.losses.clear()
         self.data_seconds, self.interval_steps, self.interval_start = 0.0, 0, time.perf_counter()
         if self.metrics:
             self.metrics.write(step=run.state.step, **fields)
             self.bar.set_postfix(loss=loss)
-        run.accelerator.log({key: value for key, value in fields.items() if value is not None}, step=run.state.step)
+        numbers = {key: value for key, value in fields.items() if isinstance(value, int | float)}
+        run.accelerator.log(numbers, step=run.state.step)
 
     def close(self) -> None:
         """Finish the tracker and draw loss.png."""

@@ -51,19 +51,24 @@ class DiffusionLoss:
         self.uncond = spec.uncond.to(device)
 
     def __call__(self, unet: nn.Module, batch: Batch, draws: Draws) -> Tensor:
-        """(N,) float32: each sample's mean squared error over its latents."""
+        """(N,) float32: each sample's mean squared error over its latents, weighted as configured."""
+        timesteps = draws.integers(Purpose.TIMESTEP, self.config.num_train_timesteps)
+        dropped = draws.chance(Purpose.CAPTION_DROPOUT, self.config.caption_dropout)
+        return self.weights(timesteps) * self.squared_error(unet, batch, timesteps, dropped, draws)
+
+    def squared_error(self, unet: nn.Module, batch: Batch, timesteps: Tensor, dropped: Tensor, draws: Draws) -> Tensor:
+        """(N,) float32, unweighted, at given timesteps (N,) and with the captions of `dropped` (N,) left out."""
         # moments => latents
         latents = self.sample_latents(batch.image_latents, draws)
         # captions => what the U-Net may attend to
-        text = self.conditioning(batch, draws)
+        text = self.conditioning(batch, dropped)
         # latents => noisy latents
         noise = self.noise(tuple(latents.shape[1:]), draws)
-        timesteps = draws.integers(Purpose.TIMESTEP, self.config.num_train_timesteps)
         noisy = self.scheduler.add_noise(latents, noise, timesteps)
         # noisy latents => prediction => loss
         prediction = unet(noisy, timesteps, text.states, encoder_attention_mask=text.mask).sample
         target = self.target(latents, noise, timesteps)
-        return self.weights(timesteps) * F.mse_loss(prediction.float(), target, reduction="none").flatten(1).mean(dim=1)
+        return F.mse_loss(prediction.float(), target, reduction="none").flatten(1).mean(dim=1)
 
     def noise(self, shape: tuple[int, ...], draws: Draws) -> Tensor:
         """(N, *shape) standard normals, with an offset per channel where configured."""
@@ -92,14 +97,13 @@ class DiffusionLoss:
         deviation = (0.5 * log_variance.clamp(*LOG_VARIANCE_RANGE)).exp()
         return (mean + deviation * draws.normal(Purpose.POSTERIOR, tuple(mean.shape[1:]))) * self.spec.scaling_factor
 
-    def conditioning(self, batch: Batch, draws: Draws) -> Conditioning:
-        """Text latents as stored → float32, some replaced by the empty caption's."""
+    def conditioning(self, batch: Batch, dropped: Tensor) -> Conditioning:
+        """Text latents as stored → float32; those of `dropped` samples, (N,) booleans, become the empty caption's."""
         states = (
             batch.text_latents.float()
             if batch.text_scales is None
             else dequantise(batch.text_latents, batch.text_scales)
         )
-        dropped = draws.chance(Purpose.CAPTION_DROPOUT, self.config.caption_dropout)
         states = torch.where(dropped[:, None, None], self.uncond.float(), states)
         if not self.spec.trim:
             return Conditioning(states, None)

@@ -20,10 +20,15 @@ def plot_run(run_dir: Path) -> Path:
     rows = read_json_lines(run_dir / "metrics.jsonl")
     if not rows:
         raise RequestError(f"{run_dir}/metrics.jsonl is missing or empty: nothing was logged yet.")
-    steps, losses = [row["step"] for row in rows], [row["loss"] for row in rows]
+    finite = [row for row in rows if row["loss"] is not None]
+    steps, losses = [row["step"] for row in finite], [row["loss"] for row in finite]
     figure, axes = plt.subplots(figsize=(8, 4.5), dpi=120)
     axes.plot(steps, losses, color="#9ecae1", linewidth=1, label="loss")
     axes.plot(steps, smooth(losses, 0.9), color="#08519c", linewidth=1.8, label="smoothed (0.9)")
+    validated = [row for row in rows if "val_loss" in row]
+    if validated:
+        xs, ys = [row["step"] for row in validated], [row["val_loss"] for row in validated]
+        axes.plot(xs, ys, color="#b45309", marker="o", markersize=3, linewidth=1.2, label="validation")
     axes.set_xlabel("optimizer step")
     axes.set_ylabel("mean squared error")
     axes.set_title(str(run_dir))

@@ -11,11 +11,13 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 from diffusers import UNet2DConditionModel
 
+from shards.encoding import EncodingRecord
 from shards.errors import RequestError
 from train.checkpoint import load_weights, newest_checkpoint
 from train.config import TrainConfig
 from train.data import DataSpec, open_data
 from train.unet import build_unet, check_fit
+from train.validation import Validation, open_validation
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,7 @@ class Request:
     checkpoint: tuple[Path, dict[str, Any]] | None
     """The run's own newest undamaged checkpoint and the content of its state.json."""
     fingerprint: dict[str, Any]
+    validation: Validation | None
     local_world_size: int
 
 
@@ -57,8 +60,12 @@ def check_request(config: TrainConfig, accelerator: Accelerator | None = None) -
     checkpoint, weights = on_main_process(accelerator, lambda: find_start(config, fingerprint))
     if weights is not None:
         load_weights(unet, weights)
+    validation = None
+    if config.validation.root is not None:
+        training = EncodingRecord.load(config.data.streams[0].root)
+        validation = open_validation(config.validation, training, config.seed)
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size)))
-    return Request(spec, unet, checkpoint, fingerprint, local_world_size)
+    return Request(spec, unet, checkpoint, fingerprint, validation, local_world_size)
 
 
 def find_start(

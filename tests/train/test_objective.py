@@ -93,7 +93,7 @@ def test_dropped_captions_become_the_empty_one() -> None:
     draws, data = Draws(3, 11, torch.arange(N)), batch()
     dropped = draws.chance(Purpose.CAPTION_DROPOUT, 0.5)
     assert 0 < dropped.sum() < N
-    text = loss.conditioning(data, draws)
+    text = loss.conditioning(data, dropped)
     assert text.mask is not None
     for i in range(N):
         expected = data_spec.uncond.float() if dropped[i] else data.text_latents[i].float()
@@ -106,7 +106,7 @@ def test_codes_are_decoded() -> None:
     exact = torch.randn(N, TOKENS, WIDTH)
     codes, scales = quantise(exact)
     loss = DiffusionLoss(ObjectiveConfig(caption_dropout=0), spec(), torch.device("cpu"))
-    states = loss.conditioning(batch(text_latents=codes, text_scales=scales), Draws(0, 0, torch.arange(N))).states
+    states = loss.conditioning(batch(text_latents=codes, text_scales=scales), torch.zeros(N, dtype=torch.bool)).states
     assert (states - exact).norm() / exact.norm() < 0.03
 
 

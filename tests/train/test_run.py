@@ -260,3 +260,30 @@ def test_a_step_that_is_not_finite_changes_nothing_and_too_many_stop_the_run(
     assert third["optimizer.safetensors"] == fifth["optimizer.safetensors"]
     name = "unet/diffusion_pytorch_model.safetensors"
     assert third[name] == fifth[name]
+
+
+def test_validation_depends_on_the_weights_alone(latents: Path, tmp_path: Path) -> None:
+    """Two ranks give what one does; a learning rate of nothing gives the same value each time."""
+    validation = {"root": str(latents), "bucket": "64x64", "samples": 10, "batch_size": 4, "every": 2}
+    fields = train_fields(latents, tmp_path / "run", max_steps=4, optimizer={"lr": 1e-12}, validation=validation)
+    assert run(tmp_path, fields).returncode == 0
+    one = [row for row in read_json_lines(tmp_path / "run" / "metrics.jsonl") if "val_loss" in row]
+    assert [row["step"] for row in one] == [2, 4] and len(one[0]["val_loss_by_timestep"]) == 8
+    assert one[0]["val_loss"] == pytest.approx(one[1]["val_loss"], rel=1e-6)
+    assert run(tmp_path, fields | {"run_dir": str(tmp_path / "two")}, num_processes=2).returncode == 0
+    two = [row for row in read_json_lines(tmp_path / "two" / "metrics.jsonl") if "val_loss" in row]
+    assert two[1]["val_loss"] == pytest.approx(one[1]["val_loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("validation", "message"),
+    [
+        ({"samples": 31}, "holds 30 samples; validation.samples asks for 31"),
+        ({"samples": 4, "root": "/absent"}, "/absent is not a latents root"),
+    ],
+)
+def test_wrong_validation(
+    latents: Path, tmp_path: Path, validation: dict[str, Any], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fields = train_fields(latents, tmp_path / "run", validation={"root": str(latents), "bucket": "64x64"} | validation)
+    assert message in refused(tmp_path, fields, capsys)

@@ -1,0 +1,75 @@
+"""Validation loss: held-out latents at eight fixed timesteps under fixed noise, so that only the U-Net changes it."""
+
+from dataclasses import dataclass
+from itertools import chain, islice
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from shards.encoding import EncodingRecord
+from shards.errors import RequestError
+from shards.reading import read_part
+from shards.receipts import load_receipts
+from train.batch import Batch, Collate
+from train.config import ValidationConfig
+from train.data import encoding_differences
+from train.draws import Draws
+from train.objective import DiffusionLoss
+
+NUM_TIMESTEPS = 8
+FIRST_STEP = 1 << 47
+"""Keys of validation draws: steps that no training reaches."""
+
+
+@dataclass(frozen=True)
+class Validation:
+    """Held-out samples, in memory, in batches."""
+
+    batches: list[Batch]
+    seed: int
+
+    @torch.no_grad()
+    def __call__(self, unet: nn.Module, loss: DiffusionLoss, accelerator: Accelerator) -> dict[str, Any]:
+        """`val_loss`, and its value at each timestep; every sample has its caption. The ranks share the batches."""
+        timesteps = [int((k + 0.5) * loss.config.num_train_timesteps / NUM_TIMESTEPS) for k in range(NUM_TIMESTEPS)]
+        sums = torch.zeros(NUM_TIMESTEPS, device=accelerator.device)
+        for batch in self.batches[accelerator.process_index :: accelerator.num_processes]:
+            moved = batch.to(accelerator.device)
+            no_captions_dropped = torch.zeros_like(moved.slots, dtype=torch.bool)
+            for k, timestep in enumerate(timesteps):
+                draws = Draws(self.seed, FIRST_STEP + k, moved.slots)
+                at = torch.full_like(moved.slots, timestep)
+                sums[k] += loss.squared_error(unet, moved, at, no_captions_dropped, draws).sum()
+        means: Tensor = accelerator.reduce(sums, "sum") / sum(len(batch) for batch in self.batches)
+        by_timestep = dict(zip(map(str, timesteps), means.tolist(), strict=True))
+        return {"val_loss": float(means.mean()), "val_loss_by_timestep": by_timestep}
+
+
+def open_validation(config: ValidationConfig, training: EncodingRecord, seed: int) -> Validation:
+    """Read the first `samples` of the held-out bucket, in receipt order.
+
+    Raises:
+        RequestError: no such root or bucket, too few samples, or an encoding that does not mean what training's does.
+    """
+    assert config.root is not None
+    encoding = EncodingRecord.load(config.root)
+    differences = encoding_differences(training, encoding)
+    if differences:
+        raise RequestError(
+            f"The validation root {config.root} does not fit the training data: {'; '.join(differences)}."
+        )
+    parts = [receipt.shard for receipt in load_receipts(config.root) if config.bucket in receipt.parts]
+    rows = chain.from_iterable(read_part(config.root / config.bucket / shard) for shard in parts)
+    samples = list(islice(rows, config.samples))
+    if len(samples) < config.samples:
+        raise RequestError(
+            f"{config.root}/{config.bucket} holds {len(samples)} samples; validation.samples asks for {config.samples}."
+        )
+    batches = []
+    for start in range(0, len(samples), config.batch_size):
+        part = samples[start : start + config.batch_size]
+        slots = torch.arange(start, start + len(part))
+        batches.append(Collate(slots, encoding.text.length)(part))
+    return Validation(batches, seed)
