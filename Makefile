@@ -17,7 +17,7 @@ $(call needs,precompute,SHARD,say which shards: make precompute SHARD=00000-0009
 $(call needs,train,PHASE_CONFIG,say which phase: make train PHASE=1 (or PHASE=2$(comma) or CONFIG=path.yaml) [NPROC=8] [ARGS="--a.b value"])
 $(if $(filter train,$(MAKECMDGOALS)),$(if $(wildcard $(PHASE_CONFIG)),,$(error there is no $(PHASE_CONFIG): say PHASE=1 or PHASE=2, or CONFIG=path.yaml)))
 
-.PHONY: help setup demo test test-faults lint select download precompute train evaluate plan lock clean
+.PHONY: help setup demo test test-faults lint select download precompute train plan lock clean
 
 help:
 	@echo "make demo                                     everything, on a picture world of its own (no GPU; under 20 minutes)"
@@ -70,11 +70,13 @@ download: setup
 precompute: setup
 	$(BIN)/python -m precompute --config $(or $(CONFIG),configs/precompute.yaml) --shards $(SHARD) $(ARGS)
 
-# The request is checked first, in one process: a launcher would bury the answer in its own traceback.
-# accelerate silently starts one process where two are asked for on CPUs, unless it is told --multi_gpu.
+# The request is checked first, in one process: a launcher would bury the answer in its own traceback. One process needs
+# no launcher, and gets its signals directly. accelerate silently starts one process where two are asked for on CPUs,
+# unless it is told --multi_gpu.
+LAUNCH ?= $(if $(filter-out 1,$(NPROC)),--num_machines 1 --num_processes $(NPROC) --multi_gpu)
 train: setup
 	$(BIN)/python -m train check --config $(PHASE_CONFIG) $(ARGS)
-	$(BIN)/accelerate launch $(or $(LAUNCH),--num_machines 1 --num_processes $(NPROC) $(if $(filter-out 1,$(NPROC)),--multi_gpu) --mixed_precision no --dynamo_backend no --quiet) \
+	exec $(BIN)/$(if $(LAUNCH),accelerate launch $(LAUNCH) --mixed_precision no --dynamo_backend no --quiet,python) \
 	  -m train --config $(PHASE_CONFIG) --num_processes $(NPROC) $(ARGS)
 
 plan: setup

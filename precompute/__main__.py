@@ -3,8 +3,8 @@
 import argparse
 import sys
 
-from precompute.config import PrecomputeConfig, describe_encoding
-from precompute.job import choose_shards, run_job
+from precompute.config import PrecomputeConfig, describe_encoding, with_absolute_paths
+from precompute.job import JobResult, choose_shards, is_committed, run_job, start_ray
 from precompute.tars import list_shards
 from shards.config import load_config
 from shards.errors import WorkError, exit_code_of
@@ -14,25 +14,29 @@ from shards.root import check_root, create_root
 
 def run(arguments: list[str]) -> None:
     """Stage 1 for the shards asked for."""
-    parser = argparse.ArgumentParser(prog="precompute", add_help=False)
+    parser = argparse.ArgumentParser(prog="precompute", add_help=False, allow_abbrev=False)
     parser.add_argument("--config")
     options, overrides = parser.parse_known_args(arguments)
-    config = load_config(PrecomputeConfig, options.config, overrides, "precompute")
+    config = with_absolute_paths(load_config(PrecomputeConfig, options.config, overrides, "precompute"))
 
     # all that can be wrong with the request is found before anything is written
     shards = choose_shards(config.shards, list_shards(config.input))
     encoding = describe_encoding(config)
     check_root(config.output, encoding)
 
+    waiting = [shard for shard in shards if not is_committed(shard, config)]
+    if waiting:
+        start_ray(config)
+
     create_root(config.output, encoding)
-    result = run_job(shards, config, encoding)
+    result = run_job(waiting, config, encoding) if waiting else JobResult()
     samples = write_indexes(config.output)
 
     taken_in, encoded = (sum(getattr(r, name) for r in result.done) for name in ("samples_in", "encoded"))
     print(
         f"{len(result.done)} shards encoded ({taken_in} samples in, {encoded} accepted, {taken_in - encoded} rejected)"
-        f", {result.already_done} had been done before, {len(result.failed)} failed. {config.output} now holds "
-        + ", ".join(f"{count} samples in {bucket}" for bucket, count in samples.items())
+        f", {len(shards) - len(waiting)} had been done before, {len(result.failed)} failed. {config.output} now holds "
+        + (", ".join(f"{count} samples in {bucket}" for bucket, count in samples.items()) or "nothing")
         + "."
     )
     if result.failed:

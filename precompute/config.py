@@ -14,6 +14,8 @@ from shards.errors import RequestError
 from shards.models import hash_weights, model_folder, read_model_config
 from shards.text import TextStorage
 
+TOKENIZER_MUST_HAVE = ("tokenizer_config.json", "vocab.json", "merges.txt")
+
 
 class TextConfig(Config):
     """How text latents are stored."""
@@ -81,6 +83,14 @@ class PrecomputeConfig(Config):
         return [Bucket.parse(name) for name in self.buckets]
 
 
+def with_absolute_paths(config: PrecomputeConfig) -> PrecomputeConfig:
+    """Local paths made absolute: a Ray worker's current folder is not the driver's."""
+    local = {name: str(Path(getattr(config, name)).absolute()) for name in ("vae", "text_encoder", "tokenizer")}
+    found = {name: path for name, path in local.items() if Path(path).is_dir()}
+    here = {"input": str(Path(config.input).absolute())} if Path(config.input).is_dir() else {}
+    return config.model_copy(update={"output": config.output.absolute(), **found, **here})
+
+
 def describe_encoding(config: PrecomputeConfig) -> EncodingRecord:
     """The encoding record of a run: reads the models' configs and hashes their weights; loads nothing.
 
@@ -125,9 +135,10 @@ def describe_encoding(config: PrecomputeConfig) -> EncodingRecord:
 
 
 def _check_tokenizer(folder: Path, length: int) -> None:
+    for name in TOKENIZER_MUST_HAVE:
+        if not (folder / name).is_file():
+            raise RequestError(f"{folder} is not a CLIP tokenizer folder: it has no {name}.")
     path = folder / "tokenizer_config.json"
-    if not path.is_file():
-        raise RequestError(f"{folder} is not a tokenizer folder: it has no tokenizer_config.json.")
     tokenizer_length = json.loads(path.read_text()).get("model_max_length", length)
     if tokenizer_length != length:
         raise RequestError(

@@ -1,8 +1,12 @@
-"""The two frozen encoders: pictures → posterior moments, captions → text latents."""
+"""The two frozen encoders: pictures → posterior moments, captions → text latents.
+
+Every batch is filled up to one size: kernels are chosen by shape, and so a sample's latents do not depend on how many
+others happened to share its batch.
+"""
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 import numpy as np
 import torch
@@ -10,6 +14,7 @@ from diffusers import AutoencoderKL
 from torch import Tensor
 from transformers import CLIPTextModel, CLIPTokenizer
 
+Item = TypeVar("Item")
 Precision = Literal["float32", "float16", "bfloat16"]
 
 
@@ -17,6 +22,11 @@ def autocast(device: torch.device, precision: Precision) -> torch.autocast:
     """Mixed precision as configured; float32 turns it off."""
     dtype = getattr(torch, precision)
     return torch.autocast(device.type, dtype=dtype, enabled=precision != "float32")
+
+
+def filled(items: list[Item], batch_size: int) -> list[Item]:
+    """`items` and as many copies of the last one as make up `batch_size`."""
+    return items + items[-1:] * (batch_size - len(items))
 
 
 class ImageEncoder:
@@ -31,18 +41,19 @@ class ImageEncoder:
         self.posterior = posterior
 
     @torch.inference_mode()
-    def __call__(self, pictures: list[np.ndarray]) -> Tensor:
+    def __call__(self, pictures: list[np.ndarray], batch_size: int) -> Tensor:
         """N pictures (H, W, 3) uint8 → (N, planes, h, w) float32 on the CPU.
 
         A row that overflows float16, which is what is stored, is encoded again in float32; it may still overflow.
         """
         # uint8 => [-1, 1], on the device
-        pixels = torch.from_numpy(np.stack(pictures)).to(self.device, non_blocking=True)
+        batch: list[np.ndarray] = filled(pictures, batch_size)
+        pixels = torch.from_numpy(np.stack(batch)).to(self.device)
         pixels = pixels.permute(0, 3, 1, 2).float().div_(127.5).sub_(1.0)
-        moments = self._encode(pixels, self.precision)
+        moments = self._encode(pixels, self.precision)[: len(pictures)]
         broken = ~moments.half().isfinite().flatten(1).all(dim=1)
         if self.precision != "float32" and broken.any():
-            moments[broken] = self._encode(pixels[broken], "float32")
+            moments[broken] = self._encode(pixels[: len(pictures)][broken], "float32")
         return moments.cpu()
 
     def _encode(self, pixels: Tensor, precision: Precision) -> Tensor:
@@ -72,16 +83,20 @@ class TextEncoder:
         self.precision = precision
 
     @torch.inference_mode()
-    def __call__(self, captions: list[str]) -> list[EncodedCaption]:
+    def __call__(self, captions: list[str], batch_size: int) -> list[EncodedCaption]:
         """Captions → one `EncodedCaption` each, padded to the model's length as diffusers' pipelines pad prompts."""
         num_tokens = [len(ids) for ids in self.tokenizer(captions, verbose=False).input_ids]
         ids = self.tokenizer(
-            captions, padding="max_length", max_length=self.length, truncation=True, return_tensors="pt"
+            filled(captions, batch_size),
+            padding="max_length",
+            max_length=self.length,
+            truncation=True,
+            return_tensors="pt",
         ).input_ids.to(self.device)
-        latents = self._encode(ids, self.precision)
+        latents = self._encode(ids, self.precision)[: len(captions)]
         broken = ~latents.half().isfinite().flatten(1).all(dim=1)
         if self.precision != "float32" and broken.any():
-            latents[broken] = self._encode(ids[broken], "float32")
+            latents[broken] = self._encode(ids[: len(captions)][broken], "float32")
         return [
             EncodedCaption(row, min(count, self.length), count > self.length)
             for row, count in zip(latents.cpu(), num_tokens, strict=True)

@@ -4,9 +4,9 @@ import functools
 import logging
 import os
 import re
+import traceback
 from collections import deque
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import ray
 import torch
@@ -16,9 +16,9 @@ from precompute.encoders import ImageEncoder, TextEncoder
 from precompute.progress import Progress
 from precompute.shard import encode_shard
 from precompute.tars import InputShard
-from shards.encoding import EncodingRecord
-from shards.errors import RequestError
-from shards.models import model_folder
+from shards.encoding import FILE_NAME, EncodingRecord
+from shards.errors import RequestError, WorkError
+from shards.models import hash_weights, model_folder
 from shards.receipts import Receipt, load_receipt
 
 # What a launcher left in the environment makes `streaming` believe that it is one of several ranks.
@@ -30,7 +30,6 @@ class JobResult:
     """What a job did."""
 
     done: list[Receipt] = field(default_factory=list)
-    already_done: int = 0
     failed: dict[str, str] = field(default_factory=dict)
     """Shard → the last attempt's error."""
 
@@ -64,17 +63,9 @@ def choose_shards(wanted: str, available: list[InputShard]) -> list[InputShard]:
 
 
 def run_job(shards: list[InputShard], config: PrecomputeConfig, encoding: EncodingRecord) -> JobResult:
-    """Encode `shards` on the Ray cluster at RAY_ADDRESS, or on one started here, until each is done or has failed."""
+    """Encode `shards` on the Ray cluster that `start_ray` joined or started, until each is done or has failed."""
     result = JobResult()
-    waiting: deque[tuple[InputShard, int]] = deque()
-    for shard in shards:
-        if is_committed(shard, config):
-            result.already_done += 1
-        else:
-            waiting.append((shard, 1))
-    if not waiting:
-        return result
-    start_ray(config)
+    waiting = deque((shard, 1) for shard in shards)
     submit = worker_task(config)
     running: dict[ray.ObjectRef, tuple[InputShard, int]] = {}
     with Progress(total=len(waiting)) as progress:
@@ -89,7 +80,7 @@ def run_job(shards: list[InputShard], config: PrecomputeConfig, encoding: Encodi
                     receipt = ray.get(reference)
                 except ray.exceptions.RayError as error:
                     reason = one_line(error)
-                    progress.attempt_failed(shard.name, attempt, config.workers.attempts, reason)
+                    progress.attempt_failed(shard.name, attempt, config.workers.attempts, explain(error))
                     if attempt < config.workers.attempts:
                         waiting.append((shard, attempt + 1))
                     else:
@@ -108,7 +99,11 @@ def is_committed(shard: InputShard, config: PrecomputeConfig) -> bool:
 
 
 def start_ray(config: PrecomputeConfig) -> None:
-    """Join the cluster at RAY_ADDRESS, or start one on this machine that listens to nobody else."""
+    """Join the cluster at RAY_ADDRESS, or start one on this machine that listens to nobody else.
+
+    Raises:
+        RequestError: this machine has not what one worker takes, so that no shard would ever start.
+    """
     for name in RANK_VARIABLES:
         os.environ.pop(name, None)
     if ray.is_initialized():
@@ -116,14 +111,19 @@ def start_ray(config: PrecomputeConfig) -> None:
     if os.environ.get("RAY_ADDRESS"):
         ray.init(log_to_driver=False, logging_level=logging.ERROR)
         return
-    cpus = max(os.cpu_count() or 1, int(config.workers.num_cpus + 0.999)) if not config.workers.num_gpus else None
     ray.init(
-        num_cpus=cpus,
         include_dashboard=False,
         log_to_driver=False,
         logging_level=logging.ERROR,
         object_store_memory=256 << 20,  # shards go by name; only receipts come back
     )
+    here, workers = ray.cluster_resources(), config.workers
+    if here.get("GPU", 0) < workers.num_gpus or here.get("CPU", 0) < workers.num_cpus:
+        raise RequestError(
+            f"One worker takes {workers.num_gpus:g} GPUs and {workers.num_cpus:g} CPUs; this machine has "
+            f"{here.get('GPU', 0):g} and {here.get('CPU', 0):g}. Set workers.num_gpus (0 encodes on the CPU) and "
+            f"workers.num_cpus, or join a cluster with RAY_ADDRESS."
+        )
 
 
 def worker_task(config: PrecomputeConfig) -> ray.remote_function.RemoteFunction:
@@ -145,26 +145,60 @@ def encode_on_worker(shard: InputShard, config: PrecomputeConfig, encoding: Enco
     device = torch.device("cuda" if config.workers.num_gpus else "cpu")
     if device.type == "cpu":
         torch.set_num_threads(max(1, int(config.workers.num_cpus)))
-    image_encoder, text_encoder = load_encoders(config, device)
-    return encode_shard(shard, config, encoding, image_encoder, text_encoder, attempt)
+    check_shared_root(config, encoding)
+    models = (config.vae, config.text_encoder, config.tokenizer)
+    image_encoder, text_encoder = load_encoders(models, encoding, device)
+    try:
+        return encode_shard(shard, config, encoding, image_encoder, text_encoder, attempt)
+    except RuntimeError as error:
+        if "CUDA error" not in str(error):
+            raise
+        # this process cannot use its GPU again, and would fail each further shard at once: Ray starts another one
+        traceback.print_exc()
+        os._exit(1)
+
+
+def check_shared_root(config: PrecomputeConfig, encoding: EncodingRecord) -> None:
+    """See that this worker's `output` is the folder that the driver made.
+
+    Raises:
+        WorkError: it is not.
+    """
+    if not (config.output / FILE_NAME).is_file() or EncodingRecord.load(config.output).id != encoding.id:
+        raise WorkError(
+            f"{config.output} on {os.uname().nodename} is not the latents root that the job made: the nodes do not "
+            f"share this folder. Give an `output` that all of them see under one path."
+        )
 
 
 @functools.lru_cache(maxsize=1)
-def _load_encoders(
-    models: tuple[Path, Path, Path], device: torch.device, options: tuple[str, str]
+def load_encoders(
+    models: tuple[str, str, str], encoding: EncodingRecord, device: torch.device
 ) -> tuple[ImageEncoder, TextEncoder]:
-    vae, text_encoder, tokenizer = models
-    precision, posterior = options
+    """VAE and text encoder on `device`, by the names of VAE, text encoder and tokenizer; kept for the next call.
+
+    Raises:
+        WorkError: what this node has under a name is not what encoding.json recorded.
+    """
+    recorded = (encoding.vae, encoding.text_encoder, encoding.tokenizer)
+    folders = [model_folder(name) for name in models]
+    for name, folder, weights in zip(models, folders, recorded, strict=True):
+        if hash_weights(name, folder).sha256 != weights.sha256:
+            raise WorkError(
+                f"{name} on {os.uname().nodename} ({folder}) has other content than encoding.json recorded."
+            )
+    vae, text_encoder, tokenizer = folders
+    precision = encoding.compute_dtype
     return (
-        ImageEncoder(vae, device, precision, posterior),  # type: ignore[arg-type]
-        TextEncoder(text_encoder, tokenizer, device, precision),  # type: ignore[arg-type]
+        ImageEncoder(vae, device, precision, encoding.image.posterior),
+        TextEncoder(text_encoder, tokenizer, device, precision),
     )
 
 
-def load_encoders(config: PrecomputeConfig, device: torch.device) -> tuple[ImageEncoder, TextEncoder]:
-    """Both encoders on `device`; a second call with the same models returns the same ones."""
-    models = (model_folder(config.vae), model_folder(config.text_encoder), model_folder(config.tokenizer))
-    return _load_encoders(models, device, (config.precision, config.posterior))
+def explain(error: ray.exceptions.RayError) -> str:
+    """A failed attempt for a person: one line where it is an error for people, the traceback where it is a bug."""
+    cause = getattr(error, "cause", None)
+    return one_line(error) if isinstance(cause, WorkError | RequestError) else str(error)
 
 
 def one_line(error: Exception) -> str:

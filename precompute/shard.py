@@ -6,11 +6,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
+from importlib.metadata import version
 
 import numpy as np
 from torch import Tensor
 
-from precompute.accounting import Outcome, close_attempt
 from precompute.captions import clean_caption, read_scores
 from precompute.config import PrecomputeConfig
 from precompute.encoders import EncodedCaption, ImageEncoder, TextEncoder
@@ -18,13 +18,15 @@ from precompute.pipeline import in_background, map_in_order
 from precompute.pixels import Picture, Reject, decode
 from precompute.tars import InputShard, RawSample, Tar, check_count, expected_samples, local_copy
 from shards.buckets import Bucket
-from shards.commit import attempt_folder, commit
+from shards.commit import Attempt, attempt_folder, commit
 from shards.encoding import EncodingRecord
 from shards.receipts import Receipt, load_receipt
 from shards.root import UNCOND_NAME, write_uncond
+from shards.tables import TOO_SMALL
 from shards.writing import PartWriter, Sample
 
 PIXELS_PER_BATCH_ITEM = 512 * 512
+SOFTWARE = ("diffusers", "mosaicml-streaming", "numpy", "pillow", "torch", "transformers")
 
 
 @dataclass
@@ -36,6 +38,19 @@ class Decoded:
     scores: np.ndarray
     content: tuple[str, Picture] | Reject
     text: EncodedCaption | None = None
+
+
+class Parts:
+    """The parts that are being written, one per bucket, and how many samples have come in."""
+
+    def __init__(self, writers: dict[Bucket, PartWriter]):
+        self.writers = writers
+        self.samples_in = 0
+
+    def refuse(self, sample: Decoded, reject: Reject, buckets: Iterable[Bucket]) -> None:
+        """Record that `buckets` do not hold the sample."""
+        for bucket in buckets:
+            self.writers[bucket].refuse(sample.key, sample.url, reject.reason, str(reject))
 
 
 def encode_shard(
@@ -55,46 +70,49 @@ def encode_shard(
         WorkError: the tar is damaged, or its samples are not those that img2dataset counted.
     """
     started, clock = datetime.now(UTC), time.monotonic()
-    root = config.output
-    committed = load_receipt(root, shard.name)
+    root, committed = config.output, load_receipt(config.output, shard.name)
     buckets = [bucket for bucket in config.bucket_list if committed is None or str(bucket) not in committed.parts]
     if committed is not None and not buckets:
         return committed
     if not (root / UNCOND_NAME).exists():
-        empty = text_encoder([""])[0]
+        empty = text_encoder([""], config.workers.batch_size)[0]
         write_uncond(root, empty.latents, empty.num_tokens)
 
     with (
         local_copy(shard.address, ".tar") as path,
-        attempt_folder(root, shard.name) as attempt,
+        attempt_folder(root, shard.name) as folder,
         ThreadPoolExecutor(config.workers.decode_threads) as pool,
     ):
         tar = Tar(path, config.limits.max_bytes)
-        outcome = Outcome([str(bucket) for bucket in buckets])
-        writers = {bucket: PartWriter(attempt / str(bucket), encoding, bucket) for bucket in buckets}
+        check_count(shard, tar.count(), expected_samples(shard))
+        parts = Parts({bucket: PartWriter(folder / str(bucket), encoding, bucket) for bucket in buckets})
 
         # tar members => raw samples => pixels, in the tar's order, running ahead of the encoders
         decode_one = partial(decode_sample, buckets=buckets, config=config)
         decoded = map_in_order(pool, decode_one, tar.samples(), ahead=4 * config.workers.decode_threads)
-        accepted = drop_rejects(in_background(decoded, ahead=config.workers.batch_size), outcome)
+        accepted = drop_rejects(in_background(decoded, ahead=config.workers.batch_size), parts)
         # pixels => latents => parts
-        for bucket, samples in batched_by_bucket(accepted, buckets, config.workers.batch_size, outcome):
-            captions = encode_captions(samples, text_encoder)
-            latents = image_encoder([picture.pixels[bucket] for _, picture in map(content, samples)])
+        for bucket, samples in batched_by_bucket(accepted, parts, config.workers.batch_size):
+            captions = encode_captions(samples, text_encoder, config.workers.batch_size)
+            pictures = [picture.pixels[bucket] for _, picture in map(content, samples)]
+            latents = image_encoder(pictures, batch_size_of(bucket, config.workers.batch_size))
             for sample, caption, image_latents in zip(samples, captions, latents, strict=True):
-                write_sample(sample, bucket, image_latents, caption, writers[bucket], outcome)
-        check_count(shard, tar.num_samples, expected_samples(shard))
-        for writer in writers.values():
-            writer.finish()
+                write_sample(sample, bucket, image_latents, caption, parts)
 
         # parts => committed
-        def make_receipt(earlier: Receipt | None) -> Receipt:
-            receipt = close_attempt(outcome, attempt, root, shard.name, encoding, tar.record(shard.address), earlier)
-            seconds = round(time.monotonic() - clock, 3)
-            timing = {"attempts": attempt_number, "started": started.isoformat(timespec="seconds"), "seconds": seconds}
-            return receipt.model_copy(update=timing)
-
-        return commit(root, shard.name, attempt, outcome.buckets, make_receipt)
+        attempt = Attempt(
+            shard=shard.name,
+            folder=folder,
+            encoding=encoding,
+            samples_in=parts.samples_in,
+            counts={str(bucket): writer.finish() for bucket, writer in parts.writers.items()},
+            source=tar.record(shard.address),
+            software={name: version(name) for name in SOFTWARE},
+            number=attempt_number,
+            started=started.isoformat(timespec="seconds"),
+            seconds=round(time.monotonic() - clock, 3),
+        )
+        return commit(root, attempt)
 
 
 def decode_sample(raw: RawSample, buckets: list[Bucket], config: PrecomputeConfig) -> Decoded:
@@ -118,56 +136,54 @@ def content(sample: Decoded) -> tuple[str, Picture]:
     return sample.content
 
 
-def drop_rejects(samples: Iterable[Decoded], outcome: Outcome) -> Iterator[Decoded]:
+def drop_rejects(samples: Iterable[Decoded], parts: Parts) -> Iterator[Decoded]:
     """Count every sample; pass on those with a picture."""
     for sample in samples:
-        outcome.samples_in += 1
+        parts.samples_in += 1
         if isinstance(sample.content, Reject):
-            outcome.refuse(sample.key, sample.url, sample.content)
+            parts.refuse(sample, sample.content, parts.writers)
         else:
             yield sample
 
 
 def batched_by_bucket(
-    samples: Iterable[Decoded], buckets: list[Bucket], batch_size: int, outcome: Outcome
+    samples: Iterable[Decoded], parts: Parts, batch_size: int
 ) -> Iterator[tuple[Bucket, list[Decoded]]]:
     """Gather samples into one batch per bucket. Who shares a batch depends on the tar's order alone."""
-    sizes = {
-        b: max(1, batch_size * PIXELS_PER_BATCH_ITEM // max(PIXELS_PER_BATCH_ITEM, b.width * b.height)) for b in buckets
-    }
-    waiting: dict[Bucket, list[Decoded]] = {bucket: [] for bucket in buckets}
+    waiting: dict[Bucket, list[Decoded]] = {bucket: [] for bucket in parts.writers}
     for sample in samples:
         _, picture = content(sample)
         for bucket, batch in waiting.items():
             if bucket not in picture.pixels:
-                outcome.refused[str(bucket)]["too_small"] += 1
+                parts.refuse(sample, Reject(TOO_SMALL, f"{picture.width}x{picture.height}"), [bucket])
                 continue
             batch.append(sample)
-            if len(batch) == sizes[bucket]:
+            if len(batch) == batch_size_of(bucket, batch_size):
                 waiting[bucket] = []
                 yield bucket, batch
     yield from ((bucket, batch) for bucket, batch in waiting.items() if batch)
 
 
-def encode_captions(samples: list[Decoded], text_encoder: TextEncoder) -> list[EncodedCaption]:
+def batch_size_of(bucket: Bucket, batch_size: int) -> int:
+    """`batch_size` holds up to 512x512; a larger bucket's batch has as many pixels."""
+    return max(1, batch_size * PIXELS_PER_BATCH_ITEM // max(PIXELS_PER_BATCH_ITEM, bucket.width * bucket.height))
+
+
+def encode_captions(samples: list[Decoded], text_encoder: TextEncoder, batch_size: int) -> list[EncodedCaption]:
     """Text latents of each sample; a caption that another bucket's batch has encoded is not encoded again."""
     fresh = [sample for sample in samples if sample.text is None]
     if fresh:
-        for sample, text in zip(fresh, text_encoder([content(sample)[0] for sample in fresh]), strict=True):
+        for sample, text in zip(fresh, text_encoder([content(sample)[0] for sample in fresh], batch_size), strict=True):
             sample.text = text
     return [sample.text for sample in samples if sample.text is not None]
 
 
-def write_sample(
-    sample: Decoded, bucket: Bucket, image_latents: Tensor, text: EncodedCaption, writer: PartWriter, outcome: Outcome
-) -> None:
-    """Append a sample to its part, or count it as `non_finite`: its latents overflow float16, in float32 too."""
+def write_sample(sample: Decoded, bucket: Bucket, image_latents: Tensor, text: EncodedCaption, parts: Parts) -> None:
+    """Append one sample to its part, or refuse it as `non_finite`: its latents overflow float16, in float32 too."""
     if not (image_latents.half().isfinite().all() and text.latents.half().isfinite().all()):
-        outcome.refuse(sample.key, sample.url, Reject("non_finite", "encoded in float32 too"), str(bucket))
+        parts.refuse(sample, Reject("non_finite", "encoded in float32 too"), [bucket])
         return
     caption, picture = content(sample)
     size = (picture.width, picture.height, *picture.corners[bucket])
-    if sample.key not in outcome.encoded:
-        outcome.encoded.add(sample.key)
-        outcome.truncated_captions += text.truncated
-    writer.write(Sample(sample.key, caption, image_latents, text.latents, text.num_tokens, size, sample.scores))
+    stored = (text.latents, text.num_tokens, text.truncated)
+    parts.writers[bucket].write(Sample(sample.key, caption, image_latents, *stored, size, sample.scores))

@@ -73,16 +73,15 @@ def local_copy(address: str, suffix: str = "") -> Iterator[Path]:
 
 
 class Tar:
-    """A local tar being read. After `samples` is exhausted, `num_samples` and `sha256` describe all of it."""
+    """A local tar being read."""
 
     def __init__(self, path: Path, max_member_bytes: int):
         self.path = path
         self.max_member_bytes = max_member_bytes
-        self.num_samples = 0
         self.bytes = path.stat().st_size
         self.sha256 = sha256_file(path)
 
-    def samples(self) -> Iterator[RawSample]:
+    def samples(self, headers_only: bool = False) -> Iterator[RawSample]:
         """Samples in the tar's order. A key's members stand side by side, as the webdataset format has it.
 
         Raises:
@@ -105,7 +104,8 @@ class Tar:
                             )
                         seen.add(key)
                         current = RawSample(key)
-                    self._add(current, suffix.lower(), tar, member)
+                    if not headers_only:
+                        self._add(current, suffix.lower(), tar, member)
                 self._check_end(tar.offset)
         except tarfile.TarError as error:
             raise WorkError(
@@ -113,7 +113,14 @@ class Tar:
             ) from error
         if current is not None:
             yield current
-        self.num_samples = len(seen)
+
+    def count(self) -> int:
+        """How many samples it holds, from the headers alone: a damaged tar is found before any of it is encoded.
+
+        Raises:
+            WorkError: as `samples` does.
+        """
+        return sum(1 for _ in self.samples(headers_only=True))
 
     def record(self, address: str) -> dict[str, str | int | None]:
         """Which tar it was, for the receipt."""

@@ -4,13 +4,16 @@ import fcntl
 import hashlib
 import json
 import os
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from shards.errors import WorkError
 
-class DamagedFile(Exception):
+
+class DamagedFile(WorkError):
     """A stored file is not what was written: bits flipped, bytes missing, or edited by hand."""
 
 
@@ -41,7 +44,7 @@ def fsync_tree(folder: Path) -> None:
 def write_atomically(path: Path, data: bytes) -> None:
     """Write `data` to `path` so that a reader sees the old file or the new one, whatever happens in between."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
     try:
         with temporary.open("wb") as file:
             file.write(data)
@@ -82,7 +85,10 @@ def read_sealed_json(path: Path) -> dict[str, Any]:
     except (ValueError, KeyError, AttributeError):
         intact = False
     if not intact:
-        raise DamagedFile(f"{path} is damaged: its content does not match the SHA-256 it carries.")
+        raise DamagedFile(
+            f"{path} is damaged: its content does not match the SHA-256 it carries. Restore it from a copy; `python -m "
+            f"shards verify ROOT` names all that is damaged."
+        )
     return value
 
 

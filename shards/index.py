@@ -7,7 +7,7 @@ written here. The same receipts always give the same bytes.
 import json
 from pathlib import Path
 
-from shards.files import DamagedFile, canonical_json, sha256_file, write_atomically
+from shards.files import DamagedFile, canonical_json, locked, sha256_file, write_atomically
 from shards.receipts import Receipt, load_receipts
 
 
@@ -33,7 +33,11 @@ def bucket_index(root: Path, bucket: str, receipts: list[Receipt]) -> bytes:
 
 def write_indexes(root: Path) -> dict[str, int]:
     """Write every bucket's index.json; returns bucket → samples in it."""
-    receipts = load_receipts(root)
+    with locked(root / ".locks" / "index.lock"):
+        return _write_indexes(root, load_receipts(root))
+
+
+def _write_indexes(root: Path, receipts: list[Receipt]) -> dict[str, int]:
     buckets = sorted({bucket for receipt in receipts for bucket in receipt.parts})
     for bucket in buckets:
         data = bucket_index(root, bucket, receipts)

@@ -47,7 +47,7 @@ class Receipt(Config):
     """The tar: its address, bytes, and SHA-256."""
     parts: dict[str, Part]
     shared_files: dict[str, FileRecord]
-    """rejects/SHARD.parquet, uncond.safetensors and encoding.json, by path relative to the root."""
+    """uncond.safetensors and encoding.json, by path relative to the root."""
     software: dict[str, str]
     attempts: int
     started: str

@@ -1,5 +1,6 @@
 """A latents root as a whole: made once, matched by every later run, read by the trainer."""
 
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -8,7 +9,8 @@ from torch import Tensor
 
 from shards.encoding import FILE_NAME, EncodingRecord
 from shards.errors import RequestError
-from shards.files import locked, write_atomically
+from shards.files import DamagedFile, locked, sha256_file, write_atomically
+from shards.receipts import FOLDER, load_receipt
 
 UNCOND_NAME = "uncond.safetensors"
 
@@ -35,7 +37,7 @@ def check_root(root: Path, encoding: EncodingRecord) -> None:
 
 def create_root(root: Path, encoding: EncodingRecord) -> None:
     """Write encoding.json, or check the one that is there. Safe when several jobs do it at once."""
-    with locked(root / ".attempts" / "root.lock"):
+    with locked(root / ".locks" / "root.lock"):
         check_root(root, encoding)
         if not (root / FILE_NAME).exists():
             encoding.save(root)
@@ -43,7 +45,7 @@ def create_root(root: Path, encoding: EncodingRecord) -> None:
 
 def write_uncond(root: Path, text_latents: Tensor, num_tokens: int) -> None:
     """Store the empty caption's text latents, (tokens, width), once; later calls change nothing."""
-    with locked(root / ".attempts" / "root.lock"):
+    with locked(root / ".locks" / "root.lock"):
         if not (root / UNCOND_NAME).exists():
             tensors = {"text_latents": text_latents.half().contiguous(), "num_tokens": torch.tensor(num_tokens)}
             write_atomically(root / UNCOND_NAME, save(tensors))
@@ -58,5 +60,11 @@ def load_uncond(root: Path) -> tuple[Tensor, int]:
     path = root / UNCOND_NAME
     if not path.is_file():
         raise RequestError(f"{path} is missing: no shard of this root has been encoded. Run `make precompute` first.")
+    for path_of_receipt in islice((root / FOLDER).glob("[!.]*.json"), 1):  # any one: all of them recorded it
+        receipt = load_receipt(root, path_of_receipt.stem)
+        if receipt is not None and receipt.shared_files[UNCOND_NAME].sha256 != sha256_file(path):
+            raise DamagedFile(
+                f"{path} is damaged: its SHA-256 is not that in {path_of_receipt}. Restore it from a copy."
+            )
     tensors = load_file(path)
     return tensors["text_latents"], int(tensors["num_tokens"])

@@ -1,6 +1,7 @@
 """`python -m shards stats ROOT`: what a latents root holds, as a table, JSON and a plot."""
 
 from collections import Counter
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -41,32 +42,39 @@ def bucket_stats(
     root: Path, bucket: str, receipts: list[Receipt], encoding: EncodingRecord, max_samples: int
 ) -> dict[str, Any]:
     """Samples, bytes per sample on disk, and latent statistics of one bucket."""
-    parts = {receipt.shard: receipt.parts[bucket] for receipt in receipts if bucket in receipt.parts}
-    samples = sum(part.samples for part in parts.values())
-    size = sum(f.bytes for part in parts.values() for name, f in part.files.items() if name.endswith(".mds"))
-    means: list[np.ndarray] = []
+    shards = [receipt.shard for receipt in receipts if bucket in receipt.parts]
+    rows = chain.from_iterable(read_part(root / bucket / shard) for shard in shards)
+    sums, squares = np.zeros(encoding.image.latent_channels), np.zeros(encoding.image.latent_channels)
     lengths: list[int] = []
-    for shard, part in parts.items():
-        if len(means) >= max_samples or not part.samples:
-            continue
-        for sample in read_part(root / bucket / shard):
-            # moments => the posterior's mean, scaled as the trainer scales it
-            means.append(sample["image_latents"][: encoding.image.latent_channels].astype(np.float64))
-            lengths.append(len(sample["caption"]))
-            if len(means) == max_samples:
-                break
-    stats: dict[str, Any] = {"samples": samples, "bytes_per_sample": round(size / samples) if samples else 0}
-    if means:
-        latents = np.stack(means) * encoding.image.scaling_factor
+    for sample in islice(rows, max_samples):
+        # moments => the posterior's mean, scaled as the trainer scales it
+        latents = sample["image_latents"][: encoding.image.latent_channels] * np.float64(encoding.image.scaling_factor)
+        sums += latents.mean(axis=(1, 2))
+        squares += (latents**2).mean(axis=(1, 2))
+        lengths.append(len(sample["caption"]))
+    stats: dict[str, Any] = dict(bucket_sizes(receipts)[bucket])
+    if lengths:
+        means = sums / len(lengths)
         stats |= {
-            "measured_on": len(means),
-            "latent_mean": latents.mean(axis=(0, 2, 3)).round(4).tolist(),
-            "latent_std": latents.std(axis=(0, 2, 3)).round(4).tolist(),
+            "measured_on": len(lengths),
+            "latent_mean": means.round(4).tolist(),
+            "latent_std": np.sqrt(squares / len(lengths) - means**2).round(4).tolist(),
             "caption_characters": dict(
                 zip(("p5", "p50", "p95"), np.percentile(lengths, [5, 50, 95]).tolist(), strict=True)
             ),
         }
     return stats
+
+
+def bucket_sizes(receipts: list[Receipt]) -> dict[str, dict[str, int]]:
+    """Bucket → samples, and bytes per sample on disk (MDS files with their headers), smallest bucket first."""
+    sizes = {}
+    for bucket in sorted({name for receipt in receipts for name in receipt.parts}, key=Bucket.parse):
+        parts = [receipt.parts[bucket] for receipt in receipts if bucket in receipt.parts]
+        samples = sum(part.samples for part in parts)
+        size = sum(f.bytes for part in parts for name, f in part.files.items() if name.endswith(".mds"))
+        sizes[bucket] = {"samples": samples, "bytes_per_sample": round(size / samples) if samples else 0}
+    return sizes
 
 
 def stats_table(stats: dict[str, Any]) -> str:

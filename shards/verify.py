@@ -1,5 +1,6 @@
 """`python -m shards verify ROOT`: is every byte of a latents root what was written, and does all of it fit together?"""
 
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from shards.files import DamagedFile, sha256_file
 from shards.index import bucket_index
 from shards.reading import read_part, text_latents
 from shards.receipts import FOLDER, FileRecord, Receipt, load_receipt
+from shards.tables import REJECTS_SCHEMA, read_books, write_rows
 
 
 def verify_root(root: Path) -> Iterator[str]:
@@ -18,7 +20,7 @@ def verify_root(root: Path) -> Iterator[str]:
 
     Checked: every receipt's own seal; size and SHA-256 of every file it lists; that parts hold no other files; that
     each sample has its bucket's shape and is finite, and the parts as many as receipts say; that each bucket's
-    index.json is what the receipts give.
+    index.json and the rejects are what the receipts and parts give.
 
     Raises:
         RequestError: `root` is not a latents root.
@@ -31,6 +33,8 @@ def verify_root(root: Path) -> Iterator[str]:
             receipt = load_receipt(root, path.stem)
             assert receipt is not None
             receipts.append(receipt)
+            if receipt.shard != path.stem:
+                broken.append(f"{path} is the receipt of shard {receipt.shard}, under another's name")
         except (DamagedFile, ValueError) as error:
             broken.append(str(error))
     yield from broken
@@ -45,14 +49,32 @@ def verify_receipt(root: Path, receipt: Receipt, encoding: EncodingRecord) -> It
         yield f"{root / FOLDER / receipt.shard}.json is of encoding {receipt.encoding_id}; the root's is {encoding.id}"
     for name, record in receipt.shared_files.items():
         yield from verify_file(root / name, record)
+    parts_are_sound = True
     for bucket, part in receipt.parts.items():
         folder = root / bucket / receipt.shard
         wrong = [line for name, record in part.files.items() for line in verify_file(folder / name, record)]
         present = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
         wrong += [f"{folder / name} is in no receipt" for name in sorted(present - set(part.files))]
         yield from wrong
+        parts_are_sound = parts_are_sound and not wrong
         if not wrong and part.samples:
             yield from verify_samples(folder, bucket, part.samples, encoding)
+    if parts_are_sound:
+        yield from verify_books(root, receipt)
+
+
+def verify_books(root: Path, receipt: Receipt) -> Iterator[str]:
+    """The rejects table and the receipt's totals against the parts' own tables."""
+    books = read_books({bucket: root / bucket / receipt.shard for bucket in receipt.parts})
+    totals = (receipt.encoded, receipt.truncated_captions, receipt.rejected)
+    if totals != (books.encoded, books.truncated_captions, books.rejected):
+        yield f"{root / FOLDER / receipt.shard}.json does not add up to its parts' tables"
+    path = root / "rejects" / f"{receipt.shard}.parquet"
+    with tempfile.TemporaryDirectory() as folder:
+        expected = Path(folder) / path.name
+        write_rows(expected, REJECTS_SCHEMA, list(books.rejects))
+        if not path.is_file() or path.read_bytes() != expected.read_bytes():
+            yield f"{path} is not what the parts' tables give"
 
 
 def verify_file(path: Path, record: FileRecord) -> Iterator[str]:

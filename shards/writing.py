@@ -1,24 +1,19 @@
-"""Writing one input shard's samples into a private attempt folder: one MDS part per bucket, and its sample table."""
+"""Writing one input shard's samples for one bucket into a private attempt folder: MDS files and the part's tables."""
 
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 from streaming import MDSWriter
 from torch import Tensor
 
 from shards import text
 from shards.buckets import Bucket
 from shards.encoding import EncodingRecord
+from shards.tables import REFUSED_NAME, REFUSED_SCHEMA, SAMPLES_NAME, SAMPLES_SCHEMA, write_rows
 
 SHARD_BYTES = 1 << 27
-TABLE_NAME = "samples.parquet"
-TABLE_SCHEMA = pa.schema(
-    [("key", pa.string()), ("width", pa.int32()), ("height", pa.int32())]
-    + [(score, pa.float32()) for score in ("aesthetic", "similarity", "punsafe", "pwatermark")]
-)
 
 
 @dataclass(frozen=True)
@@ -33,6 +28,8 @@ class Sample:
     """(tokens, width), padding included."""
     num_tokens: int
     """Real tokens: begin, words, end."""
+    truncated: bool
+    """Whether the caption was longer than the text encoder takes."""
     size: tuple[int, int, int, int]
     """Original width and height, crop top and left, in original pixels."""
     scores: np.ndarray
@@ -48,7 +45,8 @@ class PartWriter:
     def __init__(self, folder: Path, encoding: EncodingRecord, bucket: Bucket):
         self.folder = folder
         self.encoding = encoding
-        self.rows: list[tuple[object, ...]] = []
+        self.samples: list[tuple[object, ...]] = []
+        self.refused: list[tuple[object, ...]] = []
         folder.mkdir(parents=True)
         self.writer = MDSWriter(
             out=str(folder), columns=encoding.columns(bucket), hashes=["xxh3_64"], size_limit=SHARD_BYTES
@@ -67,12 +65,17 @@ class PartWriter:
                 "scores": sample.scores.astype(np.float32),
             }
         )
-        self.rows.append((sample.key, sample.size[0], sample.size[1], *(float(score) for score in sample.scores)))
+        scores = (float(score) for score in sample.scores)
+        self.samples.append((sample.key, *sample.size[:2], *scores, sample.truncated))
 
-    def finish(self) -> int:
-        """Close the part's files; returns how many samples they hold."""
+    def refuse(self, key: str, url: str, reason: str, detail: str) -> None:
+        """Record a sample of the input shard that is not in this bucket."""
+        self.refused.append((key, url, reason, detail))
+
+    def finish(self) -> tuple[int, dict[str, int]]:
+        """Close the part's files; returns how many samples they hold, and refusals by reason."""
         self.writer.finish()
-        columns = zip(*self.rows, strict=True) if self.rows else [() for _ in TABLE_SCHEMA]
-        arrays = [pa.array(values, field.type) for values, field in zip(columns, TABLE_SCHEMA, strict=True)]
-        pq.write_table(pa.table(arrays, schema=TABLE_SCHEMA), self.folder / TABLE_NAME)
-        return len(self.rows)
+        write_rows(self.folder / SAMPLES_NAME, SAMPLES_SCHEMA, self.samples)
+        write_rows(self.folder / REFUSED_NAME, REFUSED_SCHEMA, self.refused)
+        reasons = Counter(str(row[2]) for row in self.refused)
+        return len(self.samples), dict(sorted(reasons.items()))

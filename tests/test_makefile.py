@@ -37,5 +37,5 @@ def test_what_a_target_runs() -> None:
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     check, launch = (line for line in result.stdout.replace("\\\n", "").splitlines() if "-m train" in line)
     assert check.endswith("-m train check --config configs/phase1.yaml --max_steps 5")
-    assert "--num_processes 2 --multi_gpu" in launch
+    assert "accelerate launch --num_machines 1 --num_processes 2 --multi_gpu" in launch
     assert launch.endswith("-m train --config configs/phase1.yaml --num_processes 2 --max_steps 5")

@@ -10,7 +10,8 @@ ROOT = Path(__file__).parents[1]
 
 def test_console_entry_points_load() -> None:
     ours = [point for point in entry_points(group="console_scripts") if point.name.startswith("latentmill-")]
-    assert {point.name for point in ours} == {"latentmill-precompute", "latentmill-shards", "latentmill-train"}
+    commands = {point.name.removeprefix("latentmill-") for point in ours}
+    assert commands == {"select", "download", "precompute", "shards", "train", "plan"}
     for point in ours:
         assert callable(point.load())
 

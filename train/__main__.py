@@ -43,7 +43,7 @@ def run(arguments: list[str]) -> None:
 
 def read_config(arguments: list[str]) -> TrainConfig:
     """The config file with its overrides."""
-    parser = argparse.ArgumentParser(prog="train", add_help=False)
+    parser = argparse.ArgumentParser(prog="train", add_help=False, allow_abbrev=False)
     parser.add_argument("--config")
     options, overrides = parser.parse_known_args(arguments)
     return load_config(TrainConfig, options.config, overrides, "train")

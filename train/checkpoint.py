@@ -20,10 +20,11 @@ from torch.optim import Optimizer
 
 from shards.errors import RequestError
 from shards.files import DamagedFile, fsync_folder, fsync_tree, read_sealed_json, sha256_file, write_sealed_json
-from train.config import CheckpointConfig
+from train.config import CheckpointConfig, EmaConfig
 from train.ema import Ema
 
 STATE_NAME = "state.json"
+WEIGHTS_NAME = "diffusion_pytorch_model.safetensors"
 
 
 @dataclass
@@ -56,14 +57,15 @@ def save_checkpoint(
 ) -> Path:
     """Write a checkpoint durably, then drop the older ones that `config` does not keep."""
     target = step_folder(run_dir, state.step)
+    for abandoned in target.parent.glob(".step-*"):  # half-written when its run was killed
+        shutil.rmtree(abandoned)
     private = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}")
     private.mkdir(parents=True)
     try:
-        unet.save_pretrained(private / "unet")
+        save_model(unet, unet.state_dict(), private / "unet")
         if ema is not None:
-            unet.save_config(private / "ema")
-            save_file(_contiguous(ema.average), private / "ema" / "diffusion_pytorch_model.safetensors")
-        save_file(_flatten(unet, optimizer), private / "optimizer.safetensors")
+            save_model(unet, ema.average, private / "ema")
+        save_file(_on_cpu(_flatten(unet, optimizer)), private / "optimizer.safetensors")
         files = sorted(path for path in private.rglob("*") if path.is_file())
         hashes = {str(path.relative_to(private)): sha256_file(path) for path in files}
         content = {"state": asdict(state), "fingerprint": fingerprint, "files": hashes}
@@ -75,10 +77,18 @@ def save_checkpoint(
         fsync_folder(target.parent)
     finally:
         shutil.rmtree(private, ignore_errors=True)
-    for folder in list_checkpoints(run_dir)[: -config.keep]:
+    # damaged ones of later steps, which this run passed over, do not count among the newest
+    whole = [folder for folder in list_checkpoints(run_dir) if step_of(folder) <= state.step]
+    for folder in whole[: -config.keep]:
         if config.keep_every is None or step_of(folder) % config.keep_every:
             shutil.rmtree(folder)
     return target
+
+
+def save_model(unet: UNet2DConditionModel, weights: dict[str, Tensor], folder: Path) -> None:
+    """Weights in the layout that `UNet2DConditionModel.from_pretrained` loads."""
+    unet.save_config(folder)
+    save_file(_on_cpu(weights), folder / WEIGHTS_NAME, metadata={"format": "pt"})
 
 
 def step_of(folder: Path) -> int:
@@ -107,26 +117,36 @@ def verify_checkpoint(folder: Path) -> dict[str, Any]:
     return content
 
 
-def newest_checkpoint(run_dir: Path, warn: Any = print) -> tuple[Path, dict[str, Any]] | None:
-    """The newest undamaged checkpoint and its state; damaged ones are passed over, loudly. None where there is none."""
-    for folder in reversed(list_checkpoints(run_dir)):
+def newest_checkpoint(run_dir: Path) -> tuple[Path, dict[str, Any]] | None:
+    """The newest undamaged checkpoint and its state; damaged ones are passed over, loudly. None where there is none.
+
+    Raises:
+        RequestError: there are checkpoints, and all are damaged: starting anew would be a quiet loss of the run.
+    """
+    folders = list_checkpoints(run_dir)
+    for folder in reversed(folders):
         try:
             return folder, verify_checkpoint(folder)
         except DamagedFile as error:
-            warn(f"checkpoint {folder.name} is damaged and passed over: {error}")
+            print(f"checkpoint {folder.name} is damaged and passed over: {error}", flush=True)
+    if folders:
+        raise RequestError(
+            f"Every checkpoint of {run_dir} is damaged ({', '.join(folder.name for folder in folders)}). Restore one "
+            f"from a copy; or remove {run_dir}/checkpoints to train from the start."
+        )
     return None
 
 
 def restore(
-    folder: Path, content: dict[str, Any], unet: UNet2DConditionModel, optimizer: Optimizer, ema_decay: float
+    folder: Path, content: dict[str, Any], unet: UNet2DConditionModel, optimizer: Optimizer, config: EmaConfig
 ) -> tuple[TrainState, Ema | None]:
     """Load a verified checkpoint into the U-Net and the optimizer, in place."""
     load_weights(unet, folder / "unet")
     _unflatten(unet, optimizer, load_file(folder / "optimizer.safetensors"))
     ema = None
-    if (folder / "ema").is_dir():
-        ema = Ema(dict(unet.named_parameters()), ema_decay)
-        for name, value in load_file(folder / "ema" / "diffusion_pytorch_model.safetensors").items():
+    if config.start_step is not None and (folder / "ema").is_dir():
+        ema = Ema(dict(unet.named_parameters()), config.decay)
+        for name, value in load_file(folder / "ema" / WEIGHTS_NAME).items():
             ema.average[name].copy_(value)
     return TrainState(**content["state"]), ema
 
@@ -138,21 +158,22 @@ def load_weights(unet: UNet2DConditionModel, folder: Path) -> None:
         RequestError: they are another architecture's.
     """
     try:
-        unet.load_state_dict(load_file(folder / "diffusion_pytorch_model.safetensors"))
+        unet.load_state_dict(load_file(folder / WEIGHTS_NAME))
     except RuntimeError as error:
         raise RequestError(f"The weights in {folder} are not of this U-Net: {error}") from error
 
 
-def _contiguous(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: value.contiguous() for name, value in tensors.items()}  # safetensors stores no strides
+def _on_cpu(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    # one tensor at a time, so that the device needs no room for a second copy; safetensors stores no strides
+    return {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
 
 
 def _flatten(unet: UNet2DConditionModel, optimizer: Optimizer) -> dict[str, Tensor]:
     tensors = {}
     for name, parameter in unet.named_parameters():
         for slot, value in optimizer.state.get(parameter, {}).items():
-            tensors[f"{slot}/{name}"] = value.detach()
-    return _contiguous(tensors)
+            tensors[f"{slot}/{name}"] = value
+    return tensors
 
 
 def _unflatten(unet: UNet2DConditionModel, optimizer: Optimizer, tensors: dict[str, Tensor]) -> None:

@@ -37,7 +37,7 @@ class DataConfig(Config):
     """Slices into which an epoch's order is cut, on any number of nodes; divides the global batch."""
     shuffle: bool = True
     timeout: float = Field(300.0, gt=0)
-    """Seconds to wait for a batch before the run stops with an error."""
+    """Seconds to wait for a batch before the run stops with an error; only loader processes can be watched."""
 
 
 class ObjectiveConfig(Config):
@@ -76,7 +76,7 @@ class OptimizerConfig(Config):
     max_grad_norm: float = Field(1.0, gt=0)
     """Gradients are scaled down to this global norm."""
     max_skipped_steps: int = Field(100, ge=0)
-    """A step whose gradient is not finite changes nothing and is counted; more than these stop the run."""
+    """A step whose gradient is not finite leaves weights and optimizer alone and is counted; more stop the run."""
 
 
 class ScheduleConfig(Config):

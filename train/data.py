@@ -5,11 +5,13 @@ fit the U-Net, that their files are all there, that an epoch delivers every batc
 """
 
 import json
+import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
+import torch
 from streaming import Stream, StreamingDataset
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -59,6 +61,10 @@ def open_data(config: DataConfig, global_batch_size: int) -> DataSpec:
         RequestError: a root, bucket or file is missing, a bucket holds less than a global batch, or two streams'
             encodings do not mean the same.
     """
+    places = [(stream.root.resolve(), stream.bucket) for stream in config.streams]
+    for stream, place in zip(config.streams, places, strict=True):
+        if places.count(place) > 1:
+            raise RequestError(f"data.streams names {stream.root}/{stream.bucket} twice; raise its weight instead.")
     encodings = [EncodingRecord.load(stream.root) for stream in config.streams]
     first = encodings[0]
     for stream, encoding in zip(config.streams[1:], encodings[1:], strict=True):
@@ -136,6 +142,8 @@ def make_loader(
         collate_fn=Collate(slots, spec.text_length),
         timeout=config.timeout if config.num_workers else 0,
         persistent_workers=config.num_workers > 0,
+        pin_memory=torch.cuda.is_available(),
+        worker_init_fn=leave_signals_to_the_trainer,
         prefetch_factor=4 if config.num_workers else None,
     )
 
@@ -155,19 +163,31 @@ def global_batches(loader: DataLoader[Any], spec: DataSpec, step: int) -> Iterat
                 yield batch
         except Exception as error:  # whatever a worker raised, or the loader's own time-out
             raise WorkError(
-                f"The loader failed after {step + delivered} steps: {error}. A shard of {_names(spec)} is missing or "
-                f"damaged, or its storage stalls."
+                f"The loader failed after {step + delivered} steps: {error}. {_what_is_wrong(spec)}"
             ) from error
         if delivered != due:
             raise WorkError(
-                f"The epoch ended {due - delivered} global batches short after {step + delivered} steps. A shard of "
-                f"{_names(spec)} is missing or damaged; the log above names what the loader could not read."
+                f"The epoch ended {due - delivered} global batches short after {step + delivered} steps. "
+                f"{_what_is_wrong(spec)}"
             )
         step += delivered
 
 
-def _names(spec: DataSpec) -> str:
-    return ", ".join(f"{stream.config.root}/{stream.config.bucket}" for stream in spec.streams)
+def leave_signals_to_the_trainer(worker: int) -> None:
+    """A scheduler signals the whole process group: the trainer saves and leaves, and needs its loader until then."""
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
+
+
+def _what_is_wrong(spec: DataSpec) -> str:
+    for stream in spec.streams:
+        folder = stream.config.root / stream.config.bucket
+        try:
+            for entry in json.loads((folder / "index.json").read_bytes())["shards"]:
+                _check_shard(folder, entry)
+        except (RequestError, OSError, ValueError) as error:
+            return str(error)
+    return "Every file has its size, so one may be damaged inside (`python -m shards verify ROOT`), or storage stalls."
 
 
 def _open_stream(stream: StreamConfig, encoding: EncodingRecord, global_batch_size: int) -> OpenStream:

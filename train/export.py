@@ -50,6 +50,11 @@ def write_pipeline(run_dir: Path, options: ExportConfig) -> Path:
     Raises:
         RequestError: no checkpoint, or an encoder that is not the one the latents were made with.
     """
+    target = options.output or run_dir / "export"
+    if target.exists() and any(target.iterdir()) and not (target / "model_index.json").is_file():
+        raise RequestError(
+            f"{target} holds something else than a pipeline, and would be replaced. Give another --output."
+        )
     if newest_checkpoint(run_dir) is None:
         raise RequestError(f"{run_dir} has no complete checkpoint: there is nothing to export yet.")
     config = load_config(TrainConfig, run_dir / "config.yaml", [], "train export")
@@ -61,7 +66,6 @@ def write_pipeline(run_dir: Path, options: ExportConfig) -> Path:
         "tokenizer": _same_model("tokenizer", options.tokenizer, encoding.tokenizer),
         "unet": weights,
     }
-    target = options.output or run_dir / "export"
     private = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}")
     try:
         for name, folder in parts.items():

@@ -8,16 +8,18 @@ from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list
+from accelerate.utils import DistributedType, broadcast_object_list
 from diffusers import UNet2DConditionModel
 
 from shards.encoding import EncodingRecord
-from shards.errors import RequestError
+from shards.errors import RequestError, WorkError
 from train.checkpoint import load_weights, newest_checkpoint
 from train.config import TrainConfig
 from train.data import DataSpec, open_data
 from train.unet import build_unet, check_fit
 from train.validation import Validation, open_validation
+
+PLAIN_LAUNCHES = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,13 @@ def check_request(config: TrainConfig, accelerator: Accelerator | None = None) -
             f"global_batch_size {config.global_batch_size} cannot be shared evenly by {world_size} processes. "
             f"Choose a multiple."
         )
+    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size)))
+    check_nodes(config, world_size // local_world_size)
+    if accelerator is not None and accelerator.distributed_type not in PLAIN_LAUNCHES:
+        raise RequestError(
+            f"The launcher set up {accelerator.distributed_type.value}, which this trainer does not drive yet: its "
+            f"checkpoints would hold parts of the weights. Launch without FSDP, DeepSpeed and the like."
+        )
     spec = open_data(config.data, config.global_batch_size)
     unet = build_unet(config.unet, config.seed)
     check_fit(unet, spec)
@@ -64,8 +73,21 @@ def check_request(config: TrainConfig, accelerator: Accelerator | None = None) -
     if config.validation.root is not None:
         training = EncodingRecord.load(config.data.streams[0].root)
         validation = open_validation(config.validation, training, config.seed)
-    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size)))
     return Request(spec, unet, checkpoint, fingerprint, validation, local_world_size)
+
+
+def check_nodes(config: TrainConfig, num_nodes: int) -> None:
+    """Nodes must share the canonical ones evenly, or the order of samples would depend on their number.
+
+    Raises:
+        RequestError: they cannot.
+    """
+    canonical = config.data.num_canonical_nodes
+    if canonical % num_nodes and num_nodes % canonical:
+        raise RequestError(
+            f"{num_nodes} nodes cannot share data.num_canonical_nodes {canonical} evenly. Use a number of nodes that "
+            f"divides it, or start a new run with another one (it must divide global_batch_size too)."
+        )
 
 
 def find_start(
@@ -87,16 +109,16 @@ def find_start(
 
 
 def on_main_process(accelerator: Accelerator | None, decide: Callable[[], Any]) -> Any:
-    """What `decide` returns, or the RequestError it raises, on every process; only the main one calls it."""
+    """What `decide` returns, or the error for people that it raises, on every process; only the main one calls it."""
     answer: list[Any] = [None]
     if accelerator is None or accelerator.is_main_process:
         try:
             answer = [decide()]
-        except RequestError as error:
+        except (RequestError, WorkError) as error:
             answer = [error]
     if accelerator is not None:
         broadcast_object_list(answer)
-    if isinstance(answer[0], RequestError):
+    if isinstance(answer[0], RequestError | WorkError):
         raise answer[0]
     return answer[0]
 

@@ -62,7 +62,7 @@ def assemble(config: TrainConfig, request: Request, accelerator: Accelerator) ->
     state, ema = TrainState(), None
     if request.checkpoint is not None:
         folder, content = request.checkpoint
-        state, ema = restore(folder, content, unet, optimizer, config.ema.decay)
+        state, ema = restore(folder, content, unet, optimizer, config.ema)
         accelerator.print(f"resuming {config.run_dir} after step {state.step}")
     if accelerator.is_main_process:
         config.run_dir.mkdir(parents=True, exist_ok=True)
@@ -118,10 +118,12 @@ def collect_losses(run: Run) -> None:
     run.pending.clear()
     means = run.accelerator.reduce(sums, "sum") / run.config.global_batch_size
     run.state.losses += [loss for loss in means.tolist() if math.isfinite(loss)]
-    run.state.skipped += int(bad.sum())
+    scaler = run.accelerator.scaler
+    if scaler is None or scaler.get_scale() <= 1:  # above, a float16 overflow is the scaler finding its scale
+        run.state.skipped += int(bad.sum())
     if run.state.skipped > run.config.optimizer.max_skipped_steps:
         raise WorkError(
             f"{run.state.skipped} steps up to step {run.state.step} had a loss or gradient that is not finite, more "
             f"than optimizer.max_skipped_steps. Nothing of them is in the weights. Lower optimizer.lr, or use another "
-            f"precision (bfloat16, float32), and run again: it goes on from the newest checkpoint."
+            f"precision (bfloat16, float32); the same run would meet the same steps again."
         )

@@ -8,6 +8,7 @@ demo is interrupted and started anew; a demo that was finished starts from nothi
 
 import argparse
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -34,22 +35,27 @@ class Demo:
         self.folder = folder
         self.num_pictures = num_pictures
         self.timings = folder / "seconds.json"
-        if (folder / "metrics.json").exists():
+        if (folder / "metrics.json").exists() and self.timings.exists():
             shutil.rmtree(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        self.seconds: dict[str, float] = json.loads(self.timings.read_text()) if self.timings.exists() else {}
+        found = json.loads(self.timings.read_text()) if self.timings.exists() else {"seconds": {}, "done": []}
+        self.seconds: dict[str, float] = found["seconds"]
+        self.done: list[str] = found["done"]
 
     def step(self, name: str, title: str, work: Callable[[], None]) -> None:
         """Do `work` unless an earlier start of this demo did."""
         number = f"[{STEPS.index(name) + 1}/{len(STEPS)}]"
-        if name in self.seconds:
+        if name in self.done:
             print(f"{number} {title}: done before", flush=True)
             return
         print(f"\n{number} {title}", flush=True)
         started = time.monotonic()
-        work()
-        self.seconds[name] = round(time.monotonic() - started, 1)
-        self.timings.write_text(json.dumps(self.seconds))
+        try:
+            work()
+            self.done.append(name)
+        finally:  # time spent before an interruption counts as well
+            self.seconds[name] = round(self.seconds.get(name, 0.0) + time.monotonic() - started, 1)
+            self.timings.write_text(json.dumps({"seconds": self.seconds, "done": self.done}))
         print(f"{number} {title}: {self.seconds[name]:.0f} s", flush=True)
 
     def make_world(self) -> None:
@@ -80,17 +86,12 @@ class Demo:
         config = CONFIGS / f"phase{phase}.yaml"
         bucket = {1: "64x64", 2: "128x128"}[phase]
         streams = json.dumps([{"root": self.latents, "bucket": bucket}])
-        launch = [
-            "accelerate.commands.launch",
-            "--num_machines",
-            "1",
-            "--num_processes",
-            "1",
-            "--mixed_precision",
-            "no",
-        ]
+        processes = str(min(2, os.cpu_count() or 1))  # the loss curve is the same on any number
+        launch = ["accelerate.commands.launch", "--num_machines", "1", "--num_processes", processes]
+        launch += ["--multi_gpu", "--main_process_port", "0"] if processes != "1" else []
+        launch += ["--mixed_precision", "no", "--dynamo_backend", "no", "--quiet"]
         arguments = ["--config", str(config), "--run_dir", str(run_dir), "--data.streams", streams, *start]
-        call(*launch, "--dynamo_backend", "no", "--quiet", "-m", "train", *arguments)
+        call(*launch, "-m", "train", *arguments, "--num_processes", processes)
         call("train", "export", str(run_dir))
 
     @property

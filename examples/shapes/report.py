@@ -18,6 +18,7 @@ from matplotlib import pyplot as plt
 from examples.shapes.sampling import prompt_lists
 from shards.encoding import EncodingRecord
 from shards.receipts import load_receipts
+from shards.stats import bucket_sizes
 from train.metrics import read_json_lines
 from train.plot import smooth
 
@@ -59,7 +60,7 @@ def gather_metrics(folder: Path, seconds: dict[str, float]) -> dict[str, Any]:
         "accepted": accepted,
         "rejected": downloaded - accepted,
         "rejected_by_reason": dict(sorted(rejected.items())),
-        "buckets": bucket_figures(folder, receipts),
+        "buckets": bucket_sizes(receipts),
         "precompute_images_per_second": round(downloaded / seconds["precompute"], 1),
         "train_images_per_second": {
             phase: round(float(np.median([row["images_per_second"] for row in rows])), 1)
@@ -74,17 +75,6 @@ def gather_metrics(folder: Path, seconds: dict[str, float]) -> dict[str, Any]:
             "phase1": adherence["phase1"],
         },
     }
-
-
-def bucket_figures(folder: Path, receipts: list[Any]) -> dict[str, dict[str, int]]:
-    """Bucket → samples, and bytes per sample on disk (MDS shards, with their headers)."""
-    figures = {}
-    for bucket in sorted({name for r in receipts for name in r.parts}, key=lambda name: int(name.split("x")[0])):
-        parts = [r.parts[bucket] for r in receipts if bucket in r.parts]
-        samples = sum(part.samples for part in parts)
-        size = sum(f.bytes for part in parts for name, f in part.files.items() if name.endswith(".mds"))
-        figures[bucket] = {"samples": samples, "bytes_per_sample": round(size / max(1, samples))}
-    return figures
 
 
 def draw_samples(folder: Path) -> None:

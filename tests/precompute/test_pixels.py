@@ -34,7 +34,7 @@ def psnr(a: np.ndarray, b: np.ndarray) -> float:
     return float(10 * np.log10(255**2 / max(1e-9, ((a.astype(float) - b.astype(float)) ** 2).mean())))
 
 
-@given(st.integers(1, 3000), st.integers(1, 3000), st.sampled_from([SMALL, LARGE, Bucket(96, 64)]))
+@given(st.integers(1, 3000), st.integers(1, 3000), st.sampled_from([SMALL, LARGE, Bucket(96, 64), Bucket(448, 576)]))
 def test_crop_is_inside_centred_and_of_the_right_shape(width: int, height: int, bucket: Bucket) -> None:
     left, top, right, bottom = crop_box(width, height, bucket)
     assert left >= -1e-6 and top >= -1e-6 and right <= width + 1e-6 and bottom <= height + 1e-6
@@ -128,3 +128,19 @@ def test_first_frame_of_an_animation() -> None:
     frames = [Image.new("RGB", (64, 64), colour) for colour in ("red", "blue")]
     data = saved(frames[0], "GIF", save_all=True, append_images=frames[1:])
     assert decode(data, [SMALL], PixelsConfig(), LIMITS).pixels[SMALL][0, 0].tolist() == [255, 0, 0]
+
+
+def test_a_crop_whose_edges_round_outside_is_decoded() -> None:
+    """450x579 into 448x576: the plain arithmetic gives a left of -2.8e-14, which Pillow refuses."""
+    bucket = Bucket(448, 576)
+    data = saved(Image.new("RGB", (450, 579)))
+    assert decode(data, [bucket], PixelsConfig(), LIMITS).pixels[bucket].shape == (576, 448, 3)
+
+
+def test_want_of_memory_is_nobodys_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    def starve(*_: object, **__: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr("precompute.pixels._upright_rgb", starve)
+    with pytest.raises(MemoryError):
+        decode(saved(Image.new("RGB", (64, 64))), [SMALL], PixelsConfig(), LIMITS)

@@ -25,7 +25,7 @@ def read(path: Path, limit: int = LIMIT) -> list[str]:
 def test_members_are_grouped_in_order(tar: Path) -> None:
     opened = Tar(tar, LIMIT)
     samples = list(opened.samples())
-    assert [sample.key for sample in samples] == [f"00007{i:04d}" for i in range(6)] and opened.num_samples == 6
+    assert [sample.key for sample in samples] == [f"00007{i:04d}" for i in range(6)] and opened.count() == 6
     assert samples[2].caption == b"picture 000070002 of 2 blobs"
     assert samples[2].image is not None and samples[2].metadata["url"] == "http://example.org/000070002"
 

@@ -18,7 +18,9 @@ def root(latents: Path, tmp_path: Path) -> Path:
 
 
 def committed_files(root: Path) -> list[Path]:
-    return sorted(path for path in root.rglob("*") if path.is_file() and ".attempts" not in path.parts)
+    return sorted(
+        path for path in root.rglob("*") if path.is_file() and not path.relative_to(root).parts[0].startswith(".")
+    )
 
 
 def test_a_sound_root(root: Path, capsys: pytest.CaptureFixture[str]) -> None:

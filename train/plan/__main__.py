@@ -56,5 +56,10 @@ def as_json(report: Report) -> dict[str, Any]:
     return {**asdict(report), "facts": facts}
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Console entry point."""
     sys.exit(exit_code_of(lambda: run(sys.argv[1:])))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,65 @@
+"""The two small tables of a part, which samples it holds and which it refused, and the rejects they add up to."""
+
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+SAMPLES_NAME = "samples.parquet"
+REFUSED_NAME = "refused.parquet"
+SAMPLES_SCHEMA = pa.schema(
+    [("key", pa.string()), ("width", pa.int32()), ("height", pa.int32())]
+    + [(score, pa.float32()) for score in ("aesthetic", "similarity", "punsafe", "pwatermark")]
+    + [("truncated", pa.bool_())]
+)
+REFUSED_SCHEMA = pa.schema([(name, pa.string()) for name in ("key", "url", "reason", "detail")])
+REJECTS_SCHEMA = pa.schema([(name, pa.string()) for name in ("key", "url", "bucket", "reason", "detail")])
+TOO_SMALL = "too_small"
+
+
+def write_rows(path: Path, schema: pa.Schema, rows: list[tuple[object, ...]]) -> None:
+    """Rows as tuples in the schema's order → a parquet file; the same rows give the same bytes."""
+    columns = zip(*rows, strict=True) if rows else [() for _ in schema]
+    arrays = [pa.array(values, field.type) for values, field in zip(columns, schema, strict=True)]
+    pq.write_table(pa.table(arrays, schema=schema), path)
+
+
+@dataclass(frozen=True)
+class Books:
+    """One input shard over all of its buckets."""
+
+    encoded: int
+    """Samples in at least one bucket."""
+    truncated_captions: int
+    """Of these, captions that were longer than the text encoder takes."""
+    rejects: list[tuple[str, str, str, str, str]]
+    """(key, url, bucket, reason, detail) by key. `bucket` is empty where the sample is in none; otherwise it names the
+    one that refused it for another reason than its size."""
+
+    @property
+    def rejected(self) -> dict[str, int]:
+        """Reason → samples that are in no bucket."""
+        return dict(sorted(Counter(row[3] for row in self.rejects if not row[2]).items()))
+
+
+def read_books(parts: dict[str, Path]) -> Books:
+    """Add up the tables of a shard's parts: bucket → folder."""
+    truncated: dict[str, bool] = {}
+    refused: dict[str, list[tuple[str, str, str, str, str]]] = {}
+    for bucket in sorted(parts):
+        samples = pq.read_table(parts[bucket] / SAMPLES_NAME, columns=["key", "truncated"])
+        truncated.update(zip(samples["key"].to_pylist(), samples["truncated"].to_pylist(), strict=True))
+        table = pq.read_table(parts[bucket] / REFUSED_NAME)
+        for key, url, reason, detail in zip(*(column.to_pylist() for column in table.columns), strict=True):
+            refused.setdefault(key, []).append((key, url, bucket, reason, detail))
+    rejects = []
+    for key in sorted(refused):
+        telling = [row for row in refused[key] if row[3] != TOO_SMALL]
+        if key in truncated:
+            rejects += telling
+        else:
+            key, url, _, reason, detail = (telling or refused[key])[0]
+            rejects.append((key, url, "", reason, detail))
+    return Books(len(truncated), sum(truncated.values()), rejects)
