@@ -25,6 +25,10 @@ from train.batch import Batch, Collate
 from train.config import DataConfig, StreamConfig
 
 
+GRACE_SECONDS = 120
+"""How long a loader's process outlives a SIGTERM."""
+
+
 @dataclass(frozen=True)
 class DataSpec:
     """What the stored numbers mean, and what an epoch of them is."""
@@ -162,6 +166,7 @@ def global_batches(loader: DataLoader[Any], spec: DataSpec, step: int) -> Iterat
                 delivered += 1
                 yield batch
         except Exception as error:  # whatever a worker raised, or the loader's own time-out
+            kill_workers(loader)
             raise WorkError(
                 f"The loader failed after {step + delivered} steps: {error}. {_what_is_wrong(spec)}"
             ) from error
@@ -174,9 +179,18 @@ def global_batches(loader: DataLoader[Any], spec: DataSpec, step: int) -> Iterat
 
 
 def leave_signals_to_the_trainer(worker: int) -> None:
-    """A scheduler signals the whole process group: the trainer saves and leaves, and needs its loader until then."""
-    for number in (signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN)
+    """A scheduler signals every process: the trainer saves and leaves, and needs its loader for some steps until then.
+
+    SIGTERM is also how a process that exits ends its loader's workers, so it still ends them, but later.
+    """
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda *_: signal.alarm(GRACE_SECONDS))
+
+
+def kill_workers(loader: DataLoader[Any]) -> None:
+    """End the loader's processes at once, stuck ones too: the exit of this process would wait for them."""
+    for process in getattr(loader._iterator, "_workers", ()):
+        process.kill()
 
 
 def _what_is_wrong(spec: DataSpec) -> str:
