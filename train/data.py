@@ -24,7 +24,6 @@ from shards.root import load_uncond
 from train.batch import Batch, Collate
 from train.config import DataConfig, StreamConfig
 
-
 GRACE_SECONDS = 120
 """How long a loader's process outlives a SIGTERM."""
 
