@@ -6,13 +6,14 @@ fit the U-Net, that their files are all there, that an epoch delivers every batc
 
 import json
 import signal
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
 import torch
-from streaming import Stream, StreamingDataset
+from streaming import StreamingDataset
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -23,7 +24,9 @@ from shards.files import sha256_file
 from shards.root import load_uncond
 from train.batch import Batch, Collate
 from train.config import DataConfig, StreamConfig
+from train.verified import VerifiedStream
 
+DAMAGE_REPORT = "damaged"
 GRACE_SECONDS = 120
 """How long a loader's process outlives a SIGTERM."""
 
@@ -114,9 +117,10 @@ def make_loader(
         step: how many global batches of the run are behind it. Where in which epoch that is follows from
             `steps_per_epoch`, so no loader state is ever saved.
     """
+    report = Path(tempfile.mkdtemp(prefix="latentmill-")) / DAMAGE_REPORT
     dataset = StreamingDataset(
         streams=[
-            Stream(local=str(stream.config.root / stream.config.bucket), choose=stream.chosen)
+            VerifiedStream(report, local=str(stream.config.root / stream.config.bucket), choose=stream.chosen)
             for stream in spec.streams
         ],
         batch_size=len(slots),
@@ -167,12 +171,12 @@ def global_batches(loader: DataLoader[Any], spec: DataSpec, step: int) -> Iterat
         except Exception as error:  # whatever a worker raised, or the loader's own time-out
             kill_workers(loader)
             raise WorkError(
-                f"The loader failed after {step + delivered} steps: {error}. {_what_is_wrong(spec)}"
+                f"The loader failed after {step + delivered} steps: {error}. {_what_is_wrong(loader, spec)}"
             ) from error
         if delivered != due:
             raise WorkError(
                 f"The epoch ended {due - delivered} global batches short after {step + delivered} steps. "
-                f"{_what_is_wrong(spec)}"
+                f"{_what_is_wrong(loader, spec)}"
             )
         step += delivered
 
@@ -192,7 +196,11 @@ def kill_workers(loader: DataLoader[Any]) -> None:
         process.kill()
 
 
-def _what_is_wrong(spec: DataSpec) -> str:
+def _what_is_wrong(loader: DataLoader[Any], spec: DataSpec) -> str:
+    dataset: Any = loader.dataset
+    report = dataset.streams[0].report
+    if report.exists():
+        return str(report.read_text())
     for stream in spec.streams:
         folder = stream.config.root / stream.config.bucket
         try:
@@ -200,7 +208,7 @@ def _what_is_wrong(spec: DataSpec) -> str:
                 _check_shard(folder, entry)
         except (RequestError, OSError, ValueError) as error:
             return str(error)
-    return "Every file has its size, so one may be damaged inside (`python -m shards verify ROOT`), or storage stalls."
+    return "Every file is there with its size, and none was found damaged: storage may stall."
 
 
 def _open_stream(stream: StreamConfig, encoding: EncodingRecord, global_batch_size: int) -> OpenStream:

@@ -201,6 +201,20 @@ def test_a_shard_that_vanishes_stops_the_run(latents: Path, tmp_path: Path, num_
             pass
 
 
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_flipped_bit_in_a_shard_stops_the_run_and_names_it(latents: Path, tmp_path: Path, num_workers: int) -> None:
+    root = shutil.copytree(latents, tmp_path / "root")
+    path = root / "64x64" / "00001" / "shard.00000.mds"
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    streams = [{"root": str(root), "bucket": "64x64"}]
+    data_fields = {"streams": streams, "num_workers": num_workers, "timeout": 10}
+    result = run(tmp_path, train_fields(root, tmp_path / "run", max_steps=20, data=data_fields))
+    assert result.returncode == 1
+    assert f"{path} is damaged: its xxh3_64 is not the one in its index" in result.stderr.replace("\n", " ")
+
+
 def test_an_index_that_points_outside_its_folder_is_refused(
     latents: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
