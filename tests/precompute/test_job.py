@@ -10,6 +10,7 @@ from precompute.__main__ import run as command
 from precompute.job import choose_shards
 from precompute.tars import InputShard
 from shards.errors import RequestError, exit_code_of
+from tests.precompute.test_shard import tree
 from tests.runs import run_module
 from tests.test_end_to_end import precompute_arguments
 
@@ -88,4 +89,28 @@ def test_wrong_requests_write_nothing(
     assert exit_code_of(lambda: command(arguments)) == 2
     error = capsys.readouterr().err.replace("\n", " ")
     assert message in error and error.startswith("error: ")
+    assert not (tmp_path / "root").exists()
+
+
+def test_a_root_with_another_encoding_is_left_alone(
+    models: Path, tars: Path, latents: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = tree(latents)
+    arguments = precompute_arguments(models, tars, latents, "--posterior", "mean")
+    assert exit_code_of(lambda: command(arguments)) == 2
+    error = capsys.readouterr().err.replace("\n", " ")
+    assert "was written with another encoding: image.posterior: 'moments' ≠ 'mean' (root ≠ this run)" in error
+    assert tree(latents) == before
+
+
+def test_a_worker_that_fits_no_machine_is_refused(
+    models: Path, tars: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray would wait for ever, and say nothing."""
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr("ray.init", lambda **_: None)
+    monkeypatch.setattr("ray.cluster_resources", lambda: {"CPU": 2.0})
+    arguments = precompute_arguments(models, tars, tmp_path / "root", "--workers.num_gpus", "1")
+    assert exit_code_of(lambda: command(arguments)) == 2
+    assert "One worker takes 1 GPUs and 1 CPUs; this machine has 0 and 2" in capsys.readouterr().err.replace("\n", " ")
     assert not (tmp_path / "root").exists()
