@@ -1,11 +1,18 @@
 """What `make` says to a person who left something out. None of these installs or runs anything."""
 
+import os
 import subprocess
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
+
+
+def make(*words: str) -> subprocess.CompletedProcess[str]:
+    """`make …`, as from a shell: `make test` itself would hand its flags down."""
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(("MAKE", "MFLAGS"))}
+    return subprocess.run(["make", *words], cwd=ROOT, capture_output=True, text=True, timeout=60, env=environment)
 
 
 @pytest.mark.parametrize(
@@ -19,13 +26,13 @@ ROOT = Path(__file__).parents[1]
     ],
 )
 def test_missing_and_wrong_arguments(words: list[str], message: str) -> None:
-    result = subprocess.run(["make", *words], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    result = make(*words)
     assert result.returncode == 2
     assert message in result.stderr and not result.stdout
 
 
 def test_help_names_every_target() -> None:
-    result = subprocess.run(["make", "--silent", "help"], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    result = make("--silent", "help")
     assert result.returncode == 0
     for target in ("demo", "test", "select", "download", "precompute", "train", "plan", "setup", "lint"):
         assert f"make {target}" in result.stdout or f"| {target}" in result.stdout
@@ -33,8 +40,7 @@ def test_help_names_every_target() -> None:
 
 def test_what_a_target_runs() -> None:
     """The request is checked in one process, then launched with as many as were asked for."""
-    command = ["make", "--dry-run", "train", "PHASE=1", "NPROC=2", "ARGS=--max_steps 5"]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    result = make("--dry-run", "train", "PHASE=1", "NPROC=2", "ARGS=--max_steps 5")
     check, launch = (line for line in result.stdout.replace("\\\n", "").splitlines() if "-m train" in line)
     assert check.endswith("-m train check --config configs/phase1.yaml --max_steps 5")
     assert "accelerate launch --num_machines 1 --num_processes 2 --multi_gpu" in launch
