@@ -18,6 +18,8 @@ from precompute.select.job import select
 from shards.errors import RequestError, WorkError
 from tests.precompute import laion
 
+pytestmark = pytest.mark.usefixtures("no_plot")
+
 
 def read(folder: Path) -> pa.Table:
     return pa.concat_tables(pq.read_table(path) for path in sorted(folder.glob("*.parquet")))
@@ -25,17 +27,6 @@ def read(folder: Path) -> pa.Table:
 
 def snapshot(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
-
-
-@pytest.fixture(autouse=True)
-def no_plot(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drawing takes longer than all else here; `test_the_command` draws."""
-    monkeypatch.setattr("precompute.select.plot.draw_funnel", lambda funnel: b"drawn")
-
-
-@pytest.fixture
-def metadata(tmp_path: Path) -> Path:
-    return laion.three_files(tmp_path / "in")
 
 
 def expected_rows() -> list[int]:

@@ -11,16 +11,7 @@ from precompute.select.job import select
 from shards.errors import RequestError, WorkError, exit_code_of
 from tests.precompute import laion
 
-
-@pytest.fixture(autouse=True)
-def no_plot(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drawing takes longer than all else here."""
-    monkeypatch.setattr("precompute.select.plot.draw_funnel", lambda funnel: b"drawn")
-
-
-@pytest.fixture
-def metadata(tmp_path: Path) -> Path:
-    return laion.three_files(tmp_path / "in")
+pytestmark = pytest.mark.usefixtures("no_plot")
 
 
 def table_with(column: str, values: pa.Array) -> pa.Table:
