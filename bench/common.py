@@ -1,0 +1,79 @@
+"""What every benchmark shares: where it ran, fair pairs of timings, and the table that goes into docs/benchmarks.md."""
+
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def machine() -> str:
+    """Processor, usable cores, GPU and the date, on one line."""
+    processor = platform.processor() or platform.machine()
+    for line in Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []:
+        if line.startswith("model name"):
+            processor = line.partition(":")[2].strip()
+            break
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
+    cores = len(os.sched_getaffinity(0))
+    return f"{processor}, {cores} cores, {gpu}, torch {torch.__version__}, {date.today()}"
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two ways of doing one thing, timed in turn in one run."""
+
+    first_seconds: list[float]
+    second_seconds: list[float]
+
+    @property
+    def ratios(self) -> list[float]:
+        """Second's time over first's, round by round: above 1 the first is faster."""
+        return [b / a for a, b in zip(self.first_seconds, self.second_seconds, strict=True)]
+
+    @property
+    def ratio(self) -> float:
+        """The median of `ratios`."""
+        return statistics.median(self.ratios)
+
+    @property
+    def spread(self) -> str:
+        """Lowest and highest of `ratios`."""
+        return f"{min(self.ratios):.2f} to {max(self.ratios):.2f}"
+
+
+def timed_in_turn(first: Callable[[], object], second: Callable[[], object], rounds: int) -> Pair:
+    """Run both once unmeasured, then in turn `rounds` times, so that a noisy machine disturbs both alike."""
+    first()
+    second()
+    seconds: tuple[list[float], list[float]] = ([], [])
+    for _ in range(rounds):
+        for times, function in zip(seconds, (first, second), strict=True):
+            start = time.perf_counter()
+            function()
+            times.append(time.perf_counter() - start)
+    return Pair(*seconds)
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """A Markdown table."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines)
+
+
+def section(title: str, command: str, body: str) -> str:
+    """One section of docs/benchmarks.md: what was measured, by which command, where, and when."""
+    return f"## {title}\n\n`{command}` on {machine()}:\n\n{body}\n"
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """`content` and where it was measured, as JSON."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"machine": machine(), **content}, indent=2) + "\n")
