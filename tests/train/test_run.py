@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from shards.errors import WorkError, exit_code_of
-from tests.runs import PYTHON, environment, launcher, run_module, train_fields, write_config
+from tests.runs import PYTHON, curve, environment, launcher, run_module, train_fields, write_config
 from train.__main__ import run as command
 from train.checkpoint import list_checkpoints, newest_checkpoint, step_folder, step_of, verify_checkpoint
 from train.config import DataConfig
@@ -36,12 +36,6 @@ def refused(folder: Path, fields: dict[str, Any], capsys: pytest.CaptureFixture[
     config = write_config(folder, fields)
     assert exit_code_of(lambda: command(["check", "--config", str(config)])) == 2
     return capsys.readouterr().err.replace("\n", " ")
-
-
-def curve(run_dir: Path) -> tuple[list[float], list[list[str]]]:
-    """Losses and sample keys per step."""
-    losses = [row["loss"] for row in read_json_lines(run_dir / "metrics.jsonl")]
-    return losses, [row["keys"] for row in read_json_lines(run_dir / "samples.jsonl")]
 
 
 @pytest.fixture(scope="module")
