@@ -10,7 +10,7 @@ import os
 import socket
 import sys
 import tempfile
-from multiprocessing import get_context, resource_tracker
+from multiprocessing import get_context, resource_tracker, set_start_method
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
@@ -87,6 +87,7 @@ def nodes_can_be_simulated() -> bool:
 
 def _run_ranks(log: Path, program: str, arguments: list[str], ranks: list[dict[str, str]], node: Path | None) -> None:
     os.setsid()
+    set_start_method("fork", force=True)  # of loader workers, as in a process that was not itself forked by a server
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)

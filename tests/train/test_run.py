@@ -170,6 +170,43 @@ def test_a_checkpoint_goes_on_only_under_what_it_was_trained_with(
     assert "seed: 0 ≠ 5; global_batch_size: 8 ≠ 12 (checkpoint ≠ this run)" in message
 
 
+def test_a_checkpoint_goes_on_only_over_the_streams_and_data_that_it_saw(
+    reference: Path, latents: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    streams = [{"root": str(latents), "bucket": bucket} for bucket in ("64x64", "128x128")]
+    fields = train_fields(latents, reference, max_steps=20, data={"streams": streams})
+    assert "was trained under other settings: streams: [{" in refused(tmp_path / "streams", fields, capsys)
+    root = shutil.copytree(latents, tmp_path / "root")
+    index = root / "64x64" / "index.json"
+    index.write_text(index.read_text() + "\n")
+    fields = train_fields(root, reference, max_steps=20)
+    message = refused(tmp_path / "data", fields, capsys)
+    assert "was trained under other settings: streams: [{" in message and "index_sha256" in message
+
+
+def test_phase_2_again_needs_the_latents_and_phase_1_alone(
+    reference: Path, latents: Path, models: Path, tars: Path, tmp_path: Path
+) -> None:
+    """A second phase 2 by one command, in a process that may open neither tars nor models."""
+    root = shutil.copytree(latents, tmp_path / "root")
+    fields = train_fields(root, tmp_path / "phase2b", max_steps=2, init_from=str(reference), init_weights="raw")
+    program = f"""
+import sys
+
+def watch(event, arguments):
+    if event == "open" and str(arguments[0]).startswith(({str(models)!r}, {str(tars)!r})):
+        raise AssertionError(f"phase 2 must not read {{arguments[0]}}")
+
+sys.addaudithook(watch)
+from train.__main__ import run
+run(["--config", {str(write_config(tmp_path, fields))!r}])
+"""
+    result = subprocess.run([*PYTHON, "-c", program], capture_output=True, text=True, env=environment(), timeout=300)
+    assert result.returncode == 0, result.stderr
+    assert f"from run after step {STEPS} ({reference}/checkpoints/step-{STEPS:08d}/unet)" in result.stdout
+    assert verify_checkpoint(step_folder(tmp_path / "phase2b", 2))["state"]["step"] == 2
+
+
 def test_a_missing_shard_is_named_before_the_first_step(
     latents: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
