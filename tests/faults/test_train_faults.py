@@ -244,3 +244,32 @@ def test_the_launcher_brings_back_a_job_whose_ranks_are_killed(latents: Path, tm
     figures = compare(tmp_path / "run", undisturbed) | {"kills": kills, "killed_by_rank": dict(ranks_killed)}
     assert kills >= 10
     report("launcher", figures | {"resumes": (tmp_path / "log").read_text().count("resuming ")})
+
+
+@pytest.mark.slow
+def test_two_launchers_bring_back_a_job_of_two_machines(latents: Path, tmp_path: Path) -> None:
+    """A rank of the first machine is killed, then one of the second; both machines start again, and meet."""
+    if not ranks.nodes_can_be_simulated():
+        pytest.skip("this process may not make a /dev/shm of its own for each machine")
+    undisturbed = reference(latents, tmp_path, max_steps=40, num_processes=2)
+    config = write_config(tmp_path, run_fields(latents, tmp_path / "run", max_steps=40))
+    flags = ["--num_machines", "2", "--num_processes", "2", "--multi_gpu", "--main_process_ip", "127.0.0.1"]
+    flags += ["--main_process_port", str(ranks.free_port()), "--max_restarts", "5", "--mixed_precision", "no"]
+    machines = []
+    for machine in range(2):
+        launch = [*launcher(1)[:3], *flags, "--dynamo_backend", "no", "--machine_rank", str(machine)]
+        own = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs tmpfs /dev/shm && exec "$@"', "sh"]
+        (tmp_path / f"machine-{machine}").mkdir()
+        with (tmp_path / f"log-{machine}").open("w") as log:
+            command = [*own, *launch, "-m", "train", "--config", str(config)]
+            variables = environment(TMPDIR=str(tmp_path / f"machine-{machine}"))
+            machines.append(subprocess.Popen(command, env=variables, stdout=log, stderr=subprocess.STDOUT))
+    for machine, until in enumerate((6, 20)):
+        while last_step(tmp_path / "run") < until and machines[0].poll() is None:
+            time.sleep(0.01)
+        (victim,) = rank_processes(machines[machine].pid)
+        victim.kill()
+    logs = [tmp_path / f"log-{machine}" for machine in range(2)]
+    codes = [process.wait(600) for process in machines]
+    assert codes == [0, 0], "\n".join(log.read_text()[-3000:] for log in logs)
+    report("two_machines", compare(tmp_path / "run", undisturbed) | {"kills": 2})

@@ -66,7 +66,8 @@ def test_the_launcher_starts_a_job_again_whose_process_was_killed(latents: Path,
     fields = train_fields(latents, tmp_path / "whole", max_steps=30, checkpoint={"every": 5}, collective_timeout=120.0)
     ranks.run(tmp_path / "whole.log", ["--config", str(write_config(tmp_path, fields))], 2)
     config = write_config(tmp_path, fields | {"run_dir": str(tmp_path / "run")})
-    command = [*launcher(2), "--max_restarts", "3", "-m", "train", "--config", str(config)]
+    ddp = ("--config_file", "configs/accelerate/ddp.yaml", "--num_processes", "2", "--main_process_port", "0")
+    command = [*launcher(1)[:3], *ddp, "--max_restarts", "3", "-m", "train", "--config", str(config)]
     with (tmp_path / "log").open("w") as log:
         process = subprocess.Popen(command, env=environment(), stdout=log, stderr=subprocess.STDOUT)
     wait_for_lines(tmp_path / "run", 7, process)
