@@ -16,7 +16,7 @@ from precompute.encoders import ImageEncoder, TextEncoder
 from precompute.progress import Progress
 from precompute.shard import encode_shard
 from precompute.tars import InputShard
-from shards.encoding import FILE_NAME, EncodingRecord
+from shards.encoding import EncodingRecord
 from shards.errors import RequestError, WorkError
 from shards.models import hash_weights, model_folder
 from shards.receipts import Receipt, load_receipt
@@ -159,15 +159,19 @@ def encode_on_worker(shard: InputShard, config: PrecomputeConfig, encoding: Enco
 
 
 def check_shared_root(config: PrecomputeConfig, encoding: EncodingRecord) -> None:
-    """See that this worker's `output` is the folder that the driver made.
+    """See that this worker's `output` is the root that the driver made.
 
     Raises:
         WorkError: it is not.
     """
-    if not (config.output / FILE_NAME).is_file() or EncodingRecord.load(config.output).id != encoding.id:
+    try:
+        shared = EncodingRecord.load(config.output).id == encoding.id
+    except RequestError:
+        shared = False
+    if not shared:
         raise WorkError(
             f"{config.output} on {os.uname().nodename} is not the latents root that the job made: the nodes do not "
-            f"share this folder. Give an `output` that all of them see under one path."
+            f"share this folder. Give an `output` that all of them see under one path, or an object store's address."
         )
 
 

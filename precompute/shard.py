@@ -21,7 +21,7 @@ from shards.buckets import Bucket
 from shards.commit import Attempt, attempt_folder, commit
 from shards.encoding import EncodingRecord
 from shards.receipts import Receipt, load_receipt
-from shards.root import UNCOND_NAME, write_uncond
+from shards.root import has_uncond, write_uncond
 from shards.tables import TOO_SMALL
 from shards.writing import PartWriter, Sample
 
@@ -74,13 +74,13 @@ def encode_shard(
     buckets = [bucket for bucket in config.bucket_list if committed is None or str(bucket) not in committed.parts]
     if committed is not None and not buckets:
         return committed
-    if not (root / UNCOND_NAME).exists():
+    if not has_uncond(root):
         empty = text_encoder([""], config.workers.batch_size)[0]
         write_uncond(root, empty.latents, empty.num_tokens)
 
     with (
         local_copy(shard.address, ".tar") as path,
-        attempt_folder(root, shard.name) as folder,
+        attempt_folder(root, shard.name, config.workers.scratch) as folder,
         ThreadPoolExecutor(config.workers.decode_threads) as pool,
     ):
         tar = Tar(path, config.limits.max_bytes)

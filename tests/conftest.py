@@ -39,7 +39,7 @@ def tars(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def precompute_config(models: Path, tars: Path, output: Path, **changes: object) -> PrecomputeConfig:
+def precompute_config(models: Path, tars: Path, output: Path | str, **changes: object) -> PrecomputeConfig:
     """Stage 1 on the CPU, in float32, for the 64x64 and 128x128 buckets."""
     fields = {
         "input": str(tars),
