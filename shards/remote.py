@@ -2,7 +2,7 @@
 
 What such a store gives: a put of one object is atomic, a listing shows what was put before it, and an object can be
 created on condition that there is none (`If-None-Match` on S3, `ifGenerationMatch=0` on GCS). What it does not:
-renames, and locks that die with their holder. So a lock is a claim: an object `.locks/NAME.lock/00000007` that its
+renames, and locks that die with their holder. So a lock is a claim: an object `.claims/NAME/00000007` that its
 holder created, alone, by that condition, and rewrites every few seconds. The highest number holds. A claim that says it
 is free, or has not changed for `LEASE_SECONDS` by the waiter's own clock (no two machines' clocks are compared), is
 succeeded by creating the next number, which again only one can do; nothing is ever taken over by deleting.
@@ -122,7 +122,7 @@ class RemoteStore(Store):
 
     @contextmanager
     def locked(self, name: str) -> Iterator[StillHeld]:
-        claim = Claim(self, f".locks/{name}.lock")
+        claim = Claim(self, f".claims/{name}")
         stop = threading.Event()
         beat = threading.Thread(target=claim.keep, args=(stop,), daemon=True)
         beat.start()
@@ -195,10 +195,9 @@ class Claim:
                 continue  # succeeded and cleared between the two calls
             if (newest, state) != seen:
                 seen, since = (newest, state), time.monotonic()
-            if state == FREE or time.monotonic() - since > LEASE_SECONDS:
-                if store.create(self._name(newest + 1), self._beat(0)):
-                    break
-                continue
+            takeable = state == FREE or time.monotonic() - since > LEASE_SECONDS
+            if takeable and store.create(self._name(newest + 1), self._beat(0)):
+                break
             time.sleep(POLL_SECONDS)
         self.number = newest + 1
         for number in self._numbers():
