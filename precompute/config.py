@@ -34,12 +34,22 @@ class WorkersConfig(Config):
     """GPUs per worker; 0 encodes on the CPU."""
     num_cpus: float = Field(8.0, gt=0)
     """CPUs per worker, as Ray counts them."""
+    resources: dict[str, float] = Field(default_factory=dict)
+    """Further Ray resources per worker, by name: {encoder: 1} keeps to nodes that were started with such."""
     decode_threads: int = Field(8, ge=1)
     """Threads that decode pictures, in each worker."""
     batch_size: int = Field(64, ge=1)
     """Pictures of up to 512x512 that are encoded together; the last batch of a shard is smaller."""
     attempts: int = Field(3, ge=1)
     """How often a shard is tried before it is reported as failed."""
+    lost_attempts: int = Field(10, ge=1)
+    """The same for attempts whose process or node went away, as preempted machines do; they do not count as tries."""
+    backoff: float = Field(5.0, ge=0)
+    """Seconds before a shard's second attempt; doubled for each further one, five minutes at most."""
+    node_failures: int = Field(5, ge=1)
+    """Failed attempts in a row after which a node gets no work for ten minutes, while there are others."""
+    wait_for_resources: float = Field(3600.0, ge=0)
+    """Seconds to wait for a node that can take a worker, before the job gives up; on a cluster only."""
     scratch: Path | None = None
     """Local folder of attempts at shards, each as large as its latents, where `output` is an address; the system's
     temporary folder if not given."""

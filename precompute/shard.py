@@ -1,7 +1,7 @@
 """The whole of stage 1 for one input shard, top to bottom."""
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -60,8 +60,11 @@ def encode_shard(
     image_encoder: ImageEncoder,
     text_encoder: TextEncoder,
     attempt_number: int = 1,
+    report: Callable[[int], None] = lambda samples_in: None,
 ) -> Receipt:
     """Encode one tar into every configured bucket that its receipt does not have yet, and commit it.
+
+    `report` hears after each batch how many samples have been taken in.
 
     Returns:
         The receipt in force afterwards; the one that was there where there was nothing to do.
@@ -98,6 +101,7 @@ def encode_shard(
             latents = image_encoder(pictures, batch_size_of(bucket, config.workers.batch_size))
             for sample, caption, image_latents in zip(samples, captions, latents, strict=True):
                 write_sample(sample, bucket, image_latents, caption, parts)
+            report(parts.samples_in)
 
         # parts => committed
         attempt = Attempt(
