@@ -40,7 +40,7 @@ class Head:
         flags += ["--dashboard-agent-listen-port", str(free_port())]
         self.process = subprocess.Popen(
             [RAY, "start", *flags],
-            env=environment(**self.allowed, **patient),
+            env=environment(**self.allowed),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
