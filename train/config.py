@@ -43,8 +43,14 @@ class DataConfig(Config):
 class ObjectiveConfig(Config):
     """What the U-Net learns to predict, under which noise."""
 
-    prediction: Literal["epsilon", "v_prediction", "sample"] = "epsilon"
+    prediction: Literal["epsilon", "v_prediction", "sample", "flow_matching"] = "epsilon"
+    """The first three are DDPM's, over the β below; flow_matching is rectified flow, which has no β."""
     num_train_timesteps: int = Field(1000, ge=1)
+    """With flow_matching, the scale on which the U-Net is told the time in [0, 1]."""
+    timestep_sampling: Literal["uniform", "logit_normal"] = "uniform"
+    """How flow_matching draws its time; the sigmoid of a normal dwells in the middle (Esser et al., 2024)."""
+    logit_mean: float = 0.0
+    logit_std: float = Field(1.0, gt=0)
     beta_schedule: Literal["scaled_linear", "linear", "squaredcos_cap_v2"] = "scaled_linear"
     beta_start: float = Field(0.00085, gt=0)
     beta_end: float = Field(0.012, gt=0)
@@ -59,6 +65,15 @@ class ObjectiveConfig(Config):
 
     @model_validator(mode="after")
     def _check(self) -> "ObjectiveConfig":
+        if self.prediction == "flow_matching":
+            for name in ("zero_terminal_snr", "min_snr_gamma", "offset_noise"):
+                if getattr(self, name):
+                    raise ValueError(
+                        f"{name} with prediction flow_matching: that path ends in pure noise by itself and has no SNR "
+                        f"weights; leave it out"
+                    )
+        elif self.timestep_sampling != "uniform":
+            raise ValueError(f"timestep_sampling {self.timestep_sampling} goes with prediction flow_matching alone")
         if self.zero_terminal_snr and self.prediction == "epsilon":
             raise ValueError(
                 "zero_terminal_snr with prediction epsilon has nothing to learn at the last step; use v_prediction"
@@ -91,7 +106,12 @@ class ScheduleConfig(Config):
 class EmaConfig(Config):
     """The exponential moving average of the weights."""
 
+    kind: Literal["constant", "power"] = "constant"
+    """`power` widens the average with the run, to the same share of it at every step (Karras et al., 2024)."""
     decay: float = Field(0.9999, gt=0, lt=1)
+    """Of `constant`."""
+    sigma_rel: float = Field(0.1, gt=0, lt=0.28)
+    """Of `power`: the average's width (standard deviation in time) as a share of the steps done."""
     start_step: int | None = Field(None, ge=0)
     """Step from which it is held; null: never. It takes no memory before."""
 
@@ -160,6 +180,10 @@ class TrainConfig(Config):
     gradient_checkpointing: bool = False
     compile: bool = False
     """torch.compile the U-Net."""
+    channels_last: bool | None = None
+    """Memory format of the convolutions; null: on GPUs, whose bfloat16 kernels want it."""
+    low_precision_norms: bool = False
+    """Run GroupNorm and LayerNorm in the autocast type, not in float32: less memory traffic, a little more rounding."""
     num_processes: int | None = Field(None, ge=1)
     """How many processes the launcher was asked for; the run refuses to start on another number."""
 

@@ -33,14 +33,14 @@ class Validation:
     @torch.no_grad()
     def __call__(self, unet: nn.Module, loss: DiffusionLoss, accelerator: Accelerator) -> dict[str, Any]:
         """`val_loss`, and its value at each timestep; every sample has its caption. The ranks share the batches."""
-        timesteps = [int((k + 0.5) * loss.config.num_train_timesteps / NUM_TIMESTEPS) for k in range(NUM_TIMESTEPS)]
+        timesteps = loss.fixed_timesteps(NUM_TIMESTEPS)
         sums = torch.zeros(NUM_TIMESTEPS, device=accelerator.device)
         for batch in self.batches[accelerator.process_index :: accelerator.num_processes]:
             moved = batch.to(accelerator.device)
             no_captions_dropped = torch.zeros_like(moved.slots, dtype=torch.bool)
             for k, timestep in enumerate(timesteps):
                 draws = Draws(self.seed, FIRST_STEP + k, moved.slots)
-                at = torch.full_like(moved.slots, timestep)
+                at = torch.full((len(moved),), timestep, device=accelerator.device)
                 sums[k] += loss.squared_error(unet, moved, at, no_captions_dropped, draws).sum()
         means: Tensor = accelerator.reduce(sums, "sum") / sum(len(batch) for batch in self.batches)
         by_timestep = dict(zip(map(str, timesteps), means.tolist(), strict=True))
