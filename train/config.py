@@ -134,7 +134,10 @@ class LogConfig(Config):
     """Steps between lines of metrics.jsonl."""
     samples: bool = False
     """Write samples.jsonl: the keys of each global batch, in global order."""
-    tracker: Literal["tensorboard", "wandb", "none"] = "tensorboard"
+    tracker: str = "tensorboard"
+    """none, or one that accelerate knows: tensorboard, wandb, mlflow, comet_ml, aim, clearml, dvclive, …"""
+    peak_tflops: float | None = Field(None, gt=0)
+    """What one device does at most, in TFLOP/s, for `mfu`; null: bfloat16's by the device's name, where it is known."""
 
 
 class ValidationConfig(Config):
@@ -165,6 +168,8 @@ class TrainConfig(Config):
     """A run folder whose newest checkpoint this run starts from, with a new optimizer."""
     init_weights: Literal["auto", "raw", "ema"] = "auto"
     """Which of its weights; auto: the moving average where it has one."""
+    init_unet: str | None = None
+    """A folder of a pretrained diffusers U-Net, or its hub name (org/repo/unet), to start from; of `unet`'s config."""
     data: DataConfig
     unet: Path
     """A diffusers UNet2DConditionModel config (JSON)."""
@@ -199,6 +204,8 @@ class TrainConfig(Config):
                 f"validation.every {self.validation.every} is not a multiple of log.every {self.log.every}, so there "
                 f"would be no line for its value"
             )
+        if self.init_from is not None and self.init_unet is not None:
+            raise ValueError("init_from and init_unet are two starts; give one")
         if self.init_from is not None and self.init_from.resolve() == self.run_dir.resolve():
             raise ValueError("init_from is the run's own run_dir; resuming needs no init_from")
         return self

@@ -43,7 +43,7 @@ def train(config: TrainConfig, request: Request, accelerator: Accelerator) -> No
 
         run.state.step += 1
         update_ema(run)
-        log.step(grad_norm)
+        log.step(batch, grad_norm)
         leave = run.state.step % SIGNAL_EVERY == 0 and stop_agreed(run, stop)
         if leave or run.state.step % config.checkpoint.every == 0 or run.state.step == config.max_steps:
             save(run)

@@ -86,7 +86,7 @@ def test_the_loss_does_not_depend_on_compilation(unet: UNet2DConditionModel) -> 
 
 def test_low_precision_norms_keep_within_the_rounding_of_bfloat16(unet: UNet2DConditionModel) -> None:
     exact, exact_gradients = loss_and_gradients(unet.train())
-    plain, plain_gradients = loss_and_gradients(unet, torch.bfloat16)
+    _, plain_gradients = loss_and_gradients(unet, torch.bfloat16)
     names = list(unet.state_dict())
     use_low_precision_norms(unet)
     low, low_gradients = loss_and_gradients(unet, torch.bfloat16)
