@@ -73,6 +73,12 @@ def test_the_curve_does_not_depend_on_the_machine(
     assert result.returncode == 0, result.stderr
     expected, found = curve(reference), curve(tmp_path / "run")
     assert found[1] == expected[1]
+    quarters = [
+        [row["loss_by_quarter"] for row in read_json_lines(run_dir / "metrics.jsonl")]
+        for run_dir in (reference, tmp_path / "run")
+    ]
+    for here, there in zip(*quarters, strict=True):
+        assert here == pytest.approx(there, rel=1e-5)
     assert found[0] == (expected[0] if bit_equal else pytest.approx(expected[0], rel=1e-5))
 
 
@@ -101,6 +107,10 @@ def test_killed_and_resumed_with_the_newest_checkpoint_damaged(reference: Path, 
     last, content = newest_checkpoint(tmp_path / "run") or (None, {})
     assert last is not None and content["state"]["step"] == STEPS
     expected = verify_checkpoint(list_checkpoints(reference)[-1])
+    lines = [read_json_lines(run_dir / "metrics.jsonl") for run_dir in (tmp_path / "run", reference)]
+    assert [[row["loss_by_quarter"] for row in rows] for rows in lines[:1]] == [
+        [row["loss_by_quarter"] for row in rows] for rows in lines[1:]
+    ]
     assert content["files"] == expected["files"]  # weights, moving average and optimizer, bit by bit
 
     again = run_module("train", "--config", str(config))
