@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -183,14 +184,15 @@ def trainer(
                 "log": {"tracker": "none", "every": 50},
             }
         )
-        given = {
+        given: dict[str, Any] = {
             "spec": data_spec(config, unet),
             "unet": copy.deepcopy(unet),
             "fingerprint": {},
             "local_world_size": 1,
         }
         # nothing to resume, to start from or to validate on
-        run = assemble(config, Request(**{field.name: given.get(field.name) for field in fields(Request)}), accelerator)
+        blank: dict[str, Any] = {field.name: None for field in fields(Request)}
+        run = assemble(config, Request(**(blank | given)), accelerator)
         batch, log = make_batch(setting.bucket, options.batch, unet, pin=accelerator.device.type == "cuda"), Log(run)
 
         def step() -> None:
