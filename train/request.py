@@ -90,7 +90,7 @@ def check_tracker(name: str) -> None:
         return
     if name not in LOGGER_TYPE_TO_CLASS:
         raise RequestError(f"log.tracker {name} is none of none, {', '.join(sorted(LOGGER_TYPE_TO_CLASS))}.")
-    if name not in get_available_trackers():
+    if name not in {tracker.value for tracker in get_available_trackers()}:
         raise RequestError(
             f"log.tracker {name} needs a package that is not installed here. Install it (`pip install "
             f"{name.replace('_', '-')}`), or set log.tracker to tensorboard or none."
