@@ -388,3 +388,29 @@ def test_a_flipped_bit_in_the_empty_caption_is_found(
     config = write_config(tmp_path, train_fields(root, tmp_path / "run"))
     assert exit_code_of(lambda: command(["check", "--config", str(config)])) == 1
     assert "uncond.safetensors is damaged" in capsys.readouterr().err.replace("\n", " ")
+
+
+def test_a_log_line_says_it_all(latents: Path, tmp_path: Path) -> None:
+    """Flow matching, a power average, low-precision norms and TensorBoard, on a device whose peak is told."""
+    validation = {"root": str(latents), "bucket": "64x64", "samples": 4, "batch_size": 4, "every": 2}
+    fields = train_fields(
+        latents,
+        tmp_path / "run",
+        max_steps=2,
+        objective={"prediction": "flow_matching", "timestep_sampling": "logit_normal"},
+        ema={"kind": "power", "sigma_rel": 0.1, "start_step": 2},
+        log={"tracker": "tensorboard", "peak_tflops": 1e-3},
+        validation=validation,
+        precision="bfloat16",
+        low_precision_norms=True,
+    )
+    command(["--config", str(write_config(tmp_path, fields))])
+    first, second = read_json_lines(tmp_path / "run" / "metrics.jsonl")
+    assert (first["ema"], first["ema_decay"]) == (False, None) and second["ema"]
+    assert second["ema_decay"] == pytest.approx(0.5**7.937, rel=1e-3)
+    assert second["images_per_second_per_gpu"] == second["images_per_second"] > 0
+    assert second["mfu"] > 0 and 0.05 < second["memory_gb"] < 20
+    assert list(second["val_loss_by_timestep"])[:2] == ["62.5", "187.5"]
+    means = [value for value in second["loss_by_quarter"].values() if value is not None]
+    assert len(second["loss_by_quarter"]) == 4 and min(means) <= second["loss"] <= max(means)
+    assert list((tmp_path / "run" / "tracker").glob("events*"))
