@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
 from shards.config import load_config
 from shards.errors import exit_code_of
@@ -43,7 +44,7 @@ def train_here(config: TrainConfig) -> None:
         accelerator = Accelerator(
             mixed_precision=ACCELERATE_PRECISION[config.precision],
             cpu=not torch.cuda.is_available(),
-            log_with=None if config.log.tracker == "none" else config.log.tracker,
+            log_with=config.log.tracker if config.log.tracker in LOGGER_TYPE_TO_CLASS else None,
             project_dir=config.run_dir,
         )
         train(config, check_request(config, accelerator), accelerator)

@@ -37,6 +37,8 @@ class TrainState:
     """Optimizer steps done."""
     losses: list[float] = field(default_factory=list)
     """Loss of each step since the last line of metrics.jsonl."""
+    quarters: list[float] = field(default_factory=lambda: [0.0] * 8)
+    """Of the same steps: for each quarter of the timesteps the summed losses, then the samples."""
     skipped: int = 0
     """Steps whose gradient was not finite, which changed nothing."""
     scaler: dict[str, Any] = field(default_factory=dict)
@@ -203,7 +205,7 @@ def restore(
     _unflatten(unet, optimizer, load_file(folder / "optimizer.safetensors"))
     ema = None
     if config.start_step is not None and (folder / "ema").is_dir():
-        ema = Ema(dict(unet.named_parameters()), config.decay)
+        ema = Ema(dict(unet.named_parameters()))
         for name, value in load_file(folder / "ema" / WEIGHTS_NAME).items():
             average = ema.average[name]
             average.copy_(part_like(value.to(average.device), average))

@@ -44,8 +44,14 @@ class DataConfig(Config):
 class ObjectiveConfig(Config):
     """What the U-Net learns to predict, under which noise."""
 
-    prediction: Literal["epsilon", "v_prediction", "sample"] = "epsilon"
+    prediction: Literal["epsilon", "v_prediction", "sample", "flow_matching"] = "epsilon"
+    """The first three are DDPM's, over the β below; flow_matching is rectified flow, which has no β."""
     num_train_timesteps: int = Field(1000, ge=1)
+    """With flow_matching, the scale on which the U-Net is told the time in [0, 1]."""
+    timestep_sampling: Literal["uniform", "logit_normal"] = "uniform"
+    """How flow_matching draws its time; the sigmoid of a normal dwells in the middle (Esser et al., 2024)."""
+    logit_mean: float = 0.0
+    logit_std: float = Field(1.0, gt=0)
     beta_schedule: Literal["scaled_linear", "linear", "squaredcos_cap_v2"] = "scaled_linear"
     beta_start: float = Field(0.00085, gt=0)
     beta_end: float = Field(0.012, gt=0)
@@ -60,6 +66,15 @@ class ObjectiveConfig(Config):
 
     @model_validator(mode="after")
     def _check(self) -> "ObjectiveConfig":
+        if self.prediction == "flow_matching":
+            for name in ("zero_terminal_snr", "min_snr_gamma", "offset_noise"):
+                if getattr(self, name):
+                    raise ValueError(
+                        f"{name} with prediction flow_matching: that path ends in pure noise by itself and has no SNR "
+                        f"weights; leave it out"
+                    )
+        elif self.timestep_sampling != "uniform":
+            raise ValueError(f"timestep_sampling {self.timestep_sampling} goes with prediction flow_matching alone")
         if self.zero_terminal_snr and self.prediction == "epsilon":
             raise ValueError(
                 "zero_terminal_snr with prediction epsilon has nothing to learn at the last step; use v_prediction"
@@ -92,7 +107,12 @@ class ScheduleConfig(Config):
 class EmaConfig(Config):
     """The exponential moving average of the weights."""
 
+    kind: Literal["constant", "power"] = "constant"
+    """`power` widens the average with the run, to the same share of it at every step (Karras et al., 2024)."""
     decay: float = Field(0.9999, gt=0, lt=1)
+    """Of `constant`."""
+    sigma_rel: float = Field(0.1, gt=0, lt=0.28)
+    """Of `power`: the average's width (standard deviation in time) as a share of the steps done."""
     start_step: int | None = Field(None, ge=0)
     """Step from which it is held; null: never. It takes no memory before."""
 
@@ -119,7 +139,10 @@ class LogConfig(Config):
     """Steps between lines of metrics.jsonl."""
     samples: bool = False
     """Write samples.jsonl: the keys of each global batch, in global order."""
-    tracker: Literal["tensorboard", "wandb", "none"] = "tensorboard"
+    tracker: str = "tensorboard"
+    """none, or one that accelerate knows: tensorboard, wandb, mlflow, comet_ml, aim, clearml, dvclive, …"""
+    peak_tflops: float | None = Field(None, gt=0)
+    """What one device does at most, in TFLOP/s, for `mfu`; null: bfloat16's by the device's name, where it is known."""
 
 
 class ValidationConfig(Config):
@@ -150,6 +173,8 @@ class TrainConfig(Config):
     """A run folder whose newest checkpoint this run starts from, with a new optimizer."""
     init_weights: Literal["auto", "raw", "ema"] = "auto"
     """Which of its weights; auto: the moving average where it has one."""
+    init_unet: str | None = None
+    """A folder of a pretrained diffusers U-Net, or its hub name (org/repo/unet), to start from; of `unet`'s config."""
     data: DataConfig
     unet: Path
     """A diffusers UNet2DConditionModel config (JSON)."""
@@ -169,6 +194,10 @@ class TrainConfig(Config):
     """Over several processes: each holds all (DDP), parts of gradients and optimizer state, or of the weights too."""
     collective_timeout: float = Field(600.0, gt=0)
     """Seconds after which a process that does not answer the others ends the run; longer than writing a checkpoint."""
+    channels_last: bool | None = None
+    """Memory format of the convolutions; null: on GPUs, whose bfloat16 kernels want it."""
+    low_precision_norms: bool = False
+    """Run GroupNorm and LayerNorm in the autocast type, not in float32: less memory traffic, a little more rounding."""
     num_processes: int | None = Field(None, ge=1)
     """How many processes the launcher was asked for; the run refuses to start on another number."""
 
@@ -186,6 +215,8 @@ class TrainConfig(Config):
             )
         if self.sharding != "none" and self.precision == "float16":
             raise ValueError("sharding with precision float16 needs a loss scaler of its own; use bfloat16")
+        if self.init_from is not None and self.init_unet is not None:
+            raise ValueError("init_from and init_unet are two starts; give one")
         if self.init_from is not None and self.init_from.resolve() == self.run_dir.resolve():
             raise ValueError("init_from is the run's own run_dir; resuming needs no init_from")
         return self

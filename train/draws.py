@@ -71,6 +71,10 @@ class Draws:
         normals = torch.cat([radius * angle.cos(), radius * angle.sin()], dim=1)
         return normals[:, :count].reshape(-1, *shape)
 
+    def uniform(self, purpose: Purpose) -> Tensor:
+        """(N,) float32 in (0, 1]."""
+        return (self.words(purpose, 1)[:, 0].float() + 0.5) * 2.0**-32
+
     def integers(self, purpose: Purpose, high: int) -> Tensor:
         """(N,) integers in [0, high), uniform but for a bias below high / 2^32."""
         return (self.words(purpose, 1)[:, 0] * high) >> 32

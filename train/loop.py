@@ -14,6 +14,7 @@ from train.config import TrainConfig
 from train.data import global_batches, make_loader
 from train.draws import Draws
 from train.log import Log
+from train.objective import NUM_QUARTERS
 from train.processes import lost_processes_named
 from train.request import Request
 from train.run import Run, assemble, save, update_ema
@@ -45,7 +46,7 @@ def train(config: TrainConfig, request: Request, accelerator: Accelerator) -> No
 
             run.state.step += 1
             update_ema(run)
-            log.step(grad_norm)
+            log.step(batch, grad_norm)
             run.writer.check()
             leave = run.state.step % SIGNAL_EVERY == 0 and stop_agreed(run, stop)
             last = leave or run.state.step == config.max_steps
@@ -61,7 +62,7 @@ def train_step(run: Run, batch: Batch) -> Tensor:
     config, accelerator = run.config, run.accelerator
     for group in run.optimizer.param_groups:
         group["lr"] = learning_rate(run.state.step, config.optimizer.lr, config.schedule, config.max_steps)
-    total = torch.zeros((), device=accelerator.device)
+    quarters = torch.zeros(2, NUM_QUARTERS, device=accelerator.device)
     microbatches = list(batch.to(accelerator.device).microbatches(config.microbatch_size))
     for microbatch in microbatches:
         draws = Draws(config.seed, run.state.step, microbatch.slots)
@@ -70,14 +71,14 @@ def train_step(run: Run, batch: Batch) -> Tensor:
         with nullcontext() if last else accelerator.no_sync(run.model):
             losses = run.loss(run.model, microbatch, draws)
             accelerator.backward(losses.sum() / len(batch))
-        total += losses.detach().sum()
+        quarters += run.loss.by_quarter(losses.detach(), draws)
     grad_norm = whole(accelerator.clip_grad_norm_(run.model.parameters(), config.optimizer.max_grad_norm))
     # all ranks hold the same gradient; the fused kernel leaves everything as it is where this is 1, and nobody waits
     bad = (~torch.isfinite(grad_norm)).float()
     run.optimizer.optimizer.found_inf = bad
     run.optimizer.step()
     run.optimizer.zero_grad(set_to_none=True)
-    run.pending.append(torch.stack([total, bad]))
+    run.pending.append(torch.cat([bad[None], quarters.flatten()]))
     return grad_norm
 
 

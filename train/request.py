@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 from accelerate.utils import DistributedType, broadcast_object_list
 from diffusers import UNet2DConditionModel
 
@@ -17,7 +18,7 @@ from shards.files import read_sealed_json
 from train.checkpoint import STATE_NAME, load_weights, newest_checkpoint
 from train.config import TrainConfig
 from train.data import DataSpec, open_data
-from train.unet import build_unet, check_fit
+from train.unet import build_unet, check_fit, load_pretrained
 from train.validation import Validation, open_validation
 
 PLAIN_LAUNCHES = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
@@ -58,6 +59,7 @@ def check_request(config: TrainConfig, accelerator: Accelerator | None = None) -
             f"global_batch_size {config.global_batch_size} cannot be shared evenly by {world_size} processes. "
             f"Choose a multiple."
         )
+    check_tracker(config.log.tracker)
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size)))
     check_nodes(config, world_size // local_world_size)
     if accelerator is not None and accelerator.distributed_type not in PLAIN_LAUNCHES:
@@ -72,12 +74,31 @@ def check_request(config: TrainConfig, accelerator: Accelerator | None = None) -
     checkpoint, weights = on_main_process(accelerator, lambda: find_start(config, fingerprint))
     if weights is not None:
         load_weights(unet, weights)
+    elif checkpoint is None and config.init_unet is not None:
+        load_pretrained(unet, config.init_unet)
     validation = None
     if config.validation.root is not None:
         training = EncodingRecord.load(config.data.streams[0].root)
         validation = open_validation(config.validation, training, config.seed)
     start = None if weights is None else describe_weights(weights)
     return Request(spec, unet, checkpoint, start, fingerprint, validation, local_world_size)
+
+
+def check_tracker(name: str) -> None:
+    """Hold the tracker against those that accelerate drives, and that can be imported here.
+
+    Raises:
+        RequestError: it is none of them, or its package is not installed.
+    """
+    if name == "none":
+        return
+    if name not in LOGGER_TYPE_TO_CLASS:
+        raise RequestError(f"log.tracker {name} is none of none, {', '.join(sorted(LOGGER_TYPE_TO_CLASS))}.")
+    if name not in {tracker.value for tracker in get_available_trackers()}:
+        raise RequestError(
+            f"log.tracker {name} needs a package that is not installed here. Install it (`pip install "
+            f"{name.replace('_', '-')}`), or set log.tracker to tensorboard or none."
+        )
 
 
 def check_nodes(config: TrainConfig, num_nodes: int) -> None:

@@ -14,8 +14,9 @@ from shards.errors import WorkError
 from train.checkpoint import CheckpointWriter, TrainState, load_weights, restore, take_snapshot
 from train.config import TrainConfig
 from train.draws import global_slots
-from train.ema import Ema
-from train.objective import DiffusionLoss
+from train.ema import Ema, ema_decay
+from train.norms import use_low_precision_norms
+from train.objective import NUM_QUARTERS, DiffusionLoss
 from train.request import Request
 from train.sharding import shard
 
@@ -37,7 +38,7 @@ class Run:
     writer: CheckpointWriter
     slots: Tensor
     pending: list[Tensor] = field(default_factory=list)
-    """This rank's summed loss, and whether the step was skipped, of each step not yet in `state`."""
+    """Of each step not yet in `state`: whether it was skipped, then this rank's `DiffusionLoss.by_quarter`, flat."""
 
 
 def assemble(config: TrainConfig, request: Request, accelerator: Accelerator) -> Run:
@@ -49,8 +50,11 @@ def assemble(config: TrainConfig, request: Request, accelerator: Accelerator) ->
         load_weights(unet, request.checkpoint[0] / "unet")
     if config.gradient_checkpointing:
         unet.enable_gradient_checkpointing()
+    if config.low_precision_norms:
+        use_low_precision_norms(unet)
     unet.to(accelerator.device)
-    if cuda and not sharded:  # fully_shard takes contiguous weights only
+    # fully_shard takes contiguous weights only
+    if not sharded and (cuda if config.channels_last is None else config.channels_last):
         unet.to(memory_format=torch.channels_last)
     if not cuda:
         # the name is CUDA's, but it governs the CPU's kernel too, whose bfloat16 backward pass is 5 to 15 times slower
@@ -101,9 +105,9 @@ def update_ema(run: Run) -> None:
     if start is None or run.state.step < start:
         return
     if run.ema is None:
-        run.ema = Ema(dict(run.unet.named_parameters()), run.config.ema.decay)
+        run.ema = Ema(dict(run.unet.named_parameters()))
     else:
-        run.ema.update(dict(run.unet.named_parameters()))
+        run.ema.update(dict(run.unet.named_parameters()), ema_decay(run.config.ema, run.state.step))
 
 
 def save(run: Run, last: bool) -> None:
@@ -122,17 +126,21 @@ def save(run: Run, last: bool) -> None:
 
 
 def collect_losses(run: Run) -> None:
-    """Bring `state` up to date: the global mean loss of each step, over all ranks, and the steps skipped.
+    """Bring `state` up to date over all ranks: each step's mean loss, sums by quarter, and the steps skipped.
 
     Raises:
         WorkError: more steps were skipped than `optimizer.max_skipped_steps`.
     """
     if not run.pending:
         return
-    sums, bad = torch.stack(run.pending).unbind(dim=1)
+    rows = torch.stack(run.pending)  # (steps, 1 + 8)
     run.pending.clear()
-    means = run.accelerator.reduce(sums, "sum") / run.config.global_batch_size
-    run.state.losses += [loss for loss in means.tolist() if math.isfinite(loss)]
+    bad = rows[:, 0]
+    for quarters in run.accelerator.reduce(rows[:, 1:].contiguous(), "sum").tolist():
+        loss = sum(quarters[:NUM_QUARTERS]) / run.config.global_batch_size
+        if math.isfinite(loss):
+            run.state.losses.append(loss)
+            run.state.quarters = [a + b for a, b in zip(run.state.quarters, quarters, strict=True)]
     scaler = run.accelerator.scaler
     if scaler is None or scaler.get_scale() <= 1:  # above, a float16 overflow is the scaler finding its scale
         run.state.skipped += int(bad.sum())

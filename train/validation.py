@@ -34,7 +34,7 @@ class Validation:
     @torch.no_grad()
     def __call__(self, unet: nn.Module, loss: DiffusionLoss, accelerator: Accelerator) -> dict[str, Any]:
         """`val_loss`, and its value at each timestep; every sample has its caption. The ranks share the batches."""
-        timesteps = [int((k + 0.5) * loss.config.num_train_timesteps / NUM_TIMESTEPS) for k in range(NUM_TIMESTEPS)]
+        timesteps = loss.fixed_timesteps(NUM_TIMESTEPS)
         sums = torch.zeros(NUM_TIMESTEPS, device=accelerator.device)
         ranks = accelerator.num_processes
         # all ranks go as often through a U-Net that they hold parts of; what one does over again does not count
@@ -44,7 +44,7 @@ class Validation:
             no_captions_dropped = torch.zeros_like(moved.slots, dtype=torch.bool)
             for k, timestep in enumerate(timesteps):
                 draws = Draws(self.seed, FIRST_STEP + k, moved.slots)
-                at = torch.full_like(moved.slots, timestep)
+                at = torch.full((len(moved),), timestep, device=accelerator.device)
                 errors = loss.squared_error(unet, moved, at, no_captions_dropped, draws)
                 sums[k] += errors.sum() if place < len(self.batches) else 0.0
         reshard(unet)

@@ -67,6 +67,12 @@ def test_the_curve_does_not_depend_on_the_machine(
     assert result.returncode == 0, result.stderr
     expected, found = curve(reference), curve(tmp_path / "run")
     assert found[1] == expected[1]
+    quarters = [
+        [row["loss_by_quarter"] for row in read_json_lines(run_dir / "metrics.jsonl")]
+        for run_dir in (reference, tmp_path / "run")
+    ]
+    for here, there in zip(*quarters, strict=True):
+        assert here == pytest.approx(there, rel=1e-5)
     assert found[0] == (expected[0] if bit_equal else pytest.approx(expected[0], rel=1e-5))
 
 
@@ -95,6 +101,10 @@ def test_killed_and_resumed_with_the_newest_checkpoint_damaged(reference: Path, 
     last, content = newest_checkpoint(tmp_path / "run") or (None, {})
     assert last is not None and content["state"]["step"] == STEPS
     expected = verify_checkpoint(list_checkpoints(reference)[-1])
+    lines = [read_json_lines(run_dir / "metrics.jsonl") for run_dir in (tmp_path / "run", reference)]
+    assert [[row["loss_by_quarter"] for row in rows] for rows in lines[:1]] == [
+        [row["loss_by_quarter"] for row in rows] for rows in lines[1:]
+    ]
     assert content["files"] == expected["files"]  # weights, moving average and optimizer, bit by bit
 
     again = run_module("train", "--config", str(config))
@@ -409,3 +419,29 @@ def test_a_flipped_bit_in_the_empty_caption_is_found(
     config = write_config(tmp_path, train_fields(root, tmp_path / "run"))
     assert exit_code_of(lambda: command(["check", "--config", str(config)])) == 1
     assert "uncond.safetensors is damaged" in capsys.readouterr().err.replace("\n", " ")
+
+
+def test_a_log_line_says_it_all(latents: Path, tmp_path: Path) -> None:
+    """Flow matching, a power average, low-precision norms and TensorBoard, on a device whose peak is told."""
+    validation = {"root": str(latents), "bucket": "64x64", "samples": 4, "batch_size": 4, "every": 2}
+    fields = train_fields(
+        latents,
+        tmp_path / "run",
+        max_steps=2,
+        objective={"prediction": "flow_matching", "timestep_sampling": "logit_normal"},
+        ema={"kind": "power", "sigma_rel": 0.1, "start_step": 2},
+        log={"tracker": "tensorboard", "peak_tflops": 1e-3},
+        validation=validation,
+        precision="bfloat16",
+        low_precision_norms=True,
+    )
+    command(["--config", str(write_config(tmp_path, fields))])
+    first, second = read_json_lines(tmp_path / "run" / "metrics.jsonl")
+    assert (first["ema"], first["ema_decay"]) == (False, None) and second["ema"]
+    assert second["ema_decay"] == pytest.approx(0.5**7.937, rel=1e-3)
+    assert second["images_per_second_per_gpu"] == second["images_per_second"] > 0
+    assert second["mfu"] > 0 and 0.05 < second["memory_gb"] < 20
+    assert list(second["val_loss_by_timestep"])[:2] == ["62.5", "187.5"]
+    means = [value for value in second["loss_by_quarter"].values() if value is not None]
+    assert len(second["loss_by_quarter"]) == 4 and min(means) <= second["loss"] <= max(means)
+    assert list((tmp_path / "run" / "tracker").glob("events*"))
