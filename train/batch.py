@@ -1,5 +1,6 @@
 """One rank's share of a global batch: how it is stacked from samples, moved, and cut into microbatches."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import get_worker_info
 
 
 @dataclass
@@ -72,4 +74,12 @@ class Collate:
 
 
 def _stack(arrays: list[np.ndarray]) -> Tensor:
-    return torch.from_numpy(np.stack(arrays))  # np.stack copies; MDS hands out read-only arrays
+    shape = (len(arrays), *arrays[0].shape)
+    dtype = torch.from_numpy(np.empty(0, arrays[0].dtype)).dtype
+    stacked = torch.empty(0, dtype=dtype)
+    if get_worker_info() is not None:  # in memory that the training process sees too, so that nothing is copied there
+        storage = stacked.untyped_storage()._new_shared(math.prod(shape) * dtype.itemsize)
+        stacked = torch.empty(0, dtype=dtype).set_(storage, 0, shape)  # type: ignore[call-overload]
+    stacked = stacked.resize_(shape)
+    np.stack(arrays, out=stacked.numpy())
+    return stacked
