@@ -1,7 +1,7 @@
 """The files of a bucket as its index.json lists them, in compact arrays, and single samples read from them.
 
-`streaming`'s own reader parses an index into one object per file, some 5 kB each, looks up every column of every sample by
-name, and opens a file twice per sample. The format is its (`MDSWriter` writes it): a file is
+`streaming`'s own reader holds an index as a tree of Python objects, reads the offsets again for every sample, and
+parses the types of its columns each time. The format is its own (`MDSWriter` writes it): a file is
 
     uint32 samples | uint32 begin of each sample, and end of the last | JSON of the columns | samples
 
@@ -157,7 +157,7 @@ class Decoder:
         sample: dict[str, Any] = {}
         for name, encoding, fixed, dtype, shape in self.columns:
             size = next(varying) if fixed is None else fixed
-            if dtype is not None:
+            if dtype is not None and shape is not None:
                 sample[name] = np.ndarray(shape, dtype, data, position)
             elif encoding == "str":
                 sample[name] = data[position : position + size].decode()

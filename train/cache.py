@@ -4,8 +4,8 @@
     CACHE/<root>/256x256/00042/shard.00000.mds
 
 A copy appears by a rename, once its size and hash were found to be right. Only what cache.sqlite lists is ever removed,
-and the folder must be one that this module began, so that no original can be. A killed process leaves at most a row and a part of a
-file, which count, and which go when their turn comes.
+and the folder must be one that this module began, so that no original can be. A killed process leaves at most a row and
+a part of a file, which count, and which go when their turn comes.
 """
 
 import fcntl
@@ -43,8 +43,8 @@ class Cache:
             raise RequestError(f"data.cache {self.folder} is no folder. Give one.")
         if self.folder.is_dir() and any(self.folder.iterdir()) and not (self.folder / DATABASE).is_file():
             raise RequestError(
-                f"data.cache {self.folder} holds files, and is not a cache of this program. Give an empty folder or one "
-                f"that is not there yet: copies are removed from it."
+                f"data.cache {self.folder} holds files, and is not a cache of this program. Give an empty folder or "
+                f"one that is not there yet: copies are removed from it."
             )
 
     def path(self, name: str) -> Path:
@@ -65,8 +65,8 @@ class Cache:
     def add(self, name: str, size: int, download: Callable[[Path], None]) -> None:
         """Make room for `size` bytes, and have `download` write them to the path that it is given.
 
-        The copy appears if `download` returns; it raises where it got the wrong bytes. Waits where all the room is taken
-        by copies on their way.
+        The copy appears if `download` returns; it raises where it got the wrong bytes. Waits where all the room is
+        taken by copies on their way.
 
         Raises:
             WorkError: the file alone is larger than the limit.
@@ -132,7 +132,10 @@ class Cache:
             with closing(sqlite3.connect(self.folder / DATABASE, timeout=60, isolation_level=None)) as database:
                 database.execute("PRAGMA synchronous = OFF")  # what a power cut spoils is only a copy
                 database.execute("BEGIN IMMEDIATE")
-                database.execute("CREATE TABLE IF NOT EXISTS copies (name TEXT PRIMARY KEY, bytes INTEGER, used REAL, arriving INTEGER)")
+                database.execute(
+                    "CREATE TABLE IF NOT EXISTS copies "
+                    "(name TEXT PRIMARY KEY, bytes INTEGER, used REAL, arriving INTEGER)"
+                )
                 yield database
                 database.execute("COMMIT")
         except sqlite3.Error as error:

@@ -1,7 +1,8 @@
 """Latents roots → global batches, in one order that depends on neither ranks nor workers.
 
-`open_data` finds the streams, and checks that they mean the same, fit together, and are all there. A loader process then
-asks `train/order.py` which samples its rank's share of a step is, `train/files.py` for their bytes, and stacks them.
+`open_data` finds the streams, and checks that they mean the same, fit together, and are all there. A loader process
+then asks `train/order.py` which samples its rank's share of a step is, `train/files.py` for their bytes, and stacks
+them.
 Whatever goes wrong on the way reaches the training process as one error.
 """
 
@@ -10,7 +11,7 @@ import hashlib
 import itertools
 import os
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -81,8 +82,8 @@ def open_data(config: DataConfig, global_batch_size: int) -> DataSpec:
     """Find and check every stream.
 
     Raises:
-        RequestError: a root, bucket or file is missing, a bucket or what a filter leaves of it is less than a global batch,
-            two streams' encodings do not mean the same, or a cache would endanger a root.
+        RequestError: a root, bucket or file is missing, a bucket or what a filter leaves of it is less than a global
+            batch, two streams' encodings do not mean the same, or a cache would endanger a root.
     """
     check_places(config)
     stores = [open_store(stream.root) for stream in config.streams]
@@ -256,7 +257,9 @@ def make_loader(
     )
 
 
-def global_batches(loader: DataLoader[Any], spec: DataSpec, step: int, timeout: float | None = None) -> Iterator[Batch]:
+def global_batches(
+    loader: DataLoader[Any], spec: DataSpec, step: int, timeout: float | None = None
+) -> Generator[Batch, None, None]:
     """Endless batches from `step` on, epoch after epoch.
 
     Args:
@@ -389,7 +392,9 @@ def check_sizes(store: Store, bucket: str, files: MdsFiles) -> None:
                 size = -1
             if size != files.sizes[index]:
                 found = "no file" if size < 0 else f"{size} bytes"
-                return f"{path}: {found}, but the index says {files.sizes[index]} bytes. Restore the file from its copy."
+                return (
+                    f"{path}: {found}, but the index says {files.sizes[index]} bytes. Restore the file from its copy."
+                )
         return None
 
     blocks = [range(start, min(start + 1000, len(files))) for start in range(0, len(files), 1000)]

@@ -1,4 +1,4 @@
-"""The MDS files of all streams: each is fetched where it is remote, hashed before its first use, and read sample by sample."""
+"""The MDS files of all streams: fetched where they are remote, hashed before their first use, read sample by sample."""
 
 import multiprocessing
 import os
@@ -111,7 +111,9 @@ class BucketFiles:
         """
         size, expected = os.stat(path).st_size, int(self.files.sizes[file])
         if size != expected:
-            raise DamagedFile(f"{path}: {size} bytes, but the index says {expected} bytes. Restore the file from its copy.")
+            raise DamagedFile(
+                f"{path}: {size} bytes, but the index says {expected} bytes. Restore the file from its copy."
+            )
         if hash_file(path) != int(self.files.hashes[file]):
             raise DamagedFile(
                 f"{path} is damaged: its {HASH} is not the one in its index. Restore the file from its copy."
@@ -136,8 +138,8 @@ class BucketFiles:
             yield
         except FileNotFoundError:
             raise WorkError(
-                f"{self.where(file)}: no file, but the index says {self.files.sizes[file]} bytes. Restore the file from "
-                f"its copy."
+                f"{self.where(file)}: no file, but the index says {self.files.sizes[file]} bytes. Restore the file "
+                f"from its copy."
             ) from None
         except OSError as error:
             raise WorkError(f"{self.where(file)} cannot be read: {error}.") from error

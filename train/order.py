@@ -1,17 +1,17 @@
 """The order of samples over all epochs: a pure function of seed, data and batch size, evaluated where it is needed.
 
 An epoch deals out `chosen` samples of every stream, a multiple of the global batch G. The MDS files of a group of
-streams (all that share one latent shape) are shuffled and laid end to end; the sequence is cut into C equal spans, one per
-**canonical node**; each span is cut into blocks, and each block is shuffled. Slot s of a global batch takes the
+streams (all that share one latent shape) are shuffled and laid end to end; the sequence is cut into C equal spans, one
+per **canonical node**; each span is cut into blocks, and each block is shuffled. Slot s of a global batch takes the
 next sample of canonical node s mod C:
 
     files, shuffled      | 17 | 3 | 42 | 8 | 25 | 11 | 30 | 5 | …
     canonical nodes      |-------- 0 --------|-------- 1 --------| …
     blocks, shuffled     |--- 0 ---|--- 1 ---|- 0 -|--- 1 ---| 2 |      bounds staggered over the nodes
 
-So a global batch mixes C blocks from all over the data; a machine that holds some of the canonical nodes reads a bounded
-set of files at a time; and any sample's place follows from its file's place, with no more memory than the files and
-the blocks at hand. Nothing depends on ranks, workers, or where a run was resumed.
+So a global batch mixes C blocks from all over the data; a machine that holds some of the canonical nodes reads a
+bounded set of files at a time; and any sample's place follows from its file's place, with no more memory than the
+files and the blocks at hand. Nothing depends on ranks, workers, or where a run was resumed.
 """
 
 from collections.abc import Sequence
@@ -178,9 +178,7 @@ class Order:
             files, streams, counts, partial = files[order], streams[order], counts[order], partial[order]
         return Layout(files, streams, partial, counts.cumsum())
 
-    def _deal(
-        self, epoch: int, group: int, node: int, block: int
-    ) -> tuple[int, NDArray[np.int32], NDArray[np.int32]]:
+    def _deal(self, epoch: int, group: int, node: int, block: int) -> tuple[int, NDArray[np.int32], NDArray[np.int32]]:
         """A block of a canonical node: where it begins in the node's span, and its files and rows, shuffled."""
         length = self.num_batches[group] * self.global_batch_size // self.num_nodes
         offset = int(self._stagger(node))

@@ -91,7 +91,7 @@ def select(store: Store, bucket: str, files: MdsFiles, config: FilterConfig) -> 
     """
     parts = list(parts_of(files))
     with ThreadPoolExecutor(NUM_READERS) as readers:
-        found = list(readers.map(lambda part: select_part(store, bucket, *part, config), parts))
+        found = list(readers.map(lambda part: select_part(store, bucket, part[0], part[1], config), parts))
     passing = np.concatenate([rows for rows, _ in found]) if found else np.zeros(0, bool)
     starts = files.samples.cumsum() - files.samples
     totals = np.concatenate([[0], passing.cumsum(dtype=np.int64)])

@@ -1,4 +1,4 @@
-"""Ends a process that waits too long for something that cannot be interrupted, such as a read from storage that stalls."""
+"""Ends a process that waits too long for what cannot be interrupted, such as a read from storage that stalls."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""Files that are fetched, cached, damaged, missing or slow: what arrives is right, or the run ends with an error that says why."""
+"""Files that are fetched, cached, damaged, missing or slow: what arrives is right, or an error says what is wrong."""
 
 import hashlib
 import os
@@ -13,10 +13,11 @@ import fsspec
 import pytest
 import torch
 
+from bench.roots import make_root
 from shards.errors import RequestError, WorkError
 from shards.mds import parse_index
 from tests.runs import PYTHON, environment
-from tests.train.roots import keys_per_step, make_root
+from tests.train.global_batches import keys_per_step
 from train.config import DataConfig
 from train.data import global_batches, make_files, make_loader, open_data
 
@@ -154,7 +155,10 @@ def test_an_address_is_read_through_a_cache_alone(root: Path, tmp_path: Path) ->
         files.rm("/mill", recursive=True)
 
 
-@pytest.mark.parametrize(("place", "message"), [("", "lie one in the other"), ("64x64", "lie one in the other"), ("..", "lie one in the other")])
+@pytest.mark.parametrize(
+    ("place", "message"),
+    [("", "lie one in the other"), ("64x64", "lie one in the other"), ("..", "lie one in the other")],
+)
 def test_a_cache_never_lies_in_a_roots_way(root: Path, place: str, message: str) -> None:
     with pytest.raises(RequestError, match=message):
         open_data(data_config(root, cache=str(root / place)), 8)

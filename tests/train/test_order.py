@@ -65,14 +65,18 @@ def test_rows_are_the_bits_of_the_mask() -> None:
 
 
 @given(
-    st.lists(st.integers(0, 50), min_size=1, max_size=30).filter(sum), st.floats(0, 1), st.floats(0, 1, exclude_max=True)
+    st.lists(st.integers(0, 50), min_size=1, max_size=30).filter(sum),
+    st.floats(0, 1),
+    st.floats(0, 1, exclude_max=True),
 )
 def test_quotas_are_exact_in_sum_and_proportional(counts: list[int], share: float, offset: float) -> None:
     total = sum(counts)
     wanted = int(share * total)
     found = quotas(np.array(counts), wanted, int(offset * total))
     assert found.sum() == wanted
-    assert all(abs(quota - wanted * count / total) < 1 and quota <= count for quota, count in zip(found, counts, strict=True))
+    assert all(
+        abs(quota - wanted * count / total) < 1 and quota <= count for quota, count in zip(found, counts, strict=True)
+    )
 
 
 @pytest.mark.parametrize("passing", [None, 0.6])

@@ -11,9 +11,10 @@ import pytest
 import torch
 from pydantic import ValidationError
 
+from bench.roots import make_root
 from shards.errors import RequestError
 from shards.files import DamagedFile
-from tests.train.roots import keys_per_step, make_root
+from tests.train.global_batches import keys_per_step
 from train.config import DataConfig
 from train.data import open_data
 from train.selection import FilterConfig, Range, column_rules
@@ -60,7 +61,7 @@ def test_bounds_are_compared_as_scores_are_stored() -> None:
 
 @pytest.mark.parametrize("fields", [{}, {"min": 2.0, "max": 1.0}])
 def test_bounds_that_make_no_sense(fields: dict[str, float]) -> None:
-    with pytest.raises(ValidationError, match="give min or max|min 2 is above max 1"):
+    with pytest.raises(ValidationError, match=r"give min or max|min 2 is above max 1"):
         Range(**fields)
 
 

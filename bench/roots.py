@@ -1,4 +1,4 @@
-"""Latents roots of random numbers, made in a moment without a model: for tests of reading."""
+"""Latents roots of random numbers, made in a moment without a model: for benchmarks and tests of reading."""
 
 from pathlib import Path
 
@@ -11,30 +11,27 @@ from shards.encoding import EncodingRecord, ImageEncoding, TextEncoding, Weights
 from shards.index import write_indexes
 from shards.root import create_root, write_uncond
 from shards.writing import PartWriter, Sample
-from train.config import DataConfig
-from train.data import DataSpec, global_batches, make_loader
-from train.draws import global_slots
-
-TEXT_LENGTH, TEXT_WIDTH = 16, 16
 
 
-def encoding_record() -> EncodingRecord:
+def encoding_record(text_length: int, text_width: int) -> EncodingRecord:
     """That of models which nobody has."""
     model = Weights(name="none", sha256="0" * 64)
     image = ImageEncoding(
-        posterior="moments", latent_channels=4, downsampling=8, scaling_factor=0.5, crop="c", resampling="r", decoder="d"
+        posterior="moments", latent_channels=4, downsampling=8, scaling_factor=0.5, crop="", resampling="", decoder=""
     )
-    text = TextEncoding(storage="float16", trim=False, length=TEXT_LENGTH, width=TEXT_WIDTH)
+    text = TextEncoding(storage="float16", trim=False, length=text_length, width=text_width)
     return EncodingRecord(
         vae=model, text_encoder=model, tokenizer=model, image=image, text=text, compute_dtype="float32"
     )
 
 
-def make_root(root: Path, buckets: dict[str, list[int]], missing_every: int = 0) -> Path:
-    """A root of `buckets`, each with as many samples per part as listed."""
-    encoding = encoding_record()
+def make_root(
+    root: Path, buckets: dict[str, list[int]], text: tuple[int, int] = (16, 16), missing_every: int = 0
+) -> Path:
+    """A root of `buckets`, each with as many samples per part as listed, and text latents of `text` (tokens, width)."""
+    encoding = encoding_record(*text)
     create_root(root, encoding)
-    write_uncond(root, torch.zeros(TEXT_LENGTH, TEXT_WIDTH), 2)
+    write_uncond(root, torch.zeros(text), 2)
     rng = np.random.default_rng(0)
     for part in range(max(map(len, buckets.values()))):
         shard = f"{part:05d}"
@@ -80,25 +77,9 @@ def make_sample(
         key=key,
         caption="random",
         image_latents=torch.from_numpy(rng.standard_normal((encoding.num_planes, height, width), np.float32)),
-        text_latents=torch.from_numpy(rng.standard_normal((TEXT_LENGTH, TEXT_WIDTH), np.float32)),
-        num_tokens=TEXT_LENGTH,
+        text_latents=torch.from_numpy(rng.standard_normal((encoding.text.length, encoding.text.width), np.float32)),
+        num_tokens=encoding.text.length,
         truncated=False,
         size=(int(rng.integers(64, 300)), int(rng.integers(64, 300)), 0, 0),
         scores=scores,
     )
-
-
-def keys_per_step(
-    config: DataConfig, spec: DataSpec, first: int, steps: int, world: int = 1, ranks_per_node: int | None = None
-) -> list[list[str]]:
-    """Keys of whole global batches of 8, each put together from what every rank's own loader delivers."""
-    whole = [[""] * 8 for _ in range(steps)]
-    for rank in range(world):
-        slots = global_slots(8 // world, rank, world, ranks_per_node or world)
-        batches = global_batches(make_loader(config, spec, 8, 3, first, slots), spec, first)
-        for step in range(steps):
-            batch = next(batches)
-            for slot, key in zip(batch.slots.tolist(), batch.keys, strict=True):
-                whole[step][slot] = f"{key} {tuple(batch.image_latents.shape[2:])}"
-        batches.close()
-    return whole
