@@ -88,5 +88,5 @@ def _empty(shape: tuple[int, ...], dtype: np.dtype) -> Tensor:
     tensor = torch.from_numpy(np.empty(0, dtype))
     if get_worker_info() is not None:
         storage = torch.empty(0, dtype=tensor.dtype).untyped_storage()._new_shared(math.prod(shape) * dtype.itemsize)
-        return torch.empty(0, dtype=tensor.dtype).set_(storage, 0, shape)  # type: ignore[call-overload,no-any-return]
+        return torch.empty(0, dtype=tensor.dtype).set_(storage, 0, shape)  # type: ignore[call-overload]
     return torch.empty(shape, dtype=tensor.dtype)

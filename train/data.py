@@ -185,14 +185,17 @@ class GlobalBatches(Dataset[Batch | Failure]):
         # a copy: sending a batch moves the tensor's memory
         self.slots = slots.numpy().copy()
         self.collate = collate
+        self.announced = -1
+        """The last step whose files this process made ready, or has threads make ready."""
 
     def __getitem__(self, step: int) -> Batch | Failure:
         worker = get_worker_info()
         stride = worker.num_workers if worker else 1
         try:
-            for ahead in range(STEPS_AHEAD + 1):
-                files, _ = self.order.samples(step + ahead * stride, self.slots)
+            for ahead in range(max(step, self.announced + stride), step + STEPS_AHEAD * stride + 1, stride):
+                files, _ = self.order.samples(ahead, self.slots)
                 self.files.announce(np.unique(files).tolist())
+                self.announced = ahead
             files, rows = self.order.samples(step, self.slots)
             pairs = zip(files.tolist(), rows.tolist(), strict=True)
             return self.collate([self.files.sample(file, row) for file, row in pairs])
