@@ -192,7 +192,8 @@ class GlobalBatches(Dataset[Batch | Failure]):
         worker = get_worker_info()
         stride = worker.num_workers if worker else 1
         try:
-            for ahead in range(max(step, self.announced + stride), step + STEPS_AHEAD * stride + 1, stride):
+            first = self.announced + stride if self.announced >= step else step
+            for ahead in range(first, step + STEPS_AHEAD * stride + 1, stride):
                 files, _ = self.order.samples(ahead, self.slots)
                 self.files.announce(np.unique(files).tolist())
                 self.announced = ahead
