@@ -27,6 +27,8 @@ from torch import Tensor
 
 from bench.common import Pair, matmul_tflops, section, synchronize, table, timed_in_turn
 from shards.buckets import Bucket
+from shards.mds import parse_index
+from shards.store import open_store
 from train.__main__ import ACCELERATE_PRECISION
 from train.batch import Batch
 from train.config import TrainConfig
@@ -258,6 +260,17 @@ def data_spec(config: TrainConfig, unet: UNet2DConditionModel) -> DataSpec:
     stream = config.data.streams[0]
     width, hw = unet.config.cross_attention_dim, latent_hw(stream.bucket)
     size = config.global_batch_size
+    opened = OpenStream(
+        config=stream,
+        store=open_store(stream.root),
+        latent_hw=hw,
+        files=parse_index(b'{"shards": []}', "none"),
+        selection=None,
+        num_samples=size,
+        chosen=size,
+        index_sha256="",
+        encoding_id="",
+    )
     return DataSpec(
         posterior="moments",
         latent_channels=unet.config.in_channels,
@@ -267,7 +280,7 @@ def data_spec(config: TrainConfig, unet: UNet2DConditionModel) -> DataSpec:
         trim=False,
         uncond=torch.zeros(TEXT_LENGTH, width).half(),
         uncond_tokens=2,
-        streams=(OpenStream(stream, hw, num_samples=size, chosen=size, index_sha256="", encoding_id=""),),
+        streams=(opened,),
         steps_per_epoch=1,
     )
 

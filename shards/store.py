@@ -54,6 +54,14 @@ class Store(ABC):
         return found
 
     @abstractmethod
+    def get(self, name: str, target: Path) -> None:
+        """Copy a file to a local path.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+        """
+
+    @abstractmethod
     def size(self, name: str) -> int | None:
         """A file's size in bytes; None where there is none."""
 
@@ -104,6 +112,9 @@ class LocalStore(Store):
 
     def read(self, name: str) -> bytes:
         return (self.root / name).read_bytes()
+
+    def get(self, name: str, target: Path) -> None:
+        shutil.copyfile(self.root / name, target)
 
     def size(self, name: str) -> int | None:
         path = self.root / name

@@ -7,6 +7,8 @@ from pydantic import Field, field_validator, model_validator
 
 from shards.buckets import Bucket
 from shards.config import Config
+from shards.store import Place
+from train.selection import FilterConfig
 
 Precision = Literal["float32", "float16", "bfloat16"]
 Sharding = Literal["none", "grad_op", "full"]
@@ -15,12 +17,16 @@ Sharding = Literal["none", "grad_op", "full"]
 class StreamConfig(Config):
     """One bucket of one latents root."""
 
-    root: Path
-    """The latents root that stage 1 wrote."""
+    root: Place
+    """The latents root that stage 1 wrote: a folder, or an address such as s3://bucket/latents."""
     bucket: str
     """WIDTHxHEIGHT in pixels."""
     weight: float = Field(1.0, gt=0)
-    """Passes over the bucket per epoch."""
+    """Passes over the samples that pass the filter, per epoch."""
+    filter: FilterConfig | None = None
+    """Which samples; in place of data.filter."""
+    cache: Path | None = None
+    """Local folder for copies of its files; in place of data.cache."""
 
     @field_validator("bucket")
     @classmethod
@@ -37,8 +43,16 @@ class DataConfig(Config):
     num_canonical_nodes: int = Field(64, ge=1)
     """Slices into which an epoch's order is cut, on any number of nodes; divides the global batch."""
     shuffle: bool = True
+    shuffle_block: int = Field(32768, ge=1)
+    """Samples of a slice that are shuffled together; a global batch mixes a block of every slice."""
+    filter: FilterConfig | None = None
+    """Which samples of every stream to train on, by their stored scores and sizes."""
+    cache: Path | None = None
+    """Local folder for copies of remote files, which are then read from there; a local root is copied too."""
+    cache_limit: int | None = Field(None, ge=1)
+    """Bytes of all copies in one cache folder; null: no limit."""
     timeout: float = Field(300.0, gt=0)
-    """Seconds to wait for a batch before the run stops with an error; only loader processes can be watched."""
+    """Seconds to wait for a batch before the run stops with an error."""
 
 
 class ObjectiveConfig(Config):

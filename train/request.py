@@ -180,11 +180,13 @@ def make_fingerprint(config: TrainConfig, spec: DataSpec, unet: UNet2DConditionM
         "global_batch_size": config.global_batch_size,
         "num_canonical_nodes": config.data.num_canonical_nodes,
         "shuffle": config.data.shuffle,
+        "shuffle_block": config.data.shuffle_block,
         "streams": [
             {
                 "bucket": stream.config.bucket,
                 "weight": stream.config.weight,
                 "samples": stream.num_samples,
+                "selection_sha256": stream.selection.sha256 if stream.selection is not None else None,
                 "index_sha256": stream.index_sha256,
                 "encoding_id": stream.encoding_id,
             }
