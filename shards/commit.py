@@ -117,7 +117,7 @@ def make_receipt(root: Path, attempt: Attempt, fresh: list[str], books: Books, e
         samples_in=attempt.samples_in,
         encoded=books.encoded,
         rejected=books.rejected,
-        truncated_captions=books.truncated_captions,
+        captions=books.captions,
         input=attempt.source,
         parts=(earlier.parts if earlier else {}) | parts,
         shared_files={name: record_file(root / name) for name in (UNCOND_NAME, FILE_NAME)},

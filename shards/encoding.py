@@ -46,6 +46,16 @@ class TextEncoding(Config):
     length: int
     """Tokens of an untrimmed caption, padding included."""
     width: int
+    captions: list[str]
+    """Where the captions were found: `txt` or `json:FIELD`. Where there are several, the text columns have a leading
+    axis, and `caption` is a JSON list with an entry for each, null where the sample has none."""
+    max_characters: int
+    """Longer captions were cut here, before the tokenizer."""
+
+    @property
+    def several(self) -> bool:
+        """Whether a sample may have more than one caption."""
+        return len(self.captions) > 1
 
 
 class EncodingRecord(Config):
@@ -80,7 +90,9 @@ class EncodingRecord(Config):
             "key": "str",
             "caption": "str",
             "image_latents": f"ndarray:float16:{self.num_planes},{height},{width}",
-            **text.columns(self.text.storage, self.text.trim, self.text.length, self.text.width),
+            **text.columns(
+                self.text.storage, self.text.trim, self.text.length, self.text.width, several=self.text.several
+            ),
             "size": "ndarray:int32:4",
             "scores": "ndarray:float32:4",
         }

@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 
 from shards.buckets import Bucket
-from shards.encoding import EncodingRecord
+from shards.encoding import EncodingRecord, TextEncoding
 from shards.files import DamagedFile, sha256_file
 from shards.index import bucket_index
-from shards.reading import read_part, text_latents
+from shards.reading import captions, read_part, text_latents
 from shards.receipts import FOLDER, FileRecord, Receipt, load_receipt
 from shards.tables import REJECTS_SCHEMA, read_books, write_rows
 
@@ -66,8 +66,7 @@ def verify_receipt(root: Path, receipt: Receipt, encoding: EncodingRecord) -> It
 def verify_books(root: Path, receipt: Receipt) -> Iterator[str]:
     """The rejects table and the receipt's totals against the parts' own tables."""
     books = read_books({bucket: root / bucket / receipt.shard for bucket in receipt.parts})
-    totals = (receipt.encoded, receipt.truncated_captions, receipt.rejected)
-    if totals != (books.encoded, books.truncated_captions, books.rejected):
+    if (receipt.encoded, receipt.captions, receipt.rejected) != (books.encoded, books.captions, books.rejected):
         yield f"{root / FOLDER / receipt.shard}.json does not add up to its parts' tables"
     path = root / "rejects" / f"{receipt.shard}.parquet"
     with tempfile.TemporaryDirectory() as folder:
@@ -93,14 +92,23 @@ def verify_samples(folder: Path, bucket: str, num_samples: int, encoding: Encodi
     count = 0
     for sample in read_part(folder):
         count += 1
-        text = text_latents(sample, encoding)
-        tokens_fit = len(text) <= encoding.text.length if encoding.text.trim else len(text) == encoding.text.length
-        if sample["image_latents"].shape != shape or not tokens_fit or text.shape[1] != encoding.text.width:
-            yield f"{folder}: sample {sample['key']} has shapes {sample['image_latents'].shape} and {text.shape}"
-        elif not (np.isfinite(sample["image_latents"]).all() and np.isfinite(text).all()):
+        texts = text_latents(sample, encoding)
+        image_fits = sample["image_latents"].shape == shape
+        if not (image_fits and all(text_fits(text, encoding.text) for text in texts)):
+            shapes = [sample["image_latents"].shape, *(text.shape for text in texts)]
+            yield f"{folder}: sample {sample['key']} has shapes {' and '.join(map(str, shapes))}"
+        elif len(captions(sample, encoding)) != len(texts):
+            yield f"{folder}: sample {sample['key']} has not as many captions as text latents"
+        elif not all(np.isfinite(array).all() for array in (sample["image_latents"], *texts)):
             yield f"{folder}: sample {sample['key']} is not finite"
     if count != num_samples:
         yield f"{folder} holds {count} samples; its receipt says {num_samples}"
+
+
+def text_fits(text: np.ndarray, encoding: TextEncoding) -> bool:
+    """Whether one caption's text latents have a shape that `encoding` allows."""
+    tokens, width = text.shape
+    return width == encoding.width and (1 <= tokens <= encoding.length if encoding.trim else tokens == encoding.length)
 
 
 def verify_indexes(root: Path, receipts: list[Receipt]) -> Iterator[str]:

@@ -25,6 +25,7 @@ class Purpose(IntEnum):
     TIMESTEP = 2
     CAPTION_DROPOUT = 3
     OFFSET_NOISE = 4
+    CAPTION_CHOICE = 5
 
 
 def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, int]) -> tuple[Tensor, ...]:
@@ -71,8 +72,8 @@ class Draws:
         normals = torch.cat([radius * angle.cos(), radius * angle.sin()], dim=1)
         return normals[:, :count].reshape(-1, *shape)
 
-    def integers(self, purpose: Purpose, high: int) -> Tensor:
-        """(N,) integers in [0, high), uniform but for a bias below high / 2^32."""
+    def integers(self, purpose: Purpose, high: int | Tensor) -> Tensor:
+        """(N,) integers in [0, high), uniform but for a bias below high / 2^32; `high`: one for all, or (N,)."""
         return (self.words(purpose, 1)[:, 0] * high) >> 32
 
     def chance(self, purpose: Purpose, probability: float) -> Tensor:
