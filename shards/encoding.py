@@ -4,6 +4,8 @@ import hashlib
 from pathlib import Path
 from typing import Literal
 
+from pydantic import ValidationError
+
 from shards import text
 from shards.buckets import Bucket
 from shards.config import Config
@@ -114,7 +116,7 @@ class EncodingRecord(Config):
         """Read ROOT/encoding.json.
 
         Raises:
-            RequestError: `root` is not a latents root.
+            RequestError: `root` is not a latents root, or one of another version.
             DamagedFile: the record's bytes are not those that were written.
         """
         try:
@@ -125,7 +127,14 @@ class EncodingRecord(Config):
                 f"(`output` of its config), or run `make precompute SHARD=all` first."
             ) from None
         fields.pop("id")
-        return cls.model_validate(fields)
+        try:
+            return cls.model_validate(fields)
+        except ValidationError as error:
+            wrong = ", ".join(".".join(map(str, item["loc"])) for item in error.errors())
+            raise RequestError(
+                f"{root} was written by another version of this program: {FILE_NAME} has other fields than this one's "
+                f"({wrong}). Use that version, or encode into a new root."
+            ) from None
 
 
 def _flat(record: EncodingRecord) -> list[tuple[str, object]]:
