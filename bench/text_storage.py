@@ -107,7 +107,7 @@ def bench_encoding(encoded: Encoded, storage: TextStorage, trim: bool) -> Encodi
             decoder="pillow",
         ),
         text=TextEncoding(
-            storage=storage, trim=trim, length=length, width=width, captions=["txt"], max_characters=4096
+            storage=storage, trim=trim, length=length, width=width, captions=("txt",), max_characters=4096
         ),
         compute_dtype="float32",
     )

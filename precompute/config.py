@@ -142,7 +142,7 @@ def describe_encoding(config: PrecomputeConfig) -> EncodingRecord:
             trim=config.text.trim,
             length=length,
             width=width,
-            captions=config.captions,
+            captions=tuple(config.captions),
             max_characters=config.limits.max_caption_characters,
         ),
         compute_dtype=config.precision,

@@ -48,7 +48,7 @@ class TextEncoding(Config):
     length: int
     """Tokens of an untrimmed caption, padding included."""
     width: int
-    captions: list[str]
+    captions: tuple[str, ...]
     """Where the captions were found: `txt` or `json:FIELD`. Where there are several, the text columns have a leading
     axis, and `caption` is a JSON list with an entry for each, null where the sample has none."""
     max_characters: int

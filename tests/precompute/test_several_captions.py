@@ -148,6 +148,9 @@ def test_the_fields_and_the_limit_are_part_of_the_encoding(models: Path, caption
         check_root(root, describe_encoding(precompute_config(models, captioned, root)))
     assert "text.captions: ['json:blip', 'txt'] ≠ ['txt']" in str(caught.value)
     assert "text.max_characters: 40 ≠ 4096" in str(caught.value)
+    record = EncodingRecord.load(root)
+    assert record.text.captions == tuple(FIELDS)
+    assert hash(record) == hash(EncodingRecord.load(root))  # workers keep their encoders by it
 
 
 def test_a_caption_that_was_lost_is_found(models: Path, captioned: Path, tmp_path: Path) -> None:
