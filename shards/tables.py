@@ -12,6 +12,7 @@ REFUSED_NAME = "refused.parquet"
 MENDED = ("invalid_utf8", "control_characters", "too_long", "truncated")
 """What may have been done to a caption: bytes replaced, characters blanked, cut at `limits.max_caption_characters`, cut
 by the tokenizer. The columns count a sample's captions."""
+TABLES = (SAMPLES_NAME, REFUSED_NAME)
 SAMPLES_SCHEMA = pa.schema(
     [("key", pa.string()), ("width", pa.int32()), ("height", pa.int32())]
     + [(score, pa.float32()) for score in ("aesthetic", "similarity", "punsafe", "pwatermark")]

@@ -9,6 +9,7 @@ from shards.buckets import Bucket
 from shards.config import Config
 
 Precision = Literal["float32", "float16", "bfloat16"]
+Sharding = Literal["none", "grad_op", "full"]
 
 
 class StreamConfig(Config):
@@ -105,6 +106,10 @@ class CheckpointConfig(Config):
     """How many of the newest checkpoints are kept."""
     keep_every: int | None = Field(None, ge=1)
     """Checkpoints of steps that this divides are kept for good."""
+    asynchronous: bool = False
+    """Copy what is to be saved to the CPU's memory, and write it while training goes on; one at a time."""
+    tag: str | None = None
+    """The phase's name, in the checkpoint and in messages; null: the run folder's name."""
 
 
 class LogConfig(Config):
@@ -160,6 +165,10 @@ class TrainConfig(Config):
     gradient_checkpointing: bool = False
     compile: bool = False
     """torch.compile the U-Net."""
+    sharding: Sharding = "none"
+    """Over several processes: each holds all (DDP), parts of gradients and optimizer state, or of the weights too."""
+    collective_timeout: float = Field(600.0, gt=0)
+    """Seconds after which a process that does not answer the others ends the run; longer than writing a checkpoint."""
     num_processes: int | None = Field(None, ge=1)
     """How many processes the launcher was asked for; the run refuses to start on another number."""
 
@@ -175,6 +184,8 @@ class TrainConfig(Config):
                 f"validation.every {self.validation.every} is not a multiple of log.every {self.log.every}, so there "
                 f"would be no line for its value"
             )
+        if self.sharding != "none" and self.precision == "float16":
+            raise ValueError("sharding with precision float16 needs a loss scaler of its own; use bfloat16")
         if self.init_from is not None and self.init_from.resolve() == self.run_dir.resolve():
             raise ValueError("init_from is the run's own run_dir; resuming needs no init_from")
         return self

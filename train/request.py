@@ -13,7 +13,8 @@ from diffusers import UNet2DConditionModel
 
 from shards.encoding import EncodingRecord
 from shards.errors import RequestError, WorkError
-from train.checkpoint import load_weights, newest_checkpoint
+from shards.files import read_sealed_json
+from train.checkpoint import STATE_NAME, load_weights, newest_checkpoint
 from train.config import TrainConfig
 from train.data import DataSpec, open_data
 from train.unet import build_unet, check_fit
@@ -31,6 +32,8 @@ class Request:
     """On the CPU, with the weights that the run starts from where it has no checkpoint yet."""
     checkpoint: tuple[Path, dict[str, Any]] | None
     """The run's own newest undamaged checkpoint and the content of its state.json."""
+    start: str | None
+    """Where the weights come from that it starts with, in words; None: random, or its own checkpoint."""
     fingerprint: dict[str, Any]
     validation: Validation | None
     local_world_size: int
@@ -59,8 +62,8 @@ def check_request(config: TrainConfig, accelerator: Accelerator | None = None) -
     check_nodes(config, world_size // local_world_size)
     if accelerator is not None and accelerator.distributed_type not in PLAIN_LAUNCHES:
         raise RequestError(
-            f"The launcher set up {accelerator.distributed_type.value}, which this trainer does not drive yet: its "
-            f"checkpoints would hold parts of the weights. Launch without FSDP, DeepSpeed and the like."
+            f"The launcher set up {accelerator.distributed_type.value}, which this trainer does not drive. Launch with "
+            f"one of configs/accelerate/."
         )
     spec = open_data(config.data, config.global_batch_size)
     unet = build_unet(config.unet, config.seed)
@@ -73,7 +76,8 @@ def check_request(config: TrainConfig, accelerator: Accelerator | None = None) -
     if config.validation.root is not None:
         training = EncodingRecord.load(config.data.streams[0].root)
         validation = open_validation(config.validation, training, config.seed)
-    return Request(spec, unet, checkpoint, fingerprint, validation, local_world_size)
+    start = None if weights is None else describe_weights(weights)
+    return Request(spec, unet, checkpoint, start, fingerprint, validation, local_world_size)
 
 
 def check_nodes(config: TrainConfig, num_nodes: int) -> None:
@@ -140,6 +144,12 @@ def starting_weights(run_dir: Path, which: str) -> Path:
     if which == "ema" and not has_ema:
         raise RequestError(f"init_from: {folder} holds no moving average. Set init_weights to raw or auto.")
     return folder / ("ema" if has_ema and which != "raw" else "unet")
+
+
+def describe_weights(folder: Path) -> str:
+    """A checkpoint's weights in words: `phase1 after step 550000 (runs/phase1/checkpoints/step-00550000/unet)`."""
+    content = read_sealed_json(folder.parent / STATE_NAME)
+    return f"{content.get('tag', folder.parents[2].name)} after step {content['state']['step']} ({folder})"
 
 
 def make_fingerprint(config: TrainConfig, spec: DataSpec, unet: UNet2DConditionModel) -> dict[str, Any]:
