@@ -10,7 +10,7 @@ from shards.commit import Attempt, attempt_folder, commit
 from shards.encoding import EncodingRecord, ImageEncoding, TextEncoding, Weights
 from shards.index import write_indexes
 from shards.root import create_root, write_uncond
-from shards.writing import PartWriter, Sample
+from shards.writing import Caption, PartWriter, Sample
 
 
 def encoding_record(text_length: int, text_width: int) -> EncodingRecord:
@@ -19,7 +19,9 @@ def encoding_record(text_length: int, text_width: int) -> EncodingRecord:
     image = ImageEncoding(
         posterior="moments", latent_channels=4, downsampling=8, scaling_factor=0.5, crop="", resampling="", decoder=""
     )
-    text = TextEncoding(storage="float16", trim=False, length=text_length, width=text_width)
+    text = TextEncoding(
+        storage="float16", trim=False, length=text_length, width=text_width, captions=("txt",), max_characters=4096
+    )
     return EncodingRecord(
         vae=model, text_encoder=model, tokenizer=model, image=image, text=text, compute_dtype="float32"
     )
@@ -73,13 +75,11 @@ def make_sample(
     scores = rng.random(4).astype(np.float32) * np.array([10, 1, 1, 1], np.float32)
     if missing_every and number % missing_every == 0:
         scores[:] = np.nan
+    text = torch.from_numpy(rng.standard_normal((encoding.text.length, encoding.text.width), np.float32))
     return Sample(
         key=key,
-        caption="random",
+        captions=[Caption("random", text, encoding.text.length, frozenset())],
         image_latents=torch.from_numpy(rng.standard_normal((encoding.num_planes, height, width), np.float32)),
-        text_latents=torch.from_numpy(rng.standard_normal((encoding.text.length, encoding.text.width), np.float32)),
-        num_tokens=encoding.text.length,
-        truncated=False,
         size=(int(rng.integers(64, 300)), int(rng.integers(64, 300)), 0, 0),
         scores=scores,
     )

@@ -6,6 +6,7 @@ from typing import Literal
 
 from pydantic import Field, field_validator
 
+from precompute.captions import JSON_PREFIX
 from precompute.pixels import LimitsConfig, PixelsConfig
 from shards.buckets import Bucket
 from shards.config import Config
@@ -76,6 +77,9 @@ class PrecomputeConfig(Config):
     """Folder, or hub name, of its CLIPTokenizer."""
     posterior: Literal["moments", "mean"] = "moments"
     """`moments` keeps mean and log-variance, so that training samples afresh each epoch; `mean` is half the size."""
+    captions: list[str] = Field(["txt"], min_length=1)
+    """Where a sample's captions are: `txt`, its member of that name, or `json:FIELD` of its JSON. Of several, each is
+    stored, and the trainer draws one afresh each time."""
     precision: Literal["float32", "float16", "bfloat16"] = "float16"
     """Autocast type of both encoders. A sample that overflows is encoded again in float32."""
     text: TextConfig = TextConfig()
@@ -90,6 +94,16 @@ class PrecomputeConfig(Config):
         if len(buckets) != len(names):
             raise ValueError("a bucket is named twice")
         return [str(bucket) for bucket in buckets]
+
+    @field_validator("captions")
+    @classmethod
+    def _parse_captions(cls, fields: list[str]) -> list[str]:
+        for field in fields:
+            if field != "txt" and not (field.startswith(JSON_PREFIX) and len(field) > len(JSON_PREFIX)):
+                raise ValueError(f"{field!r} names no caption; give txt or json:FIELD, such as json:blip_caption")
+        if len(set(fields)) != len(fields):
+            raise ValueError("a caption is named twice")
+        return fields
 
     @property
     def bucket_list(self) -> list[Bucket]:
@@ -138,7 +152,14 @@ def describe_encoding(config: PrecomputeConfig) -> EncodingRecord:
             resampling=config.pixels.resampling,
             decoder=config.pixels.decoder,
         ),
-        text=TextEncoding(storage=config.text.storage, trim=config.text.trim, length=length, width=width),
+        text=TextEncoding(
+            storage=config.text.storage,
+            trim=config.text.trim,
+            length=length,
+            width=width,
+            captions=tuple(config.captions),
+            max_characters=config.limits.max_caption_characters,
+        ),
         compute_dtype=config.precision,
     )
     for bucket in config.bucket_list:

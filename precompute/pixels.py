@@ -9,6 +9,7 @@ from typing import Literal
 
 import numpy as np
 from PIL import Image, ImageOps
+from pydantic import Field
 
 from shards.buckets import Bucket
 from shards.config import Config
@@ -44,7 +45,7 @@ class PixelsConfig(Config):
 
 
 class LimitsConfig(Config):
-    """What is refused before decoding."""
+    """What is refused before decoding, or cut."""
 
     max_pixels: int = 100_000_000
     """Width × height by the header."""
@@ -52,6 +53,8 @@ class LimitsConfig(Config):
     """Pixels."""
     max_bytes: int = 64 << 20
     """Of one tar member."""
+    max_caption_characters: int = Field(4096, ge=1)
+    """A longer caption is cut here, before the tokenizer; in encoding.json, since it changes what is stored."""
 
 
 @dataclass(frozen=True)

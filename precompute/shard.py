@@ -11,7 +11,7 @@ from importlib.metadata import version
 import numpy as np
 from torch import Tensor
 
-from precompute.captions import clean_caption, read_scores
+from precompute.captions import CleanCaption, read_captions, read_scores, valid_text
 from precompute.config import PrecomputeConfig
 from precompute.encoders import EncodedCaption, ImageEncoder, TextEncoder
 from precompute.pipeline import in_background, map_in_order
@@ -23,7 +23,7 @@ from shards.encoding import EncodingRecord
 from shards.receipts import Receipt, load_receipt
 from shards.root import has_uncond, write_uncond
 from shards.tables import TOO_SMALL
-from shards.writing import PartWriter, Sample
+from shards.writing import Caption, PartWriter, Sample
 
 PIXELS_PER_BATCH_ITEM = 512 * 512
 SOFTWARE = ("diffusers", "mosaicml-streaming", "numpy", "pillow", "torch", "transformers")
@@ -31,13 +31,14 @@ SOFTWARE = ("diffusers", "mosaicml-streaming", "numpy", "pillow", "torch", "tran
 
 @dataclass
 class Decoded:
-    """A sample between decoding and encoding: a caption and pixels for each bucket, or why it is rejected."""
+    """A sample between decoding and encoding: captions and pixels for each bucket, or why it is rejected."""
 
     key: str
     url: str
     scores: np.ndarray
-    content: tuple[str, Picture] | Reject
-    text: EncodedCaption | None = None
+    content: tuple[list[CleanCaption | None], Picture] | Reject
+    encoded: list[Caption | None] | None = None
+    """The captions' text latents, once some bucket's batch has had them encoded."""
 
 
 class Parts:
@@ -96,11 +97,11 @@ def encode_shard(
         accepted = drop_rejects(in_background(decoded, ahead=config.workers.batch_size), parts)
         # pixels => latents => parts
         for bucket, samples in batched_by_bucket(accepted, parts, config.workers.batch_size):
-            captions = encode_captions(samples, text_encoder, config.workers.batch_size)
+            encode_captions(samples, text_encoder, config.workers.batch_size)
             pictures = [picture.pixels[bucket] for _, picture in map(content, samples)]
             latents = image_encoder(pictures, batch_size_of(bucket, config.workers.batch_size))
-            for sample, caption, image_latents in zip(samples, captions, latents, strict=True):
-                write_sample(sample, bucket, image_latents, caption, parts)
+            for sample, image_latents in zip(samples, latents, strict=True):
+                write_sample(sample, bucket, image_latents, parts)
             report(parts.samples_in)
 
         # parts => committed
@@ -120,22 +121,22 @@ def encode_shard(
 
 
 def decode_sample(raw: RawSample, buckets: list[Bucket], config: PrecomputeConfig) -> Decoded:
-    """Clean the caption and decode the picture; a sample that fails carries its `Reject`."""
-    content: tuple[str, Picture] | Reject
+    """Clean the captions and decode the picture; a sample that fails carries its `Reject`."""
+    content: tuple[list[CleanCaption | None], Picture] | Reject
     try:
         if raw.oversized:
             raise Reject("too_many_bytes", raw.oversized)
-        caption = clean_caption(raw.caption)
+        captions = read_captions(raw, config.captions, config.limits.max_caption_characters)
         if raw.image is None:
             raise Reject("no_image", "the tar holds no picture under this key")
-        content = caption, decode(raw.image, buckets, config.pixels, config.limits)
+        content = captions, decode(raw.image, buckets, config.pixels, config.limits)
     except Reject as reject:
         content = reject
-    return Decoded(raw.key, str(raw.metadata.get("url") or ""), read_scores(raw.metadata), content)
+    return Decoded(raw.key, valid_text(str(raw.metadata.get("url") or "")), read_scores(raw.metadata), content)
 
 
-def content(sample: Decoded) -> tuple[str, Picture]:
-    """Caption and picture of a sample that is no reject."""
+def content(sample: Decoded) -> tuple[list[CleanCaption | None], Picture]:
+    """Captions and picture of a sample that is no reject."""
     assert not isinstance(sample.content, Reject)
     return sample.content
 
@@ -173,21 +174,32 @@ def batch_size_of(bucket: Bucket, batch_size: int) -> int:
     return max(1, batch_size * PIXELS_PER_BATCH_ITEM // max(PIXELS_PER_BATCH_ITEM, bucket.width * bucket.height))
 
 
-def encode_captions(samples: list[Decoded], text_encoder: TextEncoder, batch_size: int) -> list[EncodedCaption]:
-    """Text latents of each sample; a caption that another bucket's batch has encoded is not encoded again."""
-    fresh = [sample for sample in samples if sample.text is None]
-    if fresh:
-        for sample, text in zip(fresh, text_encoder([content(sample)[0] for sample in fresh], batch_size), strict=True):
-            sample.text = text
-    return [sample.text for sample in samples if sample.text is not None]
+def encode_captions(samples: list[Decoded], text_encoder: TextEncoder, batch_size: int) -> None:
+    """Encode every caption of `samples`; what another bucket's batch has had encoded is not encoded again."""
+    fresh = [sample for sample in samples if sample.encoded is None]
+    waiting = [caption for sample in fresh for caption in content(sample)[0] if caption is not None]
+    encoded: list[EncodedCaption] = []
+    for start in range(0, len(waiting), batch_size):
+        encoded += text_encoder([caption.text for caption in waiting[start : start + batch_size]], batch_size)
+    in_turn = iter(encoded)
+    for sample in fresh:
+        captions, _ = content(sample)
+        sample.encoded = [stored_caption(caption, next(in_turn)) if caption else None for caption in captions]
 
 
-def write_sample(sample: Decoded, bucket: Bucket, image_latents: Tensor, text: EncodedCaption, parts: Parts) -> None:
+def stored_caption(caption: CleanCaption, encoded: EncodedCaption) -> Caption:
+    """A clean caption with its text latents."""
+    cut = {"truncated"} if encoded.truncated else set()
+    return Caption(caption.text, encoded.latents, encoded.num_tokens, caption.mended | cut)
+
+
+def write_sample(sample: Decoded, bucket: Bucket, image_latents: Tensor, parts: Parts) -> None:
     """Append one sample to its part, or refuse it as `non_finite`: its latents overflow float16, in float32 too."""
-    if not (image_latents.half().isfinite().all() and text.latents.half().isfinite().all()):
+    assert sample.encoded is not None
+    texts = [caption.latents for caption in sample.encoded if caption is not None]
+    if not all(latents.half().isfinite().all() for latents in (image_latents, *texts)):
         parts.refuse(sample, Reject("non_finite", "encoded in float32 too"), [bucket])
         return
-    caption, picture = content(sample)
+    _, picture = content(sample)
     size = (picture.width, picture.height, *picture.corners[bucket])
-    stored = (text.latents, text.num_tokens, text.truncated)
-    parts.writers[bucket].write(Sample(sample.key, caption, image_latents, *stored, size, sample.scores))
+    parts.writers[bucket].write(Sample(sample.key, sample.encoded, image_latents, size, sample.scores))

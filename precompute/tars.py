@@ -138,9 +138,9 @@ class Tar:
         elif suffix == "txt":
             sample.caption = data
         elif suffix == "json":
-            try:
-                parsed = json.loads(data)
-            except ValueError:
+            try:  # bytes that are no UTF-8 stay recognisable, and cost no more than the text that they are in
+                parsed = json.loads(data.decode("utf-8-sig", errors="surrogateescape"))
+            except (ValueError, RecursionError):
                 parsed = None
             if isinstance(parsed, dict):
                 sample.metadata = parsed

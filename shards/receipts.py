@@ -42,8 +42,9 @@ class Receipt(Config):
     """Samples that are in at least one bucket."""
     rejected: dict[str, int]
     """Reason → count, of the samples that are in no bucket: the rows of rejects/SHARD.parquet."""
-    truncated_captions: int
-    """Stored captions that were longer than the text encoder takes, and were cut."""
+    captions: dict[str, int]
+    """Captions `stored`, and of these: with `invalid_utf8`, with `control_characters`, `too_long` for
+    `limits.max_caption_characters`, and `truncated` by the tokenizer. All were mended or cut."""
     input: dict[str, str | int | None]
     """The tar: its address, bytes, and SHA-256."""
     parts: dict[str, Part]

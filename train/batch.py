@@ -2,13 +2,16 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import get_worker_info
+
+from shards.text import unpack
+from train.draws import Draws, Purpose
 
 
 @dataclass
@@ -21,11 +24,14 @@ class Batch:
     image_latents: Tensor
     """(N, planes, h, w) float16."""
     text_latents: Tensor
-    """(N, tokens, width) float16, or e4m3 codes as uint8; trimmed captions are padded with zeros."""
+    """(N, tokens, width) float16, or e4m3 codes as uint8; trimmed captions are padded with zeros. Where there
+    is `num_captions`, this, `text_scales` and `num_tokens` hold all captions of the first sample, then of the next."""
     text_scales: Tensor | None
     """(N, tokens) float16, beside codes."""
     num_tokens: Tensor
     """(N,) int64: tokens stored."""
+    num_captions: Tensor | None = None
+    """(N,) int64, of a batch whose samples may have several; None where each has the one that it is trained with."""
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -42,8 +48,30 @@ class Batch:
         pinned = {name: value.pin_memory() for name, value in vars(self).items() if torch.is_tensor(value)}
         return Batch(**(vars(self) | pinned))
 
+    def draw_captions(self, draws: Draws) -> "Batch":
+        """The batch with one caption per sample, each of its captions being as likely."""
+        if self.num_captions is None:
+            return self
+        return self.with_captions(draws.integers(Purpose.CAPTION_CHOICE, self.num_captions))
+
+    def with_captions(self, choice: Tensor) -> "Batch":
+        """The batch with one caption per sample: its number `choice`, (N,) int64."""
+        if self.num_captions is None:
+            return self
+        # captions of all samples => the chosen ones
+        rows = self.num_captions.cumsum(0) - self.num_captions + choice
+        chosen = replace(
+            self,
+            text_latents=self.text_latents[rows],
+            text_scales=None if self.text_scales is None else self.text_scales[rows],
+            num_tokens=self.num_tokens[rows],
+            num_captions=None,
+        )
+        return chosen.pin_memory() if self.text_latents.is_pinned() else chosen
+
     def microbatches(self, size: int) -> Iterator["Batch"]:
-        """Slices of at most `size` samples, in order."""
+        """Slices of at most `size` samples, in order; of a batch with one caption per sample."""
+        assert self.num_captions is None
         for start in range(0, len(self), size):
             part = slice(start, start + size)
             fields: dict[str, Any] = {k: v if v is None else v[part] for k, v in vars(self).items()}
@@ -59,14 +87,18 @@ class Collate:
 
     def __call__(self, samples: list[dict[str, Any]]) -> Batch:
         """Stack one rank's share of a global batch."""
+        captions = [unpack(sample) for sample in samples]
+        several = any(sample["text_latents"].ndim == 3 for sample in samples)
+        rows = [row for of_sample in captions for row in of_sample]
         scaled = "text_scales" in samples[0]
         return Batch(
             keys=[sample["key"] for sample in samples],
             slots=self.slots[: len(samples)],
             image_latents=_stack([sample["image_latents"] for sample in samples]),
-            text_latents=_stack([sample["text_latents"] for sample in samples], self.text_length),
-            text_scales=_stack([sample["text_scales"] for sample in samples], self.text_length) if scaled else None,
-            num_tokens=torch.tensor([len(sample["text_latents"]) for sample in samples]),
+            text_latents=_stack([row["text_latents"] for row in rows], self.text_length),
+            text_scales=_stack([row["text_scales"] for row in rows], self.text_length) if scaled else None,
+            num_tokens=torch.tensor([len(row["text_latents"]) for row in rows]),
+            num_captions=torch.tensor([len(of_sample) for of_sample in captions]) if several else None,
         )
 
 

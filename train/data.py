@@ -154,8 +154,10 @@ def choose_per_epoch(weight: float, num_samples: int, global_batch_size: int) ->
 
 def encoding_differences(a: EncodingRecord, b: EncodingRecord) -> list[str]:
     """Fields that differ and change what the numbers mean, as `field: here ≠ there`."""
-    # Crop, resampling, decoder and dtype may differ: they change the pictures, not what the numbers mean.
-    irrelevant = ("image.crop", "image.resampling", "image.decoder", "compute_dtype", "schema_version")
+    # Crop, resampling, decoder, dtype and the captions' sources may differ: they change which pictures and which
+    # captions there are, not what the numbers mean.
+    image = ("image.crop", "image.resampling", "image.decoder")
+    irrelevant = (*image, "text.captions", "text.max_characters", "compute_dtype", "schema_version")
     return [difference for difference in a.differences(b) if not difference.startswith(irrelevant)]
 
 

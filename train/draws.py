@@ -25,6 +25,7 @@ class Purpose(IntEnum):
     TIMESTEP = 2
     CAPTION_DROPOUT = 3
     OFFSET_NOISE = 4
+    CAPTION_CHOICE = 5
 
 
 def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, int]) -> tuple[Tensor, ...]:
@@ -75,8 +76,8 @@ class Draws:
         """(N,) float32 in (0, 1]."""
         return (self.words(purpose, 1)[:, 0].float() + 0.5) * 2.0**-32
 
-    def integers(self, purpose: Purpose, high: int) -> Tensor:
-        """(N,) integers in [0, high), uniform but for a bias below high / 2^32."""
+    def integers(self, purpose: Purpose, high: int | Tensor) -> Tensor:
+        """(N,) integers in [0, high), uniform but for a bias below high / 2^32; `high`: one for all, or (N,)."""
         return (self.words(purpose, 1)[:, 0] * high) >> 32
 
     def chance(self, purpose: Purpose, probability: float) -> Tensor:

@@ -63,6 +63,8 @@ def train_step(run: Run, batch: Batch) -> Tensor:
     for group in run.optimizer.param_groups:
         group["lr"] = learning_rate(run.state.step, config.optimizer.lr, config.schedule, config.max_steps)
     quarters = torch.zeros(2, NUM_QUARTERS, device=accelerator.device)
+    # on the CPU, so that only the caption that each sample is trained with moves to the device
+    batch = batch.draw_captions(Draws(config.seed, run.state.step, batch.slots))
     microbatches = list(batch.to(accelerator.device).microbatches(config.microbatch_size))
     for microbatch in microbatches:
         draws = Draws(config.seed, run.state.step, microbatch.slots)

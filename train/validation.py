@@ -54,7 +54,7 @@ class Validation:
 
 
 def open_validation(config: ValidationConfig, training: EncodingRecord, seed: int) -> Validation:
-    """Read the first `samples` of the held-out bucket, in receipt order.
+    """Read the first `samples` of the held-out bucket, in receipt order, each with its first caption.
 
     Raises:
         RequestError: no such root or bucket, too few samples, or an encoding that does not mean what training's does.
@@ -77,5 +77,6 @@ def open_validation(config: ValidationConfig, training: EncodingRecord, seed: in
     for start in range(0, len(samples), config.batch_size):
         part = samples[start : start + config.batch_size]
         slots = torch.arange(start, start + len(part))
-        batches.append(Collate(slots, encoding.text.length)(part))
+        batch = Collate(slots, encoding.text.length)(part)
+        batches.append(batch.with_captions(torch.zeros_like(slots)))
     return Validation(batches, seed)

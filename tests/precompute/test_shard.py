@@ -150,7 +150,8 @@ def test_text_storage(latents: Path, models: Path, tars: Path, tmp_path: Path, s
 
 def test_long_captions_are_cut_and_counted(latents: Path) -> None:
     # one token a character, and begin and end: all captions here are longer than 16 tokens
-    assert [receipt.truncated_captions for receipt in load_receipts(latents)] == [15, 15]
+    counts = {"stored": 15, "invalid_utf8": 0, "control_characters": 0, "too_long": 0, "truncated": 15}
+    assert [receipt.captions for receipt in load_receipts(latents)] == [counts, counts]
 
 
 def test_uncond_is_the_empty_prompt(latents: Path, models: Path) -> None:
