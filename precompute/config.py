@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import Field, field_validator
 
 from precompute.pixels import LimitsConfig, PixelsConfig
+from precompute.tars import TarPolicy
 from shards.buckets import Bucket
 from shards.config import Config
 from shards.encoding import EncodingRecord, ImageEncoding, TextEncoding
@@ -38,9 +39,22 @@ class WorkersConfig(Config):
     batch_size: int = Field(64, ge=1)
     """Pictures of up to 512x512 that are encoded together; the last batch of a shard is smaller."""
     attempts: int = Field(3, ge=1)
-    """How often a shard is tried before it is reported as failed."""
+    """How often a job tries a shard before it reports it as failed."""
+    isolate_from: int = Field(2, ge=1)
+    """Attempt from which pictures are decoded in child processes, so that one that kills its decoder is found and
+    rejected as `decoder_crash`; 1: always."""
     max_in_flight: int = Field(256, ge=1)
     """Shards handed to Ray at a time; at least as many as there are workers."""
+
+
+class TarsConfig(Config):
+    """What is done with tars that are damaged."""
+
+    policy: TarPolicy = "reject"
+    """`reject` fails the shard of a tar that lost anything; `salvage` takes the sound samples, and records the loss."""
+    check_sha256: bool = False
+    """Hold each picture against the `sha256` of its JSON, where there is one: for tars that keep the bytes as served,
+    as `make download` has it, not for ones whose pictures img2dataset encoded again."""
 
 
 class PrecomputeConfig(Config):
@@ -67,6 +81,7 @@ class PrecomputeConfig(Config):
     text: TextConfig = TextConfig()
     pixels: PixelsConfig = PixelsConfig()
     limits: LimitsConfig = LimitsConfig()
+    tars: TarsConfig = TarsConfig()
     workers: WorkersConfig = WorkersConfig()
 
     @field_validator("buckets")

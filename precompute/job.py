@@ -4,6 +4,7 @@ import functools
 import logging
 import os
 import re
+import signal
 import traceback
 from collections import deque
 from dataclasses import dataclass, field
@@ -13,14 +14,18 @@ import torch
 
 from precompute.config import PrecomputeConfig
 from precompute.encoders import ImageEncoder, TextEncoder
+from precompute.pipeline import Stuck
 from precompute.progress import Progress
 from precompute.shard import encode_shard
 from precompute.tars import InputShard
+from shards.commit import sweep_attempts
 from shards.encoding import FILE_NAME, EncodingRecord
-from shards.errors import RequestError, WorkError
+from shards.errors import DamagedInput, RequestError, WorkError, is_storage_error
 from shards.models import hash_weights, model_folder
 from shards.receipts import Receipt, load_receipt
+from shards.stop import StopSignal
 
+GRACE_SECONDS = 10
 # What a launcher left in the environment makes `streaming` believe that it is one of several ranks.
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -32,6 +37,8 @@ class JobResult:
     done: list[Receipt] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)
     """Shard → the last attempt's error."""
+    left: list[str] = field(default_factory=list)
+    """Shards that were not done when the job was told to leave."""
 
 
 def choose_shards(wanted: str, available: list[InputShard]) -> list[InputShard]:
@@ -63,13 +70,17 @@ def choose_shards(wanted: str, available: list[InputShard]) -> list[InputShard]:
 
 
 def run_job(shards: list[InputShard], config: PrecomputeConfig, encoding: EncodingRecord) -> JobResult:
-    """Encode `shards` on the Ray cluster that `start_ray` joined or started, until each is done or has failed."""
+    """Encode `shards` on the Ray cluster that `start_ray` joined or started, until each is done or has failed.
+
+    On SIGTERM, SIGUSR1 or SIGINT it abandons the attempts that are under way, and returns.
+    """
     result = JobResult()
     waiting = deque((shard, 1) for shard in shards)
     submit = worker_task(config)
     running: dict[ray.ObjectRef, tuple[InputShard, int]] = {}
-    with Progress(total=len(waiting)) as progress:
-        while waiting or running:
+    # after ray.init, which listens to SIGTERM itself
+    with Progress(total=len(waiting)) as progress, StopSignal(signal.SIGINT) as stop:
+        while (waiting or running) and not stop.received:
             while waiting and len(running) < config.workers.max_in_flight:
                 shard, attempt = waiting.popleft()
                 running[submit.remote(shard, config, encoding, attempt)] = (shard, attempt)
@@ -81,7 +92,7 @@ def run_job(shards: list[InputShard], config: PrecomputeConfig, encoding: Encodi
                 except ray.exceptions.RayError as error:
                     reason = one_line(error)
                     progress.attempt_failed(shard.name, attempt, config.workers.attempts, explain(error))
-                    if attempt < config.workers.attempts:
+                    if attempt < config.workers.attempts and not isinstance(cause_of(error), DamagedInput):
                         waiting.append((shard, attempt + 1))
                     else:
                         result.failed[shard.name] = reason
@@ -89,7 +100,31 @@ def run_job(shards: list[InputShard], config: PrecomputeConfig, encoding: Encodi
                 else:
                     result.done.append(receipt)
                     progress.shard_done(receipt)
+        result.left = [shard.name for shard, _ in waiting]
+        result.left += abandon({reference: shard for reference, (shard, _) in running.items()}, config, result)
     return result
+
+
+def abandon(running: dict[ray.ObjectRef, InputShard], config: PrecomputeConfig, result: JobResult) -> list[str]:
+    """Interrupt attempts and wait until they have removed their folders; end, and sweep, those that take too long.
+
+    Returns:
+        The shards abandoned; what was committed meanwhile goes to `result`.
+    """
+    for force in (False, True):
+        pending = ray.wait(list(running), num_returns=len(running), timeout=0)[1] if running else []
+        for reference in pending:
+            ray.cancel(reference, force=force)
+        if pending:
+            ray.wait(pending, num_returns=len(pending), timeout=GRACE_SECONDS)
+    left = []
+    for reference, shard in running.items():
+        try:
+            result.done.append(ray.get(reference, timeout=0))
+        except ray.exceptions.RayError:
+            left.append(shard.name)
+            sweep_attempts(config.output, shard.name)
+    return left
 
 
 def is_committed(shard: InputShard, config: PrecomputeConfig) -> bool:
@@ -151,9 +186,9 @@ def encode_on_worker(shard: InputShard, config: PrecomputeConfig, encoding: Enco
     try:
         return encode_shard(shard, config, encoding, image_encoder, text_encoder, attempt)
     except RuntimeError as error:
-        if "CUDA error" not in str(error):
+        if "CUDA error" not in str(error) and not isinstance(error, Stuck):
             raise
-        # this process cannot use its GPU again, and would fail each further shard at once: Ray starts another one
+        # this process cannot use its GPU again, or has a thread that never ends: Ray starts another one
         traceback.print_exc()
         os._exit(1)
 
@@ -197,8 +232,13 @@ def load_encoders(
 
 def explain(error: ray.exceptions.RayError) -> str:
     """A failed attempt for a person: one line where it is an error for people, the traceback where it is a bug."""
-    cause = getattr(error, "cause", None)
-    return one_line(error) if isinstance(cause, WorkError | RequestError) else str(error)
+    cause = cause_of(error)
+    return one_line(error) if isinstance(cause, WorkError | RequestError) or is_storage_error(cause) else str(error)
+
+
+def cause_of(error: ray.exceptions.RayError) -> BaseException | None:
+    """What was raised in the task, where something was."""
+    return getattr(error, "cause", None)
 
 
 def one_line(error: Exception) -> str:

@@ -9,6 +9,7 @@ from typing import Literal
 
 import numpy as np
 from PIL import Image, ImageOps
+from pydantic import Field
 
 from shards.buckets import Bucket
 from shards.config import Config
@@ -25,6 +26,9 @@ class Reject(Exception):
     def __init__(self, reason: str, detail: str):
         super().__init__(detail)
         self.reason = reason
+
+    def __reduce__(self) -> tuple[type["Reject"], tuple[str, str]]:
+        return Reject, (self.reason, str(self))  # as it crosses from a child process
 
 
 class PixelsConfig(Config):
@@ -44,7 +48,7 @@ class PixelsConfig(Config):
 
 
 class LimitsConfig(Config):
-    """What is refused before decoding."""
+    """What is refused before decoding, and what decoding may take in a child process."""
 
     max_pixels: int = 100_000_000
     """Width × height by the header."""
@@ -52,6 +56,11 @@ class LimitsConfig(Config):
     """Pixels."""
     max_bytes: int = 64 << 20
     """Of one tar member."""
+    decode_seconds: int = Field(30, ge=1)
+    """Processor time for one picture. A thread cannot be ended: where one takes ten times as long, by the clock, the
+    attempt at the shard is given up, and the next one decodes in child processes."""
+    decode_bytes: int = Field(8 << 30, ge=1 << 29)
+    """Address space of a child process that decodes."""
 
 
 @dataclass(frozen=True)

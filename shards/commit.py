@@ -14,7 +14,7 @@ import fcntl
 import shutil
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -55,19 +55,33 @@ def attempt_folder(root: Path, shard: str) -> Iterator[Path]:
 
     What attempts that were killed left behind for this shard is removed first.
     """
-    for abandoned in (root / ATTEMPTS).glob(f"{shard}.*"):
-        with (abandoned / OWNER).open("a") as owner:
-            try:
-                fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                continue  # at work
-            shutil.rmtree(abandoned, ignore_errors=True)
     folder = root / ATTEMPTS / f"{shard}.{uuid.uuid4().hex[:12]}"
-    try:
-        with locked(folder / OWNER):
-            yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    with ExitStack() as ours:
+        with locked(root / LOCKS / f"attempts-{shard}.lock"):  # nobody sweeps a folder before it is owned
+            _sweep(root, shard)
+            ours.callback(shutil.rmtree, folder, ignore_errors=True)
+            ours.enter_context(locked(folder / OWNER))
+        yield folder
+
+
+def sweep_attempts(root: Path, shard: str) -> int:
+    """Remove what dead attempts at `shard` left behind; returns how many are at work."""
+    with locked(root / LOCKS / f"attempts-{shard}.lock"):
+        return _sweep(root, shard)
+
+
+def _sweep(root: Path, shard: str) -> int:
+    at_work = 0
+    for folder in (root / ATTEMPTS).glob(f"{shard}.*"):
+        try:
+            with (folder / OWNER).open("a") as owner:
+                fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder, ignore_errors=True)
+        except FileNotFoundError:
+            continue  # its owner has just removed it
+        except BlockingIOError:
+            at_work += 1
+    return at_work
 
 
 def commit(root: Path, attempt: Attempt) -> Receipt:
