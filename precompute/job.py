@@ -147,6 +147,7 @@ def start_ray(config: PrecomputeConfig) -> None:
         ray.init(log_to_driver=False, logging_level=logging.ERROR)
         return
     ray.init(
+        "local",  # without it, any cluster that runs on this machine
         include_dashboard=False,
         log_to_driver=False,
         logging_level=logging.ERROR,

@@ -108,7 +108,7 @@ def test_a_worker_that_fits_no_machine_is_refused(
 ) -> None:
     """Ray would wait for ever, and say nothing."""
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr("ray.init", lambda **_: None)
+    monkeypatch.setattr("ray.init", lambda *_, **__: None)
     monkeypatch.setattr("ray.cluster_resources", lambda: {"CPU": 2.0})
     arguments = precompute_arguments(models, tars, tmp_path / "root", "--workers.num_gpus", "1")
     assert exit_code_of(lambda: command(arguments)) == 2
