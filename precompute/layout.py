@@ -9,12 +9,13 @@ import tarfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import BinaryIO
+from typing import BinaryIO, TypeVar
 
 from shards.errors import DamagedInput
 
 IMAGE_SUFFIXES = {"jpg", "jpeg", "png", "webp", "gif", "tif", "tiff", "avif"}
 MAGIC = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
+Item = TypeVar("Item")
 BLOCK = tarfile.BLOCKSIZE
 PLAIN = (tarfile.REGTYPE, tarfile.AREGTYPE)
 
@@ -54,7 +55,7 @@ def read_layout(path: Path) -> Layout:
     end, key = 0, ""
     beside_damage: list[str] = []
     with path.open("rb") as file:
-        for header, next_header in read_headers(file, size):
+        for header, next_header in not_too_deep(path, read_headers(file, size)):
             before, (key, suffix) = key, split_name(header.name)
             if header.offset != end:
                 layout.damage.append(f"is damaged: bytes {end} to {header.offset} of it are no members")
@@ -89,14 +90,14 @@ def read_headers(file: BinaryIO, size: int) -> Iterator[tuple[tarfile.TarInfo, i
     """Every header that can be read, and where the next one should be; what lies between is passed over."""
     try:
         tar = tarfile.TarFile(fileobj=file, ignore_zeros=True)
-    except tarfile.TarError:
+    except (tarfile.TarError, ValueError, OverflowError):
         return
     first = True  # has been read already
     while first or tar.offset < size:
         first, at = False, tar.offset
         try:
             header = tar.next()
-        except (tarfile.TarError, ValueError, OverflowError, RecursionError):
+        except (tarfile.TarError, ValueError, OverflowError):
             tar.offset = max(at, tar.offset) + BLOCK
             continue
         if header is None:
@@ -105,6 +106,18 @@ def read_headers(file: BinaryIO, size: int) -> Iterator[tuple[tarfile.TarInfo, i
             tar.offset = header.offset + BLOCK
             continue
         yield header, tar.offset
+
+
+def not_too_deep(path: Path, headers: Iterator[Item]) -> Iterator[Item]:
+    """`headers`, which tarfile reads by recursion where extended ones follow each other.
+
+    Raises:
+        DamagedInput: too many do.
+    """
+    try:
+        yield from headers
+    except RecursionError:
+        raise DamagedInput(f"{path} is damaged: its extended headers nest without end.") from None
 
 
 def split_name(name: str) -> tuple[str, str]:

@@ -6,7 +6,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from precompute.pixels import Picture, decode
+from precompute.pixels import LimitsConfig, Picture, PixelsConfig, Reject, decode
+from shards.buckets import Bucket
+
+ACCEPTED = "accepted"
 
 
 def poisoned(data: bytes, *args: Any) -> Picture:
@@ -39,3 +42,15 @@ def killed_once(data: bytes, *args: Any) -> Picture:
             path.touch()
             os.abort()
     return decode(data, *args)
+
+
+def outcome_and_memory(data: bytes, limits: LimitsConfig) -> tuple[str, int]:
+    """What becomes of a picture, and the most memory in bytes that this process has had."""
+    try:
+        decode(data, [Bucket(64, 64)], PixelsConfig(), limits)
+        outcome = ACCEPTED
+    except Reject as reject:
+        outcome = reject.reason
+    # getrusage's figure counts what the process had before exec
+    peak = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+    return outcome, int(peak.split()[1]) << 10

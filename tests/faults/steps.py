@@ -13,6 +13,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -128,9 +129,13 @@ class Encoding:
 
     def run(self, root: Path, steps: Steps) -> int:
         """Stage 1 into `root`; its exit code, negative for a signal's number."""
+        return wait_for(self.start(root, steps))
+
+    def start(self, root: Path, steps: Steps) -> int:
+        """The process that does it."""
         sys.stdout.flush()
         if child := os.fork():
-            return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+            return child
         code = OTHER_ERROR
         try:
             config = self.world.config(root)
@@ -154,8 +159,29 @@ class Encoding:
         write_indexes(config.output)
 
 
+def wait_for(child: int) -> int:
+    """The exit code of a process."""
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def race(encoding: Encoding, folder: Path, rounds: int, tally: Tally) -> dict[str, object]:
+    """Two processes at one shard, the second a little later each round; both end well, with one commit."""
+    for number in range(rounds):
+        root = folder / f"race-{number}"
+        first = encoding.start(root, Steps(NEVER, kill))
+        time.sleep(0.01 * number)
+        second = encoding.start(root, Steps(NEVER, kill))
+        assert [wait_for(first), wait_for(second)] == [OK, OK]
+        assert not list((root / ".attempts").glob("*"))
+        tally.add(root, encoding.world.reference)
+    return {"rounds": rounds}
+
+
 def break_at(encoding: Encoding, folder: Path, at: int, fault: Callable[[], None], tally: Tally) -> int:
-    """Break a run at one step, look at what is there, run again, and count the outcome."""
+    """Break a run at one step, look at what is there, run again, and count the outcome.
+
+    The run may succeed all the same, where the step only tidies up.
+    """
     root = folder / f"{getattr(fault, '__name__', 'fault')}-{at}"
     code = encoding.run(root, Steps(at, fault))
     look(root)
@@ -199,7 +225,7 @@ def disk_full(encoding: Encoding, folder: Path, every: int, tally: Tally) -> dic
 
 
 def main(folder: Path, models: Path, every: int) -> None:
-    """Kills, EIO and ENOSPC at every `every`-th step, and a disk that is full."""
+    """Kills, EIO and ENOSPC at every `every`-th step, a disk that is full, and two runs at once."""
     encoding = Encoding(make_world(folder, models, num_shards=1, num_samples=5))
     assert encoding.run(folder / "counted", Steps(COUNT_ONLY, kill)) == OK
     num_steps = int((folder / "steps").read_text())
@@ -216,6 +242,8 @@ def main(folder: Path, models: Path, every: int) -> None:
     tally = Tally()
     outcome = disk_full(encoding, folder, every, tally)
     figures["full file system"] = outcome | (tally.check() if tally.files else {})
+    tally = Tally()
+    figures["two at once"] = race(encoding, folder, 60 // every, tally) | tally.check()
     print(json.dumps(figures))
 
 
