@@ -57,7 +57,7 @@ def read_layout(path: Path) -> Layout:
     with path.open("rb") as file:
         for header, next_header in not_too_deep(path, read_headers(file, size)):
             before, (key, suffix) = key, split_name(header.name)
-            if header.offset != end:
+            if header.offset != end and header.offset != after_global_header(file, end):
                 layout.damage.append(f"is damaged: bytes {end} to {header.offset} of it are no members")
                 beside_damage += [before, key]
             end = next_header
@@ -118,6 +118,16 @@ def not_too_deep(path: Path, headers: Iterator[Item]) -> Iterator[Item]:
         yield from headers
     except RecursionError:
         raise DamagedInput(f"{path} is damaged: its extended headers nest without end.") from None
+
+
+def after_global_header(file: BinaryIO, offset: int) -> int:
+    """Where a pax header for the whole archive at `offset` ends, about which tarfile says nothing; or `offset`."""
+    file.seek(offset)
+    try:
+        header = tarfile.TarInfo.frombuf(file.read(BLOCK), "utf-8", "surrogateescape")
+    except tarfile.TarError:
+        return offset
+    return offset + BLOCK + -(-header.size // BLOCK) * BLOCK if header.type == tarfile.XGLTYPE else offset
 
 
 def split_name(name: str) -> tuple[str, str]:

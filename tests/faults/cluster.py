@@ -1,13 +1,12 @@
 """Two Ray nodes on this machine, all of whose processes can be killed; and the command that works on them."""
 
+import os
 import random
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import TypeVar
 from unittest.mock import patch
 
 import psutil
@@ -15,8 +14,9 @@ from ray.cluster_utils import Cluster
 
 from tests.runs import environment
 
+os.environ["RAY_raylet_start_wait_time_s"] = "300"  # noqa: SIM112 (the machine may be busy)
+
 SAME = {"object_store_memory": 80 << 20}
-Started = TypeVar("Started")
 POLL_SECONDS = 0.02
 
 
@@ -27,8 +27,8 @@ class TwoNodes:
         head = {"num_cpus": 0, "include_dashboard": False, "temp_dir": str(folder)}
         # or every ray.init on this machine that names no address would join this cluster
         with patch("ray._private.utils.write_ray_address"):
-            self.cluster = patiently(lambda: Cluster(initialize_head=True, head_node_args=head | SAME))
-        self.node = patiently(lambda: self.cluster.add_node(num_cpus=1, **SAME))
+            self.cluster = Cluster(initialize_head=True, head_node_args=head | SAME)
+        self.node = self.cluster.add_node(num_cpus=1, **SAME)
 
     def __enter__(self) -> "TwoNodes":
         return self
@@ -58,7 +58,7 @@ class TwoNodes:
         """SIGKILL; then another node takes its place."""
         self.raylet.kill()
         self.cluster.remove_node(self.node, allow_graceful=False)
-        self.node = patiently(lambda: self.cluster.add_node(num_cpus=1, **SAME))
+        self.node = self.cluster.add_node(num_cpus=1, **SAME)
 
     def start_driver(self, config: Path, log: Path) -> subprocess.Popen[bytes]:
         """`python -m precompute --config …` on this cluster."""
@@ -69,21 +69,6 @@ class TwoNodes:
                 stderr=file,
                 env=environment(RAY_ADDRESS=self.cluster.address),
             )
-
-
-def patiently(start: Callable[[], Started]) -> Started:
-    """Start a node; again where Ray finds that it took too long (a busy machine), without what is left of that one."""
-    before = {process.pid for process in psutil.Process().children()}
-    for _ in range(5):
-        try:
-            return start()
-        except Exception as error:
-            if "timed out" not in str(error):
-                raise
-            for process in psutil.Process().children():
-                if process.pid not in before:
-                    process.kill()
-    raise TimeoutError("no node started")
 
 
 def wait_for_a_moment(rng: random.Random, root: Path, driver: subprocess.Popen[bytes], longest: float) -> bool:
