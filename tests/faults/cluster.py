@@ -1,23 +1,47 @@
 """Two Ray nodes on this machine, all of whose processes can be killed; and the command that works on them."""
 
-import os
 import random
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 from unittest.mock import patch
 
 import psutil
+from ray._private import services
+from ray._private.node import Node
 from ray.cluster_utils import Cluster
 
 from tests.runs import environment
 
-os.environ["RAY_raylet_start_wait_time_s"] = "300"  # noqa: SIM112 (the machine may be busy)
+START_SECONDS = 300
+"""A node may take to start; Ray gives one half a minute, which a busy machine can exceed."""
 
 SAME = {"object_store_memory": 80 << 20}
 POLL_SECONDS = 0.02
+
+
+@contextmanager
+def patient() -> Iterator[None]:
+    """Inside, Ray waits longer for a node that starts."""
+
+    def get_node(*args: Any, **named: Any) -> Any:
+        until = time.monotonic() + START_SECONDS
+        while True:
+            try:
+                return ask_once(*args, **named)
+            except RuntimeError:
+                if time.monotonic() > until:
+                    raise
+                time.sleep(0.1)
+
+    ask_once = services.get_node
+    with patch("ray._private.services.get_node", get_node):
+        yield
 
 
 class TwoNodes:
@@ -26,9 +50,13 @@ class TwoNodes:
     def __init__(self, folder: Path):
         head = {"num_cpus": 0, "include_dashboard": False, "temp_dir": str(folder)}
         # or every ray.init on this machine that names no address would join this cluster
-        with patch("ray._private.utils.write_ray_address"):
+        with patch("ray._private.utils.write_ray_address"), patient():
             self.cluster = Cluster(initialize_head=True, head_node_args=head | SAME)
-        self.node = self.cluster.add_node(num_cpus=1, **SAME)
+        self.node = self._add_node()
+
+    def _add_node(self) -> Node:
+        with patient():
+            return self.cluster.add_node(num_cpus=1, **SAME)
 
     def __enter__(self) -> "TwoNodes":
         return self
@@ -58,7 +86,7 @@ class TwoNodes:
         """SIGKILL; then another node takes its place."""
         self.raylet.kill()
         self.cluster.remove_node(self.node, allow_graceful=False)
-        self.node = self.cluster.add_node(num_cpus=1, **SAME)
+        self.node = self._add_node()
 
     def start_driver(self, config: Path, log: Path) -> subprocess.Popen[bytes]:
         """`python -m precompute --config …` on this cluster."""

@@ -1,6 +1,7 @@
-"""SIGKILL of workers, drivers and raylets at random moments; the same command again, until it is through."""
+"""SIGKILL of workers, drivers and raylets, and SIGTERM to drivers, at random moments; then the same command again."""
 
 import random
+import signal
 import tempfile
 import time
 from collections import Counter
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from shards.errors import Preempted
 from tests.faults.cluster import TwoNodes, attempts, wait_for_a_moment
 from tests.faults.world import Tally, World, make_world
 
@@ -19,12 +21,12 @@ LONGEST_WAIT = 6.0
 @pytest.mark.slow
 def test_fifty_kills(models: Path, tmp_path: Path, report: dict[str, object], seed: int) -> None:
     world = make_world(tmp_path, models, num_shards=10, num_samples=24)
-    report["kills"] = storm(world, tmp_path, {"worker": 26, "driver": 14, "raylet": 12}, seed)
+    report["kills"] = storm(world, tmp_path, {"worker": 25, "driver": 13, "raylet": 12, "SIGTERM": 3}, seed)
 
 
 def test_a_few_kills(models: Path, tmp_path: Path, report: dict[str, object], seed: int) -> None:
     world = make_world(tmp_path, models, num_shards=3, num_samples=12)
-    report["kills"] = storm(world, tmp_path, {"worker": 1, "driver": 1, "raylet": 1}, seed)
+    report["kills"] = storm(world, tmp_path, {"worker": 1, "raylet": 1, "SIGTERM": 1}, seed)
 
 
 def storm(world: World, folder: Path, kills: dict[str, int], seed: int) -> dict[str, object]:
@@ -41,7 +43,7 @@ def storm(world: World, folder: Path, kills: dict[str, int], seed: int) -> dict[
             fields["workers"] |= {"attempts": 1000}
             (config := folder / f"root-{roots}.yaml").write_text(yaml.safe_dump(fields))
             driver = nodes.start_driver(config, log)
-            while driver.poll() is None or driver.returncode < 0:
+            while driver.poll() is None or driver.returncode in (-signal.SIGKILL, Preempted.exit_code):
                 if driver.poll() is not None:
                     driver = nodes.start_driver(config, log)
                 if not waiting:
@@ -51,6 +53,12 @@ def storm(world: World, folder: Path, kills: dict[str, int], seed: int) -> dict[
                     if waiting[-1] == "driver":
                         driver.kill()
                         driver.wait()
+                    elif waiting[-1] == "SIGTERM":
+                        driver.terminate()
+                        if driver.wait() == 0:
+                            continue  # it was at its end
+                        assert "the same command again goes on" in log.read_text().replace("\n", " ")
+                        assert not attempts(root)
                     elif waiting[-1] == "raylet":
                         nodes.kill_raylet()
                     elif workers := nodes.workers():
@@ -62,5 +70,6 @@ def storm(world: World, folder: Path, kills: dict[str, int], seed: int) -> dict[
             assert driver.returncode == 0, log.read_text()[-3000:]
             tally.add(root, world.reference)
             roots += 1
+            print(f"{root.name} is through: {tally.check()}", flush=True)
     assert {victim: done[victim] for victim in kills} == kills
     return dict(done) | {"roots": roots, "seconds": round(time.monotonic() - started)} | tally.check()
