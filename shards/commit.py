@@ -20,8 +20,8 @@ from pathlib import Path
 
 from shards.encoding import FILE_NAME, EncodingRecord
 from shards.errors import WorkError
-from shards.files import fsync_folder, fsync_tree, locked, sha256_file
-from shards.receipts import FileRecord, Part, Receipt, load_receipt
+from shards.files import fsync_folder, fsync_tree, locked, remove_torn, sha256_file
+from shards.receipts import FOLDER, FileRecord, Part, Receipt, load_receipt
 from shards.root import UNCOND_NAME
 from shards.tables import REJECTS_SCHEMA, Books, read_books, write_rows
 
@@ -111,6 +111,7 @@ def commit(root: Path, attempt: Attempt) -> Receipt:
         for bucket in fresh:
             _put(attempt.folder / bucket, root / bucket / attempt.shard)
         _put(attempt.folder / "rejects.parquet", root / "rejects" / f"{attempt.shard}.parquet")
+        remove_torn(root / FOLDER / f"{attempt.shard}.json")
         receipt.save(root)
         return receipt
 

@@ -7,7 +7,7 @@ written here. The same receipts always give the same bytes.
 import json
 from pathlib import Path
 
-from shards.files import DamagedFile, canonical_json, locked, sha256_file, write_atomically
+from shards.files import DamagedFile, canonical_json, locked, remove_torn, sha256_file, write_atomically
 from shards.receipts import Receipt, load_receipts
 
 
@@ -42,6 +42,7 @@ def _write_indexes(root: Path, receipts: list[Receipt]) -> dict[str, int]:
     for bucket in buckets:
         data = bucket_index(root, bucket, receipts)
         path = root / bucket / "index.json"
+        remove_torn(path)
         if not path.is_file() or path.read_bytes() != data:
             write_atomically(path, data)
     return {b: sum(r.parts[b].samples for r in receipts if b in r.parts) for b in buckets}

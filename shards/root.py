@@ -9,7 +9,7 @@ from torch import Tensor
 
 from shards.encoding import FILE_NAME, EncodingRecord
 from shards.errors import RequestError
-from shards.files import DamagedFile, locked, sha256_file, write_atomically
+from shards.files import DamagedFile, locked, remove_torn, sha256_file, write_atomically
 from shards.receipts import FOLDER, load_receipt
 
 UNCOND_NAME = "uncond.safetensors"
@@ -39,6 +39,7 @@ def create_root(root: Path, encoding: EncodingRecord) -> None:
     """Write encoding.json, or check the one that is there. Safe when several jobs do it at once."""
     with locked(root / ".locks" / "root.lock"):
         check_root(root, encoding)
+        remove_torn(root / FILE_NAME)
         if not (root / FILE_NAME).exists():
             encoding.save(root)
 
@@ -46,6 +47,7 @@ def create_root(root: Path, encoding: EncodingRecord) -> None:
 def write_uncond(root: Path, text_latents: Tensor, num_tokens: int) -> None:
     """Store the empty caption's text latents, (tokens, width), once; later calls change nothing."""
     with locked(root / ".locks" / "root.lock"):
+        remove_torn(root / UNCOND_NAME)
         if not (root / UNCOND_NAME).exists():
             tensors = {"text_latents": text_latents.half().contiguous(), "num_tokens": torch.tensor(num_tokens)}
             write_atomically(root / UNCOND_NAME, save(tensors))

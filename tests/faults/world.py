@@ -80,7 +80,7 @@ class Tally:
 
 def comparable(root: Path) -> dict[str, object]:
     """Every file's content by its name; of a receipt, what two runs must have alike."""
-    files: dict[str, object] = dict(tree(root))
+    files: dict[str, object] = dict(tree(root))  # of what is torn too, but for the folders of attempts and locks
     for name in [name for name in files if name.startswith("commits/")]:
         receipt = json.loads(files[name])  # type: ignore[arg-type]
         files[name] = {key: value for key, value in receipt.items() if key not in TIMED}
