@@ -57,7 +57,7 @@ def write_atomically(path: Path, data: bytes) -> None:
 
 
 def remove_torn(path: Path) -> None:
-    """Remove what a killed `write_atomically` left beside `path`; for holders of the lock under which that is written."""
+    """Remove what a killed `write_atomically` left beside `path`; for holders of the lock under which it is written."""
     for temporary in path.parent.glob(f".{path.name}.*.tmp"):
         temporary.unlink()
 
