@@ -140,7 +140,8 @@ class Tar:
         self.members = {key: members for key, members in self.members.items() if key in listed}
         reasons = {key: self.lost[key].lost if key in self.lost else "it is not in the tar" for key in sorted(missing)}
         self.lost = {key: RawSample(key, metadata={"url": listed[key]}, lost=why) for key, why in reasons.items()}
-        self.num_unnamed = max(0, *counted.counts.values(), 0) - len(self.members) - len(self.lost)
+        num_known = len(self.members) + len(self.lost)
+        self.num_unnamed = max([num_known, *counted.counts.values()]) - num_known
         if self.damage and not self.members:
             raise DamagedInput(f"{shard.address} {self.damage[0]}; nothing sound is left of it. Download it again.")
 
@@ -163,7 +164,7 @@ class Tar:
         record: dict[str, str | int | None] = {"address": address, "bytes": self.bytes, "sha256": self.sha256}
         if self.damage:
             damage = "; ".join(self.damage[:MOST_NAMED]) + ("; …" if len(self.damage) > MOST_NAMED else "")
-            record |= {"damage": damage, "lost": len(self.lost), "lost_unnamed": max(0, self.num_unnamed)}
+            record |= {"damage": damage, "lost": len(self.lost), "lost_unnamed": self.num_unnamed}
         return record
 
     def _add(self, sample: RawSample, suffix: str, file: BinaryIO, member: Member) -> None:
