@@ -23,7 +23,7 @@ from shards.commit import Attempt, attempt_folder, commit
 from shards.encoding import EncodingRecord
 from shards.errors import DamagedInput
 from shards.receipts import Receipt, load_receipt
-from shards.root import UNCOND_NAME, write_uncond
+from shards.root import has_uncond, write_uncond
 from shards.tables import TOO_SMALL
 from shards.writing import PartWriter, Sample
 
@@ -65,11 +65,13 @@ def encode_shard(
     image_encoder: ImageEncoder,
     text_encoder: TextEncoder,
     attempt_number: int = 1,
+    report: Callable[[int], None] = lambda samples_in: None,
     decode: Decode = decode,
 ) -> Receipt:
     """Encode one tar into every configured bucket that its receipt does not have yet, and commit it.
 
-    From attempt `workers.isolate_from` on, `decode` runs in child processes.
+    `report` hears after each batch how many samples have been taken in. From attempt `workers.isolate_from` on,
+    `decode` runs in child processes.
 
     Returns:
         The receipt in force afterwards; the one that was there where there was nothing to do.
@@ -83,14 +85,14 @@ def encode_shard(
     buckets = [bucket for bucket in config.bucket_list if committed is None or str(bucket) not in committed.parts]
     if committed is not None and not buckets:
         return committed
-    if not (root / UNCOND_NAME).exists():
+    if not has_uncond(root):
         empty = text_encoder([""], config.workers.batch_size)[0]
         write_uncond(root, empty.latents, empty.num_tokens)
 
     isolate = attempt_number >= config.workers.isolate_from
     with (
         local_copy(shard.address, ".tar") as path,
-        attempt_folder(root, shard.name) as folder,
+        attempt_folder(root, shard.name, config.workers.scratch) as folder,
         maybe_isolated(decode, config.limits, isolate) as decode_picture,
         threads(config.workers.decode_threads) as pool,
     ):
@@ -110,6 +112,7 @@ def encode_shard(
             latents = image_encoder(pictures, batch_size_of(bucket, config.workers.batch_size))
             for sample, caption, image_latents in zip(samples, captions, latents, strict=True):
                 write_sample(sample, bucket, image_latents, caption, parts)
+            report(parts.samples_in)
 
         # parts => committed
         attempt = Attempt(

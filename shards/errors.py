@@ -44,15 +44,16 @@ def exit_code_of(command: Callable[[], int | None]) -> int:
     try:
         return command() or 0
     except (RequestError, WorkError) as error:
-        print(
-            textwrap.fill(f"error: {error}", width=110, break_long_words=False, break_on_hyphens=False), file=sys.stderr
-        )
+        say(error)
         return error.exit_code
     except OSError as error:
         if not is_storage_error(error):
             raise
-        print(
-            f"error: {error}. What was finished stays valid: mend that, and give the same command again.",
-            file=sys.stderr,
-        )
+        say(WorkError(f"{error}. What was finished stays valid: mend that, and give the same command again."))
         return WorkError.exit_code
+
+
+def say(error: Exception) -> None:
+    """An error for people, as a paragraph on stderr."""
+    text = textwrap.fill(f"error: {error}", width=110, break_long_words=False, break_on_hyphens=False)
+    print(text, file=sys.stderr, flush=True)

@@ -3,6 +3,8 @@
 import functools
 import sys
 
+import ray
+
 import precompute.job
 from precompute.__main__ import main
 from precompute.config import PrecomputeConfig
@@ -11,14 +13,16 @@ from shards.encoding import EncodingRecord
 from shards.receipts import Receipt
 
 
-def encode_with_poison(shard: InputShard, config: PrecomputeConfig, encoding: EncodingRecord, attempt: int) -> Receipt:
+def encode_with_poison(
+    shard: InputShard, config: PrecomputeConfig, encoding: EncodingRecord, attempt: int, board: ray.actor.ActorHandle
+) -> Receipt:
     """Runs in a Ray worker, to which it goes by value, as it is this script's own."""
     import precompute.job
     import precompute.shard
     from tests.faults.decoders import poisoned
 
     precompute.job.encode_shard = functools.partial(precompute.shard.encode_shard, decode=poisoned)
-    return precompute.job.encode_on_worker(shard, config, encoding, attempt)
+    return precompute.job.encode_on_worker(shard, config, encoding, attempt, board)
 
 
 if __name__ == "__main__":

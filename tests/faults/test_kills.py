@@ -40,7 +40,7 @@ def storm(world: World, folder: Path, kills: dict[str, int], seed: int) -> dict[
         while waiting or not roots:
             root, log = folder / f"root-{roots}", folder / f"root-{roots}.log"
             fields = world.config(root).model_dump(mode="json")
-            fields["workers"] |= {"attempts": 1000}
+            fields["workers"] |= {"attempts": 1000, "lost_attempts": 1000, "backoff": 0, "node_failures": 1000}
             (config := folder / f"root-{roots}.yaml").write_text(yaml.safe_dump(fields))
             driver = nodes.start_driver(config, log)
             while driver.poll() is None or driver.returncode in (-signal.SIGKILL, Preempted.exit_code):
