@@ -22,6 +22,7 @@ $(if $(filter train,$(MAKECMDGOALS)),$(if $(wildcard $(PHASE_CONFIG)),,$(error t
 help:
 	@echo "make demo                                     everything, on a picture world of its own (no GPU; under 20 minutes)"
 	@echo "make test                                     every test"
+	@echo "make test-faults                              the long suites: kills, full disks, flipped bits, hostile pictures"
 	@echo "make select METADATA=laion/ [OUT=runs/data/selected]"
 	@echo "                                              LAION metadata -> filtered rows"
 	@echo "make download [IN=runs/data/selected] [OUT=runs/data/tars]"
@@ -53,8 +54,9 @@ demo: setup
 test: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
+# the figures that it prints go into docs/reliability.md
 test-faults: setup
-	$(BIN)/python -m pytest -m slow $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s -m slow $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check .

@@ -8,6 +8,7 @@ from pydantic import Field, field_validator
 
 from precompute.captions import JSON_PREFIX
 from precompute.pixels import LimitsConfig, PixelsConfig
+from precompute.tars import TarPolicy
 from shards.buckets import Bucket
 from shards.config import Config
 from shards.encoding import EncodingRecord, ImageEncoding, TextEncoding
@@ -42,7 +43,7 @@ class WorkersConfig(Config):
     batch_size: int = Field(64, ge=1)
     """Pictures of up to 512x512 that are encoded together; the last batch of a shard is smaller."""
     attempts: int = Field(3, ge=1)
-    """How often a shard is tried before it is reported as failed."""
+    """How often a job tries a shard before it reports it as failed."""
     lost_attempts: int = Field(10, ge=1)
     """The same for attempts whose process or node went away, as preempted machines do; they do not count as tries."""
     backoff: float = Field(5.0, ge=0)
@@ -54,8 +55,21 @@ class WorkersConfig(Config):
     scratch: Path | None = None
     """Local folder of attempts at shards, each as large as its latents, where `output` is an address; the system's
     temporary folder if not given."""
+    isolate_from: int = Field(2, ge=1)
+    """Attempt from which pictures are decoded in child processes, so that one that kills its decoder is found and
+    rejected as `decoder_crash`; 1: always."""
     max_in_flight: int = Field(256, ge=1)
     """Shards handed to Ray at a time; at least as many as there are workers."""
+
+
+class TarsConfig(Config):
+    """What is done with tars that are damaged."""
+
+    policy: TarPolicy = "reject"
+    """`reject` fails the shard of a tar that lost anything; `salvage` takes the sound samples, and records the loss."""
+    check_sha256: bool = False
+    """Hold each picture against the `sha256` of its JSON, where there is one: for tars that keep the bytes as served,
+    as `make download` has it, not for ones whose pictures img2dataset encoded again."""
 
 
 class PrecomputeConfig(Config):
@@ -85,6 +99,7 @@ class PrecomputeConfig(Config):
     text: TextConfig = TextConfig()
     pixels: PixelsConfig = PixelsConfig()
     limits: LimitsConfig = LimitsConfig()
+    tars: TarsConfig = TarsConfig()
     workers: WorkersConfig = WorkersConfig()
 
     @field_validator("buckets")

@@ -27,6 +27,9 @@ class Reject(Exception):
         super().__init__(detail)
         self.reason = reason
 
+    def __reduce__(self) -> tuple[type["Reject"], tuple[str, str]]:
+        return Reject, (self.reason, str(self))  # as it crosses from a child process
+
 
 class PixelsConfig(Config):
     """How pictures become pixels; all of it is in encoding.json."""
@@ -45,7 +48,7 @@ class PixelsConfig(Config):
 
 
 class LimitsConfig(Config):
-    """What is refused before decoding, or cut."""
+    """What is refused before decoding, or cut, and what decoding may take in a child process."""
 
     max_pixels: int = 100_000_000
     """Width × height by the header."""
@@ -55,6 +58,11 @@ class LimitsConfig(Config):
     """Of one tar member."""
     max_caption_characters: int = Field(4096, ge=1)
     """A longer caption is cut here, before the tokenizer; in encoding.json, since it changes what is stored."""
+    decode_seconds: int = Field(30, ge=1)
+    """Processor time for one picture. A thread cannot be ended: where one takes ten times as long, by the clock, the
+    attempt at the shard is given up, and the next one decodes in child processes."""
+    decode_bytes: int = Field(8 << 30, ge=1 << 29)
+    """Address space of a child process that decodes."""
 
 
 @dataclass(frozen=True)

@@ -2,11 +2,11 @@
 
 import time
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from importlib.metadata import version
+from typing import NoReturn
 
 import numpy as np
 from torch import Tensor
@@ -14,17 +14,22 @@ from torch import Tensor
 from precompute.captions import CleanCaption, read_captions, read_scores, valid_text
 from precompute.config import PrecomputeConfig
 from precompute.encoders import EncodedCaption, ImageEncoder, TextEncoder
-from precompute.pipeline import in_background, map_in_order
+from precompute.isolation import CLOCK_PER_PROCESSOR_SECOND, maybe_isolated
+from precompute.pipeline import in_background, map_in_order, threads
 from precompute.pixels import Picture, Reject, decode
-from precompute.tars import InputShard, RawSample, Tar, check_count, expected_samples, local_copy
+from precompute.tars import InputShard, RawSample, Tar, TarPolicy, counted_samples, is_as_served, local_copy
 from shards.buckets import Bucket
 from shards.commit import Attempt, attempt_folder, commit
 from shards.encoding import EncodingRecord
+from shards.errors import DamagedInput
 from shards.receipts import Receipt, load_receipt
 from shards.root import has_uncond, write_uncond
 from shards.tables import TOO_SMALL
 from shards.writing import Caption, PartWriter, Sample
 
+Decode = Callable[..., Picture]
+"""`pixels.decode`, or what stands in for it."""
+LOST = "lost_in_tar"
 PIXELS_PER_BATCH_ITEM = 512 * 512
 SOFTWARE = ("diffusers", "mosaicml-streaming", "numpy", "pillow", "torch", "transformers")
 
@@ -62,16 +67,19 @@ def encode_shard(
     text_encoder: TextEncoder,
     attempt_number: int = 1,
     report: Callable[[int], None] = lambda samples_in: None,
+    decode: Decode = decode,
 ) -> Receipt:
     """Encode one tar into every configured bucket that its receipt does not have yet, and commit it.
 
-    `report` hears after each batch how many samples have been taken in.
+    `report` hears after each batch how many samples have been taken in. From attempt `workers.isolate_from` on,
+    `decode` runs in child processes.
 
     Returns:
         The receipt in force afterwards; the one that was there where there was nothing to do.
 
     Raises:
-        WorkError: the tar is damaged, or its samples are not those that img2dataset counted.
+        DamagedInput: the tar is damaged, or its samples are not those that img2dataset counted.
+        Stuck: a picture was decoded in a thread and did not end. The process should.
     """
     started, clock = datetime.now(UTC), time.monotonic()
     root, committed = config.output, load_receipt(config.output, shard.name)
@@ -82,18 +90,21 @@ def encode_shard(
         empty = text_encoder([""], config.workers.batch_size)[0]
         write_uncond(root, empty.latents, empty.num_tokens)
 
+    isolate = attempt_number >= config.workers.isolate_from
     with (
         local_copy(shard.address, ".tar") as path,
         attempt_folder(root, shard.name, config.workers.scratch) as folder,
-        ThreadPoolExecutor(config.workers.decode_threads) as pool,
+        maybe_isolated(decode, config.limits, isolate) as decode_picture,
+        threads(config.workers.decode_threads) as pool,
     ):
-        tar = Tar(path, config.limits.max_bytes)
-        check_count(shard, tar.count(), expected_samples(shard))
+        tar = Tar(path, config.limits.max_bytes, config.tars.policy)
+        tar.check(shard, counted_samples(shard))
         parts = Parts({bucket: PartWriter(folder / str(bucket), encoding, bucket) for bucket in buckets})
 
         # tar members => raw samples => pixels, in the tar's order, running ahead of the encoders
-        decode_one = partial(decode_sample, buckets=buckets, config=config)
-        decoded = map_in_order(pool, decode_one, tar.samples(), ahead=4 * config.workers.decode_threads)
+        decode_one = partial(decode_sample, buckets=buckets, config=config, decode=decode_picture)
+        longest = None if isolate else CLOCK_PER_PROCESSOR_SECOND * config.limits.decode_seconds
+        decoded = map_in_order(pool, decode_one, tar.samples(), 4 * config.workers.decode_threads, longest)
         accepted = drop_rejects(in_background(decoded, ahead=config.workers.batch_size), parts)
         # pixels => latents => parts
         for bucket, samples in batched_by_bucket(accepted, parts, config.workers.batch_size):
@@ -120,19 +131,37 @@ def encode_shard(
         return commit(root, attempt)
 
 
-def decode_sample(raw: RawSample, buckets: list[Bucket], config: PrecomputeConfig) -> Decoded:
-    """Clean the captions and decode the picture; a sample that fails carries its `Reject`."""
+def decode_sample(raw: RawSample, buckets: list[Bucket], config: PrecomputeConfig, decode: Decode) -> Decoded:
+    """Clean the captions and decode the picture; a sample that fails carries its `Reject`.
+
+    Raises:
+        DamagedInput: the picture is not the one that was downloaded.
+    """
     content: tuple[list[CleanCaption | None], Picture] | Reject
     try:
+        if raw.lost:
+            raise Reject(LOST, raw.lost)
         if raw.oversized:
             raise Reject("too_many_bytes", raw.oversized)
         captions = read_captions(raw, config.captions, config.limits.max_caption_characters)
         if raw.image is None:
             raise Reject("no_image", "the tar holds no picture under this key")
+        if config.tars.check_sha256 and not is_as_served(raw):
+            refuse_changed(raw, config.tars.policy)
         content = captions, decode(raw.image, buckets, config.pixels, config.limits)
     except Reject as reject:
         content = reject
     return Decoded(raw.key, valid_text(str(raw.metadata.get("url") or "")), read_scores(raw.metadata), content)
+
+
+def refuse_changed(raw: RawSample, policy: TarPolicy) -> NoReturn:
+    """Reject a sample whose picture is not the one that was downloaded, or its whole tar."""
+    if policy == "salvage":
+        raise Reject(LOST, "the picture has not the sha256 of its JSON")
+    raise DamagedInput(
+        f"the picture of sample {raw.key} has not the sha256 of its JSON: the tar was damaged. Download this "
+        f"shard again; or, where img2dataset encoded the pictures again, set tars.check_sha256 to false."
+    )
 
 
 def content(sample: Decoded) -> tuple[list[CleanCaption | None], Picture]:

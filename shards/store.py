@@ -22,7 +22,7 @@ from typing import Annotated, Any
 from pydantic import PlainSerializer, PlainValidator
 
 from shards.errors import RequestError
-from shards.files import fsync_file, fsync_folder, fsync_tree, locked, sha256_file, write_atomically
+from shards.files import fsync_file, fsync_folder, fsync_tree, locked, remove_torn, sha256_file, write_atomically
 
 StillHeld = Callable[[], None]
 """Raises WorkError where the lock was lost meanwhile."""
@@ -131,6 +131,7 @@ class LocalStore(Store):
         return sorted(os.listdir(self.root)) if self.root.exists() else []
 
     def write(self, name: str, data: bytes) -> None:
+        remove_torn(self.root / name)  # whoever writes holds the lock
         write_atomically(self.root / name, data)
 
     def put(self, source: Path, name: str) -> None:

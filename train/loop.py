@@ -1,6 +1,5 @@
 """The whole of stage 2 in one loop."""
 
-import signal
 import time
 from contextlib import nullcontext
 
@@ -9,6 +8,7 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from shards.errors import Preempted
+from shards.stop import StopSignal
 from train.batch import Batch
 from train.config import TrainConfig
 from train.data import global_batches, make_loader
@@ -82,18 +82,6 @@ def train_step(run: Run, batch: Batch) -> Tensor:
     run.optimizer.zero_grad(set_to_none=True)
     run.pending.append(torch.cat([bad[None], quarters.flatten()]))
     return grad_norm
-
-
-class StopSignal:
-    """Whether this process was told to leave by SIGTERM or SIGUSR1, as schedulers do before they take a machine."""
-
-    def __init__(self) -> None:
-        self.received = False
-        for number in (signal.SIGTERM, signal.SIGUSR1):
-            signal.signal(number, self._receive)
-
-    def _receive(self, *_: object) -> None:
-        self.received = True
 
 
 def stop_agreed(run: Run, stop: StopSignal) -> bool:
