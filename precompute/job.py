@@ -95,7 +95,7 @@ def run_job(shards: list[InputShard], config: PrecomputeConfig, encoding: Encodi
 def is_committed(shard: InputShard, config: PrecomputeConfig) -> bool:
     """Whether the shard's receipt has every configured bucket."""
     receipt = load_receipt(config.output, shard.name)
-    return receipt is not None and set(config.buckets) <= set(receipt.parts)
+    return receipt is not None and set(map(str, config.bucket_list)) <= set(receipt.parts)
 
 
 def start_ray(config: PrecomputeConfig) -> None:

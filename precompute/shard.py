@@ -17,7 +17,7 @@ from precompute.encoders import EncodedCaption, ImageEncoder, TextEncoder
 from precompute.pipeline import in_background, map_in_order
 from precompute.pixels import Picture, Reject, decode
 from precompute.tars import InputShard, RawSample, Tar, check_count, expected_samples, local_copy
-from shards.buckets import Bucket
+from shards.buckets import AspectTable, Bucket
 from shards.commit import Attempt, attempt_folder, commit
 from shards.encoding import EncodingRecord
 from shards.receipts import Receipt, load_receipt
@@ -43,14 +43,26 @@ class Decoded:
 class Parts:
     """The parts that are being written, one per bucket, and how many samples have come in."""
 
-    def __init__(self, writers: dict[Bucket, PartWriter]):
+    def __init__(self, writers: dict[Bucket, PartWriter], config: PrecomputeConfig):
         self.writers = writers
         self.samples_in = 0
+        # those of the tables' buckets that hold only the pictures nearest to them
+        self.aspects: dict[Bucket, AspectTable] = {
+            bucket: table for table in config.aspect.tables for bucket in table.buckets if bucket not in config.covering
+        }
 
     def refuse(self, sample: Decoded, reject: Reject, buckets: Iterable[Bucket]) -> None:
         """Record that `buckets` do not hold the sample."""
         for bucket in buckets:
             self.writers[bucket].refuse(sample.key, sample.url, reject.reason, str(reject))
+
+    def leave_out(self, sample: Decoded, picture: Picture, bucket: Bucket) -> None:
+        """Record that `bucket` does not get a sound picture: it is too small, or its ratio is another bucket's."""
+        table = self.aspects.get(bucket)
+        if table and table.nearest(picture.width, picture.height):
+            self.writers[bucket].pass_over()
+        else:
+            self.refuse(sample, Reject(TOO_SMALL, f"{picture.width}x{picture.height}"), [bucket])
 
 
 def encode_shard(
@@ -85,16 +97,19 @@ def encode_shard(
     ):
         tar = Tar(path, config.limits.max_bytes)
         check_count(shard, tar.count(), expected_samples(shard))
-        parts = Parts({bucket: PartWriter(folder / str(bucket), encoding, bucket) for bucket in buckets})
+        writers = {bucket: PartWriter(folder / str(bucket), encoding, bucket) for bucket in buckets}
+        parts = Parts(writers, config)
 
         # tar members => raw samples => pixels, in the tar's order, running ahead of the encoders
-        decode_one = partial(decode_sample, buckets=buckets, config=config)
+        wanted = [bucket for bucket in config.covering if bucket in buckets]
+        decode_one = partial(decode_sample, buckets=wanted, config=config)
         decoded = map_in_order(pool, decode_one, tar.samples(), ahead=4 * config.workers.decode_threads)
         accepted = drop_rejects(in_background(decoded, ahead=config.workers.batch_size), parts)
         # pixels => latents => parts
         for bucket, samples in batched_by_bucket(accepted, parts, config.workers.batch_size):
             captions = encode_captions(samples, text_encoder, config.workers.batch_size)
-            pictures = [picture.pixels[bucket] for _, picture in map(content, samples)]
+            # taken out, so that samples that wait for another bucket's batch do not hold this one's
+            pictures = [picture.pixels.pop(bucket) for _, picture in map(content, samples)]
             latents = image_encoder(pictures, batch_size_of(bucket, config.workers.batch_size))
             for sample, caption, image_latents in zip(samples, captions, latents, strict=True):
                 write_sample(sample, bucket, image_latents, caption, parts)
@@ -106,6 +121,7 @@ def encode_shard(
             encoding=encoding,
             samples_in=parts.samples_in,
             counts={str(bucket): writer.finish() for bucket, writer in parts.writers.items()},
+            rules={str(bucket): rule for bucket, rule in config.rules.items()},
             source=tar.record(shard.address),
             software={name: version(name) for name in SOFTWARE},
             number=attempt_number,
@@ -124,7 +140,7 @@ def decode_sample(raw: RawSample, buckets: list[Bucket], config: PrecomputeConfi
         caption = clean_caption(raw.caption)
         if raw.image is None:
             raise Reject("no_image", "the tar holds no picture under this key")
-        content = caption, decode(raw.image, buckets, config.pixels, config.limits)
+        content = caption, decode(raw.image, buckets, config.pixels, config.limits, config.aspect.tables)
     except Reject as reject:
         content = reject
     return Decoded(raw.key, str(raw.metadata.get("url") or ""), read_scores(raw.metadata), content)
@@ -155,7 +171,7 @@ def batched_by_bucket(
         _, picture = content(sample)
         for bucket, batch in waiting.items():
             if bucket not in picture.pixels:
-                parts.refuse(sample, Reject(TOO_SMALL, f"{picture.width}x{picture.height}"), [bucket])
+                parts.leave_out(sample, picture, bucket)
                 continue
             batch.append(sample)
             if len(batch) == batch_size_of(bucket, batch_size):

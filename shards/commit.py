@@ -41,6 +41,8 @@ class Attempt:
     samples_in: int
     counts: dict[str, tuple[int, dict[str, int]]]
     """Bucket → samples written, and refusals by reason, as `PartWriter.finish` returned them."""
+    rules: dict[str, str]
+    """Bucket → which pictures it holds, as `bucket_rules` says it."""
     source: dict[str, str | int | None]
     """The tar: its address, bytes, and SHA-256."""
     software: dict[str, str]
@@ -107,6 +109,7 @@ def make_receipt(root: Path, attempt: Attempt, fresh: list[str], books: Books, e
         bucket: Part(
             samples=attempt.counts[bucket][0],
             refused=attempt.counts[bucket][1],
+            rule=attempt.rules[bucket],
             files=record_files(attempt.folder / bucket),
         )
         for bucket in fresh

@@ -7,10 +7,11 @@ import torch
 from safetensors.torch import load_file, save
 from torch import Tensor
 
+from shards.buckets import NEAREST, Bucket
 from shards.encoding import FILE_NAME, EncodingRecord
 from shards.errors import RequestError
 from shards.files import DamagedFile, locked, sha256_file, write_atomically
-from shards.receipts import FOLDER, load_receipt
+from shards.receipts import FOLDER, load_receipt, load_receipts
 
 UNCOND_NAME = "uncond.safetensors"
 
@@ -33,6 +34,31 @@ def check_root(root: Path, encoding: EncodingRecord) -> None:
             f"{root} was written with another encoding: {'; '.join(differences)} (root ≠ this run). Its latents and "
             f"new ones would not mean the same. Give another `output`, or set these fields as the root has them."
         )
+
+
+def check_rules(root: Path, rules: dict[Bucket, str]) -> None:
+    """Refuse to add to a root's buckets by another rule than they were filled by: which pictures a bucket holds, and
+    which is the nearest of a base, would differ from shard to shard.
+
+    Raises:
+        RequestError: a bucket, or two tables of one base, and their rules.
+    """
+    names = {str(bucket): rule for bucket, rule in rules.items()}
+    tables = {rule for rule in rules.values() if rule.startswith(NEAREST)}
+    found = {(bucket, part.rule) for receipt in load_receipts(root) for bucket, part in receipt.parts.items()}
+    for bucket, rule in sorted(found):
+        other = {ours for ours in tables if _base(ours) == _base(rule) and ours != rule}
+        ours = names.get(bucket, rule) if not other else other.pop()
+        if ours != rule:
+            raise RequestError(
+                f"{root} fills its bucket {bucket} by the rule `{rule}`, and this run's would be `{ours}`. (`covers`: "
+                f"every picture that covers it, as in `buckets`; `nearest`: those whose ratio it is nearest in that "
+                f"table of `aspect`.) Give another `output`, or set `buckets` and `aspect` as the root has them."
+            )
+
+
+def _base(rule: str) -> str:
+    return rule.split(",")[1] if rule.startswith(NEAREST) else rule
 
 
 def create_root(root: Path, encoding: EncodingRecord) -> None:

@@ -106,6 +106,8 @@ def verify_samples(folder: Path, bucket: str, num_samples: int, encoding: Encodi
 def verify_indexes(root: Path, receipts: list[Receipt]) -> Iterator[str]:
     """Every bucket's index.json against what the receipts give, byte for byte."""
     for bucket in sorted({bucket for receipt in receipts for bucket in receipt.parts}):
+        if len(rules := {receipt.parts[bucket].rule for receipt in receipts if bucket in receipt.parts}) > 1:
+            yield f"{root / bucket} was filled by more than one rule: {'; '.join(sorted(rules))}"
         path = root / bucket / "index.json"
         try:
             expected = bucket_index(root, bucket, receipts)

@@ -102,8 +102,8 @@ def choose_per_epoch(weight: float, num_samples: int, global_batch_size: int) ->
 
 def encoding_differences(a: EncodingRecord, b: EncodingRecord) -> list[str]:
     """Fields that differ and change what the numbers mean, as `field: here ≠ there`."""
-    # Crop, resampling, decoder and dtype may differ: they change the pictures, not what the numbers mean.
-    irrelevant = ("image.crop", "image.resampling", "image.decoder", "compute_dtype", "schema_version")
+    # How a picture was cut and scaled may differ, and the dtype: they change the pictures, not what the numbers mean.
+    irrelevant = ("image.crop", "image.resampl", "image.decoder", "image.color", "compute_dtype", "schema_version")
     return [difference for difference in a.differences(b) if not difference.startswith(irrelevant)]
 
 

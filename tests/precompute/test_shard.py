@@ -16,7 +16,7 @@ from transformers import CLIPTextModel, CLIPTokenizer
 
 from precompute.config import describe_encoding
 from precompute.encoders import ImageEncoder, TextEncoder
-from precompute.pixels import crop_box
+from precompute.resample import place
 from precompute.tars import Tar
 from shards.buckets import Bucket
 from shards.encoding import EncodingRecord
@@ -57,7 +57,7 @@ def test_latents_equal_diffusers_and_transformers(latents: Path, tars: Path, mod
         (path := Path("/dev/shm") / f"latentmill-test-{row['key']}").write_bytes(data)
         image = Image.open(path).convert("RGB")
         path.unlink()
-        image = image.resize((size.width, size.height), Image.Resampling.BICUBIC, box=crop_box(*image.size, size))
+        image = image.resize((size.width, size.height), Image.Resampling.BICUBIC, box=place(*image.size, size).box)
         pixels = torch.tensor(np.asarray(image)).permute(2, 0, 1)[None].double() / 127.5 - 1
         with torch.no_grad():
             moments = vae.encode(pixels.float()).latent_dist
