@@ -37,7 +37,7 @@ def to_srgb(image: Image.Image) -> Image.Image:
     if image.mode in ALPHA_MODES or "transparency" in image.info:
         rgba = image.convert("RGBA")
         alpha, image = rgba.getchannel("A"), rgba.convert("L" if image.mode in ("L", "LA", "La") else "RGB")
-    elif image.mode not in ("L", "CMYK"):
+    elif image.mode not in ("L", "CMYK", "RGB"):
         image = image.convert("RGB")
     color = _apply_profile(image, profile) if profile else image.convert("RGB")
     if alpha is None:
