@@ -159,21 +159,15 @@ def test_a_table_must_fit_the_vae(models: Path, shapes: Path, tmp_path: Path) ->
         describe_encoding(config)
 
 
-def test_training_on_several_shapes(shapes: Path, models: Path, tmp_path: Path) -> None:
-    """By the commands: stage 1 with a table, then one run over a square, a lying and an upright stream."""
-    root = tmp_path / "latents"
-    result = run_module(
-        "precompute", *precompute_arguments(models, shapes, root), "--aspect.bases", "[64]", "--aspect.step", "16"
-    )
-    assert result.returncode == 0, result.stderr
-    assert "(37 samples in, 30 accepted, 7 rejected)" in result.stdout and "12 samples in 80x48" in result.stdout
-    fields = train_fields(root, tmp_path / "run", max_steps=5, global_batch_size=4, microbatch_size=4)
+def test_training_on_several_shapes(aspect_root: Path, tmp_path: Path) -> None:
+    """One run over a square, a lying and an upright stream; an empty bucket is refused by name."""
+    fields = train_fields(aspect_root, tmp_path / "run", max_steps=5, global_batch_size=4, microbatch_size=4)
     buckets = ["64x64", "80x48", "48x96"]
-    fields["data"]["streams"] = [{"root": str(root), "bucket": bucket} for bucket in buckets]
+    fields["data"]["streams"] = [{"root": str(aspect_root), "bucket": bucket} for bucket in buckets]
     result = run_module("train", "--config", str(write_config(tmp_path, fields)))
     assert result.returncode == 0, result.stderr
     lines = read_json_lines(tmp_path / "run" / "metrics.jsonl")
     assert len(lines) == 5 and all(np.isfinite(line["loss"]) for line in lines)
-    fields["data"]["streams"].append({"root": str(root), "bucket": "96x48"})
+    fields["data"]["streams"].append({"root": str(aspect_root), "bucket": "96x48"})
     result = run_module("train", "--config", str(write_config(tmp_path, fields)))
     assert result.returncode == 2 and "96x48 holds 0 samples" in result.stderr.replace("\n", " ")
