@@ -73,10 +73,15 @@ precompute: setup
 # The request is checked first, in one process: a launcher would bury the answer in its own traceback. One process needs
 # no launcher, and gets its signals directly. accelerate silently starts one process where two are asked for on CPUs,
 # unless it is told --multi_gpu.
+# The launcher starts a job again whose process was lost, hands SIGUSR1 on as it does SIGTERM, and then leaves its processes
+# LEAVE seconds to save; without PET_… it would itself die of the one, and kill them 30 s after the other.
+RESTARTS ?= 3
+LEAVE ?= 120
 LAUNCH ?= $(if $(filter-out 1,$(NPROC)),--num_machines 1 --num_processes $(NPROC) --multi_gpu)
 train: setup
 	$(BIN)/python -m train check --config $(PHASE_CONFIG) $(ARGS)
-	exec $(BIN)/$(if $(LAUNCH),accelerate launch $(LAUNCH) --mixed_precision no --dynamo_backend no --quiet,python) \
+	PET_SIGNALS_TO_HANDLE=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 PET_SHUTDOWN_TIMEOUT=$(LEAVE) \
+	  exec $(BIN)/$(if $(LAUNCH),accelerate launch $(LAUNCH) --max_restarts $(RESTARTS) --mixed_precision no --dynamo_backend no --quiet,python) \
 	  -m train --config $(PHASE_CONFIG) --num_processes $(NPROC) $(ARGS)
 
 plan: setup

@@ -1,10 +1,12 @@
 """`python -m precompute --config configs/precompute.yaml --shards 00000-00099`: parse, check, run, report."""
 
 import argparse
+import os
 import sys
 
+from precompute.cluster import start_ray
 from precompute.config import PrecomputeConfig, describe_encoding, with_absolute_paths
-from precompute.job import JobResult, choose_shards, is_committed, run_job, start_ray
+from precompute.job import RANK_VARIABLES, JobResult, choose_shards, is_committed, run_job
 from precompute.tars import list_shards
 from shards.config import load_config
 from shards.errors import WorkError, exit_code_of
@@ -27,7 +29,9 @@ def run(arguments: list[str]) -> None:
 
     waiting = [shard for shard in shards if not is_committed(shard, config)]
     if waiting:
-        start_ray(config)
+        for name in RANK_VARIABLES:
+            os.environ.pop(name, None)
+        start_ray(config.workers)
 
     create_root(config.output, encoding)
     result = run_job(waiting, config, encoding) if waiting else JobResult()

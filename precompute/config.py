@@ -12,6 +12,7 @@ from shards.config import Config
 from shards.encoding import EncodingRecord, ImageEncoding, TextEncoding
 from shards.errors import RequestError
 from shards.models import hash_weights, model_folder, read_model_config
+from shards.store import Place
 from shards.text import TextStorage
 
 TOKENIZER_MUST_HAVE = ("tokenizer_config.json", "vocab.json", "merges.txt")
@@ -59,12 +60,25 @@ class WorkersConfig(Config):
     """GPUs per worker; 0 encodes on the CPU."""
     num_cpus: float = Field(8.0, gt=0)
     """CPUs per worker, as Ray counts them."""
+    resources: dict[str, float] = Field(default_factory=dict)
+    """Further Ray resources per worker, by name: {encoder: 1} keeps to nodes that were started with such."""
     decode_threads: int = Field(8, ge=1)
     """Threads that decode pictures, in each worker."""
     batch_size: int = Field(64, ge=1)
     """Pictures of up to 512x512 that are encoded together; the last batch of a shard is smaller."""
     attempts: int = Field(3, ge=1)
     """How often a shard is tried before it is reported as failed."""
+    lost_attempts: int = Field(10, ge=1)
+    """The same for attempts whose process or node went away, as preempted machines do; they do not count as tries."""
+    backoff: float = Field(5.0, ge=0)
+    """Seconds before a shard's second attempt; doubled for each further one, five minutes at most."""
+    node_failures: int = Field(5, ge=1)
+    """Failed attempts in a row after which a node gets no work for ten minutes, while there are others."""
+    wait_for_resources: float = Field(3600.0, ge=0)
+    """Seconds to wait for a node that can take a worker, before the job gives up; on a cluster only."""
+    scratch: Path | None = None
+    """Local folder of attempts at shards, each as large as its latents, where `output` is an address; the system's
+    temporary folder if not given."""
     max_in_flight: int = Field(256, ge=1)
     """Shards handed to Ray at a time; at least as many as there are workers."""
 
@@ -74,8 +88,8 @@ class PrecomputeConfig(Config):
 
     input: str
     """Folder or address of the tars that `make download` wrote."""
-    output: Path
-    """The latents root."""
+    output: Place
+    """The latents root: a folder, or an address on an object store, such as s3://bucket/latents."""
     shards: str = "all"
     """Which tars: `00042`, `00000-00099`, commas of both, or `all`."""
     buckets: list[str] = Field(["256x256", "512x512"], min_length=1)
@@ -125,7 +139,8 @@ def with_absolute_paths(config: PrecomputeConfig) -> PrecomputeConfig:
     local = {name: str(Path(getattr(config, name)).absolute()) for name in ("vae", "text_encoder", "tokenizer")}
     found = {name: path for name, path in local.items() if Path(path).is_dir()}
     here = {"input": str(Path(config.input).absolute())} if Path(config.input).is_dir() else {}
-    return config.model_copy(update={"output": config.output.absolute(), **found, **here})
+    output = config.output.absolute() if isinstance(config.output, Path) else config.output
+    return config.model_copy(update={"output": output, **found, **here})
 
 
 def describe_encoding(config: PrecomputeConfig) -> EncodingRecord:

@@ -1,28 +1,33 @@
 """The Ray job: input shards onto workers, each retried where it fails, none able to stop the others."""
 
 import functools
-import logging
 import os
 import re
+import time
 import traceback
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import ray
 import torch
 
+from precompute.cluster import Reader, Reporter, Watch, make_board
 from precompute.config import PrecomputeConfig
 from precompute.encoders import ImageEncoder, TextEncoder
 from precompute.progress import Progress
+from precompute.schedule import Attempts, Nodes
 from precompute.shard import encode_shard
 from precompute.tars import InputShard
-from shards.encoding import FILE_NAME, EncodingRecord
+from shards.encoding import EncodingRecord
 from shards.errors import RequestError, WorkError
 from shards.models import hash_weights, model_folder
 from shards.receipts import Receipt, load_receipt
 
 # What a launcher left in the environment makes `streaming` believe that it is one of several ranks.
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+NODE_ID = "ray.io/node-id"
+POLL_SECONDS = 1.0
 
 
 @dataclass
@@ -63,67 +68,82 @@ def choose_shards(wanted: str, available: list[InputShard]) -> list[InputShard]:
 
 
 def run_job(shards: list[InputShard], config: PrecomputeConfig, encoding: EncodingRecord) -> JobResult:
-    """Encode `shards` on the Ray cluster that `start_ray` joined or started, until each is done or has failed."""
+    """Encode `shards` on the Ray cluster that `start_ray` joined or started, until each is done or has failed.
+
+    Raises:
+        WorkError: no node of the cluster could take a worker for `workers.wait_for_resources` seconds.
+    """
     result = JobResult()
-    waiting = deque((shard, 1) for shard in shards)
-    submit = worker_task(config)
-    running: dict[ray.ObjectRef, tuple[InputShard, int]] = {}
+    workers, watch, nodes = config.workers, Watch(config.workers), Nodes(config.workers)
+    board, submit = make_board(), worker_task(config)
+    reader = Reader(board)
+    waiting = deque(Attempts(shard) for shard in shards)
+    running: dict[ray.ObjectRef, Attempts] = {}
+
+    def where_to(attempts: Attempts) -> dict[str, object]:
+        attempts.placed = nodes.avoid(attempts, watch.able)
+        return {"label_selector": {NODE_ID: f"!in({','.join(attempts.placed)})"}} if attempts.placed else {}
+
     with Progress(total=len(waiting)) as progress:
         while waiting or running:
-            while waiting and len(running) < config.workers.max_in_flight:
-                shard, attempt = waiting.popleft()
-                running[submit.remote(shard, config, encoding, attempt)] = (shard, attempt)
-            finished, _ = ray.wait(list(running), num_returns=1, timeout=1.0)
+            if news := watch.look():
+                progress.say(news)
+            for attempts in take_due(waiting, workers.max_in_flight - len(running)):
+                task = submit.options(**where_to(attempts))
+                running[task.remote(attempts.shard, config, encoding, attempts.number, board)] = attempts
+            finished = ray.wait(list(running), num_returns=1, timeout=POLL_SECONDS)[0] if running else []
             for reference in finished:
-                shard, attempt = running.pop(reference)
+                attempts = running.pop(reference)
+                name, number = attempts.shard.name, attempts.number
+                node = reader.node_of(name, number)
                 try:
                     receipt = ray.get(reference)
+                except ray.exceptions.TaskCancelledError:
+                    waiting.append(attempts)  # it waited for nodes that are gone
                 except ray.exceptions.RayError as error:
-                    reason = one_line(error)
-                    progress.attempt_failed(shard.name, attempt, config.workers.attempts, explain(error))
-                    if attempt < config.workers.attempts:
-                        waiting.append((shard, attempt + 1))
+                    again = attempts.fail(is_lost(error), node, workers)
+                    progress.attempt_failed(name, attempts.last(is_lost(error), workers), explain(error))
+                    if nodes.failed(node):
+                        progress.say(f"node {node} failed {workers.node_failures} attempts in a row, and is avoided")
+                    if again:
+                        waiting.append(attempts)
                     else:
-                        result.failed[shard.name] = reason
+                        result.failed[name] = one_line(error)
                         progress.shard_failed()
                 else:
+                    nodes.succeeded(node)
                     result.done.append(receipt)
                     progress.shard_done(receipt)
+            for reference, attempts in running.items():
+                if attempts.placed and not watch.able - set(attempts.placed):
+                    ray.cancel(reference)  # all that it was left to choose from have gone; one at work goes on
+            at_work = {(attempts.shard.name, attempts.number) for attempts in running.values()}
+            progress.tick(reader.samples_in(at_work), len(running))
+            if not running and waiting:
+                time.sleep(min(POLL_SECONDS, max(0.0, min(a.not_before for a in waiting) - time.monotonic())))
     return result
+
+
+def take_due(waiting: deque[Attempts], room: int) -> Iterator[Attempts]:
+    """Up to `room` of the attempts whose time has come, in order; they leave `waiting`."""
+    for _ in range(len(waiting)):
+        attempts = waiting.popleft()
+        if room > 0 and attempts.not_before <= time.monotonic():
+            room -= 1
+            yield attempts
+        else:
+            waiting.append(attempts)
+
+
+def is_lost(error: ray.exceptions.RayError) -> bool:
+    """Whether an attempt's process or node went away; otherwise it raised."""
+    return not isinstance(error, ray.exceptions.RayTaskError)
 
 
 def is_committed(shard: InputShard, config: PrecomputeConfig) -> bool:
     """Whether the shard's receipt has every configured bucket."""
     receipt = load_receipt(config.output, shard.name)
     return receipt is not None and set(map(str, config.bucket_list)) <= set(receipt.parts)
-
-
-def start_ray(config: PrecomputeConfig) -> None:
-    """Join the cluster at RAY_ADDRESS, or start one on this machine that listens to nobody else.
-
-    Raises:
-        RequestError: this machine has not what one worker takes, so that no shard would ever start.
-    """
-    for name in RANK_VARIABLES:
-        os.environ.pop(name, None)
-    if ray.is_initialized():
-        return
-    if os.environ.get("RAY_ADDRESS"):
-        ray.init(log_to_driver=False, logging_level=logging.ERROR)
-        return
-    ray.init(
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level=logging.ERROR,
-        object_store_memory=256 << 20,  # shards go by name; only receipts come back
-    )
-    here, workers = ray.cluster_resources(), config.workers
-    if here.get("GPU", 0) < workers.num_gpus or here.get("CPU", 0) < workers.num_cpus:
-        raise RequestError(
-            f"One worker takes {workers.num_gpus:g} GPUs and {workers.num_cpus:g} CPUs; this machine has "
-            f"{here.get('GPU', 0):g} and {here.get('CPU', 0):g}. Set workers.num_gpus (0 encodes on the CPU) and "
-            f"workers.num_cpus, or join a cluster with RAY_ADDRESS."
-        )
 
 
 def worker_task(config: PrecomputeConfig) -> ray.remote_function.RemoteFunction:
@@ -134,22 +154,30 @@ def worker_task(config: PrecomputeConfig) -> ray.remote_function.RemoteFunction:
     """
     workers = config.workers
     return ray.remote(
-        num_gpus=workers.num_gpus, num_cpus=workers.num_cpus, max_retries=0, max_calls=0, scheduling_strategy="SPREAD"
+        num_gpus=workers.num_gpus,
+        num_cpus=workers.num_cpus,
+        resources=workers.resources,
+        max_retries=0,
+        max_calls=0,
+        scheduling_strategy="SPREAD",
     )(encode_on_worker)
 
 
-def encode_on_worker(shard: InputShard, config: PrecomputeConfig, encoding: EncodingRecord, attempt: int) -> Receipt:
+def encode_on_worker(
+    shard: InputShard, config: PrecomputeConfig, encoding: EncodingRecord, attempt: int, board: ray.actor.ActorHandle
+) -> Receipt:
     """Runs in a Ray worker: load the encoders once per process, then encode the shard."""
     for name in RANK_VARIABLES:
         os.environ.pop(name, None)
     device = torch.device("cuda" if config.workers.num_gpus else "cpu")
     if device.type == "cpu":
         torch.set_num_threads(max(1, int(config.workers.num_cpus)))
+    report = Reporter(board, shard.name, attempt)
     check_shared_root(config, encoding)
     models = (config.vae, config.text_encoder, config.tokenizer)
     image_encoder, text_encoder = load_encoders(models, encoding, device)
     try:
-        return encode_shard(shard, config, encoding, image_encoder, text_encoder, attempt)
+        return encode_shard(shard, config, encoding, image_encoder, text_encoder, attempt, report)
     except RuntimeError as error:
         if "CUDA error" not in str(error):
             raise
@@ -159,15 +187,19 @@ def encode_on_worker(shard: InputShard, config: PrecomputeConfig, encoding: Enco
 
 
 def check_shared_root(config: PrecomputeConfig, encoding: EncodingRecord) -> None:
-    """See that this worker's `output` is the folder that the driver made.
+    """See that this worker's `output` is the root that the driver made.
 
     Raises:
         WorkError: it is not.
     """
-    if not (config.output / FILE_NAME).is_file() or EncodingRecord.load(config.output).id != encoding.id:
+    try:
+        shared = EncodingRecord.load(config.output).id == encoding.id
+    except RequestError:
+        shared = False
+    if not shared:
         raise WorkError(
             f"{config.output} on {os.uname().nodename} is not the latents root that the job made: the nodes do not "
-            f"share this folder. Give an `output` that all of them see under one path."
+            f"share this folder. Give an `output` that all of them see under one path, or an object store's address."
         )
 
 

@@ -1,7 +1,7 @@
 """The whole of stage 1 for one input shard, top to bottom."""
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -21,7 +21,7 @@ from shards.buckets import AspectTable, Bucket
 from shards.commit import Attempt, attempt_folder, commit
 from shards.encoding import EncodingRecord
 from shards.receipts import Receipt, load_receipt
-from shards.root import UNCOND_NAME, write_uncond
+from shards.root import has_uncond, write_uncond
 from shards.tables import TOO_SMALL
 from shards.writing import PartWriter, Sample
 
@@ -72,8 +72,11 @@ def encode_shard(
     image_encoder: ImageEncoder,
     text_encoder: TextEncoder,
     attempt_number: int = 1,
+    report: Callable[[int], None] = lambda samples_in: None,
 ) -> Receipt:
     """Encode one tar into every configured bucket that its receipt does not have yet, and commit it.
+
+    `report` hears after each batch how many samples have been taken in.
 
     Returns:
         The receipt in force afterwards; the one that was there where there was nothing to do.
@@ -86,13 +89,13 @@ def encode_shard(
     buckets = [bucket for bucket in config.bucket_list if committed is None or str(bucket) not in committed.parts]
     if committed is not None and not buckets:
         return committed
-    if not (root / UNCOND_NAME).exists():
+    if not has_uncond(root):
         empty = text_encoder([""], config.workers.batch_size)[0]
         write_uncond(root, empty.latents, empty.num_tokens)
 
     with (
         local_copy(shard.address, ".tar") as path,
-        attempt_folder(root, shard.name) as folder,
+        attempt_folder(root, shard.name, config.workers.scratch) as folder,
         ThreadPoolExecutor(config.workers.decode_threads) as pool,
     ):
         tar = Tar(path, config.limits.max_bytes)
@@ -113,6 +116,7 @@ def encode_shard(
             latents = image_encoder(pictures, batch_size_of(bucket, config.workers.batch_size))
             for sample, caption, image_latents in zip(samples, captions, latents, strict=True):
                 write_sample(sample, bucket, image_latents, caption, parts)
+            report(parts.samples_in)
 
         # parts => committed
         attempt = Attempt(

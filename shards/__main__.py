@@ -10,6 +10,7 @@ from shards.errors import WorkError, exit_code_of
 from shards.files import DamagedFile
 from shards.index import write_indexes
 from shards.stats import plot_stats, root_stats, stats_table
+from shards.store import open_store
 from shards.verify import verify_root
 
 
@@ -23,7 +24,7 @@ def run(arguments: list[str]) -> None:
         ("index", "write every bucket's index.json anew from the receipts"),
     ):
         command = commands.add_parser(name, help=about, description=about)
-        command.add_argument("root", type=Path)
+        command.add_argument("root", type=open_store, help="folder, or address such as s3://bucket/latents")
         if name == "stats":
             command.add_argument("--json", action="store_true", help="print JSON")
             command.add_argument("--plot", type=Path, help="write a PNG here")
@@ -42,8 +43,8 @@ def verify(options: argparse.Namespace) -> None:
         wrong += 1
         print(line)
     if wrong:
-        raise WorkError(f"{wrong} things are wrong with {options.root}; each is named above.")
-    print(f"{options.root} is sound: every file, sample and count is as its receipt says.")
+        raise WorkError(f"{wrong} things are wrong with {options.root.where()}; each is named above.")
+    print(f"{options.root.where()} is sound: every file, sample and count is as its receipt says.")
 
 
 def stats(options: argparse.Namespace) -> None:

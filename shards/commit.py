@@ -5,6 +5,8 @@
     ROOT/rejects/00042.parquet                    (follows from the parts' own tables, as index.json does)
     ROOT/commits/00042.json                       … the receipt says so
 
+Where the root is on an object store, attempts are made in a local scratch folder, and are put instead of renamed.
+
 Two attempts at one shard may run at once, on one machine or on two: the commit itself is done under a lock, and the
 one that comes second finds the receipt and throws its own work away. A committed part is never touched again: a bucket
 that is added later is a further part beside it.
@@ -14,19 +16,18 @@ import fcntl
 import shutil
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from shards.encoding import FILE_NAME, EncodingRecord
 from shards.errors import WorkError
-from shards.files import fsync_folder, fsync_tree, locked, sha256_file
+from shards.files import locked
 from shards.receipts import FileRecord, Part, Receipt, load_receipt
 from shards.root import UNCOND_NAME
-from shards.tables import REJECTS_SCHEMA, Books, read_books, write_rows
+from shards.store import Store, open_store
+from shards.tables import REJECTS_SCHEMA, TABLES, Books, read_books, write_rows
 
-ATTEMPTS = ".attempts"
-LOCKS = ".locks"
 OWNER = ".owner"
 
 
@@ -52,19 +53,21 @@ class Attempt:
 
 
 @contextmanager
-def attempt_folder(root: Path, shard: str) -> Iterator[Path]:
-    """A private folder for one attempt at `shard`; gone afterwards, however the attempt ended.
+def attempt_folder(root: Path | str | Store, shard: str, scratch: Path | None = None) -> Iterator[Path]:
+    """A private local folder for one attempt at `shard`; gone afterwards, however the attempt ended.
 
-    What attempts that were killed left behind for this shard is removed first.
+    What attempts that were killed left behind for this shard (on this machine, where the root is on an object store) is
+    removed first. `scratch` is where such a root's attempts are made; the temporary folder if not given.
     """
-    for abandoned in (root / ATTEMPTS).glob(f"{shard}.*"):
+    attempts = open_store(root).attempts(scratch)
+    for abandoned in attempts.glob(f"{shard}.*"):
         with (abandoned / OWNER).open("a") as owner:
             try:
                 fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 continue  # at work
             shutil.rmtree(abandoned, ignore_errors=True)
-    folder = root / ATTEMPTS / f"{shard}.{uuid.uuid4().hex[:12]}"
+    folder = attempts / f"{shard}.{uuid.uuid4().hex[:12]}"
     try:
         with locked(folder / OWNER):
             yield folder
@@ -72,8 +75,8 @@ def attempt_folder(root: Path, shard: str) -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def commit(root: Path, attempt: Attempt) -> Receipt:
-    """Move an attempt's parts into place and write the receipt.
+def commit(root: Path | str | Store, attempt: Attempt) -> Receipt:
+    """Put an attempt's parts into place and write the receipt.
 
     Returns:
         The receipt now in force; another's, where others committed all of the attempt's buckets first.
@@ -81,8 +84,9 @@ def commit(root: Path, attempt: Attempt) -> Receipt:
     Raises:
         WorkError: the shard's other buckets were encoded from another tar.
     """
-    with locked(root / LOCKS / f"{attempt.shard}.lock"):
-        earlier = load_receipt(root, attempt.shard)
+    store = open_store(root)
+    with store.locked(attempt.shard) as still_held:
+        earlier = load_receipt(store, attempt.shard)
         fresh = [bucket for bucket in attempt.counts if earlier is None or bucket not in earlier.parts]
         if earlier is not None and not fresh:
             return earlier
@@ -91,19 +95,23 @@ def commit(root: Path, attempt: Attempt) -> Receipt:
                 f"{attempt.source['address']} is not the tar from which shard {attempt.shard} was encoded for "
                 f"{', '.join(earlier.parts)}. Put that one back, or encode into a new root."
             )
-        committed = {bucket: root / bucket / attempt.shard for bucket in (earlier.parts if earlier else ())}
-        books = read_books(committed | {bucket: attempt.folder / bucket for bucket in fresh})
-        receipt = make_receipt(root, attempt, fresh, books, earlier)
+        with ExitStack() as stack:
+            committed = {
+                bucket: stack.enter_context(store.local(f"{bucket}/{attempt.shard}", TABLES))
+                for bucket in (earlier.parts if earlier else ())
+            }
+            books = read_books(committed | {bucket: attempt.folder / bucket for bucket in fresh})
+        receipt = make_receipt(store, attempt, fresh, books, earlier)
         write_rows(attempt.folder / "rejects.parquet", REJECTS_SCHEMA, list(books.rejects))
-        fsync_tree(attempt.folder)
         for bucket in fresh:
-            _put(attempt.folder / bucket, root / bucket / attempt.shard)
-        _put(attempt.folder / "rejects.parquet", root / "rejects" / f"{attempt.shard}.parquet")
-        receipt.save(root)
+            store.put(attempt.folder / bucket, f"{bucket}/{attempt.shard}")
+        store.put(attempt.folder / "rejects.parquet", f"rejects/{attempt.shard}.parquet")
+        still_held()
+        receipt.save(store)
         return receipt
 
 
-def make_receipt(root: Path, attempt: Attempt, fresh: list[str], books: Books, earlier: Receipt | None) -> Receipt:
+def make_receipt(store: Store, attempt: Attempt, fresh: list[str], books: Books, earlier: Receipt | None) -> Receipt:
     """The receipt of `attempt`'s `fresh` buckets and of the earlier ones; books that do not add up are refused."""
     parts = {
         bucket: Part(
@@ -123,7 +131,7 @@ def make_receipt(root: Path, attempt: Attempt, fresh: list[str], books: Books, e
         truncated_captions=books.truncated_captions,
         input=attempt.source,
         parts=(earlier.parts if earlier else {}) | parts,
-        shared_files={name: record_file(root / name) for name in (UNCOND_NAME, FILE_NAME)},
+        shared_files={name: record_file(store, name) for name in (UNCOND_NAME, FILE_NAME)},
         software=attempt.software,
         attempts=attempt.number,
         started=attempt.started,
@@ -133,19 +141,12 @@ def make_receipt(root: Path, attempt: Attempt, fresh: list[str], books: Books, e
 
 def record_files(folder: Path) -> dict[str, FileRecord]:
     """Size and SHA-256 of every file below `folder`, by relative path, sorted."""
-    paths = sorted(path for path in folder.rglob("*") if path.is_file())
-    return {str(path.relative_to(folder)): record_file(path) for path in paths}
+    here = open_store(folder)
+    return {name: record_file(here, name) for name in here.files()}
 
 
-def record_file(path: Path) -> FileRecord:
-    """Size and SHA-256 of one file."""
-    return FileRecord(bytes=path.stat().st_size, sha256=sha256_file(path))
-
-
-def _put(source: Path, target: Path) -> None:
-    """Rename `source` to `target`. What an attempt that died before its receipt left there is in the way, and goes."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    if target.is_dir():
-        shutil.rmtree(target)
-    source.replace(target)
-    fsync_folder(target.parent)
+def record_file(store: Store, name: str) -> FileRecord:
+    """Size and SHA-256 of one file, which is there."""
+    size = store.size(name)
+    assert size is not None
+    return FileRecord(bytes=size, sha256=store.sha256(name))

@@ -8,7 +8,8 @@ from shards import text
 from shards.buckets import Bucket
 from shards.config import Config
 from shards.errors import RequestError
-from shards.files import canonical_json, read_sealed_json, write_sealed_json
+from shards.files import canonical_json, parse_sealed_json, sealed_json
+from shards.store import Store, open_store
 from shards.text import TextStorage
 
 FILE_NAME = "encoding.json"
@@ -102,23 +103,24 @@ class EncodingRecord(Config):
             if here != there and not path.endswith(".name")
         ]
 
-    def save(self, root: Path) -> None:
+    def save(self, root: Path | str | Store) -> None:
         """Write ROOT/encoding.json, sealed."""
-        write_sealed_json(root / FILE_NAME, {**self.model_dump(mode="json"), "id": self.id})
+        open_store(root).write(FILE_NAME, sealed_json({**self.model_dump(mode="json"), "id": self.id}))
 
     @classmethod
-    def load(cls, root: Path) -> "EncodingRecord":
-        """Read ROOT/encoding.json.
+    def load(cls, root: Path | str | Store) -> "EncodingRecord":
+        """Read ROOT/encoding.json of a folder or an address (`shards/store.py`).
 
         Raises:
             RequestError: `root` is not a latents root.
             DamagedFile: the record's bytes are not those that were written.
         """
+        store = open_store(root)
         try:
-            fields = read_sealed_json(root / FILE_NAME)
+            fields = parse_sealed_json(store.read(FILE_NAME), store.where(FILE_NAME))
         except FileNotFoundError:
             raise RequestError(
-                f"{root} is not a latents root: it has no {FILE_NAME}. Give the folder that stage 1 wrote "
+                f"{store.where()} is not a latents root: it has no {FILE_NAME}. Give the folder that stage 1 wrote "
                 f"(`output` of its config), or run `make precompute SHARD=all` first."
             ) from None
         fields.pop("id")

@@ -31,7 +31,11 @@ def exit_code_of(command: Callable[[], int | None]) -> int:
     try:
         return command() or 0
     except (RequestError, WorkError) as error:
-        print(
-            textwrap.fill(f"error: {error}", width=110, break_long_words=False, break_on_hyphens=False), file=sys.stderr
-        )
+        say(error)
         return error.exit_code
+
+
+def say(error: Exception) -> None:
+    """An error for people, as a paragraph on stderr."""
+    text = textwrap.fill(f"error: {error}", width=110, break_long_words=False, break_on_hyphens=False)
+    print(text, file=sys.stderr, flush=True)

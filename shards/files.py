@@ -32,12 +32,17 @@ def fsync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
+def fsync_file(path: Path) -> None:
+    """Flush a file to the disk."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
 def fsync_tree(folder: Path) -> None:
     """Flush every file and folder below `folder`, itself included, to the disk."""
     for parent, _, names in os.walk(folder, topdown=False):
         for name in names:
-            with open(os.path.join(parent, name), "rb") as file:
-                os.fsync(file.fileno())
+            fsync_file(Path(parent) / name)
         fsync_folder(Path(parent))
 
 
@@ -61,10 +66,15 @@ def canonical_json(value: Any) -> bytes:
     return (json.dumps(value, sort_keys=True, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode()
 
 
-def write_sealed_json(path: Path, value: dict[str, Any]) -> None:
-    """Write `value` with a `sha256` of its own canonical bytes, atomically."""
+def sealed_json(value: dict[str, Any]) -> bytes:
+    """`value` with a `sha256` of its own canonical bytes."""
     seal = hashlib.sha256(canonical_json(value)).hexdigest()
-    write_atomically(path, canonical_json({**value, "sha256": seal}))
+    return canonical_json({**value, "sha256": seal})
+
+
+def write_sealed_json(path: Path, value: dict[str, Any]) -> None:
+    """Write `sealed_json(value)`, atomically."""
+    write_atomically(path, sealed_json(value))
 
 
 def read_sealed_json(path: Path) -> dict[str, Any]:
@@ -74,7 +84,15 @@ def read_sealed_json(path: Path) -> dict[str, Any]:
         FileNotFoundError: there is no such file.
         DamagedFile: any byte of it differs from what was written.
     """
-    data = path.read_bytes()
+    return parse_sealed_json(path.read_bytes(), str(path))
+
+
+def parse_sealed_json(data: bytes, where: str) -> dict[str, Any]:
+    """The value of `sealed_json`'s bytes, without the seal; `where` they came from, for people.
+
+    Raises:
+        DamagedFile: any byte differs from what was written.
+    """
     try:
         value = json.loads(data)
         seal = value.pop("sha256")
@@ -86,8 +104,8 @@ def read_sealed_json(path: Path) -> dict[str, Any]:
         intact = False
     if not intact:
         raise DamagedFile(
-            f"{path} is damaged: its content does not match the SHA-256 it carries. Restore it from a copy; `python -m "
-            f"shards verify ROOT` names all that is damaged."
+            f"{where} is damaged: its content does not match the SHA-256 it carries. Restore it from a copy; "
+            f"`python -m shards verify ROOT` names all that is damaged."
         )
     return value
 

@@ -10,7 +10,8 @@ from pydantic import model_validator
 
 from shards.buckets import COVERS
 from shards.config import Config
-from shards.files import read_sealed_json, write_sealed_json
+from shards.files import parse_sealed_json, sealed_json
+from shards.store import Store, open_store
 
 FOLDER = "commits"
 
@@ -66,23 +67,32 @@ class Receipt(Config):
                 raise ValueError(f"receipt {self.shard}: {what} accounts for {total} of {self.samples_in} samples")
         return self
 
-    def save(self, root: Path) -> None:
+    def save(self, root: Path | str | Store) -> None:
         """The commit point: one atomic replace of ROOT/commits/SHARD.json."""
-        write_sealed_json(root / FOLDER / f"{self.shard}.json", self.model_dump(mode="json"))
+        open_store(root).write(f"{FOLDER}/{self.shard}.json", sealed_json(self.model_dump(mode="json")))
 
 
-def load_receipt(root: Path, shard: str) -> Receipt | None:
+def committed_shards(root: Path | str | Store) -> list[str]:
+    """The shards that have a receipt, sorted."""
+    names = (name for name in open_store(root).files(FOLDER) if name.endswith(".json") and not name.startswith("."))
+    return [name.removesuffix(".json") for name in names]
+
+
+def load_receipt(root: Path | str | Store, shard: str) -> Receipt | None:
     """The receipt of `shard`, or None where it was never committed.
 
     Raises:
         DamagedFile: the receipt's bytes are not those that were written.
     """
+    store, name = open_store(root), f"{FOLDER}/{shard}.json"
     try:
-        return Receipt.model_validate(read_sealed_json(root / FOLDER / f"{shard}.json"))
+        return Receipt.model_validate(parse_sealed_json(store.read(name), store.where(name)))
     except FileNotFoundError:
         return None
 
 
-def load_receipts(root: Path) -> list[Receipt]:
+def load_receipts(root: Path | str | Store) -> list[Receipt]:
     """Every receipt of the root, by shard name."""
-    return [Receipt.model_validate(read_sealed_json(path)) for path in sorted((root / FOLDER).glob("[!.]*.json"))]
+    store = open_store(root)
+    found = store.read_many([f"{FOLDER}/{shard}.json" for shard in committed_shards(store)])
+    return [Receipt.model_validate(parse_sealed_json(data, store.where(name))) for name, data in sorted(found.items())]

@@ -1,42 +1,45 @@
 """A latents root as a whole: made once, matched by every later run, read by the trainer."""
 
-from itertools import islice
+import hashlib
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save
+from safetensors.torch import load, save
 from torch import Tensor
 
 from shards.buckets import NEAREST, Bucket
 from shards.encoding import FILE_NAME, EncodingRecord
 from shards.errors import RequestError
-from shards.files import DamagedFile, locked, sha256_file, write_atomically
-from shards.receipts import FOLDER, load_receipt, load_receipts
+from shards.files import DamagedFile
+from shards.receipts import FOLDER, committed_shards, load_receipt, load_receipts
+from shards.store import Store, open_store
 
 UNCOND_NAME = "uncond.safetensors"
 
 
-def check_root(root: Path, encoding: EncodingRecord) -> None:
+def check_root(root: Path | str | Store, encoding: EncodingRecord) -> None:
     """Refuse a root whose encoding is not `encoding`; an absent root is fine.
 
     Raises:
         RequestError: the fields that differ, named.
     """
-    if not (root / FILE_NAME).exists():
-        if root.exists() and any(path for path in root.iterdir() if not path.name.startswith(".")):
+    store = open_store(root)
+    if store.size(FILE_NAME) is None:
+        if any(not name.startswith(".") for name in store.entries()):
             raise RequestError(
-                f"{root} is not empty and not a latents root (it has no {FILE_NAME}). Give another `output`."
+                f"{store.where()} is not empty and not a latents root (it has no {FILE_NAME}). Give another `output`."
             )
         return
-    differences = EncodingRecord.load(root).differences(encoding)
+    differences = EncodingRecord.load(store).differences(encoding)
     if differences:
         raise RequestError(
-            f"{root} was written with another encoding: {'; '.join(differences)} (root ≠ this run). Its latents and "
-            f"new ones would not mean the same. Give another `output`, or set these fields as the root has them."
+            f"{store.where()} was written with another encoding: {'; '.join(differences)} (root ≠ this run). Its "
+            f"latents and new ones would not mean the same. Give another `output`, or set these fields as the root has "
+            f"them."
         )
 
 
-def check_rules(root: Path, rules: dict[Bucket, str]) -> None:
+def check_rules(root: Path | str | Store, rules: dict[Bucket, str]) -> None:
     """Refuse to add to a root's buckets by another rule than they were filled by: which pictures a bucket holds, and
     which is the nearest of a base, would differ from shard to shard.
 
@@ -61,36 +64,52 @@ def _base(rule: str) -> str:
     return rule.split(",")[1] if rule.startswith(NEAREST) else rule
 
 
-def create_root(root: Path, encoding: EncodingRecord) -> None:
+def create_root(root: Path | str | Store, encoding: EncodingRecord) -> None:
     """Write encoding.json, or check the one that is there. Safe when several jobs do it at once."""
-    with locked(root / ".locks" / "root.lock"):
-        check_root(root, encoding)
-        if not (root / FILE_NAME).exists():
-            encoding.save(root)
+    store = open_store(root)
+    with store.locked("root") as still_held:
+        check_root(store, encoding)
+        if store.size(FILE_NAME) is None:
+            still_held()
+            encoding.save(store)
 
 
-def write_uncond(root: Path, text_latents: Tensor, num_tokens: int) -> None:
+def has_uncond(root: Path | str | Store) -> bool:
+    """Whether the empty caption's text latents are there."""
+    return open_store(root).size(UNCOND_NAME) is not None
+
+
+def write_uncond(root: Path | str | Store, text_latents: Tensor, num_tokens: int) -> None:
     """Store the empty caption's text latents, (tokens, width), once; later calls change nothing."""
-    with locked(root / ".locks" / "root.lock"):
-        if not (root / UNCOND_NAME).exists():
+    store = open_store(root)
+    with store.locked("root") as still_held:
+        if not has_uncond(store):
             tensors = {"text_latents": text_latents.half().contiguous(), "num_tokens": torch.tensor(num_tokens)}
-            write_atomically(root / UNCOND_NAME, save(tensors))
+            still_held()
+            store.write(UNCOND_NAME, save(tensors))
 
 
-def load_uncond(root: Path) -> tuple[Tensor, int]:
+def load_uncond(root: Path | str | Store) -> tuple[Tensor, int]:
     """The empty caption's text latents, (tokens, width) float16, and how many of the tokens are real.
 
     Raises:
         RequestError: the root has none, so no shard of it was ever encoded.
+        DamagedFile: they are not what a receipt recorded.
     """
-    path = root / UNCOND_NAME
-    if not path.is_file():
-        raise RequestError(f"{path} is missing: no shard of this root has been encoded. Run `make precompute` first.")
-    for path_of_receipt in islice((root / FOLDER).glob("[!.]*.json"), 1):  # any one: all of them recorded it
-        receipt = load_receipt(root, path_of_receipt.stem)
-        if receipt is not None and receipt.shared_files[UNCOND_NAME].sha256 != sha256_file(path):
+    store = open_store(root)
+    try:
+        data = store.read(UNCOND_NAME)
+    except FileNotFoundError:
+        raise RequestError(
+            f"{store.where(UNCOND_NAME)} is missing: no shard of this root has been encoded. "
+            f"Run `make precompute` first."
+        ) from None
+    for shard in committed_shards(store)[:1]:  # any one: all of them recorded it
+        receipt = load_receipt(store, shard)
+        if receipt is not None and receipt.shared_files[UNCOND_NAME].sha256 != hashlib.sha256(data).hexdigest():
             raise DamagedFile(
-                f"{path} is damaged: its SHA-256 is not that in {path_of_receipt}. Restore it from a copy."
+                f"{store.where(UNCOND_NAME)} is damaged: its SHA-256 is not that in "
+                f"{store.where(f'{FOLDER}/{shard}.json')}. Restore it from a copy."
             )
-    tensors = load_file(path)
+    tensors = load(data)
     return tensors["text_latents"], int(tensors["num_tokens"])

@@ -1,6 +1,7 @@
 """`python -m shards stats ROOT`: what a latents root holds, as a table, JSON and a plot."""
 
 from collections import Counter
+from collections.abc import Iterator
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -12,17 +13,19 @@ from shards.encoding import EncodingRecord
 from shards.errors import RequestError
 from shards.reading import read_part
 from shards.receipts import Receipt, load_receipts
+from shards.store import Store, open_store
 
 
-def root_stats(root: Path, max_samples: int) -> dict[str, Any]:
+def root_stats(root: Path | str | Store, max_samples: int) -> dict[str, Any]:
     """Counts from receipts; moments of latents and caption lengths from the first `max_samples` of each bucket.
 
     Raises:
         RequestError: not a latents root, or nothing is committed to it.
     """
-    encoding, receipts = EncodingRecord.load(root), load_receipts(root)
+    store = open_store(root)
+    encoding, receipts = EncodingRecord.load(store), load_receipts(store)
     if not receipts:
-        raise RequestError(f"{root} holds no committed shard yet: run `make precompute` first.")
+        raise RequestError(f"{store.where()} holds no committed shard yet: run `make precompute` first.")
     rejected = sum((Counter(receipt.rejected) for receipt in receipts), Counter())
     return {
         "encoding": encoding.id,
@@ -32,18 +35,18 @@ def root_stats(root: Path, max_samples: int) -> dict[str, Any]:
         "rejected": dict(rejected.most_common()),
         "truncated_captions": sum(receipt.truncated_captions for receipt in receipts),
         "buckets": {
-            bucket: bucket_stats(root, bucket, receipts, encoding, max_samples)
+            bucket: bucket_stats(store, bucket, receipts, encoding, max_samples)
             for bucket in sorted({b for receipt in receipts for b in receipt.parts}, key=Bucket.parse)
         },
     }
 
 
 def bucket_stats(
-    root: Path, bucket: str, receipts: list[Receipt], encoding: EncodingRecord, max_samples: int
+    store: Store, bucket: str, receipts: list[Receipt], encoding: EncodingRecord, max_samples: int
 ) -> dict[str, Any]:
     """Samples, bytes per sample on disk, and latent statistics of one bucket."""
     shards = [receipt.shard for receipt in receipts if bucket in receipt.parts]
-    rows = chain.from_iterable(read_part(root / bucket / shard) for shard in shards)
+    rows = chain.from_iterable(read_committed(store, f"{bucket}/{shard}") for shard in shards)
     sums, squares = np.zeros(encoding.image.latent_channels), np.zeros(encoding.image.latent_channels)
     lengths: list[int] = []
     for sample in islice(rows, max_samples):
@@ -64,6 +67,12 @@ def bucket_stats(
             ),
         }
     return stats
+
+
+def read_committed(store: Store, part: str) -> Iterator[dict[str, Any]]:
+    """The samples of a part, which is copied here first where it is remote."""
+    with store.local(part) as folder:
+        yield from read_part(folder)
 
 
 def bucket_sizes(receipts: list[Receipt]) -> dict[str, dict[str, int]]:

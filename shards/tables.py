@@ -9,6 +9,7 @@ import pyarrow.parquet as pq
 
 SAMPLES_NAME = "samples.parquet"
 REFUSED_NAME = "refused.parquet"
+TABLES = (SAMPLES_NAME, REFUSED_NAME)
 SAMPLES_SCHEMA = pa.schema(
     [("key", pa.string()), ("width", pa.int32()), ("height", pa.int32())]
     + [(score, pa.float32()) for score in ("aesthetic", "similarity", "punsafe", "pwatermark")]

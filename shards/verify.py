@@ -2,20 +2,22 @@
 
 import tempfile
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
 
 from shards.buckets import Bucket
 from shards.encoding import EncodingRecord
-from shards.files import DamagedFile, sha256_file
+from shards.files import DamagedFile
 from shards.index import bucket_index
 from shards.reading import read_part, text_latents
-from shards.receipts import FOLDER, FileRecord, Receipt, load_receipt
+from shards.receipts import FOLDER, FileRecord, Part, Receipt, committed_shards, load_receipt
+from shards.store import LocalStore, Store, open_store
 from shards.tables import REJECTS_SCHEMA, read_books, write_rows
 
 
-def verify_root(root: Path) -> Iterator[str]:
+def verify_root(root: Path | str | Store) -> Iterator[str]:
     """Yield one line for each thing that is wrong; none if the root is sound.
 
     Checked: every receipt's own seal; size and SHA-256 of every file it lists; that parts hold no other files; that
@@ -26,68 +28,79 @@ def verify_root(root: Path) -> Iterator[str]:
         RequestError: `root` is not a latents root.
         DamagedFile: its encoding.json is not what was written, so nothing else can be judged.
     """
-    encoding = EncodingRecord.load(root)
+    store = open_store(root)
+    encoding = EncodingRecord.load(store)
     receipts, broken = [], []
-    for path in sorted((root / FOLDER).glob("[!.]*.json")):
+    for shard in committed_shards(store):
         try:
-            receipt = load_receipt(root, path.stem)
+            receipt = load_receipt(store, shard)
             assert receipt is not None
             receipts.append(receipt)
-            if receipt.shard != path.stem:
+            if receipt.shard != shard:
+                path = store.where(f"{FOLDER}/{shard}.json")
                 broken.append(f"{path} is the receipt of shard {receipt.shard}, under another's name")
         except (DamagedFile, ValueError) as error:
             broken.append(str(error))
     yield from broken
     for receipt in receipts:
-        yield from verify_receipt(root, receipt, encoding)
-    yield from verify_indexes(root, receipts)
+        yield from verify_receipt(store, receipt, encoding)
+    yield from verify_indexes(store, receipts)
 
 
-def verify_receipt(root: Path, receipt: Receipt, encoding: EncodingRecord) -> Iterator[str]:
+def verify_receipt(store: Store, receipt: Receipt, encoding: EncodingRecord) -> Iterator[str]:
     """What is wrong with one committed shard."""
+    name = store.where(f"{FOLDER}/{receipt.shard}.json")
     if receipt.encoding_id != encoding.id:
-        yield f"{root / FOLDER / receipt.shard}.json is of encoding {receipt.encoding_id}; the root's is {encoding.id}"
-    for name, record in receipt.shared_files.items():
-        yield from verify_file(root / name, record)
-    parts_are_sound = True
-    for bucket, part in receipt.parts.items():
-        folder = root / bucket / receipt.shard
-        wrong = [line for name, record in part.files.items() for line in verify_file(folder / name, record)]
-        present = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
-        wrong += [f"{folder / name} is in no receipt" for name in sorted(present - set(part.files))]
-        yield from wrong
-        parts_are_sound = parts_are_sound and not wrong
-        if not wrong and part.samples:
-            yield from verify_samples(folder, bucket, part.samples, encoding)
-    if parts_are_sound:
-        yield from verify_books(root, receipt)
+        yield f"{name} is of encoding {receipt.encoding_id}; the root's is {encoding.id}"
+    for shared, record in receipt.shared_files.items():
+        yield from verify_file(store, shared, record, store.where(shared))
+    with ExitStack() as stack:
+        parts, sound = {}, True
+        for bucket, part in receipt.parts.items():
+            parts[bucket] = stack.enter_context(store.local(f"{bucket}/{receipt.shard}"))
+            wrong = list(verify_part(parts[bucket], store.where(f"{bucket}/{receipt.shard}"), bucket, part, encoding))
+            yield from wrong
+            sound = sound and not wrong
+        if sound:
+            yield from verify_books(store, receipt, parts)
 
 
-def verify_books(root: Path, receipt: Receipt) -> Iterator[str]:
+def verify_part(folder: Path, where: str, bucket: str, part: Part, encoding: EncodingRecord) -> Iterator[str]:
+    """The files and the samples of a part that lies in `folder`, itself or a copy of `where`."""
+    here = LocalStore(folder)
+    wrong = [line for n, record in part.files.items() for line in verify_file(here, n, record, f"{where}/{n}")]
+    wrong += [f"{where}/{name} is in no receipt" for name in here.files() if name not in part.files]
+    yield from wrong
+    if not wrong and part.samples:
+        yield from verify_samples(folder, where, bucket, part.samples, encoding)
+
+
+def verify_books(store: Store, receipt: Receipt, parts: dict[str, Path]) -> Iterator[str]:
     """The rejects table and the receipt's totals against the parts' own tables."""
-    books = read_books({bucket: root / bucket / receipt.shard for bucket in receipt.parts})
+    books = read_books(parts)
     totals = (receipt.encoded, receipt.truncated_captions, receipt.rejected)
     if totals != (books.encoded, books.truncated_captions, books.rejected):
-        yield f"{root / FOLDER / receipt.shard}.json does not add up to its parts' tables"
-    path = root / "rejects" / f"{receipt.shard}.parquet"
+        yield f"{store.where(f'{FOLDER}/{receipt.shard}.json')} does not add up to its parts' tables"
+    name = f"rejects/{receipt.shard}.parquet"
     with tempfile.TemporaryDirectory() as folder:
-        expected = Path(folder) / path.name
+        expected = Path(folder) / "rejects.parquet"
         write_rows(expected, REJECTS_SCHEMA, list(books.rejects))
-        if not path.is_file() or path.read_bytes() != expected.read_bytes():
-            yield f"{path} is not what the parts' tables give"
+        if store.read_many([name]).get(name) != expected.read_bytes():
+            yield f"{store.where(name)} is not what the parts' tables give"
 
 
-def verify_file(path: Path, record: FileRecord) -> Iterator[str]:
+def verify_file(store: Store, name: str, record: FileRecord, where: str) -> Iterator[str]:
     """Missing, of another size, or of another content."""
-    if not path.is_file():
-        yield f"{path} is missing"
-    elif path.stat().st_size != record.bytes:
-        yield f"{path} has {path.stat().st_size} bytes; its receipt says {record.bytes}"
-    elif sha256_file(path) != record.sha256:
-        yield f"{path} is damaged: its SHA-256 is not the one in its receipt"
+    size = store.size(name)
+    if size is None:
+        yield f"{where} is missing"
+    elif size != record.bytes:
+        yield f"{where} has {size} bytes; its receipt says {record.bytes}"
+    elif store.sha256(name) != record.sha256:
+        yield f"{where} is damaged: its SHA-256 is not the one in its receipt"
 
 
-def verify_samples(folder: Path, bucket: str, num_samples: int, encoding: EncodingRecord) -> Iterator[str]:
+def verify_samples(folder: Path, where: str, bucket: str, num_samples: int, encoding: EncodingRecord) -> Iterator[str]:
     """Shapes and finiteness of every sample of a part, and their number."""
     shape = (encoding.num_planes, *Bucket.parse(bucket).latent_hw(encoding.image.downsampling))
     count = 0
@@ -96,23 +109,26 @@ def verify_samples(folder: Path, bucket: str, num_samples: int, encoding: Encodi
         text = text_latents(sample, encoding)
         tokens_fit = len(text) <= encoding.text.length if encoding.text.trim else len(text) == encoding.text.length
         if sample["image_latents"].shape != shape or not tokens_fit or text.shape[1] != encoding.text.width:
-            yield f"{folder}: sample {sample['key']} has shapes {sample['image_latents'].shape} and {text.shape}"
+            yield f"{where}: sample {sample['key']} has shapes {sample['image_latents'].shape} and {text.shape}"
         elif not (np.isfinite(sample["image_latents"]).all() and np.isfinite(text).all()):
-            yield f"{folder}: sample {sample['key']} is not finite"
+            yield f"{where}: sample {sample['key']} is not finite"
     if count != num_samples:
-        yield f"{folder} holds {count} samples; its receipt says {num_samples}"
+        yield f"{where} holds {count} samples; its receipt says {num_samples}"
 
 
-def verify_indexes(root: Path, receipts: list[Receipt]) -> Iterator[str]:
+def verify_indexes(store: Store, receipts: list[Receipt]) -> Iterator[str]:
     """Every bucket's index.json against what the receipts give, byte for byte."""
     for bucket in sorted({bucket for receipt in receipts for bucket in receipt.parts}):
         if len(rules := {receipt.parts[bucket].rule for receipt in receipts if bucket in receipt.parts}) > 1:
-            yield f"{root / bucket} was filled by more than one rule: {'; '.join(sorted(rules))}"
-        path = root / bucket / "index.json"
+            yield f"{store.where(bucket)} was filled by more than one rule: {'; '.join(sorted(rules))}"
+        name = f"{bucket}/index.json"
         try:
-            expected = bucket_index(root, bucket, receipts)
+            expected = bucket_index(store, bucket, receipts)
         except DamagedFile as error:
-            yield f"{path} cannot be checked: {error}"
+            yield f"{store.where(name)} cannot be checked: {error}"
             continue
-        if not path.is_file() or path.read_bytes() != expected:
-            yield f"{path} is not what the receipts give: write it anew with `python -m shards index {root}`"
+        if store.read_many([name]).get(name) != expected:
+            yield (
+                f"{store.where(name)} is not what the receipts give: write it anew with `python -m shards index "
+                f"{store.where()}`"
+            )

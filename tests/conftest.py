@@ -16,6 +16,7 @@ from tests.tiny import make_models, make_samples, make_tar
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["RAY_raylet_start_wait_time_s"] = "300"  # noqa: SIM112 (the machine may be busy)
 
 SIZES = [(80, 64), (200, 150), (140, 300), (40, 90)]
 
@@ -39,7 +40,7 @@ def tars(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def precompute_config(models: Path, tars: Path, output: Path, **changes: object) -> PrecomputeConfig:
+def precompute_config(models: Path, tars: Path, output: Path | str, **changes: object) -> PrecomputeConfig:
     """Stage 1 on the CPU, in float32, for the 64x64 and 128x128 buckets."""
     fields = {
         "input": str(tars),

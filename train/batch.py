@@ -1,5 +1,6 @@
 """One rank's share of a global batch: how it is stacked from samples, moved, and cut into microbatches."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import get_worker_info
 
 
 @dataclass
@@ -62,14 +64,29 @@ class Collate:
             keys=[sample["key"] for sample in samples],
             slots=self.slots[: len(samples)],
             image_latents=_stack([sample["image_latents"] for sample in samples]),
-            text_latents=_stack([self._pad(sample["text_latents"]) for sample in samples]),
-            text_scales=_stack([self._pad(sample["text_scales"]) for sample in samples]) if scaled else None,
+            text_latents=_stack([sample["text_latents"] for sample in samples], self.text_length),
+            text_scales=_stack([sample["text_scales"] for sample in samples], self.text_length) if scaled else None,
             num_tokens=torch.tensor([len(sample["text_latents"]) for sample in samples]),
         )
 
-    def _pad(self, array: np.ndarray) -> np.ndarray:
-        return np.pad(array, [(0, self.text_length - len(array)), *[(0, 0)] * (array.ndim - 1)])
+
+def _stack(arrays: list[np.ndarray], length: int | None = None) -> Tensor:
+    """(N, *shape) of arrays of one shape; or, given a `length`, of (tokens, …) each, with zeros behind up to it."""
+    first = arrays[0]
+    shape = (len(arrays), *first.shape) if length is None else (len(arrays), length, *first.shape[1:])
+    stacked = _empty(shape, first.dtype)
+    rows = stacked.numpy()
+    for row, array in zip(rows, arrays, strict=True):
+        row[: len(array)] = array
+        row[len(array) :] = 0
+    return stacked
 
 
-def _stack(arrays: list[np.ndarray]) -> Tensor:
-    return torch.from_numpy(np.stack(arrays))  # np.stack copies; MDS hands out read-only arrays
+def _empty(shape: tuple[int, ...], dtype: np.dtype) -> Tensor:
+    """A tensor to be filled; in a loader process in memory that the training process sees too, so that it need not be
+    copied on its way there."""
+    tensor = torch.from_numpy(np.empty(0, dtype))
+    if get_worker_info() is not None:
+        storage = torch.empty(0, dtype=tensor.dtype).untyped_storage()._new_shared(math.prod(shape) * dtype.itemsize)
+        return torch.empty(0, dtype=tensor.dtype).set_(storage, 0, shape)  # type: ignore[call-overload]
+    return torch.empty(shape, dtype=tensor.dtype)

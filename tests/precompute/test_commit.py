@@ -1,13 +1,15 @@
 """The commit protocol, broken between each two of its steps: what is there afterwards, and that it heals."""
 
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-import shards.commit
 from shards.commit import attempt_folder
 from shards.errors import WorkError
 from shards.receipts import Receipt, load_receipt, load_receipts
+from shards.remote import RemoteStore
+from shards.store import LocalStore, Store, open_store
 from shards.verify import verify_root
 from shards.writing import PartWriter
 from tests.conftest import encode_all, precompute_config
@@ -22,27 +24,47 @@ class Killed(BaseException):
 def die_before(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     """Raise `Killed` before the `number`-th durable step of a commit: renames into place, and the receipt's replace."""
     steps = iter(range(1000))
-    put, save = shards.commit._put, Receipt.save
+    save = Receipt.save
 
-    def counted_put(source: Path, target: Path) -> None:
-        if next(steps) == number:
-            raise Killed
-        put(source, target)
+    def counting(put: Callable[[Store, Path, str], None]) -> Callable[[Store, Path, str], None]:
+        def counted_put(store: Store, source: Path, name: str) -> None:
+            if next(steps) == number:
+                raise Killed
+            put(store, source, name)
 
-    def counted_save(receipt: Receipt, root: Path) -> None:
+        return counted_put
+
+    def counted_save(receipt: Receipt, root: Store) -> None:
         if next(steps) == number:
             raise Killed
         save(receipt, root)
 
-    monkeypatch.setattr(shards.commit, "_put", counted_put)
+    for kind in (LocalStore, RemoteStore):
+        monkeypatch.setattr(kind, "put", counting(kind.put))
     monkeypatch.setattr(Receipt, "save", counted_save)
+
+
+@pytest.fixture(params=["folder", "address"])
+def root(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path | str]:
+    """An empty latents root of either kind."""
+    if request.param == "folder":
+        yield tmp_path / "root"
+        return
+    yield f"memory://{tmp_path.name}/root"
+    open_store(f"memory://{tmp_path.name}").fs.rm(f"/{tmp_path.name}", recursive=True)  # type: ignore[attr-defined]
+
+
+def contents(root: Path | str) -> dict[str, bytes]:
+    """Every file of a root but its locks."""
+    store = open_store(root)
+    return {name: store.read(name) for name in store.files() if not name.startswith(".")}
 
 
 @pytest.mark.parametrize("number", range(4))  # two parts, the rejects, the receipt
 def test_a_kill_between_two_steps_leaves_nothing_that_anybody_reads(
-    latents: Path, models: Path, tars: Path, tmp_path: Path, number: int
+    latents: Path, models: Path, tars: Path, root: Path | str, number: int
 ) -> None:
-    config = precompute_config(models, tars, tmp_path / "root")
+    config = precompute_config(models, tars, root)
     with pytest.MonkeyPatch.context() as patch:
         die_before(patch, number)
         with pytest.raises(Killed):
@@ -50,24 +72,23 @@ def test_a_kill_between_two_steps_leaves_nothing_that_anybody_reads(
     assert load_receipts(config.output) == []
     encode_all(config, models)
     assert list(verify_root(config.output)) == []
-    one, two = tree(latents), tree(config.output)
+    one, two = contents(latents), contents(root)
     assert one.keys() == two.keys()
     assert {name for name in one if one[name] != two[name]} <= {name for name in one if name.startswith("commits/")}
 
 
 @pytest.mark.parametrize("number", range(3))  # one part, the rejects, the receipt
 def test_a_kill_while_a_bucket_is_added_leaves_the_committed_one_alone(
-    latents: Path, models: Path, tars: Path, tmp_path: Path, number: int
+    latents: Path, models: Path, tars: Path, root: Path | str, number: int
 ) -> None:
-    root = tmp_path / "root"
     encode_all(precompute_config(models, tars, root, buckets=["128x128"]), models)
-    parts = {name: data for name, data in tree(root).items() if name.startswith("128x128/0")}
+    parts = {name: data for name, data in contents(root).items() if name.startswith("128x128/0")}
     both = precompute_config(models, tars, root)
     with pytest.MonkeyPatch.context() as patch:
         die_before(patch, number)
         with pytest.raises(Killed):
             encode_all(both, models)
-    assert {name: data for name, data in tree(root).items() if name.startswith("128x128/0")} == parts
+    assert {name: data for name, data in contents(root).items() if name.startswith("128x128/0")} == parts
     assert [list(receipt.parts) for receipt in load_receipts(root)] == [["128x128"]] * 2
     encode_all(both, models)
     assert list(verify_root(root)) == []
@@ -95,10 +116,9 @@ def test_the_later_of_two_attempts_throws_its_work_away(models: Path, tars: Path
     assert list(verify_root(root)) == []
 
 
-def test_another_tar_under_the_same_name_is_refused(models: Path, tmp_path: Path) -> None:
+def test_another_tar_under_the_same_name_is_refused(models: Path, tmp_path: Path, root: Path | str) -> None:
     make_tar(tmp_path / "one", "00000", make_samples(0, 6, [(200, 150)]))
     make_tar(tmp_path / "two", "00000", make_samples(9, 6, [(200, 150)]))
-    root = tmp_path / "root"
     encode_all(precompute_config(models, tmp_path / "one", root, buckets=["64x64"]), models)
     with pytest.raises(WorkError, match=r"is not the tar from which shard 00000 was encoded for 64x64"):
         encode_all(precompute_config(models, tmp_path / "two", root), models)
@@ -115,9 +135,9 @@ def test_what_a_killed_attempt_left_is_swept_and_one_at_work_is_not(tmp_path: Pa
     assert not list((tmp_path / ".attempts").iterdir())
 
 
-def test_books_that_do_not_add_up_are_not_committed(models: Path, tars: Path, tmp_path: Path) -> None:
+def test_books_that_do_not_add_up_are_not_committed(models: Path, tars: Path, root: Path | str) -> None:
     """A writer that loses a sample: the receipt refuses to exist."""
-    config = precompute_config(models, tars, tmp_path / "root")
+    config = precompute_config(models, tars, root)
     with pytest.MonkeyPatch.context() as patch:
         finish = PartWriter.finish
 
@@ -128,4 +148,4 @@ def test_books_that_do_not_add_up_are_not_committed(models: Path, tars: Path, tm
         patch.setattr(PartWriter, "finish", lose_one)
         with pytest.raises(ValueError, match=r"accounts for \d+ of 23 samples"):
             encode_all(config, models)
-    assert load_receipts(config.output) == [] and not list(config.output.glob("*/00000"))
+    assert load_receipts(root) == [] and list(contents(root)) == ["encoding.json", "uncond.safetensors"]

@@ -51,7 +51,9 @@ def test_a_job_with_a_damaged_shard(models: Path, tars: Path, tmp_path: Path) ->
     damaged = tmp_path / "tars" / "00001.tar"
     sound = damaged.read_bytes()
     damaged.write_bytes(sound[:-20_000])
-    arguments = precompute_arguments(models, tmp_path / "tars", tmp_path / "root", "--workers.attempts", "2")
+    arguments = precompute_arguments(
+        models, tmp_path / "tars", tmp_path / "root", "--workers.attempts", "2", "--workers.backoff", "0"
+    )
     first = run_module("precompute", *arguments)
     assert first.returncode == 1
     assert "shard 00001: attempt 2 of 2 failed: WorkError" in first.stderr
@@ -112,5 +114,7 @@ def test_a_worker_that_fits_no_machine_is_refused(
     monkeypatch.setattr("ray.cluster_resources", lambda: {"CPU": 2.0})
     arguments = precompute_arguments(models, tars, tmp_path / "root", "--workers.num_gpus", "1")
     assert exit_code_of(lambda: command(arguments)) == 2
-    assert "One worker takes 1 GPUs and 1 CPUs; this machine has 0 and 2" in capsys.readouterr().err.replace("\n", " ")
+    assert "One worker takes 1 GPUs and 1 CPUs; this machine has 0 GPUs and 2 CPUs" in capsys.readouterr().err.replace(
+        "\n", " "
+    )
     assert not (tmp_path / "root").exists()

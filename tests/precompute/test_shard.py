@@ -66,7 +66,7 @@ def test_latents_equal_diffusers_and_transformers(latents: Path, tars: Path, mod
         reference = torch.cat([moments.mean, moments.logvar], dim=1)[0]
         # our resize is a level, of 255, off Pillow's here and there, which this VAE makes up to 0.02 of
         error = (torch.tensor(row["image_latents"]).float() - reference).abs()
-        assert error.max() < 0.04 and error.mean() < 2e-3
+        assert error.max() < 0.04 and error.mean() < 5e-3
         torch.testing.assert_close(torch.tensor(row["text_latents"]).float(), states, rtol=1e-3, atol=1e-3)
 
 
