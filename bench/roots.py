@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from shards.buckets import Bucket
+from shards.buckets import COVERS, Bucket
 from shards.commit import Attempt, attempt_folder, commit
 from shards.encoding import EncodingRecord, ImageEncoding, TextEncoding, Weights
 from shards.index import write_indexes
@@ -56,6 +56,7 @@ def make_root(
                 encoding=encoding,
                 samples_in=most,
                 counts=counts,
+                rules=dict.fromkeys(counts, COVERS),
                 source={"address": "none", "bytes": 0, "sha256": "0" * 64},
                 software={},
                 number=1,

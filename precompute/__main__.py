@@ -11,7 +11,7 @@ from precompute.tars import list_shards
 from shards.config import load_config
 from shards.errors import Preempted, WorkError, exit_code_of
 from shards.index import write_indexes
-from shards.root import check_root, create_root
+from shards.root import check_root, check_rules, create_root
 
 
 def run(arguments: list[str]) -> None:
@@ -25,6 +25,7 @@ def run(arguments: list[str]) -> None:
     shards = choose_shards(config.shards, list_shards(config.input))
     encoding = describe_encoding(config)
     check_root(config.output, encoding)
+    check_rules(config.output, config.rules)
 
     waiting = [shard for shard in shards if not is_committed(shard, config)]
     if waiting:

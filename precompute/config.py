@@ -4,12 +4,12 @@ import json
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from precompute.captions import JSON_PREFIX
 from precompute.pixels import LimitsConfig, PixelsConfig
 from precompute.tars import TarPolicy
-from shards.buckets import Bucket
+from shards.buckets import AspectTable, Bucket, bucket_rules
 from shards.config import Config
 from shards.encoding import EncodingRecord, ImageEncoding, TextEncoding
 from shards.errors import RequestError
@@ -27,6 +27,32 @@ class TextConfig(Config):
     """`float16` is exact; `float8` halves the bytes at 2.6 % relative error."""
     trim: bool = False
     """Store the real tokens alone; the U-Net then gets a cross-attention mask."""
+
+
+class AspectConfig(Config):
+    """Buckets of other shapes than those in `buckets`: of each base, a picture goes to the one of the nearest ratio."""
+
+    bases: list[int] = Field([])
+    """Sides of the squares whose areas the buckets have, about; `[512]` is a table, `[]` is none."""
+    step: int = Field(64, ge=1)
+    """Their sides are multiples of this."""
+    max_ratio: float = Field(2.0, ge=1)
+    """Of the longer side to the shorter."""
+
+    @property
+    def tables(self) -> list[AspectTable]:
+        """A table for each base."""
+        return [AspectTable(base, self.step, self.max_ratio) for base in sorted(self.bases)]
+
+    @model_validator(mode="after")
+    def _check(self) -> "AspectConfig":
+        if len(set(self.bases)) != len(self.bases):
+            raise ValueError("a base is named twice")
+        for base in self.bases:
+            if base <= 0 or base % self.step:
+                raise ValueError(f"base {base} is not a multiple of step {self.step}")
+        bucket_rules([], self.tables)
+        return self
 
 
 class WorkersConfig(Config):
@@ -83,6 +109,7 @@ class PrecomputeConfig(Config):
     """Which tars: `00042`, `00000-00099`, commas of both, or `all`."""
     buckets: list[str] = Field(["256x256", "512x512"], min_length=1)
     """WIDTHxHEIGHT in pixels; a picture goes to each that it covers without being enlarged."""
+    aspect: AspectConfig = AspectConfig()
     vae: str
     """Folder, or org/repo[@revision]/folder on the hub, of a diffusers AutoencoderKL."""
     text_encoder: str
@@ -121,9 +148,19 @@ class PrecomputeConfig(Config):
         return fields
 
     @property
-    def bucket_list(self) -> list[Bucket]:
-        """The buckets, smallest first."""
+    def covering(self) -> list[Bucket]:
+        """`buckets`: each holds every picture that covers it."""
         return [Bucket.parse(name) for name in self.buckets]
+
+    @property
+    def rules(self) -> dict[Bucket, str]:
+        """Every bucket → which pictures it holds."""
+        return bucket_rules(self.covering, self.aspect.tables)
+
+    @property
+    def bucket_list(self) -> list[Bucket]:
+        """Every bucket, those of `aspect` too, smallest first."""
+        return sorted(self.rules)
 
 
 def with_absolute_paths(config: PrecomputeConfig) -> PrecomputeConfig:
@@ -166,6 +203,8 @@ def describe_encoding(config: PrecomputeConfig) -> EncodingRecord:
             crop=config.pixels.crop,
             resampling=config.pixels.resampling,
             decoder=config.pixels.decoder,
+            resampler=config.pixels.resampler,
+            color="srgb",
         ),
         text=TextEncoding(
             storage=config.text.storage,
@@ -181,7 +220,7 @@ def describe_encoding(config: PrecomputeConfig) -> EncodingRecord:
         try:
             bucket.latent_hw(downsampling)
         except ValueError as error:
-            raise RequestError(f"{error}. Choose sides in steps of {downsampling}.") from None
+            raise RequestError(f"{error}. Choose sides, or aspect.step, in steps of {downsampling}.") from None
     return record
 
 

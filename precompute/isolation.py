@@ -1,7 +1,8 @@
 """Calls in child processes: what kills a decoder, or never ends, costs its sample and not the shard.
 
 A child is started afresh by `python -m precompute.isolation`, never forked: it holds neither the parent's CUDA context
-nor its threads, and imports no torch. Requests and replies are pickles over its pipes. It ends when the parent does.
+nor its threads. Requests and replies are pickles over its pipes. It ends when the parent does. It imports torch, which
+scales pictures: some 500 MB, and 3 GB of the address space that `limits.decode_bytes` bounds.
 """
 
 import contextlib

@@ -182,7 +182,7 @@ def is_final(error: ray.exceptions.RayError) -> bool:
 def is_committed(shard: InputShard, config: PrecomputeConfig) -> bool:
     """Whether the shard's receipt has every configured bucket."""
     receipt = load_receipt(config.output, shard.name)
-    return receipt is not None and set(config.buckets) <= set(receipt.parts)
+    return receipt is not None and set(map(str, config.bucket_list)) <= set(receipt.parts)
 
 
 def worker_task(config: PrecomputeConfig) -> ray.remote_function.RemoteFunction:
@@ -209,8 +209,8 @@ def encode_on_worker(
     for name in RANK_VARIABLES:
         os.environ.pop(name, None)
     device = torch.device("cuda" if config.workers.num_gpus else "cpu")
-    if device.type == "cpu":
-        torch.set_num_threads(max(1, int(config.workers.num_cpus)))
+    # encoders on the CPU share its cores; beside a GPU, torch scales pictures in the decoding threads, one core each
+    torch.set_num_threads(1 if device.type == "cuda" else max(1, int(config.workers.num_cpus)))
     report = Reporter(board, shard.name, attempt)
     check_shared_root(config, encoding)
     models = (config.vae, config.text_encoder, config.tokenizer)

@@ -18,7 +18,7 @@ from precompute.isolation import CLOCK_PER_PROCESSOR_SECOND, maybe_isolated
 from precompute.pipeline import in_background, map_in_order, threads
 from precompute.pixels import Picture, Reject, decode
 from precompute.tars import InputShard, RawSample, Tar, TarPolicy, counted_samples, is_as_served, local_copy
-from shards.buckets import Bucket
+from shards.buckets import AspectTable, Bucket
 from shards.commit import Attempt, attempt_folder, commit
 from shards.encoding import EncodingRecord
 from shards.errors import DamagedInput
@@ -49,14 +49,26 @@ class Decoded:
 class Parts:
     """The parts that are being written, one per bucket, and how many samples have come in."""
 
-    def __init__(self, writers: dict[Bucket, PartWriter]):
+    def __init__(self, writers: dict[Bucket, PartWriter], config: PrecomputeConfig):
         self.writers = writers
         self.samples_in = 0
+        # those of the tables' buckets that hold only the pictures nearest to them
+        self.aspects: dict[Bucket, AspectTable] = {
+            bucket: table for table in config.aspect.tables for bucket in table.buckets if bucket not in config.covering
+        }
 
     def refuse(self, sample: Decoded, reject: Reject, buckets: Iterable[Bucket]) -> None:
         """Record that `buckets` do not hold the sample."""
         for bucket in buckets:
             self.writers[bucket].refuse(sample.key, sample.url, reject.reason, str(reject))
+
+    def leave_out(self, sample: Decoded, picture: Picture, bucket: Bucket) -> None:
+        """Record that `bucket` does not get a sound picture: it is too small, or its ratio is another bucket's."""
+        table = self.aspects.get(bucket)
+        if table and table.nearest(picture.width, picture.height):
+            self.writers[bucket].pass_over()
+        else:
+            self.refuse(sample, Reject(TOO_SMALL, f"{picture.width}x{picture.height}"), [bucket])
 
 
 def encode_shard(
@@ -99,17 +111,20 @@ def encode_shard(
     ):
         tar = Tar(path, config.limits.max_bytes, config.tars.policy)
         tar.check(shard, counted_samples(shard))
-        parts = Parts({bucket: PartWriter(folder / str(bucket), encoding, bucket) for bucket in buckets})
+        writers = {bucket: PartWriter(folder / str(bucket), encoding, bucket) for bucket in buckets}
+        parts = Parts(writers, config)
 
         # tar members => raw samples => pixels, in the tar's order, running ahead of the encoders
-        decode_one = partial(decode_sample, buckets=buckets, config=config, decode=decode_picture)
+        wanted = [bucket for bucket in config.covering if bucket in buckets]
+        decode_one = partial(decode_sample, buckets=wanted, config=config, decode=decode_picture)
         longest = None if isolate else CLOCK_PER_PROCESSOR_SECOND * config.limits.decode_seconds
         decoded = map_in_order(pool, decode_one, tar.samples(), 4 * config.workers.decode_threads, longest)
         accepted = drop_rejects(in_background(decoded, ahead=config.workers.batch_size), parts)
         # pixels => latents => parts
         for bucket, samples in batched_by_bucket(accepted, parts, config.workers.batch_size):
             encode_captions(samples, text_encoder, config.workers.batch_size)
-            pictures = [picture.pixels[bucket] for _, picture in map(content, samples)]
+            # taken out, so that samples that wait for another bucket's batch do not hold this one's
+            pictures = [picture.pixels.pop(bucket) for _, picture in map(content, samples)]
             latents = image_encoder(pictures, batch_size_of(bucket, config.workers.batch_size))
             for sample, image_latents in zip(samples, latents, strict=True):
                 write_sample(sample, bucket, image_latents, parts)
@@ -122,6 +137,7 @@ def encode_shard(
             encoding=encoding,
             samples_in=parts.samples_in,
             counts={str(bucket): writer.finish() for bucket, writer in parts.writers.items()},
+            rules={str(bucket): rule for bucket, rule in config.rules.items()},
             source=tar.record(shard.address),
             software={name: version(name) for name in SOFTWARE},
             number=attempt_number,
@@ -148,7 +164,7 @@ def decode_sample(raw: RawSample, buckets: list[Bucket], config: PrecomputeConfi
             raise Reject("no_image", "the tar holds no picture under this key")
         if config.tars.check_sha256 and not is_as_served(raw):
             refuse_changed(raw, config.tars.policy)
-        content = captions, decode(raw.image, buckets, config.pixels, config.limits)
+        content = captions, decode(raw.image, buckets, config.pixels, config.limits, config.aspect.tables)
     except Reject as reject:
         content = reject
     return Decoded(raw.key, valid_text(str(raw.metadata.get("url") or "")), read_scores(raw.metadata), content)
@@ -189,7 +205,7 @@ def batched_by_bucket(
         _, picture = content(sample)
         for bucket, batch in waiting.items():
             if bucket not in picture.pixels:
-                parts.refuse(sample, Reject(TOO_SMALL, f"{picture.width}x{picture.height}"), [bucket])
+                parts.leave_out(sample, picture, bucket)
                 continue
             batch.append(sample)
             if len(batch) == batch_size_of(bucket, batch_size):

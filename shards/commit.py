@@ -42,6 +42,8 @@ class Attempt:
     samples_in: int
     counts: dict[str, tuple[int, dict[str, int]]]
     """Bucket → samples written, and refusals by reason, as `PartWriter.finish` returned them."""
+    rules: dict[str, str]
+    """Bucket → which pictures it holds, as `bucket_rules` says it."""
     source: dict[str, str | int | None]
     """The tar: its address, bytes, and SHA-256."""
     software: dict[str, str]
@@ -134,6 +136,7 @@ def make_receipt(store: Store, attempt: Attempt, fresh: list[str], books: Books,
         bucket: Part(
             samples=attempt.counts[bucket][0],
             refused=attempt.counts[bucket][1],
+            rule=attempt.rules[bucket],
             files=record_files(attempt.folder / bucket),
         )
         for bucket in fresh

@@ -17,6 +17,10 @@ from shards.text import TextStorage
 FILE_NAME = "encoding.json"
 
 
+ADDED_LATER = {"resampler": "pillow", "color": "as_stored"}
+"""Fields of `image` that the first roots do not have; so filled in, they mean the same, and have no part in the id."""
+
+
 class Weights(Config):
     """A model by name, for people, and by content, for machines."""
 
@@ -39,6 +43,10 @@ class ImageEncoding(Config):
     crop: str
     resampling: str
     decoder: str
+    resampler: str = "pillow"
+    """Whose implementation of the filter."""
+    color: str = "as_stored"
+    """`srgb`: embedded profiles were applied; `as_stored`: they were not."""
 
 
 class TextEncoding(Config):
@@ -79,6 +87,7 @@ class EncodingRecord(Config):
         for model in ("vae", "text_encoder", "tokenizer"):
             del fields[model]["name"]
         del fields["image"]["scaling_factor"]
+        fields["image"] = {key: value for key, value in fields["image"].items() if ADDED_LATER.get(key) != value}
         return hashlib.sha256(canonical_json(fields)).hexdigest()[:16]
 
     @property

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from pydantic import model_validator
 
+from shards.buckets import COVERS
 from shards.config import Config
 from shards.files import parse_sealed_json, sealed_json
 from shards.store import Store, open_store
@@ -28,6 +29,9 @@ class Part(Config):
     samples: int
     refused: dict[str, int]
     """Reason → count, of the input shard's samples that are not in this bucket."""
+    rule: str = COVERS
+    """Which pictures the bucket holds: `covers`, all that cover it, or `nearest, ` and the aspect table in which it is
+    the bucket of their ratio."""
     files: dict[str, FileRecord]
     """Path relative to the part's folder → record."""
 

@@ -22,6 +22,8 @@ SAMPLES_SCHEMA = pa.schema(
 REFUSED_SCHEMA = pa.schema([(name, pa.string()) for name in ("key", "url", "reason", "detail")])
 REJECTS_SCHEMA = pa.schema([(name, pa.string()) for name in ("key", "url", "bucket", "reason", "detail")])
 TOO_SMALL = "too_small"
+OTHER_BUCKET = "other_bucket"
+"""It is in another bucket of its aspect table: counted in the receipt, but no reject, and listed nowhere."""
 
 
 def write_rows(path: Path, schema: pa.Schema, rows: list[tuple[object, ...]]) -> None:

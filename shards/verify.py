@@ -127,6 +127,8 @@ def text_fits(text: np.ndarray, encoding: TextEncoding) -> bool:
 def verify_indexes(store: Store, receipts: list[Receipt]) -> Iterator[str]:
     """Every bucket's index.json against what the receipts give, byte for byte."""
     for bucket in sorted({bucket for receipt in receipts for bucket in receipt.parts}):
+        if len(rules := {receipt.parts[bucket].rule for receipt in receipts if bucket in receipt.parts}) > 1:
+            yield f"{store.where(bucket)} was filled by more than one rule: {'; '.join(sorted(rules))}"
         name = f"{bucket}/index.json"
         try:
             expected = bucket_index(store, bucket, receipts)

@@ -13,7 +13,15 @@ from torch import Tensor
 from shards import text
 from shards.buckets import Bucket
 from shards.encoding import EncodingRecord
-from shards.tables import MENDED, REFUSED_NAME, REFUSED_SCHEMA, SAMPLES_NAME, SAMPLES_SCHEMA, write_rows
+from shards.tables import (
+    MENDED,
+    OTHER_BUCKET,
+    REFUSED_NAME,
+    REFUSED_SCHEMA,
+    SAMPLES_NAME,
+    SAMPLES_SCHEMA,
+    write_rows,
+)
 
 SHARD_BYTES = 1 << 27
 
@@ -57,6 +65,7 @@ class PartWriter:
         self.encoding = encoding
         self.samples: list[tuple[object, ...]] = []
         self.refused: list[tuple[object, ...]] = []
+        self.elsewhere = 0
         folder.mkdir(parents=True)
         self.writer = MDSWriter(
             out=str(folder), columns=encoding.columns(bucket), hashes=["xxh3_64"], size_limit=SHARD_BYTES
@@ -95,10 +104,14 @@ class PartWriter:
         """Record a sample of the input shard that is not in this bucket."""
         self.refused.append((key, url, reason, detail))
 
+    def pass_over(self) -> None:
+        """Count a sample that is in another bucket of the aspect table."""
+        self.elsewhere += 1
+
     def finish(self) -> tuple[int, dict[str, int]]:
         """Close the part's files; returns how many samples they hold, and refusals by reason."""
         self.writer.finish()
         write_rows(self.folder / SAMPLES_NAME, SAMPLES_SCHEMA, self.samples)
         write_rows(self.folder / REFUSED_NAME, REFUSED_SCHEMA, self.refused)
-        reasons = Counter(str(row[2]) for row in self.refused)
+        reasons = Counter(str(row[2]) for row in self.refused) + Counter({OTHER_BUCKET: self.elsewhere})
         return len(self.samples), dict(sorted(reasons.items()))

@@ -156,7 +156,7 @@ def encoding_differences(a: EncodingRecord, b: EncodingRecord) -> list[str]:
     """Fields that differ and change what the numbers mean, as `field: here ≠ there`."""
     # Crop, resampling, decoder, dtype and the captions' sources may differ: they change which pictures and which
     # captions there are, not what the numbers mean.
-    image = ("image.crop", "image.resampling", "image.decoder")
+    image = ("image.crop", "image.resampl", "image.decoder", "image.color")
     irrelevant = (*image, "text.captions", "text.max_characters", "compute_dtype", "schema_version")
     return [difference for difference in a.differences(b) if not difference.startswith(irrelevant)]
 

@@ -16,7 +16,7 @@ from transformers import CLIPTextModel, CLIPTokenizer
 
 from precompute.config import describe_encoding
 from precompute.encoders import ImageEncoder, TextEncoder
-from precompute.pixels import crop_box
+from precompute.resample import place
 from precompute.tars import Tar
 from shards.buckets import Bucket
 from shards.encoding import EncodingRecord
@@ -57,14 +57,16 @@ def test_latents_equal_diffusers_and_transformers(latents: Path, tars: Path, mod
         (path := Path("/dev/shm") / f"latentmill-test-{row['key']}").write_bytes(data)
         image = Image.open(path).convert("RGB")
         path.unlink()
-        image = image.resize((size.width, size.height), Image.Resampling.BICUBIC, box=crop_box(*image.size, size))
+        image = image.resize((size.width, size.height), Image.Resampling.BICUBIC, box=place(*image.size, size).box)
         pixels = torch.tensor(np.asarray(image)).permute(2, 0, 1)[None].double() / 127.5 - 1
         with torch.no_grad():
             moments = vae.encode(pixels.float()).latent_dist
             ids = tokenizer(caption, padding="max_length", truncation=True, return_tensors="pt").input_ids
             states = text_encoder(ids).last_hidden_state[0]
         reference = torch.cat([moments.mean, moments.logvar], dim=1)[0]
-        torch.testing.assert_close(torch.tensor(row["image_latents"]).float(), reference, rtol=2e-3, atol=2e-3)
+        # our resize is a level, of 255, off Pillow's here and there, which this VAE makes up to 0.02 of
+        error = (torch.tensor(row["image_latents"]).float() - reference).abs()
+        assert error.max() < 0.04 and error.mean() < 5e-3
         torch.testing.assert_close(torch.tensor(row["text_latents"]).float(), states, rtol=1e-3, atol=1e-3)
 
 
