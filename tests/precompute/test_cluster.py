@@ -2,11 +2,13 @@
 
 import json
 import re
+import tempfile
 import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import ray
@@ -29,11 +31,16 @@ pytestmark = pytest.mark.slow
 @pytest.fixture
 def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
     """A head node that takes no worker."""
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
-    monkeypatch.setenv("RAY_ADDRESS", cluster.address)
-    yield cluster
-    ray.shutdown()
-    cluster.shutdown()
+    with tempfile.TemporaryDirectory(prefix="lm-", ignore_cleanup_errors=True) as folder:
+        head = {"num_cpus": 1, "include_dashboard": False, "temp_dir": folder}
+        # or whoever calls ray.init on this machine would join
+        with patch("ray._private.utils.write_ray_address"):
+            cluster = Cluster(initialize_head=True, head_node_args=head)
+        monkeypatch.setenv("RAY_ADDRESS", cluster.address)
+        yield cluster
+        ray.shutdown()
+        with patch("ray._common.utils.reset_ray_address"):
+            cluster.shutdown()
 
 
 def wait_until(true: Callable[[], object], seconds: float = 240) -> None:
