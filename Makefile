@@ -22,6 +22,7 @@ $(if $(filter train,$(MAKECMDGOALS)),$(if $(wildcard $(PHASE_CONFIG)),,$(error t
 help:
 	@echo "make demo                                     everything, on a picture world of its own (no GPU; under 20 minutes)"
 	@echo "make test                                     every test"
+	@echo "make test-faults                              the long suites: kills, full disks, flipped bits, hostile pictures"
 	@echo "make select METADATA=laion/ [OUT=runs/data/selected]"
 	@echo "                                              LAION metadata -> filtered rows"
 	@echo "make download [IN=runs/data/selected] [OUT=runs/data/tars]"
@@ -53,8 +54,9 @@ demo: setup
 test: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
+# the figures that it prints go into docs/reliability.md
 test-faults: setup
-	$(BIN)/python -m pytest -m slow $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s -m slow $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check .
@@ -73,10 +75,15 @@ precompute: setup
 # The request is checked first, in one process: a launcher would bury the answer in its own traceback. One process needs
 # no launcher, and gets its signals directly. accelerate silently starts one process where two are asked for on CPUs,
 # unless it is told --multi_gpu.
+# The launcher starts a job again whose process was lost, hands SIGUSR1 on as it does SIGTERM, and then leaves its processes
+# LEAVE seconds to save; without PET_… it would itself die of the one, and kill them 30 s after the other.
+RESTARTS ?= 3
+LEAVE ?= 120
 LAUNCH ?= $(if $(filter-out 1,$(NPROC)),--num_machines 1 --num_processes $(NPROC) --multi_gpu)
 train: setup
 	$(BIN)/python -m train check --config $(PHASE_CONFIG) $(ARGS)
-	exec $(BIN)/$(if $(LAUNCH),accelerate launch $(LAUNCH) --mixed_precision no --dynamo_backend no --quiet,python) \
+	PET_SIGNALS_TO_HANDLE=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 PET_SHUTDOWN_TIMEOUT=$(LEAVE) \
+	  exec $(BIN)/$(if $(LAUNCH),accelerate launch $(LAUNCH) --max_restarts $(RESTARTS) --mixed_precision no --dynamo_backend no --quiet,python) \
 	  -m train --config $(PHASE_CONFIG) --num_processes $(NPROC) $(ARGS)
 
 plan: setup

@@ -9,9 +9,9 @@ from precompute.config import PrecomputeConfig, describe_encoding, with_absolute
 from precompute.job import RANK_VARIABLES, JobResult, choose_shards, is_committed, run_job
 from precompute.tars import list_shards
 from shards.config import load_config
-from shards.errors import WorkError, exit_code_of
+from shards.errors import Preempted, WorkError, exit_code_of
 from shards.index import write_indexes
-from shards.root import check_root, create_root
+from shards.root import check_root, check_rules, create_root
 
 
 def run(arguments: list[str]) -> None:
@@ -25,6 +25,7 @@ def run(arguments: list[str]) -> None:
     shards = choose_shards(config.shards, list_shards(config.input))
     encoding = describe_encoding(config)
     check_root(config.output, encoding)
+    check_rules(config.output, config.rules)
 
     waiting = [shard for shard in shards if not is_committed(shard, config)]
     if waiting:
@@ -43,6 +44,11 @@ def run(arguments: list[str]) -> None:
         + (", ".join(f"{count} samples in {bucket}" for bucket, count in samples.items()) or "nothing")
         + "."
     )
+    if result.left:
+        raise Preempted(
+            f"told to leave, {len(result.left)} shards before the end. What is committed stays; the same command again "
+            f"goes on."
+        )
     if result.failed:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in sorted(result.failed.items()))
         raise WorkError(

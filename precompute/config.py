@@ -4,10 +4,12 @@ import json
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
+from precompute.captions import JSON_PREFIX
 from precompute.pixels import LimitsConfig, PixelsConfig
-from shards.buckets import Bucket
+from precompute.tars import TarPolicy
+from shards.buckets import AspectTable, Bucket, bucket_rules
 from shards.config import Config
 from shards.encoding import EncodingRecord, ImageEncoding, TextEncoding
 from shards.errors import RequestError
@@ -27,6 +29,32 @@ class TextConfig(Config):
     """Store the real tokens alone; the U-Net then gets a cross-attention mask."""
 
 
+class AspectConfig(Config):
+    """Buckets of other shapes than those in `buckets`: of each base, a picture goes to the one of the nearest ratio."""
+
+    bases: list[int] = Field([])
+    """Sides of the squares whose areas the buckets have, about; `[512]` is a table, `[]` is none."""
+    step: int = Field(64, ge=1)
+    """Their sides are multiples of this."""
+    max_ratio: float = Field(2.0, ge=1)
+    """Of the longer side to the shorter."""
+
+    @property
+    def tables(self) -> list[AspectTable]:
+        """A table for each base."""
+        return [AspectTable(base, self.step, self.max_ratio) for base in sorted(self.bases)]
+
+    @model_validator(mode="after")
+    def _check(self) -> "AspectConfig":
+        if len(set(self.bases)) != len(self.bases):
+            raise ValueError("a base is named twice")
+        for base in self.bases:
+            if base <= 0 or base % self.step:
+                raise ValueError(f"base {base} is not a multiple of step {self.step}")
+        bucket_rules([], self.tables)
+        return self
+
+
 class WorkersConfig(Config):
     """What one worker takes. Ray runs as many as the cluster holds."""
 
@@ -41,7 +69,7 @@ class WorkersConfig(Config):
     batch_size: int = Field(64, ge=1)
     """Pictures of up to 512x512 that are encoded together; the last batch of a shard is smaller."""
     attempts: int = Field(3, ge=1)
-    """How often a shard is tried before it is reported as failed."""
+    """How often a job tries a shard before it reports it as failed."""
     lost_attempts: int = Field(10, ge=1)
     """The same for attempts whose process or node went away, as preempted machines do; they do not count as tries."""
     backoff: float = Field(5.0, ge=0)
@@ -53,8 +81,21 @@ class WorkersConfig(Config):
     scratch: Path | None = None
     """Local folder of attempts at shards, each as large as its latents, where `output` is an address; the system's
     temporary folder if not given."""
+    isolate_from: int = Field(2, ge=1)
+    """Attempt from which pictures are decoded in child processes, so that one that kills its decoder is found and
+    rejected as `decoder_crash`; 1: always."""
     max_in_flight: int = Field(256, ge=1)
     """Shards handed to Ray at a time; at least as many as there are workers."""
+
+
+class TarsConfig(Config):
+    """What is done with tars that are damaged."""
+
+    policy: TarPolicy = "reject"
+    """`reject` fails the shard of a tar that lost anything; `salvage` takes the sound samples, and records the loss."""
+    check_sha256: bool = False
+    """Hold each picture against the `sha256` of its JSON, where there is one: for tars that keep the bytes as served,
+    as `make download` has it, not for ones whose pictures img2dataset encoded again."""
 
 
 class PrecomputeConfig(Config):
@@ -68,6 +109,7 @@ class PrecomputeConfig(Config):
     """Which tars: `00042`, `00000-00099`, commas of both, or `all`."""
     buckets: list[str] = Field(["256x256", "512x512"], min_length=1)
     """WIDTHxHEIGHT in pixels; a picture goes to each that it covers without being enlarged."""
+    aspect: AspectConfig = AspectConfig()
     vae: str
     """Folder, or org/repo[@revision]/folder on the hub, of a diffusers AutoencoderKL."""
     text_encoder: str
@@ -76,11 +118,15 @@ class PrecomputeConfig(Config):
     """Folder, or hub name, of its CLIPTokenizer."""
     posterior: Literal["moments", "mean"] = "moments"
     """`moments` keeps mean and log-variance, so that training samples afresh each epoch; `mean` is half the size."""
+    captions: list[str] = Field(["txt"], min_length=1)
+    """Where a sample's captions are: `txt`, its member of that name, or `json:FIELD` of its JSON. Of several, each is
+    stored, and the trainer draws one afresh each time."""
     precision: Literal["float32", "float16", "bfloat16"] = "float16"
     """Autocast type of both encoders. A sample that overflows is encoded again in float32."""
     text: TextConfig = TextConfig()
     pixels: PixelsConfig = PixelsConfig()
     limits: LimitsConfig = LimitsConfig()
+    tars: TarsConfig = TarsConfig()
     workers: WorkersConfig = WorkersConfig()
 
     @field_validator("buckets")
@@ -91,10 +137,30 @@ class PrecomputeConfig(Config):
             raise ValueError("a bucket is named twice")
         return [str(bucket) for bucket in buckets]
 
+    @field_validator("captions")
+    @classmethod
+    def _parse_captions(cls, fields: list[str]) -> list[str]:
+        for field in fields:
+            if field != "txt" and not (field.startswith(JSON_PREFIX) and len(field) > len(JSON_PREFIX)):
+                raise ValueError(f"{field!r} names no caption; give txt or json:FIELD, such as json:blip_caption")
+        if len(set(fields)) != len(fields):
+            raise ValueError("a caption is named twice")
+        return fields
+
+    @property
+    def covering(self) -> list[Bucket]:
+        """`buckets`: each holds every picture that covers it."""
+        return [Bucket.parse(name) for name in self.buckets]
+
+    @property
+    def rules(self) -> dict[Bucket, str]:
+        """Every bucket → which pictures it holds."""
+        return bucket_rules(self.covering, self.aspect.tables)
+
     @property
     def bucket_list(self) -> list[Bucket]:
-        """The buckets, smallest first."""
-        return [Bucket.parse(name) for name in self.buckets]
+        """Every bucket, those of `aspect` too, smallest first."""
+        return sorted(self.rules)
 
 
 def with_absolute_paths(config: PrecomputeConfig) -> PrecomputeConfig:
@@ -137,15 +203,24 @@ def describe_encoding(config: PrecomputeConfig) -> EncodingRecord:
             crop=config.pixels.crop,
             resampling=config.pixels.resampling,
             decoder=config.pixels.decoder,
+            resampler=config.pixels.resampler,
+            color="srgb",
         ),
-        text=TextEncoding(storage=config.text.storage, trim=config.text.trim, length=length, width=width),
+        text=TextEncoding(
+            storage=config.text.storage,
+            trim=config.text.trim,
+            length=length,
+            width=width,
+            captions=tuple(config.captions),
+            max_characters=config.limits.max_caption_characters,
+        ),
         compute_dtype=config.precision,
     )
     for bucket in config.bucket_list:
         try:
             bucket.latent_hw(downsampling)
         except ValueError as error:
-            raise RequestError(f"{error}. Choose sides in steps of {downsampling}.") from None
+            raise RequestError(f"{error}. Choose sides, or aspect.step, in steps of {downsampling}.") from None
     return record
 
 

@@ -3,6 +3,7 @@
 import functools
 import os
 import re
+import signal
 import time
 import traceback
 from collections import deque
@@ -15,15 +16,19 @@ import torch
 from precompute.cluster import Reader, Reporter, Watch, make_board
 from precompute.config import PrecomputeConfig
 from precompute.encoders import ImageEncoder, TextEncoder
+from precompute.pipeline import Stuck
 from precompute.progress import Progress
 from precompute.schedule import Attempts, Nodes
 from precompute.shard import encode_shard
 from precompute.tars import InputShard
+from shards.commit import sweep_attempts
 from shards.encoding import EncodingRecord
-from shards.errors import RequestError, WorkError
+from shards.errors import DamagedInput, RequestError, WorkError, is_storage_error
 from shards.models import hash_weights, model_folder
 from shards.receipts import Receipt, load_receipt
+from shards.stop import StopSignal
 
+GRACE_SECONDS = 10
 # What a launcher left in the environment makes `streaming` believe that it is one of several ranks.
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 NODE_ID = "ray.io/node-id"
@@ -37,6 +42,8 @@ class JobResult:
     done: list[Receipt] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)
     """Shard → the last attempt's error."""
+    left: list[str] = field(default_factory=list)
+    """Shards that were not done when the job was told to leave."""
 
 
 def choose_shards(wanted: str, available: list[InputShard]) -> list[InputShard]:
@@ -70,6 +77,8 @@ def choose_shards(wanted: str, available: list[InputShard]) -> list[InputShard]:
 def run_job(shards: list[InputShard], config: PrecomputeConfig, encoding: EncodingRecord) -> JobResult:
     """Encode `shards` on the Ray cluster that `start_ray` joined or started, until each is done or has failed.
 
+    On SIGTERM, SIGUSR1 or SIGINT it abandons the attempts that are under way, and returns.
+
     Raises:
         WorkError: no node of the cluster could take a worker for `workers.wait_for_resources` seconds.
     """
@@ -84,8 +93,9 @@ def run_job(shards: list[InputShard], config: PrecomputeConfig, encoding: Encodi
         attempts.placed = nodes.avoid(attempts, watch.able)
         return {"label_selector": {NODE_ID: f"!in({','.join(attempts.placed)})"}} if attempts.placed else {}
 
-    with Progress(total=len(waiting)) as progress:
-        while waiting or running:
+    # after ray.init, which listens to SIGTERM itself
+    with Progress(total=len(waiting)) as progress, StopSignal(signal.SIGINT) as stop:
+        while (waiting or running) and not stop.received:
             if news := watch.look():
                 progress.say(news)
             for attempts in take_due(waiting, workers.max_in_flight - len(running)):
@@ -101,7 +111,7 @@ def run_job(shards: list[InputShard], config: PrecomputeConfig, encoding: Encodi
                 except ray.exceptions.TaskCancelledError:
                     waiting.append(attempts)  # it waited for nodes that are gone
                 except ray.exceptions.RayError as error:
-                    again = attempts.fail(is_lost(error), node, workers)
+                    again = attempts.fail(is_lost(error), node, workers) and not is_final(error)
                     progress.attempt_failed(name, attempts.last(is_lost(error), workers), explain(error))
                     if nodes.failed(node):
                         progress.say(f"node {node} failed {workers.node_failures} attempts in a row, and is avoided")
@@ -121,7 +131,31 @@ def run_job(shards: list[InputShard], config: PrecomputeConfig, encoding: Encodi
             progress.tick(reader.samples_in(at_work), len(running))
             if not running and waiting:
                 time.sleep(min(POLL_SECONDS, max(0.0, min(a.not_before for a in waiting) - time.monotonic())))
+        result.left = [attempts.shard.name for attempts in waiting]
+        result.left += abandon({task: attempts.shard for task, attempts in running.items()}, config, result)
     return result
+
+
+def abandon(running: dict[ray.ObjectRef, InputShard], config: PrecomputeConfig, result: JobResult) -> list[str]:
+    """Interrupt attempts and wait until they have removed their folders; end, and sweep, those that take too long.
+
+    Returns:
+        The shards abandoned; what was committed meanwhile goes to `result`.
+    """
+    for force in (False, True):
+        pending = ray.wait(list(running), num_returns=len(running), timeout=0)[1] if running else []
+        for reference in pending:
+            ray.cancel(reference, force=force)
+        if pending:
+            ray.wait(pending, num_returns=len(pending), timeout=GRACE_SECONDS)
+    left = []
+    for reference, shard in running.items():
+        try:
+            result.done.append(ray.get(reference, timeout=0))
+        except ray.exceptions.RayError:
+            left.append(shard.name)
+            sweep_attempts(config.output, shard.name, config.workers.scratch)
+    return left
 
 
 def take_due(waiting: deque[Attempts], room: int) -> Iterator[Attempts]:
@@ -140,10 +174,15 @@ def is_lost(error: ray.exceptions.RayError) -> bool:
     return not isinstance(error, ray.exceptions.RayTaskError)
 
 
+def is_final(error: ray.exceptions.RayError) -> bool:
+    """Whether another attempt would find the same."""
+    return isinstance(cause_of(error), DamagedInput)
+
+
 def is_committed(shard: InputShard, config: PrecomputeConfig) -> bool:
     """Whether the shard's receipt has every configured bucket."""
     receipt = load_receipt(config.output, shard.name)
-    return receipt is not None and set(config.buckets) <= set(receipt.parts)
+    return receipt is not None and set(map(str, config.bucket_list)) <= set(receipt.parts)
 
 
 def worker_task(config: PrecomputeConfig) -> ray.remote_function.RemoteFunction:
@@ -170,8 +209,8 @@ def encode_on_worker(
     for name in RANK_VARIABLES:
         os.environ.pop(name, None)
     device = torch.device("cuda" if config.workers.num_gpus else "cpu")
-    if device.type == "cpu":
-        torch.set_num_threads(max(1, int(config.workers.num_cpus)))
+    # encoders on the CPU share its cores; beside a GPU, torch scales pictures in the decoding threads, one core each
+    torch.set_num_threads(1 if device.type == "cuda" else max(1, int(config.workers.num_cpus)))
     report = Reporter(board, shard.name, attempt)
     check_shared_root(config, encoding)
     models = (config.vae, config.text_encoder, config.tokenizer)
@@ -179,9 +218,9 @@ def encode_on_worker(
     try:
         return encode_shard(shard, config, encoding, image_encoder, text_encoder, attempt, report)
     except RuntimeError as error:
-        if "CUDA error" not in str(error):
+        if "CUDA error" not in str(error) and not isinstance(error, Stuck):
             raise
-        # this process cannot use its GPU again, and would fail each further shard at once: Ray starts another one
+        # this process cannot use its GPU again, or has a thread that never ends: Ray starts another one
         traceback.print_exc()
         os._exit(1)
 
@@ -229,8 +268,13 @@ def load_encoders(
 
 def explain(error: ray.exceptions.RayError) -> str:
     """A failed attempt for a person: one line where it is an error for people, the traceback where it is a bug."""
-    cause = getattr(error, "cause", None)
-    return one_line(error) if isinstance(cause, WorkError | RequestError) else str(error)
+    cause = cause_of(error)
+    return one_line(error) if isinstance(cause, WorkError | RequestError) or is_storage_error(cause) else str(error)
+
+
+def cause_of(error: ray.exceptions.RayError) -> BaseException | None:
+    """What was raised in the task, where something was."""
+    return getattr(error, "cause", None)
 
 
 def one_line(error: Exception) -> str:

@@ -4,8 +4,11 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from typing import Any, TypeVar
+
+from shards.errors import WorkError
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -14,17 +17,50 @@ _END = object()
 POLL_SECONDS = 0.1
 
 
+class Stuck(WorkError):
+    """A call in a thread did not end. Nothing can end it, so the process that it is in has to go."""
+
+
+@contextmanager
+def threads(number: int) -> Iterator[ThreadPoolExecutor]:
+    """A pool that is waited for on leaving, unless one of its calls is `Stuck`."""
+    pool = ThreadPoolExecutor(number)
+    stuck = False
+    try:
+        yield pool
+    except Stuck:
+        stuck = True
+        raise
+    finally:
+        pool.shutdown(wait=not stuck, cancel_futures=True)
+
+
 def map_in_order(
-    pool: ThreadPoolExecutor, function: Callable[[Item], Result], items: Iterable[Item], ahead: int
+    pool: ThreadPoolExecutor,
+    function: Callable[[Item], Result],
+    items: Iterable[Item],
+    ahead: int,
+    seconds: float | None = None,
 ) -> Iterator[Result]:
-    """`map(function, items)` with up to `ahead` calls under way in `pool`."""
+    """`map(function, items)` with up to `ahead` calls under way in `pool`.
+
+    Raises:
+        Stuck: a call whose result is next did not end in `seconds`.
+    """
     running: deque[Future[Result]] = deque()
     for item in items:
         running.append(pool.submit(function, item))
         if len(running) >= ahead:
-            yield running.popleft().result()
+            yield _result(running.popleft(), seconds)
     while running:
-        yield running.popleft().result()
+        yield _result(running.popleft(), seconds)
+
+
+def _result(future: Future[Result], seconds: float | None) -> Result:
+    wait([future], seconds)
+    if not future.done():
+        raise Stuck(f"a call took more than {seconds} s")
+    return future.result()
 
 
 def in_background(items: Iterable[Item], ahead: int) -> Iterator[Item]:

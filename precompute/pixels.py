@@ -2,49 +2,67 @@
 
 import io
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
-from PIL import Image, ImageOps
+from PIL import Image
+from pydantic import Field
 
-from shards.buckets import Bucket
+from precompute.color import to_srgb
+from precompute.reject import Reject
+from precompute.resample import Filter, place, resample
+from shards.buckets import AspectTable, Bucket, choose_buckets
 from shards.config import Config
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "TIFF", "AVIF")
+"""All that Pillow is asked for, of the 43 that it opens."""
+SCALED_FORMATS = ("JPEG", "MPO")
+"""MPO is what Pillow calls a JPEG that holds several pictures, as phones write them; the first is taken."""
 ORIENTATION_TAG = 0x0112
+# EXIF orientation → the stored picture flipped left-right, flipped top-bottom, then transposed, stands upright
+TURNS = {
+    1: (False, False, False),
+    2: (True, False, False),
+    3: (True, True, False),
+    4: (False, True, False),
+    5: (False, False, True),
+    6: (False, True, True),
+    7: (True, True, True),
+    8: (True, False, True),
+}
 Image.MAX_IMAGE_PIXELS = None  # `limits` decides, on the header
 MEMORY_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
-
-
-class Reject(Exception):
-    """A sample that will not be encoded: its reason, one word for counting, and the detail for a person."""
-
-    def __init__(self, reason: str, detail: str):
-        super().__init__(detail)
-        self.reason = reason
 
 
 class PixelsConfig(Config):
     """How pictures become pixels; all of it is in encoding.json."""
 
-    resampling: Literal["bilinear", "bicubic", "lanczos"] = "bicubic"
-    """Filter of the resize; Pillow's, which antialiases."""
+    resampling: Filter = "bicubic"
+    """Filter of the resize, which antialiases; lanczos is several times slower than the others."""
     crop: Literal["center"] = "center"
     """Which part of a picture of another shape is kept."""
     scaled_decode: bool = True
-    """Decode large JPEGs at 1/2, 1/4 or 1/8, never below twice the largest bucket they go to."""
+    """Decode large JPEGs at 1/2, 1/4 or 1/8 of their size."""
+    decode_margin: float = Field(1.5, ge=1)
+    """What scaled decoding leaves to the better filter of the resize: each side is still at least this many times that
+    of the largest bucket it goes to."""
 
     @property
     def decoder(self) -> str:
         """The decoder's name for encoding.json."""
-        return "pillow-scaled" if self.scaled_decode else "pillow"
+        return f"pillow-scaled-{self.decode_margin:g}" if self.scaled_decode else "pillow"
+
+    @property
+    def resampler(self) -> str:
+        """Whose implementation of the filter, for encoding.json."""
+        return "pillow" if self.resampling == "lanczos" else "torch"
 
 
 class LimitsConfig(Config):
-    """What is refused before decoding."""
+    """What is refused before decoding, or cut, and what decoding may take in a child process."""
 
     max_pixels: int = 100_000_000
     """Width × height by the header."""
@@ -52,11 +70,18 @@ class LimitsConfig(Config):
     """Pixels."""
     max_bytes: int = 64 << 20
     """Of one tar member."""
+    max_caption_characters: int = Field(4096, ge=1)
+    """A longer caption is cut here, before the tokenizer; in encoding.json, since it changes what is stored."""
+    decode_seconds: int = Field(30, ge=1)
+    """Processor time for one picture. A thread cannot be ended: where one takes ten times as long, by the clock, the
+    attempt at the shard is given up, and the next one decodes in child processes."""
+    decode_bytes: int = Field(8 << 30, ge=1 << 32)
+    """Address space of a child process that decodes; torch takes 3 GB of it."""
 
 
 @dataclass(frozen=True)
 class Picture:
-    """One picture, cut and scaled for each bucket it is large enough for."""
+    """One picture, cut and scaled for each bucket it goes to."""
 
     width: int
     height: int
@@ -67,42 +92,39 @@ class Picture:
     """Bucket → crop's (top, left) in original pixels."""
 
 
-def decode(data: bytes, buckets: list[Bucket], config: PixelsConfig, limits: LimitsConfig) -> Picture:
-    """Decode a picture for every bucket that it covers without being enlarged.
+def decode(
+    data: bytes,
+    buckets: Sequence[Bucket],
+    config: PixelsConfig,
+    limits: LimitsConfig,
+    aspects: Sequence[AspectTable] = (),
+) -> Picture:
+    """Decode a picture for every one of `buckets` that it covers without being enlarged, and for one of each table.
 
     Raises:
-        Reject: `not_an_image`, `too_many_pixels`, `too_small` or `undecodable`.
+        Reject: `not_an_image`, `too_many_pixels`, `too_small`, `bad_profile` or `undecodable`.
     """
     image = _open(data, limits)
-    if not any(bucket.fits(*size) for bucket in buckets for size in (image.size, image.size[::-1])):
+    if not any(choose_buckets(*size, buckets, aspects) for size in (image.size, image.size[::-1])):
         raise Reject("too_small", f"{image.width}x{image.height}")
     with rejecting("undecodable"):
-        turned = image.getexif().get(ORIENTATION_TAG, 1) in (5, 6, 7, 8)
-    width, height = (image.height, image.width) if turned else image.size
-    fitting = [bucket for bucket in buckets if bucket.fits(width, height)]
-    if not fitting:
+        flip_x, flip_y, turned = TURNS[_orientation(image)]
+    width, height = image.size[::-1] if turned else image.size
+    chosen = choose_buckets(width, height, buckets, aspects)
+    if not chosen:
         raise Reject("too_small", f"{width}x{height}")
+    placements = {bucket: place(width, height, bucket) for bucket in chosen}
     with rejecting("undecodable"):
-        if config.scaled_decode and image.format == "JPEG":
-            _shrink_on_decode(image, fitting, turned)
-        rgb = _upright_rgb(image)
-    boxes = {bucket: crop_box(width, height, bucket) for bucket in fitting}
-    scale_x, scale_y = rgb.width / width, rgb.height / height
-    resample = Image.Resampling[config.resampling.upper()]
+        scale = _shrink_on_decode(image, chosen, turned, config)
+        image.load()
+        rgb = to_srgb(image)
     pixels = {}
-    for bucket, (left, top, right, bottom) in boxes.items():
-        box = (left * scale_x, top * scale_y, min(right * scale_x, rgb.width), min(bottom * scale_y, rgb.height))
-        pixels[bucket] = np.asarray(rgb.resize((bucket.width, bucket.height), resample, box=box))
-    return Picture(width, height, pixels, {bucket: (round(box[1]), round(box[0])) for bucket, box in boxes.items()})
-
-
-def crop_box(width: int, height: int, bucket: Bucket) -> tuple[float, float, float, float]:
-    """(left, top, right, bottom) of the largest centred part of a width × height picture with the bucket's aspect."""
-    scale = min(width / bucket.width, height / bucket.height)
-    # rounding may put an edge a hair outside, which Pillow refuses
-    left = max(0.0, (width - bucket.width * scale) / 2)
-    top = max(0.0, (height - bucket.height * scale) / 2)
-    return left, top, min(width, left + bucket.width * scale), min(height, top + bucket.height * scale)
+    for bucket, placement in placements.items():
+        # cut and scaled as it is stored, then turned: less to turn
+        cut = resample(rgb, placement.as_stored(flip_x, flip_y, turned), scale, config.resampling)
+        cut = cut[:: -1 if flip_y else 1, :: -1 if flip_x else 1]
+        pixels[bucket] = np.ascontiguousarray(cut.swapaxes(0, 1) if turned else cut)
+    return Picture(width, height, pixels, {bucket: at.corner for bucket, at in placements.items()})
 
 
 @contextmanager
@@ -110,7 +132,7 @@ def rejecting(reason: str) -> Iterator[None]:
     """Any exception inside is the sample's fault (Pillow's parsers raise a dozen kinds), but for want of memory."""
     try:
         yield
-    except MemoryError:
+    except (MemoryError, Reject):
         raise
     except Exception as error:
         text = MEMORY_ADDRESS.sub("", f"{type(error).__name__}: {error}")  # rejects are the same in every run
@@ -125,25 +147,18 @@ def _open(data: bytes, limits: LimitsConfig) -> Image.Image:
     return image
 
 
-def _shrink_on_decode(image: Image.Image, buckets: list[Bucket], turned: bool) -> None:
-    # A factor of two is left for the resize, whose filter is better than the decoder's.
-    width = 2 * max(bucket.height if turned else bucket.width for bucket in buckets)
-    height = 2 * max(bucket.width if turned else bucket.height for bucket in buckets)
-    image.draft(None, (width, height))
+def _orientation(image: Image.Image) -> int:
+    # Pillow turns TIFFs itself, and gives their size as turned
+    orientation = 1 if image.format == "TIFF" else image.getexif().get(ORIENTATION_TAG, 1)
+    return orientation if orientation in TURNS else 1
 
 
-def _upright_rgb(image: Image.Image) -> Image.Image:
-    image.load()
-    image = ImageOps.exif_transpose(image)
-    if image.mode.startswith("I;16") or image.mode in ("I", "F"):
-        image = _sixteen_bit_to_grey(image)
-    if image.mode in ("RGBA", "LA", "PA", "La", "RGBa") or "transparency" in image.info:
-        rgba = image.convert("RGBA")
-        white = Image.new("RGBA", rgba.size, "white")
-        return Image.alpha_composite(white, rgba).convert("RGB")
-    return image.convert("RGB")
-
-
-def _sixteen_bit_to_grey(image: Image.Image) -> Image.Image:
-    values = np.asarray(image.convert("I") if image.mode != "F" else image, dtype=np.float64)
-    return Image.fromarray(np.clip(values / 257.0, 0, 255).round().astype(np.uint8))
+def _shrink_on_decode(image: Image.Image, buckets: list[Bucket], turned: bool, config: PixelsConfig) -> int:
+    """Have a JPEG decoded at 1/scale, where `decode_margin` allows one; returns the scale."""
+    if not config.scaled_decode or image.format not in SCALED_FORMATS:
+        return 1
+    width, height = image.size[::-1] if turned else image.size
+    spare = min(min(width / bucket.width, height / bucket.height) for bucket in buckets) / config.decode_margin
+    scale = max((scale for scale in (1, 2, 4, 8) if scale <= spare), default=1)
+    image.draft(None, (image.width // scale, image.height // scale))
+    return scale

@@ -1,26 +1,30 @@
 """One input shard: an uncompressed webdataset tar, its members grouped into samples, and proof that it is whole.
 
 Nothing in the tar format tells a shortened archive from a short one: a flipped bit in a header, or a cut at one, ends
-the listing without an error. So the bytes after the last member must be the zeros that end an archive, and the number
-of samples must be what img2dataset's own `NNNNN_stats.json` and parquet beside the tar counted.
+the listing without an error. So the headers are read first, all of them (`precompute/layout.py`), and the samples must
+be those that img2dataset's own `NNNNN_stats.json` and parquet beside the tar counted. A tar that lost something is
+refused, or, where the config says so, what is sound of it is taken and every sample that is not is accounted for.
 """
 
+import hashlib
 import json
-import tarfile
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, Literal
 
 import fsspec
+import pyarrow as pa
 import pyarrow.parquet as pq
 
-from shards.errors import RequestError, WorkError
+from precompute.layout import IMAGE_SUFFIXES, Member, read_layout
+from shards.errors import DamagedInput, RequestError, WorkError
 from shards.files import sha256_file
 
-IMAGE_SUFFIXES = {"jpg", "jpeg", "png", "webp", "gif", "tif", "tiff", "avif"}
+TarPolicy = Literal["reject", "salvage"]
+MOST_NAMED = 5
 
 
 @dataclass
@@ -33,6 +37,8 @@ class RawSample:
     metadata: dict[str, Any] = field(default_factory=dict)
     oversized: str = ""
     """The member that was over the size limit and was not read."""
+    lost: str = ""
+    """Why this sample is not to be had from the tar, where a damaged one is salvaged."""
 
 
 @dataclass(frozen=True)
@@ -69,120 +75,144 @@ def local_copy(address: str, suffix: str = "") -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="latentmill-") as folder:
         target = Path(folder) / f"copy{suffix}"
         file_system.get_file(path, str(target))
+        if target.stat().st_size != file_system.size(path):
+            raise WorkError(f"{address} did not come whole: {target.stat().st_size} bytes of {file_system.size(path)}.")
         yield target
 
 
-class Tar:
-    """A local tar being read."""
+@dataclass(frozen=True)
+class Counted:
+    """What img2dataset says a tar holds."""
 
-    def __init__(self, path: Path, max_member_bytes: int):
+    counts: dict[str, int]
+    """Side file → samples, for those of the two that are there."""
+    urls: dict[str, str] | None
+    """Key → URL, where the parquet is there."""
+
+
+class Tar:
+    """A local tar being read.
+
+    Raises:
+        DamagedInput: it is compressed; or, but under `salvage`, it is cut short or damaged, or a key comes twice.
+    """
+
+    def __init__(self, path: Path, max_member_bytes: int, policy: TarPolicy = "reject"):
         self.path = path
         self.max_member_bytes = max_member_bytes
         self.bytes = path.stat().st_size
         self.sha256 = sha256_file(path)
+        layout = read_layout(path)
+        if layout.damage and policy == "reject":
+            raise DamagedInput(f"{path} {layout.damage[0]}. Download this shard again.")
+        self.policy = policy
+        self.damage = layout.damage
+        self.members = {key: members for key, members in layout.members.items() if key not in layout.lost}
+        self.lost = {key: RawSample(key, lost=why) for key, why in layout.lost.items()}
+        self.num_unnamed = 0
 
-    def samples(self, headers_only: bool = False) -> Iterator[RawSample]:
-        """Samples in the tar's order. A key's members stand side by side, as the webdataset format has it.
-
-        Raises:
-            WorkError: the archive is compressed, cut short, or damaged, or a key comes back after another.
-        """
-        seen: set[str] = set()
-        current: RawSample | None = None
-        try:
-            with tarfile.open(self.path, "r:") as tar:
-                for member in tar:
-                    if not member.isfile():
-                        continue
-                    key, _, suffix = Path(member.name).name.partition(".")
-                    if current is None or key != current.key:
-                        if current is not None:
-                            yield current
-                        if key in seen:
-                            raise WorkError(
-                                f"{self.path}: the key {key} comes twice, so its samples cannot be told apart."
-                            )
-                        seen.add(key)
-                        current = RawSample(key)
-                    if not headers_only:
-                        self._add(current, suffix.lower(), tar, member)
-                self._check_end(tar.offset)
-        except tarfile.TarError as error:
-            raise WorkError(
-                f"{self.path} is not a whole, uncompressed tar: {error}. Download this shard again."
-            ) from error
-        if current is not None:
-            yield current
-
-    def count(self) -> int:
-        """How many samples it holds, from the headers alone: a damaged tar is found before any of it is encoded.
+    def check(self, shard: InputShard, counted: Counted) -> None:
+        """Hold the samples against those that img2dataset counted; under `salvage`, take down which are missing.
 
         Raises:
-            WorkError: as `samples` does.
+            DamagedInput: they are others, so the tar lost or gained samples after it was written; under `salvage`, none
+                is left.
         """
-        return sum(1 for _ in self.samples(headers_only=True))
+        listed = counted.urls if counted.urls is not None else dict.fromkeys(self.members | self.lost, "")
+        missing = listed.keys() - self.members.keys()
+        foreign = self.members.keys() - listed.keys()
+        found = len(self.members)
+        wrong = [
+            f"holds {found} samples, but {file} beside it counted {count}"
+            for file, count in counted.counts.items()
+            if count != found
+        ]
+        if foreign:
+            wrong.append(
+                f"holds {len(foreign)} samples that are not in the parquet beside it, the first {min(foreign)}"
+            )
+        if wrong and self.policy == "reject":
+            raise DamagedInput(
+                f"{shard.address} {wrong[0]}. The tar is not the one that was written, or was damaged: "
+                f"download this shard again."
+            )
+        self.damage += wrong
+        self.members = {key: members for key, members in self.members.items() if key in listed}
+        reasons = {key: self.lost[key].lost if key in self.lost else "it is not in the tar" for key in sorted(missing)}
+        self.lost = {key: RawSample(key, metadata={"url": listed[key]}, lost=why) for key, why in reasons.items()}
+        num_known = len(self.members) + len(self.lost)
+        self.num_unnamed = max([num_known, *counted.counts.values()]) - num_known
+        if self.damage and not self.members:
+            raise DamagedInput(f"{shard.address} {self.damage[0]}; nothing sound is left of it. Download it again.")
+
+    def samples(self) -> Iterator[RawSample]:
+        """Samples in the order of their first members, and after them those that are lost, by key."""
+        with self.path.open("rb") as file:
+            for key, members in self.members.items():
+                sample = RawSample(key)
+                for suffix, member in members.items():
+                    self._add(sample, suffix, file, member)
+                yield sample
+        yield from self.lost.values()
 
     def record(self, address: str) -> dict[str, str | int | None]:
-        """Which tar it was, for the receipt."""
-        return {"address": address, "bytes": self.bytes, "sha256": self.sha256}
+        """Which tar it was, for the receipt; of a damaged one also what was lost.
 
-    def _add(self, sample: RawSample, suffix: str, tar: tarfile.TarFile, member: tarfile.TarInfo) -> None:
+        `lost` samples are among the rejects, as `lost_in_tar`; `lost_unnamed` were counted, and nothing says which
+        they were.
+        """
+        record: dict[str, str | int | None] = {"address": address, "bytes": self.bytes, "sha256": self.sha256}
+        if self.damage:
+            damage = "; ".join(self.damage[:MOST_NAMED]) + ("; …" if len(self.damage) > MOST_NAMED else "")
+            record |= {"damage": damage, "lost": len(self.lost), "lost_unnamed": self.num_unnamed}
+        return record
+
+    def _add(self, sample: RawSample, suffix: str, file: BinaryIO, member: Member) -> None:
         if member.size > self.max_member_bytes:
             sample.oversized = f"{member.name}: {member.size} bytes"
             return
-        file = tar.extractfile(member)
-        assert file is not None  # it is a regular file
-        data = file.read()
+        file.seek(member.offset)
+        data = file.read(member.size)
         if suffix in IMAGE_SUFFIXES:
             sample.image = data
         elif suffix == "txt":
             sample.caption = data
         elif suffix == "json":
-            try:
-                parsed = json.loads(data)
-            except ValueError:
+            try:  # bytes that are no UTF-8 stay recognisable, and cost no more than the text that they are in
+                parsed = json.loads(data.decode("utf-8-sig", errors="surrogateescape"))
+            except (ValueError, RecursionError):
                 parsed = None
             if isinstance(parsed, dict):
                 sample.metadata = parsed
 
-    def _check_end(self, offset: int) -> None:
-        with self.path.open("rb") as file:
-            file.seek(offset)
-            length = 0
-            while block := file.read(1 << 20):
-                if block.count(0) != len(block):
-                    raise WorkError(
-                        f"{self.path} is damaged: what follows byte {offset} is neither a member nor the end of the "
-                        f"archive, so samples are missing. Download this shard again."
-                    )
-                length += len(block)
-        if length < 2 * tarfile.BLOCKSIZE:
-            raise WorkError(f"{self.path} is cut short: it ends without the end-of-archive marker. Download it again.")
+
+def is_as_served(sample: RawSample) -> bool:
+    """Whether the picture has the `sha256` that img2dataset wrote into the sample's JSON; true where there is none."""
+    digest = sample.metadata.get("sha256")
+    return not digest or sample.image is None or hashlib.sha256(sample.image).hexdigest() == digest
 
 
-def expected_samples(shard: InputShard) -> dict[str, int]:
-    """What img2dataset says the tar holds: file → count, for those of its two side files that are there."""
-    stem = shard.address.removesuffix(".tar")
-    file_system, path = fsspec.core.url_to_fs(stem)
-    counts = {}
-    if file_system.exists(f"{path}_stats.json"):
-        counts[f"{shard.name}_stats.json"] = int(json.loads(file_system.cat_file(f"{path}_stats.json"))["successes"])
-    if file_system.exists(f"{path}.parquet"):
-        with file_system.open(f"{path}.parquet", "rb") as file:
-            statuses = pq.read_table(file, columns=["status"])["status"].to_pylist()
-        counts[f"{shard.name}.parquet"] = statuses.count("success")
-    return counts
-
-
-def check_count(shard: InputShard, num_samples: int, expected: dict[str, int]) -> None:
-    """Hold the number of samples read against what img2dataset counted.
+def counted_samples(shard: InputShard) -> Counted:
+    """What img2dataset's side files, `NNNNN_stats.json` and `NNNNN.parquet`, say the tar holds.
 
     Raises:
-        WorkError: they differ, so the tar lost or gained samples after it was written.
+        DamagedInput: one of them cannot be read.
     """
-    for source, count in expected.items():
-        if count != num_samples:
-            raise WorkError(
-                f"{shard.address} holds {num_samples} samples, but {source} beside it counted {count}. The tar was "
-                f"damaged after it was written: download this shard again."
-            )
+    file_system, path = fsspec.core.url_to_fs(shard.address.removesuffix(".tar"))
+    counts: dict[str, int] = {}
+    urls: dict[str, str] | None = None
+    try:
+        if file_system.exists(name := f"{path}_stats.json"):
+            counts[f"{shard.name}_stats.json"] = int(json.loads(file_system.cat_file(name))["successes"])
+        if file_system.exists(name := f"{path}.parquet"):
+            with file_system.open(name, "rb") as file:
+                table = pq.ParquetFile(file)
+                columns = [column for column in ("key", "url", "status") if column in table.schema_arrow.names]
+                rows = table.read(columns).to_pylist()
+            urls = {str(row["key"]): row.get("url") or "" for row in rows if row["status"] == "success"}
+            counts[f"{shard.name}.parquet"] = sum(row["status"] == "success" for row in rows)
+    except (ValueError, KeyError, TypeError, pa.ArrowException) as error:
+        raise DamagedInput(
+            f"{name} is damaged ({type(error).__name__}: {error}). Download this shard again."
+        ) from error
+    return Counted(counts, urls)

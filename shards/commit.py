@@ -42,6 +42,8 @@ class Attempt:
     samples_in: int
     counts: dict[str, tuple[int, dict[str, int]]]
     """Bucket → samples written, and refusals by reason, as `PartWriter.finish` returned them."""
+    rules: dict[str, str]
+    """Bucket → which pictures it holds, as `bucket_rules` says it."""
     source: dict[str, str | int | None]
     """The tar: its address, bytes, and SHA-256."""
     software: dict[str, str]
@@ -58,19 +60,38 @@ def attempt_folder(root: Path | str | Store, shard: str, scratch: Path | None = 
     removed first. `scratch` is where such a root's attempts are made; the temporary folder if not given.
     """
     attempts = open_store(root).attempts(scratch)
-    for abandoned in attempts.glob(f"{shard}.*"):
-        with (abandoned / OWNER).open("a") as owner:
-            try:
-                fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                continue  # at work
-            shutil.rmtree(abandoned, ignore_errors=True)
     folder = attempts / f"{shard}.{uuid.uuid4().hex[:12]}"
-    try:
-        with locked(folder / OWNER):
-            yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    with ExitStack() as ours:
+        with locked(_sweeper(attempts, shard)):  # nobody sweeps a folder before it is owned
+            _sweep(attempts, shard)
+            ours.callback(shutil.rmtree, folder, ignore_errors=True)
+            ours.enter_context(locked(folder / OWNER))
+        yield folder
+
+
+def sweep_attempts(root: Path | str | Store, shard: str, scratch: Path | None = None) -> int:
+    """Remove what dead attempts at `shard` left behind on this machine; returns how many are at work."""
+    attempts = open_store(root).attempts(scratch)
+    with locked(_sweeper(attempts, shard)):
+        return _sweep(attempts, shard)
+
+
+def _sweeper(attempts: Path, shard: str) -> Path:
+    return attempts.with_name(f"{attempts.name}.locks") / f"{shard}.lock"
+
+
+def _sweep(attempts: Path, shard: str) -> int:
+    at_work = 0
+    for folder in attempts.glob(f"{shard}.*"):
+        try:
+            with (folder / OWNER).open("a") as owner:
+                fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder, ignore_errors=True)
+        except FileNotFoundError:
+            continue  # its owner has just removed it
+        except BlockingIOError:
+            at_work += 1
+    return at_work
 
 
 def commit(root: Path | str | Store, attempt: Attempt) -> Receipt:
@@ -115,6 +136,7 @@ def make_receipt(store: Store, attempt: Attempt, fresh: list[str], books: Books,
         bucket: Part(
             samples=attempt.counts[bucket][0],
             refused=attempt.counts[bucket][1],
+            rule=attempt.rules[bucket],
             files=record_files(attempt.folder / bucket),
         )
         for bucket in fresh
@@ -125,7 +147,7 @@ def make_receipt(store: Store, attempt: Attempt, fresh: list[str], books: Books,
         samples_in=attempt.samples_in,
         encoded=books.encoded,
         rejected=books.rejected,
-        truncated_captions=books.truncated_captions,
+        captions=books.captions,
         input=attempt.source,
         parts=(earlier.parts if earlier else {}) | parts,
         shared_files={name: record_file(store, name) for name in (UNCOND_NAME, FILE_NAME)},

@@ -4,6 +4,8 @@ import hashlib
 from pathlib import Path
 from typing import Literal
 
+from pydantic import ValidationError
+
 from shards import text
 from shards.buckets import Bucket
 from shards.config import Config
@@ -13,6 +15,10 @@ from shards.store import Store, open_store
 from shards.text import TextStorage
 
 FILE_NAME = "encoding.json"
+
+
+ADDED_LATER = {"resampler": "pillow", "color": "as_stored"}
+"""Fields of `image` that the first roots do not have; so filled in, they mean the same, and have no part in the id."""
 
 
 class Weights(Config):
@@ -37,6 +43,10 @@ class ImageEncoding(Config):
     crop: str
     resampling: str
     decoder: str
+    resampler: str = "pillow"
+    """Whose implementation of the filter."""
+    color: str = "as_stored"
+    """`srgb`: embedded profiles were applied; `as_stored`: they were not."""
 
 
 class TextEncoding(Config):
@@ -47,6 +57,16 @@ class TextEncoding(Config):
     length: int
     """Tokens of an untrimmed caption, padding included."""
     width: int
+    captions: tuple[str, ...]
+    """Where the captions were found: `txt` or `json:FIELD`. Where there are several, the text columns have a leading
+    axis, and `caption` is a JSON list with an entry for each, null where the sample has none."""
+    max_characters: int
+    """Longer captions were cut here, before the tokenizer."""
+
+    @property
+    def several(self) -> bool:
+        """Whether a sample may have more than one caption."""
+        return len(self.captions) > 1
 
 
 class EncodingRecord(Config):
@@ -67,6 +87,7 @@ class EncodingRecord(Config):
         for model in ("vae", "text_encoder", "tokenizer"):
             del fields[model]["name"]
         del fields["image"]["scaling_factor"]
+        fields["image"] = {key: value for key, value in fields["image"].items() if ADDED_LATER.get(key) != value}
         return hashlib.sha256(canonical_json(fields)).hexdigest()[:16]
 
     @property
@@ -81,7 +102,9 @@ class EncodingRecord(Config):
             "key": "str",
             "caption": "str",
             "image_latents": f"ndarray:float16:{self.num_planes},{height},{width}",
-            **text.columns(self.text.storage, self.text.trim, self.text.length, self.text.width),
+            **text.columns(
+                self.text.storage, self.text.trim, self.text.length, self.text.width, several=self.text.several
+            ),
             "size": "ndarray:int32:4",
             "scores": "ndarray:float32:4",
         }
@@ -103,7 +126,7 @@ class EncodingRecord(Config):
         """Read ROOT/encoding.json of a folder or an address (`shards/store.py`).
 
         Raises:
-            RequestError: `root` is not a latents root.
+            RequestError: `root` is not a latents root, or one of another version.
             DamagedFile: the record's bytes are not those that were written.
         """
         store = open_store(root)
@@ -115,7 +138,14 @@ class EncodingRecord(Config):
                 f"(`output` of its config), or run `make precompute SHARD=all` first."
             ) from None
         fields.pop("id")
-        return cls.model_validate(fields)
+        try:
+            return cls.model_validate(fields)
+        except ValidationError as error:
+            wrong = ", ".join(".".join(map(str, item["loc"])) for item in error.errors())
+            raise RequestError(
+                f"{root} was written by another version of this program: {FILE_NAME} has other fields than this one's "
+                f"({wrong}). Use that version, or encode into a new root."
+            ) from None
 
 
 def _flat(record: EncodingRecord) -> list[tuple[str, object]]:

@@ -1,5 +1,6 @@
 """The ways in which a command fails, and how each reaches the person at the terminal."""
 
+import errno
 import sys
 import textwrap
 from collections.abc import Callable
@@ -17,10 +18,22 @@ class WorkError(RuntimeError):
     exit_code = 1
 
 
+class DamagedInput(WorkError):
+    """What was to be read is not what was once written. Another attempt would find the same, so there is none."""
+
+
 class Preempted(WorkError):
     """The run was told to leave; it saved first. The code is EX_TEMPFAIL, on which a scheduler requeues."""
 
     exit_code = 75
+
+
+STORAGE_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.ESTALE}
+
+
+def is_storage_error(error: BaseException | None) -> bool:
+    """Whether a disk is full, broken or gone: no bug of ours."""
+    return isinstance(error, OSError) and error.errno in STORAGE_ERRORS
 
 
 def exit_code_of(command: Callable[[], int | None]) -> int:
@@ -31,7 +44,16 @@ def exit_code_of(command: Callable[[], int | None]) -> int:
     try:
         return command() or 0
     except (RequestError, WorkError) as error:
-        print(
-            textwrap.fill(f"error: {error}", width=110, break_long_words=False, break_on_hyphens=False), file=sys.stderr
-        )
+        say(error)
         return error.exit_code
+    except OSError as error:
+        if not is_storage_error(error):
+            raise
+        say(WorkError(f"{error}. What was finished stays valid: mend that, and give the same command again."))
+        return WorkError.exit_code
+
+
+def say(error: Exception) -> None:
+    """An error for people, as a paragraph on stderr."""
+    text = textwrap.fill(f"error: {error}", width=110, break_long_words=False, break_on_hyphens=False)
+    print(text, file=sys.stderr, flush=True)

@@ -61,6 +61,12 @@ def write_atomically(path: Path, data: bytes) -> None:
     fsync_folder(path.parent)
 
 
+def remove_torn(path: Path) -> None:
+    """Remove what a killed `write_atomically` left beside `path`; for holders of the lock under which it is written."""
+    for temporary in path.parent.glob(f".{path.name}.*.tmp"):
+        temporary.unlink()
+
+
 def canonical_json(value: Any) -> bytes:
     """The one byte string that stands for `value`: sorted keys, two spaces, UTF-8, a newline at the end."""
     return (json.dumps(value, sort_keys=True, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode()

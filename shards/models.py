@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ NOT_CONTENT = {"architectures", "dtype", "torch_dtype", "transformers_version", 
 NOT_CONTENT |= {"name_or_path", "tokenizer_file"}
 
 
-def model_folder(name: str) -> Path:
+def model_folder(name: str, files: Sequence[str] = FILES) -> Path:
     """The folder of a model: `name` itself where it is one, else `org/repo[@revision][/sub/folder]` from the hub.
 
     Raises:
@@ -33,7 +34,7 @@ def model_folder(name: str) -> Path:
         raise RequestError(f"There is no model folder {name}, and it is no hub name (org/repo/folder) either.")
     repo, _, revision = "/".join(parts[:2]).partition("@")
     folder = "/".join(parts[2:])
-    patterns = [f"{folder}/{file}" if folder else file for file in FILES]
+    patterns = [f"{folder}/{file}" if folder else file for file in files]
     try:
         snapshot = snapshot_download(repo, revision=revision or None, allow_patterns=patterns)
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:

@@ -10,7 +10,7 @@ import torch
 from streaming.base.format import reader_from_json
 
 from shards.encoding import EncodingRecord
-from shards.text import dequantise
+from shards.text import dequantise, unpack
 
 
 def read_part(folder: Path) -> Iterator[dict[str, Any]]:
@@ -21,9 +21,20 @@ def read_part(folder: Path) -> Iterator[dict[str, Any]]:
             yield reader[i]
 
 
-def text_latents(sample: dict[str, Any], encoding: EncodingRecord) -> np.ndarray:
-    """(tokens, width) float32 of a sample, whatever its storage."""
-    stored = torch.tensor(sample["text_latents"])
+def captions(sample: dict[str, Any], encoding: EncodingRecord) -> list[str]:
+    """The captions that a sample has, in the order of its text latents."""
+    if not encoding.text.several:
+        return [sample["caption"]]
+    return [caption for caption in json.loads(sample["caption"]) if caption is not None]
+
+
+def text_latents(sample: dict[str, Any], encoding: EncodingRecord) -> list[np.ndarray]:
+    """(tokens, width) float32 of each of a sample's captions, whatever their storage."""
+    return [_decode(row, encoding) for row in unpack(sample)]
+
+
+def _decode(row: dict[str, np.ndarray], encoding: EncodingRecord) -> np.ndarray:
+    stored = torch.tensor(row["text_latents"])
     if encoding.text.storage == "float16":
         return stored.float().numpy()
-    return dequantise(stored, torch.tensor(sample["text_scales"])).numpy()
+    return dequantise(stored, torch.tensor(row["text_scales"])).numpy()

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from pydantic import model_validator
 
+from shards.buckets import COVERS
 from shards.config import Config
 from shards.files import parse_sealed_json, sealed_json
 from shards.store import Store, open_store
@@ -28,6 +29,9 @@ class Part(Config):
     samples: int
     refused: dict[str, int]
     """Reason → count, of the input shard's samples that are not in this bucket."""
+    rule: str = COVERS
+    """Which pictures the bucket holds: `covers`, all that cover it, or `nearest, ` and the aspect table in which it is
+    the bucket of their ratio."""
     files: dict[str, FileRecord]
     """Path relative to the part's folder → record."""
 
@@ -42,8 +46,9 @@ class Receipt(Config):
     """Samples that are in at least one bucket."""
     rejected: dict[str, int]
     """Reason → count, of the samples that are in no bucket: the rows of rejects/SHARD.parquet."""
-    truncated_captions: int
-    """Stored captions that were longer than the text encoder takes, and were cut."""
+    captions: dict[str, int]
+    """Captions `stored`, and of these: with `invalid_utf8`, with `control_characters`, `too_long` for
+    `limits.max_caption_characters`, and `truncated` by the tokenizer. All were mended or cut."""
     input: dict[str, str | int | None]
     """The tar: its address, bytes, and SHA-256."""
     parts: dict[str, Part]

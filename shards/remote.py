@@ -60,6 +60,10 @@ class RemoteStore(Store):
                 raise self._error(paths[path], data) from data
         return {paths[path]: bytes(data) for path, data in found.items() if not isinstance(data, Exception)}
 
+    def get(self, name: str, target: Path) -> None:
+        with self._explained(name, FileNotFoundError):
+            self.fs.get_file(self._path(name), str(target))
+
     def size(self, name: str) -> int | None:
         with self._explained(name):
             try:

@@ -7,10 +7,11 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
+from shards.buckets import NEAREST, Bucket
 from shards.encoding import FILE_NAME, EncodingRecord
 from shards.errors import RequestError
 from shards.files import DamagedFile
-from shards.receipts import FOLDER, committed_shards, load_receipt
+from shards.receipts import FOLDER, committed_shards, load_receipt, load_receipts
 from shards.store import Store, open_store
 
 UNCOND_NAME = "uncond.safetensors"
@@ -36,6 +37,31 @@ def check_root(root: Path | str | Store, encoding: EncodingRecord) -> None:
             f"latents and new ones would not mean the same. Give another `output`, or set these fields as the root has "
             f"them."
         )
+
+
+def check_rules(root: Path | str | Store, rules: dict[Bucket, str]) -> None:
+    """Refuse to add to a root's buckets by another rule than they were filled by: which pictures a bucket holds, and
+    which is the nearest of a base, would differ from shard to shard.
+
+    Raises:
+        RequestError: a bucket, or two tables of one base, and their rules.
+    """
+    names = {str(bucket): rule for bucket, rule in rules.items()}
+    tables = {rule for rule in rules.values() if rule.startswith(NEAREST)}
+    found = {(bucket, part.rule) for receipt in load_receipts(root) for bucket, part in receipt.parts.items()}
+    for bucket, rule in sorted(found):
+        other = {ours for ours in tables if _base(ours) == _base(rule) and ours != rule}
+        ours = names.get(bucket, rule) if not other else other.pop()
+        if ours != rule:
+            raise RequestError(
+                f"{root} fills its bucket {bucket} by the rule `{rule}`, and this run's would be `{ours}`. (`covers`: "
+                f"every picture that covers it, as in `buckets`; `nearest`: those whose ratio it is nearest in that "
+                f"table of `aspect`.) Give another `output`, or set `buckets` and `aspect` as the root has them."
+            )
+
+
+def _base(rule: str) -> str:
+    return rule.split(",")[1] if rule.startswith(NEAREST) else rule
 
 
 def create_root(root: Path | str | Store, encoding: EncodingRecord) -> None:

@@ -11,9 +11,10 @@ import numpy as np
 from shards.buckets import Bucket
 from shards.encoding import EncodingRecord
 from shards.errors import RequestError
-from shards.reading import read_part
+from shards.reading import captions, read_part
 from shards.receipts import Receipt, load_receipts
 from shards.store import Store, open_store
+from shards.tables import MENDED
 
 
 def root_stats(root: Path | str | Store, max_samples: int) -> dict[str, Any]:
@@ -33,7 +34,7 @@ def root_stats(root: Path | str | Store, max_samples: int) -> dict[str, Any]:
         "samples_in": sum(receipt.samples_in for receipt in receipts),
         "encoded": sum(receipt.encoded for receipt in receipts),
         "rejected": dict(rejected.most_common()),
-        "truncated_captions": sum(receipt.truncated_captions for receipt in receipts),
+        "captions": {name: sum(receipt.captions[name] for receipt in receipts) for name in ("stored", *MENDED)},
         "buckets": {
             bucket: bucket_stats(store, bucket, receipts, encoding, max_samples)
             for bucket in sorted({b for receipt in receipts for b in receipt.parts}, key=Bucket.parse)
@@ -49,19 +50,21 @@ def bucket_stats(
     rows = chain.from_iterable(read_committed(store, f"{bucket}/{shard}") for shard in shards)
     sums, squares = np.zeros(encoding.image.latent_channels), np.zeros(encoding.image.latent_channels)
     lengths: list[int] = []
+    count = 0
     for sample in islice(rows, max_samples):
         # moments => the posterior's mean, scaled as the trainer scales it
         latents = sample["image_latents"][: encoding.image.latent_channels] * np.float64(encoding.image.scaling_factor)
         sums += latents.mean(axis=(1, 2))
         squares += (latents**2).mean(axis=(1, 2))
-        lengths.append(len(sample["caption"]))
+        count += 1
+        lengths += [len(caption) for caption in captions(sample, encoding)]
     stats: dict[str, Any] = dict(bucket_sizes(receipts)[bucket])
-    if lengths:
-        means = sums / len(lengths)
+    if count:
+        means = sums / count
         stats |= {
-            "measured_on": len(lengths),
+            "measured_on": count,
             "latent_mean": means.round(4).tolist(),
-            "latent_std": np.sqrt(squares / len(lengths) - means**2).round(4).tolist(),
+            "latent_std": np.sqrt(squares / count - means**2).round(4).tolist(),
             "caption_characters": dict(
                 zip(("p5", "p50", "p95"), np.percentile(lengths, [5, 50, 95]).tolist(), strict=True)
             ),
@@ -90,7 +93,8 @@ def stats_table(stats: dict[str, Any]) -> str:
     """The same for a person."""
     lines = [
         f"encoding {stats['encoding']}, {stats['shards']} shards: {stats['samples_in']:,} samples in, "
-        f"{stats['encoded']:,} encoded, {stats['truncated_captions']:,} captions cut",
+        f"{stats['encoded']:,} encoded",
+        caption_line(stats["captions"]),
         "rejected: " + (", ".join(f"{reason} {count:,}" for reason, count in stats["rejected"].items()) or "none"),
         "",
         f"{'bucket':>12} {'samples':>12} {'B/sample':>9}  latent mean and std per channel (scaled; std 1 is ideal)",
@@ -99,6 +103,12 @@ def stats_table(stats: dict[str, Any]) -> str:
         moments = f"{b['latent_mean']} {b['latent_std']}" if "latent_mean" in b else ""
         lines.append(f"{bucket:>12} {b['samples']:>12,} {b['bytes_per_sample']:>9,}  {moments}")
     return "\n".join(lines)
+
+
+def caption_line(counts: dict[str, int]) -> str:
+    """How many captions are stored, and how many of them were mended or cut."""
+    mended = ", ".join(f"{name.replace('_', ' ')} {counts[name]:,}" for name in MENDED)
+    return f"captions: {counts['stored']:,} stored, of which mended or cut: {mended}"
 
 
 def plot_stats(stats: dict[str, Any], path: Path) -> None:

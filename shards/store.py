@@ -22,7 +22,7 @@ from typing import Annotated, Any
 from pydantic import PlainSerializer, PlainValidator
 
 from shards.errors import RequestError
-from shards.files import fsync_file, fsync_folder, fsync_tree, locked, sha256_file, write_atomically
+from shards.files import fsync_file, fsync_folder, fsync_tree, locked, remove_torn, sha256_file, write_atomically
 
 StillHeld = Callable[[], None]
 """Raises WorkError where the lock was lost meanwhile."""
@@ -52,6 +52,14 @@ class Store(ABC):
             except FileNotFoundError:
                 continue
         return found
+
+    @abstractmethod
+    def get(self, name: str, target: Path) -> None:
+        """Copy a file to a local path.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+        """
 
     @abstractmethod
     def size(self, name: str) -> int | None:
@@ -105,6 +113,9 @@ class LocalStore(Store):
     def read(self, name: str) -> bytes:
         return (self.root / name).read_bytes()
 
+    def get(self, name: str, target: Path) -> None:
+        shutil.copyfile(self.root / name, target)
+
     def size(self, name: str) -> int | None:
         path = self.root / name
         return path.stat().st_size if path.is_file() else None
@@ -120,6 +131,7 @@ class LocalStore(Store):
         return sorted(os.listdir(self.root)) if self.root.exists() else []
 
     def write(self, name: str, data: bytes) -> None:
+        remove_torn(self.root / name)  # whoever writes holds the lock
         write_atomically(self.root / name, data)
 
     def put(self, source: Path, name: str) -> None:

@@ -4,7 +4,8 @@ Trimming keeps the real tokens (begin, words, end) and drops the padding. CLIP i
 they would be with the padding there; the U-Net then needs a cross-attention mask, in training and in sampling.
 """
 
-from typing import Literal
+from collections.abc import Sequence
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -49,10 +50,43 @@ def pack(latents: Tensor, num_tokens: int, storage: TextStorage, trim: bool) -> 
     return {"text_latents": codes.numpy(), "text_scales": scales.numpy()}
 
 
-def columns(storage: TextStorage, trim: bool, length: int, width: int) -> dict[str, str]:
-    """The MDS column types of `pack`'s result. A trimmed caption's length varies, so its shape is stored per sample."""
+def pack_several(captions: Sequence[tuple[Tensor, int]], storage: TextStorage, trim: bool) -> dict[str, np.ndarray]:
+    """Latents and real tokens of each of a sample's captions → `pack`'s columns with a leading axis, (captions, …).
+
+    Trimmed captions are padded with zeros to the sample's longest; then `num_tokens`, (captions,), says how many count.
+    """
+    rows = [pack(latents, num_tokens, storage, trim) for latents, num_tokens in captions]
+    lengths = [len(row["text_latents"]) for row in rows]
+    packed = {name: np.stack([pad_tokens(row[name], max(lengths)) for row in rows]) for name in rows[0]}
+    return packed | ({"num_tokens": np.array(lengths, np.int32)} if trim else {})
+
+
+def unpack(sample: dict[str, Any]) -> list[dict[str, np.ndarray]]:
+    """What `pack` gave for each caption of a stored sample, whether it has the columns of one or of several."""
+    row: dict[str, np.ndarray] = {name: sample[name] for name in ("text_latents", "text_scales") if name in sample}
+    if row["text_latents"].ndim == 2:
+        return [row]
+    num_captions, longest = row["text_latents"].shape[:2]
+    lengths = sample.get("num_tokens", [longest] * num_captions)
+    return [{name: array[i, : lengths[i]] for name, array in row.items()} for i in range(num_captions)]
+
+
+def pad_tokens(array: np.ndarray, length: int) -> np.ndarray:
+    """(tokens, …) → (length, …), zeros behind."""
+    return np.pad(array, [(0, length - len(array)), *[(0, 0)] * (array.ndim - 1)])
+
+
+def columns(storage: TextStorage, trim: bool, length: int, width: int, several: bool = False) -> dict[str, str]:
+    """The MDS column types of `pack`'s result, or of `pack_several`'s.
+
+    A trimmed caption's length varies, as does the number of captions where a sample may have several: the shape is
+    then stored with each sample.
+    """
     dtype = "float16" if storage == "float16" else "uint8"
-    types = {"text_latents": f"ndarray:{dtype}" if trim else f"ndarray:{dtype}:{length},{width}"}
+    fixed = not (trim or several)
+    types = {"text_latents": f"ndarray:{dtype}:{length},{width}" if fixed else f"ndarray:{dtype}"}
     if storage == "float8":
-        types["text_scales"] = "ndarray:float16" if trim else f"ndarray:float16:{length}"
+        types["text_scales"] = f"ndarray:float16:{length}" if fixed else "ndarray:float16"
+    if several and trim:
+        types["num_tokens"] = "ndarray:int32"
     return types

@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 
 from shards.buckets import Bucket
-from shards.encoding import EncodingRecord
+from shards.encoding import EncodingRecord, TextEncoding
 from shards.files import DamagedFile
 from shards.index import bucket_index
-from shards.reading import read_part, text_latents
+from shards.reading import captions, read_part, text_latents
 from shards.receipts import FOLDER, FileRecord, Part, Receipt, committed_shards, load_receipt
 from shards.store import LocalStore, Store, open_store
 from shards.tables import REJECTS_SCHEMA, read_books, write_rows
@@ -78,8 +78,7 @@ def verify_part(folder: Path, where: str, bucket: str, part: Part, encoding: Enc
 def verify_books(store: Store, receipt: Receipt, parts: dict[str, Path]) -> Iterator[str]:
     """The rejects table and the receipt's totals against the parts' own tables."""
     books = read_books(parts)
-    totals = (receipt.encoded, receipt.truncated_captions, receipt.rejected)
-    if totals != (books.encoded, books.truncated_captions, books.rejected):
+    if (receipt.encoded, receipt.captions, receipt.rejected) != (books.encoded, books.captions, books.rejected):
         yield f"{store.where(f'{FOLDER}/{receipt.shard}.json')} does not add up to its parts' tables"
     name = f"rejects/{receipt.shard}.parquet"
     with tempfile.TemporaryDirectory() as folder:
@@ -106,19 +105,30 @@ def verify_samples(folder: Path, where: str, bucket: str, num_samples: int, enco
     count = 0
     for sample in read_part(folder):
         count += 1
-        text = text_latents(sample, encoding)
-        tokens_fit = len(text) <= encoding.text.length if encoding.text.trim else len(text) == encoding.text.length
-        if sample["image_latents"].shape != shape or not tokens_fit or text.shape[1] != encoding.text.width:
-            yield f"{where}: sample {sample['key']} has shapes {sample['image_latents'].shape} and {text.shape}"
-        elif not (np.isfinite(sample["image_latents"]).all() and np.isfinite(text).all()):
+        texts = text_latents(sample, encoding)
+        image_fits = sample["image_latents"].shape == shape
+        if not (image_fits and all(text_fits(text, encoding.text) for text in texts)):
+            shapes = [sample["image_latents"].shape, *(text.shape for text in texts)]
+            yield f"{where}: sample {sample['key']} has shapes {' and '.join(map(str, shapes))}"
+        elif len(captions(sample, encoding)) != len(texts):
+            yield f"{where}: sample {sample['key']} has not as many captions as text latents"
+        elif not all(np.isfinite(array).all() for array in (sample["image_latents"], *texts)):
             yield f"{where}: sample {sample['key']} is not finite"
     if count != num_samples:
         yield f"{where} holds {count} samples; its receipt says {num_samples}"
 
 
+def text_fits(text: np.ndarray, encoding: TextEncoding) -> bool:
+    """Whether one caption's text latents have a shape that `encoding` allows."""
+    tokens, width = text.shape
+    return width == encoding.width and (1 <= tokens <= encoding.length if encoding.trim else tokens == encoding.length)
+
+
 def verify_indexes(store: Store, receipts: list[Receipt]) -> Iterator[str]:
     """Every bucket's index.json against what the receipts give, byte for byte."""
     for bucket in sorted({bucket for receipt in receipts for bucket in receipt.parts}):
+        if len(rules := {receipt.parts[bucket].rule for receipt in receipts if bucket in receipt.parts}) > 1:
+            yield f"{store.where(bucket)} was filled by more than one rule: {'; '.join(sorted(rules))}"
         name = f"{bucket}/index.json"
         try:
             expected = bucket_index(store, bucket, receipts)

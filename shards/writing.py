@@ -1,8 +1,10 @@
 """Writing one input shard's samples for one bucket into a private attempt folder: MDS files and the part's tables."""
 
+import json
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from streaming import MDSWriter
@@ -11,25 +13,41 @@ from torch import Tensor
 from shards import text
 from shards.buckets import Bucket
 from shards.encoding import EncodingRecord
-from shards.tables import REFUSED_NAME, REFUSED_SCHEMA, SAMPLES_NAME, SAMPLES_SCHEMA, write_rows
+from shards.tables import (
+    MENDED,
+    OTHER_BUCKET,
+    REFUSED_NAME,
+    REFUSED_SCHEMA,
+    SAMPLES_NAME,
+    SAMPLES_SCHEMA,
+    write_rows,
+)
 
 SHARD_BYTES = 1 << 27
 
 
 @dataclass(frozen=True)
-class Sample:
-    """One picture with its caption, encoded for one bucket; everything on the CPU."""
+class Caption:
+    """One caption, encoded; on the CPU."""
 
-    key: str
-    caption: str
-    image_latents: Tensor
-    """(planes, h, w): the posterior's mean and log-variance, unscaled, or its mean alone."""
-    text_latents: Tensor
+    text: str
+    latents: Tensor
     """(tokens, width), padding included."""
     num_tokens: int
     """Real tokens: begin, words, end."""
-    truncated: bool
-    """Whether the caption was longer than the text encoder takes."""
+    mended: frozenset[str]
+    """Which of `shards.tables.MENDED` it took."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One picture with its captions, encoded for one bucket; everything on the CPU."""
+
+    key: str
+    captions: list[Caption | None]
+    """One for each of the encoding's caption fields, None where the sample has none; at least one is there."""
+    image_latents: Tensor
+    """(planes, h, w): the posterior's mean and log-variance, unscaled, or its mean alone."""
     size: tuple[int, int, int, int]
     """Original width and height, crop top and left, in original pixels."""
     scores: np.ndarray
@@ -47,6 +65,7 @@ class PartWriter:
         self.encoding = encoding
         self.samples: list[tuple[object, ...]] = []
         self.refused: list[tuple[object, ...]] = []
+        self.elsewhere = 0
         folder.mkdir(parents=True)
         self.writer = MDSWriter(
             out=str(folder), columns=encoding.columns(bucket), hashes=["xxh3_64"], size_limit=SHARD_BYTES
@@ -54,28 +73,45 @@ class PartWriter:
 
     def write(self, sample: Sample) -> None:
         """Append one sample; order is kept."""
-        stored = self.encoding.text
+        present = [caption for caption in sample.captions if caption is not None]
         self.writer.write(
             {
                 "key": sample.key,
-                "caption": sample.caption,
                 "image_latents": sample.image_latents.half().numpy(),
-                **text.pack(sample.text_latents, sample.num_tokens, stored.storage, stored.trim),
+                **self._caption_columns(sample.captions, present),
                 "size": np.array(sample.size, np.int32),
                 "scores": sample.scores.astype(np.float32),
             }
         )
         scores = (float(score) for score in sample.scores)
-        self.samples.append((sample.key, *sample.size[:2], *scores, sample.truncated))
+        counts = (sum(name in caption.mended for caption in present) for name in MENDED)
+        self.samples.append((sample.key, *sample.size[:2], *scores, len(present), *counts))
+
+    def _caption_columns(self, captions: list[Caption | None], present: list[Caption]) -> dict[str, Any]:
+        stored = self.encoding.text
+        if not stored.several:
+            (caption,) = present
+            packed = text.pack(caption.latents, caption.num_tokens, stored.storage, stored.trim)
+            return {"caption": caption.text, **packed}
+        texts = [None if caption is None else caption.text for caption in captions]
+        latents = [(caption.latents, caption.num_tokens) for caption in present]
+        return {
+            "caption": json.dumps(texts, ensure_ascii=False),
+            **text.pack_several(latents, stored.storage, stored.trim),
+        }
 
     def refuse(self, key: str, url: str, reason: str, detail: str) -> None:
         """Record a sample of the input shard that is not in this bucket."""
         self.refused.append((key, url, reason, detail))
+
+    def pass_over(self) -> None:
+        """Count a sample that is in another bucket of the aspect table."""
+        self.elsewhere += 1
 
     def finish(self) -> tuple[int, dict[str, int]]:
         """Close the part's files; returns how many samples they hold, and refusals by reason."""
         self.writer.finish()
         write_rows(self.folder / SAMPLES_NAME, SAMPLES_SCHEMA, self.samples)
         write_rows(self.folder / REFUSED_NAME, REFUSED_SCHEMA, self.refused)
-        reasons = Counter(str(row[2]) for row in self.refused)
+        reasons = Counter(str(row[2]) for row in self.refused) + Counter({OTHER_BUCKET: self.elsewhere})
         return len(self.samples), dict(sorted(reasons.items()))

@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -58,15 +59,15 @@ def precompute_config(models: Path, tars: Path, output: Path | str, **changes: o
     return PrecomputeConfig.model_validate(fields | changes)
 
 
-def encode_all(config: PrecomputeConfig, models: Path) -> None:
-    """Stage 1 in this process, without Ray."""
+def encode_all(config: PrecomputeConfig, models: Path, **attempt: Any) -> None:
+    """Stage 1 in this process, without Ray; `attempt` goes to `encode_shard`."""
     encoding = describe_encoding(config)
     create_root(config.output, encoding)
     cpu = torch.device("cpu")
     image_encoder = ImageEncoder(models / "vae", cpu, config.precision, config.posterior)
     text_encoder = TextEncoder(models / "text_encoder", models / "tokenizer", cpu, config.precision)
     for shard in list_shards(config.input):
-        encode_shard(shard, config, encoding, image_encoder, text_encoder)
+        encode_shard(shard, config, encoding, image_encoder, text_encoder, **attempt)
     write_indexes(config.output)
 
 

@@ -8,6 +8,8 @@ from typing import Any
 
 import yaml
 
+from train.metrics import read_json_lines
+
 UNET = Path(__file__).with_name("tiny_unet.json")
 PYTHON = (sys.executable,)
 
@@ -61,3 +63,9 @@ def launcher(num_processes: int) -> tuple[str, ...]:
     ports = ["--main_process_port", "0"] if num_processes > 1 else []
     multi = ["--multi_gpu"] if num_processes > 1 else []
     return (*PYTHON, "-m", "accelerate.commands.launch", *flags, *multi, *ports, "--dynamo_backend", "no", "--quiet")
+
+
+def curve(run_dir: Path) -> tuple[list[float], list[list[str]]]:
+    """Losses and sample keys per step."""
+    losses = [row["loss"] for row in read_json_lines(run_dir / "metrics.jsonl")]
+    return losses, [row["keys"] for row in read_json_lines(run_dir / "samples.jsonl")]

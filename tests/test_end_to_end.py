@@ -1,6 +1,7 @@
 """Everything in order on tiny data, by the commands people type: tars → latents → both phases → export → a picture."""
 
 import shutil
+import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +10,7 @@ import torch
 from diffusers import DiffusionPipeline, StableDiffusionPipeline, UNet2DConditionModel
 
 from shards.receipts import load_receipts
-from tests.runs import run_module, train_fields, write_config
+from tests.runs import PYTHON, environment, run_module, train_fields, write_config
 from train.metrics import read_json_lines
 
 
@@ -61,11 +62,22 @@ def test_end_to_end(models: Path, tars: Path, tmp_path: Path) -> None:
     shutil.move(tmp_path / "hidden", tmp_path / "models")
     result = run_module("train", "export", str(tmp_path / "phase2"))
     assert result.returncode == 0, result.stderr
+    run_card(tmp_path / "phase2" / "export", tmp_path)
     pipeline = StableDiffusionPipeline.from_pretrained(tmp_path / "phase2" / "export", safety_checker=None)
     pipeline.set_progress_bar_config(disable=True)
     generator = torch.Generator().manual_seed(0)
     image = pipeline("two blobs", num_inference_steps=2, generator=generator, output_type="np").images[0]
     assert image.shape == (128, 128, 3) and np.isfinite(image).all()
+
+
+def run_card(export: Path, folder: Path) -> None:
+    """The code of the model card, with fewer steps: it leaves a picture behind."""
+    code = (export / "README.md").read_text().split("```python\n")[1].split("```")[0]
+    program = code.replace("num_inference_steps=50", "num_inference_steps=2")
+    command = [*PYTHON, "-c", program]
+    result = subprocess.run(command, capture_output=True, text=True, env=environment(), cwd=folder, timeout=600)
+    assert result.returncode == 0, result.stderr
+    assert (folder / "picture.png").is_file()
 
 
 def test_export_refuses_another_vae(models: Path, latents: Path, tmp_path: Path) -> None:
@@ -93,6 +105,7 @@ def test_a_trimmed_root_trains_and_samples_with_its_mask(models: Path, tars: Pat
     assert result.returncode == 0, result.stderr
     assert run_module("train", "export", str(tmp_path / "run")).returncode == 0
     export = str(tmp_path / "run" / "export")
+    run_card(tmp_path / "run" / "export", tmp_path)
     pipeline = DiffusionPipeline.from_pretrained(export, custom_pipeline=export, trust_remote_code=True)
     assert type(pipeline).__name__ == "TrimmedStableDiffusionPipeline"
     pipeline.set_progress_bar_config(disable=True)

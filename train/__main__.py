@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
 from shards.config import load_config
 from shards.errors import exit_code_of
@@ -13,7 +14,9 @@ from train.config import TrainConfig
 from train.export import export
 from train.loop import train
 from train.plot import plot_run
+from train.processes import join_processes, lost_processes_named
 from train.request import check_request
+from train.sharding import launched_sharding
 
 ACCELERATE_PRECISION = {"float32": "no", "float16": "fp16", "bfloat16": "bf16"}
 
@@ -29,13 +32,19 @@ def run(arguments: list[str]) -> None:
     elif arguments[:1] == ["check"]:
         check_request(read_config(arguments[1:]))
     else:
-        config = read_config(arguments)
-        cpu = not torch.cuda.is_available()
+        train_here(read_config(arguments))
+
+
+def train_here(config: TrainConfig) -> None:
+    """Join the run's other processes and train."""
+    config = config.model_copy(update={"sharding": launched_sharding() or config.sharding})
+    with lost_processes_named(lambda: "Before the first step", config.collective_timeout):
+        join_processes(config.collective_timeout)
         # first of all, or streaming starts and destroys a process group of its own
         accelerator = Accelerator(
             mixed_precision=ACCELERATE_PRECISION[config.precision],
-            cpu=cpu,
-            log_with=None if config.log.tracker == "none" else config.log.tracker,
+            cpu=not torch.cuda.is_available(),
+            log_with=config.log.tracker if config.log.tracker in LOGGER_TYPE_TO_CLASS else None,
             project_dir=config.run_dir,
         )
         train(config, check_request(config, accelerator), accelerator)

@@ -3,11 +3,12 @@
 checkpoints/step-00001000/unet/         config.json, diffusion_pytorch_model.safetensors   (loads in diffusers)
                          /ema/          the same, from the EMA's first step on
                          /optimizer.safetensors
-                         /state.json    step, fingerprint, SHA-256 of every file; sealed with its own
+                         /state.json    tag, step, fingerprint, SHA-256 of every file; sealed with its own
 """
 
 import shutil
 import uuid
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.optim import Optimizer
 
-from shards.errors import RequestError
+from shards.errors import RequestError, WorkError
 from shards.files import DamagedFile, fsync_folder, fsync_tree, read_sealed_json, sha256_file, write_sealed_json
 from train.config import CheckpointConfig, EmaConfig
 from train.ema import Ema
+from train.sharding import part_like, whole
 
 STATE_NAME = "state.json"
 WEIGHTS_NAME = "diffusion_pytorch_model.safetensors"
@@ -35,6 +37,8 @@ class TrainState:
     """Optimizer steps done."""
     losses: list[float] = field(default_factory=list)
     """Loss of each step since the last line of metrics.jsonl."""
+    quarters: list[float] = field(default_factory=lambda: [0.0] * 8)
+    """Of the same steps: for each quarter of the timesteps the summed losses, then the samples."""
     skipped: int = 0
     """Steps whose gradient was not finite, which changed nothing."""
     scaler: dict[str, Any] = field(default_factory=dict)
@@ -46,49 +50,106 @@ def step_folder(run_dir: Path, step: int) -> Path:
     return run_dir / "checkpoints" / f"step-{step:08d}"
 
 
-def save_checkpoint(
-    run_dir: Path,
-    state: TrainState,
-    fingerprint: dict[str, Any],
-    unet: UNet2DConditionModel,
-    optimizer: Optimizer,
-    ema: Ema | None,
-    config: CheckpointConfig,
-) -> Path:
-    """Write a checkpoint durably, then drop the older ones that `config` does not keep."""
-    target = step_folder(run_dir, state.step)
-    for abandoned in target.parent.glob(".step-*"):  # half-written when its run was killed
-        shutil.rmtree(abandoned)
-    private = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}")
-    private.mkdir(parents=True)
-    try:
-        save_model(unet, unet.state_dict(), private / "unet")
-        if ema is not None:
-            save_model(unet, ema.average, private / "ema")
-        save_file(_on_cpu(_flatten(unet, optimizer)), private / "optimizer.safetensors")
-        files = sorted(path for path in private.rglob("*") if path.is_file())
-        hashes = {str(path.relative_to(private)): sha256_file(path) for path in files}
-        content = {"state": asdict(state), "fingerprint": fingerprint, "files": hashes}
-        write_sealed_json(private / STATE_NAME, content)
-        fsync_tree(private)
-        if target.exists():  # a damaged one, or this step saved before
-            shutil.rmtree(target)
-        private.replace(target)
-        fsync_folder(target.parent)
-    finally:
-        shutil.rmtree(private, ignore_errors=True)
-    # damaged ones of later steps, which this run passed over, do not count among the newest
-    whole = [folder for folder in list_checkpoints(run_dir) if step_of(folder) <= state.step]
-    for folder in whole[: -config.keep]:
-        if config.keep_every is None or step_of(folder) % config.keep_every:
-            shutil.rmtree(folder)
-    return target
+@dataclass(frozen=True)
+class Snapshot:
+    """What a checkpoint holds, in the CPU's memory and apart from the run, which may go on."""
+
+    state: dict[str, Any]
+    unet: dict[str, Tensor]
+    ema: dict[str, Tensor] | None
+    optimizer: dict[str, Tensor]
 
 
-def save_model(unet: UNet2DConditionModel, weights: dict[str, Tensor], folder: Path) -> None:
-    """Weights in the layout that `UNet2DConditionModel.from_pretrained` loads."""
-    unet.save_config(folder)
-    save_file(_on_cpu(weights), folder / WEIGHTS_NAME, metadata={"format": "pt"})
+def take_snapshot(
+    state: TrainState, unet: UNet2DConditionModel, optimizer: Optimizer, ema: Ema | None, keep: bool
+) -> Snapshot:
+    """Copy the run as it stands. Every process calls this, as parts are gathered; only those that `keep` get a copy."""
+    return Snapshot(
+        state=asdict(state),
+        unet=_copy(unet.state_dict(), keep),
+        ema=None if ema is None else _copy(ema.average, keep),
+        optimizer=_copy(_flatten(unet, optimizer), keep),
+    )
+
+
+class CheckpointWriter:
+    """Writes snapshots into a run folder, one at a time; while training goes on, where `asynchronous`."""
+
+    def __init__(self, run_dir: Path, unet_json: str, fingerprint: dict[str, Any], config: CheckpointConfig):
+        """`unet_json`: the diffusers config of the U-Net."""
+        self.run_dir, self.unet_json, self.config = run_dir, unet_json, config
+        self.content = {"tag": config.tag or run_dir.name, "fingerprint": fingerprint}
+        self.thread = ThreadPoolExecutor(1, "checkpoint")
+        self.pending: Future[Path] | None = None
+
+    def write(self, snapshot: Snapshot) -> None:
+        """Begin to write, once the one before is done; and end, unless `asynchronous`."""
+        self.finish()
+        self.pending = self.thread.submit(self._write, snapshot)
+        if not self.config.asynchronous:
+            self.finish()
+
+    def check(self) -> None:
+        """Raise what went wrong with a checkpoint written in the background, once it is known; waits for nothing.
+
+        Raises:
+            WorkError: the checkpoint could not be written.
+        """
+        if self.pending is not None and self.pending.done():
+            self.finish()
+
+    def finish(self) -> None:
+        """Wait until nothing is being written.
+
+        Raises:
+            WorkError: the checkpoint could not be written.
+        """
+        pending, self.pending = self.pending, None
+        try:
+            if pending is not None:
+                pending.result()
+        except OSError as error:
+            raise WorkError(
+                f"A checkpoint of {self.run_dir} could not be written: {error}. The ones before it are whole. Make "
+                f"room or mend the storage; the same command again resumes from the newest."
+            ) from error
+
+    def _write(self, snapshot: Snapshot) -> Path:
+        """Write a checkpoint durably, then drop the older ones that are not to be kept."""
+        target = step_folder(self.run_dir, snapshot.state["step"])
+        for abandoned in target.parent.glob(".step-*"):  # half-written when its run was killed
+            shutil.rmtree(abandoned)
+        private = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}")
+        private.mkdir(parents=True)
+        try:
+            self._write_files(snapshot, private)
+            fsync_tree(private)
+            if target.exists():  # a damaged one, or this step saved before
+                shutil.rmtree(target)
+            private.replace(target)
+            fsync_folder(target.parent)
+        finally:
+            shutil.rmtree(private, ignore_errors=True)
+        self._drop_old(snapshot.state["step"])
+        return target
+
+    def _write_files(self, snapshot: Snapshot, folder: Path) -> None:
+        for name, weights in (("unet", snapshot.unet), ("ema", snapshot.ema)):
+            if weights is not None:  # in the layout that `UNet2DConditionModel.from_pretrained` loads
+                (folder / name).mkdir()
+                (folder / name / "config.json").write_text(self.unet_json)
+                save_file(weights, folder / name / WEIGHTS_NAME, metadata={"format": "pt"})
+        save_file(snapshot.optimizer, folder / "optimizer.safetensors")
+        files = sorted(path for path in folder.rglob("*") if path.is_file())
+        hashes = {str(path.relative_to(folder)): sha256_file(path) for path in files}
+        write_sealed_json(folder / STATE_NAME, self.content | {"state": snapshot.state, "files": hashes})
+
+    def _drop_old(self, step: int) -> None:
+        # damaged ones of later steps, which this run passed over, do not count among the newest
+        whole = [folder for folder in list_checkpoints(self.run_dir) if step_of(folder) <= step]
+        for folder in whole[: -self.config.keep]:
+            if self.config.keep_every is None or step_of(folder) % self.config.keep_every:
+                shutil.rmtree(folder)
 
 
 def step_of(folder: Path) -> int:
@@ -140,14 +201,14 @@ def newest_checkpoint(run_dir: Path) -> tuple[Path, dict[str, Any]] | None:
 def restore(
     folder: Path, content: dict[str, Any], unet: UNet2DConditionModel, optimizer: Optimizer, config: EmaConfig
 ) -> tuple[TrainState, Ema | None]:
-    """Load a verified checkpoint into the U-Net and the optimizer, in place."""
-    load_weights(unet, folder / "unet")
+    """Load what a verified checkpoint holds besides weights: into the optimizer, in place, and the moving average."""
     _unflatten(unet, optimizer, load_file(folder / "optimizer.safetensors"))
     ema = None
     if config.start_step is not None and (folder / "ema").is_dir():
-        ema = Ema(dict(unet.named_parameters()), config.decay)
+        ema = Ema(dict(unet.named_parameters()))
         for name, value in load_file(folder / "ema" / WEIGHTS_NAME).items():
-            ema.average[name].copy_(value)
+            average = ema.average[name]
+            average.copy_(part_like(value.to(average.device), average))
     return TrainState(**content["state"]), ema
 
 
@@ -163,9 +224,14 @@ def load_weights(unet: UNet2DConditionModel, folder: Path) -> None:
         raise RequestError(f"The weights in {folder} are not of this U-Net: {error}") from error
 
 
-def _on_cpu(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def _copy(tensors: dict[str, Tensor], keep: bool) -> dict[str, Tensor]:
     # one tensor at a time, so that the device needs no room for a second copy; safetensors stores no strides
-    return {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
+    copies = {}
+    for name, value in tensors.items():
+        gathered = whole(value.detach())
+        if keep:
+            copies[name] = gathered.to("cpu", copy=True).contiguous()
+    return copies
 
 
 def _flatten(unet: UNet2DConditionModel, optimizer: Optimizer) -> dict[str, Tensor]:
@@ -183,7 +249,7 @@ def _unflatten(unet: UNet2DConditionModel, optimizer: Optimizer, tensors: dict[s
         parameter = parameters[name]
         # AdamW counts steps on the CPU unless it is fused
         device = "cpu" if slot == "step" and not optimizer.defaults.get("fused") else parameter.device
-        tensor = value.to(device)
+        tensor = part_like(value.to(device), parameter)
         if value.ndim == 4:  # keep the parameter's memory format
             tensor = tensor.contiguous(memory_format=_memory_format(parameter))
         optimizer.state[parameter][slot] = tensor

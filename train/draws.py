@@ -25,6 +25,7 @@ class Purpose(IntEnum):
     TIMESTEP = 2
     CAPTION_DROPOUT = 3
     OFFSET_NOISE = 4
+    CAPTION_CHOICE = 5
 
 
 def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, int]) -> tuple[Tensor, ...]:
@@ -71,8 +72,12 @@ class Draws:
         normals = torch.cat([radius * angle.cos(), radius * angle.sin()], dim=1)
         return normals[:, :count].reshape(-1, *shape)
 
-    def integers(self, purpose: Purpose, high: int) -> Tensor:
-        """(N,) integers in [0, high), uniform but for a bias below high / 2^32."""
+    def uniform(self, purpose: Purpose) -> Tensor:
+        """(N,) float32 in (0, 1]."""
+        return (self.words(purpose, 1)[:, 0].float() + 0.5) * 2.0**-32
+
+    def integers(self, purpose: Purpose, high: int | Tensor) -> Tensor:
+        """(N,) integers in [0, high), uniform but for a bias below high / 2^32; `high`: one for all, or (N,)."""
         return (self.words(purpose, 1)[:, 0] * high) >> 32
 
     def chance(self, purpose: Purpose, probability: float) -> Tensor:
@@ -83,8 +88,8 @@ class Draws:
 def global_slots(local_batch_size: int, rank: int, world_size: int, local_world_size: int) -> Tensor:
     """(local_batch_size,) places in the global batch of the samples that `rank` gets, in its loader's order.
 
-    StreamingDataset deals its canonical order out node by node, then rank by rank within a node, so this inverts that:
-    slot × world_size + local_rank × num_nodes + node. It gives one global order for every number of ranks.
+    Together the ranks have every place once. Those of a node are node, node + num_nodes, …: of `train/order.py`'s
+    canonical nodes it sees its own share alone, as long as num_nodes divides their number.
     """
     num_nodes = world_size // local_world_size
     node, local_rank = divmod(rank, local_world_size)

@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Literal
 
 import diffusers
-from diffusers import DDIMScheduler
+from diffusers import DDIMScheduler, DPMSolverMultistepScheduler
 from pydantic import Field
 
 from shards.config import Config, load_config
 from shards.encoding import EncodingRecord, Weights
 from shards.errors import RequestError
 from shards.models import hash_weights, model_folder
+from train.card import model_card
 from train.checkpoint import newest_checkpoint
 from train.config import ObjectiveConfig, TrainConfig
 from train.objective import noise_scheduler
@@ -55,7 +56,8 @@ def write_pipeline(run_dir: Path, options: ExportConfig) -> Path:
         raise RequestError(
             f"{target} holds something else than a pipeline, and would be replaced. Give another --output."
         )
-    if newest_checkpoint(run_dir) is None:
+    newest = newest_checkpoint(run_dir)
+    if newest is None:
         raise RequestError(f"{run_dir} has no complete checkpoint: there is nothing to export yet.")
     config = load_config(TrainConfig, run_dir / "config.yaml", [], "train export")
     weights = starting_weights(run_dir, options.weights)
@@ -70,8 +72,11 @@ def write_pipeline(run_dir: Path, options: ExportConfig) -> Path:
     try:
         for name, folder in parts.items():
             shutil.copytree(folder, private / name, copy_function=shutil.copyfile)
-        sampler(config.objective).save_pretrained(private / "scheduler")
-        _write_index(private, encoding.text.trim)
+        scheduler = sampler(config.objective)
+        scheduler.save_pretrained(private / "scheduler")
+        _write_index(private, type(scheduler).__name__, encoding.text.trim)
+        card = model_card(run_dir, target, config, newest[1], encoding, weights.name, type(scheduler).__name__)
+        (private / "README.md").write_text(card)
         if target.exists():
             shutil.rmtree(target)
         private.replace(target)
@@ -80,8 +85,20 @@ def write_pipeline(run_dir: Path, options: ExportConfig) -> Path:
     return target
 
 
-def sampler(objective: ObjectiveConfig) -> DDIMScheduler:
-    """A deterministic sampler over the noise that the U-Net was trained under, set up as SD's are."""
+def sampler(objective: ObjectiveConfig) -> DDIMScheduler | DPMSolverMultistepScheduler:
+    """A deterministic sampler over the noise that the U-Net was trained under, set up as SD's are.
+
+    Flow matching's is DPM-Solver++ along the straight line, where its first order is Euler's method: unlike diffusers'
+    FlowMatchEulerDiscreteScheduler it has what StableDiffusionPipeline asks of a scheduler, so the stock one works.
+    """
+    if objective.prediction == "flow_matching":
+        return DPMSolverMultistepScheduler(
+            num_train_timesteps=objective.num_train_timesteps,
+            prediction_type="flow_prediction",
+            use_flow_sigmas=True,
+            flow_shift=1.0,
+            steps_offset=1,  # unused here; diffusers warns of any other
+        )
     config = noise_scheduler(objective).config
     # a schedule that ends in pure noise must be sampled from its very last step (Lin et al., 2023)
     spacing = {"timestep_spacing": "trailing"} if objective.zero_terminal_snr else {"steps_offset": 1}
@@ -99,7 +116,7 @@ def _same_model(kind: str, given: str | None, recorded: Weights) -> Path:
     return folder
 
 
-def _write_index(folder: Path, trim: bool) -> None:
+def _write_index(folder: Path, scheduler: str, trim: bool) -> None:
     index = {
         "_class_name": "StableDiffusionPipeline",
         "_diffusers_version": diffusers.__version__,
@@ -107,7 +124,7 @@ def _write_index(folder: Path, trim: bool) -> None:
         "text_encoder": ["transformers", "CLIPTextModel"],
         "tokenizer": ["transformers", "CLIPTokenizer"],
         "unet": ["diffusers", "UNet2DConditionModel"],
-        "scheduler": ["diffusers", "DDIMScheduler"],
+        "scheduler": ["diffusers", scheduler],
         "safety_checker": [None, None],
         "feature_extractor": [None, None],
         "image_encoder": [None, None],

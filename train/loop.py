@@ -1,6 +1,5 @@
 """The whole of stage 2 in one loop."""
 
-import signal
 import time
 from contextlib import nullcontext
 
@@ -9,14 +8,18 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from shards.errors import Preempted
+from shards.stop import StopSignal
 from train.batch import Batch
 from train.config import TrainConfig
 from train.data import global_batches, make_loader
 from train.draws import Draws
 from train.log import Log
+from train.objective import NUM_QUARTERS
+from train.processes import lost_processes_named
 from train.request import Request
 from train.run import Run, assemble, save, update_ema
 from train.schedule import learning_rate
+from train.sharding import whole
 
 SIGNAL_EVERY = 10
 """Steps between looks at whether some rank was told to leave: each look makes the host wait for the device."""
@@ -29,25 +32,28 @@ def train(config: TrainConfig, request: Request, accelerator: Accelerator) -> No
         accelerator.print(f"{config.run_dir} has done its {config.max_steps} steps; there is nothing to do.")
         return
     loader = make_loader(config.data, request.spec, config.global_batch_size, config.seed, run.state.step, run.slots)
-    batches = global_batches(loader, request.spec, run.state.step)
+    batches = global_batches(loader, request.spec, run.state.step, config.data.timeout)
     log = Log(run)
     stop = StopSignal()
-    while run.state.step < config.max_steps:
-        waited = time.perf_counter()
-        batch = next(batches)
-        log.data_seconds += time.perf_counter() - waited
-        log.samples(batch)
+    with lost_processes_named(lambda: f"After step {run.state.step}", config.collective_timeout):
+        while run.state.step < config.max_steps:
+            waited = time.perf_counter()
+            batch = next(batches)
+            log.data_seconds += time.perf_counter() - waited
+            log.samples(batch)
 
-        grad_norm = train_step(run, batch)
+            grad_norm = train_step(run, batch)
 
-        run.state.step += 1
-        update_ema(run)
-        log.step(grad_norm)
-        leave = run.state.step % SIGNAL_EVERY == 0 and stop_agreed(run, stop)
-        if leave or run.state.step % config.checkpoint.every == 0 or run.state.step == config.max_steps:
-            save(run)
-        if leave and run.state.step < config.max_steps:
-            raise Preempted(f"told to leave, saved after step {run.state.step}. The same command again resumes.")
+            run.state.step += 1
+            update_ema(run)
+            log.step(batch, grad_norm)
+            run.writer.check()
+            leave = run.state.step % SIGNAL_EVERY == 0 and stop_agreed(run, stop)
+            last = leave or run.state.step == config.max_steps
+            if last or run.state.step % config.checkpoint.every == 0:
+                save(run, last)
+            if leave and run.state.step < config.max_steps:
+                raise Preempted(f"told to leave, saved after step {run.state.step}. The same command again resumes.")
     log.close()
 
 
@@ -56,36 +62,26 @@ def train_step(run: Run, batch: Batch) -> Tensor:
     config, accelerator = run.config, run.accelerator
     for group in run.optimizer.param_groups:
         group["lr"] = learning_rate(run.state.step, config.optimizer.lr, config.schedule, config.max_steps)
-    total = torch.zeros((), device=accelerator.device)
+    quarters = torch.zeros(2, NUM_QUARTERS, device=accelerator.device)
+    # on the CPU, so that only the caption that each sample is trained with moves to the device
+    batch = batch.draw_captions(Draws(config.seed, run.state.step, batch.slots))
     microbatches = list(batch.to(accelerator.device).microbatches(config.microbatch_size))
     for microbatch in microbatches:
         draws = Draws(config.seed, run.state.step, microbatch.slots)
         last = microbatch is microbatches[-1]
-        # gradients cross ranks once, with the last microbatch
+        # gradients cross ranks once, with the last microbatch; parts of them with each
         with nullcontext() if last else accelerator.no_sync(run.model):
             losses = run.loss(run.model, microbatch, draws)
             accelerator.backward(losses.sum() / len(batch))
-        total += losses.detach().sum()
-    grad_norm = accelerator.clip_grad_norm_(run.model.parameters(), config.optimizer.max_grad_norm)
+        quarters += run.loss.by_quarter(losses.detach(), draws)
+    grad_norm = whole(accelerator.clip_grad_norm_(run.model.parameters(), config.optimizer.max_grad_norm))
     # all ranks hold the same gradient; the fused kernel leaves everything as it is where this is 1, and nobody waits
     bad = (~torch.isfinite(grad_norm)).float()
     run.optimizer.optimizer.found_inf = bad
     run.optimizer.step()
     run.optimizer.zero_grad(set_to_none=True)
-    run.pending.append(torch.stack([total, bad]))
+    run.pending.append(torch.cat([bad[None], quarters.flatten()]))
     return grad_norm
-
-
-class StopSignal:
-    """Whether this process was told to leave by SIGTERM or SIGUSR1, as schedulers do before they take a machine."""
-
-    def __init__(self) -> None:
-        self.received = False
-        for number in (signal.SIGTERM, signal.SIGUSR1):
-            signal.signal(number, self._receive)
-
-    def _receive(self, *_: object) -> None:
-        self.received = True
 
 
 def stop_agreed(run: Run, stop: StopSignal) -> bool:

@@ -1,4 +1,4 @@
-"""The diffusion loss: from stored moments and text latents to one number per sample."""
+"""The diffusion or flow-matching loss: from stored moments and text latents to one number per sample."""
 
 from dataclasses import dataclass
 
@@ -14,10 +14,11 @@ from train.data import DataSpec
 from train.draws import Draws, Purpose
 
 LOG_VARIANCE_RANGE = (-30.0, 20.0)  # diffusers' DiagonalGaussianDistribution
+NUM_QUARTERS = 4
 
 
 def noise_scheduler(config: ObjectiveConfig) -> DDPMScheduler:
-    """The forward process, as diffusers defines it; it is what the export carries, too."""
+    """DDPM's forward process, as diffusers defines it; the export's sampler is made from it, too."""
     return DDPMScheduler(
         num_train_timesteps=config.num_train_timesteps,
         beta_schedule=config.beta_schedule,
@@ -45,14 +46,16 @@ class DiffusionLoss:
     def __init__(self, config: ObjectiveConfig, spec: DataSpec, device: torch.device):
         self.config = config
         self.spec = spec
-        self.scheduler = noise_scheduler(config)
-        # moved once: add_noise would copy it to the device at each step
-        self.scheduler.alphas_cumprod = self.scheduler.alphas_cumprod.to(device)
+        self.flow = config.prediction == "flow_matching"
+        if not self.flow:
+            self.scheduler = noise_scheduler(config)
+            # moved once: add_noise would copy it to the device at each step
+            self.scheduler.alphas_cumprod = self.scheduler.alphas_cumprod.to(device)
         self.uncond = spec.uncond.to(device)
 
     def __call__(self, unet: nn.Module, batch: Batch, draws: Draws) -> Tensor:
         """(N,) float32: each sample's mean squared error over its latents, weighted as configured."""
-        timesteps = draws.integers(Purpose.TIMESTEP, self.config.num_train_timesteps)
+        timesteps = self.timesteps(draws)
         dropped = draws.chance(Purpose.CAPTION_DROPOUT, self.config.caption_dropout)
         return self.weights(timesteps) * self.squared_error(unet, batch, timesteps, dropped, draws)
 
@@ -64,11 +67,47 @@ class DiffusionLoss:
         text = self.conditioning(batch, dropped)
         # latents => noisy latents
         noise = self.noise(tuple(latents.shape[1:]), draws)
-        noisy = self.scheduler.add_noise(latents, noise, timesteps)
+        noisy = self.add_noise(latents, noise, timesteps)
         # noisy latents => prediction => loss
         prediction = unet(noisy, timesteps, text.states, encoder_attention_mask=text.mask).sample
         target = self.target(latents, noise, timesteps)
         return F.mse_loss(prediction.float(), target, reduction="none").flatten(1).mean(dim=1)
+
+    def timesteps(self, draws: Draws) -> Tensor:
+        """(N,) int64 in [0, num_train_timesteps); with flow matching float32 in (0, num_train_timesteps]."""
+        scale = self.config.num_train_timesteps
+        if not self.flow:
+            return draws.integers(Purpose.TIMESTEP, scale)
+        if self.config.timestep_sampling == "uniform":
+            return draws.uniform(Purpose.TIMESTEP) * scale
+        normals = draws.normal(Purpose.TIMESTEP, ())
+        return torch.sigmoid(self.config.logit_mean + self.config.logit_std * normals) * scale
+
+    def fixed_timesteps(self, count: int) -> list[int] | list[float]:
+        """The middles of `count` equal parts of the range."""
+        middles = [(k + 0.5) * self.config.num_train_timesteps / count for k in range(count)]
+        return middles if self.flow else [int(middle) for middle in middles]
+
+    def add_noise(self, latents: Tensor, noise: Tensor, timesteps: Tensor) -> Tensor:
+        """Latents at `timesteps`: of DDPM's variance-preserving path, or of the straight line from data to noise.
+
+        The line is rectified flow's (Liu et al., 2022): x_t = (1 − t)·x_0 + t·noise.
+        """
+        if not self.flow:
+            return self.scheduler.add_noise(latents, noise, timesteps)
+        t = (timesteps / self.config.num_train_timesteps)[:, None, None, None]
+        return (1.0 - t) * latents + t * noise
+
+    def by_quarter(self, losses: Tensor, draws: Draws) -> Tensor:
+        """(2, 4) float32: for each quarter of the timesteps, the sum of these samples' losses (N,), and their number.
+
+        No sample's place on the time axis depends on the others, so sums over microbatches and ranks add up.
+        """
+        quarters = (self.timesteps(draws) * NUM_QUARTERS / self.config.num_train_timesteps).long()
+        member = F.one_hot(quarters.clamp(max=NUM_QUARTERS - 1), NUM_QUARTERS).float()  # (N, 4)
+        # where, not a product: a loss that is not finite stays in its own quarter
+        sums = torch.where(member > 0, losses[:, None], 0.0).sum(dim=0)
+        return torch.stack([sums, member.sum(dim=0)])
 
     def noise(self, shape: tuple[int, ...], draws: Draws) -> Tensor:
         """(N, *shape) standard normals, with an offset per channel where configured."""
@@ -112,7 +151,12 @@ class DiffusionLoss:
         return Conditioning(states, (places < num_tokens[:, None]).float())
 
     def target(self, latents: Tensor, noise: Tensor, timesteps: Tensor) -> Tensor:
-        """What the U-Net should have predicted: the noise, the velocity (Salimans and Ho, 2022), or the latents."""
+        """What the U-Net should have predicted.
+
+        The noise, the velocity of Salimans and Ho (2022), the latents; or the flow's dx_t/dt = noise − x_0.
+        """
+        if self.flow:
+            return noise - latents
         if self.config.prediction == "epsilon":
             return noise
         if self.config.prediction == "v_prediction":

@@ -8,15 +8,17 @@ from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 from accelerate.utils import DistributedType, broadcast_object_list
 from diffusers import UNet2DConditionModel
 
 from shards.encoding import EncodingRecord
 from shards.errors import RequestError, WorkError
-from train.checkpoint import load_weights, newest_checkpoint
+from shards.files import read_sealed_json
+from train.checkpoint import STATE_NAME, load_weights, newest_checkpoint
 from train.config import TrainConfig
 from train.data import DataSpec, open_data
-from train.unet import build_unet, check_fit
+from train.unet import build_unet, check_fit, load_pretrained
 from train.validation import Validation, open_validation
 
 PLAIN_LAUNCHES = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
@@ -31,6 +33,8 @@ class Request:
     """On the CPU, with the weights that the run starts from where it has no checkpoint yet."""
     checkpoint: tuple[Path, dict[str, Any]] | None
     """The run's own newest undamaged checkpoint and the content of its state.json."""
+    start: str | None
+    """Where the weights come from that it starts with, in words; None: random, or its own checkpoint."""
     fingerprint: dict[str, Any]
     validation: Validation | None
     local_world_size: int
@@ -55,12 +59,13 @@ def check_request(config: TrainConfig, accelerator: Accelerator | None = None) -
             f"global_batch_size {config.global_batch_size} cannot be shared evenly by {world_size} processes. "
             f"Choose a multiple."
         )
+    check_tracker(config.log.tracker)
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size)))
     check_nodes(config, world_size // local_world_size)
     if accelerator is not None and accelerator.distributed_type not in PLAIN_LAUNCHES:
         raise RequestError(
-            f"The launcher set up {accelerator.distributed_type.value}, which this trainer does not drive yet: its "
-            f"checkpoints would hold parts of the weights. Launch without FSDP, DeepSpeed and the like."
+            f"The launcher set up {accelerator.distributed_type.value}, which this trainer does not drive. Launch with "
+            f"one of configs/accelerate/."
         )
     spec = open_data(config.data, config.global_batch_size)
     unet = build_unet(config.unet, config.seed)
@@ -69,11 +74,31 @@ def check_request(config: TrainConfig, accelerator: Accelerator | None = None) -
     checkpoint, weights = on_main_process(accelerator, lambda: find_start(config, fingerprint))
     if weights is not None:
         load_weights(unet, weights)
+    elif checkpoint is None and config.init_unet is not None:
+        load_pretrained(unet, config.init_unet)
     validation = None
     if config.validation.root is not None:
         training = EncodingRecord.load(config.data.streams[0].root)
         validation = open_validation(config.validation, training, config.seed)
-    return Request(spec, unet, checkpoint, fingerprint, validation, local_world_size)
+    start = None if weights is None else describe_weights(weights)
+    return Request(spec, unet, checkpoint, start, fingerprint, validation, local_world_size)
+
+
+def check_tracker(name: str) -> None:
+    """Hold the tracker against those that accelerate drives, and that can be imported here.
+
+    Raises:
+        RequestError: it is none of them, or its package is not installed.
+    """
+    if name == "none":
+        return
+    if name not in LOGGER_TYPE_TO_CLASS:
+        raise RequestError(f"log.tracker {name} is none of none, {', '.join(sorted(LOGGER_TYPE_TO_CLASS))}.")
+    if name not in {tracker.value for tracker in get_available_trackers()}:
+        raise RequestError(
+            f"log.tracker {name} needs a package that is not installed here. Install it (`pip install "
+            f"{name.replace('_', '-')}`), or set log.tracker to tensorboard or none."
+        )
 
 
 def check_nodes(config: TrainConfig, num_nodes: int) -> None:
@@ -142,6 +167,12 @@ def starting_weights(run_dir: Path, which: str) -> Path:
     return folder / ("ema" if has_ema and which != "raw" else "unet")
 
 
+def describe_weights(folder: Path) -> str:
+    """A checkpoint's weights in words: `phase1 after step 550000 (runs/phase1/checkpoints/step-00550000/unet)`."""
+    content = read_sealed_json(folder.parent / STATE_NAME)
+    return f"{content.get('tag', folder.parents[2].name)} after step {content['state']['step']} ({folder})"
+
+
 def make_fingerprint(config: TrainConfig, spec: DataSpec, unet: UNet2DConditionModel) -> dict[str, Any]:
     """What the loss curve is a function of: a checkpoint goes on only under the same."""
     return {
@@ -149,11 +180,13 @@ def make_fingerprint(config: TrainConfig, spec: DataSpec, unet: UNet2DConditionM
         "global_batch_size": config.global_batch_size,
         "num_canonical_nodes": config.data.num_canonical_nodes,
         "shuffle": config.data.shuffle,
+        "shuffle_block": config.data.shuffle_block,
         "streams": [
             {
                 "bucket": stream.config.bucket,
                 "weight": stream.config.weight,
                 "samples": stream.num_samples,
+                "selection_sha256": stream.selection.sha256 if stream.selection is not None else None,
                 "index_sha256": stream.index_sha256,
                 "encoding_id": stream.encoding_id,
             }

@@ -2,12 +2,18 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from diffusers import UNet2DConditionModel
+from safetensors.torch import load_file
 
 from shards.errors import RequestError
+from shards.models import model_folder, read_model_config
 from train.data import DataSpec
+
+PRETRAINED_FILES = ("diffusion_pytorch_model.safetensors", "diffusion_pytorch_model.fp16.safetensors")
+NOT_ARCHITECTURE = ("sample_size",)
 
 
 def build_unet(path: Path, seed: int) -> UNet2DConditionModel:
@@ -62,3 +68,43 @@ def check_fit(unet: UNet2DConditionModel, spec: DataSpec) -> None:
             )
     if wrong:
         raise RequestError(f"The U-Net does not fit the latents: {'; '.join(wrong)}. Give another `unet` or root.")
+
+
+def load_pretrained(unet: UNet2DConditionModel, name: str) -> None:
+    """Load the weights of a diffusers U-Net, a folder or on the hub, into `unet`, as float32.
+
+    Raises:
+        RequestError: it is not there, has no safetensors weights, or is another architecture; with the fields named.
+    """
+    folder = model_folder(name, ("config.json", *PRETRAINED_FILES))
+    with torch.device("meta"):
+        try:
+            theirs = UNet2DConditionModel.from_config(read_model_config(folder)).config
+        except (TypeError, ValueError) as error:
+            raise RequestError(f"init_unet: {folder}/config.json is not a U-Net's: {error}") from error
+    different = [
+        f"{field}: {theirs.get(field)} ≠ {value}"
+        for field, value in unet.config.items()
+        if not field.startswith("_") and field not in NOT_ARCHITECTURE and not _same(theirs.get(field), value)
+    ]
+    if different:
+        raise RequestError(
+            f"init_unet: {folder} is another architecture than `unet`: {'; '.join(different)} (there ≠ here). Set "
+            f"`unet` to a config like {folder}/config.json."
+        )
+    path = next((folder / file for file in PRETRAINED_FILES if (folder / file).is_file()), None)
+    if path is None:
+        raise RequestError(f"init_unet: {folder} has no {' or '.join(PRETRAINED_FILES)}; other formats are not loaded.")
+    try:
+        unet.load_state_dict({key: value.float() for key, value in load_file(path).items()})
+    except RuntimeError as error:
+        raise RequestError(f"init_unet: the weights in {path} are not of this U-Net: {error}") from error
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Equal, where diffusers takes one number for all blocks as well as a list: 8 is [8, 8, 8]."""
+    a, b = (list(value) if isinstance(value, list | tuple) else value for value in (a, b))
+    if isinstance(a, list) != isinstance(b, list):
+        values, value = (a, b) if isinstance(a, list) else (b, a)
+        return all(item == value for item in values)
+    return bool(a == b)

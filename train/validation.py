@@ -17,6 +17,7 @@ from train.config import ValidationConfig
 from train.data import encoding_differences
 from train.draws import Draws
 from train.objective import DiffusionLoss
+from train.sharding import reshard
 
 NUM_TIMESTEPS = 8
 FIRST_STEP = 1 << 47
@@ -33,22 +34,27 @@ class Validation:
     @torch.no_grad()
     def __call__(self, unet: nn.Module, loss: DiffusionLoss, accelerator: Accelerator) -> dict[str, Any]:
         """`val_loss`, and its value at each timestep; every sample has its caption. The ranks share the batches."""
-        timesteps = [int((k + 0.5) * loss.config.num_train_timesteps / NUM_TIMESTEPS) for k in range(NUM_TIMESTEPS)]
+        timesteps = loss.fixed_timesteps(NUM_TIMESTEPS)
         sums = torch.zeros(NUM_TIMESTEPS, device=accelerator.device)
-        for batch in self.batches[accelerator.process_index :: accelerator.num_processes]:
-            moved = batch.to(accelerator.device)
+        ranks = accelerator.num_processes
+        # all ranks go as often through a U-Net that they hold parts of; what one does over again does not count
+        for first in range(0, len(self.batches), ranks):
+            place = first + accelerator.process_index
+            moved = self.batches[place % len(self.batches)].to(accelerator.device)
             no_captions_dropped = torch.zeros_like(moved.slots, dtype=torch.bool)
             for k, timestep in enumerate(timesteps):
                 draws = Draws(self.seed, FIRST_STEP + k, moved.slots)
-                at = torch.full_like(moved.slots, timestep)
-                sums[k] += loss.squared_error(unet, moved, at, no_captions_dropped, draws).sum()
+                at = torch.full((len(moved),), timestep, device=accelerator.device)
+                errors = loss.squared_error(unet, moved, at, no_captions_dropped, draws)
+                sums[k] += errors.sum() if place < len(self.batches) else 0.0
+        reshard(unet)
         means: Tensor = accelerator.reduce(sums, "sum") / sum(len(batch) for batch in self.batches)
         by_timestep = dict(zip(map(str, timesteps), means.tolist(), strict=True))
         return {"val_loss": float(means.mean()), "val_loss_by_timestep": by_timestep}
 
 
 def open_validation(config: ValidationConfig, training: EncodingRecord, seed: int) -> Validation:
-    """Read the first `samples` of the held-out bucket, in receipt order.
+    """Read the first `samples` of the held-out bucket, in receipt order, each with its first caption.
 
     Raises:
         RequestError: no such root or bucket, too few samples, or an encoding that does not mean what training's does.
@@ -71,5 +77,6 @@ def open_validation(config: ValidationConfig, training: EncodingRecord, seed: in
     for start in range(0, len(samples), config.batch_size):
         part = samples[start : start + config.batch_size]
         slots = torch.arange(start, start + len(part))
-        batches.append(Collate(slots, encoding.text.length)(part))
+        batch = Collate(slots, encoding.text.length)(part)
+        batches.append(batch.with_captions(torch.zeros_like(slots)))
     return Validation(batches, seed)

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from precompute.tars import InputShard, Tar, check_count, expected_samples, list_shards
-from shards.errors import RequestError, WorkError
+from precompute.tars import InputShard, Tar, counted_samples, list_shards
+from shards.errors import DamagedInput, RequestError
 from tests.tiny import make_samples, make_tar
 
 LIMIT = 1 << 20
@@ -25,17 +25,19 @@ def read(path: Path, limit: int = LIMIT) -> list[str]:
 def test_members_are_grouped_in_order(tar: Path) -> None:
     opened = Tar(tar, LIMIT)
     samples = list(opened.samples())
-    assert [sample.key for sample in samples] == [f"00007{i:04d}" for i in range(6)] and opened.count() == 6
+    assert [sample.key for sample in samples] == [f"00007{i:04d}" for i in range(6)]
     assert samples[2].caption == b"picture 000070002 of 2 blobs"
     assert samples[2].image is not None and samples[2].metadata["url"] == "http://example.org/000070002"
 
 
 def test_counts_come_from_both_side_files(tar: Path) -> None:
     shard = InputShard("00007", str(tar))
-    assert expected_samples(shard) == {"00007_stats.json": 6, "00007.parquet": 6}
-    check_count(shard, 6, expected_samples(shard))
-    with pytest.raises(WorkError, match=r"holds 5 samples, but 00007_stats\.json beside it counted 6"):
-        check_count(shard, 5, expected_samples(shard))
+    counted = counted_samples(shard)
+    assert counted.counts == {"00007_stats.json": 6, "00007.parquet": 6}
+    Tar(tar, LIMIT).check(shard, counted)
+    del (opened := Tar(tar, LIMIT)).members["000070003"]
+    with pytest.raises(DamagedInput, match=r"holds 5 samples, but 00007_stats\.json beside it counted 6"):
+        opened.check(shard, counted)
 
 
 def test_a_flipped_bit_in_any_header_is_found(tar: Path) -> None:
@@ -46,7 +48,7 @@ def test_a_flipped_bit_in_any_header_is_found(tar: Path) -> None:
         flipped = data.copy()
         flipped[header + offset] ^= 1
         tar.write_bytes(flipped)
-        with pytest.raises(WorkError, match=r"damaged|not a whole"):
+        with pytest.raises(DamagedInput, match=r"damaged|not a whole"):
             read(tar)
 
 
@@ -55,20 +57,20 @@ def test_truncation_at_any_block_is_found(tar: Path) -> None:
     content_end = len(data.rstrip(b"\0"))
     for length in [*range(0, content_end, 512), content_end + 100]:
         tar.write_bytes(data[:length])
-        with pytest.raises(WorkError, match=r"cut short|damaged|not a whole"):
+        with pytest.raises(DamagedInput, match=r"cut short|damaged|not a whole"):
             read(tar)
 
 
 def test_a_compressed_tar_is_refused(tar: Path) -> None:
     tar.write_bytes(gzip.compress(tar.read_bytes()))
-    with pytest.raises(WorkError, match="not a whole, uncompressed tar"):
+    with pytest.raises(DamagedInput, match="not a whole, uncompressed tar"):
         read(tar)
 
 
 def test_a_key_that_comes_back_is_refused(tmp_path: Path) -> None:
     samples = make_samples(1, 2, [(64, 64)])
     path = make_tar(tmp_path, "00001", [samples[0], samples[1], samples[0]])
-    with pytest.raises(WorkError, match="the key 000010000 comes twice"):
+    with pytest.raises(DamagedInput, match="the key 000010000 comes twice"):
         read(path)
 
 

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shards.text import columns, dequantise, pack, quantise
+from shards.text import columns, dequantise, pack, pack_several, quantise, unpack
 
 
 def e4m3_values() -> np.ndarray:
@@ -60,3 +60,24 @@ def test_pack_fits_its_columns(num_tokens: int, storage: str, trim: bool) -> Non
         assert array.dtype == dtype
         assert len(array) == (num_tokens if trim else 16)
         assert not shape or array.shape == tuple(map(int, shape[0].split(",")))
+
+
+@pytest.mark.parametrize("storage", ["float16", "float8"])
+def test_what_trimming_keeps_is_as_it_was(storage: str) -> None:
+    latents = torch.randn(16, 8, generator=torch.Generator().manual_seed(2))
+    whole, trimmed = (pack(latents, 5, storage, trim) for trim in (False, True))  # type: ignore[arg-type]
+    for name, array in trimmed.items():
+        np.testing.assert_array_equal(array, whole[name][:5])
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(1, 16), min_size=1, max_size=4), st.sampled_from(["float16", "float8"]), st.booleans())
+def test_several_captions_come_back_as_each_alone(lengths: list[int], storage: str, trim: bool) -> None:
+    captions = [(torch.randn(16, 8), num_tokens) for num_tokens in lengths]
+    row = pack_several(captions, storage, trim)  # type: ignore[arg-type]
+    assert row.keys() == columns(storage, trim, 16, 8, several=True).keys()  # type: ignore[arg-type]
+    for found, (latents, num_tokens) in zip(unpack(row), captions, strict=True):
+        alone = pack(latents, num_tokens, storage, trim)  # type: ignore[arg-type]
+        assert found.keys() == alone.keys()
+        for name in alone:
+            np.testing.assert_array_equal(found[name], alone[name])

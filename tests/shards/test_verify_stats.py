@@ -8,6 +8,7 @@ import pytest
 
 from shards.__main__ import run
 from shards.errors import RequestError, WorkError, exit_code_of
+from shards.files import read_sealed_json, write_sealed_json
 from shards.stats import root_stats
 from shards.verify import verify_root
 
@@ -85,4 +86,12 @@ def test_a_damaged_encoding_stops_the_verification(root: Path) -> None:
     path = root / "encoding.json"
     path.write_bytes(path.read_bytes().replace(b"moments", b"momenta"))
     with pytest.raises(WorkError, match=r"encoding\.json is damaged"):
+        run(["verify", str(root)])
+
+
+def test_a_root_of_another_version_is_refused_in_words(root: Path) -> None:
+    fields = read_sealed_json(root / "encoding.json")
+    del fields["text"]["captions"]
+    write_sealed_json(root / "encoding.json", fields)
+    with pytest.raises(RequestError, match=r"written by another version of this program.*\(text.captions\)"):
         run(["verify", str(root)])

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from diffusers import DDPMScheduler
+from diffusers import DDPMScheduler, FlowMatchEulerDiscreteScheduler
 from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 
 from shards.text import quantise
@@ -162,3 +162,88 @@ def test_zero_terminal_snr() -> None:
     assert DiffusionLoss(config, spec(), torch.device("cpu")).scheduler.alphas_cumprod[-1] < 1e-7
     with pytest.raises(ValueError, match="use v_prediction"):
         ObjectiveConfig(zero_terminal_snr=True)
+
+
+def flow(**changes: object) -> DiffusionLoss:
+    fields = {"prediction": "flow_matching", "caption_dropout": 0.0} | changes
+    return DiffusionLoss(ObjectiveConfig(**fields), spec(posterior="mean"), torch.device("cpu"))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("sampling", ["uniform", "logit_normal"])
+def test_flow_matching_is_a_straight_line(sampling: str) -> None:
+    """Against the equations, in float64, with t from the same words."""
+    loss = flow(timestep_sampling=sampling, logit_mean=0.3, logit_std=0.8)
+    data = batch(image_latents=torch.randn(N, CHANNELS, SIDE, SIDE).half())
+    unet, draws = Recorder(), Draws(3, 11, torch.arange(N))
+    result = loss(unet, data, draws)
+    words = draws.words(Purpose.TIMESTEP, 2).double()
+    normal = (-2 * ((words[:, 0] + 0.5) / 2**32).log()).sqrt() * (2 * torch.pi * (words[:, 1] + 0.5) / 2**32).cos()
+    times = {"uniform": (words[:, 0] + 0.5) / 2**32, "logit_normal": 1 / (1 + (-(0.3 + 0.8 * normal)).exp())}[sampling]
+    torch.testing.assert_close(unet.seen[1].double(), 1000 * times, rtol=1e-5, atol=1e-3)
+    latents, noise = data.image_latents.double() * 0.7, draws.normal(Purpose.NOISE, (CHANNELS, SIDE, SIDE)).double()
+    for i in range(N):
+        noisy = (1 - times[i]) * latents[i] + times[i] * noise[i]
+        torch.testing.assert_close(unet.seen[0][i].double(), noisy, rtol=1e-5, atol=1e-5)
+        expected = ((0.5 * noisy - (noise[i] - latents[i])) ** 2).mean()
+        torch.testing.assert_close(result[i].double(), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_flow_matching_adds_noise_as_diffusers_does() -> None:
+    scheduler, loss = FlowMatchEulerDiscreteScheduler(), flow()
+    latents, noise = torch.randn(5, CHANNELS, SIDE, SIDE), torch.randn(5, CHANNELS, SIDE, SIDE)
+    timesteps = scheduler.timesteps[[0, 100, 500, 900, 999]]
+    torch.testing.assert_close(
+        loss.add_noise(latents, noise, timesteps),
+        scheduler.scale_noise(latents, timesteps, noise),
+        rtol=1e-6,
+        atol=1e-6,
+    )
+
+
+def test_times_of_flow_matching_are_distributed_as_configured() -> None:
+    draws = Draws(3, 1, torch.arange(40_000))
+    uniform = flow().timesteps(draws) / 1000
+    assert uniform.min() > 0 and uniform.max() <= 1
+    assert (torch.histc(uniform, 10, 0, 1) - 4000).abs().max() < 4 * 63  # 4 standard deviations of a count
+    logits = torch.logit((flow(timestep_sampling="logit_normal", logit_mean=0.5).timesteps(draws) / 1000).double())
+    assert abs(logits.mean() - 0.5) < 0.02 and abs(logits.std() - 1.0) < 0.02
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"min_snr_gamma": 5.0}, "min_snr_gamma with prediction flow_matching"),
+        ({"zero_terminal_snr": True}, "zero_terminal_snr with prediction flow_matching"),
+        ({"offset_noise": 0.1}, "offset_noise with prediction flow_matching"),
+    ],
+)
+def test_what_does_not_go_with_flow_matching(fields: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ObjectiveConfig(prediction="flow_matching", **fields)  # type: ignore[arg-type]
+
+
+def test_only_flow_matching_samples_time_otherwise() -> None:
+    with pytest.raises(ValueError, match="logit_normal goes with prediction flow_matching alone"):
+        ObjectiveConfig(timestep_sampling="logit_normal")
+
+
+def test_fixed_timesteps_are_the_middles_of_equal_parts() -> None:
+    assert DiffusionLoss(ObjectiveConfig(), spec(), torch.device("cpu")).fixed_timesteps(8)[:2] == [62, 187]
+    assert flow().fixed_timesteps(8)[:2] == [62.5, 187.5]
+
+
+@pytest.mark.parametrize("prediction", ["epsilon", "flow_matching"])
+def test_losses_by_quarter_add_up(prediction: str) -> None:
+    loss = DiffusionLoss(ObjectiveConfig(prediction=prediction), spec(), torch.device("cpu"))  # type: ignore[arg-type]
+    draws, losses = Draws(1, 2, torch.arange(200)), torch.rand(200)
+    found, timesteps = loss.by_quarter(losses, draws), loss.timesteps(draws)
+    for quarter in range(4):
+        inside = (timesteps >= 250 * quarter) & (timesteps < 250 * (quarter + 1))
+        torch.testing.assert_close(found[0, quarter], losses[inside].sum())
+        assert found[1, quarter] == inside.sum() > 0
+    # microbatches and ranks hold parts of it
+    parts = [loss.by_quarter(losses[i::3], Draws(1, 2, torch.arange(200)[i::3])) for i in range(3)]
+    torch.testing.assert_close(torch.stack(parts).sum(dim=0), found)
+    # what is not finite stays where it is, and the sum over all says so
+    losses[0] = float("nan")
+    assert int(loss.by_quarter(losses, draws)[0].isnan().sum()) == 1

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from shards.errors import WorkError, exit_code_of
-from tests.runs import PYTHON, environment, launcher, run_module, train_fields, write_config
+from tests.runs import PYTHON, curve, environment, launcher, run_module, train_fields, write_config
 from train.__main__ import run as command
 from train.checkpoint import list_checkpoints, newest_checkpoint, step_folder, step_of, verify_checkpoint
 from train.config import DataConfig
@@ -36,12 +36,6 @@ def refused(folder: Path, fields: dict[str, Any], capsys: pytest.CaptureFixture[
     config = write_config(folder, fields)
     assert exit_code_of(lambda: command(["check", "--config", str(config)])) == 2
     return capsys.readouterr().err.replace("\n", " ")
-
-
-def curve(run_dir: Path) -> tuple[list[float], list[list[str]]]:
-    """Losses and sample keys per step."""
-    losses = [row["loss"] for row in read_json_lines(run_dir / "metrics.jsonl")]
-    return losses, [row["keys"] for row in read_json_lines(run_dir / "samples.jsonl")]
 
 
 @pytest.fixture(scope="module")
@@ -73,6 +67,12 @@ def test_the_curve_does_not_depend_on_the_machine(
     assert result.returncode == 0, result.stderr
     expected, found = curve(reference), curve(tmp_path / "run")
     assert found[1] == expected[1]
+    quarters = [
+        [row["loss_by_quarter"] for row in read_json_lines(run_dir / "metrics.jsonl")]
+        for run_dir in (reference, tmp_path / "run")
+    ]
+    for here, there in zip(*quarters, strict=True):
+        assert here == pytest.approx(there, rel=1e-5)
     assert found[0] == (expected[0] if bit_equal else pytest.approx(expected[0], rel=1e-5))
 
 
@@ -101,6 +101,10 @@ def test_killed_and_resumed_with_the_newest_checkpoint_damaged(reference: Path, 
     last, content = newest_checkpoint(tmp_path / "run") or (None, {})
     assert last is not None and content["state"]["step"] == STEPS
     expected = verify_checkpoint(list_checkpoints(reference)[-1])
+    lines = [read_json_lines(run_dir / "metrics.jsonl") for run_dir in (tmp_path / "run", reference)]
+    assert [[row["loss_by_quarter"] for row in rows] for rows in lines[:1]] == [
+        [row["loss_by_quarter"] for row in rows] for rows in lines[1:]
+    ]
     assert content["files"] == expected["files"]  # weights, moving average and optimizer, bit by bit
 
     again = run_module("train", "--config", str(config))
@@ -174,6 +178,43 @@ def test_a_checkpoint_goes_on_only_under_what_it_was_trained_with(
     fields = train_fields(latents, reference, max_steps=20, global_batch_size=12, seed=5)
     message = refused(reference.parent / "changed", fields, capsys)
     assert "seed: 0 ≠ 5; global_batch_size: 8 ≠ 12 (checkpoint ≠ this run)" in message
+
+
+def test_a_checkpoint_goes_on_only_over_the_streams_and_data_that_it_saw(
+    reference: Path, latents: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    streams = [{"root": str(latents), "bucket": bucket} for bucket in ("64x64", "128x128")]
+    fields = train_fields(latents, reference, max_steps=20, data={"streams": streams})
+    assert "was trained under other settings: streams: [{" in refused(tmp_path / "streams", fields, capsys)
+    root = shutil.copytree(latents, tmp_path / "root")
+    index = root / "64x64" / "index.json"
+    index.write_text(index.read_text() + "\n")
+    fields = train_fields(root, reference, max_steps=20)
+    message = refused(tmp_path / "data", fields, capsys)
+    assert "was trained under other settings: streams: [{" in message and "index_sha256" in message
+
+
+def test_phase_2_again_needs_the_latents_and_phase_1_alone(
+    reference: Path, latents: Path, models: Path, tars: Path, tmp_path: Path
+) -> None:
+    """A second phase 2 by one command, in a process that may open neither tars nor models."""
+    root = shutil.copytree(latents, tmp_path / "root")
+    fields = train_fields(root, tmp_path / "phase2b", max_steps=2, init_from=str(reference), init_weights="raw")
+    program = f"""
+import sys
+
+def watch(event, arguments):
+    if event == "open" and str(arguments[0]).startswith(({str(models)!r}, {str(tars)!r})):
+        raise AssertionError(f"phase 2 must not read {{arguments[0]}}")
+
+sys.addaudithook(watch)
+from train.__main__ import run
+run(["--config", {str(write_config(tmp_path, fields))!r}])
+"""
+    result = subprocess.run([*PYTHON, "-c", program], capture_output=True, text=True, env=environment(), timeout=300)
+    assert result.returncode == 0, result.stderr
+    assert f"from run after step {STEPS} ({reference}/checkpoints/step-{STEPS:08d}/unet)" in result.stdout
+    assert verify_checkpoint(step_folder(tmp_path / "phase2b", 2))["state"]["step"] == 2
 
 
 def test_a_missing_shard_is_named_before_the_first_step(
@@ -378,3 +419,29 @@ def test_a_flipped_bit_in_the_empty_caption_is_found(
     config = write_config(tmp_path, train_fields(root, tmp_path / "run"))
     assert exit_code_of(lambda: command(["check", "--config", str(config)])) == 1
     assert "uncond.safetensors is damaged" in capsys.readouterr().err.replace("\n", " ")
+
+
+def test_a_log_line_says_it_all(latents: Path, tmp_path: Path) -> None:
+    """Flow matching, a power average, low-precision norms and TensorBoard, on a device whose peak is told."""
+    validation = {"root": str(latents), "bucket": "64x64", "samples": 4, "batch_size": 4, "every": 2}
+    fields = train_fields(
+        latents,
+        tmp_path / "run",
+        max_steps=2,
+        objective={"prediction": "flow_matching", "timestep_sampling": "logit_normal"},
+        ema={"kind": "power", "sigma_rel": 0.1, "start_step": 2},
+        log={"tracker": "tensorboard", "peak_tflops": 1e-3},
+        validation=validation,
+        precision="bfloat16",
+        low_precision_norms=True,
+    )
+    command(["--config", str(write_config(tmp_path, fields))])
+    first, second = read_json_lines(tmp_path / "run" / "metrics.jsonl")
+    assert (first["ema"], first["ema_decay"]) == (False, None) and second["ema"]
+    assert second["ema_decay"] == pytest.approx(0.5**7.937, rel=1e-3)
+    assert second["images_per_second_per_gpu"] == second["images_per_second"] > 0
+    assert second["mfu"] > 0 and 0.05 < second["memory_gb"] < 20
+    assert list(second["val_loss_by_timestep"])[:2] == ["62.5", "187.5"]
+    means = [value for value in second["loss_by_quarter"].values() if value is not None]
+    assert len(second["loss_by_quarter"]) == 4 and min(means) <= second["loss"] <= max(means)
+    assert list((tmp_path / "run" / "tracker").glob("events*"))

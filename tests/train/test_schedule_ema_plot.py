@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from train.config import ScheduleConfig
-from train.ema import Ema
+from train.config import EmaConfig, ScheduleConfig
+from train.ema import Ema, ema_decay, power_exponent
 from train.metrics import JsonLines, read_json_lines
 from train.plot import smooth
 from train.schedule import learning_rate
@@ -35,12 +35,43 @@ def test_learning_rate(step: int, kind: str, expected: float) -> None:
 def test_moving_average_is_the_recursion() -> None:
     generator = torch.Generator().manual_seed(0)
     weights = [torch.randn(5, generator=generator) for _ in range(20)]
-    ema = Ema({"w": weights[0]}, decay=0.9)
+    ema = Ema({"w": weights[0]})
     expected = weights[0].double()
     for weight in weights[1:]:
-        ema.update({"w": weight})
+        ema.update({"w": weight}, 0.9)
         expected = 0.9 * expected + 0.1 * weight.double()
     torch.testing.assert_close(ema.average["w"].double(), expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("start", [1, 7])
+def test_power_average_weighs_step_tau_by_tau_to_the_gamma(start: int) -> None:
+    """Against the profile itself in float64; where it starts late, the first weights stand for all before them."""
+    config = EmaConfig(kind="power", sigma_rel=0.1, start_step=start)
+    generator = torch.Generator().manual_seed(0)
+    weights = {step: torch.randn(5, generator=generator) for step in range(start, 61)}
+    ema = Ema({"w": weights[start]})
+    for step in range(start + 1, 61):
+        ema.update({"w": weights[step]}, ema_decay(config, step))
+    gamma = power_exponent(0.1)
+    # the share of step τ among 60: (τ/60)^(γ + 1) − ((τ − 1)/60)^(γ + 1), the integral of t^γ over its step
+    up_to = {step: (step / 60) ** (gamma + 1) for step in range(start - 1, 61)}
+    up_to[start - 1] = 0.0
+    expected = sum((up_to[step] - up_to[step - 1]) * weights[step].double() for step in range(start, 61))
+    torch.testing.assert_close(ema.average["w"].double(), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("sigma_rel", [0.01, 0.05, 0.1, 0.15, 0.25])
+def test_power_exponent_gives_the_width(sigma_rel: float) -> None:
+    gamma = power_exponent(sigma_rel)
+    assert math.sqrt(gamma + 1) / ((gamma + 2) * math.sqrt(gamma + 3)) == pytest.approx(sigma_rel, rel=1e-9)
+    # the width itself: the standard deviation of the density (γ + 1)·t^γ on [0, 1]
+    mean, square = (gamma + 1) / (gamma + 2), (gamma + 1) / (gamma + 3)
+    assert math.sqrt(square - mean**2) == pytest.approx(sigma_rel, rel=1e-6)
+
+
+def test_power_exponents_are_the_published_ones() -> None:
+    """EDM2's own names for its two averages: γ = 16.97 has a width of 5 %, γ = 6.94 one of 10 %."""
+    assert (round(power_exponent(0.05), 2), round(power_exponent(0.1), 2)) == (16.97, 6.94)
 
 
 def test_smoothing_has_no_bias_at_its_start() -> None:

@@ -10,7 +10,7 @@ from diffusers import UNet2DConditionModel
 from shards.config import load_config
 from shards.errors import RequestError
 from train.config import TrainConfig
-from train.unet import build_unet
+from train.unet import build_unet, load_pretrained
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -64,3 +64,38 @@ def test_dropout_is_refused(tmp_path: Path) -> None:
     (tmp_path / "unet.json").write_text(json.dumps(fields))
     with pytest.raises(RequestError, match=r"sets dropout 0\.1"):
         build_unet(tmp_path / "unet.json", 0)
+
+
+TINY = Path(__file__).parents[1] / "tiny_unet.json"
+
+
+@pytest.mark.parametrize("variant", [None, "fp16"])
+def test_a_pretrained_folder_is_loaded_as_float32(tmp_path: Path, variant: str | None) -> None:
+    theirs = build_unet(TINY, 1)
+    if variant:
+        theirs.half()
+    theirs.save_pretrained(tmp_path, variant=variant)
+    ours = build_unet(TINY, 2)
+    load_pretrained(ours, str(tmp_path))
+    expected = theirs.float().state_dict()
+    assert all(
+        value.dtype == torch.float32 and value.equal(expected[name]) for name, value in ours.state_dict().items()
+    )
+
+
+def test_another_architecture_is_refused_by_its_fields(tmp_path: Path) -> None:
+    build_unet(TINY, 1).save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    fields = json.loads(path.read_text())
+    # one number stands for all blocks, and the size of a training picture is no architecture
+    path.write_text(json.dumps(fields | {"attention_head_dim": [4, 4], "sample_size": 99}))
+    load_pretrained(build_unet(TINY, 2), str(tmp_path))
+    path.write_text(json.dumps(fields | {"cross_attention_dim": 32, "in_channels": 9}))
+    with pytest.raises(RequestError, match=r"in_channels: 9 ≠ 4; .*cross_attention_dim: 32 ≠ 16 \(there ≠ here\)"):
+        load_pretrained(build_unet(TINY, 2), str(tmp_path))
+
+
+def test_a_folder_without_safetensors_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(TINY.read_text())
+    with pytest.raises(RequestError, match=r"has no diffusion_pytorch_model\.safetensors or .*other formats are not"):
+        load_pretrained(build_unet(TINY, 2), str(tmp_path))

@@ -6,6 +6,8 @@ from typing import Any
 
 from pydantic import BaseModel, Field
 
+from train.flops import PEAK_TFLOPS
+
 ASSUMED = "assumed"
 
 # GPU kind → field of the plan's `gpu` section → (value, source). Datasheets: dense bf16 rate, memory bandwidth, and
@@ -13,7 +15,7 @@ ASSUMED = "assumed"
 GPU_KINDS: dict[str, dict[str, tuple[float, str]]] = {
     "A100": {
         "price_per_hour": (2.0, "published: MosaicML's tables"),
-        "peak_tflops": (312.0, "datasheet, SXM 80 GB"),
+        "peak_tflops": (PEAK_TFLOPS["A100"], "datasheet, SXM 80 GB"),
         "memory_gb_per_s": (2039.0, "datasheet, SXM 80 GB"),
         "link_gb_per_s": (300.0, "datasheet, SXM 80 GB"),
         "network_gbit_per_s": (1600.0, ASSUMED),
@@ -22,7 +24,7 @@ GPU_KINDS: dict[str, dict[str, tuple[float, str]]] = {
     },
     "H100": {
         "price_per_hour": (3.79, "follows from a peer's $1,890 for 2.6 days on 8 H100s"),
-        "peak_tflops": (989.0, "datasheet, SXM"),
+        "peak_tflops": (PEAK_TFLOPS["H100"], "datasheet, SXM"),
         "memory_gb_per_s": (3350.0, "datasheet, SXM"),
         "link_gb_per_s": (450.0, "datasheet, SXM"),
         "network_gbit_per_s": (3200.0, ASSUMED),
@@ -31,7 +33,7 @@ GPU_KINDS: dict[str, dict[str, tuple[float, str]]] = {
     },
     "H200": {
         "price_per_hour": (4.0, ASSUMED),
-        "peak_tflops": (989.0, "datasheet, SXM"),
+        "peak_tflops": (PEAK_TFLOPS["H200"], "datasheet, SXM"),
         "memory_gb_per_s": (4800.0, "datasheet, SXM"),
         "link_gb_per_s": (450.0, "datasheet, SXM"),
         "network_gbit_per_s": (3200.0, ASSUMED),

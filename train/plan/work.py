@@ -1,21 +1,17 @@
 """How much arithmetic one image, caption or step is, counted on the meta device: no weights, no GPU, no data."""
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
 from shards.buckets import Bucket
 from shards.errors import RequestError
+from train.flops import TRAIN_OVER_FORWARD, count_flops
 from train.plan.config import Networks
-
-TRAIN_OVER_FORWARD = 3
-"""A training step is 3 × the forward pass: the backward pass makes two products of each layer's one. Counted exactly
-it is 2.98 for the SD2 U-Net, where some layers need no gradient of their input; published utilisations use 3."""
 
 
 @dataclass(frozen=True)
@@ -64,22 +60,16 @@ def count_work(networks: Networks, buckets: Iterable[str]) -> Work:
         return Work(
             num_parameters=sum(parameter.numel() for parameter in unet.parameters()),
             train={
-                name: TRAIN_OVER_FORWARD * _flops(unet, torch.empty(1, channels, *hw), torch.empty(1), text)
+                name: TRAIN_OVER_FORWARD * count_flops(unet, torch.empty(1, channels, *hw), torch.empty(1), text)
                 for name, hw in shapes.items()
             },
-            encode={name: _flops(vae.encode, torch.empty(1, 3, *hw)) for name, hw in pictures.items()},
-            caption=_flops(text_encoder, torch.empty(1, length, dtype=torch.long)),
+            encode={name: count_flops(vae.encode, torch.empty(1, 3, *hw)) for name, hw in pictures.items()},
+            caption=count_flops(text_encoder, torch.empty(1, length, dtype=torch.long)),
             latent_hw=shapes,
             latent_channels=channels,
             text_length=length,
             text_width=width,
         )
-
-
-def _flops(function: Callable[..., Any], *inputs: torch.Tensor) -> int:
-    with FlopCounterMode(display=False) as counter:
-        function(*inputs)
-    return counter.get_total_flops()
 
 
 def _latent_hw(bucket: str, downsampling: int) -> tuple[int, int]:

@@ -1,0 +1,186 @@
+"""The change in a small U-Net's validation loss with each text storage, on the demo's picture world: `text_storage`'s
+second table. Stage 1 and the trainer are the product's own.
+"""
+
+import io
+import json
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+
+from bench.common import table
+from examples.shapes.captions import write_caption
+from examples.shapes.models import MODELS
+from examples.shapes.scenes import draw_scene, sample_scene
+from precompute.config import PrecomputeConfig, describe_encoding
+from precompute.encoders import ImageEncoder, TextEncoder
+from precompute.shard import encode_shard
+from precompute.tars import list_shards
+from shards.encoding import EncodingRecord
+from shards.index import write_indexes
+from shards.root import create_root
+from shards.text import TextStorage
+from train.config import TrainConfig, ValidationConfig
+from train.data import global_batches, make_loader, open_data
+from train.loop import train_step
+from train.objective import Conditioning, DiffusionLoss
+from train.request import check_request
+from train.run import assemble
+from train.validation import open_validation
+
+STORAGES: list[tuple[TextStorage, bool]] = [("float16", False), ("float8", False), ("float16", True), ("float8", True)]
+UNET = {
+    "_class_name": "UNet2DConditionModel",
+    "sample_size": 8,
+    "in_channels": 4,
+    "out_channels": 4,
+    "block_out_channels": [32, 64],
+    "layers_per_block": 1,
+    "down_block_types": ["CrossAttnDownBlock2D", "CrossAttnDownBlock2D"],
+    "up_block_types": ["CrossAttnUpBlock2D", "CrossAttnUpBlock2D"],
+    "cross_attention_dim": 64,
+    "attention_head_dim": 4,
+    "norm_num_groups": 16,
+}
+BATCH_SIZE = 32
+VALIDATION_SAMPLES = 128
+
+
+def name_of(storage: TextStorage, trim: bool) -> str:
+    """`float8, trim`."""
+    return f"{storage}, trim" if trim else storage
+
+
+def write_tar(folder: Path, count: int, seed: int) -> None:
+    """FOLDER/00000.tar: pictures of random scenes, 64 px, and their captions."""
+    rng = np.random.default_rng(seed)
+    folder.mkdir(parents=True)
+    with tarfile.open(folder / "00000.tar", "w") as tar:
+        for i in range(count):
+            scene, file = sample_scene(rng), io.BytesIO()
+            draw_scene(scene, 64, 64, rng).save(file, "PNG")
+            for suffix, data in (("png", file.getvalue()), ("txt", write_caption(scene, rng).encode())):
+                member = tarfile.TarInfo(f"{i:09d}.{suffix}")
+                member.size = len(data)
+                tar.addfile(member, io.BytesIO(data))
+
+
+def encode_root(tars: Path, root: Path, storage: TextStorage, trim: bool) -> None:
+    """Stage 1 in this process, with the demo's models."""
+    config = PrecomputeConfig(
+        input=str(tars),
+        output=root,
+        buckets=["64x64"],
+        vae=str(MODELS / "vae"),
+        text_encoder=str(MODELS / "text_encoder"),
+        tokenizer=str(MODELS / "tokenizer"),
+        precision="float32",
+        text={"storage": storage, "trim": trim},
+        workers={"num_gpus": 0, "num_cpus": 1, "decode_threads": 1},
+    )
+    encoding, cpu = describe_encoding(config), torch.device("cpu")
+    create_root(root, encoding)
+    encoders = (
+        ImageEncoder(MODELS / "vae", cpu, "float32", "moments"),
+        TextEncoder(MODELS / "text_encoder", MODELS / "tokenizer", cpu, "float32"),
+    )
+    for shard in list_shards(config.input):
+        encode_shard(shard, config, encoding, *encoders)
+    write_indexes(root)
+
+
+def train_config(folder: Path, root: Path, steps: int, seed: int) -> TrainConfig:
+    """The demo's first phase, with a smaller U-Net."""
+    (folder / "unet.json").write_text(json.dumps(UNET))
+    fields: dict[str, Any] = {
+        "run_dir": folder / f"run-{root.name}-{seed}",
+        "seed": seed,
+        "max_steps": steps,
+        "global_batch_size": BATCH_SIZE,
+        "microbatch_size": BATCH_SIZE,
+        "unet": folder / "unet.json",
+        "data": {"streams": [{"root": root, "bucket": "64x64"}], "num_workers": 0, "num_canonical_nodes": 8},
+        "objective": {"prediction": "v_prediction"},
+        "optimizer": {"lr": 2e-3, "betas": (0.9, 0.99)},
+        "schedule": {"kind": "cosine", "warmup_steps": 20},
+        "precision": "float32",
+    }
+    return TrainConfig.model_validate(fields)
+
+
+def trained_unet(config: TrainConfig, accelerator: Accelerator) -> torch.nn.Module:
+    """A whole run of the trainer, without logs and checkpoints."""
+    request = check_request(config, accelerator)
+    run = assemble(config, request, accelerator)
+    loader = make_loader(config.data, request.spec, config.global_batch_size, config.seed, 0, run.slots)
+    for batch in global_batches(loader, request.spec, 0):
+        train_step(run, batch)
+        run.pending.clear()
+        run.state.step += 1
+        if run.state.step == config.max_steps:
+            break
+    return run.unet
+
+
+class WithoutCaptions(DiffusionLoss):
+    """Every sample sees the empty caption."""
+
+    def conditioning(self, batch: Any, dropped: Tensor) -> Conditioning:
+        """As the trainer's, with all captions dropped."""
+        return super().conditioning(batch, torch.ones_like(dropped))
+
+
+def validation_loss(
+    unet: torch.nn.Module, train_root: Path, root: Path, kind: type[DiffusionLoss], accelerator: Accelerator
+) -> float:
+    """Loss on the held-out `root`, which is stored as `train_root` is."""
+    config = train_config(root.parent, train_root, 1, 0)
+    loss = kind(config.objective, open_data(config.data, BATCH_SIZE), torch.device("cpu"))
+    held_out = ValidationConfig(root=root, bucket="64x64", samples=VALIDATION_SAMPLES, batch_size=64)
+    validation = open_validation(held_out, EncodingRecord.load(root), seed=0)
+    return float(validation(unet, loss, accelerator)["val_loss"])
+
+
+def unet_table(folder: Path, num_samples: int, steps: int, seeds: int) -> str:
+    """Validation loss by storage: under the U-Net trained on float16, and under one trained on that storage."""
+    accelerator = Accelerator(cpu=True)
+    write_tar(folder / "tars", num_samples, seed=2)
+    write_tar(folder / "held-out-tars", VALIDATION_SAMPLES, seed=3)
+    roots = {}
+    for storage, trim in STORAGES:
+        name = name_of(storage, trim)
+        roots[name] = folder / name, folder / f"held out {name}"
+        for tars, root in zip(("tars", "held-out-tars"), roots[name], strict=True):
+            encode_root(folder / tars, root, storage, trim)
+    under_exact: dict[str, list[float]] = {name: [] for name in (*roots, "no captions")}
+    under_own: dict[str, list[float]] = {name: [] for name in roots}
+    for seed in range(seeds):
+        for name, (root, held_out) in roots.items():
+            unet = trained_unet(train_config(folder, root, steps, seed), accelerator)
+            under_own[name].append(validation_loss(unet, root, held_out, DiffusionLoss, accelerator))
+            if name == "float16":
+                for other, pair in roots.items():
+                    under_exact[other].append(validation_loss(unet, *pair, DiffusionLoss, accelerator))
+                none = validation_loss(unet, root, held_out, WithoutCaptions, accelerator)
+                under_exact["no captions"].append(none)
+            print(f"seed {seed}, {name}: {under_own[name][-1]:.5f}", flush=True)
+    exact = np.array(under_own["float16"])
+    rows = [
+        [name, change(under_exact[name], exact), change(under_own[name], exact) if name in under_own else "—"]
+        for name in under_exact
+    ]
+    return (
+        f"float16's validation loss: {exact.mean():.5f}; over {seeds} seeds, its standard deviation is "
+        f"{exact.std(ddof=1):.5f}.\n\n" + table(("text", "U-Net trained on float16", "U-Net trained on it"), rows)
+    )
+
+
+def change(losses: list[float], exact: np.ndarray) -> str:
+    """The change from float16 with the same seed: mean over the seeds, and its range."""
+    by_seed = np.array(losses) / exact - 1
+    return f"{by_seed.mean():+.2%} ({by_seed.min():+.2%} to {by_seed.max():+.2%})"

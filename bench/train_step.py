@@ -1,0 +1,380 @@
+"""`python -m bench.train_step`: the trainer's own step, beside a bare loop, and setting by setting.
+
+On a CPU small sizes are the default, on a GPU SD2 base at 256 and 512 px. `--json FILE` writes what `make plan` reads.
+A setting that runs out of memory is a row of the table.
+"""
+
+import argparse
+import copy
+import gc
+import platform
+import shlex
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from accelerate import Accelerator
+from diffusers import DDPMScheduler, UNet2DConditionModel
+from torch import Tensor
+
+from bench.common import Pair, matmul_tflops, section, synchronize, table, timed_in_turn
+from shards.buckets import Bucket
+from shards.mds import parse_index
+from shards.store import open_store
+from train.__main__ import ACCELERATE_PRECISION
+from train.batch import Batch
+from train.config import TrainConfig
+from train.data import DataSpec, OpenStream
+from train.flops import peak_tflops, training_flops
+from train.log import Log, peak_memory
+from train.loop import train_step
+from train.plan.measured import BenchFile, Measurement
+from train.request import Request
+from train.run import Run, assemble
+from train.unet import build_unet
+
+TEXT_LENGTH = 77
+DOWNSAMPLING = 8
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One way of doing the same step."""
+
+    bucket: str
+    microbatch_size: int
+    channels_last: bool = False
+    low_precision_norms: bool = False
+    compile: bool = False
+
+    @property
+    def words(self) -> str:
+        """What is on."""
+        names = ("channels_last", "low_precision_norms", "compile")
+        return " + ".join(name.replace("_", " ") for name in names if getattr(self, name)) or "plain"
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a setting gave; the rate is None where memory ran out."""
+
+    setting: Setting
+    images_per_second: float | None
+    memory_gb: float = 0.0
+    tflops: float = 0.0
+
+
+def main() -> None:
+    """Measure, print a section of docs/benchmarks.md, and write the plan's file where asked."""
+    options = parse(sys.argv[1:])
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    accelerator = Accelerator(mixed_precision=ACCELERATE_PRECISION[options.precision], cpu=device.type == "cpu")
+    unet = build_unet(options.unet, seed=0)
+    matrix_rate = matmul_tflops(device, DTYPES[options.precision])
+    parts = []
+    if options.rounds:
+        pair = beside_a_bare_loop(options, accelerator, unet)
+        parts.append(describe_pair(pair, options))
+    results = [measure(setting, options, accelerator, unet) for setting in settings(options)]
+    # the better of a cold and a warm device: shares are not flattered by a disturbance
+    matrix_rate = max(matrix_rate, matmul_tflops(device, DTYPES[options.precision]))
+    parts.append(describe_results(results, matrix_rate, device, options))
+    command = f"python -m bench.train_step {shlex.join(sys.argv[1:])}".strip()
+    print(section("Training step", command, "\n\n".join(parts)))
+    if options.json:
+        write_plan_file(options.json, results, device, command, options.batch)
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    """The options, with defaults that suit the device."""
+    cuda = torch.cuda.is_available()
+    parser = argparse.ArgumentParser(prog="bench.train_step", description=__doc__)
+    unet = "configs/unet/sd2-base.json" if cuda else "examples/shapes/unet.json"
+    parser.add_argument("--unet", type=Path, default=Path(unet))
+    parser.add_argument("--buckets", nargs="*", default=["256x256", "512x512"] if cuda else ["64x64", "128x128"])
+    parser.add_argument("--microbatches", nargs="*", type=int, default=[16, 32, 64, 128, 256] if cuda else [8, 16, 32])
+    parser.add_argument("--batch", type=int, default=256 if cuda else 32, help="samples of one optimizer step")
+    parser.add_argument("--precision", choices=DTYPES, default="bfloat16")
+    parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=cuda)
+    parser.add_argument("--seconds", type=float, default=10.0 if cuda else 3.0, help="of timing for each setting")
+    parser.add_argument(
+        "--rounds", type=int, default=10, help="of the trainer and a bare loop in turn; 0: leave it out"
+    )
+    parser.add_argument("--json", type=Path, help="a file for `measured` of the plan's config: each bucket's best rate")
+    return parser.parse_args(arguments)
+
+
+def settings(options: argparse.Namespace) -> Iterator[Setting]:
+    """For each bucket: one thing more at a time, at the middle microbatch; then all of them at every microbatch."""
+    for bucket in options.buckets:
+        middle = options.microbatches[(len(options.microbatches) - 1) // 2]
+        ladder = [Setting(bucket, middle), Setting(bucket, middle, True), Setting(bucket, middle, True, True)]
+        if options.compile:
+            ladder += [Setting(bucket, middle, True, True, True), Setting(bucket, middle, True, False, True)]
+        yield from ladder
+        for size in options.microbatches:
+            everything = Setting(bucket, size, True, True, options.compile)
+            if everything not in ladder:
+                yield everything
+
+
+def measure(
+    setting: Setting, options: argparse.Namespace, accelerator: Accelerator, unet: UNet2DConditionModel
+) -> Result:
+    """Time whole optimizer steps of the trainer, after three that warm up and compile."""
+    print(f"{setting.bucket}, microbatch {setting.microbatch_size}, {setting.words} …", file=sys.stderr, flush=True)
+    device = accelerator.device
+    release(device)
+    try:
+        with trainer(setting, options, accelerator, unet) as (run, step):
+            if device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats(device)
+            for _ in range(3):
+                step()
+            synchronize(device)
+            start, steps = time.perf_counter(), 0
+            while time.perf_counter() - start < options.seconds or steps < 3:
+                step()
+                steps += 1
+                if steps % 3 == 0:  # or the host would run ahead of the clock
+                    synchronize(device)
+            synchronize(device)
+            rate = steps * options.batch / (time.perf_counter() - start)
+            flops = training_flops(run.unet, latent_hw(setting.bucket), TEXT_LENGTH)
+            return Result(setting, rate, peak_memory(device) / 2**30, rate * flops / 1e12)
+    except RuntimeError as error:  # torch.OutOfMemoryError, and what cuDNN and cuBLAS say of the same
+        if not isinstance(error, torch.OutOfMemoryError) and "memory" not in str(error).lower():
+            raise
+        return Result(setting, None)
+
+
+def release(device: torch.device) -> None:
+    """Give back what the setting before held; its own frames are gone only now, whether it ended or ran out."""
+    torch.compiler.reset()
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+@contextmanager
+def trainer(
+    setting: Setting, options: argparse.Namespace, accelerator: Accelerator, unet: UNet2DConditionModel
+) -> Iterator[tuple[Run, Callable[[], None]]]:
+    """A run on a batch in memory, and one step of it as `train` does it: draws, optimizer, log."""
+    with tempfile.TemporaryDirectory() as folder:
+        config = TrainConfig.model_validate(
+            {
+                "run_dir": folder,
+                "max_steps": 10**9,
+                "global_batch_size": options.batch,
+                "microbatch_size": setting.microbatch_size,
+                "data": {"streams": [{"root": folder, "bucket": setting.bucket}], "num_canonical_nodes": 1},
+                "unet": options.unet,
+                "precision": options.precision,
+                "channels_last": setting.channels_last,
+                "low_precision_norms": setting.low_precision_norms,
+                "compile": setting.compile,
+                "log": {"tracker": "none", "every": 50},
+            }
+        )
+        given: dict[str, Any] = {
+            "spec": data_spec(config, unet),
+            "unet": copy.deepcopy(unet),
+            "fingerprint": {},
+            "local_world_size": 1,
+        }
+        # nothing to resume, to start from or to validate on
+        blank: dict[str, Any] = {field.name: None for field in fields(Request)}
+        run = assemble(config, Request(**(blank | given)), accelerator)
+        batch, log = make_batch(setting.bucket, options.batch, unet, pin=accelerator.device.type == "cuda"), Log(run)
+
+        def step() -> None:
+            log.samples(batch)
+            grad_norm = train_step(run, batch)
+            run.state.step += 1
+            log.step(batch, grad_norm)
+
+        try:
+            yield run, step
+        finally:
+            log.bar.close()
+            accelerator.free_memory()
+
+
+def beside_a_bare_loop(options: argparse.Namespace, accelerator: Accelerator, unet: UNet2DConditionModel) -> Pair:
+    """The trainer's step and the plainest loop that trains the same model, in turn, a step each."""
+    setting = Setting(options.buckets[0], options.microbatches[-1], channels_last=accelerator.device.type == "cuda")
+    bare = bare_loop(setting, options, unet, accelerator.device)
+    with trainer(setting, options, accelerator, unet) as (_, step):
+
+        def trained() -> None:
+            step()
+            synchronize(accelerator.device)
+
+        return timed_in_turn(trained, bare, options.rounds)
+
+
+def bare_loop(
+    setting: Setting, options: argparse.Namespace, original: UNet2DConditionModel, device: torch.device
+) -> Callable[[], None]:
+    """A step over latents and text that are on the device, as float32: nothing is sampled, dropped or logged."""
+    unet = copy.deepcopy(original).to(device)
+    if setting.channels_last:
+        unet.to(memory_format=torch.channels_last)
+    optimizer = torch.optim.AdamW(unet.parameters(), lr=1e-4, weight_decay=0.01, fused=True)
+    scheduler = DDPMScheduler(1000, 0.00085, 0.012, "scaled_linear")
+    scheduler.alphas_cumprod = scheduler.alphas_cumprod.to(device)
+    batch = make_batch(setting.bucket, options.batch, unet).to(device)
+    latents, text = batch.image_latents.float().chunk(2, dim=1)[0].contiguous(), batch.text_latents.float()
+    dtype = DTYPES[options.precision]
+
+    def step() -> None:
+        for start in range(0, options.batch, setting.microbatch_size):
+            part: Tensor = latents[start : start + setting.microbatch_size]
+            noise = torch.randn_like(part)
+            timesteps = torch.randint(0, 1000, (len(part),), device=device)
+            noisy = scheduler.add_noise(part, noise, timesteps)
+            with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
+                states = text[start : start + setting.microbatch_size]
+                prediction = unet(noisy, timesteps, states).sample
+            (F.mse_loss(prediction.float(), noise) * (len(part) / options.batch)).backward()
+        torch.nn.utils.clip_grad_norm_(unet.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        synchronize(device)
+
+    return step
+
+
+def data_spec(config: TrainConfig, unet: UNet2DConditionModel) -> DataSpec:
+    """What a latents root with SD's VAE would say."""
+    stream = config.data.streams[0]
+    width, hw = unet.config.cross_attention_dim, latent_hw(stream.bucket)
+    size = config.global_batch_size
+    opened = OpenStream(
+        config=stream,
+        store=open_store(stream.root),
+        latent_hw=hw,
+        files=parse_index(b'{"shards": []}', "none"),
+        selection=None,
+        num_samples=size,
+        chosen=size,
+        index_sha256="",
+        encoding_id="",
+    )
+    return DataSpec(
+        posterior="moments",
+        latent_channels=unet.config.in_channels,
+        scaling_factor=0.18215,
+        text_length=TEXT_LENGTH,
+        text_width=width,
+        trim=False,
+        uncond=torch.zeros(TEXT_LENGTH, width).half(),
+        uncond_tokens=2,
+        streams=(opened,),
+        steps_per_epoch=1,
+    )
+
+
+def latent_hw(bucket: str) -> tuple[int, int]:
+    """Height and width of a bucket's latents."""
+    return Bucket.parse(bucket).latent_hw(DOWNSAMPLING)
+
+
+def make_batch(bucket: str, size: int, unet: UNet2DConditionModel, pin: bool = False) -> Batch:
+    """Random moments and text latents, as the loader would hand them over."""
+    generator = torch.Generator().manual_seed(0)
+    shape = (size, unet.config.in_channels, *latent_hw(bucket))
+    mean, log_variance = torch.randn(shape, generator=generator), torch.full(shape, -10.0)
+    batch = Batch(
+        keys=[str(slot) for slot in range(size)],
+        slots=torch.arange(size),
+        image_latents=torch.cat([mean, log_variance], dim=1).half(),
+        text_latents=torch.randn(size, TEXT_LENGTH, unet.config.cross_attention_dim, generator=generator).half(),
+        text_scales=None,
+        num_tokens=torch.full((size,), TEXT_LENGTH),
+    )
+    return batch.pin_memory() if pin else batch
+
+
+def describe_pair(pair: Pair, options: argparse.Namespace) -> str:
+    """The claim of the trainer against the bare loop, in a sentence."""
+    return (
+        f"The trainer's step (posterior and noise draws, caption dropout, skipping, log) runs at "
+        f"**{pair.ratio:.3f} ×** the rate of a bare loop over float32 tensors in memory (`torch.randn`, `add_noise`, "
+        f"autocast, clip, fused AdamW): median of {options.rounds} rounds in turn, {pair.spread}; "
+        f"{options.unet}, {options.buckets[0]}, "
+        f"batch {options.batch} in microbatches of {options.microbatches[-1]}, {options.precision}."
+    )
+
+
+def describe_results(
+    results: list[Result], matrix_rate: float, device: torch.device, options: argparse.Namespace
+) -> str:
+    """The table of all settings, and what its shares are of."""
+    peak = peak_tflops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+
+    def row(result: Result) -> list[object]:
+        setting = result.setting
+        start: list[object] = [setting.bucket, setting.microbatch_size, setting.words]
+        if result.images_per_second is None:
+            return [*start, "out of memory", "", "", "", ""]
+        mfu = f"{result.tflops / peak:.1%}" if peak else "unknown"
+        share = f"{result.tflops / matrix_rate:.1%}"
+        return [
+            *start,
+            f"{result.images_per_second:.1f}",
+            f"{result.tflops:.3g}",
+            share,
+            mfu,
+            f"{result.memory_gb:.2f}",
+        ]
+
+    header = ["bucket", "microbatch", "with", "img/s", "TFLOP/s", "of the matrix rate", "MFU", "memory, GB"]
+    measured = f"A {options.precision} matrix product reaches {matrix_rate:.3g} TFLOP/s here, in the same run."
+    against = (
+        f"MFU is of {peak:g} TFLOP/s, the datasheet's dense bf16 peak." if peak else "This device's peak is unknown."
+    )
+    memory = "Memory is the most that was allocated." if device.type == "cuda" else "Memory is the process's so far."
+    batch = f"A step is {options.batch} images of {options.unet}."
+    return table(header, map(row, results)) + f"\n\n{measured} {against} {memory} {batch}"
+
+
+def write_plan_file(path: Path, results: list[Result], device: torch.device, command: str, batch: int) -> None:
+    """Each bucket's best rate, as train/plan/measured.py reads it."""
+    best: dict[str, Result] = {}
+    for result in results:
+        known = best.get(result.setting.bucket)
+        if result.images_per_second and (known is None or result.images_per_second > (known.images_per_second or 0)):
+            best[result.setting.bucket] = result
+    content = BenchFile(
+        device=torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU {platform.machine()}",
+        gpus=1,
+        date=str(date.today()),
+        command=command,
+        measurements=[
+            Measurement(
+                stage="train",
+                bucket=bucket,
+                images_per_second_per_gpu=round(result.images_per_second or 0, 3),
+                global_batch_size=batch,
+                microbatch_size=result.setting.microbatch_size,
+            )
+            for bucket, result in best.items()
+        ],
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(content.model_dump_json(indent=2, exclude_none=True) + "\n")
+
+
+if __name__ == "__main__":
+    main()

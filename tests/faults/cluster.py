@@ -1,0 +1,119 @@
+"""Two Ray nodes on this machine, all of whose processes can be killed; and the command that works on them."""
+
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+from unittest.mock import patch
+
+import psutil
+from ray._private import services
+from ray._private.node import Node
+from ray.cluster_utils import Cluster
+
+from tests.runs import environment
+
+START_SECONDS = 300
+"""A node may take to start; Ray gives one half a minute, which a busy machine can exceed."""
+
+SAME = {"object_store_memory": 80 << 20}
+POLL_SECONDS = 0.02
+
+
+@contextmanager
+def patient() -> Iterator[None]:
+    """Inside, Ray waits longer for a node that starts."""
+
+    def get_node(*args: Any, **named: Any) -> Any:
+        until = time.monotonic() + START_SECONDS
+        while True:
+            try:
+                return ask_once(*args, **named)
+            except RuntimeError:
+                if time.monotonic() > until:
+                    raise
+                time.sleep(0.1)
+
+    ask_once = services.get_node
+    with patch("ray._private.services.get_node", get_node):
+        yield
+
+
+class TwoNodes:
+    """A head node that runs no tasks, which drivers connect to, and a node with one worker's place."""
+
+    def __init__(self, folder: Path):
+        head = {"num_cpus": 0, "include_dashboard": False, "temp_dir": str(folder)}
+        # or every ray.init on this machine that names no address would join this cluster
+        with patch("ray._private.utils.write_ray_address"), patient():
+            self.cluster = Cluster(initialize_head=True, head_node_args=head | SAME)
+        self.node = self._add_node()
+
+    def _add_node(self) -> Node:
+        with patient():
+            return self.cluster.add_node(num_cpus=1, **SAME)
+
+    def __enter__(self) -> "TwoNodes":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        with patch("ray._common.utils.reset_ray_address"):
+            self.cluster.shutdown()
+
+    @property
+    def raylet(self) -> psutil.Process:
+        """The raylet of the node that runs tasks."""
+        return psutil.Process(self.node.all_processes["raylet"][0].process.pid)
+
+    def workers(self) -> list[psutil.Process]:
+        """The node's worker processes, whatever they are doing."""
+        found = []
+        for process in self.raylet.children():
+            try:
+                title = " ".join(process.cmdline()[:1])
+            except psutil.Error:
+                continue
+            if title.startswith(("ray::encode_on_worker", "ray::IDLE")):
+                found.append(process)
+        return found
+
+    def kill_raylet(self) -> None:
+        """SIGKILL; then another node takes its place."""
+        self.raylet.kill()
+        self.cluster.remove_node(self.node, allow_graceful=False)
+        self.node = self._add_node()
+
+    def start_driver(self, config: Path, log: Path) -> subprocess.Popen[bytes]:
+        """`python -m precompute --config …` on this cluster."""
+        with log.open("ab") as file:
+            return subprocess.Popen(
+                [sys.executable, "-m", "precompute", "--config", str(config)],
+                stdout=file,
+                stderr=file,
+                env=environment(RAY_ADDRESS=self.cluster.address),
+            )
+
+
+def wait_for_a_moment(rng: random.Random, root: Path, driver: subprocess.Popen[bytes], longest: float) -> bool:
+    """Wait a random while, half of the times until an attempt is at work first; False where the driver ended before."""
+    at_work = rng.random() < 0.5
+    while at_work and not attempts(root):
+        if driver.poll() is not None:
+            return False
+        time.sleep(POLL_SECONDS)
+    until = time.monotonic() + rng.uniform(0, longest / 4 if at_work else longest)
+    while time.monotonic() < until:
+        if driver.poll() is not None:
+            return False
+        time.sleep(POLL_SECONDS)
+    return driver.poll() is None
+
+
+def attempts(root: Path) -> list[Path]:
+    """Attempt folders."""
+    return list((root / ".attempts").glob("*"))

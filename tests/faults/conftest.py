@@ -1,0 +1,32 @@
+"""The figures of the fault suite, printed at its end and written to runs/faults/precompute.json (or $FAULTS_REPORT)."""
+
+import json
+import os
+import platform
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+
+REPORT = Path(os.environ.get("FAULTS_REPORT", "runs/faults/precompute.json"))
+
+
+@pytest.fixture(scope="session")
+def seed() -> int:
+    """Of everything that is random in the suite; $FAULTS_SEED for another."""
+    return int(os.environ.get("FAULTS_SEED", "0"))
+
+
+@pytest.fixture(scope="session")
+def report(request: pytest.FixtureRequest, seed: int) -> Iterator[dict[str, object]]:
+    """Section → figures. The long suite's are kept; the short form's are printed."""
+    sections: dict[str, object] = {}
+    yield sections
+    machine = f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}"
+    figures = {"date": datetime.now(UTC).date().isoformat(), "machine": machine, "seed": seed, **sections}
+    text = json.dumps(figures, indent=2)
+    if request.config.getoption("-m") == "slow":
+        REPORT.parent.mkdir(parents=True, exist_ok=True)
+        REPORT.write_text(text + "\n")
+    print(f"\n{text}", flush=True)

@@ -1,0 +1,56 @@
+"""Stand-ins for `pixels.decode` that some pictures kill; a child process imports them by name."""
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+from precompute.pixels import LimitsConfig, Picture, PixelsConfig, Reject, decode
+from shards.buckets import Bucket
+
+ACCEPTED = "accepted"
+
+
+def poisoned(data: bytes, *args: Any) -> Picture:
+    """`decode`, but a picture that begins with the word for it dies, loops, sleeps or hoards."""
+    if data.startswith(b"ABORT"):
+        os.abort()
+    if data.startswith(b"SEGFAULT"):
+        os.kill(os.getpid(), signal.SIGSEGV)
+    if data.startswith(b"KILLED"):  # as the kernel does where memory runs out
+        os.kill(os.getpid(), signal.SIGKILL)
+    while data.startswith(b"LOOP"):
+        pass
+    if data.startswith(b"SLEEP"):
+        time.sleep(1e6)
+    if data.startswith(b"NAP"):
+        time.sleep(4)
+    if data.startswith(b"MEMORY"):
+        hoard = [bytes(1 << 28) for _ in range(1000)]
+        assert not hoard
+    if data.startswith(b"EXIT"):
+        os._exit(3)
+    return decode(data, *args)
+
+
+def killed_once(data: bytes, *args: Any) -> Picture:
+    """Dies at the first sight of a picture that begins with a file name, and decodes what follows at the second."""
+    if data.startswith(b"/"):
+        name, data = data.split(b"\n", 1)
+        if not (path := Path(name.decode())).exists():
+            path.touch()
+            os.abort()
+    return decode(data, *args)
+
+
+def outcome_and_memory(data: bytes, limits: LimitsConfig) -> tuple[str, int]:
+    """What becomes of a picture, and the most memory in bytes that this process has had."""
+    try:
+        decode(data, [Bucket(64, 64)], PixelsConfig(), limits)
+        outcome = ACCEPTED
+    except Reject as reject:
+        outcome = reject.reason
+    # getrusage's figure counts what the process had before exec
+    peak = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+    return outcome, int(peak.split()[1]) << 10

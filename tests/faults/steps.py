@@ -1,0 +1,251 @@
+"""A commit, broken at each of its steps: `python -m tests.faults.steps FOLDER MODELS EVERY` prints the outcome as JSON.
+
+Every step that the operating system sees (a file opened to be written, a write, fsync, rename, mkdir, unlink), from the
+attempt's first to the index's last, is counted; in one run after another one of them is the last before SIGKILL, or
+fails with EIO or ENOSPC. The models are loaded once: each run is a fork of this process, which the kill ends for real.
+"""
+
+import builtins
+import errno
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import torch
+
+from precompute.config import PrecomputeConfig, describe_encoding
+from precompute.encoders import ImageEncoder, TextEncoder
+from precompute.shard import encode_shard
+from precompute.tars import list_shards
+from shards.errors import is_storage_error
+from shards.index import write_indexes
+from shards.receipts import load_receipts
+from shards.root import create_root
+from shards.verify import verify_root
+from tests.faults.world import Tally, World, make_world
+
+OK, STORAGE_ERROR, OTHER_ERROR = 0, 10, 11
+NEVER, COUNT_ONLY = -1, 0
+
+
+class Steps:
+    """Counts what changes the disk below `root`, and calls `fault` in place of step number `at`."""
+
+    def __init__(self, at: int, fault: Callable[[], None]):
+        self.at = at
+        self.fault = fault
+        self.taken = 0
+
+    def take(self) -> None:
+        """One step."""
+        self.taken += 1
+        if self.taken == self.at:
+            self.fault()
+
+    def install(self) -> None:
+        """For the rest of this process's life."""
+        for name in ("fsync", "replace", "rename", "mkdir", "unlink", "rmdir"):
+            setattr(os, name, self._before(getattr(os, name)))
+        pq.write_table = self._before(pq.write_table)
+        builtins.open = self._opening(builtins.open)  # type: ignore[assignment]
+        io.open = self._opening(io.open)  # type: ignore[assignment]
+
+    def _before(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def stepping(*args: Any, **named: Any) -> Any:
+            self.take()
+            return function(*args, **named)
+
+        return stepping
+
+    def _opening(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def opening(path: Any, mode: str = "r", *args: Any, **named: Any) -> Any:
+            if mode == "r" or "r" in mode:
+                return function(path, mode, *args, **named)
+            self.take()
+            file = function(path, mode, *args, **named)
+            return Writing(file, self) if "b" in mode else file
+
+        return opening
+
+
+class Writing:
+    """A file, each write to which is a step."""
+
+    def __init__(self, file: Any, steps: Steps):
+        self.file = file
+        self.steps = steps
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.file, name)
+
+    def __enter__(self) -> "Writing":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.file.close()
+
+    def write(self, data: bytes) -> int:
+        """The first half is written before the step is taken: a torn write."""
+        half = len(data) // 2
+        self.file.write(data[:half])
+        self.file.flush()
+        self.steps.take()
+        return half + self.file.write(data[half:])
+
+
+def kill() -> None:
+    """SIGKILL to this process."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def failing(number: int) -> Callable[[], None]:
+    """An `OSError` with this number."""
+
+    def fail() -> None:
+        raise OSError(number, os.strerror(number))
+
+    return fail
+
+
+class Encoding:
+    """Stage 1 without Ray, in forks of a process that has loaded the models."""
+
+    def __init__(self, world: World):
+        self.world = world
+        cpu = torch.device("cpu")
+        torch.set_num_threads(1)
+        self.encoders = (
+            ImageEncoder(world.models / "vae", cpu, "float32", "moments"),
+            TextEncoder(world.models / "text_encoder", world.models / "tokenizer", cpu, "float32"),
+        )
+
+    def run(self, root: Path, steps: Steps) -> int:
+        """Stage 1 into `root`; its exit code, negative for a signal's number."""
+        return wait_for(self.start(root, steps))
+
+    def start(self, root: Path, steps: Steps) -> int:
+        """The process that does it."""
+        sys.stdout.flush()
+        if child := os.fork():
+            return child
+        code = OTHER_ERROR
+        try:
+            config = self.world.config(root)
+            steps.install()
+            self._encode(config)
+            if steps.at == COUNT_ONLY:
+                (root.parent / "steps").write_text(str(steps.taken))
+            code = OK
+        except Exception as error:
+            code = STORAGE_ERROR if is_storage_error(error) else OTHER_ERROR
+            if code == OTHER_ERROR:
+                print(f"{steps.at}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        finally:
+            os._exit(code)
+
+    def _encode(self, config: PrecomputeConfig) -> None:
+        encoding = describe_encoding(config)
+        create_root(config.output, encoding)
+        for shard in list_shards(config.input):
+            encode_shard(shard, config, encoding, *self.encoders)
+        write_indexes(config.output)
+
+
+def wait_for(child: int) -> int:
+    """The exit code of a process."""
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def race(encoding: Encoding, folder: Path, rounds: int, tally: Tally) -> dict[str, object]:
+    """Two processes at one shard, the second a little later each round; both end well, with one commit."""
+    for number in range(rounds):
+        root = folder / f"race-{number}"
+        first = encoding.start(root, Steps(NEVER, kill))
+        time.sleep(0.01 * number)
+        second = encoding.start(root, Steps(NEVER, kill))
+        assert [wait_for(first), wait_for(second)] == [OK, OK]
+        assert not list((root / ".attempts").glob("*"))
+        tally.add(root, encoding.world.reference)
+    return {"rounds": rounds}
+
+
+def break_at(encoding: Encoding, folder: Path, at: int, fault: Callable[[], None], tally: Tally) -> int:
+    """Break a run at one step, look at what is there, run again, and count the outcome.
+
+    The run may succeed all the same, where the step only tidies up.
+    """
+    root = folder / f"{getattr(fault, '__name__', 'fault')}-{at}"
+    code = encoding.run(root, Steps(at, fault))
+    look(root)
+    assert encoding.run(root, Steps(NEVER, kill)) == OK
+    tally.add(root, encoding.world.reference)
+    assert not list((root / ".attempts").glob("*")), "an attempt was left behind"
+    subprocess.run(["rm", "-r", str(root)], check=True)
+    return code
+
+
+def look(root: Path) -> None:
+    """What receipts say is there is there, whole; the index may be an older one, and nothing else may be wrong."""
+    if (root / "encoding.json").exists():
+        load_receipts(root)
+        wrong = [line for line in verify_root(root) if "write it anew with" not in line]
+        assert not wrong, wrong
+
+
+def disk_full(encoding: Encoding, folder: Path, every: int, tally: Tally) -> dict[str, object]:
+    """On a small file system of its own, a page larger each time, until all fits; then with room for the rest."""
+    mount = folder / "small"
+    mount.mkdir()
+    refusals = 0
+    for pages in range(2, 1000, every):
+        size = f"size={4 * pages}k"
+        if subprocess.run(["mount", "-t", "tmpfs", "-o", size, "tmpfs", str(mount)], capture_output=True).returncode:
+            return {"skipped": "no right to mount a file system"}
+        try:
+            code = encoding.run(mount / "root", Steps(NEVER, kill))
+            assert code in (OK, STORAGE_ERROR), code
+            refusals += code == STORAGE_ERROR
+            look(mount / "root")
+            if code == OK:
+                return {"sizes_too_small": refusals, "smallest_that_fits_kib": 4 * pages}
+            subprocess.run(["mount", "-o", "remount,size=100m", str(mount)], check=True)
+            assert encoding.run(mount / "root", Steps(NEVER, kill)) == OK
+            tally.add(mount / "root", encoding.world.reference)
+        finally:
+            subprocess.run(["umount", str(mount)], check=True)
+    raise AssertionError("no size was enough")
+
+
+def main(folder: Path, models: Path, every: int) -> None:
+    """Kills, EIO and ENOSPC at every `every`-th step, a disk that is full, and two runs at once."""
+    encoding = Encoding(make_world(folder, models, num_shards=1, num_samples=5))
+    assert encoding.run(folder / "counted", Steps(COUNT_ONLY, kill)) == OK
+    num_steps = int((folder / "steps").read_text())
+    figures: dict[str, object] = {"steps": num_steps}
+    for name, fault, wanted in (
+        ("SIGKILL", kill, {-signal.SIGKILL}),
+        ("EIO", failing(errno.EIO), {STORAGE_ERROR, OK}),
+        ("ENOSPC", failing(errno.ENOSPC), {STORAGE_ERROR, OK}),
+    ):
+        tally = Tally()
+        codes = [break_at(encoding, folder, at, fault, tally) for at in range(1, num_steps + 1, every)]
+        assert set(codes) <= wanted, (name, codes)
+        figures[name] = {"faults": len(codes), "harmless": codes.count(OK)} | tally.check()
+    tally = Tally()
+    outcome = disk_full(encoding, folder, every, tally)
+    figures["full file system"] = outcome | (tally.check() if tally.files else {})
+    tally = Tally()
+    figures["two at once"] = race(encoding, folder, 60 // every, tally) | tally.check()
+    print(json.dumps(figures))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]))

@@ -1,0 +1,64 @@
+"""One bit flipped anywhere in a latents root: `shards verify` names the file."""
+
+import itertools
+import random
+import shutil
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from shards.files import DamagedFile
+from shards.verify import verify_root
+from tests.faults.world import make_world
+
+
+@pytest.mark.slow
+def test_twelve_hundred_flips(models: Path, tmp_path: Path, report: dict[str, object], seed: int) -> None:
+    report["flips"] = flip(root_of(models, tmp_path), 1200, seed)
+
+
+def test_some_flips(models: Path, tmp_path: Path, report: dict[str, object], seed: int) -> None:
+    report["flips"] = flip(root_of(models, tmp_path), 60, seed)
+
+
+def root_of(models: Path, folder: Path) -> Path:
+    """A root of two small shards."""
+    return shutil.copytree(make_world(folder, models, num_shards=2, num_samples=3).reference, folder / "root")
+
+
+def kind_of(name: str) -> str:
+    """`64x64/00000/index.json` → `part index.json`, and so on."""
+    parts = name.split("/")
+    if len(parts) == 1:
+        return name
+    if parts[0] in ("commits", "rejects"):
+        return parts[0]
+    return f"part {parts[2]}" if len(parts) == 3 else "merged index.json"
+
+
+def flip(root: Path, number: int, seed: int) -> dict[str, object]:
+    """Flip `number` bits, one at a time, the kinds of file in turn."""
+    rng = random.Random(seed)
+    kinds: dict[str, list[Path]] = {}
+    for path in sorted(root.rglob("*")):
+        name = str(path.relative_to(root))
+        if path.is_file() and not name.startswith("."):
+            kinds.setdefault(kind_of(name), []).append(path)
+    assert list(verify_root(root)) == []
+    flipped: Counter[str] = Counter()
+    detected: Counter[str] = Counter()
+    for kind in itertools.islice(itertools.cycle(kinds), number):
+        path = rng.choice(kinds[kind])
+        data = path.read_bytes()
+        bit = rng.randrange(8 * len(data))
+        path.write_bytes(data[: bit // 8] + bytes([data[bit // 8] ^ 1 << bit % 8]) + data[bit // 8 + 1 :])
+        try:
+            found = list(verify_root(root))
+        except DamagedFile as error:
+            found = [str(error)]
+        flipped[kind] += 1
+        detected[kind] += any(str(path) in line for line in found)
+        path.write_bytes(data)
+    assert detected == flipped
+    return {"flipped": flipped.total(), "detected": detected.total(), "by kind": dict(flipped)}

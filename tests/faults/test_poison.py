@@ -1,0 +1,34 @@
+"""Pictures that kill or stop the worker of a real job."""
+
+from pathlib import Path
+
+import pytest
+
+from shards.receipts import load_receipts
+from shards.verify import verify_root
+from tests.conftest import SIZES
+from tests.runs import run_module
+from tests.test_end_to_end import precompute_arguments
+from tests.tiny import make_samples, make_tar
+
+
+@pytest.mark.slow
+def test_a_job_finds_the_pictures_that_kill_its_workers(
+    models: Path, tmp_path: Path, report: dict[str, object]
+) -> None:
+    """One shard with a picture that kills, one with a picture that never ends, and a sound one."""
+    for shard, poison in enumerate((b"SEGFAULT", b"LOOP", None)):
+        samples = make_samples(shard, 8, SIZES)
+        poisons = [(f"{shard:05d}9000", {"jpg": poison, "txt": b"x"})] if poison else []
+        make_tar(tmp_path / "tars", f"{shard:05d}", samples[:4] + poisons + samples[4:])
+    arguments = precompute_arguments(
+        models, tmp_path / "tars", tmp_path / "root", "--limits.decode_seconds", "2", "--workers.num_cpus", "2"
+    )
+    result = run_module("tests.faults.poisoned_job", *arguments)
+    assert result.returncode == 0, result.stderr
+    assert list(verify_root(tmp_path / "root")) == []
+    receipts = load_receipts(tmp_path / "root")
+    assert [receipt.rejected.get("decoder_crash", 0) for receipt in receipts] == [1, 1, 0]
+    assert [receipt.attempts for receipt in receipts] == [2, 2, 1]
+    assert [receipt.samples_in for receipt in receipts] == [9, 9, 8]
+    report["pictures that kill the decoder"] = {"poisoned": 2, "found": 2, "other samples lost": 0}

@@ -1,0 +1,271 @@
+"""Every class of broken tar, under both policies."""
+
+import bz2
+import gzip
+import io
+import json
+import random
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from precompute.config import PrecomputeConfig, TarsConfig
+from precompute.tars import InputShard, RawSample, Tar, counted_samples, list_shards
+from shards.errors import DamagedInput
+from shards.receipts import Receipt, load_receipts
+from shards.verify import verify_root
+from tests.conftest import encode_all, precompute_config
+from tests.faults.world import stored_keys
+from tests.tiny import make_samples, make_tar
+
+LIMIT = 1 << 20
+KEYS = [f"00000{i:04d}" for i in range(8)]
+
+
+def sound() -> list[tuple[str, str, bytes]]:
+    """(key, suffix, bytes) of the members of eight samples."""
+    samples = make_samples(0, 8, [(80, 64)])
+    return [(key, suffix, data) for key, members in samples for suffix, data in members.items()]
+
+
+def tar_of(folder: Path, members: list[tuple[str, str, bytes]]) -> Path:
+    """A tar of these members in this order, beside the side files of eight samples."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(folder / "00000.tar", "w") as tar:
+        for key, suffix, data in members:
+            (header := tarfile.TarInfo(f"{key}.{suffix}")).size = len(data)
+            tar.addfile(header, io.BytesIO(data))
+    (folder / "00000_stats.json").write_text(json.dumps({"count": 9, "successes": 8}))
+    rows = {
+        "key": [*KEYS, "000009999"],
+        "url": [f"http://example.org/{key}" for key in KEYS] + ["http://example.org/gone"],
+        "status": ["success"] * 8 + ["failed_to_download"],
+    }
+    pq.write_table(pa.table(rows), folder / "00000.parquet")
+    return folder / "00000.tar"
+
+
+def changed(change: Callable[[bytearray], bytes | bytearray]) -> Callable[[Path], None]:
+    """A way to break a tar by changing its bytes."""
+
+    def break_it(folder: Path) -> None:
+        path = tar_of(folder, sound())
+        path.write_bytes(change(bytearray(path.read_bytes())))
+
+    return break_it
+
+
+def reordered(change: Callable[[list[tuple[str, str, bytes]]], list[tuple[str, str, bytes]]]) -> Callable[[Path], None]:
+    """A way to break a tar by changing its members."""
+    return lambda folder: (tar_of(folder, change(sound())), None)[1]
+
+
+def flip(data: bytearray, name: bytes, offset: int = 20) -> bytearray:
+    """One bit of the header of the member called `name`, or of what follows it."""
+    data[data.index(name) + offset] ^= 1
+    return data
+
+
+def without(*parts: str) -> Callable[[list[tuple[str, str, bytes]]], list[tuple[str, str, bytes]]]:
+    """Drop the members whose key.suffix is among `parts`."""
+    return lambda members: [member for member in members if f"{member[0]}.{member[1]}" not in parts]
+
+
+def negative_size(data: bytearray) -> bytearray:
+    """A header that is sound but for a size below zero, in base 256, which leads tarfile in circles."""
+    place = data.index(b"000000003.jpg")
+    data[place + 124 : place + 136] = b"\xff" * 12
+    data[place + 148 : place + 156] = b" " * 8
+    data[place + 148 : place + 156] = b"%06o\0 " % sum(data[place : place + 512])
+    return data
+
+
+# the class, how it comes about, what it is refused for, and the keys that salvaging loses
+BROKEN: dict[str, tuple[Callable[[Path], None], str, list[int]]] = {
+    "cut at a header": (changed(lambda d: d[: d.index(b"000000005.jpg")]), "cut short", [5, 6, 7]),
+    "cut within a sample": (changed(lambda d: d[: d.index(b"000000005.txt")]), "cut short", [5, 6, 7]),
+    "cut within a member": (changed(lambda d: d[: d.index(b"000000005.jpg") + 700]), "cut short", [5, 6, 7]),
+    "cut within a header": (changed(lambda d: d[: d.index(b"000000005.jpg") + 99]), "damaged", [5, 6, 7]),
+    "without its end": (changed(lambda d: d.rstrip(b"\0") + bytes(-len(d.rstrip(b"\0")) % 512)), "cut short", []),
+    "a bit of a header": (changed(lambda d: flip(d, b"000000003.txt")), "damaged", [3]),
+    "a bit of a first header": (changed(lambda d: flip(d, b"000000000.jpg")), "damaged", [0]),
+    "a bit of a name": (changed(lambda d: flip(d, b"000000003.jpg", 3)), "damaged", [3]),
+    "a bit of a size": (changed(lambda d: flip(d, b"000000003.jpg", 130)), "damaged", [3]),
+    "a size below zero": (changed(negative_size), "damaged", [3]),
+    "a block of zeros within": (
+        changed(lambda d: d[: d.index(b"000000003.jpg")] + bytes(1024) + d[d.index(b"000000003.jpg") :]),
+        "damaged",
+        [],
+    ),
+    "a key twice": (reordered(lambda m: m + m[:3]), "comes twice", [0]),
+    "a key twice, side by side": (reordered(lambda m: m[:3] + m[:3] + m[3:]), "comes twice", [0]),
+    "members out of order": (reordered(lambda m: m[::3] + m[1::3] + m[2::3]), "not in order", []),
+    "samples out of order": (reordered(lambda m: m[12:] + m[:12]), "", []),
+    "a sample missing": (reordered(lambda m: m[:9] + m[12:]), "holds 7 samples, but 00000_stats.json", [3]),
+    "a foreign sample": (
+        reordered(lambda m: [*m[:9], *(("x", *member[1:]) for member in m[9:12]), *m[12:]]),
+        "not in the parquet",
+        [3],
+    ),
+    "random bytes": (changed(lambda d: random.Random(0).randbytes(len(d))), "damaged", KEYS),  # type: ignore[dict-item]
+    "empty": (changed(lambda d: b""), "cut short", KEYS),  # type: ignore[dict-item]
+    "an HTML page": (changed(lambda d: b"<html>" * 1000), "damaged", KEYS),  # type: ignore[dict-item]
+}
+
+
+def read(folder: Path, policy: str) -> tuple[Tar, list[RawSample]]:
+    """The tar's samples, held against its side files."""
+    shard = list_shards(str(folder))[0]
+    tar = Tar(folder / "00000.tar", LIMIT, policy)  # type: ignore[arg-type]
+    tar.check(shard, counted_samples(shard))
+    return tar, list(tar.samples())
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_each_class(name: str, tmp_path: Path) -> None:
+    break_it, message, lost = BROKEN[name]
+    break_it(tmp_path)
+    if not message:  # no damage: the parquet has no order
+        assert len(read(tmp_path, "reject")[1]) == 8
+        return
+    with pytest.raises(DamagedInput, match=message):
+        read(tmp_path, "reject")
+    if lost == KEYS:
+        with pytest.raises(DamagedInput, match="nothing sound is left"):
+            read(tmp_path, "salvage")
+        return
+    tar, samples = read(tmp_path, "salvage")
+    assert sorted(sample.key for sample in samples) == KEYS  # all that img2dataset counted, each once
+    assert {sample.key for sample in samples if sample.lost} == {KEYS[i] for i in lost}
+    whole = {(key, suffix): data for key, suffix, data in sound()}
+    for sample in samples:
+        if not sample.lost:
+            assert (sample.image, sample.caption) == (whole[sample.key, "jpg"], whole[sample.key, "txt"])
+            assert sample.metadata["key"] == sample.key
+    record = tar.record("here")
+    assert record["lost"] == len(lost) and record["lost_unnamed"] == 0 and message in str(record["damage"])
+
+
+@pytest.mark.parametrize("policy", ["reject", "salvage"])
+@pytest.mark.parametrize("compress", [gzip.compress, bz2.compress])
+def test_a_compressed_one_is_refused_under_both(
+    compress: Callable[[bytes], bytes], policy: str, tmp_path: Path
+) -> None:
+    path = tar_of(tmp_path, sound())
+    path.write_bytes(compress(path.read_bytes()))
+    with pytest.raises(DamagedInput, match=r"compressed with (gzip|bzip2)\. Decompress it"):
+        read(tmp_path, policy)
+
+
+@pytest.mark.parametrize("parquet", [True, False])
+def test_losses_without_names(tmp_path: Path, parquet: bool) -> None:
+    """Without the parquet the stats say how many are missing, and nothing says which."""
+    reordered(lambda members: members[:9] + members[12:])(tmp_path)
+    if not parquet:
+        (tmp_path / "00000.parquet").unlink()
+    tar, samples = read(tmp_path, "salvage")
+    record = tar.record("here")
+    assert (record["lost"], record["lost_unnamed"]) == ((1, 0) if parquet else (0, 1))
+    assert len(samples) == 7 + parquet
+
+
+@pytest.mark.parametrize("file", ["00000_stats.json", "00000.parquet"])
+def test_a_damaged_side_file_is_named(tmp_path: Path, file: str) -> None:
+    tar_of(tmp_path, sound())
+    (tmp_path / file).write_bytes((tmp_path / file).read_bytes()[:-9])
+    with pytest.raises(DamagedInput, match=rf"{file} is damaged"):
+        read(tmp_path, "salvage")
+
+
+def test_nothing_is_followed_or_extracted(tmp_path: Path) -> None:
+    """Links, folders, devices, sparse files and odd names beside eight sound samples, some with long (pax) names."""
+    secret = tmp_path / "secret"
+    secret.write_text("secret")
+    path = tar_of(tmp_path / "tars", [])
+    with tarfile.open(path, "w", format=tarfile.PAX_FORMAT, pax_headers={"comment": "global"}) as tar:
+        kinds = (tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.DIRTYPE, tarfile.CHRTYPE, tarfile.FIFOTYPE)
+        for i, kind in enumerate((*kinds, tarfile.GNUTYPE_SPARSE)):
+            odd = tarfile.TarInfo(f"odd{i}.jpg")
+            odd.type, odd.linkname = kind, str(secret)
+            if kind != tarfile.GNUTYPE_SPARSE:
+                tar.addfile(odd)
+        places = ["", "/", "../../", "a/b/../", "/etc/" + "d" * 200 + "/", "ü/", "./", "//"]
+        for i, (key, suffix, data) in enumerate(sound()):
+            member = tarfile.TarInfo(f"{places[i // 3]}{key}.{suffix}")
+            member.size = len(data)
+            tar.addfile(member, io.BytesIO(data))
+        for name in (".hidden.jpg", "..", "/"):
+            tar.addfile(tarfile.TarInfo(name))
+    before = sorted(tmp_path.rglob("*"))
+    samples = read(tmp_path / "tars", "reject")[1]
+    assert [sample.key for sample in samples] == KEYS and all(sample.image for sample in samples)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_name_that_is_no_text_becomes_one(tmp_path: Path) -> None:
+    path = tmp_path / "00000.tar"
+    with tarfile.open(path, "w", format=tarfile.GNU_FORMAT, encoding="utf-8", errors="surrogateescape") as tar:
+        tar.addfile(tarfile.TarInfo(b"bad\xff.jpg".decode("utf-8", "surrogateescape")))
+    (sample,) = Tar(path, LIMIT).samples()
+    assert sample.key == "bad\\udcff"
+
+
+def test_a_thousand_headers_before_one_file_are_no_way_in(tmp_path: Path) -> None:
+    """Extended headers nest in tarfile; nesting has an end, which must not look like a bug."""
+    path = tar_of(tmp_path, sound())
+    long_name = tarfile.TarInfo("././@LongLink")
+    long_name.type, long_name.size = tarfile.GNUTYPE_LONGNAME, 512
+    block = long_name.tobuf(tarfile.GNU_FORMAT) + b"n" * 511 + b"\0"
+    path.write_bytes(block * 3000 + path.read_bytes())
+    for policy in ("reject", "salvage"):
+        with pytest.raises(DamagedInput, match="nest without end"):
+            read(tmp_path, policy)
+
+
+def config_with(models: Path, folder: Path, root: Path, **tars: object) -> PrecomputeConfig:
+    """Stage 1 over the tars in `folder`."""
+    config = precompute_config(models, folder, root, buckets=["64x64"])
+    return config.model_copy(update={"tars": TarsConfig.model_validate(tars)})
+
+
+def salvaged(models: Path, folder: Path, **changes: object) -> tuple[Path, Receipt]:
+    """Stage 1 over the tars in `folder`, salvaging: the root and the receipt."""
+    config = config_with(models, folder, folder / "root", policy="salvage", **changes)
+    encode_all(config, models)
+    assert list(verify_root(config.output)) == []
+    return config.output, load_receipts(config.output)[0]
+
+
+def test_a_salvaged_shard_accounts_for_every_sample(models: Path, tmp_path: Path) -> None:
+    BROKEN["a bit of a header"][0](tmp_path)
+    root, receipt = salvaged(models, tmp_path)
+    assert (receipt.samples_in, receipt.encoded, receipt.rejected) == (8, 7, {"lost_in_tar": 1})
+    assert (receipt.input["lost"], receipt.input["lost_unnamed"]) == (1, 0)
+    rejects = pq.read_table(root / "rejects" / "00000.parquet").to_pylist()
+    assert [(row["key"], row["url"], row["reason"]) for row in rejects] == [
+        (KEYS[3], f"http://example.org/{KEYS[3]}", "lost_in_tar")
+    ]
+    assert {key for _, key in stored_keys(root)} == set(KEYS) - {KEYS[3]}
+
+
+def test_a_bit_of_a_picture(models: Path, tmp_path: Path) -> None:
+    """Nothing in a tar tells; the SHA-256 that img2dataset took of what it was served does."""
+    changed(lambda data: flip(data, b"000000003.jpg", 512 + 300))(tmp_path)
+    config = config_with(models, tmp_path, tmp_path / "rejected", check_sha256=True)
+    with pytest.raises(DamagedInput, match=r"sample 000000003 has not the sha256 of its JSON"):
+        encode_all(config, models)
+    assert load_receipts(config.output) == []
+    _, receipt = salvaged(models, tmp_path, check_sha256=True)
+    assert (receipt.encoded, receipt.rejected) == (7, {"lost_in_tar": 1})
+
+
+def test_a_member_over_the_limit_costs_its_sample(tmp_path: Path) -> None:
+    make_tar(tmp_path, "00000", [("a", {"jpg": b"x" * 2000, "txt": b"y"}), ("b", {"jpg": b"x", "txt": b"y"})])
+    shard = InputShard("00000", str(tmp_path / "00000.tar"))
+    tar = Tar(tmp_path / "00000.tar", 1000)
+    tar.check(shard, counted_samples(shard))
+    assert [bool(sample.oversized) for sample in tar.samples()] == [True, False]

@@ -1,0 +1,275 @@
+"""Training killed at random moments, at every stage of writing a checkpoint, and rank by rank under the launcher.
+
+Whatever was done to a run, its losses, its log of samples and its last checkpoint are those of the undisturbed run, bit
+for bit. `make test-faults` runs the long form, and leaves its figures in runs/faults/train.json.
+"""
+
+import json
+import os
+import platform
+import random
+import signal
+import subprocess
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import ranks
+from tests.runs import curve, environment, launcher, train_fields, write_config
+from tests.train.test_processes import rank_processes
+from train import checkpoint
+from train.__main__ import run as command
+from train.checkpoint import list_checkpoints, verify_checkpoint
+from train.metrics import read_json_lines
+
+FIGURES = Path(__file__).parents[2] / "runs" / "faults" / "train.json"
+STAGES = [
+    # function of train/checkpoint.py, which of its calls, when: before, halfway through or after it
+    ("save_file", 1, "before"),  # the folder is there, and nothing in it but the U-Net's config
+    ("save_file", 1, "half"),
+    ("save_file", 2, "before"),
+    ("save_file", 2, "half"),  # the moving average
+    ("save_file", 3, "before"),
+    ("save_file", 3, "half"),  # the optimizer
+    ("sha256_file", 1, "before"),
+    ("sha256_file", 3, "after"),
+    ("write_sealed_json", 1, "before"),
+    ("write_sealed_json", 1, "half"),
+    ("write_sealed_json", 1, "after"),
+    ("fsync_tree", 1, "after"),
+    ("fsync_folder", 1, "before"),  # renamed
+    ("fsync_folder", 1, "after"),
+    ("rmtree", 1, "before"),  # of one that is not kept
+    ("rmtree", 1, "half"),
+    ("rmtree", 1, "after"),
+]
+SHORT_STAGES = ["save_file-2-half", "fsync_tree-1-after", "fsync_folder-1-before", "rmtree-1-half"]
+
+
+def die() -> None:
+    """As a power cut would have it."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def train_until_stage(arguments: list[str]) -> None:
+    """The trainer, which is killed at a stage (`function-call-moment`) of the second checkpoint that it writes."""
+    name, call, moment = arguments[0].split("-")
+    written, calls = Counter[str](), Counter[str]()
+    write = checkpoint.CheckpointWriter._write
+
+    def counted_write(self: Any, snapshot: Any) -> Path:
+        written["checkpoints"] += 1
+        return write(self, snapshot)
+
+    def deadly(function: Callable[..., Any]) -> Callable[..., Any]:
+        def called(*args: Any, **keywords: Any) -> Any:
+            # the writer clears away what it did not rename, whether or not there is something
+            if written["checkpoints"] < 2 or not Path(args[0] if name == "rmtree" else "/").exists():
+                return function(*args, **keywords)
+            calls[name] += 1
+            if calls[name] == int(call) and moment == "before":
+                die()
+            if calls[name] == int(call) and moment == "half":
+                halfway(name, args, lambda: function(*args, **keywords))
+                die()
+            result = function(*args, **keywords)
+            if calls[name] == int(call):
+                die()
+            return result
+
+        return called
+
+    checkpoint.CheckpointWriter._write = counted_write  # type: ignore[method-assign]
+    owner: Any = checkpoint.shutil if name == "rmtree" else checkpoint
+    setattr(owner, name, deadly(getattr(owner, name)))
+    command(arguments[1:])
+
+
+def halfway(name: str, arguments: tuple[Any, ...], finish: Callable[[], Any]) -> None:
+    """Leave what a kill in the middle of the call would: a file cut short, a folder half removed."""
+    if name == "rmtree":
+        next(path for path in sorted(Path(arguments[0]).rglob("*")) if path.is_file()).unlink()
+        return
+    finish()
+    path = Path(arguments[0] if name == "write_sealed_json" else arguments[1])
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def reference(latents: Path, folder: Path, max_steps: int, num_processes: int = 1) -> Path:
+    """The undisturbed run's folder."""
+    fields = run_fields(latents, folder / "undisturbed", max_steps)
+    ranks.run(folder / "undisturbed.log", ["--config", str(write_config(folder, fields))], num_processes)
+    return folder / "undisturbed"
+
+
+def run_fields(latents: Path, run_dir: Path, max_steps: int, **changes: Any) -> dict[str, Any]:
+    """A checkpoint after every second step: about half of the time goes into writing them."""
+    changes = {"checkpoint": {"every": 2, "keep": 2}, "collective_timeout": 120.0} | changes
+    return train_fields(latents, run_dir, max_steps=max_steps, **changes)
+
+
+def compare(run: Path, undisturbed: Path) -> dict[str, Any]:
+    """Hold a finished run against the undisturbed one; what is equal, as figures."""
+    found, expected = curve(run), curve(undisturbed)
+    assert found == expected
+    last = [list_checkpoints(folder)[-1] for folder in (run, undisturbed)]
+    assert last[0].name == last[1].name
+    assert verify_checkpoint(last[0])["files"] == verify_checkpoint(last[1])["files"]
+    difference = max(abs(a - b) for a, b in zip(found[0], expected[0], strict=True))
+    return {"steps": len(found[0]), "largest_difference": difference, "sample_lines_equal": len(found[1])}
+
+
+def last_step(run: Path) -> int:
+    """The step of the last whole line of metrics.jsonl."""
+    rows = read_json_lines(run / "metrics.jsonl")
+    return int(rows[-1]["step"]) if rows else 0
+
+
+def kill_at_random(latents: Path, folder: Path, name: str, undisturbed: Path, rng: random.Random) -> dict[str, Any]:
+    """Start a run again and again, and kill it 0 to 8 steps and a random moment later, until it is done."""
+    changes = {"data": {"num_workers": rng.choice([0, 2])}}
+    kept = {"every": 2, "keep": 2, "asynchronous": rng.random() < 0.5}
+    fields = run_fields(latents, folder / name, last_step(undisturbed), checkpoint=kept, **changes)
+    arguments = ["--config", str(write_config(folder, fields))]
+    kills = 0
+    while True:
+        (process,) = ranks.start(folder / f"{name}.log", arguments)
+        until = last_step(folder / name) + rng.randint(0, 8)
+        # a resumed run first drops the lines after its checkpoint; one killed before it wrote a line counts too
+        deadline = time.monotonic() + 120
+        while process.is_alive() and last_step(folder / name) < until and time.monotonic() < deadline:
+            time.sleep(0.002)
+        time.sleep(rng.uniform(0, 0.2))
+        if not process.is_alive():
+            process.join()
+            assert process.exitcode == 0, (folder / f"{name}.log").read_text()[-3000:]
+            break
+        assert process.pid is not None
+        # the process alone, or as a scheduler does it, with its loader and everything
+        (os.kill if rng.random() < 0.5 else os.killpg)(process.pid, signal.SIGKILL)
+        process.join()
+        kills += process.exitcode == -signal.SIGKILL
+        if process.exitcode == 0:
+            break
+    log = (folder / f"{name}.log").read_text()
+    resumes, damaged = log.count("resuming "), log.count("is damaged and passed over")
+    return compare(folder / name, undisturbed) | {"kills": kills, "resumes": resumes, "damaged": damaged}
+
+
+def kill_at_stages(
+    latents: Path, folder: Path, stages: list[str], asynchronous: bool, undisturbed: Path
+) -> dict[str, Any]:
+    """One run that dies at one stage after the other, and is resumed each time."""
+    name = "asynchronous" if asynchronous else "synchronous"
+    kept = {"every": 2, "keep": 2, "asynchronous": asynchronous}
+    fields = run_fields(latents, folder / name, last_step(undisturbed), checkpoint=kept)
+    arguments = ["--config", str(write_config(folder, fields))]
+    for stage in stages:
+        program = "tests.faults.test_train_faults:train_until_stage"
+        codes = ranks.wait(ranks.start(folder / f"{name}.log", [stage, *arguments], program=program))
+        assert codes == [-signal.SIGKILL], f"{stage}: {codes}\n{(folder / f'{name}.log').read_text()[-3000:]}"
+    ranks.run(folder / f"{name}.log", arguments)
+    log = (folder / f"{name}.log").read_text()
+    resumes, damaged = log.count("resuming "), log.count("is damaged and passed over")
+    return compare(folder / name, undisturbed) | {"kills": len(stages), "resumes": resumes, "damaged": damaged}
+
+
+def report(section: str, figures: dict[str, Any]) -> None:
+    """Print the figures, and add them to runs/faults/train.json."""
+    figures = figures | {"machine": f"{os.cpu_count()} cores, {platform.machine()}", "date": time.strftime("%Y-%m-%d")}
+    FIGURES.parent.mkdir(parents=True, exist_ok=True)
+    known = json.loads(FIGURES.read_text()) if FIGURES.exists() else {}
+    FIGURES.write_text(json.dumps(known | {section: figures}, indent=2) + "\n")
+    print(f"{section}: {json.dumps(figures)}")
+
+
+def total(parts: list[dict[str, Any]]) -> dict[str, Any]:
+    """Counts added up; the largest of the differences."""
+    counts = {key: sum(part[key] for part in parts) for key in parts[0] if key != "largest_difference"}
+    return {"runs": len(parts)} | counts | {"largest_difference": max(part["largest_difference"] for part in parts)}
+
+
+@pytest.mark.parametrize("kills", [3, pytest.param(50, marks=pytest.mark.slow)])
+def test_killed_at_random_moments(kills: int, latents: Path, tmp_path: Path) -> None:
+    rng, parts = random.Random(kills), []
+    undisturbed = reference(latents, tmp_path, max_steps=16 if kills < 50 else 40)
+    while sum(part["kills"] for part in parts) < kills and len(parts) < kills:
+        parts.append(kill_at_random(latents, tmp_path, f"run-{len(parts)}", undisturbed, rng))
+    figures = total(parts)
+    assert figures["kills"] >= kills
+    if kills >= 50:
+        report("random_moments", figures)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["synchronous", "asynchronous"])
+@pytest.mark.parametrize("stages", ["some", pytest.param("all", marks=pytest.mark.slow)])
+def test_killed_while_writing_a_checkpoint(stages: str, asynchronous: bool, latents: Path, tmp_path: Path) -> None:
+    if stages == "some" and not asynchronous:
+        pytest.skip("the short form writes in the background; `make test-faults` does both")
+    chosen = SHORT_STAGES if stages == "some" else [f"{name}-{call}-{moment}" for name, call, moment in STAGES]
+    undisturbed = reference(latents, tmp_path, max_steps=6 + 4 * len(chosen))
+    figures = kill_at_stages(latents, tmp_path, chosen, asynchronous, undisturbed)
+    assert figures["resumes"] == len(chosen)
+    if stages == "all":
+        report("stages_of_writing_" + ("asynchronously" if asynchronous else "synchronously"), figures)
+
+
+@pytest.mark.slow
+def test_the_launcher_brings_back_a_job_whose_ranks_are_killed(latents: Path, tmp_path: Path) -> None:
+    """Twelve kills of random ranks of two, each at a random step, under one `accelerate launch --max_restarts`."""
+    rng, kills, ranks_killed = random.Random(0), 0, Counter[str]()
+    undisturbed = reference(latents, tmp_path, max_steps=100, num_processes=2)
+    config = write_config(tmp_path, run_fields(latents, tmp_path / "run", max_steps=100))
+    launch = [*launcher(2), "--max_restarts", "20", "-m", "train", "--config", str(config)]
+    with (tmp_path / "log").open("w") as log:
+        process = subprocess.Popen(launch, env=environment(), stdout=log, stderr=subprocess.STDOUT)
+    while kills < 12 and process.poll() is None:
+        resumed, until = len((tmp_path / "log").read_text().split("resuming ")), last_step(tmp_path / "run")
+        until += rng.randint(2, 7)
+        while process.poll() is None and (last_step(tmp_path / "run") < until or resumed <= kills):
+            resumed = len((tmp_path / "log").read_text().split("resuming "))
+            time.sleep(0.01)
+        time.sleep(rng.uniform(0, 0.1))
+        victims = rank_processes(process.pid)
+        if len(victims) == 2:
+            victim = rng.choice(victims)
+            ranks_killed[victim.environ()["RANK"]] += 1
+            victim.kill()
+            kills += 1
+    assert process.wait(300) == 0, (tmp_path / "log").read_text()[-5000:]
+    figures = compare(tmp_path / "run", undisturbed) | {"kills": kills, "killed_by_rank": dict(ranks_killed)}
+    assert kills >= 10
+    report("launcher", figures | {"resumes": (tmp_path / "log").read_text().count("resuming ")})
+
+
+@pytest.mark.slow
+def test_two_launchers_bring_back_a_job_of_two_machines(latents: Path, tmp_path: Path) -> None:
+    """A rank of the first machine is killed, then one of the second; both machines start again, and meet."""
+    if not ranks.nodes_can_be_simulated():
+        pytest.skip("this process may not make a /dev/shm of its own for each machine")
+    undisturbed = reference(latents, tmp_path, max_steps=40, num_processes=2)
+    config = write_config(tmp_path, run_fields(latents, tmp_path / "run", max_steps=40))
+    flags = ["--num_machines", "2", "--num_processes", "2", "--multi_gpu", "--main_process_ip", "127.0.0.1"]
+    flags += ["--main_process_port", str(ranks.free_port()), "--max_restarts", "5", "--mixed_precision", "no"]
+    machines = []
+    for machine in range(2):
+        launch = [*launcher(1)[:3], *flags, "--dynamo_backend", "no", "--machine_rank", str(machine)]
+        own = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs tmpfs /dev/shm && exec "$@"', "sh"]
+        (tmp_path / f"machine-{machine}").mkdir()
+        with (tmp_path / f"log-{machine}").open("w") as log:
+            command = [*own, *launch, "-m", "train", "--config", str(config)]
+            variables = environment(TMPDIR=str(tmp_path / f"machine-{machine}"))
+            machines.append(subprocess.Popen(command, env=variables, stdout=log, stderr=subprocess.STDOUT))
+    for machine, until in enumerate((6, 20)):
+        while last_step(tmp_path / "run") < until and machines[0].poll() is None:
+            time.sleep(0.01)
+        (victim,) = rank_processes(machines[machine].pid)
+        victim.kill()
+    logs = [tmp_path / f"log-{machine}" for machine in range(2)]
+    codes = [process.wait(600) for process in machines]
+    assert codes == [0, 0], "\n".join(log.read_text()[-3000:] for log in logs)
+    report("two_machines", compare(tmp_path / "run", undisturbed) | {"kills": 2})

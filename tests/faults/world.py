@@ -1,0 +1,97 @@
+"""What the fault tests work on: small models and tars, an undisturbed run of them, and how a disturbed one compares."""
+
+import json
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from precompute.config import PrecomputeConfig
+from shards.reading import read_part
+from shards.receipts import load_receipts
+from shards.verify import verify_root
+from tests.conftest import SIZES, encode_all, precompute_config
+from tests.precompute.test_shard import tree
+from tests.tiny import make_samples, make_tar
+
+TIMED = {"started", "seconds", "attempts", "sha256"}
+"""What two receipts of one shard may differ in, and the seal over it."""
+
+
+@dataclass(frozen=True)
+class World:
+    """Models, tars, and the root that an undisturbed run makes of them."""
+
+    models: Path
+    tars: Path
+    reference: Path
+
+    def config(self, output: Path, **changes: object) -> PrecomputeConfig:
+        """The config of a run into `output`."""
+        workers = {"num_gpus": 0, "num_cpus": 1, "decode_threads": 1, "batch_size": 8}
+        return precompute_config(self.models, self.tars, output, workers=workers, **changes)
+
+
+def make_world(folder: Path, models: Path, num_shards: int, num_samples: int) -> World:
+    """A world below `folder`; in each tar one sample is no picture, and one has no caption."""
+    for shard in range(num_shards):
+        samples = make_samples(shard, num_samples, SIZES)
+        samples.append((f"{shard:05d}9001", {"jpg": b"<html>", "txt": b"not a picture"}))
+        samples.append((f"{shard:05d}9002", {"jpg": samples[0][1]["jpg"]}))
+        make_tar(folder / "tars", f"{shard:05d}", samples)
+    world = World(models, folder / "tars", folder / "reference")
+    encode_all(world.config(world.reference), models)
+    return world
+
+
+@dataclass
+class Tally:
+    """Disturbed runs, once they were through, against the undisturbed one."""
+
+    files: int = 0
+    identical: int = 0
+    """Files that are the same byte for byte; receipts, but for their times and attempts."""
+    samples: int = 0
+    duplicates: int = 0
+    losses: int = 0
+    different: list[str] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
+    """What `verify` says."""
+
+    def add(self, root: Path, reference: Path) -> None:
+        """Count `root`."""
+        expected, found = comparable(reference), comparable(root)
+        names = expected.keys() | found.keys()
+        different = [name for name in names if expected.get(name) != found.get(name)]
+        self.files += len(names)
+        self.identical += len(names) - len(different)
+        self.different += [f"{root.name}/{name}" for name in sorted(different)]
+        self.wrong += list(verify_root(root))
+        wanted, got = stored_keys(reference), stored_keys(root)
+        self.samples += wanted.total()
+        self.duplicates += (got - wanted).total()
+        self.losses += (wanted - got).total()
+
+    def check(self) -> dict[str, object]:
+        """As figures; fails unless all is as it should be."""
+        assert not self.different and not self.wrong, (self.different[:10], self.wrong[:10])
+        assert self.files and self.identical == self.files and not self.duplicates and not self.losses, self
+        return {key: value for key, value in asdict(self).items() if key not in ("different", "wrong")}
+
+
+def comparable(root: Path) -> dict[str, object]:
+    """Every file's content by its name; of a receipt, what two runs must have alike."""
+    files: dict[str, object] = dict(tree(root))  # of what is torn too, but for the folders of attempts and locks
+    for name in [name for name in files if name.startswith("commits/")]:
+        receipt = json.loads(files[name])  # type: ignore[arg-type]
+        files[name] = {key: value for key, value in receipt.items() if key not in TIMED}
+    return files
+
+
+def stored_keys(root: Path) -> Counter[tuple[str, str]]:
+    """(bucket, key) of every sample that a reader of the root meets."""
+    keys: Counter[tuple[str, str]] = Counter()
+    for receipt in load_receipts(root):
+        for bucket, part in receipt.parts.items():
+            if part.samples:
+                keys.update((bucket, sample["key"]) for sample in read_part(root / bucket / receipt.shard))
+    return keys

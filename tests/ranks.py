@@ -1,0 +1,133 @@
+"""Training processes without a launcher, forked from a server that has imported everything: a start costs a second.
+
+Each is a process of its own with an environment, a session, a log and a resource tracker of its own, as one started by
+`python -m train` would be; only the imports are shared. Nodes are simulated: each has a private /dev/shm and temporary
+folder, in which streaming keeps what the ranks of one machine share.
+"""
+
+import ctypes
+import os
+import socket
+import sys
+import tempfile
+from multiprocessing import get_context, resource_tracker, set_start_method
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+
+from shards.errors import exit_code_of
+
+SERVER = get_context("forkserver")
+SERVER.set_forkserver_preload(["tests.ranks", "train.__main__", "torch.distributed.tensor", "torch._dynamo"])
+
+CLONE_NEWNS, MS_REC, MS_PRIVATE = 0x00020000, 0x4000, 1 << 18
+LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def start(
+    log: Path, arguments: list[str], num_processes: int = 1, num_nodes: int = 1, program: str = "train.__main__:run"
+) -> list[ForkServerProcess]:
+    """Start `python -m train ARGUMENTS` on so many processes; a `Process` for each rank, or for each of several nodes.
+
+    Args:
+        log: for what they print.
+        program: `module:function` to call with the arguments instead of the trainer's.
+    """
+    log.parent.mkdir(parents=True, exist_ok=True)
+    local = num_processes // num_nodes
+    common = {"WORLD_SIZE": str(num_processes), "LOCAL_WORLD_SIZE": str(local)}
+    common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    processes = []
+    for node in range(num_nodes):
+        ranks = [
+            common | {"RANK": str(node * local + i), "LOCAL_RANK": str(i)} if num_processes > 1 else {}
+            for i in range(local)
+        ]
+        for group in [ranks] if num_nodes > 1 else [[rank] for rank in ranks]:
+            shared = Path(tempfile.mkdtemp(prefix="node-")) if num_nodes > 1 else None
+            process = SERVER.Process(target=_run_ranks, args=(log, program, arguments, group, shared))
+            process.start()
+            processes.append(process)
+    return processes
+
+
+def run(log: Path, arguments: list[str], num_processes: int = 1, num_nodes: int = 1, seconds: float = 600) -> str:
+    """Start, wait for success, and return what was printed."""
+    processes = start(log, arguments, num_processes, num_nodes)
+    codes = wait(processes, seconds)
+    assert codes == [0] * len(processes), f"exit codes {codes}:\n{log.read_text()[-5000:]}"
+    return log.read_text()
+
+
+def wait(processes: list[ForkServerProcess], seconds: float = 600) -> list[int | None]:
+    """Exit codes, in order; what has not ended after `seconds` is killed, and its code is None."""
+    codes: list[int | None] = []
+    for process in processes:
+        process.join(seconds)
+        codes.append(process.exitcode)
+        if process.exitcode is None:
+            process.kill()
+            process.join()
+    return codes
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def nodes_can_be_simulated() -> bool:
+    """Whether this process may give another one a /dev/shm of its own."""
+    process = SERVER.Process(target=_own_shared_memory)
+    process.start()
+    process.join()
+    return process.exitcode == 0
+
+
+def _run_ranks(log: Path, program: str, arguments: list[str], ranks: list[dict[str, str]], node: Path | None) -> None:
+    os.setsid()
+    set_start_method("fork", force=True)  # of loader workers, as in a process that was not itself forked by a server
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    sys.stdout = sys.stderr = os.fdopen(output, "w", buffering=1)
+    if node is not None:
+        _own_shared_memory()
+        os.environ["TMPDIR"] = str(node)
+        tempfile.tempdir = None
+    children = [pid for variables in ranks[1:] if (pid := _fork_rank(program, arguments, variables))]
+    code = _run_rank(program, arguments, ranks[0])
+    for pid in children:
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) or code
+    sys.exit(code)
+
+
+def _fork_rank(program: str, arguments: list[str], variables: dict[str, str]) -> int:
+    pid = os.fork()
+    if pid == 0:
+        os._exit(_run_rank(program, arguments, variables))
+    return pid
+
+
+def _run_rank(program: str, arguments: list[str], variables: dict[str, str]) -> int:
+    for name in LAUNCHER:
+        os.environ.pop(name, None)
+    os.environ.update(variables)
+    # as of a process that nobody forked: it cleans up after this one alone
+    resource_tracker._resource_tracker._fd = None  # type: ignore[attr-defined]
+    resource_tracker._resource_tracker._pid = None  # type: ignore[attr-defined]
+    module, _, function = program.partition(":")
+    called = getattr(__import__(module, fromlist=[function]), function)
+    return exit_code_of(lambda: called(arguments))
+
+
+def _own_shared_memory() -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    failed = (
+        libc.unshare(CLONE_NEWNS)
+        or libc.mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None)
+        or libc.mount(b"tmpfs", b"/dev/shm", b"tmpfs", 0, None)
+    )
+    if failed:
+        raise OSError(ctypes.get_errno(), "no /dev/shm of its own")

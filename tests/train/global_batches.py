@@ -1,0 +1,21 @@
+"""Whole global batches, from the loaders of all ranks of simulated machines."""
+
+from train.config import DataConfig
+from train.data import DataSpec, global_batches, make_loader
+from train.draws import global_slots
+
+
+def keys_per_step(
+    config: DataConfig, spec: DataSpec, first: int, steps: int, world: int = 1, ranks_per_node: int | None = None
+) -> list[list[str]]:
+    """Keys of whole global batches of 8, each put together from what every rank's own loader delivers."""
+    whole = [[""] * 8 for _ in range(steps)]
+    for rank in range(world):
+        slots = global_slots(8 // world, rank, world, ranks_per_node or world)
+        batches = global_batches(make_loader(config, spec, 8, 3, first, slots), spec, first)
+        for step in range(steps):
+            batch = next(batches)
+            for slot, key in zip(batch.slots.tolist(), batch.keys, strict=True):
+                whole[step][slot] = f"{key} {tuple(batch.image_latents.shape[2:])}"
+        batches.close()
+    return whole

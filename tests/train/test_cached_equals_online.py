@@ -1,0 +1,198 @@
+"""Training on stored latents is training online: the trainer's curve against a loop that encodes as it goes.
+
+The loop is plain diffusers and transformers: AutoencoderKL and CLIPTextModel on pixels and captions at every step, in
+float32. Of the product it takes the keyed draws alone. `pytest -s` prints the figures of docs/training.md.
+"""
+
+import io
+import json
+import tarfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from accelerate import Accelerator
+from diffusers import AutoencoderKL, DDPMScheduler, UNet2DConditionModel
+from PIL import Image
+from torch import Tensor
+from transformers import CLIPTextModel, CLIPTokenizer
+
+from tests.conftest import encode_all, precompute_config
+from tests.runs import UNET, train_fields
+from tests.tiny import make_samples, make_tar
+from train.config import TrainConfig
+from train.data import global_batches, make_loader
+from train.draws import Draws, Purpose
+from train.loop import train_step
+from train.request import check_request
+from train.run import assemble, collect_losses
+
+STEPS, BATCH, SEED, SIDE = 50, 8, 5, 64
+LR, WEIGHT_DECAY, DROPOUT = 1e-3, 0.01, 0.1
+FIELDS = ["txt", "json:blip", "json:human"]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A way to store text, what the online run must share with it, and how far the curves may be apart."""
+
+    name: str
+    storage: str
+    trim: bool
+    fields: list[str]
+    tolerance: float
+    """Of the largest relative difference over the curve; about four times what was seen."""
+
+
+CASES = [
+    Case("float16", "float16", False, ["txt"], 1e-4),
+    Case("float8", "float8", False, ["txt"], 1.2e-3),
+    Case("float16, trim", "float16", True, ["txt"], 4e-5),
+    Case("float8, trim", "float8", True, ["txt"], 1.3e-3),
+    Case("float16, trim, three captions", "float16", True, FIELDS, 1.5e-4),
+]
+
+
+@pytest.fixture(scope="module")
+def tars(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tar of 40 pictures with one to three captions, short ones and some that are cut."""
+    folder = tmp_path_factory.mktemp("tars")
+    samples = make_samples(0, 40, [(80, 64), (90, 120), (64, 64)])
+    for i, (_, members) in enumerate(samples):
+        metadata = json.loads(members["json"])
+        for name in ("blip", "human")[: i % 3]:
+            metadata[name] = f"{name} {i}" + "!" * (i % 7)
+        members["txt"] = f"{i} blobs".encode() * (1 + i % 4)
+        members["json"] = json.dumps(metadata).encode()
+    make_tar(folder, "00000", samples)
+    return folder
+
+
+def cached(case: Case, models: Path, tars: Path, folder: Path) -> tuple[list[float], list[list[str]]]:
+    """Stage 1, then the trainer: the loss and the keys of each step."""
+    changes: dict[str, Any] = {"captions": case.fields, "text": {"storage": case.storage, "trim": case.trim}}
+    encode_all(precompute_config(models, tars, folder / "root", buckets=["64x64"], **changes), models)
+    fields = train_fields(
+        folder / "root",
+        folder / "run",
+        seed=SEED,
+        max_steps=STEPS,
+        global_batch_size=BATCH,
+        optimizer={"lr": LR, "weight_decay": WEIGHT_DECAY},
+        schedule={"warmup_steps": 0},
+        objective={"caption_dropout": DROPOUT},
+    )
+    config, accelerator = TrainConfig.model_validate(fields), Accelerator(cpu=True)
+    request = check_request(config, accelerator)
+    run = assemble(config, request, accelerator)
+    loader = make_loader(config.data, request.spec, BATCH, SEED, 0, run.slots)
+    keys = []
+    for batch in global_batches(loader, request.spec, 0):
+        keys.append(batch.keys)
+        train_step(run, batch)
+        run.state.step += 1
+        if run.state.step == STEPS:
+            break
+    collect_losses(run)
+    return run.state.losses, keys
+
+
+class Online:
+    """Pixels and captions, encoded at every step."""
+
+    def __init__(self, models: Path, tars: Path):
+        self.vae = AutoencoderKL.from_pretrained(models / "vae").eval()
+        self.text_encoder = CLIPTextModel.from_pretrained(models / "text_encoder").eval()
+        self.tokenizer = CLIPTokenizer.from_pretrained(models / "tokenizer")
+        self.members: dict[str, dict[str, bytes]] = read_tar(tars / "00000.tar")
+
+    def train(self, keys: list[list[str]], trim: bool, fields: list[str]) -> list[float]:
+        """The loss of each step on the samples `keys`."""
+        torch.manual_seed(SEED)
+        unet = UNet2DConditionModel.from_config(json.loads(UNET.read_text()))
+        optimizer = torch.optim.AdamW(unet.parameters(), lr=LR, weight_decay=WEIGHT_DECAY)
+        scheduler = DDPMScheduler(1000, 0.00085, 0.012, "scaled_linear")
+        losses = []
+        for step in range(STEPS):
+            draws = Draws(SEED, step, torch.arange(BATCH))
+            latents = self.latents(keys[step], draws)
+            states, mask = self.states(keys[step], fields, draws)
+            noise, timesteps = draws.normal(Purpose.NOISE, latents.shape[1:]), draws.integers(Purpose.TIMESTEP, 1000)
+            noisy = scheduler.add_noise(latents, noise, timesteps)
+            prediction = unet(noisy, timesteps, states, encoder_attention_mask=mask if trim else None).sample
+            loss = F.mse_loss(prediction, noise)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(unet.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    @torch.no_grad()
+    def latents(self, keys: list[str], draws: Draws) -> Tensor:
+        """(N, C, h, w): `latent_dist.sample()` with keyed numbers, times the scaling factor."""
+        posterior = self.vae.encode(torch.stack([self.pixels(key) for key in keys])).latent_dist
+        noise = draws.normal(Purpose.POSTERIOR, posterior.mean.shape[1:])
+        return (posterior.mean + posterior.std * noise) * self.vae.config.scaling_factor
+
+    def pixels(self, key: str) -> Tensor:
+        """(3, SIDE, SIDE) in [-1, 1]: the middle square, by Pillow."""
+        image = Image.open(io.BytesIO(self.members[key]["jpg"])).convert("RGB")
+        side = min(image.size)
+        left, top = (image.width - side) / 2, (image.height - side) / 2
+        image = image.resize((SIDE, SIDE), Image.Resampling.BICUBIC, box=(left, top, left + side, top + side))
+        return torch.tensor(np.asarray(image)).permute(2, 0, 1) / 127.5 - 1
+
+    @torch.no_grad()
+    def states(self, keys: list[str], fields: list[str], draws: Draws) -> tuple[Tensor, Tensor]:
+        """(N, tokens, width) last hidden states of one caption each, or of none, and which tokens are real."""
+        captions = [self.captions(key, fields) for key in keys]
+        choice = draws.integers(Purpose.CAPTION_CHOICE, torch.tensor([len(texts) for texts in captions]))
+        dropped = draws.chance(Purpose.CAPTION_DROPOUT, DROPOUT)
+        chosen = ["" if dropped[i] else texts[choice[i]] for i, texts in enumerate(captions)]
+        tokens = self.tokenizer(chosen, padding="max_length", truncation=True, return_tensors="pt")
+        return self.text_encoder(tokens.input_ids).last_hidden_state, tokens.attention_mask.float()
+
+    def captions(self, key: str, fields: list[str]) -> list[str]:
+        """Those of the sample's captions that it has."""
+        members = self.members[key]
+        found = {"txt": members["txt"].decode()}
+        found |= {f"json:{name}": value for name, value in json.loads(members["json"]).items()}
+        return [found[field] for field in fields if field in found]
+
+
+def read_tar(path: Path) -> dict[str, dict[str, bytes]]:
+    """Key → suffix → bytes."""
+    members: dict[str, dict[str, bytes]] = {}
+    with tarfile.open(path) as tar:
+        for member in tar:
+            key, _, suffix = member.name.partition(".")
+            file = tar.extractfile(member)
+            assert file is not None
+            members.setdefault(key, {})[suffix] = file.read()
+    return members
+
+
+@pytest.fixture(scope="module")
+def online(models: Path, tars: Path) -> dict[tuple[bool, int], list[float]]:
+    """Online curves that earlier cases were held against, by trim and number of caption fields."""
+    return {}
+
+
+@pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
+def test_the_curves_agree(
+    case: Case, models: Path, tars: Path, tmp_path: Path, online: dict[tuple[bool, int], list[float]]
+) -> None:
+    losses, keys = cached(case, models, tars, tmp_path)
+    like = case.trim, len(case.fields)
+    if like not in online:
+        online[like] = Online(models, tars).train(keys, case.trim, case.fields)
+    expected = online[like]
+    differences = [abs(one - other) / other for one, other in zip(losses, expected, strict=True)]
+    print(f"\n| {case.name} | {max(differences):.1e} | {np.mean(differences):.1e} |")
+    assert len(losses) == STEPS and np.mean(expected[-10:]) < 0.9 * np.mean(expected[:10])  # it learns
+    assert max(differences) < case.tolerance

@@ -1,0 +1,163 @@
+"""Checkpoints written in the background: apart from the run, one at a time, and no failure goes unheard."""
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers import UNet2DConditionModel
+
+from shards.errors import WorkError
+from tests import ranks
+from tests.runs import UNET, curve, train_fields, write_config
+from train import checkpoint
+from train.checkpoint import (
+    CheckpointWriter,
+    Snapshot,
+    TrainState,
+    list_checkpoints,
+    newest_checkpoint,
+    take_snapshot,
+    verify_checkpoint,
+)
+from train.config import CheckpointConfig
+from train.unet import build_unet
+
+
+@pytest.fixture
+def unet() -> UNet2DConditionModel:
+    return build_unet(UNET, seed=0)
+
+
+def writer(folder: Path, unet: UNet2DConditionModel, **fields: Any) -> CheckpointWriter:
+    return CheckpointWriter(folder, unet.to_json_string(), {"seed": 0}, CheckpointConfig(asynchronous=True, **fields))
+
+
+def snapshot(unet: UNet2DConditionModel, step: int) -> Snapshot:
+    return take_snapshot(TrainState(step=step), unet, torch.optim.AdamW(unet.parameters()), None, keep=True)
+
+
+def test_the_run_may_go_on_while_it_is_written(
+    unet: UNet2DConditionModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Held up before its first file: nothing is there; then what is written is what was, not what has become of it."""
+    go_on = threading.Event()
+    save_file = checkpoint.save_file
+    monkeypatch.setattr(checkpoint, "save_file", lambda *a, **k: (go_on.wait(60), save_file(*a, **k)))
+    writing = writer(tmp_path, unet)
+    before = {name: value.clone() for name, value in unet.state_dict().items()}
+    writing.write(snapshot(unet, 1))
+    with torch.no_grad():
+        for parameter in unet.parameters():
+            parameter.add_(1.0)
+    writing.check()
+    assert not list_checkpoints(tmp_path)
+    go_on.set()
+    writing.finish()
+    (folder,) = list_checkpoints(tmp_path)
+    verify_checkpoint(folder)
+    saved = UNet2DConditionModel.from_pretrained(folder / "unet").state_dict()
+    assert all(torch.equal(saved[name], value) for name, value in before.items())
+
+
+def test_at_most_one_is_being_written(
+    unet: UNet2DConditionModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    active, most = [], []
+    save_file = checkpoint.save_file
+
+    def counted(*arguments: Any, **keywords: Any) -> None:
+        active.append(1)
+        most.append(len(active))
+        save_file(*arguments, **keywords)
+        active.pop()
+
+    monkeypatch.setattr(checkpoint, "save_file", counted)
+    writing = writer(tmp_path, unet, keep=2)
+    for step in range(1, 6):
+        writing.write(snapshot(unet, step))
+    writing.finish()
+    assert max(most) == 1
+    assert [folder.name for folder in list_checkpoints(tmp_path)] == ["step-00000004", "step-00000005"]
+
+
+def test_a_full_disk_is_heard_of_at_the_next_step_and_leaves_the_one_before(
+    unet: UNet2DConditionModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writing = writer(tmp_path, unet)
+    writing.write(snapshot(unet, 1))
+    writing.finish()
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint, "save_file", full)
+    writing.write(snapshot(unet, 2))
+    with pytest.raises(
+        WorkError, match=r"could not be written: .*No space left on device.*The ones before it are whole"
+    ):
+        while True:
+            writing.check()
+    assert [folder.name for folder in list_checkpoints(tmp_path)] == ["step-00000001"]
+    assert not list(tmp_path.glob("checkpoints/.step-*"))
+
+
+def test_in_the_background_or_not_the_run_is_the_same_and_says_its_phase(latents: Path, tmp_path: Path) -> None:
+    """Curve, samples, and every byte of the last checkpoint but its state; then the next phase says where it begins."""
+    for name, asynchronous in (("at_once", False), ("behind", True)):
+        kept = {"every": 2, "keep": 9, "asynchronous": asynchronous, "tag": "phase1"}
+        fields = train_fields(latents, tmp_path / name, checkpoint=kept)
+        ranks.run(tmp_path / "log", ["--config", str(write_config(tmp_path, fields))])
+    assert curve(tmp_path / "at_once") == curve(tmp_path / "behind")
+    files = [[verify_checkpoint(f)["files"] for f in list_checkpoints(tmp_path / n)] for n in ("at_once", "behind")]
+    assert len(files[0]) == 3 and files[0] == files[1]
+    _, content = newest_checkpoint(tmp_path / "behind") or (None, {})
+    assert content["tag"] == "phase1"
+
+    fields = train_fields(latents, tmp_path / "next", max_steps=1, init_from=str(tmp_path / "behind"))
+    said = ranks.run(tmp_path / "next.log", ["--config", str(write_config(tmp_path, fields))])
+    assert (
+        f"starting {tmp_path}/next from phase1 after step 6 ({tmp_path}/behind/checkpoints/step-00000006/ema)" in said
+    )
+    fields |= {"max_steps": 2}
+    said = ranks.run(tmp_path / "more.log", ["--config", str(write_config(tmp_path, fields))])
+    assert f"resuming {tmp_path}/next after step 1 (next, step-00000001)" in said
+
+
+def test_a_loss_scaler_that_finds_its_scale_is_no_skipped_step(latents: Path, tmp_path: Path) -> None:
+    """float16 on the CPU: an overflow halves the scale and changes nothing else; it counts only at a scale of 1."""
+    fields = train_fields(latents, tmp_path / "run", max_steps=4, checkpoint={"every": 1, "keep": 9})
+    arguments = ["--config", str(write_config(tmp_path, fields))]
+    codes = ranks.wait(ranks.start(tmp_path / "log", arguments, program="tests.train.test_checkpoint:with_a_scaler"))
+    assert codes == [0], (tmp_path / "log").read_text()
+    contents = [verify_checkpoint(folder) for folder in list_checkpoints(tmp_path / "run")]
+    assert [content["state"]["scaler"]["scale"] for content in contents] == [4.0, 4.0, 2.0, 1.0]
+    assert [content["state"]["skipped"] for content in contents] == [0, 0, 0, 1]
+    optimizers = [content["files"]["optimizer.safetensors"] for content in contents]
+    assert optimizers[0] != optimizers[1] == optimizers[2] == optimizers[3]
+
+
+def with_a_scaler(arguments: list[str]) -> None:
+    """The trainer with a loss scaler, which accelerate has on GPUs only; losses overflow from the third step on."""
+    from accelerate import Accelerator
+
+    from train.__main__ import read_config
+    from train.draws import Draws
+    from train.loop import train
+    from train.objective import DiffusionLoss
+    from train.request import check_request
+
+    squared_error = DiffusionLoss.squared_error
+
+    def overflowing(self: DiffusionLoss, *fields: Any) -> torch.Tensor:
+        draws: Draws = fields[-1]
+        return squared_error(self, *fields) * (float("inf") if draws.step >= 2 else 1.0)
+
+    DiffusionLoss.squared_error = overflowing  # type: ignore[assignment, method-assign]
+    config = read_config(arguments)
+    accelerator = Accelerator(cpu=True)
+    accelerator.native_amp = True
+    accelerator.state._mixed_precision = "fp16"
+    accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    train(config, check_request(config, accelerator), accelerator)

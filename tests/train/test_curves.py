@@ -1,0 +1,71 @@
+"""One curve for every number of processes, nodes and workers, and any microbatch, at one global batch of 32."""
+
+from pathlib import Path
+
+import pytest
+
+from tests import ranks
+from tests.runs import curve, train_fields, write_config
+
+LAYOUTS = [
+    # processes, nodes, workers, microbatch
+    (1, 1, 0, 32),  # what the others are held against
+    (1, 1, 1, 32),
+    (1, 1, 4, 32),
+    (1, 1, 4, 4),
+    (2, 1, 0, 8),
+    (2, 1, 4, 16),
+    (4, 1, 1, 4),
+    (2, 2, 1, 16),
+    (4, 2, 0, 8),
+]
+SHORT = [0, 3, 4, 8]
+
+
+def train(folder: Path, latents: Path, layout: tuple[int, int, int, int], steps: int) -> Path:
+    """A run of that layout; its folder."""
+    processes, nodes, workers, microbatch = layout
+    name = f"{processes}-processes-{nodes}-nodes-{workers}-workers-{microbatch}"
+    streams = [{"root": str(latents), "bucket": "64x64", "weight": 8.6}]  # 256 of the 30 samples: 8 steps an epoch
+    fields = train_fields(
+        latents,
+        folder / name,
+        max_steps=steps,
+        global_batch_size=32,
+        microbatch_size=microbatch,
+        data={"streams": streams, "num_workers": workers},
+        checkpoint={"every": steps},
+        collective_timeout=120.0,
+    )
+    ranks.run(folder / f"{name}.log", ["--config", str(write_config(folder, fields))], processes, nodes)
+    return folder / name
+
+
+def largest_difference(found: list[float], expected: list[float]) -> float:
+    """Relative, over the steps of both."""
+    return max(abs(a - b) / abs(b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("steps", "layouts"),
+    [(20, SHORT), pytest.param(200, range(len(LAYOUTS)), marks=pytest.mark.slow)],
+    ids=["20-steps", "200-steps"],
+)
+def test_one_curve(steps: int, layouts: list[int], latents: Path, tmp_path: Path) -> None:
+    expected = None
+    for layout in (LAYOUTS[i] for i in layouts):
+        if layout[1] > 1 and not ranks.nodes_can_be_simulated():
+            print("several nodes: left out, as this process may not make a /dev/shm of its own for each")
+            continue
+        found = curve(train(tmp_path, latents, layout, steps))
+        assert len(found[0]) == steps
+        expected = expected or found
+        assert found[1] == expected[1]  # the same samples at each step
+        if layout[0] == 1 and layout[3] == 32:
+            assert found[0] == expected[0]  # only workers differ: bit by bit
+        first, all_of_them = (largest_difference(found[0][:n], expected[0][:n]) for n in (20, steps))
+        print(
+            f"{layout[0]} processes on {layout[1]} nodes, {layout[2]} workers, microbatch {layout[3]}: "
+            f"largest relative difference {first:.1e} over 20 steps, {all_of_them:.1e} over {steps}"
+        )
+        assert first <= 1e-5 and all_of_them <= 1e-3
