@@ -126,7 +126,7 @@ def run_job(shards: list[InputShard], config: PrecomputeConfig, encoding: Encodi
                     progress.shard_done(receipt)
             for reference, attempts in running.items():
                 if attempts.placed and not watch.able - set(attempts.placed):
-                    ray.cancel(reference)  # all that it was left to choose from have gone; one at work goes on
+                    ray.cancel(reference)  # every node that it may go to is gone: it would wait for ever
             at_work = {(attempts.shard.name, attempts.number) for attempts in running.values()}
             progress.tick(reader.samples_in(at_work), len(running))
             if not running and waiting:
