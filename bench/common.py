@@ -62,6 +62,44 @@ def timed_in_turn(first: Callable[[], object], second: Callable[[], object], rou
     return Pair(*seconds)
 
 
+def matmul_tflops(
+    device: torch.device, dtype: torch.dtype = torch.bfloat16, side: int | None = None, rounds: int = 7
+) -> float:
+    """What a large square matrix product reaches on `device`, in TFLOP/s: 2·side³ over the median time of `rounds`.
+
+    It is what shares of "the measured matrix rate" are taken of. Measure it in the run that the share is about, on the
+    warm device: clocks, power limits and, on a CPU, the number of threads decide it as much as the chip does.
+
+    Args:
+        side: rows and columns; by default 8192 on a GPU, where larger ones gain nothing, and 1024 on a CPU.
+    """
+    cuda = device.type == "cuda"
+    side = side or (8192 if cuda else 1024)
+    left = torch.randn(side, side, device=device).to(dtype)
+    right = torch.randn(side, side, device=device).to(dtype)
+    # one product of a GPU is shorter than the jitter of a clock
+    products = 20 if cuda else 1
+
+    def multiply() -> None:
+        for _ in range(products):
+            torch.mm(left, right)
+        synchronize(device)
+
+    multiply()
+    seconds = []
+    for _ in range(rounds):
+        start = time.perf_counter()
+        multiply()
+        seconds.append(time.perf_counter() - start)
+    return 2 * side**3 * products / statistics.median(seconds) / 1e12
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until `device` has done what it was given; a CPU always has."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     """A Markdown table."""
     lines = [header, ["---"] * len(header), *rows]
