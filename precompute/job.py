@@ -14,7 +14,7 @@ import torch
 from precompute.config import PrecomputeConfig
 from precompute.encoders import ImageEncoder, TextEncoder
 from precompute.progress import Progress
-from precompute.shard import encode_shard
+from precompute.shard import encode_shard, warm_up
 from precompute.tars import InputShard
 from shards.encoding import FILE_NAME, EncodingRecord
 from shards.errors import RequestError, WorkError
@@ -147,7 +147,7 @@ def encode_on_worker(shard: InputShard, config: PrecomputeConfig, encoding: Enco
         torch.set_num_threads(max(1, int(config.workers.num_cpus)))
     check_shared_root(config, encoding)
     models = (config.vae, config.text_encoder, config.tokenizer)
-    image_encoder, text_encoder = load_encoders(models, encoding, device)
+    image_encoder, text_encoder = load_encoders(models, encoding, device, config.workers.compile)
     try:
         return encode_shard(shard, config, encoding, image_encoder, text_encoder, attempt)
     except RuntimeError as error:
@@ -173,7 +173,7 @@ def check_shared_root(config: PrecomputeConfig, encoding: EncodingRecord) -> Non
 
 @functools.lru_cache(maxsize=1)
 def load_encoders(
-    models: tuple[str, str, str], encoding: EncodingRecord, device: torch.device
+    models: tuple[str, str, str], encoding: EncodingRecord, device: torch.device, compiled: bool
 ) -> tuple[ImageEncoder, TextEncoder]:
     """VAE and text encoder on `device`, by the names of VAE, text encoder and tokenizer; kept for the next call.
 
@@ -187,11 +187,12 @@ def load_encoders(
             raise WorkError(
                 f"{name} on {os.uname().nodename} ({folder}) has other content than encoding.json recorded."
             )
+    warm_up()
     vae, text_encoder, tokenizer = folders
     precision = encoding.compute_dtype
     return (
-        ImageEncoder(vae, device, precision, encoding.image.posterior),
-        TextEncoder(text_encoder, tokenizer, device, precision),
+        ImageEncoder(vae, device, precision, encoding.image.posterior, compiled),
+        TextEncoder(text_encoder, tokenizer, device, precision, compiled),
     )
 
 

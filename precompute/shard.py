@@ -1,14 +1,18 @@
 """The whole of stage 1 for one input shard, top to bottom."""
 
+import platform
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from functools import partial
+from functools import cache, partial
 from importlib.metadata import version
 
 import numpy as np
+import pyarrow as pa
+import torch
 from torch import Tensor
 
 from precompute.captions import clean_caption, read_scores
@@ -37,7 +41,18 @@ class Decoded:
     url: str
     scores: np.ndarray
     content: tuple[str, Picture] | Reject
-    text: EncodedCaption | None = None
+    text: Callable[[], EncodedCaption] | None = None
+    """Waits for the text latents, once they were begun."""
+
+
+@dataclass(frozen=True)
+class StartedBatch:
+    """Samples of one bucket on the device."""
+
+    bucket: Bucket
+    samples: list[Decoded]
+    image_latents: Callable[[], Tensor]
+    """Waits for them."""
 
 
 class Parts:
@@ -85,19 +100,21 @@ def encode_shard(
     ):
         tar = Tar(path, config.limits.max_bytes)
         check_count(shard, tar.count(), expected_samples(shard))
+        source = pool.submit(tar.record, shard.address)  # its SHA-256, while the first pictures are decoded
         parts = Parts({bucket: PartWriter(folder / str(bucket), encoding, bucket) for bucket in buckets})
 
         # tar members => raw samples => pixels, in the tar's order, running ahead of the encoders
         decode_one = partial(decode_sample, buckets=buckets, config=config)
-        decoded = map_in_order(pool, decode_one, tar.samples(), ahead=4 * config.workers.decode_threads)
-        accepted = drop_rejects(in_background(decoded, ahead=config.workers.batch_size), parts)
-        # pixels => latents => parts
-        for bucket, samples in batched_by_bucket(accepted, parts, config.workers.batch_size):
-            captions = encode_captions(samples, text_encoder, config.workers.batch_size)
-            pictures = [picture.pixels[bucket] for _, picture in map(content, samples)]
-            latents = image_encoder(pictures, batch_size_of(bucket, config.workers.batch_size))
-            for sample, caption, image_latents in zip(samples, captions, latents, strict=True):
-                write_sample(sample, bucket, image_latents, caption, parts)
+        ahead = max(config.workers.batch_size, 4 * config.workers.decode_threads)
+        accepted = drop_rejects(map_in_order(pool, decode_one, tar.samples(), ahead), parts)
+        batches = in_background(batched_by_bucket(accepted, parts, config.workers.batch_size), ahead=1)
+        # pixels => latents, begun on the device while the batch before is being written
+        on_device = start_batches(batches, image_encoder, text_encoder, config.workers.batch_size)
+        # latents => parts
+        with closing(in_background(on_device, ahead=1)) as encoded:
+            for batch in encoded:
+                for sample, image_latents in zip(batch.samples, batch.image_latents(), strict=True):
+                    write_sample(sample, batch.bucket, image_latents, parts)
 
         # parts => committed
         attempt = Attempt(
@@ -106,13 +123,32 @@ def encode_shard(
             encoding=encoding,
             samples_in=parts.samples_in,
             counts={str(bucket): writer.finish() for bucket, writer in parts.writers.items()},
-            source=tar.record(shard.address),
+            records={str(bucket): writer.records for bucket, writer in parts.writers.items()},
+            source=source.result(),
             software={name: version(name) for name in SOFTWARE},
+            settings=settings_of(config),
             number=attempt_number,
             started=started.isoformat(timespec="seconds"),
             seconds=round(time.monotonic() - clock, 3),
         )
         return commit(root, attempt)
+
+
+def warm_up() -> None:
+    """What a process does once: done now, the device does not wait for it at the end of the first shard."""
+    pa.array([None])  # pyarrow's first array loads pandas, where that is installed
+
+
+def settings_of(config: PrecomputeConfig) -> dict[str, str | int | float | bool]:
+    """What a receipt says of the run besides the encoding and the software."""
+    device = torch.cuda.get_device_name() if config.workers.num_gpus else f"CPU ({platform.machine()})"
+    workers = config.workers
+    return {
+        "device": device,
+        "batch_size": workers.batch_size,
+        "compile": workers.compile,
+        **config.limits.model_dump(mode="json"),
+    }
 
 
 def decode_sample(raw: RawSample, buckets: list[Bucket], config: PrecomputeConfig) -> Decoded:
@@ -169,21 +205,44 @@ def batch_size_of(bucket: Bucket, batch_size: int) -> int:
     return max(1, batch_size * PIXELS_PER_BATCH_ITEM // max(PIXELS_PER_BATCH_ITEM, bucket.width * bucket.height))
 
 
-def encode_captions(samples: list[Decoded], text_encoder: TextEncoder, batch_size: int) -> list[EncodedCaption]:
-    """Text latents of each sample; a caption that another bucket's batch has encoded is not encoded again."""
+def start_batches(
+    batches: Generator[tuple[Bucket, list[Decoded]], None, None],
+    image_encoder: ImageEncoder,
+    text_encoder: TextEncoder,
+    batch_size: int,
+) -> Iterator[StartedBatch]:
+    """Hand each batch to the device and go on with the next."""
+    with closing(batches):
+        for bucket, samples in batches:
+            start_captions(samples, text_encoder, batch_size)
+            pictures = [picture.pixels[bucket] for _, picture in map(content, samples)]
+            latents = image_encoder.start(pictures, batch_size_of(bucket, batch_size))
+            yield StartedBatch(bucket, samples, latents)
+
+
+def start_captions(samples: list[Decoded], text_encoder: TextEncoder, batch_size: int) -> None:
+    """Begin with the captions; one that another bucket's batch has begun is not encoded again."""
     fresh = [sample for sample in samples if sample.text is None]
     if fresh:
-        for sample, text in zip(fresh, text_encoder([content(sample)[0] for sample in fresh], batch_size), strict=True):
-            sample.text = text
-    return [sample.text for sample in samples if sample.text is not None]
+        encoded = cache(text_encoder.start([content(sample)[0] for sample in fresh], batch_size))
+        for i, sample in enumerate(fresh):
+            sample.text = lambda i=i: encoded()[i]
 
 
-def write_sample(sample: Decoded, bucket: Bucket, image_latents: Tensor, text: EncodedCaption, parts: Parts) -> None:
+def write_sample(sample: Decoded, bucket: Bucket, image_latents: Tensor, parts: Parts) -> None:
     """Append one sample to its part, or refuse it as `non_finite`: its latents overflow float16, in float32 too."""
-    if not (image_latents.half().isfinite().all() and text.latents.half().isfinite().all()):
+    assert sample.text is not None  # its batch was started
+    text = sample.text()
+    if not (all_finite(image_latents) and all_finite(text.latents)):
         parts.refuse(sample, Reject("non_finite", "encoded in float32 too"), [bucket])
         return
     caption, picture = content(sample)
     size = (picture.width, picture.height, *picture.corners[bucket])
     stored = (text.latents, text.num_tokens, text.truncated)
     parts.writers[bucket].write(Sample(sample.key, caption, image_latents, *stored, size, sample.scores))
+
+
+def all_finite(latents: Tensor) -> bool:
+    """Whether float16 latents hold neither infinities nor NaN: these alone have an exponent of all ones."""
+    magnitudes = latents.numpy().view(np.uint16) & 0x7FFF
+    return bool(magnitudes.max() < 0x7C00)

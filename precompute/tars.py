@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +80,11 @@ class Tar:
         self.path = path
         self.max_member_bytes = max_member_bytes
         self.bytes = path.stat().st_size
-        self.sha256 = sha256_file(path)
+
+    @cached_property
+    def sha256(self) -> str:
+        """Of the whole file."""
+        return sha256_file(self.path)
 
     def samples(self, headers_only: bool = False) -> Iterator[RawSample]:
         """Samples in the tar's order. A key's members stand side by side, as the webdataset format has it.

@@ -41,9 +41,12 @@ class Attempt:
     samples_in: int
     counts: dict[str, tuple[int, dict[str, int]]]
     """Bucket → samples written, and refusals by reason, as `PartWriter.finish` returned them."""
+    records: dict[str, dict[str, FileRecord]]
+    """Bucket → the files whose size and SHA-256 are known already, as `PartWriter.records` has them."""
     source: dict[str, str | int | None]
     """The tar: its address, bytes, and SHA-256."""
     software: dict[str, str]
+    settings: dict[str, str | int | float | bool]
     number: int
     started: str
     seconds: float
@@ -107,7 +110,7 @@ def make_receipt(root: Path, attempt: Attempt, fresh: list[str], books: Books, e
         bucket: Part(
             samples=attempt.counts[bucket][0],
             refused=attempt.counts[bucket][1],
-            files=record_files(attempt.folder / bucket),
+            files=record_files(attempt.folder / bucket, attempt.records[bucket]),
         )
         for bucket in fresh
     }
@@ -122,16 +125,18 @@ def make_receipt(root: Path, attempt: Attempt, fresh: list[str], books: Books, e
         parts=(earlier.parts if earlier else {}) | parts,
         shared_files={name: record_file(root / name) for name in (UNCOND_NAME, FILE_NAME)},
         software=attempt.software,
+        settings=attempt.settings,
         attempts=attempt.number,
         started=attempt.started,
         seconds=attempt.seconds,
     )
 
 
-def record_files(folder: Path) -> dict[str, FileRecord]:
-    """Size and SHA-256 of every file below `folder`, by relative path, sorted."""
+def record_files(folder: Path, known: dict[str, FileRecord]) -> dict[str, FileRecord]:
+    """Size and SHA-256 of every file below `folder`, by relative path, sorted; `known` ones are not read again."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
-    return {str(path.relative_to(folder)): record_file(path) for path in paths}
+    names = {str(path.relative_to(folder)): path for path in paths}
+    return {name: known.get(name) or record_file(path) for name, path in names.items()}
 
 
 def record_file(path: Path) -> FileRecord:

@@ -32,12 +32,17 @@ def fsync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
+def fsync_file(path: str | Path) -> None:
+    """Flush a file to the disk."""
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+
+
 def fsync_tree(folder: Path) -> None:
     """Flush every file and folder below `folder`, itself included, to the disk."""
     for parent, _, names in os.walk(folder, topdown=False):
         for name in names:
-            with open(os.path.join(parent, name), "rb") as file:
-                os.fsync(file.fileno())
+            fsync_file(os.path.join(parent, name))
         fsync_folder(Path(parent))
 
 

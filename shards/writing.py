@@ -5,15 +5,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from streaming import MDSWriter
 from torch import Tensor
 
 from shards import text
 from shards.buckets import Bucket
 from shards.encoding import EncodingRecord
+from shards.mds_writer import PartMDSWriter
+from shards.receipts import FileRecord
 from shards.tables import REFUSED_NAME, REFUSED_SCHEMA, SAMPLES_NAME, SAMPLES_SCHEMA, write_rows
-
-SHARD_BYTES = 1 << 27
 
 
 @dataclass(frozen=True)
@@ -46,11 +45,9 @@ class PartWriter:
         self.folder = folder
         self.encoding = encoding
         self.samples: list[tuple[object, ...]] = []
-        self.refused: list[tuple[object, ...]] = []
+        self.refused: list[tuple[str, str, str, str]] = []
         folder.mkdir(parents=True)
-        self.writer = MDSWriter(
-            out=str(folder), columns=encoding.columns(bucket), hashes=["xxh3_64"], size_limit=SHARD_BYTES
-        )
+        self.writer = PartMDSWriter(folder, encoding, bucket)
 
     def write(self, sample: Sample) -> None:
         """Append one sample; order is kept."""
@@ -72,10 +69,16 @@ class PartWriter:
         """Record a sample of the input shard that is not in this bucket."""
         self.refused.append((key, url, reason, detail))
 
+    @property
+    def records(self) -> dict[str, FileRecord]:
+        """Size and SHA-256 of the MDS files, taken as they were written."""
+        return self.writer.records
+
     def finish(self) -> tuple[int, dict[str, int]]:
         """Close the part's files; returns how many samples they hold, and refusals by reason."""
         self.writer.finish()
         write_rows(self.folder / SAMPLES_NAME, SAMPLES_SCHEMA, self.samples)
-        write_rows(self.folder / REFUSED_NAME, REFUSED_SCHEMA, self.refused)
+        # several stages of a worker refuse samples, each at its own time: by key, the same in every run
+        write_rows(self.folder / REFUSED_NAME, REFUSED_SCHEMA, sorted(self.refused))
         reasons = Counter(str(row[2]) for row in self.refused)
         return len(self.samples), dict(sorted(reasons.items()))
