@@ -225,7 +225,8 @@ def test_what_overflows_is_encoded_again_in_float32(models: Path) -> None:
 
     encoder._encode = overflow  # type: ignore[method-assign]
     pictures = [np.full((64, 64, 3), 50 * i, np.uint8) for i in range(3)]
-    torch.testing.assert_close(encoder(pictures, 4)[1], exact(pictures, 4)[1], rtol=1e-3, atol=2e-3)  # bfloat16 is 1e-2 off
+    # bfloat16 is 1e-2 off
+    torch.testing.assert_close(encoder(pictures, 4)[1], exact(pictures, 4)[1], rtol=1e-3, atol=2e-3)
 
 
 def test_what_stays_non_finite_is_rejected(
