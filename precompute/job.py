@@ -113,7 +113,7 @@ def run_job(shards: list[InputShard], config: PrecomputeConfig, encoding: Encodi
                 except ray.exceptions.RayError as error:
                     again = attempts.fail(is_lost(error), node, workers) and not is_final(error)
                     progress.attempt_failed(name, attempts.last(is_lost(error), workers), explain(error))
-                    if nodes.failed(node):
+                    if not is_final(error) and nodes.failed(node):  # a damaged tar says nothing of the node
                         progress.say(f"node {node} failed {workers.node_failures} attempts in a row, and is avoided")
                     if again:
                         waiting.append(attempts)
@@ -126,7 +126,7 @@ def run_job(shards: list[InputShard], config: PrecomputeConfig, encoding: Encodi
                     progress.shard_done(receipt)
             for reference, attempts in running.items():
                 if attempts.placed and not watch.able - set(attempts.placed):
-                    ray.cancel(reference)  # all that it was left to choose from have gone; one at work goes on
+                    ray.cancel(reference)  # every node that it may go to is gone: it would wait for ever
             at_work = {(attempts.shard.name, attempts.number) for attempts in running.values()}
             progress.tick(reader.samples_in(at_work), len(running))
             if not running and waiting:

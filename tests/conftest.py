@@ -17,7 +17,10 @@ from tests.tiny import make_models, make_samples, make_tar
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ["RAY_raylet_start_wait_time_s"] = "300"  # noqa: SIM112 (the machine may be busy)
+# a machine that is busy starts Ray's processes slowly, and Ray gives them 15 s
+os.environ["RAY_raylet_start_wait_time_s"] = "300"  # noqa: SIM112
+os.environ["RAY_agent_register_timeout_ms"] = "300000"  # noqa: SIM112
+os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112
 
 SIZES = [(80, 64), (200, 150), (140, 300), (40, 90)]
 

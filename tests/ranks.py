@@ -2,7 +2,7 @@
 
 Each is a process of its own with an environment, a session, a log and a resource tracker of its own, as one started by
 `python -m train` would be; only the imports are shared. Nodes are simulated: each has a private /dev/shm and temporary
-folder, in which streaming keeps what the ranks of one machine share.
+folder, so that nothing but the network is shared.
 """
 
 import ctypes

@@ -173,7 +173,7 @@ def test_a_damaged_tar_commits_nothing(models: Path, tars: Path, tmp_path: Path)
     with pytest.raises(WorkError, match=r"00001.tar"):
         encode_all(config, models)
     assert load_receipt(config.output, "00000") is not None and load_receipt(config.output, "00001") is None
-    assert not list(config.output.glob("*/00001*")) and not list(config.output.glob(".attempts/00001.*[!k]"))
+    assert not list(config.output.glob("[!.]*/00001*")) and not list(config.output.glob(".attempts/00001.*[!k]"))
 
 
 def test_another_encoding_is_refused_by_field(latents: Path, models: Path, tars: Path) -> None:
@@ -204,7 +204,7 @@ def test_batch_neighbours_do_not_matter_beyond_rounding(models: Path, place: str
     encoder = ImageEncoder(models / "vae", torch.device("cpu"), "float32", "moments")
     index = {"alone": 3, "first": 0, "last": 7}[place]
     alone = encoder([pictures[index]], 1)[0]
-    torch.testing.assert_close(encoder(pictures, 8)[index], alone, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(encoder(pictures, 8)[index], alone, rtol=1e-3, atol=2e-3)  # bfloat16 is 1e-2 off
     text = TextEncoder(models / "text_encoder", models / "tokenizer", torch.device("cpu"), "float32")
     captions = [f"{i} things" for i in range(8)]
     torch.testing.assert_close(
@@ -225,7 +225,7 @@ def test_what_overflows_is_encoded_again_in_float32(models: Path) -> None:
 
     encoder._encode = overflow  # type: ignore[method-assign]
     pictures = [np.full((64, 64, 3), 50 * i, np.uint8) for i in range(3)]
-    torch.testing.assert_close(encoder(pictures, 4)[1], exact(pictures, 4)[1], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(encoder(pictures, 4)[1], exact(pictures, 4)[1], rtol=1e-3, atol=2e-3)  # bfloat16 is 1e-2 off
 
 
 def test_what_stays_non_finite_is_rejected(
