@@ -113,7 +113,7 @@ def run_job(shards: list[InputShard], config: PrecomputeConfig, encoding: Encodi
                 except ray.exceptions.RayError as error:
                     again = attempts.fail(is_lost(error), node, workers) and not is_final(error)
                     progress.attempt_failed(name, attempts.last(is_lost(error), workers), explain(error))
-                    if nodes.failed(node):
+                    if not is_final(error) and nodes.failed(node):  # a damaged tar says nothing of the node
                         progress.say(f"node {node} failed {workers.node_failures} attempts in a row, and is avoided")
                     if again:
                         waiting.append(attempts)

@@ -16,7 +16,7 @@ from ray.cluster_utils import Cluster
 
 from precompute.cluster import start_ray
 from precompute.config import describe_encoding
-from precompute.job import JobResult, run_job
+from precompute.job import NODE_ID, JobResult, run_job
 from precompute.tars import list_shards
 from shards.errors import WorkError
 from shards.index import write_indexes
@@ -123,3 +123,26 @@ def test_a_job_that_no_node_can_take_ends(
     with pytest.raises(WorkError, match="none joined within 3 s"):
         run_job(list_shards(config.input), config, encoding)
     assert "No node of the cluster can take a worker of 1 GPUs and 1 CPUs" in capsys.readouterr().err
+
+
+def test_a_node_that_is_avoided_gets_none(cluster: Cluster) -> None:
+    """The selector that the job gives its tasks, as Ray understands it."""
+    cluster.add_node(num_cpus=1)
+    ray.init(log_to_driver=False)
+    nodes = [node["NodeID"] for node in ray.nodes()]
+    assert len(nodes) == 2
+
+    @ray.remote(num_cpus=1, scheduling_strategy="SPREAD", max_retries=0)
+    def where() -> str:
+        return str(ray.get_runtime_context().get_node_id())
+
+    def apart_from(avoided: list[str]) -> ray.ObjectRef:
+        return where.options(label_selector={NODE_ID: f"!in({','.join(avoided)})"}).remote()
+
+    for avoided in nodes:
+        assert avoided not in ray.get([apart_from([avoided]) for _ in range(4)], timeout=240)
+    stuck = apart_from(nodes)
+    assert not ray.wait([stuck], timeout=3)[0]
+    ray.cancel(stuck)
+    with pytest.raises(ray.exceptions.TaskCancelledError):
+        ray.get(stuck, timeout=60)

@@ -67,8 +67,12 @@ def test_the_curve_does_not_depend_on_the_machine(
     assert result.returncode == 0, result.stderr
     expected, found = curve(reference), curve(tmp_path / "run")
     assert found[1] == expected[1]
+    # a quarter without a sample is null on all machines; pytest compares no nulls
     quarters = [
-        [row["loss_by_quarter"] for row in read_json_lines(run_dir / "metrics.jsonl")]
+        [
+            {name: loss for name, loss in row["loss_by_quarter"].items() if loss is not None}
+            for row in read_json_lines(run_dir / "metrics.jsonl")
+        ]
         for run_dir in (reference, tmp_path / "run")
     ]
     for here, there in zip(*quarters, strict=True):
