@@ -126,8 +126,13 @@ class Order:
         self._layout = lru_cache(2 * len(self.groups))(self._lay_out)
         self._block = lru_cache(2 * self.num_nodes * len(self.groups))(self._deal)
 
-    def _rng(self, *key: int) -> np.random.Generator:
-        return np.random.default_rng([self.seed, *key])
+    def _words(self, count: int, *key: int) -> NDArray[np.uint64]:
+        # a bit generator's own words: NumPy's distributions and shuffles may change with its version (NEP 19)
+        return np.random.Philox(np.random.SeedSequence([self.seed, *key])).random_raw(count)
+
+    def _shuffled(self, count: int, *key: int) -> NDArray[np.int64]:
+        """(count,) the numbers below `count` in a drawn order."""
+        return np.argsort(self._words(count, *key), kind="stable")
 
     def _stagger(self, nodes: Any) -> Any:
         # so that canonical nodes do not all come to new files at one step
@@ -143,7 +148,7 @@ class Order:
     def _plan_batches(self, epoch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         origins = np.repeat(np.arange(len(self.groups)), self.num_batches)
         if self.shuffle:
-            self._rng(epoch, BATCHES).shuffle(origins)
+            origins = origins[self._shuffled(len(origins), epoch, BATCHES)]
         numbers = np.empty_like(origins)
         for group, count in enumerate(self.num_batches):
             numbers[origins == group] = np.arange(count)
@@ -159,7 +164,7 @@ class Order:
                 passes.append((number, k, present, stream.counts[present], False))
             if rest:
                 if self.shuffle:
-                    start = int(self._rng(epoch, PASSES, group, k).integers(stream.counts.sum()))
+                    start = int(self._words(1, epoch, PASSES, group, k)[0]) % int(stream.counts.sum())
                     taken = quotas(stream.counts, rest, start)
                 else:
                     before = stream.counts.cumsum() - stream.counts
@@ -174,7 +179,7 @@ class Order:
         if self.shuffle:
             # each pass in an order of its own, so that repeats are apart
             numbers = np.concatenate([np.full(len(present), number) for number, _, present, _, _ in passes])
-            order = np.lexsort((self._rng(epoch, PASSES, group).random(len(files)), numbers))
+            order = np.lexsort((self._words(len(files), epoch, PASSES, group), numbers))
             files, streams, counts, partial = files[order], streams[order], counts[order], partial[order]
         return Layout(files, streams, partial, counts.cumsum())
 
@@ -195,14 +200,14 @@ class Order:
             if layout.partial[unit]:
                 count = unit_end - unit_begin
                 if self.shuffle:
-                    rng = self._rng(epoch, ROWS, group, int(layout.streams[unit]), file)
-                    unit_rows = np.sort(rng.choice(unit_rows, count, replace=False))
+                    drawn = self._shuffled(len(unit_rows), epoch, ROWS, group, int(layout.streams[unit]), file)
+                    unit_rows = unit_rows[np.sort(drawn[:count])]
                 unit_rows = unit_rows[:count]
             unit_rows = unit_rows[max(begin - unit_begin, 0) : end - unit_begin]
             rows.append(unit_rows)
             files.append(np.full(len(unit_rows), stream.first_file + file, np.int32))
         block_files, block_rows = np.concatenate(files), np.concatenate(rows).astype(np.int32)
         if self.shuffle:
-            order = self._rng(epoch, BLOCK, group, node, block).permutation(len(block_files))
+            order = self._shuffled(len(block_files), epoch, BLOCK, group, node, block)
             block_files, block_rows = block_files[order], block_rows[order]
         return start, block_files, block_rows
