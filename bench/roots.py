@@ -40,7 +40,7 @@ def make_root(
         sizes = {name: samples[part] for name, samples in buckets.items() if part < len(samples)}
         most = max(sizes.values())
         with attempt_folder(root, shard) as folder:
-            counts = {}
+            counts, records = {}, {}
             for name, num_samples in sizes.items():
                 writer = PartWriter(folder / name, encoding, Bucket.parse(name))
                 for number in range(most):
@@ -50,15 +50,18 @@ def make_root(
                     else:
                         writer.refuse(key, "", "too_small", "")
                 counts[name] = writer.finish()
+                records[name] = writer.records
             attempt = Attempt(
                 shard=shard,
                 folder=folder,
                 encoding=encoding,
                 samples_in=most,
                 counts=counts,
+                records=records,
                 rules=dict.fromkeys(counts, COVERS),
                 source={"address": "none", "bytes": 0, "sha256": "0" * 64},
                 software={},
+                settings={},
                 number=1,
                 started="",
                 seconds=0.0,

@@ -19,7 +19,7 @@ from precompute.encoders import ImageEncoder, TextEncoder
 from precompute.pipeline import Stuck
 from precompute.progress import Progress
 from precompute.schedule import Attempts, Nodes
-from precompute.shard import encode_shard
+from precompute.shard import encode_shard, warm_up
 from precompute.tars import InputShard
 from shards.commit import sweep_attempts
 from shards.encoding import EncodingRecord
@@ -214,7 +214,7 @@ def encode_on_worker(
     report = Reporter(board, shard.name, attempt)
     check_shared_root(config, encoding)
     models = (config.vae, config.text_encoder, config.tokenizer)
-    image_encoder, text_encoder = load_encoders(models, encoding, device)
+    image_encoder, text_encoder = load_encoders(models, encoding, device, config.workers.compile)
     try:
         return encode_shard(shard, config, encoding, image_encoder, text_encoder, attempt, report)
     except RuntimeError as error:
@@ -244,7 +244,7 @@ def check_shared_root(config: PrecomputeConfig, encoding: EncodingRecord) -> Non
 
 @functools.lru_cache(maxsize=1)
 def load_encoders(
-    models: tuple[str, str, str], encoding: EncodingRecord, device: torch.device
+    models: tuple[str, str, str], encoding: EncodingRecord, device: torch.device, compiled: bool
 ) -> tuple[ImageEncoder, TextEncoder]:
     """VAE and text encoder on `device`, by the names of VAE, text encoder and tokenizer; kept for the next call.
 
@@ -258,11 +258,12 @@ def load_encoders(
             raise WorkError(
                 f"{name} on {os.uname().nodename} ({folder}) has other content than encoding.json recorded."
             )
+    warm_up()
     vae, text_encoder, tokenizer = folders
     precision = encoding.compute_dtype
     return (
-        ImageEncoder(vae, device, precision, encoding.image.posterior),
-        TextEncoder(text_encoder, tokenizer, device, precision),
+        ImageEncoder(vae, device, precision, encoding.image.posterior, compiled),
+        TextEncoder(text_encoder, tokenizer, device, precision, compiled),
     )
 
 

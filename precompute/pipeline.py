@@ -3,7 +3,7 @@
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -63,7 +63,7 @@ def _result(future: Future[Result], seconds: float | None) -> Result:
     return future.result()
 
 
-def in_background(items: Iterable[Item], ahead: int) -> Iterator[Item]:
+def in_background(items: Iterable[Item], ahead: int) -> Generator[Item, None, None]:
     """Iterate over `items` in a thread of its own, up to `ahead` items before the consumer.
 
     An exception of `items` reaches the consumer in its place; a consumer that stops early stops the thread.
@@ -88,6 +88,9 @@ def in_background(items: Iterable[Item], ahead: int) -> Iterator[Item]:
             put((_END, None))
         except BaseException as error:  # handed over, and raised by the consumer
             put((_END, error))
+        finally:
+            if isinstance(items, Generator):  # stops the stages before this one
+                items.close()
 
     thread = threading.Thread(target=produce, daemon=True)
     thread.start()

@@ -1,14 +1,19 @@
 """The whole of stage 1 for one input shard, top to bottom."""
 
+import platform
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from functools import partial
+from functools import cache, partial
 from importlib.metadata import version
+from itertools import count
 from typing import NoReturn
 
 import numpy as np
+import pyarrow as pa
+import torch
 from torch import Tensor
 
 from precompute.captions import CleanCaption, read_captions, read_scores, valid_text
@@ -42,8 +47,18 @@ class Decoded:
     url: str
     scores: np.ndarray
     content: tuple[list[CleanCaption | None], Picture] | Reject
-    encoded: list[Caption | None] | None = None
-    """The captions' text latents, once some bucket's batch has had them encoded."""
+    captions: list[Callable[[], Caption] | None] | None = None
+    """Each waits for its text latents, once some bucket's batch has begun with them."""
+
+
+@dataclass(frozen=True)
+class StartedBatch:
+    """Samples of one bucket on the device."""
+
+    bucket: Bucket
+    samples: list[Decoded]
+    image_latents: Callable[[], Tensor]
+    """Waits for them."""
 
 
 class Parts:
@@ -111,6 +126,7 @@ def encode_shard(
     ):
         tar = Tar(path, config.limits.max_bytes, config.tars.policy)
         tar.check(shard, counted_samples(shard))
+        source = pool.submit(tar.record, shard.address)  # its SHA-256, while the first pictures are decoded
         writers = {bucket: PartWriter(folder / str(bucket), encoding, bucket) for bucket in buckets}
         parts = Parts(writers, config)
 
@@ -118,17 +134,17 @@ def encode_shard(
         wanted = [bucket for bucket in config.covering if bucket in buckets]
         decode_one = partial(decode_sample, buckets=wanted, config=config, decode=decode_picture)
         longest = None if isolate else CLOCK_PER_PROCESSOR_SECOND * config.limits.decode_seconds
-        decoded = map_in_order(pool, decode_one, tar.samples(), 4 * config.workers.decode_threads, longest)
-        accepted = drop_rejects(in_background(decoded, ahead=config.workers.batch_size), parts)
-        # pixels => latents => parts
-        for bucket, samples in batched_by_bucket(accepted, parts, config.workers.batch_size):
-            encode_captions(samples, text_encoder, config.workers.batch_size)
-            # taken out, so that samples that wait for another bucket's batch do not hold this one's
-            pictures = [picture.pixels.pop(bucket) for _, picture in map(content, samples)]
-            latents = image_encoder(pictures, batch_size_of(bucket, config.workers.batch_size))
-            for sample, image_latents in zip(samples, latents, strict=True):
-                write_sample(sample, bucket, image_latents, parts)
-            report(parts.samples_in)
+        ahead = max(config.workers.batch_size, 4 * config.workers.decode_threads)
+        accepted = drop_rejects(map_in_order(pool, decode_one, tar.samples(), ahead, longest), parts)
+        batches = in_background(batched_by_bucket(accepted, parts, config.workers.batch_size), ahead=1)
+        # pixels => latents, begun on the device while the batch before is being written
+        on_device = start_batches(batches, image_encoder, text_encoder, config.workers.batch_size)
+        # latents => parts
+        with closing(in_background(on_device, ahead=1)) as encoded:
+            for batch in encoded:
+                for sample, image_latents in zip(batch.samples, batch.image_latents(), strict=True):
+                    write_sample(sample, batch.bucket, image_latents, parts)
+                report(parts.samples_in)
 
         # parts => committed
         attempt = Attempt(
@@ -138,13 +154,32 @@ def encode_shard(
             samples_in=parts.samples_in,
             counts={str(bucket): writer.finish() for bucket, writer in parts.writers.items()},
             rules={str(bucket): rule for bucket, rule in config.rules.items()},
-            source=tar.record(shard.address),
+            records={str(bucket): writer.records for bucket, writer in parts.writers.items()},
+            source=source.result(),
             software={name: version(name) for name in SOFTWARE},
+            settings=settings_of(config),
             number=attempt_number,
             started=started.isoformat(timespec="seconds"),
             seconds=round(time.monotonic() - clock, 3),
         )
         return commit(root, attempt)
+
+
+def warm_up() -> None:
+    """What a process does once: done now, the device does not wait for it at the end of the first shard."""
+    pa.array([None])  # pyarrow's first array loads pandas, where that is installed
+
+
+def settings_of(config: PrecomputeConfig) -> dict[str, str | int | float | bool]:
+    """What a receipt says of the run besides the encoding and the software."""
+    device = torch.cuda.get_device_name() if config.workers.num_gpus else f"CPU ({platform.machine()})"
+    workers = config.workers
+    return {
+        "device": device,
+        "batch_size": workers.batch_size,
+        "compile": workers.compile,
+        **config.limits.model_dump(mode="json"),
+    }
 
 
 def decode_sample(raw: RawSample, buckets: list[Bucket], config: PrecomputeConfig, decode: Decode) -> Decoded:
@@ -219,32 +254,60 @@ def batch_size_of(bucket: Bucket, batch_size: int) -> int:
     return max(1, batch_size * PIXELS_PER_BATCH_ITEM // max(PIXELS_PER_BATCH_ITEM, bucket.width * bucket.height))
 
 
-def encode_captions(samples: list[Decoded], text_encoder: TextEncoder, batch_size: int) -> None:
-    """Encode every caption of `samples`; what another bucket's batch has had encoded is not encoded again."""
-    fresh = [sample for sample in samples if sample.encoded is None]
-    waiting = [caption for sample in fresh for caption in content(sample)[0] if caption is not None]
-    encoded: list[EncodedCaption] = []
-    for start in range(0, len(waiting), batch_size):
-        encoded += text_encoder([caption.text for caption in waiting[start : start + batch_size]], batch_size)
-    in_turn = iter(encoded)
+def start_batches(
+    batches: Generator[tuple[Bucket, list[Decoded]], None, None],
+    image_encoder: ImageEncoder,
+    text_encoder: TextEncoder,
+    batch_size: int,
+) -> Iterator[StartedBatch]:
+    """Hand each batch to the device and go on with the next."""
+    with closing(batches):
+        for bucket, samples in batches:
+            start_captions(samples, text_encoder, batch_size)
+            # taken out, so that samples that wait for another bucket's batch do not hold this one's
+            pictures = [picture.pixels.pop(bucket) for _, picture in map(content, samples)]
+            latents = image_encoder.start(pictures, batch_size_of(bucket, batch_size))
+            yield StartedBatch(bucket, samples, latents)
+
+
+def start_captions(samples: list[Decoded], text_encoder: TextEncoder, batch_size: int) -> None:
+    """Begin with every caption of `samples`; what another bucket's batch has begun is not encoded again."""
+    fresh = [sample for sample in samples if sample.captions is None]
+    texts = [caption.text for sample in fresh for caption in content(sample)[0] if caption is not None]
+    batches = [
+        cache(text_encoder.start(texts[first : first + batch_size], batch_size))
+        for first in range(0, len(texts), batch_size)
+    ]
+    places = count()
     for sample in fresh:
-        captions, _ = content(sample)
-        sample.encoded = [stored_caption(caption, next(in_turn)) if caption else None for caption in captions]
+        sample.captions = [
+            partial(stored_caption, caption, batches, *divmod(next(places), batch_size)) if caption else None
+            for caption in content(sample)[0]
+        ]
 
 
-def stored_caption(caption: CleanCaption, encoded: EncodedCaption) -> Caption:
-    """A clean caption with its text latents."""
+def stored_caption(
+    caption: CleanCaption, batches: Sequence[Callable[[], list[EncodedCaption]]], batch: int, row: int
+) -> Caption:
+    """A clean caption with its text latents, once they are there."""
+    encoded = batches[batch]()[row]
     cut = {"truncated"} if encoded.truncated else set()
     return Caption(caption.text, encoded.latents, encoded.num_tokens, caption.mended | cut)
 
 
 def write_sample(sample: Decoded, bucket: Bucket, image_latents: Tensor, parts: Parts) -> None:
     """Append one sample to its part, or refuse it as `non_finite`: its latents overflow float16, in float32 too."""
-    assert sample.encoded is not None
-    texts = [caption.latents for caption in sample.encoded if caption is not None]
-    if not all(latents.half().isfinite().all() for latents in (image_latents, *texts)):
+    assert sample.captions is not None  # its batch was started
+    captions = [caption() if caption else None for caption in sample.captions]
+    if not all(map(all_finite, [image_latents, *(caption.latents for caption in captions if caption)])):
         parts.refuse(sample, Reject("non_finite", "encoded in float32 too"), [bucket])
         return
     _, picture = content(sample)
     size = (picture.width, picture.height, *picture.corners[bucket])
-    parts.writers[bucket].write(Sample(sample.key, sample.encoded, image_latents, size, sample.scores))
+    parts.writers[bucket].write(Sample(sample.key, captions, image_latents, size, sample.scores))
+
+
+def all_finite(latents: Tensor) -> bool:
+    """Whether float16 latents hold neither infinities nor NaN: these alone have an exponent of all ones."""
+    magnitudes = latents.numpy().view(np.uint16) & 0x7FFF
+    return bool(magnitudes.max() < 0x7C00)

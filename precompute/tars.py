@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
@@ -101,7 +102,6 @@ class Tar:
         self.path = path
         self.max_member_bytes = max_member_bytes
         self.bytes = path.stat().st_size
-        self.sha256 = sha256_file(path)
         layout = read_layout(path)
         if layout.damage and policy == "reject":
             raise DamagedInput(f"{path} {layout.damage[0]}. Download this shard again.")
@@ -110,6 +110,11 @@ class Tar:
         self.members = {key: members for key, members in layout.members.items() if key not in layout.lost}
         self.lost = {key: RawSample(key, lost=why) for key, why in layout.lost.items()}
         self.num_unnamed = 0
+
+    @cached_property
+    def sha256(self) -> str:
+        """Of the whole file."""
+        return sha256_file(self.path)
 
     def check(self, shard: InputShard, counted: Counted) -> None:
         """Hold the samples against those that img2dataset counted; under `salvage`, take down which are missing.

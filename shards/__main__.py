@@ -1,10 +1,11 @@
-"""`python -m shards verify | stats | index ROOT`."""
+"""`python -m shards verify | stats | index | card | where ROOT`."""
 
 import argparse
 import json
 import sys
 from pathlib import Path
 
+from shards.card import dataset_card
 from shards.encoding import EncodingRecord
 from shards.errors import WorkError, exit_code_of
 from shards.files import DamagedFile
@@ -12,6 +13,7 @@ from shards.index import write_indexes
 from shards.stats import plot_stats, root_stats, stats_table
 from shards.store import open_store
 from shards.verify import verify_root
+from shards.where import describe_sample, find_sample
 
 
 def run(arguments: list[str]) -> None:
@@ -22,6 +24,8 @@ def run(arguments: list[str]) -> None:
         ("verify", "check every byte, shape and count; exit code 1 if anything is wrong"),
         ("stats", "counts, bytes, rejects and latent statistics"),
         ("index", "write every bucket's index.json anew from the receipts"),
+        ("card", "a dataset card: what it is, what made it, how to read it"),
+        ("where", "of one sample: its tar, part, weights and settings, or why it was rejected"),
     ):
         command = commands.add_parser(name, help=about, description=about)
         command.add_argument("root", type=open_store, help="folder, or address such as s3://bucket/latents")
@@ -29,9 +33,14 @@ def run(arguments: list[str]) -> None:
             command.add_argument("--json", action="store_true", help="print JSON")
             command.add_argument("--plot", type=Path, help="write a PNG here")
             command.add_argument("--max-samples", type=int, default=10_000, help="read this many of each bucket")
+        if name == "card":
+            command.add_argument("--output", type=Path, help="write here, say ROOT/README.md; default: print")
+        if name == "where":
+            command.add_argument("key")
+            command.add_argument("--json", action="store_true", help="print JSON")
     options = parser.parse_args(arguments)
     try:
-        {"verify": verify, "stats": stats, "index": index}[options.command](options)
+        COMMANDS[options.command](options)
     except DamagedFile as error:
         raise WorkError(str(error)) from error
 
@@ -60,6 +69,24 @@ def index(options: argparse.Namespace) -> None:
     EncodingRecord.load(options.root)
     for bucket, samples in write_indexes(options.root).items():
         print(f"{bucket}: {samples} samples")
+
+
+def card(options: argparse.Namespace) -> None:
+    """Print the card, or write it."""
+    text = dataset_card(options.root)
+    if options.output:
+        options.output.write_text(text)
+    else:
+        print(text, end="")
+
+
+def where(options: argparse.Namespace) -> None:
+    """Print what made a sample."""
+    found = find_sample(options.root, options.key)
+    print(json.dumps(found, indent=2) if options.json else "\n\n".join(map(describe_sample, found)))
+
+
+COMMANDS = {"verify": verify, "stats": stats, "index": index, "card": card, "where": where}
 
 
 def main() -> None:

@@ -44,9 +44,12 @@ class Attempt:
     """Bucket → samples written, and refusals by reason, as `PartWriter.finish` returned them."""
     rules: dict[str, str]
     """Bucket → which pictures it holds, as `bucket_rules` says it."""
+    records: dict[str, dict[str, FileRecord]]
+    """Bucket → the files whose size and SHA-256 are known already, as `PartWriter.records` has them."""
     source: dict[str, str | int | None]
     """The tar: its address, bytes, and SHA-256."""
     software: dict[str, str]
+    settings: dict[str, str | int | float | bool]
     number: int
     started: str
     seconds: float
@@ -137,7 +140,7 @@ def make_receipt(store: Store, attempt: Attempt, fresh: list[str], books: Books,
             samples=attempt.counts[bucket][0],
             refused=attempt.counts[bucket][1],
             rule=attempt.rules[bucket],
-            files=record_files(attempt.folder / bucket),
+            files=record_files(attempt.folder / bucket, attempt.records[bucket]),
         )
         for bucket in fresh
     }
@@ -152,16 +155,17 @@ def make_receipt(store: Store, attempt: Attempt, fresh: list[str], books: Books,
         parts=(earlier.parts if earlier else {}) | parts,
         shared_files={name: record_file(store, name) for name in (UNCOND_NAME, FILE_NAME)},
         software=attempt.software,
+        settings=attempt.settings,
         attempts=attempt.number,
         started=attempt.started,
         seconds=attempt.seconds,
     )
 
 
-def record_files(folder: Path) -> dict[str, FileRecord]:
-    """Size and SHA-256 of every file below `folder`, by relative path, sorted."""
+def record_files(folder: Path, known: dict[str, FileRecord]) -> dict[str, FileRecord]:
+    """Size and SHA-256 of every file below `folder`, by relative path, sorted; `known` ones are not read again."""
     here = open_store(folder)
-    return {name: record_file(here, name) for name in here.files()}
+    return {name: known.get(name) or record_file(here, name) for name in here.files()}
 
 
 def record_file(store: Store, name: str) -> FileRecord:

@@ -143,8 +143,8 @@ class EncodingRecord(Config):
         except ValidationError as error:
             wrong = ", ".join(".".join(map(str, item["loc"])) for item in error.errors())
             raise RequestError(
-                f"{root} was written by another version of this program: {FILE_NAME} has other fields than this one's "
-                f"({wrong}). Use that version, or encode into a new root."
+                f"{store.where()} was written by another version of this program: {FILE_NAME} has other fields than "
+                f"this one's ({wrong}). Use that version, or encode into a new root."
             ) from None
 
 

@@ -32,9 +32,9 @@ def fsync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def fsync_file(path: Path) -> None:
+def fsync_file(path: str | Path) -> None:
     """Flush a file to the disk."""
-    with path.open("rb") as file:
+    with open(path, "rb") as file:
         os.fsync(file.fileno())
 
 
@@ -42,7 +42,7 @@ def fsync_tree(folder: Path) -> None:
     """Flush every file and folder below `folder`, itself included, to the disk."""
     for parent, _, names in os.walk(folder, topdown=False):
         for name in names:
-            fsync_file(Path(parent) / name)
+            fsync_file(os.path.join(parent, name))
         fsync_folder(Path(parent))
 
 

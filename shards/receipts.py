@@ -55,6 +55,10 @@ class Receipt(Config):
     shared_files: dict[str, FileRecord]
     """uncond.safetensors and encoding.json, by path relative to the root."""
     software: dict[str, str]
+    """Package → version."""
+    settings: dict[str, str | int | float | bool]
+    """What else decided over the stored bytes, by rounding (device, batch size, compilation) or by what was refused
+    (limits). All that changes what the numbers mean is in encoding.json."""
     attempts: int
     started: str
     seconds: float

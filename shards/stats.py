@@ -97,11 +97,19 @@ def stats_table(stats: dict[str, Any]) -> str:
         caption_line(stats["captions"]),
         "rejected: " + (", ".join(f"{reason} {count:,}" for reason, count in stats["rejected"].items()) or "none"),
         "",
-        f"{'bucket':>12} {'samples':>12} {'B/sample':>9}  latent mean and std per channel (scaled; std 1 is ideal)",
+        f"{'bucket':>12} {'samples':>12} {'B/sample':>9}  {'caption characters':>18}  scaled latents per channel",
+        f"{'':>12} {'':>12} {'':>9}  {'5 / 50 / 95 %':>18}  (std 1 is ideal)",
     ]
     for bucket, b in stats["buckets"].items():
-        moments = f"{b['latent_mean']} {b['latent_std']}" if "latent_mean" in b else ""
-        lines.append(f"{bucket:>12} {b['samples']:>12,} {b['bytes_per_sample']:>9,}  {moments}")
+        row = f"{bucket:>12} {b['samples']:>12,} {b['bytes_per_sample']:>9,}"
+        if "latent_mean" in b:
+            lengths = " / ".join(f"{length:.0f}" for length in b["caption_characters"].values())
+            means, deviations = (
+                ", ".join(f"{value:+.3f}" if name == "latent_mean" else f"{value:.3f}" for value in b[name])
+                for name in ("latent_mean", "latent_std")
+            )
+            row += f"  {lengths:>18}  mean {means}; std {deviations}; {b['measured_on']:,} samples"
+        lines.append(row)
     return "\n".join(lines)
 
 
@@ -112,26 +120,50 @@ def caption_line(counts: dict[str, int]) -> str:
 
 
 def plot_stats(stats: dict[str, Any], path: Path) -> None:
-    """Samples per bucket, rejects by reason, and latent deviations, as a PNG."""
+    """Samples and bytes per bucket, rejects by reason, latent statistics and caption lengths, as a PNG."""
     import matplotlib
 
     matplotlib.use("agg")
     from matplotlib import pyplot as plt
 
-    figure, axes = plt.subplots(1, 3, figsize=(14, 4), dpi=110)
+    figure, grid = plt.subplots(2, 3, figsize=(14, 7.5), dpi=110)
+    axes = grid.flatten()
     buckets = stats["buckets"]
-    axes[0].barh(list(buckets), [b["samples"] for b in buckets.values()], color="#08519c")
-    axes[0].set_title("samples per bucket")
-    reasons = stats["rejected"] or {"none": 0}
-    axes[1].barh(list(reasons), list(reasons.values()), color="#b45309")
-    axes[1].set_title(f"rejected, of {stats['samples_in']:,} samples in")
-    for bucket, b in buckets.items():
-        if "latent_std" in b:
-            axes[2].plot(b["latent_std"], marker="o", label=bucket)
-    axes[2].axhline(1, color="grey", linewidth=0.8)
-    axes[2].set_title("standard deviation of scaled latents")
-    axes[2].set_xlabel("channel")
-    axes[2].legend(frameon=False)
+    measured = {bucket: b for bucket, b in buckets.items() if "latent_std" in b}
+    _bars(axes[0], {bucket: b["samples"] for bucket, b in buckets.items()}, "samples per bucket", "#08519c")
+    _bars(axes[1], {bucket: b["bytes_per_sample"] for bucket, b in buckets.items()}, "bytes per sample", "#08519c")
+    _bars(axes[2], stats["rejected"] or {"none": 0}, f"rejected, of {stats['samples_in']:,} samples in", "#b45309")
+    for axis, name, title, ideal in (
+        (axes[3], "latent_mean", "mean of scaled latents", 0),
+        (axes[4], "latent_std", "standard deviation of scaled latents", 1),
+    ):
+        for bucket, b in measured.items():
+            axis.plot(b[name], marker="o", label=bucket)
+        axis.axhline(ideal, color="grey", linewidth=0.8)
+        axis.set_xticks(range(max((len(b[name]) for b in measured.values()), default=0)))
+        axis.set_xlabel("channel")
+        axis.set_title(title)
+        if measured:
+            axis.legend(frameon=False)
+    for place, b in enumerate(measured.values()):
+        low, middle, high = b["caption_characters"].values()
+        axes[5].plot([low, high], [place, place], color="#08519c", linewidth=6, solid_capstyle="butt", alpha=0.4)
+        axes[5].plot([middle], [place], "o", color="#08519c")
+        axes[5].annotate(
+            f"{low:.0f} / {middle:.0f} / {high:.0f}", (middle, place), (0, 8), textcoords="offset points", ha="center"
+        )
+    axes[5].set_yticks(range(len(measured)), list(measured))
+    axes[5].set_ylim(len(measured) - 0.4, -0.6)
+    axes[5].set_title("caption characters: 5, 50 and 95 %")
+    figure.suptitle(f"encoding {stats['encoding']}: {stats['encoded']:,} of {stats['samples_in']:,} samples encoded")
     figure.tight_layout()
     figure.savefig(path)
     plt.close(figure)
+
+
+def _bars(axis: Any, values: dict[str, int], title: str, color: str) -> None:
+    bars = axis.barh(list(values), list(values.values()), color=color)
+    axis.bar_label(bars, labels=[f"{value:,}" for value in values.values()], padding=3)
+    axis.margins(x=0.2)
+    axis.invert_yaxis()
+    axis.set_title(title)

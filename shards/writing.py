@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from streaming import MDSWriter
 from torch import Tensor
 
 from shards import text
 from shards.buckets import Bucket
 from shards.encoding import EncodingRecord
+from shards.mds_writer import PartMDSWriter
+from shards.receipts import FileRecord
 from shards.tables import (
     MENDED,
     OTHER_BUCKET,
@@ -22,8 +23,6 @@ from shards.tables import (
     SAMPLES_SCHEMA,
     write_rows,
 )
-
-SHARD_BYTES = 1 << 27
 
 
 @dataclass(frozen=True)
@@ -64,12 +63,10 @@ class PartWriter:
         self.folder = folder
         self.encoding = encoding
         self.samples: list[tuple[object, ...]] = []
-        self.refused: list[tuple[object, ...]] = []
+        self.refused: list[tuple[str, str, str, str]] = []
         self.elsewhere = 0
         folder.mkdir(parents=True)
-        self.writer = MDSWriter(
-            out=str(folder), columns=encoding.columns(bucket), hashes=["xxh3_64"], size_limit=SHARD_BYTES
-        )
+        self.writer = PartMDSWriter(folder, encoding, bucket)
 
     def write(self, sample: Sample) -> None:
         """Append one sample; order is kept."""
@@ -108,10 +105,16 @@ class PartWriter:
         """Count a sample that is in another bucket of the aspect table."""
         self.elsewhere += 1
 
+    @property
+    def records(self) -> dict[str, FileRecord]:
+        """Size and SHA-256 of the MDS files, taken as they were written."""
+        return self.writer.records
+
     def finish(self) -> tuple[int, dict[str, int]]:
         """Close the part's files; returns how many samples they hold, and refusals by reason."""
         self.writer.finish()
         write_rows(self.folder / SAMPLES_NAME, SAMPLES_SCHEMA, self.samples)
-        write_rows(self.folder / REFUSED_NAME, REFUSED_SCHEMA, self.refused)
+        # several stages of a worker refuse samples, each at its own time: by key, the same in every run
+        write_rows(self.folder / REFUSED_NAME, REFUSED_SCHEMA, sorted(self.refused))
         reasons = Counter(str(row[2]) for row in self.refused) + Counter({OTHER_BUCKET: self.elsewhere})
         return len(self.samples), dict(sorted(reasons.items()))

@@ -61,3 +61,28 @@ def test_a_consumer_that_stops_early_stops_the_thread() -> None:
     next(background)
     background.close()
     assert threading.active_count() == before
+
+
+def test_a_stage_that_is_stopped_stops_those_before_it() -> None:
+    ended = threading.Event()
+
+    def items() -> Iterator[int]:
+        try:
+            yield from range(10**9)
+        finally:
+            ended.set()
+
+    def doubled(numbers: Iterator[int]) -> Iterator[int]:
+        for number in numbers:
+            yield 2 * number
+
+    before = threading.active_count()
+    last = in_background(doubled(in_background(items(), ahead=1)), ahead=1)
+    assert next(last) == 0
+    last.close()
+    assert ended.wait(10)
+    for _ in range(100):
+        if threading.active_count() == before:
+            break
+        time.sleep(0.05)
+    assert threading.active_count() == before

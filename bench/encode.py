@@ -1,0 +1,202 @@
+"""How near to the device's own speed the two encoders run: `python -m bench.encode`.
+
+On a GPU: Stable Diffusion 2's VAE and text encoder, from configs/ and with random weights, at 256 px, 512 px, and 790
+pictures of 256 px to 300 of 512, as its training set has them. On a CPU: small ones at 64 and 128 px, to see that it
+works.
+Both go through the worker's own encoders with two batches under way: pixels in memory in, latents in memory out.
+`--json` writes the file that `make plan ARGS="--measured FILE"` reads.
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import date
+from functools import partial
+from itertools import cycle, islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from diffusers import AutoencoderKL
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import CLIPTextConfig, CLIPTextModel
+
+from bench.common import matmul_tflops, section, table
+from examples.shapes.models import MODELS
+from precompute.encoders import ImageEncoder, TextEncoder
+from precompute.shard import batch_size_of
+from shards.buckets import Bucket
+from train.plan.measured import BenchFile, Measurement
+
+CONFIGS = Path(__file__).parents[1] / "configs"
+MIX = (790, 300)
+UNDER_WAY = 2
+
+
+@dataclass(frozen=True)
+class Work:
+    """A batch that can be started again and again."""
+
+    start: Callable[[], Callable[[], Any]]
+    count: int
+    """Pictures or captions in it."""
+    flops: int
+    """Of the whole batch."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What is measured."""
+
+    buckets: tuple[Bucket, Bucket]
+    vae: dict[str, Any]
+    text_encoder: dict[str, Any]
+
+
+def sizes_for(device: torch.device) -> Sizes:
+    """Stable Diffusion 2's on a GPU, small ones on a CPU."""
+    vae = json.loads((CONFIGS / "vae" / "sd2.json").read_text())
+    text_encoder = json.loads((CONFIGS / "text_encoder" / "sd2.json").read_text())
+    if device.type == "cuda":
+        return Sizes((Bucket(256, 256), Bucket(512, 512)), vae, text_encoder)
+    vae |= {"block_out_channels": [32, 32, 64, 64]}
+    text_encoder |= {"num_hidden_layers": 2, "hidden_size": 256, "intermediate_size": 1024, "num_attention_heads": 4}
+    return Sizes((Bucket(64, 64), Bucket(128, 128)), vae, text_encoder)
+
+
+def save_models(sizes: Sizes, folder: Path) -> None:
+    """Random weights under the two architectures."""
+    torch.manual_seed(0)
+    AutoencoderKL.from_config(sizes.vae).save_pretrained(folder / "vae")
+    CLIPTextModel(CLIPTextConfig(**sizes.text_encoder)).save_pretrained(folder / "text_encoder")
+
+
+def count_flops(sizes: Sizes) -> dict[str, int]:
+    """FLOPs of one picture of each bucket, and of one caption as `text`: on the meta device, a multiply-add being 2."""
+    with torch.device("meta"), torch.no_grad():
+        vae = AutoencoderKL.from_config(sizes.vae)
+        text_config = CLIPTextConfig(**sizes.text_encoder)
+        tokens = torch.empty(1, text_config.max_position_embeddings, dtype=torch.long)
+        work: dict[str, Callable[[], Any]] = {"text": lambda: CLIPTextModel(text_config)(tokens)}
+        for bucket in sizes.buckets:
+            work[str(bucket)] = partial(vae.encode, torch.empty(1, 3, bucket.height, bucket.width))
+        counts = {}
+        for name, run in work.items():
+            with FlopCounterMode(display=False) as counter:
+                run()
+            counts[name] = counter.get_total_flops()
+    return counts
+
+
+def rates_of(work: Sequence[Work], num_batches: int) -> tuple[float, float]:
+    """Pictures or captions per second, and TFLOP/s, over `num_batches` that go round `work`, `UNDER_WAY` at a time.
+
+    One round and a few batches before it do not count: they choose kernels and fill the allocators' pools.
+    """
+    for batch in islice(cycle(work), len(work) + 3):
+        batch.start()()
+    timed = list(islice(cycle(work), num_batches))
+    waiting: deque[Callable[[], Any]] = deque()
+    begun = time.perf_counter()
+    for batch in timed:
+        waiting.append(batch.start())
+        if len(waiting) > UNDER_WAY:
+            waiting.popleft()()
+    for wait in waiting:
+        wait()
+    seconds = time.perf_counter() - begun
+    return sum(batch.count for batch in timed) / seconds, sum(batch.flops for batch in timed) / seconds / 1e12
+
+
+def picture_work(encoder: ImageEncoder, bucket: Bucket, batch_size: int, flops: int) -> Work:
+    """A batch of noise."""
+    count = batch_size_of(bucket, batch_size)
+    random = np.random.default_rng(0)
+    pictures = list(random.integers(0, 256, (count, bucket.height, bucket.width, 3), np.uint8))
+    return Work(lambda: encoder.start(pictures, count), count, count * flops)
+
+
+def mixture(small: Work, large: Work) -> list[Work]:
+    """Batches of both kinds in turn, pictures as in `MIX` as nearly as three large batches allow."""
+    batches, owed = [], 0.0
+    for _ in range(3):
+        owed += MIX[0] / MIX[1] * large.count / small.count
+        batches += [*[small] * round(owed), large]
+        owed -= round(owed)
+    return batches
+
+
+def measure(options: argparse.Namespace, sizes: Sizes, device: torch.device) -> dict[str, tuple[float, float]]:
+    """Rates per second and TFLOP/s by bucket, `mixed` and `text`."""
+    flops = count_flops(sizes)
+    with tempfile.TemporaryDirectory() as folder:
+        save_models(sizes, Path(folder))
+        image = ImageEncoder(Path(folder) / "vae", device, options.precision, "moments", options.compile)
+        text_folders = Path(folder) / "text_encoder", MODELS / "tokenizer"
+        text = TextEncoder(*text_folders, device, options.precision, options.compile)
+    small, large = (picture_work(image, b, options.batch_size, flops[str(b)]) for b in sizes.buckets)
+    captions = [f"picture {i} of nothing in particular, in many colours" for i in range(options.batch_size)]
+    caption_work = Work(lambda: text.start(captions, len(captions)), len(captions), len(captions) * flops["text"])
+    mixed = mixture(small, large)
+    return {
+        str(sizes.buckets[0]): rates_of([small], options.batches),
+        str(sizes.buckets[1]): rates_of([large], options.batches),
+        "mixed": rates_of(mixed, len(mixed) * max(1, options.batches // len(mixed))),
+        "text": rates_of([caption_work], options.batches),
+    }
+
+
+def bench_file(rates: dict[str, tuple[float, float]], device: str, command: str) -> BenchFile:
+    """What a plan can use: a rate for each bucket and for captions."""
+    measurements = [
+        Measurement(stage="encode", bucket=name, images_per_second_per_gpu=items)
+        for name, (items, _) in rates.items()
+        if name not in ("mixed", "text")
+    ]
+    measurements.append(Measurement(stage="text", images_per_second_per_gpu=rates["text"][0]))
+    return BenchFile(device=device, gpus=1, date=str(date.today()), command=command, measurements=measurements)
+
+
+def main() -> None:
+    """Measure, print a section, write the JSON."""
+    parser = argparse.ArgumentParser(prog="bench.encode", description=__doc__)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--precision", choices=("float32", "float16", "bfloat16"), default="bfloat16")
+    parser.add_argument("--batch-size", type=int, help="default: 64 on a GPU, 8 on a CPU")
+    parser.add_argument("--batches", type=int, help="that are timed; default: 30 on a GPU, 6 on a CPU")
+    parser.add_argument("--compile", action="store_true", help="with torch.compile")
+    parser.add_argument("--json", type=Path, help="write a benchmark file for `make plan` here")
+    options = parser.parse_args()
+    device = torch.device(options.device)
+    on_gpu = device.type == "cuda"
+    options.batch_size = options.batch_size or (64 if on_gpu else 8)
+    options.batches = options.batches or (33 if on_gpu else 6)
+    command = " ".join(["python -m bench.encode", *sys.argv[1:]])
+    sizes = sizes_for(device)
+    rates = measure(options, sizes, device)
+    # afterwards, on the warm device
+    matrix = matmul_tflops(device, torch.bfloat16)
+    titles = {"mixed": f"VAE, {sizes.buckets[0]} and {sizes.buckets[1]} as {MIX[0]} to {MIX[1]}", "text": "captions"}
+    rows = [
+        (titles.get(name, f"VAE at {name}"), f"{items:,.1f}", f"{tflops:,.3g}", f"{tflops / matrix:.0%}")
+        for name, (items, tflops) in rates.items()
+    ]
+    body = table(("what", "per second", "TFLOP/s", "of the bf16 matrix rate"), rows)
+    networks = "Stable Diffusion 2's networks" if on_gpu else "small networks, to see that it works"
+    how = f"{options.precision}, batches of {options.batch_size}, {'compiled' if options.compile else 'not compiled'}"
+    body += f"\n\n{networks}, {how}. A large bf16 matrix product in the same run: {matrix:,.3g} TFLOP/s."
+    print(section("The encoders", command, body))
+    if options.json:
+        name = torch.cuda.get_device_name(device) if on_gpu else "CPU"
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(bench_file(rates, name, command).model_dump_json(indent=2, exclude_none=True) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,328 @@
+"""What a stage 1 worker adds to decoding, and whether it keeps its encoders busy: `python -m bench.worker`.
+
+The worker is `encode_shard` itself, on tars of 400 to 600 px JPEGs, into 256 and 512 px buckets with Stable Diffusion
+2's shapes. Its encoders are stand-ins: one costs nothing, the other works like a GPU, in its own time beside the
+worker's threads, and takes a fixed time per picture. No GPU is needed, and no weights.
+"""
+
+import argparse
+import io
+import json
+import multiprocessing
+import os
+import shutil
+import statistics
+import tarfile
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+
+from bench.common import section, table, timed_in_turn
+from precompute.config import PrecomputeConfig
+from precompute.encoders import EncodedCaption
+from precompute.pixels import decode
+from precompute.shard import encode_shard, warm_up
+from precompute.tars import InputShard, Tar, list_shards
+from shards.encoding import EncodingRecord, ImageEncoding, TextEncoding, Weights
+from shards.root import create_root
+
+BUCKETS = ("256x256", "512x512")
+PLANES, DOWNSAMPLING, TEXT_LENGTH, TEXT_WIDTH = 8, 8, 77, 1024
+DISTINCT_PICTURES = 100
+
+
+class FreeImageEncoder:
+    """Stands in for `ImageEncoder`: zeros, at once."""
+
+    def start(self, pictures: list[np.ndarray], batch_size: int) -> Callable[[], torch.Tensor]:
+        """(N, 8, h, w) zeros."""
+        height, width, _ = pictures[0].shape
+        shape = (len(pictures), PLANES, height // DOWNSAMPLING, width // DOWNSAMPLING)
+        return lambda: torch.zeros(shape, dtype=torch.float16)
+
+
+class FreeTextEncoder:
+    """Stands in for `TextEncoder`: zeros, at once."""
+
+    def start(self, captions: list[str], batch_size: int) -> Callable[[], list[EncodedCaption]]:
+        """(77, 1024) zeros for each caption."""
+        states = torch.zeros(len(captions), TEXT_LENGTH, TEXT_WIDTH, dtype=torch.float16)
+        return lambda: [EncodedCaption(row, TEXT_LENGTH, False) for row in states]
+
+    def __call__(self, captions: list[str], batch_size: int) -> list[EncodedCaption]:
+        """The same, waited for."""
+        return self.start(captions, batch_size)()
+
+
+class SleepingImageEncoder(FreeImageEncoder):
+    """As a GPU: takes one batch at a time, in the order they were started, `seconds_per_picture` for each picture."""
+
+    def __init__(self, seconds_per_picture: float):
+        self.seconds_per_picture = seconds_per_picture
+        self.device = ThreadPoolExecutor(1)
+        self.busy = 0.0
+
+    def start(self, pictures: list[np.ndarray], batch_size: int) -> Callable[[], torch.Tensor]:
+        """Queue the batch; the function returned waits for its zeros."""
+        zeros = super().start(pictures, batch_size)
+        done = self.device.submit(self._sleep, len(pictures) * self.seconds_per_picture)
+
+        def wait() -> torch.Tensor:
+            done.result()
+            return zeros()
+
+        return wait
+
+    def _sleep(self, seconds: float) -> None:
+        time.sleep(seconds)
+        self.busy += seconds  # what was asked for: waking up late is not work
+
+
+def sd2_record() -> EncodingRecord:
+    """Stable Diffusion 2's shapes under no weights at all."""
+    nothing = Weights(name="stand-in", sha256="0" * 64)
+    return EncodingRecord(
+        vae=nothing,
+        text_encoder=nothing,
+        tokenizer=nothing,
+        image=ImageEncoding(
+            posterior="moments",
+            latent_channels=PLANES // 2,
+            downsampling=DOWNSAMPLING,
+            scaling_factor=0.18215,
+            crop="center",
+            resampling="bicubic",
+            decoder="pillow-scaled",
+        ),
+        text=TextEncoding(
+            storage="float16",
+            trim=False,
+            length=TEXT_LENGTH,
+            width=TEXT_WIDTH,
+            captions=("txt",),
+            max_characters=4096,
+        ),
+        compute_dtype="float16",
+    )
+
+
+def make_picture(random: np.random.Generator) -> bytes:
+    """A JPEG of 400 to 600 px a side with detail at several scales, some 100 kB."""
+    width, height = (int(side) for side in random.integers(400, 601, 2))
+    image = np.zeros((height, width, 3))
+    for step in (2, 8, 32, 128):
+        coarse = random.normal(0, 6 * step**0.5, (height // step + 2, width // step + 2, 3))
+        fine = coarse.repeat(step, axis=0).repeat(step, axis=1)
+        image += fine[:height, :width]
+    file = io.BytesIO()
+    Image.fromarray(np.clip(image + 128, 0, 255).astype(np.uint8)).save(file, "JPEG", quality=90)
+    return file.getvalue()
+
+
+def make_tars(folder: Path, num_shards: int, num_images: int) -> list[InputShard]:
+    """Tars as img2dataset writes them, of `DISTINCT_PICTURES` pictures that come round again."""
+    random = np.random.default_rng(0)
+    pictures = [make_picture(random) for _ in range(DISTINCT_PICTURES)]
+    folder.mkdir(parents=True, exist_ok=True)
+    for shard in range(num_shards):
+        with tarfile.open(folder / f"{shard:05d}.tar", "w") as tar:
+            for i in range(num_images):
+                key = f"{shard:05d}{i:04d}"
+                caption = f"picture {key} of nothing in particular, in many colours and at several scales"
+                metadata = {"key": key, "url": f"http://example.org/{key}", "caption": caption, "punsafe": 0.01}
+                members = {"jpg": pictures[i % len(pictures)], "txt": caption.encode()}
+                for suffix, data in (members | {"json": json.dumps(metadata).encode()}).items():
+                    member = tarfile.TarInfo(f"{key}.{suffix}")
+                    member.size = len(data)
+                    tar.addfile(member, io.BytesIO(data))
+        counts = {"count": num_images, "successes": num_images}
+        (folder / f"{shard:05d}_stats.json").write_text(json.dumps(counts))
+    return list_shards(str(folder))
+
+
+def worker_config(tars: Path, output: Path, threads: int) -> PrecomputeConfig:
+    """The defaults of configs/precompute.yaml with `threads` decoders and no models."""
+    return PrecomputeConfig.model_validate(
+        {
+            **{"input": str(tars), "output": output, "buckets": list(BUCKETS)},
+            **dict.fromkeys(("vae", "text_encoder", "tokenizer"), "stand-in"),
+            "workers": {"num_gpus": 0, "num_cpus": threads, "decode_threads": threads},
+        }
+    )
+
+
+def encode(shards: Iterable[InputShard], config: PrecomputeConfig, image_encoder: FreeImageEncoder) -> None:
+    """What a worker does, one shard after the other, into a root of its own."""
+    create_root(config.output, sd2_record())
+    for shard in shards:
+        encode_shard(shard, config, sd2_record(), image_encoder, FreeTextEncoder())  # type: ignore[arg-type]
+
+
+def bare_pixels(members: list[bytes], config: PrecomputeConfig) -> int:
+    """Decode the same pictures with as many threads, and do nothing else; returns how many came out."""
+    with ThreadPoolExecutor(config.workers.decode_threads) as pool:
+        pictures = pool.map(lambda data: decode(data, config.bucket_list, config.pixels, config.limits), members)
+        return sum(len(picture.pixels) for picture in pictures)
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the command line says."""
+
+    folder: Path
+    images: int
+    shards: int
+    threads: int
+    rounds: int
+    seconds_per_picture: float
+
+
+def in_new_process(function: Callable[[Options, int], list[float]], options: Options, number: int = 0) -> list[float]:
+    """The function's result from a process of its own, so that memory and torch's threads are its own."""
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.apply(function, (options, number))
+
+
+def fresh_config(options: Options, name: str) -> PrecomputeConfig:
+    """A config with an empty latents root of that name."""
+    root = options.folder / name
+    shutil.rmtree(root, ignore_errors=True)
+    return worker_config(options.folder / "tars", root, options.threads)
+
+
+def overhead(options: Options, number: int) -> list[float]:
+    """Rounds of (bare seconds, worker's seconds, bare CPU seconds, worker's CPU seconds), in one flat list."""
+    torch.set_num_threads(1)
+    shard = list_shards(str(options.folder / "tars"))[0]
+    config = worker_config(options.folder / "tars", options.folder / "free", options.threads)
+    path = options.folder / "tars" / f"{shard.name}.tar"
+    members = [sample.image for sample in Tar(path, config.limits.max_bytes).samples() if sample.image]
+    cpu: dict[str, list[float]] = {"bare": [], "worker": []}
+
+    def bare() -> None:
+        start = time.process_time()
+        bare_pixels(members, config)
+        cpu["bare"].append(time.process_time() - start)
+
+    def worker() -> None:
+        start = time.process_time()
+        encode([shard], fresh_config(options, "free"), FreeImageEncoder())
+        cpu["worker"].append(time.process_time() - start)
+
+    pair = timed_in_turn(bare, worker, options.rounds)
+    rounds = zip(pair.first_seconds, pair.second_seconds, cpu["bare"][1:], cpu["worker"][1:], strict=True)
+    return [value for values in rounds for value in values]
+
+
+def busy(options: Options, number: int) -> list[float]:
+    """Share of the time that the sleeping encoder worked: in each of three shards, and from the first to the last."""
+    torch.set_num_threads(1)
+    config, encoder = fresh_config(options, f"busy{number}"), SleepingImageEncoder(options.seconds_per_picture)
+    shards, shares = list_shards(config.input)[:3], []
+    warm_up()  # as a worker does when it loads its encoders
+    start = time.perf_counter()
+    for shard in shards:
+        shard_start, busy_before = time.perf_counter(), encoder.busy
+        encode([shard], config, encoder)
+        shares.append((encoder.busy - busy_before) / (time.perf_counter() - shard_start))
+    return [*shares, encoder.busy / (time.perf_counter() - start)]
+
+
+def one_of_two(options: Options, number: int) -> list[float]:
+    """Encode every other shard from `number` on, or shard after shard where it is negative; when it began and ended."""
+    torch.set_num_threads(1)
+    config, encoder = fresh_config(options, f"two{number}"), SleepingImageEncoder(options.seconds_per_picture)
+    shards = list_shards(config.input)[:2]
+    warm_up()
+    start = time.time()
+    encode(shards if number < 0 else shards[number : number + 1], config, encoder)
+    return [start, time.time()]
+
+
+def two_workers(options: Options) -> float:
+    """Rate of two processes on a shard each over that of one process on both."""
+    start, end = in_new_process(one_of_two, options, -1)
+    with ThreadPoolExecutor(2) as pool:
+        times = list(pool.map(lambda number: in_new_process(one_of_two, options, number), (0, 1)))
+    return (end - start) / (max(t[1] for t in times) - min(t[0] for t in times))
+
+
+def memory(options: Options, number: int) -> list[float]:
+    """MB resident after each of the shards, and at the peak."""
+    torch.set_num_threads(1)
+    config, resident = fresh_config(options, "memory"), []
+    for shard in list_shards(config.input):
+        encode([shard], config, FreeImageEncoder())
+        resident.append(status_mb("VmRSS"))
+        shutil.rmtree(config.output)
+    return [*resident, status_mb("VmHWM")]
+
+
+def status_mb(field: str) -> float:
+    """A line of /proc/self/status in MB."""
+    return int(Path("/proc/self/status").read_text().partition(f"{field}:")[2].split()[0]) / 1024
+
+
+def report(options: Options) -> str:
+    """Measure all of it; Markdown."""
+    rounds = np.array(in_new_process(overhead, options)).reshape(-1, 4)  # bare s, worker s, bare CPU s, worker CPU s
+    *shares, over_all = in_new_process(busy, options)
+    gain = two_workers(options)
+    many_short = replace(options, folder=options.folder / "short")
+    make_tars(many_short.folder / "tars", options.shards, options.images // 4)
+    *resident, peak = in_new_process(memory, many_short)
+    slope = float(np.polyfit(range(len(resident) // 2), resident[len(resident) // 2 :], 1)[0])
+    rates, cpu = rounds[:, 0] / rounds[:, 1], rounds[:, 2] / rounds[:, 3]
+    rows = [
+        (
+            f"encoders that cost nothing: rate over that of bare decoding, {options.threads} threads each",
+            f"{statistics.median(rates):.0%} ({min(rates):.0%} to {max(rates):.0%}); by CPU time "
+            f"{statistics.median(cpu):.0%}",
+        ),
+        (
+            "sleeping encoder: busy in one shard, start and commit included",
+            ", ".join(f"{share:.1%}" for share in shares) + f"; all {len(shares)} in a row {over_all:.1%}",
+        ),
+        ("sleeping encoder: two workers over one", f"{gain:.2f} ×"),
+        (
+            f"memory over {len(resident)} shards of {options.images // 4}",
+            f"peak {peak:.0f} MB; {slope:+.1f} MB per shard over the second half",
+        ),
+    ]
+    listed = " ".join(f"{value:.0f}" for value in resident)
+    return section(
+        "A stage 1 worker",
+        "python -m bench.worker",
+        f"{table(('what', 'measured'), rows)}\n\n"
+        f"Shards of {options.images} JPEGs of 400 to 600 px, into {' and '.join(BUCKETS)}, with Stable Diffusion 2's "
+        f"shapes. The sleeping encoder takes {options.seconds_per_picture * 1e3:g} ms for each picture of each "
+        f"bucket. A worker is a process that calls `encode_shard`. MB resident after each shard: {listed}.",
+    )
+
+
+def main() -> None:
+    """Make the tars, measure, print."""
+    parser = argparse.ArgumentParser(prog="bench.worker", description=__doc__)
+    parser.add_argument("--folder", type=Path, default=Path("runs/bench/worker"))
+    parser.add_argument("--images", type=int, default=2000, help="in a shard; a quarter of it where memory is measured")
+    parser.add_argument("--shards", type=int, default=20, help="where memory is measured")
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="that decode")
+    parser.add_argument("--rounds", type=int, default=2, help="of bare decoding and of the worker, in turn")
+    parser.add_argument("--seconds-per-picture", type=float, default=0.01, help="of the sleeping encoder")
+    options = Options(**vars(parser.parse_args()))
+    shutil.rmtree(options.folder, ignore_errors=True)
+    make_tars(options.folder / "tars", 3, options.images)
+    try:
+        print(report(options))
+    finally:
+        shutil.rmtree(options.folder)
+
+
+if __name__ == "__main__":
+    main()

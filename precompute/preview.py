@@ -1,0 +1,136 @@
+"""`python -m precompute.preview ROOT`: decode some of a bucket's latents back to a labelled contact sheet.
+
+It shows that the numbers of a root are pictures, and those of their captions. It lives here and not in `shards`, which
+knows nothing of diffusers.
+"""
+
+import argparse
+import math
+import sys
+import textwrap
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from diffusers import AutoencoderKL
+from PIL import Image, ImageDraw, ImageFont
+
+from shards.encoding import EncodingRecord
+from shards.errors import RequestError, exit_code_of
+from shards.models import hash_weights, model_folder
+from shards.reading import captions, read_part
+from shards.receipts import load_receipts
+
+LABEL_LINES, LINE_HEIGHT, MARGIN, CHARACTER_WIDTH = 5, 14, 8, 7
+SMALLEST_TILE = 256
+DECODE_TOGETHER = 4
+
+
+def load_decoder(encoding: EncodingRecord, name: str | None) -> AutoencoderKL:
+    """The VAE that made the latents: where encoding.json says it was, or at `name`.
+
+    Raises:
+        RequestError: it is not there, or has other content than encoding.json recorded.
+    """
+    folder = model_folder(name or encoding.vae.name)
+    if hash_weights(str(folder), folder).sha256 != encoding.vae.sha256:
+        raise RequestError(f"The VAE in {folder} is not the one that made these latents. Give that one with --vae.")
+    vae = AutoencoderKL.from_pretrained(folder, use_safetensors=True).eval()
+    return vae.to("cuda" if torch.cuda.is_available() else "cpu", torch.float32)
+
+
+def pick_samples(root: Path, bucket: str, count: int) -> list[dict[str, Any]]:
+    """Samples from all over the bucket: of each committed part as many, its first ones, up to `count`.
+
+    Raises:
+        RequestError: the bucket holds none.
+    """
+    parts = {r.shard: r.parts[bucket].samples for r in load_receipts(root) if bucket in r.parts}
+    holding = [shard for shard, samples in parts.items() if samples]
+    if not holding:
+        raise RequestError(f"{root} holds no sample in {bucket}. `python -m shards stats {root}` lists its buckets.")
+    chosen = holding[:: max(1, len(holding) // count)]
+    each = -(-count // len(chosen))
+    return list(islice(chain.from_iterable(islice(read_part(root / bucket / s), each) for s in chosen), count))
+
+
+@torch.inference_mode()
+def decode_pictures(samples: list[dict[str, Any]], encoding: EncodingRecord, vae: AutoencoderKL) -> list[Image.Image]:
+    """The posterior's means, decoded."""
+    pictures = []
+    for start in range(0, len(samples), DECODE_TOGETHER):
+        stored = np.stack([sample["image_latents"] for sample in samples[start : start + DECODE_TOGETHER]])
+        means = torch.from_numpy(stored[:, : encoding.image.latent_channels].astype(np.float32)).to(vae.device)
+        pixels = ((vae.decode(means).sample.clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8)
+        pictures += [Image.fromarray(array) for array in pixels.permute(0, 2, 3, 1).cpu().numpy()]
+    return pictures
+
+
+def contact_sheet(pictures: list[Image.Image], labels: list[str], title: str) -> Image.Image:
+    """Pictures in a grid, each with its label, wrapped, under it. Small ones are shown enlarged."""
+    scale = max(1, SMALLEST_TILE // pictures[0].width)
+    width, height = pictures[0].width * scale, pictures[0].height * scale
+    columns = math.ceil(len(pictures) ** 0.5)
+    rows = -(-len(pictures) // columns)
+    cell = width + MARGIN, height + LABEL_LINES * LINE_HEIGHT + MARGIN
+    sheet = Image.new("RGB", (columns * cell[0] + MARGIN, rows * cell[1] + 3 * MARGIN + LINE_HEIGHT), "white")
+    draw, font = ImageDraw.Draw(sheet), ImageFont.load_default(size=12)
+    draw.text((MARGIN, MARGIN), title, "black", font)
+    for i, (picture, label) in enumerate(zip(pictures, labels, strict=True)):
+        left, top = MARGIN + i % columns * cell[0], 2 * MARGIN + LINE_HEIGHT + i // columns * cell[1]
+        sheet.paste(picture.resize((width, height), Image.Resampling.NEAREST), (left, top))
+        lines = wrapped(label, width // CHARACTER_WIDTH)
+        for number, line in enumerate(lines):
+            draw.text((left, top + height + 2 + number * LINE_HEIGHT), line, "black", font)
+    return sheet
+
+
+def wrapped(label: str, characters: int) -> list[str]:
+    """A label in lines: its first line as it is, the rest filled up, the last with an ellipsis where there is more."""
+    first, _, rest = label.partition("\n")
+    return [first, *textwrap.wrap(rest, characters, max_lines=LABEL_LINES - 1, placeholder=" …")]
+
+
+def run(arguments: list[str]) -> None:
+    """Parse, decode, draw."""
+    parser = argparse.ArgumentParser(prog="precompute.preview", description=__doc__)
+    parser.add_argument("root", type=Path)
+    parser.add_argument("--bucket", help="WIDTHxHEIGHT; default: the first that holds samples")
+    parser.add_argument("--samples", type=int, default=16, help="how many")
+    parser.add_argument("--output", type=Path, default=Path("preview.png"), help="a PNG")
+    parser.add_argument("--vae", help="where the VAE is now, if not where encoding.json says")
+    options = parser.parse_args(arguments)
+    if options.samples < 1:
+        raise RequestError(f"--samples {options.samples}: give 1 or more.")
+    encoding = EncodingRecord.load(options.root)
+    bucket = options.bucket or first_bucket(options.root)
+    samples = pick_samples(options.root, bucket, options.samples)
+    pictures = decode_pictures(samples, encoding, load_decoder(encoding, options.vae))
+    labels = [f"{sample['key']}\n{' | '.join(captions(sample, encoding))}" for sample in samples]
+    title = f"{bucket} of {options.root.name}, decoded from its latents by {encoding.vae.name}"
+    contact_sheet(pictures, labels, title).save(options.output)
+    print(f"{options.output}: {len(samples)} samples of {bucket}")
+
+
+def first_bucket(root: Path) -> str:
+    """The first bucket that holds samples, by the receipts.
+
+    Raises:
+        RequestError: none does.
+    """
+    for receipt in load_receipts(root):
+        for bucket, part in receipt.parts.items():
+            if part.samples:
+                return bucket
+    raise RequestError(f"{root} holds no sample yet: run `make precompute` first.")
+
+
+def main() -> None:
+    """Console entry point."""
+    sys.exit(exit_code_of(lambda: run(sys.argv[1:])))
+
+
+if __name__ == "__main__":
+    main()
