@@ -96,8 +96,8 @@ def test_a_late_node_gets_work_and_a_lost_one_loses_none(
     wait_until(lambda: says("No node of the cluster can take a worker of 0 GPUs, 1 CPUs and 1 encoder"))
     lost = cluster.add_node(num_cpus=1, resources={"encoder": 1})  # it joins late …
     wait_until(lambda: list((config.output / ".attempts").glob("0*")))
-    cluster.add_node(num_cpus=1, resources={"encoder": 1})
-    cluster.remove_node(lost, allow_graceful=False)  # … and is lost in the midst of a shard
+    cluster.remove_node(lost, allow_graceful=False)  # … is lost in the midst of a shard …
+    cluster.add_node(num_cpus=1, resources={"encoder": 1})  # … and another one comes
     job.join(400)
     says("")
     log = "".join(said)
