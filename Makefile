@@ -17,12 +17,13 @@ $(call needs,precompute,SHARD,say which shards: make precompute SHARD=00000-0009
 $(call needs,train,PHASE_CONFIG,say which phase: make train PHASE=1 (or PHASE=2$(comma) or CONFIG=path.yaml) [NPROC=8] [ARGS="--a.b value"])
 $(if $(filter train,$(MAKECMDGOALS)),$(if $(wildcard $(PHASE_CONFIG)),,$(error there is no $(PHASE_CONFIG): say PHASE=1 or PHASE=2, or CONFIG=path.yaml)))
 
-.PHONY: help setup demo test test-faults lint select download precompute train plan lock clean
+.PHONY: help setup demo test test-faults bench lint select download precompute train plan lock clean
 
 help:
 	@echo "make demo                                     everything, on a picture world of its own (no GPU; under 20 minutes)"
 	@echo "make test                                     every test"
 	@echo "make test-faults                              the long suites: kills, full disks, flipped bits, hostile pictures"
+	@echo "make bench                                    every benchmark, into docs/benchmarks.md (on an idle machine)"
 	@echo "make select METADATA=laion/ [OUT=runs/data/selected]"
 	@echo "                                              LAION metadata -> filtered rows"
 	@echo "make download [IN=runs/data/selected] [OUT=runs/data/tars]"
@@ -57,6 +58,9 @@ test: setup
 # the figures that it prints go into docs/reliability.md
 test-faults: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s -m slow $(ARGS)
+
+bench: setup
+	$(BIN)/python -m bench --output docs/benchmarks.md $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check .
