@@ -155,8 +155,8 @@ def hostile() -> dict[str, tuple[bytes, str]]:
         "TIFF whose strip is past the end": (tiff_of(96, 96, 64), undecodable),
         "TIFF with 65535 entries": (b"II*\0\x08\0\0\0\xff\xff" + bytes(64), not_an_image),
         # what hangs on to a picture
-        "JPEG with a corrupt ICC profile": (noise(format="JPEG", icc_profile=RNG.bytes(3000)), ACCEPTED),
-        "JPEG with an empty ICC profile": (noise(format="JPEG", icc_profile=bytes(128)), ACCEPTED),
+        "JPEG with a corrupt ICC profile": (noise(format="JPEG", icc_profile=RNG.bytes(3000)), "bad_profile"),
+        "JPEG with an empty ICC profile": (noise(format="JPEG", icc_profile=bytes(128)), "bad_profile"),
         "JPEG with corrupt EXIF": (with_exif(RNG.bytes(500)), ACCEPTED),
         "JPEG whose EXIF goes in circles": (with_exif(tiff((0x8769, 4, 1, 8), next_directory=8)), ACCEPTED),
         "JPEG with 2,000 scans": (many_scans(), ACCEPTED),

@@ -14,7 +14,7 @@ from tests.faults.images import hostile
 from tests.tiny import make_tar
 
 LIMITS = LimitsConfig()
-MOST_MEMORY = 1 << 30
+MOST_MEMORY = 2 << 30
 """Of a process that decodes one after another; the largest that the limits allow is of 100 megapixels."""
 
 

@@ -117,13 +117,13 @@ def test_a_caption_is_encoded_once_and_in_filled_batches(
     models: Path, captioned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[list[str]] = []
-    encode = TextEncoder.__call__
+    encode = TextEncoder.start
 
     def spy(self: TextEncoder, texts: list[str], batch_size: int) -> object:
         calls.append(texts)
         return encode(self, texts, batch_size)
 
-    monkeypatch.setattr(TextEncoder, "__call__", spy)
+    monkeypatch.setattr(TextEncoder, "start", spy)
     encoded(models, captioned, tmp_path / "root")
     assert calls.pop(0) == [""] and sum(map(len, calls)) == 20
     assert all(len(texts) <= 8 for texts in calls)  # workers.batch_size, up to which each is filled

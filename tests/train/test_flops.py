@@ -106,7 +106,8 @@ def test_the_card_of_an_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     models = {name: Weights(name=f"org/{name}", sha256=64 * "a") for name in ("vae", "text_encoder", "tokenizer")}
     image: Any = dict(posterior="moments", latent_channels=4, downsampling=8, scaling_factor=0.5)
     image = ImageEncoding(**image, crop="centre", resampling="box", decoder="pillow")
-    text = TextEncoding(storage="float16", trim=False, length=16, width=16)
+    fields: Any = dict(captions=("txt",), max_characters=4096)
+    text = TextEncoding(storage="float16", trim=False, length=16, width=16, **fields)
     encoding = EncodingRecord(**models, image=image, text=text, compute_dtype="float32")
     fields = {
         "run_dir": tmp_path / "phase9",
