@@ -306,11 +306,18 @@ def start_worker(worker: int) -> None:
 
 def kill_workers(loader: DataLoader[Any]) -> None:
     """End the loader's processes at once, stuck ones too: the exit of this process would wait for them."""
-    if getattr(loader._iterator, "_worker_pids_set", False):  # or torch takes their end for a crash of theirs
-        torch._C._remove_worker_pids(id(loader._iterator))
-        loader._iterator._worker_pids_set = False  # type: ignore[union-attr]
-    for process in getattr(loader._iterator, "_workers", ()):
+    iterator: Any = loader._iterator
+    if iterator is None:
+        return
+    if getattr(iterator, "_worker_pids_set", False):  # or torch takes their end for a crash of theirs
+        torch._C._remove_worker_pids(id(iterator))
+        iterator._worker_pids_set = False
+    for process in getattr(iterator, "_workers", ()):
         process.kill()
+    # torch's own way of ending them, when the iterator goes, takes a lock that a killed one may hold for ever
+    iterator._shutdown = True
+    if hasattr(iterator, "_pin_memory_thread_done_event"):
+        iterator._pin_memory_thread_done_event.set()
 
 
 def as_it_is(batch: Any) -> Any:

@@ -4,6 +4,7 @@ import hashlib
 import os
 import shutil
 import subprocess
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -92,6 +93,23 @@ def test_a_cache_stays_within_its_limit_and_never_touches_an_original(
         most = max(most, sum(path.stat().st_size for path in copies(tmp_path / "cache") if path.exists()))
     batches.close()
     assert 0 < most <= limit and hashes(root) == before
+
+
+def test_a_loader_process_that_is_killed_with_a_lock_in_its_hand_holds_up_nobody(root: Path) -> None:
+    """torch's own way of ending them waits for a lock that they take now and then."""
+    config = data_config(root, num_workers=1)
+    spec = open_data(config, 8)
+    loader = make_loader(config, spec, 8, 3, 0, torch.arange(8))
+    batches = global_batches(loader, spec, 0)
+    next(batches)
+    iterator = loader._iterator
+    assert iterator is not None
+    iterator._workers_done_event._cond.acquire()  # type: ignore[attr-defined]  # and never let go, as the dead do not
+    batches.close()
+    ending = threading.Thread(target=iterator._shutdown_workers, daemon=True)  # type: ignore[attr-defined]
+    ending.start()
+    ending.join(20)
+    assert not ending.is_alive()
 
 
 def test_a_copy_that_is_damaged_is_fetched_again(
