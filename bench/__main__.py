@@ -1,4 +1,4 @@
-"""`python -m bench --output docs/benchmarks.md`: every benchmark in turn, each in a process of its own.
+"""`python -m bench --output docs/benchmarks.md`: the benchmarks of both stages in turn, each in a process of its own.
 
 Run it on a machine that does nothing else. A benchmark that fails is named, and nothing is written.
 """
@@ -25,6 +25,8 @@ def main() -> None:
     unknown = sorted(set(options.names) - set(BENCHMARKS))
     if unknown:
         parser.error(f"there is no benchmark {', '.join(unknown)}; there are {', '.join(BENCHMARKS)}")
+    if options.names and options.output:
+        parser.error("--output takes all of them: some alone would leave the file without the others")
     sections = [INTRODUCTION]
     for name in options.names or BENCHMARKS:
         print(f"bench.{name} …", file=sys.stderr, flush=True)

@@ -9,7 +9,7 @@ from accelerate import Accelerator
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
 from shards.config import load_config
-from shards.errors import exit_code_of
+from shards.errors import RequestError, exit_code_of
 from train.config import TrainConfig
 from train.export import export
 from train.loop import train
@@ -38,9 +38,12 @@ def run(arguments: list[str]) -> None:
 def train_here(config: TrainConfig) -> None:
     """Join the run's other processes and train."""
     config = config.model_copy(update={"sharding": launched_sharding() or config.sharding})
+    if config.sharding != "none" and config.precision == "float16":
+        raise RequestError(
+            "The launcher asks for FSDP, which float16 does not go with here. Set precision to bfloat16."
+        )
     with lost_processes_named(lambda: "Before the first step", config.collective_timeout):
         join_processes(config.collective_timeout)
-        # first of all, or streaming starts and destroys a process group of its own
         accelerator = Accelerator(
             mixed_precision=ACCELERATE_PRECISION[config.precision],
             cpu=not torch.cuda.is_available(),

@@ -220,7 +220,7 @@ class TrainConfig(Config):
         if self.global_batch_size % self.data.num_canonical_nodes:
             raise ValueError(
                 f"global_batch_size {self.global_batch_size} is not a multiple of data.num_canonical_nodes "
-                f"{self.data.num_canonical_nodes}, so epochs would repeat samples"
+                f"{self.data.num_canonical_nodes}, whose spans share each global batch evenly"
             )
         if self.validation.root is not None and self.validation.every % self.log.every:
             raise ValueError(

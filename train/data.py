@@ -35,7 +35,7 @@ from train.config import DataConfig, StreamConfig
 from train.files import BucketFiles, Files
 from train.order import Order, StreamOrder
 from train.selection import Selection, select
-from train.watchdog import Watchdog
+from train.watchdog import Watchdog, diagnose, end_process
 
 GRACE_SECONDS = 120
 """How long a loader's process outlives a SIGTERM."""
@@ -232,7 +232,7 @@ def make_files(config: DataConfig, spec: DataSpec) -> Files:
     for stream in spec.streams:
         folder = cache_folder(config, stream.config)
         cache = None if folder is None else Cache(folder, config.cache_limit)
-        prefix = hashlib.sha256(stream.store.where().encode()).hexdigest()[:16]
+        prefix = hashlib.sha256(str(_resolved(stream.config.root)).encode()).hexdigest()[:16]
         buckets.append(BucketFiles(stream.store, stream.config.bucket, stream.files, cache, prefix))
     return Files(buckets)
 
@@ -282,7 +282,11 @@ def global_batches(
                 with watchdog.watching() if watchdog else nullcontext():
                     batch = next(batches)
             except Exception as error:  # whatever a worker raised, or the loader's own time-out
-                raise WorkError(f"The loader failed after {step} steps: {error}. {_what_is_wrong(spec)}") from error
+                found = diagnose(lambda: _what_is_wrong(spec))
+                if found is None:  # the exit would wait for threads that look at storage which does not answer
+                    kill_workers(loader)
+                    end_process(f"The loader failed after {step} steps: {error}. Storage does not answer.")
+                raise WorkError(f"The loader failed after {step} steps: {error}. {found}") from error
             if isinstance(batch, Failure):
                 raise WorkError(f"The loader failed after {step} steps: {batch.message}")
             yield batch

@@ -120,7 +120,8 @@ class BucketFiles:
             )
 
     def _copy(self, file: int) -> str:
-        return f"{self.prefix}/{self.bucket}/{self.files.name(file)}"
+        # by content: where an address gets other data, a run that reads the old copies goes on with them
+        return f"{self.prefix}/{self.bucket}/{int(self.files.hashes[file]):016x}/{self.files.name(file)}"
 
     def _download(self, file: int, target: Path) -> None:
         """Raises DamagedFile where the bytes are wrong twice: once may be the way here."""

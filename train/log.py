@@ -1,5 +1,6 @@
 """What a run says while it trains: metrics.jsonl, samples.jsonl, the tracker and the progress bar."""
 
+import math
 import resource
 import sys
 import time
@@ -125,7 +126,7 @@ class Utilisation:
 
 def means_by_quarter(quarters: list[float], num_train_timesteps: int) -> dict[str, float | None]:
     """Timesteps of each quarter, as `first-last`, → mean loss of the samples that were drawn there; None where none."""
-    edges = [round(k * num_train_timesteps / NUM_QUARTERS) for k in range(NUM_QUARTERS + 1)]
+    edges = [math.ceil(k * num_train_timesteps / NUM_QUARTERS) for k in range(NUM_QUARTERS + 1)]
     sums, counts = quarters[:NUM_QUARTERS], quarters[NUM_QUARTERS:]
     return {
         f"{first}-{last - 1}": total / count if count else None

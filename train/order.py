@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+Block = tuple[int, NDArray[np.int32], NDArray[np.int32]]
 PASSES, ROWS, BLOCK, BATCHES = range(1, 5)
 """What a draw is for; each has a stream of its own."""
 
@@ -124,7 +125,7 @@ class Order:
         # an epoch and the next, and of each canonical node the block at hand and the next, where a loader looks ahead
         self._batches = lru_cache(2)(self._plan_batches)
         self._layout = lru_cache(2 * len(self.groups))(self._lay_out)
-        self._block = lru_cache(2 * self.num_nodes * len(self.groups))(self._deal)
+        self._blocks: dict[tuple[int, int], dict[tuple[int, int], Block]] = {}
 
     def _words(self, count: int, *key: int) -> NDArray[np.uint64]:
         # a bit generator's own words: NumPy's distributions and shuffles may change with its version (NEP 19)
@@ -183,7 +184,16 @@ class Order:
             files, streams, counts, partial = files[order], streams[order], counts[order], partial[order]
         return Layout(files, streams, partial, counts.cumsum())
 
-    def _deal(self, epoch: int, group: int, node: int, block: int) -> tuple[int, NDArray[np.int32], NDArray[np.int32]]:
+    def _block(self, epoch: int, group: int, node: int, block: int) -> Block:
+        """`_deal`'s, of which the last two of each canonical node that is asked for are kept."""
+        kept = self._blocks.setdefault((group, node), {})
+        if (epoch, block) not in kept:
+            if len(kept) == 2:
+                del kept[next(iter(kept))]
+            kept[epoch, block] = self._deal(epoch, group, node, block)
+        return kept[epoch, block]
+
+    def _deal(self, epoch: int, group: int, node: int, block: int) -> Block:
         """A block of a canonical node: where it begins in the node's span, and its files and rows, shuffled."""
         length = self.num_batches[group] * self.global_batch_size // self.num_nodes
         offset = int(self._stagger(node))

@@ -9,7 +9,7 @@ from typing import Any
 
 from accelerate import Accelerator
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
-from accelerate.utils import DistributedType, broadcast_object_list
+from accelerate.utils import DistributedType, broadcast_object_list, gather_object
 from diffusers import UNet2DConditionModel
 
 from shards.encoding import EncodingRecord
@@ -21,6 +21,8 @@ from train.data import DataSpec, open_data
 from train.unet import build_unet, check_fit, load_pretrained
 from train.validation import Validation, open_validation
 
+ORDER_VERSION = 1
+"""Of `train/order.py`: one higher with each change that deals out samples otherwise."""
 PLAIN_LAUNCHES = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
 
 
@@ -71,6 +73,7 @@ def check_request(config: TrainConfig, accelerator: Accelerator | None = None) -
     unet = build_unet(config.unet, config.seed)
     check_fit(unet, spec)
     fingerprint = make_fingerprint(config, spec, unet)
+    check_same_everywhere(accelerator, fingerprint)
     checkpoint, weights = on_main_process(accelerator, lambda: find_start(config, fingerprint))
     if weights is not None:
         load_weights(unet, weights)
@@ -102,7 +105,7 @@ def check_tracker(name: str) -> None:
 
 
 def check_nodes(config: TrainConfig, num_nodes: int) -> None:
-    """Nodes must share the canonical ones evenly, or the order of samples would depend on their number.
+    """Nodes must share the canonical ones evenly, or one would read the files of others'.
 
     Raises:
         RequestError: they cannot.
@@ -131,6 +134,24 @@ def find_start(
     if config.init_from is not None:
         return None, starting_weights(config.init_from, config.init_weights)
     return None, None
+
+
+def check_same_everywhere(accelerator: Accelerator | None, fingerprint: dict[str, Any]) -> None:
+    """Hold the fingerprints of all processes against each other.
+
+    Raises:
+        RequestError: on all of them; they opened different data, and would train on samples twice or never.
+    """
+    if accelerator is None:
+        return
+    everywhere = gather_object([json.dumps(fingerprint, sort_keys=True, default=str)])
+    if len(set(everywhere)) > 1:
+        fields = [json.loads(text) for text in everywhere]
+        differing = sorted(key for key in fingerprint if any(other[key] != fields[0][key] for other in fields))
+        raise RequestError(
+            f"The processes opened different data ({', '.join(differing)} differ): an index.json was written while "
+            f"they started, or their copies of a root are not the same. Start again once nothing writes to the roots."
+        )
 
 
 def on_main_process(accelerator: Accelerator | None, decide: Callable[[], Any]) -> Any:
@@ -180,6 +201,7 @@ def make_fingerprint(config: TrainConfig, spec: DataSpec, unet: UNet2DConditionM
         "global_batch_size": config.global_batch_size,
         "num_canonical_nodes": config.data.num_canonical_nodes,
         "shuffle": config.data.shuffle,
+        "order": ORDER_VERSION,
         "shuffle_block": config.data.shuffle_block,
         "streams": [
             {

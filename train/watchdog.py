@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import NoReturn
 
 from shards.errors import WorkError, say
 
@@ -42,11 +43,20 @@ class Watchdog:
                 if left is not None and left <= 0:
                     break
                 self.changed.wait(left)
-        found = [""]
-        diagnosis = threading.Thread(target=lambda: found.__setitem__(0, self.explain()), daemon=True)
-        diagnosis.start()
-        diagnosis.join(DIAGNOSIS_SECONDS)
-        say(WorkError(f"No batch came in {self.seconds:g} s. {found[0]}".rstrip()))
-        sys.stdout.flush()
-        # the thread that waits cannot be interrupted, and nothing that it holds can be put in order
-        os._exit(WorkError.exit_code)
+        end_process(f"No batch came in {self.seconds:g} s. {diagnose(self.explain) or ''}".rstrip())
+
+
+def diagnose(explain: Callable[[], str]) -> str | None:
+    """What `explain` says; None where it too stalls."""
+    found: list[str] = []
+    diagnosis = threading.Thread(target=lambda: found.append(explain()), daemon=True)
+    diagnosis.start()
+    diagnosis.join(DIAGNOSIS_SECONDS)
+    return found[0] if found else None
+
+
+def end_process(message: str) -> NoReturn:
+    """Say why, and end with exit code 1 at once: what waits for storage cannot be interrupted or put in order."""
+    say(WorkError(message))
+    sys.stdout.flush()
+    os._exit(WorkError.exit_code)

@@ -59,7 +59,7 @@ def cut_short(path: Path) -> None:
 
 
 def copies(cache: Path) -> list[Path]:
-    return sorted(cache.rglob("*.mds"))
+    return sorted(cache.rglob("*.mds"), key=lambda path: path.parts[-2:])
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
