@@ -23,7 +23,7 @@ help:
 	@echo "make demo                                     everything, on a picture world of its own (no GPU; under 20 minutes)"
 	@echo "make test                                     every test"
 	@echo "make test-faults                              the long suites: kills, full disks, flipped bits, hostile pictures"
-	@echo "make bench                                    every benchmark, into docs/benchmarks.md (on an idle machine)"
+	@echo "make bench                                    the benchmarks of both stages, into runs/benchmarks.md (idle machine)"
 	@echo "make select METADATA=laion/ [OUT=runs/data/selected]"
 	@echo "                                              LAION metadata -> filtered rows"
 	@echo "make download [IN=runs/data/selected] [OUT=runs/data/tars]"
@@ -60,7 +60,7 @@ test-faults: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s -m slow $(ARGS)
 
 bench: setup
-	$(BIN)/python -m bench --output docs/benchmarks.md $(ARGS)
+	$(BIN)/python -m bench --output runs/benchmarks.md $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check .

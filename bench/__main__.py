@@ -1,4 +1,4 @@
-"""`python -m bench --output docs/benchmarks.md`: the benchmarks of both stages in turn, each in a process of its own.
+"""`python -m bench --output runs/benchmarks.md`: the benchmarks of both stages in turn, each in a process of its own.
 
 Run it on a machine that does nothing else. A benchmark that fails is named, and nothing is written.
 """
@@ -11,8 +11,8 @@ from pathlib import Path
 BENCHMARKS = ("pixels", "worker", "encode", "epoch_plan", "loader", "train_step")
 INTRODUCTION = """# Benchmarks
 
-Written by `python -m bench --output docs/benchmarks.md`. Figures that compare two things were taken in turn in
-one run, on the machine that each section names; on another machine the ratios carry over better than the rates.
+Figures that compare two things were taken in turn in one run, on the machine that each section names; on another
+machine the ratios carry over better than the rates.
 """
 
 
