@@ -118,11 +118,12 @@ def encode_shard(
         write_uncond(root, empty.latents, empty.num_tokens)
 
     isolate = attempt_number >= config.workers.isolate_from
+    longest = None if isolate else CLOCK_PER_PROCESSOR_SECOND * config.limits.decode_seconds
     with (
         local_copy(shard.address, ".tar") as path,
         attempt_folder(root, shard.name, config.workers.scratch) as folder,
         maybe_isolated(decode, config.limits, isolate) as decode_picture,
-        threads(config.workers.decode_threads) as pool,
+        threads(config.workers.decode_threads, longest) as pool,
     ):
         tar = Tar(path, config.limits.max_bytes, config.tars.policy)
         tar.check(shard, counted_samples(shard))
@@ -133,7 +134,6 @@ def encode_shard(
         # tar members => raw samples => pixels, in the tar's order, running ahead of the encoders
         wanted = [bucket for bucket in config.covering if bucket in buckets]
         decode_one = partial(decode_sample, buckets=wanted, config=config, decode=decode_picture)
-        longest = None if isolate else CLOCK_PER_PROCESSOR_SECOND * config.limits.decode_seconds
         ahead = max(config.workers.batch_size, 4 * config.workers.decode_threads)
         accepted = drop_rejects(map_in_order(pool, decode_one, tar.samples(), ahead, longest), parts)
         batches = in_background(batched_by_bucket(accepted, parts, config.workers.batch_size), ahead=1)
