@@ -4,7 +4,7 @@ import platform
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import cache, partial
 from importlib.metadata import version
@@ -49,6 +49,8 @@ class Decoded:
     content: tuple[list[CleanCaption | None], Picture] | Reject
     captions: list[Callable[[], Caption] | None] | None = None
     """Each waits for its text latents, once some bucket's batch has begun with them."""
+    own_captions: list[Caption | None] | None = None
+    """What they came to, in memory of their own, once the sample was written for the first time."""
 
 
 @dataclass(frozen=True)
@@ -297,14 +299,24 @@ def stored_caption(
 
 def write_sample(sample: Decoded, bucket: Bucket, image_latents: Tensor, parts: Parts) -> None:
     """Append one sample to its part, or refuse it as `non_finite`: its latents overflow float16, in float32 too."""
-    assert sample.captions is not None  # its batch was started
-    captions = [caption() if caption else None for caption in sample.captions]
+    captions = captions_of(sample)
     if not all(map(all_finite, [image_latents, *(caption.latents for caption in captions if caption)])):
         parts.refuse(sample, Reject("non_finite", "encoded in float32 too"), [bucket])
         return
     _, picture = content(sample)
     size = (picture.width, picture.height, *picture.corners[bucket])
     parts.writers[bucket].write(Sample(sample.key, captions, image_latents, size, sample.scores))
+
+
+def captions_of(sample: Decoded) -> list[Caption | None]:
+    """The sample's captions, waited for. A sample that waits for another bucket's batch does not hold this batch's
+    page-locked memory."""
+    if sample.own_captions is None:
+        assert sample.captions is not None  # its batch was started
+        encoded = [caption() if caption else None for caption in sample.captions]
+        sample.own_captions = [caption and replace(caption, latents=caption.latents.clone()) for caption in encoded]
+        sample.captions = []
+    return sample.own_captions
 
 
 def all_finite(latents: Tensor) -> bool:
