@@ -203,7 +203,7 @@ def decode_sample(raw: RawSample, buckets: list[Bucket], config: PrecomputeConfi
             refuse_changed(raw, config.tars.policy)
         content = captions, decode(raw.image, buckets, config.pixels, config.limits, config.aspect.tables)
     except Reject as reject:
-        content = reject
+        content = Reject(reject.reason, valid_text(str(reject)))  # it may name a member, whose name may be any bytes
     return Decoded(raw.key, valid_text(str(raw.metadata.get("url") or "")), read_scores(raw.metadata), content)
 
 
