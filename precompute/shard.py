@@ -82,7 +82,7 @@ class Parts:
     def leave_out(self, sample: Decoded, picture: Picture, bucket: Bucket) -> None:
         """Record that `bucket` does not get a sound picture: it is too small, or its ratio is another bucket's."""
         table = self.aspects.get(bucket)
-        if table and table.nearest(picture.width, picture.height):
+        if table and not picture.corners.keys().isdisjoint(table.buckets):
             self.writers[bucket].pass_over()
         else:
             self.refuse(sample, Reject(TOO_SMALL, f"{picture.width}x{picture.height}"), [bucket])
