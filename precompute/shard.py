@@ -126,10 +126,11 @@ def encode_shard(
         attempt_folder(root, shard.name, config.workers.scratch) as folder,
         maybe_isolated(decode, config.limits, isolate) as decode_picture,
         threads(config.workers.decode_threads, longest) as pool,
+        threads(1) as hasher,  # its own: in `pool` a picture would wait for it, with the clock running
     ):
         tar = Tar(path, config.limits.max_bytes, config.tars.policy)
         tar.check(shard, counted_samples(shard))
-        source = pool.submit(tar.record, shard.address)  # its SHA-256, while the first pictures are decoded
+        source = hasher.submit(tar.record, shard.address)  # its SHA-256, while the first pictures are decoded
         writers = {bucket: PartWriter(folder / str(bucket), encoding, bucket) for bucket in buckets}
         parts = Parts(writers, config)
 
