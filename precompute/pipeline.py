@@ -126,7 +126,10 @@ def in_background(items: Iterable[Item], ahead: int) -> Generator[Item, None, No
     thread.start()
     try:
         while True:
-            item, error = ready.get()
+            try:  # an interrupt of this thread is raised between two looks
+                item, error = ready.get(timeout=POLL_SECONDS)
+            except queue.Empty:
+                continue
             if error is not None:
                 raise error
             if item is _END:
