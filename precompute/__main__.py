@@ -34,8 +34,10 @@ def run(arguments: list[str]) -> None:
         start_ray(config.workers)
 
     create_root(config.output, encoding)
-    result = run_job(waiting, config, encoding) if waiting else JobResult()
-    samples = write_indexes(config.output)
+    try:
+        result = run_job(waiting, config, encoding) if waiting else JobResult()
+    finally:  # what is committed can be read, however the job ended
+        samples = write_indexes(config.output)
 
     taken_in, encoded = (sum(getattr(r, name) for r in result.done) for name in ("samples_in", "encoded"))
     print(

@@ -46,6 +46,11 @@ def filled(items: list[Item], batch_size: int) -> list[Item]:
     return items + items[-1:] * (batch_size - len(items))
 
 
+def filled_rows(rows: Tensor, batch_size: int) -> Tensor:
+    """The same for the rows of a tensor."""
+    return torch.cat([rows, rows[-1:].expand(batch_size - len(rows), *rows.shape[1:])])
+
+
 class Copies:
     """Copies to and from a GPU that run beside its arithmetic: a stream each way, and page-locked memory at this end.
 
@@ -101,7 +106,8 @@ class Stored:
     """
 
     def __init__(self, latents: Tensor, copies: Copies, again: Callable[[Tensor], Tensor] | None):
-        """`again`: boolean rows → their latents in float32; none where they were float32 to begin with."""
+        """`again`: boolean rows → their latents in float32, and more that fill the batch; none where they were float32
+        to begin with."""
         halves = latents.half()
         # the sum is finite exactly if every term is: float32 holds millions of the largest float16
         self.wait = copies.to_host(halves, halves.flatten(1).sum(dim=1, dtype=torch.float32).isfinite())
@@ -112,7 +118,7 @@ class Stored:
         """Wait; (N, …) float16 on the CPU."""
         halves, finite = self.wait()
         if self.again is not None and not finite.all():
-            halves[~finite] = self.again(~finite).half().cpu()
+            halves[~finite] = self.again(~finite)[: int((~finite).sum())].half().cpu()
         return halves
 
 
@@ -151,7 +157,7 @@ class ImageEncoder:
         moments = self._encode(self.copies.to_device(pixels), self.precision)[: len(pictures)]
 
         def again(rows: Tensor) -> Tensor:
-            return self._encode(pixels[: len(pictures)][rows].to(self.device), "float32")
+            return self._encode(filled_rows(pixels[: len(pictures)][rows], batch_size).to(self.device), "float32")
 
         return Stored(moments, self.copies, again if self.precision != "float32" else None)
 
@@ -208,7 +214,7 @@ class TextEncoder:
         states = self._encode(self.copies.to_device(ids), self.precision)[: len(captions)]
 
         def again(rows: Tensor) -> Tensor:
-            return self._encode(ids[: len(captions)][rows].to(self.device), "float32")
+            return self._encode(filled_rows(ids[: len(captions)][rows], batch_size).to(self.device), "float32")
 
         stored = Stored(states, self.copies, again if self.precision != "float32" else None)
         return lambda: [

@@ -2,6 +2,7 @@
 
 import queue
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -21,18 +22,47 @@ class Stuck(WorkError):
     """A call in a thread did not end. Nothing can end it, so the process that it is in has to go."""
 
 
+class Pool(ThreadPoolExecutor):
+    """Threads that know which calls they were given."""
+
+    def __init__(self, number: int):
+        super().__init__(number)
+        self.lock = threading.Lock()
+        self.calls: weakref.WeakSet[Future[Any]] = weakref.WeakSet()
+
+    def submit(self, function: Callable[..., Result], /, *args: Any, **options: Any) -> Future[Result]:
+        """As `ThreadPoolExecutor`."""
+        with self.lock:
+            future = super().submit(function, *args, **options)
+            self.calls.add(future)
+        return future
+
+    def ends(self, seconds: float | None) -> bool:
+        """Take no more calls, cancel those that wait, and see whether the others end in `seconds`."""
+        self.shutdown(wait=False, cancel_futures=True)
+        with self.lock:
+            running = [call for call in self.calls if not call.done()]
+        return not wait(running, seconds).not_done
+
+
 @contextmanager
-def threads(number: int) -> Iterator[ThreadPoolExecutor]:
-    """A pool that is waited for on leaving, unless one of its calls is `Stuck`."""
-    pool = ThreadPoolExecutor(number)
-    stuck = False
+def threads(number: int, seconds: float | None = None) -> Iterator[Pool]:
+    """A pool that is waited for on leaving; after an exception for at most `seconds`, and after `Stuck` not at all.
+
+    Raises:
+        Stuck: there was another exception, and one of the calls did not end.
+    """
+    pool = Pool(number)
     try:
         yield pool
     except Stuck:
-        stuck = True
+        pool.shutdown(wait=False, cancel_futures=True)
         raise
-    finally:
-        pool.shutdown(wait=not stuck, cancel_futures=True)
+    except BaseException as error:
+        if not pool.ends(seconds):
+            raise Stuck(f"a call took more than {seconds} s, after {type(error).__name__}: {error}") from error
+        raise
+    pool.shutdown()
 
 
 def map_in_order(
@@ -96,7 +126,10 @@ def in_background(items: Iterable[Item], ahead: int) -> Generator[Item, None, No
     thread.start()
     try:
         while True:
-            item, error = ready.get()
+            try:  # an interrupt of this thread is raised between two looks
+                item, error = ready.get(timeout=POLL_SECONDS)
+            except queue.Empty:
+                continue
             if error is not None:
                 raise error
             if item is _END:

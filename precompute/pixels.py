@@ -118,12 +118,12 @@ def decode(
         scale = _shrink_on_decode(image, chosen, turned, config)
         image.load()
         rgb = to_srgb(image)
-    pixels = {}
-    for bucket, placement in placements.items():
-        # cut and scaled as it is stored, then turned: less to turn
-        cut = resample(rgb, placement.as_stored(flip_x, flip_y, turned), scale, config.resampling)
-        cut = cut[:: -1 if flip_y else 1, :: -1 if flip_x else 1]
-        pixels[bucket] = np.ascontiguousarray(cut.swapaxes(0, 1) if turned else cut)
+        pixels = {}
+        for bucket, placement in placements.items():
+            # cut and scaled as it is stored, then turned: less to turn
+            cut = resample(rgb, placement.as_stored(flip_x, flip_y, turned), scale, config.resampling)
+            cut = cut[:: -1 if flip_y else 1, :: -1 if flip_x else 1]
+            pixels[bucket] = np.ascontiguousarray(cut.swapaxes(0, 1) if turned else cut)
     return Picture(width, height, pixels, {bucket: at.corner for bucket, at in placements.items()})
 
 

@@ -4,7 +4,7 @@ import platform
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import cache, partial
 from importlib.metadata import version
@@ -49,6 +49,8 @@ class Decoded:
     content: tuple[list[CleanCaption | None], Picture] | Reject
     captions: list[Callable[[], Caption] | None] | None = None
     """Each waits for its text latents, once some bucket's batch has begun with them."""
+    own_captions: list[Caption | None] | None = None
+    """What they came to, in memory of their own, once the sample was written for the first time."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,7 @@ class Parts:
     def leave_out(self, sample: Decoded, picture: Picture, bucket: Bucket) -> None:
         """Record that `bucket` does not get a sound picture: it is too small, or its ratio is another bucket's."""
         table = self.aspects.get(bucket)
-        if table and table.nearest(picture.width, picture.height):
+        if table and not picture.corners.keys().isdisjoint(table.buckets):
             self.writers[bucket].pass_over()
         else:
             self.refuse(sample, Reject(TOO_SMALL, f"{picture.width}x{picture.height}"), [bucket])
@@ -118,22 +120,23 @@ def encode_shard(
         write_uncond(root, empty.latents, empty.num_tokens)
 
     isolate = attempt_number >= config.workers.isolate_from
+    longest = None if isolate else CLOCK_PER_PROCESSOR_SECOND * config.limits.decode_seconds
     with (
         local_copy(shard.address, ".tar") as path,
         attempt_folder(root, shard.name, config.workers.scratch) as folder,
         maybe_isolated(decode, config.limits, isolate) as decode_picture,
-        threads(config.workers.decode_threads) as pool,
+        threads(config.workers.decode_threads, longest) as pool,
+        threads(1) as hasher,  # its own: in `pool` a picture would wait for it, with the clock running
     ):
         tar = Tar(path, config.limits.max_bytes, config.tars.policy)
         tar.check(shard, counted_samples(shard))
-        source = pool.submit(tar.record, shard.address)  # its SHA-256, while the first pictures are decoded
+        source = hasher.submit(tar.record, shard.address)  # its SHA-256, while the first pictures are decoded
         writers = {bucket: PartWriter(folder / str(bucket), encoding, bucket) for bucket in buckets}
         parts = Parts(writers, config)
 
         # tar members => raw samples => pixels, in the tar's order, running ahead of the encoders
         wanted = [bucket for bucket in config.covering if bucket in buckets]
         decode_one = partial(decode_sample, buckets=wanted, config=config, decode=decode_picture)
-        longest = None if isolate else CLOCK_PER_PROCESSOR_SECOND * config.limits.decode_seconds
         ahead = max(config.workers.batch_size, 4 * config.workers.decode_threads)
         accepted = drop_rejects(map_in_order(pool, decode_one, tar.samples(), ahead, longest), parts)
         batches = in_background(batched_by_bucket(accepted, parts, config.workers.batch_size), ahead=1)
@@ -201,7 +204,7 @@ def decode_sample(raw: RawSample, buckets: list[Bucket], config: PrecomputeConfi
             refuse_changed(raw, config.tars.policy)
         content = captions, decode(raw.image, buckets, config.pixels, config.limits, config.aspect.tables)
     except Reject as reject:
-        content = reject
+        content = Reject(reject.reason, valid_text(str(reject)))  # it may name a member, whose name may be any bytes
     return Decoded(raw.key, valid_text(str(raw.metadata.get("url") or "")), read_scores(raw.metadata), content)
 
 
@@ -297,14 +300,24 @@ def stored_caption(
 
 def write_sample(sample: Decoded, bucket: Bucket, image_latents: Tensor, parts: Parts) -> None:
     """Append one sample to its part, or refuse it as `non_finite`: its latents overflow float16, in float32 too."""
-    assert sample.captions is not None  # its batch was started
-    captions = [caption() if caption else None for caption in sample.captions]
+    captions = captions_of(sample)
     if not all(map(all_finite, [image_latents, *(caption.latents for caption in captions if caption)])):
         parts.refuse(sample, Reject("non_finite", "encoded in float32 too"), [bucket])
         return
     _, picture = content(sample)
     size = (picture.width, picture.height, *picture.corners[bucket])
     parts.writers[bucket].write(Sample(sample.key, captions, image_latents, size, sample.scores))
+
+
+def captions_of(sample: Decoded) -> list[Caption | None]:
+    """The sample's captions, waited for. A sample that waits for another bucket's batch does not hold this batch's
+    page-locked memory."""
+    if sample.own_captions is None:
+        assert sample.captions is not None  # its batch was started
+        encoded = [caption() if caption else None for caption in sample.captions]
+        sample.own_captions = [caption and replace(caption, latents=caption.latents.clone()) for caption in encoded]
+        sample.captions = []
+    return sample.own_captions
 
 
 def all_finite(latents: Tensor) -> bool:

@@ -83,7 +83,7 @@ def card(options: argparse.Namespace) -> None:
 def where(options: argparse.Namespace) -> None:
     """Print what made a sample."""
     found = find_sample(options.root, options.key)
-    print(json.dumps(found, indent=2) if options.json else "\n\n".join(map(describe_sample, found)))
+    print(json.dumps(found, indent=2, allow_nan=False) if options.json else "\n\n".join(map(describe_sample, found)))
 
 
 COMMANDS = {"verify": verify, "stats": stats, "index": index, "card": card, "where": where}

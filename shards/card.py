@@ -12,6 +12,7 @@ from shards.errors import RequestError
 from shards.receipts import Receipt, load_receipts
 from shards.stats import bucket_sizes
 from shards.store import Store, open_store
+from shards.tables import MENDED
 
 SIZES = {10**3: "n<1K", 10**4: "1K<n<10K", 10**5: "10K<n<100K", 10**6: "100K<n<1M", 10**7: "1M<n<10M"}
 SIZES |= {10**8: "10M<n<100M", 10**9: "100M<n<1B", 10**10: "1B<n<10B", 10**11: "10B<n<100B"}
@@ -36,7 +37,7 @@ def dataset_card(root: Path | str | Store) -> str:
         _encoders(encoding),
         _settings(encoding, receipts),
         _reading(store.where().rstrip("/").rpartition("/")[2], encoding, sizes),
-        _limits(encoding),
+        _limits(encoding, receipts),
     )
     return f"---\nlicense: # fill in: the pictures' and captions' owners' terms, and the encoders'\n{front}---\n\n" + (
         "\n\n".join(sections) + "\n"
@@ -138,8 +139,8 @@ dataset = StreamingDataset(local="{name}/{bucket}", batch_size=1, shuffle=False)
 print(dataset[0]["caption"], dataset[0]["image_latents"].shape)
 ```
 
-A posterior's sample is `mean + exp(0.5 × log-variance) × noise`, and what the U-Net sees is that times the VAE's
-scaling factor, {encoding.image.scaling_factor}. latentmill's trainer does this, with a config such as
+{_decoding(encoding)}
+latentmill's trainer does this, with a config such as
 
 ```yaml
 data:
@@ -148,6 +149,28 @@ data:
 ```
 
 `uncond.safetensors` holds the empty caption's text latents. `python -m shards verify {name}` checks every byte."""
+
+
+def _decoding(encoding: EncodingRecord) -> str:
+    """What a reader does with the columns, in this root's case."""
+    text, factor = encoding.text, encoding.image.scaling_factor
+    if encoding.image.posterior == "moments":
+        lines = ["`image_latents` holds the posterior's means and then its log-variances, a half of the channels each."]
+        lines.append("A sample is `mean + exp(0.5 × log-variance) × noise`;")
+    else:
+        lines = ["`image_latents` is the posterior's mean, without its variance: it is used as it is;"]
+    lines.append(f"what the U-Net sees is that times the VAE's scaling factor, {factor}.")
+    if text.storage == "float8":
+        lines.append(
+            "`text_latents` are e4m3 codes: a token's vector is its codes, viewed as `torch.float8_e4m3fn`, times"
+        )
+        lines.append("its entry in `text_scales`.")
+    if text.several:
+        lines.append(f"A sample may have several captions ({', '.join(text.captions)}): `caption` is a JSON list with")
+        lines.append(
+            "an entry for each, null where it has none; the text columns have a leading axis over those it has."
+        )
+    return "\n".join(lines)
 
 
 def _columns(encoding: EncodingRecord, bucket: str) -> str:
@@ -163,12 +186,15 @@ def _columns(encoding: EncodingRecord, bucket: str) -> str:
     )
 
 
-def _limits(encoding: EncodingRecord) -> str:
+def _limits(encoding: EncodingRecord, receipts: list[Receipt]) -> str:
     image = encoding.image
+    counts = sum((Counter(receipt.captions) for receipt in receipts), Counter())
+    mended = ", ".join(f"{name} {counts[name]:,}" for name in MENDED)
     return f"""## Limits
 
 - Latents mean something to the VAE and text encoder above only, by content; training on them fixes both.
 - Pictures were cut to their bucket's shape (crop: {image.crop}) and scaled down ({image.resampling}), never up.
 - Pictures can be decoded back from the latents, closely: rights and privacy in them are those of the pictures.
-- Captions are as they were found. Nothing here judges what pictures show; `scores` are what the source said.
+- Captions were mended where they were no clean text, and cut. Of {counts["stored"]:,} captions: {mended}.
+- Nothing here judges what pictures show; `scores` are what the source said.
 - Stored as float16, computed in {encoding.compute_dtype}: other hardware gives the same numbers up to rounding."""

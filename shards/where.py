@@ -76,7 +76,8 @@ def _row(store: Store, table: str, key: str) -> tuple[int, dict[str, Any]] | Non
     if number < 0:
         return None
     values = rows.slice(number, 1).to_pylist()[0]
-    return number, {name: value for name, value in values.items() if name != "key"}
+    # a score that the source did not have is NaN in the table, which JSON cannot say
+    return number, {name: None if value != value else value for name, value in values.items() if name != "key"}
 
 
 def describe_sample(entry: dict[str, Any]) -> str:
@@ -111,6 +112,10 @@ def _line(name: str, value: str) -> str:
 
 
 def _listed(values: dict[str, Any]) -> str:
-    return ", ".join(
-        f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}" for key, value in values.items()
-    )
+    return ", ".join(f"{key} {_shown(value)}" for key, value in values.items())
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return "none"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

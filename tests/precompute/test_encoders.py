@@ -103,6 +103,7 @@ def test_what_overflows_is_encoded_again_in_float32(
         encode = encoder._encode
 
         def overflow(batch: Tensor, precision: Precision, encode=encode) -> Tensor:  # type: ignore[no-untyped-def]
+            assert len(batch) == 4, "a batch that is not filled"
             latents = encode(batch, precision)
             if precision == "bfloat16":
                 latents[1] = 1e6  # beyond float16

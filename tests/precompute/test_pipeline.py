@@ -4,10 +4,11 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 
 import pytest
 
-from precompute.pipeline import in_background, map_in_order
+from precompute.pipeline import Stuck, in_background, map_in_order, threads
 
 
 def test_order_is_kept_and_the_number_ahead_is_bounded() -> None:
@@ -86,3 +87,32 @@ def test_a_stage_that_is_stopped_stops_those_before_it() -> None:
             break
         time.sleep(0.05)
     assert threading.active_count() == before
+
+
+def test_a_call_that_never_ends_does_not_hold_up_another_error() -> None:
+    """The error of the consumer closes all stages; the call in the pool is found by whoever leaves the pool."""
+    end = threading.Event()
+    started = time.monotonic()
+
+    def work(item: int) -> int:
+        if item:
+            end.wait(60)
+        return item
+
+    try:
+        with pytest.raises(Stuck, match="ValueError: no room") as caught, threads(1, 0.3) as pool:
+            results = in_background(map_in_order(pool, work, range(9), ahead=4, seconds=0.3), ahead=1)
+            with closing(results):
+                assert next(results) == 0
+                raise ValueError("no room")
+        assert isinstance(caught.value.__cause__, ValueError)
+        assert time.monotonic() - started < 30
+    finally:
+        end.set()
+
+
+def test_an_error_is_itself_where_every_call_ends() -> None:
+    with pytest.raises(ValueError, match="no room"), threads(2, 30) as pool:
+        for _ in range(20):
+            pool.submit(time.sleep, 0.05)
+        raise ValueError("no room")

@@ -1,6 +1,7 @@
 """One tar through stage 1, held against diffusers and transformers; what is committed, rejected and refused."""
 
 import json
+import os
 import shutil
 import threading
 from collections import Counter
@@ -8,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -18,8 +20,11 @@ from transformers import CLIPTextModel, CLIPTokenizer
 
 from precompute.config import describe_encoding
 from precompute.encoders import ImageEncoder
+from precompute.pixels import decode
+from precompute.reject import Reject
 from precompute.resample import place
-from precompute.tars import Tar
+from precompute.shard import decode_sample
+from precompute.tars import RawSample, Tar
 from shards.buckets import Bucket
 from shards.encoding import EncodingRecord
 from shards.errors import RequestError, WorkError
@@ -218,6 +223,14 @@ def test_what_stays_non_finite_is_rejected(
     assert receipt.parts["128x128"].refused["non_finite"] == 2 and receipt.encoded == 15
     rejects = pq.read_table(config.output / "rejects" / "00000.parquet").to_pylist()
     assert [row["bucket"] for row in rejects if row["reason"] == "non_finite"] == ["128x128"] * 2
+
+
+def test_a_member_with_any_bytes_for_a_name_can_be_rejected(models: Path, tars: Path, tmp_path: Path) -> None:
+    raw = RawSample("00000", oversized=f"{os.fsdecode(bytes([0xFF]))}.jpg: 70000000 bytes")
+    decoded = decode_sample(raw, [], precompute_config(models, tars, tmp_path), decode)
+    assert isinstance(decoded.content, Reject)
+    assert (decoded.content.reason, str(decoded.content)) == ("too_many_bytes", "\ufffd.jpg: 70000000 bytes")
+    pa.array([str(decoded.content)])
 
 
 def test_the_device_has_its_next_batch_before_the_last_one_is_written(

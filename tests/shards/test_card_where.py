@@ -4,7 +4,9 @@ import hashlib
 import json
 import re
 from pathlib import Path
+from typing import Any
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
@@ -50,6 +52,26 @@ def test_the_command_prints_both_kinds(latents: Path, capsys: pytest.CaptureFixt
         assert text in printed
     run(["where", str(latents), "000000000", "--json"])
     assert json.loads(capsys.readouterr().out)[0]["stored"]["64x64"]["row"] == 0
+
+
+def test_a_score_that_is_absent_is_null(
+    latents: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read_table = pq.read_table
+
+    def without_scores(*args: Any, **options: Any) -> pa.Table:
+        table = read_table(*args, **options)
+        if "aesthetic" not in table.column_names:
+            return table
+        nans = pa.array([float("nan")] * len(table), pa.float32())
+        return table.set_column(table.column_names.index("aesthetic"), "aesthetic", nans)
+
+    monkeypatch.setattr(pq, "read_table", without_scores)
+    run(["where", str(latents), "000000000", "--json"])
+    printed = capsys.readouterr().out
+    assert "NaN" not in printed and json.loads(printed)[0]["stored"]["64x64"]["aesthetic"] is None
+    run(["where", str(latents), "000000000"])
+    assert "aesthetic none" in capsys.readouterr().out
 
 
 def test_a_sample_that_never_was(latents: Path) -> None:
