@@ -58,7 +58,8 @@ def storm(world: World, folder: Path, kills: dict[str, int], seed: int) -> dict[
                         if driver.wait() == 0:
                             continue  # it was at its end
                         assert "the same command again goes on" in log.read_text().replace("\n", " ")
-                        assert not attempts(root)
+                        if not done["raylet"]:  # a worker whose raylet was killed may go on for a while
+                            assert not attempts(root)
                     elif waiting[-1] == "raylet":
                         nodes.kill_raylet()
                     elif workers := nodes.workers():
