@@ -129,6 +129,8 @@ def test_a_bucket_added_later_gives_what_both_at_once_give(
     encode_all(precompute_config(models, tars, root, buckets=["128x128"]), models)
     assert load_receipts(root)[0].encoded == 10
     encode_all(precompute_config(models, tars, root, buckets=["64x64"]), models)
+    receipt = load_receipts(root)[0]
+    assert [receipt.made_by(bucket)["settings"]["batch_size"] for bucket in receipt.parts] == [8, 8]
     expected, found = tree(latents), tree(root)
     assert expected.keys() == found.keys()
     different = {name for name in expected if expected[name] != found[name]}
