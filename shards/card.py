@@ -109,8 +109,9 @@ def _settings(encoding: EncodingRecord, receipts: list[Receipt]) -> str:
         entries = value.items() if isinstance(value, dict) else [("", value)]
         lines += [f"| {f'{name}.{key}' if key else name} | {entry} |" for key, entry in entries]
     for section in ("settings", "software"):
-        for key in sorted({key for receipt in receipts for key in getattr(receipt, section)}):
-            values = Counter(str(getattr(receipt, section).get(key)) for receipt in receipts)
+        made = [[receipt.made_by(bucket)[section] for bucket in receipt.parts] for receipt in receipts]
+        for key in sorted({key for parts in made for part in parts for key in part}):
+            values = Counter(value for parts in made for value in {str(part.get(key)) for part in parts})
             lines.append(f"| {key} | {', '.join(_counted(values))} |")
     lines += ["", "Of one sample: `python -m shards where ROOT KEY` names its tar, part, weights and settings."]
     return "\n".join(lines)

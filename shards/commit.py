@@ -141,9 +141,13 @@ def make_receipt(store: Store, attempt: Attempt, fresh: list[str], books: Books,
             refused=attempt.counts[bucket][1],
             rule=attempt.rules[bucket],
             files=record_files(attempt.folder / bucket, attempt.records[bucket]),
+            settings=attempt.settings,
+            software=attempt.software,
         )
         for bucket in fresh
     }
+    # the receipt's own fields are this attempt's from now on
+    kept = {b: part.model_copy(update=earlier.made_by(b)) for b, part in earlier.parts.items()} if earlier else {}
     return Receipt(
         shard=attempt.shard,
         encoding_id=attempt.encoding.id,
@@ -152,7 +156,7 @@ def make_receipt(store: Store, attempt: Attempt, fresh: list[str], books: Books,
         rejected=books.rejected,
         captions=books.captions,
         input=attempt.source,
-        parts=(earlier.parts if earlier else {}) | parts,
+        parts=kept | parts,
         shared_files={name: record_file(store, name) for name in (UNCOND_NAME, FILE_NAME)},
         software=attempt.software,
         settings=attempt.settings,

@@ -5,6 +5,7 @@ A receipt lists, for every bucket, how many samples were stored and how many wer
 """
 
 from pathlib import Path
+from typing import Any
 
 from pydantic import model_validator
 
@@ -34,6 +35,9 @@ class Part(Config):
     the bucket of their ratio."""
     files: dict[str, FileRecord]
     """Path relative to the part's folder → record."""
+    settings: dict[str, str | int | float | bool] | None = None
+    software: dict[str, str] | None = None
+    """The receipt's, of the attempt that made this part; None in the first receipts, where they are the receipt's."""
 
 
 class Receipt(Config):
@@ -60,6 +64,7 @@ class Receipt(Config):
     """What else decided over the stored bytes, by rounding (device, batch size, compilation) or by what was refused
     (limits). All that changes what the numbers mean is in encoding.json."""
     attempts: int
+    """Like `software`, `settings` and the times, of the last attempt; each part has its own `settings`, `software`."""
     started: str
     seconds: float
 
@@ -71,6 +76,14 @@ class Receipt(Config):
             if total != self.samples_in:
                 raise ValueError(f"receipt {self.shard}: {what} accounts for {total} of {self.samples_in} samples")
         return self
+
+    def made_by(self, bucket: str) -> dict[str, dict[str, Any]]:
+        """`settings` and `software` of the attempt that made a bucket's part."""
+        part = self.parts[bucket]
+        return {
+            "settings": self.settings if part.settings is None else part.settings,
+            "software": self.software if part.software is None else part.software,
+        }
 
     def save(self, root: Path | str | Store) -> None:
         """The commit point: one atomic replace of ROOT/commits/SHARD.json."""

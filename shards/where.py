@@ -51,6 +51,7 @@ def _in_shard(store: Store, key: str, receipt: Receipt, encoding: EncodingRecord
         "encoding": {"id": receipt.encoding_id, **encoding.model_dump(mode="json")},
         "settings": receipt.settings,
         "software": receipt.software,
+        "parts": {bucket: receipt.made_by(bucket) for bucket in buckets if bucket in stored or bucket in refused},
         "started": receipt.started,
         "attempts": receipt.attempts,
     }
@@ -102,8 +103,12 @@ def _lines(entry: dict[str, Any]) -> Iterator[str]:
     for name, value in encoding.items():
         if name not in models:
             yield _line(name, _listed(value) if isinstance(value, dict) else str(value))
-    yield _line("settings", _listed(entry["settings"]))
-    yield _line("software", _listed(entry["software"]))
+    for section in ("settings", "software"):
+        listed = {bucket: _listed(made[section]) for bucket, made in entry["parts"].items()}
+        if len(set(listed.values())) == 1:
+            yield _line(section, next(iter(listed.values())))
+        else:  # buckets that were added at different times
+            yield from (_line(section, f"{bucket}: {values}") for bucket, values in listed.items())
     yield _line("encoded", f"{entry['started']}, attempt {entry['attempts']}")
 
 

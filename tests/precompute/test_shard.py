@@ -138,6 +138,17 @@ def test_a_bucket_added_later_gives_what_both_at_once_give(
         assert one.model_dump(exclude=timed) == two.model_dump(exclude=timed)
 
 
+def test_each_part_keeps_the_settings_that_made_it(models: Path, tars: Path, tmp_path: Path) -> None:
+    shutil.copytree(tars, tmp_path / "tars", ignore=shutil.ignore_patterns("00001*"))
+    for bucket, batch_size in (("128x128", 4), ("64x64", 8)):
+        workers = {"num_gpus": 0, "num_cpus": 1, "decode_threads": 1, "batch_size": batch_size}
+        config = precompute_config(models, tmp_path / "tars", tmp_path / "root", buckets=[bucket], workers=workers)
+        encode_all(config, models)
+    receipt = load_receipts(tmp_path / "root")[0]
+    made = {bucket: receipt.made_by(bucket)["settings"]["batch_size"] for bucket in receipt.parts}
+    assert made == {"128x128": 4, "64x64": 8}
+
+
 @pytest.mark.parametrize("storage", ["float16", "float8"])
 @pytest.mark.parametrize("trim", [False, True])
 def test_text_storage(latents: Path, models: Path, tars: Path, tmp_path: Path, storage: str, trim: bool) -> None:
