@@ -61,6 +61,9 @@ def precompute_config(models: Path, tars: Path, output: Path | str, **changes: o
 
 def encode_all(config: PrecomputeConfig, models: Path, **attempt: Any) -> None:
     """Stage 1 in this process, without Ray; `attempt` goes to `encode_shard`."""
+    # as in a worker's fresh process, whatever training in this one has set
+    torch.backends.cuda.enable_flash_sdp(True)
+    torch.set_num_threads(1)
     encoding = describe_encoding(config)
     create_root(config.output, encoding)
     cpu = torch.device("cpu")
