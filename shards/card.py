@@ -8,8 +8,7 @@ import yaml
 
 from shards.buckets import Bucket
 from shards.encoding import EncodingRecord
-from shards.errors import RequestError
-from shards.receipts import Receipt, load_receipts
+from shards.receipts import Receipt, load_committed
 from shards.stats import bucket_sizes
 from shards.store import Store, open_store
 from shards.tables import MENDED
@@ -26,9 +25,7 @@ def dataset_card(root: Path | str | Store) -> str:
         RequestError: not a latents root, or nothing is committed to it.
     """
     store = open_store(root)
-    encoding, receipts = EncodingRecord.load(store), load_receipts(store)
-    if not receipts:
-        raise RequestError(f"{store.where()} holds no committed shard yet: run `make precompute` first.")
+    encoding, receipts = EncodingRecord.load(store), load_committed(store)
     sizes = bucket_sizes(receipts)
     front = yaml.safe_dump(_front_matter(sizes, receipts), sort_keys=False)
     sections = (

@@ -11,6 +11,7 @@ from pydantic import model_validator
 
 from shards.buckets import COVERS
 from shards.config import Config
+from shards.errors import RequestError
 from shards.files import parse_sealed_json, sealed_json
 from shards.store import Store, open_store
 
@@ -114,3 +115,15 @@ def load_receipts(root: Path | str | Store) -> list[Receipt]:
     store = open_store(root)
     found = store.read_many([f"{FOLDER}/{shard}.json" for shard in committed_shards(store)])
     return [Receipt.model_validate(parse_sealed_json(data, store.where(name))) for name, data in sorted(found.items())]
+
+
+def load_committed(root: Path | str | Store) -> list[Receipt]:
+    """Every receipt of a root that holds something.
+
+    Raises:
+        RequestError: nothing is committed to it.
+    """
+    receipts = load_receipts(root)
+    if not receipts:
+        raise RequestError(f"{open_store(root).where()} holds no committed shard yet: run `make precompute` first.")
+    return receipts

@@ -10,9 +10,8 @@ import numpy as np
 
 from shards.buckets import Bucket
 from shards.encoding import EncodingRecord
-from shards.errors import RequestError
 from shards.reading import captions, read_part
-from shards.receipts import Receipt, load_receipts
+from shards.receipts import Receipt, load_committed
 from shards.store import Store, open_store
 from shards.tables import MENDED
 
@@ -24,9 +23,7 @@ def root_stats(root: Path | str | Store, max_samples: int) -> dict[str, Any]:
         RequestError: not a latents root, or nothing is committed to it.
     """
     store = open_store(root)
-    encoding, receipts = EncodingRecord.load(store), load_receipts(store)
-    if not receipts:
-        raise RequestError(f"{store.where()} holds no committed shard yet: run `make precompute` first.")
+    encoding, receipts = EncodingRecord.load(store), load_committed(store)
     rejected = sum((Counter(receipt.rejected) for receipt in receipts), Counter())
     return {
         "encoding": encoding.id,
