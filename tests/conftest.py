@@ -1,11 +1,14 @@
 """Shared fixtures: small models, tars, and a latents root made from them once per session."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 import torch
+from moto.server import ThreadedMotoServer
 
 from precompute.config import PrecomputeConfig, describe_encoding
 from precompute.encoders import ImageEncoder, TextEncoder
@@ -80,3 +83,19 @@ def latents(tmp_path_factory: pytest.TempPathFactory, models: Path, tars: Path) 
     config = precompute_config(models, tars, tmp_path_factory.mktemp("roots") / "latents")
     encode_all(config, models)
     return config.output
+
+
+@pytest.fixture
+def s3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Address of an empty bucket, of an S3 server that lives as long as the test; child processes reach it, too."""
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0)
+    server.start()
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://{}:{}".format(*server.get_host_and_port()))
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_DEFAULT_REGION"):
+        monkeypatch.setenv(name, "us-east-1")
+    clients = fsspec.get_filesystem_class("s3")
+    clients.clear_instance_cache()  # of servers of tests before
+    clients().makedirs(tmp_path.name)  # the servers of one process share their buckets
+    yield f"s3://{tmp_path.name}"
+    clients.clear_instance_cache()
+    server.stop()

@@ -22,29 +22,15 @@ from shards.verify import verify_root
 
 
 @pytest.fixture(params=["folder", "memory", "s3"])
-def store(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
-    """An empty root of each kind.
-
-    s3fs needs an older botocore than the lock has, so that `s3` is skipped unless both it and moto are on PYTHONPATH:
-    `uv pip install --target FOLDER s3fs 'moto[server]'`.
-    """
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
+    """An empty root of each kind."""
     if request.param == "folder":
         yield LocalStore(tmp_path / "root")
     elif request.param == "memory":
         yield (remote := RemoteStore(f"memory://{tmp_path.name}/root"))
         remote.fs.store.clear()
     else:
-        pytest.importorskip("s3fs")
-        server = pytest.importorskip("moto.server").ThreadedMotoServer(ip_address="127.0.0.1", port=0)
-        server.start()
-        monkeypatch.setenv("AWS_ENDPOINT_URL", "http://{}:{}".format(*server.get_host_and_port()))
-        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_DEFAULT_REGION"):
-            monkeypatch.setenv(name, "us-east-1")
-        type(RemoteStore(f"s3://bucket/{tmp_path.name}").fs).clear_instance_cache()
-        remote = RemoteStore(f"s3://bucket/{tmp_path.name}")
-        remote.fs.makedirs("bucket", exist_ok=True)
-        yield remote
-        server.stop()
+        yield RemoteStore(f"{request.getfixturevalue('s3')}/root")
 
 
 @pytest.fixture

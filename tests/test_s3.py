@@ -1,0 +1,51 @@
+"""Both stages on an S3: tars and latents at s3:// addresses, through the commands that a user types."""
+
+import json
+from pathlib import Path
+
+import fsspec
+import yaml
+
+from shards.store import open_store
+from tests.conftest import precompute_config
+from tests.runs import curve, run_module, train_fields, write_config
+
+TIMED = {"started", "seconds", "attempts", "sha256", "input"}
+"""What receipts of the same tars at two addresses may differ in."""
+
+
+def contents(root: Path | str) -> dict[str, object]:
+    """Every file of a root; of receipts, what two runs must have alike."""
+    store = open_store(root)
+    files: dict[str, object] = {name: store.read(name) for name in store.files() if not name.startswith(".")}
+    for name in [name for name in files if name.startswith("commits/")]:
+        receipt = json.loads(files[name])  # type: ignore[arg-type]
+        files[name] = {key: value for key, value in receipt.items() if key not in TIMED}
+    return files
+
+
+def test_tars_and_latents_on_s3(s3: str, latents: Path, models: Path, tars: Path, tmp_path: Path) -> None:
+    fsspec.filesystem("s3").put(f"{tars}/", f"{s3}/tars/", recursive=True)
+    fields = precompute_config(models, tars, f"{s3}/latents").model_dump(mode="json") | {"input": f"{s3}/tars"}
+    (config := tmp_path / "precompute.yaml").write_text(yaml.safe_dump(fields))
+
+    first = run_module("precompute", "--config", str(config))
+    assert first.returncode == 0, first.stderr[-3000:]
+    assert contents(f"{s3}/latents") == contents(latents)
+    receipt = json.loads(open_store(f"{s3}/latents").read("commits/00000.json"))
+    assert receipt["input"]["address"] == f"{s3}/tars/00000.tar"
+
+    again = run_module("precompute", "--config", str(config))  # there is nothing left to do
+    assert again.returncode == 0, again.stderr[-3000:]
+    assert json.loads(open_store(f"{s3}/latents").read("commits/00000.json")) == receipt
+    checked = run_module("shards", "verify", f"{s3}/latents")
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+
+    curves = []
+    for name, root, data in (("near", latents, {}), ("far", f"{s3}/latents", {"cache": str(tmp_path / "cache")})):
+        streams = {"streams": [{"root": str(root), "bucket": "64x64"}]}
+        run = write_config(tmp_path, train_fields(latents, tmp_path / name, data=streams | data))
+        trained = run_module("train", "--config", str(run))
+        assert trained.returncode == 0, trained.stderr[-3000:]
+        curves.append(curve(tmp_path / name))
+    assert curves[0] == curves[1]
