@@ -25,6 +25,10 @@ Result = TypeVar("Result")
 CRASH = "decoder_crash"
 CLOCK_PER_PROCESSOR_SECOND = 10
 """A call that waits instead of working is ended by the clock, this many times later than one that works."""
+START_SECONDS = 300.0
+"""A child may take to import what it needs, on a machine that is busy."""
+END_SECONDS = 10.0
+"""A child that closed its pipes ends at once; one that is still there after this time wrote what is no reply."""
 TRIES = 2
 """What kills a call twice is in its arguments; once, it may have been the machine."""
 PICKLE_PROTOCOL = 5
@@ -87,6 +91,7 @@ class Child:
             stdout=subprocess.PIPE,
             env=os.environ | one_thread | {"PYTHONPATH": paths},
         )
+        self.ready = False
 
     def call(self, function: Callable[..., Result], args: tuple[Any, ...]) -> Result:
         """`function(*args)` over there.
@@ -94,17 +99,13 @@ class Child:
         Raises:
             ChildDied: how.
         """
-        assert self.process.stdin and self.process.stdout
-        seconds = CLOCK_PER_PROCESSOR_SECOND * self.limits.decode_seconds
+        assert self.process.stdin
         try:
+            if not self.ready:
+                self.ready = self._receive(START_SECONDS, "start")
             pickle.dump((self.limits, function, args), self.process.stdin, PICKLE_PROTOCOL)
             self.process.stdin.flush()
-            poll = select.poll()
-            poll.register(self.process.stdout)
-            if not poll.poll(1000 * seconds):
-                self.kill()
-                raise ChildDied(f"did not end in {seconds} s")
-            returned, value = pickle.load(self.process.stdout)
+            returned, value = self._receive(CLOCK_PER_PROCESSOR_SECOND * self.limits.decode_seconds, "end")
         except (EOFError, BrokenPipeError, pickle.UnpicklingError):
             raise ChildDied(self._epitaph()) from None
         if isinstance(value, MemoryError):
@@ -113,6 +114,16 @@ class Child:
             raise value
         result: Result = value
         return result
+
+    def _receive(self, seconds: float, what: str) -> Any:
+        """What the child sends next."""
+        assert self.process.stdout
+        poll = select.poll()
+        poll.register(self.process.stdout)
+        if not poll.poll(1000 * seconds):
+            self.kill()
+            raise ChildDied(f"did not {what} in {seconds:g} s")
+        return pickle.load(self.process.stdout)
 
     def kill(self) -> None:
         """End the process, whatever it is doing."""
@@ -123,9 +134,12 @@ class Child:
                 pipe.close()  # type: ignore[union-attr]
 
     def _epitaph(self) -> str:
-        # it closed its pipes, so it is about to end, if it has not
-        code = self.process.wait()
-        self.kill()
+        try:
+            code = self.process.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:
+            return "sent what is no reply"
+        finally:
+            self.kill()
         if code == -signal.SIGXCPU:
             return f"used more than {self.limits.decode_seconds} s of processor time"
         return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
@@ -151,6 +165,8 @@ def serve() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")  # where memory runs out, this process goes before the one with the encoders
+    pickle.dump(True, replies, PICKLE_PROTOCOL)
+    replies.flush()
     while True:
         try:
             limits, function, args = pickle.load(requests)

@@ -181,6 +181,8 @@ def settings_of(config: PrecomputeConfig) -> dict[str, str | int | float | bool]
         "device": device,
         "batch_size": workers.batch_size,
         "compile": workers.compile,
+        "tars": config.tars.policy,
+        "check_sha256": config.tars.check_sha256,
         **config.limits.model_dump(mode="json"),
     }
 

@@ -62,11 +62,17 @@ class Cache:
                 database.execute("INSERT OR REPLACE INTO copies VALUES (?, ?, ?, 0)", (name, size, now))
         return True
 
-    def add(self, name: str, size: int, download: Callable[[Path], None]) -> None:
+    def add(
+        self,
+        name: str,
+        size: int,
+        download: Callable[[Path], None],
+        sound: Callable[[Path], bool] = lambda copy: True,
+    ) -> None:
         """Make room for `size` bytes, and have `download` write them to the path that it is given.
 
-        The copy appears if `download` returns; it raises where it got the wrong bytes. Waits where all the room is
-        taken by copies on their way.
+        The copy appears if `download` returns; it raises where it got the wrong bytes. A copy that is there already is
+        kept if it is `sound`. Waits where all the room is taken by copies on their way.
 
         Raises:
             WorkError: the file alone is larger than the limit.
@@ -76,9 +82,10 @@ class Cache:
             pass  # a folder without one would be refused the next time
         target.parent.mkdir(parents=True, exist_ok=True)
         with held(partial):
-            if target.exists():  # another process was faster
+            if target.exists() and sound(target):  # another process was faster
                 partial.unlink(missing_ok=True)
                 return
+            target.unlink(missing_ok=True)
             try:
                 while not self._reserve(name, size):
                     time.sleep(WAIT_SECONDS)

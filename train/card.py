@@ -7,6 +7,7 @@ from typing import Any
 from shards.buckets import Bucket
 from shards.encoding import EncodingRecord
 from train.config import ObjectiveConfig, TrainConfig
+from train.selection import FilterConfig
 
 CARD = """---
 library_name: diffusers
@@ -117,7 +118,10 @@ def model_card(
         warmup=schedule.warmup_steps,
         precision=f"{config.precision} autocast over float32 weights",
         caption_dropout=config.objective.caption_dropout,
-        streams="\n".join(_describe_stream(stream) for stream in fingerprint["streams"]),
+        streams="\n".join(
+            _describe_stream(stream, own.filter or config.data.filter)
+            for stream, own in zip(fingerprint["streams"], config.data.streams, strict=True)
+        ),
         vae=f"{encoding.vae.name} (`{encoding.vae.sha256[:12]}`)",
         text_encoder=f"{encoding.text_encoder.name} (`{encoding.text_encoder.sha256[:12]}`)",
         tokenizer=f"{encoding.tokenizer.name} (`{encoding.tokenizer.sha256[:12]}`)",
@@ -141,7 +145,9 @@ def _describe_weights(config: TrainConfig, weights: str) -> str:
 
 def _describe_objective(objective: ObjectiveConfig) -> str:
     if objective.prediction == "flow_matching":
-        return f"flow matching, {objective.timestep_sampling} times"
+        times = f"{objective.timestep_sampling} times"
+        normal = f" of mean {objective.logit_mean:g} and deviation {objective.logit_std:g}"
+        return f"flow matching, {times}" + normal * (objective.timestep_sampling == "logit_normal")
     words = [f"{objective.prediction}, {objective.num_train_timesteps} steps of {objective.beta_schedule} noise"]
     words += [f"min-SNR weights with γ = {objective.min_snr_gamma}"] * (objective.min_snr_gamma is not None)
     words += [f"offset noise of {objective.offset_noise}"] * (objective.offset_noise > 0)
@@ -149,8 +155,9 @@ def _describe_objective(objective: ObjectiveConfig) -> str:
     return "; ".join(words)
 
 
-def _describe_stream(stream: dict[str, Any]) -> str:
+def _describe_stream(stream: dict[str, Any], chosen_by: FilterConfig | None) -> str:
+    of = f" with {chosen_by.describe()}" if chosen_by is not None and chosen_by.bounds else ""
     return (
-        f"- {stream['samples']:,} samples at {stream['bucket']} px, {stream['weight']:g} passes an epoch; encoding "
+        f"- {stream['samples']:,} samples at {stream['bucket']} px{of}, {stream['weight']:g} passes an epoch; encoding "
         f"`{stream['encoding_id']}`, index `{stream['index_sha256'][:12]}`"
     )

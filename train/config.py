@@ -53,6 +53,8 @@ class DataConfig(Config):
     """Bytes of all copies in one cache folder; null: no limit."""
     timeout: float = Field(300.0, gt=0)
     """Seconds to wait for a batch before the run stops with an error."""
+    first_timeout: float = Field(1800.0, gt=0)
+    """The same for the first batch: until then a machine fetches and hashes a good part of a block of every slice."""
 
 
 class ObjectiveConfig(Config):

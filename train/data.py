@@ -255,7 +255,7 @@ def make_loader(
         batch_size=None,
         collate_fn=as_it_is,
         num_workers=config.num_workers,
-        timeout=config.timeout if config.num_workers else 0,
+        timeout=config.first_timeout if config.num_workers else 0,  # `global_batches` lowers it
         persistent_workers=config.num_workers > 0,
         pin_memory=torch.cuda.is_available(),
         worker_init_fn=start_worker,
@@ -264,22 +264,24 @@ def make_loader(
 
 
 def global_batches(
-    loader: DataLoader[Any], spec: DataSpec, step: int, timeout: float | None = None
+    loader: DataLoader[Any], spec: DataSpec, step: int, config: DataConfig | None = None
 ) -> Generator[Batch, None, None]:
     """Endless batches from `step` on, epoch after epoch.
 
     Args:
-        timeout: seconds after which a loader without processes of its own ends this one; None: never.
+        config: says how long to wait. A loader without processes of its own ends this one then; without a `config` it
+            never does.
 
     Raises:
         WorkError: no batch came in time, or not the right one: a file is missing or damaged, or storage stalls.
     """
-    watchdog = None if loader.num_workers or timeout is None else Watchdog(timeout, lambda: _what_is_wrong(spec))
-    batches = iter(loader)
+    watchdog = None if loader.num_workers or config is None else Watchdog(lambda: _what_is_wrong(spec))
+    batches: Any = iter(loader)
+    patience = config.first_timeout if config else 0.0
     try:
         while True:
             try:
-                with watchdog.watching() if watchdog else nullcontext():
+                with watchdog.watching(patience) if watchdog else nullcontext():
                     batch = next(batches)
             except Exception as error:  # whatever a worker raised, or the loader's own time-out
                 found = diagnose(lambda: _what_is_wrong(spec))
@@ -289,6 +291,8 @@ def global_batches(
                 raise WorkError(f"The loader failed after {step} steps: {error}. {found}") from error
             if isinstance(batch, Failure):
                 raise WorkError(f"The loader failed after {step} steps: {batch.message}")
+            if config is not None:
+                batches._timeout = patience = config.timeout
             yield batch
             step += 1
     finally:

@@ -18,7 +18,7 @@ from train.card import model_card
 from train.checkpoint import newest_checkpoint
 from train.config import ObjectiveConfig, TrainConfig
 from train.objective import noise_scheduler
-from train.request import starting_weights
+from train.request import weights_folder
 
 PIPELINE_FILE = Path(__file__).with_name("trimmed_pipeline.py")
 
@@ -60,7 +60,7 @@ def write_pipeline(run_dir: Path, options: ExportConfig) -> Path:
     if newest is None:
         raise RequestError(f"{run_dir} has no complete checkpoint: there is nothing to export yet.")
     config = load_config(TrainConfig, run_dir / "config.yaml", [], "train export")
-    weights = starting_weights(run_dir, options.weights)
+    weights = weights_folder(newest[0], options.weights)
     encoding = EncodingRecord.load(config.data.streams[0].root)
     parts = {
         "vae": _same_model("vae", options.vae, encoding.vae),

@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import time
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -21,6 +22,8 @@ from train.cache import Cache
 
 NUM_FETCHERS = 8
 """Threads of one loader process that fetch and hash."""
+DOWNLOAD_PAUSES = (0.5, 4.0)
+"""Seconds before the second and third time that a file is fetched."""
 NUM_LOCKS = 64
 NUM_HEADERS = 1 << 14
 """Files whose offsets a loader process remembers."""
@@ -98,9 +101,14 @@ class BucketFiles:
                 pass  # made room for another just now
             except DamagedFile as error:
                 print(f"{error} It is a copy, and is fetched again.", flush=True)
-                self.cache.drop(copy)
         with self._named(file):
-            self.cache.add(copy, int(self.files.sizes[file]), lambda target: self._download(file, target))
+            self.cache.add(
+                copy,
+                int(self.files.sizes[file]),
+                lambda target: self._download(file, target),
+                # held against the index once more: another process may have fetched it again by now
+                lambda target: self._is_sound(file, target),
+            )
 
     def check(self, file: int, path: str) -> None:
         """Hold a file, or a copy of it, against what the index says.
@@ -119,19 +127,38 @@ class BucketFiles:
                 f"{path} is damaged: its {HASH} is not the one in its index. Restore the file from its copy."
             )
 
+    def _is_sound(self, file: int, path: Path) -> bool:
+        try:
+            self.check(file, str(path))
+        except (FileNotFoundError, DamagedFile):
+            return False
+        return True
+
     def _copy(self, file: int) -> str:
         # by content: where an address gets other data, a run that reads the old copies goes on with them
         return f"{self.prefix}/{self.bucket}/{int(self.files.hashes[file]):016x}/{self.files.name(file)}"
 
     def _download(self, file: int, target: Path) -> None:
-        """Raises DamagedFile where the bytes are wrong twice: once may be the way here."""
-        for last in (False, True):
-            self.store.get(f"{self.bucket}/{self.files.name(file)}", target)
+        """Tried again after a pause where the store answers with an error, or the bytes are wrong on their way.
+
+        Raises:
+            DamagedFile: they are wrong each time.
+            OSError: the store did not give them.
+        """
+        for pause in (*DOWNLOAD_PAUSES, None):
             try:
+                self.store.get(f"{self.bucket}/{self.files.name(file)}", target)
                 return self.check(file, str(target))
+            except FileNotFoundError:
+                raise
             except DamagedFile as error:
-                if last:
+                if pause is None:
                     raise DamagedFile(str(error).replace(str(target), self.where(file))) from None
+            except OSError as error:
+                if pause is None:
+                    raise
+                print(f"{self.where(file)}: {error}. It is fetched again in {pause:g} s.", flush=True)
+            time.sleep(pause)
 
     @contextmanager
     def _named(self, file: int) -> Any:

@@ -32,7 +32,7 @@ def train(config: TrainConfig, request: Request, accelerator: Accelerator) -> No
         accelerator.print(f"{config.run_dir} has done its {config.max_steps} steps; there is nothing to do.")
         return
     loader = make_loader(config.data, request.spec, config.global_batch_size, config.seed, run.state.step, run.slots)
-    batches = global_batches(loader, request.spec, run.state.step, config.data.timeout)
+    batches = global_batches(loader, request.spec, run.state.step, config.data)
     log = Log(run)
     stop = StopSignal()
     with lost_processes_named(lambda: f"After step {run.state.step}", config.collective_timeout):

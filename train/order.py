@@ -57,9 +57,9 @@ def quotas(counts: NDArray[np.int64], wanted: int, start: int) -> NDArray[np.int
 
     Systematic sampling: with `start` uniform in [0, sum), each sample is as likely as any other.
     """
-    total = int(counts.sum())
-    marks = (wanted * np.concatenate([[0], counts.cumsum()]) + start) // total
-    return np.diff(marks)
+    # as Python's integers: the products of billions of samples overflow 64 bits
+    ends = np.concatenate([[0], counts.cumsum()]).astype(object)
+    return np.diff((wanted * ends + start) // int(counts.sum())).astype(np.int64)
 
 
 @dataclass(frozen=True, eq=False)

@@ -170,7 +170,7 @@ def on_main_process(accelerator: Accelerator | None, decide: Callable[[], Any]) 
 
 
 def starting_weights(run_dir: Path, which: str) -> Path:
-    """The folder of an earlier run's newest weights.
+    """The folder of an earlier run's newest weights, as `weights_folder`.
 
     Raises:
         RequestError: the run has no checkpoint, or not the weights asked for.
@@ -181,11 +181,19 @@ def starting_weights(run_dir: Path, which: str) -> Path:
             f"init_from: {run_dir} has no complete checkpoint. Train that phase first (`make train PHASE=1`), or set "
             f"init_from to a run folder that has one."
         )
-    folder, _ = found
-    has_ema = (folder / "ema").is_dir()
+    return weights_folder(found[0], which)
+
+
+def weights_folder(checkpoint: Path, which: str) -> Path:
+    """The folder of a checkpoint's weights: `raw`, `ema`, or `auto`, the moving average where there is one.
+
+    Raises:
+        RequestError: it holds no moving average, and that was asked for.
+    """
+    has_ema = (checkpoint / "ema").is_dir()
     if which == "ema" and not has_ema:
-        raise RequestError(f"init_from: {folder} holds no moving average. Set init_weights to raw or auto.")
-    return folder / ("ema" if has_ema and which != "raw" else "unet")
+        raise RequestError(f"{checkpoint} holds no moving average. Ask for raw or auto weights.")
+    return checkpoint / ("ema" if has_ema and which != "raw" else "unet")
 
 
 def describe_weights(folder: Path) -> str:

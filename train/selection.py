@@ -40,6 +40,11 @@ class Range(Config):
             raise ValueError(f"min {self.min:g} is above max {self.max:g}")
         return self
 
+    @property
+    def rules(self) -> list[str]:
+        """In words: `≥ 5`, `≤ 7`, or both."""
+        return [f"{sign} {bound:g}" for sign, bound in (("≥", self.min), ("≤", self.max)) if bound is not None]
+
 
 class FilterConfig(Config):
     """Bounds on what stage 1 stored of each sample; a sample is trained on if it passes all of them."""
@@ -58,6 +63,11 @@ class FilterConfig(Config):
     def bounds(self) -> dict[str, Range]:
         """Column → bound, of those that are set."""
         return {name: bound for name, bound in self if isinstance(bound, Range)}
+
+    def describe(self) -> str:
+        """The bounds, for people."""
+        rules = [f"{column} {rule}" for column, bound in self.bounds.items() for rule in bound.rules]
+        return f"{' and '.join(rules)} ({MISSING}: {self.missing})"
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,19 +16,19 @@ DIAGNOSIS_SECONDS = 10.0
 class Watchdog:
     """One thread; it looks on only within `watching`."""
 
-    def __init__(self, seconds: float, explain: Callable[[], str]):
+    def __init__(self, explain: Callable[[], str]):
         """`explain`: what may be wrong; it may itself stall, and is then left out."""
-        self.seconds = seconds
         self.explain = explain
+        self.seconds = 0.0
         self.deadline: float | None = None
         self.changed = threading.Condition()
         threading.Thread(target=self._watch, daemon=True, name="watchdog").start()
 
     @contextmanager
-    def watching(self) -> Iterator[None]:
+    def watching(self, seconds: float) -> Iterator[None]:
         """If the body takes longer than `seconds`, the process ends with exit code 1 and says why."""
         with self.changed:
-            self.deadline = time.monotonic() + self.seconds
+            self.seconds, self.deadline = seconds, time.monotonic() + seconds
             self.changed.notify()
         try:
             yield

@@ -67,6 +67,14 @@ def test_a_child_that_was_killed_by_chance_costs_nothing(tmp_path: Path) -> None
         assert isolated(b"%s/seen\n%s" % (bytes(tmp_path), SOUND), SMALL, PixelsConfig(), LIMITS).width == 80
 
 
+def test_a_child_that_sends_what_is_no_reply_is_ended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text("print('a decoder says hello')")
+    monkeypatch.setattr("precompute.isolation.END_SECONDS", 0.1)
+    monkeypatch.syspath_prepend(tmp_path)
+    with Isolated(decode, LIMITS) as isolated, pytest.raises(Reject, match="sent what is no reply"):
+        isolated(SOUND, SMALL, PixelsConfig(), LIMITS)
+
+
 def test_the_child_imports_light() -> None:
     heavy = "{'ray', 'diffusers', 'transformers', 'streaming'}"
     code = f"import sys, precompute.isolation, precompute.pixels; print({heavy} & set(sys.modules))"

@@ -55,6 +55,14 @@ def test_a_missing_and_a_foreign_file(root: Path) -> None:
     ]
 
 
+def test_a_receipt_that_tells_another_reason_than_its_part(root: Path) -> None:
+    receipt = read_sealed_json(root / "commits" / "00000.json")
+    refused = receipt["parts"]["64x64"]["refused"]
+    refused["looks_odd"] = refused.pop("no_image")
+    write_sealed_json(root / "commits" / "00000.json", receipt)
+    assert any("counts other refusals of 64x64 than its part" in line for line in verify_root(root))
+
+
 def test_the_index_comes_back_byte_for_byte(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = root / "64x64" / "index.json"
     before = path.read_bytes()

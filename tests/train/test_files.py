@@ -126,6 +126,57 @@ def test_a_copy_that_is_damaged_is_fetched_again(
     }
 
 
+def test_two_processes_that_find_one_damaged_copy_both_read_on(root: Path, tmp_path: Path) -> None:
+    """The second comes when the first has fetched it again: what is sound by now is left alone."""
+    config = data_config(root, cache=str(tmp_path / "cache"))
+    steps(config)
+    (copy,) = [path for path in copies(tmp_path / "cache") if "00001" in path.parts]
+    flip_a_bit(copy)
+    first, second = (make_files(config, open_data(config, 8)).buckets[0] for _ in range(2))
+    check, looked = second.check, []
+
+    def look_then_let_the_other_mend_it(file: int, path: str) -> None:
+        looked.append(path)
+        try:
+            check(file, path)
+        finally:
+            if len(looked) == 1:
+                first.make_ready(1)
+
+    second.check = look_then_let_the_other_mend_it  # type: ignore[method-assign]
+    mended: list[int] = []
+    download = second._download
+    second._download = lambda file, target: mended.append(file) or download(file, target)  # type: ignore[method-assign, func-returns-value]
+    second.make_ready(1)
+    assert len(looked) == 2 and not mended and copy.read_bytes() == (root / ONE).read_bytes()
+
+
+@pytest.mark.parametrize("failures", [2, 3])
+def test_a_store_that_stumbles_is_asked_again(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failures: int
+) -> None:
+    monkeypatch.setattr("train.files.DOWNLOAD_PAUSES", (0.01, 0.01))
+    config = data_config(root, cache=str(tmp_path / "cache"))
+    (bucket,) = make_files(config, open_data(config, 8)).buckets
+    get, asked = bucket.store.get, []
+
+    def stumble(name: str, target: Path) -> None:
+        asked.append(name)
+        if len(asked) <= failures:
+            raise ConnectionResetError("connection reset by peer")
+        get(name, target)
+
+    bucket.store.get = stumble  # type: ignore[method-assign]
+    if failures == 3:
+        with pytest.raises(WorkError, match=r"00001/shard\.00000\.mds cannot be read: connection reset"):
+            bucket.make_ready(1)
+        assert not copies(tmp_path / "cache")
+    else:
+        bucket.make_ready(1)
+        assert copies(tmp_path / "cache")[0].read_bytes() == (root / ONE).read_bytes()
+    assert len(asked) == 3
+
+
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize(
     ("damage", "message"),
@@ -231,8 +282,8 @@ def run():
     global stalled
     config = DataConfig.model_validate_json(sys.argv[1])
     spec = open_data(config, 8)
-    batches = global_batches(make_loader(config, spec, 8, 0, 0, torch.arange(8)), spec, 0, config.timeout)
-    if config.num_workers:
+    batches = global_batches(make_loader(config, spec, 8, 0, 0, torch.arange(8)), spec, 0, config)
+    if sys.argv[2] == "first":
         stalled = True
     else:
         next(batches)
@@ -245,11 +296,12 @@ sys.exit(exit_code_of(run))
 """
 
 
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_loader_that_stalls_ends_the_run_in_time(root: Path, num_workers: int) -> None:
-    config = data_config(root, num_workers=num_workers, timeout=3.0)
+@pytest.mark.parametrize(("num_workers", "which"), [(0, "first"), (0, "later"), (1, "first")])
+def test_a_loader_that_stalls_ends_the_run_in_time(root: Path, num_workers: int, which: str) -> None:
+    seconds = {"first": (3.0, 600.0), "later": (600.0, 3.0)}[which]
+    config = data_config(root, num_workers=num_workers, first_timeout=seconds[0], timeout=seconds[1])
     process = subprocess.Popen(
-        [*PYTHON, "-c", STALL, config.model_dump_json()],
+        [*PYTHON, "-c", STALL, config.model_dump_json(), which],
         env=environment(PYTHONPATH=os.getcwd()),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

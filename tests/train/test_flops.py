@@ -113,8 +113,11 @@ def test_the_card_of_an_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         "run_dir": tmp_path / "phase9",
         "max_steps": 7,
         "unet": "configs/unet/small.json",
-        "data": {"streams": [{"root": "r", "bucket": "64x96"}]},
-        "objective": {"prediction": "flow_matching"},
+        "data": {
+            "streams": [{"root": "r", "bucket": "64x96"}],
+            "filter": {"aesthetic": {"min": 4.5}, "width": {"min": 64, "max": 99}},
+        },
+        "objective": {"prediction": "flow_matching", "timestep_sampling": "logit_normal", "logit_std": 0.8},
         "ema": {"kind": "power", "start_step": 3},
     }
     stream = {"bucket": "64x96", "weight": 1.0, "samples": 1234, "index_sha256": 64 * "b", "encoding_id": "cafe"}
@@ -129,9 +132,10 @@ def test_the_card_of_an_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     for words in (
         "# phase9",
         "| steps | 7 of 2048 samples |",
-        "flow matching, uniform times",
+        "flow matching, logit_normal times of mean 0 and deviation 0.8",
         "their moving average (power function of width 0.1, from step 3 on)",
-        "1,234 samples at 64x96 px, 1 passes an epoch; encoding `cafe`",
+        "1,234 samples at 64x96 px with width ≥ 64 and width ≤ 99 and aesthetic ≥ 4.5 (missing: drop), 1 passes an "
+        "epoch; encoding `cafe`",
         "height=96, width=64",
         "`" + 64 * "c" + "`",
         "**License:** to be filled in",

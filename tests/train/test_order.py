@@ -64,6 +64,10 @@ def test_rows_are_the_bits_of_the_mask() -> None:
         assert len(each.rows(file)) == each.counts[file]
 
 
+def test_quotas_of_billions_do_not_overflow() -> None:
+    assert quotas(np.array([5_000_000_000] * 2), 8_000_000_000, 0).tolist() == [4_000_000_000] * 2
+
+
 @given(
     st.lists(st.integers(0, 50), min_size=1, max_size=30).filter(sum),
     st.floats(0, 1),
