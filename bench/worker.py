@@ -37,22 +37,40 @@ PLANES, DOWNSAMPLING, TEXT_LENGTH, TEXT_WIDTH = 8, 8, 77, 1024
 DISTINCT_PICTURES = 100
 
 
+class Zeros:
+    """Batches of float16 zeros, made once: as page-locked memory is, into which a device's results are copied."""
+
+    def __init__(self) -> None:
+        self.made: dict[tuple[int, ...], torch.Tensor] = {}
+
+    def __call__(self, number: int, *shape: int) -> torch.Tensor:
+        """(number, *shape)."""
+        if number > len(self.made.get(shape, ())):
+            self.made[shape] = torch.zeros(number, *shape, dtype=torch.float16).clone()
+        return self.made[shape][:number]
+
+
 class FreeImageEncoder:
     """Stands in for `ImageEncoder`: zeros, at once."""
+
+    def __init__(self) -> None:
+        self.zeros = Zeros()
 
     def start(self, pictures: list[np.ndarray], batch_size: int) -> Callable[[], torch.Tensor]:
         """(N, 8, h, w) zeros."""
         height, width, _ = pictures[0].shape
-        shape = (len(pictures), PLANES, height // DOWNSAMPLING, width // DOWNSAMPLING)
-        return lambda: torch.zeros(shape, dtype=torch.float16)
+        return lambda: self.zeros(len(pictures), PLANES, height // DOWNSAMPLING, width // DOWNSAMPLING)
 
 
 class FreeTextEncoder:
     """Stands in for `TextEncoder`: zeros, at once."""
 
+    def __init__(self) -> None:
+        self.zeros = Zeros()
+
     def start(self, captions: list[str], batch_size: int) -> Callable[[], list[EncodedCaption]]:
         """(77, 1024) zeros for each caption."""
-        states = torch.zeros(len(captions), TEXT_LENGTH, TEXT_WIDTH, dtype=torch.float16)
+        states = self.zeros(len(captions), TEXT_LENGTH, TEXT_WIDTH)
         return lambda: [EncodedCaption(row, TEXT_LENGTH, False) for row in states]
 
     def __call__(self, captions: list[str], batch_size: int) -> list[EncodedCaption]:
@@ -64,6 +82,7 @@ class SleepingImageEncoder(FreeImageEncoder):
     """As a GPU: takes one batch at a time, in the order they were started, `seconds_per_picture` for each picture."""
 
     def __init__(self, seconds_per_picture: float):
+        super().__init__()
         self.seconds_per_picture = seconds_per_picture
         self.device = ThreadPoolExecutor(1)
         self.busy = 0.0

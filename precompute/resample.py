@@ -89,14 +89,22 @@ def resample(image: Image.Image, at: Placement, decoded_scale: int, filter: Filt
     # Pillow's filters to a level, in vector instructions; what is right of and below the bucket is not computed
     shrink = torch.ops.aten._upsample_bicubic2d_aa if filter == "bicubic" else torch.ops.aten._upsample_bilinear2d_aa
     scaled: Tensor = shrink(pixels, [bottom, right], False, scale_y, scale_x)
-    return scaled[0, :3, at.top :, at.left :].permute(1, 2, 0).numpy()
+    return _rgb(scaled[0, :, at.top :, at.left :].permute(1, 2, 0).numpy())
+
+
+def _rgb(values: np.ndarray) -> np.ndarray:
+    """(height, width, 3) of (height, width, 3 or 4), in one piece."""
+    pixels = np.empty((*values.shape[:2], 3), np.uint8)
+    for channel in range(3):  # NumPy takes six times as long over runs of three bytes
+        pixels[..., channel] = values[..., channel]
+    return pixels
 
 
 def _pixels(image: Image.Image) -> Tensor:
     """(1, channels, height, width) uint8 of an RGB picture, channels last in memory: Pillow's own memory where it is in
     one piece (four bytes to a pixel), a copy otherwise."""
     try:
-        values = torch.from_dlpack(pa.array(image).flatten()).view(image.height, image.width, 4)
+        values = torch.from_dlpack(pa.array(image).flatten()).view(1, image.height, image.width, 4)
     except ValueError:  # larger than one of Pillow's blocks, 16 MB
-        values = torch.from_numpy(np.array(image))
-    return values.permute(2, 0, 1)[None]
+        values = torch.from_numpy(np.array(image))[None]
+    return values.permute(0, 3, 1, 2)

@@ -82,8 +82,8 @@ def verify_books(store: Store, receipt: Receipt, parts: dict[str, Path]) -> Iter
     books = read_books(parts)
     if (receipt.encoded, receipt.captions, receipt.rejected) != (books.encoded, books.captions, books.rejected):
         yield f"{store.where(f'{FOLDER}/{receipt.shard}.json')} does not add up to its parts' tables"
-    for bucket, folder in parts.items():
-        listed = Counter(pq.read_table(folder / REFUSED_NAME, columns=["reason"])["reason"].to_pylist())
+    for bucket, part in parts.items():
+        listed = Counter(pq.read_table(part / REFUSED_NAME, columns=["reason"])["reason"].to_pylist())
         told = {reason: n for reason, n in receipt.parts[bucket].refused.items() if reason != OTHER_BUCKET}
         if told != listed:
             yield f"{store.where(f'{FOLDER}/{receipt.shard}.json')} counts other refusals of {bucket} than its part"
