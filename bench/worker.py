@@ -220,6 +220,7 @@ def overhead(options: Options, number: int) -> list[float]:
     torch.set_num_threads(1)
     shard = list_shards(str(options.folder / "tars"))[0]
     config = worker_config(options.folder / "tars", options.folder / "free", options.threads)
+    roots = iter([fresh_config(options, f"free{number}") for number in range(options.rounds + 1)])
     path = options.folder / "tars" / f"{shard.name}.tar"
     members = [sample.image for sample in Tar(path, config.limits.max_bytes).samples() if sample.image]
     cpu: dict[str, list[float]] = {"bare": [], "worker": []}
@@ -231,9 +232,10 @@ def overhead(options: Options, number: int) -> list[float]:
 
     def worker() -> None:
         start = time.process_time()
-        encode([shard], fresh_config(options, "free"), FreeImageEncoder())
+        encode([shard], next(roots), FreeImageEncoder())
         cpu["worker"].append(time.process_time() - start)
 
+    warm_up()
     pair = timed_in_turn(bare, worker, options.rounds)
     rounds = zip(pair.first_seconds, pair.second_seconds, cpu["bare"][1:], cpu["worker"][1:], strict=True)
     return [value for values in rounds for value in values]

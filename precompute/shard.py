@@ -1,5 +1,7 @@
 """The whole of stage 1 for one input shard, top to bottom."""
 
+import atexit
+import gc
 import platform
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -51,6 +53,7 @@ class Decoded:
     """Each waits for its text latents, once some bucket's batch has begun with them."""
     own_captions: list[Caption | None] | None = None
     """What they came to, in memory of their own, once the sample was written for the first time."""
+    captions_finite: bool = False
 
 
 @dataclass(frozen=True)
@@ -150,14 +153,15 @@ def encode_shard(
                 report(parts.samples_in)
 
         # parts => committed
+        counts = pool.map(PartWriter.finish, writers.values())
         attempt = Attempt(
             shard=shard.name,
             folder=folder,
             encoding=encoding,
             samples_in=parts.samples_in,
-            counts={str(bucket): writer.finish() for bucket, writer in parts.writers.items()},
+            counts=dict(zip(map(str, writers), counts, strict=True)),
             rules={str(bucket): rule for bucket, rule in config.rules.items()},
-            records={str(bucket): writer.records for bucket, writer in parts.writers.items()},
+            records={str(bucket): writer.records for bucket, writer in writers.items()},
             source=source.result(),
             software={name: version(name) for name in SOFTWARE},
             settings=settings_of(config),
@@ -169,8 +173,11 @@ def encode_shard(
 
 
 def warm_up() -> None:
-    """What a process does once: done now, the device does not wait for it at the end of the first shard."""
-    pa.array([None])  # pyarrow's first array loads pandas, where that is installed
+    """What a process does once, when its encoders are loaded."""
+    pa.array([None])  # loads pandas, where that is installed; or the device would wait for it at the first shard's end
+    gc.collect()
+    atexit.register(gc.unfreeze)
+    gc.freeze()  # or each collection would look through all that the libraries made when they were imported
 
 
 def settings_of(config: PrecomputeConfig) -> dict[str, str | int | float | bool]:
@@ -303,7 +310,7 @@ def stored_caption(
 def write_sample(sample: Decoded, bucket: Bucket, image_latents: Tensor, parts: Parts) -> None:
     """Append one sample to its part, or refuse it as `non_finite`: its latents overflow float16, in float32 too."""
     captions = captions_of(sample)
-    if not all(map(all_finite, [image_latents, *(caption.latents for caption in captions if caption)])):
+    if not (sample.captions_finite and all_finite(image_latents)):
         parts.refuse(sample, Reject("non_finite", "encoded in float32 too"), [bucket])
         return
     _, picture = content(sample)
@@ -318,6 +325,7 @@ def captions_of(sample: Decoded) -> list[Caption | None]:
         assert sample.captions is not None  # its batch was started
         encoded = [caption() if caption else None for caption in sample.captions]
         sample.own_captions = [caption and replace(caption, latents=caption.latents.clone()) for caption in encoded]
+        sample.captions_finite = all(all_finite(caption.latents) for caption in sample.own_captions if caption)
         sample.captions = []
     return sample.own_captions
 

@@ -8,13 +8,14 @@ refused, or, where the config says so, what is sound of it is taken and every sa
 
 import hashlib
 import json
+import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, Literal
 
 import fsspec
 import pyarrow as pa
@@ -156,7 +157,7 @@ class Tar:
             for key, members in self.members.items():
                 sample = RawSample(key)
                 for suffix, member in members.items():
-                    self._add(sample, suffix, file, member)
+                    self._add(sample, suffix, file.fileno(), member)
                 yield sample
         yield from self.lost.values()
 
@@ -172,12 +173,11 @@ class Tar:
             record |= {"damage": damage, "lost": len(self.lost), "lost_unnamed": self.num_unnamed}
         return record
 
-    def _add(self, sample: RawSample, suffix: str, file: BinaryIO, member: Member) -> None:
+    def _add(self, sample: RawSample, suffix: str, file: int, member: Member) -> None:
         if member.size > self.max_member_bytes:
             sample.oversized = f"{member.name}: {member.size} bytes"
             return
-        file.seek(member.offset)
-        data = file.read(member.size)
+        data = os.pread(file, member.size, member.offset)
         if suffix in IMAGE_SUFFIXES:
             sample.image = data
         elif suffix == "txt":

@@ -1,7 +1,8 @@
 """streaming's MDSWriter, the same bytes for less work: each is copied once, and read once for both hashes.
 
-A part's samples gather in one buffer, laid out as the file will have them; it is as large as a file, and serves one file
-after the other. (streaming's copies an array four times into fresh memory, whose first touch costs more than the copy.)
+A part's samples gather in one buffer, laid out as the file will have them; it is as large as a file, and serves one
+file after the other. (streaming copies an array four times, into fresh memory, whose first touch costs more than the
+copy.)
 """
 
 import hashlib
@@ -33,6 +34,12 @@ class PartMDSWriter(MDSWriter):
         super().__init__(out=str(folder), columns=encoding.columns(bucket), hashes=["xxh3_64"], size_limit=SHARD_BYTES)
         self.records: dict[str, FileRecord] = {}
         """File → size and SHA-256, of the files written so far."""
+        self.arrays = {
+            name: (np.dtype(dtype), tuple(map(int, shape.split(","))))
+            for name, (_, dtype, shape) in zip(self.columns, map(split_type, self.columns.values()), strict=True)
+            if shape
+        }
+        """Column → dtype and shape, of those whose arrays are all alike."""
         self.buffer = np.empty(SHARD_BYTES, np.uint8)  # takes memory as it is filled
         self.disk = ThreadPoolExecutor(1)
         self.syncing: list[Future[None]] = []
@@ -51,7 +58,7 @@ class PartMDSWriter(MDSWriter):
         pieces = self._pieces(sample)
         size = sum(map(len, pieces))
         # the file's head holds where each sample begins
-        if SHARD_BYTES < self.extra_bytes_per_shard + self.ends[-1] + size + 4 * len(self.ends):
+        if self.extra_bytes_per_shard + self.ends[-1] + size + 4 * len(self.ends) > SHARD_BYTES:
             self.flush_shard()
         at = self.ends[-1]
         if at + size > len(self.buffer):  # one sample is more than a file
@@ -66,9 +73,9 @@ class PartMDSWriter(MDSWriter):
         sizes, pieces = [], []
         for name, encoding, size in zip(self.column_names, self.column_encodings, self.column_sizes, strict=True):
             value = sample[name]
-            if size is None or not isinstance(value, np.ndarray):
+            if name not in self.arrays:
                 piece = np.frombuffer(mds_encode(encoding, value), np.uint8)
-            elif encoding == f"ndarray:{value.dtype}:{','.join(map(str, value.shape))}":
+            elif self.arrays[name] == (value.dtype, value.shape):
                 piece = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
             else:
                 raise ValueError(f"{name} has dtype {value.dtype} and shape {value.shape}; its column is {encoding}")
@@ -110,3 +117,9 @@ class PartMDSWriter(MDSWriter):
         self.disk.shutdown()
         for written in self.syncing:
             written.result()
+
+
+def split_type(column: str) -> tuple[str, str, str]:
+    """`ndarray:float16:8,32,32` → its three parts; those that a type has not are empty."""
+    kind, dtype, shape = [*column.split(":"), "", ""][:3]
+    return kind, dtype, shape
