@@ -51,17 +51,25 @@ class Draws:
         self.key = (seed & LOW_32, (seed >> 32) & LOW_32)
         self.step = step
         self.slots = slots
+        self.drawn: dict[Purpose, Tensor] = {}
+        """(N, words) of what was drawn so far."""
+
+    def draw(self, counts: dict[Purpose, int]) -> None:
+        """Draw what will be asked for, so many words of each, at once: a device takes as long to begin with few."""
+        blocks = {purpose: math.ceil(count / 4) for purpose, count in counts.items()}
+        device, high = self.slots.device, self.step >> 32
+        first = torch.cat([torch.arange(number, device=device) for number in blocks.values()])
+        last = torch.cat([torch.full((n,), int(p) << 16 | high, device=device) for p, n in blocks.items()])
+        step = torch.full_like(first, self.step & LOW_32)
+        words = torch.stack(philox((first, self.slots[:, None], step, last), self.key), dim=-1)
+        for purpose, part in zip(blocks, words.split(list(blocks.values()), dim=1), strict=True):
+            self.drawn[purpose] = part.flatten(1)
 
     def words(self, purpose: Purpose, count: int) -> Tensor:
         """(N, count) integers in [0, 2^32), as int64."""
-        blocks = torch.arange(math.ceil(count / 4), device=self.slots.device)
-        counter = (
-            blocks.expand(len(self.slots), -1),
-            self.slots[:, None].expand(-1, len(blocks)),
-            torch.full_like(blocks, self.step & LOW_32)[None],
-            torch.full_like(blocks, int(purpose) << 16 | self.step >> 32)[None],
-        )
-        return torch.stack(philox(counter, self.key), dim=-1).flatten(1)[:, :count]
+        if purpose not in self.drawn or self.drawn[purpose].shape[1] < count:
+            self.draw({purpose: count})
+        return self.drawn[purpose][:, :count]
 
     def normal(self, purpose: Purpose, shape: tuple[int, ...]) -> Tensor:
         """(N, *shape) float32 standard normals, by the Box-Muller transform."""

@@ -1,5 +1,6 @@
 """The diffusion or flow-matching loss: from stored moments and text latents to one number per sample."""
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -55,6 +56,9 @@ class DiffusionLoss:
 
     def __call__(self, unet: nn.Module, batch: Batch, draws: Draws) -> Tensor:
         """(N,) float32: each sample's mean squared error over its latents, weighted as configured."""
+        size = math.prod(batch.image_latents.shape[2:]) * self.spec.latent_channels
+        counts = {Purpose.TIMESTEP: 2, Purpose.CAPTION_DROPOUT: 1, Purpose.NOISE: size}
+        draws.draw(counts | ({Purpose.POSTERIOR: size} if self.spec.posterior == "moments" else {}))
         timesteps = self.timesteps(draws)
         dropped = draws.chance(Purpose.CAPTION_DROPOUT, self.config.caption_dropout)
         return self.weights(timesteps) * self.squared_error(unet, batch, timesteps, dropped, draws)

@@ -106,7 +106,7 @@ def wait_for_a_moment(rng: random.Random, root: Path, driver: subprocess.Popen[b
         if driver.poll() is not None:
             return False
         time.sleep(POLL_SECONDS)
-    until = time.monotonic() + rng.uniform(0, longest / 4 if at_work else longest)
+    until = time.monotonic() + rng.uniform(0, longest / 2 if at_work else longest)
     while time.monotonic() < until:
         if driver.poll() is not None:
             return False
