@@ -57,7 +57,7 @@ test: setup
 
 # the figures that it prints go into docs/reliability.md
 test-faults: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s -m slow $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s -m "slow or faults" $(ARGS)
 
 bench: setup
 	$(BIN)/python -m bench --output runs/benchmarks.md $(ARGS)
@@ -79,15 +79,15 @@ precompute: setup
 # The request is checked first, in one process: a launcher would bury the answer in its own traceback. One process needs
 # no launcher, and gets its signals directly. accelerate silently starts one process where two are asked for on CPUs,
 # unless it is told --multi_gpu.
-# The launcher starts a job again whose process was lost, hands SIGUSR1 on as it does SIGTERM, and then leaves its processes
-# LEAVE seconds to save; without PET_… it would itself die of the one, and kill them 30 s after the other.
+# The launcher starts a job again whose process was lost, hands SIGTERM and SIGUSR1 on, and then leaves its processes LEAVE
+# seconds to save.
 RESTARTS ?= 3
 LEAVE ?= 120
 LAUNCH ?= $(if $(filter-out 1,$(NPROC)),--num_machines 1 --num_processes $(NPROC) --multi_gpu)
 train: setup
 	$(BIN)/python -m train check --config $(PHASE_CONFIG) $(ARGS)
-	PET_SIGNALS_TO_HANDLE=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 PET_SHUTDOWN_TIMEOUT=$(LEAVE) \
-	  exec $(BIN)/$(if $(LAUNCH),accelerate launch $(LAUNCH) --max_restarts $(RESTARTS) --mixed_precision no --dynamo_backend no --quiet,python) \
+	PET_SHUTDOWN_TIMEOUT=$(LEAVE) exec $(BIN)/python \
+	  $(if $(LAUNCH),-m train.launch $(LAUNCH) --max_restarts $(RESTARTS) --mixed_precision no --dynamo_backend no --quiet) \
 	  -m train --config $(PHASE_CONFIG) --num_processes $(NPROC) $(ARGS)
 
 plan: setup

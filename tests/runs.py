@@ -58,11 +58,11 @@ def run_module(
 
 
 def launcher(num_processes: int) -> tuple[str, ...]:
-    """What `make train NPROC=…` puts before `-m train`: accelerate's launcher, with gloo ranks on CPUs."""
+    """What `make train NPROC=…` puts before `-m train`: the launcher, with gloo ranks on CPUs."""
     flags = ["--num_machines", "1", "--num_processes", str(num_processes), "--mixed_precision", "no"]
     ports = ["--main_process_port", "0"] if num_processes > 1 else []
     multi = ["--multi_gpu"] if num_processes > 1 else []
-    return (*PYTHON, "-m", "accelerate.commands.launch", *flags, *multi, *ports, "--dynamo_backend", "no", "--quiet")
+    return (*PYTHON, "-m", "train.launch", *flags, *multi, *ports, "--dynamo_backend", "no", "--quiet")
 
 
 def curve(run_dir: Path) -> tuple[list[float], list[list[str]]]:

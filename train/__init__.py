@@ -1,1 +1,1 @@
-"""Stage 2: a latents root → a U-Net. `accelerate launch -m train --config configs/phase1.yaml`."""
+"""Stage 2: a latents root → a U-Net. `python -m train.launch -m train --config configs/phase1.yaml`."""

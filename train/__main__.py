@@ -1,4 +1,4 @@
-"""`accelerate launch -m train --config configs/phase1.yaml`; and `python -m train check | plot | export`."""
+"""`python -m train.launch -m train --config configs/phase1.yaml`; and `python -m train check | plot | export`."""
 
 import argparse
 import sys

@@ -87,7 +87,7 @@ class Demo:
         bucket = {1: "64x64", 2: "128x128"}[phase]
         streams = json.dumps([{"root": self.latents, "bucket": bucket}])
         processes = str(min(2, os.cpu_count() or 1))  # the loss curve is the same on any number
-        launch = ["accelerate.commands.launch", "--num_machines", "1", "--num_processes", processes]
+        launch = ["train.launch", "--num_machines", "1", "--num_processes", processes]
         launch += ["--multi_gpu", "--main_process_port", "0"] if processes != "1" else []
         launch += ["--mixed_precision", "no", "--dynamo_backend", "no", "--quiet"]
         arguments = ["--config", str(config), "--run_dir", str(run_dir), "--data.streams", streams, *start]
