@@ -1,8 +1,9 @@
 """Calls in child processes: what kills a decoder, or never ends, costs its sample and not the shard.
 
 A child is started afresh by `python -m precompute.isolation`, never forked: it holds neither the parent's CUDA context
-nor its threads. Requests and replies are pickles over its pipes. It ends when the parent does. It imports torch, which
-scales pictures: some 500 MB, and 3 GB of the address space that `limits.decode_bytes` bounds.
+nor its threads. Requests and replies are pickles over pipes of their own, which nothing else writes to. It ends when
+the parent does. It imports torch, which scales pictures: some 500 MB, and 3 GB of the address space that
+`limits.decode_bytes` bounds.
 """
 
 import contextlib
@@ -16,9 +17,10 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any, Generic, TypeVar
+from typing import Any, BinaryIO, Generic, TypeVar
 
 from precompute.pixels import LimitsConfig, Reject
+from shards.errors import WorkError
 
 Result = TypeVar("Result")
 
@@ -27,8 +29,6 @@ CLOCK_PER_PROCESSOR_SECOND = 10
 """A call that waits instead of working is ended by the clock, this many times later than one that works."""
 START_SECONDS = 300.0
 """A child may take to import what it needs, on a machine that is busy."""
-END_SECONDS = 10.0
-"""A child that closed its pipes ends at once; one that is still there after this time wrote what is no reply."""
 TRIES = 2
 """What kills a call twice is in its arguments; once, it may have been the machine."""
 PICKLE_PROTOCOL = 5
@@ -62,6 +62,7 @@ class Isolated(Generic[Result]):
 
         Raises:
             Reject: `decoder_crash`; the call killed its process, took too long, or took too much memory, twice.
+            WorkError: there is no process to call.
         """
         for _ in range(TRIES):
             try:
@@ -79,18 +80,23 @@ class Isolated(Generic[Result]):
 
 
 class Child:
-    """One child process, and its two pipes."""
+    """One child process, and a pipe in each direction."""
 
     def __init__(self, limits: LimitsConfig):
         self.limits = limits
         one_thread = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
         paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
+        (its_requests, requests), (replies, its_replies) = os.pipe(), os.pipe()
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "precompute.isolation"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
+            [sys.executable, "-m", "precompute.isolation", str(its_requests), str(its_replies)],
+            stdin=subprocess.DEVNULL,
+            stdout=2,  # what a decoder prints
+            pass_fds=(its_requests, its_replies),
             env=os.environ | one_thread | {"PYTHONPATH": paths},
         )
+        os.close(its_requests)
+        os.close(its_replies)
+        self.requests, self.replies = os.fdopen(requests, "wb"), os.fdopen(replies, "rb")
         self.ready = False
 
     def call(self, function: Callable[..., Result], args: tuple[Any, ...]) -> Result:
@@ -98,16 +104,19 @@ class Child:
 
         Raises:
             ChildDied: how.
+            WorkError: it did not get as far as to take the call.
         """
-        assert self.process.stdin
+        if not self.ready:
+            try:
+                self.ready = self._receive(START_SECONDS)
+            except ChildDied as died:  # no fault of the picture's
+                raise WorkError(f"a process to decode in did not start: {died}") from None
         try:
-            if not self.ready:
-                self.ready = self._receive(START_SECONDS, "start")
-            pickle.dump((self.limits, function, args), self.process.stdin, PICKLE_PROTOCOL)
-            self.process.stdin.flush()
-            returned, value = self._receive(CLOCK_PER_PROCESSOR_SECOND * self.limits.decode_seconds, "end")
-        except (EOFError, BrokenPipeError, pickle.UnpicklingError):
+            pickle.dump((self.limits, function, args), self.requests, PICKLE_PROTOCOL)
+            self.requests.flush()
+        except BrokenPipeError:
             raise ChildDied(self._epitaph()) from None
+        returned, value = self._receive(CLOCK_PER_PROCESSOR_SECOND * self.limits.decode_seconds)
         if isinstance(value, MemoryError):
             raise ChildDied(f"needs more than {self.limits.decode_bytes} bytes of memory")
         if not returned:
@@ -115,31 +124,30 @@ class Child:
         result: Result = value
         return result
 
-    def _receive(self, seconds: float, what: str) -> Any:
+    def _receive(self, seconds: float) -> Any:
         """What the child sends next."""
-        assert self.process.stdout
         poll = select.poll()
-        poll.register(self.process.stdout)
+        poll.register(self.replies)
         if not poll.poll(1000 * seconds):
             self.kill()
-            raise ChildDied(f"did not {what} in {seconds:g} s")
-        return pickle.load(self.process.stdout)
+            raise ChildDied(f"did not end in {seconds:g} s" if self.ready else f"not in {seconds:g} s")
+        try:
+            return pickle.load(self.replies)
+        except (EOFError, pickle.UnpicklingError):
+            raise ChildDied(self._epitaph()) from None
 
     def kill(self) -> None:
         """End the process, whatever it is doing."""
         self.process.kill()
         self.process.wait()
-        for pipe in (self.process.stdin, self.process.stdout):
+        for pipe in (self.requests, self.replies):
             with contextlib.suppress(BrokenPipeError):  # a request that it did not read to the end
-                pipe.close()  # type: ignore[union-attr]
+                pipe.close()
 
     def _epitaph(self) -> str:
-        try:
-            code = self.process.wait(END_SECONDS)
-        except subprocess.TimeoutExpired:
-            return "sent what is no reply"
-        finally:
-            self.kill()
+        # it closed its pipes, so it is about to end, if it has not
+        code = self.process.wait()
+        self.kill()
         if code == -signal.SIGXCPU:
             return f"used more than {self.limits.decode_seconds} s of processor time"
         return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
@@ -157,11 +165,8 @@ def maybe_isolated(
         yield isolated
 
 
-def serve() -> None:
+def serve(requests: BinaryIO, replies: BinaryIO) -> None:
     """The child: answer requests until there are no more."""
-    requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    os.dup2(2, 1)  # a decoder that prints does not print into the replies
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")  # where memory runs out, this process goes before the one with the encoders
@@ -194,4 +199,4 @@ def _processor_seconds() -> float:
 
 
 if __name__ == "__main__":
-    serve()
+    serve(os.fdopen(int(sys.argv[1]), "rb"), os.fdopen(int(sys.argv[2]), "wb"))

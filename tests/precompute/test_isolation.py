@@ -12,6 +12,7 @@ from precompute.isolation import Isolated
 from precompute.pipeline import Stuck
 from precompute.pixels import LimitsConfig, PixelsConfig, Reject, decode
 from shards.buckets import Bucket
+from shards.errors import WorkError
 from shards.receipts import load_receipts
 from shards.verify import verify_root
 from tests.conftest import SIZES, encode_all, precompute_config
@@ -67,12 +68,25 @@ def test_a_child_that_was_killed_by_chance_costs_nothing(tmp_path: Path) -> None
         assert isolated(b"%s/seen\n%s" % (bytes(tmp_path), SOUND), SMALL, PixelsConfig(), LIMITS).width == 80
 
 
-def test_a_child_that_sends_what_is_no_reply_is_ended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "sitecustomize.py").write_text("print('a decoder says hello')")
-    monkeypatch.setattr("precompute.isolation.END_SECONDS", 0.1)
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [("raise SystemExit(3)", "did not start: exit code 3"), ("import time; time.sleep(60)", "not in")],
+)
+def test_a_child_that_does_not_start_is_no_fault_of_the_picture(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, code: str, message: str
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(f"import sys; print('hello', flush=True)\n{code}")
+    monkeypatch.setattr("precompute.isolation.START_SECONDS", 2.0)
     monkeypatch.syspath_prepend(tmp_path)
-    with Isolated(decode, LIMITS) as isolated, pytest.raises(Reject, match="sent what is no reply"):
+    with Isolated(decode, LIMITS) as isolated, pytest.raises(WorkError, match=message):
         isolated(SOUND, SMALL, PixelsConfig(), LIMITS)
+
+
+def test_what_a_child_prints_is_no_reply(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text("print('Using a library', flush=True)")
+    monkeypatch.syspath_prepend(tmp_path)
+    with Isolated(decode, LIMITS) as isolated:
+        assert isolated(SOUND, SMALL, PixelsConfig(), LIMITS).width == 80
 
 
 def test_the_child_imports_light() -> None:
