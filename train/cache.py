@@ -113,13 +113,13 @@ class Cache:
         if self.limit is not None and size > self.limit:
             raise WorkError(f"{name} has {size} bytes, more than data.cache_limit {self.limit}. Raise it.")
         with self._database() as database:
-            rows = database.execute("SELECT name, bytes, arriving FROM copies WHERE name != ? ORDER BY used", (name,))
+            rows = database.execute("SELECT name, bytes FROM copies WHERE name != ? ORDER BY used", (name,))
             copies = rows.fetchall()
             excess = 0 if self.limit is None else sum(row[1] for row in copies) + size - self.limit
-            for oldest, num_bytes, arriving in copies:
+            for oldest, num_bytes in copies:
                 if excess <= 0:
                     break
-                if arriving and is_held(partial_path(self.path(oldest))):
+                if is_held(partial_path(self.path(oldest))):
                     continue
                 self._unlink(oldest)
                 database.execute("DELETE FROM copies WHERE name = ?", (oldest,))

@@ -54,7 +54,8 @@ class DataConfig(Config):
     timeout: float = Field(300.0, gt=0)
     """Seconds to wait for a batch before the run stops with an error."""
     first_timeout: float = Field(1800.0, gt=0)
-    """The same for the first batch: until then a machine fetches and hashes a good part of a block of every slice."""
+    """The same for each loader process's first batch: until then a machine fetches and hashes a good part of a block of
+    every slice. Other processes wait for the slowest only for `collective_timeout`."""
 
 
 class ObjectiveConfig(Config):

@@ -277,7 +277,7 @@ def global_batches(
     """
     watchdog = None if loader.num_workers or config is None else Watchdog(lambda: _what_is_wrong(spec))
     batches: Any = iter(loader)
-    patience = config.first_timeout if config else 0.0
+    patience, num_batches = config.first_timeout if config else 0.0, 0
     try:
         while True:
             try:
@@ -291,7 +291,8 @@ def global_batches(
                 raise WorkError(f"The loader failed after {step} steps: {error}. {found}") from error
             if isinstance(batch, Failure):
                 raise WorkError(f"The loader failed after {step} steps: {batch.message}")
-            if config is not None:
+            num_batches += 1
+            if config is not None and num_batches >= loader.num_workers:  # each loader process has a first one
                 batches._timeout = patience = config.timeout
             yield batch
             step += 1

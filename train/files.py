@@ -143,7 +143,7 @@ class BucketFiles:
 
         Raises:
             DamagedFile: they are wrong each time.
-            OSError: the store did not give them.
+            OSError, WorkError: the store did not give them.
         """
         for pause in (*DOWNLOAD_PAUSES, None):
             try:
@@ -154,7 +154,7 @@ class BucketFiles:
             except DamagedFile as error:
                 if pause is None:
                     raise DamagedFile(str(error).replace(str(target), self.where(file))) from None
-            except OSError as error:
+            except (OSError, WorkError) as error:
                 if pause is None:
                     raise
                 print(f"{self.where(file)}: {error}. It is fetched again in {pause:g} s.", flush=True)
