@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from bench.roots import make_root
 from tests import ranks
 from tests.runs import curve, train_fields, write_config
 
@@ -22,13 +23,28 @@ LAYOUTS = [
 SHORT = [0, 3, 4, 8]
 
 
-def train(folder: Path, latents: Path, layout: tuple[int, int, int, int], steps: int) -> Path:
+BUCKETS = {
+    # samples of each part, and passes in an epoch, of which whole global batches count: 8, 3, 2 and 1
+    "64x64": ([13, 29, 17, 23, 19, 11], 2.3),
+    "128x64": ([7, 12, 9], 3.5),
+    "64x192": ([15, 1, 6], 3.0),
+    "192x128": ([5, 14], 2.0),
+}
+"""A square and three aspect buckets, one of odd sizes: latents of 8x8, 8x16, 24x8 and 16x24."""
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_root(tmp_path_factory.mktemp("aspect") / "root", {name: parts for name, (parts, _) in BUCKETS.items()})
+
+
+def train(folder: Path, root: Path, layout: tuple[int, int, int, int], steps: int) -> Path:
     """A run of that layout; its folder."""
     processes, nodes, workers, microbatch = layout
     name = f"{processes}-processes-{nodes}-nodes-{workers}-workers-{microbatch}"
-    streams = [{"root": str(latents), "bucket": "64x64", "weight": 8.6}]  # 256 of the 30 samples: 8 steps an epoch
+    streams = [{"root": str(root), "bucket": name, "weight": weight} for name, (_, weight) in BUCKETS.items()]
     fields = train_fields(
-        latents,
+        root,
         folder / name,
         max_steps=steps,
         global_batch_size=32,
@@ -51,13 +67,13 @@ def largest_difference(found: list[float], expected: list[float]) -> float:
     [(20, SHORT), pytest.param(200, range(len(LAYOUTS)), marks=pytest.mark.slow)],
     ids=["20-steps", "200-steps"],
 )
-def test_one_curve(steps: int, layouts: list[int], latents: Path, tmp_path: Path) -> None:
+def test_one_curve(steps: int, layouts: list[int], root: Path, tmp_path: Path) -> None:
     expected = None
     for layout in (LAYOUTS[i] for i in layouts):
         if layout[1] > 1 and not ranks.nodes_can_be_simulated():
             print("several nodes: left out, as this process may not make a /dev/shm of its own for each")
             continue
-        found = curve(train(tmp_path, latents, layout, steps))
+        found = curve(train(tmp_path, root, layout, steps))
         assert len(found[0]) == steps
         expected = expected or found
         assert found[1] == expected[1]  # the same samples at each step
