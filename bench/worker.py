@@ -220,7 +220,7 @@ def overhead(options: Options, number: int) -> list[float]:
     torch.set_num_threads(1)
     shard = list_shards(str(options.folder / "tars"))[0]
     config = worker_config(options.folder / "tars", options.folder / "free", options.threads)
-    roots = iter([fresh_config(options, f"free{number}") for number in range(options.rounds + 1)])
+    roots = iter([fresh_config(options, f"free{number}") for number in range(options.rounds + 1)])  # removed at the end
     path = options.folder / "tars" / f"{shard.name}.tar"
     members = [sample.image for sample in Tar(path, config.limits.max_bytes).samples() if sample.image]
     cpu: dict[str, list[float]] = {"bare": [], "worker": []}
@@ -277,6 +277,7 @@ def two_workers(options: Options) -> float:
 def memory(options: Options, number: int) -> list[float]:
     """MB resident after each of the shards, and at the peak."""
     torch.set_num_threads(1)
+    warm_up()
     config, resident = fresh_config(options, "memory"), []
     for shard in list_shards(config.input):
         encode([shard], config, FreeImageEncoder())

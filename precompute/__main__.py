@@ -6,7 +6,7 @@ import sys
 
 from precompute.cluster import start_ray
 from precompute.config import PrecomputeConfig, describe_encoding, with_absolute_paths
-from precompute.job import RANK_VARIABLES, JobResult, choose_shards, is_committed, run_job
+from precompute.job import RANK_VARIABLES, JobResult, choose_shards, not_committed, run_job
 from precompute.tars import list_shards
 from shards.config import load_config
 from shards.errors import Preempted, WorkError, exit_code_of
@@ -27,7 +27,7 @@ def run(arguments: list[str]) -> None:
     check_root(config.output, encoding)
     check_rules(config.output, config.rules)
 
-    waiting = [shard for shard in shards if not is_committed(shard, config)]
+    waiting = not_committed(shards, config)
     if waiting:
         for name in RANK_VARIABLES:
             os.environ.pop(name, None)

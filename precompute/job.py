@@ -25,7 +25,7 @@ from shards.commit import sweep_attempts
 from shards.encoding import EncodingRecord
 from shards.errors import DamagedInput, RequestError, WorkError, is_storage_error
 from shards.models import hash_weights, model_folder
-from shards.receipts import Receipt, load_receipt
+from shards.receipts import Receipt, load_receipts
 from shards.stop import StopSignal
 
 GRACE_SECONDS = 10
@@ -179,10 +179,12 @@ def is_final(error: ray.exceptions.RayError) -> bool:
     return isinstance(cause_of(error), DamagedInput)
 
 
-def is_committed(shard: InputShard, config: PrecomputeConfig) -> bool:
-    """Whether the shard's receipt has every configured bucket."""
-    receipt = load_receipt(config.output, shard.name)
-    return receipt is not None and set(map(str, config.bucket_list)) <= set(receipt.parts)
+def not_committed(shards: list[InputShard], config: PrecomputeConfig) -> list[InputShard]:
+    """Those whose receipt has not every configured bucket."""
+    wanted = set(map(str, config.bucket_list))
+    receipts = load_receipts(config.output, [shard.name for shard in shards])
+    done = {receipt.shard for receipt in receipts if wanted <= receipt.parts.keys()}
+    return [shard for shard in shards if shard.name not in done]
 
 
 def worker_task(config: PrecomputeConfig) -> ray.remote_function.RemoteFunction:
@@ -258,13 +260,12 @@ def load_encoders(
             raise WorkError(
                 f"{name} on {os.uname().nodename} ({folder}) has other content than encoding.json recorded."
             )
-    warm_up()
     vae, text_encoder, tokenizer = folders
     precision = encoding.compute_dtype
-    return (
-        ImageEncoder(vae, device, precision, encoding.image.posterior, compiled),
-        TextEncoder(text_encoder, tokenizer, device, precision, compiled),
-    )
+    image_encoder = ImageEncoder(vae, device, precision, encoding.image.posterior, compiled)
+    encoders = image_encoder, TextEncoder(text_encoder, tokenizer, device, precision, compiled)
+    warm_up()
+    return encoders
 
 
 def explain(error: ray.exceptions.RayError) -> str:

@@ -153,7 +153,8 @@ def encode_shard(
                 report(parts.samples_in)
 
         # parts => committed
-        counts = pool.map(PartWriter.finish, writers.values())
+        with threads(len(writers)) as finishers:
+            counts = list(finishers.map(PartWriter.finish, writers.values()))
         attempt = Attempt(
             shard=shard.name,
             folder=folder,
@@ -176,7 +177,7 @@ def warm_up() -> None:
     """What a process does once, when its encoders are loaded."""
     pa.array([None])  # loads pandas, where that is installed; or the device would wait for it at the first shard's end
     gc.collect()
-    atexit.register(gc.unfreeze)
+    atexit.register(gc.unfreeze)  # libraries complain of objects that are never collected
     gc.freeze()  # or each collection would look through all that the libraries made when they were imported
 
 

@@ -178,6 +178,8 @@ class Tar:
             sample.oversized = f"{member.name}: {member.size} bytes"
             return
         data = os.pread(file, member.size, member.offset)
+        if len(data) != member.size:
+            raise DamagedInput(f"{self.path} changed while it was read: {member.name!r} is cut short. Try again.")
         if suffix in IMAGE_SUFFIXES:
             sample.image = data
         elif suffix == "txt":

@@ -4,6 +4,7 @@ A receipt lists, for every bucket, how many samples were stored and how many wer
 `samples + Σ refused = samples_in` holds for each; and the size and SHA-256 of every file that the shard committed.
 """
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -110,10 +111,15 @@ def load_receipt(root: Path | str | Store, shard: str) -> Receipt | None:
         return None
 
 
-def load_receipts(root: Path | str | Store) -> list[Receipt]:
-    """Every receipt of the root, by shard name."""
+def load_receipts(root: Path | str | Store, shards: Iterable[str] | None = None) -> list[Receipt]:
+    """The receipts of those of `shards` that are committed, or every one of the root, by shard name; read at once.
+
+    Raises:
+        DamagedFile: the bytes of one are not those that were written.
+    """
     store = open_store(root)
-    found = store.read_many([f"{FOLDER}/{shard}.json" for shard in committed_shards(store)])
+    names = committed_shards(store) if shards is None else shards
+    found = store.read_many([f"{FOLDER}/{shard}.json" for shard in names])
     return [Receipt.model_validate(parse_sealed_json(data, store.where(name))) for name, data in sorted(found.items())]
 
 

@@ -26,7 +26,7 @@ def report(request: pytest.FixtureRequest, seed: int) -> Iterator[dict[str, obje
     machine = f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}"
     figures = {"date": datetime.now(UTC).date().isoformat(), "machine": machine, "seed": seed, **sections}
     text = json.dumps(figures, indent=2)
-    if request.config.getoption("-m") == "slow":
+    if request.config.getoption("-m") != "not slow":
         REPORT.parent.mkdir(parents=True, exist_ok=True)
         REPORT.write_text(text + "\n")
     print(f"\n{text}", flush=True)

@@ -13,6 +13,7 @@ from tests.faults.decoders import ACCEPTED, outcome_and_memory
 from tests.faults.images import hostile
 from tests.tiny import make_tar
 
+pytestmark = pytest.mark.faults
 LIMITS = LimitsConfig()
 MOST_MEMORY = 2 << 30
 """Of a process that decodes one after another; the largest that the limits allow is of 100 megapixels."""

@@ -194,8 +194,8 @@ def total(parts: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kills", [3, pytest.param(50, marks=pytest.mark.slow)])
-def test_killed_at_random_moments(kills: int, latents: Path, tmp_path: Path) -> None:
-    rng, parts = random.Random(kills), []
+def test_killed_at_random_moments(kills: int, latents: Path, tmp_path: Path, seed: int) -> None:
+    rng, parts = random.Random(seed), []
     undisturbed = reference(latents, tmp_path, max_steps=16 if kills < 50 else 40)
     while sum(part["kills"] for part in parts) < kills and len(parts) < kills:
         parts.append(kill_at_random(latents, tmp_path, f"run-{len(parts)}", undisturbed, rng))
@@ -219,9 +219,9 @@ def test_killed_while_writing_a_checkpoint(stages: str, asynchronous: bool, late
 
 
 @pytest.mark.slow
-def test_the_launcher_brings_back_a_job_whose_ranks_are_killed(latents: Path, tmp_path: Path) -> None:
-    """Twelve kills of random ranks of two, each at a random step, under one `accelerate launch --max_restarts`."""
-    rng, kills, ranks_killed = random.Random(0), 0, Counter[str]()
+def test_the_launcher_brings_back_a_job_whose_ranks_are_killed(latents: Path, tmp_path: Path, seed: int) -> None:
+    """Twelve kills of random ranks of two, each at a random step, under one launcher with `--max_restarts`."""
+    rng, kills, ranks_killed = random.Random(seed), 0, Counter[str]()
     undisturbed = reference(latents, tmp_path, max_steps=100, num_processes=2)
     config = write_config(tmp_path, run_fields(latents, tmp_path / "run", max_steps=100))
     launch = [*launcher(2), "--max_restarts", "20", "-m", "train", "--config", str(config)]
