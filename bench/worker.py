@@ -297,9 +297,10 @@ def report(options: Options) -> str:
     *shares, over_all = in_new_process(busy, options)
     gain = two_workers(options)
     many_short = replace(options, folder=options.folder / "short")
-    make_tars(many_short.folder / "tars", options.shards, options.images // 4)
+    make_tars(many_short.folder / "tars", options.shards, options.images // 10)
     *resident, peak = in_new_process(memory, many_short)
-    slope = float(np.polyfit(range(len(resident) // 2), resident[len(resident) // 2 :], 1)[0])
+    later = np.array(resident[len(resident) // 2 :])  # what is taken once has been taken
+    (slope, _), covariance = np.polyfit(range(len(later)), later, 1, cov=True)
     rates, cpu = rounds[:, 0] / rounds[:, 1], rounds[:, 2] / rounds[:, 3]
     rows = [
         (
@@ -313,8 +314,8 @@ def report(options: Options) -> str:
         ),
         ("sleeping encoder: two workers over one", f"{gain:.2f} ×"),
         (
-            f"memory over {len(resident)} shards of {options.images // 4}",
-            f"peak {peak:.0f} MB; {slope:+.1f} MB per shard over the second half",
+            f"memory over {len(resident)} shards of {options.images // 10}",
+            f"peak {peak:.0f} MB; {slope:+.2f} ± {covariance[0, 0] ** 0.5:.2f} MB per shard over the second half",
         ),
     ]
     listed = " ".join(f"{value:.0f}" for value in resident)
@@ -332,8 +333,8 @@ def main() -> None:
     """Make the tars, measure, print."""
     parser = argparse.ArgumentParser(prog="bench.worker", description=__doc__)
     parser.add_argument("--folder", type=Path, default=Path("runs/bench/worker"))
-    parser.add_argument("--images", type=int, default=2000, help="in a shard; a quarter of it where memory is measured")
-    parser.add_argument("--shards", type=int, default=20, help="where memory is measured")
+    parser.add_argument("--images", type=int, default=2000, help="in a shard; a tenth of it where memory is measured")
+    parser.add_argument("--shards", type=int, default=60, help="where memory is measured")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="that decode")
     parser.add_argument("--rounds", type=int, default=2, help="of bare decoding and of the worker, in turn")
     parser.add_argument("--seconds-per-picture", type=float, default=0.01, help="of the sleeping encoder")

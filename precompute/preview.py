@@ -8,7 +8,7 @@ import argparse
 import math
 import sys
 import textwrap
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,9 @@ from PIL import Image, ImageDraw, ImageFont
 from shards.encoding import EncodingRecord
 from shards.errors import RequestError, exit_code_of
 from shards.models import hash_weights, model_folder
-from shards.reading import captions, read_part
+from shards.reading import captions, read_parts
 from shards.receipts import load_receipts
+from shards.store import parse_place
 
 LABEL_LINES, LINE_HEIGHT, MARGIN, CHARACTER_WIDTH = 5, 14, 8, 7
 SMALLEST_TILE = 256
@@ -41,7 +42,7 @@ def load_decoder(encoding: EncodingRecord, name: str | None) -> AutoencoderKL:
     return vae.to("cuda" if torch.cuda.is_available() else "cpu", torch.float32)
 
 
-def pick_samples(root: Path, bucket: str, count: int) -> list[dict[str, Any]]:
+def pick_samples(root: Path | str, bucket: str, count: int) -> list[dict[str, Any]]:
     """Samples from all over the bucket: of each committed part as many, its first ones, up to `count`.
 
     Raises:
@@ -53,7 +54,7 @@ def pick_samples(root: Path, bucket: str, count: int) -> list[dict[str, Any]]:
         raise RequestError(f"{root} holds no sample in {bucket}. `python -m shards stats {root}` lists its buckets.")
     chosen = holding[:: max(1, len(holding) // count)]
     each = -(-count // len(chosen))
-    return list(islice(chain.from_iterable(islice(read_part(root / bucket / s), each) for s in chosen), count))
+    return list(islice(read_parts(root, bucket, chosen, each), count))
 
 
 @torch.inference_mode()
@@ -96,7 +97,7 @@ def wrapped(label: str, characters: int) -> list[str]:
 def run(arguments: list[str]) -> None:
     """Parse, decode, draw."""
     parser = argparse.ArgumentParser(prog="precompute.preview", description=__doc__)
-    parser.add_argument("root", type=Path)
+    parser.add_argument("root", type=parse_place, help="a folder, or an address such as s3://bucket/latents")
     parser.add_argument("--bucket", help="WIDTHxHEIGHT; default: the first that holds samples")
     parser.add_argument("--samples", type=int, default=16, help="how many")
     parser.add_argument("--output", type=Path, default=Path("preview.png"), help="a PNG")
@@ -109,12 +110,12 @@ def run(arguments: list[str]) -> None:
     samples = pick_samples(options.root, bucket, options.samples)
     pictures = decode_pictures(samples, encoding, load_decoder(encoding, options.vae))
     labels = [f"{sample['key']}\n{' | '.join(captions(sample, encoding))}" for sample in samples]
-    title = f"{bucket} of {options.root.name}, decoded from its latents by {encoding.vae.name}"
+    title = f"{bucket} of {Path(options.root).name}, decoded from its latents by {encoding.vae.name}"
     contact_sheet(pictures, labels, title).save(options.output)
     print(f"{options.output}: {len(samples)} samples of {bucket}")
 
 
-def first_bucket(root: Path) -> str:
+def first_bucket(root: Path | str) -> str:
     """The first bucket that holds samples, by the receipts.
 
     Raises:

@@ -1,7 +1,8 @@
 """Reading committed parts sample by sample, without a dataset, a cache or shared memory."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,21 @@ import torch
 from streaming.base.format import reader_from_json
 
 from shards.encoding import EncodingRecord
+from shards.store import Store, open_store
 from shards.text import dequantise, unpack
+
+
+def read_parts(
+    root: Path | str | Store, bucket: str, shards: Iterable[str], each: int | None = None
+) -> Iterator[dict[str, Any]]:
+    """The samples of a bucket's parts, one part after the other; the first `each` of a part.
+
+    Where the root is not local, a part is copied when its turn comes.
+    """
+    store = open_store(root)
+    for shard in shards:
+        with store.local(f"{bucket}/{shard}") as folder:
+            yield from islice(read_part(folder), each)
 
 
 def read_part(folder: Path) -> Iterator[dict[str, Any]]:

@@ -9,6 +9,7 @@ import yaml
 from shards.store import open_store
 from tests.conftest import precompute_config
 from tests.runs import curve, run_module, train_fields, write_config
+from train.metrics import read_json_lines
 
 TIMED = {"started", "seconds", "attempts", "sha256", "input"}
 """What receipts of the same tars at two addresses may differ in."""
@@ -41,11 +42,16 @@ def test_tars_and_latents_on_s3(s3: str, latents: Path, models: Path, tars: Path
     checked = run_module("shards", "verify", f"{s3}/latents")
     assert checked.returncode == 0, checked.stdout + checked.stderr
 
+    sheet = run_module("precompute.preview", f"{s3}/latents", "--output", str(tmp_path / "sheet.png"))
+    assert sheet.returncode == 0 and (tmp_path / "sheet.png").stat().st_size > 10_000, sheet.stderr
+
     curves = []
     for name, root, data in (("near", latents, {}), ("far", f"{s3}/latents", {"cache": str(tmp_path / "cache")})):
         streams = {"streams": [{"root": str(root), "bucket": "64x64"}]}
-        run = write_config(tmp_path, train_fields(latents, tmp_path / name, data=streams | data))
+        validation = {"root": str(root), "bucket": "64x64", "samples": 8, "every": 3}
+        run = write_config(tmp_path, train_fields(latents, tmp_path / name, data=streams | data, validation=validation))
         trained = run_module("train", "--config", str(run))
         assert trained.returncode == 0, trained.stderr[-3000:]
         curves.append(curve(tmp_path / name))
-    assert curves[0] == curves[1]
+        curves[-1] += ([row.get("val_loss") for row in read_json_lines(tmp_path / name / "metrics.jsonl")],)
+    assert curves[0] == curves[1] and curves[0][-1][2] > 0

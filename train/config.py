@@ -165,8 +165,8 @@ class LogConfig(Config):
 class ValidationConfig(Config):
     """Held-out samples whose loss is taken now and then; a root of its own, encoded as the training data is."""
 
-    root: Path | None = None
-    """The latents root; null: no validation."""
+    root: Place | None = None
+    """The latents root, a folder or an address; null: no validation."""
     bucket: str = "256x256"
     samples: int = Field(1024, ge=1)
     """How many, from the root's first on."""

@@ -1,7 +1,7 @@
 """Validation loss: held-out latents at eight fixed timesteps under fixed noise, so that only the U-Net changes it."""
 
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import islice
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from shards.encoding import EncodingRecord
 from shards.errors import RequestError
-from shards.reading import read_part
+from shards.reading import read_parts
 from shards.receipts import load_receipts
 from train.batch import Batch, Collate
 from train.config import ValidationConfig
@@ -67,8 +67,7 @@ def open_validation(config: ValidationConfig, training: EncodingRecord, seed: in
             f"The validation root {config.root} does not fit the training data: {'; '.join(differences)}."
         )
     parts = [receipt.shard for receipt in load_receipts(config.root) if config.bucket in receipt.parts]
-    rows = chain.from_iterable(read_part(config.root / config.bucket / shard) for shard in parts)
-    samples = list(islice(rows, config.samples))
+    samples = list(islice(read_parts(config.root, config.bucket, parts), config.samples))
     if len(samples) < config.samples:
         raise RequestError(
             f"{config.root}/{config.bucket} holds {len(samples)} samples; validation.samples asks for {config.samples}."

@@ -19,6 +19,7 @@ from shards.errors import RequestError, WorkError
 from shards.mds import parse_index
 from tests.runs import PYTHON, environment
 from tests.train.global_batches import keys_per_step
+from train.cache import Cache
 from train.config import DataConfig
 from train.data import global_batches, make_files, make_loader, open_data
 
@@ -149,6 +150,16 @@ def test_two_processes_that_find_one_damaged_copy_both_read_on(root: Path, tmp_p
     second._download = lambda file, target: mended.append(file) or download(file, target)  # type: ignore[method-assign, func-returns-value]
     second.make_ready(1)
     assert len(looked) == 2 and not mended and copy.read_bytes() == (root / ONE).read_bytes()
+
+
+def test_a_copy_that_is_being_looked_at_makes_room_for_nothing(tmp_path: Path) -> None:
+    """Whoever holds its lock would write into what another process has begun meanwhile."""
+    cache, other = (Cache(tmp_path / "cache", 15) for _ in range(2))
+    cache.add("a", 10, lambda target: target.write_bytes(bytes(10)) and None)
+    room = []
+    cache.add("a", 10, pytest.fail, lambda copy: room.append(other._reserve("b", 10)) is None)
+    assert room == [False] and cache.path("a").exists()
+    assert other._reserve("b", 10) and not cache.path("a").exists()
 
 
 @pytest.mark.parametrize("failures", [2, 3])
