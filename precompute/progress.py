@@ -6,6 +6,7 @@ import time
 from types import TracebackType
 
 from ray.util.metrics import Counter, Gauge
+from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
@@ -27,6 +28,8 @@ class Metrics:
         self.seconds = Counter("latentmill_encoding_seconds", "Wall-clock seconds of workers on committed shards")
         self.running = Gauge("latentmill_shards_in_flight", "Shards handed to Ray")
         self.under_way = Gauge("latentmill_images_under_way", "Samples taken in of shards that are not committed")
+        self.rate = Gauge("latentmill_images_per_second", "Samples taken in, over the job's time so far")
+        self.eta = Gauge("latentmill_eta_seconds", "Until the job ends, at its rate so far; absent before there is one")
 
     def shard_done(self, receipt: Receipt) -> None:
         """Count what a receipt accounts for."""
@@ -56,7 +59,8 @@ class Progress:
     def __enter__(self) -> "Progress":
         if sys.stderr.isatty():
             columns = (TextColumn("precompute"), BarColumn(), MofNCompleteColumn(), TextColumn("shards"))
-            self.bar = Bar(*columns, TextColumn("{task.description}"), TimeRemainingColumn())
+            figures = (TextColumn("{task.description}"), TimeRemainingColumn())
+            self.bar = Bar(*columns, *figures, console=Console(stderr=True))
             self.task = self.bar.add_task("starting", total=self.total)
             self.bar.start()
         return self
@@ -102,6 +106,9 @@ class Progress:
     def _show(self) -> None:
         self.shown = time.monotonic()
         figures = self.figures(max(self.shown - self.started, 1e-9))
+        for gauge, name in ((self.metrics.rate, "images_per_second"), (self.metrics.eta, "eta_seconds")):
+            if (value := figures[name]) is not None:
+                gauge.set(value)
         if self.bar:
             text = "{images_per_second} img/s  {accepted} accepted  {rejected} rejected".format(**figures)
             self.bar.update(self.task, completed=self.done + self.failed, description=text)
