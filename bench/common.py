@@ -94,6 +94,14 @@ def matmul_tflops(
     return 2 * side**3 * products / statistics.median(seconds) / 1e12
 
 
+def status_mb(field: str) -> float:
+    """A line of /proc/self/status in MB: `VmRSS`, what is resident, or `VmHWM`, the most that was.
+
+    (`getrusage`'s peak is the parent's where that was higher when it started this process.)
+    """
+    return int(Path("/proc/self/status").read_text().partition(f"{field}:")[2].split()[0]) / 1024
+
+
 def synchronize(device: torch.device) -> None:
     """Wait until `device` has done what it was given; a CPU always has."""
     if device.type == "cuda":

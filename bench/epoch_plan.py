@@ -10,7 +10,6 @@ measured in a fresh process.
 import argparse
 import json
 import os
-import resource
 import subprocess
 import sys
 import tempfile
@@ -24,7 +23,7 @@ import numpy as np
 import torch
 from streaming.base.format.mds.encodings import get_mds_encoded_size
 
-from bench.common import section, table
+from bench.common import section, status_mb, table
 from bench.roots import encoding_record
 from shards.buckets import Bucket
 from shards.encoding import EncodingRecord
@@ -33,7 +32,7 @@ from shards.root import write_uncond
 from train.config import DataConfig
 from train.data import choose_per_epoch, make_files, make_order, open_data
 from train.draws import global_slots
-from train.selection import Selection
+from train.selection import Selection, count_by_file
 
 SIZES = [1_000_000, 10_000_000]
 NUM_FILES = 100_000
@@ -121,7 +120,7 @@ def columns_of(encoding: EncodingRecord) -> dict[str, Any]:
 
 def measure(root: Path, passing: str) -> dict[str, str]:
     """Seconds of each step towards the first batch, in this process, and its peak memory."""
-    imports = memory()
+    imports = status_mb("VmHWM")
     config = DataConfig.model_validate({"streams": [{"root": str(root), "bucket": "256x256"}], "num_workers": 0})
     opened, spec = timed(lambda: open_data(config, GLOBAL_BATCH))
     made, _ = timed(lambda: make_files(config, spec))
@@ -135,7 +134,7 @@ def measure(root: Path, passing: str) -> dict[str, str]:
     resumed, _ = timed(lambda: later.samples(int(0.9 * order.steps_per_epoch), slots))
     steps = min(order.steps_per_epoch, 1000)
     running, _ = timed(lambda: [order.samples(step, slots) for step in range(steps)])
-    peak = memory()
+    peak = status_mb("VmHWM")
     seconds = [f"{value:.3f}" for value in (opened, made, planned, first, resumed)]
     names = ["open", "make", "plan", "first", "resume"]
     return dict(zip(names, seconds, strict=True)) | {
@@ -150,7 +149,7 @@ def with_random_mask(spec: Any) -> Any:
     (stream,) = spec.streams
     mask = np.random.default_rng(0).integers(0, 256, -(-stream.num_samples // 8), dtype=np.uint8)
     bits = np.unpackbits(mask)[: stream.num_samples]
-    counts = np.add.reduceat(bits, stream.files.samples.cumsum() - stream.files.samples, dtype=np.int64)
+    counts = count_by_file(bits.view(bool), stream.files.samples)
     passing = int(counts.sum())
     chosen = choose_per_epoch(1.0, passing, GLOBAL_BATCH)
     selection = Selection(np.packbits(bits), counts, {})
@@ -163,12 +162,6 @@ def timed(function: Callable[[], Any]) -> tuple[float, Any]:
     start = time.perf_counter()
     result = function()
     return time.perf_counter() - start, result
-
-
-def memory() -> float:
-    """This process's peak so far, in MB."""
-    scale = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale / 1e6
 
 
 if __name__ == "__main__":

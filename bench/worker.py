@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from bench.common import section, table, timed_in_turn
+from bench.common import section, status_mb, table, timed_in_turn
 from precompute.config import PrecomputeConfig
 from precompute.encoders import EncodedCaption
 from precompute.pixels import decode
@@ -284,11 +284,6 @@ def memory(options: Options, number: int) -> list[float]:
         resident.append(status_mb("VmRSS"))
         shutil.rmtree(config.output)
     return [*resident, status_mb("VmHWM")]
-
-
-def status_mb(field: str) -> float:
-    """A line of /proc/self/status in MB."""
-    return int(Path("/proc/self/status").read_text().partition(f"{field}:")[2].split()[0]) / 1024
 
 
 def report(options: Options) -> str:

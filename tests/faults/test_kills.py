@@ -14,6 +14,7 @@ from shards.errors import Preempted
 from tests.faults.cluster import TwoNodes, attempts, wait_for_a_moment
 from tests.faults.world import Tally, World, make_world
 
+TOLD_TO_LEAVE = (-signal.SIGKILL, -signal.SIGTERM, Preempted.exit_code)
 LONGEST_WAIT = 6.0
 """Seconds between kills, at most; a shard takes about one."""
 
@@ -43,7 +44,7 @@ def storm(world: World, folder: Path, kills: dict[str, int], seed: int) -> dict[
             fields["workers"] |= {"attempts": 1000, "lost_attempts": 1000, "backoff": 0, "node_failures": 1000}
             (config := folder / f"root-{roots}.yaml").write_text(yaml.safe_dump(fields))
             driver = nodes.start_driver(config, log)
-            while driver.poll() is None or driver.returncode in (-signal.SIGKILL, Preempted.exit_code):
+            while driver.poll() is None or driver.returncode in TOLD_TO_LEAVE:
                 if driver.poll() is not None:
                     driver = nodes.start_driver(config, log)
                 if not waiting:
@@ -55,8 +56,8 @@ def storm(world: World, folder: Path, kills: dict[str, int], seed: int) -> dict[
                         driver.wait()
                     elif waiting[-1] == "SIGTERM":
                         driver.terminate()
-                        if driver.wait() == 0:
-                            continue  # it was at its end
+                        if driver.wait() in (0, -signal.SIGTERM):
+                            continue  # it was at its end, or had not begun
                         assert "the same command again goes on" in log.read_text().replace("\n", " ")
                         if not done["raylet"]:  # a worker whose raylet was killed may go on for a while
                             assert not attempts(root)

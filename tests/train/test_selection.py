@@ -17,7 +17,7 @@ from shards.files import DamagedFile
 from tests.train.global_batches import keys_per_step
 from train.config import DataConfig
 from train.data import open_data
-from train.selection import FilterConfig, Range, column_rules
+from train.selection import FilterConfig, Range, column_rules, count_by_file
 
 NAN = float("nan")
 
@@ -124,6 +124,17 @@ def test_a_streams_own_filter_takes_the_place_of_the_common_one(root: Path) -> N
     own = data.streams[0].model_copy(update={"filter": FilterConfig(width=Range(min=1))})
     spec = open_data(data.model_copy(update={"streams": [own]}), 8)
     assert spec.streams[0].num_samples == len(rows(root))
+
+
+def test_counts_by_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("train.selection.FILES_AT_ONCE", 3)
+    rng = np.random.default_rng(0)
+    samples = rng.integers(0, 4, 50)
+    samples[[0, 7, 8, 49]] = 0  # files that hold nothing
+    passing = rng.random(samples.sum()) < 0.5
+    ends = samples.cumsum()
+    expected = [int(passing[end - n : end].sum()) for end, n in zip(ends, samples, strict=True)]
+    assert count_by_file(passing, samples).tolist() == expected
 
 
 def test_too_narrow_a_filter_is_refused_with_counts(root: Path) -> None:
