@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 from PIL import Image
@@ -17,8 +17,9 @@ from precompute.resample import Filter, place, resample
 from shards.buckets import AspectTable, Bucket, choose_buckets
 from shards.config import Config
 
-FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "TIFF", "AVIF")
-"""All that Pillow is asked for, of the 43 that it opens."""
+Format = Literal["JPEG", "PNG", "WEBP", "GIF", "TIFF", "AVIF"]
+FORMATS: tuple[Format, ...] = get_args(Format)
+"""All that Pillow may be asked for, of the 43 that it opens."""
 SCALED_FORMATS = ("JPEG", "MPO")
 """MPO is what Pillow calls a JPEG that holds several pictures, as phones write them; the first is taken."""
 ORIENTATION_TAG = 0x0112
@@ -64,6 +65,8 @@ class PixelsConfig(Config):
 class LimitsConfig(Config):
     """What is refused before decoding, or cut, and what decoding may take in a child process."""
 
+    formats: tuple[Format, ...] = Field(FORMATS, min_length=1)
+    """What a picture may be, by its first bytes."""
     max_pixels: int = 100_000_000
     """Width × height by the header."""
     max_side: int = 30_000
@@ -141,7 +144,7 @@ def rejecting(reason: str) -> Iterator[None]:
 
 def _open(data: bytes, limits: LimitsConfig) -> Image.Image:
     with rejecting("not_an_image"):
-        image = Image.open(io.BytesIO(data), formats=FORMATS)
+        image = Image.open(io.BytesIO(data), formats=limits.formats)
     if image.width * image.height > limits.max_pixels or max(image.size) > limits.max_side:
         raise Reject("too_many_pixels", f"{image.width}x{image.height}")
     return image

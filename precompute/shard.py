@@ -191,7 +191,8 @@ def settings_of(config: PrecomputeConfig) -> dict[str, str | int | float | bool]
         "compile": workers.compile,
         "tars": config.tars.policy,
         "check_sha256": config.tars.check_sha256,
-        **config.limits.model_dump(mode="json"),
+        **config.limits.model_dump(mode="json", exclude={"formats"}),
+        "formats": " ".join(config.limits.formats),
     }
 
 

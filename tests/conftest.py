@@ -25,6 +25,27 @@ os.environ["RAY_raylet_start_wait_time_s"] = "300"  # noqa: SIM112
 os.environ["RAY_agent_register_timeout_ms"] = "300000"  # noqa: SIM112
 os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112
 
+LONGEST_FIRST = (
+    "test_kills.py",
+    "test_end_to_end.py",
+    "test_s3.py",
+    "test_train_faults.py",
+    "test_run.py",
+    "test_curves.py",
+    "test_processes.py",
+    "test_sharding.py",
+    "test_job.py",
+    "test_cached_equals_online.py",
+)
+"""Files that take a minute or more. Processes take a file each: none of these should be the last."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long files first, the others in their order."""
+    place = {name: i for i, name in enumerate(LONGEST_FIRST)}
+    items.sort(key=lambda item: place.get(item.path.name, len(place)))
+
+
 SIZES = [(80, 64), (200, 150), (140, 300), (40, 90)]
 
 

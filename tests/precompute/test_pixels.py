@@ -147,6 +147,10 @@ def test_no_other_format_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
             decode(saved(Image.new("RGB", (64, 64)), format), [SMALL], PixelsConfig(), LIMITS)
         assert caught.value.reason == "not_an_image"
     assert set(FORMATS) == {"JPEG", "PNG", "WEBP", "GIF", "TIFF", "AVIF"}
+    fewer = LIMITS.model_copy(update={"formats": ("PNG", "WEBP")})
+    assert decode(saved(Image.new("RGB", (64, 64)), "PNG"), [SMALL], PixelsConfig(), fewer).width == 64
+    with pytest.raises(Reject, match="cannot identify"):
+        decode(saved(Image.new("RGB", (64, 64)), "JPEG"), [SMALL], PixelsConfig(), fewer)
 
 
 @pytest.mark.parametrize("format", ["JPEG", "PNG", "WEBP", "AVIF", "TIFF"])
