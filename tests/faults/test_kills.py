@@ -50,7 +50,7 @@ def storm(world: World, folder: Path, kills: dict[str, int], seed: int) -> dict[
                 if not waiting:
                     driver.wait(600)
                 elif wait_for_a_moment(rng, root, driver, LONGEST_WAIT):
-                    done["during an attempt"] += bool(attempts(root))
+                    at_work = bool(attempts(root))
                     if waiting[-1] == "driver":
                         driver.kill()
                         driver.wait()
@@ -68,6 +68,7 @@ def storm(world: World, folder: Path, kills: dict[str, int], seed: int) -> dict[
                     else:
                         continue  # none has started yet
                     done[waiting.pop()] += 1
+                    done["during an attempt"] += at_work
                     print(f"{time.monotonic() - started:.0f} s: {dict(done)}", flush=True)
             assert driver.returncode == 0, log.read_text()[-3000:]
             tally.add(root, world.reference)
