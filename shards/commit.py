@@ -79,6 +79,14 @@ def sweep_attempts(root: Path | str | Store, shard: str, scratch: Path | None = 
         return _sweep(attempts, shard)
 
 
+def sweep_all_attempts(root: Path | str | Store, scratch: Path | None = None) -> None:
+    """Remove what dead attempts at any shard left behind on this machine: of one that was killed when it had committed,
+    no other attempt would."""
+    attempts = open_store(root).attempts(scratch)
+    for shard in {folder.name.rpartition(".")[0] for folder in attempts.glob("*.*")}:
+        sweep_attempts(root, shard, scratch)
+
+
 def _sweeper(attempts: Path, shard: str) -> Path:
     return attempts.with_name(f"{attempts.name}.locks") / f"{shard}.lock"
 

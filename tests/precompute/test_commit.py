@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from shards.commit import attempt_folder
+from shards.commit import attempt_folder, sweep_all_attempts
 from shards.errors import WorkError
 from shards.receipts import Receipt, load_receipt, load_receipts
 from shards.remote import RemoteStore
@@ -149,3 +149,11 @@ def test_books_that_do_not_add_up_are_not_committed(models: Path, tars: Path, ro
         with pytest.raises(ValueError, match=r"accounts for \d+ of 23 samples"):
             encode_all(config, models)
     assert load_receipts(root) == [] and list(contents(root)) == ["encoding.json", "uncond.safetensors"]
+
+
+def test_what_dead_attempts_left_is_swept_whatever_their_shard(tmp_path: Path) -> None:
+    for name in ("00000.dead", "00001.dead", "a.b.dead"):
+        (tmp_path / ".attempts" / name / "64x64").mkdir(parents=True)
+    with attempt_folder(tmp_path, "00002") as alive:
+        sweep_all_attempts(tmp_path)
+        assert list((tmp_path / ".attempts").iterdir()) == [alive]
