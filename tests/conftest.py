@@ -49,6 +49,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 SIZES = [(80, 64), (200, 150), (140, 300), (40, 90)]
 
 
+def as_in_a_fresh_process() -> None:
+    """Undo what training sets for its whole process."""
+    torch.backends.cuda.enable_flash_sdp(True)
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _no_traces_of_training() -> Iterator[None]:
+    yield
+    as_in_a_fresh_process()
+
+
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of a small VAE, text encoder and tokenizer."""
@@ -85,9 +97,7 @@ def precompute_config(models: Path, tars: Path, output: Path | str, **changes: o
 
 def encode_all(config: PrecomputeConfig, models: Path, **attempt: Any) -> None:
     """Stage 1 in this process, without Ray; `attempt` goes to `encode_shard`."""
-    # as in a worker's fresh process, whatever training in this one has set
-    torch.backends.cuda.enable_flash_sdp(True)
-    torch.set_num_threads(1)
+    as_in_a_fresh_process()
     encoding = describe_encoding(config)
     create_root(config.output, encoding)
     cpu = torch.device("cpu")

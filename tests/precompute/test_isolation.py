@@ -69,14 +69,17 @@ def test_a_child_that_was_killed_by_chance_costs_nothing(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("code", "message"),
-    [("raise SystemExit(3)", "did not start: exit code 3"), ("import time; time.sleep(60)", "not in")],
+    ("code", "seconds", "message"),
+    [
+        ("import os; os._exit(3)", 300.0, "did not start: exit code 3"),
+        ("import time; time.sleep(600)", 0.5, r"did not start: not in 0\.5 s"),
+    ],
 )
 def test_a_child_that_does_not_start_is_no_fault_of_the_picture(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, code: str, message: str
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, code: str, seconds: float, message: str
 ) -> None:
     (tmp_path / "sitecustomize.py").write_text(f"import sys; print('hello', flush=True)\n{code}")
-    monkeypatch.setattr("precompute.isolation.START_SECONDS", 2.0)
+    monkeypatch.setattr("precompute.isolation.START_SECONDS", seconds)
     monkeypatch.syspath_prepend(tmp_path)
     with Isolated(decode, LIMITS) as isolated, pytest.raises(WorkError, match=message):
         isolated(SOUND, SMALL, PixelsConfig(), LIMITS)
