@@ -8,7 +8,7 @@ from precompute.cluster import start_ray
 from precompute.config import PrecomputeConfig, describe_encoding, with_absolute_paths
 from precompute.job import RANK_VARIABLES, JobResult, choose_shards, not_committed, run_job
 from precompute.tars import list_shards
-from shards.commit import sweep_all_attempts
+from shards.commit import sweep_attempts
 from shards.config import load_config
 from shards.errors import Preempted, WorkError, exit_code_of
 from shards.index import write_indexes
@@ -38,7 +38,7 @@ def run(arguments: list[str]) -> None:
     try:
         result = run_job(waiting, config, encoding) if waiting else JobResult()
     finally:  # what is committed can be read, however the job ended
-        sweep_all_attempts(config.output, config.workers.scratch)
+        sweep_attempts(config.output, config.workers.scratch)
         samples = write_indexes(config.output)
 
     taken_in, encoded = (sum(getattr(r, name) for r in result.done) for name in ("samples_in", "encoded"))

@@ -21,7 +21,6 @@ from precompute.progress import Progress
 from precompute.schedule import Attempts, Nodes
 from precompute.shard import encode_shard, warm_up
 from precompute.tars import InputShard
-from shards.commit import sweep_attempts
 from shards.encoding import EncodingRecord
 from shards.errors import DamagedInput, RequestError, WorkError, is_storage_error
 from shards.models import hash_weights, model_folder
@@ -137,7 +136,7 @@ def run_job(shards: list[InputShard], config: PrecomputeConfig, encoding: Encodi
 
 
 def abandon(running: dict[ray.ObjectRef, InputShard], config: PrecomputeConfig, result: JobResult) -> list[str]:
-    """Interrupt attempts and wait until they have removed their folders; end, and sweep, those that take too long.
+    """Interrupt attempts and wait until they have removed their folders; end those that take too long.
 
     Returns:
         The shards abandoned; what was committed meanwhile goes to `result`.
@@ -154,7 +153,6 @@ def abandon(running: dict[ray.ObjectRef, InputShard], config: PrecomputeConfig, 
             result.done.append(ray.get(reference, timeout=0))
         except ray.exceptions.RayError:
             left.append(shard.name)
-            sweep_attempts(config.output, shard.name, config.workers.scratch)
     return left
 
 

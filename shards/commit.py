@@ -72,27 +72,23 @@ def attempt_folder(root: Path | str | Store, shard: str, scratch: Path | None = 
         yield folder
 
 
-def sweep_attempts(root: Path | str | Store, shard: str, scratch: Path | None = None) -> int:
-    """Remove what dead attempts at `shard` left behind on this machine; returns how many are at work."""
-    attempts = open_store(root).attempts(scratch)
-    with locked(_sweeper(attempts, shard)):
-        return _sweep(attempts, shard)
+def sweep_attempts(root: Path | str | Store, scratch: Path | None = None) -> None:
+    """Remove what dead attempts left behind on this machine.
 
-
-def sweep_all_attempts(root: Path | str | Store, scratch: Path | None = None) -> None:
-    """Remove what dead attempts at any shard left behind on this machine: of one that was killed when it had committed,
-    no other attempt would."""
+    The next attempt at a shard does it for that shard; but there is none after one that was killed when it had
+    committed, or when the job was told to leave.
+    """
     attempts = open_store(root).attempts(scratch)
     for shard in {folder.name.rpartition(".")[0] for folder in attempts.glob("*.*")}:
-        sweep_attempts(root, shard, scratch)
+        with locked(_sweeper(attempts, shard)):
+            _sweep(attempts, shard)
 
 
 def _sweeper(attempts: Path, shard: str) -> Path:
     return attempts.with_name(f"{attempts.name}.locks") / f"{shard}.lock"
 
 
-def _sweep(attempts: Path, shard: str) -> int:
-    at_work = 0
+def _sweep(attempts: Path, shard: str) -> None:
     for folder in attempts.glob(f"{shard}.*"):
         try:
             with (folder / OWNER).open("a") as owner:
@@ -101,8 +97,7 @@ def _sweep(attempts: Path, shard: str) -> int:
         except FileNotFoundError:
             continue  # its owner has just removed it
         except BlockingIOError:
-            at_work += 1
-    return at_work
+            continue  # its owner is at work
 
 
 def commit(root: Path | str | Store, attempt: Attempt) -> Receipt:

@@ -44,6 +44,8 @@ class Books:
     rejects: list[tuple[str, str, str, str, str]]
     """(key, url, bucket, reason, detail) by key. `bucket` is empty where the sample is in none; otherwise it names the
     one that refused it for another reason than its size."""
+    refused: dict[str, dict[str, int]]
+    """Bucket → reason → samples that it refused."""
 
     @property
     def rejected(self) -> dict[str, int]:
@@ -55,11 +57,13 @@ def read_books(parts: dict[str, Path]) -> Books:
     """Add up the tables of a shard's parts: bucket → folder."""
     captions: dict[str, tuple[int, ...]] = {}
     refused: dict[str, list[tuple[str, str, str, str, str]]] = {}
+    reasons: dict[str, dict[str, int]] = {}
     for bucket in sorted(parts):
         samples = pq.read_table(parts[bucket] / SAMPLES_NAME, columns=["key", "captions", *MENDED])
         keys, *counts = (column.to_pylist() for column in samples.columns)
         captions.update(zip(keys, zip(*counts, strict=True), strict=True))
         table = pq.read_table(parts[bucket] / REFUSED_NAME)
+        reasons[bucket] = Counter(table["reason"].to_pylist())
         for key, url, reason, detail in zip(*(column.to_pylist() for column in table.columns), strict=True):
             refused.setdefault(key, []).append((key, url, bucket, reason, detail))
     rejects = []
@@ -71,4 +75,4 @@ def read_books(parts: dict[str, Path]) -> Books:
             key, url, _, reason, detail = (telling or refused[key])[0]
             rejects.append((key, url, "", reason, detail))
     totals = [sum(column) for column in zip(*captions.values(), strict=True)] or [0] * (1 + len(MENDED))
-    return Books(len(captions), dict(zip(("stored", *MENDED), totals, strict=True)), rejects)
+    return Books(len(captions), dict(zip(("stored", *MENDED), totals, strict=True)), rejects, reasons)

@@ -1,13 +1,11 @@
 """`python -m shards verify ROOT`: is every byte of a latents root what was written, and does all of it fit together?"""
 
 import tempfile
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
-import pyarrow.parquet as pq
 
 from shards.buckets import Bucket
 from shards.encoding import EncodingRecord, TextEncoding
@@ -16,7 +14,7 @@ from shards.index import bucket_index
 from shards.reading import captions, read_part, text_latents
 from shards.receipts import FOLDER, FileRecord, Part, Receipt, committed_shards, load_receipt
 from shards.store import LocalStore, Store, open_store
-from shards.tables import OTHER_BUCKET, REFUSED_NAME, REJECTS_SCHEMA, read_books, write_rows
+from shards.tables import OTHER_BUCKET, REJECTS_SCHEMA, read_books, write_rows
 
 
 def verify_root(root: Path | str | Store) -> Iterator[str]:
@@ -82,8 +80,7 @@ def verify_books(store: Store, receipt: Receipt, parts: dict[str, Path]) -> Iter
     books = read_books(parts)
     if (receipt.encoded, receipt.captions, receipt.rejected) != (books.encoded, books.captions, books.rejected):
         yield f"{store.where(f'{FOLDER}/{receipt.shard}.json')} does not add up to its parts' tables"
-    for bucket, part in parts.items():
-        listed = Counter(pq.read_table(part / REFUSED_NAME, columns=["reason"])["reason"].to_pylist())
+    for bucket, listed in books.refused.items():
         told = {reason: n for reason, n in receipt.parts[bucket].refused.items() if reason != OTHER_BUCKET}
         if told != listed:
             yield f"{store.where(f'{FOLDER}/{receipt.shard}.json')} counts other refusals of {bucket} than its part"

@@ -25,7 +25,7 @@ from precompute.config import PrecomputeConfig, describe_encoding
 from precompute.encoders import ImageEncoder, TextEncoder
 from precompute.shard import encode_shard
 from precompute.tars import list_shards
-from shards.commit import sweep_all_attempts
+from shards.commit import sweep_attempts
 from shards.errors import is_storage_error
 from shards.index import write_indexes
 from shards.receipts import load_receipts
@@ -157,7 +157,7 @@ class Encoding:
         create_root(config.output, encoding)
         for shard in list_shards(config.input):
             encode_shard(shard, config, encoding, *self.encoders)
-        sweep_all_attempts(config.output)
+        sweep_attempts(config.output)
         write_indexes(config.output)
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from shards.commit import attempt_folder, sweep_all_attempts
+from shards.commit import attempt_folder, sweep_attempts
 from shards.errors import WorkError
 from shards.receipts import Receipt, load_receipt, load_receipts
 from shards.remote import RemoteStore
@@ -155,5 +155,5 @@ def test_what_dead_attempts_left_is_swept_whatever_their_shard(tmp_path: Path) -
     for name in ("00000.dead", "00001.dead", "a.b.dead"):
         (tmp_path / ".attempts" / name / "64x64").mkdir(parents=True)
     with attempt_folder(tmp_path, "00002") as alive:
-        sweep_all_attempts(tmp_path)
+        sweep_attempts(tmp_path)
         assert list((tmp_path / ".attempts").iterdir()) == [alive]
