@@ -42,9 +42,10 @@ class Range(Config):
         return self
 
     @property
-    def rules(self) -> list[str]:
-        """In words: `≥ 5`, `≤ 7`, or both."""
-        return [f"{sign} {bound:g}" for sign, bound in (("≥", self.min), ("≤", self.max)) if bound is not None]
+    def rules(self) -> list[tuple[np.ufunc, float, str]]:
+        """(comparison, limit, `≥ 5`) for each bound that is set."""
+        both = ((np.greater_equal, self.min, "≥"), (np.less_equal, self.max, "≤"))
+        return [(compare, limit, f"{sign} {limit:g}") for compare, limit, sign in both if limit is not None]
 
 
 class FilterConfig(Config):
@@ -67,7 +68,7 @@ class FilterConfig(Config):
 
     def describe(self) -> str:
         """The bounds, for people."""
-        rules = [f"{column} {rule}" for column, bound in self.bounds.items() for rule in bound.rules]
+        rules = [f"{column} {rule}" for column, bound in self.bounds.items() for *_, rule in bound.rules]
         return f"{' and '.join(rules)} ({MISSING}: {self.missing})"
 
 
@@ -170,9 +171,7 @@ def column_rules(
 ) -> Iterator[tuple[NDArray[np.bool_], str]]:
     """(which values pass, rule) of each rule that the bound sets; a NaN is `missing`, and no other rule's business."""
     absent = np.isnan(values)
-    if bound.min is not None:
-        yield absent | (values >= np.float32(bound.min)), f"{column} ≥ {bound.min:g}"
-    if bound.max is not None:
-        yield absent | (values <= np.float32(bound.max)), f"{column} ≤ {bound.max:g}"
+    for compare, limit, rule in bound.rules:
+        yield absent | compare(values, np.float32(limit)), f"{column} {rule}"
     if missing == "drop":
         yield ~absent, f"{column} {MISSING}"
