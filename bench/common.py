@@ -3,7 +3,9 @@
 import json
 import os
 import platform
+import shlex
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -114,9 +116,14 @@ def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines)
 
 
-def section(title: str, command: str, body: str) -> str:
+def command(module: str) -> str:
+    """What was typed to run the benchmark `module`."""
+    return f"python -m {module} {shlex.join(sys.argv[1:])}".rstrip()
+
+
+def section(title: str, module: str, body: str) -> str:
     """One section of docs/benchmarks.md: what was measured, by which command, where, and when."""
-    return f"## {title}\n\n`{command}` on {machine()}:\n\n{body}\n"
+    return f"## {title}\n\n`{command(module)}` on {machine()}:\n\n{body}\n"
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:

@@ -9,7 +9,6 @@ Both go through the worker's own encoders with two batches under way: pixels in 
 
 import argparse
 import json
-import sys
 import tempfile
 import time
 from collections import deque
@@ -27,7 +26,7 @@ from diffusers import AutoencoderKL
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import CLIPTextConfig, CLIPTextModel
 
-from bench.common import matmul_tflops, section, table
+from bench.common import command, matmul_tflops, section, table
 from examples.shapes.models import MODELS
 from precompute.encoders import ImageEncoder, TextEncoder
 from precompute.shard import batch_size_of
@@ -152,7 +151,7 @@ def measure(options: argparse.Namespace, sizes: Sizes, device: torch.device) -> 
     }
 
 
-def bench_file(rates: dict[str, tuple[float, float]], device: str, command: str) -> BenchFile:
+def bench_file(rates: dict[str, tuple[float, float]], device: str, typed: str) -> BenchFile:
     """What a plan can use: a rate for each bucket and for captions."""
     measurements = [
         Measurement(stage="encode", bucket=name, images_per_second_per_gpu=items)
@@ -160,7 +159,7 @@ def bench_file(rates: dict[str, tuple[float, float]], device: str, command: str)
         if name not in ("mixed", "text")
     ]
     measurements.append(Measurement(stage="text", images_per_second_per_gpu=rates["text"][0]))
-    return BenchFile(device=device, gpus=1, date=str(date.today()), command=command, measurements=measurements)
+    return BenchFile(device=device, gpus=1, date=str(date.today()), command=typed, measurements=measurements)
 
 
 def main() -> None:
@@ -177,7 +176,6 @@ def main() -> None:
     on_gpu = device.type == "cuda"
     options.batch_size = options.batch_size or (64 if on_gpu else 8)
     options.batches = options.batches or (33 if on_gpu else 6)
-    command = " ".join(["python -m bench.encode", *sys.argv[1:]])
     sizes = sizes_for(device)
     rates = measure(options, sizes, device)
     # afterwards, on the warm device
@@ -191,11 +189,13 @@ def main() -> None:
     networks = "Stable Diffusion 2's networks" if on_gpu else "small networks, to see that it works"
     how = f"{options.precision}, batches of {options.batch_size}, {'compiled' if options.compile else 'not compiled'}"
     body += f"\n\n{networks}, {how}. A large bf16 matrix product in the same run: {matrix:,.3g} TFLOP/s."
-    print(section("The encoders", command, body))
+    print(section("The encoders", "bench.encode", body))
     if options.json:
         name = torch.cuda.get_device_name(device) if on_gpu else "CPU"
         options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(bench_file(rates, name, command).model_dump_json(indent=2, exclude_none=True) + "\n")
+        options.json.write_text(
+            bench_file(rates, name, command("bench.encode")).model_dump_json(indent=2, exclude_none=True) + "\n"
+        )
 
 
 if __name__ == "__main__":

@@ -78,7 +78,7 @@ def main() -> None:
         f"parses the index and looks at every file; memory is the process's peak. With a filter the time to read the "
         f"parts' tables comes on top (`bench.loader` has it per table): here the mask is random bits."
     )
-    print(section("Opening and planning", "python -m bench.epoch_plan", body))
+    print(section("Opening and planning", "bench.epoch_plan", body))
 
 
 def make_root(root: Path, num_samples: int, num_files: int) -> None:

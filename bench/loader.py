@@ -55,7 +55,7 @@ def main() -> None:
             table_reading(demo),
             wait_of_a_run(demo, Path(folder) / "run", cores),
         ]
-    print(section("The loader", "python -m bench.loader", "\n\n".join(parts)))
+    print(section("The loader", "bench.loader", "\n\n".join(parts)))
 
 
 def open_stream(root: Path, bucket: str, num_workers: int) -> tuple[DataConfig, DataSpec]:

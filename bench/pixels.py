@@ -168,7 +168,7 @@ def main() -> None:
     body = timing + "\n\n" + table(["PSNR against plain", "pictures", "mean dB", "5 % dB", "lowest dB"], rows)
     bits = 8 * sum(map(len, corpus)) / sum(np.prod(size_of(data)) for data in corpus)
     body += f"\n\nThe corpus: {len(corpus)} JPEGs, {bits:.2f} bits per pixel."
-    print(section("Pixel path", "python -m bench.pixels", body))
+    print(section("Pixel path", "bench.pixels", body))
     if options.json:
         ratios = {name: pair.ratio for name, pair in pairs.items()}
         lowest = {str(bucket): float(values.min()) for bucket, values in quality.items()}

@@ -8,7 +8,6 @@ import argparse
 import copy
 import gc
 import platform
-import shlex
 import sys
 import tempfile
 import time
@@ -25,7 +24,7 @@ from accelerate import Accelerator
 from diffusers import DDPMScheduler, UNet2DConditionModel
 from torch import Tensor
 
-from bench.common import Pair, matmul_tflops, section, synchronize, table, timed_in_turn
+from bench.common import Pair, command, matmul_tflops, section, synchronize, table, timed_in_turn
 from shards.buckets import Bucket
 from shards.mds import parse_index
 from shards.store import open_store
@@ -88,10 +87,9 @@ def main() -> None:
     # the better of a cold and a warm device: shares are not flattered by a disturbance
     matrix_rate = max(matrix_rate, matmul_tflops(device, DTYPES[options.precision]))
     parts.append(describe_results(results, matrix_rate, device, options))
-    command = f"python -m bench.train_step {shlex.join(sys.argv[1:])}".strip()
-    print(section("Training step", command, "\n\n".join(parts)))
+    print(section("Training step", "bench.train_step", "\n\n".join(parts)))
     if options.json:
-        write_plan_file(options.json, results, device, command, options.batch)
+        write_plan_file(options.json, results, device, options.batch)
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -349,7 +347,7 @@ def describe_results(
     return table(header, map(row, results)) + f"\n\n{measured} {against} {memory} {batch}"
 
 
-def write_plan_file(path: Path, results: list[Result], device: torch.device, command: str, batch: int) -> None:
+def write_plan_file(path: Path, results: list[Result], device: torch.device, batch: int) -> None:
     """Each bucket's best rate, as train/plan/measured.py reads it."""
     best: dict[str, Result] = {}
     for result in results:
@@ -360,7 +358,7 @@ def write_plan_file(path: Path, results: list[Result], device: torch.device, com
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU {platform.machine()}",
         gpus=1,
         date=str(date.today()),
-        command=command,
+        command=command("bench.train_step"),
         measurements=[
             Measurement(
                 stage="train",

@@ -316,7 +316,7 @@ def report(options: Options) -> str:
     listed = " ".join(f"{value:.0f}" for value in resident)
     return section(
         "A stage 1 worker",
-        "python -m bench.worker",
+        "bench.worker",
         f"{table(('what', 'measured'), rows)}\n\n"
         f"Shards of {options.images} JPEGs of 400 to 600 px, into {' and '.join(BUCKETS)}, with Stable Diffusion 2's "
         f"shapes. The sleeping encoder takes {options.seconds_per_picture * 1e3:g} ms for each picture of each "
