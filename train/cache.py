@@ -59,7 +59,7 @@ class Cache:
         if now - self.touched.get(name, 0.0) > TOUCH_SECONDS:
             self.touched[name] = now
             with self._database() as database:
-                database.execute("INSERT OR REPLACE INTO copies VALUES (?, ?, ?, 0)", (name, size, now))
+                database.execute("INSERT OR REPLACE INTO copies VALUES (?, ?, ?)", (name, size, now))
         return True
 
     def add(
@@ -90,9 +90,8 @@ class Cache:
                 while not self._reserve(name, size):
                     time.sleep(WAIT_SECONDS)
                 download(partial)
-                with self._database() as database:
+                with self._database():  # not while another process makes room
                     partial.replace(target)
-                    database.execute("UPDATE copies SET arriving = 0 WHERE name = ?", (name,))
             except BaseException:
                 self.drop(name)
                 raise
@@ -125,7 +124,7 @@ class Cache:
                 database.execute("DELETE FROM copies WHERE name = ?", (oldest,))
                 excess -= num_bytes
             if excess <= 0:
-                database.execute("INSERT OR REPLACE INTO copies VALUES (?, ?, ?, 1)", (name, size, time.time()))
+                database.execute("INSERT OR REPLACE INTO copies VALUES (?, ?, ?)", (name, size, time.time()))
             return excess <= 0
 
     def _unlink(self, name: str) -> None:
@@ -139,10 +138,7 @@ class Cache:
             with closing(sqlite3.connect(self.folder / DATABASE, timeout=60, isolation_level=None)) as database:
                 database.execute("PRAGMA synchronous = OFF")  # what a power cut spoils is only a copy
                 database.execute("BEGIN IMMEDIATE")
-                database.execute(
-                    "CREATE TABLE IF NOT EXISTS copies "
-                    "(name TEXT PRIMARY KEY, bytes INTEGER, used REAL, arriving INTEGER)"
-                )
+                database.execute("CREATE TABLE IF NOT EXISTS copies (name TEXT PRIMARY KEY, bytes INTEGER, used REAL)")
                 yield database
                 database.execute("COMMIT")
         except sqlite3.Error as error:

@@ -57,6 +57,7 @@ class DiffusionLoss:
     def __call__(self, unet: nn.Module, batch: Batch, draws: Draws) -> Tensor:
         """(N,) float32: each sample's mean squared error over its latents, weighted as configured."""
         size = math.prod(batch.image_latents.shape[2:]) * self.spec.latent_channels
+        # a normal, which a timestep may be made of, takes two words
         counts = {Purpose.TIMESTEP: 2, Purpose.CAPTION_DROPOUT: 1, Purpose.NOISE: size}
         draws.draw(counts | ({Purpose.POSTERIOR: size} if self.spec.posterior == "moments" else {}))
         timesteps = self.timesteps(draws)
