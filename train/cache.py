@@ -118,9 +118,10 @@ class Cache:
             for oldest, num_bytes in copies:
                 if excess <= 0:
                     break
-                if is_held(partial_path(self.path(oldest))):
-                    continue
-                self._unlink(oldest)
+                with held_at_once(partial_path(self.path(oldest))) as free:
+                    if not free:
+                        continue
+                    self._unlink(oldest)
                 database.execute("DELETE FROM copies WHERE name = ?", (oldest,))
                 excess -= num_bytes
             if excess <= 0:
@@ -165,10 +166,33 @@ def held(partial: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _hold(partial: Path) -> int | None:
-    """A descriptor that holds the lock; None where it is on a file that its last holder renamed or removed."""
+@contextmanager
+def held_at_once(partial: Path) -> Iterator[bool]:
+    """The same without waiting; false where someone else writes this copy."""
+    partial.parent.mkdir(parents=True, exist_ok=True)  # of a row whose copy a killed process never began
+    try:
+        descriptor = _hold(partial, fcntl.LOCK_NB)
+    except BlockingIOError:
+        descriptor = None
+    try:
+        yield descriptor is not None
+    finally:
+        if descriptor is not None:
+            os.close(descriptor)
+
+
+def _hold(partial: Path, without_waiting: int = 0) -> int | None:
+    """A descriptor that holds the lock; None where it is on a file that its last holder renamed or removed.
+
+    Raises:
+        BlockingIOError: someone else holds it; with LOCK_NB.
+    """
     descriptor = os.open(partial, os.O_RDWR | os.O_CREAT)
-    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | without_waiting)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise
     try:
         if os.path.samestat(os.stat(partial), os.fstat(descriptor)):
             return descriptor
@@ -176,18 +200,3 @@ def _hold(partial: Path) -> int | None:
         pass
     os.close(descriptor)
     return None
-
-
-def is_held(partial: Path) -> bool:
-    """Whether someone is writing this copy."""
-    try:
-        descriptor = os.open(partial, os.O_RDWR)
-    except FileNotFoundError:
-        return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(descriptor)
-    return False
