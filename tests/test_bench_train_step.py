@@ -46,7 +46,7 @@ def test_a_setting_that_runs_out_of_memory_is_a_row(
         "| 64x64 | 16 | plain | out of memory |" in text
         and "| 64x64 | 8 | channels last | 12.5 | 0.5 | 25.0% |" in text
     )
-    bench.write_plan_file(tmp_path / "b.json", [*good, out], torch.device("cpu"), "python -m bench.train_step", 16)
+    bench.write_plan_file(tmp_path / "b.json", [*good, out], torch.device("cpu"), 16)
     (rate,) = read_rates([str(tmp_path / "b.json")], "cpu").of("train", "64x64")
     assert (rate.images_per_second_per_gpu, rate.microbatch_size, rate.gpus) == (12.5, 8, 1)
 
