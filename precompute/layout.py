@@ -5,11 +5,12 @@ not where the last member ended, something was lost. Nothing is ever extracted: 
 over, and of a name only the last component counts.
 """
 
+import re
 import tarfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path, PurePosixPath
-from typing import BinaryIO, TypeVar
+from pathlib import Path
+from typing import BinaryIO, Self, TypeVar
 
 from shards.errors import DamagedInput
 
@@ -17,6 +18,7 @@ IMAGE_SUFFIXES = {"jpg", "jpeg", "png", "webp", "gif", "tif", "tiff", "avif"}
 MAGIC = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
 Item = TypeVar("Item")
 BLOCK = tarfile.BLOCKSIZE
+OCTAL = re.compile(rb"[0-7]+")
 PLAIN = (tarfile.REGTYPE, tarfile.AREGTYPE)
 
 
@@ -86,10 +88,34 @@ def _place(layout: Layout, key: str, suffix: str, before: str, member: Member) -
     members.setdefault(suffix, member)
 
 
+class Header(tarfile.TarInfo):
+    """tarfile's, read in a third of the time where it is a plain file's, as nearly all are.
+
+    Of such a header only name, size and checksum are read; tarfile sees to all others.
+    """
+
+    @classmethod
+    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> Self:
+        """As `tarfile.TarInfo.frombuf`."""
+        size, checksum = buf[124:136].rstrip(b"\0 "), buf[148:156].rstrip(b"\0 ")
+        if (
+            len(buf) == BLOCK
+            and buf[156] == ord(tarfile.REGTYPE)
+            and buf[345] == 0  # no prefix to the name
+            and OCTAL.fullmatch(size)
+            and OCTAL.fullmatch(checksum)
+            and int(checksum, 8) == sum(buf) - sum(buf[148:156]) + 8 * ord(" ")
+        ):
+            header = cls(buf[:100].partition(b"\0")[0].decode(encoding, errors))
+            header.size, header.chksum = int(size, 8), int(checksum, 8)
+            return header
+        return super().frombuf(buf, encoding, errors)
+
+
 def read_headers(file: BinaryIO, size: int) -> Iterator[tuple[tarfile.TarInfo, int]]:
     """Every header that can be read, and where the next one should be; what lies between is passed over."""
     try:
-        tar = tarfile.TarFile(fileobj=file, ignore_zeros=True)
+        tar = tarfile.TarFile(fileobj=file, ignore_zeros=True, tarinfo=Header)
     except (tarfile.TarError, ValueError, OverflowError):
         return
     first = True  # has been read already
@@ -132,8 +158,8 @@ def after_global_header(file: BinaryIO, offset: int) -> int:
 
 def split_name(name: str) -> tuple[str, str]:
     """`folder/000420017.jpg` → key and suffix. What is not UTF-8 in it is written out as escapes."""
-    name = PurePosixPath(name.encode("utf-8", "backslashreplace").decode()).name
-    key, _, suffix = name.partition(".")
+    name = name.encode("utf-8", "backslashreplace").decode()
+    key, _, suffix = name.rpartition("/")[2].partition(".")
     return key, suffix.lower()
 
 

@@ -87,9 +87,10 @@ def map_in_order(
 
 
 def _result(future: Future[Result], seconds: float | None) -> Result:
-    wait([future], seconds)
     if not future.done():
-        raise Stuck(f"a call took more than {seconds} s")
+        wait([future], seconds)
+        if not future.done():
+            raise Stuck(f"a call took more than {seconds} s")
     return future.result()
 
 
