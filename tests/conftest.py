@@ -95,6 +95,12 @@ def precompute_config(models: Path, tars: Path, output: Path | str, **changes: o
     return PrecomputeConfig.model_validate(fields | changes)
 
 
+def folder_of(config: PrecomputeConfig) -> Path:
+    """The latents root of a config whose `output` is a folder."""
+    assert isinstance(config.output, Path)
+    return config.output
+
+
 def encode_all(config: PrecomputeConfig, models: Path, **attempt: Any) -> None:
     """Stage 1 in this process, without Ray; `attempt` goes to `encode_shard`."""
     as_in_a_fresh_process()
@@ -113,7 +119,7 @@ def latents(tmp_path_factory: pytest.TempPathFactory, models: Path, tars: Path) 
     """A latents root of both tars: 30 samples in 64x64, 20 in 128x128. Not to be written to."""
     config = precompute_config(models, tars, tmp_path_factory.mktemp("roots") / "latents")
     encode_all(config, models)
-    return config.output
+    return folder_of(config)
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 """The benchmark's own logic: what is measured, a setting that runs out of memory, and the file that the plan reads."""
 
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from train.plan.measured import read_rates
 from train.unet import build_unet
 
 
-def options(*more: str):  # type: ignore[no-untyped-def]
+def options(*more: str) -> Namespace:
     flags = ["--unet", str(UNET), "--buckets", "64x64", "--microbatches", "4", "8", "16", "--batch", "16"]
     return bench.parse([*flags, *more])
 

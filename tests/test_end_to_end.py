@@ -3,6 +3,7 @@
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -94,13 +95,13 @@ def test_export_refuses_another_vae(models: Path, latents: Path, tmp_path: Path)
 
 
 def test_a_trimmed_root_trains_and_samples_with_its_mask(models: Path, tars: Path, tmp_path: Path) -> None:
-    from tests.conftest import encode_all, precompute_config
+    from tests.conftest import encode_all, folder_of, precompute_config
 
     config = precompute_config(
         models, tars, tmp_path / "root", buckets=["64x64"], text={"storage": "float8", "trim": True}
     )
     encode_all(config, models)
-    fields = train_fields(config.output, tmp_path / "run", max_steps=2)
+    fields = train_fields(folder_of(config), tmp_path / "run", max_steps=2)
     result = run_module("train", "--config", str(write_config(tmp_path, fields)))
     assert result.returncode == 0, result.stderr
     assert run_module("train", "export", str(tmp_path / "run")).returncode == 0
@@ -109,10 +110,10 @@ def test_a_trimmed_root_trains_and_samples_with_its_mask(models: Path, tars: Pat
     pipeline = DiffusionPipeline.from_pretrained(export, custom_pipeline=export, trust_remote_code=True)
     assert type(pipeline).__name__ == "TrimmedStableDiffusionPipeline"
     pipeline.set_progress_bar_config(disable=True)
-    masks = []
+    masks: list[torch.Tensor] = []
     forward = UNet2DConditionModel.forward
 
-    def spy(self: UNet2DConditionModel, *args: object, **kwargs: object) -> object:
+    def spy(self: UNet2DConditionModel, *args: object, **kwargs: Any) -> object:
         masks.append(kwargs["encoder_attention_mask"])
         return forward(self, *args, **kwargs)
 

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import yaml
@@ -52,6 +53,6 @@ def test_tars_and_latents_on_s3(s3: str, latents: Path, models: Path, tars: Path
         run = write_config(tmp_path, train_fields(latents, tmp_path / name, data=streams | data, validation=validation))
         trained = run_module("train", "--config", str(run))
         assert trained.returncode == 0, trained.stderr[-3000:]
-        curves.append(curve(tmp_path / name))
-        curves[-1] += ([row.get("val_loss") for row in read_json_lines(tmp_path / name / "metrics.jsonl")],)
+        val_losses: list[Any] = [row.get("val_loss") for row in read_json_lines(tmp_path / name / "metrics.jsonl")]
+        curves.append((*curve(tmp_path / name), val_losses))
     assert curves[0] == curves[1] and curves[0][-1][2] > 0

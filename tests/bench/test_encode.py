@@ -1,5 +1,6 @@
 """The benchmark of the encoders: its mixture, and the file that a plan reads."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from train.plan.measured import read_rates
 
 
 def work(count: int, log: list[str], name: str) -> Work:
-    def start():  # type: ignore[no-untyped-def]
+    def start() -> Callable[[], object]:
         log.append(f"start {name}")
         return lambda: log.append(f"wait {name}")
 

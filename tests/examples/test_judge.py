@@ -17,8 +17,12 @@ def ground_truth(num_pictures: int, side: int) -> tuple[list[Scene], np.ndarray]
     """Scenes of every combination, and their pictures as stage 1 makes them: (num_pictures, side, side, 3)."""
     rng = np.random.default_rng(side)
     scenes = [sample_scene(rng, (ALL_COMBINATIONS[i % len(ALL_COMBINATIONS)],)) for i in range(num_pictures)]
-    drawn = [draw_scene(scene, *rng.integers(side, 2 * side, size=2).tolist(), rng) for scene in scenes]
-    return scenes, np.stack([ImageOps.fit(image, (side, side), Image.Resampling.BICUBIC) for image in drawn])
+    pictures = []
+    for scene in scenes:
+        width, height = rng.integers(side, 2 * side, size=2).tolist()
+        drawn = draw_scene(scene, width, height, rng)
+        pictures.append(np.asarray(ImageOps.fit(drawn, (side, side), Image.Resampling.BICUBIC)))
+    return scenes, np.stack(pictures)
 
 
 def accuracy(scenes: list[Scene], pictures: np.ndarray) -> float:
@@ -27,12 +31,12 @@ def accuracy(scenes: list[Scene], pictures: np.ndarray) -> float:
 
 
 @pytest.mark.parametrize("side", [64, 128])
-def test_right_on_ground_truth(side):
+def test_right_on_ground_truth(side: int) -> None:
     assert accuracy(*ground_truth(320, side)) >= 0.99
 
 
 @pytest.mark.parametrize(("side", "num_pictures"), [(64, 320), (128, 160)])
-def test_right_after_a_round_trip_through_the_vae(side, num_pictures):
+def test_right_after_a_round_trip_through_the_vae(side: int, num_pictures: int) -> None:
     scenes, pictures = ground_truth(num_pictures, side)
     vae = AutoencoderKL.from_pretrained(MODELS / "vae")
     pixels = torch.from_numpy(pictures).permute(0, 3, 1, 2).float() / 127.5 - 1
@@ -43,7 +47,7 @@ def test_right_after_a_round_trip_through_the_vae(side, num_pictures):
 
 
 @pytest.mark.parametrize("side", [64, 128])
-def test_sees_nothing_in_noise_and_blanks(side):
+def test_sees_nothing_in_noise_and_blanks(side: int) -> None:
     rng = np.random.default_rng(0)
     for _ in range(20):
         assert judge(rng.integers(0, 256, (side, side, 3), dtype=np.uint8)) == NOTHING
@@ -52,14 +56,14 @@ def test_sees_nothing_in_noise_and_blanks(side):
         assert judge(np.broadcast_to(rng.integers(0, 256, 3, dtype=np.uint8), (side, side, 3))) == NOTHING
 
 
-def test_two_shapes_are_no_shape():
+def test_two_shapes_are_no_shape() -> None:
     picture = np.full((64, 64, 3), COLOURS["red"], dtype=np.uint8)
     masks = [draw_mask("circle", 64, 64, np.array(middle), 11) for middle in ((18, 18), (44, 44))]
     picture[np.maximum(*masks) < 128] = 246
     assert judge(picture).shape is None
 
 
-def test_a_shape_in_a_foreign_colour_has_no_colour():
+def test_a_shape_in_a_foreign_colour_has_no_colour() -> None:
     picture = np.full((64, 64, 3), 20, dtype=np.uint8)
     picture[20:44, 20:44] = 246
     assert judge(picture).colour is None and judge(picture).shape == "square"

@@ -31,16 +31,16 @@ def text_encoder() -> CLIPTextModel:
     return CLIPTextModel.from_pretrained(MODELS / "text_encoder", use_safetensors=True).eval()
 
 
-def test_they_are_small():
+def test_they_are_small() -> None:
     assert sum(path.stat().st_size for path in MODELS.rglob("*") if path.is_file()) <= MAX_BYTES
 
 
 @pytest.mark.parametrize("side", [64, 128])
-def test_the_vae_reconstructs(vae, side):
+def test_the_vae_reconstructs(vae: AutoencoderKL, side: int) -> None:
     assert psnr(vae, draw_pictures(64, side, seed=11)) > 26
 
 
-def test_the_vaes_latents_have_unit_deviation_once_scaled(vae):
+def test_the_vaes_latents_have_unit_deviation_once_scaled(vae: AutoencoderKL) -> None:
     with torch.no_grad():
         moments = [vae.encode(draw_pictures(64, side, seed=12)).latent_dist for side in (64, 128)]
     latents = torch.cat([moment.sample().movedim(1, -1).flatten(0, -2) for moment in moments])
@@ -49,7 +49,9 @@ def test_the_vaes_latents_have_unit_deviation_once_scaled(vae):
     assert abs(vae.config.scaling_factor - 1) > 0.5  # so that leaving it out is seen
 
 
-def test_the_tokenizer_knows_the_words_and_survives_any_other(tokenizer, text_encoder):
+def test_the_tokenizer_knows_the_words_and_survives_any_other(
+    tokenizer: CLIPTokenizer, text_encoder: CLIPTextModel
+) -> None:
     captions, _ = labelled_captions(500, np.random.default_rng(0))
     assert tokenizer.model_max_length == NUM_TOKENS == text_encoder.config.max_position_embeddings
     assert max(len(tokenizer(caption).input_ids) for caption in captions) <= NUM_TOKENS
@@ -57,7 +59,9 @@ def test_the_tokenizer_knows_the_words_and_survives_any_other(tokenizer, text_en
     assert tokenizer.decode(tokenizer("zebra ñ 雪").input_ids, skip_special_tokens=True).strip() == "zebra ñ 雪"
 
 
-def test_every_fact_is_linearly_readable_also_for_unseen_combinations(tokenizer, text_encoder):
+def test_every_fact_is_linearly_readable_also_for_unseen_combinations(
+    tokenizer: CLIPTokenizer, text_encoder: CLIPTextModel
+) -> None:
     """Least squares on the last token's state, fitted on seen combinations, read on held-out ones."""
     rng = np.random.default_rng(1)
     states, labels = _last_states(tokenizer, text_encoder, *labelled_captions(1500, rng, SEEN))
@@ -70,7 +74,9 @@ def test_every_fact_is_linearly_readable_also_for_unseen_combinations(tokenizer,
         assert accuracy > 0.95, fact
 
 
-def _last_states(tokenizer, text_encoder, captions, labels):
+def _last_states(
+    tokenizer: CLIPTokenizer, text_encoder: CLIPTextModel, captions: list[str], labels: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Last token's states with a constant appended, (captions, width + 1), and the labels."""
     with torch.no_grad():
         states = text_encoder(tokenize(tokenizer, captions)).last_hidden_state[:, -1]

@@ -2,13 +2,14 @@
 
 import urllib.error
 import urllib.request
+from pathlib import Path
 
 import pytest
 
 from examples.shapes.serve import serve
 
 
-def test_serves_a_folder_while_open(tmp_path):
+def test_serves_a_folder_while_open(tmp_path: Path) -> None:
     (tmp_path / "000").mkdir()
     (tmp_path / "000" / "a.jpg").write_bytes(b"bytes of a picture")
     with serve(tmp_path) as address:
@@ -21,6 +22,6 @@ def test_serves_a_folder_while_open(tmp_path):
         urllib.request.urlopen(f"{address}/000/a.jpg", timeout=2)
 
 
-def test_a_folder_that_is_not_there_is_refused(tmp_path):
+def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="is not a folder"), serve(tmp_path / "nowhere"):
         pass

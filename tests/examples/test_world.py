@@ -1,6 +1,7 @@
 """The picture world: deterministic, truthful, and without the held-out combinations."""
 
 import io
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ def pictures() -> list[Picture]:
     return plan_world(2000, seed=0)
 
 
-def test_the_same_seed_gives_the_same_bytes(tmp_path):
+def test_the_same_seed_gives_the_same_bytes(tmp_path: Path) -> None:
     first, second = (write_world(tmp_path / name, num_pictures=40, seed=3) for name in ("first", "second"))
     assert first == second
     files = sorted(path.relative_to(tmp_path / "first") for path in (tmp_path / "first").rglob("*.*"))
@@ -30,17 +31,17 @@ def test_the_same_seed_gives_the_same_bytes(tmp_path):
     assert plan_world(40, seed=4) != first
 
 
-def test_every_kind_occurs_as_often_as_promised(pictures):
+def test_every_kind_occurs_as_often_as_promised(pictures: list[Picture]) -> None:
     for kind, fraction in KINDS.items():
         assert sum(picture.kind == kind for picture in pictures) == max(1, round(fraction * len(pictures)))
 
 
-def test_a_world_too_small_for_every_kind_is_refused():
+def test_a_world_too_small_for_every_kind_is_refused() -> None:
     with pytest.raises(ValueError, match="num_pictures is 5, too few for one of each kind: ask for 11"):
         plan_world(5, seed=0)
 
 
-def test_held_out_combinations_never_occur(pictures):
+def test_held_out_combinations_never_occur(pictures: list[Picture]) -> None:
     assert len(SEEN) == 26
     assert not HELD_OUT & {(picture.scene.colour, picture.scene.shape) for picture in pictures}
     for picture in pictures:
@@ -49,7 +50,7 @@ def test_held_out_combinations_never_occur(pictures):
             assert not (words & _words(colour) and words & _words(shape)), picture
 
 
-def test_captions_state_facts_of_their_scene_alone():
+def test_captions_state_facts_of_their_scene_alone() -> None:
     rng = np.random.default_rng(0)
     for template in TEMPLATES:
         scene = sample_scene(rng)
@@ -62,12 +63,12 @@ def test_captions_state_facts_of_their_scene_alone():
         assert " a orange" not in caption and not caption.startswith(" a upper")
 
 
-def test_the_centre_of_every_good_picture_shows_what_its_caption_says(pictures):
+def test_the_centre_of_every_good_picture_shows_what_its_caption_says(pictures: list[Picture]) -> None:
     """Read as any careful reader would: EXIF applied, transparency on white, the first frame, the central square."""
     unusual = [picture for picture in pictures if picture.kind not in ("plain", *BAD_KINDS)]
     plain = [picture for picture in pictures if picture.kind == "plain"][:150]
     for index, picture in enumerate(unusual + plain):
-        image = Image.open(io.BytesIO(encode_picture(picture, np.random.default_rng(index))))
+        image: Image.Image = Image.open(io.BytesIO(encode_picture(picture, np.random.default_rng(index))))
         image = ImageOps.exif_transpose(image).convert("RGBA")
         assert image.size == (picture.width, picture.height)
         image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image).convert("RGB")
@@ -75,7 +76,7 @@ def test_the_centre_of_every_good_picture_shows_what_its_caption_says(pictures):
         assert (seen.colour, seen.shape) == (picture.scene.colour, picture.scene.shape), picture
 
 
-def test_bad_pictures_are_bad(pictures):
+def test_bad_pictures_are_bad(pictures: list[Picture]) -> None:
     for kind in ("truncated", "html", "empty"):
         for picture in pictures:
             if picture.kind == kind:
@@ -85,13 +86,13 @@ def test_bad_pictures_are_bad(pictures):
     assert all(not p.caption for p in pictures if p.kind == "captionless")
 
 
-def test_most_pictures_fit_both_buckets_and_some_the_smaller_alone(pictures):
+def test_most_pictures_fit_both_buckets_and_some_the_smaller_alone(pictures: list[Picture]) -> None:
     shortest = np.array([min(p.width, p.height) for p in pictures if p.kind == "plain"])
     assert shortest.min() >= 64
     assert 0.8 < (shortest >= 128).mean() < 0.95
 
 
-def test_the_table_has_laions_columns(pictures):
+def test_the_table_has_laions_columns(pictures: list[Picture]) -> None:
     table = metadata(pictures, "http://127.0.0.1:1")
     assert table.column_names == [
         *("URL", "TEXT", "WIDTH", "HEIGHT", "similarity", "hash", "punsafe", "pwatermark", "aesthetic"),
@@ -100,7 +101,7 @@ def test_the_table_has_laions_columns(pictures):
     assert table["TEXT"].null_count > 0
 
 
-def test_prompts_are_fixed_and_ask_for_what_they_say():
+def test_prompts_are_fixed_and_ask_for_what_they_say() -> None:
     seen, held_out = seen_prompts(), held_out_prompts()
     assert seen == seen_prompts()
     assert len(seen) >= 64 and {(p.scene.colour, p.scene.shape) for p in seen} == set(SEEN)

@@ -56,8 +56,8 @@ class Steps:
         for name in ("fsync", "replace", "rename", "mkdir", "unlink", "rmdir"):
             setattr(os, name, self._before(getattr(os, name)))
         pq.write_table = self._before(pq.write_table)
-        builtins.open = self._opening(builtins.open)  # type: ignore[assignment]
-        io.open = self._opening(io.open)  # type: ignore[assignment]
+        builtins.open = self._opening(builtins.open)
+        io.open = self._opening(io.open)
 
     def _before(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def stepping(*args: Any, **named: Any) -> Any:

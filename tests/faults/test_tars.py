@@ -19,7 +19,7 @@ from precompute.tars import InputShard, RawSample, Tar, counted_samples, list_sh
 from shards.errors import DamagedInput
 from shards.receipts import Receipt, load_receipts
 from shards.verify import verify_root
-from tests.conftest import encode_all, precompute_config
+from tests.conftest import encode_all, folder_of, precompute_config
 from tests.faults.world import stored_keys
 from tests.tiny import make_samples, make_tar
 
@@ -252,7 +252,7 @@ def salvaged(models: Path, folder: Path, **changes: object) -> tuple[Path, Recei
     config = config_with(models, folder, folder / "root", policy="salvage", **changes)
     encode_all(config, models)
     assert list(verify_root(config.output)) == []
-    return config.output, load_receipts(config.output)[0]
+    return folder_of(config), load_receipts(config.output)[0]
 
 
 def test_a_salvaged_shard_accounts_for_every_sample(models: Path, tmp_path: Path) -> None:

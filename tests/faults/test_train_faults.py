@@ -195,7 +195,8 @@ def total(parts: list[dict[str, Any]]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("kills", [3, pytest.param(50, marks=pytest.mark.slow)])
 def test_killed_at_random_moments(kills: int, latents: Path, tmp_path: Path, seed: int) -> None:
-    rng, parts = random.Random(seed), []
+    rng = random.Random(seed)
+    parts: list[dict[str, Any]] = []
     undisturbed = reference(latents, tmp_path, max_steps=16 if kills < 50 else 40)
     while sum(part["kills"] for part in parts) < kills and len(parts) < kills:
         parts.append(kill_at_random(latents, tmp_path, f"run-{len(parts)}", undisturbed, rng))

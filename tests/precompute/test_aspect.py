@@ -17,7 +17,7 @@ from shards.errors import RequestError
 from shards.receipts import load_receipts
 from shards.root import check_rules
 from shards.verify import verify_root
-from tests.conftest import encode_all, precompute_config
+from tests.conftest import encode_all, folder_of, precompute_config
 from tests.precompute.test_shard import rows, tree
 from tests.runs import run_module, train_fields, write_config
 from tests.test_end_to_end import precompute_arguments
@@ -44,7 +44,7 @@ def aspect_root(shapes: Path, models: Path, tmp_path_factory: pytest.TempPathFac
     """Not to be written to."""
     config = precompute_config(models, shapes, tmp_path_factory.mktemp("aspect") / "root", aspect=ASPECT)
     encode_all(config, models)
-    return config.output
+    return folder_of(config)
 
 
 def test_each_picture_is_in_every_square_and_one_shape(aspect_root: Path, shapes: Path) -> None:

@@ -24,7 +24,7 @@ from shards.errors import WorkError
 from shards.index import write_indexes
 from shards.root import create_root
 from shards.verify import verify_root
-from tests.conftest import SIZES, precompute_config
+from tests.conftest import SIZES, folder_of, precompute_config
 from tests.tiny import make_samples, make_tar
 
 pytestmark = pytest.mark.slow
@@ -95,7 +95,7 @@ def test_a_late_node_gets_work_and_a_lost_one_loses_none(
 
     wait_until(lambda: says("No node of the cluster can take a worker of 0 GPUs, 1 CPUs and 1 encoder"))
     lost = cluster.add_node(num_cpus=1, resources={"encoder": 1})  # it joins late …
-    wait_until(lambda: list((config.output / ".attempts").glob("0*")))
+    wait_until(lambda: list((folder_of(config) / ".attempts").glob("0*")))
     cluster.remove_node(lost, allow_graceful=False)  # … is lost in the midst of a shard …
     cluster.add_node(num_cpus=1, resources={"encoder": 1})  # … and another one comes
     job.join(400)

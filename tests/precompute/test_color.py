@@ -159,7 +159,11 @@ def test_an_rgb_profile_is_applied(format: str) -> None:
     """Adobe RGB, from any container: by the definition, and by LittleCMS on the full picture."""
     profile = icc.rgb_profile(icc.ADOBE_RGB, 2.2)
     smooth = np.asarray(Image.fromarray(COLORS[:3, :3]).resize((SIDE, SIDE), Image.Resampling.BICUBIC))
-    exact = {"WEBP": {"lossless": True}, "JPEG": {"quality": 100, "subsampling": 0}, "AVIF": {"quality": 100}}
+    exact: dict[str, dict[str, object]] = {
+        "WEBP": {"lossless": True},
+        "JPEG": {"quality": 100, "subsampling": 0},
+        "AVIF": {"quality": 100},
+    }
     data = saved(Image.fromarray(smooth), format, icc_profile=profile, **exact.get(format, {}))
     stored = Image.open(io.BytesIO(data)).convert("RGB")
     found = decoded(data)

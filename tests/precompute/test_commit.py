@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,7 +27,7 @@ def die_before(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     steps = iter(range(1000))
     save = Receipt.save
 
-    def counting(put: Callable[[Store, Path, str], None]) -> Callable[[Store, Path, str], None]:
+    def counting(put: Callable[[Any, Path, str], None]) -> Callable[[Store, Path, str], None]:
         def counted_put(store: Store, source: Path, name: str) -> None:
             if next(steps) == number:
                 raise Killed

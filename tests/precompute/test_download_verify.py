@@ -34,7 +34,7 @@ def config(tmp_path: Path) -> DownloadConfig:
     statuses = ["success" if key in PICTURES else "failed_to_download" for key in keys]
     table = pa.table({"key": keys, "status": statuses, "sha256": [hashes.get(key) for key in keys]})
     pq.write_table(table, tmp_path / "00000.parquet")
-    members = {}
+    members: dict[str, bytes] = {}
     for key, data in PICTURES.items():
         members |= {f"{key}.jpg": data, f"{key}.txt": b"a caption", f"{key}.json": json.dumps({"key": key}).encode()}
     write_tar(tmp_path, members)

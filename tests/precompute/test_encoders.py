@@ -1,6 +1,7 @@
 """The encoders: what a batch's neighbours may change, what goes to the device in which order, and by which kernels."""
 
 import functools
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -99,21 +100,22 @@ def test_batches_on_the_device_come_back_each_as_itself(pictures: list[np.ndarra
 def test_what_overflows_is_encoded_again_in_float32(
     pictures: list[np.ndarray], captions: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for encoder, items in ((image_encoder("bfloat16"), pictures[:3]), (text_encoder("bfloat16"), captions[:3])):
-        encode = encoder._encode
-
-        def overflow(batch: Tensor, precision: Precision, encode=encode) -> Tensor:  # type: ignore[no-untyped-def]
+    def overflowing(encode: Callable[[Tensor, Precision], Tensor]) -> Callable[[Tensor, Precision], Tensor]:
+        def overflow(batch: Tensor, precision: Precision) -> Tensor:
             assert len(batch) == 4, "a batch that is not filled"
             latents = encode(batch, precision)
             if precision == "bfloat16":
                 latents[1] = 1e6  # beyond float16
             return latents
 
-        monkeypatch.setattr(encoder, "_encode", overflow)
-        exact = {ImageEncoder: image_encoder, TextEncoder: text_encoder}[type(encoder)]("float32")
-        found, expected = encoder(items, 4)[1], exact(items, 4)[1]  # type: ignore[arg-type]
-        if isinstance(encoder, TextEncoder):
-            found, expected = found.latents, expected.latents
+        return overflow
+
+    image, text = image_encoder("bfloat16"), text_encoder("bfloat16")
+    monkeypatch.setattr(image, "_encode", overflowing(image._encode))
+    monkeypatch.setattr(text, "_encode", overflowing(text._encode))
+    second = image(pictures[:3], 4)[1], text(captions[:3], 4)[1].latents
+    exact = image_encoder("float32")(pictures[:3], 4)[1], text_encoder("float32")(captions[:3], 4)[1].latents
+    for found, expected in zip(second, exact, strict=True):
         assert found.isfinite().all() and share_of_deviation(found, expected) < LARGEST["float32"]
 
 

@@ -15,7 +15,7 @@ from shards.buckets import Bucket
 from shards.errors import WorkError
 from shards.receipts import load_receipts
 from shards.verify import verify_root
-from tests.conftest import SIZES, encode_all, precompute_config
+from tests.conftest import SIZES, encode_all, folder_of, precompute_config
 from tests.faults.decoders import killed_once, poisoned
 from tests.precompute.test_shard import tree
 from tests.tiny import make_samples, make_tar, picture
@@ -112,9 +112,9 @@ def test_the_rest_of_a_poisoned_shard_survives_byte_for_byte(models: Path, tmp_p
     assert list(verify_root(two.output)) == []
     receipt = load_receipts(two.output)[0]
     assert receipt.rejected == {"decoder_crash": 3, "too_small": 3} and receipt.attempts == 2
-    rejects = pq.read_table(two.output / "rejects" / "00000.parquet").to_pylist()
+    rejects = pq.read_table(folder_of(two) / "rejects" / "00000.parquet").to_pylist()
     assert {row["key"] for row in rejects if row["reason"] == "decoder_crash"} == {key for key, _ in poisons}
-    expected, found = tree(one.output), tree(two.output)
+    expected, found = tree(folder_of(one)), tree(folder_of(two))
     assert expected.keys() == found.keys()
     different = {name for name in expected if expected[name] != found[name]}
     books = {"rejects/00000.parquet", "64x64/00000/refused.parquet", "128x128/00000/refused.parquet"}
@@ -130,4 +130,4 @@ def test_a_thread_that_does_not_end_is_not_waited_for(
     config = precompute_config(models, tmp_path / "tars", tmp_path / "root", limits={"decode_seconds": 1})
     with pytest.raises(Stuck, match=r"took more than 0\.2 s"):
         encode_all(config, models, decode=poisoned)
-    assert not list((config.output / ".attempts").iterdir())
+    assert not list((folder_of(config) / ".attempts").iterdir())

@@ -115,7 +115,12 @@ def test_the_decoder_leaves_the_margin(monkeypatch: pytest.MonkeyPatch) -> None:
     """128 px wanted of 400: at 1/2 there are 200, which is 1.56 times as many."""
     sizes = []
     load = Image.Image.load
-    monkeypatch.setattr(Image.Image, "load", lambda image: sizes.append(image.size) or load(image))
+
+    def observed(image: Image.Image) -> object:
+        sizes.append(image.size)
+        return load(image)
+
+    monkeypatch.setattr(Image.Image, "load", observed)
     data = picture(np.random.default_rng(3), 600, 400)
     for margin, buckets in [(1.5, [LARGE]), (1.6, [LARGE]), (1.5, [SMALL, LARGE]), (1.5, [SMALL])]:
         sizes.clear()

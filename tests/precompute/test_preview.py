@@ -12,7 +12,7 @@ from examples.shapes.vae_training import draw_pictures
 from precompute.preview import contact_sheet, decode_pictures, load_decoder, pick_samples, run, wrapped
 from shards.encoding import EncodingRecord
 from shards.errors import RequestError
-from tests.conftest import encode_all, precompute_config
+from tests.conftest import encode_all, folder_of, precompute_config
 from tests.tiny import make_tar
 
 
@@ -31,7 +31,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = precompute_config(MODELS, folder / "tars", folder / "root", buckets=["64x64"])
     encode_all(config, MODELS)
     np.save(folder / "pictures.npy", pictures)
-    return config.output
+    return folder_of(config)
 
 
 def test_what_went_in_comes_back(root: Path) -> None:

@@ -4,7 +4,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from precompute.select import filtering, job, output
+from precompute.select.inputs import MetadataFile
 from precompute.select.job import select
 from shards.errors import RequestError, WorkError
 from tests.precompute import laion
@@ -123,7 +124,12 @@ def test_finished_files_are_not_filtered_again(metadata: Path, tmp_path: Path, m
     (metadata / "part-2.parquet").write_bytes(good)
     read_again = []
     original = filtering.read_batches
-    monkeypatch.setattr(filtering, "read_batches", lambda source: read_again.append(source.name) or original(source))
+
+    def observed(source: MetadataFile) -> Iterator[pa.RecordBatch]:
+        read_again.append(source.name)
+        return original(source)
+
+    monkeypatch.setattr(filtering, "read_batches", observed)
     select(config)
     assert read_again == ["part-2.parquet"]
 

@@ -31,7 +31,7 @@ EDGES: list[tuple[str, dict[str, Any], str, list[Any], list[Any], list[Any]]] = 
 @pytest.mark.parametrize(("rule", "filters", "column", "stay", "go", "absent"), EDGES)
 def test_edges(rule: str, filters: dict, column: str, stay: list, go: list, absent: list) -> None:
     values = [*go, *stay, *absent]
-    batch = laion.rows(len(values), **{column: values}).to_batches()[0]
+    batch = laion.rows(len(values), start=0, **{column: values}).to_batches()[0]
     rules = build_rules(FiltersConfig.model_validate(OFF | filters), UrlsConfig(), [])
     dropped = {rule.name: Dropped() for rule in rules.all}
     kept = rules.apply(batch, dropped)
@@ -43,7 +43,7 @@ def test_edges(rule: str, filters: dict, column: str, stay: list, go: list, abse
 def test_a_row_is_counted_by_the_first_rule_that_drops_it() -> None:
     # all four fail punsafe, two of them for want of a value; the first fails aesthetic before, the second has none
     columns = {"AESTHETIC_SCORE": [1.0, None, 6.0, 6.0, 6.0], "punsafe": [0.5, None, 0.5, None, 0.0]}
-    batch = laion.rows(5, **columns).to_batches()[0]
+    batch = laion.rows(5, start=0, **columns).to_batches()[0]
     rules = build_rules(FiltersConfig(), UrlsConfig(), [])
     dropped = {rule.name: Dropped() for rule in rules.all}
     assert rules.apply(batch, dropped).num_rows == 1

@@ -31,7 +31,7 @@ from shards.errors import RequestError, WorkError
 from shards.receipts import load_receipt, load_receipts
 from shards.root import check_root, load_uncond
 from shards.text import dequantise
-from tests.conftest import encode_all, precompute_config
+from tests.conftest import encode_all, folder_of, precompute_config
 from tests.tiny import TEXT_LENGTH
 
 
@@ -117,9 +117,9 @@ def test_two_runs_give_the_same_bytes(latents: Path, models: Path, tars: Path, t
 def test_a_second_run_changes_nothing(models: Path, tars: Path, tmp_path: Path) -> None:
     config = precompute_config(models, tars, tmp_path / "root")
     encode_all(config, models)
-    before = tree(config.output)
+    before = tree(folder_of(config))
     encode_all(config, models)
-    assert tree(config.output) == before
+    assert tree(folder_of(config)) == before
 
 
 def test_a_bucket_added_later_gives_what_both_at_once_give(
@@ -191,7 +191,8 @@ def test_a_damaged_tar_commits_nothing(models: Path, tars: Path, tmp_path: Path)
     with pytest.raises(WorkError, match=r"00001.tar"):
         encode_all(config, models)
     assert load_receipt(config.output, "00000") is not None and load_receipt(config.output, "00001") is None
-    assert not list(config.output.glob("[!.]*/00001*")) and not list(config.output.glob(".attempts/00001.*[!k]"))
+    root = folder_of(config)
+    assert not list(root.glob("[!.]*/00001*")) and not list(root.glob(".attempts/00001.*[!k]"))
 
 
 def test_another_encoding_is_refused_by_field(latents: Path, models: Path, tars: Path) -> None:
@@ -232,7 +233,7 @@ def test_what_stays_non_finite_is_rejected(
     receipt = load_receipts(config.output)[0]
     # batches of 8: two of the ten 128x128 pictures head one; they are still in 64x64, so no sample is lost
     assert receipt.parts["128x128"].refused["non_finite"] == 2 and receipt.encoded == 15
-    rejects = pq.read_table(config.output / "rejects" / "00000.parquet").to_pylist()
+    rejects = pq.read_table(folder_of(config) / "rejects" / "00000.parquet").to_pylist()
     assert [row["bucket"] for row in rejects if row["reason"] == "non_finite"] == ["128x128"] * 2
 
 
@@ -249,7 +250,7 @@ def test_the_device_has_its_next_batch_before_the_last_one_is_written(
 ) -> None:
     """Nobody may wait for a batch before the one after it was begun; the last of all has none."""
     start, begun = ImageEncoder.start, threading.Semaphore(0)
-    waited = []
+    waited: list[bool] = []
 
     def observed(self: ImageEncoder, pictures: list[np.ndarray], batch_size: int) -> Callable[[], torch.Tensor]:
         wait = start(self, pictures, batch_size)

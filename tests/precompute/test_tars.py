@@ -4,12 +4,11 @@ import gzip
 import json
 import tarfile
 from pathlib import Path
+from typing import Literal
 
-import numpy as np
 import numpy as np
 import pytest
 
-from precompute.layout import Header
 from precompute.layout import Header
 from precompute.tars import InputShard, Tar, counted_samples, list_shards
 from shards.errors import DamagedInput, RequestError
@@ -58,7 +57,7 @@ def test_a_flipped_bit_in_any_header_is_found(tar: Path) -> None:
 
 
 @pytest.mark.parametrize("tar_format", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
-def test_headers_are_read_as_tarfile_reads_them(tar_format: int) -> None:
+def test_headers_are_read_as_tarfile_reads_them(tar_format: Literal[0, 1, 2]) -> None:
     """Whole ones, and with any one bit of them flipped."""
 
     def fields(kind: type[tarfile.TarInfo], block: bytes) -> tuple[object, ...]:
@@ -96,51 +95,8 @@ def test_headers_are_read_as_tarfile_reads_them(tar_format: int) -> None:
             flipped = [bytearray(whole) for _ in range(50)]
             for block, bit in zip(flipped, random.integers(0, 8 * 512, len(flipped)).tolist(), strict=True):
                 block[bit // 8] ^= 1 << bit % 8
-            for block in (whole, *map(bytes, flipped), whole[:300], b""):
-                assert fields(Header, block) == fields(tarfile.TarInfo, block)
-
-
-@pytest.mark.parametrize("tar_format", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
-def test_headers_are_read_as_tarfile_reads_them(tar_format: int) -> None:
-    """Whole ones, and with any one bit of them flipped."""
-
-    def fields(kind: type[tarfile.TarInfo], block: bytes) -> tuple[object, ...]:
-        try:
-            header = kind.frombuf(block, "utf-8", "surrogateescape")
-        except tarfile.TarError as error:
-            return type(error), str(error)
-        return header.name, header.size, header.type, header.chksum, header.issparse()
-
-    random = np.random.default_rng(0)
-    for name in (
-        "000070003.jpg",
-        "train/000070003.json",
-        "d/" * 80 + "a.txt",
-        "é.jpg",
-        "\udcff.jpg",
-        "x" * 100,
-        "",
-        "a/",
-    ):
-        for size, kind in (
-            (0, b"0"),
-            (5, b"\0"),
-            (1 << 20, b"0"),
-            (1 << 33, b"0"),
-            (1 << 34, b"7"),
-            (0, b"5"),
-            (9, b"S"),
-        ):
-            header = tarfile.TarInfo(name)
-            header.size, header.type = size, kind
-            if tar_format == tarfile.USTAR_FORMAT and size >= 1 << 33:
-                continue
-            whole = header.tobuf(tar_format, "utf-8", "surrogateescape")[-512:]
-            flipped = [bytearray(whole) for _ in range(50)]
-            for block, bit in zip(flipped, random.integers(0, 8 * 512, len(flipped)).tolist(), strict=True):
-                block[bit // 8] ^= 1 << bit % 8
-            for block in (whole, *map(bytes, flipped), whole[:300], b""):
-                assert fields(Header, block) == fields(tarfile.TarInfo, block)
+            for data in (whole, *map(bytes, flipped), whole[:300], b""):
+                assert fields(Header, data) == fields(tarfile.TarInfo, data)
 
 
 def test_truncation_at_any_block_is_found(tar: Path) -> None:

@@ -154,9 +154,17 @@ def test_two_processes_that_find_one_damaged_copy_both_read_on(root: Path, tmp_p
 def test_a_copy_that_is_being_looked_at_makes_room_for_nothing(tmp_path: Path) -> None:
     """Whoever holds its lock would write into what another process has begun meanwhile."""
     cache, other = (Cache(tmp_path / "cache", 15) for _ in range(2))
-    cache.add("a", 10, lambda target: target.write_bytes(bytes(10)) and None)
     room = []
-    cache.add("a", 10, pytest.fail, lambda copy: room.append(other._reserve("b", 10)) is None)
+
+    def download(target: Path) -> None:
+        target.write_bytes(bytes(10))
+
+    def sound(copy: Path) -> bool:
+        room.append(other._reserve("b", 10))
+        return True
+
+    cache.add("a", 10, download)
+    cache.add("a", 10, lambda target: pytest.fail(str(target)), sound)
     assert room == [False] and cache.path("a").exists()
     assert other._reserve("b", 10) and not cache.path("a").exists()
 

@@ -59,7 +59,7 @@ class Recorder(torch.nn.Module):
 
 @pytest.mark.parametrize("prediction", ["epsilon", "v_prediction", "sample"])
 def test_loss_is_diffusers(prediction: str) -> None:
-    loss = DiffusionLoss(ObjectiveConfig(prediction=prediction, caption_dropout=0), spec(), torch.device("cpu"))  # type: ignore[arg-type]
+    loss = DiffusionLoss(ObjectiveConfig(prediction=prediction, caption_dropout=0), spec(), torch.device("cpu"))
     unet, data, draws = Recorder(), batch(), Draws(3, 11, torch.arange(N))
     result = loss(unet, data, draws)
 
@@ -128,7 +128,7 @@ def test_a_batch_on_paper(tmp_path: Path) -> None:
 @pytest.mark.parametrize("prediction", ["epsilon", "v_prediction", "sample"])
 def test_min_snr_weighs_the_error_in_the_latents(prediction: str) -> None:
     """Whatever is predicted, the weighted loss is min(SNR, γ) times the squared error of the latents it implies."""
-    config = ObjectiveConfig(prediction=prediction, caption_dropout=0, min_snr_gamma=5.0)  # type: ignore[arg-type]
+    config = ObjectiveConfig(prediction=prediction, caption_dropout=0, min_snr_gamma=5.0)
     loss = DiffusionLoss(config, spec(posterior="mean"), torch.device("cpu"))
     data = batch(image_latents=torch.randn(N, CHANNELS, SIDE, SIDE).half())
     unet, draws = Recorder(), Draws(3, 12, torch.arange(N))
@@ -166,7 +166,7 @@ def test_zero_terminal_snr() -> None:
 
 def flow(**changes: object) -> DiffusionLoss:
     fields = {"prediction": "flow_matching", "caption_dropout": 0.0} | changes
-    return DiffusionLoss(ObjectiveConfig(**fields), spec(posterior="mean"), torch.device("cpu"))  # type: ignore[arg-type]
+    return DiffusionLoss(ObjectiveConfig(**fields), spec(posterior="mean"), torch.device("cpu"))
 
 
 @pytest.mark.parametrize("sampling", ["uniform", "logit_normal"])
@@ -219,7 +219,7 @@ def test_times_of_flow_matching_are_distributed_as_configured() -> None:
 )
 def test_what_does_not_go_with_flow_matching(fields: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        ObjectiveConfig(prediction="flow_matching", **fields)  # type: ignore[arg-type]
+        ObjectiveConfig(prediction="flow_matching", **fields)
 
 
 def test_only_flow_matching_samples_time_otherwise() -> None:
@@ -234,7 +234,7 @@ def test_fixed_timesteps_are_the_middles_of_equal_parts() -> None:
 
 @pytest.mark.parametrize("prediction", ["epsilon", "flow_matching"])
 def test_losses_by_quarter_add_up(prediction: str) -> None:
-    loss = DiffusionLoss(ObjectiveConfig(prediction=prediction), spec(), torch.device("cpu"))  # type: ignore[arg-type]
+    loss = DiffusionLoss(ObjectiveConfig(prediction=prediction), spec(), torch.device("cpu"))
     draws, losses = Draws(1, 2, torch.arange(200)), torch.rand(200)
     found, timesteps = loss.by_quarter(losses, draws), loss.timesteps(draws)
     for quarter in range(4):

@@ -28,7 +28,7 @@ from train.schedule import learning_rate
     ],
 )
 def test_learning_rate(step: int, kind: str, expected: float) -> None:
-    config = ScheduleConfig(kind=kind, warmup_steps=10)  # type: ignore[arg-type]
+    config = ScheduleConfig(kind=kind, warmup_steps=10)
     assert learning_rate(step, 1.0, config, 100) == pytest.approx(expected, abs=1e-12)
 
 

@@ -1,7 +1,7 @@
 """Stable Diffusion 2 base as counted, so that one test alone has to count it, and plans built from the repository."""
 
-from collections.abc import Callable
 from pathlib import Path
+from typing import Protocol
 
 import pytest
 
@@ -11,6 +11,19 @@ from train.plan.report import Report, make_report
 from train.plan.work import Work
 
 REPOSITORY = Path(__file__).parents[3]
+
+
+class MakePlan(Protocol):
+    """`plan("--a.b", "value", path=…)` → the plan of that file with those overrides."""
+
+    def __call__(self, *overrides: str, path: str = ...) -> Plan: ...
+
+
+class MakeReport(Protocol):
+    """As `MakePlan`, worked out."""
+
+    def __call__(self, *overrides: str, path: str = ...) -> Report: ...
+
 
 SD2 = Work(
     num_parameters=865_910_724,
@@ -37,12 +50,12 @@ def sd2() -> Work:
 
 
 @pytest.fixture
-def plan() -> Callable[..., Plan]:
-    """`plan("--a.b", "value", path=…)` → the plan of that file with those overrides."""
+def plan() -> MakePlan:
+    """Plans from the repository's configs."""
     return lambda *overrides, path="configs/plan.yaml": load_config(Plan, path, list(overrides), "plan")
 
 
 @pytest.fixture
-def report(plan: Callable[..., Plan]) -> Callable[..., Report]:
-    """As `plan`, worked out."""
+def report(plan: MakePlan) -> MakeReport:
+    """Their reports, of Stable Diffusion 2 base."""
     return lambda *overrides, path="configs/plan.yaml": make_report(plan(*overrides, path=path), SD2)

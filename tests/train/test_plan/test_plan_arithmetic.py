@@ -2,6 +2,7 @@
 
 import math
 import random
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -36,7 +37,9 @@ image_seconds = st.floats(1e-4, 1)
 
 
 @given(image_seconds, steps, counts, machines)
-def test_a_step_is_never_faster_than_its_bottleneck(seconds, step, gpus, machine) -> None:
+def test_a_step_is_never_faster_than_its_bottleneck(
+    seconds: float, step: scaling.Step, gpus: int, machine: scaling.Machine
+) -> None:
     time = scaling.step_time(seconds, step, gpus, machine)
     busiest = {"compute": time.compute, "gradient traffic": time.gradients, "data rate": time.data}
     assert busiest[time.bottleneck] == max(busiest.values())
@@ -45,7 +48,7 @@ def test_a_step_is_never_faster_than_its_bottleneck(seconds, step, gpus, machine
 
 
 @given(image_seconds, steps, counts, machines)
-def test_calibrating_undoes_predicting(seconds, step, gpus, machine) -> None:
+def test_calibrating_undoes_predicting(seconds: float, step: scaling.Step, gpus: int, machine: scaling.Machine) -> None:
     time = scaling.step_time(seconds, step, gpus, machine)
     assume(time.data < time.total)  # else the rate says nothing about computing
     rate = step.global_batch_size / gpus / time.total
@@ -53,7 +56,9 @@ def test_calibrating_undoes_predicting(seconds, step, gpus, machine) -> None:
 
 
 @given(image_seconds, steps, counts, machines)
-def test_twice_the_gpus_never_cost_less(seconds, step, gpus, machine) -> None:
+def test_twice_the_gpus_never_cost_less(
+    seconds: float, step: scaling.Step, gpus: int, machine: scaling.Machine
+) -> None:
     one, two = (scaling.step_time(seconds, step, count, machine).total * count for count in (gpus, 2 * gpus))
     # Within a node that is not full yet, two GPUs halve what each must read into it.
     assume(gpus >= machine.gpus_per_node)
@@ -62,7 +67,9 @@ def test_twice_the_gpus_never_cost_less(seconds, step, gpus, machine) -> None:
 
 
 @given(image_seconds, st.floats(1, 10), steps, counts, machines)
-def test_slower_images_never_make_faster_steps(seconds, factor, step, gpus, machine) -> None:
+def test_slower_images_never_make_faster_steps(
+    seconds: float, factor: float, step: scaling.Step, gpus: int, machine: scaling.Machine
+) -> None:
     times = [scaling.step_time(value, step, gpus, machine).total for value in (seconds, seconds * factor)]
     assert times[0] <= times[1] * (1 + 1e-9)
 
@@ -97,7 +104,7 @@ def test_all_reduce(gpus: int, seconds: float) -> None:
 
 
 @given(st.floats(1, 1200), st.floats(3600, 3e6), st.floats(0, 3600))
-def test_daly_interval_is_within_a_permille_of_the_best(checkpoint, between, restart) -> None:
+def test_daly_interval_is_within_a_permille_of_the_best(checkpoint: float, between: float, restart: float) -> None:
     assume(checkpoint < between / 10)
 
     def cost(interval: float) -> float:
@@ -114,7 +121,7 @@ def test_daly_interval_where_checkpoints_outlast_the_machine() -> None:
 
 
 @pytest.mark.parametrize("checkpoint, between", [(0, 1), (1, 0), (-1, 1)])
-def test_intervals_need_positive_times(checkpoint, between) -> None:
+def test_intervals_need_positive_times(checkpoint: float, between: float) -> None:
     with pytest.raises(ValueError, match="must be positive"):
         restarts.best_interval(checkpoint, between)
 
@@ -148,7 +155,7 @@ def test_expected_time_can_be_for_ever() -> None:
 
 
 @given(positive, st.floats(0, 100), st.floats(0, 100))
-def test_storing_for_nothing_pays_from_the_first_pass(encode, storage, more) -> None:
+def test_storing_for_nothing_pays_from_the_first_pass(encode: float, storage: float, more: float) -> None:
     assert costs.break_even_passes(encode, 0, encode) == 1
     assert costs.break_even_passes(encode, storage + more, encode) >= costs.break_even_passes(encode, storage, encode)
 
@@ -169,7 +176,7 @@ def test_checkpoint_bytes() -> None:
 
 @pytest.mark.parametrize("trim", [False, True])
 @pytest.mark.parametrize("storage", ["float16", "float8"])
-def test_sample_bytes_are_those_of_a_written_shard(storage: text.TextStorage, trim: bool, tmp_path) -> None:
+def test_sample_bytes_are_those_of_a_written_shard(storage: text.TextStorage, trim: bool, tmp_path: Path) -> None:
     num_samples, tokens, width = 50, 20, 1024
     columns = {
         "key": "str",

@@ -6,28 +6,30 @@ from pathlib import Path
 import pytest
 
 from shards.errors import exit_code_of
+from tests.train.test_plan.conftest import MakeReport
 from train.plan import report as report_module
 from train.plan.__main__ import run
 from train.plan.text import render
+from train.plan.work import Work
 
 
 @pytest.fixture(autouse=True)
-def _counted(monkeypatch: pytest.MonkeyPatch, sd2) -> None:
+def _counted(monkeypatch: pytest.MonkeyPatch, sd2: Work) -> None:
     monkeypatch.setattr(report_module, "count_work", lambda networks, buckets: sd2)
 
 
 @pytest.mark.parametrize("arguments", [["--gpus", "64"], ["--gpus", "64", "--text.storage", "float8"]])
-def test_gpus_are_pointed_out(capsys, arguments: list[str]) -> None:
+def test_gpus_are_pointed_out(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
     run(arguments)
     assert capsys.readouterr().out.count("> 64 ") == 2
 
 
-def test_gpus_without_a_number_are_as_if_left_out(capsys) -> None:
+def test_gpus_without_a_number_are_as_if_left_out(capsys: pytest.CaptureFixture[str]) -> None:
     run(["--config", "configs/plan.yaml", "--gpus", "--text.trim", "true"])
     assert ">" not in capsys.readouterr().out.split("Latents")[0]
 
 
-def test_files(tmp_path: Path, capsys) -> None:
+def test_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run(["--out", str(tmp_path)])
     assert (tmp_path / "plan.txt").read_text() in capsys.readouterr().out
     written = json.loads((tmp_path / "plan.json").read_text())["plans"][0]
@@ -37,7 +39,7 @@ def test_files(tmp_path: Path, capsys) -> None:
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_side_by_side(capsys) -> None:
+def test_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
     run(["--text.storage", "float8", "--compare", "configs/plan.yaml", "configs/plan/h200.yaml"])
     shown = capsys.readouterr().out.split("Side by side")[1]
     storage = next(line.split() for line in shown.splitlines() if "text.storage" in line)
@@ -46,16 +48,16 @@ def test_side_by_side(capsys) -> None:
     assert latents == ["118.9*", "204.6*", "204.6*"]
 
 
-def test_a_plan_beside_itself_differs_in_nothing(capsys) -> None:
+def test_a_plan_beside_itself_differs_in_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     run(["--compare", "configs/plan.yaml"])
     assert "nothing" in capsys.readouterr().out.split("Side by side")[1]
 
 
-def test_wrong_requests_exit_with_2(capsys) -> None:
+def test_wrong_requests_exit_with_2(capsys: pytest.CaptureFixture[str]) -> None:
     assert exit_code_of(lambda: run(["--gpus", "many"])) == 2
     assert exit_code_of(lambda: run(["--gpu.knd", "H200"])) == 2
     assert "unknown option --gpu.knd (did you mean `gpu.kind`?)" in capsys.readouterr().err
 
 
-def test_the_documentation_shows_what_the_command_prints(report) -> None:
+def test_the_documentation_shows_what_the_command_prints(report: MakeReport) -> None:
     assert render(report("--gpus", "64")).strip() in Path("docs/planning.md").read_text()

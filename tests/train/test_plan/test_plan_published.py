@@ -2,10 +2,12 @@
 
 import pytest
 
+from tests.train.test_plan.conftest import MakePlan, MakeReport
 from train.plan.costs import days_of, gpu_hours_of, sample_bytes
 from train.plan.latents import precompute_hours
 from train.plan.measured import read_rates
 from train.plan.rows import Inputs
+from train.plan.work import Work
 
 PHASE1_IMAGES = 1_126_400_000
 PHASE2_IMAGES = 1_740_800_000
@@ -21,7 +23,7 @@ PHASE2_IMAGES = 1_740_800_000
         (128, 11600, 4590, 5.51, 33_874),
     ],
 )
-def test_throughput_table(report, gpus, rate256, rate512, days, cost) -> None:
+def test_throughput_table(report: MakeReport, gpus: int, rate256: int, rate512: int, days: float, cost: int) -> None:
     row = next(row for row in report().rows if row.gpus == gpus)
     assert [phase.basis for phase in row.phases] == ["measured", "measured"]
     assert [phase.images_per_second for phase in row.phases] == pytest.approx([rate256, rate512])
@@ -32,7 +34,7 @@ def test_throughput_table(report, gpus, rate256, rate512, days, cost) -> None:
     assert row.training_hours * 2 == pytest.approx(cost, abs=1)
 
 
-def test_images_follow_from_steps_and_batch(plan) -> None:
+def test_images_follow_from_steps_and_batch(plan: MakePlan) -> None:
     assert [phase.steps * phase.global_batch_size for phase in plan().phases] == [PHASE1_IMAGES, PHASE2_IMAGES]
 
 
@@ -50,7 +52,7 @@ def test_version_2_adds_up() -> None:
     assert gpu_hours_of(1.6 + 4.9, 128) == pytest.approx(20_051, rel=0.005)
 
 
-def test_version_2_took_longer_than_its_throughput_table_says(report) -> None:
+def test_version_2_took_longer_than_its_throughput_table_says(report: MakeReport) -> None:
     row = next(row for row in report().rows if row.gpus == 128)
     assert 20_051 / row.training_hours == pytest.approx(1.184, abs=0.001)
     # Both phases, the first more so.
@@ -58,7 +60,7 @@ def test_version_2_took_longer_than_its_throughput_table_says(report) -> None:
     assert 4.9 / days_of(PHASE2_IMAGES, 4_590) == pytest.approx(1.12, abs=0.01)
 
 
-def test_precompute_hours_follow_from_encoding_every_size(plan, sd2) -> None:
+def test_precompute_hours_follow_from_encoding_every_size(plan: MakePlan, sd2: Work) -> None:
     every_size, only_fitting = (
         precompute_hours(Inputs(plan("--every_size", value), sd2, read_rates([], "A100")))
         for value in ("true", "false")
@@ -69,7 +71,7 @@ def test_precompute_hours_follow_from_encoding_every_size(plan, sd2) -> None:
     assert 1 - only_fitting / every_size == pytest.approx(0.483, abs=0.001)
 
 
-def test_utilisation(sd2) -> None:
+def test_utilisation(sd2: Work) -> None:
     peak = 312e12
     assert 1100 / 8 * sd2.train["256x256"] / peak == pytest.approx(0.24, abs=0.005)
     assert 290 / 8 * sd2.train["512x512"] / peak == pytest.approx(0.28, abs=0.005)
@@ -101,7 +103,7 @@ def test_ray_data_peer() -> None:
     assert pytest.approx(3.00, abs=0.005) == 39_511 / 13_165
 
 
-def test_mlperf_record(report, sd2) -> None:
+def test_mlperf_record(report: MakeReport, sd2: Work) -> None:
     assert pytest.approx(1_034, abs=1) == 51_200 / 49.5
     achieved = 1_034 / 8 * sd2.train["512x512"]
     assert achieved == pytest.approx(312e12, rel=0.005)
@@ -113,14 +115,14 @@ def test_mlperf_record(report, sd2) -> None:
     assert (phase.basis, phase.images_per_second) == ("measured", pytest.approx(1_034))
 
 
-def test_online_at_equal_utilisation_is_1_5_not_1_4(sd2) -> None:
+def test_online_at_equal_utilisation_is_1_5_not_1_4(sd2: Work) -> None:
     images = {"256x256": PHASE1_IMAGES, "512x512": PHASE2_IMAGES}
     train = sum(count * sd2.train[bucket] for bucket, count in images.items())
     encode = sum(count * (sd2.encode[bucket] + sd2.caption) for bucket, count in images.items())
     assert 1 + encode / train == pytest.approx(1.49, abs=0.005)
 
 
-def test_online_from_published_throughputs_is_1_5_not_1_4(report) -> None:
+def test_online_from_published_throughputs_is_1_5_not_1_4(report: MakeReport) -> None:
     assert report().rows[0].online_ratio == pytest.approx(1.51, abs=0.005)
     # The published 1.4 needs encoders at a third of the peak, not at the 27 % that its own precompute reached.
     assert report("--gpu.encode_utilisation", "0.34").rows[0].online_ratio == pytest.approx(1.4, abs=0.005)

@@ -1,6 +1,7 @@
 """Counted FLOPs and parameters against the published figures."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,9 @@ def test_counting_sd2_gives_the_published_work(sd2: Work) -> None:
         (lambda work: work.caption, 45.1),
     ],
 )
-def test_work_rounds_to_the_published_figures(sd2: Work, counted, published_giga: float) -> None:
+def test_work_rounds_to_the_published_figures(
+    sd2: Work, counted: Callable[[Work], float], published_giga: float
+) -> None:
     digits = len(str(published_giga).split(".")[1])
     assert round(counted(sd2) / 1e9, digits) == published_giga
 
