@@ -1,8 +1,8 @@
 """What a stage 1 worker adds to decoding, and whether it keeps its encoders busy: `python -m bench.worker`.
 
-The worker is `encode_shard` itself, on tars of 400 to 600 px JPEGs, into 256 and 512 px buckets with Stable Diffusion
-2's shapes. Its encoders are stand-ins: one costs nothing, the other works like a GPU, in its own time beside the
-worker's threads, and takes a fixed time per picture. No GPU is needed, and no weights.
+The worker is `encode_shard` itself, on tars of JPEGs, into 256 and 512 px buckets with Stable Diffusion 2's shapes. Its
+encoders are stand-ins: one costs nothing, the other works like a GPU, in its own time beside the worker's threads, and
+takes a fixed time per picture. No GPU is needed, and no weights.
 """
 
 import argparse
@@ -11,7 +11,6 @@ import json
 import multiprocessing
 import os
 import shutil
-import statistics
 import tarfile
 import time
 from collections.abc import Callable, Iterable
@@ -21,9 +20,9 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from PIL import Image
 
 from bench.common import section, status_mb, table, timed_in_turn
+from bench.pixels import make_corpus
 from precompute.config import PrecomputeConfig
 from precompute.encoders import EncodedCaption
 from precompute.pixels import decode
@@ -35,6 +34,9 @@ from shards.root import create_root
 BUCKETS = ("256x256", "512x512")
 PLANES, DOWNSAMPLING, TEXT_LENGTH, TEXT_WIDTH = 8, 8, 77, 1024
 DISTINCT_PICTURES = 100
+MIXED, SMALL = (300, 1600), (400, 600)
+"""Longer sides in pixels: the corpus of the pixel path's benchmark, and one where decoding costs least beside what is
+stored."""
 
 
 class Zeros:
@@ -131,23 +133,8 @@ def sd2_record() -> EncodingRecord:
     )
 
 
-def make_picture(random: np.random.Generator) -> bytes:
-    """A JPEG of 400 to 600 px a side with detail at several scales, some 100 kB."""
-    width, height = (int(side) for side in random.integers(400, 601, 2))
-    image = np.zeros((height, width, 3))
-    for step in (2, 8, 32, 128):
-        coarse = random.normal(0, 6 * step**0.5, (height // step + 2, width // step + 2, 3))
-        fine = coarse.repeat(step, axis=0).repeat(step, axis=1)
-        image += fine[:height, :width]
-    file = io.BytesIO()
-    Image.fromarray(np.clip(image + 128, 0, 255).astype(np.uint8)).save(file, "JPEG", quality=90)
-    return file.getvalue()
-
-
-def make_tars(folder: Path, num_shards: int, num_images: int) -> list[InputShard]:
-    """Tars as img2dataset writes them, of `DISTINCT_PICTURES` pictures that come round again."""
-    random = np.random.default_rng(0)
-    pictures = [make_picture(random) for _ in range(DISTINCT_PICTURES)]
+def make_tars(folder: Path, num_shards: int, num_images: int, pictures: list[bytes]) -> list[InputShard]:
+    """Tars as img2dataset writes them, of `pictures` that come round again."""
     folder.mkdir(parents=True, exist_ok=True)
     for shard in range(num_shards):
         with tarfile.open(folder / f"{shard:05d}.tar", "w") as tar:
@@ -286,23 +273,36 @@ def memory(options: Options, number: int) -> list[float]:
     return [*resident, status_mb("VmHWM")]
 
 
+def overhead_row(options: Options, corpus: tuple[int, int]) -> tuple[str, str]:
+    """What was measured and what came out, of a worker whose encoders cost nothing."""
+    rounds = np.array(in_new_process(overhead, options)).reshape(-1, 4)
+    bare, worker, bare_cpu, worker_cpu = rounds.T
+    rates = bare / worker
+    return (
+        f"encoders that cost nothing, pictures of {corpus[0]} to {corpus[1]} px: rate over that of bare decoding, "
+        f"{options.threads} threads each",
+        f"{np.median(rates):.0%} ({min(rates):.0%} to {max(rates):.0%}); by CPU time "
+        f"{np.median(bare_cpu / worker_cpu):.0%}; bare {options.images / np.median(bare):.0f} pictures/s",
+    )
+
+
 def report(options: Options) -> str:
     """Measure all of it; Markdown."""
-    rounds = np.array(in_new_process(overhead, options)).reshape(-1, 4)  # bare s, worker s, bare CPU s, worker CPU s
+    mixed, small = (make_corpus(DISTINCT_PICTURES, 0, *sides) for sides in (MIXED, SMALL))
+    make_tars(options.folder / "tars", 3, options.images, mixed)
+    of_small = replace(options, folder=options.folder / "small")
+    make_tars(of_small.folder / "tars", 1, options.images, small)
+    many_short = replace(options, folder=options.folder / "short")
+    make_tars(many_short.folder / "tars", options.shards, options.images // 10, mixed)
+
+    free = [overhead_row(options, MIXED), overhead_row(of_small, SMALL)]
     *shares, over_all = in_new_process(busy, options)
     gain = two_workers(options)
-    many_short = replace(options, folder=options.folder / "short")
-    make_tars(many_short.folder / "tars", options.shards, options.images // 10)
     *resident, peak = in_new_process(memory, many_short)
     later = np.array(resident[len(resident) // 2 :])  # what is taken once has been taken
     (slope, _), covariance = np.polyfit(range(len(later)), later, 1, cov=True)
-    rates, cpu = rounds[:, 0] / rounds[:, 1], rounds[:, 2] / rounds[:, 3]
     rows = [
-        (
-            f"encoders that cost nothing: rate over that of bare decoding, {options.threads} threads each",
-            f"{statistics.median(rates):.0%} ({min(rates):.0%} to {max(rates):.0%}); by CPU time "
-            f"{statistics.median(cpu):.0%}",
-        ),
+        *free,
         (
             "sleeping encoder: busy in one shard, start and commit included",
             ", ".join(f"{share:.1%}" for share in shares) + f"; all {len(shares)} in a row {over_all:.1%}",
@@ -318,9 +318,10 @@ def report(options: Options) -> str:
         "A stage 1 worker",
         "bench.worker",
         f"{table(('what', 'measured'), rows)}\n\n"
-        f"Shards of {options.images} JPEGs of 400 to 600 px, into {' and '.join(BUCKETS)}, with Stable Diffusion 2's "
-        f"shapes. The sleeping encoder takes {options.seconds_per_picture * 1e3:g} ms for each picture of each "
-        f"bucket. A worker is a process that calls `encode_shard`. MB resident after each shard: {listed}.",
+        f"Shards of {options.images} JPEGs, where nothing else is said those of the pixel path's benchmark, into "
+        f"{' and '.join(BUCKETS)}, with Stable Diffusion 2's shapes. The sleeping encoder takes "
+        f"{options.seconds_per_picture * 1e3:g} ms for each picture of each bucket. A worker is a process that calls "
+        f"`encode_shard`. MB resident after each shard: {listed}.",
     )
 
 
@@ -335,7 +336,6 @@ def main() -> None:
     parser.add_argument("--seconds-per-picture", type=float, default=0.01, help="of the sleeping encoder")
     options = Options(**vars(parser.parse_args()))
     shutil.rmtree(options.folder, ignore_errors=True)
-    make_tars(options.folder / "tars", 3, options.images)
     try:
         print(report(options))
     finally:
