@@ -1,5 +1,6 @@
 """Captions: any bytes in, clean text out, and what had to be done to it."""
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ SCORE_NAMES = (
     ("punsafe",),
     ("pwatermark",),
 )
+FLOAT32_MAX = float(np.finfo(np.float32).max)
 CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ufeff]+")
 SURROGATE = re.compile(r"[\ud800-\udfff]")
 JSON_PREFIX = "json:"
@@ -86,10 +88,14 @@ def _raw_caption(raw: RawSample, field: str) -> object:
 
 
 def read_scores(metadata: dict[str, Any]) -> np.ndarray:
-    """(4,) float32: aesthetic, similarity, punsafe, pwatermark, under any of LAION's spellings; NaN where absent."""
+    """(4,) float32: aesthetic, similarity, punsafe, pwatermark, under any of LAION's spellings; NaN where there is no
+    number that float32 holds."""
     return np.array([_first_number(metadata, names) for names in SCORE_NAMES], np.float32)
 
 
 def _first_number(metadata: dict[str, Any], names: tuple[str, ...]) -> float:
-    values = (metadata.get(name) for name in names)
-    return next((float(v) for v in values if isinstance(v, int | float) and not isinstance(v, bool)), float("nan"))
+    for name in names:
+        value = metadata.get(name)
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            return value if abs(value) <= FLOAT32_MAX else math.nan
+    return math.nan

@@ -38,6 +38,18 @@ def fsync_file(path: str | Path) -> None:
         os.fsync(file.fileno())
 
 
+def fsync_and_forget(path: str | Path) -> None:
+    """`fsync_file` a file that nobody will read here soon: its pages in memory go, and serve the next one.
+
+    (A writer of terabytes that kept them would push everything else out of memory, the tars that it reads too; and
+    the kernel needs several times as long to find a fresh page as to fill it.)
+    """
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
 def fsync_tree(folder: Path) -> None:
     """Flush every file and folder below `folder`, itself included, to the disk."""
     for parent, _, names in os.walk(folder, topdown=False):

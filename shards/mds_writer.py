@@ -19,12 +19,17 @@ from streaming.base.format.mds.encodings import mds_encode
 
 from shards.buckets import Bucket
 from shards.encoding import EncodingRecord
-from shards.files import fsync_file
+from shards.files import fsync_and_forget
 from shards.receipts import FileRecord
 
 SHARD_BYTES = 1 << 27
 BLOCK_BYTES = 1 << 20
 """Are hashed and written together, while they are in the processor's cache."""
+SPARE_BUFFERS = 2
+
+
+_spare: list[NDArray[np.uint8]] = []
+"""Buffers of finished parts, for the next ones: the kernel takes longer to clear fresh memory than it takes to fill."""
 
 
 class PartMDSWriter(MDSWriter):
@@ -40,7 +45,7 @@ class PartMDSWriter(MDSWriter):
             if shape
         }
         """Column → dtype and shape, of those whose arrays are all alike."""
-        self.buffer = np.empty(SHARD_BYTES, np.uint8)  # takes memory as it is filled
+        self.buffer = _spare.pop() if _spare else np.empty(SHARD_BYTES, np.uint8)  # takes memory as it is filled
         self.disk = ThreadPoolExecutor(1)
         self.syncing: list[Future[None]] = []
 
@@ -102,7 +107,7 @@ class PartMDSWriter(MDSWriter):
         entry = {"samples": num_samples, "raw_data": raw_data, "zip_data": None}
         self.shards.append(entry | self.get_config())
         self.records[name] = FileRecord(bytes=size, sha256=sha256.hexdigest())
-        self.syncing.append(self.disk.submit(fsync_file, path))
+        self.syncing.append(self.disk.submit(fsync_and_forget, path))
         self._reset_cache()
 
     def finish(self) -> None:
@@ -114,6 +119,9 @@ class PartMDSWriter(MDSWriter):
         if len(self.ends) > 1:
             self.flush_shard()
         super().finish()
+        if len(self.buffer) == SHARD_BYTES and len(_spare) < SPARE_BUFFERS:
+            _spare.append(self.buffer)
+        del self.buffer  # it is another writer's from now on
         self.disk.shutdown()
         for written in self.syncing:
             written.result()

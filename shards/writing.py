@@ -80,9 +80,8 @@ class PartWriter:
                 "scores": sample.scores.astype(np.float32),
             }
         )
-        scores = (float(score) for score in sample.scores)
-        counts = (sum(name in caption.mended for caption in present) for name in MENDED)
-        self.samples.append((sample.key, *sample.size[:2], *scores, len(present), *counts))
+        counts = [sum(name in caption.mended for caption in present) for name in MENDED]
+        self.samples.append((sample.key, *sample.size[:2], *sample.scores.tolist(), len(present), *counts))
 
     def _caption_columns(self, captions: list[Caption | None], present: list[Caption]) -> dict[str, Any]:
         stored = self.encoding.text

@@ -99,6 +99,11 @@ def test_caption_fields_that_make_no_sense(models: Path, tars: Path, fields: lis
         precompute_config(models, tars, tars, captions=fields)
 
 
+@pytest.mark.parametrize("score", [10**400, -(10**39), 1e39, float("inf"), float("nan"), True, "5", None, [5.0]])
+def test_what_float32_does_not_hold_is_no_score(score: object) -> None:
+    np.testing.assert_array_equal(read_scores({"punsafe": score}), np.full(4, np.nan, np.float32))
+
+
 def test_scores_under_any_spelling() -> None:
     metadata = {"AESTHETIC_SCORE": 5.5, "punsafe": 0, "similarity": None, "pwatermark": "0.3"}
     np.testing.assert_array_equal(read_scores(metadata), np.array([5.5, np.nan, 0.0, np.nan], np.float32))

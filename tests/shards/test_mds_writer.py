@@ -103,7 +103,7 @@ def test_an_error_of_the_disk_comes_out(latents: Path, tmp_path: Path, monkeypat
     def fail(path: str) -> None:
         raise OSError(28, "No space left on device", path)
 
-    monkeypatch.setattr(mds_writer, "fsync_file", fail)
+    monkeypatch.setattr(mds_writer, "fsync_and_forget", fail)
     encoding = EncodingRecord.load(latents)
     writer = PartMDSWriter(tmp_path / "part", encoding, Bucket(64, 64))
     for sample in samples(encoding, 3):
