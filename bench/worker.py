@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from itertools import cycle
 from pathlib import Path
 
 import numpy as np
@@ -266,7 +267,7 @@ def memory(options: Options, number: int) -> list[float]:
     torch.set_num_threads(1)
     warm_up()
     config, resident = fresh_config(options, "memory"), []
-    for shard in list_shards(config.input):
+    for _, shard in zip(range(options.shards), cycle(list_shards(config.input)), strict=False):
         encode([shard], config, FreeImageEncoder())
         resident.append(status_mb("VmRSS"))
         shutil.rmtree(config.output)
@@ -293,7 +294,7 @@ def report(options: Options) -> str:
     of_small = replace(options, folder=options.folder / "small")
     make_tars(of_small.folder / "tars", 1, options.images, small)
     many_short = replace(options, folder=options.folder / "short")
-    make_tars(many_short.folder / "tars", options.shards, options.images // 10, mixed)
+    make_tars(many_short.folder / "tars", 3, options.images // 10, mixed)
 
     free = [overhead_row(options, MIXED), overhead_row(of_small, SMALL)]
     *shares, over_all = in_new_process(busy, options)
@@ -313,7 +314,7 @@ def report(options: Options) -> str:
             f"peak {peak:.0f} MB; {slope:+.2f} ± {covariance[0, 0] ** 0.5:.2f} MB per shard over the second half",
         ),
     ]
-    listed = " ".join(f"{value:.0f}" for value in resident)
+    listed = " ".join(f"{value:.0f}" for value in resident[9::10])
     return section(
         "A stage 1 worker",
         "bench.worker",
@@ -321,7 +322,7 @@ def report(options: Options) -> str:
         f"Shards of {options.images} JPEGs, where nothing else is said those of the pixel path's benchmark, into "
         f"{' and '.join(BUCKETS)}, with Stable Diffusion 2's shapes. The sleeping encoder takes "
         f"{options.seconds_per_picture * 1e3:g} ms for each picture of each bucket. A worker is a process that calls "
-        f"`encode_shard`. MB resident after each shard: {listed}.",
+        f"`encode_shard`. MB resident after every tenth shard: {listed}.",
     )
 
 
@@ -330,7 +331,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="bench.worker", description=__doc__)
     parser.add_argument("--folder", type=Path, default=Path("runs/bench/worker"))
     parser.add_argument("--images", type=int, default=2000, help="in a shard; a tenth of it where memory is measured")
-    parser.add_argument("--shards", type=int, default=60, help="where memory is measured")
+    parser.add_argument("--shards", type=int, default=240, help="one after the other, where memory is measured")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="that decode")
     parser.add_argument("--rounds", type=int, default=2, help="of bare decoding and of the worker, in turn")
     parser.add_argument("--seconds-per-picture", type=float, default=0.01, help="of the sleeping encoder")
