@@ -133,9 +133,9 @@ class ImageEncoder:
         posterior: Literal["moments", "mean"],
         compiled: bool = False,
     ):
-        vae = AutoencoderKL.from_pretrained(folder, use_safetensors=True).eval().requires_grad_(False)
         # float32 whatever the file holds: autocast lowers what may be lowered
-        self.vae = vae.to(device, torch.float32).to(memory_format=torch.channels_last)
+        vae = AutoencoderKL.from_pretrained(folder, use_safetensors=True, torch_dtype=torch.float32)
+        self.vae = vae.eval().requires_grad_(False).to(device, memory_format=torch.channels_last)
         self.lowered = lowered(self.vae, precision)
         if compiled:  # for each bucket's shape; what is encoded again in float32 is not worth compiling for
             self.lowered.encoder = torch.compile(self.lowered.encoder, dynamic=False)
