@@ -6,13 +6,31 @@ import itertools
 
 import numpy as np
 from PIL import Image, ImageChops, ImageCms
+from PIL.ImageFile import ImageFile
+from PIL.TiffImagePlugin import BITSPERSAMPLE, PHOTOMETRIC_INTERPRETATION, TiffImageFile
 
 from precompute.reject import Reject
 
 SRGB_TOLERANCE = 2
 """A profile that moves no colour further than this, of 255, is sRGB: the profiles called so differ by 1."""
 ALPHA_MODES = ("RGBA", "LA", "PA", "La", "RGBa")
+WHITE_IS_ZERO = 0
+MAX_PROFILE_BYTES = 4 << 20
+"""Of an ICC profile; some are kept."""
 SRGB = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB"))
+
+
+def scale_transparency(image: ImageFile) -> None:
+    """Bring the transparent colour of a PNG that is not loaded yet to 8 bits, as its samples will be: Pillow leaves it
+    as the file has it. Of RGB with 16 bits, colours that are the same in 8 bits become transparent together."""
+    clear = image.info.get("transparency")
+    if image.format != "PNG" or clear is None:
+        return
+    samples = image.tile[0].args
+    if samples in ("L;2", "L;4") and isinstance(clear, int):
+        image.info["transparency"] = clear * (85 if samples == "L;2" else 17)
+    elif samples == "RGB;16B":
+        image.info["transparency"] = tuple(value >> 8 for value in clear)
 
 
 def to_srgb(image: Image.Image) -> Image.Image:
@@ -25,6 +43,8 @@ def to_srgb(image: Image.Image) -> Image.Image:
         Reject: `bad_profile` where the profile cannot be read; `undecodable` where the samples' range is not known.
     """
     profile = image.info.get("icc_profile")
+    if profile and len(profile) > MAX_PROFILE_BYTES:
+        raise Reject("bad_profile", f"{len(profile)} bytes")
     if image.mode == "RGB" and not profile and "transparency" not in image.info:
         return image
     if image.mode in ("I", "F"):
@@ -47,7 +67,13 @@ def to_srgb(image: Image.Image) -> Image.Image:
 
 
 def _eight_bit_grey(image: Image.Image) -> Image.Image:
-    values = np.asarray(image).astype(np.uint32)
+    values: np.ndarray = np.asarray(image).astype(np.uint32)
+    if isinstance(image, TiffImageFile):
+        bits = image.tag_v2.get(BITSPERSAMPLE)
+        if bits in (12, (12,)):
+            values = values * 65535 // 4095
+        if image.tag_v2.get(PHOTOMETRIC_INTERPRETATION) == WHITE_IS_ZERO:
+            values = 65535 - values
     grey = Image.fromarray(((values + 128) // 257).astype(np.uint8))
     if (clear := image.info.get("transparency")) is not None:
         grey.putalpha(Image.fromarray(np.where(values == clear, 0, 255).astype(np.uint8)))

@@ -15,10 +15,25 @@ from typing import BinaryIO, Self, TypeVar
 from shards.errors import DamagedInput
 
 IMAGE_SUFFIXES = {"jpg", "jpeg", "png", "webp", "gif", "tif", "tiff", "avif"}
-MAGIC = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
+MAGIC = {
+    re.compile(rb"\x1f\x8b"): "gzip",
+    re.compile(rb"BZh[1-9]1AY&SY"): "bzip2",  # the first four bytes alone may begin a name
+    re.compile(rb"\xfd7zXZ"): "xz",
+    re.compile(rb"\x28\xb5\x2f\xfd"): "zstd",
+}
 Item = TypeVar("Item")
 BLOCK = tarfile.BLOCKSIZE
 OCTAL = re.compile(rb"[0-7]+")
+EXTENDED = (
+    tarfile.GNUTYPE_LONGNAME,
+    tarfile.GNUTYPE_LONGLINK,
+    tarfile.XHDTYPE,
+    tarfile.XGLTYPE,
+    tarfile.SOLARIS_XHDTYPE,
+)
+MAX_EXTENDED_BYTES = 1 << 20
+"""Of a long name, or of what pax says of a member: tarfile reads all of it into memory."""
+HEADER_ERRORS = (tarfile.TarError, ValueError, OverflowError, IndexError)
 PLAIN = (tarfile.REGTYPE, tarfile.AREGTYPE)
 
 
@@ -54,7 +69,7 @@ def read_layout(path: Path) -> Layout:
     """
     refuse_compressed(path)
     layout, size = Layout(), path.stat().st_size
-    end, key = 0, ""
+    end, key, placed = 0, "", ""
     beside_damage: list[str] = []
     with path.open("rb") as file:
         for header, next_header in not_too_deep(path, read_headers(file, size)):
@@ -67,7 +82,8 @@ def read_layout(path: Path) -> Layout:
                 layout.damage.append(f"is cut short within {header.name!r}")
                 beside_damage.append(key)
             elif key and header.type in PLAIN and not header.issparse():
-                _place(layout, key, suffix, before, Member(header.name, header.offset_data, header.size))
+                _place(layout, key, suffix, placed, Member(header.name, header.offset_data, header.size))
+                placed = key
         if end <= size and (damage := damage_at_end(path, end)):
             layout.damage.append(damage)
             beside_damage.append(key)
@@ -80,7 +96,7 @@ def read_layout(path: Path) -> Layout:
 
 def _place(layout: Layout, key: str, suffix: str, before: str, member: Member) -> None:
     members = layout.members.setdefault(key, {})
-    if suffix in members:
+    if suffix in members or (suffix in IMAGE_SUFFIXES and not IMAGE_SUFFIXES.isdisjoint(members)):
         layout.damage.append(f"is not sound: the key {key} comes twice, so its samples cannot be told apart")
         layout.lost[key] = "its key comes twice"
     elif members and key != before:
@@ -109,21 +125,24 @@ class Header(tarfile.TarInfo):
             header = cls(buf[:100].partition(b"\0")[0].decode(encoding, errors))
             header.size, header.chksum = int(size, 8), int(checksum, 8)
             return header
-        return super().frombuf(buf, encoding, errors)
+        header = super().frombuf(buf, encoding, errors)
+        if header.type in EXTENDED and header.size > MAX_EXTENDED_BYTES:
+            raise tarfile.InvalidHeaderError(f"of {header.size} bytes")  # type: ignore[attr-defined]
+        return header
 
 
 def read_headers(file: BinaryIO, size: int) -> Iterator[tuple[tarfile.TarInfo, int]]:
     """Every header that can be read, and where the next one should be; what lies between is passed over."""
     try:
         tar = tarfile.TarFile(fileobj=file, ignore_zeros=True, tarinfo=Header)
-    except (tarfile.TarError, ValueError, OverflowError):
+    except HEADER_ERRORS:
         return
     first = True  # has been read already
     while first or tar.offset < size:
         first, at = False, tar.offset
         try:
             header = tar.next()
-        except (tarfile.TarError, ValueError, OverflowError):
+        except HEADER_ERRORS:
             tar.offset = max(at, tar.offset) + BLOCK
             continue
         if header is None:
@@ -170,9 +189,9 @@ def refuse_compressed(path: Path) -> None:
         DamagedInput: it is one.
     """
     with path.open("rb") as file:
-        start = file.read(8)
+        start = file.read(10)
     for magic, name in MAGIC.items():
-        if start.startswith(magic):
+        if magic.match(start):
             raise DamagedInput(
                 f"{path} is not a whole, uncompressed tar: it is compressed with {name}. Decompress it in its place."
             )

@@ -9,9 +9,10 @@ from typing import Literal, get_args
 
 import numpy as np
 from PIL import Image
+from PIL.ImageFile import ImageFile
 from pydantic import Field
 
-from precompute.color import to_srgb
+from precompute.color import scale_transparency, to_srgb
 from precompute.reject import Reject
 from precompute.resample import Filter, place, resample
 from shards.buckets import AspectTable, Bucket, choose_buckets
@@ -119,7 +120,10 @@ def decode(
     placements = {bucket: place(width, height, bucket) for bucket in chosen}
     with rejecting("undecodable"):
         scale = _shrink_on_decode(image, chosen, turned, config)
+        size = image.size
         image.load()
+        if image.size != size:
+            raise Reject("undecodable", f"it says that it is {size[0]}x{size[1]}, and is {image.width}x{image.height}")
         rgb = to_srgb(image)
         pixels = {}
         for bucket, placement in placements.items():
@@ -142,11 +146,15 @@ def rejecting(reason: str) -> Iterator[None]:
         raise Reject(reason, text[:200]) from error
 
 
-def _open(data: bytes, limits: LimitsConfig) -> Image.Image:
+def _open(data: bytes, limits: LimitsConfig) -> ImageFile:
     with rejecting("not_an_image"):
         image = Image.open(io.BytesIO(data), formats=limits.formats)
     if image.width * image.height > limits.max_pixels or max(image.size) > limits.max_side:
         raise Reject("too_many_pixels", f"{image.width}x{image.height}")
+    if image.format == "TIFF":
+        image.info.pop("xmp", None)  # Pillow would turn the picture by it, and only once it is loaded
+    with rejecting("undecodable"):
+        scale_transparency(image)
     return image
 
 

@@ -38,6 +38,8 @@ from shards.writing import Caption, PartWriter, Sample
 Decode = Callable[..., Picture]
 """`pixels.decode`, or what stands in for it."""
 LOST = "lost_in_tar"
+MAX_DETAIL, MAX_URL = 1000, 4096
+"""Characters that a refusal keeps."""
 MALLOC_OPTIONS = ((-3, 32 << 20), (-1, 1 << 30), (-8, 1))
 """As mallopt(3) numbers them: M_MMAP_THRESHOLD and M_TRIM_THRESHOLD in bytes, M_ARENA_MAX."""
 PIXELS_PER_BATCH_ITEM = 512 * 512
@@ -231,8 +233,10 @@ def decode_sample(raw: RawSample, buckets: list[Bucket], config: PrecomputeConfi
             refuse_changed(raw, config.tars.policy)
         content = captions, decode(raw.image, buckets, config.pixels, config.limits, config.aspect.tables)
     except Reject as reject:
-        content = Reject(reject.reason, valid_text(str(reject)))  # it may name a member, whose name may be any bytes
-    return Decoded(raw.key, valid_text(str(raw.metadata.get("url") or "")), read_scores(raw.metadata), content)
+        # it may name a member, whose name may be any bytes, and many
+        content = Reject(reject.reason, valid_text(str(reject)[:MAX_DETAIL]))
+    url = valid_text(str(raw.metadata.get("url") or "")[:MAX_URL])
+    return Decoded(raw.key, url, read_scores(raw.metadata), content)
 
 
 def refuse_changed(raw: RawSample, policy: TarPolicy) -> NoReturn:

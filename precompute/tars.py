@@ -7,6 +7,7 @@ refused, or, where the config says so, what is sound of it is taken and every sa
 """
 
 import hashlib
+import io
 import json
 import os
 import tempfile
@@ -27,6 +28,10 @@ from shards.files import sha256_file
 
 TarPolicy = Literal["reject", "salvage"]
 MOST_NAMED = 5
+MAX_JSON_BYTES = 1 << 20
+"""A larger one is passed over as a broken one is: parsed, it takes up to 30 times as much memory."""
+MAX_ROWS = 1_000_000
+"""Of the parquet beside a tar: few bytes may say many rows."""
 
 
 @dataclass
@@ -52,14 +57,15 @@ class InputShard:
 
 
 def list_shards(folder: str) -> list[InputShard]:
-    """The tars directly in `folder` (a path or any fsspec URL), by name.
+    """The tars directly in `folder` (a path or any fsspec URL), by name; hidden files are none.
 
     Raises:
         RequestError: the folder cannot be listed, or holds no tar.
     """
     try:
         file_system, path = fsspec.core.url_to_fs(folder)
-        found = sorted(file_system.glob(f"{path.rstrip('/')}/*.tar"))
+        names = sorted(file_system.glob(f"{path.rstrip('/')}/*.tar"))
+        found = [name for name in names if not Path(name).name.startswith(".")]
     except (OSError, ImportError, ValueError) as error:
         raise RequestError(f"The input {folder} cannot be listed: {error}.") from error
     if not found:
@@ -177,6 +183,8 @@ class Tar:
         if member.size > self.max_member_bytes:
             sample.oversized = f"{member.name}: {member.size} bytes"
             return
+        if suffix == "json" and member.size > MAX_JSON_BYTES:
+            return
         data = os.pread(file, member.size, member.offset)
         if len(data) != member.size:
             raise DamagedInput(f"{self.path} changed while it was read: {member.name!r} is cut short. Try again.")
@@ -208,18 +216,38 @@ def counted_samples(shard: InputShard) -> Counted:
     file_system, path = fsspec.core.url_to_fs(shard.address.removesuffix(".tar"))
     counts: dict[str, int] = {}
     urls: dict[str, str] | None = None
+    if file_system.exists(name := f"{path}_stats.json"):
+        data = file_system.cat_file(name)
+        with damaged(name):
+            counts[f"{shard.name}_stats.json"] = int(json.loads(data)["successes"])
+    if file_system.exists(name := f"{path}.parquet"):
+        data = file_system.cat_file(name)
+        with damaged(name):
+            rows = successes(data)
+            urls = {str(row["key"]): row.get("url") or "" for row in rows}
+            counts[f"{shard.name}.parquet"] = len(rows)
+    return Counted(counts, urls)
+
+
+@contextmanager
+def damaged(name: str) -> Iterator[None]:
+    """Whatever the parsers of a side file's bytes raise, OSErrors too, is the file's fault.
+
+    Raises:
+        DamagedInput: it cannot be read.
+    """
     try:
-        if file_system.exists(name := f"{path}_stats.json"):
-            counts[f"{shard.name}_stats.json"] = int(json.loads(file_system.cat_file(name))["successes"])
-        if file_system.exists(name := f"{path}.parquet"):
-            with file_system.open(name, "rb") as file:
-                table = pq.ParquetFile(file)
-                columns = [column for column in ("key", "url", "status") if column in table.schema_arrow.names]
-                rows = table.read(columns).to_pylist()
-            urls = {str(row["key"]): row.get("url") or "" for row in rows if row["status"] == "success"}
-            counts[f"{shard.name}.parquet"] = sum(row["status"] == "success" for row in rows)
-    except (ValueError, KeyError, TypeError, pa.ArrowException) as error:
+        yield
+    except (ValueError, KeyError, TypeError, OSError, OverflowError, RecursionError, pa.ArrowException) as error:
         raise DamagedInput(
             f"{name} is damaged ({type(error).__name__}: {error}). Download this shard again."
         ) from error
-    return Counted(counts, urls)
+
+
+def successes(data: bytes) -> list[dict[str, Any]]:
+    """`key`, and `url` where there is one, of the rows of img2dataset's parquet whose picture is in the tar."""
+    table = pq.ParquetFile(io.BytesIO(data))
+    if table.metadata.num_rows > MAX_ROWS:
+        raise ValueError(f"{table.metadata.num_rows} rows, where no more than {MAX_ROWS} are read")
+    columns = [column for column in ("key", "url", "status") if column in table.schema_arrow.names]
+    return [row for row in table.read(columns).to_pylist() if row["status"] == "success"]

@@ -107,7 +107,7 @@ def commit(root: Path | str | Store, attempt: Attempt) -> Receipt:
         The receipt now in force; another's, where others committed all of the attempt's buckets first.
 
     Raises:
-        WorkError: the shard's other buckets were encoded from another tar.
+        WorkError: the shard's other buckets were encoded from another tar, or its side files counted otherwise.
     """
     store = open_store(root)
     with store.locked(attempt.shard) as still_held:
@@ -119,6 +119,12 @@ def commit(root: Path | str | Store, attempt: Attempt) -> Receipt:
             raise WorkError(
                 f"{attempt.source['address']} is not the tar from which shard {attempt.shard} was encoded for "
                 f"{', '.join(earlier.parts)}. Put that one back, or encode into a new root."
+            )
+        if earlier is not None and earlier.samples_in != attempt.samples_in:
+            raise WorkError(
+                f"{attempt.source['address']} and the files beside it now count {attempt.samples_in} samples, but "
+                f"{earlier.samples_in} when shard {attempt.shard} was encoded for {', '.join(earlier.parts)}. Put the "
+                f"files that img2dataset wrote beside it back, or encode into a new root."
             )
         with ExitStack() as stack:
             committed = {

@@ -14,7 +14,7 @@ from shards.errors import RequestError
 class Config(BaseModel):
     """Base of every config section: unknown keys are refused, and a built config does not change."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
 
 
 ConfigT = TypeVar("ConfigT", bound=BaseModel)

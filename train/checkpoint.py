@@ -6,6 +6,8 @@ checkpoints/step-00001000/unet/         config.json, diffusion_pytorch_model.saf
                          /state.json    tag, step, fingerprint, SHA-256 of every file; sealed with its own
 """
 
+import json
+import re
 import shutil
 import uuid
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,6 +17,7 @@ from typing import Any
 
 import torch
 from diffusers import UNet2DConditionModel
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.optim import Optimizer
@@ -24,6 +27,7 @@ from shards.files import DamagedFile, fsync_folder, fsync_tree, read_sealed_json
 from train.config import CheckpointConfig, EmaConfig
 from train.ema import Ema
 from train.sharding import part_like, whole
+from train.unet import architecture_differences
 
 STATE_NAME = "state.json"
 WEIGHTS_NAME = "diffusion_pytorch_model.safetensors"
@@ -138,8 +142,8 @@ class CheckpointWriter:
             if weights is not None:  # in the layout that `UNet2DConditionModel.from_pretrained` loads
                 (folder / name).mkdir()
                 (folder / name / "config.json").write_text(self.unet_json)
-                save_file(weights, folder / name / WEIGHTS_NAME, metadata={"format": "pt"})
-        save_file(snapshot.optimizer, folder / "optimizer.safetensors")
+                _save_tensors(weights, folder / name / WEIGHTS_NAME)
+        _save_tensors(snapshot.optimizer, folder / "optimizer.safetensors")
         files = sorted(path for path in folder.rglob("*") if path.is_file())
         hashes = {str(path.relative_to(folder)): sha256_file(path) for path in files}
         write_sealed_json(folder / STATE_NAME, self.content | {"state": snapshot.state, "files": hashes})
@@ -158,8 +162,9 @@ def step_of(folder: Path) -> int:
 
 
 def list_checkpoints(run_dir: Path) -> list[Path]:
-    """Checkpoint folders, oldest first; whole ones as far as names tell."""
-    return sorted((run_dir / "checkpoints").glob("step-*"))
+    """Checkpoint folders, oldest first; whole ones as far as names tell. What else lies there is left alone."""
+    folders = (run_dir / "checkpoints").glob("step-*")
+    return sorted((f for f in folders if re.fullmatch(r"step-\d{8,}", f.name) and f.is_dir()), key=step_of)
 
 
 def verify_checkpoint(folder: Path) -> dict[str, Any]:
@@ -204,7 +209,9 @@ def restore(
     """Load what a verified checkpoint holds besides weights: into the optimizer, in place, and the moving average."""
     _unflatten(unet, optimizer, load_file(folder / "optimizer.safetensors"))
     ema = None
-    if config.start_step is not None and (folder / "ema").is_dir():
+    # one that was begun under an earlier `start_step` than now is not gone on with
+    begun = config.start_step is not None and content["state"]["step"] >= config.start_step
+    if begun and (folder / "ema").is_dir():
         ema = Ema(dict(unet.named_parameters()))
         for name, value in load_file(folder / "ema" / WEIGHTS_NAME).items():
             average = ema.average[name]
@@ -218,6 +225,8 @@ def load_weights(unet: UNet2DConditionModel, folder: Path) -> None:
     Raises:
         RequestError: they are another architecture's.
     """
+    if different := architecture_differences(json.loads((folder / "config.json").read_text()), unet):
+        raise RequestError(f"{folder} is another architecture than `unet`: {different} (there ≠ here).")
     try:
         unet.load_state_dict(load_file(folder / WEIGHTS_NAME))
     except RuntimeError as error:
@@ -232,6 +241,14 @@ def _copy(tensors: dict[str, Tensor], keep: bool) -> dict[str, Tensor]:
         if keep:
             copies[name] = gathered.to("cpu", copy=True).contiguous()
     return copies
+
+
+def _save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
+    """safetensors' `save_file`, whose own error neither is an OSError nor names the file."""
+    try:
+        save_file(tensors, path, metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise OSError(f"{path}: {error}") from error
 
 
 def _flatten(unet: UNet2DConditionModel, optimizer: Optimizer) -> dict[str, Tensor]:

@@ -1,7 +1,7 @@
 """The config of stage 2, one section per concern."""
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -21,7 +21,7 @@ class StreamConfig(Config):
     """The latents root that stage 1 wrote: a folder, or an address such as s3://bucket/latents."""
     bucket: str
     """WIDTHxHEIGHT in pixels."""
-    weight: float = Field(1.0, gt=0)
+    weight: float = Field(1.0, gt=0, le=10_000)
     """Passes over the samples that pass the filter, per epoch."""
     filter: FilterConfig | None = None
     """Which samples; in place of data.filter."""
@@ -70,12 +70,13 @@ class ObjectiveConfig(Config):
     logit_mean: float = 0.0
     logit_std: float = Field(1.0, gt=0)
     beta_schedule: Literal["scaled_linear", "linear", "squaredcos_cap_v2"] = "scaled_linear"
-    beta_start: float = Field(0.00085, gt=0)
-    beta_end: float = Field(0.012, gt=0)
+    beta_start: float = Field(0.00085, gt=0, lt=1)
+    beta_end: float = Field(0.012, gt=0, lt=1)
     caption_dropout: float = Field(0.1, ge=0, le=1)
     """Share of samples that see the empty caption, for classifier-free guidance."""
     min_snr_gamma: float | None = Field(None, gt=0)
-    """Weigh each sample's loss by min(SNR, γ) (Hang et al., 2023); null: all alike."""
+    """Weigh each sample's loss by min(SNR, γ) (Hang et al., 2023); null: all alike. With zero_terminal_snr the last
+    step, whose SNR is 0, then has weight 0."""
     offset_noise: float = Field(0.0, ge=0)
     """Size of a further draw per channel, the same over the picture, added to the noise."""
     zero_terminal_snr: bool = False
@@ -99,11 +100,14 @@ class ObjectiveConfig(Config):
         return self
 
 
+Momentum = Annotated[float, Field(ge=0, lt=1)]
+
+
 class OptimizerConfig(Config):
     """AdamW, and the clip before it."""
 
     lr: float = Field(1e-4, gt=0)
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[Momentum, Momentum] = (0.9, 0.999)
     eps: float = Field(1e-8, gt=0)
     weight_decay: float = Field(0.01, ge=0)
     max_grad_norm: float = Field(1.0, gt=0)

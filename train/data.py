@@ -15,6 +15,7 @@ from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, Literal
 
@@ -149,7 +150,8 @@ def cache_folder(config: DataConfig, stream: StreamConfig) -> Path | None:
 
 def choose_per_epoch(weight: float, num_samples: int, global_batch_size: int) -> int:
     """Samples of a stream in one epoch: weight × n, rounded down to whole global batches."""
-    return int(weight * num_samples) // global_batch_size * global_batch_size
+    # of the weight as it was written: 0.29 × 100 is 29, and in floats 28.999…
+    return int(Fraction(str(weight)) * num_samples) // global_batch_size * global_batch_size
 
 
 def encoding_differences(a: EncodingRecord, b: EncodingRecord) -> list[str]:

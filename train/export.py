@@ -52,6 +52,8 @@ def write_pipeline(run_dir: Path, options: ExportConfig) -> Path:
         RequestError: no checkpoint, or an encoder that is not the one the latents were made with.
     """
     target = options.output or run_dir / "export"
+    if target.exists() and not target.is_dir():
+        raise RequestError(f"{target} is a file, and a pipeline is a folder. Give another --output.")
     if target.exists() and any(target.iterdir()) and not (target / "model_index.json").is_file():
         raise RequestError(
             f"{target} holds something else than a pipeline, and would be replaced. Give another --output."

@@ -67,7 +67,7 @@ class Log:
             "loss": loss,
             "loss_by_quarter": means_by_quarter(run.state.quarters, run.config.objective.num_train_timesteps),
             "skipped_steps": run.state.skipped,
-            "grad_norm": float(grad_norm) if grad_norm.isfinite() else None,
+            "grad_norm": float(grad_norm),
             "lr": run.optimizer.param_groups[0]["lr"],
             "images_per_second": round(rate, 3),
             "images_per_second_per_gpu": round(rate / run.accelerator.num_processes, 3),

@@ -21,7 +21,7 @@ from train.data import DataSpec, open_data
 from train.unet import build_unet, check_fit, load_pretrained
 from train.validation import Validation, open_validation
 
-ORDER_VERSION = 1
+ORDER_VERSION = 2
 """Of `train/order.py`: one higher with each change that deals out samples otherwise."""
 PLAIN_LAUNCHES = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
 
@@ -63,12 +63,8 @@ def check_request(config: TrainConfig, accelerator: Accelerator | None = None) -
         )
     check_tracker(config.log.tracker)
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size)))
+    check_launch(accelerator, world_size, local_world_size)
     check_nodes(config, world_size // local_world_size)
-    if accelerator is not None and accelerator.distributed_type not in PLAIN_LAUNCHES:
-        raise RequestError(
-            f"The launcher set up {accelerator.distributed_type.value}, which this trainer does not drive. Launch with "
-            f"one of configs/accelerate/."
-        )
     spec = open_data(config.data, config.global_batch_size)
     unet = build_unet(config.unet, config.seed)
     check_fit(unet, spec)
@@ -104,6 +100,32 @@ def check_tracker(name: str) -> None:
         )
 
 
+def check_launch(accelerator: Accelerator | None, world_size: int, local_world_size: int) -> None:
+    """Hold what the launcher set up against what this trainer drives.
+
+    Raises:
+        RequestError: it is something else; or nodes have unequal shares, and samples would come twice or never.
+    """
+    shares = [local_world_size] if accelerator is None else gather_object([local_world_size])
+    if len(set(shares)) > 1 or world_size % local_world_size:
+        raise RequestError(
+            f"{world_size} processes are not spread evenly over the nodes: LOCAL_WORLD_SIZE is "
+            f"{' and '.join(map(str, sorted(set(shares))))}. Start as many processes on each node as on the others."
+        )
+    if accelerator is None:
+        return
+    if accelerator.distributed_type not in PLAIN_LAUNCHES:
+        raise RequestError(
+            f"The launcher set up {accelerator.distributed_type.value}, which this trainer does not drive. Launch with "
+            f"one of configs/accelerate/."
+        )
+    if accelerator.gradient_accumulation_steps != 1:
+        raise RequestError(
+            "The environment has ACCELERATE_GRADIENT_ACCUMULATION_STEPS, by which accelerate would scale gradients. "
+            "Unset it: microbatch_size decides here."
+        )
+
+
 def check_nodes(config: TrainConfig, num_nodes: int) -> None:
     """Nodes must share the canonical ones evenly, or one would read the files of others'.
 
@@ -124,8 +146,13 @@ def find_start(
     """The run's own newest checkpoint, or else the folder of the weights to start from; both None: random weights.
 
     Raises:
-        RequestError: the checkpoint was trained under other settings, or there are no weights at `init_from`.
+        RequestError: the checkpoint was trained under other settings, there are no weights at `init_from`, or the run
+            folder cannot be written.
     """
+    nearest = next(folder for folder in (config.run_dir, *config.run_dir.absolute().parents) if folder.exists())
+    if not (nearest.is_dir() and os.access(nearest, os.W_OK)):
+        why = "may not be written" if nearest.is_dir() else "is a file"
+        raise RequestError(f"run_dir {config.run_dir} cannot be used: {nearest} {why}. Give another run_dir.")
     checkpoint = newest_checkpoint(config.run_dir)
     if checkpoint is not None:
         folder, content = checkpoint

@@ -1,6 +1,8 @@
 """What is in a file → sRGB over white, each held against plain arithmetic, or LittleCMS called plainly."""
 
 import io
+import struct
+import zlib
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -11,6 +13,7 @@ from precompute.color import SRGB_TOLERANCE, srgb_transform
 from precompute.pixels import LimitsConfig, PixelsConfig, decode
 from precompute.reject import Reject
 from shards.buckets import Bucket
+from tests.faults.images import chunk, png, tiff
 from tests.precompute import icc
 from tests.precompute.test_pixels import saved
 
@@ -248,3 +251,41 @@ def test_threads_share_a_transform() -> None:
     with ThreadPoolExecutor(8) as pool:
         assert list(pool.map(lambda each: decoded(each).tobytes(), data * 20)) == alone * 20
     assert srgb_transform.cache_info().currsize == 2
+
+
+@pytest.mark.parametrize(("depth", "value"), [(1, 0), (1, 1), (2, 1), (4, 7), (8, 7)])
+def test_the_transparent_grey_of_a_png_of_any_depth(depth: int, value: int) -> None:
+    def grey(clear: int) -> np.ndarray:
+        samples = sum(value << depth * place for place in range(8 // depth))
+        rows = (b"\0" + bytes([samples]) * (SIDE * depth // 8)) * SIDE
+        return decoded(png(SIDE, SIDE, zlib.compress(rows), chunk(b"tRNS", struct.pack(">H", clear)), depth=depth))
+
+    assert_close(grey(value), np.full((SIDE, SIDE, 3), 255.0), 0)
+    opaque = value * 255 / (2**depth - 1)
+    assert_close(grey(value ^ 1), np.full((SIDE, SIDE, 3), opaque), 0)
+
+
+@pytest.mark.parametrize(("color", "expected"), [(0x1234, 255), (0x3400, 0x34)])
+def test_the_transparent_color_of_a_16_bit_png(color: int, expected: int) -> None:
+    rows = (b"\0" + struct.pack(">HHH", color, color, color) * SIDE) * SIDE
+    clear = chunk(b"tRNS", struct.pack(">HHH", 0x1234, 0x1234, 0x1234))
+    found = decoded(png(SIDE, SIDE, zlib.compress(rows), clear, depth=16, colour=2))
+    assert_close(found, np.full((SIDE, SIDE, 3), float(expected)), 1)
+
+
+@pytest.mark.parametrize(("bits", "photometric", "expected"), [(12, 1, 128), (16, 1, 191), (16, 0, 64)])
+def test_grey_tiffs_of_more_than_8_bits(bits: int, photometric: int, expected: int) -> None:
+    """Half of 12 bits, three quarters of 16; photometric 0 is white at zero."""
+    data = b"\x80\x08\x00" * (SIDE * SIDE // 2) if bits == 12 else struct.pack("<H", 0xC000) * SIDE * SIDE
+    place = 8 + 2 + 8 * 12 + 4
+    entries = [(256, SIDE), (257, SIDE), (258, bits), (259, 1), (262, photometric), (273, place), (278, SIDE)]
+    wide = (256, 257, 273, 278, 279)
+    fields = [(tag, 4 if tag in wide else 3, 1, value) for tag, value in (*entries, (279, len(data)))]
+    assert_close(decoded(tiff(*fields, data=data)), np.full((SIDE, SIDE, 3), float(expected)), 1)
+
+
+def test_a_profile_too_large_to_keep_is_refused() -> None:
+    profile = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes() + bytes(4 << 20)
+    with pytest.raises(Reject, match="bytes") as refused:
+        decoded(saved(Image.fromarray(COLORS), "TIFF", icc_profile=profile))
+    assert refused.value.reason == "bad_profile"

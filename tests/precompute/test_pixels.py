@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from PIL import Image
+from PIL import Image, TiffImagePlugin
 
 from bench.pixels import photograph
 from precompute.pixels import FORMATS, TURNS, LimitsConfig, PixelsConfig, decode
@@ -248,3 +248,19 @@ def test_want_of_memory_is_nobodys_fault(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr("precompute.pixels.to_srgb", starve)
     with pytest.raises(MemoryError):
         decode(saved(Image.new("RGB", (64, 64))), [SMALL], PixelsConfig(), LIMITS)
+
+
+@pytest.mark.parametrize("compression", [None, "tiff_lzw"])
+def test_a_tiff_is_not_turned_by_its_xmp_after_its_size_was_read(compression: str | None) -> None:
+    """Pillow does it while it decodes, so that a crop that was laid out before is of another picture."""
+    stripes = np.zeros((64, 128, 3), np.uint8)
+    stripes[:, :32], stripes[:, 32:96], stripes[:, 96:] = (255, 0, 0), (0, 255, 0), (0, 0, 255)
+    fields = TiffImagePlugin.ImageFileDirectory_v2()
+    fields[700] = b'<x:xmpmeta xmlns:x="adobe:ns:meta/"><rdf:Description tiff:Orientation="6"/></x:xmpmeta>'
+    fields.tagtype[700] = 1
+    file = io.BytesIO()
+    Image.fromarray(stripes).save(file, "TIFF", tiffinfo=fields, compression=compression)
+    bucket = Bucket(64, 64)
+    picture = decode(file.getvalue(), [bucket], PixelsConfig(), LimitsConfig())
+    assert (picture.width, picture.height) == (128, 64)
+    assert (picture.pixels[bucket] == (0, 255, 0)).all()

@@ -1,6 +1,7 @@
 """Reading tars: grouping, and every way in which a damaged one is found out."""
 
 import gzip
+import io
 import json
 import tarfile
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Literal
 import numpy as np
 import pytest
 
+from precompute import tars
 from precompute.layout import Header
 from precompute.tars import InputShard, Tar, counted_samples, list_shards
 from shards.errors import DamagedInput, RequestError
@@ -137,3 +139,102 @@ def test_listing(tar: Path, tmp_path: Path) -> None:
     assert [shard.name for shard in list_shards(f"file://{tar.parent}")] == ["00007"]
     with pytest.raises(RequestError, match="There is no tar in"):
         list_shards(str(tmp_path / "absent"))
+
+
+def write_tar(path: Path, members: dict[str, bytes]) -> Path:
+    with tarfile.open(path, "w") as tar:
+        for name, data in members.items():
+            header = tarfile.TarInfo(name)
+            header.size = len(data)
+            tar.addfile(header, io.BytesIO(data))
+    return path
+
+
+@pytest.mark.parametrize("kind", [b"L", b"K", b"x", b"g"])
+@pytest.mark.parametrize("size", [(1 << 20) + 1, 1 << 40, 1 << 62])
+def test_an_extended_header_that_would_fill_the_memory_is_damage(tar: Path, kind: bytes, size: int) -> None:
+    header = tarfile.TarInfo("././@LongLink")
+    header.type, header.size = kind, size
+    tar.write_bytes(header.tobuf(tarfile.GNU_FORMAT) + tar.read_bytes())
+    with pytest.raises(DamagedInput, match="damaged"):
+        Tar(tar, LIMIT)
+    assert len(Tar(tar, LIMIT, "salvage").members) == 6
+
+
+def test_a_sparse_header_that_goes_on_past_the_end_is_damage(tmp_path: Path) -> None:
+    header = tarfile.TarInfo("000.jpg")
+    header.type = tarfile.GNUTYPE_SPARSE
+    block = bytearray(header.tobuf(tarfile.GNU_FORMAT))
+    block[482] = 1
+    block[148:156] = b" " * 8
+    block[148:156] = b"%06o\0 " % sum(block)
+    (tmp_path / "00000.tar").write_bytes(block)
+    with pytest.raises(DamagedInput, match=r"damaged|cut short"):
+        Tar(tmp_path / "00000.tar", LIMIT)
+
+
+def test_two_pictures_of_one_key_cannot_be_told_apart(tmp_path: Path) -> None:
+    members = {"000.jpg": b"photo", "000.png": b"mask", "000.txt": b"a photo", "001.jpg": b"x", "001.txt": b"y"}
+    path = write_tar(tmp_path / "00000.tar", members)
+    with pytest.raises(DamagedInput, match="the key 000 comes twice"):
+        Tar(path, LIMIT)
+    salvaged = Tar(path, LIMIT, "salvage")
+    assert list(salvaged.members) == ["001"] and list(salvaged.lost) == ["000"]
+
+
+def test_members_without_a_key_and_folders_are_passed_over(tmp_path: Path) -> None:
+    path = tmp_path / "00000.tar"
+    with tarfile.open(path, "w") as tar:
+        for name in ("._BZh4x.jpg", "BZh4x.jpg", "folder", "._BZh4x.txt", "BZh4x.txt"):
+            header = tarfile.TarInfo(name)
+            header.type = tarfile.DIRTYPE if name == "folder" else tarfile.REGTYPE
+            tar.addfile(header)
+    path.write_bytes(path.read_bytes()[512:])  # the first header's name begins as bzip2 does
+    (sample,) = Tar(path, LIMIT).samples()
+    assert (sample.key, sample.image, sample.caption) == ("BZh4x", b"", b"")
+
+
+def test_a_huge_json_costs_the_metadata_alone(tmp_path: Path) -> None:
+    data = b'{"url": "u", "a": [' + b"[]," * (1 << 19) + b"1]}"
+    path = write_tar(tmp_path / "00000.tar", {"000.jpg": b"x", "000.txt": b"y", "000.json": data})
+    (sample,) = Tar(path, 64 << 20).samples()
+    assert sample.metadata == {} and not sample.oversized and sample.caption == b"y"
+
+
+def test_hidden_files_are_no_tars(tar: Path) -> None:
+    for name in (".00008.tar", "._00007.tar"):
+        (tar.parent / name).write_bytes(b"")
+    assert [shard.name for shard in list_shards(str(tar.parent))] == ["00007"]
+
+
+def test_a_bit_of_a_side_file_is_damage_or_nothing(tar: Path) -> None:
+    """Never an error that would be taken for the storage's, or for a bug."""
+    shard, random, refused = InputShard("00007", str(tar)), np.random.default_rng(0), 0
+    for name in ("00007.parquet", "00007_stats.json"):
+        path = tar.parent / name
+        data = path.read_bytes()
+        for offset in range(0, len(data), 3):
+            flipped = bytearray(data)
+            flipped[offset] ^= 1 << int(random.integers(8))
+            path.write_bytes(flipped)
+            try:
+                counted_samples(shard)
+            except DamagedInput:
+                refused += 1
+        path.write_bytes(data)
+    assert refused > 50
+
+
+@pytest.mark.parametrize(
+    "stats", ['{"successes": 1e400}', '{"successes": Infinity}', "[" * 100_000, '{"successes": []}']
+)
+def test_odd_counts_are_damage(tar: Path, stats: str) -> None:
+    (tar.parent / "00007_stats.json").write_text(stats)
+    with pytest.raises(DamagedInput, match=r"00007_stats\.json is damaged"):
+        counted_samples(InputShard("00007", str(tar)))
+
+
+def test_a_parquet_of_too_many_rows_is_not_read(tar: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tars, "MAX_ROWS", 5)
+    with pytest.raises(DamagedInput, match="6 rows, where no more than 5 are read"):
+        counted_samples(InputShard("00007", str(tar)))

@@ -1,5 +1,7 @@
 """Checkpoints written in the background: apart from the run, one at a time, and no failure goes unheard."""
 
+import resource
+import shutil
 import threading
 from pathlib import Path
 from typing import Any
@@ -8,7 +10,7 @@ import pytest
 import torch
 from diffusers import UNet2DConditionModel
 
-from shards.errors import WorkError
+from shards.errors import RequestError, WorkError
 from tests import ranks
 from tests.runs import UNET, curve, train_fields, write_config
 from train import checkpoint
@@ -17,12 +19,16 @@ from train.checkpoint import (
     Snapshot,
     TrainState,
     list_checkpoints,
+    load_weights,
     newest_checkpoint,
+    restore,
+    step_folder,
     take_snapshot,
     verify_checkpoint,
 )
-from train.config import CheckpointConfig
-from train.unet import build_unet
+from train.config import CheckpointConfig, EmaConfig
+from train.ema import Ema
+from train.unet import build_unet, read_unet_config
 
 
 @pytest.fixture
@@ -82,23 +88,24 @@ def test_at_most_one_is_being_written(
     assert [folder.name for folder in list_checkpoints(tmp_path)] == ["step-00000004", "step-00000005"]
 
 
-def test_a_full_disk_is_heard_of_at_the_next_step_and_leaves_the_one_before(
-    unet: UNet2DConditionModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_file_that_cannot_grow_is_heard_of_at_the_next_step_and_leaves_the_one_before(
+    unet: UNet2DConditionModel, tmp_path: Path
 ) -> None:
     writing = writer(tmp_path, unet)
     writing.write(snapshot(unet, 1))
     writing.finish()
 
-    def full(*_: Any, **__: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(checkpoint, "save_file", full)
-    writing.write(snapshot(unet, 2))
-    with pytest.raises(
-        WorkError, match=r"could not be written: .*No space left on device.*The ones before it are whole"
-    ):
-        while True:
-            writing.check()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))
+    try:
+        writing.write(snapshot(unet, 2))
+        with pytest.raises(
+            WorkError, match=r"could not be written: .*safetensors.*File too large.*The ones before it are whole"
+        ):
+            while True:
+                writing.check()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert [folder.name for folder in list_checkpoints(tmp_path)] == ["step-00000001"]
     assert not list(tmp_path.glob("checkpoints/.step-*"))
 
@@ -161,3 +168,46 @@ def with_a_scaler(arguments: list[str]) -> None:
     accelerator.state._mixed_precision = "fp16"
     accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     train(config, check_request(config, accelerator), accelerator)
+
+
+def test_what_else_lies_among_checkpoints_is_left_alone(unet: UNet2DConditionModel, tmp_path: Path) -> None:
+    writing = writer(tmp_path, unet, keep=1)
+    writing.write(snapshot(unet, 1))
+    writing.finish()
+    shutil.copytree(step_folder(tmp_path, 1), tmp_path / "checkpoints" / "step-00000001.bak")
+    (tmp_path / "checkpoints" / "step-00000009.tar").write_bytes(b"")
+    writing.write(snapshot(unet, 2))
+    writing.finish()
+    assert [folder.name for folder in list_checkpoints(tmp_path)] == ["step-00000002"]
+    assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {
+        "step-00000001.bak", "step-00000002", "step-00000009.tar",
+    }  # fmt: skip
+    found = newest_checkpoint(tmp_path)
+    assert found is not None and found[0].name == "step-00000002"
+
+
+@pytest.mark.parametrize("field", [{"attention_head_dim": 2}, {"act_fn": "gelu"}])
+def test_weights_of_another_architecture_of_equal_shapes_are_refused(
+    unet: UNet2DConditionModel, tmp_path: Path, field: dict[str, Any]
+) -> None:
+    writing = writer(tmp_path, unet)
+    writing.write(snapshot(unet, 1))
+    writing.finish()
+    other = UNet2DConditionModel.from_config({**read_unet_config(UNET), **field})
+    assert all(a.shape == b.shape for a, b in zip(unet.parameters(), other.parameters(), strict=True))
+    (name,) = field
+    with pytest.raises(RequestError, match=f"is another architecture than `unet`: {name}"):
+        load_weights(other, step_folder(tmp_path, 1) / "unet")
+
+
+def test_an_average_begun_too_early_is_not_gone_on_with(unet: UNet2DConditionModel, tmp_path: Path) -> None:
+    """On resuming with a later `start_step`: it would be kept as it is, and exported."""
+    optimizer = torch.optim.AdamW(unet.parameters())
+    writing = writer(tmp_path, unet)
+    writing.write(take_snapshot(TrainState(step=6), unet, optimizer, Ema(dict(unet.named_parameters())), keep=True))
+    writing.finish()
+    found = newest_checkpoint(tmp_path)
+    assert found is not None and (found[0] / "ema").is_dir()
+    for start_step, goes_on in ((2, True), (6, True), (7, False), (None, False)):
+        _, ema = restore(*found, unet, optimizer, EmaConfig(start_step=start_step))
+        assert (ema is not None) == goes_on

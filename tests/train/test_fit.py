@@ -68,6 +68,17 @@ def test_a_validation_root_of_another_encoding(root: Path, tmp_path: Path, capsy
     [
         ({"in_channels": 16, "out_channels": 16}, "it maps 16 to 16 channels; latents have 4"),
         ({"cross_attention_dim": 32}, "it attends to states of width 32; text latents have 16"),
+        ({"cross_attention_dim": [16, 32]}, "it attends to states of width [16, 32]; text latents have 16"),
+        ({"num_class_embeds": 10}, "its num_class_embeds 10 asks for inputs beside latents, timesteps and text"),
+        ({"class_embed_type": "timestep"}, "its class_embed_type timestep asks for inputs"),
+        (
+            {
+                "addition_embed_type": "text_time",
+                "addition_time_embed_dim": 8,
+                "projection_class_embeddings_input_dim": 64,
+            },
+            "its addition_embed_type text_time asks for inputs",
+        ),
     ],
 )
 def test_a_unet_that_does_not_fit_the_latents(
@@ -76,6 +87,60 @@ def test_a_unet_that_does_not_fit_the_latents(
     (unet := tmp_path / "unet.json").write_text(json.dumps(json.loads(UNET.read_text()) | change))
     message = refusal(tmp_path, train_fields(root, tmp_path / "run", unet=str(unet)), capsys)
     assert words in message and "Give another `unet` or root" in message
+
+
+@pytest.mark.parametrize("content", ["[1]", '"runwayml/stable-diffusion-v1-5"', "3"])
+def test_a_unet_config_that_is_no_object(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str
+) -> None:
+    (unet := tmp_path / "unet.json").write_text(content)
+    message = refusal(tmp_path, train_fields(root, tmp_path / "run", unet=str(unet)), capsys)
+    assert f"The U-Net config {unet} holds no JSON object" in message
+
+
+@pytest.mark.parametrize("run_dir", ["run", "run/phase1"])
+def test_a_run_folder_that_cannot_be_one(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], run_dir: str
+) -> None:
+    (tmp_path / "run").write_bytes(b"")
+    config = write_config(tmp_path, train_fields(root, tmp_path / run_dir))
+    for command in ([], ["check"]):
+        assert exit_code_of(lambda command=command: run([*command, "--config", str(config)])) == 2  # type: ignore[misc]
+        assert f"{tmp_path / 'run'} is a file" in capsys.readouterr().err.replace("\n", " ")
+
+
+@pytest.mark.parametrize(
+    ("section", "fields"),
+    [
+        ("optimizer", {"betas": [1.0, 0.999]}),
+        ("optimizer", {"lr": float("inf")}),
+        ("objective", {"beta_end": 12.0}),
+        ("data", {"streams": [{"root": "x", "bucket": "64x64", "weight": 1e300}]}),
+    ],
+)
+def test_numbers_that_nothing_can_be_trained_with(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], section: str, fields: dict[str, Any]
+) -> None:
+    (name,) = fields
+    message = refusal(tmp_path, train_fields(root, tmp_path / "run", **{section: fields}), capsys)
+    assert f"{section}.{name}" in message
+
+
+def test_processes_that_the_nodes_do_not_share_evenly(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    config = write_config(tmp_path, train_fields(root, tmp_path / "run"))
+    assert exit_code_of(lambda: run(["check", "--config", str(config)])) == 2
+    assert "1 processes are not spread evenly over the nodes" in capsys.readouterr().err.replace("\n", " ")
+
+
+def test_accelerate_is_not_told_to_scale_gradients_by_the_environment(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
+    message = refusal(tmp_path, train_fields(root, tmp_path / "run"), capsys)
+    assert "ACCELERATE_GRADIENT_ACCUMULATION_STEPS" in message
 
 
 def test_a_bucket_that_the_unet_cannot_halve(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,6 +9,7 @@ from diffusers import UNet2DConditionModel
 
 from shards.config import load_config
 from shards.errors import RequestError
+from tests.runs import UNET
 from train.config import TrainConfig
 from train.unet import build_unet, load_pretrained
 
@@ -99,3 +100,13 @@ def test_a_folder_without_safetensors_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(TINY.read_text())
     with pytest.raises(RequestError, match=r"has no diffusion_pytorch_model\.safetensors or .*other formats are not"):
         load_pretrained(build_unet(TINY, 2), str(tmp_path))
+
+
+@pytest.mark.parametrize("length", [0, 1000])
+def test_pretrained_weights_cut_short_are_named(tmp_path: Path, length: int) -> None:
+    unet = build_unet(UNET, seed=0)
+    unet.save_pretrained(tmp_path)
+    path = tmp_path / "diffusion_pytorch_model.safetensors"
+    path.write_bytes(path.read_bytes()[:length])
+    with pytest.raises(RequestError, match=f"{path} is damaged"):
+        load_pretrained(unet, str(tmp_path))
