@@ -14,7 +14,7 @@ from tqdm import tqdm
 from train.batch import Batch
 from train.ema import ema_decay
 from train.flops import peak_tflops, training_flops
-from train.metrics import JsonLines
+from train.metrics import JsonLines, finite
 from train.objective import NUM_QUARTERS
 from train.plot import plot_run
 from train.run import Run, collect_losses
@@ -86,7 +86,7 @@ class Log:
         if self.metrics:
             self.metrics.write(step=run.state.step, **fields)
             self.bar.set_postfix(loss=loss)
-        run.accelerator.log(flat_numbers(fields), step=run.state.step)
+        run.accelerator.log(flat_numbers(finite(fields)), step=run.state.step)
 
     def close(self) -> None:
         """Finish the tracker and draw loss.png."""
