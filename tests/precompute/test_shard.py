@@ -18,7 +18,7 @@ from PIL import Image
 from streaming import StreamingDataset
 from transformers import CLIPTextModel, CLIPTokenizer
 
-from precompute.config import describe_encoding
+from precompute.config import TarsConfig, describe_encoding
 from precompute.encoders import ImageEncoder
 from precompute.pixels import decode
 from precompute.reject import Reject
@@ -32,7 +32,7 @@ from shards.receipts import load_receipt, load_receipts
 from shards.root import check_root, load_uncond
 from shards.text import dequantise
 from tests.conftest import encode_all, folder_of, precompute_config
-from tests.tiny import TEXT_LENGTH
+from tests.tiny import TEXT_LENGTH, make_samples, make_tar
 
 
 def rows(root: Path, bucket: str) -> list[dict]:
@@ -136,6 +136,25 @@ def test_a_bucket_added_later_gives_what_both_at_once_give(
     for one, two in zip(load_receipts(latents), load_receipts(root), strict=True):
         timed = {"started", "seconds", "attempts"}
         assert one.model_dump(exclude=timed) == two.model_dump(exclude=timed)
+
+
+def test_a_bucket_is_not_added_once_the_side_files_count_otherwise(models: Path, tmp_path: Path) -> None:
+    """The receipt's books would not add up: they are of the whole shard."""
+    samples = make_samples(0, 3, [(160, 160)])
+    tar = make_tar(tmp_path / "tars", "00000", samples[:2], stats=False)
+    listed = {"key": [key for key, _ in samples], "status": ["success"] * 3}
+    pq.write_table(pa.table(listed), tar.with_suffix(".parquet"))
+
+    def encode(bucket: str) -> None:
+        config = precompute_config(models, tar.parent, tmp_path / "root", buckets=[bucket])
+        encode_all(config.model_copy(update={"tars": TarsConfig(policy="salvage")}), models)
+
+    encode("64x64")
+    tar.with_suffix(".parquet").unlink()
+    with pytest.raises(WorkError, match="now count 2 samples, but 3 when shard 00000 was encoded for 64x64"):
+        encode("128x128")
+    (receipt,) = load_receipts(tmp_path / "root")
+    assert receipt.samples_in == 3 and list(receipt.parts) == ["64x64"]
 
 
 def test_each_part_keeps_the_settings_that_made_it(models: Path, tars: Path, tmp_path: Path) -> None:
