@@ -7,10 +7,11 @@ over, and of a name only the last component counts.
 
 import re
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import BinaryIO, Self, TypeVar
+from typing import Any, BinaryIO, Self, TypeVar
 
 from shards.errors import DamagedInput
 
@@ -113,6 +114,15 @@ class Header(tarfile.TarInfo):
     @classmethod
     def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> Self:
         """As `tarfile.TarInfo.frombuf`."""
+        return cls._read(super().frombuf, buf, encoding, errors)
+
+    @classmethod
+    def _frombuf(cls, buf: bytes, encoding: str, errors: str, **options: Any) -> Self:
+        """What later releases of Python call in its place."""
+        return cls._read(partial(super()._frombuf, **options), buf, encoding, errors)  # type: ignore[misc]
+
+    @classmethod
+    def _read(cls, by_tarfile: Callable[..., Self], buf: bytes | bytearray, encoding: str, errors: str) -> Self:
         size, checksum = buf[124:136].rstrip(b"\0 "), buf[148:156].rstrip(b"\0 ")
         if (
             len(buf) == BLOCK
@@ -125,7 +135,7 @@ class Header(tarfile.TarInfo):
             header = cls(buf[:100].partition(b"\0")[0].decode(encoding, errors))
             header.size, header.chksum = int(size, 8), int(checksum, 8)
             return header
-        header = super().frombuf(buf, encoding, errors)
+        header = by_tarfile(buf, encoding, errors)
         if header.type in EXTENDED and header.size > MAX_EXTENDED_BYTES:
             raise tarfile.InvalidHeaderError(f"of {header.size} bytes")  # type: ignore[attr-defined]
         return header

@@ -188,7 +188,7 @@ def warm_up() -> None:
 
 
 def keep_memory() -> None:
-    """Have glibc keep what is freed for what comes next, and serve all threads from one heap.
+    """Have glibc keep what is freed for what comes next, and make no heaps of their own for the threads to come.
 
     Every picture takes some megabytes, in one thread, and gives them back in another. By default they go back to the
     kernel as well, which takes longer to clear fresh pages than decoding takes to fill them.

@@ -7,7 +7,9 @@ copy.)
 
 import hashlib
 import os
+import queue
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,7 @@ BLOCK_BYTES = 1 << 20
 SPARE_BUFFERS = 2
 
 
-_spare: list[NDArray[np.uint8]] = []
+_spare: queue.Queue[NDArray[np.uint8]] = queue.Queue(SPARE_BUFFERS)
 """Buffers of finished parts, for the next ones: the kernel takes longer to clear fresh memory than it takes to fill."""
 
 
@@ -45,7 +47,10 @@ class PartMDSWriter(MDSWriter):
             if shape
         }
         """Column → dtype and shape, of those whose arrays are all alike."""
-        self.buffer = _spare.pop() if _spare else np.empty(SHARD_BYTES, np.uint8)  # takes memory as it is filled
+        try:
+            self.buffer = _spare.get_nowait()
+        except queue.Empty:
+            self.buffer = np.empty(SHARD_BYTES, np.uint8)  # takes memory as it is filled
         self.disk = ThreadPoolExecutor(1)
         self.syncing: list[Future[None]] = []
 
@@ -119,8 +124,9 @@ class PartMDSWriter(MDSWriter):
         if len(self.ends) > 1:
             self.flush_shard()
         super().finish()
-        if len(self.buffer) == SHARD_BYTES and len(_spare) < SPARE_BUFFERS:
-            _spare.append(self.buffer)
+        if len(self.buffer) == SHARD_BYTES:
+            with suppress(queue.Full):
+                _spare.put_nowait(self.buffer)
         del self.buffer  # it is another writer's from now on
         self.disk.shutdown()
         for written in self.syncing:

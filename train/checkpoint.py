@@ -209,7 +209,7 @@ def restore(
     """Load what a verified checkpoint holds besides weights: into the optimizer, in place, and the moving average."""
     _unflatten(unet, optimizer, load_file(folder / "optimizer.safetensors"))
     ema = None
-    # one that was begun under an earlier `start_step` than now is not gone on with
+    # one in a checkpoint from before `start_step` was begun under an earlier one: it is dropped, and begun anew there
     begun = config.start_step is not None and content["state"]["step"] >= config.start_step
     if begun and (folder / "ema").is_dir():
         ema = Ema(dict(unet.named_parameters()))
@@ -226,7 +226,10 @@ def load_weights(unet: UNet2DConditionModel, folder: Path) -> None:
         RequestError: they are another architecture's.
     """
     if different := architecture_differences(json.loads((folder / "config.json").read_text()), unet):
-        raise RequestError(f"{folder} is another architecture than `unet`: {different} (there ≠ here).")
+        raise RequestError(
+            f"{folder} is another architecture than `unet`: {different} (there ≠ here). Set `unet` to a config like "
+            f"{folder}/config.json."
+        )
     try:
         unet.load_state_dict(load_file(folder / WEIGHTS_NAME))
     except RuntimeError as error:

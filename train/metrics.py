@@ -34,7 +34,7 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
         except ValueError:
             fields = None
         if isinstance(fields, dict) and isinstance(fields.get("step"), int):
-            found.append(fields)
+            found.append(finite(fields))
         else:
             print(f"{path}: line {number} is damaged and passed over", flush=True)
     return found

@@ -22,7 +22,7 @@ from train.unet import build_unet, check_fit, load_pretrained
 from train.validation import Validation, open_validation
 
 ORDER_VERSION = 2
-"""Of `train/order.py`: one higher with each change that deals out samples otherwise."""
+"""Of `train/order.py` and `choose_per_epoch`: one higher with each change that deals out samples otherwise."""
 PLAIN_LAUNCHES = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
 
 
@@ -106,20 +106,22 @@ def check_launch(accelerator: Accelerator | None, world_size: int, local_world_s
     Raises:
         RequestError: it is something else; or nodes have unequal shares, and samples would come twice or never.
     """
-    shares = [local_world_size] if accelerator is None else gather_object([local_world_size])
-    if len(set(shares)) > 1 or world_size % local_world_size:
+    shares, scaled = {local_world_size}, False
+    if accelerator is not None:
+        if accelerator.distributed_type not in PLAIN_LAUNCHES:
+            raise RequestError(
+                f"The launcher set up {accelerator.distributed_type.value}, which this trainer does not drive. Launch "
+                f"with one of configs/accelerate/."
+            )
+        # of all, so that all refuse together: each node has an environment of its own
+        everywhere = gather_object([(local_world_size, accelerator.gradient_accumulation_steps)])
+        shares, scaled = {share for share, _ in everywhere}, any(steps != 1 for _, steps in everywhere)
+    if len(shares) > 1 or world_size % local_world_size:
         raise RequestError(
             f"{world_size} processes are not spread evenly over the nodes: LOCAL_WORLD_SIZE is "
-            f"{' and '.join(map(str, sorted(set(shares))))}. Start as many processes on each node as on the others."
+            f"{' and '.join(map(str, sorted(shares)))}. Start as many processes on each node as on the others."
         )
-    if accelerator is None:
-        return
-    if accelerator.distributed_type not in PLAIN_LAUNCHES:
-        raise RequestError(
-            f"The launcher set up {accelerator.distributed_type.value}, which this trainer does not drive. Launch with "
-            f"one of configs/accelerate/."
-        )
-    if accelerator.gradient_accumulation_steps != 1:
+    if scaled:
         raise RequestError(
             "The environment has ACCELERATE_GRADIENT_ACCUMULATION_STEPS, by which accelerate would scale gradients. "
             "Unset it: microbatch_size decides here."
@@ -149,8 +151,9 @@ def find_start(
         RequestError: the checkpoint was trained under other settings, there are no weights at `init_from`, or the run
             folder cannot be written.
     """
-    nearest = next(folder for folder in (config.run_dir, *config.run_dir.absolute().parents) if folder.exists())
-    if not (nearest.is_dir() and os.access(nearest, os.W_OK)):
+    above = (config.run_dir, *config.run_dir.absolute().parents)
+    nearest = next(folder for folder in above if os.path.exists(folder))  # false, where Path.exists may raise
+    if not (nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)):
         why = "may not be written" if nearest.is_dir() else "is a file"
         raise RequestError(f"run_dir {config.run_dir} cannot be used: {nearest} {why}. Give another run_dir.")
     checkpoint = newest_checkpoint(config.run_dir)

@@ -118,12 +118,16 @@ def load_pretrained(unet: UNet2DConditionModel, name: str) -> None:
 def architecture_differences(theirs: Mapping[str, Any], unet: UNet2DConditionModel) -> str:
     """Fields of a diffusers config that differ from `unet`'s, as `field: there ≠ here; …`; empty where none does.
 
-    (Many, such as the number of heads, change what a U-Net computes and no weight's shape.)
+    (Many, such as the number of heads, change what a U-Net computes and no weight's shape.) One that is not `there` is
+    of a later diffusers, and at its default here.
     """
     return "; ".join(
-        f"{field}: {theirs.get(field)} ≠ {value}"
+        f"{field}: {theirs[field]} ≠ {value}"
         for field, value in unet.config.items()
-        if not field.startswith("_") and field not in NOT_ARCHITECTURE and not _same(theirs.get(field), value)
+        if field in theirs
+        and not field.startswith("_")
+        and field not in NOT_ARCHITECTURE
+        and not _same(theirs[field], value)
     )
 
 
