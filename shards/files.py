@@ -32,21 +32,15 @@ def fsync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def fsync_file(path: str | Path) -> None:
-    """Flush a file to the disk."""
-    with open(path, "rb") as file:
-        os.fsync(file.fileno())
-
-
-def fsync_and_forget(path: str | Path) -> None:
-    """`fsync_file` a file that nobody will read here soon: its pages in memory go, and serve the next one.
+def fsync_file(path: str | Path, forget: bool = False) -> None:
+    """Flush a file to the disk; and `forget` its pages in memory, where nobody will read it here soon.
 
     (A writer of terabytes that kept them would push everything else out of memory, the tars that it reads too; and
     the kernel needs several times as long to find a fresh page as to fill it.)
     """
     with open(path, "rb") as file:
         os.fsync(file.fileno())
-        if hasattr(os, "posix_fadvise"):
+        if forget and hasattr(os, "posix_fadvise"):
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 

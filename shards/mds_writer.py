@@ -21,7 +21,7 @@ from streaming.base.format.mds.encodings import mds_encode
 
 from shards.buckets import Bucket
 from shards.encoding import EncodingRecord
-from shards.files import fsync_and_forget
+from shards.files import fsync_file
 from shards.receipts import FileRecord
 
 SHARD_BYTES = 1 << 27
@@ -112,7 +112,7 @@ class PartMDSWriter(MDSWriter):
         entry = {"samples": num_samples, "raw_data": raw_data, "zip_data": None}
         self.shards.append(entry | self.get_config())
         self.records[name] = FileRecord(bytes=size, sha256=sha256.hexdigest())
-        self.syncing.append(self.disk.submit(fsync_and_forget, path))
+        self.syncing.append(self.disk.submit(fsync_file, path, forget=True))
         self._reset_cache()
 
     def finish(self) -> None:

@@ -100,10 +100,10 @@ def test_no_sample_at_all(latents: Path, tmp_path: Path) -> None:
 
 
 def test_an_error_of_the_disk_comes_out(latents: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(path: str) -> None:
+    def fail(path: str, forget: bool) -> None:
         raise OSError(28, "No space left on device", path)
 
-    monkeypatch.setattr(mds_writer, "fsync_and_forget", fail)
+    monkeypatch.setattr(mds_writer, "fsync_file", fail)
     encoding = EncodingRecord.load(latents)
     writer = PartMDSWriter(tmp_path / "part", encoding, Bucket(64, 64))
     for sample in samples(encoding, 3):
