@@ -1,0 +1,126 @@
+"""Golden records: latents roots, a checkpoint and loss curves as commit 8cb740e wrote them.
+
+`python -m tests.golden.make roots` wrote `roots/`, and is not to be run again: the roots show that what was once written
+stays readable. `python -m tests.golden.make curves` trains the cases below from them, and writes `curves.json` and
+`checkpoint/`; it is run again only where a change of the curve is meant, with the reason in the commit.
+"""
+
+import json
+import os
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.runs import run_module, train_fields, write_config
+
+HERE = Path(__file__).parent
+RESUMED = "epsilon"
+"""The case whose checkpoint after `CHECKPOINT_STEP` steps is kept."""
+CHECKPOINT_STEP, STEPS = 4, 10
+STREAM = {"bucket": "64x64"}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    # name: root, changes to the config of `tests.runs`
+    "epsilon": ("float16", {"checkpoint": {"every": CHECKPOINT_STEP, "keep": 9}}),
+    "v-min-snr-offset-zero-snr": (
+        "float8",
+        {
+            "objective": {
+                "prediction": "v_prediction",
+                "min_snr_gamma": 5.0,
+                "offset_noise": 0.1,
+                "zero_terminal_snr": True,
+                "caption_dropout": 0.3,
+            },
+        },
+    ),
+    "flow-logit-normal": (
+        "trim",
+        {"objective": {"prediction": "flow_matching", "timestep_sampling": "logit_normal", "logit_mean": 0.2}},
+    ),
+    "sample-several-captions": (
+        "several",
+        {"objective": {"prediction": "sample", "beta_schedule": "squaredcos_cap_v2"}, "schedule": {"kind": "cosine"}},
+    ),
+    "two-buckets-filter-validation": (
+        "float16",
+        {
+            "data": {
+                "streams": [
+                    {"root": "ROOT", "bucket": "64x64", "filter": {"aesthetic": {"min": 3.0}}, "weight": 2.0},
+                    {"root": "ROOT", "bucket": "128x128"},
+                ]
+            },
+            "validation": {"root": "ROOT", "bucket": "64x64", "samples": 8, "batch_size": 4, "every": 5},
+            "ema": {"kind": "power", "start_step": 3},
+        },
+    ),
+}
+
+
+def make_roots(folder: Path) -> None:
+    """Stage 1 on small random models: one root of each way in which captions are stored."""
+    from precompute.tars import InputShard
+    from tests import conftest
+    from tests.conftest import encode_all, precompute_config
+    from tests.tiny import make_models, make_samples, make_tar
+
+    os.chdir(folder)  # so that no path of this machine is recorded
+    models = make_models(Path("models"))
+    for shard in range(2):
+        make_tar(Path("tars"), f"{shard:05d}", make_samples(shard, 16, [(80, 64), (200, 150), (140, 300), (40, 90)]))
+    # an address as it was given, without this machine's folders
+    conftest.list_shards = lambda folder: [InputShard(tar.stem, str(tar)) for tar in sorted(Path(folder).glob("*.tar"))]
+    storages: dict[str, dict[str, object]] = {
+        "float16": {},
+        "float8": {"text": {"storage": "float8"}},
+        "trim": {"text": {"trim": True}, "posterior": "mean"},
+        "several": {"text": {"storage": "float8", "trim": True}, "captions": ["txt", "json:url"]},
+    }
+    for name, changes in storages.items():
+        config = precompute_config(models, Path("tars"), Path("roots") / name, **changes)
+        encode_all(config, models)
+        for litter in (".attempts", ".attempts.locks", ".locks"):
+            shutil.rmtree(Path("roots") / name / litter, ignore_errors=True)
+
+
+def train_case(name: str, folder: Path) -> Path:
+    """Train a case in a process of its own; returns its run folder."""
+    root, changes = CASES[name]
+    changes = json.loads(json.dumps(changes).replace('"ROOT"', json.dumps(str(HERE / "roots" / root))))
+    fields = train_fields(HERE / "roots" / root, folder / name, **({"max_steps": STEPS} | changes))
+    result = run_module("train", "--config", str(write_config(folder, fields)))
+    assert result.returncode == 0, result.stderr
+    return folder / name
+
+
+def curve_of(run_dir: Path) -> dict[str, list[str]]:
+    """The losses of a run, and its validation losses, as hexadecimal floats: bit for bit."""
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return {key: [row[key].hex() for row in rows if key in row] for key in ("loss", "grad_norm", "val_loss")}
+
+
+def machine() -> dict[str, str]:
+    """What the last bits of a curve depend on."""
+    return {"torch": torch.__version__, "cpu": torch.backends.cpu.get_cpu_capability()}
+
+
+def make_curves(folder: Path) -> None:
+    """Every case's curve, and one checkpoint."""
+    curves = {name: curve_of(train_case(name, folder)) for name in CASES}
+    (HERE / "curves.json").write_text(json.dumps({"machine": machine(), "curves": curves}, indent=1) + "\n")
+    kept = HERE / "checkpoint"
+    shutil.rmtree(kept, ignore_errors=True)
+    shutil.copytree(folder / RESUMED / "checkpoints" / f"step-{CHECKPOINT_STEP:08d}", kept)
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as temporary:
+        if sys.argv[1:] == ["roots"]:
+            make_roots(Path(temporary))
+            shutil.copytree(Path(temporary) / "roots", HERE / "roots")
+        else:
+            make_curves(Path(temporary))

@@ -1,0 +1,43 @@
+"""Refactors change no number: curves, a resumed checkpoint and roots as they were on commit 8cb740e."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from shards.__main__ import run as shards
+from tests.golden.make import CASES, CHECKPOINT_STEP, HERE, RESUMED, curve_of, machine, train_case
+
+GOLDEN = json.loads((HERE / "curves.json").read_text())
+ROUNDING = 1e-5
+"""Relative difference that another processor or torch may make."""
+
+
+def check_curve(found: dict[str, list[str]], expected: dict[str, list[str]]) -> None:
+    """Bit for bit on the machine of the record, to rounding on another."""
+    if machine() == GOLDEN["machine"]:
+        assert found == expected
+    for key, values in expected.items():
+        assert [float.fromhex(value) for value in found[key]] == pytest.approx(
+            [float.fromhex(value) for value in values], rel=ROUNDING
+        )
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_curve(name: str, tmp_path: Path) -> None:
+    check_curve(curve_of(train_case(name, tmp_path)), GOLDEN["curves"][name])
+
+
+def test_checkpoint_of_8cb740e_resumes(tmp_path: Path) -> None:
+    checkpoint = tmp_path / RESUMED / "checkpoints" / f"step-{CHECKPOINT_STEP:08d}"
+    shutil.copytree(HERE / "checkpoint", checkpoint)
+    resumed = curve_of(train_case(RESUMED, tmp_path))
+    expected = {key: values[CHECKPOINT_STEP:] for key, values in GOLDEN["curves"][RESUMED].items()}
+    check_curve(resumed, expected)
+
+
+@pytest.mark.parametrize("root", sorted(path.name for path in (HERE / "roots").iterdir()))
+def test_root_of_8cb740e_is_sound(root: str, capsys: pytest.CaptureFixture[str]) -> None:
+    shards(["verify", str(HERE / "roots" / root)])
+    assert "is sound" in capsys.readouterr().out
