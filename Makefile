@@ -91,7 +91,7 @@ train: setup
 	  -m train --config $(PHASE_CONFIG) --num_processes $(NPROC) $(ARGS)
 
 plan: setup
-	$(BIN)/python -m train.plan --config $(or $(CONFIG),configs/plan.yaml) $(if $(GPUS),--gpus $(GPUS)) $(ARGS)
+	$(BIN)/python -m plan --config $(or $(CONFIG),configs/plan.yaml) $(if $(GPUS),--gpus $(GPUS)) $(ARGS)
 
 clean:
 	rm -rf runs build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

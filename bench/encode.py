@@ -26,12 +26,12 @@ from diffusers import AutoencoderKL
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import CLIPTextConfig, CLIPTextModel
 
-from bench.common import command, matmul_tflops, section, table
+from bench.kit.common import command, matmul_tflops, section, table
 from examples.shapes.models import MODELS
-from precompute.encoders import ImageEncoder, TextEncoder
-from precompute.shard import batch_size_of
-from shards.buckets import Bucket
-from train.plan.measured import BenchFile, Measurement
+from plan.measured import BenchFile, Measurement
+from precompute.encode.encoders import ImageEncoder, TextEncoder
+from precompute.encode.shard import batch_size_of
+from shards.format.buckets import Bucket
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 MIX = (790, 300)

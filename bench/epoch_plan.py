@@ -23,16 +23,16 @@ import numpy as np
 import torch
 from streaming.base.format.mds.encodings import get_mds_encoded_size
 
-from bench.common import section, status_mb, table
-from bench.roots import encoding_record
-from shards.buckets import Bucket
-from shards.encoding import EncodingRecord
-from shards.files import canonical_json
-from shards.root import write_uncond
+from bench.kit.common import section, status_mb, table
+from bench.kit.roots import encoding_record
+from shards.base.files import canonical_json
+from shards.format.buckets import Bucket
+from shards.format.encoding import EncodingRecord
+from shards.root.shared import write_uncond
 from train.config import DataConfig
-from train.data import choose_per_epoch, make_files, make_order, open_data
-from train.draws import global_slots
-from train.selection import Selection, count_by_file
+from train.data.draws import global_slots
+from train.data.loader import choose_per_epoch, make_files, make_order, open_data
+from train.data.selection import Selection, count_by_file
 
 SIZES = [1_000_000, 10_000_000]
 NUM_FILES = 100_000

@@ -21,13 +21,13 @@ import yaml
 from diffusers import UNet2DConditionModel
 from torch.utils.data import DataLoader
 
-from bench.common import section, table, timed_in_turn
-from bench.roots import make_root
-from shards.store import LocalStore
+from bench.kit.common import section, table, timed_in_turn
+from bench.kit.roots import make_root
+from shards.base.store import LocalStore
 from train.config import DataConfig
-from train.data import DataSpec, global_batches, make_loader, open_data
-from train.metrics import read_json_lines
-from train.selection import FilterConfig, Range, select
+from train.data.loader import DataSpec, global_batches, make_loader, open_data
+from train.data.selection import FilterConfig, Range, select
+from train.run.metrics import read_json_lines
 
 UNET = Path("examples/shapes/unet.json")
 DEMO_BUCKET, DEMO_TEXT = "64x64", (16, 64)

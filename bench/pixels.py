@@ -1,7 +1,7 @@
 """The pixel path against the plain one: `python -m bench.pixels [--pictures 96] [--seed 0] [--rounds 5]`.
 
 Plain: for each bucket a full decode by Pillow, bicubic resize of the picture to cover it, centre crop, float32, to
-[-1, 1]. Ours: `precompute.pixels.decode` once, uint8 (the device does the rest). Both on one thread, in turn. The
+[-1, 1]. Ours: `decode` of precompute/pixels once, uint8 (the device does the rest). Both on one thread, in turn. The
 corpus is synthetic and seeded: 1/f noise, dead leaves (edges at all scales), fine texture; JPEG at quality 75 to 95,
 4:2:0 and 4:4:4.
 """
@@ -16,10 +16,10 @@ import numpy as np
 import torch
 from PIL import Image, ImageDraw
 
-from bench.common import Pair, section, table, timed_in_turn, write_json
-from precompute.pixels import LimitsConfig, PixelsConfig, decode
-from precompute.resample import place
-from shards.buckets import Bucket
+from bench.kit.common import Pair, section, table, timed_in_turn, write_json
+from precompute.pixels.decode import LimitsConfig, PixelsConfig, decode
+from precompute.pixels.resample import place
+from shards.format.buckets import Bucket
 
 BUCKETS = [Bucket(256, 256), Bucket(512, 512)]
 ASPECTS = (1.0, 4 / 3, 3 / 2, 16 / 9, 3 / 4, 2 / 3, 9 / 16)

@@ -21,11 +21,11 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from precompute.select.config import FiltersConfig, SelectConfig, UrlsConfig
-from precompute.select.dedupe import find_drops, rows_to_drop
-from precompute.select.hashes import HashWriter, count_partitions, hash_urls
-from precompute.select.inputs import find_files, inspect, read_batches
+from precompute.select.filter.rules import Dropped, RuleSet, build_rules
 from precompute.select.job import select
-from precompute.select.rules import Dropped, RuleSet, build_rules
+from precompute.select.metadata.inputs import find_files, inspect, read_batches
+from precompute.select.passes.dedupe import find_drops, rows_to_drop
+from precompute.select.passes.hashes import HashWriter, count_partitions, hash_urls
 
 FILE_ROWS = 1_000_000
 NUMERIC = FiltersConfig(max_pwatermark=0.8, min_similarity=0.25, max_aspect_ratio=3.0)

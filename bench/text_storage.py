@@ -15,17 +15,17 @@ import torch
 from torch import Tensor
 from transformers import CLIPTextConfig, CLIPTextModel
 
-from bench.common import machine, table
+from bench.kit.common import machine, table
 from bench.text_unet import STORAGES, name_of, unet_table
 from examples.shapes.captions import write_caption
 from examples.shapes.models import MODELS
 from examples.shapes.scenes import sample_scene
-from precompute.encoders import TextEncoder
-from shards.buckets import Bucket
-from shards.encoding import EncodingRecord, ImageEncoding, TextEncoding, Weights
-from shards.reading import read_part, text_latents
-from shards.text import TextStorage
-from shards.writing import Caption, PartWriter, Sample
+from precompute.encode.encoders import TextEncoder
+from shards.format.buckets import Bucket
+from shards.format.encoding import EncodingRecord, ImageEncoding, TextEncoding, Weights
+from shards.format.text import TextStorage
+from shards.root.reading import read_part, text_latents
+from shards.root.writing import Caption, PartWriter, Sample
 
 
 @dataclass(frozen=True)

@@ -13,25 +13,25 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from bench.common import table
+from bench.kit.common import table
 from examples.shapes.captions import write_caption
 from examples.shapes.models import MODELS
 from examples.shapes.scenes import draw_scene, sample_scene
 from precompute.config import PrecomputeConfig, describe_encoding
-from precompute.encoders import ImageEncoder, TextEncoder
-from precompute.shard import encode_shard
-from precompute.tars import list_shards
-from shards.encoding import EncodingRecord
-from shards.index import write_indexes
-from shards.root import create_root
-from shards.text import TextStorage
+from precompute.encode.encoders import ImageEncoder, TextEncoder
+from precompute.encode.shard import encode_shard
+from precompute.input.tars import list_shards
+from shards.format.encoding import EncodingRecord
+from shards.format.text import TextStorage
+from shards.root.index import write_indexes
+from shards.root.shared import create_root
 from train.config import TrainConfig, ValidationConfig
-from train.data import global_batches, make_loader, open_data
+from train.data.loader import global_batches, make_loader, open_data
 from train.loop import train_step
-from train.objective import Conditioning, DiffusionLoss
-from train.request import check_request
-from train.run import assemble
-from train.validation import open_validation
+from train.objective.loss import Conditioning, DiffusionLoss
+from train.objective.validation import open_validation
+from train.run.assemble import assemble
+from train.run.request import check_request
 
 STORAGES: list[tuple[TextStorage, bool]] = [("float16", False), ("float8", False), ("float16", True), ("float8", True)]
 UNET = {

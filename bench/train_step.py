@@ -24,21 +24,21 @@ from accelerate import Accelerator
 from diffusers import DDPMScheduler, UNet2DConditionModel
 from torch import Tensor
 
-from bench.common import Pair, command, matmul_tflops, section, synchronize, table, timed_in_turn
-from shards.buckets import Bucket
-from shards.mds import parse_index
-from shards.store import open_store
+from bench.kit.common import Pair, command, matmul_tflops, section, synchronize, table, timed_in_turn
+from plan.measured import BenchFile, Measurement
+from shards.base.store import open_store
+from shards.format.buckets import Bucket
+from shards.format.mds import parse_index
 from train.__main__ import ACCELERATE_PRECISION
-from train.batch import Batch
 from train.config import TrainConfig
-from train.data import DataSpec, OpenStream
-from train.flops import peak_tflops, training_flops
-from train.log import Log, peak_memory
+from train.data.batch import Batch
+from train.data.loader import DataSpec, OpenStream
 from train.loop import train_step
-from train.plan.measured import BenchFile, Measurement
-from train.request import Request
-from train.run import Run, assemble
-from train.unet import build_unet
+from train.model.flops import peak_tflops, training_flops
+from train.model.unet import build_unet
+from train.run.assemble import Run, assemble
+from train.run.log import Log, peak_memory
+from train.run.request import Request
 
 TEXT_LENGTH = 77
 DOWNSAMPLING = 8
@@ -348,7 +348,7 @@ def describe_results(
 
 
 def write_plan_file(path: Path, results: list[Result], device: torch.device, batch: int) -> None:
-    """Each bucket's best rate, as train/plan/measured.py reads it."""
+    """Each bucket's best rate, as plan/measured.py reads it."""
     best: dict[str, Result] = {}
     for result in results:
         known = best.get(result.setting.bucket)

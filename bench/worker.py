@@ -22,15 +22,15 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from bench.common import section, status_mb, table, timed_in_turn
+from bench.kit.common import section, status_mb, table, timed_in_turn
 from bench.pixels import make_corpus
 from precompute.config import PrecomputeConfig
-from precompute.encoders import EncodedCaption
-from precompute.pixels import decode
-from precompute.shard import encode_shard, warm_up
-from precompute.tars import InputShard, Tar, list_shards
-from shards.encoding import EncodingRecord, ImageEncoding, TextEncoding, Weights
-from shards.root import create_root
+from precompute.encode.encoders import EncodedCaption
+from precompute.encode.shard import encode_shard, warm_up
+from precompute.input.tars import InputShard, Tar, list_shards
+from precompute.pixels.decode import decode
+from shards.format.encoding import EncodingRecord, ImageEncoding, TextEncoding, Weights
+from shards.root.shared import create_root
 
 BUCKETS = ("256x256", "512x512")
 PLANES, DOWNSAMPLING, TEXT_LENGTH, TEXT_WIDTH = 8, 8, 77, 1024

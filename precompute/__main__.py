@@ -4,15 +4,15 @@ import argparse
 import os
 import sys
 
-from precompute.cluster import start_ray
+from precompute.cluster.job import RANK_VARIABLES, JobResult, choose_shards, not_committed, run_job
+from precompute.cluster.nodes import start_ray
 from precompute.config import PrecomputeConfig, describe_encoding, with_absolute_paths
-from precompute.job import RANK_VARIABLES, JobResult, choose_shards, not_committed, run_job
-from precompute.tars import list_shards
-from shards.commit import sweep_attempts
-from shards.config import load_config
-from shards.errors import Preempted, WorkError, exit_code_of
-from shards.index import write_indexes
-from shards.root import check_root, check_rules, create_root
+from precompute.input.tars import list_shards
+from shards.base.config import load_config
+from shards.base.errors import Preempted, WorkError, exit_code_of
+from shards.root.commit import sweep_attempts
+from shards.root.index import write_indexes
+from shards.root.shared import check_root, check_rules, create_root
 
 
 def run(arguments: list[str]) -> None:

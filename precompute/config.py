@@ -6,16 +6,16 @@ from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from precompute.captions import JSON_PREFIX
-from precompute.pixels import LimitsConfig, PixelsConfig
-from precompute.tars import TarPolicy
-from shards.buckets import AspectTable, Bucket, bucket_rules
-from shards.config import Config
-from shards.encoding import EncodingRecord, ImageEncoding, TextEncoding
-from shards.errors import RequestError
-from shards.models import hash_weights, model_folder, read_model_config
-from shards.store import Place
-from shards.text import TextStorage
+from precompute.input.captions import JSON_PREFIX
+from precompute.input.tars import TarPolicy
+from precompute.pixels.decode import LimitsConfig, PixelsConfig
+from shards.base.config import Config
+from shards.base.errors import RequestError
+from shards.base.store import Place
+from shards.format.buckets import AspectTable, Bucket, bucket_rules
+from shards.format.encoding import EncodingRecord, ImageEncoding, TextEncoding
+from shards.format.models import hash_weights, model_folder, read_model_config
+from shards.format.text import TextStorage
 
 TOKENIZER_MUST_HAVE = ("tokenizer_config.json", "vocab.json", "merges.txt")
 

@@ -17,12 +17,12 @@ import torch
 from diffusers import AutoencoderKL
 from PIL import Image, ImageDraw, ImageFont
 
-from shards.encoding import EncodingRecord
-from shards.errors import RequestError, exit_code_of
-from shards.models import hash_weights, model_folder
-from shards.reading import captions, read_parts
-from shards.receipts import load_receipts
-from shards.store import parse_place
+from shards.base.errors import RequestError, exit_code_of
+from shards.base.store import parse_place
+from shards.format.encoding import EncodingRecord
+from shards.format.models import hash_weights, model_folder
+from shards.format.receipts import load_receipts
+from shards.root.reading import captions, read_parts
 
 LABEL_LINES, LINE_HEIGHT, MARGIN, CHARACTER_WIDTH = 5, 14, 8, 7
 SMALLEST_TILE = 256

@@ -5,15 +5,15 @@ import json
 import sys
 from pathlib import Path
 
-from shards.card import dataset_card
-from shards.encoding import EncodingRecord
-from shards.errors import WorkError, exit_code_of
-from shards.files import DamagedFile
-from shards.index import write_indexes
-from shards.stats import plot_stats, root_stats, stats_table
-from shards.store import open_store
-from shards.verify import verify_root
-from shards.where import describe_sample, find_sample
+from shards.base.errors import WorkError, exit_code_of
+from shards.base.files import DamagedFile
+from shards.base.store import open_store
+from shards.format.encoding import EncodingRecord
+from shards.root.index import write_indexes
+from shards.tools.card import dataset_card
+from shards.tools.stats import plot_stats, root_stats, stats_table
+from shards.tools.verify import verify_root
+from shards.tools.where import describe_sample, find_sample
 
 
 def run(arguments: list[str]) -> None:

@@ -11,11 +11,11 @@ import torch
 from moto.server import ThreadedMotoServer
 
 from precompute.config import PrecomputeConfig, describe_encoding
-from precompute.encoders import ImageEncoder, TextEncoder
-from precompute.shard import encode_shard
-from precompute.tars import list_shards
-from shards.index import write_indexes
-from shards.root import create_root
+from precompute.encode.encoders import ImageEncoder, TextEncoder
+from precompute.encode.shard import encode_shard
+from precompute.input.tars import list_shards
+from shards.root.index import write_indexes
+from shards.root.shared import create_root
 from tests.tiny import make_models, make_samples, make_tar
 
 os.environ["HF_HUB_OFFLINE"] = "1"

@@ -14,7 +14,7 @@ from multiprocessing import get_context, resource_tracker, set_start_method
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
-from shards.errors import exit_code_of
+from shards.base.errors import exit_code_of
 
 SERVER = get_context("forkserver")
 SERVER.set_forkserver_preload(["tests.ranks", "train.__main__", "torch.distributed.tensor", "torch._dynamo"])

@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from train.metrics import read_json_lines
+from train.run.metrics import read_json_lines
 
 UNET = Path(__file__).with_name("tiny_unet.json")
 PYTHON = (sys.executable,)

@@ -10,9 +10,9 @@ import pytest
 import torch
 from diffusers import DiffusionPipeline, StableDiffusionPipeline, UNet2DConditionModel
 
-from shards.receipts import load_receipts
+from shards.format.receipts import load_receipts
 from tests.runs import PYTHON, environment, run_module, train_fields, write_config
-from train.metrics import read_json_lines
+from train.run.metrics import read_json_lines
 
 
 def precompute_arguments(models: Path, tars: Path, root: Path, *more: str) -> list[str]:

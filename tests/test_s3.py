@@ -7,10 +7,10 @@ from typing import Any
 import fsspec
 import yaml
 
-from shards.store import open_store
+from shards.base.store import open_store
 from tests.conftest import precompute_config
 from tests.runs import curve, run_module, train_fields, write_config
-from train.metrics import read_json_lines
+from train.run.metrics import read_json_lines
 
 TIMED = {"started", "seconds", "attempts", "sha256", "input"}
 """What receipts of the same tars at two addresses may differ in."""

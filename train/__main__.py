@@ -8,15 +8,15 @@ import torch
 from accelerate import Accelerator
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
-from shards.config import load_config
-from shards.errors import RequestError, exit_code_of
+from shards.base.config import load_config
+from shards.base.errors import RequestError, exit_code_of
 from train.config import TrainConfig
-from train.export import export
+from train.export.pipeline import export
 from train.loop import train
-from train.plot import plot_run
-from train.processes import join_processes, lost_processes_named
-from train.request import check_request
-from train.sharding import launched_sharding
+from train.model.sharding import launched_sharding
+from train.run.plot import plot_run
+from train.run.processes import join_processes, lost_processes_named
+from train.run.request import check_request
 
 ACCELERATE_PRECISION = {"float32": "no", "float16": "fp16", "bfloat16": "bf16"}
 

@@ -5,10 +5,10 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from shards.buckets import Bucket
-from shards.config import Config
-from shards.store import Place
-from train.selection import FilterConfig
+from shards.base.config import Config
+from shards.base.store import Place
+from shards.format.buckets import Bucket
+from train.data.selection import FilterConfig
 
 Precision = Literal["float32", "float16", "bfloat16"]
 Sharding = Literal["none", "grad_op", "full"]

@@ -12,7 +12,7 @@ from accelerate.commands.launch import launch_command, launch_command_parser
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-from shards.errors import Preempted, WorkError, exit_code_of
+from shards.base.errors import Preempted, WorkError, exit_code_of
 
 DEFAULTS = {
     "PET_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",

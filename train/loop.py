@@ -7,19 +7,19 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from shards.errors import Preempted
-from shards.stop import StopSignal
-from train.batch import Batch
+from shards.base.errors import Preempted
+from shards.base.stop import StopSignal
 from train.config import TrainConfig
-from train.data import global_batches, make_loader
-from train.draws import Draws
-from train.log import Log
-from train.objective import NUM_QUARTERS
-from train.processes import lost_processes_named
-from train.request import Request
-from train.run import Run, assemble, save, update_ema
-from train.schedule import learning_rate
-from train.sharding import whole
+from train.data.batch import Batch
+from train.data.draws import Draws
+from train.data.loader import global_batches, make_loader
+from train.model.optimizer import learning_rate
+from train.model.sharding import whole
+from train.objective.loss import NUM_QUARTERS
+from train.run.assemble import Run, assemble, save, update_ema
+from train.run.log import Log
+from train.run.processes import lost_processes_named
+from train.run.request import Request
 
 SIGNAL_EVERY = 10
 """Steps between looks at whether some rank was told to leave: each look makes the host wait for the device."""

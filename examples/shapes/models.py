@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from examples.shapes.encoders.text import accuracy, build_tokenizer, labelled_captions, train_text_encoder
+from examples.shapes.encoders.vae import draw_pictures, psnr, train_vae
 from examples.shapes.scenes import HELD_OUT
-from examples.shapes.text_training import accuracy, build_tokenizer, labelled_captions, train_text_encoder
-from examples.shapes.vae_training import draw_pictures, psnr, train_vae
 
 MODELS = Path(__file__).parent / "models"
 

@@ -16,11 +16,11 @@ import numpy as np
 from matplotlib import pyplot as plt
 
 from examples.shapes.sampling import prompt_lists
-from shards.encoding import EncodingRecord
-from shards.receipts import load_receipts
-from shards.stats import bucket_sizes
-from train.metrics import read_json_lines
-from train.plot import smooth
+from shards.format.encoding import EncodingRecord
+from shards.format.receipts import load_receipts
+from shards.tools.stats import bucket_sizes
+from train.run.metrics import read_json_lines
+from train.run.plot import smooth
 
 PHASES = ("phase1", "phase2")
 GRID = {"seen": 16, "held_out": 8}

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
-from shards.config import Config
+from shards.base.config import Config
 
 Share = Annotated[float, Field(ge=0, le=1)]
 

@@ -17,8 +17,8 @@ from precompute.download.config import DownloadConfig
 from precompute.download.rows import read_shard, write_arrow
 from precompute.download.shard import InputShard
 from precompute.download.verify import check_shard
-from shards.errors import RequestError, WorkError
-from shards.files import fsync_folder, fsync_tree, write_atomically
+from shards.base.errors import RequestError, WorkError
+from shards.base.files import fsync_folder, fsync_tree, write_atomically
 
 RECEIPT = "latentmill"  # our section of img2dataset's stats
 ATTEMPTS_NAME = ".attempts"

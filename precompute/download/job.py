@@ -15,7 +15,7 @@ from precompute.download.report import stats_path
 from precompute.download.shard import InputShard
 from precompute.download.verify import check_shard
 from precompute.select.parallel import start_pool
-from shards.errors import WorkError
+from shards.base.errors import WorkError
 
 SHARDS_PER_WORKER = 20  # then a fresh process, so that leaks stay small
 

@@ -10,9 +10,9 @@ import pyarrow.parquet as pq
 from precompute.download.config import DownloadConfig
 from precompute.download.rows import name_columns
 from precompute.download.shard import InputShard
-from precompute.select.inputs import WORK_NAME, footer_sha256
-from shards.errors import RequestError
-from shards.files import DamagedFile, read_sealed_json, write_sealed_json
+from precompute.select.metadata.inputs import WORK_NAME, footer_sha256
+from shards.base.errors import RequestError
+from shards.base.files import DamagedFile, read_sealed_json, write_sealed_json
 
 PLAN_NAME = "download_plan.json"
 MAX_SHARDS = 100_000  # five digits name a shard, and begin each key

@@ -8,7 +8,7 @@ from typing import Any
 from precompute.download.failures import count_kinds
 from precompute.download.fetch import RECEIPT
 from precompute.download.shard import InputShard
-from shards.files import canonical_json, write_atomically
+from shards.base.files import canonical_json, write_atomically
 
 REPORT_NAME = "download_report.json"
 

@@ -8,8 +8,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from precompute.download.shard import InputShard
-from precompute.select.columns import find_columns
-from shards.errors import RequestError, WorkError
+from precompute.select.metadata.columns import find_columns
+from shards.base.errors import RequestError, WorkError
 
 # img2dataset gives these names to what it finds out itself
 RESERVED = {

@@ -9,8 +9,8 @@ from typing import Any
 import pyarrow.parquet as pq
 
 from precompute.download.config import DownloadConfig
-from precompute.tars import RawSample, Tar
-from shards.errors import WorkError
+from precompute.input.tars import RawSample, Tar
+from shards.base.errors import WorkError
 
 SUCCESS = "success"
 

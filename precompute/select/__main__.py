@@ -6,10 +6,10 @@ import sys
 import time
 
 from precompute.select.config import SelectConfig
-from precompute.select.funnel import describe
 from precompute.select.job import FUNNEL_NAME, select
-from shards.config import load_config
-from shards.errors import WorkError, exit_code_of
+from precompute.select.report.funnel import describe
+from shards.base.config import load_config
+from shards.base.errors import WorkError, exit_code_of
 
 
 def run(arguments: list[str]) -> None:

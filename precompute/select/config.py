@@ -5,8 +5,8 @@ from typing import Annotated
 
 from pydantic import AfterValidator, Field, NonNegativeInt, PositiveInt
 
-from shards.buckets import Bucket
-from shards.config import Config
+from shards.base.config import Config
+from shards.format.buckets import Bucket
 
 Probability = Annotated[float, Field(ge=0, le=1)]
 

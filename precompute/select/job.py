@@ -11,18 +11,18 @@ from pathlib import Path
 from typing import Any
 
 from precompute.select.config import SelectConfig
-from precompute.select.dedupe import DUPLICATE, OPTED_OUT, find_drops, rows_to_drop
-from precompute.select.filtering import FilteredFile, filter_file
-from precompute.select.funnel import build_funnel
-from precompute.select.hashes import count_partitions
-from precompute.select.inputs import WORK_NAME, MetadataFile, find_files, inspect
-from precompute.select.optout import hash_listed_urls, read_hosts
-from precompute.select.output import OutputFile, plan_outputs, write_output
+from precompute.select.filter.rules import build_rules
+from precompute.select.filter.tally import Tally
+from precompute.select.metadata.inputs import WORK_NAME, MetadataFile, find_files, inspect
 from precompute.select.parallel import Workers
-from precompute.select.rules import build_rules
-from precompute.select.tally import Tally
-from shards.errors import RequestError, WorkError
-from shards.files import canonical_json, fsync_tree, locked, sha256_file, write_atomically
+from precompute.select.passes.dedupe import DUPLICATE, OPTED_OUT, find_drops, rows_to_drop
+from precompute.select.passes.filtering import FilteredFile, filter_file
+from precompute.select.passes.hashes import count_partitions
+from precompute.select.passes.optout import hash_listed_urls, read_hosts
+from precompute.select.passes.output import OutputFile, plan_outputs, write_output
+from precompute.select.report.funnel import build_funnel
+from shards.base.errors import RequestError, WorkError
+from shards.base.files import canonical_json, fsync_tree, locked, sha256_file, write_atomically
 
 FUNNEL_NAME, PLOT_NAME = "funnel.json", "funnel.png"
 
@@ -139,7 +139,7 @@ def _find_drops(config: SelectConfig, run: Path, filtered: list[Path], partition
 
 
 def _publish(config: SelectConfig, run: Path, outputs: Sequence[OutputFile], funnel: dict[str, Any]) -> None:
-    from precompute.select.plot import draw_funnel  # matplotlib: for the parent alone, not for every worker
+    from precompute.select.report.plot import draw_funnel  # matplotlib: for the parent alone, not for every worker
 
     fsync_tree(run)
     for output in outputs:

@@ -9,7 +9,7 @@ from concurrent.futures.process import BrokenProcessPool
 from types import TracebackType
 from typing import Any, TypeVar
 
-from shards.errors import WorkError
+from shards.base.errors import WorkError
 
 Result = TypeVar("Result")
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from bench.encode import MIX, Work, bench_file, count_flops, mixture, rates_of, sizes_for
-from train.plan.measured import read_rates
+from plan.measured import read_rates
 
 
 def work(count: int, log: list[str], name: str) -> Work:

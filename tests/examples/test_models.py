@@ -8,10 +8,10 @@ from torch import nn
 from transformers import CLIPTextModel, CLIPTokenizer
 
 from examples.shapes.captions import FACTS
+from examples.shapes.encoders.text import NUM_TOKENS, labelled_captions, tokenize
+from examples.shapes.encoders.vae import draw_pictures, psnr
 from examples.shapes.models import MODELS
 from examples.shapes.scenes import HELD_OUT, SEEN
-from examples.shapes.text_training import NUM_TOKENS, labelled_captions, tokenize
-from examples.shapes.vae_training import draw_pictures, psnr
 
 MAX_BYTES = 2 * 2**20
 

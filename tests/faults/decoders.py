@@ -6,8 +6,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from precompute.pixels import LimitsConfig, Picture, PixelsConfig, Reject, decode
-from shards.buckets import Bucket
+from precompute.input.reject import Reject
+from precompute.pixels.decode import LimitsConfig, Picture, PixelsConfig, decode
+from shards.format.buckets import Bucket
 
 ACCEPTED = "accepted"
 

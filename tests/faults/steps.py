@@ -22,15 +22,15 @@ import pyarrow.parquet as pq
 import torch
 
 from precompute.config import PrecomputeConfig, describe_encoding
-from precompute.encoders import ImageEncoder, TextEncoder
-from precompute.shard import encode_shard
-from precompute.tars import list_shards
-from shards.commit import sweep_attempts
-from shards.errors import is_storage_error
-from shards.index import write_indexes
-from shards.receipts import load_receipts
-from shards.root import create_root
-from shards.verify import verify_root
+from precompute.encode.encoders import ImageEncoder, TextEncoder
+from precompute.encode.shard import encode_shard
+from precompute.input.tars import list_shards
+from shards.base.errors import is_storage_error
+from shards.format.receipts import load_receipts
+from shards.root.commit import sweep_attempts
+from shards.root.index import write_indexes
+from shards.root.shared import create_root
+from shards.tools.verify import verify_root
 from tests.faults.world import Tally, World, make_world
 
 OK, STORAGE_ERROR, OTHER_ERROR = 0, 10, 11

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from shards.files import DamagedFile
-from shards.verify import verify_root
+from shards.base.files import DamagedFile
+from shards.tools.verify import verify_root
 from tests.faults.world import make_world
 
 

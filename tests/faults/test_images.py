@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from precompute.isolation import Isolated
-from precompute.pixels import LimitsConfig
-from shards.receipts import load_receipts
+from precompute.pixels.decode import LimitsConfig
+from precompute.pixels.isolation import Isolated
+from shards.format.receipts import load_receipts
 from tests.conftest import encode_all, precompute_config
 from tests.faults.decoders import ACCEPTED, outcome_and_memory
 from tests.faults.images import hostile

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from shards.errors import Preempted
+from shards.base.errors import Preempted
 from tests.faults.cluster import TwoNodes, attempts, wait_for_a_moment
 from tests.faults.world import Tally, World, make_world
 

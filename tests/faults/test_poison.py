@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from shards.receipts import load_receipts
-from shards.verify import verify_root
+from shards.format.receipts import load_receipts
+from shards.tools.verify import verify_root
 from tests.conftest import SIZES
 from tests.runs import run_module
 from tests.test_end_to_end import precompute_arguments

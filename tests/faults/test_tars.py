@@ -15,10 +15,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from precompute.config import PrecomputeConfig, TarsConfig
-from precompute.tars import InputShard, RawSample, Tar, counted_samples, list_shards
-from shards.errors import DamagedInput
-from shards.receipts import Receipt, load_receipts
-from shards.verify import verify_root
+from precompute.input.tars import InputShard, RawSample, Tar, counted_samples, list_shards
+from shards.base.errors import DamagedInput
+from shards.format.receipts import Receipt, load_receipts
+from shards.tools.verify import verify_root
 from tests.conftest import encode_all, folder_of, precompute_config
 from tests.faults.world import stored_keys
 from tests.tiny import make_samples, make_tar

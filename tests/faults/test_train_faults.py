@@ -20,15 +20,15 @@ import pytest
 
 from tests import ranks
 from tests.runs import curve, environment, launcher, train_fields, write_config
-from tests.train.test_processes import rank_processes
-from train import checkpoint
+from tests.train.run.test_processes import rank_processes
 from train.__main__ import run as command
-from train.checkpoint import list_checkpoints, verify_checkpoint
-from train.metrics import read_json_lines
+from train.run import checkpoint
+from train.run.checkpoint import list_checkpoints, verify_checkpoint
+from train.run.metrics import read_json_lines
 
 FIGURES = Path(__file__).parents[2] / "runs" / "faults" / "train.json"
 STAGES = [
-    # function of train/checkpoint.py, which of its calls, when: before, halfway through or after it
+    # function of train/run/checkpoint.py, which of its calls, when: before, halfway through or after it
     ("save_file", 1, "before"),  # the folder is there, and nothing in it but the U-Net's config
     ("save_file", 1, "half"),
     ("save_file", 2, "before"),

@@ -6,11 +6,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from precompute.config import PrecomputeConfig
-from shards.reading import read_part
-from shards.receipts import load_receipts
-from shards.verify import verify_root
+from shards.format.receipts import load_receipts
+from shards.root.reading import read_part
+from shards.tools.verify import verify_root
 from tests.conftest import SIZES, encode_all, precompute_config
-from tests.precompute.test_shard import tree
+from tests.precompute.encode.test_shard import tree
 from tests.tiny import make_samples, make_tar
 
 TIMED = {"started", "seconds", "attempts", "sha256"}

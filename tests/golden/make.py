@@ -1,8 +1,8 @@
 """Golden records: latents roots, a checkpoint and loss curves as commit 8cb740e wrote them.
 
-`python -m tests.golden.make roots` wrote `roots/`, and is not to be run again: the roots show that what was once written
-stays readable. `python -m tests.golden.make curves` trains the cases below from them, and writes `curves.json` and
-`checkpoint/`; it is run again only where a change of the curve is meant, with the reason in the commit.
+`python -m tests.golden.make roots` wrote `roots/`, and is not to be run again: the roots show that what was once
+written stays readable. `python -m tests.golden.make curves` trains the cases below from them, and writes `curves.json`
+and `checkpoint/`; it is run again only where a change of the curve is meant, with the reason in the commit.
 """
 
 import json
@@ -63,7 +63,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 def make_roots(folder: Path) -> None:
     """Stage 1 on small random models: one root of each way in which captions are stored."""
-    from precompute.tars import InputShard
+    from precompute.input.tars import InputShard
     from tests import conftest
     from tests.conftest import encode_all, precompute_config
     from tests.tiny import make_models, make_samples, make_tar

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from examples.shapes.encoders.vae import draw_pictures
 from examples.shapes.models import MODELS
-from examples.shapes.vae_training import draw_pictures
 from precompute.preview import contact_sheet, decode_pictures, load_decoder, pick_samples, run, wrapped
-from shards.encoding import EncodingRecord
-from shards.errors import RequestError
+from shards.base.errors import RequestError
+from shards.format.encoding import EncodingRecord
 from tests.conftest import encode_all, folder_of, precompute_config
 from tests.tiny import make_tar
 

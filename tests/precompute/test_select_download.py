@@ -12,8 +12,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tests.precompute import laion
-from tests.precompute.bad_server import BadServer, serve
+from tests.precompute.download.bad_server import BadServer, serve
+from tests.precompute.select import laion
 
 FILE_ROWS = 250_000
 

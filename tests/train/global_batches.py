@@ -1,8 +1,8 @@
 """Whole global batches, from the loaders of all ranks of simulated machines."""
 
 from train.config import DataConfig
-from train.data import DataSpec, global_batches, make_loader
-from train.draws import global_slots
+from train.data.draws import global_slots
+from train.data.loader import DataSpec, global_batches, make_loader
 
 
 def keys_per_step(

@@ -20,17 +20,17 @@ from diffusers import AutoencoderKL, DDPMScheduler, UNet2DConditionModel
 from torch import Tensor
 from transformers import CLIPTextModel, CLIPTokenizer
 
-from precompute.pixels import LimitsConfig, PixelsConfig, decode
-from shards.buckets import Bucket
+from precompute.pixels.decode import LimitsConfig, PixelsConfig, decode
+from shards.format.buckets import Bucket
 from tests.conftest import encode_all, precompute_config
 from tests.runs import UNET, train_fields
 from tests.tiny import make_samples, make_tar
 from train.config import TrainConfig
-from train.data import global_batches, make_loader
-from train.draws import Draws, Purpose
+from train.data.draws import Draws, Purpose
+from train.data.loader import global_batches, make_loader
 from train.loop import train_step
-from train.request import check_request
-from train.run import assemble, collect_losses
+from train.run.assemble import assemble, collect_losses
+from train.run.request import check_request
 
 STEPS, BATCH, SEED, SIDE = 50, 8, 5, 64
 LR, WEIGHT_DECAY, DROPOUT = 1e-3, 0.01, 0.1
@@ -141,7 +141,7 @@ class Online:
         return (posterior.mean + posterior.std * noise) * self.vae.config.scaling_factor
 
     def pixels(self, key: str) -> Tensor:
-        """(3, SIDE, SIDE) in [-1, 1], as stage 1 cuts and scales it, which tests/precompute/test_pixels.py checks."""
+        """(3, SIDE, SIDE) in [-1, 1], as stage 1 cuts and scales it (tests/precompute/pixels)."""
         picture = decode(self.members[key]["jpg"], [Bucket(SIDE, SIDE)], PixelsConfig(), LimitsConfig())
         image = picture.pixels[Bucket(SIDE, SIDE)]
         return torch.tensor(image).permute(2, 0, 1) / 127.5 - 1

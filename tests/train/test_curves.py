@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.roots import make_root
+from bench.kit.roots import make_root
 from tests import ranks
 from tests.runs import curve, train_fields, write_config
 

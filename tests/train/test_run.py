@@ -12,15 +12,15 @@ from typing import Any
 import pytest
 import torch
 
-from shards.errors import WorkError, exit_code_of
+from shards.base.errors import WorkError, exit_code_of
 from tests.runs import PYTHON, curve, environment, launcher, run_module, train_fields, write_config
 from train.__main__ import run as command
-from train.checkpoint import list_checkpoints, newest_checkpoint, step_folder, step_of, verify_checkpoint
 from train.config import DataConfig
-from train.data import global_batches, make_loader, open_data
-from train.draws import Draws
-from train.metrics import read_json_lines
-from train.objective import DiffusionLoss
+from train.data.draws import Draws
+from train.data.loader import global_batches, make_loader, open_data
+from train.objective.loss import DiffusionLoss
+from train.run.checkpoint import list_checkpoints, newest_checkpoint, step_folder, step_of, verify_checkpoint
+from train.run.metrics import read_json_lines
 
 STEPS = 8
 
@@ -141,7 +141,7 @@ run(["--config", {str(config)!r}])
     [
         ("train.__main__", ["precompute", "ray", "img2dataset"]),
         ("precompute.__main__", ["train", "img2dataset"]),
-        ("shards.index", ["precompute", "train", "diffusers", "ray", "accelerate"]),
+        ("shards.root.index", ["precompute", "train", "diffusers", "ray", "accelerate"]),
     ],
 )
 def test_layering(package: str, forbidden: list[str]) -> None:

@@ -1,0 +1,65 @@
+"""`python -m plan`: what a training will take, as text, and as JSON and a plot with `--out`."""
+
+import argparse
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from plan.config import Plan
+from plan.output.comparison import render_comparison
+from plan.output.text import render
+from plan.report import Report, make_report
+from shards.base.config import load_config
+from shards.base.errors import exit_code_of
+from shards.base.files import canonical_json, write_atomically
+
+PROG = "python -m plan"
+
+
+def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """The command's own options, and the overrides left for the config."""
+    parser = argparse.ArgumentParser(PROG, description=__doc__, allow_abbrev=False)
+    parser.add_argument("--config", default="configs/plan.yaml", help="the plan; any field follows as --a.b VALUE")
+    parser.add_argument("--gpus", nargs="?", help="a number of GPUs to add to the table and to point out")
+    parser.add_argument("--compare", nargs="+", default=[], help="further plans, as they stand, for a comparison")
+    parser.add_argument("--out", type=Path, help="a folder for plan.txt, plan.json and plan.png")
+    return parser.parse_known_args(arguments)
+
+
+def run(arguments: list[str]) -> None:
+    """Plan, print, and write what was asked for."""
+    options, overrides = parse(arguments)
+    overrides += ["--gpus", options.gpus] if options.gpus else []
+    plans = [load_config(Plan, options.config, overrides, PROG)]
+    plans += [load_config(Plan, path, [], PROG) for path in options.compare]
+    reports = [make_report(plan) for plan in plans]
+    text = "\n\n".join([*map(render, reports), *([render_comparison(plans, reports)] if options.compare else [])])
+    print(text)
+    if options.out:
+        write(options.out, text, reports)
+
+
+def write(folder: Path, text: str, reports: list[Report]) -> None:
+    """plan.txt, plan.json and plan.png, each atomically."""
+    from plan.output.figure import draw
+
+    write_atomically(folder / "plan.txt", text.encode())
+    write_atomically(folder / "plan.json", canonical_json({"plans": [as_json(report) for report in reports]}))
+    write_atomically(folder / "plan.png", draw(reports))
+    print(f"Written: plan.txt, plan.json and plan.png in {folder}")
+
+
+def as_json(report: Report) -> dict[str, Any]:
+    """The report as plain values; each number it rests on says whether it is assumed."""
+    facts = [{**asdict(fact), "assumed": fact.assumed} for fact in report.facts]
+    return {**asdict(report), "facts": facts}
+
+
+def main() -> None:
+    """Console entry point."""
+    sys.exit(exit_code_of(lambda: run(sys.argv[1:])))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,77 @@
+"""Days, dollars and bytes. Pure arithmetic; 1 TB is 10^12 bytes."""
+
+import math
+
+from shards.format.text import TextStorage
+
+SECONDS_PER_HOUR = 3600
+SECONDS_PER_DAY = 86_400
+CHECKPOINT_BYTES = 12
+"""Per parameter, in float32: the weight and AdamW's two moments."""
+EMA_BYTES = 4
+
+_MDS_OFFSET = 4
+_MDS_SIZE = 4  # of each column of varying size
+_SIZE_AND_SCORES = 32
+
+
+def days_of(num_images: float, images_per_second: float) -> float:
+    """Days for `num_images`."""
+    return num_images / images_per_second / SECONDS_PER_DAY
+
+
+def gpu_hours_of(days: float, gpus: int) -> float:
+    """GPU-hours that `gpus` GPUs take in `days`."""
+    return days * 24 * gpus
+
+
+def sample_bytes(
+    num_planes: int,
+    latent_hw: tuple[int, int],
+    tokens: float,
+    text_width: int,
+    storage: TextStorage,
+    trim: bool,
+    string_bytes: float,
+) -> float:
+    """Bytes of one sample in an MDS shard: shards/format/encoding.py's columns with MDS's own offsets and sizes.
+
+    Args:
+        num_planes: stored channels: 2 × latent channels for moments.
+        tokens: stored tokens: all of them, or the mean of the real ones if `trim`.
+        string_bytes: key and caption together.
+    """
+    height, width = latent_hw
+    image = 2 * num_planes * height * width
+    text = tokens * text_width * 2 if storage == "float16" else tokens * (text_width + 2)
+    framing = _MDS_OFFSET + 2 * _MDS_SIZE  # key, caption
+    if trim:  # the shape travels with each array: its number of dimensions, then each as the smallest integer that fits
+        framing += _MDS_SIZE + 5
+        framing += _MDS_SIZE + 2 if storage == "float8" else 0
+    return image + text + string_bytes + _SIZE_AND_SCORES + framing
+
+
+def checkpoint_bytes(num_parameters: int, ema: bool) -> int:
+    """Bytes of one checkpoint: weights and AdamW's moments, and the averaged weights."""
+    return num_parameters * (CHECKPOINT_BYTES + (EMA_BYTES if ema else 0))
+
+
+def egress_bytes(read: float, shares: dict[str, float], region: str) -> float:
+    """Of `read` bytes, those that come from outside `region`."""
+    return read * sum(share for name, share in shares.items() if name != region)
+
+
+def break_even_passes(encode_once: float, store: float, encode_per_pass: float) -> float:
+    """Passes over the samples from which encoding beforehand is no dearer than encoding at each pass; all in $.
+
+    Args:
+        encode_once: encoding every sample beforehand, with what is encoded in vain.
+        store: keeping the latents while training.
+        encode_per_pass: encoding every sample once, during training.
+    """
+    return (encode_once + store) / encode_per_pass
+
+
+def speedup_per_doubling(before: float, after: float, gpus_before: int, gpus_after: int) -> float:
+    """How many times faster training gets for each doubling of the GPUs: 2 is perfect. Times in any one unit."""
+    return math.pow(before / after, 1 / math.log2(gpus_after / gpus_before))

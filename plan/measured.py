@@ -1,0 +1,117 @@
+"""Benchmark files: what `bench/encode.py` and `bench/train_step.py` write, or what somebody published."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, ValidationError, model_validator
+
+from shards.base.config import Config
+from shards.base.errors import RequestError
+
+
+class Measurement(Config):
+    """One rate on one number of GPUs."""
+
+    stage: Literal["train", "encode", "text"]
+    """`train`: images through training steps; `encode`: pictures from tar bytes to moments; `text`: captions."""
+    bucket: str | None = None
+    """WIDTHxHEIGHT; none for `text`."""
+    images_per_second_per_gpu: float = Field(gt=0)
+    """Captions per second for `text`."""
+    gpus: int | None = Field(None, gt=0)
+    """Where it differs from the file's."""
+    global_batch_size: int | None = Field(None, gt=0)
+    """For `train`; none: the plan's."""
+    microbatch_size: int | None = Field(None, gt=0)
+    """For `train`; none: the plan's."""
+
+    @model_validator(mode="after")
+    def _has_a_bucket(self) -> "Measurement":
+        if (self.stage == "text") != (self.bucket is None):
+            raise ValueError(f"a {self.stage} measurement {'has no' if self.stage == 'text' else 'needs a'} bucket")
+        return self
+
+
+class BenchFile(Config):
+    """A run of a benchmark."""
+
+    device: str
+    """As torch.cuda.get_device_name() says; it names the GPU kind."""
+    gpus: int = Field(gt=0)
+    """GPUs of the run."""
+    date: str
+    """YYYY-MM-DD, or the year of a publication."""
+    command: str
+    """What was run; for a published figure, where it stands."""
+    published: bool = False
+    """Taken from a publication, not measured here."""
+    measurements: list[Measurement]
+
+
+@dataclass(frozen=True)
+class Rate:
+    """A throughput, and how it is known."""
+
+    images_per_second_per_gpu: float
+    gpus: int
+    source: str
+    global_batch_size: int | None = None
+    microbatch_size: int | None = None
+    assumed: bool = False
+
+
+@dataclass(frozen=True)
+class Rates:
+    """The measurements that a plan can use, and the files that it cannot."""
+
+    by_stage: dict[tuple[str, str | None], list[Rate]]
+    left_aside: list[str]
+
+    def of(self, stage: str, bucket: str | None) -> list[Rate]:
+        """Rates of one stage and bucket, in order of their GPUs."""
+        return sorted(self.by_stage.get((stage, bucket), []), key=lambda rate: rate.gpus)
+
+
+def read_rates(paths: Iterable[str], gpu_kind: str) -> Rates:
+    """Read benchmark files; those of a device whose name lacks `gpu_kind` are left aside, and named.
+
+    Raises:
+        RequestError: a file is missing or is no benchmark file, or two give the same stage, bucket and GPUs.
+    """
+    by_stage: dict[tuple[str, str | None], list[Rate]] = {}
+    left_aside = []
+    for path in paths:
+        bench = _read(path)
+        if gpu_kind.lower() not in bench.device.lower():
+            left_aside.append(f"{path} (measured on {bench.device})")
+            continue
+        verb = "published" if bench.published else "measured"
+        for item in bench.measurements:
+            rates = by_stage.setdefault((item.stage, item.bucket), [])
+            gpus = item.gpus or bench.gpus
+            if any(rate.gpus == gpus for rate in rates):
+                raise RequestError(
+                    f"{path} is the second benchmark of {item.stage} {item.bucket or ''} on {gpus} {gpu_kind}s "
+                    f"among `measured`. Keep one of them."
+                )
+            source = f"{verb} {bench.date}: {bench.command}"
+            rates.append(
+                Rate(item.images_per_second_per_gpu, gpus, source, item.global_batch_size, item.microbatch_size)
+            )
+    return Rates(by_stage, left_aside)
+
+
+def _read(path: str) -> BenchFile:
+    try:
+        return BenchFile.model_validate_json(Path(path).read_bytes())
+    except FileNotFoundError:
+        raise RequestError(f"There is no benchmark file {path}. Make it, or take it out of `measured`.") from None
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(str(part) for part in first["loc"]) or "file"
+        raise RequestError(
+            f"{path} is no benchmark file: `{place}`: {first['msg'].removeprefix('Value error, ')}. "
+            f"docs/planning.md shows one."
+        ) from None

@@ -1,0 +1,130 @@
+"""The report as a picture: throughput over GPUs above, cost over days below, one column for each plan."""
+
+import io
+import textwrap
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+from matplotlib import pyplot
+from matplotlib.axes import Axes
+from matplotlib.lines import Line2D
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+from plan.report import Report
+
+COLOURS = ("#1b6ca8", "#d1662b")
+MARKERS = {"compute": "o", "gradient traffic": "^", "data rate": "s"}
+GREY = "#666666"
+FOOTER_WIDTH = 78
+
+
+def draw(reports: list[Report]) -> bytes:
+    """A PNG. Measured points are filled, predictions hollow on a dashed line; what is assumed stands below."""
+    columns = len(reports)
+    settings: Any = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}
+    with matplotlib.rc_context(settings):
+        figure, axes = pyplot.subplots(
+            2, columns, figsize=(max(6.0, 5.0 * columns), 9.2), sharex="row", sharey="row", squeeze=False
+        )
+        for column, report in enumerate(reports):
+            _throughput(axes[0][column], report)
+            _cost(axes[1][column], report)
+        axes[0][0].set_ylabel("images per second")
+        axes[1][0].set_ylabel("cost of GPUs, precompute included ($1000)")
+        _legends(axes[0][0], axes[1][0], reports)
+        figure.tight_layout(rect=(0, 0.15, 1, 1), h_pad=2)
+        for column, report in enumerate(reports):
+            left = axes[1][column].get_position().x0
+            figure.text(left, 0.145, _footer(report), fontsize=6.5, va="top", linespacing=1.35, color="#333333")
+        file = io.BytesIO()
+        figure.savefig(file, format="png", dpi=150)
+        pyplot.close(figure)
+    return file.getvalue()
+
+
+def _throughput(axes: Axes, report: Report) -> None:
+    gpus = [row.gpus for row in report.rows]
+    for number, (first, colour) in enumerate(zip(report.rows[0].phases, COLOURS, strict=False)):
+        phases = [row.phases[number] for row in report.rows]
+        perfect = [first.images_per_second * count / gpus[0] for count in gpus]
+        axes.plot(gpus, perfect, ":", color=colour, alpha=0.6, linewidth=1)
+        axes.plot(gpus, [phase.predicted_images_per_second for phase in phases], "--", color=colour, linewidth=1.2)
+        for count, phase in zip(gpus, phases, strict=True):
+            measured = phase.basis == "measured"
+            if measured:
+                axes.plot(count, phase.images_per_second, "o", color=colour, markersize=6.5, zorder=3)
+            else:
+                marker = MARKERS[phase.bottleneck]
+                axes.plot(count, phase.images_per_second, marker, color=colour, markerfacecolor="white", zorder=3)
+        speed = "assumed utilisation" if first.basis == "assumed" else f"{first.source.split()[0]} speeds"
+        label = f"{first.bucket}, {speed}"
+        axes.text(0.03, 0.97 - 0.06 * number, label, color=colour, fontsize=8.5, va="top", transform=axes.transAxes)
+    _logarithmic(axes, gpus)
+    axes.set_title(f"{report.title} on {report.gpu}", fontsize=10.5)
+    axes.set_xlabel("GPUs")
+    _point_out(axes, report)
+
+
+def _logarithmic(axes: Axes, gpus: list[int]) -> None:
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xticks(gpus, [str(count) for count in gpus])
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    axes.grid(True, which="major", alpha=0.25)
+
+
+def _point_out(axes: Axes, report: Report) -> None:
+    if report.highlighted:
+        axes.axvline(report.highlighted, color=GREY, linewidth=0.8, alpha=0.6)
+
+
+def _cost(axes: Axes, report: Report) -> None:
+    days = [row.training_days + row.precompute_days for row in report.rows]
+    costs = [row.cost / 1000 for row in report.rows]
+    axes.plot(days, costs, "-", color=GREY, linewidth=1)
+    for x, y, row in zip(days, costs, report.rows, strict=True):
+        measured = all(phase.basis == "measured" for phase in row.phases)
+        axes.plot(x, y, "o", color="black", markerfacecolor="black" if measured else "white", zorder=3)
+        bold: Any = "bold" if row.gpus == report.highlighted else "normal"
+        axes.annotate(str(row.gpus), (x, y), xytext=(3, 6), textcoords="offset points", fontsize=8, fontweight=bold)
+    axes.set_xscale("log")
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.margins(y=0.15)
+    axes.set_ylim(bottom=0)
+    axes.grid(True, which="major", alpha=0.25)
+    axes.set_xlabel("days, precompute included")
+    price = next(fact for fact in report.facts if fact.field == "gpu.price_per_hour")
+    text = f"\\${price.value:g} per GPU-hour{', assumed' if price.assumed else ''}"
+    axes.text(0.97, 0.97, text, ha="right", va="top", fontsize=8.5, color=GREY, transform=axes.transAxes)
+
+
+def _legends(throughput: Axes, cost: Axes, reports: list[Report]) -> None:
+    phases = [phase for report in reports for row in report.rows for phase in row.phases]
+    entries = [_entry("perfect scaling", ":", None), _entry("predicted from another number of GPUs", "--", None)]
+    if any(phase.basis == "measured" for phase in phases):
+        entries.append(_entry("measured", "", "o", filled=True))
+    bounds = {phase.bottleneck for phase in phases if phase.basis != "measured"}
+    entries += [_entry(f"predicted, bound by {name}", "", marker) for name, marker in MARKERS.items() if name in bounds]
+    throughput.legend(handles=entries, loc="lower right", fontsize=7.5, framealpha=0.9)
+    points = [_entry("predicted (number: GPUs)", "", "o")]
+    if any(all(phase.basis == "measured" for phase in row.phases) for report in reports for row in report.rows):
+        points.insert(0, _entry("training measured (number: GPUs)", "", "o", filled=True))
+    cost.legend(handles=points, loc="lower left", fontsize=7.5)
+
+
+def _entry(label: str, line: Any, marker: str | None, filled: bool = False) -> Line2D:
+    face = GREY if filled else "white"
+    return Line2D([], [], linestyle=line, marker=marker, color=GREY, markerfacecolor=face, label=label)
+
+
+def _footer(report: Report) -> str:
+    modelled = [name for name, rate in report.rates.items() if rate.assumed]
+    assumed = [f"{fact.field} {fact.value:,g} {fact.unit}" for fact in report.facts if fact.assumed]
+    assumed += [f"speeds modelled from an assumed utilisation: {', '.join(modelled)}"] if modelled else []
+    text = "Assumed: " + "; ".join(assumed or ["nothing"]) + "."
+    return textwrap.fill(text.replace("$", r"\$"), FOOTER_WIDTH)

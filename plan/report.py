@@ -1,0 +1,178 @@
+"""The whole answer of a plan: a row for each number of GPUs, the bytes, online or beforehand, the numbers behind."""
+
+from dataclasses import dataclass
+
+from plan.arithmetic.costs import checkpoint_bytes, gpu_hours_of, speedup_per_doubling
+from plan.arithmetic.work import Work, count_work
+from plan.config import Plan
+from plan.facts import Fact
+from plan.latents import BucketReport, Traffic, bucket_report, precompute_hours, traffic_of
+from plan.measured import Rate, read_rates
+from plan.rows import Inputs, PhaseRow, phase_row
+
+TERA = 1e12
+GIGA = 1e9
+UNEXPLAINED = 0.1
+"""A measurement this far below the prediction from fewer GPUs is pointed out."""
+FEW_IMAGES = 8
+"""Per GPU and step: with fewer, the arithmetic no longer keeps a GPU busy."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """The training on one number of GPUs. Costs in $, of GPUs alone."""
+
+    gpus: int
+    phases: list[PhaseRow]
+    training_days: float
+    precompute_days: float
+    training_hours: float
+    precompute_hours: float
+    cost: float
+    """Uninterrupted."""
+    expected_days: float
+    """With checkpoints and failures; precompute repeats one shard at most and is taken as it is."""
+    expected_cost: float
+    lost: float
+    """Share of the training time that checkpoints and failures add."""
+    online_days: float
+    """Of a training that encodes online."""
+    online_ratio: float
+    """Its time ÷ that of training on latents."""
+    online_cost: float
+    speedup: float | None
+    """Of training, per doubling of the GPUs from the row before."""
+    bottleneck: str
+    """Of the phases, each by its bucket where they differ."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """Everything that is shown."""
+
+    title: str
+    gpu: str
+    encoding: str
+    highlighted: int | None
+    least_speedup: float
+    months: float
+    rows: list[Row]
+    buckets: list[BucketReport]
+    stored_tb: float
+    price_per_month: float
+    checkpoint_gb: list[float]
+    """Size of one, for each phase."""
+    checkpoints_kept_tb: float
+    traffic: Traffic
+    facts: list[Fact]
+    rates: dict[str, Rate]
+    """What each stage's speed rests on, by `stage bucket`."""
+    notes: list[str]
+
+
+def make_report(plan: Plan, work: Work | None = None) -> Report:
+    """Work `plan` out. Counting the networks' work takes seconds, and so may be handed over.
+
+    Raises:
+        RequestError: the plan's parts, files or measurements do not fit each other.
+    """
+    plan.check()
+    work = work or count_work(plan.networks, plan.data.samples)
+    inputs = Inputs(plan, work, read_rates(plan.measured, plan.gpu.kind))
+    rows: list[Row] = []
+    for gpus in plan.counts:
+        rows.append(_row(inputs, gpus, rows[-1] if rows else None))
+    buckets = [bucket_report(inputs, bucket) for bucket in plan.data.samples]
+    sizes = [checkpoint_bytes(work.num_parameters, phase.ema) for phase in plan.phases]
+    return Report(
+        title=plan.title,
+        gpu=plan.gpu.kind,
+        encoding=plan.encoding,
+        highlighted=plan.gpus,
+        least_speedup=plan.least_speedup,
+        months=plan.storage.months,
+        rows=rows,
+        buckets=buckets,
+        stored_tb=sum(bucket.stored_tb for bucket in buckets),
+        price_per_month=sum(bucket.price_per_month for bucket in buckets),
+        checkpoint_gb=[size / GIGA for size in sizes],
+        checkpoints_kept_tb=sum(sizes) * plan.checkpoints.keep / TERA,
+        traffic=traffic_of(inputs),
+        facts=_used_facts(inputs),
+        rates=_used_rates(inputs),
+        notes=_notes(inputs, rows),
+    )
+
+
+def _row(inputs: Inputs, gpus: int, before: Row | None) -> Row:
+    plan, price = inputs.plan, inputs.plan.gpu.price_per_hour
+    latents, online = ([phase_row(inputs, phase, gpus, online) for phase in plan.phases] for online in (False, True))
+    chosen = online if plan.encoding == "online" else latents
+    days, latent_days, online_days = (sum(phase.days for phase in phases) for phases in (chosen, latents, online))
+    expected = sum(phase.expected_days for phase in chosen)
+    encode_hours = 0.0 if plan.encoding == "online" else precompute_hours(inputs)
+    hours = gpu_hours_of(days, gpus)
+    return Row(
+        gpus=gpus,
+        phases=chosen,
+        training_days=days,
+        precompute_days=encode_hours / gpus / 24,
+        training_hours=hours,
+        precompute_hours=encode_hours,
+        cost=(hours + encode_hours) * price,
+        expected_days=expected + encode_hours / gpus / 24,
+        expected_cost=(gpu_hours_of(expected, gpus) + encode_hours) * price,
+        lost=expected / days - 1,
+        online_days=online_days,
+        online_ratio=online_days / latent_days,
+        online_cost=gpu_hours_of(online_days, gpus) * price,
+        speedup=speedup_per_doubling(before.training_days, days, before.gpus, gpus) if before else None,
+        bottleneck=_bottleneck(chosen),
+    )
+
+
+def _bottleneck(phases: list[PhaseRow]) -> str:
+    if len({phase.bottleneck for phase in phases}) == 1:
+        return phases[0].bottleneck
+    return ", ".join(f"{phase.bottleneck} ({phase.bucket})" for phase in phases)
+
+
+def _used_rates(inputs: Inputs) -> dict[str, Rate]:
+    rates = {f"train {phase.bucket}": inputs.train_rates(phase.bucket)[0] for phase in inputs.plan.phases}
+    rates |= {f"encode {bucket}": inputs.encode_rate("encode", bucket) for bucket in inputs.plan.data.samples}
+    return rates | {"encode captions": inputs.encode_rate("text", None)}
+
+
+def _used_facts(inputs: Inputs) -> list[Fact]:
+    """The plan's facts, without those that nothing in this plan depends on."""
+    assumed = {stage.split()[0] for stage, rate in _used_rates(inputs).items() if rate.assumed}
+    idle = {
+        "gpu.train_utilisation": "train" not in assumed,
+        "gpu.encode_utilisation": "encode" not in assumed,
+        "gpu.peak_tflops": not assumed,
+        "text.tokens": not inputs.plan.text.trim,
+        "regions.egress_per_gb": set(inputs.plan.regions.data) == {inputs.plan.regions.gpus},
+    }
+    return [fact for fact in inputs.plan.facts() if not idle.get(fact.field)]
+
+
+def _notes(inputs: Inputs, rows: list[Row]) -> list[str]:
+    notes = [f"Not used: {left}; the plan is for {inputs.plan.gpu.kind}." for left in inputs.rates.left_aside]
+    left_out = [str(gpus) for gpus in sorted(inputs.plan.gpu_counts) if gpus not in inputs.plan.counts]
+    if left_out:
+        notes.append(f"Left out: {', '.join(left_out)} GPUs, which do not divide the global batches.")
+    for row in rows:
+        for phase in row.phases:
+            gap = 1 - phase.images_per_second / phase.predicted_images_per_second
+            if phase.basis == "measured" and gap > UNEXPLAINED:
+                notes.append(
+                    f"{row.gpus} GPUs, {phase.bucket}: measured {gap:.0%} below what another number of GPUs predicts; "
+                    f"the stated bandwidths do not explain it, so what bounds it is uncertain."
+                )
+    thin = [row for row in rows if any(phase.images_per_gpu < FEW_IMAGES for phase in row.phases)]
+    if thin:
+        notes.append(
+            f"From {thin[0].gpus} GPUs on, a GPU has fewer than {FEW_IMAGES} images per step: kernels this small run "
+            f"below the calibrated rate, so these rows are bounds from below on days and cost."
+        )
+    return notes

@@ -1,0 +1,189 @@
+"""One phase of a plan on one number of GPUs, from the nearest measurement or from an assumed utilisation."""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from plan.arithmetic.costs import SECONDS_PER_HOUR, checkpoint_bytes, days_of, sample_bytes
+from plan.arithmetic.restarts import best_interval, expected_time
+from plan.arithmetic.scaling import Machine, Step, StepTime, calibrate, step_time
+from plan.arithmetic.work import Work
+from plan.config import Phase, Plan
+from plan.measured import Rate, Rates
+from shards.base.errors import RequestError
+
+BITS = 8
+GIGA = 1e9
+Basis = Literal["measured", "predicted", "assumed"]
+"""A throughput measured on this number of GPUs; predicted from another number; or from an assumed utilisation."""
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """A plan with its counted work and its measured rates."""
+
+    plan: Plan
+    work: Work
+    rates: Rates
+
+    @property
+    def machine(self) -> Machine:
+        """The plan's bandwidths in B/s."""
+        gpu, links = self.plan.gpu, self.plan.links
+        return Machine(
+            gpus_per_node=gpu.gpus_per_node,
+            link=gpu.link_gb_per_s * GIGA * links.efficiency,
+            network=gpu.network_gbit_per_s * GIGA / BITS * links.efficiency,
+            memory=gpu.memory_gb_per_s * GIGA,
+            data_per_node=links.data_gbit_per_node * GIGA / BITS,
+            data_total=links.data_gbit_total * GIGA / BITS,
+        )
+
+    def sample_bytes(self, bucket: str) -> float:
+        """Bytes of one stored sample of `bucket`."""
+        data, text, work = self.plan.data, self.plan.text, self.work
+        return sample_bytes(
+            work.latent_channels * (2 if data.posterior == "moments" else 1),
+            work.latent_hw[bucket],
+            min(text.tokens, work.text_length) if text.trim else work.text_length,
+            work.text_width,
+            text.storage,
+            text.trim,
+            data.string_bytes,
+        )
+
+    def encode_rate(self, stage: Literal["encode", "text"], bucket: str | None) -> Rate:
+        """Pictures of `bucket`, or captions, that one GPU encodes per second."""
+        if measured := self.rates.of(stage, bucket):
+            return measured[0]
+        flops = self.work.caption if bucket is None else self.work.encode[bucket]
+        gpu = self.plan.gpu
+        return _modelled(flops, gpu.peak_tflops, gpu.encode_utilisation, gpu.gpus_per_node)
+
+    def encode_seconds(self, bucket: str) -> float:
+        """GPU-seconds to encode one picture of `bucket` and its caption."""
+        return sum(
+            1 / rate.images_per_second_per_gpu
+            for rate in (self.encode_rate("encode", bucket), self.encode_rate("text", None))
+        )
+
+    def step(self, phase: Phase, rate: Rate | None = None, online: bool = False) -> Step:
+        """The phase's step, with the batch sizes of `rate`'s own run where it had others."""
+        data = self.plan.data
+        return Step(
+            (rate and rate.global_batch_size) or phase.global_batch_size,
+            (rate and rate.microbatch_size) or phase.microbatch_size,
+            self.work.num_parameters,
+            self.plan.links.gradient_bytes,
+            data.picture_bytes + data.string_bytes if online else self.sample_bytes(phase.bucket),
+        )
+
+    def train_rates(self, bucket: str) -> list[Rate]:
+        """Measured training rates, or the one that the assumed utilisation gives on a node."""
+        gpu = self.plan.gpu
+        modelled = _modelled(self.work.train[bucket], gpu.peak_tflops, gpu.train_utilisation, gpu.gpus_per_node)
+        return self.rates.of("train", bucket) or [modelled]
+
+
+def _modelled(flops: int, peak_tflops: float, utilisation: float, gpus: int) -> Rate:
+    source = f"{utilisation:.3g} of {peak_tflops:.0f} TFLOP/s ÷ {flops / GIGA:.1f} GFLOP"
+    return Rate(peak_tflops * 1e12 * utilisation / flops, gpus, source, assumed=True)
+
+
+@dataclass(frozen=True)
+class PhaseRow:
+    """One phase on one number of GPUs. Times in seconds where not said otherwise."""
+
+    bucket: str
+    images_per_gpu: float
+    """Per step."""
+    images_per_second: float
+    basis: Basis
+    source: str
+    predicted_images_per_second: float
+    """From another number of GPUs, also where this one was measured."""
+    step: StepTime
+    bottleneck: str
+    days: float
+    read_per_node: float
+    """B/s into one node."""
+    read_total: float
+    """B/s out of the store."""
+    save_every_steps: int
+    best_interval: float
+    """Of work between checkpoints: Daly's optimum."""
+    num_checkpoints: int
+    expected_days: float
+    """With checkpoints and failures."""
+
+
+def phase_row(inputs: Inputs, phase: Phase, gpus: int, online: bool) -> PhaseRow:
+    """`phase` on `gpus`, encoding online or reading latents.
+
+    Raises:
+        RequestError: the stated bandwidths do not allow a measured rate.
+    """
+    rates = inputs.train_rates(phase.bucket)
+    rate = next((rate for rate in rates if rate.gpus == gpus), _basis_for(rates, gpus))
+    time = _predict(inputs, phase, rate, gpus, online)
+    of_another = _basis_for([other for other in rates if other.gpus != gpus] or rates, gpus)
+    step = inputs.step(phase, online=online)
+    like_the_benchmark = rate.gpus == gpus and not online and inputs.step(phase, rate) == step
+    exact = like_the_benchmark and time.bottleneck != "data rate"
+    images_per_second = phase.global_batch_size / time.total
+    days = days_of(phase.steps * phase.global_batch_size, images_per_second)
+    read = images_per_second * step.sample_bytes
+    every, best, expected = _restarts(inputs, phase, time.total, gpus)
+    return PhaseRow(
+        bucket=phase.bucket,
+        images_per_gpu=phase.global_batch_size / gpus,
+        images_per_second=images_per_second,
+        basis="assumed" if rate.assumed else "measured" if exact else "predicted",
+        source=rate.source,
+        predicted_images_per_second=phase.global_batch_size / _predict(inputs, phase, of_another, gpus, online).total,
+        step=time,
+        bottleneck=time.bottleneck,
+        days=days,
+        read_per_node=read * min(gpus, inputs.plan.gpu.gpus_per_node) / gpus,
+        read_total=read,
+        save_every_steps=every,
+        best_interval=best,
+        num_checkpoints=phase.steps // every,
+        expected_days=days * expected,
+    )
+
+
+def _basis_for(rates: list[Rate], gpus: int) -> Rate:
+    """The measurement on the most GPUs up to `gpus`, or else on the fewest above; `rates` rise."""
+    return next((rate for rate in reversed(rates) if rate.gpus <= gpus), rates[0])
+
+
+def _predict(inputs: Inputs, phase: Phase, rate: Rate, gpus: int, online: bool) -> StepTime:
+    machine = inputs.machine
+    try:
+        seconds = calibrate(rate.images_per_second_per_gpu, inputs.step(phase, rate), rate.gpus, machine)
+    except ValueError as error:
+        raise RequestError(
+            f"{phase.bucket}: {error}. One of the two is wrong: mend `links` and `gpu`, or the benchmark "
+            f"({rate.source})."
+        ) from None
+    encode_seconds = inputs.encode_seconds(phase.bucket) if online else 0.0
+    return step_time(seconds, inputs.step(phase, online=online), gpus, machine, encode_seconds)
+
+
+def _restarts(inputs: Inputs, phase: Phase, step_seconds: float, gpus: int) -> tuple[int, float, float]:
+    """Steps between checkpoints, the best interval in seconds, and expected time ÷ uninterrupted time."""
+    saving = inputs.plan.checkpoints
+    num_bytes = checkpoint_bytes(inputs.work.num_parameters, phase.ema)
+    seconds = num_bytes / (inputs.plan.links.checkpoint_gbit * GIGA / BITS)
+    between = saving.gpu_hours_per_failure * SECONDS_PER_HOUR / gpus
+    best = best_interval(seconds, between)
+    every = min(phase.steps, saving.every_steps or max(1, round(best / step_seconds)))
+    expected = expected_time(1.0, every * step_seconds, seconds, saving.restart_seconds, between)
+    if math.isinf(expected):
+        raise RequestError(
+            f"On {gpus} GPUs a failure comes every {between:.3g} s, and {phase.bucket} saves every "
+            f"{every * step_seconds:.3g} s: the training would never end. Lower checkpoints.every_steps, or mend "
+            f"checkpoints.gpu_hours_per_failure."
+        )
+    return every, best, expected

@@ -1,0 +1,141 @@
+"""Stages that overlap: each runs ahead of the next by a bounded number of items, and order is kept."""
+
+import queue
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from shards.base.errors import WorkError
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+_END = object()
+POLL_SECONDS = 0.1
+
+
+class Stuck(WorkError):
+    """A call in a thread did not end. Nothing can end it, so the process that it is in has to go."""
+
+
+class Pool(ThreadPoolExecutor):
+    """Threads that know which calls they were given."""
+
+    def __init__(self, number: int):
+        super().__init__(number)
+        self.lock = threading.Lock()
+        self.calls: weakref.WeakSet[Future[Any]] = weakref.WeakSet()
+
+    def submit(self, function: Callable[..., Result], /, *args: Any, **options: Any) -> Future[Result]:
+        """As `ThreadPoolExecutor`."""
+        with self.lock:
+            future = super().submit(function, *args, **options)
+            self.calls.add(future)
+        return future
+
+    def ends(self, seconds: float | None) -> bool:
+        """Take no more calls, cancel those that wait, and see whether the others end in `seconds`."""
+        self.shutdown(wait=False, cancel_futures=True)
+        with self.lock:
+            running = [call for call in self.calls if not call.done()]
+        return not wait(running, seconds).not_done
+
+
+@contextmanager
+def threads(number: int, seconds: float | None = None) -> Iterator[Pool]:
+    """A pool that is waited for on leaving; after an exception for at most `seconds`, and after `Stuck` not at all.
+
+    Raises:
+        Stuck: there was another exception, and one of the calls did not end.
+    """
+    pool = Pool(number)
+    try:
+        yield pool
+    except Stuck:
+        pool.shutdown(wait=False, cancel_futures=True)
+        raise
+    except BaseException as error:
+        if not pool.ends(seconds):
+            raise Stuck(f"a call took more than {seconds} s, after {type(error).__name__}: {error}") from error
+        raise
+    pool.shutdown()
+
+
+def map_in_order(
+    pool: ThreadPoolExecutor,
+    function: Callable[[Item], Result],
+    items: Iterable[Item],
+    ahead: int,
+    seconds: float | None = None,
+) -> Iterator[Result]:
+    """`map(function, items)` with up to `ahead` calls under way in `pool`.
+
+    Raises:
+        Stuck: a call whose result is next did not end in `seconds`.
+    """
+    running: deque[Future[Result]] = deque()
+    for item in items:
+        running.append(pool.submit(function, item))
+        if len(running) >= ahead:
+            yield _result(running.popleft(), seconds)
+    while running:
+        yield _result(running.popleft(), seconds)
+
+
+def _result(future: Future[Result], seconds: float | None) -> Result:
+    if not future.done():
+        wait([future], seconds)
+        if not future.done():
+            raise Stuck(f"a call took more than {seconds} s")
+    return future.result()
+
+
+def in_background(items: Iterable[Item], ahead: int) -> Generator[Item, None, None]:
+    """Iterate over `items` in a thread of its own, up to `ahead` items before the consumer.
+
+    An exception of `items` reaches the consumer in its place; a consumer that stops early stops the thread.
+    """
+    ready: queue.Queue[Any] = queue.Queue(maxsize=ahead)
+    stopped = threading.Event()
+
+    def put(entry: Any) -> bool:
+        while not stopped.is_set():
+            try:
+                ready.put(entry, timeout=POLL_SECONDS)
+                return True
+            except queue.Full:
+                continue
+        return False
+
+    def produce() -> None:
+        try:
+            for item in items:
+                if not put((item, None)):
+                    return
+            put((_END, None))
+        except BaseException as error:  # handed over, and raised by the consumer
+            put((_END, error))
+        finally:
+            if isinstance(items, Generator):  # stops the stages before this one
+                items.close()
+
+    thread = threading.Thread(target=produce, daemon=True)
+    thread.start()
+    try:
+        while True:
+            try:  # an interrupt of this thread is raised between two looks
+                item, error = ready.get(timeout=POLL_SECONDS)
+            except queue.Empty:
+                continue
+            if error is not None:
+                raise error
+            if item is _END:
+                return
+            yield item
+    finally:
+        stopped.set()
+        thread.join()

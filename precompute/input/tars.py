@@ -1,0 +1,253 @@
+"""One input shard: an uncompressed webdataset tar, its members grouped into samples, and proof that it is whole.
+
+Nothing in the tar format tells a shortened archive from a short one: a flipped bit in a header, or a cut at one, ends
+the listing without an error. So the headers are read first, all of them (`layout.py`), and the samples must
+be those that img2dataset's own `NNNNN_stats.json` and parquet beside the tar counted. A tar that lost something is
+refused, or, where the config says so, what is sound of it is taken and every sample that is not is accounted for.
+"""
+
+import hashlib
+import io
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+import fsspec
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from precompute.input.layout import IMAGE_SUFFIXES, Member, read_layout
+from shards.base.errors import DamagedInput, RequestError, WorkError
+from shards.base.files import sha256_file
+
+TarPolicy = Literal["reject", "salvage"]
+MOST_NAMED = 5
+MAX_JSON_BYTES = 1 << 20
+"""A larger one is passed over as a broken one is: parsed, it takes up to 30 times as much memory."""
+MAX_ROWS = 1_000_000
+"""Of the parquet beside a tar: few bytes may say many rows."""
+
+
+@dataclass
+class RawSample:
+    """The members of one key, undecoded."""
+
+    key: str
+    image: bytes | None = None
+    caption: bytes | None = None
+    metadata: dict[str, Any] = field(default_factory=dict)
+    oversized: str = ""
+    """The member that was over the size limit and was not read."""
+    lost: str = ""
+    """Why this sample is not to be had from the tar, where a damaged one is salvaged."""
+
+
+@dataclass(frozen=True)
+class InputShard:
+    """A tar by the name of its shard, such as `00042`, and its address (a path or any fsspec URL)."""
+
+    name: str
+    address: str
+
+
+def list_shards(folder: str) -> list[InputShard]:
+    """The tars directly in `folder` (a path or any fsspec URL), by name; hidden files are none.
+
+    Raises:
+        RequestError: the folder cannot be listed, or holds no tar.
+    """
+    try:
+        file_system, path = fsspec.core.url_to_fs(folder)
+        names = sorted(file_system.glob(f"{path.rstrip('/')}/*.tar"))
+        found = [name for name in names if not Path(name).name.startswith(".")]
+    except (OSError, ImportError, ValueError) as error:
+        raise RequestError(f"The input {folder} cannot be listed: {error}.") from error
+    if not found:
+        raise RequestError(f"There is no tar in {folder}. Set `input` to the folder that `make download` wrote.")
+    return [InputShard(Path(name).stem, file_system.unstrip_protocol(name)) for name in found]
+
+
+@contextmanager
+def local_copy(address: str, suffix: str = "") -> Iterator[Path]:
+    """The file at `address` as a local path: itself where it is local, a temporary copy otherwise."""
+    file_system, path = fsspec.core.url_to_fs(address)
+    if "file" in file_system.protocol:
+        yield Path(path)
+        return
+    with tempfile.TemporaryDirectory(prefix="latentmill-") as folder:
+        target = Path(folder) / f"copy{suffix}"
+        file_system.get_file(path, str(target))
+        if target.stat().st_size != file_system.size(path):
+            raise WorkError(f"{address} did not come whole: {target.stat().st_size} bytes of {file_system.size(path)}.")
+        yield target
+
+
+@dataclass(frozen=True)
+class Counted:
+    """What img2dataset says a tar holds."""
+
+    counts: dict[str, int]
+    """Side file → samples, for those of the two that are there."""
+    urls: dict[str, str] | None
+    """Key → URL, where the parquet is there."""
+
+
+class Tar:
+    """A local tar being read.
+
+    Raises:
+        DamagedInput: it is compressed; or, but under `salvage`, it is cut short or damaged, or a key comes twice.
+    """
+
+    def __init__(self, path: Path, max_member_bytes: int, policy: TarPolicy = "reject"):
+        self.path = path
+        self.max_member_bytes = max_member_bytes
+        self.bytes = path.stat().st_size
+        layout = read_layout(path)
+        if layout.damage and policy == "reject":
+            raise DamagedInput(f"{path} {layout.damage[0]}. Download this shard again.")
+        self.policy = policy
+        self.damage = layout.damage
+        self.members = {key: members for key, members in layout.members.items() if key not in layout.lost}
+        self.lost = {key: RawSample(key, lost=why) for key, why in layout.lost.items()}
+        self.num_unnamed = 0
+
+    @cached_property
+    def sha256(self) -> str:
+        """Of the whole file."""
+        return sha256_file(self.path)
+
+    def check(self, shard: InputShard, counted: Counted) -> None:
+        """Hold the samples against those that img2dataset counted; under `salvage`, take down which are missing.
+
+        Raises:
+            DamagedInput: they are others, so the tar lost or gained samples after it was written; under `salvage`, none
+                is left.
+        """
+        listed = counted.urls if counted.urls is not None else dict.fromkeys(self.members | self.lost, "")
+        missing = listed.keys() - self.members.keys()
+        foreign = self.members.keys() - listed.keys()
+        found = len(self.members)
+        wrong = [
+            f"holds {found} samples, but {file} beside it counted {count}"
+            for file, count in counted.counts.items()
+            if count != found
+        ]
+        if foreign:
+            wrong.append(
+                f"holds {len(foreign)} samples that are not in the parquet beside it, the first {min(foreign)}"
+            )
+        if wrong and self.policy == "reject":
+            raise DamagedInput(
+                f"{shard.address} {wrong[0]}. The tar is not the one that was written, or was damaged: "
+                f"download this shard again."
+            )
+        self.damage += wrong
+        self.members = {key: members for key, members in self.members.items() if key in listed}
+        reasons = {key: self.lost[key].lost if key in self.lost else "it is not in the tar" for key in sorted(missing)}
+        self.lost = {key: RawSample(key, metadata={"url": listed[key]}, lost=why) for key, why in reasons.items()}
+        num_known = len(self.members) + len(self.lost)
+        self.num_unnamed = max([num_known, *counted.counts.values()]) - num_known
+        if self.damage and not self.members:
+            raise DamagedInput(f"{shard.address} {self.damage[0]}; nothing sound is left of it. Download it again.")
+
+    def samples(self) -> Iterator[RawSample]:
+        """Samples in the order of their first members, and after them those that are lost, by key."""
+        with self.path.open("rb") as file:
+            for key, members in self.members.items():
+                sample = RawSample(key)
+                for suffix, member in members.items():
+                    self._add(sample, suffix, file.fileno(), member)
+                yield sample
+        yield from self.lost.values()
+
+    def record(self, address: str) -> dict[str, str | int | None]:
+        """Which tar it was, for the receipt; of a damaged one also what was lost.
+
+        `lost` samples are among the rejects, as `lost_in_tar`; `lost_unnamed` were counted, and nothing says which
+        they were.
+        """
+        record: dict[str, str | int | None] = {"address": address, "bytes": self.bytes, "sha256": self.sha256}
+        if self.damage:
+            damage = "; ".join(self.damage[:MOST_NAMED]) + ("; …" if len(self.damage) > MOST_NAMED else "")
+            record |= {"damage": damage, "lost": len(self.lost), "lost_unnamed": self.num_unnamed}
+        return record
+
+    def _add(self, sample: RawSample, suffix: str, file: int, member: Member) -> None:
+        if member.size > self.max_member_bytes:
+            sample.oversized = f"{member.name}: {member.size} bytes"
+            return
+        if suffix == "json" and member.size > MAX_JSON_BYTES:
+            return
+        data = os.pread(file, member.size, member.offset)
+        if len(data) != member.size:
+            raise DamagedInput(f"{self.path} changed while it was read: {member.name!r} is cut short. Try again.")
+        if suffix in IMAGE_SUFFIXES:
+            sample.image = data
+        elif suffix == "txt":
+            sample.caption = data
+        elif suffix == "json":
+            try:  # bytes that are no UTF-8 stay recognisable, and cost no more than the text that they are in
+                parsed = json.loads(data.decode("utf-8-sig", errors="surrogateescape"))
+            except (ValueError, RecursionError):
+                parsed = None
+            if isinstance(parsed, dict):
+                sample.metadata = parsed
+
+
+def is_as_served(sample: RawSample) -> bool:
+    """Whether the picture has the `sha256` that img2dataset wrote into the sample's JSON; true where there is none."""
+    digest = sample.metadata.get("sha256")
+    return not digest or sample.image is None or hashlib.sha256(sample.image).hexdigest() == digest
+
+
+def counted_samples(shard: InputShard) -> Counted:
+    """What img2dataset's side files, `NNNNN_stats.json` and `NNNNN.parquet`, say the tar holds.
+
+    Raises:
+        DamagedInput: one of them cannot be read.
+    """
+    file_system, path = fsspec.core.url_to_fs(shard.address.removesuffix(".tar"))
+    counts: dict[str, int] = {}
+    urls: dict[str, str] | None = None
+    if file_system.exists(name := f"{path}_stats.json"):
+        data = file_system.cat_file(name)
+        with damaged(name):
+            counts[f"{shard.name}_stats.json"] = int(json.loads(data)["successes"])
+    if file_system.exists(name := f"{path}.parquet"):
+        data = file_system.cat_file(name)
+        with damaged(name):
+            rows = successes(data)
+            urls = {str(row["key"]): row.get("url") or "" for row in rows}
+            counts[f"{shard.name}.parquet"] = len(rows)
+    return Counted(counts, urls)
+
+
+@contextmanager
+def damaged(name: str) -> Iterator[None]:
+    """Whatever the parsers of a side file's bytes raise, OSErrors too, is the file's fault.
+
+    Raises:
+        DamagedInput: it cannot be read.
+    """
+    try:
+        yield
+    except (ValueError, KeyError, TypeError, OSError, OverflowError, RecursionError, pa.ArrowException) as error:
+        raise DamagedInput(
+            f"{name} is damaged ({type(error).__name__}: {error}). Download this shard again."
+        ) from error
+
+
+def successes(data: bytes) -> list[dict[str, Any]]:
+    """`key`, and `url` where there is one, of the rows of img2dataset's parquet whose picture is in the tar."""
+    table = pq.ParquetFile(io.BytesIO(data))
+    if table.metadata.num_rows > MAX_ROWS:
+        raise ValueError(f"{table.metadata.num_rows} rows, where no more than {MAX_ROWS} are read")
+    columns = [column for column in ("key", "url", "status") if column in table.schema_arrow.names]
+    return [row for row in table.read(columns).to_pylist() if row["status"] == "success"]

@@ -1,0 +1,110 @@
+"""Cutting and scaling: where a bucket lies on a picture, and the pixels of it.
+
+The geometry is the usual one: the picture is scaled to cover the bucket, both sides to whole pixels, and the middle is
+cut out, at whole pixels. What lies right of the bucket or below it is not computed.
+"""
+
+import math
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+import pyarrow as pa
+import torch
+from PIL import Image
+from torch import Tensor
+
+from shards.format.buckets import Bucket
+
+Filter = Literal["bilinear", "bicubic", "lanczos"]
+SUPPORT = {"bilinear": 1, "bicubic": 2}
+"""Pixels of the smaller picture, either side."""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """A bucket on a width × height picture that is scaled to scaled_width × scaled_height."""
+
+    width: int
+    height: int
+    scaled_width: int
+    scaled_height: int
+    left: int
+    top: int
+    """Of the bucket, in scaled pixels."""
+    bucket: Bucket
+
+    @property
+    def corner(self) -> tuple[int, int]:
+        """The bucket's (top, left) in original pixels."""
+        return round(self.top * self.height / self.scaled_height), round(self.left * self.width / self.scaled_width)
+
+    @property
+    def box(self) -> tuple[float, float, float, float]:
+        """(left, top, right, bottom) in original pixels: `Image.resize(bucket, filter, box)` gives the same picture."""
+        x, y = self.width / self.scaled_width, self.height / self.scaled_height
+        right, bottom = self.left + self.bucket.width, self.top + self.bucket.height
+        return self.left * x, self.top * y, min(right * x, self.width), min(bottom * y, self.height)
+
+    def as_stored(self, flip_x: bool, flip_y: bool, turned: bool) -> "Placement":
+        """The same part of the picture before it is flipped and then transposed to stand upright."""
+        at = self
+        if turned:
+            at = Placement(
+                at.height, at.width, at.scaled_height, at.scaled_width, at.top, at.left,
+                Bucket(at.bucket.height, at.bucket.width),
+            )  # fmt: skip
+        left = at.scaled_width - at.bucket.width - at.left if flip_x else at.left
+        top = at.scaled_height - at.bucket.height - at.top if flip_y else at.top
+        return replace(at, left=left, top=top)
+
+
+def place(width: int, height: int, bucket: Bucket) -> Placement:
+    """The centre of a width × height picture that covers the bucket; where it cannot be halved, half a pixel off."""
+    if width * bucket.height < height * bucket.width:
+        scaled = bucket.width, _rounded(height * bucket.width, width)
+    else:
+        scaled = _rounded(width * bucket.height, height), bucket.height
+    return Placement(width, height, *scaled, (scaled[0] - bucket.width) // 2, (scaled[1] - bucket.height) // 2, bucket)
+
+
+def _rounded(a: int, b: int) -> int:
+    """a / b to the nearest whole number, halves up."""
+    return (2 * a + b) // (2 * b)
+
+
+def resample(image: Image.Image, at: Placement, decoded_scale: int, filter: Filter) -> np.ndarray:
+    """(height, width, 3) uint8 of the bucket, from a picture that was decoded at 1/decoded_scale."""
+    if filter == "lanczos":
+        left, top, right, bottom = (edge / decoded_scale for edge in at.box)
+        box = left, top, min(right, image.width), min(bottom, image.height)
+        size = (at.bucket.width, at.bucket.height)
+        return np.asarray(image.resize(size, Image.Resampling.LANCZOS, box))
+    # scaled pixels per decoded pixel; a last column or row that the decoder rounded up to does not change it
+    scale_x = at.scaled_width * decoded_scale / at.width
+    scale_y = at.scaled_height * decoded_scale / at.height
+    right, bottom = at.left + at.bucket.width, at.top + at.bucket.height
+    rows = math.ceil((bottom + SUPPORT[filter]) / scale_y) + 1
+    pixels = _pixels(image)[:, :, :rows]
+    # Pillow's filters to a level, in vector instructions; what is right of and below the bucket is not computed
+    shrink = torch.ops.aten._upsample_bicubic2d_aa if filter == "bicubic" else torch.ops.aten._upsample_bilinear2d_aa
+    scaled: Tensor = shrink(pixels, [bottom, right], False, scale_y, scale_x)
+    return _rgb(scaled[0, :, at.top :, at.left :].permute(1, 2, 0).numpy())
+
+
+def _rgb(values: np.ndarray) -> np.ndarray:
+    """(height, width, 3) of (height, width, 3 or 4), in one piece."""
+    pixels = np.empty((*values.shape[:2], 3), np.uint8)
+    for channel in range(3):  # NumPy takes six times as long over runs of three bytes
+        pixels[..., channel] = values[..., channel]
+    return pixels
+
+
+def _pixels(image: Image.Image) -> Tensor:
+    """(1, channels, height, width) uint8 of an RGB picture, channels last in memory: Pillow's own memory where it is in
+    one piece (four bytes to a pixel), a copy otherwise."""
+    try:
+        values = torch.from_dlpack(pa.array(image).flatten()).view(1, image.height, image.width, 4)
+    except ValueError:  # larger than one of Pillow's blocks, 16 MB
+        values = torch.from_numpy(np.array(image))[None]
+    return values.permute(0, 3, 1, 2)

@@ -1,0 +1,106 @@
+"""Config files: YAML, with every field open to `--a.b value` on the command line, checked by pydantic models."""
+
+import difflib
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+from pydantic import BaseModel, ConfigDict, ValidationError, create_model
+from pydantic_settings import BaseSettings, CliSettingsSource, SettingsError
+
+from shards.base.errors import RequestError
+
+
+class Config(BaseModel):
+    """Base of every config section: unknown keys are refused, and a built config does not change."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
+
+
+ConfigT = TypeVar("ConfigT", bound=BaseModel)
+
+
+def load_config(model: type[ConfigT], path: str | Path | None, overrides: list[str], prog: str) -> ConfigT:
+    """Read the YAML file at `path` (none: defaults only), lay `--a.b value` overrides over it, and validate.
+
+    `--help` among the overrides prints every field and exits with 0.
+
+    Raises:
+        RequestError: no such file, not YAML, an unknown key (with the nearest known one), or a value out of range.
+    """
+    values = _deep_update(_read_yaml(path) if path else {}, _parse_overrides(model, overrides, prog))
+    try:
+        return model.model_validate(values)
+    except ValidationError as error:
+        source = f"{path} with its overrides" if path else "the command line"
+        raise RequestError(f"{source}: {'; '.join(_explain(model, item) for item in error.errors())}.") from None
+
+
+def save_config(config: BaseModel, path: Path) -> None:
+    """Write the resolved config as YAML, so that `load_config(type(config), path, [])` gives it back."""
+    path.write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
+
+
+def _read_yaml(path: str | Path) -> dict[str, Any]:
+    try:
+        values = yaml.safe_load(Path(path).read_text())
+    except FileNotFoundError:
+        raise RequestError(f"There is no config file {path}. Give one with --config PATH.") from None
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise RequestError(f"The config file {path} cannot be read as YAML: {error}. Mend it and try again.") from None
+    if not isinstance(values, dict):
+        raise RequestError(f"The config file {path} holds {type(values).__name__}, not `key: value` pairs.")
+    return values
+
+
+def _parse_overrides(model: type[BaseModel], overrides: list[str], prog: str) -> dict[str, Any]:
+    # The command line alone is read here: required fields may still come from the file.
+    settings: Any = create_model(model.__name__, __base__=(BaseSettings, model), __doc__=model.__doc__)
+    try:
+        source = CliSettingsSource[Any](
+            settings,  # type: ignore[arg-type]
+            cli_parse_args=overrides,
+            cli_exit_on_error=False,
+            cli_prog_name=prog,
+            cli_avoid_json=True,
+            cli_parse_none_str="null",
+        )
+        return source()
+    except SettingsError as error:
+        unknown = [word.split("=")[0].removeprefix("--") for word in overrides if word.startswith("--")]
+        known = _field_paths(model)
+        hints = [f"--{name}{_nearest(name, known)}" for name in unknown if name not in known]
+        reason = f"unknown option {', '.join(hints)}" if hints else str(error).removeprefix("error parsing CLI: ")
+        raise RequestError(f"{prog}: {reason}. `{prog} --help` lists every option.") from None
+
+
+def _deep_update(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for key, value in over.items():
+        both_are_sections = isinstance(value, dict) and isinstance(merged.get(key), dict)
+        merged[key] = _deep_update(merged[key], value) if both_are_sections else value
+    return merged
+
+
+def _explain(model: type[BaseModel], item: Any) -> str:
+    place = ".".join(str(part) for part in item["loc"]) or "config"
+    if item["type"] == "extra_forbidden":
+        return f"unknown key `{place}`{_nearest(place, _field_paths(model))}"
+    if item["type"] == "missing":
+        return f"`{place}` is missing: give it in the file or as --{place} VALUE"
+    message = item["msg"].removeprefix("Value error, ").rstrip(".")
+    return f"`{place}` = {item['input']!r}: {message[0].lower()}{message[1:]}"
+
+
+def _nearest(name: str, known: list[str]) -> str:
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f" (did you mean `{close[0]}`?)" if close else ""
+
+
+def _field_paths(model: type[BaseModel], prefix: str = "") -> list[str]:
+    paths = []
+    for name, field in model.model_fields.items():
+        paths.append(f"{prefix}{name}")
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            paths += _field_paths(field.annotation, f"{prefix}{name}.")
+    return paths

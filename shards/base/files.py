@@ -1,0 +1,131 @@
+"""Durable files: a file or folder is either absent or whole, and stored JSON knows its own hash."""
+
+import fcntl
+import hashlib
+import json
+import os
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from shards.base.errors import WorkError
+
+
+class DamagedFile(WorkError):
+    """A stored file is not what was written: bits flipped, bytes missing, or edited by hand."""
+
+
+def sha256_file(path: Path) -> str:
+    """SHA-256 of the file's bytes, as hex."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def fsync_folder(folder: Path) -> None:
+    """Make renames and new names in `folder` survive a power cut."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def fsync_file(path: str | Path, forget: bool = False) -> None:
+    """Flush a file to the disk; and `forget` its pages in memory, where nobody will read it here soon.
+
+    (A writer of terabytes that kept them would push everything else out of memory, the tars that it reads too; and
+    the kernel needs several times as long to find a fresh page as to fill it.)
+    """
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+        if forget and hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def fsync_tree(folder: Path) -> None:
+    """Flush every file and folder below `folder`, itself included, to the disk."""
+    for parent, _, names in os.walk(folder, topdown=False):
+        for name in names:
+            fsync_file(os.path.join(parent, name))
+        fsync_folder(Path(parent))
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Write `data` to `path` so that a reader sees the old file or the new one, whatever happens in between."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    fsync_folder(path.parent)
+
+
+def remove_torn(path: Path) -> None:
+    """Remove what a killed `write_atomically` left beside `path`; for holders of the lock under which it is written."""
+    for temporary in path.parent.glob(f".{path.name}.*.tmp"):
+        temporary.unlink()
+
+
+def canonical_json(value: Any) -> bytes:
+    """The one byte string that stands for `value`: sorted keys, two spaces, UTF-8, a newline at the end."""
+    return (json.dumps(value, sort_keys=True, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode()
+
+
+def sealed_json(value: dict[str, Any]) -> bytes:
+    """`value` with a `sha256` of its own canonical bytes."""
+    seal = hashlib.sha256(canonical_json(value)).hexdigest()
+    return canonical_json({**value, "sha256": seal})
+
+
+def write_sealed_json(path: Path, value: dict[str, Any]) -> None:
+    """Write `sealed_json(value)`, atomically."""
+    write_atomically(path, sealed_json(value))
+
+
+def read_sealed_json(path: Path) -> dict[str, Any]:
+    """Read what `write_sealed_json` wrote.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        DamagedFile: any byte of it differs from what was written.
+    """
+    return parse_sealed_json(path.read_bytes(), str(path))
+
+
+def parse_sealed_json(data: bytes, where: str) -> dict[str, Any]:
+    """The value of `sealed_json`'s bytes, without the seal; `where` they came from, for people.
+
+    Raises:
+        DamagedFile: any byte differs from what was written.
+    """
+    try:
+        value = json.loads(data)
+        seal = value.pop("sha256")
+        intact = (
+            hashlib.sha256(canonical_json(value)).hexdigest() == seal
+            and canonical_json(value | {"sha256": seal}) == data
+        )
+    except (ValueError, KeyError, AttributeError):
+        intact = False
+    if not intact:
+        raise DamagedFile(
+            f"{where} is damaged: its content does not match the SHA-256 it carries. Restore it from a copy; "
+            f"`python -m shards verify ROOT` names all that is damaged."
+        )
+    return value
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold an exclusive lock on `path` (made if absent); the kernel frees it when the holder dies."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

@@ -1,0 +1,167 @@
+"""The files of a bucket as its index.json lists them, in compact arrays, and single samples read from them.
+
+`streaming`'s own reader holds an index as a tree of Python objects, reads the offsets again for every sample, and
+parses the types of its columns each time. The format is its own (`MDSWriter` writes it): a file is
+
+    uint32 samples | uint32 begin of each sample, and end of the last | JSON of the columns | samples
+
+and a sample is the uint32 sizes of its columns of varying size, then the columns.
+"""
+
+import json
+import os
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+from typing import Any
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+from streaming.base.format.mds.encodings import mds_decode
+
+from shards.base.errors import RequestError
+from shards.base.files import DamagedFile
+
+HASH = "xxh3_64"
+BLOCK_BYTES = 1 << 22
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column of a sample."""
+
+    name: str
+    encoding: str
+    size: int | None
+    """Bytes; None where it varies, and each sample says."""
+
+
+@dataclass(frozen=True, eq=False)
+class MdsFiles:
+    """The files of one bucket, in the index's order; a few dozen bytes for each."""
+
+    names: NDArray[np.bytes_]
+    """(files,) paths below the bucket's folder, such as 00042/shard.00000.mds."""
+    sizes: NDArray[np.int64]
+    """(files,) bytes."""
+    samples: NDArray[np.int64]
+    """(files,)."""
+    hashes: NDArray[np.uint64]
+    """(files,) xxh3_64."""
+    columns: tuple[Column, ...]
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def name(self, index: int) -> str:
+        """The path of a file below the bucket's folder."""
+        return bytes(self.names[index]).decode()
+
+    @property
+    def num_samples(self) -> int:
+        """Samples in all files."""
+        return int(self.samples.sum())
+
+
+def parse_index(data: bytes, where: str) -> MdsFiles:
+    """The bytes of BUCKET/index.json → its files.
+
+    Args:
+        data: the bytes.
+        where: the index's own path or address, for people.
+
+    Raises:
+        RequestError: it is no index, or not one that stage 1 writes, or it names a file outside its folder.
+    """
+    known: dict[str, tuple[Column, ...]] = {}
+
+    def compact(value: dict[str, Any]) -> Any:
+        # every file's entry as soon as it is read, so that the index is never in memory as Python objects
+        if "raw_data" not in value:
+            return value
+        if value["format"] != "mds" or value["compression"] is not None:
+            raise RequestError(f"{where} lists {value['format']} files, compression {value['compression']}: not ours.")
+        fields = (value["column_names"], value["column_encodings"], value["column_sizes"])
+        columns = known.setdefault(repr(fields), tuple(Column(*column) for column in zip(*fields, strict=True)))
+        file = value["raw_data"]
+        return file["basename"].encode(), file["bytes"], value["samples"], int(file["hashes"][HASH], 16), columns
+
+    try:
+        index = json.loads(data, object_hook=compact)
+        entries = index["shards"]
+        names, sizes, samples, hashes, columns = zip(*entries, strict=True) if entries else ((),) * 5
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        if isinstance(error, RequestError):
+            raise
+        raise RequestError(
+            f"{where} is not an index that stage 1 wrote ({type(error).__name__}: {error}). Write it anew with `python "
+            f"-m shards index ROOT`."
+        ) from error
+    if len(set(columns)) > 1:
+        raise RequestError(f"{where} lists files with different columns. Do not use this root.")
+    for name in names:
+        path = PurePosixPath(name.decode())
+        if path.is_absolute() or ".." in path.parts:
+            raise RequestError(f"{where} names a file outside its folder, {name.decode()!r}. Do not use this root.")
+    return MdsFiles(
+        names=np.array(names, np.bytes_),
+        sizes=np.array(sizes, np.int64),
+        samples=np.array(samples, np.int64),
+        hashes=np.array(hashes, np.uint64),
+        columns=columns[0] if columns else (),
+    )
+
+
+def hash_file(path: str) -> int:
+    """xxh3_64 of a file's bytes."""
+    digest = xxhash.xxh3_64()
+    block = bytearray(BLOCK_BYTES)
+    view = memoryview(block)
+    with open(path, "rb", buffering=0) as file:
+        while count := file.readinto(block):
+            digest.update(view[:count])
+    return digest.intdigest()
+
+
+def read_offsets(descriptor: int, num_samples: int, path: str) -> NDArray[np.uint32]:
+    """(samples + 1,) where each sample begins, and where the last one ends.
+
+    Raises:
+        DamagedFile: the file's header does not hold `num_samples` samples.
+    """
+    data = os.pread(descriptor, 4 * (num_samples + 2), 0)
+    if len(data) != 4 * (num_samples + 2) or struct.unpack_from("<I", data)[0] != num_samples:
+        raise DamagedFile(f"{path} is damaged: its header does not hold the {num_samples} samples that its index says.")
+    return np.frombuffer(data, np.uint32)[1:]
+
+
+class Decoder:
+    """Bytes of a sample → its columns; arrays of a fixed shape are views of the bytes."""
+
+    def __init__(self, columns: Sequence[Column]):
+        self.columns = []
+        for column in columns:
+            kind, *rest = column.encoding.split(":")
+            dtype = shape = None
+            if kind == "ndarray" and len(rest) == 2:
+                dtype, shape = np.dtype(rest[0]), tuple(map(int, rest[1].split(",")))
+            self.columns.append((column.name, column.encoding, column.size, dtype, shape))
+        self.sizes = struct.Struct(f"<{sum(column.size is None for column in columns)}I")
+
+    def __call__(self, data: bytes) -> dict[str, Any]:
+        """One sample, column by column."""
+        varying = iter(self.sizes.unpack_from(data))
+        position = self.sizes.size
+        sample: dict[str, Any] = {}
+        for name, encoding, fixed, dtype, shape in self.columns:
+            size = next(varying) if fixed is None else fixed
+            if dtype is not None and shape is not None:
+                sample[name] = np.ndarray(shape, dtype, data, position)
+            elif encoding == "str":
+                sample[name] = data[position : position + size].decode()
+            else:
+                sample[name] = mds_decode(encoding, data[position : position + size])
+            position += size
+        return sample

@@ -1,0 +1,55 @@
+"""Reading committed parts sample by sample, without a dataset, a cache or shared memory."""
+
+import json
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from streaming.base.format import reader_from_json
+
+from shards.base.store import Store, open_store
+from shards.format.encoding import EncodingRecord
+from shards.format.text import dequantise, unpack
+
+
+def read_parts(
+    root: Path | str | Store, bucket: str, shards: Iterable[str], each: int | None = None
+) -> Iterator[dict[str, Any]]:
+    """The samples of a bucket's parts, one part after the other; the first `each` of a part.
+
+    Where the root is not local, a part is copied when its turn comes.
+    """
+    store = open_store(root)
+    for shard in shards:
+        with store.local(f"{bucket}/{shard}") as folder:
+            yield from islice(read_part(folder), each)
+
+
+def read_part(folder: Path) -> Iterator[dict[str, Any]]:
+    """The samples of ROOT/BUCKET/SHARD in order, one dict of columns each."""
+    for entry in json.loads((folder / "index.json").read_bytes())["shards"]:
+        reader = reader_from_json(str(folder), "", entry)
+        for i in range(len(reader)):
+            yield reader[i]
+
+
+def captions(sample: dict[str, Any], encoding: EncodingRecord) -> list[str]:
+    """The captions that a sample has, in the order of its text latents."""
+    if not encoding.text.several:
+        return [sample["caption"]]
+    return [caption for caption in json.loads(sample["caption"]) if caption is not None]
+
+
+def text_latents(sample: dict[str, Any], encoding: EncodingRecord) -> list[np.ndarray]:
+    """(tokens, width) float32 of each of a sample's captions, whatever their storage."""
+    return [_decode(row, encoding) for row in unpack(sample)]
+
+
+def _decode(row: dict[str, np.ndarray], encoding: EncodingRecord) -> np.ndarray:
+    stored = torch.tensor(row["text_latents"])
+    if encoding.text.storage == "float16":
+        return stored.float().numpy()
+    return dequantise(stored, torch.tensor(row["text_scales"])).numpy()

@@ -1,0 +1,115 @@
+"""A latents root as a whole: made once, matched by every later run, read by the trainer."""
+
+import hashlib
+from pathlib import Path
+
+import torch
+from safetensors.torch import load, save
+from torch import Tensor
+
+from shards.base.errors import RequestError
+from shards.base.files import DamagedFile
+from shards.base.store import Store, open_store
+from shards.format.buckets import NEAREST, Bucket
+from shards.format.encoding import FILE_NAME, EncodingRecord
+from shards.format.receipts import FOLDER, committed_shards, load_receipt, load_receipts
+
+UNCOND_NAME = "uncond.safetensors"
+
+
+def check_root(root: Path | str | Store, encoding: EncodingRecord) -> None:
+    """Refuse a root whose encoding is not `encoding`; an absent root is fine.
+
+    Raises:
+        RequestError: the fields that differ, named.
+    """
+    store = open_store(root)
+    if store.size(FILE_NAME) is None:
+        if any(not name.startswith(".") for name in store.entries()):
+            raise RequestError(
+                f"{store.where()} is not empty and not a latents root (it has no {FILE_NAME}). Give another `output`."
+            )
+        return
+    differences = EncodingRecord.load(store).differences(encoding)
+    if differences:
+        raise RequestError(
+            f"{store.where()} was written with another encoding: {'; '.join(differences)} (root ≠ this run). Its "
+            f"latents and new ones would not mean the same. Give another `output`, or set these fields as the root has "
+            f"them."
+        )
+
+
+def check_rules(root: Path | str | Store, rules: dict[Bucket, str]) -> None:
+    """Refuse to add to a root's buckets by another rule than they were filled by: which pictures a bucket holds, and
+    which is the nearest of a base, would differ from shard to shard.
+
+    Raises:
+        RequestError: a bucket, or two tables of one base, and their rules.
+    """
+    names = {str(bucket): rule for bucket, rule in rules.items()}
+    tables = {rule for rule in rules.values() if rule.startswith(NEAREST)}
+    found = {(bucket, part.rule) for receipt in load_receipts(root) for bucket, part in receipt.parts.items()}
+    for bucket, rule in sorted(found):
+        other = {ours for ours in tables if _base(ours) == _base(rule) and ours != rule}
+        ours = names.get(bucket, rule) if not other else other.pop()
+        if ours != rule:
+            raise RequestError(
+                f"{root} fills its bucket {bucket} by the rule `{rule}`, and this run's would be `{ours}`. (`covers`: "
+                f"every picture that covers it, as in `buckets`; `nearest`: those whose ratio it is nearest in that "
+                f"table of `aspect`.) Give another `output`, or set `buckets` and `aspect` as the root has them."
+            )
+
+
+def _base(rule: str) -> str:
+    return rule.split(",")[1] if rule.startswith(NEAREST) else rule
+
+
+def create_root(root: Path | str | Store, encoding: EncodingRecord) -> None:
+    """Write encoding.json, or check the one that is there. Safe when several jobs do it at once."""
+    store = open_store(root)
+    with store.locked("root") as still_held:
+        check_root(store, encoding)
+        if store.size(FILE_NAME) is None:
+            still_held()
+            encoding.save(store)
+
+
+def has_uncond(root: Path | str | Store) -> bool:
+    """Whether the empty caption's text latents are there."""
+    return open_store(root).size(UNCOND_NAME) is not None
+
+
+def write_uncond(root: Path | str | Store, text_latents: Tensor, num_tokens: int) -> None:
+    """Store the empty caption's text latents, (tokens, width), once; later calls change nothing."""
+    store = open_store(root)
+    with store.locked("root") as still_held:
+        if not has_uncond(store):
+            tensors = {"text_latents": text_latents.half().contiguous(), "num_tokens": torch.tensor(num_tokens)}
+            still_held()
+            store.write(UNCOND_NAME, save(tensors))
+
+
+def load_uncond(root: Path | str | Store) -> tuple[Tensor, int]:
+    """The empty caption's text latents, (tokens, width) float16, and how many of the tokens are real.
+
+    Raises:
+        RequestError: the root has none, so no shard of it was ever encoded.
+        DamagedFile: they are not what a receipt recorded.
+    """
+    store = open_store(root)
+    try:
+        data = store.read(UNCOND_NAME)
+    except FileNotFoundError:
+        raise RequestError(
+            f"{store.where(UNCOND_NAME)} is missing: no shard of this root has been encoded. "
+            f"Run `make precompute` first."
+        ) from None
+    for shard in committed_shards(store)[:1]:  # any one: all of them recorded it
+        receipt = load_receipt(store, shard)
+        if receipt is not None and receipt.shared_files[UNCOND_NAME].sha256 != hashlib.sha256(data).hexdigest():
+            raise DamagedFile(
+                f"{store.where(UNCOND_NAME)} is damaged: its SHA-256 is not that in "
+                f"{store.where(f'{FOLDER}/{shard}.json')}. Restore it from a copy."
+            )
+    tensors = load(data)
+    return tensors["text_latents"], int(tensors["num_tokens"])

@@ -1,0 +1,166 @@
+"""`python -m shards stats ROOT`: what a latents root holds, as a table, JSON and a plot."""
+
+from collections import Counter
+from collections.abc import Iterator
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from shards.base.store import Store, open_store
+from shards.format.buckets import Bucket
+from shards.format.encoding import EncodingRecord
+from shards.format.receipts import Receipt, load_committed
+from shards.format.tables import MENDED
+from shards.root.reading import captions, read_part
+
+
+def root_stats(root: Path | str | Store, max_samples: int) -> dict[str, Any]:
+    """Counts from receipts; moments of latents and caption lengths from the first `max_samples` of each bucket.
+
+    Raises:
+        RequestError: not a latents root, or nothing is committed to it.
+    """
+    store = open_store(root)
+    encoding, receipts = EncodingRecord.load(store), load_committed(store)
+    rejected = sum((Counter(receipt.rejected) for receipt in receipts), Counter())
+    return {
+        "encoding": encoding.id,
+        "shards": len(receipts),
+        "samples_in": sum(receipt.samples_in for receipt in receipts),
+        "encoded": sum(receipt.encoded for receipt in receipts),
+        "rejected": dict(rejected.most_common()),
+        "captions": {name: sum(receipt.captions[name] for receipt in receipts) for name in ("stored", *MENDED)},
+        "buckets": {
+            bucket: bucket_stats(store, bucket, receipts, encoding, max_samples)
+            for bucket in sorted({b for receipt in receipts for b in receipt.parts}, key=Bucket.parse)
+        },
+    }
+
+
+def bucket_stats(
+    store: Store, bucket: str, receipts: list[Receipt], encoding: EncodingRecord, max_samples: int
+) -> dict[str, Any]:
+    """Samples, bytes per sample on disk, and latent statistics of one bucket."""
+    shards = [receipt.shard for receipt in receipts if bucket in receipt.parts]
+    rows = chain.from_iterable(read_committed(store, f"{bucket}/{shard}") for shard in shards)
+    sums, squares = np.zeros(encoding.image.latent_channels), np.zeros(encoding.image.latent_channels)
+    lengths: list[int] = []
+    count = 0
+    for sample in islice(rows, max_samples):
+        # moments => the posterior's mean, scaled as the trainer scales it
+        latents = sample["image_latents"][: encoding.image.latent_channels] * np.float64(encoding.image.scaling_factor)
+        sums += latents.mean(axis=(1, 2))
+        squares += (latents**2).mean(axis=(1, 2))
+        count += 1
+        lengths += [len(caption) for caption in captions(sample, encoding)]
+    stats: dict[str, Any] = dict(bucket_sizes(receipts)[bucket])
+    if count:
+        means = sums / count
+        stats |= {
+            "measured_on": count,
+            "latent_mean": means.round(4).tolist(),
+            "latent_std": np.sqrt(squares / count - means**2).round(4).tolist(),
+            "caption_characters": dict(
+                zip(("p5", "p50", "p95"), np.percentile(lengths, [5, 50, 95]).tolist(), strict=True)
+            ),
+        }
+    return stats
+
+
+def read_committed(store: Store, part: str) -> Iterator[dict[str, Any]]:
+    """The samples of a part, which is copied here first where it is remote."""
+    with store.local(part) as folder:
+        yield from read_part(folder)
+
+
+def bucket_sizes(receipts: list[Receipt]) -> dict[str, dict[str, int]]:
+    """Bucket → samples, and bytes per sample on disk (MDS files with their headers), smallest bucket first."""
+    sizes = {}
+    for bucket in sorted({name for receipt in receipts for name in receipt.parts}, key=Bucket.parse):
+        parts = [receipt.parts[bucket] for receipt in receipts if bucket in receipt.parts]
+        samples = sum(part.samples for part in parts)
+        size = sum(f.bytes for part in parts for name, f in part.files.items() if name.endswith(".mds"))
+        sizes[bucket] = {"samples": samples, "bytes_per_sample": round(size / samples) if samples else 0}
+    return sizes
+
+
+def stats_table(stats: dict[str, Any]) -> str:
+    """The same for a person."""
+    lines = [
+        f"encoding {stats['encoding']}, {stats['shards']} shards: {stats['samples_in']:,} samples in, "
+        f"{stats['encoded']:,} encoded",
+        caption_line(stats["captions"]),
+        "rejected: " + (", ".join(f"{reason} {count:,}" for reason, count in stats["rejected"].items()) or "none"),
+        "",
+        f"{'bucket':>12} {'samples':>12} {'B/sample':>9}  {'caption characters':>18}  scaled latents per channel",
+        f"{'':>12} {'':>12} {'':>9}  {'5 / 50 / 95 %':>18}  (std 1 is ideal)",
+    ]
+    for bucket, b in stats["buckets"].items():
+        row = f"{bucket:>12} {b['samples']:>12,} {b['bytes_per_sample']:>9,}"
+        if "latent_mean" in b:
+            lengths = " / ".join(f"{length:.0f}" for length in b["caption_characters"].values())
+            means, deviations = (
+                ", ".join(f"{value:+.3f}" if name == "latent_mean" else f"{value:.3f}" for value in b[name])
+                for name in ("latent_mean", "latent_std")
+            )
+            row += f"  {lengths:>18}  mean {means}; std {deviations}; {b['measured_on']:,} samples"
+        lines.append(row)
+    return "\n".join(lines)
+
+
+def caption_line(counts: dict[str, int]) -> str:
+    """How many captions are stored, and how many of them were mended or cut."""
+    mended = ", ".join(f"{name.replace('_', ' ')} {counts[name]:,}" for name in MENDED)
+    return f"captions: {counts['stored']:,} stored, of which mended or cut: {mended}"
+
+
+def plot_stats(stats: dict[str, Any], path: Path) -> None:
+    """Samples and bytes per bucket, rejects by reason, latent statistics and caption lengths, as a PNG."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot as plt
+
+    figure, grid = plt.subplots(2, 3, figsize=(14, 7.5), dpi=110)
+    axes = grid.flatten()
+    buckets = stats["buckets"]
+    measured = {bucket: b for bucket, b in buckets.items() if "latent_std" in b}
+    _bars(axes[0], {bucket: b["samples"] for bucket, b in buckets.items()}, "samples per bucket", "#08519c")
+    _bars(axes[1], {bucket: b["bytes_per_sample"] for bucket, b in buckets.items()}, "bytes per sample", "#08519c")
+    _bars(axes[2], stats["rejected"] or {"none": 0}, f"rejected, of {stats['samples_in']:,} samples in", "#b45309")
+    for axis, name, title, ideal in (
+        (axes[3], "latent_mean", "mean of scaled latents", 0),
+        (axes[4], "latent_std", "standard deviation of scaled latents", 1),
+    ):
+        for bucket, b in measured.items():
+            axis.plot(b[name], marker="o", label=bucket)
+        axis.axhline(ideal, color="grey", linewidth=0.8)
+        axis.set_xticks(range(max((len(b[name]) for b in measured.values()), default=0)))
+        axis.set_xlabel("channel")
+        axis.set_title(title)
+        if measured:
+            axis.legend(frameon=False)
+    for place, b in enumerate(measured.values()):
+        low, middle, high = b["caption_characters"].values()
+        axes[5].plot([low, high], [place, place], color="#08519c", linewidth=6, solid_capstyle="butt", alpha=0.4)
+        axes[5].plot([middle], [place], "o", color="#08519c")
+        axes[5].annotate(
+            f"{low:.0f} / {middle:.0f} / {high:.0f}", (middle, place), (0, 8), textcoords="offset points", ha="center"
+        )
+    axes[5].set_yticks(range(len(measured)), list(measured))
+    axes[5].set_ylim(len(measured) - 0.4, -0.6)
+    axes[5].set_title("caption characters: 5, 50 and 95 %")
+    figure.suptitle(f"encoding {stats['encoding']}: {stats['encoded']:,} of {stats['samples_in']:,} samples encoded")
+    figure.tight_layout()
+    figure.savefig(path)
+    plt.close(figure)
+
+
+def _bars(axis: Any, values: dict[str, int], title: str, color: str) -> None:
+    bars = axis.barh(list(values), list(values.values()), color=color)
+    axis.bar_label(bars, labels=[f"{value:,}" for value in values.values()], padding=3)
+    axis.margins(x=0.2)
+    axis.invert_yaxis()
+    axis.set_title(title)

@@ -1,0 +1,126 @@
+"""`python -m shards where ROOT KEY`: of one sample, which tar it came from, and which weights and settings made it.
+
+All of it is read from encoding.json, receipts and the parts' own tables: it can be said long after the tars are gone.
+"""
+
+import io
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from shards.base.errors import RequestError
+from shards.base.store import Store, open_store
+from shards.format.buckets import Bucket
+from shards.format.encoding import EncodingRecord
+from shards.format.receipts import Receipt, committed_shards, load_receipt
+from shards.format.tables import REFUSED_NAME, SAMPLES_NAME
+
+
+def find_sample(root: Path | str | Store, key: str) -> list[dict[str, Any]]:
+    """What became of the sample `key`: one entry for each input shard that had one, which is one as a rule.
+
+    Raises:
+        RequestError: not a latents root, or no committed shard had such a sample.
+    """
+    store = open_store(root)
+    encoding, shards = EncodingRecord.load(store), committed_shards(store)
+    # img2dataset's keys begin with the shard's name: look there first
+    for chosen in ([shard for shard in shards if key.startswith(shard)], shards):
+        receipts = (receipt for shard in chosen if (receipt := load_receipt(store, shard)))
+        found = [entry for receipt in receipts if (entry := _in_shard(store, key, receipt, encoding))]
+        if found:
+            return found
+    raise RequestError(f"None of the {len(shards)} committed shards of {store.where()} had a sample {key}.")
+
+
+def _in_shard(store: Store, key: str, receipt: Receipt, encoding: EncodingRecord) -> dict[str, Any] | None:
+    buckets = sorted(receipt.parts, key=Bucket.parse)
+    stored = {bucket: place for bucket in buckets if (place := _stored(store, key, receipt, bucket))}
+    refused = {bucket: row for bucket in buckets if (row := _refused(store, key, receipt, bucket))}
+    if not stored and not refused:
+        return None
+    return {
+        "key": key,
+        "shard": receipt.shard,
+        "tar": receipt.input,
+        "stored": stored,
+        "refused": refused,
+        "encoding": {"id": receipt.encoding_id, **encoding.model_dump(mode="json")},
+        "settings": receipt.settings,
+        "software": receipt.software,
+        "parts": {bucket: receipt.made_by(bucket) for bucket in buckets if bucket in stored or bucket in refused},
+        "started": receipt.started,
+        "attempts": receipt.attempts,
+    }
+
+
+def _stored(store: Store, key: str, receipt: Receipt, bucket: str) -> dict[str, Any] | None:
+    folder = f"{bucket}/{receipt.shard}"
+    row = _row(store, f"{folder}/{SAMPLES_NAME}", key)
+    if row is None:
+        return None
+    return {"folder": store.where(folder), "row": row[0], **row[1]}
+
+
+def _refused(store: Store, key: str, receipt: Receipt, bucket: str) -> dict[str, Any] | None:
+    row = _row(store, f"{bucket}/{receipt.shard}/{REFUSED_NAME}", key)
+    return row[1] if row else None
+
+
+def _row(store: Store, table: str, key: str) -> tuple[int, dict[str, Any]] | None:
+    """The row of a table with this key: its number, and its other columns."""
+    rows = pq.read_table(io.BytesIO(store.read(table)))
+    number = pc.index(rows["key"], key).as_py()
+    if number < 0:
+        return None
+    values = rows.slice(number, 1).to_pylist()[0]
+    # a score that the source did not have is NaN in the table, which JSON cannot say
+    return number, {name: None if value != value else value for name, value in values.items() if name != "key"}
+
+
+def describe_sample(entry: dict[str, Any]) -> str:
+    """The same for a person."""
+    return "\n".join(_lines(entry))
+
+
+def _lines(entry: dict[str, Any]) -> Iterator[str]:
+    encoding, tar = entry["encoding"], entry["tar"]
+    models = ("vae", "text_encoder", "tokenizer")
+    yield f"sample {entry['key']} of shard {entry['shard']}"
+    yield _line("tar", str(tar["address"]))
+    yield _line("", f"{tar['bytes']:,} bytes, sha256 {tar['sha256']}")
+    for bucket, place in entry["stored"].items():
+        columns = {name: value for name, value in place.items() if name not in ("folder", "row")}
+        yield _line(bucket, f"row {place['row']} of {place['folder']}: {_listed(columns)}")
+    for bucket, row in entry["refused"].items():
+        yield _line(bucket, f"refused: {row['reason']} ({row['detail']}); from {row['url'] or 'no URL'}")
+    for name in models:
+        yield _line(name, encoding[name]["name"])
+        yield _line("", f"sha256 {encoding[name]['sha256']}")
+    for name, value in encoding.items():
+        if name not in models:
+            yield _line(name, _listed(value) if isinstance(value, dict) else str(value))
+    for section in ("settings", "software"):
+        listed = {bucket: _listed(made[section]) for bucket, made in entry["parts"].items()}
+        if len(set(listed.values())) == 1:
+            yield _line(section, next(iter(listed.values())))
+        else:  # buckets that were added at different times
+            yield from (_line(section, f"{bucket}: {values}") for bucket, values in listed.items())
+    yield _line("encoded", f"{entry['started']}, attempt {entry['attempts']}")
+
+
+def _line(name: str, value: str) -> str:
+    return f"  {name.replace('_', ' '):15} {value}"
+
+
+def _listed(values: dict[str, Any]) -> str:
+    return ", ".join(f"{key} {_shown(value)}" for key, value in values.items())
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return "none"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

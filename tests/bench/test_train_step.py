@@ -1,0 +1,62 @@
+"""The benchmark's own logic: what is measured, a setting that runs out of memory, and the file that the plan reads."""
+
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+import torch
+
+import bench.train_step as bench
+from plan.measured import read_rates
+from tests.runs import UNET
+from train.model.unet import build_unet
+
+
+def options(*more: str) -> Namespace:
+    flags = ["--unet", str(UNET), "--buckets", "64x64", "--microbatches", "4", "8", "16", "--batch", "16"]
+    return bench.parse([*flags, *more])
+
+
+def test_the_ladder_adds_one_thing_at_a_time_then_varies_the_microbatch() -> None:
+    rows = list(bench.settings(options("--compile")))
+    assert [(row.microbatch_size, row.words) for row in rows] == [
+        (8, "plain"),
+        (8, "channels last"),
+        (8, "channels last + low precision norms"),
+        (8, "channels last + low precision norms + compile"),
+        (8, "channels last + compile"),
+        (4, "channels last + low precision norms + compile"),
+        (16, "channels last + low precision norms + compile"),
+    ]
+    assert not any(row.compile for row in bench.settings(options("--no-compile")))
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory."), RuntimeError("CUDNN: out of memory")])
+def test_a_setting_that_runs_out_of_memory_is_a_row(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def run_out(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(bench, "trainer", run_out)
+    accelerator = type("Accelerator", (), {"device": torch.device("cpu")})()
+    out = bench.measure(bench.Setting("64x64", 16), options(), accelerator, build_unet(UNET, 0))
+    good = [bench.Result(bench.Setting("64x64", size, True), rate, 1.0, 0.5) for size, rate in ((4, 10.0), (8, 12.5))]
+    text = bench.describe_results([*good, out], 2.0, torch.device("cpu"), options())
+    assert (
+        "| 64x64 | 16 | plain | out of memory |" in text
+        and "| 64x64 | 8 | channels last | 12.5 | 0.5 | 25.0% |" in text
+    )
+    bench.write_plan_file(tmp_path / "b.json", [*good, out], torch.device("cpu"), 16)
+    (rate,) = read_rates([str(tmp_path / "b.json")], "cpu").of("train", "64x64")
+    assert (rate.images_per_second_per_gpu, rate.microbatch_size, rate.gpus) == (12.5, 8, 1)
+
+
+def test_another_error_is_not_taken_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("shapes do not fit")
+
+    monkeypatch.setattr(bench, "trainer", fail)
+    accelerator = type("Accelerator", (), {"device": torch.device("cpu")})()
+    with pytest.raises(RuntimeError, match="shapes do not fit"):
+        bench.measure(bench.Setting("64x64", 16), options(), accelerator, build_unet(UNET, 0))

@@ -1,0 +1,203 @@
+"""The pure functions, against definitions, brute force and simulation."""
+
+import math
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from streaming import MDSWriter
+
+from plan.arithmetic import costs, restarts, scaling
+from shards.format import text
+
+positive = st.floats(1e-3, 1e6)
+counts = st.sampled_from([1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024])
+machines = st.builds(
+    scaling.Machine,
+    gpus_per_node=st.sampled_from([1, 4, 8]),
+    link=st.floats(1e10, 1e12),
+    network=st.floats(1e9, 1e12),
+    memory=st.floats(1e12, 1e13),
+    data_per_node=st.floats(1e8, 1e11),
+    data_total=st.floats(1e9, 1e12),
+)
+steps = st.builds(
+    scaling.Step,
+    global_batch_size=st.sampled_from([1024, 2048, 4096]),
+    microbatch_size=st.sampled_from([1, 4, 16, 64]),
+    num_parameters=st.integers(10**6, 10**10),
+    gradient_bytes=st.sampled_from([2, 4]),
+    sample_bytes=st.floats(1e3, 1e6),
+)
+image_seconds = st.floats(1e-4, 1)
+
+
+@given(image_seconds, steps, counts, machines)
+def test_a_step_is_never_faster_than_its_bottleneck(
+    seconds: float, step: scaling.Step, gpus: int, machine: scaling.Machine
+) -> None:
+    time = scaling.step_time(seconds, step, gpus, machine)
+    busiest = {"compute": time.compute, "gradient traffic": time.gradients, "data rate": time.data}
+    assert busiest[time.bottleneck] == max(busiest.values())
+    assert time.total >= max(time.compute, time.data)
+    assert time.total <= time.compute + time.gradients + time.data
+
+
+@given(image_seconds, steps, counts, machines)
+def test_calibrating_undoes_predicting(seconds: float, step: scaling.Step, gpus: int, machine: scaling.Machine) -> None:
+    time = scaling.step_time(seconds, step, gpus, machine)
+    assume(time.data < time.total)  # else the rate says nothing about computing
+    rate = step.global_batch_size / gpus / time.total
+    assert scaling.calibrate(rate, step, gpus, machine) == pytest.approx(seconds, rel=1e-6)
+
+
+@given(image_seconds, steps, counts, machines)
+def test_twice_the_gpus_never_cost_less(
+    seconds: float, step: scaling.Step, gpus: int, machine: scaling.Machine
+) -> None:
+    one, two = (scaling.step_time(seconds, step, count, machine).total * count for count in (gpus, 2 * gpus))
+    # Within a node that is not full yet, two GPUs halve what each must read into it.
+    assume(gpus >= machine.gpus_per_node)
+    assume(machine.network <= machine.link)
+    assert two >= one * (1 - 1e-9)
+
+
+@given(image_seconds, st.floats(1, 10), steps, counts, machines)
+def test_slower_images_never_make_faster_steps(
+    seconds: float, factor: float, step: scaling.Step, gpus: int, machine: scaling.Machine
+) -> None:
+    times = [scaling.step_time(value, step, gpus, machine).total for value in (seconds, seconds * factor)]
+    assert times[0] <= times[1] * (1 + 1e-9)
+
+
+def test_encoding_online_hides_no_gradients() -> None:
+    machine = scaling.Machine(8, link=1e9, network=1e9, memory=1e12, data_per_node=1e12, data_total=1e12)
+    step = scaling.Step(64, 8, 10**6, 4, 1e5)
+    plain, online = (scaling.step_time(0.01, step, 8, machine, encode_seconds=seconds) for seconds in (0, 0.02))
+    assert online.compute - plain.compute == pytest.approx(8 * 0.02)
+    assert online.hidden == plain.hidden
+
+
+def test_calibrating_refuses_what_the_bandwidths_forbid() -> None:
+    machine = scaling.Machine(8, link=1e9, network=1e9, memory=1e12, data_per_node=1e12, data_total=1e12)
+    step = scaling.Step(512, 64, 10**9, 4, 1e5)
+    with pytest.raises(ValueError, match=r"512 images on 8 GPUs was measured at 0.064 s, and by the stated bandwidths"):
+        scaling.calibrate(1000, step, 8, machine)
+
+
+@pytest.mark.parametrize(
+    "gpus, seconds",
+    [
+        (1, 0),
+        (2, 1),  # each GPU sends half of the sum, twice: (n - 1) / n × 2
+        (8, 1.75),
+        (16, 18.75),  # 2 × 15 / 16 over the ten times slower network
+    ],
+)
+def test_all_reduce(gpus: int, seconds: float) -> None:
+    machine = scaling.Machine(8, link=1e9, network=1e8, memory=1, data_per_node=1, data_total=1)
+    assert scaling.all_reduce_seconds(1e9, gpus, machine) == pytest.approx(seconds)
+
+
+@given(st.floats(1, 1200), st.floats(3600, 3e6), st.floats(0, 3600))
+def test_daly_interval_is_within_a_permille_of_the_best(checkpoint: float, between: float, restart: float) -> None:
+    assume(checkpoint < between / 10)
+
+    def cost(interval: float) -> float:
+        return restarts.expected_time(1, interval, checkpoint, restart, between)
+
+    daly = restarts.best_interval(checkpoint, between)
+    brute_force = min(cost(daly * 1.02**power) for power in range(-100, 101))
+    assert cost(daly) <= brute_force * 1.001
+    assert cost(daly) <= cost(restarts.young_interval(checkpoint, between)) * 1.001
+
+
+def test_daly_interval_where_checkpoints_outlast_the_machine() -> None:
+    assert restarts.best_interval(200, 100) == 100
+
+
+@pytest.mark.parametrize("checkpoint, between", [(0, 1), (1, 0), (-1, 1)])
+def test_intervals_need_positive_times(checkpoint: float, between: float) -> None:
+    with pytest.raises(ValueError, match="must be positive"):
+        restarts.best_interval(checkpoint, between)
+
+
+def test_expected_time_needs_work() -> None:
+    with pytest.raises(ValueError, match="work 0 and interval 1 must be positive"):
+        restarts.expected_time(0, 1, 1, 1, 1)
+
+
+def test_expected_time_is_what_a_simulation_finds() -> None:
+    interval, checkpoint, restart, between, segments = 50.0, 5.0, 10.0, 100.0, 40_000
+    rng = random.Random(0)
+
+    def span_without_failure(length: float) -> float:
+        """Time until a span of `length` passes uninterrupted, each failure costing a restart that may fail too."""
+        elapsed = 0.0
+        while (failure := rng.expovariate(1 / between)) < length:
+            elapsed += failure
+            while (failure := rng.expovariate(1 / between)) < restart:
+                elapsed += failure
+            elapsed += restart
+        return elapsed + length
+
+    simulated = sum(span_without_failure(interval + checkpoint) for _ in range(segments)) / segments
+    predicted = restarts.expected_time(interval, interval, checkpoint, restart, between)
+    assert simulated == pytest.approx(predicted, rel=0.02)
+
+
+def test_expected_time_can_be_for_ever() -> None:
+    assert restarts.expected_time(1, 1e6, 1, 1, 1) == math.inf
+
+
+@given(positive, st.floats(0, 100), st.floats(0, 100))
+def test_storing_for_nothing_pays_from_the_first_pass(encode: float, storage: float, more: float) -> None:
+    assert costs.break_even_passes(encode, 0, encode) == 1
+    assert costs.break_even_passes(encode, storage + more, encode) >= costs.break_even_passes(encode, storage, encode)
+
+
+def test_speedup_is_per_doubling() -> None:
+    assert costs.speedup_per_doubling(8, 2, 8, 32) == 2
+    assert costs.speedup_per_doubling(8, 8, 8, 32) == 1
+
+
+def test_egress_counts_other_regions() -> None:
+    assert costs.egress_bytes(100, {"here": 0.7, "there": 0.2, "beyond": 0.1}, "here") == pytest.approx(30)
+
+
+def test_checkpoint_bytes() -> None:
+    assert costs.checkpoint_bytes(865_910_724, ema=False) == 10_390_928_688
+    assert costs.checkpoint_bytes(865_910_724, ema=True) == 13_854_571_584
+
+
+@pytest.mark.parametrize("trim", [False, True])
+@pytest.mark.parametrize("storage", ["float16", "float8"])
+def test_sample_bytes_are_those_of_a_written_shard(storage: text.TextStorage, trim: bool, tmp_path: Path) -> None:
+    num_samples, tokens, width = 50, 20, 1024
+    columns = {
+        "key": "str",
+        "caption": "str",
+        "image_latents": "ndarray:float16:8,32,32",
+        **text.columns(storage, trim, 77, width),
+        "size": "ndarray:int32:4",
+        "scores": "ndarray:float32:4",
+    }
+    sample = {
+        "key": "000000042",
+        "caption": "a red square",
+        "image_latents": np.zeros((8, 32, 32), np.float16),
+        **text.pack(torch.zeros(77, width), tokens, storage, trim),
+        "size": np.zeros(4, np.int32),
+        "scores": np.zeros(4, np.float32),
+    }
+    writer = MDSWriter(out=str(tmp_path), columns=columns)
+    for _ in range(num_samples):
+        writer.write(sample)
+    writer.finish()
+    written = (tmp_path / "shard.00000.mds").stat().st_size
+    planned = costs.sample_bytes(8, (32, 32), tokens if trim else 77, width, storage, trim, string_bytes=21)
+    assert 0 <= written - num_samples * planned < 1000  # the shard's own header

@@ -1,0 +1,63 @@
+"""`python -m plan`: its options, its files, its exit codes."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from plan import report as report_module
+from plan.__main__ import run
+from plan.arithmetic.work import Work
+from plan.output.text import render
+from shards.base.errors import exit_code_of
+from tests.plan.conftest import MakeReport
+
+
+@pytest.fixture(autouse=True)
+def _counted(monkeypatch: pytest.MonkeyPatch, sd2: Work) -> None:
+    monkeypatch.setattr(report_module, "count_work", lambda networks, buckets: sd2)
+
+
+@pytest.mark.parametrize("arguments", [["--gpus", "64"], ["--gpus", "64", "--text.storage", "float8"]])
+def test_gpus_are_pointed_out(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
+    run(arguments)
+    assert capsys.readouterr().out.count("> 64 ") == 2
+
+
+def test_gpus_without_a_number_are_as_if_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    run(["--config", "configs/plan.yaml", "--gpus", "--text.trim", "true"])
+    assert ">" not in capsys.readouterr().out.split("Latents")[0]
+
+
+def test_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(["--out", str(tmp_path)])
+    assert (tmp_path / "plan.txt").read_text() in capsys.readouterr().out
+    written = json.loads((tmp_path / "plan.json").read_text())["plans"][0]
+    assert [row["gpus"] for row in written["rows"]] == [8, 16, 32, 64, 128, 256, 512, 1024]
+    assert {"field", "value", "unit", "source", "assumed"} == set(written["facts"][0])
+    assert written["rows"][0]["phases"][0]["step"].keys() == {"compute", "gradients", "hidden", "data"}
+    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
+    run(["--text.storage", "float8", "--compare", "configs/plan.yaml", "configs/plan/h200.yaml"])
+    shown = capsys.readouterr().out.split("Side by side")[1]
+    storage = next(line.split() for line in shown.splitlines() if "text.storage" in line)
+    assert storage == ["text.storage", "float8", "float16", "float16"]
+    latents = next(line.split()[2:] for line in shown.splitlines() if "latents TB" in line)
+    assert latents == ["118.9*", "204.6*", "204.6*"]
+
+
+def test_a_plan_beside_itself_differs_in_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    run(["--compare", "configs/plan.yaml"])
+    assert "nothing" in capsys.readouterr().out.split("Side by side")[1]
+
+
+def test_wrong_requests_exit_with_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_code_of(lambda: run(["--gpus", "many"])) == 2
+    assert exit_code_of(lambda: run(["--gpu.knd", "H200"])) == 2
+    assert "unknown option --gpu.knd (did you mean `gpu.kind`?)" in capsys.readouterr().err
+
+
+def test_the_documentation_shows_what_the_command_prints(report: MakeReport) -> None:
+    assert render(report("--gpus", "64")).strip() in Path("docs/planning.md").read_text()

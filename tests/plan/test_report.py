@@ -1,0 +1,201 @@
+"""Whole plans: what is marked, what a change changes, what is refused."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from plan.arithmetic.work import Work
+from plan.config import Plan
+from plan.facts import ASSUMED
+from plan.measured import BenchFile
+from plan.output.text import render, scaling_verdict
+from plan.report import make_report
+from shards.base.errors import RequestError
+from tests.plan.conftest import MakePlan, MakeReport
+
+
+def bench(path: Path, **changes: object) -> str:
+    values = json.loads(Path("configs/plan/mosaicml-a100.json").read_text()) | changes
+    path.write_text(json.dumps(values))
+    return str(path)
+
+
+def test_the_file_spells_out_the_defaults(plan: MakePlan) -> None:
+    assert plan() == Plan(measured=["configs/plan/mosaicml-a100.json"])
+
+
+def test_every_assumed_number_is_marked(plan: MakePlan, report: MakeReport) -> None:
+    shown = render(report())
+    assumed = [fact.field for fact in report().facts if fact.assumed]
+    assert "storage.price_per_tb_month" in assumed and "gpu.price_per_hour" not in assumed
+    for fact in report().facts:
+        line = next(line for line in shown.splitlines() if line.split()[:1] == [fact.field])
+        assert ("* ASSUMED" in line) == fact.assumed
+        assert fact.assumed or fact.source in line
+
+
+def test_modelled_speeds_are_marked_as_assumed(report: MakeReport) -> None:
+    modelled = report("--gpu.kind", "H200")
+    assert {phase.basis for row in modelled.rows for phase in row.phases} == {"assumed"}
+    assert all(rate.assumed for rate in modelled.rates.values())
+    assert (
+        "Not used: configs/plan/mosaicml-a100.json (measured on NVIDIA A100); the plan is for H200." in modelled.notes
+    )
+    line = next(line for line in render(modelled).splitlines() if line.startswith("   8"))
+    assert line.count("*") == 5  # both phases' speed and days, and the training's days
+
+
+@pytest.mark.parametrize("given, assumed", [("2", False), ("1.5", True)])
+def test_a_changed_number_loses_its_source(report: MakeReport, given: str, assumed: bool) -> None:
+    price = next(fact for fact in report("--gpu.price_per_hour", given).facts if fact.field == "gpu.price_per_hour")
+    assert price.assumed is assumed
+
+
+def test_a_plan_can_vouch_for_its_numbers(plan: MakePlan, sd2: Work) -> None:
+    quoted = {"gpu.price_per_hour": {"value": 1.5, "source": "quote of 3 May"}}
+    vouched = Plan.model_validate(plan("--gpu.price_per_hour", "1.5").model_dump() | {"sources": quoted})
+    price = next(fact for fact in make_report(vouched, sd2).facts if fact.field == "gpu.price_per_hour")
+    assert (price.source, price.assumed) == ("quote of 3 May", False)
+
+
+def test_vouching_for_no_number_is_refused(plan: MakePlan, sd2: Work) -> None:
+    wrong = Plan.model_validate(plan().model_dump() | {"sources": {"gpu.prise": {"value": 1, "source": "x"}}})
+    with pytest.raises(RequestError, match=r"sources names gpu\.prise, which no plan rests on"):
+        make_report(wrong, sd2)
+
+
+def test_numbers_that_do_not_matter_are_not_listed(report: MakeReport) -> None:
+    fields = {fact.field for fact in report().facts}
+    assert fields.isdisjoint({"text.tokens", "gpu.train_utilisation", "regions.egress_per_gb"})
+    trimmed = report("--text.trim", "true", "--regions.gpus", "elsewhere")
+    assert {"text.tokens", "regions.egress_per_gb"} <= {fact.field for fact in trimmed.facts}
+
+
+def test_between_measurements_the_nearest_below_predicts(report: MakeReport) -> None:
+    rows = {row.gpus: row.phases[0] for row in report("--gpu_counts", "[4, 8, 256]").rows}
+    assert [rows[gpus].basis for gpus in (4, 8, 256)] == ["predicted", "measured", "predicted"]
+    assert rows[4].images_per_second == pytest.approx(550, rel=0.01)
+    assert 90.6 * 256 * 0.8 < rows[256].images_per_second < 90.7 * 256
+
+
+def test_the_fall_at_128_gpus_is_pointed_out(report: MakeReport) -> None:
+    assert any(note.startswith("128 GPUs, 256x256: measured 29% below") for note in report().notes)
+
+
+@pytest.mark.parametrize(
+    "overrides, bottleneck",
+    [
+        ((), "compute"),
+        (("--links.data_gbit_per_node", "0.05"), "data rate"),
+        (("--gpu.network_gbit_per_s", "20", "--measured", "[]"), "gradient traffic"),
+    ],
+)
+def test_bottleneck_is_the_busiest_resource(report: MakeReport, overrides: tuple[str, ...], bottleneck: str) -> None:
+    row = next(row for row in report(*overrides, "--phase2", "null").rows if row.gpus == 64)
+    assert row.bottleneck == bottleneck
+
+
+def test_a_benchmark_without_the_store_does_not_hide_that_the_store_is_slow(report: MakeReport) -> None:
+    phase = report("--links.data_gbit_per_node", "1").rows[0].phases[0]
+    assert (phase.basis, phase.bottleneck) == ("predicted", "data rate")
+    assert phase.images_per_second == pytest.approx(1e9 / 8 / phase.read_per_node * phase.images_per_second)
+
+
+def test_scaling_stops_paying(report: MakeReport) -> None:
+    assert scaling_verdict(report()).startswith("Scaling stops paying at 512 GPUs: on 1024, training is 1.46x faster")
+    few = report("--gpu_counts", "[8, 16]")
+    assert scaling_verdict(few) == "Scaling pays up to 16 GPUs: each doubling makes training at least 1.5x faster."
+
+
+def test_float8_and_trim_shrink_what_is_stored(report: MakeReport) -> None:
+    exact, small = report(), report("--text.storage", "float8", "--text.trim", "true")
+    assert small.stored_tb < exact.stored_tb / 2.5
+    assert small.traffic.read_tb < exact.traffic.read_tb / 2.5
+    assert [bucket.pays_from for bucket in small.buckets] < [bucket.pays_from for bucket in exact.buckets]
+
+
+def test_online_precomputes_nothing(report: MakeReport) -> None:
+    beforehand, online = (report("--encoding", value).rows[0] for value in ("beforehand", "online"))
+    assert online.precompute_hours == 0
+    assert online.training_days == pytest.approx(beforehand.online_days)
+    assert online.online_ratio == pytest.approx(beforehand.online_ratio)
+
+
+def test_reading_across_regions_costs(report: MakeReport) -> None:
+    traffic = report("--regions.data", '{"here": 0.25, "there": 0.75}').traffic
+    assert traffic.foreign_tb == pytest.approx(0.75 * traffic.read_tb)
+    assert traffic.cost == pytest.approx(traffic.foreign_tb * 1000 * 0.02)
+    assert traffic.copy_cost < traffic.cost
+
+
+def test_planned_checkpoints_lose_more_than_the_best(report: MakeReport) -> None:
+    best, seldom, often = (
+        report(*every).rows[4] for every in ((), *(("--checkpoints.every_steps", n) for n in ("100000", "20")))
+    )
+    assert best.lost < seldom.lost and best.lost < often.lost
+    assert best.expected_days > best.training_days + best.precompute_days
+
+
+@pytest.mark.parametrize(
+    "overrides, message",
+    [
+        (("--gpus", "48"), r"48 GPUs cannot share phase1's global batch of 2048 images: it is not a multiple of 48"),
+        (("--gpu_counts", "[3]"), r"3 GPUs cannot share phase1's global batch of 2048"),
+        (("--phase2.bucket", "768x768"), r"phase2\.bucket is 768x768, of which data\.samples says nothing"),
+        (("--gpu.kind", "B200"), r"the kind B200 is none of A100, H100, H200; give its price_per_hour, peak_tflops"),
+        (("--regions.data", '{"here": 0.5}'), r"shares must be at least 0 and add up to 1"),
+        (("--data.samples", '{"256": 5}'), r"a bucket is WIDTHxHEIGHT in pixels"),
+        (("--measured", "nowhere.json"), r"There is no benchmark file nowhere\.json"),
+        (("--measured", "configs/vae/sd2.json"), r"sd2\.json is no benchmark file: `device`: Field required"),
+        (("--gpu.network_gbit_per_s", "1"), r"256x256: a step of 2048 images on .* One of the two is wrong: mend"),
+        (
+            ("--checkpoints.gpu_hours_per_failure", "0.001", "--checkpoints.every_steps", "9999"),
+            r"On 8 GPUs a failure comes every 0\.45 s, .* the training would never end",
+        ),
+    ],
+)  # fmt: skip
+def test_wrong_plans_are_refused(report: MakeReport, overrides: tuple[str, ...], message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        report(*overrides)
+
+
+def test_rows_that_cannot_share_a_batch_are_left_out(report: MakeReport) -> None:
+    small = report("--phase2.global_batch_size", "256")
+    assert small.rows[-1].gpus == 256
+    assert "Left out: 512, 1024 GPUs, which do not divide the global batches." in small.notes
+
+
+def test_two_measurements_of_one_thing_are_refused(report: MakeReport, tmp_path: Path) -> None:
+    twice = json.dumps([bench(tmp_path / "a.json"), bench(tmp_path / "b.json")])
+    with pytest.raises(RequestError, match=r"b\.json is the second benchmark of train 256x256 on 8 A100s"):
+        report("--measured", twice)
+
+
+def test_measured_encoders_replace_the_assumed_utilisation(report: MakeReport, tmp_path: Path) -> None:
+    rates = [
+        {"stage": "encode", "bucket": name, "images_per_second_per_gpu": rate}
+        for name, rate in (("256x256", 500), ("512x512", 100))
+    ]
+    rates.append({"stage": "text", "images_per_second_per_gpu": 5000})
+    path = bench(
+        tmp_path / "encode.json", measurements=rates, published=False, date="2026-01-02", command="bench/encode.py"
+    )
+    measured = report("--measured", json.dumps(["configs/plan/mosaicml-a100.json", path]))
+    assert measured.rows[0].precompute_hours == pytest.approx((790e6 / 500 + 300e6 / 100 + 790e6 / 5000) / 3600)
+    assert measured.rates["encode 256x256"].source == "measured 2026-01-02: bench/encode.py"
+    assert "gpu.encode_utilisation" not in {fact.field for fact in measured.facts}
+
+
+@pytest.mark.parametrize("stage, bucket", [("train", None), ("encode", None), ("text", "256x256")])
+def test_measurements_need_the_right_bucket(stage: str, bucket: str | None) -> None:
+    item = {"stage": stage, "bucket": bucket, "images_per_second_per_gpu": 1}
+    with pytest.raises(ValidationError, match="bucket"):
+        BenchFile.model_validate({"device": "x", "gpus": 1, "date": "", "command": "", "measurements": [item]})
+
+
+def test_a_text_without_notes_ends_with_its_numbers(report: MakeReport) -> None:
+    assert "Notes" not in render(replace(report(), notes=[]))
+    assert ASSUMED.upper() in render(report())

@@ -1,0 +1,70 @@
+"""Counted FLOPs and parameters against the published figures."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from plan.arithmetic.work import Work, count_work
+from plan.config import Networks
+from shards.base.errors import RequestError
+
+
+def test_counting_sd2_gives_the_published_work(sd2: Work) -> None:
+    assert count_work(Networks(), ["256x256", "512x512"]) == sd2
+
+
+@pytest.mark.parametrize(
+    "counted, published_giga",
+    [
+        (lambda work: work.num_parameters, 0.8659),  # U-Net
+        (lambda work: work.train["256x256"] / 3, 181.1),
+        (lambda work: work.train["512x512"] / 3, 804.3),
+        (lambda work: work.encode["256x256"], 272.7),
+        (lambda work: work.encode["512x512"], 1116.7),
+        (lambda work: work.caption, 45.1),
+    ],
+)
+def test_work_rounds_to_the_published_figures(
+    sd2: Work, counted: Callable[[Work], float], published_giga: float
+) -> None:
+    digits = len(str(published_giga).split(".")[1])
+    assert round(counted(sd2) / 1e9, digits) == published_giga
+
+
+def test_encoders_have_the_published_parameters() -> None:
+    import torch
+    from diffusers import AutoencoderKL
+    from transformers import CLIPTextConfig, CLIPTextModel
+
+    with torch.device("meta"):
+        vae = AutoencoderKL.from_config(json.loads(Path("configs/vae/sd2.json").read_text()))
+        text_encoder = CLIPTextModel(CLIPTextConfig(**json.loads(Path("configs/text_encoder/sd2.json").read_text())))
+    assert sum(weights.numel() for weights in vae.encoder.parameters()) == 34_163_592
+    assert sum(weights.numel() for weights in text_encoder.parameters()) == 340_387_840
+
+
+def test_buckets_need_not_be_square() -> None:
+    wide = count_work(Networks(), ["576x448"])
+    assert wide.latent_hw == {"576x448": (56, 72)}
+
+
+@pytest.mark.parametrize(
+    "networks, bucket, message",
+    [
+        (Networks(unet="nowhere.json"), "256x256", "There is no network config nowhere.json. Give the config.json"),
+        (Networks(vae="configs/plan.yaml"), "256x256", "configs/plan.yaml cannot be read as JSON"),
+        (Networks(), "260x256", "bucket 260x256 is not a multiple of the VAE's downsampling, 8. Choose another bucket"),
+    ],
+)
+def test_wrong_networks_are_refused(networks: Networks, bucket: str, message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        count_work(networks, [bucket])
+
+
+def test_text_encoder_must_fit_the_unet(tmp_path: Path) -> None:
+    small = json.loads(Path("configs/text_encoder/sd2.json").read_text()) | {"hidden_size": 512}
+    (tmp_path / "text.json").write_text(json.dumps(small))
+    with pytest.raises(RequestError, match=r"takes text latents of width 1024, and the text encoder .* gives 512"):
+        count_work(Networks(text_encoder=str(tmp_path / "text.json")), ["256x256"])

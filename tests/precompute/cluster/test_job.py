@@ -1,0 +1,121 @@
+"""The command and the Ray job."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from precompute.__main__ import run as command
+from precompute.cluster.job import choose_shards
+from precompute.input.tars import InputShard
+from shards.base.errors import RequestError, exit_code_of
+from tests.precompute.encode.test_shard import tree
+from tests.runs import run_module
+from tests.test_end_to_end import precompute_arguments
+
+AVAILABLE = [InputShard(f"{i:05d}", f"/tars/{i:05d}.tar") for i in range(12)]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "numbers"),
+    [
+        ("all", range(12)),
+        ("00003", [3]),
+        ("00003-00005", [3, 4, 5]),
+        ("00007,00001-00002, 00007", [1, 2, 7]),  # each once, in order
+    ],
+)
+def test_choosing(wanted: str, numbers: list[int]) -> None:
+    assert [int(shard.name) for shard in choose_shards(wanted, AVAILABLE)] == list(numbers)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "message"),
+    [
+        ("00012", "There is no tar for shard 00012. The input holds 00000 to 00011"),
+        ("00010-00020", "00012, 00013, 00014, 00015, 00016 and 4 more"),
+        ("3", "There is no tar for shard 3"),
+        ("00005-00003", "runs backwards"),
+        ("a-b", "give 00042, 00000-00099"),
+    ],
+)
+def test_wrong_choices(wanted: str, message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        choose_shards(wanted, AVAILABLE)
+
+
+def test_a_job_with_a_damaged_shard(models: Path, tars: Path, tmp_path: Path) -> None:
+    """The sound shard is committed, the damaged one reported after one attempt; again after repair."""
+    shutil.copytree(tars, tmp_path / "tars")
+    damaged = tmp_path / "tars" / "00001.tar"
+    sound = damaged.read_bytes()
+    damaged.write_bytes(sound[:-20_000])
+    arguments = precompute_arguments(
+        models, tmp_path / "tars", tmp_path / "root", "--workers.attempts", "2", "--workers.backoff", "0"
+    )
+    first = run_module("precompute", *arguments)
+    assert first.returncode == 1
+    assert "shard 00001: attempt 1 of 2 failed: DamagedInput" in first.stderr
+    assert "attempt 2 of 2" not in first.stderr
+    assert "error: 1 of 2 shards failed (00001: DamagedInput" in first.stderr.replace("\n", " ")
+    assert [path.name for path in (tmp_path / "root" / "commits").glob("*.json")] == ["00000.json"]
+    index = json.loads((tmp_path / "root" / "64x64" / "index.json").read_text())
+    assert [entry["raw_data"]["basename"] for entry in index["shards"]] == ["00000/shard.00000.mds"]
+
+    damaged.write_bytes(sound)
+    second = run_module("precompute", *arguments)
+    assert second.returncode == 0, second.stderr
+    assert (
+        "1 shards encoded (23 samples in, 15 accepted, 8 rejected), 1 had been done before, 0 failed" in second.stdout
+    )
+    third = run_module("precompute", *arguments)
+    assert third.returncode == 0
+    assert "0 shards encoded (0 samples in, 0 accepted, 0 rejected), 2 had been done before" in third.stdout
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (["--shards", "00009"], "There is no tar for shard 00009"),
+        (["--bukets", "[]"], "did you mean `buckets`?"),
+        (["--workers.batch_size", "0"], "`workers.batch_size` = '0': input should be greater than or equal to 1"),
+        (["--buckets", '["100x100"]'], "not a multiple of the VAE's downsampling, 8"),
+        (["--vae", "/absent"], "There is no model folder /absent"),
+        (["--input", "/absent"], "There is no tar in /absent"),
+    ],
+)
+def test_wrong_requests_write_nothing(
+    models: Path, tars: Path, tmp_path: Path, change: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = precompute_arguments(models, tars, tmp_path / "root", *change)
+    assert exit_code_of(lambda: command(arguments)) == 2
+    error = capsys.readouterr().err.replace("\n", " ")
+    assert message in error and error.startswith("error: ")
+    assert not (tmp_path / "root").exists()
+
+
+def test_a_root_with_another_encoding_is_left_alone(
+    models: Path, tars: Path, latents: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = tree(latents)
+    arguments = precompute_arguments(models, tars, latents, "--posterior", "mean")
+    assert exit_code_of(lambda: command(arguments)) == 2
+    error = capsys.readouterr().err.replace("\n", " ")
+    assert "was written with another encoding: image.posterior: 'moments' ≠ 'mean' (root ≠ this run)" in error
+    assert tree(latents) == before
+
+
+def test_a_worker_that_fits_no_machine_is_refused(
+    models: Path, tars: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray would wait for ever, and say nothing."""
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr("ray.init", lambda *_, **__: None)
+    monkeypatch.setattr("ray.cluster_resources", lambda: {"CPU": 2.0})
+    arguments = precompute_arguments(models, tars, tmp_path / "root", "--workers.num_gpus", "1")
+    assert exit_code_of(lambda: command(arguments)) == 2
+    assert "One worker takes 1 GPUs and 1 CPUs; this machine has 0 GPUs and 2 CPUs" in capsys.readouterr().err.replace(
+        "\n", " "
+    )
+    assert not (tmp_path / "root").exists()

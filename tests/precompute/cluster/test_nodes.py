@@ -1,0 +1,156 @@
+"""Real Ray nodes on one machine: joining late, being lost, and what the job and its metrics say meanwhile."""
+
+import json
+import re
+import tempfile
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import pytest
+import ray
+from ray.cluster_utils import Cluster
+
+from precompute.cluster.job import NODE_ID, JobResult, run_job
+from precompute.cluster.nodes import start_ray
+from precompute.config import describe_encoding
+from precompute.input.tars import list_shards
+from shards.base.errors import WorkError
+from shards.root.index import write_indexes
+from shards.root.shared import create_root
+from shards.tools.verify import verify_root
+from tests.conftest import SIZES, folder_of, precompute_config
+from tests.tiny import make_samples, make_tar
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
+    """A head node that takes no worker."""
+    with tempfile.TemporaryDirectory(prefix="lm-", ignore_cleanup_errors=True) as folder:
+        head = {"num_cpus": 1, "include_dashboard": False, "temp_dir": folder}
+        # or whoever calls ray.init on this machine would join
+        with patch("ray._private.utils.write_ray_address"):
+            cluster = Cluster(initialize_head=True, head_node_args=head)
+        monkeypatch.setenv("RAY_ADDRESS", cluster.address)
+        yield cluster
+        ray.shutdown()
+        with patch("ray._common.utils.reset_ray_address"):
+            cluster.shutdown()
+
+
+def wait_until(true: Callable[[], object], seconds: float = 240) -> None:
+    """Poll."""
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end, "it did not happen in time"
+        time.sleep(0.05)
+
+
+def scrape() -> dict[str, float]:
+    """The job's figures on all nodes' metrics endpoints: name and labels → the sum."""
+    sums: dict[str, float] = {}
+    for node in ray.nodes():
+        if node["Alive"]:
+            with urllib.request.urlopen(f"http://127.0.0.1:{node['MetricsExportPort']}/metrics", timeout=10) as page:
+                text = page.read().decode()
+            for name, labels, value in re.findall(r"^ray_(latentmill_\w+)\{(.*?)\} (\S+)$", text, re.MULTILINE):
+                told = ",".join(re.findall(r'(?:reason|outcome)="\w+"', labels))
+                sums[f"{name}{{{told}}}"] = sums.get(f"{name}{{{told}}}", 0) + float(value)
+    return sums
+
+
+def test_a_late_node_gets_work_and_a_lost_one_loses_none(
+    cluster: Cluster,
+    models: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # signals are the main thread's, and the job is not in it here
+    monkeypatch.setattr("precompute.cluster.job.StopSignal", lambda *_: nullcontext(SimpleNamespace(received=False)))
+    for shard in range(4):
+        make_tar(tmp_path / "tars", f"{shard:05d}", make_samples(shard, 80, SIZES))
+    workers = {"num_gpus": 0, "num_cpus": 1, "resources": {"encoder": 1}, "decode_threads": 1, "batch_size": 4}
+    workers |= {"max_in_flight": 2, "backoff": 0.1, "attempts": 1, "wait_for_resources": 300}
+    config = precompute_config(models, tmp_path / "tars", tmp_path / "root", workers=workers)
+    encoding = describe_encoding(config)
+    create_root(config.output, encoding)
+    start_ray(config.workers)
+
+    results: list[JobResult] = []
+    job = threading.Thread(target=lambda: results.append(run_job(list_shards(config.input), config, encoding)))
+    job.start()
+    said: list[str] = []
+
+    def says(text: str) -> bool:
+        said.append(capsys.readouterr().err)
+        return text in "".join(said)
+
+    wait_until(lambda: says("No node of the cluster can take a worker of 0 GPUs, 1 CPUs and 1 encoder"))
+    lost = cluster.add_node(num_cpus=1, resources={"encoder": 1})  # it joins late …
+    wait_until(lambda: list((folder_of(config) / ".attempts").glob("0*")))
+    cluster.remove_node(lost, allow_graceful=False)  # … is lost in the midst of a shard …
+    cluster.add_node(num_cpus=1, resources={"encoder": 1})  # … and another one comes
+    job.join(400)
+    says("")
+    log = "".join(said)
+    assert len(results) == 1 and results[0].failed == {}, log
+    assert sorted(receipt.shard for receipt in results[0].done) == ["00000", "00001", "00002", "00003"]
+    assert "an attempt was lost (1 of 10)" in log
+    lines = [json.loads(line) for line in log.splitlines() if line.startswith("{")]
+    assert lines[-1]["shards_done"] == 4 and lines[-1]["accepted"] + lines[-1]["rejected"] == 320
+    assert max(line["shards_in_flight"] for line in lines) <= 2
+    write_indexes(config.output)
+    assert list(verify_root(config.output)) == []
+
+    expected = {
+        "latentmill_images_in_total{}": 320.0,
+        "latentmill_images_accepted_total{}": float(lines[-1]["accepted"]),
+        'latentmill_images_rejected_total{reason="too_small"}': float(lines[-1]["rejected"]),
+        'latentmill_shards_total{outcome="done"}': 4.0,
+    }
+    wait_until(lambda: expected.items() <= scrape().items(), 60)
+    assert scrape()["latentmill_encoding_seconds_total{}"] > 0
+
+
+def test_a_job_that_no_node_can_take_ends(
+    cluster: Cluster, models: Path, tars: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    workers = {"num_gpus": 1, "num_cpus": 1, "wait_for_resources": 3}
+    config = precompute_config(models, tars, tmp_path / "root", workers=workers)
+    encoding = describe_encoding(config)
+    create_root(config.output, encoding)
+    start_ray(config.workers)
+    with pytest.raises(WorkError, match="none joined within 3 s"):
+        run_job(list_shards(config.input), config, encoding)
+    assert "No node of the cluster can take a worker of 1 GPUs and 1 CPUs" in capsys.readouterr().err
+
+
+def test_a_node_that_is_avoided_gets_none(cluster: Cluster) -> None:
+    """The selector that the job gives its tasks, as Ray understands it."""
+    cluster.add_node(num_cpus=1)
+    ray.init(log_to_driver=False)
+    nodes = [node["NodeID"] for node in ray.nodes()]
+    assert len(nodes) == 2
+
+    @ray.remote(num_cpus=1, scheduling_strategy="SPREAD", max_retries=0)
+    def where() -> str:
+        return str(ray.get_runtime_context().get_node_id())
+
+    def apart_from(avoided: list[str]) -> ray.ObjectRef:
+        return where.options(label_selector={NODE_ID: f"!in({','.join(avoided)})"}).remote()
+
+    for avoided in nodes:
+        assert avoided not in ray.get([apart_from([avoided]) for _ in range(4)], timeout=240)
+    stuck = apart_from(nodes)
+    assert not ray.wait([stuck], timeout=3)[0]
+    ray.cancel(stuck)
+    with pytest.raises(ray.exceptions.TaskCancelledError):
+        ray.get(stuck, timeout=60)

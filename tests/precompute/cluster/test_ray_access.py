@@ -1,0 +1,126 @@
+"""Who may join, and `ray job submit`: a real head node with a token, started as docs/precompute.md says."""
+
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from shards.format.receipts import load_receipts
+from tests.runs import PYTHON, environment, run_module
+from tests.test_end_to_end import precompute_arguments
+
+pytestmark = pytest.mark.slow
+RAY = str(Path(sys.executable).with_name("ray"))
+REPOSITORY = Path(__file__).parents[3]
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+class Head:
+    """A head node with a dashboard, both on localhost, in sessions of its own."""
+
+    def __init__(self, folder: Path):
+        self.token = folder / "token"
+        self.token.write_text("0123456789abcdef" * 4)
+        self.port, self.dashboard = free_port(), free_port()
+        self.address = f"127.0.0.1:{self.port}"
+        self.allowed = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(self.token)}
+        flags = ["--head", "--node-ip-address", "127.0.0.1", "--port", str(self.port), "--num-cpus", "2"]
+        flags += ["--include-dashboard", "true", "--dashboard-host", "127.0.0.1"]
+        flags += ["--dashboard-port", str(self.dashboard), "--temp-dir", str(folder / "ray"), "--block"]
+        flags += ["--dashboard-agent-listen-port", str(free_port())]
+        self.process = subprocess.Popen(
+            [RAY, "start", *flags],
+            env=environment(**self.allowed),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+
+    def ray(self, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+        """A `ray` command in a process of its own."""
+        env = environment(**variables) | {"PYTHONPATH": str(REPOSITORY)}
+        return subprocess.run([RAY, *arguments], capture_output=True, text=True, env=env, timeout=500)
+
+    def stop(self) -> None:
+        """`--block` takes all of the node's processes with it."""
+        self.process.terminate()
+        self.process.wait(60)
+
+
+@pytest.fixture
+def head() -> Iterator[Head]:
+    """Up, and reachable with its token. Its folder's name is short: Ray's sockets allow 107 characters."""
+    with tempfile.TemporaryDirectory(prefix="lm-", ignore_cleanup_errors=True) as folder:
+        head = Head(Path(folder))
+        try:
+            end = time.monotonic() + 240
+            while head.ray("job", "list", "--address", f"http://127.0.0.1:{head.dashboard}", **head.allowed).returncode:
+                assert head.process.poll() is None and time.monotonic() < end, "the head node did not start"
+                time.sleep(2)
+            yield head
+        finally:
+            head.stop()
+
+
+def test_the_token_and_a_submitted_job(head: Head, models: Path, tars: Path, tmp_path: Path) -> None:
+    arguments = precompute_arguments(models, tars, tmp_path / "root")
+    dashboard = f"http://127.0.0.1:{head.dashboard}"
+
+    no_token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(tmp_path / "absent")}
+    (tmp_path / "wrong").write_text("f" * 64)
+    wrong_token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(tmp_path / "wrong")}
+    for variables in (no_token, wrong_token):
+        result = run_module("precompute", *arguments, launcher=PYTHON, RAY_ADDRESS=head.address, **variables)
+        assert result.returncode == 2, result.stderr
+        error = result.stderr.replace("\n", " ")
+        assert f"error: The Ray cluster at RAY_ADDRESS={head.address} cannot be joined" in error
+        assert "this machine needs the same one: RAY_AUTH_MODE=token" in error and "Traceback" not in error
+        assert head.ray("job", "list", "--address", dashboard, **variables).returncode != 0
+    assert not (tmp_path / "root").exists()
+
+    command = [sys.executable, "-m", "precompute", *arguments]
+    submitted = head.ray("job", "submit", "--address", dashboard, "--", *command, **head.allowed)
+    assert submitted.returncode == 0, submitted.stdout + submitted.stderr
+    assert "2 shards encoded (46 samples in, 30 accepted, 16 rejected)" in submitted.stdout + submitted.stderr
+    assert len(load_receipts(tmp_path / "root")) == 2
+    again = run_module("precompute", *arguments, launcher=PYTHON, RAY_ADDRESS=head.address, **head.allowed)
+    assert again.returncode == 0 and "2 had been done before" in again.stdout
+
+
+def test_a_local_start_uses_a_token(tmp_path: Path) -> None:
+    """`ray.init` turns token authentication on by itself; a client without the token is refused."""
+    start = (
+        "import ray; from precompute.config import WorkersConfig; from precompute.cluster.nodes import start_ray; "
+        "start_ray(WorkersConfig(num_gpus=0, num_cpus=1)); import os; "
+        "print(os.environ.get('RAY_AUTH_MODE'), ray.get_runtime_context().gcs_address, flush=True); input()"
+    )
+    variables = environment(RAY_AUTH_TOKEN_PATH=str(tmp_path / "token"))
+    (tmp_path / "token").write_text("0123456789abcdef" * 4)
+    variables.pop("RAY_AUTH_MODE", None)
+    server = subprocess.Popen(
+        [sys.executable, "-c", start], env=variables, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert server.stdout is not None
+        mode, address = server.stdout.readline().split()
+        assert mode == "token"
+        join = "import ray, sys; ray.init(sys.argv[1], log_to_driver=False); print(len(ray.nodes()))"
+        for path, joins in (("token", True), ("wrong", False)):
+            (tmp_path / "wrong").write_text("f" * 64)
+            env = environment(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH=str(tmp_path / path))
+            client = [sys.executable, "-c", join, address]
+            result = subprocess.run(client, env=env, capture_output=True, text=True, timeout=200)
+            assert (result.returncode == 0) == joins, result.stderr
+        none = environment(RAY_AUTH_MODE="disabled")
+        assert subprocess.run(client, env=none, capture_output=True, text=True, timeout=200).returncode != 0
+    finally:
+        server.communicate("\n", timeout=60)

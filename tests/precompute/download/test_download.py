@@ -1,0 +1,210 @@
+"""The download as a whole: a server that misbehaves, tars that are checked, and runs that go on."""
+
+import hashlib
+import io
+import json
+import shutil
+import subprocess
+import sys
+import tarfile
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from precompute.download.config import DownloadConfig
+from precompute.download.fetch import fetch_shard
+from precompute.download.plan import plan_download
+from precompute.download.report import describe, write_report
+from precompute.download.shard import InputShard
+from shards.base.errors import WorkError
+from tests.precompute.download.bad_server import HTML, JPEG, PNG, BadServer, serve
+from tests.precompute.select import laion
+
+pytestmark = pytest.mark.filterwarnings("ignore:.imghdr. is deprecated:DeprecationWarning")
+
+# path → what img2dataset's parquet says of it
+OUTCOMES = {
+    "jpeg/0": "success",
+    "jpeg/1": "success",
+    "png": "success",
+    "redirect": "success",
+    "slow/2": "success",
+    "flaky": "success",
+    "html": "success",  # stage 1 owns every reject of a picture
+    "empty": "success",
+    "noai-for-another": "success",
+    "nowhere": "HTTP Error 404: Not Found",
+    "error": "HTTP Error 500: Internal Server Error",
+    "cut": "IncompleteRead(1028 bytes read, 100 more expected)",
+    "huge": "too large: 10000000000000 bytes announced, 100000 allowed",
+    "endless": "too large: more than the 100000 bytes allowed",
+    "silent": "timed out",
+    "trickle": "deadline: no end of the response after 1 seconds",
+    "noai": "Use of image disallowed by X-Robots-Tag directive",
+    "noai-for-us": "Use of image disallowed by X-Robots-Tag directive",
+}
+LIMITS = {"timeout_seconds": 0.7, "deadline_seconds": 1.0, "max_bytes": 100_000, "allow_private_hosts": True}
+
+
+def config(source: Path, output: Path, **fields: Any) -> DownloadConfig:
+    base = {"input": source, "output": output, "threads": 8, "requests": LIMITS}
+    return DownloadConfig.model_validate(base | fields)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[BadServer]:
+    with serve() as server:
+        yield server
+
+
+@pytest.fixture(autouse=True)
+def keep_opener(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(urllib.request, "_opener", None)
+
+
+@pytest.fixture(scope="module")
+def downloaded(server: BadServer, tmp_path_factory: pytest.TempPathFactory) -> tuple[DownloadConfig, InputShard]:
+    """One shard of every kind of answer, published."""
+    folder = tmp_path_factory.mktemp("download")
+    urls = [f"{server.address}/{path}" for path in OUTCOMES]
+    table = laion.rows(len(urls), URL=urls, TEXT=[None, *(f"caption {i}" for i in range(1, len(urls)))])
+    laion.write(folder / "in.parquet", table.append_column("key", pa.array([f"k{i}" for i in range(len(urls))])))
+    request = config(folder / "in.parquet", folder / "out", rows_per_shard=100)
+    [shard] = plan_download(request)
+    fetch_shard(request, shard)
+    return request, shard
+
+
+def members(tar: Path) -> dict[str, bytes]:
+    with tarfile.open(tar) as archive:
+        return {member.name: archive.extractfile(member).read() for member in archive}  # type: ignore[union-attr]
+
+
+def test_every_row_has_its_outcome(downloaded: tuple[DownloadConfig, InputShard]) -> None:
+    rows = pq.read_table(downloaded[0].output / "00000.parquet").to_pylist()
+    found = {row["url"].split("/", 3)[3]: row["error_message"] or row["status"] for row in rows}
+    assert found == OUTCOMES
+
+
+def test_the_bytes_are_the_originals(downloaded: tuple[DownloadConfig, InputShard]) -> None:
+    content = members(downloaded[0].output / "00000.tar")
+    for number, path in enumerate(OUTCOMES):
+        key = f"00000{number:02d}"
+        assert (f"{key}.jpg" in content) == (OUTCOMES[path] == "success")
+        if OUTCOMES[path] != "success":
+            continue
+        expected = {"png": PNG, "html": HTML, "empty": b"", "flaky": JPEG, "noai-for-another": JPEG}
+        suffix = {"redirect": b"/jpeg/redirected"}.get(path, b"/" + path.encode())
+        data = content[f"{key}.jpg"]
+        assert data == expected[path] if path in expected else data.startswith(JPEG) and suffix[-3:] in data
+        meta = json.loads(content[f"{key}.json"])
+        assert meta["sha256"] == hashlib.sha256(data).hexdigest()
+        assert meta["source_key"] == f"k{number}" and meta["WIDTH"] == 640 and meta["AESTHETIC_SCORE"] == 5.5
+        assert content[f"{key}.txt"].decode() == (f"caption {number}" if number else "")
+    assert json.loads(content["0000000.json"])["caption"] is None
+
+
+def test_the_report_adds_up(downloaded: tuple[DownloadConfig, InputShard]) -> None:
+    request, shard = downloaded
+    report = write_report(request.output, [shard], {}, 1, 2.0)
+    assert report["rows"] == report["published_rows"] == len(OUTCOMES)
+    assert report["successes"] + sum(report["failures"].values()) == len(OUTCOMES)
+    assert report["failures"] == {
+        "too_large": 2,
+        "robots": 2,
+        "http_404": 1,
+        "http_5xx": 1,
+        "cut": 1,
+        "timeout": 1,
+        "deadline": 1,
+    }
+    assert report["formats"] == {"jpeg": 6, "png": 1, "html": 1, "empty": 1}
+    assert json.loads((request.output / "download_report.json").read_text()) == report
+    text = describe(report)
+    assert "1 of 1 shards are published, 1 of them now (2.0 s); 0 failed." in text
+    assert "18 rows: 9 pictures (50.0 %)" in text and "jpeg 6, empty 1, html 1, png 1" in text
+
+
+def test_nothing_else_is_left_in_the_output(downloaded: tuple[DownloadConfig, InputShard]) -> None:
+    found = {path.name for path in downloaded[0].output.iterdir()} - {"download_report.json", ".attempts"}
+    assert found == {"00000.tar", "00000.parquet", "00000_stats.json", "download_plan.json"}
+
+
+def test_a_shard_with_too_few_successes_fails(server: BadServer, tmp_path: Path) -> None:
+    laion.write(tmp_path / "in.parquet", laion.rows(4, URL=[f"{server.address}/nowhere/{i}" for i in range(4)]))
+    request = config(tmp_path / "in.parquet", tmp_path / "out", min_success_share=0.25)
+    [shard] = plan_download(request)
+    with pytest.raises(
+        WorkError, match=r"0 of 4 pictures came, where min_success_share asks for 1; most often: HTTP Er"
+    ):
+        fetch_shard(request, shard)
+    assert [path.name for path in (tmp_path / "out").glob("0*")] == []
+    fetch_shard(request.model_copy(update={"min_success_share": 0.0}), shard)
+    assert members(tmp_path / "out" / "00000.tar") == {}
+
+
+def test_shrinking_pictures(server: BadServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    image = pytest.importorskip("PIL.Image")
+    sizes = {}
+    for name, size in (("large", (300, 150)), ("small", (60, 90))):
+        buffer = io.BytesIO()
+        image.new("RGB", size, "green").save(buffer, "PNG")
+        sizes[name] = buffer.getvalue()
+    monkeypatch.setattr(
+        "tests.precompute.download.bad_server._Handler._picture",
+        lambda self: self._answer(sizes[self.path[9:]]),
+        raising=False,
+    )
+    urls = [f"{server.address}/picture/{name}" for name in sizes] + [f"{server.address}/html"]
+    laion.write(tmp_path / "in.parquet", laion.rows(3, URL=urls))
+    images = {"mode": "keep_ratio_largest", "max_side": 100}
+    request = config(tmp_path / "in.parquet", tmp_path / "out", images=images)
+    [shard] = plan_download(request)
+    fetch_shard(request, shard)
+    content = members(tmp_path / "out" / "00000.tar")
+    found = {name: image.open(io.BytesIO(data)).size for name, data in content.items() if name.endswith("jpg")}
+    assert found == {"000000000.jpg": (100, 50), "000000001.jpg": (60, 90)}
+    report = write_report(tmp_path / "out", [shard], {}, 1, 1.0)
+    assert report["failures"] == {"not_an_image": 1} and report["formats"] == {"jpeg": 2}
+
+
+def test_a_full_disk_is_told(server: BadServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    laion.write(tmp_path / "in.parquet", laion.rows(1, URL=[f"{server.address}/nowhere"]))
+    request = config(tmp_path / "in.parquet", tmp_path / "out")
+    [shard] = plan_download(request)
+    usage = shutil.disk_usage(tmp_path)._replace(free=1000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    with pytest.raises(OSError, match="No space left on device") as caught:
+        fetch_shard(request, shard)
+    assert caught.value.errno == 28
+
+
+def test_the_command_fetches_what_is_missing(server: BadServer, tmp_path: Path) -> None:
+    urls = [f"{server.address}/jpeg/command-{i}" for i in range(5)]
+    laion.write(tmp_path / "in.parquet", laion.rows(5, URL=urls))
+    options = ["--input", str(tmp_path / "in.parquet"), "--output", str(tmp_path / "out"), "--rows_per_shard", "2"]
+    options += ["--requests.allow_private_hosts", "true", "--threads", "4", "--processes", "1"]
+
+    def run() -> str:
+        command = [sys.executable, "-m", "precompute.download", "--config", "configs/download.yaml", *options]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+    assert "3 of 3 shards are published, 3 of them now" in run()
+    assert [server.requests[f"/jpeg/command-{i}"] for i in range(5)] == [1] * 5
+    times = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").glob("0000[02]*")}
+    (tmp_path / "out" / "00001_stats.json").unlink()  # as a run leaves it that is killed while it publishes
+    (tmp_path / "out" / ".attempts" / "00001-123").mkdir(parents=True)
+    assert "2 of 3 shards are there, 1 to fetch" in run()
+    assert [server.requests[f"/jpeg/command-{i}"] for i in range(5)] == [1, 1, 2, 2, 1]
+    assert times == {path: path.stat().st_mtime_ns for path in times}
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    assert names == {f"0000{i}{end}" for i in range(3) for end in (".tar", ".parquet", "_stats.json")} | {
+        "download_plan.json",
+        "download_report.json",
+        ".lock",
+    }

@@ -1,0 +1,66 @@
+"""Worker processes that fail or die, a full disk, and a Python that img2dataset cannot run under."""
+
+import contextlib
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from precompute.download.config import DownloadConfig
+from precompute.download.fetch import require_img2dataset
+from precompute.download.job import fetch_missing
+from precompute.download.shard import InputShard
+from shards.base.errors import RequestError, WorkError
+
+
+def config(folder: Path, **fields: Any) -> DownloadConfig:
+    return DownloadConfig.model_validate({"input": folder, "output": folder} | fields)
+
+
+# what a worker process may do, by the number of the shard
+def pretend(config: DownloadConfig, shard: InputShard) -> dict[str, Any]:
+    marker = config.output / f"tried-{shard.name}"
+    is_first = not marker.exists()
+    marker.write_text(f"{marker.read_text() if not is_first else ''}x")
+    if shard.shard_id == 1 and is_first:
+        raise WorkError("a hiccup")
+    if shard.shard_id == 2:
+        raise WorkError("broken for good")
+    if shard.shard_id == 3 and is_first:
+        os._exit(9)
+    if shard.shard_id == 99:
+        raise OSError(28, "No space left on device")
+    return {"successes": 1, "count": 1, "duration": 1.0, "latentmill": {"tar_bytes": 5}}
+
+
+def test_shards_are_tried_again_and_a_dead_worker_takes_few_with_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    request = config(tmp_path, processes=2, shard_attempts=3)
+    shards = [InputShard(number, tmp_path / "in.parquet", 0, 1) for number in range(8)]
+    assert fetch_missing(request, shards, pretend) == (7, {"00002": "broken for good"})
+    tries = {path.name[6:]: len(path.read_text()) for path in tmp_path.glob("tried-*")}
+    assert tries["00002"] == 3 and tries["00001"] >= 2 and tries["00003"] >= 2
+    assert "00003 failed, and is tried again: a worker process died" in capsys.readouterr().out
+
+
+def test_a_full_disk_ends_the_run(tmp_path: Path) -> None:
+    shards = [InputShard(99, tmp_path / "in.parquet", 0, 1)]
+    with pytest.raises(WorkError, match=r"No space is left in .* The published shards stay: free some space"):
+        fetch_missing(config(tmp_path, processes=1), shards, pretend)
+
+
+@pytest.mark.parametrize(("version", "is_refused"), [((3, 11, 9), False), ((3, 12, 0), False), ((3, 13, 0), True)])
+def test_python_3_13_is_refused(monkeypatch: pytest.MonkeyPatch, version: tuple, is_refused: bool) -> None:
+    monkeypatch.setattr(sys, "version_info", version)
+    message = r"cannot run under Python 3.13: it imports the module `imghdr`, which Python 3.13 removed.*3.11 or 3.12"
+    with pytest.raises(RequestError, match=message) if is_refused else contextlib.nullcontext():
+        require_img2dataset()
+
+
+def test_img2dataset_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(RequestError, match=r"img2dataset is not installed.*latentmill\[download\]"):
+        require_img2dataset()

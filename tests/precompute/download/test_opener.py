@@ -1,0 +1,142 @@
+"""Our opener against a server that misbehaves."""
+
+import socket
+import urllib.request
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from precompute.download.config import RequestsConfig
+from precompute.download.failures import kind_of
+from precompute.download.opener import build_opener, install
+from tests.precompute.download.bad_server import JPEG, BadServer, serve
+
+LIMITS: dict[str, Any] = {
+    "timeout_seconds": 0.6,
+    "deadline_seconds": 1.0,
+    "max_bytes": 100_000,
+    "max_redirects": 3,
+    "allow_private_hosts": True,
+}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[BadServer]:
+    with serve() as server:
+        yield server
+
+
+def fetch(url: str, **limits: Any) -> bytes:
+    config = RequestsConfig.model_validate(LIMITS | limits)
+    with build_opener(config).open(urllib.request.Request(url), timeout=config.timeout_seconds) as response:
+        return response.read()
+
+
+@pytest.mark.parametrize("path", ["jpeg/1", "redirect", "hops/3", "slow/1"])
+def test_pictures_come(server: BadServer, path: str) -> None:
+    assert fetch(f"{server.address}/{path}").startswith(JPEG)
+
+
+@pytest.mark.parametrize(
+    ("path", "kind", "text"),
+    [
+        ("nowhere", "http_404", "HTTP Error 404"),
+        ("error", "http_5xx", "HTTP Error 500"),
+        ("forbidden", "http_403", "HTTP Error 403"),
+        ("hops/4", "redirect_loop", "infinite loop"),
+        ("to-file", "redirect_loop", "Redirection to url 'file:///etc/hostname' is not allowed"),
+        ("to-ftp", "not_http", "unknown url type: ftp"),
+        ("cut", "cut", "IncompleteRead"),
+        ("cut-chunked", "cut", "IncompleteRead"),
+        ("huge", "too_large", "10000000000000 bytes announced, 100000 allowed"),
+        ("endless", "too_large", "more than the 100000 bytes allowed"),
+        ("trickle", "deadline", "no end of the response after 1 seconds"),
+        ("trickling-header", "deadline", "no end of the response after 1 seconds"),
+        ("silent", "timeout", "timed out"),
+    ],
+)
+def test_failures_are_told_and_end(server: BadServer, path: str, kind: str, text: str) -> None:
+    """Those that never end by themselves would hang the test."""
+    with pytest.raises(Exception, match=text) as caught:
+        fetch(f"{server.address}/{path}")
+    assert kind_of(str(caught.value)) == kind
+
+
+@pytest.mark.parametrize(("max_bytes", "fits"), [(len(JPEG) + 7, True), (len(JPEG) + 6, False)])
+def test_the_edge_of_the_size(server: BadServer, max_bytes: int, fits: bool) -> None:
+    if fits:
+        assert len(fetch(f"{server.address}/jpeg/1", max_bytes=max_bytes)) == max_bytes
+    else:
+        with pytest.raises(OSError, match="too large"):
+            fetch(f"{server.address}/jpeg/1", max_bytes=max_bytes)
+
+
+@pytest.mark.parametrize("url", ["file:///etc/hostname", "ftp://127.0.0.1/x", "data:text/plain,x", "gopher://a/b"])
+def test_only_http_is_opened(url: str) -> None:
+    with pytest.raises(OSError, match="unknown url type") as caught:
+        fetch(url)
+    assert kind_of(str(caught.value)) == "not_http"
+
+
+def test_private_hosts_are_not_even_connected_to(server: BadServer) -> None:
+    before = server.requests.total()
+    for host in ("127.0.0.1", "localhost", "0x7f.1", "[::ffff:127.0.0.1]"):
+        with pytest.raises(OSError, match="private address") as caught:
+            fetch(f"http://{host}:{server.server_port}/jpeg/1", allow_private_hosts=False)
+        assert kind_of(str(caught.value)) == "private_address"
+    assert server.requests.total() == before
+
+
+def test_a_public_name_with_a_private_address_gets_no_request(
+    server: BadServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", server.server_port))]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **kwargs: answer)
+    before = server.requests.total()
+    for scheme in ("http", "https"):
+        with pytest.raises(OSError, match=r"private address: 127.0.0.1 behind host rebound.example.com|SSL") as caught:
+            fetch(f"{scheme}://rebound.example.com/jpeg/1", allow_private_hosts=False)
+        assert kind_of(str(caught.value)) in ("private_address", "tls")
+    assert server.requests.total() == before
+
+
+def test_the_proxy_may_be_private(server: BadServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", server.address)
+    monkeypatch.setenv("no_proxy", "")
+    with pytest.raises(OSError, match="404"):  # the server, asked as a proxy, does not know that path
+        fetch("http://example.com/jpeg/1", allow_private_hosts=False)
+    assert server.requests["http://example.com/jpeg/1"] == 1
+    with pytest.raises(OSError, match=r"private address: host 10.0.0.1"):
+        fetch("http://10.0.0.1/jpeg/1", allow_private_hosts=False)
+
+
+def test_install_serves_urlopen(server: BadServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(urllib.request, "_opener", None)
+    install(RequestsConfig.model_validate(LIMITS))
+    with pytest.raises(OSError, match="announced"), urllib.request.urlopen(f"{server.address}/huge") as response:
+        response.read()
+
+
+@pytest.mark.parametrize(
+    ("message", "kind"),
+    [
+        ("HTTP Error 410: Gone", "http_410"),
+        ("HTTP Error 429: Too Many Requests", "http_429"),
+        ("HTTP Error 451: Unavailable For Legal Reasons", "http_4xx"),
+        ("HTTP Error 304: Not Modified", "http_other"),
+        ("<urlopen error [Errno -2] Name or service not known>", "dns"),
+        ("<urlopen error [Errno -3] Temporary failure in name resolution>", "dns"),
+        ("<urlopen error [SSL: CERTIFICATE_VERIFY_FAILED] certificate verify failed>", "tls"),
+        ("<urlopen error [Errno 111] Connection refused>", "refused"),
+        ("<urlopen error [Errno 113] No route to host>", "unreachable"),
+        ("[Errno 104] Connection reset by peer", "cut"),
+        ("<urlopen error timed out>", "timeout"),
+        ("Use of image disallowed by X-Robots-Tag directive", "robots"),
+        ("Image decoding error", "not_an_image"),
+        ("URL can't contain control characters. '/a b' (found at least ' ')", "not_http"),
+        ("something new", "other"),
+    ],
+)
+def test_kinds(message: str, kind: str) -> None:
+    assert kind_of(message) == kind

@@ -1,0 +1,164 @@
+"""A shard against its own records: every kind of damage is found."""
+
+import hashlib
+import io
+import json
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from precompute.download.config import DownloadConfig
+from precompute.download.job import is_published
+from precompute.download.shard import InputShard
+from precompute.download.verify import check_shard, format_of
+from shards.base.errors import WorkError
+
+PICTURES = {
+    "0000000": b"\xff\xd8\xff" + bytes(2000),
+    "0000001": b"\x89PNG\r\n\x1a\n" + bytes(900),
+    "0000003": b"<html>",
+}
+SHARD = InputShard(0, Path("in.parquet"), 0, 4)
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> DownloadConfig:
+    """Of the output folder that holds shard 00000: four rows, three successes, as img2dataset writes them."""
+    keys = [f"{i:07d}" for i in range(4)]
+    hashes = {key: hashlib.sha256(data).hexdigest() for key, data in PICTURES.items()}
+    statuses = ["success" if key in PICTURES else "failed_to_download" for key in keys]
+    table = pa.table({"key": keys, "status": statuses, "sha256": [hashes.get(key) for key in keys]})
+    pq.write_table(table, tmp_path / "00000.parquet")
+    members: dict[str, bytes] = {}
+    for key, data in PICTURES.items():
+        members |= {f"{key}.jpg": data, f"{key}.txt": b"a caption", f"{key}.json": json.dumps({"key": key}).encode()}
+    write_tar(tmp_path, members)
+    stats = {"count": 4, "successes": 3, "failed_to_download": 1, "failed_to_resize": 0}
+    (tmp_path / "00000_stats.json").write_text(json.dumps(stats))
+    return DownloadConfig(input=tmp_path / "in.parquet", output=tmp_path)
+
+
+def check(config: DownloadConfig) -> dict[str, Any]:
+    return check_shard(config.output, SHARD.name, SHARD.num_rows, config)
+
+
+def write_tar(folder: Path, members: dict[str, bytes]) -> None:
+    with tarfile.open(folder / "00000.tar", "w") as archive:
+        for name, data in members.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            archive.addfile(info, io.BytesIO(data))
+
+
+def change_tar(folder: Path, **changes: bytes | None) -> None:
+    """Replace members (None: remove) of sample 0000001, by extension."""
+    with tarfile.open(folder / "00000.tar") as archive:
+        members = {member.name: archive.extractfile(member).read() for member in archive}  # type: ignore[union-attr]
+    for extension, data in changes.items():
+        if data is None:
+            del members[f"0000001.{extension}"]
+        else:
+            members[f"0000001.{extension}"] = data
+    write_tar(folder, members)
+
+
+def change_parquet(folder: Path, change: Callable[[pa.Table], pa.Table]) -> None:
+    pq.write_table(change(pq.read_table(folder / "00000.parquet")), folder / "00000.parquet")
+
+
+def change_stats(folder: Path, **changes: Any) -> None:
+    path = folder / "00000_stats.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def flip(folder: Path, offset: int) -> None:
+    data = bytearray((folder / "00000.tar").read_bytes())
+    data[offset] ^= 1
+    (folder / "00000.tar").write_bytes(data)
+
+
+def cut(folder: Path, size: int) -> None:
+    (folder / "00000.tar").write_bytes((folder / "00000.tar").read_bytes()[:size])
+
+
+def rename(table: pa.Table, old: str, new: str) -> pa.Table:
+    keys = [new if key == old else key for key in table["key"].to_pylist()]
+    return table.set_column(0, "key", pa.array(keys))
+
+
+DAMAGE: list[tuple[Callable[[Path], None], str]] = [
+    (lambda folder: change_tar(folder, jpg=None, txt=None, json=None), "lacks 1 samples .* the first 0000001"),
+    (lambda folder: change_tar(folder, jpg=None), "sample 0000001 has no picture"),
+    (lambda folder: change_tar(folder, txt=None), "sample 0000001 has no caption"),
+    (lambda folder: change_tar(folder, json=None), "the JSON of sample 0000001 is of no sample"),
+    (lambda folder: change_tar(folder, json=b"{"), "the JSON of sample 0000001 is of no sample"),
+    (lambda folder: change_tar(folder, json=b'{"key": "0000003"}'), "the JSON of sample 0000001 is of 0000003"),
+    (lambda folder: change_tar(folder, jpg=b"other"), "sample 0000001 do not match the SHA-256"),
+    (lambda folder: flip(folder, 600), "sample 0000000 do not match the SHA-256"),
+    (lambda folder: flip(folder, 5), "whole|damaged"),
+    # in a later header: the listing of Python's tarfile ends there without an error
+    (lambda folder: flip(folder, 512 + 2048 + 5), "damaged"),
+    (lambda folder: cut(folder, 512 + 2048), "cut short"),
+    (lambda folder: cut(folder, 1000), "cut short within"),
+    (lambda folder: change_stats(folder, count=5), "rows asked for 4, stats 5, stats, summed 4, parquet 4"),
+    (lambda folder: change_stats(folder, successes=2), "stats, summed 3"),
+    (lambda folder: change_stats(folder, successes=2, failed_to_resize=1), "parquet lists 3 successes, the stats 2"),
+    (lambda folder: change_parquet(folder, lambda table: table.slice(1)), "parquet 3"),
+    (lambda folder: change_parquet(folder, lambda t: rename(t, "0000002", "0000001")), "the parquet lists a key twice"),
+    (lambda folder: change_parquet(folder, lambda t: rename(t, "0000001", "0000009")), "does not list as a success"),
+]
+
+
+def test_a_whole_shard_passes(config: DownloadConfig) -> None:
+    found = check(config)
+    assert found["formats"] == {"html": 1, "jpeg": 1, "png": 1}
+    data = (config.output / "00000.tar").read_bytes()
+    assert (found["tar_bytes"], found["tar_sha256"]) == (len(data), hashlib.sha256(data).hexdigest())
+
+
+@pytest.mark.parametrize(("damage", "message"), DAMAGE)
+def test_damage_is_found(damage: Callable[[Path], None], message: str, config: DownloadConfig) -> None:
+    damage(config.output)
+    with pytest.raises(WorkError, match=message):
+        check(config)
+
+
+def test_other_bytes_are_expected_where_pictures_are_encoded_again(config: DownloadConfig) -> None:
+    change_tar(config.output, jpg=b"other")
+    images = config.images.model_copy(update={"mode": "keep_ratio_largest"})
+    assert check(config.model_copy(update={"images": images}))["formats"]["other"] == 1
+
+
+def test_what_is_published_is_recognised(config: DownloadConfig) -> None:
+    assert not is_published(config, SHARD), "there is no receipt"
+    change_stats(config.output, latentmill=check(config))
+    assert is_published(config, SHARD)
+    flip(config.output, 600)
+    assert is_published(config, SHARD), "sizes alone do not show it"
+    assert not is_published(config.model_copy(update={"recheck": True}), SHARD)
+    cut(config.output, 1000)
+    assert not is_published(config, SHARD)
+    (config.output / "00000.tar").unlink()
+    assert not is_published(config, SHARD)
+
+
+@pytest.mark.parametrize(
+    ("data", "name"),
+    [
+        (b"\xff\xd8\xff\xdb", "jpeg"),
+        (b"RIFF\x10\0\0\0WEBPVP8 ", "webp"),
+        (b"RIFF\x10\0\0\0WAVEfmt ", "other"),
+        (b"\0\0\0\x20ftypavif", "avif"),
+        (b"GIF89a", "gif"),
+        (b"  <html>", "html"),
+        (b"", "empty"),
+        (b"{}", "other"),
+    ],
+)
+def test_formats(data: bytes, name: str) -> None:
+    assert format_of(data) == name

@@ -1,0 +1,173 @@
+"""Aspect buckets through stage 1, what may be added to a root, and a trainer that streams several shapes."""
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+from precompute.__main__ import run
+from precompute.config import describe_encoding
+from precompute.input.tars import Tar
+from shards.__main__ import run as run_shards
+from shards.base.errors import RequestError
+from shards.format.buckets import AspectTable
+from shards.format.receipts import load_receipts
+from shards.root.shared import check_rules
+from shards.tools.verify import verify_root
+from tests.conftest import encode_all, folder_of, precompute_config
+from tests.precompute.encode.test_shard import rows, tree
+from tests.runs import run_module, train_fields, write_config
+from tests.test_end_to_end import precompute_arguments
+from tests.tiny import make_samples, make_tar
+from train.run.metrics import read_json_lines
+
+ASPECT = {"bases": [64], "step": 16}
+TABLE = AspectTable(64, 16, 2.0)  # 48x96 48x80 64x64 80x48 96x48
+# wide, wide and small, upright, square, too small for all, nearest square and wide enough for 128x128
+SIZES = [(150, 100), (90, 60), (100, 220), (70, 66), (50, 50), (140, 130)]
+
+
+@pytest.fixture(scope="module")
+def shapes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tar of 36 samples, six of each size, and one that is no picture."""
+    folder = tmp_path_factory.mktemp("shapes")
+    bad = ("000009999", {"jpg": b"<html>", "txt": b"not a picture"})
+    make_tar(folder, "00000", [*make_samples(0, 36, SIZES), bad])
+    return folder
+
+
+@pytest.fixture(scope="module")
+def aspect_root(shapes: Path, models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Not to be written to."""
+    config = precompute_config(models, shapes, tmp_path_factory.mktemp("aspect") / "root", aspect=ASPECT)
+    encode_all(config, models)
+    return folder_of(config)
+
+
+def test_each_picture_is_in_every_square_and_one_shape(aspect_root: Path, shapes: Path) -> None:
+    found: dict[str, set[str]] = {}
+    buckets = sorted(path.name for path in aspect_root.glob("*x*"))
+    assert buckets == ["128x128", "48x80", "48x96", "64x64", "80x48", "96x48"]
+    for bucket in buckets:
+        if load_receipts(aspect_root)[0].parts[bucket].samples:
+            for row in rows(aspect_root, bucket):
+                found.setdefault(row["key"], set()).add(bucket)
+                width, height = map(int, bucket.split("x"))
+                assert row["image_latents"].shape == (8, height // 8, width // 8)
+    by_size = [{"64x64", "80x48"}, {"80x48"}, {"64x64", "48x96"}, {"64x64"}, None, {"64x64", "128x128"}]
+    for i, sample in enumerate(Tar(shapes / "00000.tar", 1 << 24).samples()):
+        expected = by_size[i % 6] if i < 36 else None
+        assert found.get(sample.key) == expected, (i, SIZES[i % 6])
+
+
+def test_the_books_add_up_and_other_buckets_are_no_rejects(aspect_root: Path) -> None:
+    receipt = load_receipts(aspect_root)[0]
+    assert (receipt.samples_in, receipt.encoded) == (37, 30)
+    assert receipt.rejected == {"not_an_image": 1, "too_small": 6}
+    refused = {name: part.refused for name, part in receipt.parts.items()}
+    assert refused["80x48"] == {"not_an_image": 1, "other_bucket": 18, "too_small": 6}
+    assert refused["96x48"] == {"not_an_image": 1, "other_bucket": 30, "too_small": 6}
+    assert refused["64x64"] == {"not_an_image": 1, "too_small": 12}  # the square is in `buckets`: it takes all
+    assert receipt.parts["64x64"].rule == "covers"
+    assert receipt.parts["80x48"].rule == "nearest, base 64, step 16, max_ratio 2"
+    listed = Counter(pq.read_table(aspect_root / "80x48" / "00000" / "refused.parquet")["reason"].to_pylist())
+    assert listed == {"not_an_image": 1, "too_small": 6}
+
+
+def test_without_the_square_among_the_buckets_it_takes_its_nearest(shapes: Path, models: Path, tmp_path: Path) -> None:
+    config = precompute_config(models, shapes, tmp_path / "root", buckets=["128x128"], aspect=ASPECT)
+    encode_all(config, models)
+    receipt = load_receipts(config.output)[0]
+    assert receipt.parts["64x64"].samples == 12
+    assert receipt.parts["64x64"].refused == {"not_an_image": 1, "other_bucket": 18, "too_small": 6}
+    assert sum(receipt.parts[str(bucket)].samples for bucket in TABLE.buckets) == receipt.encoded == 30
+    assert list(verify_root(config.output)) == []
+
+
+def test_empty_parts_are_sound(aspect_root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert load_receipts(aspect_root)[0].parts["96x48"].samples == 0
+    assert list(verify_root(aspect_root)) == []
+    run_shards(["stats", str(aspect_root)])
+    assert "96x48" in capsys.readouterr().out
+
+
+def test_tables_added_later_give_what_both_at_once_give(
+    aspect_root: Path, shapes: Path, models: Path, tmp_path: Path
+) -> None:
+    root = tmp_path / "root"
+    encode_all(precompute_config(models, shapes, root, buckets=["64x64"]), models)
+    encode_all(precompute_config(models, shapes, root, aspect=ASPECT), models)
+    expected, found = tree(aspect_root), tree(root)
+    assert expected.keys() == found.keys()
+    assert {name.split("/")[0] for name in expected if expected[name] != found[name]} == {"commits"}
+    timed = {"started", "seconds", "attempts"}
+    assert load_receipts(aspect_root)[0].model_dump(exclude=timed) == load_receipts(root)[0].model_dump(exclude=timed)
+
+
+@pytest.mark.parametrize(
+    ("buckets", "aspect", "message"),
+    [
+        (["64x64"], {"bases": [64], "step": 8}, "`nearest, base 64, step 16, max_ratio 2`.*step 8, max_ratio 2`"),
+        (["64x64"], {"bases": [64], "step": 16, "max_ratio": 1.7}, "max_ratio 2`.*max_ratio 1.7`"),
+        (["128x128"], ASPECT, "bucket 64x64 by the rule `covers`"),
+        (["64x64", "80x48"], {}, "bucket 80x48 by the rule `nearest.*would be `covers`"),
+    ],
+    ids=["step", "ratio", "square", "explicit"],
+)
+def test_a_bucket_is_filled_by_one_rule(
+    aspect_root: Path, shapes: Path, models: Path, buckets: list[str], aspect: dict, message: str
+) -> None:
+    config = precompute_config(models, shapes, aspect_root, buckets=buckets, aspect=aspect)
+    with pytest.raises(RequestError, match=message):
+        check_rules(config.output, config.rules)
+    with pytest.raises(RequestError, match=message):  # by the command too, before anything starts
+        words = precompute_arguments(models, shapes, aspect_root)
+        words[words.index("--buckets") + 1] = json.dumps(buckets)
+        run([*words, *(word for key, value in aspect.items() for word in (f"--aspect.{key}", json.dumps(value)))])
+
+
+def test_what_may_be_added(aspect_root: Path, shapes: Path, models: Path) -> None:
+    for buckets, aspect in (
+        (["256x256"], {}),
+        (["64x64", "128x128"], {"bases": [64, 128], "step": 16}),
+        (["128x128"], {"bases": [128], "step": 32}),
+    ):
+        config = precompute_config(models, shapes, aspect_root, buckets=buckets, aspect=aspect)
+        check_rules(config.output, config.rules)
+
+
+@pytest.mark.parametrize(
+    ("aspect", "message"),
+    [
+        ({"bases": [60], "step": 16}, "base 60 is not a multiple of step 16"),
+        ({"bases": [64, 64], "step": 16}, "named twice"),
+        ({"bases": [128, 192], "step": 64, "max_ratio": 6}, "share the bucket"),
+        ({"bases": [64], "max_ratio": 0.5}, "greater than or equal to 1"),
+    ],
+)
+def test_tables_that_cannot_be(aspect: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        precompute_config(Path("models"), Path("tars"), Path("root"), aspect=aspect)
+
+
+def test_a_table_must_fit_the_vae(models: Path, shapes: Path, tmp_path: Path) -> None:
+    config = precompute_config(models, shapes, tmp_path / "root", aspect={"bases": [60], "step": 12})
+    with pytest.raises(RequestError, match=r"bucket .* is not a multiple of the VAE's downsampling, 8.*aspect\.step"):
+        describe_encoding(config)
+
+
+def test_training_on_several_shapes(aspect_root: Path, tmp_path: Path) -> None:
+    """One run over a square, a lying and an upright stream; an empty bucket is refused by name."""
+    fields = train_fields(aspect_root, tmp_path / "run", max_steps=5, global_batch_size=4, microbatch_size=4)
+    buckets = ["64x64", "80x48", "48x96"]
+    fields["data"]["streams"] = [{"root": str(aspect_root), "bucket": bucket} for bucket in buckets]
+    result = run_module("train", "--config", str(write_config(tmp_path, fields)))
+    assert result.returncode == 0, result.stderr
+    lines = read_json_lines(tmp_path / "run" / "metrics.jsonl")
+    assert len(lines) == 5 and all(np.isfinite(line["loss"]) for line in lines)
+    fields["data"]["streams"].append({"root": str(aspect_root), "bucket": "96x48"})
+    result = run_module("train", "--config", str(write_config(tmp_path, fields)))
+    assert result.returncode == 2 and "96x48 holds 0 samples" in result.stderr.replace("\n", " ")

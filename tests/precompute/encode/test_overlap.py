@@ -1,0 +1,116 @@
+"""Stages that overlap keep order, bound what is under way, and hand errors over."""
+
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+
+import pytest
+
+from precompute.encode.overlap import Stuck, in_background, map_in_order, threads
+
+
+def test_order_is_kept_and_the_number_ahead_is_bounded() -> None:
+    under_way, most = 0, 0
+    lock = threading.Lock()
+
+    def work(item: int) -> int:
+        nonlocal under_way, most
+        with lock:
+            under_way += 1
+            most = max(most, under_way)
+        time.sleep(0.002 * (item % 3))
+        with lock:
+            under_way -= 1
+        return item * item
+
+    with ThreadPoolExecutor(8) as pool:
+        assert list(map_in_order(pool, work, range(40), ahead=4)) == [i * i for i in range(40)]
+    assert 1 < most <= 4
+
+
+def test_background_runs_ahead_by_its_depth_and_no_further() -> None:
+    made = []
+
+    def items() -> Iterator[int]:
+        for i in range(100):
+            made.append(i)
+            yield i
+
+    background = in_background(items(), ahead=3)
+    assert next(background) == 0
+    time.sleep(0.3)
+    assert len(made) <= 6
+    assert list(background) == list(range(1, 100))
+
+
+def test_an_error_comes_after_the_items_before_it() -> None:
+    def items() -> Iterator[int]:
+        yield 1
+        raise ValueError("broken tar")
+
+    background = in_background(items(), ahead=2)
+    assert next(background) == 1
+    with pytest.raises(ValueError, match="broken tar"):
+        next(background)
+
+
+def test_a_consumer_that_stops_early_stops_the_thread() -> None:
+    before = threading.active_count()
+    background = in_background(iter(range(10**9)), ahead=2)
+    next(background)
+    background.close()
+    assert threading.active_count() == before
+
+
+def test_a_stage_that_is_stopped_stops_those_before_it() -> None:
+    ended = threading.Event()
+
+    def items() -> Iterator[int]:
+        try:
+            yield from range(10**9)
+        finally:
+            ended.set()
+
+    def doubled(numbers: Iterator[int]) -> Iterator[int]:
+        for number in numbers:
+            yield 2 * number
+
+    before = threading.active_count()
+    last = in_background(doubled(in_background(items(), ahead=1)), ahead=1)
+    assert next(last) == 0
+    last.close()
+    assert ended.wait(10)
+    for _ in range(100):
+        if threading.active_count() == before:
+            break
+        time.sleep(0.05)
+    assert threading.active_count() == before
+
+
+def test_a_call_that_never_ends_does_not_hold_up_another_error() -> None:
+    """The error of the consumer closes all stages; the call in the pool is found by whoever leaves the pool."""
+    end = threading.Event()
+
+    def work(item: int) -> int:
+        if item:
+            end.wait(60)
+        return item
+
+    try:
+        with pytest.raises(Stuck, match="ValueError: no room") as caught, threads(1, 0.3) as pool:
+            results = in_background(map_in_order(pool, work, range(9), ahead=4, seconds=0.3), ahead=1)
+            with closing(results):
+                assert next(results) == 0
+                raise ValueError("no room")
+        assert isinstance(caught.value.__cause__, ValueError)
+    finally:
+        end.set()
+
+
+def test_an_error_is_itself_where_every_call_ends() -> None:
+    with pytest.raises(ValueError, match="no room"), threads(2, 30) as pool:
+        for _ in range(20):
+            pool.submit(time.sleep, 0.05)
+        raise ValueError("no room")

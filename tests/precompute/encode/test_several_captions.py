@@ -1,0 +1,170 @@
+"""Several captions per sample: stored as each would be alone, with a leading axis; what is missing is left out."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+from precompute.config import describe_encoding
+from precompute.encode.encoders import TextEncoder
+from shards.__main__ import run
+from shards.base.errors import RequestError
+from shards.format.encoding import EncodingRecord
+from shards.format.receipts import load_receipt
+from shards.root.reading import captions, read_part, text_latents
+from shards.root.shared import check_root
+from shards.tools.verify import verify_root
+from tests.conftest import encode_all, precompute_config
+from tests.tiny import TEXT_LENGTH, make_samples, make_tar
+
+FIELDS = ["json:blip", "txt"]
+BUCKETS = ["64x64", "128x128"]
+
+
+@pytest.fixture(scope="module")
+def captioned(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tar of 12 samples, of which number 0 has no blip, 1 no txt, 2 neither, 3 bad bytes in both, 4 a long blip."""
+    folder = tmp_path_factory.mktemp("captioned")
+    samples = make_samples(0, 12, [(80, 64), (200, 150)])
+    for i, (_, members) in enumerate(samples):
+        metadata = json.loads(members["json"]) | {"blip": f"blip {i}"}
+        members["txt"] = f"t{i}".encode()
+        if i in (0, 2):
+            del metadata["blip"]
+        if i in (1, 2):
+            del members["txt"]
+        if i == 3:
+            metadata["blip"] = "b\ud800\x07."
+            members["txt"] = b"t\xff"
+        if i == 4:
+            metadata["blip"] = "a b " * 20
+        members["json"] = json.dumps(metadata).encode()
+    make_tar(folder, "00000", samples)
+    return folder
+
+
+def encoded(models: Path, tars: Path, root: Path, fields: Sequence[str] = FIELDS, **text: object) -> Path:
+    encode_all(
+        precompute_config(models, tars, root, captions=list(fields), text=text, limits={"max_caption_characters": 40}),
+        models,
+    )
+    return root
+
+
+@pytest.mark.parametrize("storage", ["float16", "float8"])
+@pytest.mark.parametrize("trim", [False, True])
+def test_each_caption_is_what_it_would_be_alone(
+    models: Path, captioned: Path, tmp_path: Path, storage: str, trim: bool
+) -> None:
+    both = encoded(models, captioned, tmp_path / "both", storage=storage, trim=trim)
+    alone = {f: encoded(models, captioned, tmp_path / f, [f], storage=storage, trim=trim) for f in FIELDS}
+    for bucket in BUCKETS:
+        found: dict[str, list[tuple[str, np.ndarray]]] = {}
+        for field in FIELDS:  # as listed, which is the order that is stored
+            encoding = EncodingRecord.load(alone[field])
+            for sample in read_part(alone[field] / bucket / "00000"):
+                (caption,), (latents,) = captions(sample, encoding), text_latents(sample, encoding)
+                found.setdefault(sample["key"], []).append((caption, latents))
+        encoding = EncodingRecord.load(both)
+        rows = {sample["key"]: sample for sample in read_part(both / bucket / "00000")}
+        assert rows.keys() == found.keys() and len(rows) == {"64x64": 11, "128x128": 6}[bucket]
+        for key, sample in rows.items():
+            assert captions(sample, encoding) == [caption for caption, _ in found[key]]
+            for one, other in zip(text_latents(sample, encoding), found[key], strict=True):
+                np.testing.assert_array_equal(one, other[1])
+    assert list(verify_root(both)) == []
+
+
+def test_what_a_sample_looks_like(models: Path, captioned: Path, tmp_path: Path) -> None:
+    """`caption` keeps a place for each field, so that one can tell which is which; the latents are those that exist."""
+    for trim in (False, True):
+        root = encoded(models, captioned, tmp_path / str(trim), storage="float8", trim=trim)
+        rows = {int(s["key"]): s for s in read_part(root / "64x64" / "00000")}
+        assert [json.loads(rows[i]["caption"]) for i in (0, 1, 5)] == [[None, "t0"], ["blip 1", None], ["blip 5", "t5"]]
+        # begin, a token a letter, end
+        kept = {0: [4], 1: [7], 5: [7, 4]} if trim else {0: [TEXT_LENGTH], 1: [TEXT_LENGTH], 5: [TEXT_LENGTH] * 2}
+        for i, lengths in kept.items():
+            assert rows[i]["text_latents"].shape[:2] == (len(lengths), max(lengths))
+            assert rows[i]["text_scales"].shape == (len(lengths), max(lengths))
+            if trim:
+                assert rows[i]["num_tokens"].tolist() == lengths
+                assert not rows[i]["text_latents"][-1, lengths[-1] :].any()
+            else:
+                assert "num_tokens" not in rows[i]
+
+
+def test_captions_are_counted_once_for_all_buckets(
+    models: Path, captioned: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = encoded(models, captioned, tmp_path / "root")
+    receipt = load_receipt(root, "00000")
+    assert receipt is not None and receipt.rejected == {"no_caption": 1}
+    mended = {"invalid_utf8": 2, "control_characters": 1, "too_long": 1, "truncated": 1}
+    assert receipt.captions == {"stored": 20, **mended}
+    # per sample, in each part's own table, from which the receipt's follow
+    table = pq.read_table(root / "64x64" / "00000" / "samples.parquet").to_pylist()
+    assert {name: sum(row[name] for row in table) for name in mended} == mended
+    assert [row["captions"] for row in table] == [1, 1, *[2] * 9]
+    run(["stats", str(root)])
+    line = "captions: 20 stored, of which mended or cut: invalid utf8 2, control characters 1, too long 1, truncated 1"
+    assert line in capsys.readouterr().out
+
+
+def test_a_caption_is_encoded_once_and_in_filled_batches(
+    models: Path, captioned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[list[str]] = []
+    encode = TextEncoder.start
+
+    def spy(self: TextEncoder, texts: list[str], batch_size: int) -> object:
+        calls.append(texts)
+        return encode(self, texts, batch_size)
+
+    monkeypatch.setattr(TextEncoder, "start", spy)
+    encoded(models, captioned, tmp_path / "root")
+    assert calls.pop(0) == [""] and sum(map(len, calls)) == 20
+    assert all(len(texts) <= 8 for texts in calls)  # workers.batch_size, up to which each is filled
+
+
+def test_a_bucket_added_later_has_the_same_captions(models: Path, captioned: Path, tmp_path: Path) -> None:
+    both = encoded(models, captioned, tmp_path / "both", storage="float8", trim=True)
+    text, limits = {"storage": "float8", "trim": True}, {"max_caption_characters": 40}
+    for bucket in reversed(BUCKETS):
+        config = precompute_config(
+            models, captioned, tmp_path / "later", captions=FIELDS, buckets=[bucket], text=text, limits=limits
+        )
+        encode_all(config, models)
+    one, two = load_receipt(both, "00000"), load_receipt(tmp_path / "later", "00000")
+    assert one is not None and two is not None
+    assert (one.parts, one.captions) == (two.parts, two.captions)
+
+
+def test_the_fields_and_the_limit_are_part_of_the_encoding(models: Path, captioned: Path, tmp_path: Path) -> None:
+    root = encoded(models, captioned, tmp_path / "root")
+    with pytest.raises(RequestError) as caught:
+        check_root(root, describe_encoding(precompute_config(models, captioned, root)))
+    assert "text.captions: ['json:blip', 'txt'] ≠ ['txt']" in str(caught.value)
+    assert "text.max_characters: 40 ≠ 4096" in str(caught.value)
+    record = EncodingRecord.load(root)
+    assert record.text.captions == tuple(FIELDS)
+    assert hash(record) == hash(EncodingRecord.load(root))  # workers keep their encoders by it
+
+
+def test_a_caption_that_was_lost_is_found(models: Path, captioned: Path, tmp_path: Path) -> None:
+    """A writer that stores fewer captions than latents: the files are as their receipt says, and still it shows."""
+    from shards.root.writing import PartWriter
+
+    write = PartWriter._caption_columns
+
+    def lose_one(self: PartWriter, *arguments: object) -> dict[str, object]:
+        row = write(self, *arguments)  # type: ignore[arg-type]
+        return row | {"caption": json.dumps([None, *json.loads(row["caption"])[1:]])}
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PartWriter, "_caption_columns", lose_one)
+        encoded(models, captioned, tmp_path / "root")
+    wrong = list(verify_root(tmp_path / "root"))
+    assert wrong and all("not as many captions as text latents" in line for line in wrong)

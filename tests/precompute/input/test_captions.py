@@ -1,0 +1,109 @@
+"""Captions and scores."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from precompute.input.captions import CleanCaption, clean_caption, read_captions, read_scores
+from precompute.input.reject import Reject
+from precompute.input.tars import RawSample, Tar
+from tests.conftest import precompute_config
+from tests.tiny import make_tar
+
+LIMIT = 50
+
+
+@given(st.one_of(st.binary(max_size=200), st.text(st.characters(), max_size=200)))
+def test_any_bytes_give_clean_text_or_a_reject(raw: bytes | str) -> None:
+    """Lone surrogates, as JSON's escapes may hold them, included."""
+    try:
+        caption = clean_caption(raw, LIMIT)
+    except Reject as reject:
+        assert reject.reason == "no_caption"
+    else:
+        assert caption.text and caption.text == caption.text.strip() and len(caption.text) <= LIMIT
+        assert not any(ord(character) < 32 for character in caption.text)
+        caption.text.encode("utf-8")
+        assert clean_caption(caption.text.encode(), LIMIT) == CleanCaption(caption.text, frozenset())
+
+
+@pytest.mark.parametrize("raw", [None, b"", b"  \n\t", b"\x00\x01", 7, ["a list"]])
+def test_nothing_left_is_rejected(raw: object) -> None:
+    with pytest.raises(Reject):
+        clean_caption(raw, LIMIT)
+
+
+@pytest.mark.parametrize(
+    ("raw", "text", "mended"),
+    [
+        (b"a red circle", "a red circle", set()),
+        (b" a red circle \r\n", "a red circle", set()),  # outer blanks are no fault
+        ("b\u00e4r".encode(), "b\u00e4r", set()),
+        ("b\u00e4r \ufffd".encode(), "b\u00e4r \ufffd", set()),  # it was there before
+        (b"b\xe4r", "b\ufffdr", {"invalid_utf8"}),
+        ("b\ud800r", "b\ufffdr", {"invalid_utf8"}),
+        (b"a\x00\x1b\nb", "a b", {"control_characters"}),
+        (b"a\tb", "a b", {"control_characters"}),
+        (b"x" * LIMIT, "x" * LIMIT, set()),
+        (b"x" * (LIMIT + 1), "x" * LIMIT, {"too_long"}),
+        (b" a\x00\x1bb\xffc\r\n" + b"x" * LIMIT, "a b\ufffdc " + "x" * (LIMIT - 6), None),
+    ],
+)
+def test_what_is_mended_is_named(raw: bytes | str, text: str, mended: set[str] | None) -> None:
+    everything = {"invalid_utf8", "control_characters", "too_long"}
+    assert clean_caption(raw, LIMIT) == CleanCaption(text, frozenset(everything if mended is None else mended))
+
+
+def test_several_fields() -> None:
+    raw = RawSample("0", caption=b"alt text", metadata={"blip": "a picture", "empty": " ", "number": 3})
+    found = read_captions(raw, ["json:blip", "json:absent", "txt", "json:empty", "json:number"], LIMIT)
+    assert [caption and caption.text for caption in found] == ["a picture", None, "alt text", None, None]
+    with pytest.raises(Reject) as caught:
+        read_captions(raw, ["json:absent", "json:empty", "json:number"], LIMIT)
+    assert str(caught.value) == "json:absent is absent, json:empty is empty, json:number is no text but int"
+
+
+@pytest.mark.parametrize(
+    ("data", "expected"),
+    [
+        (json.dumps({"blip": "b\u00e4r"}).encode(), "b\u00e4r"),
+        (b'{"blip": "b\xe4r"}', "b\ufffdr"),  # Latin-1
+        (b'{"blip": "b\\ud800r"}', "b\ufffdr"),  # half a surrogate pair
+        (b'\xef\xbb\xbf{"blip": "b"}', "b"),
+        (b'{"blip": "b', None),
+        (b"[" * 100_000, None),
+    ],
+)
+def test_any_json_in(tmp_path: Path, data: bytes, expected: str | None) -> None:
+    path = make_tar(tmp_path, "00000", [("0", {"json": data, "txt": b"text"})])
+    (sample,) = Tar(path, 1 << 24).samples()
+    found = read_captions(sample, ["txt", "json:blip"], LIMIT)
+    assert [caption and caption.text for caption in found] == ["text", expected]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (["blip"], "names no caption"),
+        (["json:"], "names no caption"),
+        (["txt", "txt"], "named twice"),
+        ([], "at least 1"),
+    ],
+)
+def test_caption_fields_that_make_no_sense(models: Path, tars: Path, fields: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        precompute_config(models, tars, tars, captions=fields)
+
+
+@pytest.mark.parametrize("score", [10**400, -(10**39), 1e39, float("inf"), float("nan"), True, "5", None, [5.0]])
+def test_what_float32_does_not_hold_is_no_score(score: object) -> None:
+    np.testing.assert_array_equal(read_scores({"punsafe": score}), np.full(4, np.nan, np.float32))
+
+
+def test_scores_under_any_spelling() -> None:
+    metadata = {"AESTHETIC_SCORE": 5.5, "punsafe": 0, "similarity": None, "pwatermark": "0.3"}
+    np.testing.assert_array_equal(read_scores(metadata), np.array([5.5, np.nan, 0.0, np.nan], np.float32))

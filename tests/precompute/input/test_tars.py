@@ -1,0 +1,240 @@
+"""Reading tars: grouping, and every way in which a damaged one is found out."""
+
+import gzip
+import io
+import json
+import tarfile
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import pytest
+
+from precompute.input import tars
+from precompute.input.layout import Header
+from precompute.input.tars import InputShard, Tar, counted_samples, list_shards
+from shards.base.errors import DamagedInput, RequestError
+from tests.tiny import make_samples, make_tar
+
+LIMIT = 1 << 20
+
+
+@pytest.fixture
+def tar(tmp_path: Path) -> Path:
+    return make_tar(tmp_path / "tars", "00007", make_samples(7, 6, [(64, 64)]))
+
+
+def read(path: Path, limit: int = LIMIT) -> list[str]:
+    return [sample.key for sample in Tar(path, limit).samples()]
+
+
+def test_members_are_grouped_in_order(tar: Path) -> None:
+    opened = Tar(tar, LIMIT)
+    samples = list(opened.samples())
+    assert [sample.key for sample in samples] == [f"00007{i:04d}" for i in range(6)]
+    assert samples[2].caption == b"picture 000070002 of 2 blobs"
+    assert samples[2].image is not None and samples[2].metadata["url"] == "http://example.org/000070002"
+
+
+def test_counts_come_from_both_side_files(tar: Path) -> None:
+    shard = InputShard("00007", str(tar))
+    counted = counted_samples(shard)
+    assert counted.counts == {"00007_stats.json": 6, "00007.parquet": 6}
+    Tar(tar, LIMIT).check(shard, counted)
+    del (opened := Tar(tar, LIMIT)).members["000070003"]
+    with pytest.raises(DamagedInput, match=r"holds 5 samples, but 00007_stats\.json beside it counted 6"):
+        opened.check(shard, counted)
+
+
+def test_a_flipped_bit_in_any_header_is_found(tar: Path) -> None:
+    """Every header byte that the checksum covers, in a member in the middle."""
+    data = bytearray(tar.read_bytes())
+    header = data.index(b"000070003.jpg")
+    for offset in [0, 5, 100, 124, 130, 148, 156, 257]:
+        flipped = data.copy()
+        flipped[header + offset] ^= 1
+        tar.write_bytes(flipped)
+        with pytest.raises(DamagedInput, match=r"damaged|not a whole"):
+            read(tar)
+
+
+@pytest.mark.parametrize("tar_format", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
+def test_headers_are_read_as_tarfile_reads_them(tar_format: Literal[0, 1, 2]) -> None:
+    """Whole ones, and with any one bit of them flipped."""
+
+    def fields(kind: type[tarfile.TarInfo], block: bytes) -> tuple[object, ...]:
+        try:
+            header = kind.frombuf(block, "utf-8", "surrogateescape")
+        except tarfile.TarError as error:
+            return type(error), str(error)
+        return header.name, header.size, header.type, header.chksum, header.issparse()
+
+    random = np.random.default_rng(0)
+    for name in (
+        "000070003.jpg",
+        "train/000070003.json",
+        "d/" * 80 + "a.txt",
+        "é.jpg",
+        "\udcff.jpg",
+        "x" * 100,
+        "",
+        "a/",
+    ):
+        for size, kind in (
+            (0, b"0"),
+            (5, b"\0"),
+            (1 << 20, b"0"),
+            (1 << 33, b"0"),
+            (1 << 34, b"7"),
+            (0, b"5"),
+            (9, b"S"),
+        ):
+            header = tarfile.TarInfo(name)
+            header.size, header.type = size, kind
+            if tar_format == tarfile.USTAR_FORMAT and size >= 1 << 33:
+                continue
+            whole = header.tobuf(tar_format, "utf-8", "surrogateescape")[-512:]
+            flipped = [bytearray(whole) for _ in range(50)]
+            for block, bit in zip(flipped, random.integers(0, 8 * 512, len(flipped)).tolist(), strict=True):
+                block[bit // 8] ^= 1 << bit % 8
+            for data in (whole, *map(bytes, flipped), whole[:300], b""):
+                assert fields(Header, data) == fields(tarfile.TarInfo, data)
+
+
+def test_truncation_at_any_block_is_found(tar: Path) -> None:
+    data = tar.read_bytes()
+    content_end = len(data.rstrip(b"\0"))
+    for length in [*range(0, content_end, 512), content_end + 100]:
+        tar.write_bytes(data[:length])
+        with pytest.raises(DamagedInput, match=r"cut short|damaged|not a whole"):
+            read(tar)
+
+
+def test_a_compressed_tar_is_refused(tar: Path) -> None:
+    tar.write_bytes(gzip.compress(tar.read_bytes()))
+    with pytest.raises(DamagedInput, match="not a whole, uncompressed tar"):
+        read(tar)
+
+
+def test_a_key_that_comes_back_is_refused(tmp_path: Path) -> None:
+    samples = make_samples(1, 2, [(64, 64)])
+    path = make_tar(tmp_path, "00001", [samples[0], samples[1], samples[0]])
+    with pytest.raises(DamagedInput, match="the key 000010000 comes twice"):
+        read(path)
+
+
+def test_an_oversized_member_is_not_read(tar: Path) -> None:
+    samples = list(Tar(tar, max_member_bytes=350).samples())
+    assert all(sample.image is None and ".jpg: " in sample.oversized for sample in samples)
+
+
+def test_broken_json_costs_the_metadata_alone(tmp_path: Path) -> None:
+    members = {"jpg": b"x", "txt": b"y", "json": b"{"}
+    path = make_tar(tmp_path, "00000", [("a", members), ("b", members | {"json": json.dumps([1]).encode()})])
+    assert [sample.metadata for sample in Tar(path, LIMIT).samples()] == [{}, {}]
+
+
+def test_listing(tar: Path, tmp_path: Path) -> None:
+    assert [shard.name for shard in list_shards(str(tar.parent))] == ["00007"]
+    assert [shard.name for shard in list_shards(f"file://{tar.parent}")] == ["00007"]
+    with pytest.raises(RequestError, match="There is no tar in"):
+        list_shards(str(tmp_path / "absent"))
+
+
+def write_tar(path: Path, members: dict[str, bytes]) -> Path:
+    with tarfile.open(path, "w") as tar:
+        for name, data in members.items():
+            header = tarfile.TarInfo(name)
+            header.size = len(data)
+            tar.addfile(header, io.BytesIO(data))
+    return path
+
+
+@pytest.mark.parametrize("kind", [b"L", b"K", b"x", b"g"])
+@pytest.mark.parametrize("size", [(1 << 20) + 1, 1 << 40, 1 << 62])
+def test_an_extended_header_that_would_fill_the_memory_is_damage(tar: Path, kind: bytes, size: int) -> None:
+    header = tarfile.TarInfo("././@LongLink")
+    header.type, header.size = kind, size
+    tar.write_bytes(header.tobuf(tarfile.GNU_FORMAT) + tar.read_bytes())
+    with pytest.raises(DamagedInput, match="damaged"):
+        Tar(tar, LIMIT)
+    assert len(Tar(tar, LIMIT, "salvage").members) == 6
+
+
+def test_a_sparse_header_that_goes_on_past_the_end_is_damage(tmp_path: Path) -> None:
+    header = tarfile.TarInfo("000.jpg")
+    header.type = tarfile.GNUTYPE_SPARSE
+    block = bytearray(header.tobuf(tarfile.GNU_FORMAT))
+    block[482] = 1
+    block[148:156] = b" " * 8
+    block[148:156] = b"%06o\0 " % sum(block)
+    (tmp_path / "00000.tar").write_bytes(block)
+    with pytest.raises(DamagedInput, match=r"damaged|cut short"):
+        Tar(tmp_path / "00000.tar", LIMIT)
+
+
+def test_two_pictures_of_one_key_cannot_be_told_apart(tmp_path: Path) -> None:
+    members = {"000.jpg": b"photo", "000.png": b"mask", "000.txt": b"a photo", "001.jpg": b"x", "001.txt": b"y"}
+    path = write_tar(tmp_path / "00000.tar", members)
+    with pytest.raises(DamagedInput, match="the key 000 comes twice"):
+        Tar(path, LIMIT)
+    salvaged = Tar(path, LIMIT, "salvage")
+    assert list(salvaged.members) == ["001"] and list(salvaged.lost) == ["000"]
+
+
+def test_members_without_a_key_and_folders_are_passed_over(tmp_path: Path) -> None:
+    path = tmp_path / "00000.tar"
+    with tarfile.open(path, "w") as tar:
+        for name in ("._BZh4x.jpg", "BZh4x.jpg", "folder", "._BZh4x.txt", "BZh4x.txt"):
+            header = tarfile.TarInfo(name)
+            header.type = tarfile.DIRTYPE if name == "folder" else tarfile.REGTYPE
+            tar.addfile(header)
+    path.write_bytes(path.read_bytes()[512:])  # the first header's name begins as bzip2 does
+    (sample,) = Tar(path, LIMIT).samples()
+    assert (sample.key, sample.image, sample.caption) == ("BZh4x", b"", b"")
+
+
+def test_a_huge_json_costs_the_metadata_alone(tmp_path: Path) -> None:
+    data = b'{"url": "u", "a": [' + b"[]," * (1 << 19) + b"1]}"
+    path = write_tar(tmp_path / "00000.tar", {"000.jpg": b"x", "000.txt": b"y", "000.json": data})
+    (sample,) = Tar(path, 64 << 20).samples()
+    assert sample.metadata == {} and not sample.oversized and sample.caption == b"y"
+
+
+def test_hidden_files_are_no_tars(tar: Path) -> None:
+    for name in (".00008.tar", "._00007.tar"):
+        (tar.parent / name).write_bytes(b"")
+    assert [shard.name for shard in list_shards(str(tar.parent))] == ["00007"]
+
+
+def test_a_bit_of_a_side_file_is_damage_or_nothing(tar: Path) -> None:
+    """Never an error that would be taken for the storage's, or for a bug."""
+    shard, random, refused = InputShard("00007", str(tar)), np.random.default_rng(0), 0
+    for name in ("00007.parquet", "00007_stats.json"):
+        path = tar.parent / name
+        data = path.read_bytes()
+        for offset in range(0, len(data), 3):
+            flipped = bytearray(data)
+            flipped[offset] ^= 1 << int(random.integers(8))
+            path.write_bytes(flipped)
+            try:
+                counted_samples(shard)
+            except DamagedInput:
+                refused += 1
+        path.write_bytes(data)
+    assert refused > 50
+
+
+@pytest.mark.parametrize(
+    "stats", ['{"successes": 1e400}', '{"successes": Infinity}', "[" * 100_000, '{"successes": []}']
+)
+def test_odd_counts_are_damage(tar: Path, stats: str) -> None:
+    (tar.parent / "00007_stats.json").write_text(stats)
+    with pytest.raises(DamagedInput, match=r"00007_stats\.json is damaged"):
+        counted_samples(InputShard("00007", str(tar)))
+
+
+def test_a_parquet_of_too_many_rows_is_not_read(tar: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tars, "MAX_ROWS", 5)
+    with pytest.raises(DamagedInput, match="6 rows, where no more than 5 are read"):
+        counted_samples(InputShard("00007", str(tar)))

@@ -1,0 +1,134 @@
+"""A picture that kills its decoder costs itself and nothing else."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+from precompute.encode.overlap import Stuck
+from precompute.input.reject import Reject
+from precompute.pixels.decode import LimitsConfig, PixelsConfig, decode
+from precompute.pixels.isolation import Isolated
+from shards.base.errors import WorkError
+from shards.format.buckets import Bucket
+from shards.format.receipts import load_receipts
+from shards.tools.verify import verify_root
+from tests.conftest import SIZES, encode_all, folder_of, precompute_config
+from tests.faults.decoders import killed_once, poisoned
+from tests.precompute.encode.test_shard import tree
+from tests.tiny import make_samples, make_tar, picture
+
+LIMITS = LimitsConfig(decode_seconds=1, decode_bytes=1 << 32)
+SMALL = [Bucket(64, 64)]
+SOUND = picture(np.random.default_rng(0), 80, 70)
+
+
+def test_a_child_returns_what_a_thread_does_and_raises_what_it_raises() -> None:
+    with Isolated(decode, LIMITS) as isolated:
+        here = decode(SOUND, SMALL, PixelsConfig(), LIMITS)
+        there = isolated(SOUND, SMALL, PixelsConfig(), LIMITS)
+        assert there.pixels[SMALL[0]].tobytes() == here.pixels[SMALL[0]].tobytes()
+        assert (there.width, there.height, there.corners) == (here.width, here.height, here.corners)
+        with pytest.raises(Reject, match="cannot identify") as caught:
+            isolated(b"<html>", SMALL, PixelsConfig(), LIMITS)
+        assert caught.value.reason == "not_an_image"
+
+
+@pytest.mark.parametrize(
+    ("poison", "how"),
+    [
+        ("ABORT", "killed by SIGABRT"),
+        ("SEGFAULT", "killed by SIGSEGV"),
+        ("KILLED", "killed by SIGKILL"),
+        ("LOOP", "used more than 1 s of processor time"),
+        ("MEMORY", "needs more than 4294967296 bytes of memory"),
+        ("EXIT", "exit code 3"),
+    ],
+)
+def test_what_kills_a_decoder_is_rejected_and_the_next_picture_is_not(poison: str, how: str) -> None:
+    with Isolated(poisoned, LIMITS) as isolated:
+        with pytest.raises(Reject) as caught:
+            isolated(poison.encode(), SMALL, PixelsConfig(), LIMITS)
+        assert (caught.value.reason, str(caught.value)) == ("decoder_crash", how)
+        assert isolated(SOUND, SMALL, PixelsConfig(), LIMITS).width == 80
+        children = [child.process for child in isolated.children]
+    assert all(child.poll() is not None for child in children)
+
+
+def test_a_decoder_that_sleeps_is_ended_by_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("precompute.pixels.isolation.CLOCK_PER_PROCESSOR_SECOND", 1)
+    with Isolated(poisoned, LIMITS) as isolated, pytest.raises(Reject, match="did not end in 1 s"):
+        isolated(b"SLEEP", SMALL, PixelsConfig(), LIMITS)
+
+
+def test_a_child_that_was_killed_by_chance_costs_nothing(tmp_path: Path) -> None:
+    with Isolated(killed_once, LIMITS) as isolated:
+        assert isolated(b"%s/seen\n%s" % (bytes(tmp_path), SOUND), SMALL, PixelsConfig(), LIMITS).width == 80
+
+
+@pytest.mark.parametrize(
+    ("code", "seconds", "message"),
+    [
+        ("import os; os._exit(3)", 300.0, "did not start: exit code 3"),
+        ("import time; time.sleep(600)", 0.5, r"did not start: not in 0\.5 s"),
+    ],
+)
+def test_a_child_that_does_not_start_is_no_fault_of_the_picture(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, code: str, seconds: float, message: str
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(f"import sys; print('hello', flush=True)\n{code}")
+    monkeypatch.setattr("precompute.pixels.isolation.START_SECONDS", seconds)
+    monkeypatch.syspath_prepend(tmp_path)
+    with Isolated(decode, LIMITS) as isolated, pytest.raises(WorkError, match=message):
+        isolated(SOUND, SMALL, PixelsConfig(), LIMITS)
+
+
+def test_what_a_child_prints_is_no_reply(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text("print('Using a library', flush=True)")
+    monkeypatch.syspath_prepend(tmp_path)
+    with Isolated(decode, LIMITS) as isolated:
+        assert isolated(SOUND, SMALL, PixelsConfig(), LIMITS).width == 80
+
+
+def test_the_child_imports_light() -> None:
+    heavy = "{'ray', 'diffusers', 'transformers', 'streaming'}"
+    code = f"import sys, precompute.pixels.isolation, precompute.pixels.decode; print({heavy} & set(sys.modules))"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "set()"
+
+
+def test_the_rest_of_a_poisoned_shard_survives_byte_for_byte(models: Path, tmp_path: Path) -> None:
+    """Against a run in threads, where the poisons are rejected as what they are: no pictures."""
+    samples = make_samples(0, 12, SIZES)
+    poisons = [(f"00000900{i}", {"jpg": poison, "txt": b"x"}) for i, poison in enumerate((b"ABORT", b"LOOP", b"EXIT"))]
+    make_tar(tmp_path / "tars", "00000", [*samples[:5], *poisons[:2], *samples[5:], poisons[2]])
+    one, two = (
+        precompute_config(models, tmp_path / "tars", tmp_path / name, limits={"decode_seconds": 1})
+        for name in ("one", "two")
+    )
+    encode_all(one, models)
+    encode_all(two, models, attempt_number=2, decode=poisoned)
+    assert list(verify_root(two.output)) == []
+    receipt = load_receipts(two.output)[0]
+    assert receipt.rejected == {"decoder_crash": 3, "too_small": 3} and receipt.attempts == 2
+    rejects = pq.read_table(folder_of(two) / "rejects" / "00000.parquet").to_pylist()
+    assert {row["key"] for row in rejects if row["reason"] == "decoder_crash"} == {key for key, _ in poisons}
+    expected, found = tree(folder_of(one)), tree(folder_of(two))
+    assert expected.keys() == found.keys()
+    different = {name for name in expected if expected[name] != found[name]}
+    books = {"rejects/00000.parquet", "64x64/00000/refused.parquet", "128x128/00000/refused.parquet"}
+    assert different == books | {"commits/00000.json"}
+
+
+def test_a_thread_that_does_not_end_is_not_waited_for(
+    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The attempt is over and its folder gone; the process is the caller's to end."""
+    monkeypatch.setattr("precompute.encode.shard.CLOCK_PER_PROCESSOR_SECOND", 0.2)
+    make_tar(tmp_path / "tars", "00000", [*make_samples(0, 3, SIZES), ("000009999", {"jpg": b"NAP", "txt": b"x"})])
+    config = precompute_config(models, tmp_path / "tars", tmp_path / "root", limits={"decode_seconds": 1})
+    with pytest.raises(Stuck, match=r"took more than 0\.2 s"):
+        encode_all(config, models, decode=poisoned)
+    assert not list((folder_of(config) / ".attempts").iterdir())

@@ -1,0 +1,105 @@
+"""Bad metadata, bad opt-out files, nothing left, no space: clear errors, and finished work stays."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+
+from precompute.select import __main__ as command
+from precompute.select.job import select
+from shards.base.errors import RequestError, WorkError, exit_code_of
+from tests.precompute.select import laion
+
+pytestmark = pytest.mark.usefixtures("no_plot")
+
+
+def table_with(column: str, values: pa.Array) -> pa.Table:
+    table = laion.rows(len(values))
+    return table.set_column(table.schema.get_field_index(column), column, values)
+
+
+BAD_REQUESTS: list[tuple[Callable[[Path], object], str]] = [
+    (lambda path: None, r"There is no parquet file at .*in\. Give a file, a folder or a glob"),
+    (lambda path: (path / "a.parquet").write_bytes(b""), r"a.parquet is empty. Fetch it again, or remove it"),
+    (lambda path: (path / "a.parquet").write_bytes(b"PAR1 and no more"), r"a.parquet cannot be read as parquet: "),
+    (
+        lambda path: laion.write(path / "a.parquet", laion.rows(2).drop_columns(["punsafe"])),
+        r"a.parquet has no column for punsafe, which the rule `punsafe` needs \(punsafe < 0.1\); it has URL, TEXT.*"
+        r"switch the filter off: --filters.max_punsafe null",
+    ),
+    (lambda path: laion.write(path / "a.parquet", laion.rows(2).drop_columns(["URL"])), "has no column for URL"),
+    (
+        lambda path: laion.write(path / "a.parquet", table_with("WIDTH", pa.array(["640", "480"]))),
+        r"a.parquet: the column `WIDTH` is string, and WIDTH is to be int32",
+    ),
+    (
+        lambda path: laion.write(path / "a.parquet", table_with("URL", pa.array([[1], [2]]))),
+        r"the column `URL` is list<element: int64>, and URL is to be string",
+    ),
+    (
+        lambda path: laion.write(path / "a.parquet", laion.rows(2).append_column("url", pa.array(["a", "b"]))),
+        r"has the columns `URL` and `url`, which both mean URL. Keep one of them",
+    ),
+]
+
+
+@pytest.mark.parametrize(("prepare", "message"), BAD_REQUESTS)
+def test_bad_metadata_is_refused_before_anything_is_written(
+    prepare: Callable[[Path], object], message: str, tmp_path: Path
+) -> None:
+    (tmp_path / "in").mkdir()
+    prepare(tmp_path / "in")
+    if any((tmp_path / "in").iterdir()):
+        laion.write(tmp_path / "in" / "z.parquet", laion.rows(3))
+    with pytest.raises(RequestError, match=message):
+        select(laion.config(tmp_path / "in", tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "There is no opt-out file"),
+        (b"\xff\xfe\x00", "is not UTF-8 text"),
+        (b"PAR1", r"list.parquet cannot be read as parquet"),
+    ],
+)
+def test_bad_opt_out_files(content: bytes | None, message: str, metadata: Path, tmp_path: Path) -> None:
+    path = tmp_path / ("list.parquet" if content == b"PAR1" else "list.txt")
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(RequestError, match=message):
+        select(laion.config(metadata, tmp_path / "out", urls={"opt_out": path}))
+
+
+def test_no_row_left(metadata: Path, tmp_path: Path) -> None:
+    with pytest.raises(
+        WorkError, match=r"No row of 900 is left.*`aesthetic` \(AESTHETIC_SCORE ≥ 11\) dropped most: 900"
+    ):
+        select(laion.config(metadata, tmp_path / "out", filters={"min_aesthetic": 11}))
+    laion.write(tmp_path / "empty.parquet", laion.rows(0))
+    with pytest.raises(WorkError, match="The metadata holds no rows"):
+        select(laion.config(tmp_path / "empty.parquet", tmp_path / "out2"))
+    assert not list(tmp_path.glob("out*/*.parquet"))
+
+
+def test_a_width_that_cannot_be_meant(tmp_path: Path) -> None:
+    laion.write(tmp_path / "in.parquet", table_with("WIDTH", pa.array([640, 10**12], pa.int64())))
+    with pytest.raises(WorkError, match=r"in.parquet has a value that cannot be meant: .*1000000000000"):
+        select(laion.config(tmp_path / "in.parquet", tmp_path / "out"))
+
+
+def test_no_space(
+    metadata: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*args: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    arguments = ["--metadata", str(metadata), "--output", str(tmp_path / "out"), "--processes", "1"]
+    with monkeypatch.context() as patch:
+        patch.setattr("precompute.select.passes.hashes.HashWriter.write", full)
+        assert exit_code_of(lambda: command.run(arguments)) == 1
+    error = " ".join(capsys.readouterr().err.split())
+    assert "No space is left in" in error and "free some space, and the same command continues" in error
+    assert exit_code_of(lambda: command.run(arguments)) == 0

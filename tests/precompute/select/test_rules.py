@@ -1,0 +1,75 @@
+"""Every rule, with rows on both sides of its edge."""
+
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from precompute.select.config import FiltersConfig, UrlsConfig
+from precompute.select.filter.rules import Dropped, build_rules
+from tests.precompute.select import laion
+
+NAN = float("nan")
+OFF = dict.fromkeys(FiltersConfig.model_fields)  # every filter null
+
+# rule, its filter, the column that varies, values that stay, values dropped, values that are none
+EDGES: list[tuple[str, dict[str, Any], str, list[Any], list[Any], list[Any]]] = [
+    ("aesthetic", {"min_aesthetic": 4.5}, "AESTHETIC_SCORE", [4.5, 9.9], [4.4999995, -1.0], [None, NAN]),
+    ("punsafe", {"max_punsafe": 0.1}, "punsafe", [0.0999999, 0.0], [0.1, 0.1000001, 1.0], [None, NAN]),
+    ("pwatermark", {"max_pwatermark": 0.8}, "pwatermark", [0.7999999], [0.8, 0.8000001], [None, NAN]),
+    # 0.7 is 0.699999988 in float32, and still not below 0.7
+    ("similarity", {"min_similarity": 0.7}, "similarity", [0.7, 0.7000001], [0.6999999], [None, NAN]),
+    ("min_side", {"min_side": 256}, "WIDTH", [256, 4000], [255, 0, -3], [None]),
+    ("min_side", {"min_side": 256}, "HEIGHT", [256, 4000], [255, 0], [None]),
+    ("aspect_ratio", {"max_aspect_ratio": 2.0}, "WIDTH", [960, 240], [961, 239, 0, -1], [None]),
+    ("language", {"languages": ["en", "de"]}, "LANGUAGE", ["en", "de"], ["EN", "e", "", "fr"], [None]),
+    ("caption", {"min_caption": 3}, "TEXT", ["abc", " ab c ", "äöü"], ["ab", "  ab  ", "", "äö", "\u3000ab"], [None]),
+    ("caption", {"max_caption": 3}, "TEXT", ["abc", "  abc  ", "", "äöü"], ["abcd", "äöüß"], [None]),
+]
+
+
+@pytest.mark.parametrize(("rule", "filters", "column", "stay", "go", "absent"), EDGES)
+def test_edges(rule: str, filters: dict, column: str, stay: list, go: list, absent: list) -> None:
+    values = [*go, *stay, *absent]
+    batch = laion.rows(len(values), start=0, **{column: values}).to_batches()[0]
+    rules = build_rules(FiltersConfig.model_validate(OFF | filters), UrlsConfig(), [])
+    dropped = {rule.name: Dropped() for rule in rules.all}
+    kept = rules.apply(batch, dropped)
+    assert kept.column("URL").to_pylist() == batch.column("URL").to_pylist()[len(go) : len(go) + len(stay)]
+    assert dropped.pop(rule) == Dropped(by_value=len(go), no_value=len(absent))
+    assert all(count == Dropped() for count in dropped.values())
+
+
+def test_a_row_is_counted_by_the_first_rule_that_drops_it() -> None:
+    # all four fail punsafe, two of them for want of a value; the first fails aesthetic before, the second has none
+    columns = {"AESTHETIC_SCORE": [1.0, None, 6.0, 6.0, 6.0], "punsafe": [0.5, None, 0.5, None, 0.0]}
+    batch = laion.rows(5, start=0, **columns).to_batches()[0]
+    rules = build_rules(FiltersConfig(), UrlsConfig(), [])
+    dropped = {rule.name: Dropped() for rule in rules.all}
+    assert rules.apply(batch, dropped).num_rows == 1
+    assert dropped["aesthetic"] == Dropped(1, 1)
+    assert dropped["punsafe"] == Dropped(1, 1)
+
+
+@pytest.mark.parametrize("kind", [pa.float32(), pa.float64()])
+def test_thresholds_hold_in_the_columns_own_precision(kind: pa.DataType) -> None:
+    batch = laion.rows(1).to_batches()[0]
+    index = batch.schema.get_field_index("similarity")
+    batch = batch.set_column(index, "similarity", pa.array([0.7], kind))
+    rules = build_rules(FiltersConfig.model_validate(OFF | {"min_similarity": 0.7}), UrlsConfig(), [])
+    assert rules.apply(batch, {rule.name: Dropped() for rule in rules.all}).num_rows == 1
+
+
+def test_text_that_is_not_utf8_counts_as_none() -> None:
+    broken = pa.array([b"ok", b"\xff\xfe", None], pa.binary())
+    text = pa.Array.from_buffers(pa.string(), 3, broken.buffers())
+    batch = laion.rows(3).to_batches()[0].set_column(1, "TEXT", text)
+    rules = build_rules(FiltersConfig(), UrlsConfig(), [])
+    dropped = {rule.name: Dropped() for rule in rules.all}
+    assert rules.apply(batch, dropped).column("TEXT").to_pylist() == ["ok"]
+    assert dropped["caption"] == Dropped(0, 2)
+
+
+def test_rules_that_are_off_are_not_built() -> None:
+    rules = build_rules(FiltersConfig.model_validate(OFF), UrlsConfig(allow_private_hosts=True), [])
+    assert [rule.name for rule in rules.all] == ["url_scheme"]

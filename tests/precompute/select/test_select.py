@@ -1,0 +1,238 @@
+"""The selection as a whole: its funnel adds up, its outputs appear at once, and it goes on where it was stopped."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from precompute.select import job
+from precompute.select.job import select
+from precompute.select.metadata.inputs import MetadataFile
+from precompute.select.passes import filtering, output
+from shards.base.errors import RequestError, WorkError
+from tests.precompute.select import laion
+
+pytestmark = pytest.mark.usefixtures("no_plot")
+
+
+def read(folder: Path) -> pa.Table:
+    return pa.concat_tables(pq.read_table(path) for path in sorted(folder.glob("*.parquet")))
+
+
+def snapshot(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+
+
+def expected_rows() -> list[int]:
+    seen, kept = set(), []
+    for i in range(900):
+        if i % 10 and i % 7 and i % 750 not in seen:
+            seen.add(i % 750)
+            kept.append(i)
+    return kept
+
+
+def test_the_numbers_add_up_to_the_row(metadata: Path, tmp_path: Path) -> None:
+    funnel = select(laion.config(metadata, tmp_path / "out", rows_per_file=200))
+    table = read(tmp_path / "out")
+    assert table["TEXT"].to_pylist() == [f"row {i}" for i in expected_rows()]
+    steps = {step["rule"]: step for step in funnel["rules"]}
+    assert funnel["rows_in"] == 900 and steps["punsafe"]["by_value"] == 90
+    assert steps["min_side"]["by_value"] == sum(1 for i in range(900) if i % 10 and i % 7 == 0)
+    assert (
+        900 - sum(step["by_value"] + step["no_value"] for step in funnel["rules"]) == funnel["rows_out"] == len(table)
+    )
+    assert [step["left"] for step in funnel["rules"]][-1] == funnel["rows_out"]
+    sizes = [pq.read_metadata(path).num_rows for path in sorted((tmp_path / "out").glob("*.parquet"))]
+    assert sizes == [200] * (len(sizes) - 1) + [len(table) - 200 * (len(sizes) - 1)]
+    assert [item["rows"] for item in funnel["outputs"]] == sizes
+    stored = json.loads((tmp_path / "out" / "funnel.json").read_text())
+    assert stored["rules"] == funnel["rules"]
+    assert not (tmp_path / "out" / ".work").exists()
+
+
+def test_buckets_and_histograms(tmp_path: Path) -> None:
+    sides = [256, 511, 512, 2047, 2048, 9000]
+    table = laion.rows(6, WIDTH=sides, HEIGHT=[9000] * 6, AESTHETIC_SCORE=[4.5, 4.74, 4.75, 9.99, 10.0, 12.0])
+    laion.write(tmp_path / "in.parquet", table)
+    funnel = select(laion.config(tmp_path / "in.parquet", tmp_path / "out", buckets=["256x256", "512x512", "576x448"]))
+    assert funnel["buckets"] == {"256x256": 6, "512x512": 4, "576x448": 3}
+    shown = {i * 64: count for i, count in enumerate(funnel["shorter_side"]["out"]) if count}
+    assert shown == {256: 1, 448: 1, 512: 1, 1984: 1, 2048: 2}
+    scores = {i * 0.25: count for i, count in enumerate(funnel["aesthetic"]["out"]) if count}
+    assert scores == {4.5: 2, 4.75: 1, 9.75: 1, 10.0: 2}
+
+
+def test_processes_and_partitions_change_no_byte(metadata: Path, tmp_path: Path) -> None:
+    select(laion.config(metadata, tmp_path / "one", rows_per_file=200))
+    select(laion.config(metadata, tmp_path / "two", rows_per_file=200, processes=2, partition_rows=100))
+    one, two = snapshot(tmp_path / "one"), snapshot(tmp_path / "two")
+    assert one == two
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL."""
+
+
+@pytest.mark.parametrize("calls", [1, 2, 3, 4, 5, 6, 7, 8, 12])
+def test_stopped_anywhere_it_goes_on_and_gives_the_same(
+    calls: int, metadata: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = laion.config(metadata, tmp_path / "out", rows_per_file=200, partition_rows=450)
+    select(laion.config(metadata, tmp_path / "whole", rows_per_file=200, partition_rows=450))
+    left = calls
+
+    def die_in_time(function: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            nonlocal left
+            left -= 1
+            if left == 0:
+                raise Killed
+            return function(*args, **kwargs)
+
+        return wrapped
+
+    with monkeypatch.context() as patch:
+        for module in (filtering, job, output):
+            patch.setattr(
+                module,
+                "fsync_tree" if module is not output else "write_atomically",
+                die_in_time(getattr(module, "fsync_tree" if module is not output else "write_atomically")),
+            )
+        patch.setattr(job, "write_atomically", die_in_time(job.write_atomically))
+        try:
+            select(config)
+        except Killed:
+            assert not (tmp_path / "out" / "funnel.json").exists()
+    select(config)
+    assert snapshot(tmp_path / "out") == snapshot(tmp_path / "whole")
+
+
+def test_finished_files_are_not_filtered_again(metadata: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = laion.config(metadata, tmp_path / "out")
+    good = (metadata / "part-2.parquet").read_bytes()
+    (metadata / "part-2.parquet").write_bytes(good[:100] + b"\0" * 1500 + good[1600:])
+    with pytest.raises(WorkError, match=r"part-2.parquet cannot be read after row 0 of 300"):
+        select(config)
+    (metadata / "part-2.parquet").write_bytes(good)
+    read_again = []
+    original = filtering.read_batches
+
+    def observed(source: MetadataFile) -> Iterator[pa.RecordBatch]:
+        read_again.append(source.name)
+        return original(source)
+
+    monkeypatch.setattr(filtering, "read_batches", observed)
+    select(config)
+    assert read_again == ["part-2.parquet"]
+
+
+def test_a_second_run_does_nothing_and_another_request_is_refused(metadata: Path, tmp_path: Path) -> None:
+    select(laion.config(metadata, tmp_path / "out"))
+    before = snapshot(tmp_path / "out")
+    times = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir() if path.suffix}
+    select(laion.config(metadata, tmp_path / "out", processes=2))
+    with pytest.raises(RequestError, match="holds a finished selection of other metadata or with other settings"):
+        select(laion.config(metadata, tmp_path / "out", filters={"min_side": 512}))
+    laion.write(metadata / "part-9.parquet", laion.rows(5, start=2000))
+    with pytest.raises(RequestError, match="choose another --output, or remove that folder"):
+        select(laion.config(metadata, tmp_path / "out"))
+    assert snapshot(tmp_path / "out") == before
+    assert {path: path.stat().st_mtime_ns for path in times} == times
+
+
+def test_opt_out_of_urls_and_hosts(tmp_path: Path) -> None:
+    urls = [
+        "http://a.com/1",
+        "http://a.com/2",
+        "http://cdn.b.com/1",
+        "http://c.com/1",
+        "http://a.com/1",
+        "http://a.com/2",
+    ]
+    laion.write(tmp_path / "in.parquet", laion.rows(6, URL=urls))
+    (tmp_path / "list.txt").write_text("# owners who said no\n\nhttp://a.com/1\nB.com.\nhttp://nowhere.com/\n")
+    funnel = select(laion.config(tmp_path / "in.parquet", tmp_path / "out", urls={"opt_out": tmp_path / "list.txt"}))
+    assert read(tmp_path / "out")["URL"].to_pylist() == ["http://a.com/2", "http://c.com/1"]
+    dropped = {step["rule"]: step["by_value"] for step in funnel["rules"]}
+    assert (dropped["opt_out_host"], dropped["opt_out"], dropped["duplicate"]) == (1, 2, 1)
+
+
+def test_opt_out_as_parquet_and_duplicates_kept(tmp_path: Path) -> None:
+    urls = ["http://a.com/1", "http://a.com/2", "http://a.com/2"]
+    laion.write(tmp_path / "in.parquet", laion.rows(3, URL=urls))
+    laion.write(tmp_path / "list.parquet", pa.table({"url": ["http://a.com/1", None]}))
+    settings = {"opt_out": tmp_path / "list.parquet", "drop_duplicates": False}
+    funnel = select(laion.config(tmp_path / "in.parquet", tmp_path / "out", urls=settings))
+    assert read(tmp_path / "out")["URL"].to_pylist() == urls[1:]
+    assert [step["rule"] for step in funnel["rules"]][-1] == "opt_out"
+
+
+def test_private_hosts_stay_where_they_are_allowed(tmp_path: Path) -> None:
+    urls = ["http://127.0.0.1/1", "http://example.com/1", "ftp://example.com/2"]
+    laion.write(tmp_path / "in.parquet", laion.rows(3, URL=urls))
+    select(laion.config(tmp_path / "in.parquet", tmp_path / "strict"))
+    select(laion.config(tmp_path / "in.parquet", tmp_path / "open", urls={"allow_private_hosts": True}))
+    assert read(tmp_path / "strict")["URL"].to_pylist() == urls[1:2]
+    assert read(tmp_path / "open")["URL"].to_pylist() == urls[:2]
+
+
+def test_mixed_schemas_come_out_as_one(tmp_path: Path) -> None:
+    laion.write(tmp_path / "in" / "a.parquet", laion.rows(1).drop_columns(["hash", "LANGUAGE", "similarity"]))
+    renamed = {"URL": "url", "TEXT": "caption", "WIDTH": "width", "HEIGHT": "height", "AESTHETIC_SCORE": "aesthetic"}
+    table = laion.rows(2, start=1).rename_columns([renamed.get(n, n) for n in laion.GOOD])
+    table = table.append_column("key", pa.array([71, 72])).append_column("LICENSE", pa.array(["?", "?"]))
+    table = table.set_column(2, "width", pa.array([640.0, float("nan")], pa.float64()))
+    table = table.set_column(9, "LANGUAGE", pa.array(["en", "en"]).dictionary_encode())
+    table = table.set_column(5, "hash", pa.array([2**63 + 1, 2], pa.uint64()))
+    laion.write(tmp_path / "in" / "b.parquet", table)
+    filters = {"min_side": None}
+    select(laion.config(tmp_path / "in", tmp_path / "out", filters=filters))
+    found = read(tmp_path / "out").to_pydict()
+    assert found["URL"] == [f"http://example.com/{i}.jpg" for i in range(3)]
+    assert found["WIDTH"] == [640, 640, None]
+    assert found["hash"] == [None, -(2**63) + 1, 2]
+    assert found["source_key"] == [None, "71", "72"]
+    assert found["LANGUAGE"] == [None, "en", "en"]
+    assert "LICENSE" not in found
+
+
+def test_metadata_at_an_address_and_as_a_glob(metadata: Path, tmp_path: Path) -> None:
+    memory = fsspec.filesystem("memory")
+    for path in metadata.iterdir():
+        memory.pipe_file(f"/laion/{path.name}", path.read_bytes())
+    select(laion.config("memory://laion", tmp_path / "remote"))
+    select(laion.config(f"{metadata}/part-*.parquet", tmp_path / "local"))
+    assert read(tmp_path / "remote").equals(read(tmp_path / "local"))
+
+
+def test_a_long_row_group_is_read_in_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("precompute.select.metadata.inputs.BATCH_ROWS", 100)
+    monkeypatch.setattr(filtering, "GROUP_ROWS", 64)
+    monkeypatch.setattr(output, "GROUP_ROWS", 50)
+    laion.write(tmp_path / "in.parquet", laion.rows(1001))
+    select(laion.config(tmp_path / "in.parquet", tmp_path / "out", rows_per_file=333))
+    assert read(tmp_path / "out")["URL"].to_pylist() == [f"http://example.com/{i}.jpg" for i in range(1001)]
+    assert pq.read_metadata(tmp_path / "out" / "selected-00000.parquet").num_row_groups == 7
+
+
+def test_the_command(metadata: Path, tmp_path: Path) -> None:
+    arguments = ["--config", "configs/select.yaml", "--metadata", str(metadata), "--output", str(tmp_path / "out")]
+    run = subprocess.run(
+        [sys.executable, "-m", "precompute.select", *arguments, "--filters.min_side", "100"],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": "."},
+        check=True,
+    )
+    assert "shorter side ≥ 100 px" in run.stdout and "rows out" in run.stdout
+    assert read(tmp_path / "out").num_rows == 675
+    assert (tmp_path / "out" / "funnel.png").read_bytes().startswith(b"\x89PNG")

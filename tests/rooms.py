@@ -1,0 +1,99 @@
+"""Counts rooms, arrows and circles by the imports alone: `python -m tests.rooms` prints them.
+
+A room is a file, or a package seen from outside; a package's floor is the rooms directly in it. An arrow is an import.
+"""
+
+import ast
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("shards", "precompute", "train", "plan", "evaluate", "examples", "bench")
+MAY_IMPORT: dict[str, tuple[str, ...]] = {
+    "shards": (),
+    "precompute": ("shards",),
+    "train": ("shards",),
+    "plan": ("shards", "train"),
+    "evaluate": ("shards", "precompute"),
+    "examples": ("shards", "precompute", "train", "evaluate"),
+    "bench": ("shards", "precompute", "train", "plan", "evaluate", "examples"),
+}
+"""Top-level package → those below it. precompute and train never meet."""
+MOST_ROOMS = 11
+
+
+@dataclass
+class Floor:
+    """The rooms directly in one package, and who imports whom."""
+
+    rooms: set[str] = field(default_factory=set)
+    arrows: set[tuple[str, str]] = field(default_factory=set)
+
+
+def modules() -> dict[str, Path]:
+    """Every module of the product by its dotted name; a package is the name of its folder."""
+    found = {}
+    for package in PACKAGES:
+        for path in sorted((ROOT / package).rglob("*.py")):
+            parts = path.relative_to(ROOT).with_suffix("").parts
+            found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def imports(path: Path, known: dict[str, Path]) -> Iterator[str]:
+    """The product's modules that a file imports, at its head or anywhere in it."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name in known)
+        elif isinstance(node, ast.ImportFrom) and node.module in known:
+            for alias in node.names:
+                name = f"{node.module}.{alias.name}"
+                yield name if name in known else node.module
+
+
+def floors() -> dict[str, Floor]:
+    """Package → its floor; `` is the whole product's. An import is an arrow on the floor where the two part."""
+    known = modules()
+    found: dict[str, Floor] = defaultdict(Floor)
+    for name, path in known.items():
+        parts = name.split(".")
+        for depth in range(len(parts)):
+            found[".".join(parts[:depth])].rooms.add(parts[depth])
+        for other in imports(path, known):
+            theirs = other.split(".")
+            shared = next((i for i, (a, b) in enumerate(zip(parts, theirs, strict=False)) if a != b), None)
+            if shared is not None:
+                found[".".join(parts[:shared])].arrows.add((parts[shared], theirs[shared]))
+    return dict(found)
+
+
+def circles(floor: Floor) -> list[set[str]]:
+    """Groups of rooms that reach each other."""
+    reach = {room: {b for a, b in floor.arrows if a == room} for room in floor.rooms}
+    for middle in floor.rooms:
+        for room in floor.rooms:
+            if middle in reach[room]:
+                reach[room] |= reach[middle]
+    tied = ({room} | {other for other in reach[room] if room in reach[other]} for room in floor.rooms)
+    return [set(group) for group in {frozenset(group) for group in tied} if len(group) > 1]
+
+
+def lines(package: str) -> int:
+    """Lines of Python below a package."""
+    return sum(len(path.read_text().splitlines()) for path in (ROOT / package).rglob("*.py"))
+
+
+def main() -> None:
+    """Print every floor."""
+    for name, floor in sorted(floors().items()):
+        size = f", {lines(name.replace('.', '/')):,} lines" if name else ""
+        print(f"{name or 'the product'}: {len(floor.rooms)} rooms, {len(floor.arrows)} arrows{size}")
+        print(f"    {' '.join(sorted(floor.rooms))}")
+        for circle in circles(floor):
+            print(f"    circle: {' '.join(sorted(circle))}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,80 @@
+"""Config files, overrides, and the paragraphs that say what is wrong with them."""
+
+from pathlib import Path
+
+import pytest
+from pydantic import Field
+
+from shards.base.config import Config, load_config, save_config
+from shards.base.errors import RequestError, WorkError, exit_code_of
+
+
+class Inner(Config):
+    """A section."""
+
+    rate: float = Field(1.0, gt=0)
+    names: list[str] = Field(["a"])
+
+
+class Outer(Config):
+    """A config."""
+
+    path: Path
+    inner: Inner = Inner()
+    steps: int | None = None
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "c.yaml"
+    path.write_text("path: here\ninner: {rate: 2.0}\n")
+    return path
+
+
+def test_overrides_lie_over_the_file(file: Path) -> None:
+    config = load_config(Outer, file, ["--inner.names", '["b", "c"]', "--steps=5", "--inner.rate", "1e-4"], "t")
+    assert config == Outer(path=Path("here"), inner=Inner(rate=1e-4, names=["b", "c"]), steps=5)
+
+
+def test_null_can_be_given(file: Path) -> None:
+    assert load_config(Outer, file, ["--steps", "null"], "t").steps is None
+
+
+def test_saved_config_comes_back(file: Path, tmp_path: Path) -> None:
+    config = load_config(Outer, file, ["--steps", "5"], "t")
+    save_config(config, tmp_path / "saved.yaml")
+    assert load_config(Outer, tmp_path / "saved.yaml", [], "t") == config
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "message"),
+    [
+        ("path: x\nstep: 3\n", [], r"unknown key `step` \(did you mean `steps`\?\)"),
+        ("path: x\ninner: {rte: 3}\n", [], r"unknown key `inner.rte` \(did you mean `inner.rate`\?\)"),
+        ("path: x\ninner: {rate: -1}\n", [], r"`inner.rate` = -1: input should be greater than 0"),
+        ("steps: 3\n", [], r"`path` is missing: give it in the file or as --path VALUE"),
+        ("path: x\n", ["--inner.rat", "3"], r"unknown option --inner.rat \(did you mean `inner.rate`\?\)"),
+        ("- x\n", [], "holds list, not `key: value` pairs"),
+        ("a: [", [], "cannot be read as YAML"),
+    ],
+)
+def test_errors_name_the_place_and_the_remedy(tmp_path: Path, text: str, overrides: list[str], message: str) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text(text)
+    with pytest.raises(RequestError, match=message):
+        load_config(Outer, path, overrides, "t")
+
+
+def test_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match="There is no config file"):
+        load_config(Outer, tmp_path / "absent.yaml", [], "t")
+
+
+@pytest.mark.parametrize(("error", "code"), [(RequestError("bad"), 2), (WorkError("broke"), 1), (None, 0)])
+def test_exit_codes(error: Exception | None, code: int, capsys: pytest.CaptureFixture[str]) -> None:
+    def command() -> None:
+        if error:
+            raise error
+
+    assert exit_code_of(command) == code
+    assert capsys.readouterr().err == (f"error: {error}\n" if error else "")

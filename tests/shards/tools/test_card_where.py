@@ -1,0 +1,107 @@
+"""What can be said of a root, and of each of its samples, from encoding.json and receipts alone."""
+
+import hashlib
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import yaml
+from streaming import StreamingDataset
+
+from shards.__main__ import run
+from shards.base.errors import RequestError
+from shards.format.encoding import EncodingRecord
+from shards.format.models import hash_weights
+from shards.root.reading import read_part
+from shards.tools.card import size_category
+from shards.tools.where import find_sample
+
+
+def test_of_every_stored_sample_its_tar_its_part_and_its_weights(latents: Path, tars: Path, models: Path) -> None:
+    for bucket in ("64x64", "128x128"):
+        for shard in ("00000", "00001"):
+            for row, sample in enumerate(read_part(latents / bucket / shard)):
+                (found,) = find_sample(latents, sample["key"])
+                place = found["stored"][bucket]
+                assert (place["folder"], place["row"]) == (str(latents / bucket / shard), row)
+                assert [place["width"], place["height"]] == sample["size"][:2].tolist()
+                tar = tars / f"{shard}.tar"
+                assert found["tar"]["address"] == tar.as_uri()
+                assert found["tar"]["sha256"] == hashlib.sha256(tar.read_bytes()).hexdigest()
+    assert found["encoding"]["vae"]["sha256"] == hash_weights("vae", models / "vae").sha256
+    assert found["encoding"]["id"] == EncodingRecord.load(latents).id
+    assert found["settings"]["batch_size"] == 8 and "torch" in found["software"]
+
+
+def test_of_every_rejected_sample_its_reason(latents: Path) -> None:
+    rejects = pq.read_table(latents / "rejects" / "00001.parquet").to_pylist()
+    assert len(rejects) == 8
+    for row in rejects:
+        (found,) = find_sample(latents, row["key"])
+        assert not found["stored"] and {r["reason"] for r in found["refused"].values()} == {row["reason"]}
+
+
+def test_the_command_prints_both_kinds(latents: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(["where", str(latents), "000000000"])
+    printed = capsys.readouterr().out
+    for text in ("sample 000000000 of shard 00000", "row 0 of", "refused: too_small (80x64)", "sha256", "batch_size 8"):
+        assert text in printed
+    run(["where", str(latents), "000000000", "--json"])
+    assert json.loads(capsys.readouterr().out)[0]["stored"]["64x64"]["row"] == 0
+
+
+def test_a_score_that_is_absent_is_null(
+    latents: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read_table = pq.read_table
+
+    def without_scores(*args: Any, **options: Any) -> pa.Table:
+        table = read_table(*args, **options)
+        if "aesthetic" not in table.column_names:
+            return table
+        nans = pa.array([float("nan")] * len(table), pa.float32())
+        return table.set_column(table.column_names.index("aesthetic"), "aesthetic", nans)
+
+    monkeypatch.setattr(pq, "read_table", without_scores)
+    run(["where", str(latents), "000000000", "--json"])
+    printed = capsys.readouterr().out
+    assert "NaN" not in printed and json.loads(printed)[0]["stored"]["64x64"]["aesthetic"] is None
+    run(["where", str(latents), "000000000"])
+    assert "aesthetic none" in capsys.readouterr().out
+
+
+def test_a_sample_that_never_was(latents: Path) -> None:
+    with pytest.raises(RequestError, match=r"None of the 2 committed shards of .* had a sample 999"):
+        run(["where", str(latents), "999"])
+
+
+def test_the_card(latents: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run(["card", str(latents), "--output", str(tmp_path / "README.md")])
+    _, front, text = (tmp_path / "README.md").read_text().split("---\n", 2)
+    fields = yaml.safe_load(front)
+    assert fields["license"] is None and fields["size_categories"] == ["n<1K"]
+    assert [config["config_name"] for config in fields["configs"]] == ["64x64", "128x128"]
+    for config in fields["configs"]:
+        assert list(latents.glob(config["data_files"]))
+    encoding = EncodingRecord.load(latents)
+    assert all(weights.sha256 in text for weights in (encoding.vae, encoding.text_encoder, encoding.tokenizer))
+    for row in ("| 64x64 | 30 |", "| 128x128 | 20 |", "| too_small | 10 |", "| batch_size | 8 |"):
+        assert row in text
+    # its example of reading runs as it stands
+    (example,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    monkeypatch.chdir(latents.parent)
+    scope: dict[str, object] = {}
+    exec(example, scope)
+    assert isinstance(scope["dataset"], StreamingDataset) and len(scope["dataset"]) == 30
+
+
+@pytest.mark.parametrize(
+    ("samples", "name"),
+    [(0, "n<1K"), (999, "n<1K"), (1000, "1K<n<10K"), (790_000_000, "100M<n<1B"), (10**11, "100B<n<1T")],
+)
+def test_size_categories(samples: int, name: str) -> None:
+    assert size_category(samples) == name

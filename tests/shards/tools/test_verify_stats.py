@@ -1,0 +1,110 @@
+"""Verifying and describing a latents root: what is broken on purpose is named."""
+
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+
+from shards.__main__ import run
+from shards.base.errors import RequestError, WorkError, exit_code_of
+from shards.base.files import read_sealed_json, write_sealed_json
+from shards.tools.stats import root_stats
+from shards.tools.verify import verify_root
+
+
+@pytest.fixture
+def root(latents: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(latents, tmp_path / "root")
+
+
+def committed_files(root: Path) -> list[Path]:
+    return sorted(
+        path for path in root.rglob("*") if path.is_file() and not path.relative_to(root).parts[0].startswith(".")
+    )
+
+
+def test_a_sound_root(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(["verify", str(root)])
+    assert "is sound" in capsys.readouterr().out
+
+
+def test_a_flipped_bit_in_any_file_names_it(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every file of the root, at seeded places."""
+    rng = random.Random(0)
+    for path in committed_files(root):
+        data = path.read_bytes()
+        for _ in range(4):
+            position = rng.randrange(8 * len(data))
+            flipped = bytearray(data)
+            flipped[position // 8] ^= 1 << position % 8
+            path.write_bytes(flipped)
+            assert exit_code_of(lambda: run(["verify", str(root)])) == 1, (path, position)
+            captured = capsys.readouterr()
+            assert str(path.relative_to(root)) in (captured.out + captured.err).replace("\n", ""), (path, position)
+        path.write_bytes(data)
+    assert list(verify_root(root)) == []
+
+
+def test_a_missing_and_a_foreign_file(root: Path) -> None:
+    (root / "64x64" / "00000" / "shard.00000.mds").unlink()
+    (root / "64x64" / "00001" / "notes.txt").write_text("x")
+    assert [line.split("/root/")[1] for line in verify_root(root)] == [
+        "64x64/00000/shard.00000.mds is missing",
+        "64x64/00001/notes.txt is in no receipt",
+    ]
+
+
+def test_a_receipt_that_tells_another_reason_than_its_part(root: Path) -> None:
+    receipt = read_sealed_json(root / "commits" / "00000.json")
+    refused = receipt["parts"]["64x64"]["refused"]
+    refused["looks_odd"] = refused.pop("no_image")
+    write_sealed_json(root / "commits" / "00000.json", receipt)
+    assert any("counts other refusals of 64x64 than its part" in line for line in verify_root(root))
+
+
+def test_the_index_comes_back_byte_for_byte(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = root / "64x64" / "index.json"
+    before = path.read_bytes()
+    path.unlink()
+    assert "write it anew with `python -m shards index" in next(verify_root(root))
+    run(["index", str(root)])
+    assert path.read_bytes() == before and "64x64: 30 samples" in capsys.readouterr().out
+
+
+def test_stats(root: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    stats = root_stats(root, max_samples=1000)
+    assert (stats["samples_in"], stats["encoded"], stats["rejected"]["too_small"]) == (46, 30, 10)
+    assert {b: v["samples"] for b, v in stats["buckets"].items()} == {"64x64": 30, "128x128": 20}
+    # 8 planes of 8x8 and 16 tokens of 16, in two bytes each, and a little besides
+    assert 1024 + 512 < stats["buckets"]["64x64"]["bytes_per_sample"] < 1024 + 512 + 200
+    assert len(stats["buckets"]["64x64"]["latent_std"]) == 4
+    run(["stats", str(root), "--plot", str(tmp_path / "stats.png")])
+    printed = capsys.readouterr().out
+    assert "46 samples in, 30 encoded" in printed
+    for bucket, b in stats["buckets"].items():
+        (row,) = (line for line in printed.splitlines() if line.split()[:1] == [bucket])
+        lengths = " / ".join(f"{length:.0f}" for length in b["caption_characters"].values())
+        assert lengths in row and ", ".join(f"{value:.3f}" for value in b["latent_std"]) in row
+    assert (tmp_path / "stats.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_not_a_root(tmp_path: Path) -> None:
+    for command in ("verify", "stats", "index"):
+        with pytest.raises(RequestError, match="is not a latents root"):
+            run([command, str(tmp_path)])
+
+
+def test_a_damaged_encoding_stops_the_verification(root: Path) -> None:
+    path = root / "encoding.json"
+    path.write_bytes(path.read_bytes().replace(b"moments", b"momenta"))
+    with pytest.raises(WorkError, match=r"encoding\.json is damaged"):
+        run(["verify", str(root)])
+
+
+def test_a_root_of_another_version_is_refused_in_words(root: Path) -> None:
+    fields = read_sealed_json(root / "encoding.json")
+    del fields["text"]["captions"]
+    write_sealed_json(root / "encoding.json", fields)
+    with pytest.raises(RequestError, match=r"written by another version of this program.*\(text.captions\)"):
+        run(["verify", str(root)])

@@ -1,0 +1,42 @@
+"""The direction of imports, no circle on any floor, and few rooms on each."""
+
+import ast
+
+import pytest
+
+from tests.rooms import MAY_IMPORT, MOST_ROOMS, ROOT, circles, floors, modules
+
+FLOORS = floors()
+WHOLE_CONFIG = {
+    "TrainConfig": {"train/__main__.py", "train/config.py", "train/prepare.py", "train/assemble.py"},
+}
+"""A command's whole config → the files that may see it: it is taken apart where the run is put together."""
+
+
+def test_packages_import_those_below_them_alone() -> None:
+    wrong = {(a, b) for a, b in FLOORS[""].arrows if b not in MAY_IMPORT[a]}
+    assert not wrong
+
+
+@pytest.mark.parametrize("name", sorted(FLOORS))
+def test_no_circle_and_few_rooms(name: str) -> None:
+    assert not circles(FLOORS[name])
+    assert len(FLOORS[name].rooms - {"__init__"}) <= MOST_ROOMS, sorted(FLOORS[name].rooms)
+
+
+@pytest.mark.parametrize("name", sorted(name for name, path in modules().items() if path.name == "__init__.py"))
+def test_every_package_says_what_is_inside(name: str) -> None:
+    docstring = ast.get_docstring(ast.parse(modules()[name].read_text())) or ""
+    said = docstring.lower()
+    assert all(word in said for word in ("inside:", "in:", "out:")), f"{name}/__init__.py: {docstring!r}"
+    assert len(docstring.splitlines()) <= 7
+
+
+@pytest.mark.parametrize(("config", "files"), WHOLE_CONFIG.items())
+def test_a_whole_config_stays_at_the_door(config: str, files: set[str]) -> None:
+    naming = {
+        path.relative_to(ROOT).as_posix()
+        for name, path in modules().items()
+        if config in path.read_text() and name.split(".")[0] not in ("bench", "examples")
+    }
+    assert naming <= files

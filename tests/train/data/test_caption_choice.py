@@ -1,0 +1,143 @@
+"""One of a sample's captions per step: which one depends on seed, step and global slot alone."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shards.format.encoding import EncodingRecord
+from shards.root.reading import read_part, text_latents
+from tests.conftest import encode_all, precompute_config
+from tests.runs import PYTHON, launcher, run_module, train_fields, write_config
+from tests.tiny import TEXT_LENGTH, make_samples, make_tar
+from train.config import DataConfig, StreamConfig, ValidationConfig
+from train.data.batch import Batch, Collate
+from train.data.draws import Draws, Purpose
+from train.data.loader import global_batches, make_loader, open_data
+from train.objective.validation import open_validation
+from train.run.metrics import read_json_lines
+
+FIELDS = ["txt", "json:blip", "json:human"]
+
+
+@pytest.fixture(scope="module")
+def several(tmp_path_factory: pytest.TempPathFactory, models: Path) -> dict[str, Path]:
+    """Roots of 24 samples with one to three captions each, by text storage; the last holds the first caption alone."""
+    folder = tmp_path_factory.mktemp("several")
+    samples = make_samples(0, 24, [(80, 64)])
+    for i, (_, members) in enumerate(samples):
+        metadata = json.loads(members["json"])
+        for name in ("blip", "human")[: i % 3]:
+            metadata[name] = f"{name} {i}" + "." * (i % 5)
+        members["txt"] = f"t{i}".encode()
+        members["json"] = json.dumps(metadata).encode()
+    make_tar(folder / "tars", "00000", samples)
+    roots = {}
+    for name, storage, trim, fields in (
+        ("float16", "float16", False, FIELDS),
+        ("float8+trim", "float8", True, FIELDS),
+        ("one", "float16", False, ["txt"]),
+    ):
+        text = {"storage": storage, "trim": trim}
+        changes: dict[str, Any] = {"captions": fields, "text": text, "buckets": ["64x64"]}
+        encode_all(precompute_config(models, folder / "tars", folder / name, **changes), models)
+        roots[name] = folder / name
+    return roots
+
+
+def samples_of(root: Path) -> list[dict[str, Any]]:
+    return list(read_part(root / "64x64" / "00000"))
+
+
+@pytest.mark.parametrize("storage", ["float16", "float8+trim"])
+def test_the_chosen_rows_are_the_stored_captions(several: dict[str, Path], storage: str) -> None:
+    samples, encoding = samples_of(several[storage]), EncodingRecord.load(several[storage])
+    batch = Collate(torch.arange(24), TEXT_LENGTH)(samples)
+    assert batch.num_captions is not None and batch.num_captions.tolist() == [1, 2, 3] * 8
+    draws = Draws(7, 3, batch.slots)
+    choice = draws.integers(Purpose.CAPTION_CHOICE, batch.num_captions)
+    drawn = batch.draw_captions(draws)
+    assert drawn.num_captions is None and drawn.text_latents.shape[:2] == (24, TEXT_LENGTH)
+    for i, sample in enumerate(samples):
+        expected = torch.tensor(text_latents(sample, encoding)[choice[i]])
+        found = drawn.text_latents[i]
+        if drawn.text_scales is not None:
+            found = found.view(torch.float8_e4m3fn).float() * drawn.text_scales[i].float()[:, None]
+        assert int(drawn.num_tokens[i]) == len(expected)
+        assert found[: len(expected)].float().equal(expected) and not found[len(expected) :].any()
+    # a rank's share, whichever its slots are
+    for part in (slice(0, 8), slice(3, 4), slice(8, 24)):
+        share = Collate(torch.arange(24)[part], TEXT_LENGTH)(samples[part])
+        assert share.draw_captions(Draws(7, 3, share.slots)).text_latents.equal(drawn.text_latents[part])
+
+
+def test_each_caption_is_as_likely() -> None:
+    captions = torch.arange(4000) % 3 + 1
+    choice = torch.stack(
+        [Draws(1, step, torch.arange(4000)).integers(Purpose.CAPTION_CHOICE, captions) for step in range(9)]
+    )
+    for number in (1, 2, 3):
+        drawn = choice[:, captions == number].flatten()
+        counts = torch.bincount(drawn, minlength=number).double()
+        expected = len(drawn) / number
+        assert len(counts) == number
+        assert ((counts - expected) ** 2 / expected).sum() < 13.9  # chi², 2 degrees of freedom, once in a thousand
+    # another step, another choice; and it says nothing about whether the caption is dropped
+    assert not choice[0].equal(choice[1])
+    dropped = Draws(1, 0, torch.arange(4000)).chance(Purpose.CAPTION_DROPOUT, 0.5)
+    assert abs(torch.corrcoef(torch.stack([dropped.double(), choice[0].double()]))[0, 1]) < 4 / 4000**0.5
+
+
+def test_undrawn_batches_are_not_cut() -> None:
+    batch = Batch(["0"], torch.zeros(1), torch.zeros(1), torch.zeros(2), None, torch.ones(2), torch.tensor([2]))
+    with pytest.raises(AssertionError):
+        next(batch.microbatches(1))
+
+
+def curve(folder: Path, fields: dict[str, Any], num_processes: int = 1) -> tuple[list[float], list[list[str]]]:
+    config = write_config(folder, fields)
+    launch = launcher(num_processes) if num_processes > 1 else PYTHON
+    result = run_module("train", "--config", str(config), "--num_processes", str(num_processes), launcher=launch)
+    assert result.returncode == 0, result.stderr
+    run_dir = Path(fields["run_dir"])
+    losses = [row["loss"] for row in read_json_lines(run_dir / "metrics.jsonl")]
+    return losses, [row["keys"] for row in read_json_lines(run_dir / "samples.jsonl")]
+
+
+def test_the_curve_does_not_depend_on_the_ranks(several: dict[str, Path], tmp_path: Path) -> None:
+    losses, keys = curve(tmp_path, train_fields(several["float8+trim"], tmp_path / "one", max_steps=3))
+    fields = train_fields(several["float8+trim"], tmp_path / "ranks", max_steps=3, microbatch_size=3)
+    ranks = curve(tmp_path, fields, num_processes=2)
+    assert ranks[1] == keys and ranks[0] == pytest.approx(losses, rel=1e-5)
+
+
+def test_roots_with_one_caption_and_with_several_mix(several: dict[str, Path]) -> None:
+    streams = [StreamConfig(root=several[name], bucket="64x64") for name in ("float16", "one")]
+    config = DataConfig(streams=streams, num_workers=0, num_canonical_nodes=4)
+    spec, slots = open_data(config, 16), torch.arange(16)
+    assert spec.steps_per_epoch == 2
+    stored = {name: {sample["key"]: sample for sample in samples_of(several[name])} for name in ("float16", "one")}
+    seen = []
+    for step, batch in zip(range(2), global_batches(make_loader(config, spec, 16, 0, 0, slots), spec, 0), strict=False):
+        assert batch.num_captions is not None
+        draws = Draws(0, step, slots)
+        choice = draws.integers(Purpose.CAPTION_CHOICE, batch.num_captions)
+        drawn = batch.draw_captions(draws)
+        seen += batch.num_captions.tolist()
+        for i, key in enumerate(batch.keys):
+            # of a sample with one caption, both roots hold that one
+            expected = stored["float16"][key]["text_latents"][choice[i]]
+            torch.testing.assert_close(drawn.text_latents[i], torch.tensor(expected), rtol=0, atol=0)
+    assert len(seen) == 32 and seen.count(1) > 16  # all of the one root, a third of the other
+
+
+def test_validation_takes_the_first_caption(several: dict[str, Path]) -> None:
+    found = []
+    for name in ("float16", "one"):
+        config = ValidationConfig(root=several[name], bucket="64x64", samples=24, batch_size=16)
+        found.append(open_validation(config, EncodingRecord.load(several["float16"]), seed=0).batches)
+    for batch, of_one in zip(*found, strict=True):
+        assert batch.num_captions is None and batch.keys == of_one.keys
+        torch.testing.assert_close(batch.text_latents, of_one.text_latents, rtol=0, atol=0)

@@ -1,0 +1,90 @@
+"""Keyed random numbers: the published test vectors, distributions, independence, and slots under every layout."""
+
+import numpy as np
+import pytest
+import torch
+
+from train.data.draws import Draws, Purpose, global_slots, philox
+
+
+@pytest.mark.parametrize(
+    ("counter", "key", "expected"),
+    [  # Random123's kat_vectors for philox4x32, 10 rounds
+        ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+        ((0xFFFFFFFF,) * 4, (0xFFFFFFFF,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+        (
+            (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+            (0xA4093822, 0x299F31D0),
+            (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+        ),
+    ],
+)
+def test_known_answers(counter: tuple[int, ...], key: tuple[int, int], expected: tuple[int, ...]) -> None:
+    words = philox(tuple(torch.tensor(word) for word in counter), key)  # type: ignore[arg-type]
+    assert tuple(int(word) for word in words) == expected
+
+
+def draws(seed: int = 1, step: int = 2, slots: range = range(512)) -> Draws:
+    return Draws(seed, step, torch.tensor(slots))
+
+
+def test_normals_are_standard_normal() -> None:
+    values = draws().normal(Purpose.NOISE, (4, 16, 16)).flatten().double()
+    n = len(values)
+    assert abs(values.mean()) < 4 / n**0.5
+    assert abs(values.var() - 1) < 4 * (2 / n) ** 0.5
+    # Kolmogorov-Smirnov against the normal distribution; 1.95 / √n is exceeded once in a thousand
+    cdf = torch.special.ndtr(values.sort().values)
+    assert (cdf - (torch.arange(n) + 0.5) / n).abs().max() < 1.95 / n**0.5
+    assert values.abs().max() > 4
+
+
+def test_timesteps_are_uniform() -> None:
+    values = torch.cat([draws(step=step).integers(Purpose.TIMESTEP, 1000) for step in range(40)])
+    counts = torch.bincount(values // 100, minlength=10).double()
+    expected = len(values) / 10
+    assert values.min() >= 0 and values.max() < 1000 and len(counts) == 10
+    assert ((counts - expected) ** 2 / expected).sum() < 27.9  # chi², 9 degrees of freedom, once in a thousand
+
+
+@pytest.mark.parametrize("probability", [0.0, 0.1, 1.0])
+def test_chance(probability: float) -> None:
+    share = torch.cat([draws(step=step).chance(Purpose.CAPTION_DROPOUT, probability) for step in range(20)]).double()
+    assert abs(share.mean() - probability) < 0.015 and (0 < probability < 1 or share.mean() == probability)
+
+
+def test_every_part_of_the_key_matters() -> None:
+    """Seed (both words), step (both words), slot and purpose each give unrelated numbers."""
+    base = draws().normal(Purpose.NOISE, (8, 8))
+    others = [
+        draws(seed=2).normal(Purpose.NOISE, (8, 8)),
+        draws(seed=1 + (1 << 32)).normal(Purpose.NOISE, (8, 8)),
+        draws(step=3).normal(Purpose.NOISE, (8, 8)),
+        draws(step=2 + (1 << 32)).normal(Purpose.NOISE, (8, 8)),
+        draws(slots=range(512, 1024)).normal(Purpose.NOISE, (8, 8)),
+        draws().normal(Purpose.POSTERIOR, (8, 8)),
+    ]
+    for other in others:
+        correlation = (base * other).mean() * base.numel() ** 0.5
+        assert abs(correlation) < 4
+
+
+def test_a_slot_does_not_depend_on_who_draws_it() -> None:
+    whole = draws(slots=range(16)).normal(Purpose.NOISE, (3, 5))
+    for start, stop in [(0, 4), (5, 6), (12, 16)]:
+        torch.testing.assert_close(
+            draws(slots=range(start, stop)).normal(Purpose.NOISE, (3, 5)), whole[start:stop], rtol=0, atol=0
+        )
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 4])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_ranks_share_out_the_slots_and_nodes_the_canonical_ones(nodes: int, ranks: int) -> None:
+    canonical_nodes, local = 4, 24 // (nodes * ranks)
+    slots = [global_slots(local, rank, nodes * ranks, ranks).numpy() for rank in range(nodes * ranks)]
+    assert sorted(np.concatenate(slots)) == list(range(24))
+    seen = [
+        {int(slot) % canonical_nodes for rank in range(ranks) for slot in slots[node * ranks + rank]}
+        for node in range(nodes)
+    ]
+    assert sum(map(len, seen)) == canonical_nodes and set().union(*seen) == set(range(canonical_nodes))

@@ -1,0 +1,359 @@
+"""Files that are fetched, cached, damaged, missing or slow: what arrives is right, or an error says what is wrong."""
+
+import hashlib
+import os
+import shutil
+import subprocess
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+import torch
+
+from bench.kit.roots import make_root
+from shards.base.errors import RequestError, WorkError
+from shards.format.mds import parse_index
+from tests.runs import PYTHON, environment
+from tests.train.global_batches import keys_per_step
+from train.config import DataConfig
+from train.data.cache import Cache
+from train.data.loader import global_batches, make_files, make_loader, open_data
+
+PARTS = [13, 29, 17, 23, 19, 11]
+ONE = "64x64/00001/shard.00000.mds"
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """64x64 in six files; three aspect buckets of odd sizes."""
+    buckets = {"64x64": PARTS, "128x64": [7, 12, 9], "64x192": [15, 1, 6], "192x128": [5, 14]}
+    return make_root(tmp_path_factory.mktemp("plain") / "root", buckets)
+
+
+def data_config(root: Path | str, **fields: Any) -> DataConfig:
+    streams = fields.pop("streams", [{"root": str(root), "bucket": "64x64"}])
+    common = {"num_workers": 0, "num_canonical_nodes": 4, "shuffle_block": 16, "timeout": 60}
+    return DataConfig.model_validate({"streams": streams, **common, **fields})
+
+
+def steps(config: DataConfig, count: int = 30) -> list[list[str]]:
+    return keys_per_step(config, open_data(config, 8), 0, count)
+
+
+def hashes(folder: Path) -> dict[str, str]:
+    files = (path for path in sorted(folder.rglob("*")) if path.is_file())
+    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+def flip_a_bit(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def cut_short(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-5])
+
+
+def copies(cache: Path) -> list[Path]:
+    return sorted(cache.rglob("*.mds"), key=lambda path: path.parts[-2:])
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_what_comes_out_of_a_cache_is_what_lies_in_the_root(root: Path, tmp_path: Path, num_workers: int) -> None:
+    before, expected = hashes(root), steps(data_config(root))
+    config = data_config(root, cache=str(tmp_path / "cache"), num_workers=num_workers)
+    assert steps(config) == expected
+    assert len(copies(tmp_path / "cache")) == len(PARTS) and hashes(root) == before
+    # a second run finds the copies: the originals may be out of reach
+    spec = open_data(config, 8)
+    shutil.move(root, root.with_name("away"))
+    try:
+        assert keys_per_step(config, spec, 0, 30) == expected
+    finally:
+        shutil.move(root.with_name("away"), root)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_cache_stays_within_its_limit_and_never_touches_an_original(
+    root: Path, tmp_path: Path, num_workers: int
+) -> None:
+    before, expected = hashes(root), steps(data_config(root))
+    largest = max(path.stat().st_size for path in root.glob("64x64/*/*.mds"))
+    limit = 5 * largest // 2
+    config = data_config(root, cache=str(tmp_path / "cache"), cache_limit=limit, num_workers=num_workers)
+    spec, most = open_data(config, 8), 0
+    batches = global_batches(make_loader(config, spec, 8, 3, 0, torch.arange(8)), spec, 0)
+    for keys in expected:
+        batch = next(batches)
+        assert batch.keys == [key.partition(" ")[0] for key in keys]
+        most = max(most, sum(path.stat().st_size for path in copies(tmp_path / "cache") if path.exists()))
+    batches.close()
+    assert 0 < most <= limit and hashes(root) == before
+
+
+def test_a_loader_process_that_is_killed_with_a_lock_in_its_hand_holds_up_nobody(root: Path) -> None:
+    """torch's own way of ending them waits for a lock that they take now and then."""
+    config = data_config(root, num_workers=1)
+    spec = open_data(config, 8)
+    loader = make_loader(config, spec, 8, 3, 0, torch.arange(8))
+    batches = global_batches(loader, spec, 0)
+    next(batches)
+    iterator = loader._iterator
+    assert iterator is not None
+    iterator._workers_done_event._cond.acquire()  # type: ignore[attr-defined]  # and never let go, as the dead do not
+    batches.close()
+    ending = threading.Thread(target=iterator._shutdown_workers, daemon=True)  # type: ignore[attr-defined]
+    ending.start()
+    ending.join(20)
+    assert not ending.is_alive()
+
+
+def test_a_copy_that_is_damaged_is_fetched_again(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = data_config(root, cache=str(tmp_path / "cache"))
+    expected = steps(config)
+    for damage in (flip_a_bit, cut_short):
+        damage(copies(tmp_path / "cache")[1])
+        assert steps(config) == expected
+        assert "It is a copy, and is fetched again" in capsys.readouterr().out
+    assert {path.name: path.read_bytes() for path in copies(tmp_path / "cache")[1:2]} == {
+        "shard.00000.mds": (root / ONE).read_bytes()
+    }
+
+
+def test_two_processes_that_find_one_damaged_copy_both_read_on(root: Path, tmp_path: Path) -> None:
+    """The second comes when the first has fetched it again: what is sound by now is left alone."""
+    config = data_config(root, cache=str(tmp_path / "cache"))
+    steps(config)
+    (copy,) = [path for path in copies(tmp_path / "cache") if "00001" in path.parts]
+    flip_a_bit(copy)
+    first, second = (make_files(config, open_data(config, 8)).buckets[0] for _ in range(2))
+    check, looked = second.check, []
+
+    def look_then_let_the_other_mend_it(file: int, path: str) -> None:
+        looked.append(path)
+        try:
+            check(file, path)
+        finally:
+            if len(looked) == 1:
+                first.make_ready(1)
+
+    second.check = look_then_let_the_other_mend_it  # type: ignore[method-assign]
+    mended: list[int] = []
+    download = second._download
+    second._download = lambda file, target: mended.append(file) or download(file, target)  # type: ignore[method-assign, func-returns-value]
+    second.make_ready(1)
+    assert len(looked) == 2 and not mended and copy.read_bytes() == (root / ONE).read_bytes()
+
+
+def test_a_copy_that_is_being_looked_at_makes_room_for_nothing(tmp_path: Path) -> None:
+    """Whoever holds its lock would write into what another process has begun meanwhile."""
+    cache, other = (Cache(tmp_path / "cache", 15) for _ in range(2))
+    room = []
+
+    def download(target: Path) -> None:
+        target.write_bytes(bytes(10))
+
+    def sound(copy: Path) -> bool:
+        room.append(other._reserve("b", 10))
+        return True
+
+    cache.add("a", 10, download)
+    cache.add("a", 10, lambda target: pytest.fail(str(target)), sound)
+    assert room == [False] and cache.path("a").exists()
+    assert other._reserve("b", 10) and not cache.path("a").exists()
+
+
+@pytest.mark.parametrize("failures", [2, 3])
+def test_a_store_that_stumbles_is_asked_again(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failures: int
+) -> None:
+    monkeypatch.setattr("train.data.files.DOWNLOAD_PAUSES", (0.01, 0.01))
+    config = data_config(root, cache=str(tmp_path / "cache"))
+    (bucket,) = make_files(config, open_data(config, 8)).buckets
+    get, asked = bucket.store.get, []
+
+    def stumble(name: str, target: Path) -> None:
+        asked.append(name)
+        if len(asked) <= failures:
+            raise (ConnectionResetError, WorkError)[len(asked) % 2]("connection reset by peer")
+        get(name, target)
+
+    bucket.store.get = stumble  # type: ignore[method-assign]
+    if failures == 3:
+        with pytest.raises(WorkError, match=r"connection reset by peer"):
+            bucket.make_ready(1)
+        assert not copies(tmp_path / "cache")
+    else:
+        bucket.make_ready(1)
+        assert copies(tmp_path / "cache")[0].read_bytes() == (root / ONE).read_bytes()
+    assert len(asked) == 3
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (flip_a_bit, r"64x64/00001/shard\.00000\.mds is damaged: its xxh3_64 is not the one in its index"),
+        (cut_short, r"64x64/00001/shard\.00000\.mds: \d+ bytes, but the index says \d+ bytes"),
+        (Path.unlink, r"64x64/00001/shard\.00000\.mds: no file, but the index says \d+ bytes"),
+    ],
+    ids=["flipped-bit", "cut-short", "missing"],
+)
+@pytest.mark.parametrize("cached", [False, True], ids=["in-place", "cached"])
+def test_a_file_that_is_not_as_its_index_says_ends_the_run(
+    root: Path, tmp_path: Path, damage: Callable[[Path], None], message: str, num_workers: int, cached: bool
+) -> None:
+    """Within a moment, by name; and it is not served the next time."""
+    copy = shutil.copytree(root, tmp_path / "root")
+    cache = {"cache": str(tmp_path / "cache")} if cached else {}
+    config = data_config(copy, num_workers=num_workers, **cache)
+    spec = open_data(config, 8)
+    damage(copy / ONE)
+    with pytest.raises(WorkError, match=message):  # which is not what a time limit says
+        keys_per_step(config, spec, 0, 30)
+    assert not any("00001" in path.parts for path in copies(tmp_path / "cache"))
+    shutil.copyfile(root / ONE, copy / ONE)
+    assert keys_per_step(config, spec, 0, 30) == steps(data_config(root))
+
+
+def test_an_address_is_read_through_a_cache_alone(root: Path, tmp_path: Path) -> None:
+    """A root in fsspec's own memory."""
+    files = fsspec.filesystem("memory")
+    files.put(str(root), "/mill", recursive=True)
+    try:
+        with pytest.raises(RequestError, match=r"memory://mill is remote: set data\.cache to a local folder"):
+            open_data(data_config("memory://mill"), 8)
+        config = data_config("memory://mill", cache=str(tmp_path / "cache"))
+        assert steps(config) == steps(data_config(root))
+        spec = open_data(config, 8)
+        shutil.rmtree(tmp_path / "cache")
+        files.pipe_file(f"/mill/{ONE}", bytes(100))
+        with pytest.raises(WorkError, match=r"memory://mill/64x64/00001/shard\.00000\.mds: 100 bytes, but the index"):
+            keys_per_step(config, spec, 0, 30)
+    finally:
+        files.rm("/mill", recursive=True)
+
+
+@pytest.mark.parametrize(
+    ("place", "message"),
+    [("", "lie one in the other"), ("64x64", "lie one in the other"), ("..", "lie one in the other")],
+)
+def test_a_cache_never_lies_in_a_roots_way(root: Path, place: str, message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        open_data(data_config(root, cache=str(root / place)), 8)
+
+
+def test_wrong_caches_are_refused(root: Path, tmp_path: Path) -> None:
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "photos" / "cat.jpg").write_bytes(b"x")
+    with pytest.raises(RequestError, match=r"photos holds files, and is not a cache of this program"):
+        open_data(data_config(root, cache=str(tmp_path / "photos")), 8)
+    with pytest.raises(RequestError, match=r"data\.cache_limit 1000 is less than two files"):
+        open_data(data_config(root, cache=str(tmp_path / "cache"), cache_limit=1000), 8)
+    assert not (tmp_path / "cache").exists()
+
+
+def test_copies_of_a_killed_process_count_and_go(root: Path, tmp_path: Path) -> None:
+    """A row without its file, and part of a file, as SIGKILL leaves them."""
+    limit = 3 * max(path.stat().st_size for path in root.glob("64x64/*/*.mds"))
+    config = data_config(root, cache=str(tmp_path / "cache"), cache_limit=limit)
+    (bucket,) = make_files(config, open_data(config, 8)).buckets
+    assert bucket.cache is not None
+
+    def killed(target: Path) -> None:
+        target.write_bytes(b"half")
+        os._exit(9)
+
+    pid = os.fork()
+    if not pid:
+        bucket.cache.add("gone/shard.00000.mds", limit - 1, killed)
+    os.waitpid(pid, 0)
+    assert bucket.cache.usage() == limit - 1
+    assert steps(config) == steps(data_config(root))
+    assert bucket.cache.usage() <= limit and not list((tmp_path / "cache").rglob("*.partial"))
+
+
+STALL = """
+import sys, time, torch
+from train.config import DataConfig
+from train.data.loader import global_batches, make_loader, open_data
+from train.data.files import Files
+from shards.base.errors import exit_code_of
+
+sample = Files.sample
+def stall(self, file, row):
+    if stalled:
+        time.sleep(3600)
+    return sample(self, file, row)
+Files.sample = stall
+stalled = False
+
+def run():
+    global stalled
+    config = DataConfig.model_validate_json(sys.argv[1])
+    spec = open_data(config, 8)
+    batches = global_batches(make_loader(config, spec, 8, 0, 0, torch.arange(8)), spec, 0, config)
+    if sys.argv[2] == "first":
+        stalled = True
+    else:
+        next(batches)
+        time.sleep(2 * config.timeout)  # a slow training step is no stall
+        next(batches)
+        stalled = True
+    print("stalls now", flush=True)
+    next(batches)
+sys.exit(exit_code_of(run))
+"""
+
+
+@pytest.mark.parametrize(("num_workers", "which"), [(0, "first"), (0, "later"), (1, "first")])
+def test_a_loader_that_stalls_ends_the_run_in_time(root: Path, num_workers: int, which: str) -> None:
+    seconds = {"first": (3.0, 600.0), "later": (600.0, 3.0)}[which]
+    config = data_config(root, num_workers=num_workers, first_timeout=seconds[0], timeout=seconds[1])
+    process = subprocess.Popen(
+        [*PYTHON, "-c", STALL, config.model_dump_json(), which],
+        env=environment(PYTHONPATH=os.getcwd()),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None and process.stdout.readline() == "stalls now\n"
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == 1
+    text = error.replace("\n", " ")
+    assert "No batch came in 3 s." in text if num_workers == 0 else "timed out after 3.0 seconds" in text
+    assert "none was found damaged: storage may stall" in text
+
+
+@pytest.mark.parametrize(("world", "ranks_per_node"), [(2, 2), (2, 1), (4, 4), (4, 2), (4, 1)])
+def test_three_aspect_buckets_in_one_order_on_simulated_machines(root: Path, world: int, ranks_per_node: int) -> None:
+    """Odd sizes and weights, several passes, one shape per global batch; machines of 1, 2 and 4 ranks."""
+    weights = {"128x64": 1.7, "64x192": 1.0, "192x128": 2.5}
+    streams = [{"root": str(root), "bucket": name, "weight": weight} for name, weight in weights.items()]
+    config = data_config(root, streams=streams)
+    spec = open_data(config, 8)
+    # 28, 22 and 19 samples: 5, 2 and 5 global batches
+    assert [stream.chosen // 8 for stream in spec.streams] == [5, 2, 5] and spec.steps_per_epoch == 12
+    expected = keys_per_step(config, spec, 0, 26)
+    assert all(len({key.partition(" ")[2] for key in keys}) == 1 for keys in expected)
+    assert len({key.partition(" ")[2] for keys in expected[:12] for key in keys}) == 3
+    assert keys_per_step(config, spec, 0, 26, world, ranks_per_node) == expected
+    assert keys_per_step(config, spec, 17, 9, world, ranks_per_node) == expected[17:]
+
+
+@pytest.mark.parametrize(
+    ("index", "message"),
+    [
+        (b"{", "is not an index that stage 1 wrote"),
+        (b'{"version": 2, "shards": [{"raw_data": {"basename": "a"}}]}', "is not an index that stage 1 wrote"),
+    ],
+)
+def test_an_index_that_is_none(index: bytes, message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        parse_index(index, "index.json")

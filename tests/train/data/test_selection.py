@@ -1,0 +1,166 @@
+"""Filters on stored scores: the rules, the counts, and runs that see exactly the samples that pass."""
+
+import shutil
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+from pydantic import ValidationError
+
+from bench.kit.roots import make_root
+from shards.base.errors import RequestError
+from shards.base.files import DamagedFile
+from tests.train.global_batches import keys_per_step
+from train.config import DataConfig
+from train.data.loader import open_data
+from train.data.selection import FilterConfig, Range, column_rules, count_by_file
+
+NAN = float("nan")
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """64x64 in 5 parts of 13 to 29 samples; every seventh score of each kind is missing."""
+    return make_root(tmp_path_factory.mktemp("scored") / "root", {"64x64": [13, 29, 17, 23, 19]}, missing_every=7)
+
+
+def data_config(root: Path, **fields: Any) -> DataConfig:
+    stream = {"root": str(root), "bucket": "64x64", "weight": fields.pop("weight", 1.0)}
+    common = {"num_workers": 0, "num_canonical_nodes": 4, "shuffle_block": 16, "timeout": 60}
+    return DataConfig.model_validate({"streams": [stream], **common, **fields})
+
+
+def rows(root: Path) -> list[dict[str, Any]]:
+    return [row for path in sorted(root.glob("64x64/*/samples.parquet")) for row in pq.read_table(path).to_pylist()]
+
+
+@pytest.mark.parametrize(
+    ("bound", "missing", "passes"),
+    [
+        (Range(min=0.5), "drop", [False, True, True, False]),
+        (Range(max=0.5), "drop", [True, True, False, False]),
+        (Range(min=0.5), "keep", [False, True, True, True]),
+        (Range(min=0.25, max=0.5), "keep", [True, True, False, True]),
+    ],
+)
+def test_bounds_are_inclusive_and_nan_has_a_rule_of_its_own(bound: Range, missing: str, passes: list[bool]) -> None:
+    values = np.array([0.25, 0.5, 0.75, NAN], np.float32)
+    rules = [rule for rule, _ in column_rules("score", values, bound, missing)]
+    assert np.logical_and.reduce(rules).tolist() == passes
+
+
+def test_bounds_are_compared_as_scores_are_stored() -> None:
+    """0.1 is no float32; a stored 0.1 is at the bound 0.1, not above it."""
+    ((passes, rule),) = column_rules("punsafe", np.array([0.1], np.float32), Range(max=0.1), "keep")
+    assert passes.all() and rule == "punsafe ≤ 0.1"
+
+
+@pytest.mark.parametrize("fields", [{}, {"min": 2.0, "max": 1.0}])
+def test_bounds_that_make_no_sense(fields: dict[str, float]) -> None:
+    with pytest.raises(ValidationError, match=r"give min or max|min 2 is above max 1"):
+        Range(**fields)
+
+
+FILTERS = [
+    {"aesthetic": {"min": 5.0}, "missing": "drop"},
+    {"aesthetic": {"min": 5.0}, "punsafe": {"max": 0.5}, "missing": "keep"},
+    {"width": {"min": 100}, "height": {"max": 180}},
+]
+
+
+def expected_keys(root: Path, config: dict[str, Any]) -> set[str]:
+    """The obvious way: sample by sample."""
+    keys = set()
+    for row in rows(root):
+        passes = True
+        for column, bound in config.items():
+            if column == "missing":
+                continue
+            value = row[column]
+            if value != value:
+                passes &= config["missing"] == "keep"
+            else:
+                passes &= bound.get("min", -np.inf) <= value <= bound.get("max", np.inf)
+        if passes:
+            keys.add(row["key"])
+    return keys
+
+
+@pytest.mark.parametrize("weight", [1.0, 2.0])
+@pytest.mark.parametrize("config", FILTERS, ids=["drop", "keep", "sizes"])
+def test_exactly_the_samples_that_pass(root: Path, config: dict[str, Any], weight: float) -> None:
+    data = data_config(root, filter=config, weight=weight)
+    spec = open_data(data, 8)
+    expected = expected_keys(root, config)
+    assert 8 < len(expected) < len(rows(root)) and spec.streams[0].num_samples == len(expected)
+    seen: set[str] = set()
+    for epoch in range(4):
+        steps = keys_per_step(data, spec, epoch * spec.steps_per_epoch, spec.steps_per_epoch)
+        counts = Counter(key.partition(" ")[0] for keys in steps for key in keys)
+        assert set(counts) <= expected and max(counts.values()) == weight
+        assert counts.total() == len(expected) * weight // 8 * 8  # fewer than a global batch falls short
+        seen |= set(counts)
+    assert seen == expected
+
+
+@pytest.mark.parametrize(("world", "workers"), [(1, 2), (2, 0), (2, 1), (4, 0)])
+def test_one_order_on_any_ranks_and_workers_and_after_a_resume(root: Path, world: int, workers: int) -> None:
+    data = data_config(root, filter=FILTERS[0], weight=1.7)
+    spec = open_data(data, 8)
+    steps = spec.steps_per_epoch + 2
+    reference = keys_per_step(data, spec, 0, steps)
+    there = data.model_copy(update={"num_workers": workers})
+    assert keys_per_step(there, spec, 0, steps, world) == reference
+    resumed = keys_per_step(there, spec, steps - 4, 4, world)
+    assert resumed == reference[-4:]
+
+
+def test_a_streams_own_filter_takes_the_place_of_the_common_one(root: Path) -> None:
+    data = data_config(root, filter=FILTERS[0])
+    own = data.streams[0].model_copy(update={"filter": FilterConfig(width=Range(min=1))})
+    spec = open_data(data.model_copy(update={"streams": [own]}), 8)
+    assert spec.streams[0].num_samples == len(rows(root))
+
+
+def test_counts_by_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("train.data.selection.FILES_AT_ONCE", 3)
+    rng = np.random.default_rng(0)
+    samples = rng.integers(0, 4, 50)
+    samples[[0, 7, 8, 49]] = 0  # files that hold nothing
+    passing = rng.random(samples.sum()) < 0.5
+    ends = samples.cumsum()
+    expected = [int(passing[end - n : end].sum()) for end, n in zip(ends, samples, strict=True)]
+    assert count_by_file(passing, samples).tolist() == expected
+
+
+def test_too_narrow_a_filter_is_refused_with_counts(root: Path) -> None:
+    with pytest.raises(RequestError, match=r"holds 101 samples, of which 0 pass its filter \(failed, by") as caught:
+        open_data(data_config(root, filter={"aesthetic": {"min": 50.0}}), 8)
+    missing = sum(row["aesthetic"] != row["aesthetic"] for row in rows(root))
+    assert f"aesthetic missing {missing}, aesthetic ≥ 50 {101 - missing})" in str(caught.value)
+    assert "loosen the filter" in str(caught.value)
+
+
+def test_the_selection_is_part_of_the_fingerprint(root: Path) -> None:
+    selections = [open_data(data_config(root, filter=config), 8).streams[0].selection for config in FILTERS]
+    assert all(selections) and len({each.sha256 for each in selections if each}) == 3
+    again = open_data(data_config(root, filter=FILTERS[0]), 8).streams[0].selection
+    assert again is not None and selections[0] is not None and again.sha256 == selections[0].sha256
+
+
+def test_a_flipped_bit_in_a_table_is_found(root: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(root, tmp_path / "root")
+    path = copy / "64x64" / "00002" / "samples.parquet"
+    data = bytearray(path.read_bytes())
+    data[200] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(DamagedFile, match=r"00002/samples\.parquet is damaged: its SHA-256 is not the one"):
+        open_data(data_config(copy, filter=FILTERS[0]), 8)
+    path.unlink()
+    with pytest.raises(RequestError, match=r"samples\.parquet or its receipt is missing"):
+        open_data(data_config(copy, filter=FILTERS[0]), 8)
+    assert torch.is_tensor(open_data(data_config(copy), 8).uncond)  # nobody needs it without a filter

@@ -1,0 +1,157 @@
+"""Roots and U-Nets that do not fit each other: refused before anything is written, with what differs."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.kit.roots import make_root
+from shards.base.errors import exit_code_of
+from shards.format.encoding import EncodingRecord
+from tests.runs import UNET, train_fields, write_config
+from train.__main__ import run
+
+WRONG = [
+    ("image", "scaling_factor", 0.13025, r"image.scaling_factor: 0.5 ≠ 0.13025"),
+    ("image", "latent_channels", 16, r"image.latent_channels: 4 ≠ 16"),
+    ("image", "posterior", "mean", r"image.posterior: 'moments' ≠ 'mean'"),
+    ("text", "width", 32, r"text.width: 16 ≠ 32"),
+    ("text", "length", 8, r"text.length: 16 ≠ 8"),
+    ("text", "trim", True, r"text.trim: False ≠ True"),
+    ("vae", "sha256", 64 * "b", r"vae.sha256"),
+    ("text_encoder", "sha256", 64 * "b", r"text_encoder.sha256"),
+]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_root(tmp_path_factory.mktemp("roots") / "root", {"64x64": [20], "64x96": [20]})
+
+
+def another(root: Path, copy: Path, section: str, **fields: Any) -> Path:
+    """A root with another encoding, as far as its encoding.json says."""
+    shutil.copytree(root, copy)
+    encoding = EncodingRecord.load(root)
+    encoding.model_copy(update={section: getattr(encoding, section).model_copy(update=fields)}).save(copy)
+    return copy
+
+
+def refusal(folder: Path, fields: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> str:
+    """The paragraph with which training refuses, on one line."""
+    config = write_config(folder, fields)
+    assert exit_code_of(lambda: run(["--config", str(config)])) == 2
+    assert not Path(fields["run_dir"]).exists()
+    return capsys.readouterr().err.replace("\n", " ")
+
+
+@pytest.mark.parametrize(("section", "name", "value", "words"), WRONG, ids=[f"{row[0]}.{row[1]}" for row in WRONG])
+def test_roots_that_mean_different_things_are_not_mixed(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], section: str, name: str, value: Any, words: str
+) -> None:
+    other = another(root, tmp_path / "other", section, **{name: value})
+    streams = [{"root": str(place), "bucket": "64x64"} for place in (root, other)]
+    message = refusal(tmp_path, train_fields(root, tmp_path / "run", data={"streams": streams}), capsys)
+    assert words in message and f"{other} cannot be mixed" in message
+
+
+def test_a_validation_root_of_another_encoding(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    other = another(root, tmp_path / "other", "image", scaling_factor=0.25)
+    validation = {"root": str(other), "bucket": "64x64", "samples": 8}
+    message = refusal(tmp_path, train_fields(root, tmp_path / "run", validation=validation), capsys)
+    assert f"The validation root {other} does not fit the training data: image.scaling_factor: 0.5 ≠ 0.25" in message
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"in_channels": 16, "out_channels": 16}, "it maps 16 to 16 channels; latents have 4"),
+        ({"cross_attention_dim": 32}, "it attends to states of width 32; text latents have 16"),
+        ({"cross_attention_dim": [16, 32]}, "it attends to states of width [16, 32]; text latents have 16"),
+        ({"num_class_embeds": 10}, "its num_class_embeds 10 asks for inputs beside latents, timesteps and text"),
+        ({"class_embed_type": "timestep"}, "its class_embed_type timestep asks for inputs"),
+        (
+            {
+                "addition_embed_type": "text_time",
+                "addition_time_embed_dim": 8,
+                "projection_class_embeddings_input_dim": 64,
+            },
+            "its addition_embed_type text_time asks for inputs",
+        ),
+    ],
+)
+def test_a_unet_that_does_not_fit_the_latents(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], change: dict[str, Any], words: str
+) -> None:
+    (unet := tmp_path / "unet.json").write_text(json.dumps(json.loads(UNET.read_text()) | change))
+    message = refusal(tmp_path, train_fields(root, tmp_path / "run", unet=str(unet)), capsys)
+    assert words in message and "Give another `unet` or root" in message
+
+
+@pytest.mark.parametrize("content", ["[1]", '"runwayml/stable-diffusion-v1-5"', "3"])
+def test_a_unet_config_that_is_no_object(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str
+) -> None:
+    (unet := tmp_path / "unet.json").write_text(content)
+    message = refusal(tmp_path, train_fields(root, tmp_path / "run", unet=str(unet)), capsys)
+    assert f"The U-Net config {unet} holds no JSON object" in message
+
+
+@pytest.mark.parametrize("run_dir", ["run", "run/phase1"])
+def test_a_run_folder_that_cannot_be_one(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], run_dir: str
+) -> None:
+    (tmp_path / "run").write_bytes(b"")
+    config = write_config(tmp_path, train_fields(root, tmp_path / run_dir))
+    for command in ([], ["check"]):
+        assert exit_code_of(lambda command=command: run([*command, "--config", str(config)])) == 2  # type: ignore[misc]
+        assert f"{tmp_path / 'run'} is a file" in capsys.readouterr().err.replace("\n", " ")
+
+
+@pytest.mark.parametrize(
+    ("section", "fields"),
+    [
+        ("optimizer", {"betas": [1.0, 0.999]}),
+        ("optimizer", {"lr": float("inf")}),
+        ("objective", {"beta_end": 12.0}),
+        ("data", {"streams": [{"root": "x", "bucket": "64x64", "weight": 1e300}]}),
+    ],
+)
+def test_numbers_that_nothing_can_be_trained_with(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], section: str, fields: dict[str, Any]
+) -> None:
+    (name,) = fields
+    message = refusal(tmp_path, train_fields(root, tmp_path / "run", **{section: fields}), capsys)
+    assert f"{section}.{name}" in message
+
+
+def test_processes_that_the_nodes_do_not_share_evenly(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    config = write_config(tmp_path, train_fields(root, tmp_path / "run"))
+    assert exit_code_of(lambda: run(["check", "--config", str(config)])) == 2
+    assert "1 processes are not spread evenly over the nodes" in capsys.readouterr().err.replace("\n", " ")
+
+
+def test_accelerate_is_not_told_to_scale_gradients_by_the_environment(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
+    message = refusal(tmp_path, train_fields(root, tmp_path / "run"), capsys)
+    assert "ACCELERATE_GRADIENT_ACCUMULATION_STEPS" in message
+
+
+def test_a_bucket_that_the_unet_cannot_halve(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """12 halves to 6 and 3, and no further."""
+    fields = json.loads(UNET.read_text())
+    deeper = {
+        "block_out_channels": [8, 8, 8, 8],
+        "down_block_types": ["DownBlock2D"] * 4,
+        "up_block_types": ["UpBlock2D"] * 4,
+    }
+    (unet := tmp_path / "unet.json").write_text(json.dumps(fields | deeper))
+    streams = [{"root": str(root), "bucket": "64x96"}]
+    message = refusal(tmp_path, train_fields(root, tmp_path / "run", unet=str(unet), data={"streams": streams}), capsys)
+    assert "it halves 3 times; latents of 64x96 are (12, 8)" in message

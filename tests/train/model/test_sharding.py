@@ -1,0 +1,167 @@
+"""FSDP2 on gloo: the same losses, checkpoints and skipped steps as with whole weights, and interchangeable."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from shards.base.errors import RequestError
+from tests import ranks
+from tests.runs import curve, launcher, run_module, train_fields, write_config
+from train.__main__ import run as command
+from train.data.draws import Draws
+from train.model.sharding import launched_sharding
+from train.objective.loss import DiffusionLoss
+from train.run.checkpoint import step_folder, verify_checkpoint
+from train.run.metrics import read_json_lines
+
+STEPS = 8
+FILES = ("unet/diffusion_pytorch_model.safetensors", "ema/diffusion_pytorch_model.safetensors", "optimizer.safetensors")
+
+
+def train(folder: Path, latents: Path, name: str, num_processes: int, **changes: Any) -> Path:
+    """A run with a checkpoint after its fourth step and its last; its folder."""
+    changes = {"max_steps": STEPS, "checkpoint": {"every": 4, "keep": 9}, "collective_timeout": 120.0} | changes
+    fields = train_fields(latents, folder / name, microbatch_size=2, **changes)
+    ranks.run(folder / f"{name}.log", ["--config", str(write_config(folder, fields))], num_processes)
+    return folder / name
+
+
+@pytest.fixture(scope="module")
+def whole(latents: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two processes that each hold all."""
+    return train(tmp_path_factory.mktemp("whole"), latents, "whole", 2)
+
+
+@pytest.fixture(scope="module")
+def full(latents: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two processes that hold parts of the weights, with a validation loss between steps."""
+    validation = {"root": str(latents), "bucket": "64x64", "samples": 10, "batch_size": 4, "every": 2}
+    return train(tmp_path_factory.mktemp("full"), latents, "full", 2, sharding="full", validation=validation)
+
+
+def same_weights(one: Path, other: Path, step: int) -> None:
+    """Checkpoints of the same names, shapes and types, and of values that differ by rounding."""
+    for name in FILES:
+        a, b = (load_file(step_folder(run, step) / name) for run in (one, other))
+        assert {key: (value.shape, value.dtype) for key, value in a.items()} == {
+            key: (value.shape, value.dtype) for key, value in b.items()
+        }
+        for key, value in a.items():
+            torch.testing.assert_close(value, b[key], rtol=1e-3, atol=1e-6)
+    configs = [(step_folder(run, step) / "unet" / "config.json").read_bytes() for run in (one, other)]
+    assert configs[0] == configs[1]
+
+
+def rows(run: Path, field: str) -> list[float]:
+    """One field of metrics.jsonl."""
+    return [row[field] for row in read_json_lines(run / "metrics.jsonl")]
+
+
+def test_full_sharding_gives_the_curve_the_norms_and_the_checkpoints_of_ddp(whole: Path, full: Path) -> None:
+    assert curve(full)[1] == curve(whole)[1]
+    assert curve(full)[0] == pytest.approx(curve(whole)[0], rel=1e-5)
+    assert rows(full, "grad_norm") == pytest.approx(rows(whole, "grad_norm"), rel=1e-4)  # over all parts
+    same_weights(whole, full, STEPS)
+
+
+def test_grad_op_gives_the_curve_and_the_checkpoints_of_ddp(whole: Path, latents: Path, tmp_path: Path) -> None:
+    grad_op = train(tmp_path, latents, "grad_op", 2, sharding="grad_op")
+    assert curve(grad_op)[0] == pytest.approx(curve(whole)[0], rel=1e-5)
+    same_weights(whole, grad_op, STEPS)
+
+
+def copy_of_step_4(run: Path, target: Path) -> None:
+    """A run folder with that checkpoint alone, hard-linked."""
+    source = step_folder(run, 4)
+    for path in source.rglob("*"):
+        if path.is_file():
+            link = step_folder(target, 4) / path.relative_to(source)
+            link.parent.mkdir(parents=True, exist_ok=True)
+            link.hardlink_to(path)
+
+
+@pytest.mark.parametrize(
+    ("source", "num_processes", "sharding"),
+    [("full", 1, "none"), ("whole", 2, "full"), ("full", 2, "none")],
+    ids=["parts-to-one-process", "whole-to-parts", "parts-to-whole"],
+)
+def test_a_run_goes_on_with_another_sharding(
+    request: pytest.FixtureRequest,
+    whole: Path,
+    latents: Path,
+    tmp_path: Path,
+    source: str,
+    num_processes: int,
+    sharding: str,
+) -> None:
+    """What is read from a checkpoint is written into the next one unchanged, but for four steps of training."""
+    copy_of_step_4(request.getfixturevalue(source), tmp_path / "run")
+    resumed = train(tmp_path, latents, "run", num_processes, sharding=sharding)
+    assert rows(resumed, "step") == [5, 6, 7, 8]
+    assert rows(resumed, "loss") == pytest.approx(rows(whole, "loss")[4:], rel=1e-5)
+    same_weights(whole, resumed, STEPS)
+
+
+def blow_up(arguments: list[str]) -> None:
+    """The trainer, with latents of infinite size on step 3 alone."""
+    sample_latents = DiffusionLoss.sample_latents
+
+    def sometimes(self: DiffusionLoss, stored: torch.Tensor, draws: Draws) -> torch.Tensor:
+        latents = sample_latents(self, stored, draws)
+        return latents * float("inf") if draws.step == 2 and int(draws.slots[0]) == 1 else latents
+
+    DiffusionLoss.sample_latents = sometimes  # type: ignore[method-assign]
+    command(arguments)
+
+
+def test_a_step_that_is_not_finite_on_one_process_is_skipped_by_both(latents: Path, tmp_path: Path) -> None:
+    fields = train_fields(
+        latents, tmp_path / "run", max_steps=4, sharding="full", checkpoint={"every": 1, "keep": 9}, microbatch_size=2
+    )
+    arguments = ["--config", str(write_config(tmp_path, fields))]
+    codes = ranks.wait(ranks.start(tmp_path / "log", arguments, 2, program="tests.train.model.test_sharding:blow_up"))
+    assert codes == [0, 0], (tmp_path / "log").read_text()
+    files = [verify_checkpoint(step_folder(tmp_path / "run", step))["files"] for step in (2, 3, 4)]
+    assert files[0]["optimizer.safetensors"] == files[1]["optimizer.safetensors"] != files[2]["optimizer.safetensors"]
+    assert files[0][FILES[0]] == files[1][FILES[0]] != files[2][FILES[0]]
+    assert rows(tmp_path / "run", "skipped_steps") == [0, 0, 1, 1]
+    assert rows(tmp_path / "run", "loss")[3] is not None
+
+
+def test_fsdp_from_the_launcher_is_refused_without_a_gpu(latents: Path, tmp_path: Path) -> None:
+    config = write_config(tmp_path, train_fields(latents, tmp_path / "run"))
+    launch = (*launcher(1)[:3], "--config_file", "configs/accelerate/fsdp2_full_shard.yaml", "--num_processes", "2")
+    result = run_module("train", "--config", str(config), launcher=(*launch, "--main_process_port", "0"))
+    assert result.returncode != 0
+    assert "error: The launcher asks for FSDP, which is for GPUs, and there is none." in result.stderr
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({}, None),
+        ({"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_RESHARD_AFTER_FORWARD": "true"}, "full"),
+        ({"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_RESHARD_AFTER_FORWARD": "false"}, "grad_op"),
+        ({"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "1"}, "FSDP version 1 with parameter offload false"),
+        (
+            {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_OFFLOAD_PARAMS": "true"},
+            "FSDP version 2 with parameter offload true",
+        ),
+    ],
+)
+def test_what_the_launcher_asks_for(
+    variables: dict[str, str], expected: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a machine with a GPU."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for name, value in ({"ACCELERATE_USE_FSDP": "false"} | variables).items():
+        monkeypatch.setenv(name, value)
+    if expected in (None, "full", "grad_op"):
+        assert launched_sharding() == expected
+    else:
+        with pytest.raises(RequestError, match=expected):
+            launched_sharding()

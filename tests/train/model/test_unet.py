@@ -1,0 +1,112 @@
+"""The shipped configs are Stable Diffusion 2 base."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from diffusers import UNet2DConditionModel
+
+from shards.base.config import load_config
+from shards.base.errors import RequestError
+from tests.runs import UNET
+from train.config import TrainConfig
+from train.model.unet import build_unet, load_pretrained
+
+CONFIGS = Path(__file__).parents[3] / "configs"
+
+
+def test_sd2_base_has_its_parameters() -> None:
+    with torch.device("meta"):
+        unet = UNet2DConditionModel.from_config(json.loads((CONFIGS / "unet" / "sd2-base.json").read_text()))
+    assert sum(parameter.numel() for parameter in unet.parameters()) == 865_910_724
+
+
+def test_the_phases_are_as_designed() -> None:
+    one, two = (load_config(TrainConfig, CONFIGS / f"phase{phase}.yaml", [], "train") for phase in (1, 2))
+    assert [(c.max_steps, c.data.streams[0].bucket) for c in (one, two)] == [(550_000, "256x256"), (850_000, "512x512")]
+    assert (one.ema.start_step, two.ema.start_step, two.ema.decay) == (None, 800_000, 0.9999)
+    assert two.init_from == one.run_dir and one.init_from is None
+    for config in (one, two):
+        assert config.global_batch_size == 2048 and config.unet.name == "sd2-base.json"
+        optimizer, objective = config.optimizer, config.objective
+        assert (optimizer.lr, optimizer.betas, optimizer.eps, optimizer.weight_decay) == (
+            1e-4,
+            (0.9, 0.999),
+            1e-8,
+            0.01,
+        )
+        assert (config.schedule.kind, config.schedule.warmup_steps, optimizer.max_grad_norm) == (
+            "constant",
+            10_000,
+            1.0,
+        )
+        assert (objective.prediction, objective.beta_schedule, objective.caption_dropout) == (
+            "epsilon",
+            "scaled_linear",
+            0.1,
+        )
+        assert (objective.num_train_timesteps, objective.beta_start, objective.beta_end) == (1000, 0.00085, 0.012)
+
+
+def test_weights_depend_on_the_seed_alone() -> None:
+    path = Path(__file__).parents[2] / "tiny_unet.json"
+    torch.manual_seed(1)
+    one = build_unet(path, 7).state_dict()
+    torch.manual_seed(2)
+    two = build_unet(path, 7).state_dict()
+    other = build_unet(path, 8).state_dict()
+    assert all(torch.equal(one[name], two[name]) for name in one)
+    assert any(not torch.equal(one[name], other[name]) for name in one)
+
+
+def test_dropout_is_refused(tmp_path: Path) -> None:
+    fields = json.loads((Path(__file__).parents[2] / "tiny_unet.json").read_text()) | {"dropout": 0.1}
+    (tmp_path / "unet.json").write_text(json.dumps(fields))
+    with pytest.raises(RequestError, match=r"sets dropout 0\.1"):
+        build_unet(tmp_path / "unet.json", 0)
+
+
+TINY = Path(__file__).parents[2] / "tiny_unet.json"
+
+
+@pytest.mark.parametrize("variant", [None, "fp16"])
+def test_a_pretrained_folder_is_loaded_as_float32(tmp_path: Path, variant: str | None) -> None:
+    theirs = build_unet(TINY, 1)
+    if variant:
+        theirs.half()
+    theirs.save_pretrained(tmp_path, variant=variant)
+    ours = build_unet(TINY, 2)
+    load_pretrained(ours, str(tmp_path))
+    expected = theirs.float().state_dict()
+    assert all(
+        value.dtype == torch.float32 and value.equal(expected[name]) for name, value in ours.state_dict().items()
+    )
+
+
+def test_another_architecture_is_refused_by_its_fields(tmp_path: Path) -> None:
+    build_unet(TINY, 1).save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    fields = json.loads(path.read_text())
+    # one number stands for all blocks, and the size of a training picture is no architecture
+    path.write_text(json.dumps(fields | {"attention_head_dim": [4, 4], "sample_size": 99}))
+    load_pretrained(build_unet(TINY, 2), str(tmp_path))
+    path.write_text(json.dumps(fields | {"cross_attention_dim": 32, "in_channels": 9}))
+    with pytest.raises(RequestError, match=r"in_channels: 9 ≠ 4; .*cross_attention_dim: 32 ≠ 16 \(there ≠ here\)"):
+        load_pretrained(build_unet(TINY, 2), str(tmp_path))
+
+
+def test_a_folder_without_safetensors_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(TINY.read_text())
+    with pytest.raises(RequestError, match=r"has no diffusion_pytorch_model\.safetensors or .*other formats are not"):
+        load_pretrained(build_unet(TINY, 2), str(tmp_path))
+
+
+@pytest.mark.parametrize("length", [0, 1000])
+def test_pretrained_weights_cut_short_are_named(tmp_path: Path, length: int) -> None:
+    unet = build_unet(UNET, seed=0)
+    unet.save_pretrained(tmp_path)
+    path = tmp_path / "diffusion_pytorch_model.safetensors"
+    path.write_bytes(path.read_bytes()[:length])
+    with pytest.raises(RequestError, match=f"{path} is damaged"):
+        load_pretrained(unet, str(tmp_path))

@@ -1,0 +1,105 @@
+"""Flow matching to the end: a small U-Net learns one set of latents, and the exported pipeline gives it back."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from diffusers import (
+    AutoencoderKL,
+    DPMSolverMultistepScheduler,
+    FlowMatchEulerDiscreteScheduler,
+    StableDiffusionPipeline,
+    UNet2DConditionModel,
+)
+from transformers import CLIPTextModel, CLIPTokenizer
+
+from tests.train.objective.test_loss import spec
+from train.config import ObjectiveConfig
+from train.data.batch import Batch
+from train.data.draws import Draws
+from train.export.pipeline import sampler
+from train.model.unet import build_unet
+from train.objective.loss import DiffusionLoss
+
+OBJECTIVE = ObjectiveConfig(prediction="flow_matching", caption_dropout=0)
+UNET = Path(__file__).parents[2] / "tiny_unet.json"
+LATENTS = torch.randn(1, 4, 8, 8, generator=torch.Generator().manual_seed(9)).half()
+TEXT = torch.zeros(16, 16).half()
+NUM_SAMPLES = 4
+
+
+@pytest.fixture(scope="module")
+def trained() -> UNet2DConditionModel:
+    """A U-Net that was shown one picture's latents 400 × 16 times."""
+    unet = build_unet(UNET, seed=0)
+    loss = DiffusionLoss(OBJECTIVE, spec(posterior="mean", scaling_factor=1.0, uncond=TEXT), torch.device("cpu"))
+    optimizer = torch.optim.AdamW(unet.parameters(), lr=3e-3)
+    slots = torch.arange(16)
+    data = Batch(["one"] * 16, slots, LATENTS.expand(16, -1, -1, -1), TEXT.expand(16, -1, -1), None, slots)
+    for step in range(400):
+        loss(unet, data, Draws(0, step, slots)).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return unet.eval()
+
+
+def error(samples: torch.Tensor) -> float:
+    """Distance of the samples from the latents, as a share of the distance of noise from them."""
+    return float((samples - LATENTS.float()).norm() / (2 * LATENTS.float().expand_as(samples)).norm())
+
+
+def test_the_exported_pipeline_gives_back_what_was_learned(
+    trained: UNet2DConditionModel, models: Path, tmp_path: Path
+) -> None:
+    StableDiffusionPipeline(
+        vae=AutoencoderKL.from_pretrained(models / "vae"),
+        text_encoder=CLIPTextModel.from_pretrained(models / "text_encoder"),
+        tokenizer=CLIPTokenizer.from_pretrained(models / "tokenizer"),
+        unet=trained,
+        scheduler=sampler(OBJECTIVE),
+        safety_checker=None,
+        feature_extractor=None,
+        requires_safety_checker=False,
+    ).save_pretrained(tmp_path)
+    pipeline = StableDiffusionPipeline.from_pretrained(tmp_path, safety_checker=None)
+    assert isinstance(pipeline.scheduler, DPMSolverMultistepScheduler)
+    pipeline.set_progress_bar_config(disable=True)
+    samples = pipeline(
+        prompt_embeds=TEXT.float().expand(NUM_SAMPLES, -1, -1),
+        height=64,
+        width=64,
+        num_inference_steps=20,
+        guidance_scale=1.0,
+        output_type="latent",
+        generator=torch.Generator().manual_seed(0),
+    ).images
+    noise = torch.randn(NUM_SAMPLES, 4, 8, 8, generator=torch.Generator().manual_seed(0))
+    assert error(samples) < 0.2 < 0.6 < error(noise)
+
+
+@torch.no_grad()
+def test_it_solves_the_equation_that_diffusers_own_sampler_solves(trained: UNet2DConditionModel) -> None:
+    """With many steps two orders and two schedules of steps meet in one solution, noise by noise."""
+    noise = torch.randn(NUM_SAMPLES, 4, 8, 8, generator=torch.Generator().manual_seed(1))
+    text, results = TEXT.float().expand(NUM_SAMPLES, -1, -1), []
+    for scheduler in (sampler(OBJECTIVE), FlowMatchEulerDiscreteScheduler()):
+        scheduler.set_timesteps(100)
+        samples = noise
+        for timestep in scheduler.timesteps:
+            samples = scheduler.step(trained(samples, timestep, text).sample, timestep, samples).prev_sample
+        results.append(samples)
+    assert (results[0] - results[1]).norm() < 0.05 * results[1].norm()
+
+
+def test_its_first_order_is_eulers_method() -> None:
+    """One step of each, between the same two times, in float64."""
+    scheduler = DPMSolverMultistepScheduler.from_config(sampler(OBJECTIVE).config, solver_order=1)
+    scheduler.set_timesteps(10)
+    samples, flow = torch.randn(2, 4, 8, 8), torch.randn(2, 4, 8, 8)
+    for step, timestep in enumerate(scheduler.timesteps):
+        found = scheduler.step(flow, timestep, samples).prev_sample
+        euler = samples + (scheduler.sigmas[step + 1] - scheduler.sigmas[step]) * flow
+        torch.testing.assert_close(found, euler, rtol=1e-4, atol=1e-5)
+        # the U-Net is told the time to the whole step below
+        assert 0 <= 1000 * scheduler.sigmas[step] - timestep < 1.001
+        samples = found

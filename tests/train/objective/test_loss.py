@@ -1,0 +1,249 @@
+"""The loss against diffusers' own pieces, on random input."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from diffusers import DDPMScheduler, FlowMatchEulerDiscreteScheduler
+from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
+
+from shards.format.text import quantise
+from train.config import ObjectiveConfig
+from train.data.batch import Batch
+from train.data.draws import Draws, Purpose
+from train.data.loader import DataSpec
+from train.objective.loss import DiffusionLoss
+
+N, CHANNELS, SIDE, TOKENS, WIDTH = 6, 4, 8, 16, 12
+
+
+def spec(**changes: object) -> DataSpec:
+    fields = {
+        "posterior": "moments",
+        "latent_channels": CHANNELS,
+        "scaling_factor": 0.7,
+        "text_length": TOKENS,
+        "text_width": WIDTH,
+        "trim": False,
+        "uncond": torch.randn(TOKENS, WIDTH).half(),
+        "uncond_tokens": 2,
+        "streams": (),
+        "steps_per_epoch": 1,
+    }
+    return DataSpec(**(fields | changes))  # type: ignore[arg-type]
+
+
+def batch(**changes: object) -> Batch:
+    generator = torch.Generator().manual_seed(5)
+    fields = {
+        "keys": [str(i) for i in range(N)],
+        "slots": torch.arange(N),
+        "image_latents": torch.randn(N, 2 * CHANNELS, SIDE, SIDE, generator=generator).half(),
+        "text_latents": torch.randn(N, TOKENS, WIDTH, generator=generator).half(),
+        "text_scales": None,
+        "num_tokens": torch.tensor([16, 3, 4, 5, 6, 7]),
+    }
+    return Batch(**(fields | changes))  # type: ignore[arg-type]
+
+
+class Recorder(torch.nn.Module):
+    """Stands for a U-Net: remembers its inputs, predicts half of the noisy latents."""
+
+    def forward(
+        self, noisy: torch.Tensor, timesteps: torch.Tensor, states: torch.Tensor, encoder_attention_mask: object
+    ) -> object:
+        self.seen = noisy, timesteps, states, encoder_attention_mask
+        return SimpleNamespace(sample=0.5 * noisy)
+
+
+@pytest.mark.parametrize("prediction", ["epsilon", "v_prediction", "sample"])
+def test_loss_is_diffusers(prediction: str) -> None:
+    loss = DiffusionLoss(ObjectiveConfig(prediction=prediction, caption_dropout=0), spec(), torch.device("cpu"))
+    unet, data, draws = Recorder(), batch(), Draws(3, 11, torch.arange(N))
+    result = loss(unet, data, draws)
+
+    scheduler = DDPMScheduler(1000, 0.00085, 0.012, "scaled_linear", prediction_type=prediction)
+    posterior = DiagonalGaussianDistribution(data.image_latents.double())
+    latents = (posterior.mean + posterior.std * draws.normal(Purpose.POSTERIOR, (CHANNELS, SIDE, SIDE)).double()) * 0.7
+    noise, timesteps = (
+        draws.normal(Purpose.NOISE, (CHANNELS, SIDE, SIDE)).double(),
+        draws.integers(Purpose.TIMESTEP, 1000),
+    )
+    for i in range(N):
+        alpha = scheduler.alphas_cumprod[timesteps[i]].double()
+        noisy = alpha.sqrt() * latents[i] + (1 - alpha).sqrt() * noise[i]
+        velocity = alpha.sqrt() * noise[i] - (1 - alpha).sqrt() * latents[i]
+        target = {"epsilon": noise[i], "v_prediction": velocity, "sample": latents[i]}[prediction]
+        torch.testing.assert_close(unet.seen[0][i].double(), noisy, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(result[i].double(), ((0.5 * noisy - target) ** 2).mean(), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(unet.seen[2], data.text_latents.float())
+    assert unet.seen[3] is None
+
+
+def test_means_are_scaled_and_nothing_else() -> None:
+    loss = DiffusionLoss(ObjectiveConfig(), spec(posterior="mean"), torch.device("cpu"))
+    stored = torch.randn(N, CHANNELS, SIDE, SIDE).half()
+    torch.testing.assert_close(loss.sample_latents(stored, Draws(0, 0, torch.arange(N))), stored.float() * 0.7)
+
+
+def test_dropped_captions_become_the_empty_one() -> None:
+    data_spec = spec(trim=True)
+    loss = DiffusionLoss(ObjectiveConfig(caption_dropout=0.5), data_spec, torch.device("cpu"))
+    draws, data = Draws(3, 11, torch.arange(N)), batch()
+    dropped = draws.chance(Purpose.CAPTION_DROPOUT, 0.5)
+    assert 0 < dropped.sum() < N
+    text = loss.conditioning(data, dropped)
+    assert text.mask is not None
+    for i in range(N):
+        expected = data_spec.uncond.float() if dropped[i] else data.text_latents[i].float()
+        torch.testing.assert_close(text.states[i], expected)
+        assert int(text.mask[i].sum()) == (2 if dropped[i] else int(data.num_tokens[i]))
+        assert text.mask[i].sort(descending=True).values.equal(text.mask[i])
+
+
+def test_codes_are_decoded() -> None:
+    exact = torch.randn(N, TOKENS, WIDTH)
+    codes, scales = quantise(exact)
+    loss = DiffusionLoss(ObjectiveConfig(caption_dropout=0), spec(), torch.device("cpu"))
+    states = loss.conditioning(batch(text_latents=codes, text_scales=scales), torch.zeros(N, dtype=torch.bool)).states
+    assert (states - exact).norm() / exact.norm() < 0.03
+
+
+def test_microbatches_are_slices() -> None:
+    parts = list(batch().microbatches(4))
+    assert [len(part) for part in parts] == [4, 2]
+    assert torch.cat([part.image_latents for part in parts]).equal(batch().image_latents)
+    assert [key for part in parts for key in part.keys] == batch().keys and parts[1].text_scales is None
+
+
+def test_a_batch_on_paper(tmp_path: Path) -> None:
+    """Two ranks' draws, by slot, are the one rank's."""
+    loss = DiffusionLoss(ObjectiveConfig(), spec(), torch.device("cpu"))
+    whole = loss(Recorder(), batch(), Draws(3, 11, torch.arange(N)))
+    for part in batch().microbatches(4):
+        torch.testing.assert_close(loss(Recorder(), part, Draws(3, 11, part.slots)), whole[part.slots])
+
+
+@pytest.mark.parametrize("prediction", ["epsilon", "v_prediction", "sample"])
+def test_min_snr_weighs_the_error_in_the_latents(prediction: str) -> None:
+    """Whatever is predicted, the weighted loss is min(SNR, γ) times the squared error of the latents it implies."""
+    config = ObjectiveConfig(prediction=prediction, caption_dropout=0, min_snr_gamma=5.0)
+    loss = DiffusionLoss(config, spec(posterior="mean"), torch.device("cpu"))
+    data = batch(image_latents=torch.randn(N, CHANNELS, SIDE, SIDE).half())
+    unet, draws = Recorder(), Draws(3, 12, torch.arange(N))
+    result = loss(unet, data, draws)
+    noisy, timesteps = unet.seen[0].double(), unet.seen[1]
+    latents = data.image_latents.double() * 0.7
+    for i in range(N):
+        alpha = loss.scheduler.alphas_cumprod[timesteps[i]].double()
+        a, s = alpha.sqrt(), (1 - alpha).sqrt()
+        output = 0.5 * noisy[i]
+        implied = {
+            "epsilon": (noisy[i] - s * output) / a,
+            "v_prediction": a * noisy[i] - s * output,
+            "sample": output,
+        }[prediction]
+        expected = min(float(a**2 / s**2), 5.0) * ((implied - latents[i]) ** 2).mean()
+        torch.testing.assert_close(result[i].double(), expected, rtol=1e-3, atol=1e-6)
+
+
+def test_offset_noise_is_one_number_per_channel() -> None:
+    plain = DiffusionLoss(ObjectiveConfig(), spec(), torch.device("cpu"))
+    offset = DiffusionLoss(ObjectiveConfig(offset_noise=0.1), spec(), torch.device("cpu"))
+    draws = Draws(1, 1, torch.arange(N))
+    difference = offset.noise((4, 8, 8), draws) - plain.noise((4, 8, 8), draws)
+    torch.testing.assert_close(difference, difference[:, :, :1, :1].expand_as(difference), rtol=0, atol=1e-6)
+    assert 0.03 < difference[:, :, 0, 0].std() < 0.3
+
+
+def test_zero_terminal_snr() -> None:
+    config = ObjectiveConfig(prediction="v_prediction", zero_terminal_snr=True)
+    assert DiffusionLoss(config, spec(), torch.device("cpu")).scheduler.alphas_cumprod[-1] < 1e-7
+    with pytest.raises(ValueError, match="use v_prediction"):
+        ObjectiveConfig(zero_terminal_snr=True)
+
+
+def flow(**changes: object) -> DiffusionLoss:
+    fields = {"prediction": "flow_matching", "caption_dropout": 0.0} | changes
+    return DiffusionLoss(ObjectiveConfig(**fields), spec(posterior="mean"), torch.device("cpu"))
+
+
+@pytest.mark.parametrize("sampling", ["uniform", "logit_normal"])
+def test_flow_matching_is_a_straight_line(sampling: str) -> None:
+    """Against the equations, in float64, with t from the same words."""
+    loss = flow(timestep_sampling=sampling, logit_mean=0.3, logit_std=0.8)
+    data = batch(image_latents=torch.randn(N, CHANNELS, SIDE, SIDE).half())
+    unet, draws = Recorder(), Draws(3, 11, torch.arange(N))
+    result = loss(unet, data, draws)
+    words = draws.words(Purpose.TIMESTEP, 2).double()
+    normal = (-2 * ((words[:, 0] + 0.5) / 2**32).log()).sqrt() * (2 * torch.pi * (words[:, 1] + 0.5) / 2**32).cos()
+    times = {"uniform": (words[:, 0] + 0.5) / 2**32, "logit_normal": 1 / (1 + (-(0.3 + 0.8 * normal)).exp())}[sampling]
+    torch.testing.assert_close(unet.seen[1].double(), 1000 * times, rtol=1e-5, atol=1e-3)
+    latents, noise = data.image_latents.double() * 0.7, draws.normal(Purpose.NOISE, (CHANNELS, SIDE, SIDE)).double()
+    for i in range(N):
+        noisy = (1 - times[i]) * latents[i] + times[i] * noise[i]
+        torch.testing.assert_close(unet.seen[0][i].double(), noisy, rtol=1e-5, atol=1e-5)
+        expected = ((0.5 * noisy - (noise[i] - latents[i])) ** 2).mean()
+        torch.testing.assert_close(result[i].double(), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_flow_matching_adds_noise_as_diffusers_does() -> None:
+    scheduler, loss = FlowMatchEulerDiscreteScheduler(), flow()
+    latents, noise = torch.randn(5, CHANNELS, SIDE, SIDE), torch.randn(5, CHANNELS, SIDE, SIDE)
+    timesteps = scheduler.timesteps[[0, 100, 500, 900, 999]]
+    torch.testing.assert_close(
+        loss.add_noise(latents, noise, timesteps),
+        scheduler.scale_noise(latents, timesteps, noise),
+        rtol=1e-6,
+        atol=1e-6,
+    )
+
+
+def test_times_of_flow_matching_are_distributed_as_configured() -> None:
+    draws = Draws(3, 1, torch.arange(40_000))
+    uniform = flow().timesteps(draws) / 1000
+    assert uniform.min() > 0 and uniform.max() <= 1
+    assert (torch.histc(uniform, 10, 0, 1) - 4000).abs().max() < 4 * 63  # 4 standard deviations of a count
+    logits = torch.logit((flow(timestep_sampling="logit_normal", logit_mean=0.5).timesteps(draws) / 1000).double())
+    assert abs(logits.mean() - 0.5) < 0.02 and abs(logits.std() - 1.0) < 0.02
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"min_snr_gamma": 5.0}, "min_snr_gamma with prediction flow_matching"),
+        ({"zero_terminal_snr": True}, "zero_terminal_snr with prediction flow_matching"),
+        ({"offset_noise": 0.1}, "offset_noise with prediction flow_matching"),
+    ],
+)
+def test_what_does_not_go_with_flow_matching(fields: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ObjectiveConfig(prediction="flow_matching", **fields)
+
+
+def test_only_flow_matching_samples_time_otherwise() -> None:
+    with pytest.raises(ValueError, match="logit_normal goes with prediction flow_matching alone"):
+        ObjectiveConfig(timestep_sampling="logit_normal")
+
+
+def test_fixed_timesteps_are_the_middles_of_equal_parts() -> None:
+    assert DiffusionLoss(ObjectiveConfig(), spec(), torch.device("cpu")).fixed_timesteps(8)[:2] == [62, 187]
+    assert flow().fixed_timesteps(8)[:2] == [62.5, 187.5]
+
+
+@pytest.mark.parametrize("prediction", ["epsilon", "flow_matching"])
+def test_losses_by_quarter_add_up(prediction: str) -> None:
+    loss = DiffusionLoss(ObjectiveConfig(prediction=prediction), spec(), torch.device("cpu"))
+    draws, losses = Draws(1, 2, torch.arange(200)), torch.rand(200)
+    found, timesteps = loss.by_quarter(losses, draws), loss.timesteps(draws)
+    for quarter in range(4):
+        inside = (timesteps >= 250 * quarter) & (timesteps < 250 * (quarter + 1))
+        torch.testing.assert_close(found[0, quarter], losses[inside].sum())
+        assert found[1, quarter] == inside.sum() > 0
+    # microbatches and ranks hold parts of it
+    parts = [loss.by_quarter(losses[i::3], Draws(1, 2, torch.arange(200)[i::3])) for i in range(3)]
+    torch.testing.assert_close(torch.stack(parts).sum(dim=0), found)
+    # what is not finite stays where it is, and the sum over all says so
+    losses[0] = float("nan")
+    assert int(loss.by_quarter(losses, draws)[0].isnan().sum()) == 1

@@ -1,0 +1,215 @@
+"""Checkpoints written in the background: apart from the run, one at a time, and no failure goes unheard."""
+
+import resource
+import shutil
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers import UNet2DConditionModel
+
+from shards.base.errors import RequestError, WorkError
+from tests import ranks
+from tests.runs import UNET, curve, train_fields, write_config
+from train.config import CheckpointConfig, EmaConfig
+from train.model.ema import Ema
+from train.model.unet import build_unet, read_unet_config
+from train.run import checkpoint
+from train.run.checkpoint import (
+    CheckpointWriter,
+    Snapshot,
+    TrainState,
+    list_checkpoints,
+    load_weights,
+    newest_checkpoint,
+    restore,
+    step_folder,
+    take_snapshot,
+    verify_checkpoint,
+)
+
+
+@pytest.fixture
+def unet() -> UNet2DConditionModel:
+    return build_unet(UNET, seed=0)
+
+
+def writer(folder: Path, unet: UNet2DConditionModel, **fields: Any) -> CheckpointWriter:
+    return CheckpointWriter(folder, unet.to_json_string(), {"seed": 0}, CheckpointConfig(asynchronous=True, **fields))
+
+
+def snapshot(unet: UNet2DConditionModel, step: int) -> Snapshot:
+    return take_snapshot(TrainState(step=step), unet, torch.optim.AdamW(unet.parameters()), None, keep=True)
+
+
+def test_the_run_may_go_on_while_it_is_written(
+    unet: UNet2DConditionModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Held up before its first file: nothing is there; then what is written is what was, not what has become of it."""
+    go_on = threading.Event()
+    save_file = checkpoint.save_file
+    monkeypatch.setattr(checkpoint, "save_file", lambda *a, **k: (go_on.wait(60), save_file(*a, **k)))
+    writing = writer(tmp_path, unet)
+    before = {name: value.clone() for name, value in unet.state_dict().items()}
+    writing.write(snapshot(unet, 1))
+    with torch.no_grad():
+        for parameter in unet.parameters():
+            parameter.add_(1.0)
+    writing.check()
+    assert not list_checkpoints(tmp_path)
+    go_on.set()
+    writing.finish()
+    (folder,) = list_checkpoints(tmp_path)
+    verify_checkpoint(folder)
+    saved = UNet2DConditionModel.from_pretrained(folder / "unet").state_dict()
+    assert all(torch.equal(saved[name], value) for name, value in before.items())
+
+
+def test_at_most_one_is_being_written(
+    unet: UNet2DConditionModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    active, most = [], []
+    save_file = checkpoint.save_file
+
+    def counted(*arguments: Any, **keywords: Any) -> None:
+        active.append(1)
+        most.append(len(active))
+        save_file(*arguments, **keywords)
+        active.pop()
+
+    monkeypatch.setattr(checkpoint, "save_file", counted)
+    writing = writer(tmp_path, unet, keep=2)
+    for step in range(1, 6):
+        writing.write(snapshot(unet, step))
+    writing.finish()
+    assert max(most) == 1
+    assert [folder.name for folder in list_checkpoints(tmp_path)] == ["step-00000004", "step-00000005"]
+
+
+def test_a_file_that_cannot_grow_is_heard_of_at_the_next_step_and_leaves_the_one_before(
+    unet: UNet2DConditionModel, tmp_path: Path
+) -> None:
+    writing = writer(tmp_path, unet)
+    writing.write(snapshot(unet, 1))
+    writing.finish()
+
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))
+    try:
+        writing.write(snapshot(unet, 2))
+        with pytest.raises(
+            WorkError, match=r"could not be written: .*safetensors.*File too large.*The ones before it are whole"
+        ):
+            while True:
+                writing.check()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert [folder.name for folder in list_checkpoints(tmp_path)] == ["step-00000001"]
+    assert not list(tmp_path.glob("checkpoints/.step-*"))
+
+
+def test_in_the_background_or_not_the_run_is_the_same_and_says_its_phase(latents: Path, tmp_path: Path) -> None:
+    """Curve, samples, and every byte of the last checkpoint but its state; then the next phase says where it begins."""
+    for name, asynchronous in (("at_once", False), ("behind", True)):
+        kept = {"every": 2, "keep": 9, "asynchronous": asynchronous, "tag": "phase1"}
+        fields = train_fields(latents, tmp_path / name, checkpoint=kept)
+        ranks.run(tmp_path / "log", ["--config", str(write_config(tmp_path, fields))])
+    assert curve(tmp_path / "at_once") == curve(tmp_path / "behind")
+    files = [[verify_checkpoint(f)["files"] for f in list_checkpoints(tmp_path / n)] for n in ("at_once", "behind")]
+    assert len(files[0]) == 3 and files[0] == files[1]
+    _, content = newest_checkpoint(tmp_path / "behind") or (None, {})
+    assert content["tag"] == "phase1"
+
+    fields = train_fields(latents, tmp_path / "next", max_steps=1, init_from=str(tmp_path / "behind"))
+    said = ranks.run(tmp_path / "next.log", ["--config", str(write_config(tmp_path, fields))])
+    assert (
+        f"starting {tmp_path}/next from phase1 after step 6 ({tmp_path}/behind/checkpoints/step-00000006/ema)" in said
+    )
+    fields |= {"max_steps": 2}
+    said = ranks.run(tmp_path / "more.log", ["--config", str(write_config(tmp_path, fields))])
+    assert f"resuming {tmp_path}/next after step 1 (next, step-00000001)" in said
+
+
+def test_a_loss_scaler_that_finds_its_scale_is_no_skipped_step(latents: Path, tmp_path: Path) -> None:
+    """float16 on the CPU: an overflow halves the scale and changes nothing else; it counts only at a scale of 1."""
+    fields = train_fields(latents, tmp_path / "run", max_steps=4, checkpoint={"every": 1, "keep": 9})
+    arguments = ["--config", str(write_config(tmp_path, fields))]
+    codes = ranks.wait(
+        ranks.start(tmp_path / "log", arguments, program="tests.train.run.test_checkpoint:with_a_scaler")
+    )
+    assert codes == [0], (tmp_path / "log").read_text()
+    contents = [verify_checkpoint(folder) for folder in list_checkpoints(tmp_path / "run")]
+    assert [content["state"]["scaler"]["scale"] for content in contents] == [4.0, 4.0, 2.0, 1.0]
+    assert [content["state"]["skipped"] for content in contents] == [0, 0, 0, 1]
+    optimizers = [content["files"]["optimizer.safetensors"] for content in contents]
+    assert optimizers[0] != optimizers[1] == optimizers[2] == optimizers[3]
+
+
+def with_a_scaler(arguments: list[str]) -> None:
+    """The trainer with a loss scaler, which accelerate has on GPUs only; losses overflow from the third step on."""
+    from accelerate import Accelerator
+
+    from train.__main__ import read_config
+    from train.data.draws import Draws
+    from train.loop import train
+    from train.objective.loss import DiffusionLoss
+    from train.run.request import check_request
+
+    squared_error = DiffusionLoss.squared_error
+
+    def overflowing(self: DiffusionLoss, *fields: Any) -> torch.Tensor:
+        draws: Draws = fields[-1]
+        return squared_error(self, *fields) * (float("inf") if draws.step >= 2 else 1.0)
+
+    DiffusionLoss.squared_error = overflowing  # type: ignore[assignment, method-assign]
+    config = read_config(arguments)
+    accelerator = Accelerator(cpu=True)
+    accelerator.native_amp = True
+    accelerator.state._mixed_precision = "fp16"
+    accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    train(config, check_request(config, accelerator), accelerator)
+
+
+def test_what_else_lies_among_checkpoints_is_left_alone(unet: UNet2DConditionModel, tmp_path: Path) -> None:
+    writing = writer(tmp_path, unet, keep=1)
+    writing.write(snapshot(unet, 1))
+    writing.finish()
+    shutil.copytree(step_folder(tmp_path, 1), tmp_path / "checkpoints" / "step-00000001.bak")
+    (tmp_path / "checkpoints" / "step-00000009.tar").write_bytes(b"")
+    writing.write(snapshot(unet, 2))
+    writing.finish()
+    assert [folder.name for folder in list_checkpoints(tmp_path)] == ["step-00000002"]
+    assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {
+        "step-00000001.bak", "step-00000002", "step-00000009.tar",
+    }  # fmt: skip
+    found = newest_checkpoint(tmp_path)
+    assert found is not None and found[0].name == "step-00000002"
+
+
+@pytest.mark.parametrize("field", [{"attention_head_dim": 2}, {"act_fn": "gelu"}])
+def test_weights_of_another_architecture_of_equal_shapes_are_refused(
+    unet: UNet2DConditionModel, tmp_path: Path, field: dict[str, Any]
+) -> None:
+    writing = writer(tmp_path, unet)
+    writing.write(snapshot(unet, 1))
+    writing.finish()
+    other = UNet2DConditionModel.from_config({**read_unet_config(UNET), **field})
+    assert all(a.shape == b.shape for a, b in zip(unet.parameters(), other.parameters(), strict=True))
+    (name,) = field
+    with pytest.raises(RequestError, match=f"is another architecture than `unet`: {name}"):
+        load_weights(other, step_folder(tmp_path, 1) / "unet")
+
+
+def test_an_average_begun_too_early_is_not_gone_on_with(unet: UNet2DConditionModel, tmp_path: Path) -> None:
+    """On resuming with a later `start_step`: it would be kept as it is, and exported."""
+    optimizer = torch.optim.AdamW(unet.parameters())
+    writing = writer(tmp_path, unet)
+    writing.write(take_snapshot(TrainState(step=6), unet, optimizer, Ema(dict(unet.named_parameters())), keep=True))
+    writing.finish()
+    found = newest_checkpoint(tmp_path)
+    assert found is not None and (found[0] / "ema").is_dir()
+    for start_step, goes_on in ((2, True), (6, True), (7, False), (None, False)):
+        _, ema = restore(*found, unet, optimizer, EmaConfig(start_step=start_step))
+        assert (ema is not None) == goes_on

@@ -1,0 +1,104 @@
+"""Random numbers as a pure function of (seed, step, global slot): the same on any number of ranks, after any resume.
+
+Philox-4x32-10, the counter-based generator of Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC 2011).
+A sample's stream is named by the counter, so no generator has a state that could be lost, skewed or shared, and a whole
+batch is drawn at once on the device.
+"""
+
+import math
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+
+MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
+NUM_ROUNDS = 10
+LOW_32 = 0xFFFFFFFF
+
+
+class Purpose(IntEnum):
+    """What a draw is for; each has a stream of its own."""
+
+    POSTERIOR = 0
+    NOISE = 1
+    TIMESTEP = 2
+    CAPTION_DROPOUT = 3
+    OFFSET_NOISE = 4
+    CAPTION_CHOICE = 5
+
+
+def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, int]) -> tuple[Tensor, ...]:
+    """Four 32-bit words (in int64 tensors) for each counter of four 32-bit words; shapes broadcast.
+
+    int64 products wrap modulo 2^64, which leaves their low 64 bits, all that is used, right.
+    """
+    x0, x1, x2, x3 = counter
+    k0, k1 = key
+    for _ in range(NUM_ROUNDS):
+        product0, product1 = x0 * MULTIPLIERS[0], x2 * MULTIPLIERS[1]
+        high0, high1 = (product0 >> 32) & LOW_32, (product1 >> 32) & LOW_32
+        x0, x1, x2, x3 = high1 ^ x1 ^ k0, product1 & LOW_32, high0 ^ x3 ^ k1, product0 & LOW_32
+        k0, k1 = (k0 + KEY_STEPS[0]) & LOW_32, (k1 + KEY_STEPS[1]) & LOW_32
+    return x0, x1, x2, x3
+
+
+class Draws:
+    """The draws of some global slots of one step."""
+
+    def __init__(self, seed: int, step: int, slots: Tensor):
+        """`slots`: (N,) int64, each sample's place in the global batch; its device is where draws are made."""
+        self.key = (seed & LOW_32, (seed >> 32) & LOW_32)
+        self.step = step
+        self.slots = slots
+        self.drawn: dict[Purpose, Tensor] = {}
+        """(N, words) of what was drawn so far."""
+
+    def draw(self, counts: dict[Purpose, int]) -> None:
+        """Draw what will be asked for, so many words of each, at once: a device takes as long to begin with few."""
+        blocks = {purpose: math.ceil(count / 4) for purpose, count in counts.items()}
+        device, high = self.slots.device, self.step >> 32
+        first = torch.cat([torch.arange(number, device=device) for number in blocks.values()])
+        last = torch.cat([torch.full((n,), int(p) << 16 | high, device=device) for p, n in blocks.items()])
+        step = torch.full_like(first, self.step & LOW_32)
+        words = torch.stack(philox((first, self.slots[:, None], step, last), self.key), dim=-1)
+        for purpose, part in zip(blocks, words.split(list(blocks.values()), dim=1), strict=True):
+            self.drawn[purpose] = part.flatten(1)
+
+    def words(self, purpose: Purpose, count: int) -> Tensor:
+        """(N, count) integers in [0, 2^32), as int64."""
+        if purpose not in self.drawn or self.drawn[purpose].shape[1] < count:
+            self.draw({purpose: count})
+        return self.drawn[purpose][:, :count]
+
+    def normal(self, purpose: Purpose, shape: tuple[int, ...]) -> Tensor:
+        """(N, *shape) float32 standard normals, by the Box-Muller transform."""
+        count = math.prod(shape)
+        uniform = (self.words(purpose, count + count % 2).float() + 0.5) * 2.0**-32  # (0, 1]
+        u1, u2 = uniform.chunk(2, dim=1)
+        radius, angle = (-2.0 * u1.log()).sqrt(), 2.0 * math.pi * u2
+        normals = torch.cat([radius * angle.cos(), radius * angle.sin()], dim=1)
+        return normals[:, :count].reshape(-1, *shape)
+
+    def uniform(self, purpose: Purpose) -> Tensor:
+        """(N,) float32 in (0, 1]."""
+        return (self.words(purpose, 1)[:, 0].float() + 0.5) * 2.0**-32
+
+    def integers(self, purpose: Purpose, high: int | Tensor) -> Tensor:
+        """(N,) integers in [0, high), uniform but for a bias below high / 2^32; `high`: one for all, or (N,)."""
+        return (self.words(purpose, 1)[:, 0] * high) >> 32
+
+    def chance(self, purpose: Purpose, probability: float) -> Tensor:
+        """(N,) booleans, each true with `probability`."""
+        return self.words(purpose, 1)[:, 0] < round(probability * 2**32)
+
+
+def global_slots(local_batch_size: int, rank: int, world_size: int, local_world_size: int) -> Tensor:
+    """(local_batch_size,) places in the global batch of the samples that `rank` gets, in its loader's order.
+
+    Together the ranks have every place once. Those of a node are node, node + num_nodes, …: of `train/data/order.py`'s
+    canonical nodes it sees its own share alone, as long as num_nodes divides their number.
+    """
+    num_nodes = world_size // local_world_size
+    node, local_rank = divmod(rank, local_world_size)
+    return torch.arange(local_batch_size) * world_size + local_rank * num_nodes + node

@@ -1,0 +1,137 @@
+"""`python -m train export RUN`: a run's weights as a diffusers pipeline that `from_pretrained` loads."""
+
+import json
+import shutil
+import uuid
+from pathlib import Path
+from typing import Literal
+
+import diffusers
+from diffusers import DDIMScheduler, DPMSolverMultistepScheduler
+from pydantic import Field
+
+from shards.base.config import Config, load_config
+from shards.base.errors import RequestError
+from shards.format.encoding import EncodingRecord, Weights
+from shards.format.models import hash_weights, model_folder
+from train.config import ObjectiveConfig, TrainConfig
+from train.export.card import model_card
+from train.objective.loss import noise_scheduler
+from train.run.checkpoint import newest_checkpoint
+from train.run.request import weights_folder
+
+PIPELINE_FILE = Path(__file__).with_name("trimmed_pipeline.py")
+
+
+class ExportConfig(Config):
+    """Write a diffusers pipeline: this run's U-Net with the VAE and text encoder that its latents came from."""
+
+    weights: Literal["auto", "raw", "ema"] = Field("auto")
+    """auto: the moving average where the run has one."""
+    output: Path | None = None
+    """Default: RUN/export."""
+    vae: str | None = None
+    """Folder or hub name; default: as the latents root recorded it. Its content must be the recorded one's."""
+    text_encoder: str | None = None
+    tokenizer: str | None = None
+
+
+def export(arguments: list[str]) -> Path:
+    """Parse the command line, and write the pipeline. Returns its folder."""
+    if not arguments or arguments[0].startswith("-"):
+        if set(arguments) & {"-h", "--help"}:
+            load_config(ExportConfig, None, ["--help"], "train export RUN")
+        raise RequestError("train export: name the run first: `python -m train export RUN [--weights ema] …`.")
+    return write_pipeline(Path(arguments[0]), load_config(ExportConfig, None, arguments[1:], "train export RUN"))
+
+
+def write_pipeline(run_dir: Path, options: ExportConfig) -> Path:
+    """Assemble the pipeline folder from the newest checkpoint; it appears whole.
+
+    Raises:
+        RequestError: no checkpoint, or an encoder that is not the one the latents were made with.
+    """
+    target = options.output or run_dir / "export"
+    if target.exists() and not target.is_dir():
+        raise RequestError(f"{target} is a file, and a pipeline is a folder. Give another --output.")
+    if target.exists() and any(target.iterdir()) and not (target / "model_index.json").is_file():
+        raise RequestError(
+            f"{target} holds something else than a pipeline, and would be replaced. Give another --output."
+        )
+    newest = newest_checkpoint(run_dir)
+    if newest is None:
+        raise RequestError(f"{run_dir} has no complete checkpoint: there is nothing to export yet.")
+    config = load_config(TrainConfig, run_dir / "config.yaml", [], "train export")
+    weights = weights_folder(newest[0], options.weights)
+    encoding = EncodingRecord.load(config.data.streams[0].root)
+    parts = {
+        "vae": _same_model("vae", options.vae, encoding.vae),
+        "text_encoder": _same_model("text_encoder", options.text_encoder, encoding.text_encoder),
+        "tokenizer": _same_model("tokenizer", options.tokenizer, encoding.tokenizer),
+        "unet": weights,
+    }
+    private = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}")
+    try:
+        for name, folder in parts.items():
+            shutil.copytree(folder, private / name, copy_function=shutil.copyfile)
+        scheduler = sampler(config.objective)
+        scheduler.save_pretrained(private / "scheduler")
+        _write_index(private, type(scheduler).__name__, encoding.text.trim)
+        card = model_card(run_dir, target, config, newest[1], encoding, weights.name, type(scheduler).__name__)
+        (private / "README.md").write_text(card)
+        if target.exists():
+            shutil.rmtree(target)
+        private.replace(target)
+    finally:
+        shutil.rmtree(private, ignore_errors=True)
+    return target
+
+
+def sampler(objective: ObjectiveConfig) -> DDIMScheduler | DPMSolverMultistepScheduler:
+    """A deterministic sampler over the noise that the U-Net was trained under, set up as SD's are.
+
+    Flow matching's is DPM-Solver++ along the straight line, where its first order is Euler's method: unlike diffusers'
+    FlowMatchEulerDiscreteScheduler it has what StableDiffusionPipeline asks of a scheduler, so the stock one works.
+    """
+    if objective.prediction == "flow_matching":
+        return DPMSolverMultistepScheduler(
+            num_train_timesteps=objective.num_train_timesteps,
+            prediction_type="flow_prediction",
+            use_flow_sigmas=True,
+            flow_shift=1.0,
+            steps_offset=1,  # unused here; diffusers warns of any other
+        )
+    config = noise_scheduler(objective).config
+    # a schedule that ends in pure noise must be sampled from its very last step (Lin et al., 2023)
+    spacing = {"timestep_spacing": "trailing"} if objective.zero_terminal_snr else {"steps_offset": 1}
+    return DDIMScheduler.from_config(config, clip_sample=False, set_alpha_to_one=False, **spacing)
+
+
+def _same_model(kind: str, given: str | None, recorded: Weights) -> Path:
+    folder = model_folder(given or recorded.name)
+    found = hash_weights(str(folder), folder)
+    if found.sha256 != recorded.sha256:
+        raise RequestError(
+            f"{folder} is not the {kind} that the latents were made with ({recorded.name}): its content hashes to "
+            f"{found.sha256[:12]}…, not {recorded.sha256[:12]}…. Give the right one with --{kind} FOLDER."
+        )
+    return folder
+
+
+def _write_index(folder: Path, scheduler: str, trim: bool) -> None:
+    index = {
+        "_class_name": "StableDiffusionPipeline",
+        "_diffusers_version": diffusers.__version__,
+        "vae": ["diffusers", "AutoencoderKL"],
+        "text_encoder": ["transformers", "CLIPTextModel"],
+        "tokenizer": ["transformers", "CLIPTokenizer"],
+        "unet": ["diffusers", "UNet2DConditionModel"],
+        "scheduler": ["diffusers", scheduler],
+        "safety_checker": [None, None],
+        "feature_extractor": [None, None],
+        "image_encoder": [None, None],
+        "requires_safety_checker": False,
+    }
+    if trim:
+        shutil.copyfile(PIPELINE_FILE, folder / "pipeline.py")
+    (folder / "model_index.json").write_text(json.dumps(index, indent=2) + "\n")

@@ -1,0 +1,81 @@
+"""Validation loss: held-out latents at eight fixed timesteps under fixed noise, so that only the U-Net changes it."""
+
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from shards.base.errors import RequestError
+from shards.format.encoding import EncodingRecord
+from shards.format.receipts import load_receipts
+from shards.root.reading import read_parts
+from train.config import ValidationConfig
+from train.data.batch import Batch, Collate
+from train.data.draws import Draws
+from train.data.loader import encoding_differences
+from train.model.sharding import reshard
+from train.objective.loss import DiffusionLoss
+
+NUM_TIMESTEPS = 8
+FIRST_STEP = 1 << 47
+"""Keys of validation draws: steps that no training reaches."""
+
+
+@dataclass(frozen=True)
+class Validation:
+    """Held-out samples, in memory, in batches."""
+
+    batches: list[Batch]
+    seed: int
+
+    @torch.no_grad()
+    def __call__(self, unet: nn.Module, loss: DiffusionLoss, accelerator: Accelerator) -> dict[str, Any]:
+        """`val_loss`, and its value at each timestep; every sample has its caption. The ranks share the batches."""
+        timesteps = loss.fixed_timesteps(NUM_TIMESTEPS)
+        sums = torch.zeros(NUM_TIMESTEPS, device=accelerator.device)
+        ranks = accelerator.num_processes
+        # all ranks go as often through a U-Net that they hold parts of; what one does over again does not count
+        for first in range(0, len(self.batches), ranks):
+            place = first + accelerator.process_index
+            moved = self.batches[place % len(self.batches)].to(accelerator.device)
+            no_captions_dropped = torch.zeros_like(moved.slots, dtype=torch.bool)
+            for k, timestep in enumerate(timesteps):
+                draws = Draws(self.seed, FIRST_STEP + k, moved.slots)
+                at = torch.full((len(moved),), timestep, device=accelerator.device)
+                errors = loss.squared_error(unet, moved, at, no_captions_dropped, draws)
+                sums[k] += errors.sum() if place < len(self.batches) else 0.0
+        reshard(unet)
+        means: Tensor = accelerator.reduce(sums, "sum") / sum(len(batch) for batch in self.batches)
+        by_timestep = dict(zip(map(str, timesteps), means.tolist(), strict=True))
+        return {"val_loss": float(means.mean()), "val_loss_by_timestep": by_timestep}
+
+
+def open_validation(config: ValidationConfig, training: EncodingRecord, seed: int) -> Validation:
+    """Read the first `samples` of the held-out bucket, in receipt order, each with its first caption.
+
+    Raises:
+        RequestError: no such root or bucket, too few samples, or an encoding that does not mean what training's does.
+    """
+    assert config.root is not None
+    encoding = EncodingRecord.load(config.root)
+    differences = encoding_differences(training, encoding)
+    if differences:
+        raise RequestError(
+            f"The validation root {config.root} does not fit the training data: {'; '.join(differences)}."
+        )
+    parts = [receipt.shard for receipt in load_receipts(config.root) if config.bucket in receipt.parts]
+    samples = list(islice(read_parts(config.root, config.bucket, parts), config.samples))
+    if len(samples) < config.samples:
+        raise RequestError(
+            f"{config.root}/{config.bucket} holds {len(samples)} samples; validation.samples asks for {config.samples}."
+        )
+    batches = []
+    for start in range(0, len(samples), config.batch_size):
+        part = samples[start : start + config.batch_size]
+        slots = torch.arange(start, start + len(part))
+        batch = Collate(slots, encoding.text.length)(part)
+        batches.append(batch.with_captions(torch.zeros_like(slots)))
+    return Validation(batches, seed)

@@ -1,0 +1,47 @@
+"""What a run writes about itself: JSON lines that a resumed run continues as if it had never stopped."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from shards.base.files import write_atomically
+
+
+class JsonLines:
+    """An append-only file of one JSON object per line, each with a `step`."""
+
+    def __init__(self, path: Path, step: int):
+        """Open `path`, and drop what an interrupted run wrote after `step`, a torn last line included."""
+        kept = [fields for fields in read_json_lines(path) if fields["step"] <= step]
+        write_atomically(path, "".join(f"{json.dumps(fields)}\n" for fields in kept).encode())
+        self.file = path.open("a", buffering=1)
+
+    def write(self, **fields: Any) -> None:
+        """Append one object; a line reaches the file as soon as it is whole. What is not finite is null."""
+        self.file.write(json.dumps(finite(fields)) + "\n")
+
+
+def read_json_lines(path: Path) -> list[dict[str, Any]]:
+    """Every whole line of a JsonLines file. One that a power cut left damaged is passed over, loudly."""
+    if not path.exists():
+        return []
+    found = []
+    *whole, _torn = path.read_text(errors="replace").split("\n")
+    for number, line in enumerate(whole, start=1):
+        try:
+            fields = json.loads(line)
+        except ValueError:
+            fields = None
+        if isinstance(fields, dict) and isinstance(fields.get("step"), int):
+            found.append(finite(fields))
+        else:
+            print(f"{path}: line {number} is damaged and passed over", flush=True)
+    return found
+
+
+def finite(value: Any) -> Any:
+    """`value` with null for every number that JSON has no word for."""
+    if isinstance(value, dict):
+        return {key: finite(item) for key, item in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,68 @@
+"""`python -m train plot RUN`: the loss, its quarters and the learning rate as a picture."""
+
+from pathlib import Path
+from typing import Any
+
+from shards.base.errors import RequestError
+from train.run.metrics import read_json_lines
+
+
+def plot_run(run_dir: Path) -> Path:
+    """Draw run_dir/loss.png from metrics.jsonl.
+
+    Raises:
+        RequestError: nothing was logged yet.
+    """
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot as plt
+
+    rows = read_json_lines(run_dir / "metrics.jsonl")
+    if not rows:
+        raise RequestError(f"{run_dir}/metrics.jsonl is missing or empty: nothing was logged yet.")
+    finite = [row for row in rows if row["loss"] is not None]
+    steps, losses = [row["step"] for row in finite], [row["loss"] for row in finite]
+    figure, (axes, quarter_axes, lr_axes) = plt.subplots(
+        3, 1, figsize=(8, 9), dpi=120, sharex=True, height_ratios=[4, 3, 1.5]
+    )
+    axes.plot(steps, losses, color="#9ecae1", linewidth=1, label="loss")
+    axes.plot(steps, smooth(losses, 0.9), color="#08519c", linewidth=1.8, label="smoothed (0.9)")
+    validated = [row for row in rows if "val_loss" in row]
+    if validated:
+        xs, ys = [row["step"] for row in validated], [row["val_loss"] for row in validated]
+        axes.plot(xs, ys, color="#b45309", marker="o", markersize=3, linewidth=1.2, label="validation")
+    axes.set_ylabel("mean squared error")
+    axes.set_title(str(run_dir))
+    axes.legend(frameon=False)
+    for name, colour in zip(quarter_names(rows), ("#1b9e77", "#7570b3", "#d95f02", "#e7298a"), strict=False):
+        drawn = [row for row in rows if row.get("loss_by_quarter", {}).get(name) is not None]
+        values = smooth([row["loss_by_quarter"][name] for row in drawn], 0.9)
+        quarter_axes.plot([row["step"] for row in drawn], values, color=colour, label=f"timesteps {name}")
+    quarter_axes.set_ylabel("by timestep, smoothed")
+    if quarter_axes.lines:
+        quarter_axes.legend(frameon=False, ncols=2)
+    lr_axes.plot([row["step"] for row in rows], [row["lr"] for row in rows], color="#555555", linewidth=1.2)
+    lr_axes.set_ylabel("learning rate")
+    lr_axes.set_xlabel("optimizer step")
+    for each in (axes, quarter_axes, lr_axes):
+        each.grid(alpha=0.3)
+    figure.tight_layout()
+    path = run_dir / "loss.png"
+    figure.savefig(path)
+    plt.close(figure)
+    return path
+
+
+def quarter_names(rows: list[dict[str, Any]]) -> list[str]:
+    """The quarters of the timesteps that the lines tell of; none in lines of older runs."""
+    return list(next((row["loss_by_quarter"] for row in rows if "loss_by_quarter" in row), {}))
+
+
+def smooth(values: list[float], weight: float) -> list[float]:
+    """Exponential smoothing without the bias of its start (as Adam corrects its moments)."""
+    smoothed, total, norm = [], 0.0, 0.0
+    for value in values:
+        total, norm = weight * total + (1 - weight) * value, weight * norm + (1 - weight)
+        smoothed.append(total / norm)
+    return smoothed

@@ -1,0 +1,61 @@
+"""The processes of a run: how they find each other, at the first start and at every restart, and how one is missed."""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from shards.base.errors import RequestError, WorkError
+
+
+def join_processes(timeout: float) -> None:
+    """Start the process group, before accelerate would, so that a restarted job meets nothing of the one before it.
+
+    The launcher's store outlives the processes that it starts again (`--max_restarts`), and with them the addresses of
+    the dead: each attempt therefore keeps its keys under a name of its own. Where no launcher holds a store, rank 0
+    does. All launchers of a job count alike, since a process that is lost ends the attempt on every machine.
+
+    Args:
+        timeout: seconds after which a collective that some process does not join is an error.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1 or dist.is_initialized():
+        return
+    patience = timedelta(seconds=timeout)
+    store, rank, world_size = next(dist.rendezvous("env://", timeout=patience))
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    dist.init_process_group(
+        "nccl" if torch.cuda.is_available() else "gloo",
+        store=dist.PrefixStore(f"latentmill/attempt-{attempt}", store),
+        rank=rank,
+        world_size=world_size,
+        timeout=patience,
+    )
+
+
+@contextmanager
+def lost_processes_named(moment: Callable[[], str], timeout: float) -> Iterator[None]:
+    """Turn the failure of a collective into an error for people.
+
+    Args:
+        moment: when it happened, for the message; asked after the failure.
+
+    Raises:
+        WorkError: a process died, or did not answer for `timeout` seconds.
+    """
+    try:
+        yield
+    except (RequestError, WorkError):
+        raise
+    except RuntimeError as error:
+        # gloo raises plain RuntimeErrors, which begin with its source file's path
+        if not isinstance(error, dist.DistError) and "gloo" not in str(error):
+            raise
+        raise WorkError(
+            f"{moment()}, a collective failed: another process died, or did not answer for {timeout:g} s "
+            f"(collective_timeout). What is saved stays valid: the same command again resumes, and `--max_restarts` of "
+            f"accelerate's launcher does so by itself. If every process was only slow, raise collective_timeout. "
+            f"({str(error).splitlines()[0]})"
+        ) from error
