@@ -28,6 +28,7 @@ from bench.kit.roots import encoding_record
 from shards.base.files import canonical_json
 from shards.format.buckets import Bucket
 from shards.format.encoding import EncodingRecord
+from shards.open import open_store
 from shards.root.shared import write_uncond
 from train.config import DataConfig
 from train.data.draws import global_slots
@@ -84,8 +85,8 @@ def main() -> None:
 def make_root(root: Path, num_samples: int, num_files: int) -> None:
     """A latents root of sparse files, all in one bucket."""
     encoding = encoding_record(77, 1024)
-    encoding.save(root)
-    write_uncond(root, torch.zeros(77, 1024), 2)
+    encoding.save(open_store(root))
+    write_uncond(open_store(root), torch.zeros(77, 1024), 2)
     columns = columns_of(encoding)
     entries = []
     for number in range(num_files):

@@ -23,6 +23,7 @@ from precompute.encode.shard import encode_shard
 from precompute.input.tars import list_shards
 from shards.format.encoding import EncodingRecord
 from shards.format.text import TextStorage
+from shards.open import open_store
 from shards.root.index import write_indexes
 from shards.root.shared import create_root
 from train.config import TrainConfig, ValidationConfig
@@ -84,14 +85,14 @@ def encode_root(tars: Path, root: Path, storage: TextStorage, trim: bool) -> Non
         workers={"num_gpus": 0, "num_cpus": 1, "decode_threads": 1},
     )
     encoding, cpu = describe_encoding(config), torch.device("cpu")
-    create_root(root, encoding)
+    create_root(open_store(root), encoding)
     encoders = (
         ImageEncoder(MODELS / "vae", cpu, "float32", "moments"),
         TextEncoder(MODELS / "text_encoder", MODELS / "tokenizer", cpu, "float32"),
     )
     for shard in list_shards(config.input):
         encode_shard(shard, config, encoding, *encoders)
-    write_indexes(root)
+    write_indexes(open_store(root))
 
 
 def train_config(folder: Path, root: Path, steps: int, seed: int) -> TrainConfig:
@@ -142,7 +143,7 @@ def validation_loss(
     config = train_config(root.parent, train_root, 1, 0)
     loss = kind(config.objective, open_data(config.data, BATCH_SIZE), torch.device("cpu"))
     held_out = ValidationConfig(root=root, bucket="64x64", samples=VALIDATION_SAMPLES, batch_size=64)
-    validation = open_validation(held_out, EncodingRecord.load(root), seed=0)
+    validation = open_validation(held_out, EncodingRecord.load(open_store(root)), seed=0)
     return float(validation(unet, loss, accelerator)["val_loss"])
 
 

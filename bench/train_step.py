@@ -26,9 +26,9 @@ from torch import Tensor
 
 from bench.kit.common import Pair, command, matmul_tflops, section, synchronize, table, timed_in_turn
 from plan.measured import BenchFile, Measurement
-from shards.base.store import open_store
 from shards.format.buckets import Bucket
 from shards.format.mds import parse_index
+from shards.open import open_store
 from train.__main__ import ACCELERATE_PRECISION
 from train.config import TrainConfig
 from train.data.batch import Batch

@@ -30,6 +30,7 @@ from precompute.encode.shard import encode_shard, warm_up
 from precompute.input.tars import InputShard, Tar, list_shards
 from precompute.pixels.decode import decode
 from shards.format.encoding import EncodingRecord, ImageEncoding, TextEncoding, Weights
+from shards.open import open_store
 from shards.root.shared import create_root
 
 BUCKETS = ("256x256", "512x512")
@@ -166,7 +167,7 @@ def worker_config(tars: Path, output: Path, threads: int) -> PrecomputeConfig:
 
 def encode(shards: Iterable[InputShard], config: PrecomputeConfig, image_encoder: FreeImageEncoder) -> None:
     """What a worker does, one shard after the other, into a root of its own."""
-    create_root(config.output, sd2_record())
+    create_root(open_store(config.output), sd2_record())
     for shard in shards:
         encode_shard(shard, config, sd2_record(), image_encoder, FreeTextEncoder())  # type: ignore[arg-type]
 

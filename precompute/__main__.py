@@ -10,6 +10,7 @@ from precompute.config import PrecomputeConfig, describe_encoding, with_absolute
 from precompute.input.tars import list_shards
 from shards.base.config import load_config
 from shards.base.errors import Preempted, WorkError, exit_code_of
+from shards.open import open_store
 from shards.root.commit import sweep_attempts
 from shards.root.index import write_indexes
 from shards.root.shared import check_root, check_rules, create_root
@@ -25,21 +26,22 @@ def run(arguments: list[str]) -> None:
     # all that can be wrong with the request is found before anything is written
     shards = choose_shards(config.shards, list_shards(config.input))
     encoding = describe_encoding(config)
-    check_root(config.output, encoding)
-    check_rules(config.output, config.rules)
+    store = open_store(config.output)
+    check_root(store, encoding)
+    check_rules(store, config.rules)
 
-    waiting = not_committed(shards, config)
+    waiting = not_committed(shards, config, store)
     if waiting:
         for name in RANK_VARIABLES:
             os.environ.pop(name, None)
         start_ray(config.workers)
 
-    create_root(config.output, encoding)
+    create_root(store, encoding)
     try:
         result = run_job(waiting, config, encoding) if waiting else JobResult()
     finally:  # what is committed can be read, however the job ended
-        sweep_attempts(config.output, config.workers.scratch)
-        samples = write_indexes(config.output)
+        sweep_attempts(store, config.workers.scratch)
+        samples = write_indexes(store)
 
     taken_in, encoded = (sum(getattr(r, name) for r in result.done) for name in ("samples_in", "encoded"))
     print(

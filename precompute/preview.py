@@ -18,10 +18,11 @@ from diffusers import AutoencoderKL
 from PIL import Image, ImageDraw, ImageFont
 
 from shards.base.errors import RequestError, exit_code_of
-from shards.base.store import parse_place
+from shards.base.store import Store
 from shards.format.encoding import EncodingRecord
 from shards.format.models import hash_weights, model_folder
 from shards.format.receipts import load_receipts
+from shards.open import open_store
 from shards.root.reading import captions, read_parts
 
 LABEL_LINES, LINE_HEIGHT, MARGIN, CHARACTER_WIDTH = 5, 14, 8, 7
@@ -42,19 +43,20 @@ def load_decoder(encoding: EncodingRecord, name: str | None) -> AutoencoderKL:
     return vae.to("cuda" if torch.cuda.is_available() else "cpu", torch.float32)
 
 
-def pick_samples(root: Path | str, bucket: str, count: int) -> list[dict[str, Any]]:
+def pick_samples(store: Store, bucket: str, count: int) -> list[dict[str, Any]]:
     """Samples from all over the bucket: of each committed part as many, its first ones, up to `count`.
 
     Raises:
         RequestError: the bucket holds none.
     """
-    parts = {r.shard: r.parts[bucket].samples for r in load_receipts(root) if bucket in r.parts}
+    parts = {r.shard: r.parts[bucket].samples for r in load_receipts(store) if bucket in r.parts}
     holding = [shard for shard, samples in parts.items() if samples]
     if not holding:
+        root = store.where()
         raise RequestError(f"{root} holds no sample in {bucket}. `python -m shards stats {root}` lists its buckets.")
     chosen = holding[:: max(1, len(holding) // count)]
     each = -(-count // len(chosen))
-    return list(islice(read_parts(root, bucket, chosen, each), count))
+    return list(islice(read_parts(store, bucket, chosen, each), count))
 
 
 @torch.inference_mode()
@@ -97,7 +99,7 @@ def wrapped(label: str, characters: int) -> list[str]:
 def run(arguments: list[str]) -> None:
     """Parse, decode, draw."""
     parser = argparse.ArgumentParser(prog="precompute.preview", description=__doc__)
-    parser.add_argument("root", type=parse_place, help="a folder, or an address such as s3://bucket/latents")
+    parser.add_argument("root", type=open_store, help="a folder, or an address such as s3://bucket/latents")
     parser.add_argument("--bucket", help="WIDTHxHEIGHT; default: the first that holds samples")
     parser.add_argument("--samples", type=int, default=16, help="how many")
     parser.add_argument("--output", type=Path, default=Path("preview.png"), help="a PNG")
@@ -110,22 +112,22 @@ def run(arguments: list[str]) -> None:
     samples = pick_samples(options.root, bucket, options.samples)
     pictures = decode_pictures(samples, encoding, load_decoder(encoding, options.vae))
     labels = [f"{sample['key']}\n{' | '.join(captions(sample, encoding))}" for sample in samples]
-    title = f"{bucket} of {Path(options.root).name}, decoded from its latents by {encoding.vae.name}"
+    title = f"{bucket} of {Path(options.root.where()).name}, decoded from its latents by {encoding.vae.name}"
     contact_sheet(pictures, labels, title).save(options.output)
     print(f"{options.output}: {len(samples)} samples of {bucket}")
 
 
-def first_bucket(root: Path | str) -> str:
+def first_bucket(store: Store) -> str:
     """The first bucket that holds samples, by the receipts.
 
     Raises:
         RequestError: none does.
     """
-    for receipt in load_receipts(root):
+    for receipt in load_receipts(store):
         for bucket, part in receipt.parts.items():
             if part.samples:
                 return bucket
-    raise RequestError(f"{root} holds no sample yet: run `make precompute` first.")
+    raise RequestError(f"{store.where()} holds no sample yet: run `make precompute` first.")
 
 
 def main() -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from shards.base.errors import WorkError, exit_code_of
 from shards.base.files import DamagedFile
-from shards.base.store import open_store
 from shards.format.encoding import EncodingRecord
+from shards.open import open_store
 from shards.root.index import write_indexes
 from shards.tools.card import dataset_card
 from shards.tools.stats import plot_stats, root_stats, stats_table

@@ -14,6 +14,7 @@ from precompute.config import PrecomputeConfig, describe_encoding
 from precompute.encode.encoders import ImageEncoder, TextEncoder
 from precompute.encode.shard import encode_shard
 from precompute.input.tars import list_shards
+from shards.open import open_store
 from shards.root.index import write_indexes
 from shards.root.shared import create_root
 from tests.tiny import make_models, make_samples, make_tar
@@ -105,13 +106,13 @@ def encode_all(config: PrecomputeConfig, models: Path, **attempt: Any) -> None:
     """Stage 1 in this process, without Ray; `attempt` goes to `encode_shard`."""
     as_in_a_fresh_process()
     encoding = describe_encoding(config)
-    create_root(config.output, encoding)
+    create_root(open_store(config.output), encoding)
     cpu = torch.device("cpu")
     image_encoder = ImageEncoder(models / "vae", cpu, config.precision, config.posterior)
     text_encoder = TextEncoder(models / "text_encoder", models / "tokenizer", cpu, config.precision)
     for shard in list_shards(config.input):
         encode_shard(shard, config, encoding, image_encoder, text_encoder, **attempt)
-    write_indexes(config.output)
+    write_indexes(open_store(config.output))
 
 
 @pytest.fixture(scope="session")

@@ -7,7 +7,7 @@ from typing import Any
 import fsspec
 import yaml
 
-from shards.base.store import open_store
+from shards.open import open_store
 from tests.conftest import precompute_config
 from tests.runs import curve, run_module, train_fields, write_config
 from train.run.metrics import read_json_lines

@@ -7,6 +7,7 @@ import torch
 
 from shards.format.buckets import COVERS, Bucket
 from shards.format.encoding import EncodingRecord, ImageEncoding, TextEncoding, Weights
+from shards.open import open_store
 from shards.root.commit import Attempt, attempt_folder, commit
 from shards.root.index import write_indexes
 from shards.root.shared import create_root, write_uncond
@@ -32,14 +33,14 @@ def make_root(
 ) -> Path:
     """A root of `buckets`, each with as many samples per part as listed, and text latents of `text` (tokens, width)."""
     encoding = encoding_record(*text)
-    create_root(root, encoding)
-    write_uncond(root, torch.zeros(text), 2)
+    create_root(open_store(root), encoding)
+    write_uncond(open_store(root), torch.zeros(text), 2)
     rng = np.random.default_rng(0)
     for part in range(max(map(len, buckets.values()))):
         shard = f"{part:05d}"
         sizes = {name: samples[part] for name, samples in buckets.items() if part < len(samples)}
         most = max(sizes.values())
-        with attempt_folder(root, shard) as folder:
+        with attempt_folder(open_store(root), shard) as folder:
             counts, records = {}, {}
             for name, num_samples in sizes.items():
                 writer = PartWriter(folder / name, encoding, Bucket.parse(name))
@@ -66,8 +67,8 @@ def make_root(
                 started="",
                 seconds=0.0,
             )
-            commit(root, attempt)
-    write_indexes(root)
+            commit(open_store(root), attempt)
+    write_indexes(open_store(root))
     return root
 
 

@@ -11,6 +11,8 @@ from typing import Any
 
 import matplotlib
 
+from shards.open import open_store
+
 matplotlib.use("agg")
 import numpy as np
 from matplotlib import pyplot as plt
@@ -48,7 +50,7 @@ def write_report(folder: Path, seconds: dict[str, float]) -> None:
 
 def gather_metrics(folder: Path, seconds: dict[str, float]) -> dict[str, Any]:
     """The demo in numbers; everything here was counted or measured by the run itself."""
-    receipts = load_receipts(folder / "latents")
+    receipts = load_receipts(open_store(folder / "latents"))
     adherence = json.loads((folder / "adherence.json").read_text())
     final = adherence["phase2"]["seen"]
     downloaded, accepted = sum(r.samples_in for r in receipts), sum(r.encoded for r in receipts)
@@ -118,7 +120,7 @@ def draw_losses(folder: Path) -> None:
 
 def render(folder: Path, metrics: dict[str, Any]) -> str:
     """The page; its pictures are inside it."""
-    adherence, encoding = metrics["adherence"], EncodingRecord.load(folder / "latents")
+    adherence, encoding = metrics["adherence"], EncodingRecord.load(open_store(folder / "latents"))
     headline = {
         "show the colour asked for": f"{adherence['colour']:.0%}",
         "show the shape asked for": f"{adherence['shape']:.0%}",

@@ -23,9 +23,11 @@ from precompute.encode.shard import encode_shard, warm_up
 from precompute.input.tars import InputShard
 from shards.base.errors import DamagedInput, RequestError, WorkError, is_storage_error
 from shards.base.stop import StopSignal
+from shards.base.store import Store
 from shards.format.encoding import EncodingRecord
 from shards.format.models import hash_weights, model_folder
 from shards.format.receipts import Receipt, load_receipts
+from shards.open import open_store
 
 GRACE_SECONDS = 10
 # What a launcher left in the environment makes `streaming` believe that it is one of several ranks.
@@ -177,10 +179,10 @@ def is_final(error: ray.exceptions.RayError) -> bool:
     return isinstance(cause_of(error), DamagedInput)
 
 
-def not_committed(shards: list[InputShard], config: PrecomputeConfig) -> list[InputShard]:
+def not_committed(shards: list[InputShard], config: PrecomputeConfig, store: Store) -> list[InputShard]:
     """Those whose receipt has not every configured bucket."""
     wanted = set(map(str, config.bucket_list))
-    receipts = load_receipts(config.output, [shard.name for shard in shards])
+    receipts = load_receipts(store, [shard.name for shard in shards])
     done = {receipt.shard for receipt in receipts if wanted <= receipt.parts.keys()}
     return [shard for shard in shards if shard.name not in done]
 
@@ -232,7 +234,7 @@ def check_shared_root(config: PrecomputeConfig, encoding: EncodingRecord) -> Non
         WorkError: it is not.
     """
     try:
-        shared = EncodingRecord.load(config.output).id == encoding.id
+        shared = EncodingRecord.load(open_store(config.output)).id == encoding.id
     except RequestError:
         shared = False
     if not shared:

@@ -32,6 +32,7 @@ from shards.format.buckets import AspectTable, Bucket
 from shards.format.encoding import EncodingRecord
 from shards.format.receipts import Receipt, load_receipt
 from shards.format.tables import TOO_SMALL
+from shards.open import open_store
 from shards.root.commit import Attempt, attempt_folder, commit
 from shards.root.shared import has_uncond, write_uncond
 from shards.root.writing import Caption, PartWriter, Sample
@@ -120,19 +121,20 @@ def encode_shard(
         Stuck: a picture was decoded in a thread and did not end. The process should.
     """
     started, clock = datetime.now(UTC), time.monotonic()
-    root, committed = config.output, load_receipt(config.output, shard.name)
+    store = open_store(config.output)
+    committed = load_receipt(store, shard.name)
     buckets = [bucket for bucket in config.bucket_list if committed is None or str(bucket) not in committed.parts]
     if committed is not None and not buckets:
         return committed
-    if not has_uncond(root):
+    if not has_uncond(store):
         empty = text_encoder([""], config.workers.batch_size)[0]
-        write_uncond(root, empty.latents, empty.num_tokens)
+        write_uncond(store, empty.latents, empty.num_tokens)
 
     isolate = attempt_number >= config.workers.isolate_from
     longest = None if isolate else CLOCK_PER_PROCESSOR_SECOND * config.limits.decode_seconds
     with (
         local_copy(shard.address, ".tar") as path,
-        attempt_folder(root, shard.name, config.workers.scratch) as folder,
+        attempt_folder(store, shard.name, config.workers.scratch) as folder,
         maybe_isolated(decode, config.limits, isolate) as decode_picture,
         threads(config.workers.decode_threads, longest) as pool,
         threads(1) as hasher,  # its own: in `pool` a picture would wait for it, with the clock running
@@ -176,7 +178,7 @@ def encode_shard(
             started=started.isoformat(timespec="seconds"),
             seconds=round(time.monotonic() - clock, 3),
         )
-        return commit(root, attempt)
+        return commit(store, attempt)
 
 
 def warm_up() -> None:

@@ -21,7 +21,6 @@ from typing import Annotated, Any
 
 from pydantic import PlainSerializer, PlainValidator
 
-from shards.base.errors import RequestError
 from shards.base.files import fsync_file, fsync_folder, fsync_tree, locked, remove_torn, sha256_file, write_atomically
 
 StillHeld = Callable[[], None]
@@ -167,23 +166,5 @@ def parse_place(value: Any) -> Path | str:
 
 
 Place = Annotated[Path | str, PlainValidator(parse_place), PlainSerializer(str, when_used="json")]
-"""A config field for a latents root: a `Path` where it is local, the address as `str` where it is not."""
-
-
-def open_store(place: Path | str | Store) -> Store:
-    """The store at a path or address. Nothing is read or made yet.
-
-    Raises:
-        RequestError: no such kind of address, or the package that opens it is not installed.
-    """
-    if isinstance(place, Store):
-        return place
-    parsed = parse_place(place)
-    if isinstance(parsed, Path):
-        return LocalStore(parsed)
-    from shards.base.remote import RemoteStore  # fsspec and its file systems, where they are needed
-
-    try:
-        return RemoteStore(parsed)
-    except (ImportError, ValueError) as error:
-        raise RequestError(f"The address {parsed} cannot be opened: {error}.") from error
+"""A config field for a latents root: a `Path` where it is local, the address as `str` where it is not; `shards/open.py`
+opens it."""

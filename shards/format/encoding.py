@@ -1,7 +1,6 @@
 """The encoding record: what the numbers in a latents root mean. One per root; every later run must match it."""
 
 import hashlib
-from pathlib import Path
 from typing import Literal
 
 from pydantic import ValidationError
@@ -9,7 +8,7 @@ from pydantic import ValidationError
 from shards.base.config import Config
 from shards.base.errors import RequestError
 from shards.base.files import canonical_json, parse_sealed_json, sealed_json
-from shards.base.store import Store, open_store
+from shards.base.store import Store
 from shards.format import text
 from shards.format.buckets import Bucket
 from shards.format.text import TextStorage
@@ -117,19 +116,19 @@ class EncodingRecord(Config):
             if here != there and not path.endswith(".name")
         ]
 
-    def save(self, root: Path | str | Store) -> None:
+    def save(self, store: Store) -> None:
         """Write ROOT/encoding.json, sealed."""
-        open_store(root).write(FILE_NAME, sealed_json({**self.model_dump(mode="json"), "id": self.id}))
+        store.write(FILE_NAME, sealed_json({**self.model_dump(mode="json"), "id": self.id}))
 
     @classmethod
-    def load(cls, root: Path | str | Store) -> "EncodingRecord":
-        """Read ROOT/encoding.json of a folder or an address (`shards/base/store.py`).
+    def load(cls, store: Store) -> "EncodingRecord":
+        """Read ROOT/encoding.json.
 
         Raises:
-            RequestError: `root` is not a latents root, or one of another version.
+            RequestError: it is not a latents root, or one of another version.
             DamagedFile: the record's bytes are not those that were written.
         """
-        store = open_store(root)
+        store = store
         try:
             fields = parse_sealed_json(store.read(FILE_NAME), store.where(FILE_NAME))
         except FileNotFoundError:

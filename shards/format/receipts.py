@@ -5,7 +5,6 @@ A receipt lists, for every bucket, how many samples were stored and how many wer
 """
 
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 from pydantic import model_validator
@@ -13,7 +12,7 @@ from pydantic import model_validator
 from shards.base.config import Config
 from shards.base.errors import RequestError
 from shards.base.files import parse_sealed_json, sealed_json
-from shards.base.store import Store, open_store
+from shards.base.store import Store
 from shards.format.buckets import COVERS
 
 FOLDER = "commits"
@@ -87,49 +86,48 @@ class Receipt(Config):
             "software": self.software if part.software is None else part.software,
         }
 
-    def save(self, root: Path | str | Store) -> None:
+    def save(self, store: Store) -> None:
         """The commit point: one atomic replace of ROOT/commits/SHARD.json."""
-        open_store(root).write(f"{FOLDER}/{self.shard}.json", sealed_json(self.model_dump(mode="json")))
+        store.write(f"{FOLDER}/{self.shard}.json", sealed_json(self.model_dump(mode="json")))
 
 
-def committed_shards(root: Path | str | Store) -> list[str]:
+def committed_shards(store: Store) -> list[str]:
     """The shards that have a receipt, sorted."""
-    names = (name for name in open_store(root).files(FOLDER) if name.endswith(".json") and not name.startswith("."))
+    names = (name for name in store.files(FOLDER) if name.endswith(".json") and not name.startswith("."))
     return [name.removesuffix(".json") for name in names]
 
 
-def load_receipt(root: Path | str | Store, shard: str) -> Receipt | None:
+def load_receipt(store: Store, shard: str) -> Receipt | None:
     """The receipt of `shard`, or None where it was never committed.
 
     Raises:
         DamagedFile: the receipt's bytes are not those that were written.
     """
-    store, name = open_store(root), f"{FOLDER}/{shard}.json"
+    name = f"{FOLDER}/{shard}.json"
     try:
         return Receipt.model_validate(parse_sealed_json(store.read(name), store.where(name)))
     except FileNotFoundError:
         return None
 
 
-def load_receipts(root: Path | str | Store, shards: Iterable[str] | None = None) -> list[Receipt]:
+def load_receipts(store: Store, shards: Iterable[str] | None = None) -> list[Receipt]:
     """The receipts of those of `shards` that are committed, or every one of the root, by shard name; read at once.
 
     Raises:
         DamagedFile: the bytes of one are not those that were written.
     """
-    store = open_store(root)
     names = committed_shards(store) if shards is None else shards
     found = store.read_many([f"{FOLDER}/{shard}.json" for shard in names])
     return [Receipt.model_validate(parse_sealed_json(data, store.where(name))) for name, data in sorted(found.items())]
 
 
-def load_committed(root: Path | str | Store) -> list[Receipt]:
+def load_committed(store: Store) -> list[Receipt]:
     """Every receipt of a root that holds something.
 
     Raises:
         RequestError: nothing is committed to it.
     """
-    receipts = load_receipts(root)
+    receipts = load_receipts(store)
     if not receipts:
-        raise RequestError(f"{open_store(root).where()} holds no committed shard yet: run `make precompute` first.")
+        raise RequestError(f"{store.where()} holds no committed shard yet: run `make precompute` first.")
     return receipts

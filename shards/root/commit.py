@@ -22,7 +22,7 @@ from pathlib import Path
 
 from shards.base.errors import WorkError
 from shards.base.files import locked
-from shards.base.store import Store, open_store
+from shards.base.store import LocalStore, Store
 from shards.format.encoding import FILE_NAME, EncodingRecord
 from shards.format.receipts import FileRecord, Part, Receipt, load_receipt
 from shards.format.tables import REJECTS_SCHEMA, TABLES, Books, read_books, write_rows
@@ -56,13 +56,13 @@ class Attempt:
 
 
 @contextmanager
-def attempt_folder(root: Path | str | Store, shard: str, scratch: Path | None = None) -> Iterator[Path]:
+def attempt_folder(store: Store, shard: str, scratch: Path | None = None) -> Iterator[Path]:
     """A private local folder for one attempt at `shard`; gone afterwards, however the attempt ended.
 
     What attempts that were killed left behind for this shard (on this machine, where the root is on an object store) is
     removed first. `scratch` is where such a root's attempts are made; the temporary folder if not given.
     """
-    attempts = open_store(root).attempts(scratch)
+    attempts = store.attempts(scratch)
     folder = attempts / f"{shard}.{uuid.uuid4().hex[:12]}"
     with ExitStack() as ours:
         with locked(_sweeper(attempts, shard)):  # nobody sweeps a folder before it is owned
@@ -72,13 +72,13 @@ def attempt_folder(root: Path | str | Store, shard: str, scratch: Path | None = 
         yield folder
 
 
-def sweep_attempts(root: Path | str | Store, scratch: Path | None = None) -> None:
+def sweep_attempts(store: Store, scratch: Path | None = None) -> None:
     """Remove what dead attempts left behind on this machine.
 
     The next attempt at a shard does it for that shard; but there is none after one that was killed when it had
     committed, or when the job was told to leave.
     """
-    attempts = open_store(root).attempts(scratch)
+    attempts = store.attempts(scratch)
     for shard in {folder.name.rpartition(".")[0] for folder in attempts.glob("*.*")}:
         with locked(_sweeper(attempts, shard)):
             _sweep(attempts, shard)
@@ -100,7 +100,7 @@ def _sweep(attempts: Path, shard: str) -> None:
             continue  # its owner is at work
 
 
-def commit(root: Path | str | Store, attempt: Attempt) -> Receipt:
+def commit(store: Store, attempt: Attempt) -> Receipt:
     """Put an attempt's parts into place and write the receipt.
 
     Returns:
@@ -109,7 +109,6 @@ def commit(root: Path | str | Store, attempt: Attempt) -> Receipt:
     Raises:
         WorkError: the shard's other buckets were encoded from another tar, or its side files counted otherwise.
     """
-    store = open_store(root)
     with store.locked(attempt.shard) as still_held:
         earlier = load_receipt(store, attempt.shard)
         fresh = [bucket for bucket in attempt.counts if earlier is None or bucket not in earlier.parts]
@@ -177,7 +176,7 @@ def make_receipt(store: Store, attempt: Attempt, fresh: list[str], books: Books,
 
 def record_files(folder: Path, known: dict[str, FileRecord]) -> dict[str, FileRecord]:
     """Size and SHA-256 of every file below `folder`, by relative path, sorted; `known` ones are not read again."""
-    here = open_store(folder)
+    here = LocalStore(folder)
     return {name: known.get(name) or record_file(here, name) for name in here.files()}
 
 

@@ -6,20 +6,18 @@ written here. The same receipts always give the same bytes.
 
 import hashlib
 import json
-from pathlib import Path
 
 from shards.base.files import DamagedFile, canonical_json
-from shards.base.store import Store, open_store
+from shards.base.store import Store
 from shards.format.receipts import Receipt, load_receipts
 
 
-def bucket_index(root: Path | str | Store, bucket: str, receipts: list[Receipt]) -> bytes:
+def bucket_index(store: Store, bucket: str, receipts: list[Receipt]) -> bytes:
     """The bytes of ROOT/BUCKET/index.json over the parts that `receipts` commit to `bucket`.
 
     Raises:
         DamagedFile: a part's own index.json is missing or is not the one its receipt recorded.
     """
-    store = open_store(root)
     parts = {f"{bucket}/{r.shard}/index.json": r for r in receipts if bucket in r.parts and r.parts[bucket].samples}
     found = store.read_many(list(parts))
     shards = []
@@ -35,9 +33,8 @@ def bucket_index(root: Path | str | Store, bucket: str, receipts: list[Receipt])
     return canonical_json({"version": 2, "shards": shards})
 
 
-def write_indexes(root: Path | str | Store) -> dict[str, int]:
+def write_indexes(store: Store) -> dict[str, int]:
     """Write every bucket's index.json; returns bucket → samples in it."""
-    store = open_store(root)
     with store.locked("index") as still_held:
         receipts = load_receipts(store)
         buckets = sorted({bucket for receipt in receipts for bucket in receipt.parts})

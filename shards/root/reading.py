@@ -10,19 +10,16 @@ import numpy as np
 import torch
 from streaming.base.format import reader_from_json
 
-from shards.base.store import Store, open_store
+from shards.base.store import Store
 from shards.format.encoding import EncodingRecord
 from shards.format.text import dequantise, unpack
 
 
-def read_parts(
-    root: Path | str | Store, bucket: str, shards: Iterable[str], each: int | None = None
-) -> Iterator[dict[str, Any]]:
+def read_parts(store: Store, bucket: str, shards: Iterable[str], each: int | None = None) -> Iterator[dict[str, Any]]:
     """The samples of a bucket's parts, one part after the other; the first `each` of a part.
 
     Where the root is not local, a part is copied when its turn comes.
     """
-    store = open_store(root)
     for shard in shards:
         with store.local(f"{bucket}/{shard}") as folder:
             yield from islice(read_part(folder), each)

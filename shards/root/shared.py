@@ -1,7 +1,6 @@
 """A latents root as a whole: made once, matched by every later run, read by the trainer."""
 
 import hashlib
-from pathlib import Path
 
 import torch
 from safetensors.torch import load, save
@@ -9,7 +8,7 @@ from torch import Tensor
 
 from shards.base.errors import RequestError
 from shards.base.files import DamagedFile
-from shards.base.store import Store, open_store
+from shards.base.store import Store
 from shards.format.buckets import NEAREST, Bucket
 from shards.format.encoding import FILE_NAME, EncodingRecord
 from shards.format.receipts import FOLDER, committed_shards, load_receipt, load_receipts
@@ -17,13 +16,12 @@ from shards.format.receipts import FOLDER, committed_shards, load_receipt, load_
 UNCOND_NAME = "uncond.safetensors"
 
 
-def check_root(root: Path | str | Store, encoding: EncodingRecord) -> None:
+def check_root(store: Store, encoding: EncodingRecord) -> None:
     """Refuse a root whose encoding is not `encoding`; an absent root is fine.
 
     Raises:
         RequestError: the fields that differ, named.
     """
-    store = open_store(root)
     if store.size(FILE_NAME) is None:
         if any(not name.startswith(".") for name in store.entries()):
             raise RequestError(
@@ -39,7 +37,7 @@ def check_root(root: Path | str | Store, encoding: EncodingRecord) -> None:
         )
 
 
-def check_rules(root: Path | str | Store, rules: dict[Bucket, str]) -> None:
+def check_rules(store: Store, rules: dict[Bucket, str]) -> None:
     """Refuse to add to a root's buckets by another rule than they were filled by: which pictures a bucket holds, and
     which is the nearest of a base, would differ from shard to shard.
 
@@ -48,15 +46,15 @@ def check_rules(root: Path | str | Store, rules: dict[Bucket, str]) -> None:
     """
     names = {str(bucket): rule for bucket, rule in rules.items()}
     tables = {rule for rule in rules.values() if rule.startswith(NEAREST)}
-    found = {(bucket, part.rule) for receipt in load_receipts(root) for bucket, part in receipt.parts.items()}
+    found = {(bucket, part.rule) for receipt in load_receipts(store) for bucket, part in receipt.parts.items()}
     for bucket, rule in sorted(found):
         other = {ours for ours in tables if _base(ours) == _base(rule) and ours != rule}
         ours = names.get(bucket, rule) if not other else other.pop()
         if ours != rule:
             raise RequestError(
-                f"{root} fills its bucket {bucket} by the rule `{rule}`, and this run's would be `{ours}`. (`covers`: "
-                f"every picture that covers it, as in `buckets`; `nearest`: those whose ratio it is nearest in that "
-                f"table of `aspect`.) Give another `output`, or set `buckets` and `aspect` as the root has them."
+                f"{store.where()} fills its bucket {bucket} by the rule `{rule}`, and this run's would be `{ours}`. "
+                f"(`covers`: every picture that covers it, as in `buckets`; `nearest`: those whose ratio it is nearest "
+                f"in that table of `aspect`.) Give another `output`, or set `buckets` and `aspect` as the root has them."
             )
 
 
@@ -64,9 +62,8 @@ def _base(rule: str) -> str:
     return rule.split(",")[1] if rule.startswith(NEAREST) else rule
 
 
-def create_root(root: Path | str | Store, encoding: EncodingRecord) -> None:
+def create_root(store: Store, encoding: EncodingRecord) -> None:
     """Write encoding.json, or check the one that is there. Safe when several jobs do it at once."""
-    store = open_store(root)
     with store.locked("root") as still_held:
         check_root(store, encoding)
         if store.size(FILE_NAME) is None:
@@ -74,14 +71,13 @@ def create_root(root: Path | str | Store, encoding: EncodingRecord) -> None:
             encoding.save(store)
 
 
-def has_uncond(root: Path | str | Store) -> bool:
+def has_uncond(store: Store) -> bool:
     """Whether the empty caption's text latents are there."""
-    return open_store(root).size(UNCOND_NAME) is not None
+    return store.size(UNCOND_NAME) is not None
 
 
-def write_uncond(root: Path | str | Store, text_latents: Tensor, num_tokens: int) -> None:
+def write_uncond(store: Store, text_latents: Tensor, num_tokens: int) -> None:
     """Store the empty caption's text latents, (tokens, width), once; later calls change nothing."""
-    store = open_store(root)
     with store.locked("root") as still_held:
         if not has_uncond(store):
             tensors = {"text_latents": text_latents.half().contiguous(), "num_tokens": torch.tensor(num_tokens)}
@@ -89,14 +85,13 @@ def write_uncond(root: Path | str | Store, text_latents: Tensor, num_tokens: int
             store.write(UNCOND_NAME, save(tensors))
 
 
-def load_uncond(root: Path | str | Store) -> tuple[Tensor, int]:
+def load_uncond(store: Store) -> tuple[Tensor, int]:
     """The empty caption's text latents, (tokens, width) float16, and how many of the tokens are real.
 
     Raises:
         RequestError: the root has none, so no shard of it was ever encoded.
         DamagedFile: they are not what a receipt recorded.
     """
-    store = open_store(root)
     try:
         data = store.read(UNCOND_NAME)
     except FileNotFoundError:

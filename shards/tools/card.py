@@ -1,12 +1,11 @@
 """`python -m shards card ROOT`: a dataset card, Markdown under YAML front matter, from encoding.json and receipts."""
 
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import yaml
 
-from shards.base.store import Store, open_store
+from shards.base.store import Store
 from shards.format.buckets import Bucket
 from shards.format.encoding import EncodingRecord
 from shards.format.receipts import Receipt, load_committed
@@ -18,13 +17,12 @@ SIZES |= {10**8: "10M<n<100M", 10**9: "100M<n<1B", 10**10: "1B<n<10B", 10**11: "
 LARGEST_SIZE = "100B<n<1T"
 
 
-def dataset_card(root: Path | str | Store) -> str:
+def dataset_card(store: Store) -> str:
     """The card of a latents root.
 
     Raises:
         RequestError: not a latents root, or nothing is committed to it.
     """
-    store = open_store(root)
     encoding, receipts = EncodingRecord.load(store), load_committed(store)
     sizes = bucket_sizes(receipts)
     front = yaml.safe_dump(_front_matter(sizes, receipts), sort_keys=False)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from shards.base.store import Store, open_store
+from shards.base.store import Store
 from shards.format.buckets import Bucket
 from shards.format.encoding import EncodingRecord
 from shards.format.receipts import Receipt, load_committed
@@ -16,13 +16,12 @@ from shards.format.tables import MENDED
 from shards.root.reading import captions, read_part
 
 
-def root_stats(root: Path | str | Store, max_samples: int) -> dict[str, Any]:
+def root_stats(store: Store, max_samples: int) -> dict[str, Any]:
     """Counts from receipts; moments of latents and caption lengths from the first `max_samples` of each bucket.
 
     Raises:
         RequestError: not a latents root, or nothing is committed to it.
     """
-    store = open_store(root)
     encoding, receipts = EncodingRecord.load(store), load_committed(store)
     rejected = sum((Counter(receipt.rejected) for receipt in receipts), Counter())
     return {

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from shards.base.files import DamagedFile
-from shards.base.store import LocalStore, Store, open_store
+from shards.base.store import LocalStore, Store
 from shards.format.buckets import Bucket
 from shards.format.encoding import EncodingRecord, TextEncoding
 from shards.format.receipts import FOLDER, FileRecord, Part, Receipt, committed_shards, load_receipt
@@ -17,7 +17,7 @@ from shards.root.index import bucket_index
 from shards.root.reading import captions, read_part, text_latents
 
 
-def verify_root(root: Path | str | Store) -> Iterator[str]:
+def verify_root(store: Store) -> Iterator[str]:
     """Yield one line for each thing that is wrong; none if the root is sound.
 
     Checked: every receipt's own seal; size and SHA-256 of every file it lists; that parts hold no other files; that
@@ -25,10 +25,9 @@ def verify_root(root: Path | str | Store) -> Iterator[str]:
     index.json and the rejects are what the receipts and parts give.
 
     Raises:
-        RequestError: `root` is not a latents root.
+        RequestError: it is not a latents root.
         DamagedFile: its encoding.json is not what was written, so nothing else can be judged.
     """
-    store = open_store(root)
     encoding = EncodingRecord.load(store)
     receipts, broken = [], []
     for shard in committed_shards(store):

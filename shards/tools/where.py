@@ -5,27 +5,25 @@ All of it is read from encoding.json, receipts and the parts' own tables: it can
 
 import io
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from shards.base.errors import RequestError
-from shards.base.store import Store, open_store
+from shards.base.store import Store
 from shards.format.buckets import Bucket
 from shards.format.encoding import EncodingRecord
 from shards.format.receipts import Receipt, committed_shards, load_receipt
 from shards.format.tables import REFUSED_NAME, SAMPLES_NAME
 
 
-def find_sample(root: Path | str | Store, key: str) -> list[dict[str, Any]]:
+def find_sample(store: Store, key: str) -> list[dict[str, Any]]:
     """What became of the sample `key`: one entry for each input shard that had one, which is one as a rule.
 
     Raises:
         RequestError: not a latents root, or no committed shard had such a sample.
     """
-    store = open_store(root)
     encoding, shards = EncodingRecord.load(store), committed_shards(store)
     # img2dataset's keys begin with the shard's name: look there first
     for chosen in ([shard for shard in shards if key.startswith(shard)], shards):

@@ -27,6 +27,7 @@ from precompute.encode.shard import encode_shard
 from precompute.input.tars import list_shards
 from shards.base.errors import is_storage_error
 from shards.format.receipts import load_receipts
+from shards.open import open_store
 from shards.root.commit import sweep_attempts
 from shards.root.index import write_indexes
 from shards.root.shared import create_root
@@ -154,11 +155,11 @@ class Encoding:
 
     def _encode(self, config: PrecomputeConfig) -> None:
         encoding = describe_encoding(config)
-        create_root(config.output, encoding)
+        create_root(open_store(config.output), encoding)
         for shard in list_shards(config.input):
             encode_shard(shard, config, encoding, *self.encoders)
-        sweep_attempts(config.output)
-        write_indexes(config.output)
+        sweep_attempts(open_store(config.output))
+        write_indexes(open_store(config.output))
 
 
 def wait_for(child: int) -> int:
@@ -197,8 +198,8 @@ def break_at(encoding: Encoding, folder: Path, at: int, fault: Callable[[], None
 def look(root: Path) -> None:
     """What receipts say is there is there, whole; the index may be an older one, and nothing else may be wrong."""
     if (root / "encoding.json").exists():
-        load_receipts(root)
-        wrong = [line for line in verify_root(root) if "write it anew with" not in line]
+        load_receipts(open_store(root))
+        wrong = [line for line in verify_root(open_store(root)) if "write it anew with" not in line]
         assert not wrong, wrong
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from shards.base.files import DamagedFile
+from shards.open import open_store
 from shards.tools.verify import verify_root
 from tests.faults.world import make_world
 
@@ -45,7 +46,7 @@ def flip(root: Path, number: int, seed: int) -> dict[str, object]:
         name = str(path.relative_to(root))
         if path.is_file() and not name.startswith("."):
             kinds.setdefault(kind_of(name), []).append(path)
-    assert list(verify_root(root)) == []
+    assert list(verify_root(open_store(root))) == []
     flipped: Counter[str] = Counter()
     detected: Counter[str] = Counter()
     for kind in itertools.islice(itertools.cycle(kinds), number):
@@ -54,7 +55,7 @@ def flip(root: Path, number: int, seed: int) -> dict[str, object]:
         bit = rng.randrange(8 * len(data))
         path.write_bytes(data[: bit // 8] + bytes([data[bit // 8] ^ 1 << bit % 8]) + data[bit // 8 + 1 :])
         try:
-            found = list(verify_root(root))
+            found = list(verify_root(open_store(root)))
         except DamagedFile as error:
             found = [str(error)]
         flipped[kind] += 1

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from shards.format.receipts import load_receipts
+from shards.open import open_store
 from shards.tools.verify import verify_root
 from tests.conftest import SIZES
 from tests.runs import run_module
@@ -26,8 +27,8 @@ def test_a_job_finds_the_pictures_that_kill_its_workers(
     )
     result = run_module("tests.faults.poisoned_job", *arguments)
     assert result.returncode == 0, result.stderr
-    assert list(verify_root(tmp_path / "root")) == []
-    receipts = load_receipts(tmp_path / "root")
+    assert list(verify_root(open_store(tmp_path / "root"))) == []
+    receipts = load_receipts(open_store(tmp_path / "root"))
     assert [receipt.rejected.get("decoder_crash", 0) for receipt in receipts] == [1, 1, 0]
     assert [receipt.attempts for receipt in receipts] == [2, 2, 1]
     assert [receipt.samples_in for receipt in receipts] == [9, 9, 8]

@@ -18,6 +18,7 @@ from precompute.config import PrecomputeConfig, TarsConfig
 from precompute.input.tars import InputShard, RawSample, Tar, counted_samples, list_shards
 from shards.base.errors import DamagedInput
 from shards.format.receipts import Receipt, load_receipts
+from shards.open import open_store
 from shards.tools.verify import verify_root
 from tests.conftest import encode_all, folder_of, precompute_config
 from tests.faults.world import stored_keys
@@ -251,8 +252,8 @@ def salvaged(models: Path, folder: Path, **changes: object) -> tuple[Path, Recei
     """Stage 1 over the tars in `folder`, salvaging: the root and the receipt."""
     config = config_with(models, folder, folder / "root", policy="salvage", **changes)
     encode_all(config, models)
-    assert list(verify_root(config.output)) == []
-    return folder_of(config), load_receipts(config.output)[0]
+    assert list(verify_root(open_store(config.output))) == []
+    return folder_of(config), load_receipts(open_store(config.output))[0]
 
 
 def test_a_salvaged_shard_accounts_for_every_sample(models: Path, tmp_path: Path) -> None:
@@ -273,7 +274,7 @@ def test_a_bit_of_a_picture(models: Path, tmp_path: Path) -> None:
     config = config_with(models, tmp_path, tmp_path / "rejected", check_sha256=True)
     with pytest.raises(DamagedInput, match=r"sample 000000003 has not the sha256 of its JSON"):
         encode_all(config, models)
-    assert load_receipts(config.output) == []
+    assert load_receipts(open_store(config.output)) == []
     _, receipt = salvaged(models, tmp_path, check_sha256=True)
     assert (receipt.encoded, receipt.rejected) == (7, {"lost_in_tar": 1})
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from precompute.config import PrecomputeConfig
 from shards.format.receipts import load_receipts
+from shards.open import open_store
 from shards.root.reading import read_part
 from shards.tools.verify import verify_root
 from tests.conftest import SIZES, encode_all, precompute_config
@@ -65,7 +66,7 @@ class Tally:
         self.files += len(names)
         self.identical += len(names) - len(different)
         self.different += [f"{root.name}/{name}" for name in sorted(different)]
-        self.wrong += list(verify_root(root))
+        self.wrong += list(verify_root(open_store(root)))
         wanted, got = stored_keys(reference), stored_keys(root)
         self.samples += wanted.total()
         self.duplicates += (got - wanted).total()
@@ -90,7 +91,7 @@ def comparable(root: Path) -> dict[str, object]:
 def stored_keys(root: Path) -> Counter[tuple[str, str]]:
     """(bucket, key) of every sample that a reader of the root meets."""
     keys: Counter[tuple[str, str]] = Counter()
-    for receipt in load_receipts(root):
+    for receipt in load_receipts(open_store(root)):
         for bucket, part in receipt.parts.items():
             if part.samples:
                 keys.update((bucket, sample["key"]) for sample in read_part(root / bucket / receipt.shard))

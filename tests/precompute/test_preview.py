@@ -12,6 +12,7 @@ from examples.shapes.models import MODELS
 from precompute.preview import contact_sheet, decode_pictures, load_decoder, pick_samples, run, wrapped
 from shards.base.errors import RequestError
 from shards.format.encoding import EncodingRecord
+from shards.open import open_store
 from tests.conftest import encode_all, folder_of, precompute_config
 from tests.tiny import make_tar
 
@@ -35,8 +36,8 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_what_went_in_comes_back(root: Path) -> None:
-    encoding = EncodingRecord.load(root)
-    samples = pick_samples(root, "64x64", 12)
+    encoding = EncodingRecord.load(open_store(root))
+    samples = pick_samples(open_store(root), "64x64", 12)
     assert [sample["caption"] for sample in samples] == [f"number {i}" for i in range(12)]
     decoded = np.stack([np.asarray(p) for p in decode_pictures(samples, encoding, load_decoder(encoding, None))])
     error = decoded.astype(float) - np.load(root.parent / "pictures.npy")
@@ -44,8 +45,14 @@ def test_what_went_in_comes_back(root: Path) -> None:
 
 
 def test_samples_are_of_all_parts(root: Path) -> None:
-    assert [sample["key"][:5] for sample in pick_samples(root, "64x64", 4)] == ["00000", "00000", "00001", "00001"]
-    assert len(pick_samples(root, "64x64", 100)) == 12
+    store = open_store(root)
+    assert [sample["key"][:5] for sample in pick_samples(store, "64x64", 4)] == [
+        "00000",
+        "00000",
+        "00001",
+        "00001",
+    ]
+    assert len(pick_samples(store, "64x64", 100)) == 12
 
 
 def test_the_command(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -24,10 +24,11 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
 
 from shards.base.errors import RequestError, WorkError
-from shards.base.store import LocalStore, Store, open_store
+from shards.base.store import LocalStore, Store
 from shards.format.buckets import Bucket
 from shards.format.encoding import EncodingRecord
 from shards.format.mds import MdsFiles, parse_index
+from shards.open import open_store
 from shards.root.shared import load_uncond
 from train.config import DataConfig, StreamConfig
 from train.data.batch import Batch, Collate

@@ -14,6 +14,7 @@ from shards.base.config import Config, load_config
 from shards.base.errors import RequestError
 from shards.format.encoding import EncodingRecord, Weights
 from shards.format.models import hash_weights, model_folder
+from shards.open import open_store
 from train.config import ObjectiveConfig, TrainConfig
 from train.export.card import model_card
 from train.objective.loss import noise_scheduler
@@ -63,7 +64,7 @@ def write_pipeline(run_dir: Path, options: ExportConfig) -> Path:
         raise RequestError(f"{run_dir} has no complete checkpoint: there is nothing to export yet.")
     config = load_config(TrainConfig, run_dir / "config.yaml", [], "train export")
     weights = weights_folder(newest[0], options.weights)
-    encoding = EncodingRecord.load(config.data.streams[0].root)
+    encoding = EncodingRecord.load(open_store(config.data.streams[0].root))
     parts = {
         "vae": _same_model("vae", options.vae, encoding.vae),
         "text_encoder": _same_model("text_encoder", options.text_encoder, encoding.text_encoder),

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from shards.base.errors import RequestError
 from shards.format.encoding import EncodingRecord
 from shards.format.receipts import load_receipts
+from shards.open import open_store
 from shards.root.reading import read_parts
 from train.config import ValidationConfig
 from train.data.batch import Batch, Collate
@@ -60,14 +61,15 @@ def open_validation(config: ValidationConfig, training: EncodingRecord, seed: in
         RequestError: no such root or bucket, too few samples, or an encoding that does not mean what training's does.
     """
     assert config.root is not None
-    encoding = EncodingRecord.load(config.root)
+    store = open_store(config.root)
+    encoding = EncodingRecord.load(store)
     differences = encoding_differences(training, encoding)
     if differences:
         raise RequestError(
             f"The validation root {config.root} does not fit the training data: {'; '.join(differences)}."
         )
-    parts = [receipt.shard for receipt in load_receipts(config.root) if config.bucket in receipt.parts]
-    samples = list(islice(read_parts(config.root, config.bucket, parts), config.samples))
+    parts = [receipt.shard for receipt in load_receipts(store) if config.bucket in receipt.parts]
+    samples = list(islice(read_parts(store, config.bucket, parts), config.samples))
     if len(samples) < config.samples:
         raise RequestError(
             f"{config.root}/{config.bucket} holds {len(samples)} samples; validation.samples asks for {config.samples}."

@@ -15,6 +15,7 @@ from diffusers import UNet2DConditionModel
 from shards.base.errors import RequestError, WorkError
 from shards.base.files import read_sealed_json
 from shards.format.encoding import EncodingRecord
+from shards.open import open_store
 from train.config import TrainConfig
 from train.data.loader import DataSpec, open_data
 from train.model.unet import build_unet, check_fit, load_pretrained
@@ -77,7 +78,7 @@ def check_request(config: TrainConfig, accelerator: Accelerator | None = None) -
         load_pretrained(unet, config.init_unet)
     validation = None
     if config.validation.root is not None:
-        training = EncodingRecord.load(config.data.streams[0].root)
+        training = EncodingRecord.load(open_store(config.data.streams[0].root))
         validation = open_validation(config.validation, training, config.seed)
     start = None if weights is None else describe_weights(weights)
     return Request(spec, unet, checkpoint, start, fingerprint, validation, local_world_size)

@@ -21,6 +21,7 @@ from precompute.cluster.nodes import start_ray
 from precompute.config import describe_encoding
 from precompute.input.tars import list_shards
 from shards.base.errors import WorkError
+from shards.open import open_store
 from shards.root.index import write_indexes
 from shards.root.shared import create_root
 from shards.tools.verify import verify_root
@@ -81,7 +82,7 @@ def test_a_late_node_gets_work_and_a_lost_one_loses_none(
     workers |= {"max_in_flight": 2, "backoff": 0.1, "attempts": 1, "wait_for_resources": 300}
     config = precompute_config(models, tmp_path / "tars", tmp_path / "root", workers=workers)
     encoding = describe_encoding(config)
-    create_root(config.output, encoding)
+    create_root(open_store(config.output), encoding)
     start_ray(config.workers)
 
     results: list[JobResult] = []
@@ -107,8 +108,8 @@ def test_a_late_node_gets_work_and_a_lost_one_loses_none(
     lines = [json.loads(line) for line in log.splitlines() if line.startswith("{")]
     assert lines[-1]["shards_done"] == 4 and lines[-1]["accepted"] + lines[-1]["rejected"] == 320
     assert max(line["shards_in_flight"] for line in lines) <= 2
-    write_indexes(config.output)
-    assert list(verify_root(config.output)) == []
+    write_indexes(open_store(config.output))
+    assert list(verify_root(open_store(config.output))) == []
 
     expected = {
         "latentmill_images_in_total{}": 320.0,
@@ -126,7 +127,7 @@ def test_a_job_that_no_node_can_take_ends(
     workers = {"num_gpus": 1, "num_cpus": 1, "wait_for_resources": 3}
     config = precompute_config(models, tars, tmp_path / "root", workers=workers)
     encoding = describe_encoding(config)
-    create_root(config.output, encoding)
+    create_root(open_store(config.output), encoding)
     start_ray(config.workers)
     with pytest.raises(WorkError, match="none joined within 3 s"):
         run_job(list_shards(config.input), config, encoding)

@@ -15,6 +15,7 @@ from shards.__main__ import run as run_shards
 from shards.base.errors import RequestError
 from shards.format.buckets import AspectTable
 from shards.format.receipts import load_receipts
+from shards.open import open_store
 from shards.root.shared import check_rules
 from shards.tools.verify import verify_root
 from tests.conftest import encode_all, folder_of, precompute_config
@@ -52,7 +53,7 @@ def test_each_picture_is_in_every_square_and_one_shape(aspect_root: Path, shapes
     buckets = sorted(path.name for path in aspect_root.glob("*x*"))
     assert buckets == ["128x128", "48x80", "48x96", "64x64", "80x48", "96x48"]
     for bucket in buckets:
-        if load_receipts(aspect_root)[0].parts[bucket].samples:
+        if load_receipts(open_store(aspect_root))[0].parts[bucket].samples:
             for row in rows(aspect_root, bucket):
                 found.setdefault(row["key"], set()).add(bucket)
                 width, height = map(int, bucket.split("x"))
@@ -64,7 +65,7 @@ def test_each_picture_is_in_every_square_and_one_shape(aspect_root: Path, shapes
 
 
 def test_the_books_add_up_and_other_buckets_are_no_rejects(aspect_root: Path) -> None:
-    receipt = load_receipts(aspect_root)[0]
+    receipt = load_receipts(open_store(aspect_root))[0]
     assert (receipt.samples_in, receipt.encoded) == (37, 30)
     assert receipt.rejected == {"not_an_image": 1, "too_small": 6}
     refused = {name: part.refused for name, part in receipt.parts.items()}
@@ -80,16 +81,16 @@ def test_the_books_add_up_and_other_buckets_are_no_rejects(aspect_root: Path) ->
 def test_without_the_square_among_the_buckets_it_takes_its_nearest(shapes: Path, models: Path, tmp_path: Path) -> None:
     config = precompute_config(models, shapes, tmp_path / "root", buckets=["128x128"], aspect=ASPECT)
     encode_all(config, models)
-    receipt = load_receipts(config.output)[0]
+    receipt = load_receipts(open_store(config.output))[0]
     assert receipt.parts["64x64"].samples == 12
     assert receipt.parts["64x64"].refused == {"not_an_image": 1, "other_bucket": 18, "too_small": 6}
     assert sum(receipt.parts[str(bucket)].samples for bucket in TABLE.buckets) == receipt.encoded == 30
-    assert list(verify_root(config.output)) == []
+    assert list(verify_root(open_store(config.output))) == []
 
 
 def test_empty_parts_are_sound(aspect_root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert load_receipts(aspect_root)[0].parts["96x48"].samples == 0
-    assert list(verify_root(aspect_root)) == []
+    assert load_receipts(open_store(aspect_root))[0].parts["96x48"].samples == 0
+    assert list(verify_root(open_store(aspect_root))) == []
     run_shards(["stats", str(aspect_root)])
     assert "96x48" in capsys.readouterr().out
 
@@ -104,7 +105,9 @@ def test_tables_added_later_give_what_both_at_once_give(
     assert expected.keys() == found.keys()
     assert {name.split("/")[0] for name in expected if expected[name] != found[name]} == {"commits"}
     timed = {"started", "seconds", "attempts"}
-    assert load_receipts(aspect_root)[0].model_dump(exclude=timed) == load_receipts(root)[0].model_dump(exclude=timed)
+    assert load_receipts(open_store(aspect_root))[0].model_dump(exclude=timed) == load_receipts(open_store(root))[
+        0
+    ].model_dump(exclude=timed)
 
 
 @pytest.mark.parametrize(
@@ -122,7 +125,7 @@ def test_a_bucket_is_filled_by_one_rule(
 ) -> None:
     config = precompute_config(models, shapes, aspect_root, buckets=buckets, aspect=aspect)
     with pytest.raises(RequestError, match=message):
-        check_rules(config.output, config.rules)
+        check_rules(open_store(config.output), config.rules)
     with pytest.raises(RequestError, match=message):  # by the command too, before anything starts
         words = precompute_arguments(models, shapes, aspect_root)
         words[words.index("--buckets") + 1] = json.dumps(buckets)
@@ -136,7 +139,7 @@ def test_what_may_be_added(aspect_root: Path, shapes: Path, models: Path) -> Non
         (["128x128"], {"bases": [128], "step": 32}),
     ):
         config = precompute_config(models, shapes, aspect_root, buckets=buckets, aspect=aspect)
-        check_rules(config.output, config.rules)
+        check_rules(open_store(config.output), config.rules)
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from shards.__main__ import run
 from shards.base.errors import RequestError
 from shards.format.encoding import EncodingRecord
 from shards.format.receipts import load_receipt
+from shards.open import open_store
 from shards.root.reading import captions, read_part, text_latents
 from shards.root.shared import check_root
 from shards.tools.verify import verify_root
@@ -64,18 +65,18 @@ def test_each_caption_is_what_it_would_be_alone(
     for bucket in BUCKETS:
         found: dict[str, list[tuple[str, np.ndarray]]] = {}
         for field in FIELDS:  # as listed, which is the order that is stored
-            encoding = EncodingRecord.load(alone[field])
+            encoding = EncodingRecord.load(open_store(alone[field]))
             for sample in read_part(alone[field] / bucket / "00000"):
                 (caption,), (latents,) = captions(sample, encoding), text_latents(sample, encoding)
                 found.setdefault(sample["key"], []).append((caption, latents))
-        encoding = EncodingRecord.load(both)
+        encoding = EncodingRecord.load(open_store(both))
         rows = {sample["key"]: sample for sample in read_part(both / bucket / "00000")}
         assert rows.keys() == found.keys() and len(rows) == {"64x64": 11, "128x128": 6}[bucket]
         for key, sample in rows.items():
             assert captions(sample, encoding) == [caption for caption, _ in found[key]]
             for one, other in zip(text_latents(sample, encoding), found[key], strict=True):
                 np.testing.assert_array_equal(one, other[1])
-    assert list(verify_root(both)) == []
+    assert list(verify_root(open_store(both))) == []
 
 
 def test_what_a_sample_looks_like(models: Path, captioned: Path, tmp_path: Path) -> None:
@@ -100,7 +101,7 @@ def test_captions_are_counted_once_for_all_buckets(
     models: Path, captioned: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     root = encoded(models, captioned, tmp_path / "root")
-    receipt = load_receipt(root, "00000")
+    receipt = load_receipt(open_store(root), "00000")
     assert receipt is not None and receipt.rejected == {"no_caption": 1}
     mended = {"invalid_utf8": 2, "control_characters": 1, "too_long": 1, "truncated": 1}
     assert receipt.captions == {"stored": 20, **mended}
@@ -137,7 +138,7 @@ def test_a_bucket_added_later_has_the_same_captions(models: Path, captioned: Pat
             models, captioned, tmp_path / "later", captions=FIELDS, buckets=[bucket], text=text, limits=limits
         )
         encode_all(config, models)
-    one, two = load_receipt(both, "00000"), load_receipt(tmp_path / "later", "00000")
+    one, two = load_receipt(open_store(both), "00000"), load_receipt(open_store(tmp_path / "later"), "00000")
     assert one is not None and two is not None
     assert (one.parts, one.captions) == (two.parts, two.captions)
 
@@ -145,12 +146,12 @@ def test_a_bucket_added_later_has_the_same_captions(models: Path, captioned: Pat
 def test_the_fields_and_the_limit_are_part_of_the_encoding(models: Path, captioned: Path, tmp_path: Path) -> None:
     root = encoded(models, captioned, tmp_path / "root")
     with pytest.raises(RequestError) as caught:
-        check_root(root, describe_encoding(precompute_config(models, captioned, root)))
+        check_root(open_store(root), describe_encoding(precompute_config(models, captioned, root)))
     assert "text.captions: ['json:blip', 'txt'] ≠ ['txt']" in str(caught.value)
     assert "text.max_characters: 40 ≠ 4096" in str(caught.value)
-    record = EncodingRecord.load(root)
+    record = EncodingRecord.load(open_store(root))
     assert record.text.captions == tuple(FIELDS)
-    assert hash(record) == hash(EncodingRecord.load(root))  # workers keep their encoders by it
+    assert hash(record) == hash(EncodingRecord.load(open_store(root)))  # workers keep their encoders by it
 
 
 def test_a_caption_that_was_lost_is_found(models: Path, captioned: Path, tmp_path: Path) -> None:
@@ -166,5 +167,5 @@ def test_a_caption_that_was_lost_is_found(models: Path, captioned: Path, tmp_pat
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(PartWriter, "_caption_columns", lose_one)
         encoded(models, captioned, tmp_path / "root")
-    wrong = list(verify_root(tmp_path / "root"))
+    wrong = list(verify_root(open_store(tmp_path / "root")))
     assert wrong and all("not as many captions as text latents" in line for line in wrong)

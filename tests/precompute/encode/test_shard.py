@@ -30,6 +30,7 @@ from shards.format.buckets import Bucket
 from shards.format.encoding import EncodingRecord
 from shards.format.receipts import load_receipt, load_receipts
 from shards.format.text import dequantise
+from shards.open import open_store
 from shards.root.shared import check_root, load_uncond
 from tests.conftest import encode_all, folder_of, precompute_config
 from tests.tiny import TEXT_LENGTH, make_samples, make_tar
@@ -78,7 +79,7 @@ def test_latents_equal_diffusers_and_transformers(latents: Path, tars: Path, mod
 
 
 def test_counts_rejects_and_tables_add_up(latents: Path) -> None:
-    for receipt in load_receipts(latents):
+    for receipt in load_receipts(open_store(latents)):
         assert (receipt.samples_in, receipt.encoded) == (23, 15)
         assert receipt.rejected == {"no_caption": 1, "no_image": 1, "not_an_image": 1, "too_small": 5}
         assert {name: part.samples for name, part in receipt.parts.items()} == {"64x64": 15, "128x128": 10}
@@ -127,13 +128,13 @@ def test_a_bucket_added_later_gives_what_both_at_once_give(
 ) -> None:
     root = tmp_path / "root"
     encode_all(precompute_config(models, tars, root, buckets=["128x128"]), models)
-    assert load_receipts(root)[0].encoded == 10
+    assert load_receipts(open_store(root))[0].encoded == 10
     encode_all(precompute_config(models, tars, root, buckets=["64x64"]), models)
     expected, found = tree(latents), tree(root)
     assert expected.keys() == found.keys()
     different = {name for name in expected if expected[name] != found[name]}
     assert {name.split("/")[0] for name in different} == {"commits"}
-    for one, two in zip(load_receipts(latents), load_receipts(root), strict=True):
+    for one, two in zip(load_receipts(open_store(latents)), load_receipts(open_store(root)), strict=True):
         timed = {"started", "seconds", "attempts"}
         assert one.model_dump(exclude=timed) == two.model_dump(exclude=timed)
 
@@ -153,7 +154,7 @@ def test_a_bucket_is_not_added_once_the_side_files_count_otherwise(models: Path,
     tar.with_suffix(".parquet").unlink()
     with pytest.raises(WorkError, match="now count 2 samples, but 3 when shard 00000 was encoded for 64x64"):
         encode("128x128")
-    (receipt,) = load_receipts(tmp_path / "root")
+    (receipt,) = load_receipts(open_store(tmp_path / "root"))
     assert receipt.samples_in == 3 and list(receipt.parts) == ["64x64"]
 
 
@@ -163,7 +164,7 @@ def test_each_part_keeps_the_settings_that_made_it(models: Path, tars: Path, tmp
         workers = {"num_gpus": 0, "num_cpus": 1, "decode_threads": 1, "batch_size": batch_size}
         config = precompute_config(models, tmp_path / "tars", tmp_path / "root", buckets=[bucket], workers=workers)
         encode_all(config, models)
-    receipt = load_receipts(tmp_path / "root")[0]
+    receipt = load_receipts(open_store(tmp_path / "root"))[0]
     made = {bucket: receipt.made_by(bucket)["settings"]["batch_size"] for bucket in receipt.parts}
     assert made == {"128x128": 4, "64x64": 8}
 
@@ -190,14 +191,14 @@ def test_text_storage(latents: Path, models: Path, tars: Path, tmp_path: Path, s
 def test_long_captions_are_cut_and_counted(latents: Path) -> None:
     # one token a character, and begin and end: all captions here are longer than 16 tokens
     counts = {"stored": 15, "invalid_utf8": 0, "control_characters": 0, "too_long": 0, "truncated": 15}
-    assert [receipt.captions for receipt in load_receipts(latents)] == [counts, counts]
+    assert [receipt.captions for receipt in load_receipts(open_store(latents))] == [counts, counts]
 
 
 def test_uncond_is_the_empty_prompt(latents: Path, models: Path) -> None:
     text_encoder = CLIPTextModel.from_pretrained(models / "text_encoder").eval()
     tokenizer = CLIPTokenizer.from_pretrained(models / "tokenizer")
     ids = tokenizer("", padding="max_length", return_tensors="pt").input_ids
-    states, num_tokens = load_uncond(latents)
+    states, num_tokens = load_uncond(open_store(latents))
     torch.testing.assert_close(states.float(), text_encoder(ids).last_hidden_state[0].detach(), rtol=1e-3, atol=1e-3)
     assert num_tokens == 2
 
@@ -209,7 +210,10 @@ def test_a_damaged_tar_commits_nothing(models: Path, tars: Path, tmp_path: Path)
     config = precompute_config(models, tmp_path / "tars", tmp_path / "root")
     with pytest.raises(WorkError, match=r"00001.tar"):
         encode_all(config, models)
-    assert load_receipt(config.output, "00000") is not None and load_receipt(config.output, "00001") is None
+    assert (
+        load_receipt(open_store(config.output), "00000") is not None
+        and load_receipt(open_store(config.output), "00001") is None
+    )
     root = folder_of(config)
     assert not list(root.glob("[!.]*/00001*")) and not list(root.glob(".attempts/00001.*[!k]"))
 
@@ -217,13 +221,13 @@ def test_a_damaged_tar_commits_nothing(models: Path, tars: Path, tmp_path: Path)
 def test_another_encoding_is_refused_by_field(latents: Path, models: Path, tars: Path) -> None:
     config = precompute_config(models, tars, latents, posterior="mean", pixels={"resampling": "lanczos"})
     with pytest.raises(RequestError) as caught:
-        check_root(latents, describe_encoding(config))
+        check_root(open_store(latents), describe_encoding(config))
     assert "image.posterior: 'moments' ≠ 'mean'" in str(caught.value)
     assert "image.resampling: 'bicubic' ≠ 'lanczos'" in str(caught.value)
 
 
 def test_the_id_follows_content_and_not_names(latents: Path, models: Path, tars: Path, tmp_path: Path) -> None:
-    record = EncodingRecord.load(latents)
+    record = EncodingRecord.load(open_store(latents))
     shutil.copytree(models, tmp_path / "copy")
     moved = describe_encoding(precompute_config(tmp_path / "copy", tars, latents, buckets=["64x64"]))
     assert moved.id == record.id and not moved.differences(record)
@@ -249,7 +253,7 @@ def test_what_stays_non_finite_is_rejected(
     monkeypatch.setattr(ImageEncoder, "start", poison)
     config = precompute_config(models, tars, tmp_path / "root")
     encode_all(config, models)
-    receipt = load_receipts(config.output)[0]
+    receipt = load_receipts(open_store(config.output))[0]
     # batches of 8: two of the ten 128x128 pictures head one; they are still in 64x64, so no sample is lost
     assert receipt.parts["128x128"].refused["non_finite"] == 2 and receipt.encoded == 15
     rejects = pq.read_table(folder_of(config) / "rejects" / "00000.parquet").to_pylist()

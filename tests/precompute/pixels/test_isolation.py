@@ -15,6 +15,7 @@ from precompute.pixels.isolation import Isolated
 from shards.base.errors import WorkError
 from shards.format.buckets import Bucket
 from shards.format.receipts import load_receipts
+from shards.open import open_store
 from shards.tools.verify import verify_root
 from tests.conftest import SIZES, encode_all, folder_of, precompute_config
 from tests.faults.decoders import killed_once, poisoned
@@ -110,8 +111,8 @@ def test_the_rest_of_a_poisoned_shard_survives_byte_for_byte(models: Path, tmp_p
     )
     encode_all(one, models)
     encode_all(two, models, attempt_number=2, decode=poisoned)
-    assert list(verify_root(two.output)) == []
-    receipt = load_receipts(two.output)[0]
+    assert list(verify_root(open_store(two.output))) == []
+    receipt = load_receipts(open_store(two.output))[0]
     assert receipt.rejected == {"decoder_crash": 3, "too_small": 3} and receipt.attempts == 2
     rejects = pq.read_table(folder_of(two) / "rejects" / "00000.parquet").to_pylist()
     assert {row["key"] for row in rejects if row["reason"] == "decoder_crash"} == {key for key, _ in poisons}

@@ -13,9 +13,10 @@ import shards.base.remote
 from shards.__main__ import run
 from shards.base.errors import RequestError, WorkError
 from shards.base.remote import Claim, RemoteStore
-from shards.base.store import LocalStore, Place, Store, open_store
+from shards.base.store import LocalStore, Place, Store
 from shards.format.encoding import EncodingRecord
 from shards.format.receipts import load_receipts
+from shards.open import open_store
 from shards.root.shared import load_uncond
 from shards.tools.stats import root_stats
 from shards.tools.verify import verify_root
@@ -130,15 +131,17 @@ def test_a_root_reads_the_same_from_an_address(latents: Path, capsys: pytest.Cap
     address = "memory://copied/latents"
     remote = RemoteStore(address)
     remote.fs.put(str(latents), "/copied/latents", recursive=True)
-    assert EncodingRecord.load(address) == EncodingRecord.load(latents)
-    assert load_receipts(address) == load_receipts(latents)
-    assert (load_uncond(address)[0] == load_uncond(latents)[0]).all()
-    assert list(verify_root(address)) == []
-    assert root_stats(address, 1000) == root_stats(latents, 1000)
+    assert EncodingRecord.load(open_store(address)) == EncodingRecord.load(open_store(latents))
+    assert load_receipts(open_store(address)) == load_receipts(open_store(latents))
+    assert (load_uncond(open_store(address))[0] == load_uncond(open_store(latents))[0]).all()
+    assert list(verify_root(open_store(address))) == []
+    assert root_stats(open_store(address), 1000) == root_stats(open_store(latents), 1000)
     run(["index", address])
     assert "64x64: 30 samples" in capsys.readouterr().out
     remote.write("64x64/00000/shard.00000.mds", b"x" + remote.read("64x64/00000/shard.00000.mds")[1:])
-    assert [line.split(" is damaged")[0] for line in verify_root(address)] == [f"{address}/64x64/00000/shard.00000.mds"]
+    assert [line.split(" is damaged")[0] for line in verify_root(open_store(address))] == [
+        f"{address}/64x64/00000/shard.00000.mds"
+    ]
     remote.fs.store.clear()
 
 

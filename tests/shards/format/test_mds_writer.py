@@ -15,11 +15,12 @@ from shards.format import mds_writer, text
 from shards.format.buckets import Bucket
 from shards.format.encoding import EncodingRecord
 from shards.format.mds_writer import PartMDSWriter
+from shards.open import open_store
 
 
 def record(latents: Path, **text: Any) -> EncodingRecord:
     """The encoding of a root, with other text fields."""
-    encoding = EncodingRecord.load(latents)
+    encoding = EncodingRecord.load(open_store(latents))
     return encoding.model_copy(update={"text": encoding.text.model_copy(update=text)})
 
 
@@ -85,7 +86,7 @@ def test_a_sample_that_is_more_than_a_file(latents: Path, tmp_path: Path) -> Non
 
 
 def test_an_array_that_does_not_fit_its_column(latents: Path, tmp_path: Path) -> None:
-    encoding = EncodingRecord.load(latents)
+    encoding = EncodingRecord.load(open_store(latents))
     (sample,) = samples(encoding, 1)
     writer = PartMDSWriter(tmp_path / "part", encoding, Bucket(64, 64))
     for name, wrong in (("image_latents", np.zeros((3, 8, 8), np.float16)), ("scores", np.zeros(4, np.float64))):
@@ -94,7 +95,7 @@ def test_an_array_that_does_not_fit_its_column(latents: Path, tmp_path: Path) ->
 
 
 def test_no_sample_at_all(latents: Path, tmp_path: Path) -> None:
-    writer = PartMDSWriter(tmp_path / "part", EncodingRecord.load(latents), Bucket(64, 64))
+    writer = PartMDSWriter(tmp_path / "part", EncodingRecord.load(open_store(latents)), Bucket(64, 64))
     writer.finish()
     assert json.loads((tmp_path / "part" / "index.json").read_text())["shards"] == [] and not writer.records
 
@@ -104,7 +105,7 @@ def test_an_error_of_the_disk_comes_out(latents: Path, tmp_path: Path, monkeypat
         raise OSError(28, "No space left on device", path)
 
     monkeypatch.setattr(mds_writer, "fsync_file", fail)
-    encoding = EncodingRecord.load(latents)
+    encoding = EncodingRecord.load(open_store(latents))
     writer = PartMDSWriter(tmp_path / "part", encoding, Bucket(64, 64))
     for sample in samples(encoding, 3):
         writer.write(sample)

@@ -8,8 +8,9 @@ import pytest
 
 from shards.base.errors import WorkError
 from shards.base.remote import RemoteStore
-from shards.base.store import LocalStore, Store, open_store
+from shards.base.store import LocalStore, Store
 from shards.format.receipts import Receipt, load_receipt, load_receipts
+from shards.open import open_store
 from shards.root.commit import attempt_folder, sweep_attempts
 from shards.root.writing import PartWriter
 from shards.tools.verify import verify_root
@@ -70,9 +71,9 @@ def test_a_kill_between_two_steps_leaves_nothing_that_anybody_reads(
         die_before(patch, number)
         with pytest.raises(Killed):
             encode_all(config, models)
-    assert load_receipts(config.output) == []
+    assert load_receipts(open_store(config.output)) == []
     encode_all(config, models)
-    assert list(verify_root(config.output)) == []
+    assert list(verify_root(open_store(config.output))) == []
     one, two = contents(latents), contents(root)
     assert one.keys() == two.keys()
     assert {name for name in one if one[name] != two[name]} <= {name for name in one if name.startswith("commits/")}
@@ -90,10 +91,10 @@ def test_a_kill_while_a_bucket_is_added_leaves_the_committed_one_alone(
         with pytest.raises(Killed):
             encode_all(both, models)
     assert {name: data for name, data in contents(root).items() if name.startswith("128x128/0")} == parts
-    assert [list(receipt.parts) for receipt in load_receipts(root)] == [["128x128"]] * 2
+    assert [list(receipt.parts) for receipt in load_receipts(open_store(root))] == [["128x128"]] * 2
     encode_all(both, models)
-    assert list(verify_root(root)) == []
-    for one, two in zip(load_receipts(latents), load_receipts(root), strict=True):
+    assert list(verify_root(open_store(root))) == []
+    for one, two in zip(load_receipts(open_store(latents)), load_receipts(open_store(root)), strict=True):
         timed = {"started", "seconds", "attempts"}
         assert one.model_dump(exclude=timed) == two.model_dump(exclude=timed)
 
@@ -114,7 +115,7 @@ def test_the_later_of_two_attempts_throws_its_work_away(models: Path, tars: Path
     assert before.items() - tree(root).items() <= {
         item for item in before.items() if item[0].startswith(("commits/", "rej"))
     }
-    assert list(verify_root(root)) == []
+    assert list(verify_root(open_store(root))) == []
 
 
 def test_another_tar_under_the_same_name_is_refused(models: Path, tmp_path: Path, root: Path | str) -> None:
@@ -123,14 +124,17 @@ def test_another_tar_under_the_same_name_is_refused(models: Path, tmp_path: Path
     encode_all(precompute_config(models, tmp_path / "one", root, buckets=["64x64"]), models)
     with pytest.raises(WorkError, match=r"is not the tar from which shard 00000 was encoded for 64x64"):
         encode_all(precompute_config(models, tmp_path / "two", root), models)
-    assert list(load_receipt(root, "00000").parts) == ["64x64"]  # type: ignore[union-attr]
+    assert list(load_receipt(open_store(root), "00000").parts) == ["64x64"]  # type: ignore[union-attr]
 
 
 def test_what_a_killed_attempt_left_is_swept_and_one_at_work_is_not(tmp_path: Path) -> None:
     abandoned = tmp_path / ".attempts" / "00000.dead"
     abandoned.mkdir(parents=True)
     (abandoned / "gigabytes").write_text("x")
-    with attempt_folder(tmp_path, "00000") as at_work, attempt_folder(tmp_path, "00000") as other:
+    with (
+        attempt_folder(open_store(tmp_path), "00000") as at_work,
+        attempt_folder(open_store(tmp_path), "00000") as other,
+    ):
         assert at_work.is_dir() and other.is_dir() and at_work != other
         assert not abandoned.exists()
     assert not list((tmp_path / ".attempts").iterdir())
@@ -149,12 +153,12 @@ def test_books_that_do_not_add_up_are_not_committed(models: Path, tars: Path, ro
         patch.setattr(PartWriter, "finish", lose_one)
         with pytest.raises(ValueError, match=r"accounts for \d+ of 23 samples"):
             encode_all(config, models)
-    assert load_receipts(root) == [] and list(contents(root)) == ["encoding.json", "uncond.safetensors"]
+    assert load_receipts(open_store(root)) == [] and list(contents(root)) == ["encoding.json", "uncond.safetensors"]
 
 
 def test_what_dead_attempts_left_is_swept_whatever_their_shard(tmp_path: Path) -> None:
     for name in ("00000.dead", "00001.dead", "a.b.dead"):
         (tmp_path / ".attempts" / name / "64x64").mkdir(parents=True)
-    with attempt_folder(tmp_path, "00002") as alive:
-        sweep_attempts(tmp_path)
+    with attempt_folder(open_store(tmp_path), "00002") as alive:
+        sweep_attempts(open_store(tmp_path))
         assert list((tmp_path / ".attempts").iterdir()) == [alive]

@@ -16,6 +16,7 @@ from shards.__main__ import run
 from shards.base.errors import RequestError
 from shards.format.encoding import EncodingRecord
 from shards.format.models import hash_weights
+from shards.open import open_store
 from shards.root.reading import read_part
 from shards.tools.card import size_category
 from shards.tools.where import find_sample
@@ -25,7 +26,7 @@ def test_of_every_stored_sample_its_tar_its_part_and_its_weights(latents: Path, 
     for bucket in ("64x64", "128x128"):
         for shard in ("00000", "00001"):
             for row, sample in enumerate(read_part(latents / bucket / shard)):
-                (found,) = find_sample(latents, sample["key"])
+                (found,) = find_sample(open_store(latents), sample["key"])
                 place = found["stored"][bucket]
                 assert (place["folder"], place["row"]) == (str(latents / bucket / shard), row)
                 assert [place["width"], place["height"]] == sample["size"][:2].tolist()
@@ -33,7 +34,7 @@ def test_of_every_stored_sample_its_tar_its_part_and_its_weights(latents: Path, 
                 assert found["tar"]["address"] == tar.as_uri()
                 assert found["tar"]["sha256"] == hashlib.sha256(tar.read_bytes()).hexdigest()
     assert found["encoding"]["vae"]["sha256"] == hash_weights("vae", models / "vae").sha256
-    assert found["encoding"]["id"] == EncodingRecord.load(latents).id
+    assert found["encoding"]["id"] == EncodingRecord.load(open_store(latents)).id
     assert found["settings"]["batch_size"] == 8 and "torch" in found["software"]
 
 
@@ -41,7 +42,7 @@ def test_of_every_rejected_sample_its_reason(latents: Path) -> None:
     rejects = pq.read_table(latents / "rejects" / "00001.parquet").to_pylist()
     assert len(rejects) == 8
     for row in rejects:
-        (found,) = find_sample(latents, row["key"])
+        (found,) = find_sample(open_store(latents), row["key"])
         assert not found["stored"] and {r["reason"] for r in found["refused"].values()} == {row["reason"]}
 
 
@@ -87,7 +88,7 @@ def test_the_card(latents: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert [config["config_name"] for config in fields["configs"]] == ["64x64", "128x128"]
     for config in fields["configs"]:
         assert list(latents.glob(config["data_files"]))
-    encoding = EncodingRecord.load(latents)
+    encoding = EncodingRecord.load(open_store(latents))
     assert all(weights.sha256 in text for weights in (encoding.vae, encoding.text_encoder, encoding.tokenizer))
     for row in ("| 64x64 | 30 |", "| 128x128 | 20 |", "| too_small | 10 |", "| batch_size | 8 |"):
         assert row in text

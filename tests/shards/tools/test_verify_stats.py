@@ -9,6 +9,7 @@ import pytest
 from shards.__main__ import run
 from shards.base.errors import RequestError, WorkError, exit_code_of
 from shards.base.files import read_sealed_json, write_sealed_json
+from shards.open import open_store
 from shards.tools.stats import root_stats
 from shards.tools.verify import verify_root
 
@@ -43,13 +44,13 @@ def test_a_flipped_bit_in_any_file_names_it(root: Path, capsys: pytest.CaptureFi
             captured = capsys.readouterr()
             assert str(path.relative_to(root)) in (captured.out + captured.err).replace("\n", ""), (path, position)
         path.write_bytes(data)
-    assert list(verify_root(root)) == []
+    assert list(verify_root(open_store(root))) == []
 
 
 def test_a_missing_and_a_foreign_file(root: Path) -> None:
     (root / "64x64" / "00000" / "shard.00000.mds").unlink()
     (root / "64x64" / "00001" / "notes.txt").write_text("x")
-    assert [line.split("/root/")[1] for line in verify_root(root)] == [
+    assert [line.split("/root/")[1] for line in verify_root(open_store(root))] == [
         "64x64/00000/shard.00000.mds is missing",
         "64x64/00001/notes.txt is in no receipt",
     ]
@@ -60,20 +61,20 @@ def test_a_receipt_that_tells_another_reason_than_its_part(root: Path) -> None:
     refused = receipt["parts"]["64x64"]["refused"]
     refused["looks_odd"] = refused.pop("no_image")
     write_sealed_json(root / "commits" / "00000.json", receipt)
-    assert any("counts other refusals of 64x64 than its part" in line for line in verify_root(root))
+    assert any("counts other refusals of 64x64 than its part" in line for line in verify_root(open_store(root)))
 
 
 def test_the_index_comes_back_byte_for_byte(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = root / "64x64" / "index.json"
     before = path.read_bytes()
     path.unlink()
-    assert "write it anew with `python -m shards index" in next(verify_root(root))
+    assert "write it anew with `python -m shards index" in next(verify_root(open_store(root)))
     run(["index", str(root)])
     assert path.read_bytes() == before and "64x64: 30 samples" in capsys.readouterr().out
 
 
 def test_stats(root: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    stats = root_stats(root, max_samples=1000)
+    stats = root_stats(open_store(root), max_samples=1000)
     assert (stats["samples_in"], stats["encoded"], stats["rejected"]["too_small"]) == (46, 30, 10)
     assert {b: v["samples"] for b, v in stats["buckets"].items()} == {"64x64": 30, "128x128": 20}
     # 8 planes of 8x8 and 16 tokens of 16, in two bytes each, and a little besides

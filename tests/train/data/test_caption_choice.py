@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from shards.format.encoding import EncodingRecord
+from shards.open import open_store
 from shards.root.reading import read_part, text_latents
 from tests.conftest import encode_all, precompute_config
 from tests.runs import PYTHON, launcher, run_module, train_fields, write_config
@@ -53,7 +54,7 @@ def samples_of(root: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("storage", ["float16", "float8+trim"])
 def test_the_chosen_rows_are_the_stored_captions(several: dict[str, Path], storage: str) -> None:
-    samples, encoding = samples_of(several[storage]), EncodingRecord.load(several[storage])
+    samples, encoding = samples_of(several[storage]), EncodingRecord.load(open_store(several[storage]))
     batch = Collate(torch.arange(24), TEXT_LENGTH)(samples)
     assert batch.num_captions is not None and batch.num_captions.tolist() == [1, 2, 3] * 8
     draws = Draws(7, 3, batch.slots)
@@ -137,7 +138,7 @@ def test_validation_takes_the_first_caption(several: dict[str, Path]) -> None:
     found = []
     for name in ("float16", "one"):
         config = ValidationConfig(root=several[name], bucket="64x64", samples=24, batch_size=16)
-        found.append(open_validation(config, EncodingRecord.load(several["float16"]), seed=0).batches)
+        found.append(open_validation(config, EncodingRecord.load(open_store(several["float16"])), seed=0).batches)
     for batch, of_one in zip(*found, strict=True):
         assert batch.num_captions is None and batch.keys == of_one.keys
         torch.testing.assert_close(batch.text_latents, of_one.text_latents, rtol=0, atol=0)

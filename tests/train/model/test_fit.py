@@ -10,6 +10,7 @@ import pytest
 from bench.kit.roots import make_root
 from shards.base.errors import exit_code_of
 from shards.format.encoding import EncodingRecord
+from shards.open import open_store
 from tests.runs import UNET, train_fields, write_config
 from train.__main__ import run
 
@@ -33,8 +34,8 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def another(root: Path, copy: Path, section: str, **fields: Any) -> Path:
     """A root with another encoding, as far as its encoding.json says."""
     shutil.copytree(root, copy)
-    encoding = EncodingRecord.load(root)
-    encoding.model_copy(update={section: getattr(encoding, section).model_copy(update=fields)}).save(copy)
+    encoding = EncodingRecord.load(open_store(root))
+    encoding.model_copy(update={section: getattr(encoding, section).model_copy(update=fields)}).save(open_store(copy))
     return copy
 
 
