@@ -32,8 +32,10 @@ from shards.open import open_store
 from shards.root.shared import write_uncond
 from train.config import DataConfig
 from train.data.draws import global_slots
-from train.data.loader import choose_per_epoch, make_files, make_order, open_data
+from train.data.loader import make_files, make_order
+from train.data.order import choose_per_epoch
 from train.data.selection import Selection, count_by_file
+from train.data.streams import open_data
 
 SIZES = [1_000_000, 10_000_000]
 NUM_FILES = 100_000

@@ -19,14 +19,14 @@ import numpy as np
 import torch
 import yaml
 from diffusers import UNet2DConditionModel
-from torch.utils.data import DataLoader
 
 from bench.kit.common import section, table, timed_in_turn
 from bench.kit.roots import make_root
 from shards.base.store import LocalStore
-from train.config import DataConfig
-from train.data.loader import DataSpec, global_batches, make_loader, open_data
+from train.data.loader import Loader
 from train.data.selection import FilterConfig, Range, select
+from train.data.spec import DataConfig, DataSpec
+from train.data.streams import open_data
 from train.run.metrics import read_json_lines
 
 UNET = Path("examples/shapes/unet.json")
@@ -66,18 +66,12 @@ def open_stream(root: Path, bucket: str, num_workers: int) -> tuple[DataConfig, 
     return config, open_data(config, BATCH)
 
 
-def warm_loader(root: Path, bucket: str, num_workers: int) -> tuple[DataLoader[object], DataSpec]:
-    """A loader of one rank."""
-    config, spec = open_stream(root, bucket, num_workers)
-    return make_loader(config, spec, BATCH, 0, 0, torch.arange(BATCH)), spec
-
-
 class Reading:
     """Reads an epoch each time it is called; files are hashed and loader processes started in the first."""
 
     def __init__(self, root: Path, bucket: str, num_workers: int):
-        loader, self.spec = warm_loader(root, bucket, num_workers)
-        self.batches = global_batches(loader, self.spec, 0)
+        config, self.spec = open_stream(root, bucket, num_workers)
+        self.batches = iter(Loader(config, self.spec, BATCH, 0, 0, torch.arange(BATCH)))
 
     def __call__(self) -> None:
         for _ in range(self.spec.steps_per_epoch):
@@ -163,7 +157,7 @@ def first_batch(root: Path) -> str:
         config, spec = open_stream(root, SD2_BUCKET, num_workers)
 
         def begin(step: int, config: DataConfig = config, spec: DataSpec = spec) -> None:
-            batches = global_batches(make_loader(config, spec, BATCH, 0, step, torch.arange(BATCH)), spec, step)
+            batches = iter(Loader(config, spec, BATCH, 0, step, torch.arange(BATCH)))
             next(batches)
             batches.close()
 

@@ -26,13 +26,14 @@ from shards.format.text import TextStorage
 from shards.open import open_store
 from shards.root.index import write_indexes
 from shards.root.shared import create_root
+from train.assemble import assemble
 from train.config import TrainConfig, ValidationConfig
-from train.data.loader import global_batches, make_loader, open_data
+from train.data.streams import open_data
 from train.loop import train_step
-from train.objective.loss import Conditioning, DiffusionLoss
+from train.objective.latents import Conditioning, StoredLatents
+from train.objective.loss import DiffusionLoss
 from train.objective.validation import open_validation
-from train.run.assemble import assemble
-from train.run.request import check_request
+from train.prepare import prepare
 
 STORAGES: list[tuple[TextStorage, bool]] = [("float16", False), ("float8", False), ("float16", True), ("float8", True)]
 UNET = {
@@ -116,19 +117,16 @@ def train_config(folder: Path, root: Path, steps: int, seed: int) -> TrainConfig
 
 def trained_unet(config: TrainConfig, accelerator: Accelerator) -> torch.nn.Module:
     """A whole run of the trainer, without logs and checkpoints."""
-    request = check_request(config, accelerator)
-    run = assemble(config, request, accelerator)
-    loader = make_loader(config.data, request.spec, config.global_batch_size, config.seed, 0, run.slots)
-    for batch in global_batches(loader, request.spec, 0):
+    run = assemble(config, prepare(config, accelerator), accelerator)
+    for batch in run.loader:
         train_step(run, batch)
-        run.pending.clear()
         run.state.step += 1
         if run.state.step == config.max_steps:
             break
     return run.unet
 
 
-class WithoutCaptions(DiffusionLoss):
+class WithoutCaptions(StoredLatents):
     """Every sample sees the empty caption."""
 
     def conditioning(self, batch: Any, dropped: Tensor) -> Conditioning:
@@ -137,11 +135,13 @@ class WithoutCaptions(DiffusionLoss):
 
 
 def validation_loss(
-    unet: torch.nn.Module, train_root: Path, root: Path, kind: type[DiffusionLoss], accelerator: Accelerator
+    unet: torch.nn.Module, train_root: Path, root: Path, kind: type[StoredLatents], accelerator: Accelerator
 ) -> float:
     """Loss on the held-out `root`, which is stored as `train_root` is."""
     config = train_config(root.parent, train_root, 1, 0)
-    loss = kind(config.objective, open_data(config.data, BATCH_SIZE), torch.device("cpu"))
+    spec, cpu = open_data(config.data, BATCH_SIZE), torch.device("cpu")
+    loss = DiffusionLoss(config.objective, spec, cpu)
+    loss.latents = kind(spec, cpu)
     held_out = ValidationConfig(root=root, bucket="64x64", samples=VALIDATION_SAMPLES, batch_size=64)
     validation = open_validation(held_out, EncodingRecord.load(open_store(root)), seed=0)
     return float(validation(unet, loss, accelerator)["val_loss"])
@@ -163,10 +163,10 @@ def unet_table(folder: Path, num_samples: int, steps: int, seeds: int) -> str:
     for seed in range(seeds):
         for name, (root, held_out) in roots.items():
             unet = trained_unet(train_config(folder, root, steps, seed), accelerator)
-            under_own[name].append(validation_loss(unet, root, held_out, DiffusionLoss, accelerator))
+            under_own[name].append(validation_loss(unet, root, held_out, StoredLatents, accelerator))
             if name == "float16":
                 for other, pair in roots.items():
-                    under_exact[other].append(validation_loss(unet, *pair, DiffusionLoss, accelerator))
+                    under_exact[other].append(validation_loss(unet, *pair, StoredLatents, accelerator))
                 none = validation_loss(unet, root, held_out, WithoutCaptions, accelerator)
                 under_exact["no captions"].append(none)
             print(f"seed {seed}, {name}: {under_own[name][-1]:.5f}", flush=True)

@@ -13,10 +13,9 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -30,15 +29,16 @@ from shards.format.buckets import Bucket
 from shards.format.mds import parse_index
 from shards.open import open_store
 from train.__main__ import ACCELERATE_PRECISION
+from train.assemble import assemble
 from train.config import TrainConfig
 from train.data.batch import Batch
-from train.data.loader import DataSpec, OpenStream
-from train.loop import train_step
+from train.data.spec import DataSpec, OpenStream
+from train.loop import Run, take_step
 from train.model.flops import peak_tflops, training_flops
 from train.model.unet import build_unet
-from train.run.assemble import Run, assemble
-from train.run.log import Log, peak_memory
-from train.run.request import Request
+from train.prepare import Prepared
+from train.run.meter import peak_memory
+from train.run.preflight import World
 
 TEXT_LENGTH = 77
 DOWNSAMPLING = 8
@@ -184,27 +184,15 @@ def trainer(
                 "log": {"tracker": "none", "every": 50},
             }
         )
-        given: dict[str, Any] = {
-            "spec": data_spec(config, unet),
-            "unet": copy.deepcopy(unet),
-            "fingerprint": {},
-            "local_world_size": 1,
-        }
         # nothing to resume, to start from or to validate on
-        blank: dict[str, Any] = {field.name: None for field in fields(Request)}
-        run = assemble(config, Request(**(blank | given)), accelerator)
-        batch, log = make_batch(setting.bucket, options.batch, unet, pin=accelerator.device.type == "cuda"), Log(run)
-
-        def step() -> None:
-            log.samples(batch)
-            grad_norm = train_step(run, batch)
-            run.state.step += 1
-            log.step(batch, grad_norm)
-
+        spec = data_spec(config, unet)
+        prepared = Prepared(World(1, 1), spec, copy.deepcopy(unet), None, None, {}, None)
+        run = assemble(config, prepared, accelerator)
+        batch = make_batch(setting.bucket, options.batch, unet, pin=accelerator.device.type == "cuda")
         try:
-            yield run, step
+            yield run, lambda: take_step(run, batch)
         finally:
-            log.bar.close()
+            run.log.bar.close()
             accelerator.free_memory()
 
 

@@ -1,1 +1,6 @@
-"""The contract between the stages: what a latents root holds, and the code that writes, reads and checks it."""
+"""The contract between the stages: a latents root.
+
+Inside: its formats, the code that writes, reads and commits, the tools that look after it.
+In: encoded samples.
+Out: a root that both stages trust by its receipts.
+"""

@@ -10,13 +10,14 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
 from shards.base.config import load_config
 from shards.base.errors import RequestError, exit_code_of
+from train.assemble import assemble
 from train.config import TrainConfig
 from train.export.pipeline import export
 from train.loop import train
 from train.model.sharding import launched_sharding
+from train.prepare import prepare
 from train.run.plot import plot_run
 from train.run.processes import join_processes, lost_processes_named
-from train.run.request import check_request
 
 ACCELERATE_PRECISION = {"float32": "no", "float16": "fp16", "bfloat16": "bf16"}
 
@@ -30,7 +31,7 @@ def run(arguments: list[str]) -> None:
     elif arguments[:1] == ["export"]:
         print(export(arguments[1:]))
     elif arguments[:1] == ["check"]:
-        check_request(read_config(arguments[1:]))
+        prepare(read_config(arguments[1:]))
     else:
         train_here(read_config(arguments))
 
@@ -50,7 +51,12 @@ def train_here(config: TrainConfig) -> None:
             log_with=config.log.tracker if config.log.tracker in LOGGER_TYPE_TO_CLASS else None,
             project_dir=config.run_dir,
         )
-        train(config, check_request(config, accelerator), accelerator)
+        prepared = prepare(config, accelerator)
+        if prepared.checkpoint is not None and prepared.checkpoint.state.step >= config.max_steps:
+            accelerator.print(f"{config.run_dir} has done its {config.max_steps} steps; there is nothing to do.")
+            return
+        run = assemble(config, prepared, accelerator)
+    train(run)
 
 
 def read_config(arguments: list[str]) -> TrainConfig:

@@ -1,87 +1,161 @@
 """The whole of stage 2 in one loop."""
 
-import time
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from accelerate import Accelerator
+from diffusers import UNet2DConditionModel
 from torch import Tensor
 
 from shards.base.errors import Preempted
 from shards.base.stop import StopSignal
-from train.config import TrainConfig
 from train.data.batch import Batch
 from train.data.draws import Draws
-from train.data.loader import global_batches, make_loader
-from train.model.optimizer import learning_rate
-from train.model.sharding import whole
-from train.objective.loss import NUM_QUARTERS
-from train.run.assemble import Run, assemble, save, update_ema
+from train.data.loader import Loader
+from train.model.ema import Ema, ema_decay
+from train.model.optimizer import Optimizer
+from train.objective.loss import DiffusionLoss
+from train.objective.sums import LossSums
+from train.objective.validation import Validation
+from train.run.checkpoint import CheckpointWriter, take_snapshot
 from train.run.log import Log
+from train.run.meter import Interval, Meter, peak_memory
 from train.run.processes import lost_processes_named
-from train.run.request import Request
+from train.run.state import StepResults, TrainState
 
 SIGNAL_EVERY = 10
 """Steps between looks at whether some rank was told to leave: each look makes the host wait for the device."""
 
 
-def train(config: TrainConfig, request: Request, accelerator: Accelerator) -> None:
-    """Train until `max_steps`, from the newest checkpoint of `run_dir` where there is one."""
-    run = assemble(config, request, accelerator)
-    if run.state.step >= config.max_steps:
-        accelerator.print(f"{config.run_dir} has done its {config.max_steps} steps; there is nothing to do.")
-        return
-    loader = make_loader(config.data, request.spec, config.global_batch_size, config.seed, run.state.step, run.slots)
-    batches = global_batches(loader, request.spec, run.state.step, config.data)
-    log = Log(run)
-    stop = StopSignal()
-    with lost_processes_named(lambda: f"After step {run.state.step}", config.collective_timeout):
-        while run.state.step < config.max_steps:
-            waited = time.perf_counter()
-            batch = next(batches)
-            log.data_seconds += time.perf_counter() - waited
-            log.samples(batch)
+@dataclass
+class Run:
+    """Everything that a run touches, as `assemble` put it together."""
 
-            grad_norm = train_step(run, batch)
+    accelerator: Accelerator
+    seed: int
+    max_steps: int
+    global_batch_size: int
+    microbatch_size: int
+    collective_timeout: float
+    unet: UNet2DConditionModel
+    model: Any
+    """`unet` as accelerate wrapped it, or split."""
+    optimizer: Optimizer
+    ema: Ema
+    loss: DiffusionLoss
+    loader: Loader
+    steps_per_epoch: int
+    validation: Validation | None
+    state: TrainState
+    results: StepResults
+    writer: CheckpointWriter
+    log: Log
+    meter: Meter
+    peak_tflops: float | None
 
-            run.state.step += 1
-            update_ema(run)
-            log.step(batch, grad_norm)
+
+def train(run: Run) -> None:
+    """Train until `max_steps`, saving on the way.
+
+    Raises:
+        Preempted: the run was told to leave; it saved first.
+        WorkError: a batch did not come, too many steps were not finite, or a process was lost.
+    """
+    state, stop = run.state, StopSignal()
+    with (
+        lost_processes_named(lambda: f"After step {state.step}", run.collective_timeout),
+        closing(iter(run.loader)) as batches,
+    ):
+        while state.step < run.max_steps:
+            with run.meter.waiting_for_data():
+                batch = next(batches)
+            take_step(run, batch)
             run.writer.check()
-            leave = run.state.step % SIGNAL_EVERY == 0 and stop_agreed(run, stop)
-            last = leave or run.state.step == config.max_steps
-            if last or run.state.step % config.checkpoint.every == 0:
+            leave = state.step % SIGNAL_EVERY == 0 and stop_agreed(run, stop)
+            last = leave or state.step == run.max_steps
+            if last or state.step % run.writer.config.every == 0:
                 save(run, last)
-            if leave and run.state.step < config.max_steps:
-                raise Preempted(f"told to leave, saved after step {run.state.step}. The same command again resumes.")
-    log.close()
+            if leave and state.step < run.max_steps:
+                raise Preempted(f"told to leave, saved after step {state.step}. The same command again resumes.")
+    run.log.close()
+
+
+def take_step(run: Run, batch: Batch) -> None:
+    """One step of the run: trained, averaged, counted, and told of where a line is due."""
+    run.log.samples(batch, run.state.step + 1)
+    grad_norm = train_step(run, batch)
+    run.state.step += 1
+    run.ema.update(run.unet.named_parameters(), run.state.step)
+    run.meter.count(batch)
+    run.log.bar.update()
+    if run.log.is_due(run.state.step):
+        write_line(run, grad_norm)
 
 
 def train_step(run: Run, batch: Batch) -> Tensor:
     """One optimizer step on this rank's share of a global batch; returns the gradient's norm before clipping."""
-    config, accelerator = run.config, run.accelerator
-    for group in run.optimizer.param_groups:
-        group["lr"] = learning_rate(run.state.step, config.optimizer.lr, config.schedule, config.max_steps)
-    quarters = torch.zeros(2, NUM_QUARTERS, device=accelerator.device)
+    accelerator, step = run.accelerator, run.state.step
+    sums = LossSums.zeros(accelerator.device)
     # on the CPU, so that only the caption that each sample is trained with moves to the device
-    batch = batch.draw_captions(Draws(config.seed, run.state.step, batch.slots))
-    microbatches = list(batch.to(accelerator.device).microbatches(config.microbatch_size))
+    batch = batch.draw_captions(Draws(run.seed, step, batch.slots))
+    microbatches = list(batch.to(accelerator.device).microbatches(run.microbatch_size))
     for microbatch in microbatches:
-        draws = Draws(config.seed, run.state.step, microbatch.slots)
         last = microbatch is microbatches[-1]
-        # gradients cross ranks once, with the last microbatch; parts of them with each
+        # gradients cross ranks once, with the last microbatch; of weights that are split, with each
         with nullcontext() if last else accelerator.no_sync(run.model):
-            losses = run.loss(run.model, microbatch, draws)
-            accelerator.backward(losses.sum() / len(batch))
-        quarters += run.loss.by_quarter(losses.detach(), draws)
-    grad_norm = whole(accelerator.clip_grad_norm_(run.model.parameters(), config.optimizer.max_grad_norm))
-    # all ranks hold the same gradient; the fused kernel leaves everything as it is where this is 1, and nobody waits
-    bad = (~torch.isfinite(grad_norm)).float()
-    run.optimizer.optimizer.found_inf = bad
-    run.optimizer.step()
-    run.optimizer.zero_grad(set_to_none=True)
-    run.pending.append(torch.cat([bad[None], quarters.flatten()]))
+            losses = run.loss(run.model, microbatch, Draws(run.seed, step, microbatch.slots))
+            accelerator.backward(losses.per_sample.sum() / len(batch))
+        sums += LossSums.of(losses.per_sample.detach(), losses.timesteps, run.loss.path.num_train_timesteps)
+    grad_norm, skipped = run.optimizer.step(run.model, step)
+    run.results.add(skipped, sums)
     return grad_norm
+
+
+def write_line(run: Run, grad_norm: Tensor) -> None:
+    """Log the steps since the last line. Only here does the host wait for the device."""
+    run.results.collect(run.state)
+    fields = describe(run, run.meter.close(), float(grad_norm))
+    if run.validation is not None and run.state.step % run.validation.every == 0:
+        fields |= run.validation(run.unet, run.loss, run.accelerator)
+    run.state.begin_line()
+    run.meter.restart()
+    run.log.write(run.state.step, fields)
+
+
+def describe(run: Run, interval: Interval, grad_norm: float) -> dict[str, Any]:
+    """A line of metrics.jsonl."""
+    state = run.state
+    rate, mfu = interval.rate(run.global_batch_size), interval.mfu(run.peak_tflops)
+    holds_ema = run.ema.average is not None
+    return {
+        "loss": sum(state.losses) / len(state.losses) if state.losses else None,
+        "loss_by_quarter": state.sums.means(run.loss.path.num_train_timesteps),
+        "skipped_steps": state.skipped,
+        "grad_norm": grad_norm,
+        "lr": run.optimizer.lr,
+        "images_per_second": round(rate, 3),
+        "images_per_second_per_gpu": round(rate / run.accelerator.num_processes, 3),
+        "mfu": None if mfu is None else round(mfu, 4),
+        "memory_gb": round(peak_memory(run.accelerator.device) / 2**30, 3),
+        "data_wait": round(interval.data_seconds / interval.seconds, 4),
+        "epoch": round(state.step / run.steps_per_epoch, 4),
+        "ema": holds_ema,
+        "ema_decay": ema_decay(run.ema.config, state.step) if holds_ema else None,
+    }
+
+
+def save(run: Run, last: bool) -> None:
+    """Write a checkpoint of the step just done; it is there on return if it is the `last`, or not `asynchronous`."""
+    run.results.collect(run.state)
+    if run.accelerator.scaler is not None:
+        run.state.scaler = run.accelerator.scaler.state_dict()
+    run.writer.write(take_snapshot(run.state, run.unet, run.optimizer.adamw, run.ema))
+    if last:
+        run.writer.finish()
+    if last or not run.writer.config.asynchronous:
+        run.accelerator.wait_for_everyone()
 
 
 def stop_agreed(run: Run, stop: StopSignal) -> bool:

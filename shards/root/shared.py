@@ -54,7 +54,7 @@ def check_rules(store: Store, rules: dict[Bucket, str]) -> None:
             raise RequestError(
                 f"{store.where()} fills its bucket {bucket} by the rule `{rule}`, and this run's would be `{ours}`. "
                 f"(`covers`: every picture that covers it, as in `buckets`; `nearest`: those whose ratio it is nearest "
-                f"in that table of `aspect`.) Give another `output`, or set `buckets` and `aspect` as the root has them."
+                f"in that table of `aspect`.) Give another `output`, or set `buckets` and `aspect` as there."
             )
 
 

@@ -29,12 +29,12 @@ from train.run.metrics import read_json_lines
 FIGURES = Path(__file__).parents[2] / "runs" / "faults" / "train.json"
 STAGES = [
     # function of train/run/checkpoint.py, which of its calls, when: before, halfway through or after it
-    ("save_file", 1, "before"),  # the folder is there, and nothing in it but the U-Net's config
-    ("save_file", 1, "half"),
-    ("save_file", 2, "before"),
-    ("save_file", 2, "half"),  # the moving average
-    ("save_file", 3, "before"),
-    ("save_file", 3, "half"),  # the optimizer
+    ("write_tensors", 1, "before"),  # the folder is there, and nothing in it but the U-Net's config
+    ("write_tensors", 1, "half"),
+    ("write_tensors", 2, "before"),
+    ("write_tensors", 2, "half"),  # the moving average
+    ("write_tensors", 3, "before"),
+    ("write_tensors", 3, "half"),  # the optimizer
     ("sha256_file", 1, "before"),
     ("sha256_file", 3, "after"),
     ("write_sealed_json", 1, "before"),
@@ -47,7 +47,7 @@ STAGES = [
     ("rmtree", 1, "half"),
     ("rmtree", 1, "after"),
 ]
-SHORT_STAGES = ["save_file-2-half", "fsync_tree-1-after", "fsync_folder-1-before", "rmtree-1-half"]
+SHORT_STAGES = ["write_tensors-2-half", "fsync_tree-1-after", "fsync_folder-1-before", "rmtree-1-half"]
 
 
 def die() -> None:
@@ -61,9 +61,9 @@ def train_until_stage(arguments: list[str]) -> None:
     written, calls = Counter[str](), Counter[str]()
     write = checkpoint.CheckpointWriter._write
 
-    def counted_write(self: Any, snapshot: Any) -> Path:
+    def counted_write(self: Any, snapshot: Any) -> None:
         written["checkpoints"] += 1
-        return write(self, snapshot)
+        write(self, snapshot)
 
     def deadly(function: Callable[..., Any]) -> Callable[..., Any]:
         def called(*args: Any, **keywords: Any) -> Any:
@@ -95,7 +95,7 @@ def halfway(name: str, arguments: tuple[Any, ...], finish: Callable[[], Any]) ->
         next(path for path in sorted(Path(arguments[0]).rglob("*")) if path.is_file()).unlink()
         return
     finish()
-    path = Path(arguments[0] if name == "write_sealed_json" else arguments[1])
+    path = Path(arguments[0])
     os.truncate(path, path.stat().st_size // 2)
 
 
@@ -118,7 +118,7 @@ def compare(run: Path, undisturbed: Path) -> dict[str, Any]:
     assert found == expected
     last = [list_checkpoints(folder)[-1] for folder in (run, undisturbed)]
     assert last[0].name == last[1].name
-    assert verify_checkpoint(last[0])["files"] == verify_checkpoint(last[1])["files"]
+    assert verify_checkpoint(last[0]).content["files"] == verify_checkpoint(last[1]).content["files"]
     difference = max(abs(a - b) for a, b in zip(found[0], expected[0], strict=True))
     return {"steps": len(found[0]), "largest_difference": difference, "sample_lines_equal": len(found[1])}
 

@@ -1,8 +1,8 @@
 """Whole global batches, from the loaders of all ranks of simulated machines."""
 
-from train.config import DataConfig
 from train.data.draws import global_slots
-from train.data.loader import DataSpec, global_batches, make_loader
+from train.data.loader import Loader
+from train.data.spec import DataConfig, DataSpec
 
 
 def keys_per_step(
@@ -12,7 +12,7 @@ def keys_per_step(
     whole = [[""] * 8 for _ in range(steps)]
     for rank in range(world):
         slots = global_slots(8 // world, rank, world, ranks_per_node or world)
-        batches = global_batches(make_loader(config, spec, 8, 3, first, slots), spec, first)
+        batches = iter(Loader(config, spec, 8, 3, first, slots))
         for step in range(steps):
             batch = next(batches)
             for slot, key in zip(batch.slots.tolist(), batch.keys, strict=True):

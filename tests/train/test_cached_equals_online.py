@@ -25,12 +25,11 @@ from shards.format.buckets import Bucket
 from tests.conftest import encode_all, precompute_config
 from tests.runs import UNET, train_fields
 from tests.tiny import make_samples, make_tar
+from train.assemble import assemble
 from train.config import TrainConfig
 from train.data.draws import Draws, Purpose
-from train.data.loader import global_batches, make_loader
 from train.loop import train_step
-from train.run.assemble import assemble, collect_losses
-from train.run.request import check_request
+from train.prepare import prepare
 
 STEPS, BATCH, SEED, SIDE = 50, 8, 5, 64
 LR, WEIGHT_DECAY, DROPOUT = 1e-3, 0.01, 0.1
@@ -88,17 +87,15 @@ def cached(case: Case, models: Path, tars: Path, folder: Path) -> tuple[list[flo
         objective={"caption_dropout": DROPOUT},
     )
     config, accelerator = TrainConfig.model_validate(fields), Accelerator(cpu=True)
-    request = check_request(config, accelerator)
-    run = assemble(config, request, accelerator)
-    loader = make_loader(config.data, request.spec, BATCH, SEED, 0, run.slots)
+    run = assemble(config, prepare(config, accelerator), accelerator)
     keys = []
-    for batch in global_batches(loader, request.spec, 0):
+    for batch in run.loader:
         keys.append(batch.keys)
         train_step(run, batch)
         run.state.step += 1
         if run.state.step == STEPS:
             break
-    collect_losses(run)
+    run.results.collect(run.state)
     return run.state.losses, keys
 
 

@@ -17,8 +17,9 @@ from tests.runs import PYTHON, curve, environment, launcher, run_module, train_f
 from train.__main__ import run as command
 from train.config import DataConfig
 from train.data.draws import Draws
-from train.data.loader import global_batches, make_loader, open_data
-from train.objective.loss import DiffusionLoss
+from train.data.loader import Loader
+from train.data.streams import open_data
+from train.objective.latents import StoredLatents
 from train.run.checkpoint import list_checkpoints, newest_checkpoint, step_folder, step_of, verify_checkpoint
 from train.run.metrics import read_json_lines
 
@@ -102,14 +103,14 @@ def test_killed_and_resumed_with_the_newest_checkpoint_damaged(reference: Path, 
     assert f"checkpoint {newest.name} is damaged and passed over" in result.stdout
     assert f"resuming {tmp_path}/run after step" in result.stdout
     assert curve(tmp_path / "run") == curve(reference)
-    last, content = newest_checkpoint(tmp_path / "run") or (None, {})
-    assert last is not None and content["state"]["step"] == STEPS
+    last = newest_checkpoint(tmp_path / "run")
+    assert last is not None and last.state.step == STEPS
     expected = verify_checkpoint(list_checkpoints(reference)[-1])
     lines = [read_json_lines(run_dir / "metrics.jsonl") for run_dir in (tmp_path / "run", reference)]
     assert [[row["loss_by_quarter"] for row in rows] for rows in lines[:1]] == [
         [row["loss_by_quarter"] for row in rows] for rows in lines[1:]
     ]
-    assert content["files"] == expected["files"]  # weights, moving average and optimizer, bit by bit
+    assert last.content["files"] == expected.content["files"]  # weights, moving average and optimizer, bit by bit
 
     again = run_module("train", "--config", str(config))
     assert again.returncode == 0 and "has done its 8 steps; there is nothing to do" in again.stdout
@@ -218,7 +219,7 @@ run(["--config", {str(write_config(tmp_path, fields))!r}])
     result = subprocess.run([*PYTHON, "-c", program], capture_output=True, text=True, env=environment(), timeout=300)
     assert result.returncode == 0, result.stderr
     assert f"from run after step {STEPS} ({reference}/checkpoints/step-{STEPS:08d}/unet)" in result.stdout
-    assert verify_checkpoint(step_folder(tmp_path / "phase2b", 2))["state"]["step"] == 2
+    assert verify_checkpoint(step_folder(tmp_path / "phase2b", 2)).state.step == 2
 
 
 def test_a_missing_shard_is_named_before_the_first_step(
@@ -239,10 +240,10 @@ def test_a_shard_that_vanishes_stops_the_run(latents: Path, tmp_path: Path, num_
         {"streams": streams, "num_workers": num_workers, "num_canonical_nodes": 4, "timeout": 10}
     )
     spec = open_data(config, 8)
-    loader = make_loader(config, spec, 8, seed=0, step=0, slots=torch.arange(8))
+    loader = Loader(config, spec, 8, seed=0, step=0, slots=torch.arange(8))
     (tmp_path / "root" / "64x64" / "00001" / "shard.00000.mds").unlink()
     with pytest.raises(WorkError, match=r"64x64/00001/shard\.00000\.mds: no file, but the index says"):
-        for _ in zip(range(10), global_batches(loader, spec, 0), strict=False):
+        for _ in zip(range(10), loader, strict=False):
             pass
 
 
@@ -309,13 +310,13 @@ def test_a_step_that_is_not_finite_changes_nothing_and_too_many_stop_the_run(
     latents: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Latents of infinite size from step 4 on: weights and optimizer stay as step 3 left them."""
-    sample_latents = DiffusionLoss.sample_latents
+    sample = StoredLatents.sample
 
-    def blow_up(self: DiffusionLoss, stored: torch.Tensor, draws: Draws) -> torch.Tensor:
-        latents = sample_latents(self, stored, draws)
+    def blow_up(self: StoredLatents, stored: torch.Tensor, draws: Draws) -> torch.Tensor:
+        latents = sample(self, stored, draws)
         return latents * float("inf") if draws.step >= 3 else latents
 
-    monkeypatch.setattr(DiffusionLoss, "sample_latents", blow_up)
+    monkeypatch.setattr(StoredLatents, "sample", blow_up)
     fields = train_fields(
         latents, tmp_path / "run", checkpoint={"every": 1, "keep": 9}, optimizer={"max_skipped_steps": 2}
     )
@@ -325,7 +326,7 @@ def test_a_step_that_is_not_finite_changes_nothing_and_too_many_stop_the_run(
     assert [row["loss"] is None for row in read_json_lines(tmp_path / "run" / "metrics.jsonl")] == [False] * 3 + [
         True
     ] * 2
-    third, fifth = (verify_checkpoint(step_folder(tmp_path / "run", step))["files"] for step in (3, 5))
+    third, fifth = (verify_checkpoint(step_folder(tmp_path / "run", step)).content["files"] for step in (3, 5))
     assert third["optimizer.safetensors"] == fifth["optimizer.safetensors"]
     name = "unet/diffusion_pytorch_model.safetensors"
     assert third[name] == fifth[name]

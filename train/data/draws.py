@@ -55,7 +55,8 @@ class Draws:
         """(N, words) of what was drawn so far."""
 
     def draw(self, counts: dict[Purpose, int]) -> None:
-        """Draw what will be asked for, so many words of each, at once: a device takes as long to begin with few."""
+        """Draw what will be asked for, so many numbers of each, at once: a device takes as long to begin with few."""
+        # four words a block: an odd number of normals, which take words in pairs, has its last pair whole
         blocks = {purpose: math.ceil(count / 4) for purpose, count in counts.items()}
         device, high = self.slots.device, self.step >> 32
         first = torch.cat([torch.arange(number, device=device) for number in blocks.values()])

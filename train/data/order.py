@@ -16,12 +16,15 @@ files and the blocks at hand. Nothing depends on ranks, workers, or where a run 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+VERSION = 2
+"""Of this file: one higher with each change that deals out samples otherwise. It is part of a run's fingerprint."""
 Block = tuple[int, NDArray[np.int32], NDArray[np.int32]]
 PASSES, ROWS, BLOCK, BATCHES = range(1, 5)
 """What a draw is for; each has a stream of its own."""
@@ -50,6 +53,12 @@ class StreamOrder:
         stop = int(self.starts[file + 1]) if file + 1 < len(self.starts) else 8 * len(self.mask)
         bits = np.unpackbits(self.mask[start // 8 : -(-stop // 8)])
         return np.flatnonzero(bits[start % 8 : start % 8 + stop - start])
+
+
+def choose_per_epoch(weight: float, num_samples: int, global_batch_size: int) -> int:
+    """Samples of a stream in one epoch: weight × n, rounded down to whole global batches."""
+    # of the weight as it was written: 0.29 × 100 is 29, and in floats 28.999…
+    return int(Fraction(str(weight)) * num_samples) // global_batch_size * global_batch_size
 
 
 def quotas(counts: NDArray[np.int64], wanted: int, start: int) -> NDArray[np.int64]:

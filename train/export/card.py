@@ -6,8 +6,9 @@ from typing import Any
 
 from shards.format.buckets import Bucket
 from shards.format.encoding import EncodingRecord
-from train.config import ObjectiveConfig, TrainConfig
+from train.config import TrainConfig
 from train.data.selection import FilterConfig
+from train.objective.paths import ObjectiveConfig
 
 CARD = """---
 library_name: diffusers

@@ -15,11 +15,10 @@ from shards.base.errors import RequestError
 from shards.format.encoding import EncodingRecord, Weights
 from shards.format.models import hash_weights, model_folder
 from shards.open import open_store
-from train.config import ObjectiveConfig, TrainConfig
+from train.config import TrainConfig
 from train.export.card import model_card
-from train.objective.loss import noise_scheduler
+from train.objective.paths import ObjectiveConfig, noise_scheduler
 from train.run.checkpoint import newest_checkpoint
-from train.run.request import weights_folder
 
 PIPELINE_FILE = Path(__file__).with_name("trimmed_pipeline.py")
 
@@ -63,7 +62,7 @@ def write_pipeline(run_dir: Path, options: ExportConfig) -> Path:
     if newest is None:
         raise RequestError(f"{run_dir} has no complete checkpoint: there is nothing to export yet.")
     config = load_config(TrainConfig, run_dir / "config.yaml", [], "train export")
-    weights = weights_folder(newest[0], options.weights)
+    weights = newest.weights(options.weights)
     encoding = EncodingRecord.load(open_store(config.data.streams[0].root))
     parts = {
         "vae": _same_model("vae", options.vae, encoding.vae),
@@ -78,7 +77,7 @@ def write_pipeline(run_dir: Path, options: ExportConfig) -> Path:
         scheduler = sampler(config.objective)
         scheduler.save_pretrained(private / "scheduler")
         _write_index(private, type(scheduler).__name__, encoding.text.trim)
-        card = model_card(run_dir, target, config, newest[1], encoding, weights.name, type(scheduler).__name__)
+        card = model_card(run_dir, target, config, newest.content, encoding, weights.name, type(scheduler).__name__)
         (private / "README.md").write_text(card)
         if target.exists():
             shutil.rmtree(target)

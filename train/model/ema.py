@@ -1,10 +1,27 @@
 """The exponential moving average of the weights."""
 
+from collections.abc import Iterable
+from typing import Literal
+
 import numpy as np
 import torch
+from pydantic import Field
 from torch import Tensor
 
-from train.config import EmaConfig
+from shards.base.config import Config
+
+
+class EmaConfig(Config):
+    """The exponential moving average of the weights."""
+
+    kind: Literal["constant", "power"] = "constant"
+    """`power` widens the average with the run, to the same share of it at every step (Karras et al., 2024)."""
+    decay: float = Field(0.9999, gt=0, lt=1)
+    """Of `constant`."""
+    sigma_rel: float = Field(0.1, gt=0, lt=0.28)
+    """Of `power`: the average's width (standard deviation in time) as a share of the steps done."""
+    start_step: int | None = Field(None, ge=0)
+    """Step from which it is held; null: never. It takes no memory before."""
 
 
 def ema_decay(config: EmaConfig, step: int) -> float:
@@ -30,13 +47,30 @@ def power_exponent(sigma_rel: float) -> float:
 
 
 class Ema:
-    """Holds a float32 copy of each parameter, by name: average ← decay·average + (1 − decay)·weight."""
+    """A float32 copy of each parameter, by name, from `start_step` on: average ← decay·average + (1 − decay)·weight."""
 
-    def __init__(self, parameters: dict[str, Tensor]):
-        self.average = {name: value.detach().float().clone() for name, value in parameters.items()}
+    def __init__(self, config: EmaConfig):
+        self.config = config
+        self.average: dict[str, Tensor] | None = None
+        """None before `start_step`, and without one."""
+
+    def begin(self, parameters: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+        """Start from the weights as they are; returns the average."""
+        self.average = {name: value.detach().float().clone() for name, value in parameters}
+        return self.average
+
+    def has_begun(self, step: int) -> bool:
+        """Whether an average is held after `step` optimizer steps."""
+        return self.config.start_step is not None and step >= self.config.start_step
 
     @torch.no_grad()
-    def update(self, parameters: dict[str, Tensor], decay: float) -> None:
-        """One step; `parameters` has the names it was made with."""
-        weights = [parameters[name].detach().float() for name in self.average]
-        torch._foreach_lerp_(list(self.average.values()), weights, 1.0 - decay)
+    def update(self, parameters: Iterable[tuple[str, Tensor]], step: int) -> None:
+        """After optimizer step `step` (the first is 1), with the parameters that it began with, by name."""
+        if not self.has_begun(step):
+            return
+        if self.average is None:
+            self.begin(parameters)
+            return
+        by_name = dict(parameters)
+        weights = [by_name[name].detach().float() for name in self.average]
+        torch._foreach_lerp_(list(self.average.values()), weights, 1.0 - ema_decay(self.config, step))

@@ -1,8 +1,40 @@
-"""The learning rate as a pure function of the step, so that nothing of it needs to be saved or prepared."""
+"""AdamW at a scheduled learning rate, behind a clip. A step whose gradient is not finite changes nothing."""
 
 import math
+from collections.abc import Iterable
+from typing import Annotated, Any, Literal
 
-from train.config import ScheduleConfig
+import torch
+from accelerate import Accelerator
+from pydantic import Field
+from torch import Tensor, nn
+
+from shards.base.config import Config
+from train.model.sharding import whole
+
+Momentum = Annotated[float, Field(ge=0, lt=1)]
+
+
+class OptimizerConfig(Config):
+    """AdamW, and the clip before it."""
+
+    lr: float = Field(1e-4, gt=0)
+    betas: tuple[Momentum, Momentum] = (0.9, 0.999)
+    eps: float = Field(1e-8, gt=0)
+    weight_decay: float = Field(0.01, ge=0)
+    max_grad_norm: float = Field(1.0, gt=0)
+    """Gradients are scaled down to this global norm."""
+    max_skipped_steps: int = Field(100, ge=0)
+    """A step whose gradient is not finite leaves weights and optimizer alone and is counted; more stop the run."""
+
+
+class ScheduleConfig(Config):
+    """The learning rate over the steps."""
+
+    kind: Literal["constant", "cosine"] = "constant"
+    """After warm-up: as it is, or half a cosine down to zero at `max_steps`."""
+    warmup_steps: int = Field(10_000, ge=0)
+    """Linear from zero."""
 
 
 def learning_rate(step: int, base: float, config: ScheduleConfig, max_steps: int) -> float:
@@ -13,3 +45,54 @@ def learning_rate(step: int, base: float, config: ScheduleConfig, max_steps: int
         return base
     progress = (step - config.warmup_steps) / max(1, max_steps - config.warmup_steps)
     return base * 0.5 * (1.0 + math.cos(math.pi * min(progress, 1.0)))
+
+
+def make_adamw(parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> torch.optim.AdamW:
+    """The optimizer, whose fused kernel leaves everything as it is where `found_inf` is 1."""
+    return torch.optim.AdamW(
+        parameters,
+        lr=config.lr,
+        betas=config.betas,
+        eps=config.eps,
+        weight_decay=config.weight_decay,
+        fused=True,
+    )
+
+
+class Optimizer:
+    """The optimizer of a run, as accelerate wrapped it."""
+
+    def __init__(
+        self,
+        adamw: torch.optim.AdamW,
+        accelerator: Accelerator,
+        config: OptimizerConfig,
+        schedule: ScheduleConfig,
+        max_steps: int,
+    ):
+        self.adamw = adamw
+        self.accelerator = accelerator
+        self.prepared: Any = accelerator.prepare_optimizer(adamw)
+        self.base_lr, self.max_grad_norm = config.lr, config.max_grad_norm
+        self.schedule, self.max_steps = schedule, max_steps
+
+    @property
+    def lr(self) -> float:
+        """The learning rate of the last step."""
+        return float(self.prepared.param_groups[0]["lr"])
+
+    def step(self, model: nn.Module, step: int) -> tuple[Tensor, Tensor]:
+        """Optimizer step number `step` (the first is 0), on gradients that all ranks hold alike.
+
+        Returns:
+            The gradient's norm before clipping; and 1 where it was not finite, and the step was skipped, else 0.
+        """
+        for group in self.prepared.param_groups:
+            group["lr"] = learning_rate(step, self.base_lr, self.schedule, self.max_steps)
+        grad_norm = whole(self.accelerator.clip_grad_norm_(model.parameters(), self.max_grad_norm))
+        # decided on the device, so that nobody waits for it
+        skipped = (~torch.isfinite(grad_norm)).float()
+        self.adamw.found_inf = skipped  # type: ignore[attr-defined]
+        self.prepared.step()
+        self.prepared.zero_grad(set_to_none=True)
+        return grad_norm, skipped

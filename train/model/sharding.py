@@ -5,6 +5,7 @@ accelerate's own FSDP2 plugin does nothing on a CPU.
 """
 
 import os
+from typing import Literal
 
 import torch
 from diffusers import UNet2DConditionModel
@@ -15,7 +16,9 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from shards.base.errors import RequestError
-from train.config import Precision, Sharding
+
+Precision = Literal["float32", "float16", "bfloat16"]
+Sharding = Literal["none", "grad_op", "full"]
 
 
 def launched_sharding() -> Sharding | None:
@@ -44,7 +47,7 @@ def launched_sharding() -> Sharding | None:
     return "full" if os.environ.get("FSDP_RESHARD_AFTER_FORWARD", "true").lower() == "true" else "grad_op"
 
 
-def shard(unet: UNet2DConditionModel, sharding: Sharding, precision: Precision) -> None:
+def split_weights(unet: UNet2DConditionModel, sharding: Sharding, precision: Precision) -> None:
     """Leave to each process its part of every weight, in place; all of them must hold the same whole ones before.
 
     Residual blocks and transformers are gathered one by one; with `grad_op` they stay whole from the forward pass to

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from shards.base.errors import RequestError
 from shards.format.models import model_folder, read_model_config
-from train.data.loader import DataSpec
+from train.data.spec import DataSpec
 
 PRETRAINED_FILES = ("diffusion_pytorch_model.safetensors", "diffusion_pytorch_model.fp16.safetensors")
 INPUTS: dict[str, tuple[str | None, ...]] = {

@@ -6,17 +6,19 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from pydantic import Field
 from torch import Tensor, nn
 
+from shards.base.config import Config
 from shards.base.errors import RequestError
+from shards.base.store import Place
 from shards.format.encoding import EncodingRecord
 from shards.format.receipts import load_receipts
 from shards.open import open_store
 from shards.root.reading import read_parts
-from train.config import ValidationConfig
 from train.data.batch import Batch, Collate
 from train.data.draws import Draws
-from train.data.loader import encoding_differences
+from train.data.spec import encoding_differences
 from train.model.sharding import reshard
 from train.objective.loss import DiffusionLoss
 
@@ -25,17 +27,32 @@ FIRST_STEP = 1 << 47
 """Keys of validation draws: steps that no training reaches."""
 
 
+class ValidationConfig(Config):
+    """Held-out samples whose loss is taken now and then; a root of its own, encoded as the training data is."""
+
+    root: Place | None = None
+    """The latents root, a folder or an address; null: no validation."""
+    bucket: str = "256x256"
+    samples: int = Field(1024, ge=1)
+    """How many, from the root's first on."""
+    batch_size: int = Field(64, ge=1)
+    every: int = Field(1000, ge=1)
+    """Steps; the value goes with that step's line of metrics.jsonl, so `log.every` must divide it."""
+
+
 @dataclass(frozen=True)
 class Validation:
     """Held-out samples, in memory, in batches."""
 
     batches: list[Batch]
     seed: int
+    every: int
+    """Steps between two validations."""
 
     @torch.no_grad()
     def __call__(self, unet: nn.Module, loss: DiffusionLoss, accelerator: Accelerator) -> dict[str, Any]:
         """`val_loss`, and its value at each timestep; every sample has its caption. The ranks share the batches."""
-        timesteps = loss.fixed_timesteps(NUM_TIMESTEPS)
+        timesteps = loss.path.fixed_timesteps(NUM_TIMESTEPS)
         sums = torch.zeros(NUM_TIMESTEPS, device=accelerator.device)
         ranks = accelerator.num_processes
         # all ranks go as often through a U-Net that they hold parts of; what one does over again does not count
@@ -80,4 +97,4 @@ def open_validation(config: ValidationConfig, training: EncodingRecord, seed: in
         slots = torch.arange(start, start + len(part))
         batch = Collate(slots, encoding.text.length)(part)
         batches.append(batch.with_captions(torch.zeros_like(slots)))
-    return Validation(batches, seed)
+    return Validation(batches, seed, config.every)

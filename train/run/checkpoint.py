@@ -10,43 +10,82 @@ import json
 import re
 import shutil
 import uuid
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from diffusers import UNet2DConditionModel
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from pydantic import Field
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.optim import Optimizer
 
+from shards.base.config import Config
 from shards.base.errors import RequestError, WorkError
 from shards.base.files import DamagedFile, fsync_folder, fsync_tree, read_sealed_json, sha256_file, write_sealed_json
-from train.config import CheckpointConfig, EmaConfig
 from train.model.ema import Ema
-from train.model.sharding import part_like, whole
+from train.model.sharding import part_like
 from train.model.unet import architecture_differences
+from train.run.state import TrainState
+from train.run.tensors import copied, write_tensors
 
 STATE_NAME = "state.json"
 WEIGHTS_NAME = "diffusion_pytorch_model.safetensors"
+OPTIMIZER_NAME = "optimizer.safetensors"
 
 
-@dataclass
-class TrainState:
-    """What a run carries from step to step besides weights and optimizer."""
+class CheckpointConfig(Config):
+    """When the run is saved."""
 
-    step: int = 0
-    """Optimizer steps done."""
-    losses: list[float] = field(default_factory=list)
-    """Loss of each step since the last line of metrics.jsonl."""
-    quarters: list[float] = field(default_factory=lambda: [0.0] * 8)
-    """Of the same steps: for each quarter of the timesteps the summed losses, then the samples."""
-    skipped: int = 0
-    """Steps whose gradient was not finite, which changed nothing."""
-    scaler: dict[str, Any] = field(default_factory=dict)
-    """The loss scaler's state, in float16."""
+    every: int = Field(1000, ge=1)
+    """Steps; the last step is always saved."""
+    keep: int = Field(3, ge=1)
+    """How many of the newest checkpoints are kept."""
+    keep_every: int | None = Field(None, ge=1)
+    """Checkpoints of steps that this divides are kept for good."""
+    asynchronous: bool = False
+    """Copy what is to be saved to the CPU's memory, and write it while training goes on; one at a time."""
+    tag: str | None = None
+    """The phase's name, in the checkpoint and in messages; null: the run folder's name."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint, every file of which was found to be as written."""
+
+    folder: Path
+    content: dict[str, Any]
+    """Of its state.json."""
+
+    @property
+    def fingerprint(self) -> dict[str, Any]:
+        """What its curve is a function of."""
+        return dict(self.content["fingerprint"])
+
+    @property
+    def state(self) -> TrainState:
+        """Where the run stood."""
+        return TrainState.from_json(self.content["state"])
+
+    @property
+    def tag(self) -> str:
+        """Its phase's name; its run folder's, where it has none."""
+        return str(self.content.get("tag", self.folder.parents[1].name))
+
+    def weights(self, which: str) -> Path:
+        """The folder of its weights: `raw`, `ema`, or `auto`, the moving average where there is one.
+
+        Raises:
+            RequestError: it holds no moving average, and that was asked for.
+        """
+        has_ema = (self.folder / "ema").is_dir()
+        if which == "ema" and not has_ema:
+            raise RequestError(f"{self.folder} holds no moving average. Ask for raw or auto weights.")
+        return self.folder / ("ema" if has_ema and which != "raw" else "unet")
 
 
 def step_folder(run_dir: Path, step: int) -> Path:
@@ -56,42 +95,57 @@ def step_folder(run_dir: Path, step: int) -> Path:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What a checkpoint holds, in the CPU's memory and apart from the run, which may go on."""
+    """What a checkpoint holds: the run's own tensors, or copies of them, beside which the run may go on."""
 
-    state: dict[str, Any]
-    unet: dict[str, Tensor]
-    ema: dict[str, Tensor] | None
-    optimizer: dict[str, Tensor]
+    state: TrainState
+    files: dict[str, dict[str, Tensor]]
+    """File below the checkpoint's folder → its tensors, by name."""
+
+    def copied(self, keep: bool) -> "Snapshot":
+        """In the CPU's memory. Every process calls this, as parts are gathered; only those that `keep` get copies."""
+        return Snapshot(self.state, {file: copied(tensors, keep) for file, tensors in self.files.items()})
 
 
-def take_snapshot(
-    state: TrainState, unet: UNet2DConditionModel, optimizer: Optimizer, ema: Ema | None, keep: bool
-) -> Snapshot:
-    """Copy the run as it stands. Every process calls this, as parts are gathered; only those that `keep` get a copy."""
-    return Snapshot(
-        state=asdict(state),
-        unet=_copy(unet.state_dict(), keep),
-        ema=None if ema is None else _copy(ema.average, keep),
-        optimizer=_copy(_flatten(unet, optimizer), keep),
-    )
+def take_snapshot(state: TrainState, unet: UNet2DConditionModel, optimizer: Optimizer, ema: Ema) -> Snapshot:
+    """The run as it stands; nothing is copied yet."""
+    files = {f"unet/{WEIGHTS_NAME}": unet.state_dict(), OPTIMIZER_NAME: _flatten(unet, optimizer)}
+    if ema.average is not None:
+        files[f"ema/{WEIGHTS_NAME}"] = ema.average
+    return Snapshot(state.copy(), files)
 
 
 class CheckpointWriter:
-    """Writes snapshots into a run folder, one at a time; while training goes on, where `asynchronous`."""
+    """Writes snapshots into a run folder, one at a time; while training goes on, where `asynchronous`.
 
-    def __init__(self, run_dir: Path, unet_json: str, fingerprint: dict[str, Any], config: CheckpointConfig):
+    Every process has one, as parts of weights are gathered; only the main one's writes.
+    """
+
+    def __init__(
+        self, run_dir: Path, unet_json: str, fingerprint: dict[str, Any], config: CheckpointConfig, main: bool = True
+    ):
         """`unet_json`: the diffusers config of the U-Net."""
-        self.run_dir, self.unet_json, self.config = run_dir, unet_json, config
+        self.run_dir, self.unet_json, self.config, self.main = run_dir, unet_json, config, main
         self.content = {"tag": config.tag or run_dir.name, "fingerprint": fingerprint}
         self.thread = ThreadPoolExecutor(1, "checkpoint")
-        self.pending: Future[Path] | None = None
+        self.pending: Future[None] | None = None
 
     def write(self, snapshot: Snapshot) -> None:
-        """Begin to write, once the one before is done; and end, unless `asynchronous`."""
+        """Write, tensor by tensor; or, where `asynchronous`, copy, and begin to write once the one before is done.
+
+        Raises:
+            WorkError: the checkpoint could not be written.
+        """
         self.finish()
-        self.pending = self.thread.submit(self._write, snapshot)
-        if not self.config.asynchronous:
-            self.finish()
+        if self.config.asynchronous:
+            snapshot = snapshot.copied(keep=self.main)
+            if self.main:
+                self.pending = self.thread.submit(self._write, snapshot)
+        elif self.main:
+            with self._explained():
+                self._write(snapshot)
+        else:
+            for tensors in snapshot.files.values():
+                write_tensors(None, tensors)
 
     def check(self) -> None:
         """Raise what went wrong with a checkpoint written in the background, once it is known; waits for nothing.
@@ -109,18 +163,24 @@ class CheckpointWriter:
             WorkError: the checkpoint could not be written.
         """
         pending, self.pending = self.pending, None
-        try:
-            if pending is not None:
+        if pending is not None:
+            with self._explained():
                 pending.result()
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
         except OSError as error:
             raise WorkError(
                 f"A checkpoint of {self.run_dir} could not be written: {error}. The ones before it are whole. Make "
                 f"room or mend the storage; the same command again resumes from the newest."
             ) from error
 
-    def _write(self, snapshot: Snapshot) -> Path:
+    def _write(self, snapshot: Snapshot) -> None:
         """Write a checkpoint durably, then drop the older ones that are not to be kept."""
-        target = step_folder(self.run_dir, snapshot.state["step"])
+        step = snapshot.state.step
+        target = step_folder(self.run_dir, step)
         for abandoned in target.parent.glob(".step-*"):  # half-written when its run was killed
             shutil.rmtree(abandoned)
         private = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}")
@@ -134,19 +194,20 @@ class CheckpointWriter:
             fsync_folder(target.parent)
         finally:
             shutil.rmtree(private, ignore_errors=True)
-        self._drop_old(snapshot.state["step"])
-        return target
+        self._drop_old(step)
 
     def _write_files(self, snapshot: Snapshot, folder: Path) -> None:
-        for name, weights in (("unet", snapshot.unet), ("ema", snapshot.ema)):
-            if weights is not None:  # in the layout that `UNet2DConditionModel.from_pretrained` loads
-                (folder / name).mkdir()
-                (folder / name / "config.json").write_text(self.unet_json)
-                _save_tensors(weights, folder / name / WEIGHTS_NAME)
-        _save_tensors(snapshot.optimizer, folder / "optimizer.safetensors")
-        files = sorted(path for path in folder.rglob("*") if path.is_file())
-        hashes = {str(path.relative_to(folder)): sha256_file(path) for path in files}
-        write_sealed_json(folder / STATE_NAME, self.content | {"state": snapshot.state, "files": hashes})
+        hashes = {}
+        for name, tensors in snapshot.files.items():
+            path = folder / name
+            if path.parent != folder:  # in the layout that `UNet2DConditionModel.from_pretrained` loads
+                path.parent.mkdir()
+                config = path.with_name("config.json")
+                config.write_text(self.unet_json)
+                hashes[str(config.relative_to(folder))] = sha256_file(config)
+            hashes[name] = write_tensors(path, tensors)
+        content = self.content | {"state": snapshot.state.to_json(), "files": dict(sorted(hashes.items()))}
+        write_sealed_json(folder / STATE_NAME, content)
 
     def _drop_old(self, step: int) -> None:
         # damaged ones of later steps, which this run passed over, do not count among the newest
@@ -167,8 +228,8 @@ def list_checkpoints(run_dir: Path) -> list[Path]:
     return sorted((f for f in folders if re.fullmatch(r"step-\d{8,}", f.name) and f.is_dir()), key=step_of)
 
 
-def verify_checkpoint(folder: Path) -> dict[str, Any]:
-    """The content of state.json, once every file was found to be as written.
+def verify_checkpoint(folder: Path) -> Checkpoint:
+    """The checkpoint in `folder`, once every file was found to be as written.
 
     Raises:
         DamagedFile: what is missing or differs.
@@ -180,11 +241,11 @@ def verify_checkpoint(folder: Path) -> dict[str, Any]:
                 raise DamagedFile(f"{folder / name} does not have the SHA-256 that it was written with.")
     except FileNotFoundError as error:
         raise DamagedFile(f"{error.filename} is missing.") from None
-    return content
+    return Checkpoint(folder, content)
 
 
-def newest_checkpoint(run_dir: Path) -> tuple[Path, dict[str, Any]] | None:
-    """The newest undamaged checkpoint and its state; damaged ones are passed over, loudly. None where there is none.
+def newest_checkpoint(run_dir: Path) -> Checkpoint | None:
+    """The newest undamaged checkpoint; damaged ones are passed over, loudly. None where there is none.
 
     Raises:
         RequestError: there are checkpoints, and all are damaged: starting anew would be a quiet loss of the run.
@@ -192,7 +253,7 @@ def newest_checkpoint(run_dir: Path) -> tuple[Path, dict[str, Any]] | None:
     folders = list_checkpoints(run_dir)
     for folder in reversed(folders):
         try:
-            return folder, verify_checkpoint(folder)
+            return verify_checkpoint(folder)
         except DamagedFile as error:
             print(f"checkpoint {folder.name} is damaged and passed over: {error}", flush=True)
     if folders:
@@ -203,20 +264,16 @@ def newest_checkpoint(run_dir: Path) -> tuple[Path, dict[str, Any]] | None:
     return None
 
 
-def restore(
-    folder: Path, content: dict[str, Any], unet: UNet2DConditionModel, optimizer: Optimizer, config: EmaConfig
-) -> tuple[TrainState, Ema | None]:
-    """Load what a verified checkpoint holds besides weights: into the optimizer, in place, and the moving average."""
-    _unflatten(unet, optimizer, load_file(folder / "optimizer.safetensors"))
-    ema = None
+def restore(checkpoint: Checkpoint, unet: UNet2DConditionModel, optimizer: Optimizer, ema: Ema) -> TrainState:
+    """Load what a checkpoint holds besides weights: into the optimizer and the moving average, in place."""
+    _unflatten(unet, optimizer, load_file(checkpoint.folder / OPTIMIZER_NAME))
+    state = checkpoint.state
     # one in a checkpoint from before `start_step` was begun under an earlier one: it is dropped, and begun anew there
-    begun = config.start_step is not None and content["state"]["step"] >= config.start_step
-    if begun and (folder / "ema").is_dir():
-        ema = Ema(dict(unet.named_parameters()))
-        for name, value in load_file(folder / "ema" / WEIGHTS_NAME).items():
-            average = ema.average[name]
-            average.copy_(part_like(value.to(average.device), average))
-    return TrainState(**content["state"]), ema
+    if ema.has_begun(state.step) and (checkpoint.folder / "ema").is_dir():
+        averages = ema.begin(unet.named_parameters())
+        for name, value in load_file(checkpoint.folder / "ema" / WEIGHTS_NAME).items():
+            averages[name].copy_(part_like(value.to(averages[name].device), averages[name]))
+    return state
 
 
 def load_weights(unet: UNet2DConditionModel, folder: Path) -> None:
@@ -234,24 +291,6 @@ def load_weights(unet: UNet2DConditionModel, folder: Path) -> None:
         unet.load_state_dict(load_file(folder / WEIGHTS_NAME))
     except RuntimeError as error:
         raise RequestError(f"The weights in {folder} are not of this U-Net: {error}") from error
-
-
-def _copy(tensors: dict[str, Tensor], keep: bool) -> dict[str, Tensor]:
-    # one tensor at a time, so that the device needs no room for a second copy; safetensors stores no strides
-    copies = {}
-    for name, value in tensors.items():
-        gathered = whole(value.detach())
-        if keep:
-            copies[name] = gathered.to("cpu", copy=True).contiguous()
-    return copies
-
-
-def _save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
-    """safetensors' `save_file`, whose own error neither is an OSError nor names the file."""
-    try:
-        save_file(tensors, path, metadata={"format": "pt"})
-    except SafetensorError as error:
-        raise OSError(f"{path}: {error}") from error
 
 
 def _flatten(unet: UNet2DConditionModel, optimizer: Optimizer) -> dict[str, Tensor]:

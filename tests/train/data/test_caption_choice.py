@@ -13,11 +13,12 @@ from shards.root.reading import read_part, text_latents
 from tests.conftest import encode_all, precompute_config
 from tests.runs import PYTHON, launcher, run_module, train_fields, write_config
 from tests.tiny import TEXT_LENGTH, make_samples, make_tar
-from train.config import DataConfig, StreamConfig, ValidationConfig
 from train.data.batch import Batch, Collate
 from train.data.draws import Draws, Purpose
-from train.data.loader import global_batches, make_loader, open_data
-from train.objective.validation import open_validation
+from train.data.loader import Loader
+from train.data.spec import DataConfig, StreamConfig
+from train.data.streams import open_data
+from train.objective.validation import ValidationConfig, open_validation
 from train.run.metrics import read_json_lines
 
 FIELDS = ["txt", "json:blip", "json:human"]
@@ -121,7 +122,7 @@ def test_roots_with_one_caption_and_with_several_mix(several: dict[str, Path]) -
     assert spec.steps_per_epoch == 2
     stored = {name: {sample["key"]: sample for sample in samples_of(several[name])} for name in ("float16", "one")}
     seen = []
-    for step, batch in zip(range(2), global_batches(make_loader(config, spec, 16, 0, 0, slots), spec, 0), strict=False):
+    for step, batch in zip(range(2), Loader(config, spec, 16, 0, 0, slots), strict=False):
         assert batch.num_captions is not None
         draws = Draws(0, step, slots)
         choice = draws.integers(Purpose.CAPTION_CHOICE, batch.num_captions)

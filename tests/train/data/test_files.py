@@ -20,7 +20,8 @@ from tests.runs import PYTHON, environment
 from tests.train.global_batches import keys_per_step
 from train.config import DataConfig
 from train.data.cache import Cache
-from train.data.loader import global_batches, make_files, make_loader, open_data
+from train.data.loader import Loader, make_files
+from train.data.streams import open_data
 
 PARTS = [13, 29, 17, 23, 19, 11]
 ONE = "64x64/00001/shard.00000.mds"
@@ -86,7 +87,7 @@ def test_a_cache_stays_within_its_limit_and_never_touches_an_original(
     limit = 5 * largest // 2
     config = data_config(root, cache=str(tmp_path / "cache"), cache_limit=limit, num_workers=num_workers)
     spec, most = open_data(config, 8), 0
-    batches = global_batches(make_loader(config, spec, 8, 3, 0, torch.arange(8)), spec, 0)
+    batches = iter(Loader(config, spec, 8, 3, 0, torch.arange(8)))
     for keys in expected:
         batch = next(batches)
         assert batch.keys == [key.partition(" ")[0] for key in keys]
@@ -99,14 +100,13 @@ def test_a_loader_process_that_is_killed_with_a_lock_in_its_hand_holds_up_nobody
     """torch's own way of ending them waits for a lock that they take now and then."""
     config = data_config(root, num_workers=1)
     spec = open_data(config, 8)
-    loader = make_loader(config, spec, 8, 3, 0, torch.arange(8))
-    batches = global_batches(loader, spec, 0)
+    loader = Loader(config, spec, 8, 3, 0, torch.arange(8))
+    batches = iter(loader)
     next(batches)
-    iterator = loader._iterator
-    assert iterator is not None
-    iterator._workers_done_event._cond.acquire()  # type: ignore[attr-defined]  # and never let go, as the dead do not
+    iterator: Any = loader.loader._iterator
+    iterator._workers_done_event._cond.acquire()  # and never let go, as the dead do not
     batches.close()
-    ending = threading.Thread(target=iterator._shutdown_workers, daemon=True)  # type: ignore[attr-defined]
+    ending = threading.Thread(target=iterator._shutdown_workers, daemon=True)
     ending.start()
     ending.join(20)
     assert not ending.is_alive()
@@ -282,7 +282,8 @@ def test_copies_of_a_killed_process_count_and_go(root: Path, tmp_path: Path) -> 
 STALL = """
 import sys, time, torch
 from train.config import DataConfig
-from train.data.loader import global_batches, make_loader, open_data
+from train.data.loader import Loader
+from train.data.streams import open_data
 from train.data.files import Files
 from shards.base.errors import exit_code_of
 
@@ -298,7 +299,7 @@ def run():
     global stalled
     config = DataConfig.model_validate_json(sys.argv[1])
     spec = open_data(config, 8)
-    batches = global_batches(make_loader(config, spec, 8, 0, 0, torch.arange(8)), spec, 0, config)
+    batches = iter(Loader(config, spec, 8, 0, 0, torch.arange(8)))
     if sys.argv[2] == "first":
         stalled = True
     else:

@@ -16,8 +16,8 @@ from shards.base.errors import RequestError
 from shards.base.files import DamagedFile
 from tests.train.global_batches import keys_per_step
 from train.config import DataConfig
-from train.data.loader import open_data
 from train.data.selection import FilterConfig, Range, column_rules, count_by_file
+from train.data.streams import open_data
 
 NAN = float("nan")
 

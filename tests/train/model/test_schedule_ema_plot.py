@@ -6,9 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from train.config import EmaConfig, ScheduleConfig
-from train.model.ema import Ema, ema_decay, power_exponent
-from train.model.optimizer import learning_rate
+from train.model.ema import Ema, EmaConfig, power_exponent
+from train.model.optimizer import ScheduleConfig, learning_rate
 from train.run.metrics import JsonLines, read_json_lines
 from train.run.plot import smooth
 
@@ -32,15 +31,22 @@ def test_learning_rate(step: int, kind: str, expected: float) -> None:
     assert learning_rate(step, 1.0, config, 100) == pytest.approx(expected, abs=1e-12)
 
 
+def averages(ema: Ema) -> dict[str, torch.Tensor]:
+    assert ema.average is not None
+    return ema.average
+
+
 def test_moving_average_is_the_recursion() -> None:
     generator = torch.Generator().manual_seed(0)
     weights = [torch.randn(5, generator=generator) for _ in range(20)]
-    ema = Ema({"w": weights[0]})
+    ema = Ema(EmaConfig(decay=0.9, start_step=3))
+    ema.update({"w": weights[1]}.items(), 2)
+    assert ema.average is None
     expected = weights[0].double()
-    for weight in weights[1:]:
-        ema.update({"w": weight}, 0.9)
+    for step, weight in enumerate(weights, start=3):
+        ema.update({"w": weight}.items(), step)
         expected = 0.9 * expected + 0.1 * weight.double()
-    torch.testing.assert_close(ema.average["w"].double(), expected, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(averages(ema)["w"].double(), expected, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("start", [1, 7])
@@ -49,15 +55,15 @@ def test_power_average_weighs_step_tau_by_tau_to_the_gamma(start: int) -> None:
     config = EmaConfig(kind="power", sigma_rel=0.1, start_step=start)
     generator = torch.Generator().manual_seed(0)
     weights = {step: torch.randn(5, generator=generator) for step in range(start, 61)}
-    ema = Ema({"w": weights[start]})
-    for step in range(start + 1, 61):
-        ema.update({"w": weights[step]}, ema_decay(config, step))
+    ema = Ema(config)
+    for step in range(start, 61):
+        ema.update({"w": weights[step]}.items(), step)
     gamma = power_exponent(0.1)
     # the share of step τ among 60: (τ/60)^(γ + 1) − ((τ − 1)/60)^(γ + 1), the integral of t^γ over its step
     up_to = {step: (step / 60) ** (gamma + 1) for step in range(start - 1, 61)}
     up_to[start - 1] = 0.0
     expected = sum((up_to[step] - up_to[step - 1]) * weights[step].double() for step in range(start, 61))
-    torch.testing.assert_close(ema.average["w"].double(), expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(averages(ema)["w"].double(), expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("sigma_rel", [0.01, 0.05, 0.1, 0.15, 0.25])

@@ -13,7 +13,7 @@ from tests.runs import curve, launcher, run_module, train_fields, write_config
 from train.__main__ import run as command
 from train.data.draws import Draws
 from train.model.sharding import launched_sharding
-from train.objective.loss import DiffusionLoss
+from train.objective.latents import StoredLatents
 from train.run.checkpoint import step_folder, verify_checkpoint
 from train.run.metrics import read_json_lines
 
@@ -107,13 +107,13 @@ def test_a_run_goes_on_with_another_sharding(
 
 def blow_up(arguments: list[str]) -> None:
     """The trainer, with latents of infinite size on step 3 alone."""
-    sample_latents = DiffusionLoss.sample_latents
+    sample = StoredLatents.sample
 
-    def sometimes(self: DiffusionLoss, stored: torch.Tensor, draws: Draws) -> torch.Tensor:
-        latents = sample_latents(self, stored, draws)
+    def sometimes(self: StoredLatents, stored: torch.Tensor, draws: Draws) -> torch.Tensor:
+        latents = sample(self, stored, draws)
         return latents * float("inf") if draws.step == 2 and int(draws.slots[0]) == 1 else latents
 
-    DiffusionLoss.sample_latents = sometimes  # type: ignore[method-assign]
+    StoredLatents.sample = sometimes  # type: ignore[method-assign]
     command(arguments)
 
 
@@ -124,7 +124,7 @@ def test_a_step_that_is_not_finite_on_one_process_is_skipped_by_both(latents: Pa
     arguments = ["--config", str(write_config(tmp_path, fields))]
     codes = ranks.wait(ranks.start(tmp_path / "log", arguments, 2, program="tests.train.model.test_sharding:blow_up"))
     assert codes == [0, 0], (tmp_path / "log").read_text()
-    files = [verify_checkpoint(step_folder(tmp_path / "run", step))["files"] for step in (2, 3, 4)]
+    files = [verify_checkpoint(step_folder(tmp_path / "run", step)).content["files"] for step in (2, 3, 4)]
     assert files[0]["optimizer.safetensors"] == files[1]["optimizer.safetensors"] != files[2]["optimizer.safetensors"]
     assert files[0][FILES[0]] == files[1][FILES[0]] != files[2][FILES[0]]
     assert rows(tmp_path / "run", "skipped_steps") == [0, 0, 1, 1]

@@ -14,12 +14,12 @@ from diffusers import (
 from transformers import CLIPTextModel, CLIPTokenizer
 
 from tests.train.objective.test_loss import spec
-from train.config import ObjectiveConfig
 from train.data.batch import Batch
 from train.data.draws import Draws
 from train.export.pipeline import sampler
 from train.model.unet import build_unet
 from train.objective.loss import DiffusionLoss
+from train.objective.paths import ObjectiveConfig
 
 OBJECTIVE = ObjectiveConfig(prediction="flow_matching", caption_dropout=0)
 UNET = Path(__file__).parents[2] / "tiny_unet.json"
@@ -37,7 +37,7 @@ def trained() -> UNet2DConditionModel:
     slots = torch.arange(16)
     data = Batch(["one"] * 16, slots, LATENTS.expand(16, -1, -1, -1), TEXT.expand(16, -1, -1), None, slots)
     for step in range(400):
-        loss(unet, data, Draws(0, step, slots)).mean().backward()
+        loss(unet, data, Draws(0, step, slots)).per_sample.mean().backward()
         optimizer.step()
         optimizer.zero_grad()
     return unet.eval()

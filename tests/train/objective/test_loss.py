@@ -9,11 +9,12 @@ from diffusers import DDPMScheduler, FlowMatchEulerDiscreteScheduler
 from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 
 from shards.format.text import quantise
-from train.config import ObjectiveConfig
 from train.data.batch import Batch
 from train.data.draws import Draws, Purpose
-from train.data.loader import DataSpec
+from train.data.spec import DataSpec
 from train.objective.loss import DiffusionLoss
+from train.objective.paths import ObjectiveConfig, noise_path, noise_scheduler
+from train.objective.sums import LossSums
 
 N, CHANNELS, SIDE, TOKENS, WIDTH = 6, 4, 8, 16, 12
 
@@ -61,7 +62,7 @@ class Recorder(torch.nn.Module):
 def test_loss_is_diffusers(prediction: str) -> None:
     loss = DiffusionLoss(ObjectiveConfig(prediction=prediction, caption_dropout=0), spec(), torch.device("cpu"))
     unet, data, draws = Recorder(), batch(), Draws(3, 11, torch.arange(N))
-    result = loss(unet, data, draws)
+    result = loss(unet, data, draws).per_sample
 
     scheduler = DDPMScheduler(1000, 0.00085, 0.012, "scaled_linear", prediction_type=prediction)
     posterior = DiagonalGaussianDistribution(data.image_latents.double())
@@ -84,7 +85,7 @@ def test_loss_is_diffusers(prediction: str) -> None:
 def test_means_are_scaled_and_nothing_else() -> None:
     loss = DiffusionLoss(ObjectiveConfig(), spec(posterior="mean"), torch.device("cpu"))
     stored = torch.randn(N, CHANNELS, SIDE, SIDE).half()
-    torch.testing.assert_close(loss.sample_latents(stored, Draws(0, 0, torch.arange(N))), stored.float() * 0.7)
+    torch.testing.assert_close(loss.latents.sample(stored, Draws(0, 0, torch.arange(N))), stored.float() * 0.7)
 
 
 def test_dropped_captions_become_the_empty_one() -> None:
@@ -93,7 +94,7 @@ def test_dropped_captions_become_the_empty_one() -> None:
     draws, data = Draws(3, 11, torch.arange(N)), batch()
     dropped = draws.chance(Purpose.CAPTION_DROPOUT, 0.5)
     assert 0 < dropped.sum() < N
-    text = loss.conditioning(data, dropped)
+    text = loss.latents.conditioning(data, dropped)
     assert text.mask is not None
     for i in range(N):
         expected = data_spec.uncond.float() if dropped[i] else data.text_latents[i].float()
@@ -106,7 +107,9 @@ def test_codes_are_decoded() -> None:
     exact = torch.randn(N, TOKENS, WIDTH)
     codes, scales = quantise(exact)
     loss = DiffusionLoss(ObjectiveConfig(caption_dropout=0), spec(), torch.device("cpu"))
-    states = loss.conditioning(batch(text_latents=codes, text_scales=scales), torch.zeros(N, dtype=torch.bool)).states
+    states = loss.latents.conditioning(
+        batch(text_latents=codes, text_scales=scales), torch.zeros(N, dtype=torch.bool)
+    ).states
     assert (states - exact).norm() / exact.norm() < 0.03
 
 
@@ -120,9 +123,10 @@ def test_microbatches_are_slices() -> None:
 def test_a_batch_on_paper(tmp_path: Path) -> None:
     """Two ranks' draws, by slot, are the one rank's."""
     loss = DiffusionLoss(ObjectiveConfig(), spec(), torch.device("cpu"))
-    whole = loss(Recorder(), batch(), Draws(3, 11, torch.arange(N)))
+    whole = loss(Recorder(), batch(), Draws(3, 11, torch.arange(N))).per_sample
     for part in batch().microbatches(4):
-        torch.testing.assert_close(loss(Recorder(), part, Draws(3, 11, part.slots)), whole[part.slots])
+        found = loss(Recorder(), part, Draws(3, 11, part.slots)).per_sample
+        torch.testing.assert_close(found, whole[part.slots])
 
 
 @pytest.mark.parametrize("prediction", ["epsilon", "v_prediction", "sample"])
@@ -132,11 +136,11 @@ def test_min_snr_weighs_the_error_in_the_latents(prediction: str) -> None:
     loss = DiffusionLoss(config, spec(posterior="mean"), torch.device("cpu"))
     data = batch(image_latents=torch.randn(N, CHANNELS, SIDE, SIDE).half())
     unet, draws = Recorder(), Draws(3, 12, torch.arange(N))
-    result = loss(unet, data, draws)
+    result = loss(unet, data, draws).per_sample
     noisy, timesteps = unet.seen[0].double(), unet.seen[1]
     latents = data.image_latents.double() * 0.7
     for i in range(N):
-        alpha = loss.scheduler.alphas_cumprod[timesteps[i]].double()
+        alpha = noise_scheduler(config).alphas_cumprod[timesteps[i]].double()
         a, s = alpha.sqrt(), (1 - alpha).sqrt()
         output = 0.5 * noisy[i]
         implied = {
@@ -159,7 +163,7 @@ def test_offset_noise_is_one_number_per_channel() -> None:
 
 def test_zero_terminal_snr() -> None:
     config = ObjectiveConfig(prediction="v_prediction", zero_terminal_snr=True)
-    assert DiffusionLoss(config, spec(), torch.device("cpu")).scheduler.alphas_cumprod[-1] < 1e-7
+    assert noise_scheduler(config).alphas_cumprod[-1] < 1e-7
     with pytest.raises(ValueError, match="use v_prediction"):
         ObjectiveConfig(zero_terminal_snr=True)
 
@@ -175,7 +179,7 @@ def test_flow_matching_is_a_straight_line(sampling: str) -> None:
     loss = flow(timestep_sampling=sampling, logit_mean=0.3, logit_std=0.8)
     data = batch(image_latents=torch.randn(N, CHANNELS, SIDE, SIDE).half())
     unet, draws = Recorder(), Draws(3, 11, torch.arange(N))
-    result = loss(unet, data, draws)
+    result = loss(unet, data, draws).per_sample
     words = draws.words(Purpose.TIMESTEP, 2).double()
     normal = (-2 * ((words[:, 0] + 0.5) / 2**32).log()).sqrt() * (2 * torch.pi * (words[:, 1] + 0.5) / 2**32).cos()
     times = {"uniform": (words[:, 0] + 0.5) / 2**32, "logit_normal": 1 / (1 + (-(0.3 + 0.8 * normal)).exp())}[sampling]
@@ -193,7 +197,7 @@ def test_flow_matching_adds_noise_as_diffusers_does() -> None:
     latents, noise = torch.randn(5, CHANNELS, SIDE, SIDE), torch.randn(5, CHANNELS, SIDE, SIDE)
     timesteps = scheduler.timesteps[[0, 100, 500, 900, 999]]
     torch.testing.assert_close(
-        loss.add_noise(latents, noise, timesteps),
+        loss.path.add_noise(latents, noise, timesteps),
         scheduler.scale_noise(latents, timesteps, noise),
         rtol=1e-6,
         atol=1e-6,
@@ -202,10 +206,10 @@ def test_flow_matching_adds_noise_as_diffusers_does() -> None:
 
 def test_times_of_flow_matching_are_distributed_as_configured() -> None:
     draws = Draws(3, 1, torch.arange(40_000))
-    uniform = flow().timesteps(draws) / 1000
+    uniform = flow().path.timesteps(draws) / 1000
     assert uniform.min() > 0 and uniform.max() <= 1
     assert (torch.histc(uniform, 10, 0, 1) - 4000).abs().max() < 4 * 63  # 4 standard deviations of a count
-    logits = torch.logit((flow(timestep_sampling="logit_normal", logit_mean=0.5).timesteps(draws) / 1000).double())
+    logits = torch.logit((flow(timestep_sampling="logit_normal", logit_mean=0.5).path.timesteps(draws) / 1000).double())
     assert abs(logits.mean() - 0.5) < 0.02 and abs(logits.std() - 1.0) < 0.02
 
 
@@ -228,22 +232,35 @@ def test_only_flow_matching_samples_time_otherwise() -> None:
 
 
 def test_fixed_timesteps_are_the_middles_of_equal_parts() -> None:
-    assert DiffusionLoss(ObjectiveConfig(), spec(), torch.device("cpu")).fixed_timesteps(8)[:2] == [62, 187]
-    assert flow().fixed_timesteps(8)[:2] == [62.5, 187.5]
+    assert noise_path(ObjectiveConfig(), torch.device("cpu")).fixed_timesteps(8)[:2] == [62, 187]
+    assert flow().path.fixed_timesteps(8)[:2] == [62.5, 187.5]
 
 
 @pytest.mark.parametrize("prediction", ["epsilon", "flow_matching"])
 def test_losses_by_quarter_add_up(prediction: str) -> None:
-    loss = DiffusionLoss(ObjectiveConfig(prediction=prediction), spec(), torch.device("cpu"))
+    path = noise_path(ObjectiveConfig(prediction=prediction), torch.device("cpu"))
     draws, losses = Draws(1, 2, torch.arange(200)), torch.rand(200)
-    found, timesteps = loss.by_quarter(losses, draws), loss.timesteps(draws)
+    timesteps = path.timesteps(draws)
+    found = LossSums.of(losses, timesteps, 1000)
     for quarter in range(4):
         inside = (timesteps >= 250 * quarter) & (timesteps < 250 * (quarter + 1))
-        torch.testing.assert_close(found[0, quarter], losses[inside].sum())
-        assert found[1, quarter] == inside.sum() > 0
+        torch.testing.assert_close(found.sums[quarter], losses[inside].sum())
+        assert found.counts[quarter] == inside.sum() > 0
     # microbatches and ranks hold parts of it
-    parts = [loss.by_quarter(losses[i::3], Draws(1, 2, torch.arange(200)[i::3])) for i in range(3)]
-    torch.testing.assert_close(torch.stack(parts).sum(dim=0), found)
+    parts = [LossSums.of(losses[i::3], timesteps[i::3], 1000) for i in range(3)]
+    added = parts[0] + parts[1] + parts[2]
+    torch.testing.assert_close(added.sums, found.sums)
+    assert added.counts.equal(found.counts)
+    stacked = LossSums.stack(parts).steps()
+    assert all(a.sums.equal(b.sums) and a.counts.equal(b.counts) for a, b in zip(stacked, parts, strict=True))
+    assert found.total == pytest.approx(float(losses.sum()))
+    kept = LossSums.from_json(found.to_json())
+    assert kept.to_json() == found.to_json() and kept.sums.dtype == torch.float64
     # what is not finite stays where it is, and the sum over all says so
     losses[0] = float("nan")
-    assert int(loss.by_quarter(losses, draws)[0].isnan().sum()) == 1
+    assert int(LossSums.of(losses, timesteps, 1000).sums.isnan().sum()) == 1
+
+
+def test_means_by_quarter() -> None:
+    sums = LossSums.from_json([2.0, 0.0, 3.0, 1.0, 4.0, 0.0, 2.0, 1.0])
+    assert sums.means(1000) == {"0-249": 0.5, "250-499": None, "500-749": 1.5, "750-999": 1.0}

@@ -13,14 +13,13 @@ from diffusers import UNet2DConditionModel
 from shards.base.errors import RequestError, WorkError
 from tests import ranks
 from tests.runs import UNET, curve, train_fields, write_config
-from train.config import CheckpointConfig, EmaConfig
-from train.model.ema import Ema
+from train.model.ema import Ema, EmaConfig
 from train.model.unet import build_unet, read_unet_config
 from train.run import checkpoint
 from train.run.checkpoint import (
+    CheckpointConfig,
     CheckpointWriter,
     Snapshot,
-    TrainState,
     list_checkpoints,
     load_weights,
     newest_checkpoint,
@@ -29,6 +28,7 @@ from train.run.checkpoint import (
     take_snapshot,
     verify_checkpoint,
 )
+from train.run.state import TrainState
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def writer(folder: Path, unet: UNet2DConditionModel, **fields: Any) -> Checkpoin
 
 
 def snapshot(unet: UNet2DConditionModel, step: int) -> Snapshot:
-    return take_snapshot(TrainState(step=step), unet, torch.optim.AdamW(unet.parameters()), None, keep=True)
+    return take_snapshot(TrainState(step=step), unet, torch.optim.AdamW(unet.parameters()), Ema(EmaConfig()))
 
 
 def test_the_run_may_go_on_while_it_is_written(
@@ -49,8 +49,8 @@ def test_the_run_may_go_on_while_it_is_written(
 ) -> None:
     """Held up before its first file: nothing is there; then what is written is what was, not what has become of it."""
     go_on = threading.Event()
-    save_file = checkpoint.save_file
-    monkeypatch.setattr(checkpoint, "save_file", lambda *a, **k: (go_on.wait(60), save_file(*a, **k)))
+    write = checkpoint.write_tensors
+    monkeypatch.setattr(checkpoint, "write_tensors", lambda *a: (go_on.wait(60), write(*a))[1])
     writing = writer(tmp_path, unet)
     before = {name: value.clone() for name, value in unet.state_dict().items()}
     writing.write(snapshot(unet, 1))
@@ -71,15 +71,16 @@ def test_at_most_one_is_being_written(
     unet: UNet2DConditionModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     active, most = [], []
-    save_file = checkpoint.save_file
+    write = checkpoint.write_tensors
 
-    def counted(*arguments: Any, **keywords: Any) -> None:
+    def counted(*arguments: Any) -> str:
         active.append(1)
         most.append(len(active))
-        save_file(*arguments, **keywords)
+        sha256 = write(*arguments)
         active.pop()
+        return sha256
 
-    monkeypatch.setattr(checkpoint, "save_file", counted)
+    monkeypatch.setattr(checkpoint, "write_tensors", counted)
     writing = writer(tmp_path, unet, keep=2)
     for step in range(1, 6):
         writing.write(snapshot(unet, step))
@@ -117,10 +118,12 @@ def test_in_the_background_or_not_the_run_is_the_same_and_says_its_phase(latents
         fields = train_fields(latents, tmp_path / name, checkpoint=kept)
         ranks.run(tmp_path / "log", ["--config", str(write_config(tmp_path, fields))])
     assert curve(tmp_path / "at_once") == curve(tmp_path / "behind")
-    files = [[verify_checkpoint(f)["files"] for f in list_checkpoints(tmp_path / n)] for n in ("at_once", "behind")]
+    files = [
+        [verify_checkpoint(f).content["files"] for f in list_checkpoints(tmp_path / n)] for n in ("at_once", "behind")
+    ]
     assert len(files[0]) == 3 and files[0] == files[1]
-    _, content = newest_checkpoint(tmp_path / "behind") or (None, {})
-    assert content["tag"] == "phase1"
+    newest = newest_checkpoint(tmp_path / "behind")
+    assert newest is not None and newest.tag == "phase1"
 
     fields = train_fields(latents, tmp_path / "next", max_steps=1, init_from=str(tmp_path / "behind"))
     said = ranks.run(tmp_path / "next.log", ["--config", str(write_config(tmp_path, fields))])
@@ -140,7 +143,7 @@ def test_a_loss_scaler_that_finds_its_scale_is_no_skipped_step(latents: Path, tm
         ranks.start(tmp_path / "log", arguments, program="tests.train.run.test_checkpoint:with_a_scaler")
     )
     assert codes == [0], (tmp_path / "log").read_text()
-    contents = [verify_checkpoint(folder) for folder in list_checkpoints(tmp_path / "run")]
+    contents = [verify_checkpoint(folder).content for folder in list_checkpoints(tmp_path / "run")]
     assert [content["state"]["scaler"]["scale"] for content in contents] == [4.0, 4.0, 2.0, 1.0]
     assert [content["state"]["skipped"] for content in contents] == [0, 0, 0, 1]
     optimizers = [content["files"]["optimizer.safetensors"] for content in contents]
@@ -152,10 +155,11 @@ def with_a_scaler(arguments: list[str]) -> None:
     from accelerate import Accelerator
 
     from train.__main__ import read_config
+    from train.assemble import assemble
     from train.data.draws import Draws
     from train.loop import train
     from train.objective.loss import DiffusionLoss
-    from train.run.request import check_request
+    from train.prepare import prepare
 
     squared_error = DiffusionLoss.squared_error
 
@@ -169,7 +173,7 @@ def with_a_scaler(arguments: list[str]) -> None:
     accelerator.native_amp = True
     accelerator.state._mixed_precision = "fp16"
     accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    train(config, check_request(config, accelerator), accelerator)
+    train(assemble(config, prepare(config, accelerator), accelerator))
 
 
 def test_what_else_lies_among_checkpoints_is_left_alone(unet: UNet2DConditionModel, tmp_path: Path) -> None:
@@ -185,7 +189,7 @@ def test_what_else_lies_among_checkpoints_is_left_alone(unet: UNet2DConditionMod
         "step-00000001.bak", "step-00000002", "step-00000009.tar",
     }  # fmt: skip
     found = newest_checkpoint(tmp_path)
-    assert found is not None and found[0].name == "step-00000002"
+    assert found is not None and found.folder.name == "step-00000002"
 
 
 @pytest.mark.parametrize("field", [{"attention_head_dim": 2}, {"act_fn": "gelu"}])
@@ -206,10 +210,13 @@ def test_an_average_begun_too_early_is_not_gone_on_with(unet: UNet2DConditionMod
     """On resuming with a later `start_step`: it would be kept as it is, and exported."""
     optimizer = torch.optim.AdamW(unet.parameters())
     writing = writer(tmp_path, unet)
-    writing.write(take_snapshot(TrainState(step=6), unet, optimizer, Ema(dict(unet.named_parameters())), keep=True))
+    begun = Ema(EmaConfig(start_step=6))
+    begun.begin(unet.named_parameters())
+    writing.write(take_snapshot(TrainState(step=6), unet, optimizer, begun))
     writing.finish()
     found = newest_checkpoint(tmp_path)
-    assert found is not None and (found[0] / "ema").is_dir()
+    assert found is not None and (found.folder / "ema").is_dir()
     for start_step, goes_on in ((2, True), (6, True), (7, False), (None, False)):
-        _, ema = restore(*found, unet, optimizer, EmaConfig(start_step=start_step))
-        assert (ema is not None) == goes_on
+        ema = Ema(EmaConfig(start_step=start_step))
+        restore(found, unet, optimizer, ema)
+        assert (ema.average is not None) == goes_on

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from train.data.loader import choose_per_epoch
+from train.data.order import choose_per_epoch
 from train.run.metrics import JsonLines, read_json_lines
 
 

@@ -1,0 +1,125 @@
+"""A run is put together: here its config is taken apart, and each piece gets its own section."""
+
+import torch
+from accelerate import Accelerator
+from diffusers import UNet2DConditionModel
+
+from shards.base.config import save_config
+from train.config import TrainConfig
+from train.data.draws import global_slots
+from train.data.loader import Loader
+from train.loop import Run
+from train.model.ema import Ema
+from train.model.flops import peak_tflops, training_flops
+from train.model.norms import use_low_precision_norms
+from train.model.optimizer import Optimizer, make_adamw
+from train.model.sharding import split_weights
+from train.objective.loss import DiffusionLoss
+from train.prepare import Prepared
+from train.run.checkpoint import CheckpointWriter, restore
+from train.run.log import Log
+from train.run.meter import Meter
+from train.run.state import StepResults, TrainState
+
+
+def assemble(config: TrainConfig, prepared: Prepared, accelerator: Accelerator) -> Run:
+    """The run, standing after the last step that it has done; writes the run folder's config."""
+    is_split = config.sharding != "none" and accelerator.num_processes > 1
+    unet = place_unet(config, prepared.unet, accelerator, is_split)
+    # made of the weights as they now lie: what is placed or split later would not be what it steps
+    adamw, ema = make_adamw(unet.parameters(), config.optimizer), Ema(config.ema)
+    state = TrainState()
+    if prepared.checkpoint is not None:
+        # before anything is compiled or wrapped, so that names are the U-Net's own
+        state = restore(prepared.checkpoint, unet, adamw, ema)
+    tell_start(config, prepared, accelerator)
+    write_config(config, accelerator)
+    if config.compile:
+        unet.compile()
+    # what is split is wrapped for autocast alone: DDP would hold it whole
+    model = accelerator.prepare_model(unet, device_placement=False, evaluation_mode=is_split)
+    optimizer = Optimizer(adamw, accelerator, config.optimizer, config.schedule, config.max_steps)
+    if accelerator.scaler is not None and state.scaler:
+        accelerator.scaler.load_state_dict(state.scaler)
+    spec, world = prepared.spec, prepared.world
+    slots = global_slots(
+        config.global_batch_size // world.size, accelerator.process_index, world.size, world.local_size
+    )
+    peak = device_peak(config, accelerator.device)
+    shapes = {stream.latent_hw for stream in spec.streams} if peak else set()
+    return Run(
+        accelerator=accelerator,
+        seed=config.seed,
+        max_steps=config.max_steps,
+        global_batch_size=config.global_batch_size,
+        microbatch_size=config.microbatch_size,
+        collective_timeout=config.collective_timeout,
+        unet=unet,
+        model=model,
+        optimizer=optimizer,
+        ema=ema,
+        loss=DiffusionLoss(config.objective, spec, accelerator.device),
+        loader=Loader(config.data, spec, config.global_batch_size, config.seed, state.step, slots),
+        steps_per_epoch=spec.steps_per_epoch,
+        validation=prepared.validation,
+        state=state,
+        results=StepResults(accelerator, config.global_batch_size, config.optimizer.max_skipped_steps),
+        writer=CheckpointWriter(
+            config.run_dir,
+            unet.to_json_string(),
+            prepared.fingerprint,
+            config.checkpoint,
+            accelerator.is_main_process,
+        ),
+        log=Log(config.log, config.run_dir, state.step, config.max_steps, accelerator),
+        meter=Meter({shape: training_flops(unet, shape, spec.text_length) for shape in shapes}),
+        peak_tflops=peak,
+    )
+
+
+def place_unet(
+    config: TrainConfig, unet: UNet2DConditionModel, accelerator: Accelerator, is_split: bool
+) -> UNet2DConditionModel:
+    """On the device, in the memory format and in the parts that the config asks for."""
+    is_cuda = accelerator.device.type == "cuda"
+    if config.gradient_checkpointing:
+        unet.enable_gradient_checkpointing()
+    if config.low_precision_norms:
+        use_low_precision_norms(unet)
+    unet.to(accelerator.device)
+    # fully_shard takes contiguous weights only
+    if not is_split and (is_cuda if config.channels_last is None else config.channels_last):
+        unet.to(memory_format=torch.channels_last)
+    if not is_cuda:
+        # the name is CUDA's, but it governs the CPU's kernel too, whose bfloat16 backward pass is 5 to 15 times slower
+        # than the plain one on the short sequences that a CPU trains on
+        torch.backends.cuda.enable_flash_sdp(False)
+    if is_split:
+        split_weights(unet, config.sharding, config.precision)
+    return unet
+
+
+def tell_start(config: TrainConfig, prepared: Prepared, accelerator: Accelerator) -> None:
+    """Say where the run begins, where that is not from random weights."""
+    own = prepared.checkpoint
+    if own is not None:
+        accelerator.print(f"resuming {config.run_dir} after step {own.state.step} ({own.tag}, {own.folder.name})")
+    elif prepared.start is not None:
+        accelerator.print(f"starting {config.run_dir} from {prepared.start}")
+
+
+def write_config(config: TrainConfig, accelerator: Accelerator) -> None:
+    """Make the run folder, with the config as it was resolved."""
+    if accelerator.is_main_process:
+        config.run_dir.mkdir(parents=True, exist_ok=True)
+        save_config(config, config.run_dir / "config.yaml")
+    accelerator.wait_for_everyone()
+
+
+def device_peak(config: TrainConfig, device: torch.device) -> float | None:
+    """What one device does at most, in TFLOP/s: as the config says, or by the device's name; None: not known."""
+    if config.log.peak_tflops is not None:
+        return config.log.peak_tflops
+    if device.type != "cuda" or config.precision == "float32":  # the table is bfloat16's
+        return None
+    return peak_tflops(torch.cuda.get_device_name(device))

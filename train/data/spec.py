@@ -1,0 +1,106 @@
+"""What a run reads: the config of its data, and what `streams.py` found at the places that it names."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, field_validator
+from torch import Tensor
+
+from shards.base.config import Config
+from shards.base.store import Place, Store
+from shards.format.buckets import Bucket
+from shards.format.encoding import EncodingRecord
+from shards.format.mds import MdsFiles
+from train.data.selection import FilterConfig, Selection
+
+
+class StreamConfig(Config):
+    """One bucket of one latents root."""
+
+    root: Place
+    """The latents root that stage 1 wrote: a folder, or an address such as s3://bucket/latents."""
+    bucket: str
+    """WIDTHxHEIGHT in pixels."""
+    weight: float = Field(1.0, gt=0, le=10_000)
+    """Passes over the samples that pass the filter, per epoch."""
+    filter: FilterConfig | None = None
+    """Which samples; in place of data.filter."""
+    cache: Path | None = None
+    """Local folder for copies of its files; in place of data.cache."""
+
+    @field_validator("bucket")
+    @classmethod
+    def _parse_bucket(cls, name: str) -> str:
+        return str(Bucket.parse(name))
+
+
+class DataConfig(Config):
+    """What is read, and in which order."""
+
+    streams: list[StreamConfig] = Field(min_length=1)
+    num_workers: int = Field(8, ge=0)
+    """Loader processes per rank; the order of samples does not depend on it."""
+    num_canonical_nodes: int = Field(64, ge=1)
+    """Slices into which an epoch's order is cut, on any number of nodes; divides the global batch."""
+    shuffle: bool = True
+    shuffle_block: int = Field(32768, ge=1)
+    """Samples of a slice that are shuffled together; a global batch mixes a block of every slice."""
+    filter: FilterConfig | None = None
+    """Which samples of every stream to train on, by their stored scores and sizes."""
+    cache: Path | None = None
+    """Local folder for copies of remote files, which are then read from there; a local root is copied too."""
+    cache_limit: int | None = Field(None, ge=1)
+    """Bytes of all copies in one cache folder; null: no limit."""
+    timeout: float = Field(300.0, gt=0)
+    """Seconds to wait for a batch before the run stops with an error."""
+    first_timeout: float = Field(1800.0, gt=0)
+    """The same for each loader process's first batch: until then a machine fetches and hashes a good part of a block of
+    every slice. Other processes wait for the slowest only for `collective_timeout`."""
+
+    def cache_of(self, stream: StreamConfig) -> Path | None:
+        """Where a stream's files are copied to; None: they are read in place."""
+        return stream.cache or self.cache
+
+
+@dataclass(frozen=True)
+class DataSpec:
+    """What the stored numbers mean, and what an epoch of them is."""
+
+    posterior: Literal["moments", "mean"]
+    latent_channels: int
+    scaling_factor: float
+    text_length: int
+    text_width: int
+    trim: bool
+    uncond: Tensor
+    """(tokens, width) float16: the empty caption's text latents."""
+    uncond_tokens: int
+    streams: tuple["OpenStream", ...]
+    steps_per_epoch: int
+
+
+@dataclass(frozen=True)
+class OpenStream:
+    """A stream whose files were found, and how many of its samples make an epoch."""
+
+    config: StreamConfig
+    store: Store
+    latent_hw: tuple[int, int]
+    files: MdsFiles
+    selection: Selection | None
+    """None: no filter, all samples."""
+    num_samples: int
+    """That pass the filter."""
+    chosen: int
+    index_sha256: str
+    encoding_id: str
+
+
+def encoding_differences(a: EncodingRecord, b: EncodingRecord) -> list[str]:
+    """Fields that differ and change what the numbers mean, as `field: here ≠ there`."""
+    # Crop, resampling, decoder, dtype and the captions' sources may differ: they change which pictures and which
+    # captions there are, not what the numbers mean.
+    image = ("image.crop", "image.resampl", "image.decoder", "image.color")
+    irrelevant = (*image, "text.captions", "text.max_characters", "compute_dtype", "schema_version")
+    return [difference for difference in a.differences(b) if not difference.startswith(irrelevant)]

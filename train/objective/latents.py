@@ -1,0 +1,62 @@
+"""What a batch's stored numbers mean: posterior moments → latents, text latents → what the U-Net may attend to."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shards.format.text import dequantise
+from train.data.batch import Batch
+from train.data.draws import Draws, Purpose
+from train.data.spec import DataSpec
+
+LOG_VARIANCE_RANGE = (-30.0, 20.0)  # diffusers' DiagonalGaussianDistribution
+
+
+@dataclass(frozen=True)
+class Conditioning:
+    """What the U-Net sees of the captions."""
+
+    states: Tensor
+    """(N, tokens, width) float32."""
+    mask: Tensor | None
+    """(N, tokens), 1 where a token is real; None where all are to be seen, padding included, as in SD."""
+
+
+class StoredLatents:
+    """Reads batches of the roots that a `DataSpec` describes."""
+
+    def __init__(self, spec: DataSpec, device: torch.device):
+        self.spec = spec
+        self.uncond = spec.uncond.to(device)
+
+    def size(self, batch: Batch) -> int:
+        """Numbers in one sample's latents: C·h·w."""
+        return math.prod(batch.image_latents.shape[2:]) * self.spec.latent_channels
+
+    def draws_per_sample(self, batch: Batch) -> dict[Purpose, int]:
+        """How many normals `sample` takes of each sample."""
+        return {Purpose.POSTERIOR: self.size(batch)} if self.spec.posterior == "moments" else {}
+
+    def sample(self, stored: Tensor, draws: Draws) -> Tensor:
+        """(N, planes, h, w) stored → (N, C, h, w) float32 latents: mean + σ·n where moments are stored, scaled."""
+        if self.spec.posterior == "mean":
+            return stored.float() * self.spec.scaling_factor
+        mean, log_variance = stored.float().chunk(2, dim=1)
+        deviation = (0.5 * log_variance.clamp(*LOG_VARIANCE_RANGE)).exp()
+        return (mean + deviation * draws.normal(Purpose.POSTERIOR, tuple(mean.shape[1:]))) * self.spec.scaling_factor
+
+    def conditioning(self, batch: Batch, dropped: Tensor) -> Conditioning:
+        """Text latents as stored → float32; those of `dropped` samples, (N,) booleans, become the empty caption's."""
+        states = (
+            batch.text_latents.float()
+            if batch.text_scales is None
+            else dequantise(batch.text_latents, batch.text_scales)
+        )
+        states = torch.where(dropped[:, None, None], self.uncond.float(), states)
+        if not self.spec.trim:
+            return Conditioning(states, None)
+        num_tokens = torch.where(dropped, self.spec.uncond_tokens, batch.num_tokens)
+        places = torch.arange(states.shape[1], device=states.device)
+        return Conditioning(states, (places < num_tokens[:, None]).float())

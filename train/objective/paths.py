@@ -1,0 +1,165 @@
+"""Paths from data to noise, on tensors alone: how a sample is noised, what is to be predicted, how it is weighed."""
+
+from abc import ABC, abstractmethod
+from typing import Literal
+
+import torch
+from diffusers import DDPMScheduler
+from pydantic import Field, model_validator
+from torch import Tensor
+
+from shards.base.config import Config
+from train.data.draws import Draws, Purpose
+
+
+class ObjectiveConfig(Config):
+    """What the U-Net learns to predict, under which noise."""
+
+    prediction: Literal["epsilon", "v_prediction", "sample", "flow_matching"] = "epsilon"
+    """The first three are DDPM's, over the β below; flow_matching is rectified flow, which has no β."""
+    num_train_timesteps: int = Field(1000, ge=1)
+    """With flow_matching, the scale on which the U-Net is told the time in [0, 1]."""
+    timestep_sampling: Literal["uniform", "logit_normal"] = "uniform"
+    """How flow_matching draws its time; the sigmoid of a normal dwells in the middle (Esser et al., 2024)."""
+    logit_mean: float = 0.0
+    logit_std: float = Field(1.0, gt=0)
+    beta_schedule: Literal["scaled_linear", "linear", "squaredcos_cap_v2"] = "scaled_linear"
+    beta_start: float = Field(0.00085, gt=0, lt=1)
+    beta_end: float = Field(0.012, gt=0, lt=1)
+    caption_dropout: float = Field(0.1, ge=0, le=1)
+    """Share of samples that see the empty caption, for classifier-free guidance."""
+    min_snr_gamma: float | None = Field(None, gt=0)
+    """Weigh each sample's loss by min(SNR, γ) (Hang et al., 2023); null: all alike. With zero_terminal_snr the last
+    step, whose SNR is 0, then has weight 0."""
+    offset_noise: float = Field(0.0, ge=0)
+    """Size of a further draw per channel, the same over the picture, added to the noise."""
+    zero_terminal_snr: bool = False
+    """Rescale the schedule so that its last step is pure noise (Lin et al., 2023); not with epsilon."""
+
+    @model_validator(mode="after")
+    def _check(self) -> "ObjectiveConfig":
+        if self.prediction == "flow_matching":
+            for name in ("zero_terminal_snr", "min_snr_gamma", "offset_noise"):
+                if getattr(self, name):
+                    raise ValueError(
+                        f"{name} with prediction flow_matching: that path ends in pure noise by itself and has no SNR "
+                        f"weights; leave it out"
+                    )
+        elif self.timestep_sampling != "uniform":
+            raise ValueError(f"timestep_sampling {self.timestep_sampling} goes with prediction flow_matching alone")
+        if self.zero_terminal_snr and self.prediction == "epsilon":
+            raise ValueError(
+                "zero_terminal_snr with prediction epsilon has nothing to learn at the last step; use v_prediction"
+            )
+        return self
+
+
+class NoisePath(ABC):
+    """What the loss asks of a path. Latents and noise are (N, C, h, w) float32, timesteps (N,)."""
+
+    num_train_timesteps: int
+
+    @abstractmethod
+    def timesteps(self, draws: Draws) -> Tensor:
+        """(N,) times at which the samples are noised, in the unit in which the U-Net is told of them."""
+
+    def fixed_timesteps(self, count: int) -> list[int] | list[float]:
+        """The middles of `count` equal parts of the time axis."""
+        return [(k + 0.5) * self.num_train_timesteps / count for k in range(count)]
+
+    @abstractmethod
+    def add_noise(self, latents: Tensor, noise: Tensor, timesteps: Tensor) -> Tensor:
+        """The latents at `timesteps`, x_t."""
+
+    @abstractmethod
+    def target(self, latents: Tensor, noise: Tensor, timesteps: Tensor) -> Tensor:
+        """What the U-Net should predict there."""
+
+    def weight(self, timesteps: Tensor) -> Tensor | float:
+        """Each sample's weight in the loss, (N,), or one for all."""
+        return 1.0
+
+
+def noise_path(config: ObjectiveConfig, device: torch.device) -> NoisePath:
+    """The path that the config names."""
+    return RectifiedFlow(config) if config.prediction == "flow_matching" else DDPM(config, device)
+
+
+def noise_scheduler(config: ObjectiveConfig) -> DDPMScheduler:
+    """DDPM's forward process, as diffusers defines it; the export's sampler is made from it, too."""
+    return DDPMScheduler(
+        num_train_timesteps=config.num_train_timesteps,
+        beta_schedule=config.beta_schedule,
+        beta_start=config.beta_start,
+        beta_end=config.beta_end,
+        prediction_type=config.prediction,
+        rescale_betas_zero_snr=config.zero_terminal_snr,
+        clip_sample=False,
+    )
+
+
+class DDPM(NoisePath):
+    """The variance-preserving path of Ho et al. (2020): x_t = √ᾱ_t·x_0 + √(1 − ᾱ_t)·noise, at whole timesteps."""
+
+    def __init__(self, config: ObjectiveConfig, device: torch.device):
+        self.num_train_timesteps = config.num_train_timesteps
+        self.prediction, self.min_snr_gamma = config.prediction, config.min_snr_gamma
+        self.scheduler = noise_scheduler(config)
+        # moved once: add_noise would copy it to the device at each step
+        self.scheduler.alphas_cumprod = self.scheduler.alphas_cumprod.to(device)
+
+    def timesteps(self, draws: Draws) -> Tensor:
+        """(N,) int64, uniform in [0, num_train_timesteps)."""
+        return draws.integers(Purpose.TIMESTEP, self.num_train_timesteps)
+
+    def fixed_timesteps(self, count: int) -> list[int]:
+        """The middles of `count` equal parts, rounded down."""
+        return [int(middle) for middle in super().fixed_timesteps(count)]
+
+    def add_noise(self, latents: Tensor, noise: Tensor, timesteps: Tensor) -> Tensor:
+        """x_t = √ᾱ_t·x_0 + √(1 − ᾱ_t)·noise."""
+        return self.scheduler.add_noise(latents, noise, timesteps)
+
+    def target(self, latents: Tensor, noise: Tensor, timesteps: Tensor) -> Tensor:
+        """The noise; the velocity √ᾱ·noise − √(1 − ᾱ)·x_0 of Salimans and Ho (2022); or the latents."""
+        if self.prediction == "epsilon":
+            return noise
+        if self.prediction == "v_prediction":
+            return self.scheduler.get_velocity(latents, noise, timesteps)
+        return latents
+
+    def weight(self, timesteps: Tensor) -> Tensor | float:
+        """1, or min(SNR, γ) of Hang et al. (2023) in terms of the latents, put in terms of what is predicted.
+
+        An error in the noise, or the velocity, is one in the latents times SNR, or SNR + 1.
+        """
+        if self.min_snr_gamma is None:
+            return 1.0
+        alpha = self.scheduler.alphas_cumprod[timesteps]
+        snr = alpha / (1.0 - alpha)
+        of_latents = snr.clamp(max=self.min_snr_gamma)
+        return of_latents / {"epsilon": snr, "v_prediction": snr + 1.0, "sample": 1.0}[self.prediction]
+
+
+class RectifiedFlow(NoisePath):
+    """The straight line of Liu et al. (2022): x_t = (1 − t)·x_0 + t·noise, t in (0, 1]; the U-Net is told t·T."""
+
+    def __init__(self, config: ObjectiveConfig):
+        self.num_train_timesteps = config.num_train_timesteps
+        self.sampling, self.mean, self.std = config.timestep_sampling, config.logit_mean, config.logit_std
+
+    def timesteps(self, draws: Draws) -> Tensor:
+        """(N,) float32 in (0, num_train_timesteps]; uniform, or the sigmoid of a normal (Esser et al., 2024)."""
+        if self.sampling == "uniform":
+            return draws.uniform(Purpose.TIMESTEP) * self.num_train_timesteps
+        normals = draws.normal(Purpose.TIMESTEP, ())
+        return torch.sigmoid(self.mean + self.std * normals) * self.num_train_timesteps
+
+    def add_noise(self, latents: Tensor, noise: Tensor, timesteps: Tensor) -> Tensor:
+        """x_t = (1 − t)·x_0 + t·noise."""
+        t = (timesteps / self.num_train_timesteps)[:, None, None, None]
+        return (1.0 - t) * latents + t * noise
+
+    def target(self, latents: Tensor, noise: Tensor, timesteps: Tensor) -> Tensor:
+        """dx_t/dt = noise − x_0."""
+        return noise - latents

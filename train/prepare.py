@@ -1,0 +1,130 @@
+"""What a run is asked for, opened and held against each other; nothing is written before all of it is found to fit."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
+from diffusers import UNet2DConditionModel
+
+from shards.base.errors import RequestError, WorkError
+from shards.format.encoding import EncodingRecord
+from train.config import TrainConfig
+from train.data.spec import DataSpec
+from train.data.streams import open_data
+from train.model.unet import build_unet, check_fit, load_pretrained
+from train.objective.validation import Validation, open_validation
+from train.run.checkpoint import Checkpoint, load_weights, newest_checkpoint
+from train.run.fingerprint import check_resume, check_same_everywhere, make_fingerprint
+from train.run.preflight import World, check_launch, check_run_dir, check_tracker
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """All that a run is put together from, besides its config."""
+
+    world: World
+    spec: DataSpec
+    unet: UNet2DConditionModel
+    """On the CPU, with the weights that the run begins with."""
+    checkpoint: Checkpoint | None
+    """The run's own newest, from which it goes on."""
+    start: str | None
+    """Where the weights come from that a new run begins with, in words; None: random."""
+    fingerprint: dict[str, Any]
+    validation: Validation | None
+
+
+def preflight(config: TrainConfig, accelerator: Accelerator | None) -> World:
+    """What can be said of the request before anything is opened.
+
+    Raises:
+        RequestError: what does not fit, and the remedy.
+    """
+    world = World.launched()
+    check_tracker(config.log.tracker)
+    check_launch(accelerator, world)
+    world.check(config.num_processes, config.global_batch_size, config.data.num_canonical_nodes)
+    return world
+
+
+def prepare(config: TrainConfig, accelerator: Accelerator | None = None) -> Prepared:
+    """Open the data, build the U-Net, and load what it begins with. Writes nothing.
+
+    Checkpoints are read and hashed by the main process alone; the others are told what it found.
+
+    Raises:
+        RequestError: what does not fit, and the remedy.
+    """
+    world = preflight(config, accelerator)
+    spec = open_data(config.data, config.global_batch_size)
+    unet = build_unet(config.unet, config.seed)
+    check_fit(unet, spec)
+    fingerprint = make_fingerprint(config.seed, config.global_batch_size, config.data, spec, config.objective, unet)
+    check_same_everywhere(accelerator, fingerprint)
+    checkpoint, start = on_main_process(accelerator, lambda: find_start(config, fingerprint))
+    words = None
+    if checkpoint is not None:
+        load_weights(unet, checkpoint.folder / "unet")
+    elif start is not None:
+        weights = start.weights(config.init_weights)
+        load_weights(unet, weights)
+        words = f"{start.tag} after step {start.state.step} ({weights})"
+    elif config.init_unet is not None:
+        load_pretrained(unet, config.init_unet)
+    validation = None
+    if config.validation.root is not None:
+        training = EncodingRecord.load(spec.streams[0].store)
+        validation = open_validation(config.validation, training, config.seed)
+    return Prepared(world, spec, unet, checkpoint, words, fingerprint, validation)
+
+
+def find_start(config: TrainConfig, fingerprint: dict[str, Any]) -> tuple[Checkpoint | None, Checkpoint | None]:
+    """The run's own newest checkpoint, or else that of the run to start from; both None: there is neither.
+
+    Raises:
+        RequestError: the checkpoint was trained under other settings, there are no weights at `init_from`, or the run
+            folder cannot be written.
+    """
+    check_run_dir(config.run_dir)
+    own = newest_checkpoint(config.run_dir)
+    if own is not None:
+        check_resume(own.folder, own.fingerprint, fingerprint)
+        return own, None
+    if config.init_from is None:
+        return None, None
+    start = finished_run(config.init_from)
+    start.weights(config.init_weights)
+    return None, start
+
+
+def finished_run(run_dir: Path) -> Checkpoint:
+    """An earlier run's newest checkpoint.
+
+    Raises:
+        RequestError: it has none.
+    """
+    found = newest_checkpoint(run_dir)
+    if found is None:
+        raise RequestError(
+            f"init_from: {run_dir} has no complete checkpoint. Train that phase first (`make train PHASE=1`), or set "
+            f"init_from to a run folder that has one."
+        )
+    return found
+
+
+def on_main_process(accelerator: Accelerator | None, decide: Callable[[], Any]) -> Any:
+    """What `decide` returns, or the error for people that it raises, on every process; only the main one calls it."""
+    answer: list[Any] = [None]
+    if accelerator is None or accelerator.is_main_process:
+        try:
+            answer = [decide()]
+        except (RequestError, WorkError) as error:
+            answer = [error]
+    if accelerator is not None:
+        broadcast_object_list(answer)
+    if isinstance(answer[0], RequestError | WorkError):
+        raise answer[0]
+    return answer[0]

@@ -1,0 +1,112 @@
+"""Whether the launch can do what is asked, before anything is opened: processes, nodes, tracker, run folder."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from accelerate import Accelerator
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
+from accelerate.utils import DistributedType, gather_object
+
+from shards.base.errors import RequestError
+
+PLAIN_LAUNCHES = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
+
+
+@dataclass(frozen=True)
+class World:
+    """The processes of a run."""
+
+    size: int
+    local_size: int
+    """On each node."""
+
+    @classmethod
+    def launched(cls) -> "World":
+        """As the launcher's environment has it."""
+        size = int(os.environ.get("WORLD_SIZE", "1"))
+        return cls(size, int(os.environ.get("LOCAL_WORLD_SIZE", str(size))))
+
+    def check(self, asked_for: int | None, global_batch_size: int, num_canonical_nodes: int) -> None:
+        """Hold it against what the config wants shared: the batch over processes, the canonical nodes over nodes.
+
+        Raises:
+            RequestError: another number was asked for, or something cannot be shared evenly.
+        """
+        if asked_for not in (None, self.size):
+            raise RequestError(
+                f"{asked_for} processes were asked for, but {self.size} were started. On a machine without GPUs, "
+                f"accelerate needs `--multi_gpu --num_processes {asked_for}` (it then uses gloo)."
+            )
+        if global_batch_size % self.size:
+            raise RequestError(
+                f"global_batch_size {global_batch_size} cannot be shared evenly by {self.size} processes. Choose a "
+                f"multiple."
+            )
+        num_nodes = self.size // self.local_size
+        if num_canonical_nodes % num_nodes and num_nodes % num_canonical_nodes:
+            raise RequestError(
+                f"{num_nodes} nodes cannot share data.num_canonical_nodes {num_canonical_nodes} evenly: one would read "
+                f"the files of others'. Use a number of nodes that divides it, or start a new run with another one (it "
+                f"must divide global_batch_size too)."
+            )
+
+
+def check_tracker(name: str) -> None:
+    """Hold the tracker against those that accelerate drives, and that can be imported here.
+
+    Raises:
+        RequestError: it is none of them, or its package is not installed.
+    """
+    if name == "none":
+        return
+    if name not in LOGGER_TYPE_TO_CLASS:
+        raise RequestError(
+            f"log.tracker {name} is unknown. Set it to none, or to one of {', '.join(sorted(LOGGER_TYPE_TO_CLASS))}."
+        )
+    if name not in {tracker.value for tracker in get_available_trackers()}:
+        raise RequestError(
+            f"log.tracker {name} needs a package that is not installed here. Install it (`pip install "
+            f"{name.replace('_', '-')}`), or set log.tracker to tensorboard or none."
+        )
+
+
+def check_launch(accelerator: Accelerator | None, world: World) -> None:
+    """Hold what the launcher set up against what this trainer drives.
+
+    Raises:
+        RequestError: it is something else; or nodes have unequal shares, and samples would come twice or never.
+    """
+    shares, scaled = {world.local_size}, False
+    if accelerator is not None:
+        if accelerator.distributed_type not in PLAIN_LAUNCHES:
+            raise RequestError(
+                f"The launcher set up {accelerator.distributed_type.value}, which this trainer does not drive. Launch "
+                f"with one of configs/accelerate/."
+            )
+        # of all, so that all refuse together: each node has an environment of its own
+        everywhere = gather_object([(world.local_size, accelerator.gradient_accumulation_steps)])
+        shares, scaled = {share for share, _ in everywhere}, any(steps != 1 for _, steps in everywhere)
+    if len(shares) > 1 or world.size % world.local_size:
+        raise RequestError(
+            f"{world.size} processes are not spread evenly over the nodes: LOCAL_WORLD_SIZE is "
+            f"{' and '.join(map(str, sorted(shares)))}. Start as many processes on each node as on the others."
+        )
+    if scaled:
+        raise RequestError(
+            "The environment has ACCELERATE_GRADIENT_ACCUMULATION_STEPS, by which accelerate would scale gradients. "
+            "Unset it: microbatch_size decides here."
+        )
+
+
+def check_run_dir(run_dir: Path) -> None:
+    """See that the run folder can be written.
+
+    Raises:
+        RequestError: it cannot.
+    """
+    above = (run_dir, *run_dir.absolute().parents)
+    nearest = next(folder for folder in above if os.path.exists(folder))  # false, where Path.exists may raise
+    if not (nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)):
+        why = "may not be written" if nearest.is_dir() else "is a file"
+        raise RequestError(f"run_dir {run_dir} cannot be used: {nearest} {why}. Give another run_dir.")
