@@ -21,13 +21,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from streaming.base.format.mds.encodings import get_mds_encoded_size
 
 from bench.kit.common import section, status_mb, table
 from bench.kit.roots import encoding_record
 from shards.base.files import canonical_json
 from shards.format.buckets import Bucket
 from shards.format.encoding import EncodingRecord
+from shards.format.mds import Column
+from shards.format.mds_writer import file_config
 from shards.open import open_store
 from shards.root.shared import write_uncond
 from train.config import DataConfig
@@ -106,19 +107,9 @@ def make_root(root: Path, num_samples: int, num_files: int) -> None:
 
 
 def columns_of(encoding: EncodingRecord) -> dict[str, Any]:
-    """What an index says of each file besides its name and numbers: as MDSWriter writes it."""
-    types = dict(sorted(encoding.columns(Bucket(256, 256)).items()))
-    return {
-        "column_encodings": list(types.values()),
-        "column_names": list(types),
-        "column_sizes": [get_mds_encoded_size(kind) for kind in types.values()],
-        "compression": None,
-        "format": "mds",
-        "hashes": ["xxh3_64"],
-        "size_limit": 1 << 27,
-        "version": 2,
-        "zip_data": None,
-    }
+    """What an index says of each file besides its name and numbers."""
+    types = encoding.columns(Bucket(256, 256))
+    return file_config([Column.of(name, types[name]) for name in sorted(types)]) | {"zip_data": None}
 
 
 def measure(root: Path, passing: str) -> dict[str, str]:

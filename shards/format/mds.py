@@ -1,14 +1,16 @@
 """The files of a bucket as its index.json lists them, in compact arrays, and single samples read from them.
 
-`streaming`'s own reader holds an index as a tree of Python objects, reads the offsets again for every sample, and
-parses the types of its columns each time. The format is its own (`MDSWriter` writes it): a file is
+The format is mosaicml-streaming's, and any StreamingDataset reads it. A file is
 
     uint32 samples | uint32 begin of each sample, and end of the last | JSON of the columns | samples
 
-and a sample is the uint32 sizes of its columns of varying size, then the columns.
+and a sample is the uint32 sizes of its columns of varying size, then the columns. (streaming's own reader holds an
+index as a tree of Python objects, reads the offsets again for every sample, and parses the types of its columns each
+time.)
 """
 
 import json
+import math
 import os
 import struct
 from collections.abc import Sequence
@@ -19,13 +21,13 @@ from typing import Any
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
-from streaming.base.format.mds.encodings import mds_decode
 
 from shards.base.errors import RequestError
 from shards.base.files import DamagedFile
 
 HASH = "xxh3_64"
 BLOCK_BYTES = 1 << 22
+DTYPES = ("float16", "float32", "int32", "uint8")
 
 
 @dataclass(frozen=True)
@@ -34,8 +36,35 @@ class Column:
 
     name: str
     encoding: str
+    """`str`; `ndarray:float16:8,32,32`; or `ndarray:float16`, where each sample's array says its own shape."""
     size: int | None
     """Bytes; None where it varies, and each sample says."""
+
+    @classmethod
+    def of(cls, name: str, encoding: str) -> "Column":
+        """With the size that follows from its type.
+
+        Raises:
+            RequestError: it is no type that stage 1 writes.
+        """
+        dtype, shape = array_type(encoding)
+        return cls(name, encoding, None if dtype is None or shape is None else math.prod(shape) * dtype.itemsize)
+
+
+def array_type(encoding: str) -> tuple[np.dtype[Any] | None, tuple[int, ...] | None]:
+    """dtype and shape of a column's arrays: no shape where each sample has its own, neither for a `str`.
+
+    Raises:
+        RequestError: it is no type that stage 1 writes.
+    """
+    match encoding.split(":"):
+        case ["str"]:
+            return None, None
+        case ["ndarray", dtype] if dtype in DTYPES:
+            return np.dtype(dtype), None
+        case ["ndarray", dtype, shape] if dtype in DTYPES:
+            return np.dtype(dtype), tuple(map(int, shape.split(",")))
+    raise RequestError(f"A column of type {encoding!r} is none that stage 1 writes. Do not use this root.")
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,17 +166,25 @@ def read_offsets(descriptor: int, num_samples: int, path: str) -> NDArray[np.uin
     return np.frombuffer(data, np.uint32)[1:]
 
 
+def read_sample(descriptor: int, offsets: NDArray[np.uint32], row: int, path: str) -> bytes:
+    """The bytes of one sample of a file with these offsets.
+
+    Raises:
+        DamagedFile: the file ends before the sample does.
+    """
+    begin, end = offsets[row : row + 2].tolist()
+    data = os.pread(descriptor, end - begin, begin)
+    if len(data) != end - begin:
+        raise DamagedFile(f"{path} was cut short while it was read. Restore the file from its copy.")
+    return data
+
+
 class Decoder:
-    """Bytes of a sample → its columns; arrays of a fixed shape are views of the bytes."""
+    """Bytes of a sample → its columns; arrays are views of the bytes."""
 
     def __init__(self, columns: Sequence[Column]):
-        self.columns = []
-        for column in columns:
-            kind, *rest = column.encoding.split(":")
-            dtype = shape = None
-            if kind == "ndarray" and len(rest) == 2:
-                dtype, shape = np.dtype(rest[0]), tuple(map(int, rest[1].split(",")))
-            self.columns.append((column.name, column.encoding, column.size, dtype, shape))
+        """Raises RequestError where a column is of no type that stage 1 writes."""
+        self.columns = [(column.name, column.size, *array_type(column.encoding)) for column in columns]
         self.sizes = struct.Struct(f"<{sum(column.size is None for column in columns)}I")
 
     def __call__(self, data: bytes) -> dict[str, Any]:
@@ -155,13 +192,25 @@ class Decoder:
         varying = iter(self.sizes.unpack_from(data))
         position = self.sizes.size
         sample: dict[str, Any] = {}
-        for name, encoding, fixed, dtype, shape in self.columns:
+        for name, fixed, dtype, shape in self.columns:
             size = next(varying) if fixed is None else fixed
-            if dtype is not None and shape is not None:
-                sample[name] = np.ndarray(shape, dtype, data, position)
-            elif encoding == "str":
+            if dtype is None:
                 sample[name] = data[position : position + size].decode()
+            elif shape is not None:
+                sample[name] = np.ndarray(shape, dtype, data, position)
             else:
-                sample[name] = mds_decode(encoding, data[position : position + size])
+                sample[name] = _array_with_shape(dtype, data, position)
             position += size
         return sample
+
+
+def shape_head(shape: tuple[int, ...]) -> bytes:
+    """What stands before an array that says its own shape: axes × 4 + log2 of the bytes of each side, and the sides."""
+    width = next(i for i in range(3) if max(shape) < 1 << (8 << i))
+    return bytes([len(shape) << 2 | width]) + np.array(shape, f"<u{1 << width}").tobytes()
+
+
+def _array_with_shape(dtype: np.dtype[Any], data: bytes, position: int) -> NDArray[Any]:
+    axes, width = data[position] >> 2, 1 << (data[position] & 3)
+    shape = np.ndarray(axes, f"<u{width}", data, position + 1).tolist()
+    return np.ndarray(shape, dtype, data, position + 1 + axes * width)

@@ -1,27 +1,28 @@
-"""streaming's MDSWriter, the same bytes for less work: each is copied once, and read once for both hashes.
+"""The MDS files of a part and their index, in the bytes of streaming's MDSWriter; the format is in `mds.py`.
 
-A part's samples gather in one buffer, laid out as the file will have them; it is as large as a file, and serves one
-file after the other. (streaming copies an array four times, into fresh memory, whose first touch costs more than the
-copy.)
+Each byte is copied once, and read once for both hashes: a part's samples gather in one buffer, laid out as the file
+will have them; it is as large as a file, and serves one file after the other. (MDSWriter copies an array four times,
+into fresh memory, whose first touch costs more than the copy.)
 """
 
 import hashlib
-import os
+import json
 import queue
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
-from streaming import MDSWriter
-from streaming.base.format.mds.encodings import mds_encode
 
 from shards.base.files import fsync_file
 from shards.format.buckets import Bucket
 from shards.format.encoding import EncodingRecord
+from shards.format.mds import HASH, Column, array_type, shape_head
 from shards.format.receipts import FileRecord
 
 SHARD_BYTES = 1 << 27
@@ -34,19 +35,35 @@ _spare: queue.Queue[NDArray[np.uint8]] = queue.Queue(SPARE_BUFFERS)
 """Buffers of finished parts, for the next ones: the kernel takes longer to clear fresh memory than it takes to fill."""
 
 
-class PartMDSWriter(MDSWriter):
-    """Writes the MDS files of a part. A full file goes to the disk while the next one is being filled."""
+def file_config(columns: Sequence[Column]) -> dict[str, Any]:
+    """What each file's head and its entry in the index say of its columns, which are sorted by name."""
+    return {
+        "version": 2,
+        "format": "mds",
+        "compression": None,
+        "hashes": [HASH],
+        "size_limit": SHARD_BYTES,
+        **{f"column_{field}s": list(map(attrgetter(field), columns)) for field in ("name", "encoding", "size")},
+    }
+
+
+class PartMDSWriter:
+    """Writes the MDS files of a part into a new folder. A full file goes to the disk while the next is being filled."""
 
     def __init__(self, folder: Path, encoding: EncodingRecord, bucket: Bucket):
-        super().__init__(out=str(folder), columns=encoding.columns(bucket), hashes=["xxh3_64"], size_limit=SHARD_BYTES)
+        folder.mkdir(parents=True)
+        self.folder = folder
+        types = encoding.columns(bucket)
+        columns = [Column.of(name, types[name]) for name in sorted(types)]
+        self.columns = [(column, *array_type(column.encoding)) for column in columns]
+        self.config = file_config(columns)
+        self.config_data = json.dumps(self.config, sort_keys=True).encode()
+        self.entries: list[dict[str, Any]] = []
+        """Of the index, one for each file written so far."""
         self.records: dict[str, FileRecord] = {}
         """File → size and SHA-256, of the files written so far."""
-        self.arrays = {
-            name: (np.dtype(dtype), tuple(map(int, shape.split(","))))
-            for name, (_, dtype, shape) in zip(self.columns, map(split_type, self.columns.values()), strict=True)
-            if shape
-        }
-        """Column → dtype and shape, of those whose arrays are all alike."""
+        self.ends = [0]
+        """Where each sample held ends in the buffer."""
         try:
             self.buffer = _spare.get_nowait()
         except queue.Empty:
@@ -54,22 +71,18 @@ class PartMDSWriter(MDSWriter):
         self.disk = ThreadPoolExecutor(1)
         self.syncing: list[Future[None]] = []
 
-    def _reset_cache(self) -> None:
-        super()._reset_cache()
-        self.ends = [0]
-        """Where each sample held ends in the buffer."""
-
     def write(self, sample: dict[str, Any]) -> None:
         """Append one sample.
 
         Raises:
-            ValueError: an array has not the dtype and shape of its column.
+            ValueError: an array has not the dtype and shape of its column, or no elements.
         """
         pieces = self._pieces(sample)
         size = sum(map(len, pieces))
-        # the file's head holds where each sample begins
-        if self.extra_bytes_per_shard + self.ends[-1] + size + 4 * len(self.ends) > SHARD_BYTES:
-            self.flush_shard()
+        # the file's head: how many samples, and where each begins and the last one ends
+        head = 4 + 4 * (len(self.ends) + 1) + len(self.config_data)
+        if head + self.ends[-1] + size > SHARD_BYTES:
+            self._write_file()
         at = self.ends[-1]
         if at + size > len(self.buffer):  # one sample is more than a file
             self.buffer = np.concatenate([self.buffer[:at], np.empty(size, np.uint8)])
@@ -79,41 +92,45 @@ class PartMDSWriter(MDSWriter):
         self.ends.append(at)
 
     def _pieces(self, sample: dict[str, Any]) -> list[NDArray[np.uint8]]:
-        """What `encode_sample` gives, in pieces: the sizes of columns that vary, and each column's bytes."""
+        """The sizes of columns that vary, then each column's bytes."""
         sizes, pieces = [], []
-        for name, encoding, size in zip(self.column_names, self.column_encodings, self.column_sizes, strict=True):
-            value = sample[name]
-            if name not in self.arrays:
-                piece = np.frombuffer(mds_encode(encoding, value), np.uint8)
-            elif self.arrays[name] == (value.dtype, value.shape):
-                piece = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
+        for column, dtype, shape in self.columns:
+            value = sample[column.name]
+            if dtype is None:
+                parts = [np.frombuffer(value.encode(), np.uint8)]
+            elif value.dtype != dtype or shape not in (None, value.shape) or not value.size:
+                raise ValueError(
+                    f"{column.name} has dtype {value.dtype} and shape {value.shape}; its column is {column.encoding}"
+                )
             else:
-                raise ValueError(f"{name} has dtype {value.dtype} and shape {value.shape}; its column is {encoding}")
-            if size is None:
-                sizes.append(len(piece))
-            pieces.append(piece)
+                parts = [np.ascontiguousarray(value).reshape(-1).view(np.uint8)]
+                if shape is None:
+                    parts.insert(0, np.frombuffer(shape_head(value.shape), np.uint8))
+            if column.size is None:
+                sizes.append(sum(map(len, parts)))
+            pieces += parts
         return [np.array(sizes, np.uint32).view(np.uint8), *pieces]
 
-    def flush_shard(self) -> None:
+    def _write_file(self) -> None:
         """Write the samples held as one file."""
-        name, _ = self._name_next_shard()
+        name = f"shard.{len(self.entries):05}.mds"
         num_samples, held = len(self.ends) - 1, self.buffer[: self.ends[-1]]
         offsets = np.array(self.ends) + 4 + 4 * len(self.ends) + len(self.config_data)
         header = np.uint32(num_samples).tobytes() + offsets.astype(np.uint32).tobytes() + self.config_data
         sha256, xxh3 = hashlib.sha256(), xxhash.xxh3_64()
-        path = os.path.join(self.local, name)
-        with open(path, "wb") as file:
-            for piece in (header, *(held[at : at + BLOCK_BYTES].data for at in range(0, len(held), BLOCK_BYTES))):
-                file.write(piece)
-                sha256.update(piece)
-                xxh3.update(piece)
+        blocks: list[bytes | memoryview] = [header]
+        blocks += [held[at : at + BLOCK_BYTES].data for at in range(0, len(held), BLOCK_BYTES)]
+        with open(self.folder / name, "wb") as file:
+            for block in blocks:
+                file.write(block)
+                sha256.update(block)
+                xxh3.update(block)
         size = int(offsets[-1])
-        raw_data = {"basename": name, "bytes": size, "hashes": {"xxh3_64": xxh3.hexdigest()}}
-        entry = {"samples": num_samples, "raw_data": raw_data, "zip_data": None}
-        self.shards.append(entry | self.get_config())
+        raw_data = {"basename": name, "bytes": size, "hashes": {HASH: xxh3.hexdigest()}}
+        self.entries.append(self.config | {"samples": num_samples, "raw_data": raw_data, "zip_data": None})
         self.records[name] = FileRecord(bytes=size, sha256=sha256.hexdigest())
-        self.syncing.append(self.disk.submit(fsync_file, path, forget=True))
-        self._reset_cache()
+        self.syncing.append(self.disk.submit(fsync_file, self.folder / name, forget=True))
+        self.ends = [0]
 
     def finish(self) -> None:
         """Write what is left, and the index; everything but the index is on the disk then.
@@ -122,8 +139,8 @@ class PartMDSWriter(MDSWriter):
             OSError: the disk did not take a file.
         """
         if len(self.ends) > 1:
-            self.flush_shard()
-        super().finish()
+            self._write_file()
+        (self.folder / "index.json").write_text(json.dumps({"version": 2, "shards": self.entries}, sort_keys=True))
         if len(self.buffer) == SHARD_BYTES:
             with suppress(queue.Full):
                 _spare.put_nowait(self.buffer)
@@ -131,9 +148,3 @@ class PartMDSWriter(MDSWriter):
         self.disk.shutdown()
         for written in self.syncing:
             written.result()
-
-
-def split_type(column: str) -> tuple[str, str, str]:
-    """`ndarray:float16:8,32,32` → its three parts; those that a type has not are empty."""
-    kind, dtype, shape = [*column.split(":"), "", ""][:3]
-    return kind, dtype, shape

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from streaming.base.format import reader_from_json
 
 from shards.base.store import Store
 from shards.format.encoding import EncodingRecord
+from shards.format.mds import Decoder, parse_index, read_offsets, read_sample
 from shards.format.text import dequantise, unpack
 
 
@@ -26,11 +26,20 @@ def read_parts(store: Store, bucket: str, shards: Iterable[str], each: int | Non
 
 
 def read_part(folder: Path) -> Iterator[dict[str, Any]]:
-    """The samples of ROOT/BUCKET/SHARD in order, one dict of columns each."""
-    for entry in json.loads((folder / "index.json").read_bytes())["shards"]:
-        reader = reader_from_json(str(folder), "", entry)
-        for i in range(len(reader)):
-            yield reader[i]
+    """The samples of ROOT/BUCKET/SHARD in order, one dict of columns each.
+
+    Raises:
+        DamagedFile: a file holds other samples than the part's index says.
+    """
+    index = folder / "index.json"
+    files = parse_index(index.read_bytes(), str(index))
+    decode = Decoder(files.columns)
+    for number in range(len(files)):
+        path = str(folder / files.name(number))
+        with open(path, "rb", buffering=0) as file:
+            offsets = read_offsets(file.fileno(), int(files.samples[number]), path)
+            for row in range(len(offsets) - 1):
+                yield decode(read_sample(file.fileno(), offsets, row, path))
 
 
 def captions(sample: dict[str, Any], encoding: EncodingRecord) -> list[str]:

@@ -56,7 +56,7 @@ class Sample:
 class PartWriter:
     """Writes samples of one bucket to `folder`. Nothing there is valid until `finish` returns.
 
-    It is no context manager on purpose: MDSWriter's own publishes a valid-looking index when its body raises.
+    It is no context manager on purpose: one that finished where its body raised would publish a valid-looking index.
     """
 
     def __init__(self, folder: Path, encoding: EncodingRecord, bucket: Bucket):
@@ -65,7 +65,6 @@ class PartWriter:
         self.samples: list[tuple[object, ...]] = []
         self.refused: list[tuple[str, str, str, str]] = []
         self.elsewhere = 0
-        folder.mkdir(parents=True)
         self.writer = PartMDSWriter(folder, encoding, bucket)
 
     def write(self, sample: Sample) -> None:

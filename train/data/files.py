@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from shards.base.errors import WorkError
 from shards.base.files import DamagedFile
 from shards.base.store import Store
-from shards.format.mds import HASH, Decoder, MdsFiles, hash_file, read_offsets
+from shards.format.mds import HASH, Decoder, MdsFiles, hash_file, read_offsets, read_sample
 from train.data.cache import Cache
 
 NUM_FETCHERS = 8
@@ -252,8 +252,4 @@ class Files:
             self._headers[file] = offsets
             if len(self._headers) > NUM_HEADERS:
                 self._headers.popitem(last=False)
-        begin, size = int(offsets[row]), int(offsets[row + 1]) - int(offsets[row])
-        data = os.pread(descriptor, size, begin)
-        if len(data) != size:
-            raise DamagedFile(f"{bucket.path(number)} was cut short while it was read. Restore the file from its copy.")
-        return data
+        return read_sample(descriptor, offsets, row, bucket.path(number))

@@ -1,0 +1,65 @@
+"""streaming's own reader is for those who want it: neither stage, nor any check of a root, imports it."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.conftest import precompute_config
+from tests.rooms import modules
+from tests.runs import environment, train_fields, write_config
+
+BOTH_STAGES = """
+import sys
+from pathlib import Path
+
+from precompute.config import PrecomputeConfig
+from shards.base.config import load_config
+from shards.open import open_store
+from shards.tools.verify import verify_root
+from tests.conftest import encode_all
+from train.__main__ import run
+
+stage1, stage2, models = map(Path, sys.argv[1:])
+config = load_config(PrecomputeConfig, stage1, [], "precompute")
+encode_all(config, models)
+assert list(verify_root(open_store(config.output))) == []
+run(["--config", str(stage2)])
+"""
+
+
+@pytest.fixture
+def without_streaming(tmp_path: Path) -> dict[str, str]:
+    """The environment of processes in which `import streaming` fails."""
+    (tmp_path / "blocked").mkdir()
+    (tmp_path / "blocked" / "streaming.py").write_text("raise ImportError('streaming was imported')")
+    path = os.pathsep.join([str(tmp_path / "blocked"), *filter(None, [os.environ.get("PYTHONPATH"), os.getcwd()])])
+    return environment(PYTHONPATH=path)
+
+
+def run(environment: dict[str, str], code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", code, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600)
+
+
+def test_streaming_cannot_be_imported_there(without_streaming: dict[str, str]) -> None:
+    assert "streaming was imported" in run(without_streaming, "import streaming").stderr
+
+
+def test_every_module_of_the_product(without_streaming: dict[str, str]) -> None:
+    ours = [name for name in modules() if name.split(".")[0] in ("plan", "precompute", "shards", "train")]
+    result = run(without_streaming, "\n".join(f"import {name}" for name in ours))
+    assert result.returncode == 0 and len(ours) > 100, result.stderr
+
+
+def test_both_stages(models: Path, tars: Path, tmp_path: Path, without_streaming: dict[str, str]) -> None:
+    config = precompute_config(models, tars, tmp_path / "latents")
+    stage1 = tmp_path / "precompute.yaml"
+    stage1.write_text(yaml.safe_dump(config.model_dump(mode="json")))
+    stage2 = write_config(tmp_path, train_fields(tmp_path / "latents", tmp_path / "run", max_steps=2))
+    result = run(without_streaming, BOTH_STAGES, str(stage1), str(stage2), str(models))
+    assert result.returncode == 0, result.stderr
+    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 2
