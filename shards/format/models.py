@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from huggingface_hub import constants, snapshot_download
+from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled, RevisionNotFoundError
 
-from shards.base.errors import RequestError
+from shards.base.errors import RequestError, is_storage_error
 from shards.base.files import canonical_json, sha256_file
 from shards.format.encoding import Weights
 
@@ -25,7 +25,8 @@ def model_folder(name: str, files: Sequence[str] = FILES) -> Path:
     """The folder of a model: `name` itself where it is one, else `org/repo[@revision][/sub/folder]` from the hub.
 
     Raises:
-        RequestError: neither, or the hub cannot be reached and its cache does not hold the model.
+        RequestError: neither, or the hub does not give it and its cache does not hold it.
+        OSError: the disk does not take it.
     """
     if Path(name).is_dir():
         return Path(name)
@@ -36,15 +37,55 @@ def model_folder(name: str, files: Sequence[str] = FILES) -> Path:
     folder = "/".join(parts[2:])
     patterns = [f"{folder}/{file}" if folder else file for file in files]
     try:
-        snapshot = snapshot_download(repo, revision=revision or None, allow_patterns=patterns)
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        snapshot = Path(snapshot_download(repo, revision=revision or None, allow_patterns=patterns))
+    except Exception as error:  # the hub's own, and those of whichever libraries fetch for it
+        if is_storage_error(error):
+            raise
         raise RequestError(
-            f"The model {name} is no local folder and could not be had from the hub ({type(error).__name__}: "
-            f"{str(error).splitlines()[0]}). Give a local folder, or download it once where the hub can be reached."
+            f"The model {name} is no local folder, and {_why_not(repo, revision, error)}. Or give the path of a local "
+            f"folder: where the hub can be reached, `hf download {repo} --local-dir DIR` makes one."
         ) from error
-    if not (Path(snapshot) / folder).is_dir():
-        raise RequestError(f"The hub's {repo} has no folder {folder} with safetensors weights.")
-    return Path(snapshot) / folder
+    if not (snapshot / folder).is_dir():
+        raise RequestError(
+            f"The hub's {repo} has no folder {folder} with safetensors weights, or they were never fetched whole "
+            f"({snapshot}). Look at {constants.ENDPOINT}/{repo} for the folder's name."
+        )
+    return snapshot / folder
+
+
+def _why_not(repo: str, revision: str, error: BaseException | None) -> str:
+    """What kept the hub from giving a model, what it means and what to do, from its error and that one's causes."""
+    text = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else '-'}"
+    errors: list[Any] = []
+    while error is not None:
+        errors.append(error)
+        error = error.__cause__ or error.__context__
+    status = next((e.response.status_code for e in errors if getattr(e, "response", None) is not None), 0)
+    if any(isinstance(e, OfflineModeIsEnabled) for e in errors):
+        return (
+            f"the hub's cache here ({constants.HF_HUB_CACHE}) does not hold it, while HF_HUB_OFFLINE forbids to ask "
+            f"the hub. Unset HF_HUB_OFFLINE"
+        )
+    if any(isinstance(e, RevisionNotFoundError) for e in errors):
+        return f"the hub's {repo} has no revision {revision}. Its commits are at {constants.ENDPOINT}/{repo}/commits"
+    if status in (401, 403, 404):
+        return (
+            f"the hub has no {repo} that you may read (it answered {status}): it was withdrawn or renamed, or it is "
+            f"private or gated. Look for it at {constants.ENDPOINT}/{repo}, and `hf auth login` where it asks for it"
+        )
+    if status == 429:
+        return (
+            "the hub answered 429, too many requests from this address or account; the name may be right. Give the "
+            "same command again in some minutes, with HF_TOKEN set, which allows more"
+        )
+    if status:
+        return f"the hub answered {status}: it has a fault of its own. Give the same command again later"
+    if isinstance(errors[0], LocalEntryNotFoundError):
+        return (
+            f"the hub at {constants.ENDPOINT} cannot be reached ({text}). See whether this machine has a network, and "
+            f"what HF_ENDPOINT and HTTPS_PROXY are set to"
+        )
+    return f"its download broke off ({text}). The same command again fetches what is missing"
 
 
 def read_model_config(folder: Path) -> dict[str, Any]:
@@ -67,7 +108,10 @@ def hash_weights(name: str, folder: Path) -> Weights:
     """
     files = [file for file in FILES if (folder / file).is_file()]
     if "config.json" in files and not set(WEIGHT_FILES) & set(files):
-        raise RequestError(f"{folder} has no {' or '.join(WEIGHT_FILES)}; other formats are not loaded.")
+        raise RequestError(
+            f"{folder} has no {' or '.join(WEIGHT_FILES)}; other formats are not loaded. If the hub's cache holds half "
+            f"of the model, the same command fetches the rest where the hub can be reached."
+        )
     digest = hashlib.sha256()
     for file in files:
         digest.update(f"{file} {_content_hash(folder / file)}\n".encode())

