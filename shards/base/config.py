@@ -1,6 +1,9 @@
 """Config files: YAML, with every field open to `--a.b value` on the command line, checked by pydantic models."""
 
 import difflib
+import json
+from collections.abc import Iterator
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,6 +22,9 @@ class Config(BaseModel):
 
 ConfigT = TypeVar("ConfigT", bound=BaseModel)
 
+GIVEN = "given"
+"""Under this key of its context a validator finds the paths of the fields that the command line gave."""
+
 
 def load_config(model: type[ConfigT], path: str | Path | None, overrides: list[str], prog: str) -> ConfigT:
     """Read the YAML file at `path` (none: defaults only), lay `--a.b value` overrides over it, and validate.
@@ -28,12 +34,14 @@ def load_config(model: type[ConfigT], path: str | Path | None, overrides: list[s
     Raises:
         RequestError: no such file, not YAML, an unknown key (with the nearest known one), or a value out of range.
     """
-    values = _deep_update(_read_yaml(path) if path else {}, _parse_overrides(model, overrides, prog))
+    given = _parse_overrides(model, overrides, prog)
+    values = _deep_update(_read_yaml(path) if path else {}, given)
     try:
-        return model.model_validate(values)
+        return model.model_validate(values, context={GIVEN: set(_paths(given))})
     except ValidationError as error:
         source = f"{path} with its overrides" if path else "the command line"
-        raise RequestError(f"{source}: {'; '.join(_explain(model, item) for item in error.errors())}.") from None
+        wrong = [_no_json(overrides, _place(item)) or _explain(model, item) for item in error.errors()]
+        raise RequestError(f"{source}: {'; '.join(dict.fromkeys(wrong))}.") from None
 
 
 def save_config(config: BaseModel, path: Path) -> None:
@@ -67,11 +75,47 @@ def _parse_overrides(model: type[BaseModel], overrides: list[str], prog: str) ->
         )
         return source()
     except SettingsError as error:
-        unknown = [word.split("=")[0].removeprefix("--") for word in overrides if word.startswith("--")]
         known = _field_paths(model)
-        hints = [f"--{name}{_nearest(name, known)}" for name in unknown if name not in known]
-        reason = f"unknown option {', '.join(hints)}" if hints else str(error).removeprefix("error parsing CLI: ")
+        hints = [f"--{name}{_nearest(name, known)}" for name, _ in _options(overrides) if name not in known]
+        if hints:
+            reason = f"unknown option {', '.join(hints)}"
+        else:
+            reason = (
+                _no_json(overrides) or f"{str(error).removeprefix('error parsing CLI: ')}, in {' '.join(overrides)}"
+            )
         raise RequestError(f"{prog}: {reason}. `{prog} --help` lists every option.") from None
+
+
+def _options(overrides: list[str]) -> Iterator[tuple[str, str]]:
+    """Each option's name and what stands behind it, as far as the next one."""
+    for i, word in enumerate(overrides):
+        if word.startswith("--"):
+            name, _, value = word.removeprefix("--").partition("=")
+            behind = takewhile(lambda word: not word.startswith("--"), overrides[i + 1 :])
+            yield name, " ".join([*filter(None, [value]), *behind])
+
+
+def _no_json(overrides: list[str], place: str | None = None) -> str:
+    """What to say of an option whose value should have been JSON; of any, or of the one that gave the field `place`."""
+    for name, text in _options(overrides):
+        if text.startswith(("[", "{")) and (place is None or f"{place}.".startswith(f"{name}.")):
+            try:
+                json.loads(text)
+            except ValueError:
+                quoted = '[{"name": "value"}]' if text.startswith("[") else '{"name": "value"}'
+                escaped = quoted.replace('"', '\\"')
+                return (
+                    f"--{name} was read as {text}, which is no JSON. If the shell took its quotes away, put single "
+                    f"""ones around it, --{name} '{quoted}', and behind make, ARGS="--{name} '{escaped}'\""""
+                )
+    return ""
+
+
+def _paths(values: dict[str, Any], prefix: str = "") -> Iterator[str]:
+    for name, value in values.items():
+        yield f"{prefix}{name}"
+        if isinstance(value, dict):
+            yield from _paths(value, f"{prefix}{name}.")
 
 
 def _deep_update(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
@@ -82,14 +126,19 @@ def _deep_update(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
     return merged
 
 
+def _place(item: Any) -> str:
+    return ".".join(str(part) for part in item["loc"])
+
+
 def _explain(model: type[BaseModel], item: Any) -> str:
-    place = ".".join(str(part) for part in item["loc"]) or "config"
+    place = _place(item) or "config"
     if item["type"] == "extra_forbidden":
         return f"unknown key `{place}`{_nearest(place, _field_paths(model))}"
     if item["type"] == "missing":
         return f"`{place}` is missing: give it in the file or as --{place} VALUE"
     message = item["msg"].removeprefix("Value error, ").rstrip(".")
-    return f"`{place}` = {item['input']!r}: {message[0].lower()}{message[1:]}"
+    value = "" if isinstance(item["input"], dict) else f" = {item['input']!r}"  # a section says nothing by its fields
+    return f"`{place}`{value}: {message[0].lower()}{message[1:]}"
 
 
 def _nearest(name: str, known: list[str]) -> str:

@@ -1,5 +1,7 @@
 """Config files, overrides, and the paragraphs that say what is wrong with them."""
 
+import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -9,11 +11,19 @@ from shards.base.config import Config, load_config, save_config
 from shards.base.errors import RequestError, WorkError, exit_code_of
 
 
+class Leaf(Config):
+    """One of several."""
+
+    name: str
+
+
 class Inner(Config):
     """A section."""
 
     rate: float = Field(1.0, gt=0)
     names: list[str] = Field(["a"])
+    leaves: list[Leaf] = Field([])
+    leaf: Leaf | None = None
 
 
 class Outer(Config):
@@ -63,6 +73,46 @@ def test_errors_name_the_place_and_the_remedy(tmp_path: Path, text: str, overrid
     path.write_text(text)
     with pytest.raises(RequestError, match=message):
         load_config(Outer, path, overrides, "t")
+
+
+@pytest.mark.parametrize(
+    ("words", "read"),
+    [
+        ("--inner.leaves [{name:x}]", "--inner.leaves was read as [{name:x}], which is no JSON"),
+        ("--inner.leaves=[{name:x}] --steps 3", "--inner.leaves was read as [{name:x}], which is no JSON"),
+        ("--steps 3 --inner.leaves [{name: x}]", "--inner.leaves was read as [{name: x}], which is no JSON"),
+        ("--inner.leaf {name:x}", "--inner.leaf was read as {name:x}, which is no JSON"),
+    ],
+)
+def test_json_that_the_shell_has_unquoted(file: Path, words: str, read: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        load_config(Outer, file, words.split(), "t")
+    assert read in str(caught.value)
+    # both forms that it says to type are read, the second by two shells
+    said = re.search(r"put single ones around it, (.*), and behind make, (ARGS=.*\")", str(caught.value))
+    assert said
+    (make,) = shlex.split(said[2])
+    for typed in (said[1], make.removeprefix("ARGS=")):
+        inner = load_config(Outer, file, shlex.split(typed), "t").inner
+        assert [*inner.leaves, inner.leaf][0] == Leaf(name="value")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--inner x", 'error parsing value for field "inner" from source "CliSettingsSource", in --inner x'),
+        ("--steps 3 4", "unrecognized arguments: 4, in --steps 3 4"),
+    ],
+)
+def test_other_errors_say_what_was_read(file: Path, words: str, said: str) -> None:
+    with pytest.raises(RequestError, match=re.escape(said)):
+        load_config(Outer, file, words.split(), "t")
+
+
+def test_a_list_of_words_needs_no_quotes_and_is_not_blamed(file: Path) -> None:
+    assert load_config(Outer, file, ["--inner.names", "[b,c]"], "t").inner.names == ["b", "c"]
+    with pytest.raises(RequestError, match=r"`inner.rate` = '-1': input should be greater than 0\.$"):
+        load_config(Outer, file, ["--inner.names", "[b,c]", "--inner.rate", "-1"], "t")
 
 
 def test_missing_file(tmp_path: Path) -> None:
