@@ -2,12 +2,12 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 from torch import Tensor
 
-from shards.base.config import Config
+from shards.base.config import GIVEN, Config
 from shards.base.store import Place, Store
 from shards.format.buckets import Bucket
 from shards.format.encoding import EncodingRecord
@@ -39,6 +39,10 @@ class DataConfig(Config):
     """What is read, and in which order."""
 
     streams: list[StreamConfig] = Field(min_length=1)
+    root: Place | None = Field(None, exclude=True)
+    """Short for the `root` of the one stream, so that it can be typed; the other fields stay the stream's."""
+    bucket: str | None = Field(None, exclude=True)
+    """Short for its `bucket`."""
     num_workers: int = Field(8, ge=0)
     """Loader processes per rank; the order of samples does not depend on it."""
     num_canonical_nodes: int = Field(64, ge=1)
@@ -57,6 +61,24 @@ class DataConfig(Config):
     first_timeout: float = Field(1800.0, gt=0)
     """The same for each loader process's first batch: until then a machine fetches and hashes a good part of a block of
     every slice. Other processes wait for the slowest only for `collective_timeout`."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_stream(cls, values: Any, info: ValidationInfo) -> Any:
+        short = {name: values[name] for name in ("root", "bucket") if isinstance(values, dict) and name in values}
+        streams = values.get("streams") or [{}] if short else None
+        if not isinstance(streams, list) or not all(isinstance(stream, dict) for stream in streams):
+            return values
+        names = " and ".join(f"data.{name}" for name in short)
+        if "data.streams" in (info.context or {}).get(GIVEN, ()):
+            raise ValueError(f"{names} and data.streams are two ways to say what is read; give one of them")
+        if len(streams) > 1:
+            raise ValueError(
+                f"{names} would stand for one stream, but the file's data.streams lists {len(streams)}; change them "
+                f"there, or give data.streams whole"
+            )
+        others = {name: value for name, value in values.items() if name not in short}
+        return {**others, "streams": [{**streams[0], **short}]}
 
     def cache_of(self, stream: StreamConfig) -> Path | None:
         """Where a stream's files are copied to; None: they are read in place."""

@@ -1,0 +1,69 @@
+"""The short way to say what is read."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from shards.base.config import load_config, save_config
+from shards.base.errors import RequestError
+from tests.runs import train_fields
+from train.config import TrainConfig
+
+ONE = [{"root": "a", "bucket": "64x64", "weight": 2.0}]
+TWO = [*ONE, {"root": "b", "bucket": "128x128"}]
+
+
+def config(folder: Path, streams: list[dict[str, object]] | None, *words: str) -> TrainConfig:
+    fields = train_fields(Path("a"), folder / "run")
+    fields["data"].pop("streams")
+    fields["data"] |= {"streams": streams} if streams else {}
+    (folder / "c.yaml").write_text(yaml.safe_dump(fields))
+    return load_config(TrainConfig, folder / "c.yaml", list(words), "train")
+
+
+@pytest.mark.parametrize(
+    ("streams", "words", "expected"),
+    [
+        (ONE, ["--data.root", "c"], ("c", "64x64", 2.0)),
+        (ONE, ["--data.bucket", "512x512"], ("a", "512x512", 2.0)),
+        (ONE, ["--data.root", "s3://c/d", "--data.bucket=512x512"], ("s3://c/d", "512x512", 2.0)),
+        (None, ["--data.root", "c", "--data.bucket", "512x512"], ("c", "512x512", 1.0)),
+    ],
+)
+def test_one_stream(tmp_path: Path, streams: list | None, words: list[str], expected: tuple) -> None:
+    found = config(tmp_path, streams, *words)
+    (stream,) = found.data.streams
+    assert (str(stream.root), stream.bucket, stream.weight) == expected
+    assert found.data.num_canonical_nodes == 4  # the rest of the section stays
+    # and a run's own config is as if the stream had been written out
+    save_config(found, tmp_path / "saved.yaml")
+    saved = yaml.safe_load((tmp_path / "saved.yaml").read_text())["data"]
+    assert "root" not in saved and "bucket" not in saved and len(saved["streams"]) == 1
+    assert load_config(TrainConfig, tmp_path / "saved.yaml", [], "train") == found
+
+
+@pytest.mark.parametrize(
+    ("streams", "words", "message"),
+    [
+        (
+            TWO,
+            ["--data.bucket", "512x512"],
+            "data.bucket would stand for one stream, but the file's data.streams lists 2; change them there, or give",
+        ),
+        (
+            ONE,
+            ["--data.root", "c", "--data.bucket", "64x64", "--data.streams", '[{"root": "d", "bucket": "64x64"}]'],
+            "data.root and data.bucket and data.streams are two ways to say what is read; give one of them",
+        ),
+        (None, ["--data.root", "c"], "`data.streams.0.bucket` is missing"),
+        (None, ["--data.bucket", "64x64"], "`data.streams.0.root` is missing"),
+        (ONE, ["--data.bucket", "64"], "`data.streams.0.bucket` = '64'"),
+        (3, ["--data.root", "c"], "`data.streams` = 3: input should be a valid list"),
+        ([4], ["--data.root", "c"], "`data.streams.0` = 4: input should be a valid dictionary"),
+    ],
+)
+def test_no_stream(tmp_path: Path, streams: list, words: list[str], message: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        config(tmp_path, streams, *words)
+    assert message in str(caught.value)
