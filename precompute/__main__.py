@@ -7,7 +7,7 @@ import sys
 from precompute.cluster.job import RANK_VARIABLES, JobResult, choose_shards, not_committed, run_job
 from precompute.cluster.nodes import start_ray
 from precompute.config import PrecomputeConfig, describe_encoding, with_absolute_paths
-from precompute.input.tars import list_shards
+from precompute.input.tars import list_shards, say_what_is_unchecked
 from shards.base.config import load_config
 from shards.base.errors import Preempted, WorkError, exit_code_of
 from shards.open import open_store
@@ -32,6 +32,7 @@ def run(arguments: list[str]) -> None:
 
     waiting = not_committed(shards, config, store)
     if waiting:
+        say_what_is_unchecked(config.input, waiting)
         for name in RANK_VARIABLES:
             os.environ.pop(name, None)
         start_ray(config.workers)

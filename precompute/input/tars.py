@@ -73,6 +73,20 @@ def list_shards(folder: str) -> list[InputShard]:
     return [InputShard(Path(name).stem, file_system.unstrip_protocol(name)) for name in found]
 
 
+def say_what_is_unchecked(folder: str, shards: list[InputShard]) -> None:
+    """One line for people, where tars of `folder` have no side file of img2dataset's beside them."""
+    file_system, path = fsspec.core.url_to_fs(folder)
+    beside = {Path(name).name for name in file_system.glob(f"{path.rstrip('/')}/*")}
+    alone = [s for s in shards if not beside & {f"{s.name}_stats.json", f"{s.name}.parquet"}]
+    if alone:
+        print(
+            f"{len(alone)} of {len(shards)} tars in {folder} have neither NNNNN_stats.json nor NNNNN.parquet beside "
+            f"them, such as img2dataset writes. Damage that shows in a tar itself is found all the same, but not that "
+            f"whole samples are gone from it: nothing says how many it held.",
+            flush=True,
+        )
+
+
 @contextmanager
 def local_copy(address: str, suffix: str = "") -> Iterator[Path]:
     """The file at `address` as a local path: itself where it is local, a temporary copy otherwise."""

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from precompute.__main__ import run as command
-from precompute.cluster.job import choose_shards
+from precompute.cluster.job import JobResult, choose_shards
 from precompute.input.tars import InputShard
 from shards.base.errors import RequestError, exit_code_of
 from tests.precompute.encode.test_shard import tree
@@ -93,6 +93,24 @@ def test_wrong_requests_write_nothing(
     error = capsys.readouterr().err.replace("\n", " ")
     assert message in error and error.startswith("error: ")
     assert not (tmp_path / "root").exists()
+
+
+def test_tars_without_side_files_are_named_once(
+    models: Path, tars: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("precompute.__main__.start_ray", lambda workers: None)
+    monkeypatch.setattr("precompute.__main__.run_job", lambda *job: JobResult())
+    shutil.copytree(tars, tmp_path / "tars")
+    arguments = precompute_arguments(models, tmp_path / "tars", tmp_path / "root")
+    command(arguments)
+    assert "beside" not in capsys.readouterr().out
+    (tmp_path / "tars" / "00000_stats.json").unlink()  # the parquet is there
+    (tmp_path / "tars" / "00001_stats.json").unlink()
+    (tmp_path / "tars" / "00001.parquet").unlink()
+    for shards, counts in (("all", "1 of 2"), ("00001", "1 of 1")):
+        command([*arguments, "--shards", shards])
+        (line,) = (line for line in capsys.readouterr().out.splitlines() if "beside" in line)
+        assert line.startswith(f"{counts} tars in {tmp_path / 'tars'} have neither NNNNN_stats.json nor NNNNN.parquet")
 
 
 def test_a_root_with_another_encoding_is_left_alone(
