@@ -1,8 +1,11 @@
-"""`python -m precompute.preview ROOT`: decode some of a bucket's latents back to a labelled contact sheet.
+"""Decode some of a bucket's latents back to pictures, on a contact sheet with keys and captions.
 
-It shows that the numbers of a root are pictures, and those of their captions. It lives here and not in `shards`, which
-knows nothing of diffusers.
+examples:
+  python -m precompute.preview runs/data/latents
+  python -m precompute.preview runs/data/latents --bucket 512x512 --samples 25 --output preview.png
 """
+
+# It lives here and not in `shards`, which knows nothing of diffusers.
 
 import argparse
 import math
@@ -98,7 +101,11 @@ def wrapped(label: str, characters: int) -> list[str]:
 
 def run(arguments: list[str]) -> None:
     """Parse, decode, draw."""
-    parser = argparse.ArgumentParser(prog="precompute.preview", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m precompute.preview",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("root", type=open_store, help="a folder, or an address such as s3://bucket/latents")
     parser.add_argument("--bucket", help="WIDTHxHEIGHT; default: the first that holds samples")
     parser.add_argument("--samples", type=int, default=16, help="how many")

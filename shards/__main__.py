@@ -1,4 +1,9 @@
-"""`python -m shards verify | stats | index | card | where ROOT`."""
+"""Look after a latents root, on a disk or at an address such as s3://bucket/latents.
+
+examples:
+  python -m shards verify runs/data/latents
+  python -m shards stats runs/data/latents --plot stats.png
+"""
 
 import argparse
 import json
@@ -15,19 +20,22 @@ from shards.tools.stats import plot_stats, root_stats, stats_table
 from shards.tools.verify import verify_root
 from shards.tools.where import describe_sample, find_sample
 
+RAW = argparse.RawDescriptionHelpFormatter
+
 
 def run(arguments: list[str]) -> None:
     """Parse, and do what was asked."""
-    parser = argparse.ArgumentParser(prog="shards", description="Look after a latents root.")
+    parser = argparse.ArgumentParser(prog="python -m shards", description=__doc__, formatter_class=RAW)
     commands = parser.add_subparsers(dest="command", required=True)
-    for name, about in (
-        ("verify", "check every byte, shape and count; exit code 1 if anything is wrong"),
-        ("stats", "counts, bytes, rejects and latent statistics"),
-        ("index", "write every bucket's index.json anew from the receipts"),
-        ("card", "a dataset card: what it is, what made it, how to read it"),
-        ("where", "of one sample: its tar, part, weights and settings, or why it was rejected"),
+    for name, about, example in (
+        ("verify", "check every byte, shape and count; exit code 1 if anything is wrong", ""),
+        ("stats", "counts, bytes, rejects and latent statistics", " --json"),
+        ("index", "write every bucket's index.json anew from the receipts", ""),
+        ("card", "a dataset card: what it is, what made it, how to read it", " --output runs/data/latents/README.md"),
+        ("where", "of one sample: its tar, part, weights and settings, or why it was rejected", " 000420017"),
     ):
-        command = commands.add_parser(name, help=about, description=about)
+        example = f"example: python -m shards {name} runs/data/latents{example}"
+        command = commands.add_parser(name, help=about, description=about, epilog=example, formatter_class=RAW)
         command.add_argument("root", type=open_store, help="folder, or address such as s3://bucket/latents")
         if name == "stats":
             command.add_argument("--json", action="store_true", help="print JSON")

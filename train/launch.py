@@ -14,6 +14,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from shards.base.errors import Preempted, WorkError, exit_code_of
 
+EXAMPLE = "example: python -m train.launch --multi_gpu --num_processes 8 -m train --config configs/phase1.yaml"
 DEFAULTS = {
     "PET_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",
     "PET_SHUTDOWN_TIMEOUT": "120",
@@ -30,7 +31,9 @@ def launch(arguments: list[str]) -> int:
     for name, value in DEFAULTS.items():
         os.environ.setdefault(name, value)
     try:
-        launch_command(launch_command_parser().parse_args(arguments))
+        parser = launch_command_parser()
+        parser.epilog = EXAMPLE
+        launch_command(parser.parse_args(arguments))
     except SignalException as told:
         raise Preempted(
             f"the launcher got {told.sigval.name}, and passed it on. The same command again resumes."

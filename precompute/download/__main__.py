@@ -1,4 +1,9 @@
-"""`python -m precompute.download --config configs/download.yaml --input runs/data/selected --output runs/data/tars`."""
+"""Selected rows → webdataset tars of pictures and captions, each held against img2dataset's own counts.
+
+examples:
+  python -m precompute.download --config configs/download.yaml --input runs/data/selected --output runs/data/tars
+  python -m precompute.download --config configs/download.yaml --recheck true
+"""
 
 import argparse
 import sys
@@ -19,7 +24,7 @@ def run(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="precompute.download", add_help=False)
     parser.add_argument("--config")
     options, overrides = parser.parse_known_args(arguments)
-    config = load_config(DownloadConfig, options.config, overrides, "precompute.download")
+    config = load_config(DownloadConfig, options.config, overrides, "precompute.download", __doc__)
     require_img2dataset()
 
     start = time.monotonic()

@@ -1,4 +1,9 @@
-"""`python -m precompute.select --config configs/select.yaml --metadata PATH --output runs/data/selected`."""
+"""LAION's metadata → the rows worth downloading, and a count of what each rule dropped.
+
+examples:
+  python -m precompute.select --config configs/select.yaml --metadata laion/ --output runs/data/selected
+  python -m precompute.select --config configs/select.yaml --metadata laion/ --filters.min_side 512
+"""
 
 import argparse
 import errno
@@ -17,7 +22,7 @@ def run(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="precompute.select", add_help=False)
     parser.add_argument("--config")
     options, overrides = parser.parse_known_args(arguments)
-    config = load_config(SelectConfig, options.config, overrides, "precompute.select")
+    config = load_config(SelectConfig, options.config, overrides, "precompute.select", __doc__)
     start = time.monotonic()
     try:
         funnel = select(config)

@@ -26,15 +26,18 @@ GIVEN = "given"
 """Under this key of its context a validator finds the paths of the fields that the command line gave."""
 
 
-def load_config(model: type[ConfigT], path: str | Path | None, overrides: list[str], prog: str) -> ConfigT:
+def load_config(
+    model: type[ConfigT], path: str | Path | None, overrides: list[str], prog: str, about: str | None = None
+) -> ConfigT:
     """Read the YAML file at `path` (none: defaults only), lay `--a.b value` overrides over it, and validate.
 
-    `--help` among the overrides prints every field and exits with 0.
+    `--help` among the overrides prints `about` (what the command does, its subcommands, examples) and every field, and
+    exits with 0.
 
     Raises:
         RequestError: no such file, not YAML, an unknown key (with the nearest known one), or a value out of range.
     """
-    given = _parse_overrides(model, overrides, prog)
+    given = _parse_overrides(model, overrides, prog, about)
     values = _deep_update(_read_yaml(path) if path else {}, given)
     try:
         return model.model_validate(values, context={GIVEN: set(_paths(given))})
@@ -61,19 +64,23 @@ def _read_yaml(path: str | Path) -> dict[str, Any]:
     return values
 
 
-def _parse_overrides(model: type[BaseModel], overrides: list[str], prog: str) -> dict[str, Any]:
+def _parse_overrides(
+    model: type[BaseModel], overrides: list[str], prog: str, about: str | None = None
+) -> dict[str, Any]:
     # The command line alone is read here: required fields may still come from the file.
     settings: Any = create_model(model.__name__, __base__=(BaseSettings, model), __doc__=model.__doc__)
     try:
         source = CliSettingsSource[Any](
             settings,  # type: ignore[arg-type]
-            cli_parse_args=overrides,
             cli_exit_on_error=False,
             cli_prog_name=prog,
             cli_avoid_json=True,
             cli_parse_none_str="null",
         )
-        return source()
+        # by itself the usage lists every field, of which a screen is full before anything is said
+        source.root_parser.usage = f"python -m {prog} [--FIELD VALUE …]"
+        source.root_parser.description = about or source.root_parser.description
+        return source(args=overrides)()
     except SettingsError as error:
         known = _field_paths(model)
         hints = [f"--{name}{_nearest(name, known)}" for name, _ in _options(overrides) if name not in known]

@@ -1,4 +1,10 @@
-"""`python -m train export RUN`: a run's weights as a diffusers pipeline that `from_pretrained` loads."""
+"""A run's newest weights, with the VAE and text encoder that its latents came from → a diffusers pipeline.
+
+examples:
+  python -m train export runs/phase2
+  python -m train export runs/phase2 --weights raw --output runs/phase2/raw
+  python -m train export runs/phase2 --vae models/vae --text_encoder models/text_encoder --tokenizer models/tokenizer
+"""
 
 import json
 import shutil
@@ -40,7 +46,7 @@ def export(arguments: list[str]) -> Path:
     """Parse the command line, and write the pipeline. Returns its folder."""
     if not arguments or arguments[0].startswith("-"):
         if set(arguments) & {"-h", "--help"}:
-            load_config(ExportConfig, None, ["--help"], "train export RUN")
+            load_config(ExportConfig, None, ["--help"], "train export RUN", __doc__)
         raise RequestError("train export: name the run first: `python -m train export RUN [--weights ema] …`.")
     return write_pipeline(Path(arguments[0]), load_config(ExportConfig, None, arguments[1:], "train export RUN"))
 
