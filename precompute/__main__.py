@@ -1,4 +1,14 @@
-"""`python -m precompute --config configs/precompute.yaml --shards 00000-00099`: parse, check, run, report."""
+"""Stage 1: tars of captioned pictures → a latents root.
+
+examples:
+  python -m precompute --config configs/precompute.yaml --shards 00000-00099
+  python -m precompute --config configs/precompute.yaml --input s3://bucket/tars --workers.num_gpus 0
+
+further commands, each with a --help of its own:
+  python -m precompute.select      LAION's metadata → the rows worth downloading
+  python -m precompute.download    those rows → webdataset tars, each checked
+  python -m precompute.preview     a root's latents → pictures on a contact sheet
+"""
 
 import argparse
 import os
@@ -21,7 +31,7 @@ def run(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="precompute", add_help=False, allow_abbrev=False)
     parser.add_argument("--config")
     options, overrides = parser.parse_known_args(arguments)
-    config = with_absolute_paths(load_config(PrecomputeConfig, options.config, overrides, "precompute"))
+    config = with_absolute_paths(load_config(PrecomputeConfig, options.config, overrides, "precompute", __doc__))
 
     # all that can be wrong with the request is found before anything is written
     shards = choose_shards(config.shards, list_shards(config.input))

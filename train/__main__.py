@@ -1,4 +1,17 @@
-"""`python -m train.launch -m train --config configs/phase1.yaml`; and `python -m train check | plot | export`."""
+"""Stage 2: a latents root → a U-Net. The same command again resumes.
+
+examples:
+  python -m train --config configs/phase1.yaml
+  python -m train --config configs/phase1.yaml --run_dir runs/b --optimizer.lr 5e-5
+  python -m train.launch --multi_gpu --num_processes 8 -m train --config configs/phase1.yaml --num_processes 8
+
+further commands, each with a --help of its own:
+  python -m train check     is the request sound? data, U-Net and earlier run; writes nothing
+                            (python -m train check --config configs/phase1.yaml)
+  python -m train plot      draw RUN/loss.png from a run's metrics    (python -m train plot runs/phase1)
+  python -m train export    a run → a diffusers pipeline              (python -m train export runs/phase2)
+  python -m train.launch    several processes; accelerate's launcher and its flags
+"""
 
 import argparse
 import sys
@@ -25,7 +38,11 @@ ACCELERATE_PRECISION = {"float32": "no", "float16": "fp16", "bfloat16": "bf16"}
 def run(arguments: list[str]) -> None:
     """Dispatch on the first word."""
     if arguments[:1] == ["plot"]:
-        parser = argparse.ArgumentParser(prog="train plot", description="Draw RUN/loss.png from its metrics.")
+        parser = argparse.ArgumentParser(
+            prog="python -m train plot",
+            description="Draw RUN/loss.png from its metrics.",
+            epilog="example: python -m train plot runs/phase1",
+        )
         parser.add_argument("run", type=Path)
         print(plot_run(parser.parse_args(arguments[1:]).run))
     elif arguments[:1] == ["export"]:
@@ -64,7 +81,7 @@ def read_config(arguments: list[str]) -> TrainConfig:
     parser = argparse.ArgumentParser(prog="train", add_help=False, allow_abbrev=False)
     parser.add_argument("--config")
     options, overrides = parser.parse_known_args(arguments)
-    return load_config(TrainConfig, options.config, overrides, "train")
+    return load_config(TrainConfig, options.config, overrides, "train", __doc__)
 
 
 def main() -> None:
