@@ -17,7 +17,7 @@ $(call needs,precompute,SHARD,say which shards: make precompute SHARD=00000-0009
 $(call needs,train,PHASE_CONFIG,say which phase: make train PHASE=1 (or PHASE=2$(comma) or CONFIG=path.yaml) [NPROC=8] [ARGS="--a.b value"])
 $(if $(filter train,$(MAKECMDGOALS)),$(if $(wildcard $(PHASE_CONFIG)),,$(error there is no $(PHASE_CONFIG): say PHASE=1 or PHASE=2, or CONFIG=path.yaml)))
 
-.PHONY: help setup demo test test-faults bench lint select download precompute train plan lock clean
+.PHONY: help setup demo test test-faults bench lint docs select download precompute train plan lock clean
 
 help:
 	@echo "make demo                                     everything, on a picture world of its own (no GPU; under 20 minutes)"
@@ -31,6 +31,7 @@ help:
 	@echo "make precompute SHARD=00000-00099             tars -> latents (a Ray job; RAY_ADDRESS joins a cluster)"
 	@echo "make train PHASE=1 [CONFIG=...] [NPROC=8]     latents -> U-Net; the same command again resumes"
 	@echo "make plan [GPUS=128]                          days, cost and storage, before a GPU is rented"
+	@echo "make docs                                     writes docs/reference/config.md and docs/diagram.svg anew"
 	@echo "make setup | lint | lock | clean"
 	@echo 'ARGS="--a.b value" overrides any field of the config that a target reads.'
 
@@ -66,6 +67,10 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+docs: setup
+	$(BIN)/python docs/generate.py
+	$(BIN)/python docs/diagram.py
 
 select: setup
 	$(BIN)/python -m precompute.select --config $(or $(CONFIG),configs/select.yaml) --metadata $(METADATA) $(if $(OUT),--output $(OUT)) $(ARGS)
