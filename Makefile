@@ -56,7 +56,7 @@ demo: setup
 test: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
-# the figures that it prints go into docs/reliability.md
+# the figures that it prints go into docs/evidence/reliability.md
 test-faults: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s -m "slow or faults" $(ARGS)
 

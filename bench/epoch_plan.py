@@ -46,7 +46,7 @@ FILES_PER_PART = 10
 
 
 def main() -> None:
-    """Measure every size, and print a section of docs/benchmarks.md."""
+    """Measure every size, and print a section of docs/evidence/benchmarks.md."""
     parser = argparse.ArgumentParser(prog="bench.epoch_plan", description=__doc__)
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES)
     parser.add_argument("--files", type=int, default=NUM_FILES)

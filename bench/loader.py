@@ -39,7 +39,7 @@ BLOCK = 1 << 22
 
 
 def main() -> None:
-    """Measure, and print a section of docs/benchmarks.md."""
+    """Measure, and print a section of docs/evidence/benchmarks.md."""
     parser = argparse.ArgumentParser(prog="bench.loader", description=__doc__)
     parser.add_argument("--samples", type=int, default=2048, help="of each root; 174 kB each of the one of SD2's size")
     options = parser.parse_args()

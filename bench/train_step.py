@@ -73,7 +73,7 @@ class Result:
 
 
 def main() -> None:
-    """Measure, print a section of docs/benchmarks.md, and write the plan's file where asked."""
+    """Measure, print a section of docs/evidence/benchmarks.md, and write the plan's file where asked."""
     options = parse(sys.argv[1:])
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     accelerator = Accelerator(mixed_precision=ACCELERATE_PRECISION[options.precision], cpu=device.type == "cpu")

@@ -30,8 +30,8 @@ HEAD = """\
 `make docs` writes this page from the docstrings in the code. Do not edit it.
 
 Every field can stand in the command's YAML file, or be given as `--a.b value`, which wins.
-Lists and tables are given as JSON in single quotes: `--buckets '["256x256"]'`. `null` is none.
-Unknown fields are refused, with the nearest name.
+A list of words takes commas: `--buckets 256x256,512x512`. Anything deeper is JSON in single quotes.
+`null` is none. Unknown fields are refused, with the nearest name.
 """
 BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<", "min_length": "length ≥"}
 NAMES = {"str": "text", "Path": "path", "int": "integer", "float": "number", "bool": "true or false"}

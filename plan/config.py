@@ -107,7 +107,7 @@ class Plan(Config):
     least_speedup: float = Field(1.5, gt=1, le=2)
     """Twice the GPUs pay while training gets this many times faster."""
     measured: list[str] = Field([])
-    """Benchmark files (docs/planning.md); those of other GPU kinds are left aside."""
+    """Benchmark files (docs/how-to/plan.md); those of other GPU kinds are left aside."""
     networks: Networks = Networks()
     """The architectures."""
     data: Data = Data()

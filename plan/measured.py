@@ -113,5 +113,5 @@ def _read(path: str) -> BenchFile:
         place = ".".join(str(part) for part in first["loc"]) or "file"
         raise RequestError(
             f"{path} is no benchmark file: `{place}`: {first['msg'].removeprefix('Value error, ')}. "
-            f"docs/planning.md shows one."
+            f"docs/how-to/plan.md shows one."
         ) from None

@@ -1,4 +1,4 @@
-"""What every benchmark shares: where it ran, fair pairs of timings, and the table that goes into docs/benchmarks.md."""
+"""What every benchmark shares: where it ran, fair pairs of timings, and the table that goes into docs/evidence/benchmarks.md."""
 
 import json
 import os
@@ -122,7 +122,7 @@ def command(module: str) -> str:
 
 
 def section(title: str, module: str, body: str) -> str:
-    """One section of docs/benchmarks.md: what was measured, by which command, where, and when."""
+    """One section of docs/evidence/benchmarks.md: what was measured, by which command, where, and when."""
     return f"## {title}\n\n`{command(module)}` on {machine()}:\n\n{body}\n"
 
 

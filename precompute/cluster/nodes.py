@@ -31,7 +31,7 @@ def start_ray(workers: WorkersConfig) -> None:
             raise RequestError(
                 f"The Ray cluster at RAY_ADDRESS={address} cannot be joined: {first_line(error)} If its nodes were "
                 f"started with a token, this machine needs the same one: RAY_AUTH_MODE=token, and the token in "
-                f"~/.ray/auth_token or at RAY_AUTH_TOKEN_PATH (docs/precompute.md, Clusters)."
+                f"~/.ray/auth_token or at RAY_AUTH_TOKEN_PATH (docs/how-to/cluster.md)."
             ) from error
         return
     ray.init(

@@ -60,4 +60,4 @@ def test_wrong_requests_exit_with_2(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_documentation_shows_what_the_command_prints(report: MakeReport) -> None:
-    assert render(report("--gpus", "64")).strip() in Path("docs/planning.md").read_text()
+    assert render(report("--gpus", "64")).strip() in Path("docs/evidence/planning.md").read_text()

@@ -2,7 +2,7 @@
 
 The loop is plain diffusers and transformers: AutoencoderKL and CLIPTextModel on pixels and captions at every step, in
 float32. Of the product it takes the keyed draws, and the pixels that a picture gives. `pytest -s` prints the figures of
-docs/training.md.
+docs/evidence/curves.md.
 """
 
 import json

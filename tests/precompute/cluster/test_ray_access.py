@@ -1,4 +1,4 @@
-"""Who may join, and `ray job submit`: a real head node with a token, started as docs/precompute.md says."""
+"""Who may join, and `ray job submit`: a real head node with a token, started as docs/how-to/cluster.md says."""
 
 import socket
 import subprocess

@@ -21,7 +21,7 @@ from precompute.encode.encoders import ImageEncoder, Precision, TextEncoder, aut
 CPU = torch.device("cpu")
 BATCH = 8
 LARGEST = {"float32": 3e-3, "bfloat16": 0.05}
-"""Of a difference, as a share of the latents' standard deviation. docs/precompute.md has what was measured."""
+"""Of a difference, as a share of the latents' standard deviation. docs/evidence/encoding.md has what was measured."""
 
 
 @pytest.fixture(scope="module")

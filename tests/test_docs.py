@@ -1,0 +1,98 @@
+"""The docs: within 100 columns, and what they name is there."""
+
+import ast
+import re
+from collections.abc import Iterator
+from importlib import util
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+TOPS = {path.name for path in ROOT.iterdir()} - {"runs"}
+MOST_WORDS = 25
+pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+
+
+def script(name: str) -> ModuleType:
+    """A script of docs/, which is no package."""
+    spec = util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def prose(page: Path) -> Iterator[tuple[int, str]]:
+    """Lines outside of code blocks and tables, with their numbers."""
+    in_code = False
+    for number, line in enumerate(page.read_text().splitlines(), start=1):
+        in_code ^= line.startswith(("```", "   ```"))
+        if not in_code and not line.startswith(("|", "    ", "```")):
+            yield number, line
+
+
+def defined(path: Path) -> set[str]:
+    """Every function, class and constant of a Python file."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names |= {target.id for target in targets if isinstance(target, ast.Name)}
+    return names
+
+
+@pages
+def test_lines_are_short(page: Path) -> None:
+    assert [(number, line) for number, line in prose(page) if len(line) > 100] == []
+
+
+@pages
+def test_links_lead_somewhere(page: Path) -> None:
+    targets = re.findall(r"\]\(([^)#\s]+)", page.read_text())
+    gone = [target for target in targets if "://" not in target and not (page.parent / target).exists()]
+    assert gone == []
+
+
+@pages
+def test_paths_are_there(page: Path) -> None:
+    """Every path in backticks that begins with a folder or file of the repository."""
+    spans = re.findall(r"`([\w./-]+)`", page.read_text())
+    gone = [span for span in spans if ("/" in span or "." in span) and span.split("/")[0] in TOPS]
+    assert [span for span in gone if not (ROOT / span).exists()] == []
+
+
+@pages
+def test_make_targets_are_there(page: Path) -> None:
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    code = re.findall(r"`(?:\w+=\S+ )*make (?:-\w+ )?([a-z][\w-]*)", page.read_text())
+    code += re.findall(r"^(?:\w+=\S+ )*make ([a-z][\w-]*)", page.read_text(), re.MULTILINE)
+    assert set(code) - targets == set()
+
+
+def test_what_the_table_names_is_there() -> None:
+    """Of `To change X, go to Y`: each function in its file, each config field, each test."""
+    rows = [line for line in (ROOT / "ARCHITECTURE.md").read_text().splitlines() if re.match(r"\| .*`tests/", line)]
+    fields = (ROOT / "docs" / "reference" / "config.md").read_text()
+    assert len(rows) >= 25
+    for row in rows:
+        _, what, places, field, test, _ = (cell.strip() for cell in row.split("|"))
+        for place in places.split(";"):
+            file, *names = re.findall(r"`([^`]+)`", place)
+            assert set(names) <= defined(ROOT / file), f"{what}: {file} {names}"
+        assert not field or f"- {field}:" in fields or f"### {field.strip('`')}\n" in fields, f"{what}: {field}"
+        assert (ROOT / test.strip("`")).is_file(), f"{what}: {test}"
+
+
+def test_few_words() -> None:
+    assert (ROOT / "docs" / "words.md").read_text().count("\n- **") <= MOST_WORDS
+
+
+def test_generated_pages_are_current() -> None:
+    generate, diagram = script("generate"), script("diagram")
+    assert generate.TARGET.read_text() == generate.reference(), "run `make docs`"
+    assert (ROOT / "docs" / "diagram.svg").read_text() == diagram.diagram(), "run `make docs`"
