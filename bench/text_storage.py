@@ -1,4 +1,4 @@
-"""What each text storage costs and keeps: `python -m bench.text_storage`; its tables stand in docs/evidence/text-storage.md.
+"""What each text storage costs and keeps: `python -m bench.text_storage`, for docs/evidence/text-storage.md.
 
 Error per token and bytes per sample are measured on MDS files, for the demo's trained text encoder on its own captions,
 and for one of Stable Diffusion 2's shape with random weights. The change in validation loss is that of a small U-Net

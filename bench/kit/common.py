@@ -1,4 +1,4 @@
-"""What every benchmark shares: where it ran, fair pairs of timings, and the table that goes into docs/evidence/benchmarks.md."""
+"""What every benchmark shares: where it ran, fair pairs of timings, and the tables of docs/evidence/benchmarks.md."""
 
 import json
 import os
