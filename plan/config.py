@@ -77,9 +77,13 @@ class SecondPhase(Phase):
     """The second phase, at twice the side."""
 
     bucket: str = "512x512"
+    """As in the first phase, as are all fields here."""
     steps: int = Field(850_000, gt=0)
+    """Optimizer steps."""
     microbatch_size: int = Field(16, gt=0)
+    """Images a GPU takes at once."""
     ema: bool = True
+    """Keep an average of the weights."""
 
 
 class Vouched(Config):
