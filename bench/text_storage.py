@@ -2,7 +2,7 @@
 
 Error per token and bytes per sample are measured on MDS files, for the demo's trained text encoder on its own captions,
 and for one of Stable Diffusion 2's shape with random weights. The change in validation loss is that of a small U-Net
-(`bench/text_unet.py`).
+(`bench/kit/text_unet.py`).
 """
 
 import argparse
@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import CLIPTextConfig, CLIPTextModel
 
 from bench.kit.common import machine, table
-from bench.text_unet import STORAGES, name_of, unet_table
+from bench.kit.text_unet import STORAGES, name_of, unet_table
 from examples.shapes.captions import write_caption
 from examples.shapes.models import MODELS
 from examples.shapes.scenes import sample_scene

@@ -8,7 +8,15 @@ from tests.rooms import MAY_IMPORT, MOST_ROOMS, ROOT, circles, floors, modules
 
 FLOORS = floors()
 WHOLE_CONFIG = {
-    "TrainConfig": {"train/__main__.py", "train/config.py", "train/prepare.py", "train/assemble.py"},
+    "TrainConfig": {
+        "train/__main__.py",
+        "train/config.py",
+        "train/prepare.py",
+        "train/assemble.py",
+        # a finished run's, read from its folder
+        "train/export/pipeline.py",
+        "train/export/card.py",
+    },
 }
 """A command's whole config → the files that may see it: it is taken apart where the run is put together."""
 
