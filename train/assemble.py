@@ -25,6 +25,7 @@ from train.run.state import StepResults, TrainState
 def assemble(config: TrainConfig, prepared: Prepared, accelerator: Accelerator) -> Run:
     """The run, standing after the last step that it has done; writes the run folder's config."""
     is_split = config.sharding != "none" and accelerator.num_processes > 1
+    unet_json = prepared.unet.to_json_string()  # splitting weights renames the class
     unet = place_unet(config, prepared.unet, accelerator, is_split)
     # made of the weights as they now lie: what is placed or split later would not be what it steps
     adamw, ema = make_adamw(unet.parameters(), config.optimizer), Ema(config.ema)
@@ -66,7 +67,7 @@ def assemble(config: TrainConfig, prepared: Prepared, accelerator: Accelerator) 
         results=StepResults(accelerator, config.global_batch_size, config.optimizer.max_skipped_steps),
         writer=CheckpointWriter(
             config.run_dir,
-            unet.to_json_string(),
+            unet_json,
             prepared.fingerprint,
             config.checkpoint,
             accelerator.is_main_process,

@@ -4,6 +4,7 @@ import hashlib
 import json
 import struct
 from collections.abc import Mapping
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -12,16 +13,16 @@ from torch import Tensor
 from train.model.sharding import whole
 
 DTYPES = {
-    torch.float64: "F64",
     torch.int64: "I64",
+    torch.float64: "F64",
     torch.float32: "F32",
     torch.int32: "I32",
-    torch.float16: "F16",
     torch.bfloat16: "BF16",
+    torch.float16: "F16",
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-"""By the width of an element, wide ones first, as the library lays them out."""
+"""In the order in which the library lays them out."""
 
 
 def write_tensors(path: Path | None, tensors: Mapping[str, Tensor]) -> str:
@@ -39,15 +40,16 @@ def write_tensors(path: Path | None, tensors: Mapping[str, Tensor]) -> str:
             whole(tensors[name].detach())
         return ""
     digest = hashlib.sha256()
-    with path.open("wb") as file:
-
-        def write(data: bytes | memoryview) -> None:
-            digest.update(data)
-            file.write(data)
-
-        write(header({name: tensors[name] for name in order}))
-        for name in order:
-            write(as_bytes(whole(tensors[name].detach())))
+    try:
+        with path.open("wb") as file:
+            for data in chain(
+                [header({name: tensors[name] for name in order})],
+                (as_bytes(whole(tensors[name].detach())) for name in order),
+            ):
+                digest.update(data)
+                file.write(data)
+    except OSError as error:  # of a write it names no file
+        raise OSError(error.errno, error.strerror, str(path)) from error
     return digest.hexdigest()
 
 
@@ -63,9 +65,9 @@ def header(tensors: Mapping[str, Tensor]) -> bytes:
     return struct.pack("<Q", len(data)) + data
 
 
-def as_bytes(tensor: Tensor) -> memoryview:
+def as_bytes(tensor: Tensor) -> bytes | memoryview:
     """A whole tensor's elements in row-major order; a copy where it lies elsewhere or otherwise."""
-    return tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+    return memoryview(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
 def copied(tensors: Mapping[str, Tensor], keep: bool) -> dict[str, Tensor]:

@@ -101,7 +101,7 @@ def test_a_file_that_cannot_grow_is_heard_of_at_the_next_step_and_leaves_the_one
     try:
         writing.write(snapshot(unet, 2))
         with pytest.raises(
-            WorkError, match=r"could not be written: .*safetensors.*File too large.*The ones before it are whole"
+            WorkError, match=r"could not be written: .*File too large.*safetensors.*The ones before it are whole"
         ):
             while True:
                 writing.check()
