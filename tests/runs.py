@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import psutil
 import yaml
 
 from train.run.metrics import read_json_lines
@@ -69,3 +70,11 @@ def curve(run_dir: Path) -> tuple[list[float], list[list[str]]]:
     """Losses and sample keys per step."""
     losses = [row["loss"] for row in read_json_lines(run_dir / "metrics.jsonl")]
     return losses, [row["keys"] for row in read_json_lines(run_dir / "samples.jsonl")]
+
+
+def rank_processes(pid: int) -> list[psutil.Process]:
+    """The trainer's processes below a launcher."""
+    try:
+        return [child for child in psutil.Process(pid).children() if "train" in child.cmdline()]
+    except psutil.NoSuchProcess:
+        return []

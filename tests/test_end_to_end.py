@@ -12,26 +12,9 @@ from diffusers import DiffusionPipeline, StableDiffusionPipeline, UNet2DConditio
 
 from shards.format.receipts import load_receipts
 from shards.open import open_store
+from tests.roots import precompute_arguments
 from tests.runs import PYTHON, environment, run_module, train_fields, write_config
 from train.run.metrics import read_json_lines
-
-
-def precompute_arguments(models: Path, tars: Path, root: Path, *more: str) -> list[str]:
-    """Stage 1's command line on the CPU."""
-    fields = {
-        "config": Path(__file__).parents[1] / "configs" / "precompute.yaml",
-        "input": tars,
-        "output": root,
-        "vae": models / "vae",
-        "text_encoder": models / "text_encoder",
-        "tokenizer": models / "tokenizer",
-        "buckets": '["64x64", "128x128"]',
-        "precision": "float32",
-        "workers.num_gpus": 0,
-        "workers.num_cpus": 1,
-        "workers.decode_threads": 2,
-    }
-    return [word for name, value in fields.items() for word in (f"--{name}", str(value))] + list(more)
 
 
 def test_end_to_end(models: Path, tars: Path, tmp_path: Path) -> None:

@@ -48,3 +48,12 @@ def test_a_whole_config_stays_at_the_door(config: str, files: set[str]) -> None:
         if config in path.read_text() and name.split(".")[0] not in ("bench", "examples")
     }
     assert naming <= files
+
+
+def test_no_test_imports_another() -> None:
+    """What two of them need has a file of its own, whose name says what it is."""
+    wrong = []
+    for path in (ROOT / "tests").rglob("*.py"):
+        nodes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)]
+        wrong += [f"{path}: {node.module}" for node in nodes if (node.module or "").rpartition(".")[2][:5] == "test_"]
+    assert not wrong

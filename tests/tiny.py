@@ -61,12 +61,17 @@ def make_models(folder: Path, seed: int = 0) -> Path:
     return folder
 
 
+def saved(image: Image.Image, format: str = "PNG", **options: object) -> bytes:
+    """The picture as file bytes."""
+    file = io.BytesIO()
+    image.save(file, format, **options)
+    return file.getvalue()
+
+
 def picture(rng: np.random.Generator, width: int, height: int, format: str = "JPEG") -> bytes:
     """A smooth random picture as file bytes."""
     coarse = rng.integers(0, 256, (max(2, height // 16), max(2, width // 16), 3), dtype=np.uint8)
-    file = io.BytesIO()
-    Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC).save(file, format)
-    return file.getvalue()
+    return saved(Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC), format)
 
 
 def make_tar(folder: Path, name: str, samples: Sequence[tuple[str, dict[str, bytes]]], stats: bool = True) -> Path:

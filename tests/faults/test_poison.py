@@ -8,8 +8,8 @@ from shards.format.receipts import load_receipts
 from shards.open import open_store
 from shards.tools.verify import verify_root
 from tests.conftest import SIZES
+from tests.roots import precompute_arguments
 from tests.runs import run_module
-from tests.test_end_to_end import precompute_arguments
 from tests.tiny import make_samples, make_tar
 
 

@@ -19,8 +19,7 @@ from typing import Any
 import pytest
 
 from tests import ranks
-from tests.runs import curve, environment, launcher, train_fields, write_config
-from tests.train.run.test_processes import rank_processes
+from tests.runs import curve, environment, launcher, rank_processes, train_fields, write_config
 from train.__main__ import run as command
 from train.run import checkpoint
 from train.run.checkpoint import list_checkpoints, verify_checkpoint

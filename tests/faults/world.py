@@ -11,7 +11,7 @@ from shards.open import open_store
 from shards.root.reading import read_part
 from shards.tools.verify import verify_root
 from tests.conftest import SIZES, encode_all, precompute_config
-from tests.precompute.encode.test_shard import tree
+from tests.roots import tree
 from tests.tiny import make_samples, make_tar
 
 TIMED = {"started", "seconds", "attempts", "sha256"}

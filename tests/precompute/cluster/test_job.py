@@ -10,9 +10,8 @@ from precompute.__main__ import run as command
 from precompute.cluster.job import JobResult, choose_shards
 from precompute.input.tars import InputShard
 from shards.base.errors import RequestError, exit_code_of
-from tests.precompute.encode.test_shard import tree
+from tests.roots import precompute_arguments, tree
 from tests.runs import run_module
-from tests.test_end_to_end import precompute_arguments
 
 AVAILABLE = [InputShard(f"{i:05d}", f"/tars/{i:05d}.tar") for i in range(12)]
 

@@ -12,8 +12,8 @@ import pytest
 
 from shards.format.receipts import load_receipts
 from shards.open import open_store
+from tests.roots import precompute_arguments
 from tests.runs import PYTHON, environment, run_module
-from tests.test_end_to_end import precompute_arguments
 
 pytestmark = pytest.mark.slow
 RAY = str(Path(sys.executable).with_name("ray"))

@@ -19,9 +19,8 @@ from shards.open import open_store
 from shards.root.shared import check_rules
 from shards.tools.verify import verify_root
 from tests.conftest import encode_all, folder_of, precompute_config
-from tests.precompute.encode.test_shard import rows, tree
+from tests.roots import precompute_arguments, rows, tree
 from tests.runs import run_module, train_fields, write_config
-from tests.test_end_to_end import precompute_arguments
 from tests.tiny import make_samples, make_tar
 from train.run.metrics import read_json_lines
 

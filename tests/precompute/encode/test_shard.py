@@ -15,7 +15,6 @@ import pytest
 import torch
 from diffusers import AutoencoderKL
 from PIL import Image
-from streaming import StreamingDataset
 from transformers import CLIPTextModel, CLIPTokenizer
 
 from precompute.config import TarsConfig, describe_encoding
@@ -33,12 +32,8 @@ from shards.format.text import dequantise
 from shards.open import open_store
 from shards.root.shared import check_root, load_uncond
 from tests.conftest import encode_all, folder_of, precompute_config
+from tests.roots import rows, tree
 from tests.tiny import TEXT_LENGTH, make_samples, make_tar
-
-
-def rows(root: Path, bucket: str) -> list[dict]:
-    dataset = StreamingDataset(local=str(root / bucket), batch_size=1, shuffle=False)
-    return [dataset[i] for i in range(len(dataset))]
 
 
 def originals(tars: Path) -> dict[str, tuple[bytes, str]]:
@@ -92,11 +87,6 @@ def test_counts_rejects_and_tables_add_up(latents: Path) -> None:
             (row["key"], *row["size"][:2].tolist()) for row in stored
         ]
         np.testing.assert_allclose([row["aesthetic"] for row in table], [row["scores"][0] for row in stored])
-
-
-def tree(root: Path) -> dict[str, bytes]:
-    files = {str(path.relative_to(root)): path for path in root.rglob("*") if path.is_file()}
-    return {name: path.read_bytes() for name, path in files.items() if not name.startswith(".")}
 
 
 def test_two_runs_give_the_same_bytes(latents: Path, models: Path, tars: Path, tmp_path: Path) -> None:

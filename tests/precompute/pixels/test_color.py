@@ -15,7 +15,7 @@ from precompute.pixels.decode import LimitsConfig, PixelsConfig, decode
 from shards.format.buckets import Bucket
 from tests.faults.images import chunk, png, tiff
 from tests.precompute.pixels import icc
-from tests.precompute.pixels.test_decode import saved
+from tests.tiny import saved
 
 SIDE = 64
 BUCKET = Bucket(SIDE, SIDE)

@@ -15,16 +15,10 @@ from precompute.input.reject import Reject
 from precompute.pixels.decode import FORMATS, TURNS, LimitsConfig, PixelsConfig, decode
 from precompute.pixels.resample import place
 from shards.format.buckets import Bucket
-from tests.tiny import picture
+from tests.tiny import picture, saved
 
 SMALL, LARGE = Bucket(64, 64), Bucket(128, 128)
 LIMITS = LimitsConfig()
-
-
-def saved(image: Image.Image, format: str = "PNG", **options: object) -> bytes:
-    file = io.BytesIO()
-    image.save(file, format, **options)
-    return file.getvalue()
 
 
 def decode_plain(data: bytes, bucket: Bucket) -> np.ndarray:

@@ -19,7 +19,7 @@ from shards.open import open_store
 from shards.tools.verify import verify_root
 from tests.conftest import SIZES, encode_all, folder_of, precompute_config
 from tests.faults.decoders import killed_once, poisoned
-from tests.precompute.encode.test_shard import tree
+from tests.roots import tree
 from tests.tiny import make_samples, make_tar, picture
 
 LIMITS = LimitsConfig(decode_seconds=1, decode_bytes=1 << 32)

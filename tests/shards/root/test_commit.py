@@ -15,7 +15,7 @@ from shards.root.commit import attempt_folder, sweep_attempts
 from shards.root.writing import PartWriter
 from shards.tools.verify import verify_root
 from tests.conftest import encode_all, precompute_config
-from tests.precompute.encode.test_shard import tree
+from tests.roots import tree
 from tests.tiny import make_samples, make_tar
 
 

@@ -10,7 +10,7 @@ import torch
 from diffusers import UNet2DConditionModel
 from torch import Tensor
 
-from tests.train.objective.test_loss import spec
+from tests.train.specs import spec
 from train.config import ObjectiveConfig
 from train.data.batch import Batch
 from train.data.draws import Draws

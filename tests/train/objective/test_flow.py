@@ -13,7 +13,7 @@ from diffusers import (
 )
 from transformers import CLIPTextModel, CLIPTokenizer
 
-from tests.train.objective.test_loss import spec
+from tests.train.specs import spec
 from train.data.batch import Batch
 from train.data.draws import Draws
 from train.export.pipeline import sampler

@@ -9,30 +9,14 @@ from diffusers import DDPMScheduler, FlowMatchEulerDiscreteScheduler
 from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 
 from shards.format.text import quantise
+from tests.train.specs import CHANNELS, TOKENS, WIDTH, spec
 from train.data.batch import Batch
 from train.data.draws import Draws, Purpose
-from train.data.spec import DataSpec
 from train.objective.loss import DiffusionLoss
 from train.objective.paths import ObjectiveConfig, noise_path, noise_scheduler
 from train.objective.sums import LossSums
 
-N, CHANNELS, SIDE, TOKENS, WIDTH = 6, 4, 8, 16, 12
-
-
-def spec(**changes: object) -> DataSpec:
-    fields = {
-        "posterior": "moments",
-        "latent_channels": CHANNELS,
-        "scaling_factor": 0.7,
-        "text_length": TOKENS,
-        "text_width": WIDTH,
-        "trim": False,
-        "uncond": torch.randn(TOKENS, WIDTH).half(),
-        "uncond_tokens": 2,
-        "streams": (),
-        "steps_per_epoch": 1,
-    }
-    return DataSpec(**(fields | changes))  # type: ignore[arg-type]
+N, SIDE = 6, 8
 
 
 def batch(**changes: object) -> Batch:

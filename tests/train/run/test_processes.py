@@ -7,11 +7,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from tests import ranks
-from tests.runs import curve, environment, launcher, train_fields, write_config
+from tests.runs import curve, environment, launcher, rank_processes, train_fields, write_config
 from train.run.metrics import read_json_lines
 
 
@@ -51,14 +50,6 @@ def test_a_process_that_does_not_answer_ends_the_run_with_an_error(
     steps = lines(tmp_path / "run")
     fields |= {"max_steps": steps + 2}
     assert "resuming" in ranks.run(tmp_path / "again", ["--config", str(write_config(tmp_path, fields))])
-
-
-def rank_processes(pid: int) -> list[psutil.Process]:
-    """The trainer's processes below a launcher."""
-    try:
-        return [child for child in psutil.Process(pid).children() if "train" in child.cmdline()]
-    except psutil.NoSuchProcess:
-        return []
 
 
 def test_the_launcher_starts_a_job_again_whose_process_was_killed(latents: Path, tmp_path: Path) -> None:
