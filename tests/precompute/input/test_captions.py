@@ -104,6 +104,14 @@ def test_what_float32_does_not_hold_is_no_score(score: object) -> None:
     np.testing.assert_array_equal(read_scores({"punsafe": score}), np.full(4, np.nan, np.float32))
 
 
+@pytest.mark.parametrize("sign", [1, -1])
+def test_all_that_float32_holds_is_a_score(sign: int) -> None:
+    largest = float(np.finfo(np.float32).max)
+    for score in (largest, np.nextafter(largest, 0), 1e-45, 2**127):
+        np.testing.assert_array_equal(read_scores({"punsafe": sign * score})[2], np.float32(sign * score))
+    assert np.isnan(read_scores({"punsafe": sign * np.nextafter(largest, np.inf)})[2])
+
+
 def test_scores_under_any_spelling() -> None:
     metadata = {"AESTHETIC_SCORE": 5.5, "punsafe": 0, "similarity": None, "pwatermark": "0.3"}
     np.testing.assert_array_equal(read_scores(metadata), np.array([5.5, np.nan, 0.0, np.nan], np.float32))

@@ -101,6 +101,24 @@ def test_headers_are_read_as_tarfile_reads_them(tar_format: Literal[0, 1, 2]) ->
                 assert fields(Header, data) == fields(tarfile.TarInfo, data)
 
 
+def test_a_plain_files_header_is_read_without_tarfile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the checksum is the header's; no other field decides."""
+    header = tarfile.TarInfo("000070003.jpg")
+    header.size = 4321
+    plain = header.tobuf(tarfile.GNU_FORMAT)
+
+    def by_tarfile(*arguments: object) -> None:
+        raise AssertionError("given to tarfile")
+
+    monkeypatch.setattr(tarfile.TarInfo, "frombuf", by_tarfile)
+    found = Header.frombuf(plain, "utf-8", "surrogateescape")
+    assert (found.name, found.size, found.type) == ("000070003.jpg", 4321, tarfile.REGTYPE)
+    for larger_or_smaller in (1, -1):
+        block = plain[:8] + bytes([plain[8] + larger_or_smaller]) + plain[9:]
+        with pytest.raises(AssertionError, match="given to tarfile"):
+            Header.frombuf(block, "utf-8", "surrogateescape")
+
+
 def test_truncation_at_any_block_is_found(tar: Path) -> None:
     data = tar.read_bytes()
     content_end = len(data.rstrip(b"\0"))

@@ -89,6 +89,16 @@ def test_at_most_one_is_being_written(
     assert [folder.name for folder in list_checkpoints(tmp_path)] == ["step-00000004", "step-00000005"]
 
 
+def test_the_newest_stay_and_every_so_many_for_good(unet: UNet2DConditionModel, tmp_path: Path) -> None:
+    writing = writer(tmp_path, unet, keep=2, keep_every=3)
+    kept = []
+    for step in range(1, 9):
+        writing.write(snapshot(unet, step))
+        writing.finish()
+        kept.append([int(folder.name.removeprefix("step-")) for folder in list_checkpoints(tmp_path)])
+    assert kept == [[1], [1, 2], [2, 3], [3, 4], [3, 4, 5], [3, 5, 6], [3, 6, 7], [3, 6, 7, 8]]
+
+
 def test_a_file_that_cannot_grow_is_heard_of_at_the_next_step_and_leaves_the_one_before(
     unet: UNet2DConditionModel, tmp_path: Path
 ) -> None:

@@ -1,0 +1,44 @@
+"""Where the memory of a batch is: shared with the training process, if a loader process fills it."""
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from train.data.batch import Batch, Collate
+
+
+def samples(count: int) -> list[dict[str, object]]:
+    """What a reader of shards gives; texts of 1, 2, 3 … tokens."""
+    return [
+        {
+            "key": str(i),
+            "image_latents": np.full((8, 2, 2), i, np.float16),
+            "text_latents": np.full((i + 1, 4), i, np.float16),
+        }
+        for i in range(count)
+    ]
+
+
+def tensors(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    """Those that are stacked from samples."""
+    return batch.image_latents, batch.text_latents
+
+
+class SayWhere(Collate):
+    """What a batch is, and whether its tensors were in shared memory before they were sent."""
+
+    def __call__(self, samples: list[dict[str, object]]) -> tuple[Batch, list[bool]]:  # type: ignore[override]
+        batch = super().__call__(samples)
+        return batch, [tensor.is_shared() for tensor in tensors(batch)]
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_loader_process_fills_memory_that_the_training_process_sees(num_workers: int) -> None:
+    collate = SayWhere(torch.arange(3), text_length=3)
+    ((batch, shared),) = DataLoader(samples(3), 3, collate_fn=collate, num_workers=num_workers)  # type: ignore[arg-type]
+    assert shared == [num_workers > 0] * 2
+    assert batch.image_latents.dtype == torch.float16 and batch.image_latents.shape == (3, 8, 2, 2)
+    assert batch.image_latents[:, 0, 0, 0].tolist() == [0, 1, 2]
+    assert batch.text_latents[..., 0].tolist() == [[0, 0, 0], [1, 1, 0], [2, 2, 2]]
+    assert batch.num_tokens.tolist() == [1, 2, 3] and batch.keys == ["0", "1", "2"]
