@@ -31,6 +31,8 @@ def load_config(
 ) -> ConfigT:
     """Read the YAML file at `path` (none: defaults only), lay `--a.b value` overrides over it, and validate.
 
+    A file with `base: other.yaml` holds what differs from that one.
+
     `--help` among the overrides prints `about` (what the command does, its subcommands, examples) and every field, and
     exits with 0.
 
@@ -52,7 +54,8 @@ def save_config(config: BaseModel, path: Path) -> None:
     path.write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
 
 
-def _read_yaml(path: str | Path) -> dict[str, Any]:
+def _read_yaml(path: str | Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """The file's values, laid over those of the file that its `base` names, relative to its own folder."""
     try:
         values = yaml.safe_load(Path(path).read_text())
     except FileNotFoundError:
@@ -61,7 +64,12 @@ def _read_yaml(path: str | Path) -> dict[str, Any]:
         raise RequestError(f"The config file {path} cannot be read as YAML: {error}. Mend it and try again.") from None
     if not isinstance(values, dict):
         raise RequestError(f"The config file {path} holds {type(values).__name__}, not `key: value` pairs.")
-    return values
+    if (base := values.pop("base", None)) is None:
+        return values
+    below = Path(path).with_name(str(base))
+    if below in above:
+        raise RequestError(f"The config file {path} has `base: {base}`, which is based on it in turn. Remove one.")
+    return _deep_update(_read_yaml(below, (*above, Path(path))), values)
 
 
 def _parse_overrides(

@@ -128,3 +128,17 @@ def test_exit_codes(error: Exception | None, code: int, capsys: pytest.CaptureFi
 
     assert exit_code_of(command) == code
     assert capsys.readouterr().err == (f"error: {error}\n" if error else "")
+
+
+def test_a_file_says_what_differs_from_its_base(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("path: here\ninner: {rate: 2.0, names: [x, y]}\n")
+    (tmp_path / "b.yaml").write_text("base: a.yaml\ninner: {rate: 3.0}\nsteps: 4\n")
+    (tmp_path / "c.yaml").write_text("base: b.yaml\nsteps: null\n")
+    config = load_config(Outer, tmp_path / "c.yaml", ["--inner.rate", "5"], "test")
+    assert (config.path, config.inner.rate, config.inner.names, config.steps) == (Path("here"), 5.0, ["x", "y"], None)
+    (tmp_path / "a.yaml").write_text("base: c.yaml\npath: here\n")
+    with pytest.raises(RequestError, match="which is based on it in turn"):
+        load_config(Outer, tmp_path / "c.yaml", [], "test")
+    (tmp_path / "a.yaml").unlink()
+    with pytest.raises(RequestError, match=r"There is no config file .*a\.yaml"):
+        load_config(Outer, tmp_path / "c.yaml", [], "test")
