@@ -93,6 +93,12 @@ def test_few_words() -> None:
     assert (ROOT / "docs" / "words.md").read_text().count("\n- **") <= MOST_WORDS
 
 
+def test_every_field_has_a_meaning() -> None:
+    items = re.split(r"\n(?=- |\n)", (ROOT / "docs" / "reference" / "config.md").read_text())
+    bare = [item for item in items if re.fullmatch(r"- [^;]*; (required|default\s+`[^`]*`)\.", item)]
+    assert bare == []
+
+
 def test_generated_pages_are_current() -> None:
     generate, diagram = script("generate"), script("diagram")
     assert generate.TARGET.read_text() == generate.reference(), "run `make docs`"

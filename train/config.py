@@ -20,7 +20,9 @@ class TrainConfig(Config):
     """Stage 2: train a U-Net on the latents of one or more buckets."""
 
     run_dir: Path
+    """The run folder: config, metrics, checkpoints. A run that it holds is resumed."""
     seed: int = Field(0, ge=0, lt=2**32)
+    """Of the first weights, the order of samples and every draw."""
     max_steps: int = Field(ge=1)
     """Optimizer steps of the whole run, resumed parts included."""
     global_batch_size: int = Field(2048, ge=1)
@@ -46,6 +48,7 @@ class TrainConfig(Config):
     precision: Precision = "bfloat16"
     """Autocast type; weights and optimizer are float32."""
     gradient_checkpointing: bool = False
+    """Compute activations again in the backward pass: less memory, more time."""
     compile: bool = False
     """torch.compile the U-Net."""
     sharding: Sharding = "none"

@@ -31,7 +31,9 @@ class Range(Config):
     """A bound, or two; both are inclusive, and compared in float32, in which scores are stored."""
 
     min: float | None = None
+    """At or above."""
     max: float | None = None
+    """At or below."""
 
     @model_validator(mode="after")
     def _check(self) -> "Range":

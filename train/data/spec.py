@@ -39,6 +39,7 @@ class DataConfig(Config):
     """What is read, and in which order."""
 
     streams: list[StreamConfig] = Field(min_length=1)
+    """At least one; those of one latent shape share their global batches."""
     root: Place | None = Field(None, exclude=True)
     """Short for the `root` of the one stream, so that it can be typed; the other fields stay the stream's."""
     bucket: str | None = Field(None, exclude=True)
@@ -48,6 +49,7 @@ class DataConfig(Config):
     num_canonical_nodes: int = Field(64, ge=1)
     """Slices into which an epoch's order is cut, on any number of nodes; divides the global batch."""
     shuffle: bool = True
+    """Files, and samples in blocks; false: in the order of the index."""
     shuffle_block: int = Field(32768, ge=1)
     """Samples of a slice that are shuffled together; a global batch mixes a block of every slice."""
     filter: FilterConfig | None = None

@@ -39,7 +39,9 @@ class ExportConfig(Config):
     vae: str | None = None
     """Folder or hub name; default: as the latents root recorded it. Its content must be the recorded one's."""
     text_encoder: str | None = None
+    """The same, of the text encoder."""
     tokenizer: str | None = None
+    """The same, of the tokenizer."""
 
 
 def export(arguments: list[str]) -> Path:

@@ -19,9 +19,13 @@ class OptimizerConfig(Config):
     """AdamW, and the clip before it."""
 
     lr: float = Field(1e-4, gt=0)
+    """The learning rate after warm-up."""
     betas: tuple[Momentum, Momentum] = (0.9, 0.999)
+    """AdamW's decays of the first and second moment."""
     eps: float = Field(1e-8, gt=0)
+    """AdamW's."""
     weight_decay: float = Field(0.01, ge=0)
+    """AdamW's, decoupled from the gradient."""
     max_grad_norm: float = Field(1.0, gt=0)
     """Gradients are scaled down to this global norm."""
     max_skipped_steps: int = Field(100, ge=0)

@@ -22,10 +22,15 @@ class ObjectiveConfig(Config):
     timestep_sampling: Literal["uniform", "logit_normal"] = "uniform"
     """How flow_matching draws its time; the sigmoid of a normal dwells in the middle (Esser et al., 2024)."""
     logit_mean: float = 0.0
+    """Of the normal of logit_normal."""
     logit_std: float = Field(1.0, gt=0)
+    """Of the same."""
     beta_schedule: Literal["scaled_linear", "linear", "squaredcos_cap_v2"] = "scaled_linear"
+    """How β goes from `beta_start` to `beta_end`, as diffusers names it."""
     beta_start: float = Field(0.00085, gt=0, lt=1)
+    """Variance of the first noise step."""
     beta_end: float = Field(0.012, gt=0, lt=1)
+    """Variance of the last."""
     caption_dropout: float = Field(0.1, ge=0, le=1)
     """Share of samples that see the empty caption, for classifier-free guidance."""
     min_snr_gamma: float | None = Field(None, gt=0)

@@ -33,9 +33,11 @@ class ValidationConfig(Config):
     root: Place | None = None
     """The latents root, a folder or an address; null: no validation."""
     bucket: str = "256x256"
+    """WIDTHxHEIGHT in pixels."""
     samples: int = Field(1024, ge=1)
     """How many, from the root's first on."""
     batch_size: int = Field(64, ge=1)
+    """Samples per forward pass."""
     every: int = Field(1000, ge=1)
     """Steps; the value goes with that step's line of metrics.jsonl, so `log.every` must divide it."""
 
