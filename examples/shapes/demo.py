@@ -84,13 +84,11 @@ class Demo:
         run_dir = self.folder / f"phase{phase}"
         start = ["--init_from", str(self.folder / "phase1")] if phase == 2 else []
         config = CONFIGS / f"phase{phase}.yaml"
-        bucket = {1: "64x64", 2: "128x128"}[phase]
-        streams = json.dumps([{"root": self.latents, "bucket": bucket}])
         processes = str(min(2, os.cpu_count() or 1))  # the loss curve is the same on any number
         launch = ["train.launch", "--num_machines", "1", "--num_processes", processes]
         launch += ["--multi_gpu", "--main_process_port", "0"] if processes != "1" else []
         launch += ["--mixed_precision", "no", "--dynamo_backend", "no", "--quiet"]
-        arguments = ["--config", str(config), "--run_dir", str(run_dir), "--data.streams", streams, *start]
+        arguments = ["--config", str(config), "--run_dir", str(run_dir), "--data.root", self.latents, *start]
         call(*launch, "-m", "train", *arguments, "--num_processes", processes)
         call("train", "export", str(run_dir))
 
