@@ -11,13 +11,12 @@ further commands, each with a --help of its own:
 """
 
 import argparse
-import os
 import sys
 
-from precompute.cluster.job import RANK_VARIABLES, JobResult, choose_shards, not_committed, run_job
-from precompute.cluster.nodes import start_ray
+from precompute.cluster.ray_cluster import start_ray
 from precompute.config import PrecomputeConfig, describe_encoding, with_absolute_paths
-from precompute.input.tars import list_shards, say_what_is_unchecked
+from precompute.input.tars import choose_tars, list_shards, say_what_is_unchecked
+from precompute.job import Ledger, not_committed, run_job
 from shards.base.config import load_config
 from shards.base.errors import Preempted, WorkError, exit_code_of
 from shards.open import open_store
@@ -34,42 +33,40 @@ def run(arguments: list[str]) -> None:
     config = with_absolute_paths(load_config(PrecomputeConfig, options.config, overrides, "precompute", __doc__))
 
     # all that can be wrong with the request is found before anything is written
-    shards = choose_shards(config.shards, list_shards(config.input))
+    tars = choose_tars(config.shards, list_shards(config.input))
     encoding = describe_encoding(config)
     store = open_store(config.output)
     check_root(store, encoding)
     check_rules(store, config.rules)
 
-    waiting = not_committed(shards, config, store)
+    waiting = not_committed(tars, config.bucket_list, store)
     if waiting:
         say_what_is_unchecked(config.input, waiting)
-        for name in RANK_VARIABLES:
-            os.environ.pop(name, None)
         start_ray(config.workers)
 
     create_root(store, encoding)
     try:
-        result = run_job(waiting, config, encoding) if waiting else JobResult()
+        ledger = run_job(waiting, config, encoding) if waiting else Ledger(0)
     finally:  # what is committed can be read, however the job ended
         sweep_attempts(store, config.workers.scratch)
         samples = write_indexes(store)
 
-    taken_in, encoded = (sum(getattr(r, name) for r in result.done) for name in ("samples_in", "encoded"))
     print(
-        f"{len(result.done)} shards encoded ({taken_in} samples in, {encoded} accepted, {taken_in - encoded} rejected)"
-        f", {len(shards) - len(waiting)} had been done before, {len(result.failed)} failed. {config.output} now holds "
+        f"{ledger.done} tars encoded ({ledger.samples_in} samples in, {ledger.encoded} accepted, "
+        f"{ledger.samples_in - ledger.encoded} rejected), {len(tars) - len(waiting)} had been done before, "
+        f"{len(ledger.failed)} failed. {config.output} now holds "
         + (", ".join(f"{count} samples in {bucket}" for bucket, count in samples.items()) or "nothing")
         + "."
     )
-    if result.left:
+    if ledger.left:
         raise Preempted(
-            f"told to leave, {len(result.left)} shards before the end. What is committed stays; the same command again "
+            f"told to leave, {ledger.left} tars before the end. What is committed stays; the same command again "
             f"goes on."
         )
-    if result.failed:
-        reasons = "; ".join(f"{name}: {reason}" for name, reason in sorted(result.failed.items()))
+    if ledger.failed:
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in sorted(ledger.failed.items()))
         raise WorkError(
-            f"{len(result.failed)} of {len(shards)} shards failed ({reasons}). The others are committed; "
+            f"{len(ledger.failed)} of {len(tars)} tars failed ({reasons}). The others are committed; "
             f"the same command again tries just these."
         )
 

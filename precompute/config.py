@@ -6,6 +6,7 @@ from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from precompute.cluster.fleet import FleetConfig
 from precompute.input.captions import JSON_PREFIX
 from precompute.input.tars import TarPolicy
 from precompute.pixels.decode import LimitsConfig, PixelsConfig
@@ -55,40 +56,22 @@ class AspectConfig(Config):
         return self
 
 
-class WorkersConfig(Config):
+class WorkersConfig(FleetConfig):
     """What one worker takes. Ray runs as many as the cluster holds."""
 
-    num_gpus: float = Field(1.0, ge=0)
-    """GPUs per worker; 0 encodes on the CPU."""
-    num_cpus: float = Field(8.0, gt=0)
-    """CPUs per worker, as Ray counts them."""
-    resources: dict[str, float] = Field(default_factory=dict)
-    """Further Ray resources per worker, by name: {encoder: 1} keeps to nodes that were started with such."""
     decode_threads: int = Field(8, ge=1)
     """Threads that decode pictures, in each worker."""
     batch_size: int = Field(64, ge=1)
-    """Pictures of up to 512x512 that are encoded together; the last batch of a shard is smaller."""
+    """Pictures of up to 512x512 that are encoded together; the last batch of a tar is smaller."""
     compile: bool = False
     """Compile both encoders with torch.compile: a minute for each bucket when a worker starts, then faster on a GPU.
     It changes latents by rounding alone, as the kind of GPU does, so it is in the receipts and not in encoding.json."""
-    attempts: int = Field(3, ge=1)
-    """How often a job tries a shard before it reports it as failed."""
-    lost_attempts: int = Field(10, ge=1)
-    """The same for attempts whose process or node went away, as preempted machines do; they do not count as tries."""
-    backoff: float = Field(5.0, ge=0)
-    """Seconds before a shard's second attempt; doubled for each further one, five minutes at most."""
-    node_failures: int = Field(5, ge=1)
-    """Failed attempts in a row after which a node gets no work for ten minutes, while there are others."""
-    wait_for_resources: float = Field(3600.0, ge=0)
-    """Seconds to wait for a node that can take a worker, before the job gives up; on a cluster only."""
     scratch: Path | None = None
-    """Local folder of attempts at shards, each as large as its latents, where `output` is an address; the system's
+    """Local folder of attempts at tars, each as large as its latents, where `output` is an address; the system's
     temporary folder if not given."""
     isolate_from: int = Field(2, ge=1)
     """Attempt from which pictures are decoded in child processes, so that one that kills its decoder is found and
     rejected as `decoder_crash`; 1: always."""
-    max_in_flight: int = Field(256, ge=1)
-    """Shards handed to Ray at a time; at least as many as there are workers."""
 
 
 class TarsConfig(Config):

@@ -10,6 +10,7 @@ import hashlib
 import io
 import json
 import os
+import re
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -85,6 +86,34 @@ def say_what_is_unchecked(folder: str, shards: list[InputShard]) -> None:
             f"whole samples are gone from it: nothing says how many it held.",
             flush=True,
         )
+
+
+def choose_tars(wanted: str, available: list[InputShard]) -> list[InputShard]:
+    """`00042`, `00000-00099`, commas of both, or `all` → tars, in order, each once.
+
+    Raises:
+        RequestError: a name that cannot be read, or a tar that is not there.
+    """
+    if wanted == "all":
+        return available
+    by_name = {tar.name: tar for tar in available}
+    names: list[str] = []
+    for word in wanted.split(","):
+        match = re.fullmatch(r"(\d+)(?:-(\d+))?", word.strip())
+        if not match:
+            raise RequestError(f"shards = {wanted!r}: give 00042, 00000-00099, commas of both, or `all`.")
+        first, last = match[1], match[2] or match[1]
+        if int(last) < int(first):
+            raise RequestError(f"shards = {wanted!r}: the range {word} runs backwards.")
+        names += [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
+    missing = [name for name in names if name not in by_name]
+    if missing:
+        listed = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
+        raise RequestError(
+            f"There is no tar {listed}. The input holds {available[0].name} to {available[-1].name} "
+            f"({len(available)} tars)."
+        )
+    return [by_name[name] for name in sorted(set(names))]
 
 
 @contextmanager

@@ -78,7 +78,7 @@ class TwoNodes:
                 title = " ".join(process.cmdline()[:1])
             except psutil.Error:
                 continue
-            if title.startswith(("ray::encode_on_worker", "ray::IDLE")):
+            if title.startswith(("ray::attempt", "ray::IDLE")):
                 found.append(process)
         return found
 

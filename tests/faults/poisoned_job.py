@@ -2,30 +2,24 @@
 
 import functools
 import sys
+from typing import Any
 
-import ray
-
-import precompute.cluster.job
+import precompute.job
 from precompute.__main__ import main
-from precompute.config import PrecomputeConfig
-from precompute.input.tars import InputShard
-from shards.format.encoding import EncodingRecord
 from shards.format.receipts import Receipt
 
 
-def encode_with_poison(
-    shard: InputShard, config: PrecomputeConfig, encoding: EncodingRecord, attempt: int, board: ray.actor.ActorHandle
-) -> Receipt:
+def encode_with_poison(*arguments: Any, **named: Any) -> Receipt:
     """Runs in a Ray worker, to which it goes by value, as it is this script's own."""
-    import precompute.cluster.job
     import precompute.encode.shard
+    import precompute.encode.worker
     from tests.faults.decoders import poisoned
 
-    precompute.cluster.job.encode_shard = functools.partial(precompute.encode.shard.encode_shard, decode=poisoned)
-    return precompute.cluster.job.encode_on_worker(shard, config, encoding, attempt, board)
+    precompute.encode.worker.encode_shard = functools.partial(precompute.encode.shard.encode_shard, decode=poisoned)
+    return precompute.encode.worker.encode_on_worker(*arguments, **named)
 
 
 if __name__ == "__main__":
     assert sys.argv[0].endswith("poisoned_job.py")
-    precompute.cluster.job.encode_on_worker = encode_with_poison
+    precompute.job.encode_on_worker = encode_with_poison
     main()

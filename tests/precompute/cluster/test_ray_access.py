@@ -91,7 +91,7 @@ def test_the_token_and_a_submitted_job(head: Head, models: Path, tars: Path, tmp
     command = [sys.executable, "-m", "precompute", *arguments]
     submitted = head.ray("job", "submit", "--address", dashboard, "--", *command, **head.allowed)
     assert submitted.returncode == 0, submitted.stdout + submitted.stderr
-    assert "2 shards encoded (46 samples in, 30 accepted, 16 rejected)" in submitted.stdout + submitted.stderr
+    assert "2 tars encoded (46 samples in, 30 accepted, 16 rejected)" in submitted.stdout + submitted.stderr
     assert len(load_receipts(open_store(tmp_path / "root"))) == 2
     again = run_module("precompute", *arguments, launcher=PYTHON, RAY_ADDRESS=head.address, **head.allowed)
     assert again.returncode == 0 and "2 had been done before" in again.stdout
@@ -100,8 +100,9 @@ def test_the_token_and_a_submitted_job(head: Head, models: Path, tars: Path, tmp
 def test_a_local_start_uses_a_token(tmp_path: Path) -> None:
     """`ray.init` turns token authentication on by itself; a client without the token is refused."""
     start = (
-        "import ray; from precompute.config import WorkersConfig; from precompute.cluster.nodes import start_ray; "
-        "start_ray(WorkersConfig(num_gpus=0, num_cpus=1)); import os; "
+        "import ray; from precompute.cluster.nodes import ResourcesConfig; "
+        "from precompute.cluster.ray_cluster import start_ray; start_ray; "
+        "start_ray(ResourcesConfig(num_gpus=0, num_cpus=1)); import os; "
         "print(os.environ.get('RAY_AUTH_MODE'), ray.get_runtime_context().gcs_address, flush=True); input()"
     )
     variables = environment(RAY_AUTH_TOKEN_PATH=str(tmp_path / "token"))

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from precompute.__main__ import run as command
-from precompute.cluster.job import JobResult, choose_shards
-from precompute.input.tars import InputShard
+from precompute.input.tars import InputShard, choose_tars
+from precompute.job import Ledger
 from shards.base.errors import RequestError, exit_code_of
 from tests.roots import precompute_arguments, tree
 from tests.runs import run_module
@@ -26,25 +26,25 @@ AVAILABLE = [InputShard(f"{i:05d}", f"/tars/{i:05d}.tar") for i in range(12)]
     ],
 )
 def test_choosing(wanted: str, numbers: list[int]) -> None:
-    assert [int(shard.name) for shard in choose_shards(wanted, AVAILABLE)] == list(numbers)
+    assert [int(shard.name) for shard in choose_tars(wanted, AVAILABLE)] == list(numbers)
 
 
 @pytest.mark.parametrize(
     ("wanted", "message"),
     [
-        ("00012", "There is no tar for shard 00012. The input holds 00000 to 00011"),
+        ("00012", "There is no tar 00012. The input holds 00000 to 00011"),
         ("00010-00020", "00012, 00013, 00014, 00015, 00016 and 4 more"),
-        ("3", "There is no tar for shard 3"),
+        ("3", "There is no tar 3"),
         ("00005-00003", "runs backwards"),
         ("a-b", "give 00042, 00000-00099"),
     ],
 )
 def test_wrong_choices(wanted: str, message: str) -> None:
     with pytest.raises(RequestError, match=message):
-        choose_shards(wanted, AVAILABLE)
+        choose_tars(wanted, AVAILABLE)
 
 
-def test_a_job_with_a_damaged_shard(models: Path, tars: Path, tmp_path: Path) -> None:
+def test_a_job_with_a_damaged_tar(models: Path, tars: Path, tmp_path: Path) -> None:
     """The sound shard is committed, the damaged one reported after one attempt; again after repair."""
     shutil.copytree(tars, tmp_path / "tars")
     damaged = tmp_path / "tars" / "00001.tar"
@@ -55,9 +55,9 @@ def test_a_job_with_a_damaged_shard(models: Path, tars: Path, tmp_path: Path) ->
     )
     first = run_module("precompute", *arguments)
     assert first.returncode == 1
-    assert "shard 00001: attempt 1 of 2 failed: DamagedInput" in first.stderr
+    assert "tar 00001: attempt 1 of 2 failed: DamagedInput" in first.stderr
     assert "attempt 2 of 2" not in first.stderr
-    assert "error: 1 of 2 shards failed (00001: DamagedInput" in first.stderr.replace("\n", " ")
+    assert "error: 1 of 2 tars failed (00001: DamagedInput" in first.stderr.replace("\n", " ")
     assert [path.name for path in (tmp_path / "root" / "commits").glob("*.json")] == ["00000.json"]
     index = json.loads((tmp_path / "root" / "64x64" / "index.json").read_text())
     assert [entry["raw_data"]["basename"] for entry in index["shards"]] == ["00000/shard.00000.mds"]
@@ -65,18 +65,16 @@ def test_a_job_with_a_damaged_shard(models: Path, tars: Path, tmp_path: Path) ->
     damaged.write_bytes(sound)
     second = run_module("precompute", *arguments)
     assert second.returncode == 0, second.stderr
-    assert (
-        "1 shards encoded (23 samples in, 15 accepted, 8 rejected), 1 had been done before, 0 failed" in second.stdout
-    )
+    assert "1 tars encoded (23 samples in, 15 accepted, 8 rejected), 1 had been done before, 0 failed" in second.stdout
     third = run_module("precompute", *arguments)
     assert third.returncode == 0
-    assert "0 shards encoded (0 samples in, 0 accepted, 0 rejected), 2 had been done before" in third.stdout
+    assert "0 tars encoded (0 samples in, 0 accepted, 0 rejected), 2 had been done before" in third.stdout
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (["--shards", "00009"], "There is no tar for shard 00009"),
+        (["--shards", "00009"], "There is no tar 00009"),
         (["--bukets", "[]"], "did you mean `buckets`?"),
         (["--workers.batch_size", "0"], "`workers.batch_size` = '0': input should be greater than or equal to 1"),
         (["--buckets", '["100x100"]'], "not a multiple of the VAE's downsampling, 8"),
@@ -98,7 +96,7 @@ def test_tars_without_side_files_are_named_once(
     models: Path, tars: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("precompute.__main__.start_ray", lambda workers: None)
-    monkeypatch.setattr("precompute.__main__.run_job", lambda *job: JobResult())
+    monkeypatch.setattr("precompute.__main__.run_job", lambda *job: Ledger(0))
     shutil.copytree(tars, tmp_path / "tars")
     arguments = precompute_arguments(models, tmp_path / "tars", tmp_path / "root")
     command(arguments)

@@ -11,21 +11,25 @@ from tests.runs import environment
 
 SHOW = """
 import sys
-from precompute.cluster.progress import Progress
+from precompute.cluster.fleet import Done, Failed, UnderWay
+from precompute.cluster.ray_cluster import Failure
+from precompute.job import Ledger
 from shards.format.receipts import load_receipts
+from shards.open import open_store
 
-first, second = load_receipts(sys.argv[1])
-with Progress(3) as progress:
-    progress.tick(7, 2)
-    progress.shard_done(first)
-    progress.attempt_failed("00001", "attempt 1 of 3 failed", "[no markup]")
-    progress.shard_done(second)
-    progress.shard_failed()
+first, second = load_receipts(open_store(sys.argv[1]))
+failure = Failure(is_lost=False, is_final=False, line="[no markup]", text="[no markup]")
+with Ledger(3) as ledger:
+    ledger.record(UnderWay(2, 7))
+    ledger.record(Done("00000", None, first))
+    ledger.record(Failed("00001", None, "attempt 1 of 3 failed", failure, again=True))
+    ledger.record(Done("00001", None, second))
+    ledger.record(Failed("00002", None, "attempt 3 of 3 failed", failure, again=False))
 """
 
 
 def test_a_bar_on_a_terminal(latents: Path) -> None:
-    """On stderr, where stdout is a pipe: images/s, accepted, rejected, shards and the time left."""
+    """On stderr, where stdout is a pipe: images/s, accepted, rejected, tars and the time left."""
     ours, its = pty.openpty()
     with subprocess.Popen(
         [sys.executable, "-c", SHOW, str(latents)],
@@ -45,5 +49,5 @@ def test_a_bar_on_a_terminal(latents: Path) -> None:
     os.close(ours)
     assert process.returncode == 0, seen.decode()
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", seen.decode())
-    assert "shard 00001: attempt 1 of 3 failed: [no markup]" in text
-    assert "3/3 shards" in text and re.search(r"img/s  30 accepted  16 rejected +0:00:00", text), text
+    assert "tar 00001: attempt 1 of 3 failed: [no markup]" in text
+    assert "3/3 tars" in text and re.search(r"img/s  30 accepted  16 rejected +0:00:00", text), text

@@ -1,0 +1,146 @@
+"""Stage 1 over many tars: which are left, a fleet of workers on them, and the ledger of what came of each."""
+
+import time
+from collections.abc import Sequence
+from functools import partial
+from types import TracebackType
+
+from ray.util.metrics import Counter, Gauge
+
+from precompute.cluster.fleet import Done, Failed, Fleet, News, UnderWay
+from precompute.cluster.progress import Progress
+from precompute.config import PrecomputeConfig
+from precompute.encode.worker import encode_on_worker
+from precompute.input.tars import InputShard
+from shards.base.store import Store
+from shards.format.encoding import EncodingRecord
+from shards.format.receipts import Receipt, load_receipts
+
+
+def run_job(tars: Sequence[InputShard], config: PrecomputeConfig, encoding: EncodingRecord) -> "Ledger":
+    """Encode `tars` on the cluster that `start_ray` joined or started, until each is done or has failed.
+
+    On SIGTERM, SIGUSR1 or SIGINT it abandons the attempts that are under way, and returns.
+
+    Raises:
+        WorkError: no node of the cluster could take a worker for `workers.wait_for_resources` seconds.
+    """
+    work = partial(encode_on_worker, config=config, encoding=encoding)
+    with Ledger(len(tars)) as ledger:
+        for event in Fleet(config.workers, work, ((tar.name, tar) for tar in tars)):
+            ledger.record(event)
+    return ledger
+
+
+def not_committed(tars: Sequence[InputShard], buckets: Sequence[object], store: Store) -> list[InputShard]:
+    """Those whose receipt has not every one of `buckets`."""
+    wanted = set(map(str, buckets))
+    receipts = load_receipts(store, [tar.name for tar in tars])
+    done = {receipt.shard for receipt in receipts if wanted <= receipt.parts.keys()}
+    return [tar for tar in tars if tar.name not in done]
+
+
+class Ledger:
+    """What came of each tar so far; it shows it on stderr, and in Ray's metrics."""
+
+    def __init__(self, total: int):
+        self.total = total
+        self.done = self.samples_in = self.encoded = 0
+        self.failed: dict[str, str] = {}
+        """Tar → the last attempt's error."""
+        self.under_way = UnderWay(0, 0)
+        self.started = time.monotonic()
+        self.metrics = Metrics()
+        self.progress = Progress("precompute", "tars", total)
+
+    def __enter__(self) -> "Ledger":
+        self.progress.__enter__()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.progress.__exit__(kind, error, tb)
+
+    @property
+    def left(self) -> int:
+        """Tars that were neither done nor given up, where the job was told to leave."""
+        return self.total - self.done - len(self.failed)
+
+    def record(self, event: Done[Receipt] | Failed | News | UnderWay) -> None:
+        """Enter what the fleet says."""
+        match event:
+            case Done(result=receipt):
+                self.done += 1
+                self.samples_in += receipt.samples_in
+                self.encoded += receipt.encoded
+                self.metrics.tar_done(receipt)
+                self._show()
+            case Failed(key=tar, which=which, failure=failure, again=again):
+                self.metrics.failed_attempts.inc(1)
+                self.progress.say(f"tar {tar}: {which}: {failure.text}")
+                if not again:
+                    self.failed[tar] = failure.line
+                    self.metrics.tars.inc(1, {"outcome": "failed"})
+                    self._show()
+            case News(text=text):
+                self.progress.say(text)
+            case UnderWay(attempts=attempts, reported=samples):
+                self.under_way = event
+                self.metrics.running.set(attempts)
+                self.metrics.under_way.set(samples)
+                if self.progress.is_due:
+                    self._show()
+
+    def _show(self) -> None:
+        figures = self.figures(max(time.monotonic() - self.started, 1e-9))
+        for gauge, name in ((self.metrics.rate, "images_per_second"), (self.metrics.eta, "eta_seconds")):
+            if (value := figures[name]) is not None:
+                gauge.set(value)
+        text = "{images_per_second} img/s  {accepted} accepted  {rejected} rejected".format(**figures)
+        self.progress.show(self.done + len(self.failed), text, figures)
+
+    def figures(self, seconds: float) -> dict[str, int | float | None]:
+        """All of it after `seconds`. Tars under way count for the share of a mean tar that they have taken in."""
+        mean = self.samples_in / self.done if self.done else 0
+        under_way, running = self.under_way.reported, self.under_way.attempts
+        finished = self.done + len(self.failed) + (min(under_way / mean, running) if mean else 0)
+        return {
+            "shards_done": self.done,
+            "shards_failed": len(self.failed),
+            "shards_in_flight": running,
+            "shards": self.total,
+            "accepted": self.encoded,
+            "rejected": self.samples_in - self.encoded,
+            "under_way": under_way,
+            "images_per_second": round((self.samples_in + under_way) / seconds, 1),
+            "eta_seconds": round(seconds / finished * max(0.0, self.total - finished)) if finished else None,
+        }
+
+
+class Metrics:
+    """The job's figures for Prometheus, which every node's metrics endpoint serves under `ray_latentmill_…`."""
+
+    def __init__(self) -> None:
+        self.images_in = Counter("latentmill_images_in", "Samples of committed tars")
+        self.accepted = Counter("latentmill_images_accepted", "Of these, in at least one bucket")
+        self.rejected = Counter("latentmill_images_rejected", "Of these, in no bucket", ("reason",))
+        self.tars = Counter("latentmill_shards", "Tars that are done with", ("outcome",))
+        self.failed_attempts = Counter("latentmill_failed_attempts", "Attempts at tars that failed")
+        self.seconds = Counter("latentmill_encoding_seconds", "Wall-clock seconds of workers on committed tars")
+        self.running = Gauge("latentmill_shards_in_flight", "Tars handed to Ray")
+        self.under_way = Gauge("latentmill_images_under_way", "Samples taken in of tars that are not committed")
+        self.rate = Gauge("latentmill_images_per_second", "Samples taken in, over the job's time so far")
+        self.eta = Gauge("latentmill_eta_seconds", "Until the job ends, at its rate so far; absent before there is one")
+
+    def tar_done(self, receipt: Receipt) -> None:
+        """Count what a receipt accounts for."""
+        # Ray refuses to add nothing
+        for counter, value in (
+            (self.images_in, receipt.samples_in),
+            (self.accepted, receipt.encoded),
+            (self.seconds, receipt.seconds),
+        ):
+            if value:
+                counter.inc(value)
+        for reason, count in receipt.rejected.items():
+            self.rejected.inc(count, {"reason": reason})
+        self.tars.inc(1, {"outcome": "done"})
