@@ -30,7 +30,7 @@ from bench.kit.common import command, matmul_tflops, section, table
 from examples.shapes.models import MODELS
 from plan.measured import BenchFile, Measurement
 from precompute.encode.encoders import ImageEncoder, TextEncoder
-from precompute.encode.shard import batch_size_of
+from precompute.encode.towers import batch_size_of
 from shards.format.buckets import Bucket
 
 CONFIGS = Path(__file__).parents[1] / "configs"

@@ -1,6 +1,6 @@
 """What a stage 1 worker adds to decoding, and whether it keeps its encoders busy: `python -m bench.worker`.
 
-The worker is `encode_shard` itself, on tars of JPEGs, into 256 and 512 px buckets with Stable Diffusion 2's shapes. Its
+The worker is `encode_tar` itself, on tars of JPEGs, into 256 and 512 px buckets with Stable Diffusion 2's shapes. Its
 encoders are stand-ins: one costs nothing, the other works like a GPU, in its own time beside the worker's threads, and
 takes a fixed time per picture. No GPU is needed, and no weights.
 """
@@ -24,10 +24,12 @@ import torch
 
 from bench.kit.common import section, status_mb, table, timed_in_turn
 from bench.pixels import make_corpus
-from precompute.config import PrecomputeConfig
+from precompute.config import PrecomputeConfig, make_recipe
 from precompute.encode.encoders import EncodedCaption
-from precompute.encode.shard import encode_shard, warm_up
-from precompute.input.tars import InputShard, Tar, list_shards
+from precompute.encode.memory import warm_up
+from precompute.encode.tar import encode_tar
+from precompute.encode.towers import Towers
+from precompute.input.tars import InputTar, Tar, list_tars
 from precompute.pixels.decode import decode
 from shards.format.encoding import EncodingRecord, ImageEncoding, TextEncoding, Weights
 from shards.open import open_store
@@ -59,6 +61,7 @@ class FreeImageEncoder:
 
     def __init__(self) -> None:
         self.zeros = Zeros()
+        self.device = torch.device("cpu")
 
     def start(self, pictures: list[np.ndarray], batch_size: int) -> Callable[[], torch.Tensor]:
         """(N, 8, h, w) zeros."""
@@ -88,13 +91,13 @@ class SleepingImageEncoder(FreeImageEncoder):
     def __init__(self, seconds_per_picture: float):
         super().__init__()
         self.seconds_per_picture = seconds_per_picture
-        self.device = ThreadPoolExecutor(1)
+        self.one_at_a_time = ThreadPoolExecutor(1)
         self.busy = 0.0
 
     def start(self, pictures: list[np.ndarray], batch_size: int) -> Callable[[], torch.Tensor]:
         """Queue the batch; the function returned waits for its zeros."""
         zeros = super().start(pictures, batch_size)
-        done = self.device.submit(self._sleep, len(pictures) * self.seconds_per_picture)
+        done = self.one_at_a_time.submit(self._sleep, len(pictures) * self.seconds_per_picture)
 
         def wait() -> torch.Tensor:
             done.result()
@@ -135,7 +138,7 @@ def sd2_record() -> EncodingRecord:
     )
 
 
-def make_tars(folder: Path, num_shards: int, num_images: int, pictures: list[bytes]) -> list[InputShard]:
+def make_tars(folder: Path, num_shards: int, num_images: int, pictures: list[bytes]) -> list[InputTar]:
     """Tars as img2dataset writes them, of `pictures` that come round again."""
     folder.mkdir(parents=True, exist_ok=True)
     for shard in range(num_shards):
@@ -151,7 +154,7 @@ def make_tars(folder: Path, num_shards: int, num_images: int, pictures: list[byt
                     tar.addfile(member, io.BytesIO(data))
         counts = {"count": num_images, "successes": num_images}
         (folder / f"{shard:05d}_stats.json").write_text(json.dumps(counts))
-    return list_shards(str(folder))
+    return list_tars(str(folder))
 
 
 def worker_config(tars: Path, output: Path, threads: int) -> PrecomputeConfig:
@@ -165,17 +168,19 @@ def worker_config(tars: Path, output: Path, threads: int) -> PrecomputeConfig:
     )
 
 
-def encode(shards: Iterable[InputShard], config: PrecomputeConfig, image_encoder: FreeImageEncoder) -> None:
-    """What a worker does, one shard after the other, into a root of its own."""
-    create_root(open_store(config.output), sd2_record())
+def encode(shards: Iterable[InputTar], config: PrecomputeConfig, image_encoder: FreeImageEncoder) -> None:
+    """What a worker does, one tar after the other, into a root of its own."""
+    store, recipe = open_store(config.output), make_recipe(config, sd2_record())
+    create_root(store, recipe.encoding)
+    towers = Towers(image_encoder, FreeTextEncoder(), config.workers.batch_size)  # type: ignore[arg-type]
     for shard in shards:
-        encode_shard(shard, config, sd2_record(), image_encoder, FreeTextEncoder())  # type: ignore[arg-type]
+        encode_tar(shard, recipe, store, towers)
 
 
 def bare_pixels(members: list[bytes], config: PrecomputeConfig) -> int:
     """Decode the same pictures with as many threads, and do nothing else; returns how many came out."""
     with ThreadPoolExecutor(config.workers.decode_threads) as pool:
-        pictures = pool.map(lambda data: decode(data, config.bucket_list, config.pixels, config.limits), members)
+        pictures = pool.map(lambda data: decode(data, config.to_fill.all, config.pixels, config.limits), members)
         return sum(len(picture.pixels) for picture in pictures)
 
 
@@ -207,7 +212,7 @@ def fresh_config(options: Options, name: str) -> PrecomputeConfig:
 def overhead(options: Options, number: int) -> list[float]:
     """Rounds of (bare seconds, worker's seconds, bare CPU seconds, worker's CPU seconds), in one flat list."""
     torch.set_num_threads(1)
-    shard = list_shards(str(options.folder / "tars"))[0]
+    shard = list_tars(str(options.folder / "tars"))[0]
     config = worker_config(options.folder / "tars", options.folder / "free", options.threads)
     roots = iter([fresh_config(options, f"free{number}") for number in range(options.rounds + 1)])  # removed at the end
     path = options.folder / "tars" / f"{shard.name}.tar"
@@ -234,7 +239,7 @@ def busy(options: Options, number: int) -> list[float]:
     """Share of the time that the sleeping encoder worked: in each of three shards, and from the first to the last."""
     torch.set_num_threads(1)
     config, encoder = fresh_config(options, f"busy{number}"), SleepingImageEncoder(options.seconds_per_picture)
-    shards, shares = list_shards(config.input)[:3], []
+    shards, shares = list_tars(config.input)[:3], []
     warm_up()  # as a worker does when it loads its encoders
     start = time.perf_counter()
     for shard in shards:
@@ -248,7 +253,7 @@ def one_of_two(options: Options, number: int) -> list[float]:
     """Encode every other shard from `number` on, or shard after shard where it is negative; when it began and ended."""
     torch.set_num_threads(1)
     config, encoder = fresh_config(options, f"two{number}"), SleepingImageEncoder(options.seconds_per_picture)
-    shards = list_shards(config.input)[:2]
+    shards = list_tars(config.input)[:2]
     warm_up()
     start = time.time()
     encode(shards if number < 0 else shards[number : number + 1], config, encoder)
@@ -268,7 +273,7 @@ def memory(options: Options, number: int) -> list[float]:
     torch.set_num_threads(1)
     warm_up()
     config, resident = fresh_config(options, "memory"), []
-    for _, shard in zip(range(options.shards), cycle(list_shards(config.input)), strict=False):
+    for _, shard in zip(range(options.shards), cycle(list_tars(config.input)), strict=False):
         encode([shard], config, FreeImageEncoder())
         resident.append(status_mb("VmRSS"))
         shutil.rmtree(config.output)
@@ -323,7 +328,7 @@ def report(options: Options) -> str:
         f"Shards of {options.images} JPEGs, where nothing else is said those of the pixel path's benchmark, into "
         f"{' and '.join(BUCKETS)}, with Stable Diffusion 2's shapes. The sleeping encoder takes "
         f"{options.seconds_per_picture * 1e3:g} ms for each picture of each bucket. A worker is a process that calls "
-        f"`encode_shard`. MB resident after every tenth shard: {listed}.",
+        f"`encode_tar`. MB resident after every tenth shard: {listed}.",
     )
 
 

@@ -14,8 +14,8 @@ import argparse
 import sys
 
 from precompute.cluster.ray_cluster import start_ray
-from precompute.config import PrecomputeConfig, describe_encoding, with_absolute_paths
-from precompute.input.tars import choose_tars, list_shards, say_what_is_unchecked
+from precompute.config import PrecomputeConfig, describe_encoding, make_recipe, with_absolute_paths
+from precompute.input.tars import choose_tars, list_tars, say_what_is_unchecked
 from precompute.job import Ledger, not_committed, run_job
 from shards.base.config import load_config
 from shards.base.errors import Preempted, WorkError, exit_code_of
@@ -26,27 +26,28 @@ from shards.root.shared import check_root, check_rules, create_root
 
 
 def run(arguments: list[str]) -> None:
-    """Stage 1 for the shards asked for."""
+    """Stage 1 for the tars asked for."""
     parser = argparse.ArgumentParser(prog="precompute", add_help=False, allow_abbrev=False)
     parser.add_argument("--config")
     options, overrides = parser.parse_known_args(arguments)
     config = with_absolute_paths(load_config(PrecomputeConfig, options.config, overrides, "precompute", __doc__))
 
     # all that can be wrong with the request is found before anything is written
-    tars = choose_tars(config.shards, list_shards(config.input))
+    tars = choose_tars(config.shards, list_tars(config.input))
     encoding = describe_encoding(config)
     store = open_store(config.output)
     check_root(store, encoding)
-    check_rules(store, config.rules)
+    check_rules(store, config.to_fill.rules)
 
-    waiting = not_committed(tars, config.bucket_list, store)
+    waiting = not_committed(tars, config.to_fill.all, store)
     if waiting:
         say_what_is_unchecked(config.input, waiting)
         start_ray(config.workers)
 
     create_root(store, encoding)
     try:
-        ledger = run_job(waiting, config, encoding) if waiting else Ledger(0)
+        recipe = make_recipe(config, encoding)
+        ledger = run_job(waiting, recipe, config.output, config.workers) if waiting else Ledger(0)
     finally:  # what is committed can be read, however the job ended
         sweep_attempts(store, config.workers.scratch)
         samples = write_indexes(store)

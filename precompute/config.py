@@ -1,87 +1,30 @@
-"""The config of stage 1, and the encoding record that follows from it."""
+"""The config of stage 1, put together from its rooms' own, and what follows from it: encoding record and recipe."""
 
 import json
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
 from precompute.cluster.fleet import FleetConfig
-from precompute.input.captions import JSON_PREFIX
-from precompute.input.tars import TarPolicy
+from precompute.encode.encoders import Precision, TextConfig
+from precompute.encode.recipe import Recipe, WorkerConfig
+from precompute.input.captions import check_caption_fields
+from precompute.input.tars import TarsConfig
+from precompute.pixels.buckets import AspectConfig, Buckets
 from precompute.pixels.decode import LimitsConfig, PixelsConfig
 from shards.base.config import Config
 from shards.base.errors import RequestError
 from shards.base.store import Place
-from shards.format.buckets import AspectTable, Bucket, bucket_rules
+from shards.format.buckets import Bucket
 from shards.format.encoding import EncodingRecord, ImageEncoding, TextEncoding
 from shards.format.models import hash_weights, model_folder, read_model_config
-from shards.format.text import TextStorage
 
 TOKENIZER_MUST_HAVE = ("tokenizer_config.json", "vocab.json", "merges.txt")
 
 
-class TextConfig(Config):
-    """How text latents are stored."""
-
-    storage: TextStorage = "float16"
-    """`float16` is exact; `float8` halves the bytes at 2.6 % relative error."""
-    trim: bool = False
-    """Store the real tokens alone; the U-Net then gets a cross-attention mask."""
-
-
-class AspectConfig(Config):
-    """Buckets of other shapes than those in `buckets`: of each base, a picture goes to the one of the nearest ratio."""
-
-    bases: list[int] = Field([])
-    """Sides of the squares whose areas the buckets have, about; `[512]` is a table, `[]` is none."""
-    step: int = Field(64, ge=1)
-    """Their sides are multiples of this."""
-    max_ratio: float = Field(2.0, ge=1)
-    """Of the longer side to the shorter."""
-
-    @property
-    def tables(self) -> list[AspectTable]:
-        """A table for each base."""
-        return [AspectTable(base, self.step, self.max_ratio) for base in sorted(self.bases)]
-
-    @model_validator(mode="after")
-    def _check(self) -> "AspectConfig":
-        if len(set(self.bases)) != len(self.bases):
-            raise ValueError("a base is named twice")
-        for base in self.bases:
-            if base <= 0 or base % self.step:
-                raise ValueError(f"base {base} is not a multiple of step {self.step}")
-        bucket_rules([], self.tables)
-        return self
-
-
-class WorkersConfig(FleetConfig):
-    """What one worker takes. Ray runs as many as the cluster holds."""
-
-    decode_threads: int = Field(8, ge=1)
-    """Threads that decode pictures, in each worker."""
-    batch_size: int = Field(64, ge=1)
-    """Pictures of up to 512x512 that are encoded together; the last batch of a tar is smaller."""
-    compile: bool = False
-    """Compile both encoders with torch.compile: a minute for each bucket when a worker starts, then faster on a GPU.
-    It changes latents by rounding alone, as the kind of GPU does, so it is in the receipts and not in encoding.json."""
-    scratch: Path | None = None
-    """Local folder of attempts at tars, each as large as its latents, where `output` is an address; the system's
-    temporary folder if not given."""
-    isolate_from: int = Field(2, ge=1)
-    """Attempt from which pictures are decoded in child processes, so that one that kills its decoder is found and
-    rejected as `decoder_crash`; 1: always."""
-
-
-class TarsConfig(Config):
-    """What is done with tars that are damaged."""
-
-    policy: TarPolicy = "reject"
-    """`reject` fails the shard of a tar that lost anything; `salvage` takes the sound samples, and records the loss."""
-    check_sha256: bool = False
-    """Hold each picture against the `sha256` of its JSON, where there is one: for tars that keep the bytes as served,
-    as `make download` has it, not for ones whose pictures img2dataset encoded again."""
+class WorkersConfig(FleetConfig, WorkerConfig):
+    """What one worker takes, and how it goes about its work. Ray runs as many as the cluster holds."""
 
 
 class PrecomputeConfig(Config):
@@ -107,7 +50,7 @@ class PrecomputeConfig(Config):
     captions: list[str] = Field(["txt"], min_length=1)
     """Where a sample's captions are: `txt`, its member of that name, or `json:FIELD` of its JSON. Of several, each is
     stored, and the trainer draws one afresh each time."""
-    precision: Literal["float32", "float16", "bfloat16"] = "float16"
+    precision: Precision = "float16"
     """Autocast type of both encoders. A sample that overflows is encoded again in float32."""
     text: TextConfig = TextConfig()
     pixels: PixelsConfig = PixelsConfig()
@@ -126,27 +69,13 @@ class PrecomputeConfig(Config):
     @field_validator("captions")
     @classmethod
     def _parse_captions(cls, fields: list[str]) -> list[str]:
-        for field in fields:
-            if field != "txt" and not (field.startswith(JSON_PREFIX) and len(field) > len(JSON_PREFIX)):
-                raise ValueError(f"{field!r} names no caption; give txt or json:FIELD, such as json:blip_caption")
-        if len(set(fields)) != len(fields):
-            raise ValueError("a caption is named twice")
+        check_caption_fields(fields)
         return fields
 
     @property
-    def covering(self) -> list[Bucket]:
-        """`buckets`: each holds every picture that covers it."""
-        return [Bucket.parse(name) for name in self.buckets]
-
-    @property
-    def rules(self) -> dict[Bucket, str]:
-        """Every bucket → which pictures it holds."""
-        return bucket_rules(self.covering, self.aspect.tables)
-
-    @property
-    def bucket_list(self) -> list[Bucket]:
-        """Every bucket, those of `aspect` too, smallest first."""
-        return sorted(self.rules)
+    def to_fill(self) -> Buckets:
+        """Every bucket, those of `aspect` too."""
+        return Buckets(tuple(Bucket.parse(name) for name in self.buckets), self.aspect.tables)
 
 
 def with_absolute_paths(config: PrecomputeConfig) -> PrecomputeConfig:
@@ -202,12 +131,17 @@ def describe_encoding(config: PrecomputeConfig) -> EncodingRecord:
         ),
         compute_dtype=config.precision,
     )
-    for bucket in config.bucket_list:
+    for bucket in config.to_fill.all:
         try:
             bucket.latent_hw(downsampling)
         except ValueError as error:
             raise RequestError(f"{error}. Choose sides, or aspect.step, in steps of {downsampling}.") from None
     return record
+
+
+def make_recipe(config: PrecomputeConfig, encoding: EncodingRecord) -> Recipe:
+    """What a worker needs to know of a run."""
+    return Recipe(encoding, config.to_fill, config.pixels, config.limits, config.tars, config.workers)
 
 
 def _check_tokenizer(folder: Path, length: int) -> None:

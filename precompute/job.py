@@ -3,36 +3,37 @@
 import time
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from types import TracebackType
 
 from ray.util.metrics import Counter, Gauge
 
-from precompute.cluster.fleet import Done, Failed, Fleet, News, UnderWay
+from precompute.cluster.fleet import Done, Failed, Fleet, FleetConfig, News, UnderWay
 from precompute.cluster.progress import Progress
-from precompute.config import PrecomputeConfig
+from precompute.encode.recipe import Recipe
 from precompute.encode.worker import encode_on_worker
-from precompute.input.tars import InputShard
+from precompute.input.tars import InputTar
 from shards.base.store import Store
-from shards.format.encoding import EncodingRecord
 from shards.format.receipts import Receipt, load_receipts
 
 
-def run_job(tars: Sequence[InputShard], config: PrecomputeConfig, encoding: EncodingRecord) -> "Ledger":
-    """Encode `tars` on the cluster that `start_ray` joined or started, until each is done or has failed.
+def run_job(tars: Sequence[InputTar], recipe: Recipe, output: Path | str, workers: FleetConfig) -> "Ledger":
+    """Encode `tars` into the root at `output`, on Ray, which was started, until each is done or has failed.
 
     On SIGTERM, SIGUSR1 or SIGINT it abandons the attempts that are under way, and returns.
 
     Raises:
         WorkError: no node of the cluster could take a worker for `workers.wait_for_resources` seconds.
     """
-    work = partial(encode_on_worker, config=config, encoding=encoding)
+    device = "cuda" if workers.num_gpus else "cpu"
+    work = partial(encode_on_worker, recipe=recipe, output=output, device=device, num_cpus=workers.num_cpus)
     with Ledger(len(tars)) as ledger:
-        for event in Fleet(config.workers, work, ((tar.name, tar) for tar in tars)):
+        for event in Fleet(workers, work, ((tar.name, tar) for tar in tars)):
             ledger.record(event)
     return ledger
 
 
-def not_committed(tars: Sequence[InputShard], buckets: Sequence[object], store: Store) -> list[InputShard]:
+def not_committed(tars: Sequence[InputTar], buckets: Sequence[object], store: Store) -> list[InputTar]:
     """Those whose receipt has not every one of `buckets`."""
     wanted = set(map(str, buckets))
     receipts = load_receipts(store, [tar.name for tar in tars])

@@ -2,18 +2,21 @@
 
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import fsspec
 import pytest
 import torch
 from moto.server import ThreadedMotoServer
 
-from precompute.config import PrecomputeConfig, describe_encoding
+from precompute.config import PrecomputeConfig, describe_encoding, make_recipe
 from precompute.encode.encoders import ImageEncoder, TextEncoder
-from precompute.encode.shard import encode_shard
-from precompute.input.tars import list_shards
+from precompute.encode.recipe import Decode
+from precompute.encode.tar import encode_tar
+from precompute.encode.towers import Towers
+from precompute.input.tars import list_tars
+from precompute.pixels.decode import decode as decode_picture
 from shards.open import open_store
 from shards.root.index import write_indexes
 from shards.root.shared import create_root
@@ -102,17 +105,24 @@ def folder_of(config: PrecomputeConfig) -> Path:
     return config.output
 
 
-def encode_all(config: PrecomputeConfig, models: Path, **attempt: Any) -> None:
-    """Stage 1 in this process, without Ray; `attempt` goes to `encode_shard`."""
-    as_in_a_fresh_process()
-    encoding = describe_encoding(config)
-    create_root(open_store(config.output), encoding)
+def make_towers(config: PrecomputeConfig, models: Path) -> Towers:
+    """The encoders below `models`, on the CPU."""
     cpu = torch.device("cpu")
     image_encoder = ImageEncoder(models / "vae", cpu, config.precision, config.posterior)
     text_encoder = TextEncoder(models / "text_encoder", models / "tokenizer", cpu, config.precision)
-    for shard in list_shards(config.input):
-        encode_shard(shard, config, encoding, image_encoder, text_encoder, **attempt)
-    write_indexes(open_store(config.output))
+    return Towers(image_encoder, text_encoder, config.workers.batch_size)
+
+
+def encode_all(config: PrecomputeConfig, models: Path, attempt: int = 1, decode: Decode = decode_picture) -> None:
+    """Stage 1 in this process, without Ray."""
+    as_in_a_fresh_process()
+    encoding, store = describe_encoding(config), open_store(config.output)
+    create_root(store, encoding)
+    recipe = replace(make_recipe(config, encoding), decode=decode)
+    towers = make_towers(config, models)
+    for tar in list_tars(config.input):
+        encode_tar(tar, recipe, store, towers, attempt)
+    write_indexes(store)
 
 
 @pytest.fixture(scope="session")

@@ -17,10 +17,11 @@ from bench.kit.common import table
 from examples.shapes.captions import write_caption
 from examples.shapes.models import MODELS
 from examples.shapes.scenes import draw_scene, sample_scene
-from precompute.config import PrecomputeConfig, describe_encoding
+from precompute.config import PrecomputeConfig, describe_encoding, make_recipe
 from precompute.encode.encoders import ImageEncoder, TextEncoder
-from precompute.encode.shard import encode_shard
-from precompute.input.tars import list_shards
+from precompute.encode.tar import encode_tar
+from precompute.encode.towers import Towers
+from precompute.input.tars import list_tars
 from shards.format.encoding import EncodingRecord
 from shards.format.text import TextStorage
 from shards.open import open_store
@@ -86,14 +87,16 @@ def encode_root(tars: Path, root: Path, storage: TextStorage, trim: bool) -> Non
         workers={"num_gpus": 0, "num_cpus": 1, "decode_threads": 1},
     )
     encoding, cpu = describe_encoding(config), torch.device("cpu")
-    create_root(open_store(root), encoding)
-    encoders = (
+    store = open_store(root)
+    create_root(store, encoding)
+    towers = Towers(
         ImageEncoder(MODELS / "vae", cpu, "float32", "moments"),
         TextEncoder(MODELS / "text_encoder", MODELS / "tokenizer", cpu, "float32"),
+        config.workers.batch_size,
     )
-    for shard in list_shards(config.input):
-        encode_shard(shard, config, encoding, *encoders)
-    write_indexes(open_store(root))
+    for tar in list_tars(config.input):
+        encode_tar(tar, make_recipe(config, encoding), store, towers)
+    write_indexes(store)
 
 
 def train_config(folder: Path, root: Path, steps: int, seed: int) -> TrainConfig:

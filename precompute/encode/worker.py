@@ -4,14 +4,17 @@ import functools
 import os
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
-from precompute.config import PrecomputeConfig
 from precompute.encode.encoders import ImageEncoder, TextEncoder
+from precompute.encode.memory import warm_up
 from precompute.encode.overlap import Stuck
-from precompute.encode.shard import encode_shard, warm_up
-from precompute.input.tars import InputShard
+from precompute.encode.recipe import Recipe
+from precompute.encode.tar import encode_tar
+from precompute.encode.towers import Towers
+from precompute.input.tars import InputTar
 from shards.base.errors import RequestError, WorkError
 from shards.base.store import Store
 from shards.format.encoding import EncodingRecord
@@ -21,24 +24,26 @@ from shards.open import open_store
 
 
 def encode_on_worker(
-    tar: InputShard,
+    tar: InputTar,
     attempt: int,
     report: Callable[[int], None],
-    config: PrecomputeConfig,
-    encoding: EncodingRecord,
+    recipe: Recipe,
+    output: Path | str,
+    device: str,
+    num_cpus: float,
 ) -> Receipt:
-    """One attempt at one tar; `report` hears how many samples were taken in.
+    """One attempt at one tar, into the root at `output`; `report` hears how many samples were taken in.
 
     Raises:
         WorkError: this node does not see the latents root that the job made, or has other models.
     """
-    device = torch.device("cuda" if config.workers.num_gpus else "cpu")
     # encoders on the CPU share its cores; beside a GPU, torch scales pictures in the decoding threads, one core each
-    torch.set_num_threads(1 if device.type == "cuda" else max(1, int(config.workers.num_cpus)))
-    check_shared_root(open_store(config.output), encoding)
-    image_encoder, text_encoder = load_encoders(encoding, device, config.workers.compile)
+    torch.set_num_threads(1 if device == "cuda" else max(1, int(num_cpus)))
+    store = open_store(output)
+    check_shared_root(store, recipe.encoding)
+    towers = Towers(*load_encoders(recipe.encoding, device, recipe.worker.compile), recipe.worker.batch_size)
     try:
-        return encode_shard(tar, config, encoding, image_encoder, text_encoder, attempt, report)
+        return encode_tar(tar, recipe, store, towers, attempt, report)
     except RuntimeError as error:
         if "CUDA error" not in str(error) and not isinstance(error, Stuck):
             raise
@@ -65,7 +70,7 @@ def check_shared_root(store: Store, encoding: EncodingRecord) -> None:
 
 
 @functools.lru_cache(maxsize=1)
-def load_encoders(encoding: EncodingRecord, device: torch.device, compiled: bool) -> tuple[ImageEncoder, TextEncoder]:
+def load_encoders(encoding: EncodingRecord, device: str, compiled: bool) -> tuple[ImageEncoder, TextEncoder]:
     """The models that `encoding` names, on `device`; kept for the next call.
 
     Raises:
@@ -80,7 +85,8 @@ def load_encoders(encoding: EncodingRecord, device: torch.device, compiled: bool
             )
     vae, text_encoder, tokenizer = folders
     precision = encoding.compute_dtype
-    image_encoder = ImageEncoder(vae, device, precision, encoding.image.posterior, compiled)
-    encoders = image_encoder, TextEncoder(text_encoder, tokenizer, device, precision, compiled)
+    on = torch.device(device)
+    image_encoder = ImageEncoder(vae, on, precision, encoding.image.posterior, compiled)
+    encoders = image_encoder, TextEncoder(text_encoder, tokenizer, on, precision, compiled)
     warm_up()
     return encoders

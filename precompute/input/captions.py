@@ -32,6 +32,19 @@ class CleanCaption:
     """Which of `shards.format.tables.MENDED` it took: `invalid_utf8`, `control_characters`, `too_long`."""
 
 
+def check_caption_fields(fields: Sequence[str]) -> None:
+    """See that each of `fields` is `txt` or `json:NAME`, and none comes twice.
+
+    Raises:
+        ValueError: which one is not.
+    """
+    for field in fields:
+        if field != "txt" and not (field.startswith(JSON_PREFIX) and len(field) > len(JSON_PREFIX)):
+            raise ValueError(f"{field!r} names no caption; give txt or json:FIELD, such as json:blip_caption")
+    if len(set(fields)) != len(fields):
+        raise ValueError("a caption is named twice")
+
+
 def read_captions(raw: RawSample, fields: Sequence[str], max_characters: int) -> list[CleanCaption | None]:
     """A sample's captions, one for each of `fields`: `txt`, or `json:NAME` of its metadata; None where it has none.
 

@@ -1,4 +1,4 @@
-"""One input shard: an uncompressed webdataset tar, its members grouped into samples, and proof that it is whole.
+"""One tar: an uncompressed webdataset tar, its members grouped into samples, and proof that it is whole.
 
 Nothing in the tar format tells a shortened archive from a short one: a flipped bit in a header, or a cut at one, ends
 the listing without an error. So the headers are read first, all of them (`layout.py`), and the samples must
@@ -24,6 +24,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from precompute.input.layout import IMAGE_SUFFIXES, Member, read_layout
+from shards.base.config import Config
 from shards.base.errors import DamagedInput, RequestError, WorkError
 from shards.base.files import sha256_file
 
@@ -33,6 +34,20 @@ MAX_JSON_BYTES = 1 << 20
 """A larger one is passed over as a broken one is: parsed, it takes up to 30 times as much memory."""
 MAX_ROWS = 1_000_000
 """Of the parquet beside a tar: few bytes may say many rows."""
+
+
+TarRecord = dict[str, str | int | None]
+"""Which tar it was, for a receipt."""
+
+
+class TarsConfig(Config):
+    """What is done with tars that are damaged."""
+
+    policy: TarPolicy = "reject"
+    """`reject` fails a tar that lost anything; `salvage` takes the sound samples, and records the loss."""
+    check_sha256: bool = False
+    """Hold each picture against the `sha256` of its JSON, where there is one: for tars that keep the bytes as served,
+    as `make download` has it, not for ones whose pictures img2dataset encoded again."""
 
 
 @dataclass
@@ -50,14 +65,14 @@ class RawSample:
 
 
 @dataclass(frozen=True)
-class InputShard:
-    """A tar by the name of its shard, such as `00042`, and its address (a path or any fsspec URL)."""
+class InputTar:
+    """A tar by its name, such as `00042`, and its address (a path or any fsspec URL)."""
 
     name: str
     address: str
 
 
-def list_shards(folder: str) -> list[InputShard]:
+def list_tars(folder: str) -> list[InputTar]:
     """The tars directly in `folder` (a path or any fsspec URL), by name; hidden files are none.
 
     Raises:
@@ -71,24 +86,24 @@ def list_shards(folder: str) -> list[InputShard]:
         raise RequestError(f"The input {folder} cannot be listed: {error}.") from error
     if not found:
         raise RequestError(f"There is no tar in {folder}. Set `input` to the folder that `make download` wrote.")
-    return [InputShard(Path(name).stem, file_system.unstrip_protocol(name)) for name in found]
+    return [InputTar(Path(name).stem, file_system.unstrip_protocol(name)) for name in found]
 
 
-def say_what_is_unchecked(folder: str, shards: list[InputShard]) -> None:
+def say_what_is_unchecked(folder: str, tars: list[InputTar]) -> None:
     """One line for people, where tars of `folder` have no side file of img2dataset's beside them."""
     file_system, path = fsspec.core.url_to_fs(folder)
     beside = {Path(name).name for name in file_system.glob(f"{path.rstrip('/')}/*")}
-    alone = [s for s in shards if not beside & {f"{s.name}_stats.json", f"{s.name}.parquet"}]
+    alone = [tar for tar in tars if not beside & {f"{tar.name}_stats.json", f"{tar.name}.parquet"}]
     if alone:
         print(
-            f"{len(alone)} of {len(shards)} tars in {folder} have neither NNNNN_stats.json nor NNNNN.parquet beside "
+            f"{len(alone)} of {len(tars)} tars in {folder} have neither NNNNN_stats.json nor NNNNN.parquet beside "
             f"them, such as img2dataset writes. Damage that shows in a tar itself is found all the same, but not that "
             f"whole samples are gone from it: nothing says how many it held.",
             flush=True,
         )
 
 
-def choose_tars(wanted: str, available: list[InputShard]) -> list[InputShard]:
+def choose_tars(wanted: str, available: list[InputTar]) -> list[InputTar]:
     """`00042`, `00000-00099`, commas of both, or `all` → tars, in order, each once.
 
     Raises:
@@ -154,7 +169,7 @@ class Tar:
         self.bytes = path.stat().st_size
         layout = read_layout(path)
         if layout.damage and policy == "reject":
-            raise DamagedInput(f"{path} {layout.damage[0]}. Download this shard again.")
+            raise DamagedInput(f"{path} {layout.damage[0]}. Download this tar again.")
         self.policy = policy
         self.damage = layout.damage
         self.members = {key: members for key, members in layout.members.items() if key not in layout.lost}
@@ -166,7 +181,7 @@ class Tar:
         """Of the whole file."""
         return sha256_file(self.path)
 
-    def check(self, shard: InputShard, counted: Counted) -> None:
+    def check(self, tar: InputTar, counted: Counted) -> None:
         """Hold the samples against those that img2dataset counted; under `salvage`, take down which are missing.
 
         Raises:
@@ -188,8 +203,8 @@ class Tar:
             )
         if wrong and self.policy == "reject":
             raise DamagedInput(
-                f"{shard.address} {wrong[0]}. The tar is not the one that was written, or was damaged: "
-                f"download this shard again."
+                f"{tar.address} {wrong[0]}. The tar is not the one that was written, or was damaged: "
+                f"download this tar again."
             )
         self.damage += wrong
         self.members = {key: members for key, members in self.members.items() if key in listed}
@@ -198,7 +213,7 @@ class Tar:
         num_known = len(self.members) + len(self.lost)
         self.num_unnamed = max([num_known, *counted.counts.values()]) - num_known
         if self.damage and not self.members:
-            raise DamagedInput(f"{shard.address} {self.damage[0]}; nothing sound is left of it. Download it again.")
+            raise DamagedInput(f"{tar.address} {self.damage[0]}; nothing sound is left of it. Download it again.")
 
     def samples(self) -> Iterator[RawSample]:
         """Samples in the order of their first members, and after them those that are lost, by key."""
@@ -210,13 +225,13 @@ class Tar:
                 yield sample
         yield from self.lost.values()
 
-    def record(self, address: str) -> dict[str, str | int | None]:
+    def record(self, address: str) -> TarRecord:
         """Which tar it was, for the receipt; of a damaged one also what was lost.
 
         `lost` samples are among the rejects, as `lost_in_tar`; `lost_unnamed` were counted, and nothing says which
         they were.
         """
-        record: dict[str, str | int | None] = {"address": address, "bytes": self.bytes, "sha256": self.sha256}
+        record: TarRecord = {"address": address, "bytes": self.bytes, "sha256": self.sha256}
         if self.damage:
             damage = "; ".join(self.damage[:MOST_NAMED]) + ("; …" if len(self.damage) > MOST_NAMED else "")
             record |= {"damage": damage, "lost": len(self.lost), "lost_unnamed": self.num_unnamed}
@@ -250,25 +265,25 @@ def is_as_served(sample: RawSample) -> bool:
     return not digest or sample.image is None or hashlib.sha256(sample.image).hexdigest() == digest
 
 
-def counted_samples(shard: InputShard) -> Counted:
+def counted_samples(tar: InputTar) -> Counted:
     """What img2dataset's side files, `NNNNN_stats.json` and `NNNNN.parquet`, say the tar holds.
 
     Raises:
         DamagedInput: one of them cannot be read.
     """
-    file_system, path = fsspec.core.url_to_fs(shard.address.removesuffix(".tar"))
+    file_system, path = fsspec.core.url_to_fs(tar.address.removesuffix(".tar"))
     counts: dict[str, int] = {}
     urls: dict[str, str] | None = None
     if file_system.exists(name := f"{path}_stats.json"):
         data = file_system.cat_file(name)
         with damaged(name):
-            counts[f"{shard.name}_stats.json"] = int(json.loads(data)["successes"])
+            counts[f"{tar.name}_stats.json"] = int(json.loads(data)["successes"])
     if file_system.exists(name := f"{path}.parquet"):
         data = file_system.cat_file(name)
         with damaged(name):
             rows = successes(data)
             urls = {str(row["key"]): row.get("url") or "" for row in rows}
-            counts[f"{shard.name}.parquet"] = len(rows)
+            counts[f"{tar.name}.parquet"] = len(rows)
     return Counted(counts, urls)
 
 
@@ -282,9 +297,7 @@ def damaged(name: str) -> Iterator[None]:
     try:
         yield
     except (ValueError, KeyError, TypeError, OSError, OverflowError, RecursionError, pa.ArrowException) as error:
-        raise DamagedInput(
-            f"{name} is damaged ({type(error).__name__}: {error}). Download this shard again."
-        ) from error
+        raise DamagedInput(f"{name} is damaged ({type(error).__name__}: {error}). Download this tar again.") from error
 
 
 def successes(data: bytes) -> list[dict[str, Any]]:

@@ -78,7 +78,7 @@ class LimitsConfig(Config):
     """A longer caption is cut here, before the tokenizer; in encoding.json, since it changes what is stored."""
     decode_seconds: int = Field(30, ge=1)
     """Processor time for one picture. A thread cannot be ended: where one takes ten times as long, by the clock, the
-    attempt at the shard is given up, and the next one decodes in child processes."""
+    attempt at the tar is given up, and the next one decodes in child processes."""
     decode_bytes: int = Field(8 << 30, ge=1 << 32)
     """Address space of a child process that decodes; torch takes 3 GB of it."""
 

@@ -1,4 +1,4 @@
-"""Calls in child processes: what kills a decoder, or never ends, costs its sample and not the shard.
+"""Calls in child processes: what kills a decoder, or never ends, costs its sample and not the tar.
 
 A child is started afresh by `python -m precompute.pixels.isolation`, never forked: it holds neither the parent's CUDA
 context nor its threads. Requests and replies are pickles over pipes of their own, which nothing else writes to. It ends

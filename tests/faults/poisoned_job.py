@@ -1,25 +1,25 @@
 """`python -m precompute` with a decoder that some pictures kill: `python -m tests.faults.poisoned_job ARGUMENTS`."""
 
-import functools
 import sys
+from dataclasses import replace
 from typing import Any
 
 import precompute.job
 from precompute.__main__ import main
+from precompute.cluster.ray_cluster import Report
+from precompute.encode.recipe import Recipe
+from precompute.encode.worker import encode_on_worker
+from precompute.input.tars import InputTar
 from shards.format.receipts import Receipt
+from tests.faults.decoders import poisoned
 
 
-def encode_with_poison(*arguments: Any, **named: Any) -> Receipt:
+def encode_with_poison(tar: InputTar, attempt: int, report: Report, recipe: Recipe, **options: Any) -> Receipt:
     """Runs in a Ray worker, to which it goes by value, as it is this script's own."""
-    import precompute.encode.shard
-    import precompute.encode.worker
-    from tests.faults.decoders import poisoned
-
-    precompute.encode.worker.encode_shard = functools.partial(precompute.encode.shard.encode_shard, decode=poisoned)
-    return precompute.encode.worker.encode_on_worker(*arguments, **named)
+    return encode_on_worker(tar, attempt, report, replace(recipe, decode=poisoned), **options)
 
 
 if __name__ == "__main__":
     assert sys.argv[0].endswith("poisoned_job.py")
-    precompute.job.encode_on_worker = encode_with_poison
+    setattr(precompute.job, "encode_on_worker", encode_with_poison)  # noqa: B010
     main()

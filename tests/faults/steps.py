@@ -21,10 +21,9 @@ from typing import Any
 import pyarrow.parquet as pq
 import torch
 
-from precompute.config import PrecomputeConfig, describe_encoding
-from precompute.encode.encoders import ImageEncoder, TextEncoder
-from precompute.encode.shard import encode_shard
-from precompute.input.tars import list_shards
+from precompute.config import PrecomputeConfig, describe_encoding, make_recipe
+from precompute.encode.tar import encode_tar
+from precompute.input.tars import list_tars
 from shards.base.errors import is_storage_error
 from shards.format.receipts import load_receipts
 from shards.open import open_store
@@ -32,6 +31,7 @@ from shards.root.commit import sweep_attempts
 from shards.root.index import write_indexes
 from shards.root.shared import create_root
 from shards.tools.verify import verify_root
+from tests.conftest import make_towers
 from tests.faults.world import Tally, World, make_world
 
 OK, STORAGE_ERROR, OTHER_ERROR = 0, 10, 11
@@ -122,12 +122,8 @@ class Encoding:
 
     def __init__(self, world: World):
         self.world = world
-        cpu = torch.device("cpu")
         torch.set_num_threads(1)
-        self.encoders = (
-            ImageEncoder(world.models / "vae", cpu, "float32", "moments"),
-            TextEncoder(world.models / "text_encoder", world.models / "tokenizer", cpu, "float32"),
-        )
+        self.towers = make_towers(world.config(Path("no root")), world.models)
 
     def run(self, root: Path, steps: Steps) -> int:
         """Stage 1 into `root`; its exit code, negative for a signal's number."""
@@ -154,12 +150,12 @@ class Encoding:
             os._exit(code)
 
     def _encode(self, config: PrecomputeConfig) -> None:
-        encoding = describe_encoding(config)
-        create_root(open_store(config.output), encoding)
-        for shard in list_shards(config.input):
-            encode_shard(shard, config, encoding, *self.encoders)
-        sweep_attempts(open_store(config.output))
-        write_indexes(open_store(config.output))
+        encoding, store = describe_encoding(config), open_store(config.output)
+        create_root(store, encoding)
+        for tar in list_tars(config.input):
+            encode_tar(tar, make_recipe(config, encoding), store, self.towers)
+        sweep_attempts(store)
+        write_indexes(store)
 
 
 def wait_for(child: int) -> int:

@@ -14,8 +14,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from precompute.config import PrecomputeConfig, TarsConfig
-from precompute.input.tars import InputShard, RawSample, Tar, counted_samples, list_shards
+from precompute.config import PrecomputeConfig
+from precompute.input.tars import InputTar, RawSample, Tar, TarsConfig, counted_samples, list_tars
 from shards.base.errors import DamagedInput
 from shards.format.receipts import Receipt, load_receipts
 from shards.open import open_store
@@ -122,7 +122,7 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str, list[int]]] = {
 
 def read(folder: Path, policy: str) -> tuple[Tar, list[RawSample]]:
     """The tar's samples, held against its side files."""
-    shard = list_shards(str(folder))[0]
+    shard = list_tars(str(folder))[0]
     tar = Tar(folder / "00000.tar", LIMIT, policy)  # type: ignore[arg-type]
     tar.check(shard, counted_samples(shard))
     return tar, list(tar.samples())
@@ -281,7 +281,7 @@ def test_a_bit_of_a_picture(models: Path, tmp_path: Path) -> None:
 
 def test_a_member_over_the_limit_costs_its_sample(tmp_path: Path) -> None:
     make_tar(tmp_path, "00000", [("a", {"jpg": b"x" * 2000, "txt": b"y"}), ("b", {"jpg": b"x", "txt": b"y"})])
-    shard = InputShard("00000", str(tmp_path / "00000.tar"))
+    shard = InputTar("00000", str(tmp_path / "00000.tar"))
     tar = Tar(tmp_path / "00000.tar", 1000)
     tar.check(shard, counted_samples(shard))
     assert [bool(sample.oversized) for sample in tar.samples()] == [True, False]

@@ -63,7 +63,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 def make_roots(folder: Path) -> None:
     """Stage 1 on small random models: one root of each way in which captions are stored."""
-    from precompute.input.tars import InputShard
+    from precompute.input.tars import InputTar
     from tests import conftest
     from tests.conftest import encode_all, precompute_config
     from tests.tiny import make_models, make_samples, make_tar
@@ -73,7 +73,7 @@ def make_roots(folder: Path) -> None:
     for shard in range(2):
         make_tar(Path("tars"), f"{shard:05d}", make_samples(shard, 16, [(80, 64), (200, 150), (140, 300), (40, 90)]))
     # an address as it was given, without this machine's folders
-    conftest.list_shards = lambda folder: [InputShard(tar.stem, str(tar)) for tar in sorted(Path(folder).glob("*.tar"))]
+    conftest.list_tars = lambda folder: [InputTar(tar.stem, str(tar)) for tar in sorted(Path(folder).glob("*.tar"))]
     storages: dict[str, dict[str, object]] = {
         "float16": {},
         "float8": {"text": {"storage": "float8"}},

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 
 from precompute.__main__ import run as command
-from precompute.input.tars import InputShard, choose_tars
+from precompute.input.tars import InputTar, choose_tars
 from precompute.job import Ledger
 from shards.base.errors import RequestError, exit_code_of
 from tests.roots import precompute_arguments, tree
 from tests.runs import run_module
 
-AVAILABLE = [InputShard(f"{i:05d}", f"/tars/{i:05d}.tar") for i in range(12)]
+AVAILABLE = [InputTar(f"{i:05d}", f"/tars/{i:05d}.tar") for i in range(12)]
 
 
 @pytest.mark.parametrize(

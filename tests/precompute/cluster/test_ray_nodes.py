@@ -17,8 +17,8 @@ import ray
 from ray.cluster_utils import Cluster
 
 from precompute.cluster.ray_cluster import NODE_ID, start_ray
-from precompute.config import describe_encoding
-from precompute.input.tars import list_shards
+from precompute.config import describe_encoding, make_recipe
+from precompute.input.tars import list_tars
 from precompute.job import Ledger, run_job
 from shards.base.errors import WorkError
 from shards.open import open_store
@@ -86,7 +86,11 @@ def test_a_late_node_gets_work_and_a_lost_one_loses_none(
     start_ray(config.workers)
 
     results: list[Ledger] = []
-    job = threading.Thread(target=lambda: results.append(run_job(list_shards(config.input), config, encoding)))
+    job = threading.Thread(
+        target=lambda: results.append(
+            run_job(list_tars(config.input), make_recipe(config, encoding), config.output, config.workers)
+        )
+    )
     job.start()
     said: list[str] = []
 
@@ -130,7 +134,7 @@ def test_a_job_that_no_node_can_take_ends(
     create_root(open_store(config.output), encoding)
     start_ray(config.workers)
     with pytest.raises(WorkError, match="none joined within 3 s"):
-        run_job(list_shards(config.input), config, encoding)
+        run_job(list_tars(config.input), make_recipe(config, encoding), config.output, config.workers)
     assert "No node of the cluster can take a worker of 1 GPUs and 1 CPUs" in capsys.readouterr().err
 
 

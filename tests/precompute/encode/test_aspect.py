@@ -124,7 +124,7 @@ def test_a_bucket_is_filled_by_one_rule(
 ) -> None:
     config = precompute_config(models, shapes, aspect_root, buckets=buckets, aspect=aspect)
     with pytest.raises(RequestError, match=message):
-        check_rules(open_store(config.output), config.rules)
+        check_rules(open_store(config.output), config.to_fill.rules)
     with pytest.raises(RequestError, match=message):  # by the command too, before anything starts
         words = precompute_arguments(models, shapes, aspect_root)
         words[words.index("--buckets") + 1] = json.dumps(buckets)
@@ -138,7 +138,7 @@ def test_what_may_be_added(aspect_root: Path, shapes: Path, models: Path) -> Non
         (["128x128"], {"bases": [128], "step": 32}),
     ):
         config = precompute_config(models, shapes, aspect_root, buckets=buckets, aspect=aspect)
-        check_rules(open_store(config.output), config.rules)
+        check_rules(open_store(config.output), config.to_fill.rules)
 
 
 @pytest.mark.parametrize(

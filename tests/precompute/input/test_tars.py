@@ -12,7 +12,7 @@ import pytest
 
 from precompute.input import tars
 from precompute.input.layout import Header
-from precompute.input.tars import InputShard, Tar, counted_samples, list_shards
+from precompute.input.tars import InputTar, Tar, counted_samples, list_tars
 from shards.base.errors import DamagedInput, RequestError
 from tests.tiny import make_samples, make_tar
 
@@ -37,7 +37,7 @@ def test_members_are_grouped_in_order(tar: Path) -> None:
 
 
 def test_counts_come_from_both_side_files(tar: Path) -> None:
-    shard = InputShard("00007", str(tar))
+    shard = InputTar("00007", str(tar))
     counted = counted_samples(shard)
     assert counted.counts == {"00007_stats.json": 6, "00007.parquet": 6}
     Tar(tar, LIMIT).check(shard, counted)
@@ -153,10 +153,10 @@ def test_broken_json_costs_the_metadata_alone(tmp_path: Path) -> None:
 
 
 def test_listing(tar: Path, tmp_path: Path) -> None:
-    assert [shard.name for shard in list_shards(str(tar.parent))] == ["00007"]
-    assert [shard.name for shard in list_shards(f"file://{tar.parent}")] == ["00007"]
+    assert [shard.name for shard in list_tars(str(tar.parent))] == ["00007"]
+    assert [shard.name for shard in list_tars(f"file://{tar.parent}")] == ["00007"]
     with pytest.raises(RequestError, match="There is no tar in"):
-        list_shards(str(tmp_path / "absent"))
+        list_tars(str(tmp_path / "absent"))
 
 
 def write_tar(path: Path, members: dict[str, bytes]) -> Path:
@@ -222,12 +222,12 @@ def test_a_huge_json_costs_the_metadata_alone(tmp_path: Path) -> None:
 def test_hidden_files_are_no_tars(tar: Path) -> None:
     for name in (".00008.tar", "._00007.tar"):
         (tar.parent / name).write_bytes(b"")
-    assert [shard.name for shard in list_shards(str(tar.parent))] == ["00007"]
+    assert [shard.name for shard in list_tars(str(tar.parent))] == ["00007"]
 
 
 def test_a_bit_of_a_side_file_is_damage_or_nothing(tar: Path) -> None:
     """Never an error that would be taken for the storage's, or for a bug."""
-    shard, random, refused = InputShard("00007", str(tar)), np.random.default_rng(0), 0
+    shard, random, refused = InputTar("00007", str(tar)), np.random.default_rng(0), 0
     for name in ("00007.parquet", "00007_stats.json"):
         path = tar.parent / name
         data = path.read_bytes()
@@ -249,10 +249,10 @@ def test_a_bit_of_a_side_file_is_damage_or_nothing(tar: Path) -> None:
 def test_odd_counts_are_damage(tar: Path, stats: str) -> None:
     (tar.parent / "00007_stats.json").write_text(stats)
     with pytest.raises(DamagedInput, match=r"00007_stats\.json is damaged"):
-        counted_samples(InputShard("00007", str(tar)))
+        counted_samples(InputTar("00007", str(tar)))
 
 
 def test_a_parquet_of_too_many_rows_is_not_read(tar: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tars, "MAX_ROWS", 5)
     with pytest.raises(DamagedInput, match="6 rows, where no more than 5 are read"):
-        counted_samples(InputShard("00007", str(tar)))
+        counted_samples(InputTar("00007", str(tar)))

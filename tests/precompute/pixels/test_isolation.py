@@ -110,7 +110,7 @@ def test_the_rest_of_a_poisoned_shard_survives_byte_for_byte(models: Path, tmp_p
         for name in ("one", "two")
     )
     encode_all(one, models)
-    encode_all(two, models, attempt_number=2, decode=poisoned)
+    encode_all(two, models, attempt=2, decode=poisoned)
     assert list(verify_root(open_store(two.output))) == []
     receipt = load_receipts(open_store(two.output))[0]
     assert receipt.rejected == {"decoder_crash": 3, "too_small": 3} and receipt.attempts == 2
@@ -127,7 +127,7 @@ def test_a_thread_that_does_not_end_is_not_waited_for(
     models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The attempt is over and its folder gone; the process is the caller's to end."""
-    monkeypatch.setattr("precompute.encode.shard.CLOCK_PER_PROCESSOR_SECOND", 0.2)
+    monkeypatch.setattr("precompute.encode.stages.CLOCK_PER_PROCESSOR_SECOND", 0.2)
     make_tar(tmp_path / "tars", "00000", [*make_samples(0, 3, SIZES), ("000009999", {"jpg": b"NAP", "txt": b"x"})])
     config = precompute_config(models, tmp_path / "tars", tmp_path / "root", limits={"decode_seconds": 1})
     with pytest.raises(Stuck, match=r"took more than 0\.2 s"):

@@ -107,7 +107,7 @@ def test_the_later_of_two_attempts_throws_its_work_away(models: Path, tars: Path
     inodes = {path: path.stat().st_ino for path in (root / "64x64").rglob("*") if path.is_file()}
     with pytest.MonkeyPatch.context() as patch:
         # as a job that looked before the other one's commit
-        patch.setattr("precompute.encode.shard.load_receipt", lambda root, shard: None)
+        patch.setattr("precompute.encode.tar.load_receipt", lambda root, shard: None)
         encode_all(precompute_config(models, tars, root), models)
     assert {path: path.stat().st_ino for path in inodes if path.name != "index.json"} == {
         path: inode for path, inode in inodes.items() if path.name != "index.json"

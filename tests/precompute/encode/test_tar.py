@@ -17,11 +17,11 @@ from diffusers import AutoencoderKL
 from PIL import Image
 from transformers import CLIPTextModel, CLIPTokenizer
 
-from precompute.config import TarsConfig, describe_encoding
+from precompute.config import describe_encoding, make_recipe
 from precompute.encode.encoders import ImageEncoder
-from precompute.encode.shard import decode_sample
-from precompute.input.reject import Reject
-from precompute.input.tars import RawSample, Tar
+from precompute.encode.samples import Rejected
+from precompute.encode.stages import decode_sample
+from precompute.input.tars import RawSample, Tar, TarsConfig
 from precompute.pixels.decode import decode
 from precompute.pixels.resample import place
 from shards.base.errors import RequestError, WorkError
@@ -252,10 +252,11 @@ def test_what_stays_non_finite_is_rejected(
 
 def test_a_member_with_any_bytes_for_a_name_can_be_rejected(models: Path, tars: Path, tmp_path: Path) -> None:
     raw = RawSample("00000", oversized=f"{os.fsdecode(bytes([0xFF]))}.jpg: 70000000 bytes")
-    decoded = decode_sample(raw, [], precompute_config(models, tars, tmp_path), decode)
-    assert isinstance(decoded.content, Reject)
-    assert (decoded.content.reason, str(decoded.content)) == ("too_many_bytes", "\ufffd.jpg: 70000000 bytes")
-    pa.array([str(decoded.content)])
+    config = precompute_config(models, tars, tmp_path)
+    found = decode_sample(raw, [], make_recipe(config, describe_encoding(config)), decode)
+    assert isinstance(found, Rejected)
+    assert (found.reject.reason, str(found.reject)) == ("too_many_bytes", "\ufffd.jpg: 70000000 bytes")
+    pa.array([str(found.reject)])
 
 
 def test_the_device_has_its_next_batch_before_the_last_one_is_written(

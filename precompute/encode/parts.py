@@ -1,0 +1,68 @@
+"""The parts that a tar is written to, one for each bucket, and which of its samples each holds or refuses."""
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from precompute.encode.overlap import threads
+from precompute.encode.samples import Decoded, Encoded, Rejected
+from precompute.input.reject import Reject
+from precompute.pixels.buckets import Buckets
+from shards.format.buckets import Bucket
+from shards.format.encoding import EncodingRecord
+from shards.format.receipts import FileRecord
+from shards.format.tables import TOO_SMALL
+from shards.root.writing import PartWriter, Sample
+
+NON_FINITE = Reject("non_finite", "encoded in float32 too")
+
+
+class Parts:
+    """Counts the samples that come in; every one is written to a part or refused by it, for each bucket."""
+
+    def __init__(self, folder: Path, encoding: EncodingRecord, fresh: list[Bucket], buckets: Buckets):
+        """`fresh`: those of the job's `buckets` that have no part of this tar yet."""
+        self.writers = {bucket: PartWriter(folder / str(bucket), encoding, bucket) for bucket in fresh}
+        self.nearest_only = buckets.nearest_only
+        self.samples_in = 0
+
+    def accept(self, samples: Iterable[Decoded | Rejected]) -> Iterator[Decoded]:
+        """Count every sample; pass on those with a picture."""
+        for sample in samples:
+            self.samples_in += 1
+            if isinstance(sample, Rejected):
+                for bucket in self.writers:
+                    self._refuse(bucket, sample.key, sample.url, sample.reject)
+            else:
+                yield sample
+
+    def leave_out(self, sample: Decoded, bucket: Bucket) -> None:
+        """Record that `bucket` does not get a sound picture: it is too small, or its ratio is another bucket's."""
+        about, table = sample.about, self.nearest_only.get(bucket)
+        if table and not sample.picture.corners.keys().isdisjoint(table.buckets):
+            self.writers[bucket].pass_over()
+        else:
+            self._refuse(bucket, about.key, about.url, Reject(TOO_SMALL, f"{about.width}x{about.height}"))
+
+    def add(self, sample: Encoded) -> None:
+        """Append one sample to its part, or refuse it as `non_finite`: its latents overflow float16, in float32 too."""
+        about = sample.about
+        if not sample.finite:
+            self._refuse(sample.bucket, about.key, about.url, NON_FINITE)
+            return
+        size = (about.width, about.height, *sample.corner)
+        stored = Sample(about.key, sample.captions, sample.image_latents, size, about.scores)
+        self.writers[sample.bucket].write(stored)
+
+    def finish(self) -> dict[str, tuple[int, dict[str, int]]]:
+        """Close the files; bucket → samples written, and refusals by reason."""
+        with threads(len(self.writers)) as finishers:
+            counts = list(finishers.map(PartWriter.finish, self.writers.values()))
+        return dict(zip(map(str, self.writers), counts, strict=True))
+
+    @property
+    def records(self) -> dict[str, dict[str, FileRecord]]:
+        """Bucket → size and SHA-256 of its MDS files, taken as they were written."""
+        return {str(bucket): writer.records for bucket, writer in self.writers.items()}
+
+    def _refuse(self, bucket: Bucket, key: str, url: str, reject: Reject) -> None:
+        self.writers[bucket].refuse(key, url, reject.reason, str(reject))

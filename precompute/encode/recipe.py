@@ -1,0 +1,59 @@
+"""What is made of each tar, and how: the same for all tars of a job."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import Field
+
+from precompute.input.tars import TarsConfig
+from precompute.pixels.buckets import Buckets
+from precompute.pixels.decode import LimitsConfig, Picture, PixelsConfig, decode
+from shards.base.config import Config
+from shards.format.encoding import EncodingRecord
+
+Decode = Callable[..., Picture]
+"""`pixels.decode`, or what stands in for it."""
+
+
+class WorkerConfig(Config):
+    """How one worker goes about a tar; nothing of it changes what the stored numbers mean."""
+
+    decode_threads: int = Field(8, ge=1)
+    """Threads that decode pictures, in each worker."""
+    batch_size: int = Field(64, ge=1)
+    """Pictures of up to 512x512 that are encoded together; the last batch of a tar is smaller."""
+    compile: bool = False
+    """Compile both encoders with torch.compile: a minute for each bucket when a worker starts, then faster on a GPU.
+    It changes latents by rounding alone, as the kind of GPU does, so it is in the receipts and not in encoding.json."""
+    scratch: Path | None = None
+    """Local folder of attempts at tars, each as large as its latents, where `output` is an address; the system's
+    temporary folder if not given."""
+    isolate_from: int = Field(2, ge=1)
+    """Attempt from which pictures are decoded in child processes, so that one that kills its decoder is found and
+    rejected as `decoder_crash`; 1: always."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """All that a worker needs to know of its job, but for the tar, the root and the encoders."""
+
+    encoding: EncodingRecord
+    buckets: Buckets
+    pixels: PixelsConfig
+    limits: LimitsConfig
+    tars: TarsConfig
+    worker: WorkerConfig
+    decode: Decode = decode
+
+    @property
+    def settings(self) -> dict[str, str | int | float | bool]:
+        """What a receipt says of it besides the encoding."""
+        return {
+            "batch_size": self.worker.batch_size,
+            "compile": self.worker.compile,
+            "tars": self.tars.policy,
+            "check_sha256": self.tars.check_sha256,
+            **self.limits.model_dump(mode="json", exclude={"formats"}),
+            "formats": " ".join(self.limits.formats),
+        }

@@ -1,0 +1,146 @@
+"""The stages of a worker between a tar's members and its parts: decode, batch by bucket, begin on the device."""
+
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import closing, contextmanager
+from functools import partial
+from typing import NoReturn
+
+from precompute.encode.overlap import map_in_order, threads
+from precompute.encode.parts import Parts
+from precompute.encode.recipe import Decode, Recipe
+from precompute.encode.samples import (
+    About,
+    Captions,
+    Cut,
+    Decoded,
+    Later,
+    Rejected,
+    Started,
+    StartedBatch,
+    with_latents,
+)
+from precompute.encode.towers import Towers, batch_size_of
+from precompute.input.captions import read_captions, read_scores, valid_text
+from precompute.input.reject import Reject
+from precompute.input.tars import RawSample, TarPolicy, is_as_served
+from precompute.pixels.isolation import CLOCK_PER_PROCESSOR_SECOND, maybe_isolated
+from shards.base.errors import DamagedInput
+from shards.format.buckets import Bucket
+
+LOST = "lost_in_tar"
+MAX_DETAIL, MAX_URL = 1000, 4096
+"""Characters that a refusal keeps."""
+Decoding = Callable[[Iterable[RawSample]], Iterator[Decoded | Rejected]]
+
+
+@contextmanager
+def decoding(recipe: Recipe, fresh: list[Bucket], isolate: bool) -> Iterator[Decoding]:
+    """Threads that decode samples, in their order, for those of the job's buckets that are `fresh`; where `isolate`, in
+    child processes, which a picture may kill.
+
+    Raises:
+        Stuck: a picture was decoded in a thread and did not end. The process should.
+    """
+    longest = None if isolate else CLOCK_PER_PROCESSOR_SECOND * recipe.limits.decode_seconds
+    wanted = [bucket for bucket in recipe.buckets.covering if bucket in fresh]
+    worker = recipe.worker
+    ahead = max(worker.batch_size, 4 * worker.decode_threads)
+    with (
+        maybe_isolated(recipe.decode, recipe.limits, isolate) as decode,
+        threads(worker.decode_threads, longest) as pool,
+    ):
+        decode_one = partial(decode_sample, buckets=wanted, recipe=recipe, decode=decode)
+        yield lambda samples: map_in_order(pool, decode_one, samples, ahead, longest)
+
+
+def decode_sample(raw: RawSample, buckets: list[Bucket], recipe: Recipe, decode: Decode) -> Decoded | Rejected:
+    """Clean the captions and decode the picture.
+
+    Raises:
+        DamagedInput: the picture is not the one that was downloaded.
+    """
+    url = valid_text(str(raw.metadata.get("url") or "")[:MAX_URL])
+    text = recipe.encoding.text
+    try:
+        if raw.lost:
+            raise Reject(LOST, raw.lost)
+        if raw.oversized:
+            raise Reject("too_many_bytes", raw.oversized)
+        captions = read_captions(raw, text.captions, text.max_characters)
+        if raw.image is None:
+            raise Reject("no_image", "the tar holds no picture under this key")
+        if recipe.tars.check_sha256 and not is_as_served(raw):
+            refuse_changed(raw, recipe.tars.policy)
+        picture = decode(raw.image, buckets, recipe.pixels, recipe.limits, recipe.buckets.tables)
+    except Reject as reject:
+        # it may name a member, whose name may be any bytes, and many
+        return Rejected(raw.key, url, Reject(reject.reason, valid_text(str(reject)[:MAX_DETAIL])))
+    scores = read_scores(raw.metadata)
+    return Decoded(About(raw.key, url, scores, captions, picture.width, picture.height), picture)
+
+
+def refuse_changed(raw: RawSample, policy: TarPolicy) -> NoReturn:
+    """Reject a sample whose picture is not the one that was downloaded, or its whole tar."""
+    if policy == "salvage":
+        raise Reject(LOST, "the picture has not the sha256 of its JSON")
+    raise DamagedInput(
+        f"the picture of sample {raw.key} has not the sha256 of its JSON: the tar was damaged. Download this "
+        f"tar again; or, where img2dataset encoded the pictures again, set tars.check_sha256 to false."
+    )
+
+
+def batched_by_bucket(
+    samples: Iterable[Decoded], parts: Parts, batch_size: int
+) -> Generator[tuple[Bucket, list[Cut]], None, None]:
+    """Gather samples into one batch per bucket. Who shares a batch depends on the tar's order alone."""
+    waiting: dict[Bucket, list[Cut]] = {bucket: [] for bucket in parts.writers}
+    for sample in samples:
+        pixels, corners = sample.picture.pixels, sample.picture.corners
+        num_buckets = sum(bucket in pixels for bucket in waiting)
+        for bucket, batch in waiting.items():
+            if bucket not in pixels:
+                parts.leave_out(sample, bucket)
+                continue
+            batch.append(Cut(sample.about, pixels[bucket], corners[bucket], num_buckets))
+            if len(batch) == batch_size_of(bucket, batch_size):
+                waiting[bucket] = []
+                yield bucket, batch
+    yield from ((bucket, batch) for bucket, batch in waiting.items() if batch)
+
+
+def start_batches(
+    batches: Generator[tuple[Bucket, list[Cut]], None, None], towers: Towers
+) -> Generator[StartedBatch, None, None]:
+    """Hand each batch to the device and go on with the next."""
+    captions = CaptionsOnce(towers)
+    with closing(batches):
+        for bucket, cuts in batches:
+            begun = captions.start(cuts)
+            latents = towers.start_pictures(bucket, [cut.pixels for cut in cuts])
+            samples = [Started(cut.about, cut.corner, later) for cut, later in zip(cuts, begun, strict=True)]
+            yield StartedBatch(bucket, samples, latents)
+
+
+class CaptionsOnce:
+    """Has each sample's captions encoded once for all buckets: with the batch of the first that it comes to."""
+
+    def __init__(self, towers: Towers):
+        self.towers = towers
+        self.begun: dict[str, tuple[Later[Captions], int]] = {}
+        """Key → captions, and how many buckets' batches are still to come that need them."""
+
+    def start(self, cuts: list[Cut]) -> list[Later[Captions]]:
+        """Begin with every caption of a batch that was not begun with another bucket's."""
+        fresh = [cut for cut in cuts if cut.about.key not in self.begun]
+        texts = [caption.text for cut in fresh for caption in cut.about.captions if caption is not None]
+        encoded = self.towers.start_captions(texts)
+        for cut in fresh:
+            own = [next(encoded) if caption else None for caption in cut.about.captions]
+            self.begun[cut.about.key] = Later(partial(with_latents, cut.about.captions, own)), cut.num_buckets
+        return [self._take(cut.about.key) for cut in cuts]
+
+    def _take(self, key: str) -> Later[Captions]:
+        captions, left = self.begun.pop(key)
+        if left > 1:
+            self.begun[key] = captions, left - 1
+        return captions
