@@ -1,6 +1,6 @@
-"""The planner: how long a training takes, what it costs and what it stores, worked out before a GPU is rented.
+"""What a training takes, before a GPU is rented.
 
-`facts` holds what is known or assumed about machines and prices, `config` the plan's YAML, `work` counts FLOPs,
-`measured` reads benchmarks; `scaling`, `costs` and `restarts` are the arithmetic; `rows` and `report` put them
-together; `text` and `figure` show the result.
+Inside: the plan's config, facts on machines and prices, measured rates, the arithmetic, the report.
+In: a YAML file, and benchmarks where there are some.
+Out: days, cost and storage: text, a PNG, JSON. `python -m plan --config configs/plan.yaml`
 """

@@ -8,6 +8,7 @@ from tests.rooms import MAY_IMPORT, MOST_ROOMS, ROOT, circles, floors, modules
 
 FLOORS = floors()
 WHOLE_CONFIG = {
+    "PrecomputeConfig": {"precompute/__main__.py", "precompute/config.py"},
     "TrainConfig": {
         "train/__main__.py",
         "train/config.py",
