@@ -16,9 +16,9 @@ import sys
 from precompute.cluster.ray_cluster import start_ray
 from precompute.config import PrecomputeConfig, describe_encoding, make_recipe, with_absolute_paths
 from precompute.input.tars import choose_tars, list_tars, say_what_is_unchecked
-from precompute.job import Ledger, not_committed, run_job
+from precompute.job import Ledger, announce, conclude, not_committed, run_job
 from shards.base.config import load_config
-from shards.base.errors import Preempted, WorkError, exit_code_of
+from shards.base.errors import exit_code_of
 from shards.open import open_store
 from shards.root.commit import sweep_attempts
 from shards.root.index import write_indexes
@@ -41,6 +41,7 @@ def run(arguments: list[str]) -> None:
 
     waiting = not_committed(tars, config.to_fill.all, store)
     if waiting:
+        announce(waiting, len(tars), config.to_fill.all)
         say_what_is_unchecked(config.input, waiting)
         start_ray(config.workers)
 
@@ -52,24 +53,7 @@ def run(arguments: list[str]) -> None:
         sweep_attempts(store, config.workers.scratch)
         samples = write_indexes(store)
 
-    print(
-        f"{ledger.done} tars encoded ({ledger.samples_in} samples in, {ledger.encoded} accepted, "
-        f"{ledger.samples_in - ledger.encoded} rejected), {len(tars) - len(waiting)} had been done before, "
-        f"{len(ledger.failed)} failed. {config.output} now holds "
-        + (", ".join(f"{count} samples in {bucket}" for bucket, count in samples.items()) or "nothing")
-        + "."
-    )
-    if ledger.left:
-        raise Preempted(
-            f"told to leave, {ledger.left} tars before the end. What is committed stays; the same command again "
-            f"goes on."
-        )
-    if ledger.failed:
-        reasons = "; ".join(f"{name}: {reason}" for name, reason in sorted(ledger.failed.items()))
-        raise WorkError(
-            f"{len(ledger.failed)} of {len(tars)} tars failed ({reasons}). The others are committed; "
-            f"the same command again tries just these."
-        )
+    conclude(ledger, len(tars), str(config.output), samples)
 
 
 def main() -> None:

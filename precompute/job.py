@@ -1,5 +1,6 @@
 """Stage 1 over many tars: which are left, a fleet of workers on them, and the ledger of what came of each."""
 
+import sys
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -13,6 +14,7 @@ from precompute.cluster.progress import Progress
 from precompute.encode.recipe import Recipe
 from precompute.encode.worker import encode_on_worker
 from precompute.input.tars import InputTar
+from shards.base.errors import Preempted, WorkError
 from shards.base.store import Store
 from shards.format.receipts import Receipt, load_receipts
 
@@ -39,6 +41,42 @@ def not_committed(tars: Sequence[InputTar], buckets: Sequence[object], store: St
     receipts = load_receipts(store, [tar.name for tar in tars])
     done = {receipt.shard for receipt in receipts if wanted <= receipt.parts.keys()}
     return [tar for tar in tars if tar.name not in done]
+
+
+def announce(waiting: Sequence[InputTar], num_tars: int, buckets: Sequence[object]) -> None:
+    """Say on stderr what a job is about to do: its workers take a while to start."""
+    print(
+        f"{len(waiting)} of {num_tars} tars to encode, into {', '.join(map(str, buckets))}. Starting workers, which "
+        f"load the encoders first.",
+        file=sys.stderr,
+        flush=True,
+    )
+
+
+def conclude(ledger: "Ledger", num_tars: int, root: str, samples: dict[str, int]) -> None:
+    """Say what came of a job's `num_tars`, and what `root` now holds: bucket → samples.
+
+    Raises:
+        Preempted: the job was told to leave before its end.
+        WorkError: some tars failed.
+    """
+    held = ", ".join(f"{count} samples in {bucket}" for bucket, count in samples.items()) or "nothing"
+    print(
+        f"{ledger.done} tars encoded ({ledger.samples_in} samples in, {ledger.encoded} accepted, "
+        f"{ledger.samples_in - ledger.encoded} rejected), {num_tars - ledger.total} had been done before, "
+        f"{len(ledger.failed)} failed. {root} now holds {held}."
+    )
+    if ledger.left:
+        raise Preempted(
+            f"told to leave, {ledger.left} tars before the end. What is committed stays; the same command again "
+            f"goes on."
+        )
+    if ledger.failed:
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in sorted(ledger.failed.items()))
+        raise WorkError(
+            f"{len(ledger.failed)} of {num_tars} tars failed ({reasons}). The others are committed; "
+            f"the same command again tries just these."
+        )
 
 
 class Ledger:

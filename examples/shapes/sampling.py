@@ -1,7 +1,6 @@
 """Samples of the fixed prompts from an exported pipeline, and how many show what was asked for."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +9,7 @@ from diffusers import StableDiffusionPipeline
 
 from examples.shapes.judge import judge
 from examples.shapes.prompts import Prompt, held_out_prompts, seen_prompts
+from precompute.cluster.progress import tracked
 
 SEED = 0
 BATCH_SIZE = 26
@@ -47,15 +47,14 @@ def sample(pipeline: StableDiffusionPipeline, prompts: list[Prompt], side: int) 
             generator=generator,
             output_type="np",
         ).images
-        for part in batches(prompts)
+        for part in tracked(batches(prompts), "sample")
     ]
     return (np.concatenate(pictures) * 255).round().astype(np.uint8)
 
 
-def batches(prompts: list[Prompt]) -> Iterator[list[Prompt]]:
+def batches(prompts: list[Prompt]) -> list[list[Prompt]]:
     """Prompts in lists of `BATCH_SIZE`."""
-    for start in range(0, len(prompts), BATCH_SIZE):
-        yield prompts[start : start + BATCH_SIZE]
+    return [prompts[start : start + BATCH_SIZE] for start in range(0, len(prompts), BATCH_SIZE)]
 
 
 def score(pictures: np.ndarray, prompts: list[Prompt]) -> dict[str, float | int]:

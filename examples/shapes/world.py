@@ -17,6 +17,7 @@ from PIL import Image
 
 from examples.shapes.captions import write_caption
 from examples.shapes.scenes import BACKGROUNDS, Scene, draw_scene, sample_scene
+from precompute.cluster.progress import tracked
 
 NUM_PICTURES = 4000
 # The part of the pictures of each unusual kind; there is at least one of each, and all others are "plain".
@@ -159,7 +160,7 @@ def write_world(folder: Path | str, num_pictures: int = NUM_PICTURES, seed: int 
     """Write the pictures and `world.json` (how many of each kind) under `folder`; gives the pictures in order."""
     folder = Path(folder)
     pictures = plan_world(num_pictures, seed)
-    for index, picture in enumerate(pictures):
+    for index, picture in enumerate(tracked(pictures, "draw")):
         if picture.kind != "missing":
             path = folder / picture.path
             path.parent.mkdir(parents=True, exist_ok=True)
