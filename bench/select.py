@@ -9,9 +9,9 @@ import argparse
 import multiprocessing
 import shutil
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +21,11 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from precompute.select.config import FiltersConfig, SelectConfig, UrlsConfig
-from precompute.select.filter.rules import Dropped, RuleSet, build_rules
+from precompute.select.filter.rules import Rule, apply, build_rules
 from precompute.select.job import select
 from precompute.select.metadata.inputs import find_files, inspect, read_batches
 from precompute.select.passes.dedupe import find_drops, rows_to_drop
-from precompute.select.passes.hashes import HashWriter, count_partitions, hash_urls
+from precompute.select.passes.hashes import count_partitions, hash_urls, write_hashes
 
 FILE_ROWS = 1_000_000
 NUMERIC = FiltersConfig(max_pwatermark=0.8, min_similarity=0.25, max_aspect_ratio=3.0)
@@ -73,30 +73,32 @@ def make_metadata(folder: Path, num_rows: int) -> None:
 
 def filter_in_memory(metadata: Path, num_rows: int) -> tuple[float, float]:
     """Seconds of the numeric rules alone, on batches that are in memory."""
-    rules = RuleSet(build_rules(NUMERIC, UrlsConfig(), []).numeric, [])
+    rules = _numeric_rules()
     batches = list(_numeric_batches(metadata, num_rows, rules))
     return _time(lambda: _apply(rules, iter(batches)))
 
 
 def filter_from_parquet(metadata: Path, num_rows: int) -> tuple[float, float]:
     """Seconds of the numeric rules, with reading their columns from parquet."""
-    rules = RuleSet(build_rules(NUMERIC, UrlsConfig(), []).numeric, [])
+    rules = _numeric_rules()
     return _time(lambda: _apply(rules, _numeric_batches(metadata, num_rows, rules)))
 
 
 def hash_and_write(folder: Path, num_rows: int) -> tuple[float, float]:
     """Seconds of hashing every URL and writing the hashes in partitions; making the URLs is not counted."""
     folder.mkdir(parents=True)
-    spent = np.zeros(2)
-    with HashWriter(folder, _partitions(num_rows)) as hashes:
+    making = np.zeros(2)
+
+    def urls() -> Iterator[pa.Array]:
+        nonlocal making
         for start in range(0, num_rows, 2**17):
-            urls = make_urls(np.arange(start, min(start + 2**17, num_rows)) % (num_rows * 4 // 5))
-            spent += _time(partial(_hash, hashes, urls))
-    return float(spent[0]), float(spent[1])
+            begun = _now()
+            made = make_urls(np.arange(start, min(start + 2**17, num_rows)) % (num_rows * 4 // 5))
+            making += _now() - begun
+            yield made
 
-
-def _hash(hashes: HashWriter, urls: pa.Array) -> None:
-    hashes.write(hash_urls(urls))
+    wall, cpu = _time(lambda: write_hashes(folder, map(hash_urls, urls()), _partitions(num_rows))) - making
+    return float(wall), float(cpu)
 
 
 def find_duplicates(folder: Path, num_rows: int) -> tuple[float, float]:
@@ -122,23 +124,32 @@ def _partitions(num_rows: int) -> int:
     return count_partitions(num_rows, SelectConfig.model_fields["partition_rows"].default)
 
 
-def _numeric_batches(metadata: Path, num_rows: int, rules: RuleSet) -> Iterator[pa.RecordBatch]:
-    columns = [column for rule in rules.all for column in rule.columns]
+def _numeric_rules() -> list[Rule]:
+    rules = build_rules(NUMERIC, UrlsConfig(), [])
+    return [rule for rule in rules if not {"TEXT", "URL"} & set(rule.columns)]
+
+
+def _numeric_batches(metadata: Path, num_rows: int, rules: list[Rule]) -> Iterator[pa.RecordBatch]:
+    columns = [column for rule in rules for column in rule.columns]
     for address in find_files(str(metadata))[: max(num_rows // FILE_ROWS, 1)]:
-        yield from read_batches(inspect(address, rules.all), columns)
+        yield from read_batches(inspect(address, rules), columns)
 
 
-def _apply(rules: RuleSet, batches: Iterator[pa.RecordBatch]) -> None:
-    dropped = {rule.name: Dropped() for rule in rules.all}
+def _apply(rules: list[Rule], batches: Iterator[pa.RecordBatch]) -> None:
     for batch in batches:
-        rules.apply(batch, dropped)
+        apply(rules, batch, Counter())
 
 
 def _time(function: Callable[[], Any]) -> tuple[float, float]:
     """(wall seconds, CPU seconds). On a shared machine the second is the steadier."""
-    wall, cpu = time.perf_counter(), time.process_time()
+    begun = _now()
     function()
-    return time.perf_counter() - wall, time.process_time() - cpu
+    wall, cpu = _now() - begun
+    return float(wall), float(cpu)
+
+
+def _now() -> np.ndarray:
+    return np.array([time.perf_counter(), time.process_time()])
 
 
 def _run_stage(stage: Callable[..., tuple[float, float]], arguments: tuple[Any, ...]) -> tuple[float, ...]:

@@ -4,7 +4,8 @@ import hashlib
 import json
 import shutil
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict
 from pathlib import Path
@@ -12,9 +13,8 @@ from typing import Any
 
 from precompute.select.config import SelectConfig
 from precompute.select.filter.rules import build_rules
-from precompute.select.filter.tally import Tally
 from precompute.select.metadata.inputs import WORK_NAME, MetadataFile, find_files, inspect
-from precompute.select.parallel import Workers
+from precompute.select.parallel import workers
 from precompute.select.passes.dedupe import DUPLICATE, OPTED_OUT, find_drops, rows_to_drop
 from precompute.select.passes.filtering import FilteredFile, filter_file
 from precompute.select.passes.hashes import count_partitions
@@ -38,34 +38,35 @@ def select(config: SelectConfig) -> dict[str, Any]:
         OSError: no space.
     """
     hosts = read_hosts(config.urls.opt_out) if config.urls.opt_out else []
-    rules = build_rules(config.filters, config.urls, hosts).all
+    rules = build_rules(config.filters, config.urls, hosts)
     files = [inspect(address, rules) for address in find_files(config.metadata)]
     request = _digest(config, files)
-    with _locked_output(config.output), Workers(config.processes) as workers:
+    with _locked_output(config.output), workers(config.processes) as run:
         if (finished := _read_finished(config.output, request)) is not None:
             return finished
-        run = _open_run(config.output, request)
+        folder = _open_run(config.output, request)
 
         # pass 1: rows that pass every rule of their own
         partitions = count_partitions(sum(file.num_rows for file in files), config.partition_rows)
         calls = [(config, file, hosts, partitions) for file in files]
-        filtered = workers.run(filter_file, calls, _Progress(len(files)).add)
+        filtered = list(_with_progress(run(filter_file, calls), len(files)))
 
         # pass 2: of those, which are opted out or came before
-        drops = _find_drops(config, run, [file.folder for file in filtered], partitions, workers)
+        calls_of_drops = _calls_of_drops(config, folder, [file.folder for file in filtered], partitions)
+        drops = list(run(find_drops, calls_of_drops))
         counts = [[len(rows) for rows in rows_to_drop(drops, number)] for number in range(len(filtered))]
         kept = [file.rows_out - sum(count) for file, count in zip(filtered, counts, strict=True)]
 
         # pass 3: all others, in input order
         outputs = plan_outputs(sum(kept), config.rows_per_file)
-        selected = Tally()
-        for tally in workers.run(write_output, [(run, o, filtered, kept, drops, config.buckets) for o in outputs]):
-            selected += tally
+        tallies = run(write_output, [(folder, output, filtered, kept, drops, config.buckets) for output in outputs])
+        selected = sum(tallies, Counter[str]())
 
-        funnel = build_funnel(rules, filtered, _rules_across_rows(config, counts), outputs, selected)
+        dropped = _rules_across_rows(config, counts)
+        funnel = build_funnel(rules, filtered, dropped, outputs, selected, config.buckets)
         if not outputs:
             raise WorkError(_explain_empty(funnel))
-        _publish(config, run, outputs, {"request": request, "config": _describe_config(config), **funnel})
+        _publish(config, folder, outputs, {"request": request, "config": _describe_config(config), **funnel})
         return funnel
 
 
@@ -124,7 +125,8 @@ def _open_run(output: Path, request: str) -> Path:
     return run
 
 
-def _find_drops(config: SelectConfig, run: Path, filtered: list[Path], partitions: int, workers: Workers) -> list[Path]:
+def _calls_of_drops(config: SelectConfig, run: Path, filtered: list[Path], partitions: int) -> list[tuple[Any, ...]]:
+    """The arguments of `find_drops` for each partition; none where nothing is looked for."""
     opt_out = None
     if config.urls.opt_out:
         opt_out = run / "opt_out"
@@ -132,10 +134,8 @@ def _find_drops(config: SelectConfig, run: Path, filtered: list[Path], partition
         hash_listed_urls(config.urls.opt_out, opt_out, partitions)
     elif not config.urls.drop_duplicates:
         return []
-    paths = [run / f"drops-{index:05d}-of-{partitions:05d}" for index in range(partitions)]
-    calls = [(path, index, filtered, opt_out, config.urls.drop_duplicates) for index, path in enumerate(paths)]
-    workers.run(find_drops, calls)
-    return paths
+    names = [f"drops-{index:05d}-of-{partitions:05d}" for index in range(partitions)]
+    return [(run / name, index, filtered, opt_out, config.urls.drop_duplicates) for index, name in enumerate(names)]
 
 
 def _publish(config: SelectConfig, run: Path, outputs: Sequence[OutputFile], funnel: dict[str, Any]) -> None:
@@ -160,18 +160,15 @@ def _explain_empty(funnel: dict[str, Any]) -> str:
     )
 
 
-class _Progress:
-    """A line per filtered file."""
-
-    def __init__(self, num_files: int):
-        self.num_files, self.num_done, self.rows, self.start = num_files, 0, 0, time.monotonic()
-
-    def add(self, file: FilteredFile) -> None:
-        self.num_done += 1
-        self.rows += file.rows_in
-        rate = self.rows / max(time.monotonic() - self.start, 1e-3)
+def _with_progress(filtered: Iterable[FilteredFile], num_files: int) -> Iterator[FilteredFile]:
+    """The same, and a line for each."""
+    rows, start = 0, time.monotonic()
+    for number, file in enumerate(filtered, 1):
+        rows += file.counts["rows"]
+        rate = rows / max(time.monotonic() - start, 1e-3)
         print(
-            f"[{self.num_done}/{self.num_files}] {file.source}: {file.rows_in:,} rows, {file.rows_out:,} pass "
+            f"[{number}/{num_files}] {file.source}: {file.counts['rows']:,} rows, {file.rows_out:,} pass "
             f"({rate:,.0f} rows/s so far)",
             flush=True,
         )
+        yield file

@@ -1,62 +1,38 @@
 """The same function over many items, in this process or in several."""
 
+import itertools
 import multiprocessing
 import os
 import threading
-from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from types import TracebackType
-from typing import Any, TypeVar
+from contextlib import contextmanager
+from typing import Any
 
 from shards.base.errors import WorkError
 
-Result = TypeVar("Result")
 
+@contextmanager
+def workers(processes: int) -> Iterator[Callable[..., Iterator[Any]]]:
+    """`run(function, calls)` gives `function(*call)` for each call, in order; with one process, in this one.
 
-class Workers:
-    """Processes that serve one `run` after another; with one process, this one does the work itself."""
-
-    def __init__(self, processes: int):
-        self.pool = start_pool(processes) if processes > 1 else None
-
-    def __enter__(self) -> "Workers":
-        return self
-
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if self.pool:
-            self.pool.shutdown(cancel_futures=True)
-
-    def run(
-        self,
-        function: Callable[..., Result],
-        calls: Sequence[tuple[Any, ...]],
-        done: Callable[[Result], None] = lambda _: None,
-    ) -> list[Result]:
-        """`function(*call)` for each call; the results in the order of `calls`.
-
-        Args:
-            done: told of each result as it comes.
-
-        Raises:
-            WorkError: a process died. The first error of `function` is raised as it is.
-        """
-        if self.pool is None:
-            results = []
-            for call in calls:
-                results.append(function(*call))
-                done(results[-1])
-            return results
-        try:
-            futures = [self.pool.submit(function, *call) for call in calls]
-            for future in as_completed(futures):
-                done(future.result())
-            return [future.result() for future in futures]
-        except BrokenProcessPool:
-            raise WorkError(
-                "A worker process died (out of memory, or killed). What was finished is kept: run the same command "
-                "again, with fewer --processes."
-            ) from None
+    Raises:
+        WorkError: a process died. The first error of `function` is raised as it is.
+    """
+    if processes == 1:
+        yield itertools.starmap
+        return
+    pool = start_pool(processes)
+    try:
+        yield lambda function, calls: pool.map(function, *zip(*calls, strict=True))
+    except BrokenProcessPool:
+        raise WorkError(
+            "A worker process died (out of memory, or killed). What was finished is kept: run the same command "
+            "again, with fewer --processes."
+        ) from None
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def start_pool(processes: int, max_tasks_per_child: int | None = None) -> ProcessPoolExecutor:

@@ -70,12 +70,12 @@ def are_http(urls: pa.Array) -> np.ndarray:
 def are_private(urls: pa.Array) -> np.ndarray:
     """Mask over `urls` (no nulls, whole UTF-8): http or https, and the host is private."""
     public = _judge(urls, PLAIN_HOST, lambda host: host is None or not is_private_host(host))
-    return ~public | pc.match_substring_regex(urls, PRIVATE_NAME).to_numpy(zero_copy_only=False)
+    return ~public | np.asarray(pc.match_substring_regex(urls, PRIVATE_NAME))
 
 
 def _judge(urls: pa.Array, pattern: str, judge: Callable[[str | None], bool]) -> np.ndarray:
     """True where `pattern` matches, which is fast; elsewhere what `judge` says of the host."""
-    mask = pc.match_substring_regex(urls, pattern).to_numpy(zero_copy_only=False).copy()
+    mask = np.array(pc.match_substring_regex(urls, pattern))
     for index in np.flatnonzero(~mask):
         mask[index] = judge(host_of(urls[int(index)].as_py()))
     return mask
@@ -85,8 +85,8 @@ def is_listed(urls: pa.Array, hosts: pa.Array) -> np.ndarray:
     """Whether the host of each URL is one of `hosts` (lower case) or below one of them."""
     names = pc.struct_field(pc.extract_regex(urls, r"^[A-Za-z]+://(?:[^/?#@]*@)?(?P<host>[^/?#:]*)"), "host")
     names = pc.utf8_lower(pc.fill_null(names, ""))
-    listed = pc.is_in(names, hosts).to_numpy(zero_copy_only=False)
+    listed = np.asarray(pc.is_in(names, hosts))
     while pc.any(pc.match_substring(names, ".")).as_py():
         names = pc.replace_substring_regex(names, r"^[^.]*\.?", "")
-        listed = listed | pc.is_in(names, hosts).to_numpy(zero_copy_only=False)
+        listed = listed | np.asarray(pc.is_in(names, hosts))
     return listed

@@ -1,8 +1,7 @@
-"""What the rows look like: histograms of sizes and scores, and samples per bucket. Tallies of parts add up."""
+"""What rows look like, in counts that add up: by size, by score, and those large enough for a bucket."""
 
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -13,51 +12,22 @@ SIZE_BIN, NUM_SIZE_BINS = 64, 33  # pixels of the shorter side; the last bin is 
 SCORE_BIN, NUM_SCORE_BINS = 0.25, 41  # aesthetic score; the last bin is open: 10 and more
 
 
-@dataclass
-class Tally:
-    """Counts over rows; rows without a size or a score are in `rows` alone."""
-
-    rows: int = 0
-    sizes: np.ndarray = field(default_factory=lambda: np.zeros(NUM_SIZE_BINS, np.int64))
-    scores: np.ndarray = field(default_factory=lambda: np.zeros(NUM_SCORE_BINS, np.int64))
-    buckets: dict[str, int] = field(default_factory=dict)
-
-    def add(self, batch: pa.RecordBatch | pa.Table, buckets: Sequence[str]) -> None:
-        """Count the rows of `batch`, whose columns are under our names."""
-        self.rows += batch.num_rows
-        self.buckets = {name: self.buckets.get(name, 0) for name in buckets}
-        if {"WIDTH", "HEIGHT"} <= set(batch.schema.names):
-            width, height = _numbers(batch, "WIDTH"), _numbers(batch, "HEIGHT")
-            self.sizes += _histogram(np.minimum(width, height), SIZE_BIN, NUM_SIZE_BINS)
-            for name in buckets:
-                bucket = Bucket.parse(name)
-                self.buckets[name] += int(np.count_nonzero((width >= bucket.width) & (height >= bucket.height)))
-        if "AESTHETIC_SCORE" in batch.schema.names:
-            self.scores += _histogram(_numbers(batch, "AESTHETIC_SCORE"), SCORE_BIN, NUM_SCORE_BINS)
-
-    def __iadd__(self, other: "Tally") -> "Tally":
-        self.rows += other.rows
-        self.sizes += other.sizes
-        self.scores += other.scores
-        self.buckets = {n: self.buckets.get(n, 0) + other.buckets.get(n, 0) for n in self.buckets | other.buckets}
-        return self
-
-    def to_json(self) -> dict[str, Any]:
-        return vars(self) | {"sizes": self.sizes.tolist(), "scores": self.scores.tolist()}
-
-    @classmethod
-    def from_json(cls, value: dict[str, Any]) -> "Tally":
-        return cls(value["rows"], np.array(value["sizes"]), np.array(value["scores"]), value["buckets"])
+def tally(batch: pa.RecordBatch | pa.Table, buckets: Sequence[str]) -> Counter[str]:
+    """Of the rows of `batch`, whose columns are under our names: all as `rows`, those in the third bin of sizes as
+    `size 2`, of scores as `score 2`, and those large enough for a bucket under its name."""
+    counts = Counter(rows=batch.num_rows)
+    if {"WIDTH", "HEIGHT"} <= set(batch.schema.names):
+        width, height = np.asarray(batch["WIDTH"]), np.asarray(batch["HEIGHT"])
+        counts += _binned("size", np.minimum(width, height), SIZE_BIN, NUM_SIZE_BINS)
+        for bucket in map(Bucket.parse, buckets):
+            counts[str(bucket)] = int(np.count_nonzero((width >= bucket.width) & (height >= bucket.height)))
+    if "AESTHETIC_SCORE" in batch.schema.names:
+        counts += _binned("score", np.asarray(batch["AESTHETIC_SCORE"]), SCORE_BIN, NUM_SCORE_BINS)
+    return counts
 
 
-def _numbers(batch: pa.RecordBatch | pa.Table, name: str) -> np.ndarray:
-    values = batch.column(name)
-    return (values if isinstance(values, pa.Array) else values.combine_chunks()).to_numpy(zero_copy_only=False)
-
-
-def _histogram(values: np.ndarray, width: float, num_bins: int) -> np.ndarray:
+def _binned(name: str, values: np.ndarray, width: float, num_bins: int) -> Counter[str]:
     """Counts of floor(value ÷ width), everything past the last bin in the last; NaN and negatives are left out."""
-    if values.dtype.kind == "f":
-        values = values[~np.isnan(values)]
     values = values[values >= 0]
-    return np.bincount(np.minimum(values / width, num_bins - 1).astype(np.int64), minlength=num_bins)
+    bins = np.bincount(np.minimum(values / width, num_bins - 1).astype(np.int64))
+    return Counter({f"{name} {number}": count for number, count in enumerate(bins.tolist())})

@@ -14,7 +14,7 @@ OPTED_OUT, DUPLICATE = 0, 1  # the last bit of a drop
 
 def find_drops(
     target: Path, partition: int, filtered: Sequence[Path], opt_out: Path | None, drop_duplicates: bool
-) -> None:
+) -> Path:
     """Write the drops of one partition to `target`, unless it is there: sorted int64, place × 2 + reason.
 
     Args:
@@ -22,12 +22,13 @@ def find_drops(
         opt_out: the folder with the hashes of opted-out URLs.
     """
     if target.exists():
-        return
+        return target
     parts = [(read_partition(opt_out, partition), -1)] if opt_out else []
     parts += [(read_partition(folder, partition), number) for number, folder in enumerate(filtered)]
     entries = np.concatenate([entries for entries, _ in parts])
     places = np.concatenate([_places(entries, number) for entries, number in parts])
     write_atomically(target, _drops(entries, places, drop_duplicates).tobytes())
+    return target
 
 
 def _places(entries: np.ndarray, number: int) -> np.ndarray:

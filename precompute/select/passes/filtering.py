@@ -2,44 +2,44 @@
 
 import hashlib
 import shutil
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from precompute.select.config import SelectConfig
-from precompute.select.filter.rules import Dropped, RuleSet, build_rules
-from precompute.select.filter.tally import Tally
+from precompute.select.filter.rules import Rule, apply, build_rules
+from precompute.select.filter.tally import tally
 from precompute.select.metadata.columns import DICTIONARY_COLUMNS, OUTPUT_SCHEMA, unify
 from precompute.select.metadata.inputs import WORK_NAME, MetadataFile, read_batches
-from precompute.select.passes.hashes import HashWriter, hash_urls
+from precompute.select.passes.hashes import hash_urls, write_hashes
 from shards.base.errors import WorkError
 from shards.base.files import canonical_json, fsync_tree, read_sealed_json, write_sealed_json
 
 RECEIPT_NAME, ROWS_NAME = "receipt.json", "rows.parquet"
+GROUP_ROWS = 65_536  # rows of a row group, here and in the output
+VERSION = 2  # of what a work folder holds
 
 
-@dataclass
+@dataclass(frozen=True)
 class FilteredFile:
     """What the first pass left of one input file."""
 
     folder: Path
     source: str
     """The input file's name."""
-    rows_in: int
     rows_out: int
-    dropped: dict[str, Dropped]
-    tally_in: Tally
-    row_groups: list[int]
-    """Rows of each row group of `rows.parquet`."""
+    counts: Counter[str]
+    """Of all its rows: `filter.tally`'s, and of those dropped each rule's `counters`."""
 
 
 def _folder_of(config: SelectConfig, source: MetadataFile, opt_out_hosts: list[str], partitions: int) -> Path:
     """The work folder of one input file: its name changes with everything that its content depends on."""
     identity = [
+        VERSION,
         asdict(source),
         config.filters.model_dump(mode="json"),
         config.urls.allow_private_hosts,
@@ -66,39 +66,30 @@ def filter_file(config: SelectConfig, source: MetadataFile, opt_out_hosts: list[
         _write_attempt(attempt, source, rules, partitions)
         fsync_tree(attempt)
         attempt.replace(folder)
-    return _read_filtered(folder, source.name)
+    receipt = read_sealed_json(folder / RECEIPT_NAME)
+    return FilteredFile(folder, source.name, receipt["rows_out"], Counter(receipt["counts"]))
 
 
-def _write_attempt(attempt: Path, source: MetadataFile, rules: RuleSet, partitions: int) -> None:
-    dropped = {rule.name: Dropped() for rule in rules.all}
-    tally_in, row_groups = Tally(), []
-    with (
-        pq.ParquetWriter(
-            attempt / ROWS_NAME, OUTPUT_SCHEMA, compression="lz4", use_dictionary=DICTIONARY_COLUMNS
-        ) as rows,
-        HashWriter(attempt, partitions) as hashes,
-    ):
-        for group in regroup(_filtered(source, rules, dropped, tally_in), GROUP_ROWS):
-            rows.write_table(group, row_group_size=GROUP_ROWS)
-            hashes.write(hash_urls(group["URL"]))
-            row_groups.append(group.num_rows)
-    receipt = {
-        "rows_in": source.num_rows,
-        "rows_out": sum(row_groups),
-        "dropped": {name: asdict(count) for name, count in dropped.items()},
-        "tally_in": tally_in.to_json(),
-        "row_groups": row_groups,
-    }
-    write_sealed_json(attempt / RECEIPT_NAME, receipt)
+def _write_attempt(attempt: Path, source: MetadataFile, rules: list[Rule], partitions: int) -> None:
+    counts: Counter[str] = Counter()
+    with pq.ParquetWriter(
+        attempt / ROWS_NAME, OUTPUT_SCHEMA, compression="lz4", use_dictionary=DICTIONARY_COLUMNS
+    ) as rows:
+
+        def written() -> Iterator[pa.ChunkedArray]:
+            for group in regroup(_filtered(source, rules, counts), GROUP_ROWS):
+                rows.write_table(group, row_group_size=GROUP_ROWS)
+                yield group["URL"]
+
+        write_hashes(attempt, map(hash_urls, written()), partitions)
+    num_rows = pq.read_metadata(attempt / ROWS_NAME).num_rows
+    write_sealed_json(attempt / RECEIPT_NAME, {"rows_out": num_rows, "counts": counts})
 
 
-GROUP_ROWS = 65_536  # rows of a row group, here and in the output
-
-
-def _filtered(source: MetadataFile, rules: RuleSet, dropped: dict[str, Dropped], tally_in: Tally) -> Iterator[pa.Table]:
+def _filtered(source: MetadataFile, rules: list[Rule], counts: Counter[str]) -> Iterator[pa.Table]:
     for batch in read_batches(source):
-        tally_in.add(batch, buckets=())
-        kept = rules.apply(batch, dropped)
+        counts += tally(batch, buckets=())
+        kept = apply(rules, batch, counts)
         try:
             yield unify(kept)
         except pa.ArrowInvalid as error:
@@ -120,16 +111,3 @@ def regroup(tables: Iterable[pa.Table], num_rows: int) -> Iterator[pa.Table]:
     rest = pa.concat_tables(waiting) if waiting else None
     if rest is not None and rest.num_rows:
         yield rest.combine_chunks()
-
-
-def _read_filtered(folder: Path, source: str) -> FilteredFile:
-    receipt: dict[str, Any] = read_sealed_json(folder / RECEIPT_NAME)
-    return FilteredFile(
-        folder=folder,
-        source=source,
-        rows_in=receipt["rows_in"],
-        rows_out=receipt["rows_out"],
-        dropped={name: Dropped(**count) for name, count in receipt["dropped"].items()},
-        tally_in=Tally.from_json(receipt["tally_in"]),
-        row_groups=receipt["row_groups"],
-    )

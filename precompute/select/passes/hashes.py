@@ -4,8 +4,8 @@ Two URLs of n share a hash by chance with probability n² / 2¹²⁹: 4 × 10⁻
 """
 
 import math
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from types import TracebackType
 
 import numpy as np
 import pyarrow as pa
@@ -27,44 +27,33 @@ def count_partitions(num_rows: int, partition_rows: int) -> int:
     return min(2 ** math.ceil(math.log2(max(num_rows / partition_rows, 1))), 4096)
 
 
-class HashWriter:
-    """Appends hashes in segments, each sorted by partition; the rows are numbered from 0 as they come."""
+def write_hashes(folder: Path, hashes: Iterable[np.ndarray], partitions: int) -> None:
+    """(n, 2) hashes into `folder`, in segments that are each sorted by partition; rows are numbered as they come."""
+    num_rows, offsets = 0, []
+    with (folder / ENTRIES_NAME).open("wb") as file:
+        for segment in _segments(hashes):
+            prefix = partition_of(segment[:, 0], partitions)
+            order = np.argsort(prefix, kind="stable")
+            entries = np.empty(len(segment), ENTRY)
+            entries["high"], entries["low"] = segment[order].T
+            entries["row"] = num_rows + order
+            file.write(entries.tobytes())
+            sizes = np.bincount(prefix, minlength=partitions)
+            offsets.append(num_rows + np.concatenate([[0], np.cumsum(sizes)]))
+            num_rows += len(segment)
+    np.save(folder / OFFSETS_NAME, np.array(offsets, np.int64).reshape(-1, partitions + 1))
 
-    def __init__(self, folder: Path, partitions: int):
-        self.folder, self.partitions = folder, partitions
-        self.num_rows = 0
-        self.waiting: list[np.ndarray] = []
-        self.offsets: list[np.ndarray] = []
 
-    def __enter__(self) -> "HashWriter":
-        self.file = (self.folder / ENTRIES_NAME).open("wb")
-        return self
-
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if error is None:
-            self._write_segment()
-            offsets = np.array(self.offsets, np.int64).reshape(-1, self.partitions + 1)
-            np.save(self.folder / OFFSETS_NAME, offsets)
-        self.file.close()
-
-    def write(self, hashes: np.ndarray) -> None:
-        """Append (n, 2) hashes."""
-        self.waiting.append(hashes)
-        if sum(map(len, self.waiting)) >= SEGMENT_ROWS:
-            self._write_segment()
-
-    def _write_segment(self) -> None:
-        hashes = np.concatenate([np.empty((0, 2), np.uint64), *self.waiting])
-        self.waiting = []
-        prefix = partition_of(hashes[:, 0], self.partitions)
-        order = np.argsort(prefix, kind="stable")
-        entries = np.empty(len(hashes), ENTRY)
-        entries["high"], entries["low"] = hashes[order].T
-        entries["row"] = self.num_rows + order
-        self.file.write(entries.tobytes())
-        ends = np.cumsum(np.bincount(prefix, minlength=self.partitions))
-        self.offsets.append(self.num_rows + np.concatenate([[0], ends]))
-        self.num_rows += len(hashes)
+def _segments(hashes: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
+    """The same, in arrays of SEGMENT_ROWS or more."""
+    waiting: list[np.ndarray] = []
+    for some in hashes:
+        waiting.append(some)
+        if sum(map(len, waiting)) >= SEGMENT_ROWS:
+            yield np.concatenate(waiting)
+            waiting = []
+    if waiting:
+        yield np.concatenate(waiting)
 
 
 def partition_of(high: np.ndarray, partitions: int) -> np.ndarray:

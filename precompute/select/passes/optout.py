@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from precompute.select.metadata.columns import find_columns
-from precompute.select.passes.hashes import HashWriter, hash_urls
+from precompute.select.passes.hashes import hash_urls, write_hashes
 from shards.base.errors import RequestError
 
 BATCH_ROWS = 131_072
@@ -31,9 +31,8 @@ def hash_listed_urls(path: Path, target: Path, partitions: int) -> None:
     Raises:
         RequestError: no such file, not UTF-8, not parquet, or no URL column.
     """
-    with HashWriter(target, partitions) as hashes:
-        for urls in _parquet_urls(path) if path.suffix == ".parquet" else _text_urls(path):
-            hashes.write(hash_urls(urls))
+    urls = _parquet_urls(path) if path.suffix == ".parquet" else _text_urls(path)
+    write_hashes(target, map(hash_urls, urls), partitions)
 
 
 def _text_urls(path: Path) -> Iterator[pa.Array]:

@@ -1,6 +1,7 @@
 """Third pass, one output file at a time: the rows that are left, in input order, `rows_per_file` to a file."""
 
 import json
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from precompute.select.filter.tally import Tally
+from precompute.select.filter.tally import tally
 from precompute.select.metadata.columns import DICTIONARY_COLUMNS, OUTPUT_SCHEMA
 from precompute.select.passes.dedupe import rows_to_drop
 from precompute.select.passes.filtering import GROUP_ROWS, ROWS_NAME, FilteredFile, regroup
@@ -42,26 +43,26 @@ def write_output(
     kept: Sequence[int],
     drops: Sequence[Path],
     buckets: Sequence[str],
-) -> Tally:
-    """Write one output file into `folder`, unless it is there whole; its tally.
+) -> Counter[str]:
+    """Write one output file into `folder`, unless it is there whole; its rows' `tally`.
 
     Args:
         filtered: all filtered files, in input order.
         kept: how many rows of each are left after `drops`.
     """
-    path, tally_path = folder / output.name, folder / f"{output.name}.json"
-    if tally_path.exists():  # it is written last
-        return Tally.from_json(json.loads(tally_path.read_text()))
-    tally = Tally()
+    path, counts_path = folder / output.name, folder / f"{output.name}.counts.json"
+    if counts_path.exists():  # it is written last
+        return Counter(json.loads(counts_path.read_text()))
+    counts: Counter[str] = Counter()
     temporary = path.with_suffix(".tmp")
     with pq.ParquetWriter(temporary, OUTPUT_SCHEMA, compression="zstd", use_dictionary=DICTIONARY_COLUMNS) as writer:
         for table in regroup(_rows(output, filtered, kept, drops), GROUP_ROWS):
             writer.write_table(table, row_group_size=GROUP_ROWS)
-            tally.add(table, buckets)
-    assert tally.rows == output.num_rows, f"{output} got {tally.rows} rows"
+            counts += tally(table, buckets)
+    assert counts["rows"] == output.num_rows, f"{output} got {counts['rows']} rows"
     temporary.replace(path)
-    write_atomically(tally_path, canonical_json(tally.to_json()))
-    return tally
+    write_atomically(counts_path, canonical_json(counts))
+    return counts
 
 
 def _rows(
@@ -84,7 +85,8 @@ def _kept_rows(file: FilteredFile, dropped: np.ndarray, low: int, high: int) -> 
     keep &= (position > low) & (position <= high)
     start = 0
     with pq.ParquetFile(file.folder / ROWS_NAME) as rows:
-        for index, num_rows in enumerate(file.row_groups):
+        for index in range(rows.num_row_groups):
+            num_rows = rows.metadata.row_group(index).num_rows
             mask = keep[start : start + num_rows]
             if mask.any():
                 yield rows.read_row_group(index).filter(pa.array(mask))

@@ -1,10 +1,11 @@
 """How many rows came in, what each rule dropped, and what is left: funnel.json, and the same as text."""
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from precompute.select.filter.rules import Dropped, Rule
-from precompute.select.filter.tally import SCORE_BIN, SIZE_BIN, Tally
+from precompute.select.filter.rules import Rule
+from precompute.select.filter.tally import NUM_SCORE_BINS, NUM_SIZE_BINS, SCORE_BIN, SIZE_BIN
 from precompute.select.passes.filtering import FilteredFile
 from precompute.select.passes.output import OutputFile
 
@@ -14,45 +15,44 @@ def build_funnel(
     filtered: Sequence[FilteredFile],
     global_drops: dict[str, tuple[str, int]],
     outputs: Sequence[OutputFile],
-    selected: Tally,
+    selected: Counter[str],
+    buckets: Sequence[str],
 ) -> dict[str, Any]:
     """The content of funnel.json.
 
     Args:
         global_drops: name → (condition, rows dropped) of the rules that look at all rows together.
+        selected: the selected rows' `tally`.
     """
-    steps = [_step(rule.name, rule.condition, sum_of(file.dropped[rule.name] for file in filtered)) for rule in rules]
-    steps += [_step(name, condition, Dropped(count)) for name, (condition, count) in global_drops.items()]
-    rows_in = rows_left = sum(file.rows_in for file in filtered)
+    counts = sum((file.counts for file in filtered), Counter[str]())
+    steps = [_step(rule.name, rule.condition, *(counts[counter] for counter in rule.counters)) for rule in rules]
+    steps += [_step(name, condition, count, 0) for name, (condition, count) in global_drops.items()]
+    rows_in = rows_left = counts["rows"]
     for step in steps:
         rows_left -= step["by_value"] + step["no_value"]
         step["left"] = rows_left
-    assert rows_left == selected.rows == sum(output.num_rows for output in outputs), "the funnel does not add up"
-    before = Tally()
-    for file in filtered:
-        before += file.tally_in
+    assert rows_left == selected["rows"] == sum(output.num_rows for output in outputs), "the funnel does not add up"
     return {
         "rows_in": rows_in,
         "rules": steps,
         "rows_out": rows_left,
-        "inputs": [{"name": file.source, "rows": file.rows_in, "passed_row_rules": file.rows_out} for file in filtered],
+        "inputs": [
+            {"name": file.source, "rows": file.counts["rows"], "passed_row_rules": file.rows_out} for file in filtered
+        ],
         "outputs": [{"name": output.name, "rows": output.num_rows} for output in outputs],
-        "buckets": selected.buckets,
-        "shorter_side": {"bin": SIZE_BIN, "in": before.sizes.tolist(), "out": selected.sizes.tolist()},
-        "aesthetic": {"bin": SCORE_BIN, "in": before.scores.tolist(), "out": selected.scores.tolist()},
+        "buckets": {name: selected[name] for name in buckets},
+        "shorter_side": {"bin": SIZE_BIN} | _histograms("size", NUM_SIZE_BINS, counts, selected),
+        "aesthetic": {"bin": SCORE_BIN} | _histograms("score", NUM_SCORE_BINS, counts, selected),
     }
 
 
-def sum_of(counts: Any) -> Dropped:
-    """All of `counts` together."""
-    total = Dropped()
-    for count in counts:
-        total += count
-    return total
+def _step(name: str, condition: str, by_value: int, no_value: int) -> dict[str, Any]:
+    return {"rule": name, "keeps": condition, "by_value": by_value, "no_value": no_value}
 
 
-def _step(name: str, condition: str, dropped: Dropped) -> dict[str, Any]:
-    return {"rule": name, "keeps": condition, "by_value": dropped.by_value, "no_value": dropped.no_value}
+def _histograms(name: str, num_bins: int, before: Counter[str], after: Counter[str]) -> dict[str, list[int]]:
+    bins = [f"{name} {number}" for number in range(num_bins)]
+    return {"in": [before[key] for key in bins], "out": [after[key] for key in bins]}
 
 
 def describe(funnel: dict[str, Any]) -> str:

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from precompute.select.passes.dedupe import find_drops, rows_to_drop
-from precompute.select.passes.hashes import HashWriter, count_partitions, hash_urls, partition_of, read_partition
+from precompute.select.passes.hashes import count_partitions, hash_urls, partition_of, read_partition, write_hashes
 from tests.precompute.select import laion
 
 
@@ -18,11 +18,9 @@ def short_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("precompute.select.passes.hashes.SEGMENT_ROWS", 1)
 
 
-def write_hashes(folder: Path, segments: list[np.ndarray], partitions: int) -> Path:
+def written(folder: Path, segments: list[np.ndarray], partitions: int) -> Path:
     folder.mkdir()
-    with HashWriter(folder, partitions) as writer:
-        for segment in segments:
-            writer.write(segment)
+    write_hashes(folder, segments, partitions)
     return folder
 
 
@@ -64,7 +62,7 @@ def test_drops_are_the_obvious_ones(
 
     def hashed(name: str, urls: list[str]) -> Path:
         parts = [hash_urls(pa.array(urls[i : i + segment], pa.string())) for i in range(0, len(urls), segment)]
-        return write_hashes(folder / name, parts, partitions)
+        return written(folder / name, parts, partitions)
 
     folders = [hashed(str(number), urls) for number, urls in enumerate(files)]
     opt_out = hashed("opt_out", opted_out) if opted_out is not None else None
@@ -77,7 +75,7 @@ def test_drops_are_the_obvious_ones(
 
 def test_hashes_that_agree_in_half_their_bits_are_different(tmp_path: Path) -> None:
     hashes = np.array([[1, 5], [1, 6], [2, 5], [1, 6], [1, 5]], np.uint64)
-    folder = write_hashes(tmp_path / "a", [hashes], 1)
+    folder = written(tmp_path / "a", [hashes], 1)
     find_drops(tmp_path / "drops", 0, [folder], None, True)
     assert rows_to_drop([tmp_path / "drops"], 0)[1].tolist() == [3, 4]
 
@@ -92,7 +90,7 @@ def test_partitions_split_the_range_of_hashes_evenly(partitions: int) -> None:
 
 def test_every_hash_is_in_one_partition_and_rows_count_on(tmp_path: Path) -> None:
     hashes = np.random.default_rng(0).integers(0, 2**64, (1000, 2), np.uint64)
-    folder = write_hashes(tmp_path / "a", [hashes[:300], hashes[300:300], hashes[300:]], 16)
+    folder = written(tmp_path / "a", [hashes[:300], hashes[300:300], hashes[300:]], 16)
     parts = [read_partition(folder, partition) for partition in range(16)]
     entries = np.concatenate(parts)
     order = np.argsort(entries["row"])
@@ -116,6 +114,6 @@ def test_the_number_of_partitions_follows_the_rows(num_rows: int, partitions: in
 def test_memory_of_a_partition_is_a_share_of_all(tmp_path: Path) -> None:
     num_rows = 100_000
     urls = laion.rows(num_rows)["URL"]
-    folder = write_hashes(tmp_path / "a", [hash_urls(urls)], 64)
+    folder = written(tmp_path / "a", [hash_urls(urls)], 64)
     sizes = [len(read_partition(folder, partition)) for partition in range(64)]
     assert sum(sizes) == num_rows and max(sizes) < 1.2 * num_rows / 64
