@@ -80,20 +80,19 @@ def _fetch_until_broken(config: DownloadConfig, waiting: deque[InputShard], fetc
     """
     running: dict[Future[dict[str, Any]], InputShard] = {}
     with start_pool(min(config.processes, len(waiting)), SHARDS_PER_WORKER) as pool:
-        while waiting or running:
-            while waiting and len(running) < config.processes:
-                shard = waiting.popleft()
-                running[pool.submit(fetch, config, shard)] = shard
+        is_broken = False
+        while running or (waiting and not is_broken):
+            while waiting and not is_broken and len(running) < config.processes:
+                try:
+                    running[pool.submit(fetch, config, waiting[0])] = waiting[0]
+                    waiting.popleft()
+                except BrokenProcessPool:  # a process died since the last shard ended
+                    is_broken = True
             ended, _ = wait(running, return_when=FIRST_COMPLETED)
-            is_broken = False
             for future in ended:
                 error = future.exception()
                 is_broken |= isinstance(error, BrokenProcessPool)
                 yield running.pop(future), future.result() if error is None else _explain(error, config)
-            if is_broken:
-                for shard in running.values():
-                    yield shard, "a worker process died (out of memory, or killed)"
-                return
 
 
 def _explain(error: BaseException, config: DownloadConfig) -> str:

@@ -1,9 +1,9 @@
 """The rows of one shard, as img2dataset wants them: an Arrow file with `url`, `caption` and the columns to carry."""
 
 from collections import Counter
-from collections.abc import Iterable
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -92,20 +92,10 @@ def read_shard(shard: InputShard, extra_columns: list[str] | None) -> pa.Table:
 
 def _row_groups(metadata: pq.FileMetaData, shard: InputShard) -> tuple[list[int], int]:
     """The row groups that hold the shard, and how many rows come before the first of them."""
-    groups: list[int] = []
-    skipped = start = 0
-    for index, num_rows in enumerate(_sizes(metadata)):
-        end = start + num_rows
-        if end > shard.first_row and start < shard.first_row + shard.num_rows:
-            groups.append(index)
-        elif not groups:
-            skipped = end
-        start = end
-    return groups, skipped
-
-
-def _sizes(metadata: pq.FileMetaData) -> Iterable[int]:
-    return (metadata.row_group(index).num_rows for index in range(metadata.num_row_groups))
+    starts = np.cumsum([0, *(metadata.row_group(index).num_rows for index in range(metadata.num_row_groups))])
+    first = np.searchsorted(starts[1:], shard.first_row, side="right")
+    end = np.searchsorted(starts[:-1], shard.first_row + shard.num_rows)
+    return list(range(first, end)), int(starts[first])
 
 
 def write_arrow(table: pa.Table, path: Path) -> None:

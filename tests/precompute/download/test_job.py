@@ -3,15 +3,19 @@
 import contextlib
 import os
 import sys
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from precompute.download import job
 from precompute.download.config import DownloadConfig
 from precompute.download.fetch import require_img2dataset
 from precompute.download.job import fetch_missing
 from precompute.download.shard import InputShard
+from precompute.select.parallel import start_pool
 from shards.base.errors import RequestError, WorkError
 
 
@@ -44,6 +48,21 @@ def test_shards_are_tried_again_and_a_dead_worker_takes_few_with_it(
     tries = {path.name[6:]: len(path.read_text()) for path in tmp_path.glob("tried-*")}
     assert tries["00002"] == 3 and tries["00001"] >= 2 and tries["00003"] >= 2
     assert "00003 failed, and is tried again: a worker process died" in capsys.readouterr().out
+
+
+def test_a_worker_that_died_between_two_shards_fails_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pools = []
+
+    def first_dead(*arguments: Any) -> ProcessPoolExecutor:
+        pools.append(start_pool(*arguments))
+        if len(pools) == 1:
+            assert isinstance(pools[0].submit(os._exit, 9).exception(), BrokenProcessPool)
+        return pools[-1]
+
+    monkeypatch.setattr(job, "start_pool", first_dead)
+    shards = [InputShard(number, tmp_path / "in.parquet", 0, 1) for number in (4, 5)]
+    assert fetch_missing(config(tmp_path, shard_attempts=1), shards, pretend) == (2, {})
+    assert len(pools) == 2
 
 
 def test_a_full_disk_ends_the_run(tmp_path: Path) -> None:

@@ -1,0 +1,37 @@
+"""Worker processes: results in order, the first error as it is, and a process that dies."""
+
+import os
+import signal
+
+import pytest
+
+from precompute.select.parallel import workers
+from shards.base.errors import WorkError
+
+
+def halve(number: int) -> int:
+    """Half of an even number."""
+    if number % 2:
+        raise ValueError(f"{number} is odd")
+    return number // 2
+
+
+def die(number: int) -> int:
+    """As one that the system kills for memory."""
+    os.kill(os.getpid(), signal.SIGKILL)
+    return number
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_results_come_in_order_and_the_first_error_as_it_is(processes: int) -> None:
+    with workers(processes) as run:
+        assert list(run(halve, [(2 * i,) for i in range(20)])) == list(range(20))
+        assert list(run(halve, [])) == []
+        with pytest.raises(ValueError, match="3 is odd"):
+            list(run(halve, [(2,), (3,), (4,), (5,)]))
+
+
+def test_a_process_that_dies_says_so() -> None:
+    message = r"A worker process died .* run the same command again, with fewer --processes"
+    with pytest.raises(WorkError, match=message), workers(2) as run:
+        list(run(die, [(1,), (2,)]))
