@@ -53,7 +53,6 @@ def main() -> None:
         save(run, last=True)
         seconds, peak = time.perf_counter() - start, status_mb("VmHWM")
         size = sum(path.stat().st_size for path in Path(config.run_dir).rglob("*") if path.is_file()) / 2**30
-        run.log.bar.close()
     rows = [["a step", f"{step / 1024:.2f}"], ["a save", f"{peak / 1024:.2f}"]]
     kind = "asynchronous" if options.asynchronous else "synchronous"
     body = f"A {kind} save of {size:.1f} GB took {seconds:.0f} s.\n\n" + table(["peak of", "GB"], rows)

@@ -192,7 +192,6 @@ def trainer(
         try:
             yield run, lambda: take_step(run, batch)
         finally:
-            run.log.bar.close()
             accelerator.free_memory()
 
 

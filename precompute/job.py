@@ -10,11 +10,11 @@ from types import TracebackType
 from ray.util.metrics import Counter, Gauge
 
 from precompute.cluster.fleet import Done, Failed, Fleet, FleetConfig, News, UnderWay
-from precompute.cluster.progress import Progress
 from precompute.encode.recipe import Recipe
 from precompute.encode.worker import encode_on_worker
 from precompute.input.tars import InputTar
 from shards.base.errors import Preempted, WorkError
+from shards.base.progress import Progress
 from shards.base.store import Store
 from shards.format.receipts import Receipt, load_receipts
 

@@ -67,6 +67,7 @@ def train(run: Run) -> None:
     with (
         lost_processes_named(lambda: f"After step {state.step}", run.collective_timeout),
         closing(iter(run.loader)) as batches,
+        run.log,
     ):
         while state.step < run.max_steps:
             with run.meter.waiting_for_data():
@@ -89,7 +90,7 @@ def take_step(run: Run, batch: Batch) -> None:
     run.state.step += 1
     run.ema.update(run.unet.named_parameters(), run.state.step)
     run.meter.count(batch)
-    run.log.bar.update()
+    run.log.advance()
     if run.log.is_due(run.state.step):
         write_line(run, grad_norm)
 

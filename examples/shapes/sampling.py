@@ -9,7 +9,7 @@ from diffusers import StableDiffusionPipeline
 
 from examples.shapes.judge import judge
 from examples.shapes.prompts import Prompt, held_out_prompts, seen_prompts
-from precompute.cluster.progress import tracked
+from shards.base.progress import tracked
 
 SEED = 0
 BATCH_SIZE = 26

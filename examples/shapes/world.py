@@ -17,7 +17,7 @@ from PIL import Image
 
 from examples.shapes.captions import write_caption
 from examples.shapes.scenes import BACKGROUNDS, Scene, draw_scene, sample_scene
-from precompute.cluster.progress import tracked
+from shards.base.progress import tracked
 
 NUM_PICTURES = 4000
 # The part of the pictures of each unusual kind; there is at least one of each, and all others are "plain".

@@ -1,15 +1,16 @@
 """What a run says while it trains: metrics.jsonl, samples.jsonl, the tracker and the progress bar."""
 
-import sys
+import time
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 from pydantic import Field
-from tqdm import tqdm
 
 from shards.base.config import Config
+from shards.base.progress import Progress
 from train.data.batch import Batch
 from train.run.metrics import JsonLines, finite
 from train.run.plot import plot_run
@@ -37,10 +38,24 @@ class Log:
         self.main = accelerator.is_main_process
         self.metrics = JsonLines(run_dir / "metrics.jsonl", step) if self.main else None
         self.sample_lines = JsonLines(run_dir / "samples.jsonl", step) if self.main and config.samples else None
-        interval = 0.5 if sys.stderr.isatty() else 15
-        self.bar = tqdm(total=max_steps, initial=step, disable=not self.main, unit="step", mininterval=interval)
+        self.progress = Progress("train", "steps", max_steps, step) if self.main else None
+        self.first_step, self.start = step, time.monotonic()
         if config.tracker != "none":
             accelerator.init_trackers("tracker")
+
+    def __enter__(self) -> "Log":
+        if self.progress:
+            self.progress.__enter__()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        if self.progress:
+            self.progress.__exit__(kind, error, tb)
+
+    def advance(self) -> None:
+        """One more step is done."""
+        if self.progress:
+            self.progress.advance()
 
     def samples(self, batch: Batch, step: int) -> None:
         """Write the keys of the global batch of step number `step`, in global order."""
@@ -55,15 +70,19 @@ class Log:
         return step % self.config.every == 0 or step == self.max_steps
 
     def write(self, step: int, fields: dict[str, Any]) -> None:
-        """A line of metrics.jsonl, and the same to the tracker."""
+        """A line of metrics.jsonl, and the same to the tracker; now and then, how far the run is."""
         if self.metrics:
             self.metrics.write(step=step, **fields)
-            self.bar.set_postfix(loss=fields["loss"])
+        if self.progress and (self.progress.is_due or step == self.max_steps):
+            seconds = (time.monotonic() - self.start) / (step - self.first_step) * (self.max_steps - step)
+            shown = {name: fields[name] for name in ("loss", "images_per_second")}
+            text = "loss {loss:.4f}  {images_per_second:.1f} img/s" if fields["loss"] is not None else "loss not finite"
+            figures = {"step": step, "steps": self.max_steps, **finite(shown), "eta_seconds": round(seconds)}
+            self.progress.show(step, text.format(**shown), figures)
         self.accelerator.log(flat_numbers(finite(fields)), step=step)
 
     def close(self) -> None:
         """Finish the tracker and draw loss.png."""
-        self.bar.close()
         self.accelerator.end_training()
         if self.main:
             plot_run(self.run_dir)

@@ -1,4 +1,4 @@
-"""How far a job is: a bar on a terminal, JSON lines otherwise; on stderr."""
+"""How far a command is: a bar on a terminal, JSON lines otherwise; on stderr."""
 
 import json
 import sys
@@ -18,10 +18,11 @@ LINE_SECONDS = 30.0
 
 
 class Progress:
-    """Shows a job's figures. A context manager: the bar is there while it is open."""
+    """Shows a command's figures. A context manager: the bar is there while it is open."""
 
-    def __init__(self, command: str, units: str, total: int):
-        self.total = total
+    def __init__(self, command: str, units: str, total: int, completed: int = 0):
+        """`completed`: of the `total` units, when it begins."""
+        self.total, self.completed = total, completed
         self.shown = time.monotonic()
         self.bar: Bar | None = None
         if sys.stderr.isatty():
@@ -31,7 +32,7 @@ class Progress:
 
     def __enter__(self) -> "Progress":
         if self.bar:
-            self.task = self.bar.add_task("starting", total=self.total)
+            self.task = self.bar.add_task("starting", total=self.total, completed=self.completed)
             self.bar.start()
         return self
 
@@ -51,10 +52,15 @@ class Progress:
         else:
             print(what, file=sys.stderr, flush=True)
 
+    def advance(self) -> None:
+        """One more unit is done with: on a terminal, which need not wait for figures."""
+        if self.bar and self.bar.tasks:
+            self.bar.advance(self.task)
+
     def show(self, completed: int, text: str, figures: dict[str, Any]) -> None:
         """The units that are done with, of all; `text` beside the bar, or `figures` as a line of JSON."""
         self.shown = time.monotonic()
-        if self.bar:
+        if self.bar and self.bar.tasks:
             self.bar.update(self.task, completed=completed, description=text)
         else:
             print(json.dumps(figures), file=sys.stderr, flush=True)
