@@ -51,6 +51,12 @@ def test_a_row_is_counted_by_the_first_rule_that_drops_it() -> None:
     assert dropped == Counter(dict.fromkeys(each, 1))
 
 
+def test_a_picture_without_sides_has_no_ratio() -> None:
+    batch = laion.rows(3, WIDTH=[0, -2, 2], HEIGHT=[0, -2, 2]).to_batches()[0]
+    rules = build_rules(FiltersConfig.model_validate(OFF | {"max_aspect_ratio": 2.0}), UrlsConfig(), [])
+    assert apply(rules, batch, Counter()).column("WIDTH").to_pylist() == [2]
+
+
 @pytest.mark.parametrize("kind", [pa.float32(), pa.float64()])
 def test_thresholds_hold_in_the_columns_own_precision(kind: pa.DataType) -> None:
     batch = laion.rows(1).to_batches()[0]
