@@ -23,7 +23,7 @@ from shards.format.models import hash_weights, model_folder, read_model_config
 TOKENIZER_MUST_HAVE = ("tokenizer_config.json", "vocab.json", "merges.txt")
 
 
-class WorkersConfig(FleetConfig, WorkerConfig):
+class WorkersConfig(WorkerConfig, FleetConfig):
     """What one worker takes, and how it goes about its work. Ray runs as many as the cluster holds."""
 
 

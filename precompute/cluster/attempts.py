@@ -24,11 +24,11 @@ class RetryConfig(Config):
     """How often what failed is tried again."""
 
     attempts: int = Field(3, ge=1)
-    """How often a job tries a tar before it reports it as failed."""
+    """How often a unit of work, in stage 1 a tar, is tried before it is reported as failed."""
     lost_attempts: int = Field(10, ge=1)
     """The same for attempts whose process or node went away, as preempted machines do; they do not count as tries."""
     backoff: float = Field(5.0, ge=0)
-    """Seconds before a tar's second attempt; doubled for each further one, five minutes at most."""
+    """Seconds before a unit's second attempt; doubled for each further one, five minutes at most."""
     node_failures: int = Field(5, ge=1)
     """Failed attempts in a row after which a node gets no work for ten minutes, while there are others."""
 

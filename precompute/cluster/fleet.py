@@ -26,11 +26,11 @@ Result = TypeVar("Result")
 POLL_SECONDS = 1.0
 
 
-class FleetConfig(ResourcesConfig, RetryConfig):
+class FleetConfig(RetryConfig, ResourcesConfig):
     """What a worker takes of the cluster, and how often what failed is tried again."""
 
     max_in_flight: int = Field(256, ge=1)
-    """Tars handed to Ray at a time; at least as many as there are workers."""
+    """Units of work handed to Ray at a time; at least as many as there are workers."""
 
 
 @dataclass(frozen=True)

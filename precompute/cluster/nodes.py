@@ -17,7 +17,7 @@ class ResourcesConfig(Config):
     """What one worker takes. Ray runs as many as the cluster holds."""
 
     num_gpus: float = Field(1.0, ge=0)
-    """GPUs per worker; 0 encodes on the CPU."""
+    """GPUs per worker; 0 works on the CPU."""
     num_cpus: float = Field(8.0, gt=0)
     """CPUs per worker, as Ray counts them."""
     resources: dict[str, float] = Field(default_factory=dict)
