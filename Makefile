@@ -39,7 +39,7 @@ setup: $(STAMP)
 
 # .venv is made from the lock alone; nothing happens while neither it nor pyproject.toml changes.
 $(STAMP): requirements.lock pyproject.toml
-	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if v in ((3, 11), (3, 12)) else f"error: Python 3.11 or 3.12 is needed, and $(PYTHON) is {v[0]}.{v[1]}: img2dataset does not run on 3.13. Try: make PYTHON=python3.12 $(MAKECMDGOALS)")'
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if (3, 11) <= v <= (3, 13) else f"error: Python 3.11, 3.12 or 3.13 is needed, and $(PYTHON) is {v[0]}.{v[1]}. Try: make PYTHON=python3.13 $(MAKECMDGOALS)")'
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	@test -x $(BIN)/uv || $(BIN)/python -m pip install --quiet --disable-pip-version-check uv
 	$(BIN)/uv pip sync --quiet --compile-bytecode --python $(BIN)/python requirements.lock

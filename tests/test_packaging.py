@@ -2,18 +2,66 @@
 
 import re
 import subprocess
-from importlib.metadata import entry_points
+import tomllib
+from importlib.metadata import EntryPoint
 from pathlib import Path
 
+import pytest
+
+from shards.base.config import load_config
+from shards.base.errors import exit_code_of
+from shards.tools import init
+from train.config import TrainConfig
+
 ROOT = Path(__file__).parents[1]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 
 def test_console_entry_points_load() -> None:
-    ours = [point for point in entry_points(group="console_scripts") if point.name.startswith("latentmill-")]
-    commands = {point.name.removeprefix("latentmill-") for point in ours}
-    assert commands == {"select", "download", "precompute", "shards", "train", "plan"}
-    for point in ours:
-        assert callable(point.load())
+    scripts = PYPROJECT["project"]["scripts"]
+    commands = {"select", "download", "precompute", "shards", "train", "plan"}
+    assert set(scripts) == {"latentmill", *(f"latentmill-{name}" for name in commands)}
+    for name, target in scripts.items():
+        assert callable(EntryPoint(name, target, "console_scripts").load())
+
+
+def test_a_wheel_has_the_configs_where_init_looks_for_them() -> None:
+    (included,) = PYPROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["force-include"].items()
+    assert included == ("configs", init.PACKAGED.relative_to(ROOT).as_posix())
+
+
+def test_init_writes_configs_that_are_found_from_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    init.run(["init", "."])
+    assert "latentmill-precompute --config configs/precompute.yaml" in capsys.readouterr().out
+    assert files_below(tmp_path / "configs") == files_below(ROOT / "configs")
+    for path in Path("configs").rglob("*.yaml"):
+        assert all(Path(name).is_file() for name in re.findall(r"configs/[\w./-]+", path.read_text())), path
+    assert load_config(TrainConfig, "configs/phase1.yaml", [], "t").unet.is_file()
+
+
+def test_init_overwrites_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "configs").mkdir()
+    assert exit_code_of(lambda: init.run(["init", str(tmp_path)])) == 2
+    assert f"{tmp_path}/configs is there already, and is left as it is" in capsys.readouterr().err.replace("\n", " ")
+    assert files_below(tmp_path / "configs") == {}
+    (tmp_path / "file").write_text("")
+    assert exit_code_of(lambda: init.run(["init", str(tmp_path / "file")])) == 2
+    assert "cannot be written: " in capsys.readouterr().err
+
+
+def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, said in (([], PYPROJECT["project"]["scripts"]), (["init"], ["example: latentmill init runs/one"])):
+        with pytest.raises(SystemExit):
+            init.run([*words, "--help"])
+        printed = capsys.readouterr().out
+        assert all(name in printed for name in said)
+
+
+def files_below(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def test_the_lock_pins_everything_and_names_no_index() -> None:

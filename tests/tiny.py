@@ -14,7 +14,6 @@ import torch
 from diffusers import AutoencoderKL
 from PIL import Image
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
-from transformers.models.gpt2.tokenization_gpt2 import bytes_to_unicode
 
 TEXT_LENGTH = 16
 TEXT_WIDTH = 16
@@ -34,7 +33,8 @@ def make_models(folder: Path, seed: int = 0) -> Path:
         scaling_factor=0.5,
     )
     vae.save_pretrained(folder / "vae")
-    characters = list(bytes_to_unicode().values())
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    characters = [*map(chr, printable), *(chr(256 + i) for i in range(256 - len(printable)))]  # of the 256 bytes
     vocabulary = [*characters, *(character + "</w>" for character in characters), "<|startoftext|>", "<|endoftext|>"]
     (folder / "tokenizer").mkdir(parents=True)
     (folder / "tokenizer" / "vocab.json").write_text(json.dumps({token: i for i, token in enumerate(vocabulary)}))

@@ -1,6 +1,6 @@
-"""What `python -m shards` does.
+"""What `python -m shards` and `latentmill init` do.
 
-Inside: verify, stats, card, where.
+Inside: verify, stats, card, where; init.
 In: a root.
-Out: findings, tables, cards, for people.
+Out: findings, tables, cards, configs, for people.
 """

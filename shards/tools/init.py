@@ -1,0 +1,60 @@
+"""latentmill: encode once, train lean. `init` writes the configs that come with the package, to be edited.
+
+examples:
+  latentmill init .          ./configs/
+  latentmill init runs/one   runs/one/configs/
+
+then, in that folder:
+  latentmill-precompute --config configs/precompute.yaml --shards all
+  latentmill-train --config configs/phase1.yaml
+
+latentmill-select, latentmill-download, latentmill-shards and latentmill-plan are the other commands.
+"""
+
+import argparse
+import shutil
+import sys
+from pathlib import Path
+
+from shards.base.errors import RequestError, exit_code_of
+
+PACKAGED = Path(__file__).with_name("configs")
+"""Where a wheel has them."""
+CHECKOUT = Path(__file__).parents[2] / "configs"
+"""Where a clone has them."""
+
+
+def write_configs(folder: Path) -> Path:
+    """Write FOLDER/configs, and return it.
+
+    Raises:
+        RequestError: it is there already, or cannot be written.
+    """
+    target = folder / "configs"
+    try:
+        shutil.copytree(PACKAGED if PACKAGED.is_dir() else CHECKOUT, target)
+    except FileExistsError:
+        raise RequestError(f"{target} is there already, and is left as it is. Give another folder.") from None
+    except OSError as error:
+        raise RequestError(f"{target} cannot be written: {error}. Give another folder.") from None
+    return target
+
+
+def run(arguments: list[str]) -> None:
+    """Parse, and do what was asked."""
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog="latentmill", description=__doc__, formatter_class=raw)
+    commands = parser.add_subparsers(dest="command", required=True)
+    example = "example: latentmill init runs/one"
+    command = commands.add_parser("init", help="write DIR/configs", description="Write DIR/configs.", epilog=example)
+    command.add_argument("folder", metavar="DIR", type=Path)
+    target = write_configs(parser.parse_args(arguments).folder)
+    print(
+        f"Wrote {target}. In {target.parent.resolve()}, set `input` and `output` in configs/precompute.yaml, then: "
+        f"latentmill-precompute --config configs/precompute.yaml --shards all"
+    )
+
+
+def main() -> None:
+    """Console entry point."""
+    sys.exit(exit_code_of(lambda: run(sys.argv[1:])))

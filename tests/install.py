@@ -1,0 +1,116 @@
+"""The wheel with every extra in fresh environments, as `pip install` gives it, and both stages run from there.
+
+    python -m tests.install [--pythons 3.11 3.12 3.13] [--overrides]
+
+Nothing of the clone is on the path of what is run, and no lock is used. `--overrides` lets the resolver past
+streaming's pins, as docs/how-to/install.md tells users of uv.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from tests.runs import UNET
+from tests.tiny import make_models, make_samples, make_tar
+
+ROOT = Path(__file__).parents[1]
+EXTRAS = "precompute,train,download,s3"
+UV = (sys.executable, "-m", "uv")
+OVERRIDES = "numpy>=1.26\ntransformers>=4.57\n"
+SHOWN = ("torch", "numpy", "transformers", "diffusers", "huggingface-hub", "mosaicml-streaming", "img2dataset", "ray")
+READ_BY_STREAMING = """
+from streaming import StreamingDataset
+import img2dataset
+dataset = StreamingDataset(local="latents/64x64", batch_size=1, shuffle=False)
+assert len(dataset) == 12 and dataset[0]["image_latents"].shape == (8, 8, 8), dataset[0]
+"""
+
+
+def main() -> None:
+    """Each Python in turn; the first failure ends it."""
+    parser = argparse.ArgumentParser(prog="tests.install", description=__doc__)
+    parser.add_argument(
+        "--pythons", nargs="+", default=["3.11", "3.12", "3.13"], help="names or paths, as uv takes them"
+    )
+    parser.add_argument("--overrides", action="store_true", help="past streaming's pins of numpy and transformers")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="latentmill-install-") as folder:
+        run(*UV, "build", "--quiet", "--wheel", "--out-dir", folder, str(ROOT), cwd=ROOT)
+        (wheel,) = Path(folder).glob("*.whl")
+        make_models(Path(folder) / "models")
+        make_tar(Path(folder) / "tars", "00000", make_samples(0, 12, [(80, 64)]))
+        for python in options.pythons:
+            place = Path(folder) / Path(python).name.replace("/", "-")
+            place.mkdir()
+            print(install(place, python, wheel, options.overrides), flush=True)
+            print(use(place, Path(folder)), flush=True)
+
+
+def install(place: Path, python: str, wheel: Path, overrides: bool) -> str:
+    """PLACE/venv with the wheel and every extra; what came."""
+    begin = time.monotonic()
+    run(*UV, "venv", "--quiet", "--python", python, str(place / "venv"), cwd=place)
+    (place / "overrides.txt").write_text(OVERRIDES if overrides else "")
+    into = ("--python", str(place / "venv" / "bin" / "python"))
+    # from a folder of its own: the clone's pyproject.toml has overrides that a user's has not
+    past = ("--overrides", "overrides.txt")
+    run(*UV, "pip", "install", "--quiet", *into, *past, f"latentmill[{EXTRAS}] @ {wheel.as_uri()}", cwd=place)
+    seconds = time.monotonic() - begin
+    listed = run(*UV, "pip", "list", "--quiet", "--format", "freeze", *into, cwd=place).splitlines()
+    shown = [line.replace("==", " ") for line in listed if line.split("==")[0] in SHOWN]
+    version = run(str(place / "venv" / "bin" / "python"), "--version", cwd=place).strip()
+    return f"{version}: {len(listed)} packages in {seconds:.0f} s; {', '.join(shown)}"
+
+
+def use(place: Path, world: Path) -> str:
+    """Configs, both stages, export and checks, all by the commands that the wheel installs."""
+    begin = time.monotonic()
+
+    def command(name: str, *words: str, code: int = 0) -> str:
+        return run(str(place / "venv" / "bin" / name), *words, cwd=place, code=code)
+
+    command("latentmill", "init", ".")
+    command("latentmill", "init", ".", code=2)
+    for name in ("select", "download", "precompute", "train", "shards", "plan"):
+        command(f"latentmill-{name}", "--help")
+    command("latentmill-plan")
+    models = [w for name in ("vae", "text_encoder", "tokenizer") for w in (f"--{name}", str(world / "models" / name))]
+    workers = ["--workers.num_gpus", "0", "--workers.num_cpus", "1", "--workers.decode_threads", "2"]
+    paths = ["--input", str(world / "tars"), "--output", "latents", "--buckets", '["64x64"]', "--precision", "float32"]
+    command("latentmill-precompute", "--config", "configs/precompute.yaml", *paths, *models, *workers)
+    assert "is sound" in command("latentmill-shards", "verify", "latents")
+    sizes = [
+        "--max_steps",
+        "2",
+        "--global_batch_size",
+        "4",
+        "--microbatch_size",
+        "2",
+        "--data.num_canonical_nodes",
+        "4",
+    ]
+    cheap = ["--unet", str(UNET), "--precision", "float32", "--compile", "false", "--data.num_workers", "1"]
+    stream = ["--data.root", "latents", "--data.bucket", "64x64"]
+    command("latentmill-train", "--config", "configs/phase1.yaml", *stream, *sizes, *cheap)
+    command("latentmill-train", "export", "runs/phase1", "--output", "exported")
+    assert (place / "exported" / "model_index.json").is_file()
+    command("python", "-c", READ_BY_STREAMING)
+    return f"  configs, both stages, export, verify, streaming's own reader: {time.monotonic() - begin:.0f} s"
+
+
+def run(*words: str, cwd: Path, code: int = 0) -> str:
+    """What a command prints, with nothing of this clone in its environment."""
+    ours = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
+    environment = {key: value for key, value in os.environ.items() if key not in ours} | {"HF_HUB_OFFLINE": "1"}
+    result = subprocess.run(words, cwd=cwd, capture_output=True, text=True, env=environment)
+    if result.returncode != code:
+        sys.exit(f"{' '.join(words)} ended with {result.returncode}:\n{result.stdout[-4000:]}{result.stderr[-8000:]}")
+    return result.stdout
+
+
+if __name__ == "__main__":
+    main()
