@@ -1,20 +1,25 @@
-"""`python -m shards card ROOT`: a dataset card, Markdown under YAML front matter, from encoding.json and receipts."""
+"""`python -m shards card ROOT`: a dataset card, from encoding.json and receipts. Its Markdown is card.md."""
 
 from collections import Counter
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
-
-import yaml
 
 from shards.base.store import Store
 from shards.format.buckets import Bucket
 from shards.format.encoding import EncodingRecord
 from shards.format.receipts import Receipt, load_committed
 from shards.format.tables import MENDED
-from shards.tools.stats import bucket_sizes
+from shards.tools.stats import bucket_sizes, rejected_samples
 
-SIZES = {10**3: "n<1K", 10**4: "1K<n<10K", 10**5: "10K<n<100K", 10**6: "100K<n<1M", 10**7: "1M<n<10M"}
-SIZES |= {10**8: "10M<n<100M", 10**9: "100M<n<1B", 10**10: "1B<n<10B", 10**11: "10B<n<100B"}
-LARGEST_SIZE = "100B<n<1T"
+CARD = Path(__file__).with_name("card.md")
+POWERS = ("", "1K", "10K", "100K", "1M", "10M", "100M", "1B", "10B", "100B", "1T")
+ABOUT_COLUMNS = {
+    "key": ": of the input sample",
+    "image_latents": ": channels, height, width",
+    "size": ": original width, height, crop top, left, in pixels",
+    "scores": ": aesthetic, similarity, punsafe, pwatermark; NaN where absent",
+}
 
 
 def dataset_card(store: Store) -> str:
@@ -24,173 +29,71 @@ def dataset_card(store: Store) -> str:
         RequestError: not a latents root, or nothing is committed to it.
     """
     encoding, receipts = EncodingRecord.load(store), load_committed(store)
-    sizes = bucket_sizes(receipts)
-    front = yaml.safe_dump(_front_matter(sizes, receipts), sort_keys=False)
-    sections = (
-        _summary(encoding, receipts),
-        _contents(sizes, receipts),
-        _encoders(encoding),
-        _settings(encoding, receipts),
-        _reading(store.where().rstrip("/").rpartition("/")[2], encoding, sizes),
-        _limits(encoding, receipts),
-    )
-    return f"---\nlicense: # fill in: the pictures' and captions' owners' terms, and the encoders'\n{front}---\n\n" + (
-        "\n\n".join(sections) + "\n"
+    sizes, started = bucket_sizes(receipts), [receipt.started[:10] for receipt in receipts]
+    encoded, bucket = sum(receipt.encoded for receipt in receipts), next(iter(sizes))
+    captions = sum((Counter(receipt.captions) for receipt in receipts), Counter())
+    moments, text = encoding.image.posterior == "moments", encoding.text
+    columns = encoding.columns(Bucket.parse(bucket))
+    return CARD.read_text().format(
+        size_category=size_category(encoded),
+        configs="\n".join(f"- config_name: {bucket}\n  data_files: {bucket}/*/*.mds" for bucket in sizes),
+        encoding=encoding,
+        encoded=encoded,
+        image="mean and log-variance of the VAE's posterior" if moments else "the VAE's mean",
+        length=f"the real ones of {text.length}" if text.trim else text.length,
+        num_tars=len(receipts),
+        first_day=min(started),
+        last_day=max(started),
+        sizes=_rows((bucket, f"{s['samples']:,}", f"{s['bytes_per_sample']:,}") for bucket, s in sizes.items()),
+        samples_in=sum(receipt.samples_in for receipt in receipts),
+        rejected=_rows((why, f"{n:,}") for why, n in (rejected_samples(receipts) or {"none": 0}).items()),
+        settings=_rows(_settings(encoding, receipts)),
+        columns=_rows((f"`{name}`", f"`{kind}`{ABOUT_COLUMNS.get(name, '')}") for name, kind in columns.items()),
+        name=store.where().rstrip("/").rpartition("/")[2],
+        bucket=bucket,
+        decoding="\n".join(_decoding(encoding)),
+        captions=captions["stored"],
+        mended=", ".join(f"{name} {captions[name]:,}" for name in MENDED),
     )
 
 
 def size_category(samples: int) -> str:
     """The Hugging Face hub's name for a number of samples."""
-    return next((name for limit, name in SIZES.items() if samples < limit), LARGEST_SIZE)
+    power = min(max(len(str(samples)) - 3, 0), len(POWERS) - 2)
+    return f"{POWERS[power]}<n<{POWERS[power + 1]}" if power else "n<1K"
 
 
-def _front_matter(sizes: dict[str, dict[str, int]], receipts: list[Receipt]) -> dict[str, Any]:
-    return {
-        "task_categories": ["text-to-image"],
-        "size_categories": [size_category(sum(receipt.encoded for receipt in receipts))],
-        "tags": ["latents", "mds", "latent-diffusion"],
-        "configs": [{"config_name": bucket, "data_files": f"{bucket}/*/*.mds"} for bucket in sizes],
-    }
+def _rows(rows: Iterable[Iterable[Any]]) -> str:
+    """Of a Markdown table."""
+    return "\n".join(f"| {' | '.join(map(str, cells))} |" for cells in rows)
 
 
-def _summary(encoding: EncodingRecord, receipts: list[Receipt]) -> str:
-    image = (
-        "mean and log-variance of the VAE's posterior" if encoding.image.posterior == "moments" else "the VAE's mean"
-    )
-    return (
-        f"# Latents, encoding {encoding.id}\n\n"
-        f"{sum(r.encoded for r in receipts):,} pictures with captions, encoded once to train a latent diffusion model: "
-        f"{image}, unscaled, in float16, and the text encoder's last hidden states ({_text(encoding)}). No pixels. "
-        f"Encoded from {len(receipts):,} tars between {min(r.started for r in receipts)[:10]} and "
-        f"{max(r.started for r in receipts)[:10]}."
-    )
-
-
-def _text(encoding: EncodingRecord) -> str:
-    text = encoding.text
-    length = f"the real ones of {text.length}" if text.trim else str(text.length)
-    return f"{length} tokens of {text.width} in {text.storage}"
-
-
-def _contents(sizes: dict[str, dict[str, int]], receipts: list[Receipt]) -> str:
-    rejected = sum((Counter(receipt.rejected) for receipt in receipts), Counter())
-    lines = [
-        "## What is in it",
-        "",
-        "| bucket (width × height, px) | samples | bytes per sample |",
-        "| --- | --- | --- |",
-    ]
-    lines += [f"| {bucket} | {size['samples']:,} | {size['bytes_per_sample']:,} |" for bucket, size in sizes.items()]
-    lines += ["", f"Of {sum(r.samples_in for r in receipts):,} samples in the tars, these are in no bucket:", ""]
-    lines += ["| reason | samples |", "| --- | --- |"]
-    lines += [f"| {reason} | {count:,} |" for reason, count in rejected.most_common()] or ["| none | 0 |"]
-    return "\n".join(lines)
-
-
-def _encoders(encoding: EncodingRecord) -> str:
-    lines = ["## Encoders", "", "| | name | SHA-256 of its content |", "| --- | --- | --- |"]
-    for what in ("vae", "text_encoder", "tokenizer"):
-        weights = getattr(encoding, what)
-        lines.append(f"| {what.replace('_', ' ')} | {weights.name} | `{weights.sha256}` |")
-    return "\n".join(lines)
-
-
-def _settings(encoding: EncodingRecord, receipts: list[Receipt]) -> str:
+def _settings(encoding: EncodingRecord, receipts: list[Receipt]) -> Iterator[tuple[str, Any]]:
     """Of encoding.json, the same for every sample; of the receipts, every value that occurs."""
-    lines = ["## Settings", "", "| setting | value |", "| --- | --- |"]
-    for name, value in encoding.model_dump(mode="json").items():
-        if name in ("vae", "text_encoder", "tokenizer"):
-            continue
-        entries = value.items() if isinstance(value, dict) else [("", value)]
-        lines += [f"| {f'{name}.{key}' if key else name} | {entry} |" for key, entry in entries]
+    for name, value in encoding.model_dump(mode="json", exclude={"vae", "text_encoder", "tokenizer"}).items():
+        sections = (
+            {f"{name}.{key}": entry for key, entry in value.items()} if isinstance(value, dict) else {name: value}
+        )
+        yield from sections.items()
     for section in ("settings", "software"):
         made = [[receipt.made_by(bucket)[section] for bucket in receipt.parts] for receipt in receipts]
         for key in sorted({key for parts in made for part in parts for key in part}):
-            values = Counter(value for parts in made for value in {str(part.get(key)) for part in parts})
-            lines.append(f"| {key} | {', '.join(_counted(values))} |")
-    lines += ["", "Of one sample: `python -m shards where ROOT KEY` names its tar, part, weights and settings."]
-    return "\n".join(lines)
+            values = Counter(value for parts in made for value in {str(part.get(key)) for part in parts}).most_common()
+            counted = [value if len(values) == 1 else f"{value} ({count} shards)" for value, count in values]
+            yield key, ", ".join(counted)
 
 
-def _counted(values: Counter[str]) -> list[str]:
-    if len(values) == 1:
-        return list(values)
-    return [f"{value} ({count} shards)" for value, count in values.most_common()]
-
-
-def _reading(name: str, encoding: EncodingRecord, sizes: dict[str, dict[str, int]]) -> str:
-    bucket = next(iter(sizes))
-    return f"""## How to read it
-
-Each bucket is a [mosaicml-streaming](https://github.com/mosaicml/streaming) dataset with these columns:
-
-| column | type |
-| --- | --- |
-{_columns(encoding, bucket)}
-
-```python
-from streaming import StreamingDataset
-
-dataset = StreamingDataset(local="{name}/{bucket}", batch_size=1, shuffle=False)
-print(dataset[0]["caption"], dataset[0]["image_latents"].shape)
-```
-
-{_decoding(encoding)}
-latentmill's trainer does this, with a config such as
-
-```yaml
-data:
-  streams:
-    - {{root: {name}, bucket: {bucket}}}
-```
-
-`uncond.safetensors` holds the empty caption's text latents. `python -m shards verify {name}` checks every byte."""
-
-
-def _decoding(encoding: EncodingRecord) -> str:
+def _decoding(encoding: EncodingRecord) -> Iterator[str]:
     """What a reader does with the columns, in this root's case."""
-    text, factor = encoding.text, encoding.image.scaling_factor
     if encoding.image.posterior == "moments":
-        lines = ["`image_latents` holds the posterior's means and then its log-variances, a half of the channels each."]
-        lines.append("A sample is `mean + exp(0.5 × log-variance) × noise`;")
+        yield "`image_latents` holds the posterior's means and then its log-variances, a half of the channels each."
+        yield "A sample is `mean + exp(0.5 × log-variance) × noise`;"
     else:
-        lines = ["`image_latents` is the posterior's mean, without its variance: it is used as it is;"]
-    lines.append(f"what the U-Net sees is that times the VAE's scaling factor, {factor}.")
-    if text.storage == "float8":
-        lines.append(
-            "`text_latents` are e4m3 codes: a token's vector is its codes, viewed as `torch.float8_e4m3fn`, times"
-        )
-        lines.append("its entry in `text_scales`.")
-    if text.several:
-        lines.append(f"A sample may have several captions ({', '.join(text.captions)}): `caption` is a JSON list with")
-        lines.append(
-            "an entry for each, null where it has none; the text columns have a leading axis over those it has."
-        )
-    return "\n".join(lines)
-
-
-def _columns(encoding: EncodingRecord, bucket: str) -> str:
-    about = {
-        "key": "of the input sample",
-        "image_latents": "channels, height, width",
-        "size": "original width, height, crop top, left, in pixels",
-        "scores": "aesthetic, similarity, punsafe, pwatermark; NaN where absent",
-    }
-    columns = encoding.columns(Bucket.parse(bucket))
-    return "\n".join(
-        f"| `{name}` | `{kind}`{f': {about[name]}' if name in about else ''} |" for name, kind in columns.items()
-    )
-
-
-def _limits(encoding: EncodingRecord, receipts: list[Receipt]) -> str:
-    image = encoding.image
-    counts = sum((Counter(receipt.captions) for receipt in receipts), Counter())
-    mended = ", ".join(f"{name} {counts[name]:,}" for name in MENDED)
-    return f"""## Limits
-
-- Latents mean something to the VAE and text encoder above only, by content; training on them fixes both.
-- Pictures were cut to their bucket's shape (crop: {image.crop}) and scaled down ({image.resampling}), never up.
-- Pictures can be decoded back from the latents, closely: rights and privacy in them are those of the pictures.
-- Captions were mended where they were no clean text, and cut. Of {counts["stored"]:,} captions: {mended}.
-- Nothing here judges what pictures show; `scores` are what the source said.
-- Stored as float16, computed in {encoding.compute_dtype}: other hardware gives the same numbers up to rounding."""
+        yield "`image_latents` is the posterior's mean, without its variance: it is used as it is;"
+    yield f"what the U-Net sees is that times the VAE's scaling factor, {encoding.image.scaling_factor}."
+    if encoding.text.storage == "float8":
+        yield "`text_latents` are e4m3 codes: a token's vector is its codes, viewed as `torch.float8_e4m3fn`, times"
+        yield "its entry in `text_scales`."
+    if encoding.text.several:
+        yield f"A sample may have several captions ({', '.join(encoding.text.captions)}): `caption` is a JSON list with"
+        yield "an entry for each, null where it has none; the text columns have a leading axis over those it has."

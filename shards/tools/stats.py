@@ -1,8 +1,8 @@
 """`python -m shards stats ROOT`: what a latents root holds, as a table, JSON and a plot."""
 
 from collections import Counter
-from collections.abc import Iterator
-from itertools import chain, islice
+from collections.abc import Iterable
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from shards.format.buckets import Bucket
 from shards.format.encoding import EncodingRecord
 from shards.format.receipts import Receipt, load_committed
 from shards.format.tables import MENDED
-from shards.root.reading import captions, read_part
+from shards.root.reading import captions, read_parts
 
 
 def root_stats(store: Store, max_samples: int) -> dict[str, Any]:
@@ -23,58 +23,49 @@ def root_stats(store: Store, max_samples: int) -> dict[str, Any]:
         RequestError: not a latents root, or nothing is committed to it.
     """
     encoding, receipts = EncodingRecord.load(store), load_committed(store)
-    rejected = sum((Counter(receipt.rejected) for receipt in receipts), Counter())
+    sizes = bucket_sizes(receipts)
+    shards = {bucket: [receipt.shard for receipt in receipts if bucket in receipt.parts] for bucket in sizes}
     return {
         "encoding": encoding.id,
         "shards": len(receipts),
         "samples_in": sum(receipt.samples_in for receipt in receipts),
         "encoded": sum(receipt.encoded for receipt in receipts),
-        "rejected": dict(rejected.most_common()),
+        "rejected": rejected_samples(receipts),
         "captions": {name: sum(receipt.captions[name] for receipt in receipts) for name in ("stored", *MENDED)},
         "buckets": {
-            bucket: bucket_stats(store, bucket, receipts, encoding, max_samples)
-            for bucket in sorted({b for receipt in receipts for b in receipt.parts}, key=Bucket.parse)
+            bucket: size | sample_stats(islice(read_parts(store, bucket, shards[bucket]), max_samples), encoding)
+            for bucket, size in sizes.items()
         },
     }
 
 
-def bucket_stats(
-    store: Store, bucket: str, receipts: list[Receipt], encoding: EncodingRecord, max_samples: int
-) -> dict[str, Any]:
-    """Samples, bytes per sample on disk, and latent statistics of one bucket."""
-    shards = [receipt.shard for receipt in receipts if bucket in receipt.parts]
-    rows = chain.from_iterable(read_committed(store, f"{bucket}/{shard}") for shard in shards)
-    sums, squares = np.zeros(encoding.image.latent_channels), np.zeros(encoding.image.latent_channels)
-    lengths: list[int] = []
-    count = 0
-    for sample in islice(rows, max_samples):
-        # moments => the posterior's mean, scaled as the trainer scales it
+def sample_stats(samples: Iterable[dict[str, Any]], encoding: EncodingRecord) -> dict[str, Any]:
+    """Moments of the latents, as the trainer scales them, and lengths of the captions; nothing where none are given."""
+    moments, lengths = [], []
+    for sample in samples:
+        # moments => the posterior's mean
         latents = sample["image_latents"][: encoding.image.latent_channels] * np.float64(encoding.image.scaling_factor)
-        sums += latents.mean(axis=(1, 2))
-        squares += (latents**2).mean(axis=(1, 2))
-        count += 1
+        moments.append((latents.mean(axis=(1, 2)), (latents**2).mean(axis=(1, 2))))
         lengths += [len(caption) for caption in captions(sample, encoding)]
-    stats: dict[str, Any] = dict(bucket_sizes(receipts)[bucket])
-    if count:
-        means = sums / count
-        stats |= {
-            "measured_on": count,
-            "latent_mean": means.round(4).tolist(),
-            "latent_std": np.sqrt(squares / count - means**2).round(4).tolist(),
-            "caption_characters": dict(
-                zip(("p5", "p50", "p95"), np.percentile(lengths, [5, 50, 95]).tolist(), strict=True)
-            ),
-        }
-    return stats
+    if not moments:
+        return {}
+    means, squares = np.mean(moments, axis=0)
+    return {
+        "measured_on": len(moments),
+        "latent_mean": means.round(4).tolist(),
+        "latent_std": np.sqrt(squares - means**2).round(4).tolist(),
+        "caption_characters": dict(
+            zip(("p5", "p50", "p95"), np.percentile(lengths, [5, 50, 95]).tolist(), strict=True)
+        ),
+    }
 
 
-def read_committed(store: Store, part: str) -> Iterator[dict[str, Any]]:
-    """The samples of a part, which is copied here first where it is remote."""
-    with store.local(part) as folder:
-        yield from read_part(folder)
+def rejected_samples(receipts: list[Receipt]) -> dict[str, int]:
+    """Reason → samples that are in no bucket, the most frequent first."""
+    return dict(sum((Counter(receipt.rejected) for receipt in receipts), Counter()).most_common())
 
 
-def bucket_sizes(receipts: list[Receipt]) -> dict[str, dict[str, int]]:
+def bucket_sizes(receipts: list[Receipt]) -> dict[str, dict[str, Any]]:
     """Bucket → samples, and bytes per sample on disk (MDS files with their headers), smallest bucket first."""
     sizes = {}
     for bucket in sorted({name for receipt in receipts for name in receipt.parts}, key=Bucket.parse):
@@ -87,10 +78,12 @@ def bucket_sizes(receipts: list[Receipt]) -> dict[str, dict[str, int]]:
 
 def stats_table(stats: dict[str, Any]) -> str:
     """The same for a person."""
+    counts = stats["captions"]
+    mended = ", ".join(f"{name.replace('_', ' ')} {counts[name]:,}" for name in MENDED)
     lines = [
         f"encoding {stats['encoding']}, {stats['shards']} shards: {stats['samples_in']:,} samples in, "
         f"{stats['encoded']:,} encoded",
-        caption_line(stats["captions"]),
+        f"captions: {counts['stored']:,} stored, of which mended or cut: {mended}",
         "rejected: " + (", ".join(f"{reason} {count:,}" for reason, count in stats["rejected"].items()) or "none"),
         "",
         f"{'bucket':>12} {'samples':>12} {'B/sample':>9}  {'caption characters':>18}  scaled latents per channel",
@@ -100,19 +93,11 @@ def stats_table(stats: dict[str, Any]) -> str:
         row = f"{bucket:>12} {b['samples']:>12,} {b['bytes_per_sample']:>9,}"
         if "latent_mean" in b:
             lengths = " / ".join(f"{length:.0f}" for length in b["caption_characters"].values())
-            means, deviations = (
-                ", ".join(f"{value:+.3f}" if name == "latent_mean" else f"{value:.3f}" for value in b[name])
-                for name in ("latent_mean", "latent_std")
-            )
+            means = ", ".join(f"{value:+.3f}" for value in b["latent_mean"])
+            deviations = ", ".join(f"{value:.3f}" for value in b["latent_std"])
             row += f"  {lengths:>18}  mean {means}; std {deviations}; {b['measured_on']:,} samples"
         lines.append(row)
     return "\n".join(lines)
-
-
-def caption_line(counts: dict[str, int]) -> str:
-    """How many captions are stored, and how many of them were mended or cut."""
-    mended = ", ".join(f"{name.replace('_', ' ')} {counts[name]:,}" for name in MENDED)
-    return f"captions: {counts['stored']:,} stored, of which mended or cut: {mended}"
 
 
 def plot_stats(stats: dict[str, Any], path: Path) -> None:

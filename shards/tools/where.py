@@ -35,9 +35,13 @@ def find_sample(store: Store, key: str) -> list[dict[str, Any]]:
 
 
 def _in_shard(store: Store, key: str, receipt: Receipt, encoding: EncodingRecord) -> dict[str, Any] | None:
-    buckets = sorted(receipt.parts, key=Bucket.parse)
-    stored = {bucket: place for bucket in buckets if (place := _stored(store, key, receipt, bucket))}
-    refused = {bucket: row for bucket in buckets if (row := _refused(store, key, receipt, bucket))}
+    stored, refused, buckets = {}, {}, sorted(receipt.parts, key=Bucket.parse)
+    for bucket in buckets:
+        folder = f"{bucket}/{receipt.shard}"
+        if row := _row(store, f"{folder}/{SAMPLES_NAME}", key):
+            stored[bucket] = {"folder": store.where(folder), "row": row[0], **row[1]}
+        if row := _row(store, f"{folder}/{REFUSED_NAME}", key):
+            refused[bucket] = row[1]
     if not stored and not refused:
         return None
     return {
@@ -49,23 +53,10 @@ def _in_shard(store: Store, key: str, receipt: Receipt, encoding: EncodingRecord
         "encoding": {"id": receipt.encoding_id, **encoding.model_dump(mode="json")},
         "settings": receipt.settings,
         "software": receipt.software,
-        "parts": {bucket: receipt.made_by(bucket) for bucket in buckets if bucket in stored or bucket in refused},
+        "parts": {bucket: receipt.made_by(bucket) for bucket in buckets if bucket in stored | refused},
         "started": receipt.started,
         "attempts": receipt.attempts,
     }
-
-
-def _stored(store: Store, key: str, receipt: Receipt, bucket: str) -> dict[str, Any] | None:
-    folder = f"{bucket}/{receipt.shard}"
-    row = _row(store, f"{folder}/{SAMPLES_NAME}", key)
-    if row is None:
-        return None
-    return {"folder": store.where(folder), "row": row[0], **row[1]}
-
-
-def _refused(store: Store, key: str, receipt: Receipt, bucket: str) -> dict[str, Any] | None:
-    row = _row(store, f"{bucket}/{receipt.shard}/{REFUSED_NAME}", key)
-    return row[1] if row else None
 
 
 def _row(store: Store, table: str, key: str) -> tuple[int, dict[str, Any]] | None:
@@ -81,37 +72,33 @@ def _row(store: Store, table: str, key: str) -> tuple[int, dict[str, Any]] | Non
 
 def describe_sample(entry: dict[str, Any]) -> str:
     """The same for a person."""
-    return "\n".join(_lines(entry))
+    lines = (f"  {name.replace('_', ' '):15} {value}" for name, value in _lines(entry))
+    return "\n".join([f"sample {entry['key']} of shard {entry['shard']}", *lines])
 
 
-def _lines(entry: dict[str, Any]) -> Iterator[str]:
+def _lines(entry: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     encoding, tar = entry["encoding"], entry["tar"]
     models = ("vae", "text_encoder", "tokenizer")
-    yield f"sample {entry['key']} of shard {entry['shard']}"
-    yield _line("tar", str(tar["address"]))
-    yield _line("", f"{tar['bytes']:,} bytes, sha256 {tar['sha256']}")
+    yield "tar", tar["address"]
+    yield "", f"{tar['bytes']:,} bytes, sha256 {tar['sha256']}"
     for bucket, place in entry["stored"].items():
         columns = {name: value for name, value in place.items() if name not in ("folder", "row")}
-        yield _line(bucket, f"row {place['row']} of {place['folder']}: {_listed(columns)}")
+        yield bucket, f"row {place['row']} of {place['folder']}: {_listed(columns)}"
     for bucket, row in entry["refused"].items():
-        yield _line(bucket, f"refused: {row['reason']} ({row['detail']}); from {row['url'] or 'no URL'}")
+        yield bucket, f"refused: {row['reason']} ({row['detail']}); from {row['url'] or 'no URL'}"
     for name in models:
-        yield _line(name, encoding[name]["name"])
-        yield _line("", f"sha256 {encoding[name]['sha256']}")
+        yield name, encoding[name]["name"]
+        yield "", f"sha256 {encoding[name]['sha256']}"
     for name, value in encoding.items():
         if name not in models:
-            yield _line(name, _listed(value) if isinstance(value, dict) else str(value))
+            yield name, _listed(value) if isinstance(value, dict) else value
     for section in ("settings", "software"):
         listed = {bucket: _listed(made[section]) for bucket, made in entry["parts"].items()}
         if len(set(listed.values())) == 1:
-            yield _line(section, next(iter(listed.values())))
+            yield section, next(iter(listed.values()))
         else:  # buckets that were added at different times
-            yield from (_line(section, f"{bucket}: {values}") for bucket, values in listed.items())
-    yield _line("encoded", f"{entry['started']}, attempt {entry['attempts']}")
-
-
-def _line(name: str, value: str) -> str:
-    return f"  {name.replace('_', ' '):15} {value}"
+            yield from ((section, f"{bucket}: {values}") for bucket, values in listed.items())
+    yield "encoded", f"{entry['started']}, attempt {entry['attempts']}"
 
 
 def _listed(values: dict[str, Any]) -> str:
