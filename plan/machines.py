@@ -9,7 +9,7 @@ from shards.base.config import Config
 
 
 class Gpu(Config):
-    """The GPU and its node. A number left out is the kind's (plan/facts.py)."""
+    """The GPU and its node. A number left out is the kind's (plan/gpus.yaml)."""
 
     kind: str = "A100"
     """A100, H100, H200, or another with every number given."""

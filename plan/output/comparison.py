@@ -1,74 +1,61 @@
 """Plans side by side: what differs between them, and what comes of it."""
 
+from collections.abc import Callable
 from typing import Any
 
 from plan.config import Plan
-from plan.output.text import star, table
-from plan.report import Report
+from plan.output.text import aligned, stars_of
+from plan.report import Report, Row
 
-
-def differences(plans: list[Plan]) -> dict[str, list[Any]]:
-    """Field → its value in each plan, for every field that is not the same in all."""
-    flat = [_flat(plan.model_dump(mode="json")) for plan in plans]
-    fields = {field: None for values in flat for field in values}
-    table = {field: [values.get(field) for values in flat] for field in fields}
-    return {field: values for field, values in table.items() if any(value != values[0] for value in values)}
+TOTALS: dict[str, tuple[str, Callable[[Report], str]]] = {
+    "B per sample": ("size", lambda report: " + ".join(f"{bucket.sample_bytes:,.0f}" for bucket in report.buckets)),
+    "latents TB": ("size", lambda report: f"{report.stored_tb:.1f}"),
+    "latents per month": ("storage", lambda report: f"${report.price_per_month:,.0f}"),
+    "read TB": ("size", lambda report: f"{report.traffic.read_tb:,.0f}"),
+}
+"""Title → what its star depends on, and the cell of a plan."""
+BY_GPUS: dict[str, tuple[str, Callable[[Row], str]]] = {
+    "days": ("speed", lambda row: f"{row.training_days + row.precompute_days:.2f}"),
+    "hours": ("speed", lambda row: f"{row.training_hours + row.precompute_hours:,.0f}"),
+    "cost": ("cost", lambda row: f"${row.cost:,.0f}"),
+}
 
 
 def render_comparison(plans: list[Plan], reports: list[Report]) -> str:
     """Plans as columns A, B, …: the fields in which they differ, then totals, then each number of GPUs they share."""
     names = [chr(ord("A") + number) for number in range(len(plans))]
+    stars = [stars_of(report) for report in reports]
     different = [[f"  {field}", *map(str, values)] for field, values in differences(plans).items()]
     totals = [
-        ["  B per sample", *(_buckets(report) for report in reports)],
-        ["  latents TB", *(f"{report.stored_tb:.1f}{_stored(report)}" for report in reports)],
-        ["  latents per month", *(f"${report.price_per_month:,.0f}{_storage_price(report)}" for report in reports)],
-        ["  read TB", *(f"{report.traffic.read_tb:,.0f}{_stored(report)}" for report in reports)],
+        [f"  {title}", *(cell(report) + star[rests_on] for report, star in zip(reports, stars, strict=True))]
+        for title, (rests_on, cell) in TOTALS.items()
+    ]
+    header = ["GPUs", *(f"{name} {what}" for what in BY_GPUS for name in names), *(f"{name} ÷ A" for name in names[1:])]
+    by_gpus = [{row.gpus: row for row in report.rows} for report in reports]
+    shared = [[rows[gpus] for rows in by_gpus] for gpus in sorted(set.intersection(*map(set, by_gpus)))]
+    lines = [
+        [
+            str(rows[0].gpus),
+            *(cell(row) + star[on] for on, cell in BY_GPUS.values() for row, star in zip(rows, stars, strict=True)),
+            *(f"{row.cost / rows[0].cost:.2f}" for row in rows[1:]),
+        ]
+        for rows in shared
     ]
     return "\n\n".join(
         [
             "Side by side (* rests on an assumed number)",
-            table(["  differs in", *names], different or [["  nothing", *("" for _ in names)]]),
-            table(["  total", *names], totals),
-            _by_gpus(names, reports),
+            aligned([["  differs in", *names], *(different or [["  nothing", *("" for _ in names)]])]),
+            aligned([["  total", *names], *totals]),
+            "Days with precompute, GPU-hours, cost of GPUs, and costs by A's\n" + aligned([header, *lines]),
         ]
     )
 
 
-def _by_gpus(names: list[str], reports: list[Report]) -> str:
-    header = ["GPUs", *(f"{name} {what}" for what in ("days", "hours", "cost") for name in names)]
-    header += [f"{name} ÷ A" for name in names[1:]]
-    by_gpus = [{row.gpus: row for row in report.rows} for report in reports]
-    lines = []
-    for gpus in sorted(set.intersection(*(set(rows) for rows in by_gpus))):
-        rows = [rows[gpus] for rows in by_gpus]
-        stars = [star(report, "gpu.price_per_hour", "train", "encode") for report in reports]
-        days = [row.training_days + row.precompute_days for row in rows]
-        lines.append(
-            [
-                str(gpus),
-                *(f"{value:.2f}{star(report, 'train', 'encode')}" for value, report in zip(days, reports, strict=True)),
-                *(
-                    f"{row.training_hours + row.precompute_hours:,.0f}{star(report, 'train', 'encode')}"
-                    for row, report in zip(rows, reports, strict=True)
-                ),
-                *(f"${row.cost:,.0f}{mark}" for row, mark in zip(rows, stars, strict=True)),
-                *(f"{row.cost / rows[0].cost:.2f}" for row in rows[1:]),
-            ]
-        )
-    return "Days with precompute, GPU-hours, cost of GPUs, and costs by A's\n" + table(header, lines)
-
-
-def _buckets(report: Report) -> str:
-    return " + ".join(f"{bucket.sample_bytes:,.0f}" for bucket in report.buckets) + _stored(report)
-
-
-def _stored(report: Report) -> str:
-    return star(report, "data.string_bytes", "text.tokens")
-
-
-def _storage_price(report: Report) -> str:
-    return star(report, "storage.price_per_tb_month")
+def differences(plans: list[Plan]) -> dict[str, list[Any]]:
+    """Field → its value in each plan, for every field that is not the same in all."""
+    flat = [_flat(plan.model_dump(mode="json")) for plan in plans]
+    fields = {field: [values.get(field) for values in flat] for values in flat for field in values}
+    return {field: values for field, values in fields.items() if any(value != values[0] for value in values)}
 
 
 def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -1,46 +1,72 @@
 """The report as text. A star marks what rests on an assumed number, a tilde what is predicted from other GPUs."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import TypeVar
 
+from plan.facts import ASSUMED, Fact
+from plan.latents import BucketReport
+from plan.measured import Rate
 from plan.report import Report, Row
-from plan.rows import PhaseRow
+
+T = TypeVar("T")
+Columns = list[tuple[str, Callable[[T], str]]]
+"""A title, and the cell of a row under it."""
 
 MEGA, GIGA, MINUTE = 1e6, 1e9, 60
 MARKS = {"measured": "", "predicted": "~", "assumed": "*"}
 LEGEND = (
     "* rests on an assumed number, marked below   ~ predicted from a measurement on other GPUs and the bandwidths below"
 )
+RESTS_ON = {
+    "encode": ("encode",),
+    "speed": ("train", "encode"),
+    "cost": ("gpu.price_per_hour", "train", "encode"),
+    "failing": ("checkpoints.restart_seconds", "links.checkpoint_gbit", "checkpoints.gpu_hours_per_failure"),
+    "reading": ("train", "data.string_bytes", "text.tokens", "data.picture_bytes"),
+    "scaling": ("gpu.network_gbit_per_s", "links.efficiency", "links.data_gbit_per_node", "links.data_gbit_total"),
+    "size": ("data.string_bytes", "text.tokens"),
+    "storage": ("storage.price_per_tb_month",),
+    "pays": ("storage.price_per_tb_month", "gpu.price_per_hour", "encode", "train"),
+    "online": ("encode", "train", "data.picture_bytes"),
+    "egress": ("regions.egress_per_gb",),
+}
+"""What is shown → the facts it rests on; `train` and `encode` stand for a speed from a utilisation."""
 
 
 def render(report: Report) -> str:
     """Every part of the report, for a terminal of 120 columns."""
+    stars = stars_of(report)
     parts = [
         f"{report.title} on {report.gpu}, encoding {report.encoding}\n{LEGEND}",
-        _time_and_cost(report),
-        _machines(report),
+        _time_and_cost(report, stars),
+        _machines(report, stars),
         scaling_verdict(report),
-        _latents(report),
-        _online(report),
-        _traffic(report),
+        _latents(report, stars),
+        _online(report, stars),
+        _traffic(report, stars),
         _numbers(report),
     ]
     if report.notes:
         parts.append("Notes\n" + "\n".join(f"  {note}" for note in report.notes))
-    return "\n\n".join(part for part in parts if part) + "\n"
+    return "\n\n".join(parts) + "\n"
 
 
-def table(header: list[str], rows: Iterable[list[str]]) -> str:
+def table(rows: Iterable[T], columns: Columns[T]) -> str:
+    """One line for each row, under the titles."""
+    return aligned([[title for title, _ in columns], *([cell(row) for _, cell in columns] for row in rows)])
+
+
+def aligned(lines: list[list[str]]) -> str:
     """Right-aligned columns, two spaces apart."""
-    lines = [header, *rows]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
-    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines)
+    widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
+    return "\n".join("  ".join(map(str.rjust, line, widths)) for line in lines)
 
 
-def star(report: Report, *fields: str) -> str:
-    """`*` if one of the facts `fields` is assumed; `train` and `encode` stand for a speed from a utilisation."""
+def stars_of(report: Report) -> dict[str, str]:
+    """What is shown → `*` if one of the facts that it rests on is assumed."""
     assumed = {fact.field for fact in report.facts if fact.assumed}
     assumed |= {name.split()[0] for name, rate in report.rates.items() if rate.assumed}
-    return "*" if assumed & set(fields) else ""
+    return {name: "*" if assumed & set(fields) else "" for name, fields in RESTS_ON.items()}
 
 
 def scaling_verdict(report: Report) -> str:
@@ -56,128 +82,101 @@ def scaling_verdict(report: Report) -> str:
     return f"Scaling pays up to {most} GPUs: each doubling makes training at least {report.least_speedup:g}x faster."
 
 
-def gpus_of(report: Report, row: Row) -> str:
-    """The row's number of GPUs, pointed out if it was asked for."""
-    return f"> {row.gpus}" if row.gpus == report.highlighted else str(row.gpus)
+def _gpus(report: Report) -> tuple[str, Callable[[Row], str]]:
+    """The first column; the number that was asked for is pointed out."""
+    return "GPUs", lambda row: f"> {row.gpus}" if row.gpus == report.highlighted else str(row.gpus)
 
 
-def _time_and_cost(report: Report) -> str:
-    price, encode = star(report, "gpu.price_per_hour", "train", "encode"), star(report, "encode")
-    failures = star(report, "checkpoints.restart_seconds", "links.checkpoint_gbit", "checkpoints.gpu_hours_per_failure")
-    header = ["GPUs"]
-    header += [title for phase in report.rows[0].phases for title in (f"{phase.bucket} img/s", "days")]
-    header += ["training", f"precompute{encode}", f"GPU-hours{star(report, 'train', 'encode')}", f"cost{price}"]
-    header += [f"all, failing{failures}", f"cost{failures or price}"]
-    return "Days, and cost of GPUs: uninterrupted, and with the failures to be expected\n" + table(
-        header, (_time_cells(report, row) for row in report.rows)
-    )
+def _time_and_cost(report: Report, stars: dict[str, str]) -> str:
+    columns = [_gpus(report)]
+    for number, phase in enumerate(report.rows[0].phases):
+        columns += _of_phase(number, phase.bucket)
+    columns += [
+        ("training", lambda row: _marked(row, f"{row.training_days:.2f}")),
+        (f"precompute{stars['encode']}", lambda row: f"{row.precompute_days:.2f}"),
+        (f"GPU-hours{stars['speed']}", lambda row: f"{row.training_hours + row.precompute_hours:,.0f}"),
+        (f"cost{stars['cost']}", lambda row: f"${row.cost:,.0f}"),
+        (f"all, failing{stars['failing']}", lambda row: f"{row.expected_days:.2f}"),
+        (f"cost{stars['failing'] or stars['cost']}", lambda row: f"${row.expected_cost:,.0f}"),
+    ]
+    title = "Days, and cost of GPUs: uninterrupted, and with the failures to be expected\n"
+    return title + table(report.rows, columns)
 
 
-def _time_cells(report: Report, row: Row) -> list[str]:
-    cells = [gpus_of(report, row)]
-    for phase in row.phases:
-        cells += [f"{MARKS[phase.basis]}{phase.images_per_second:,.0f}", f"{MARKS[phase.basis]}{phase.days:.2f}"]
-    worst = max((phase.basis for phase in row.phases), key=list(MARKS).index)
+def _of_phase(number: int, bucket: str) -> Columns[Row]:
     return [
-        *cells,
-        f"{MARKS[worst]}{row.training_days:.2f}",
-        f"{row.precompute_days:.2f}",
-        f"{row.training_hours + row.precompute_hours:,.0f}",
-        f"${row.cost:,.0f}",
-        f"{row.expected_days:.2f}",
-        f"${row.expected_cost:,.0f}",
+        (f"{bucket} img/s", lambda row: _marked(row, f"{row.phases[number].images_per_second:,.0f}", number)),
+        ("days", lambda row: _marked(row, f"{row.phases[number].days:.2f}", number)),
     ]
 
 
-def _machines(report: Report) -> str:
-    strings = star(report, "train", "data.string_bytes", "text.tokens", "data.picture_bytes")
-    failures = star(report, "checkpoints.restart_seconds", "links.checkpoint_gbit", "checkpoints.gpu_hours_per_failure")
-    bandwidths = ("gpu.network_gbit_per_s", "links.efficiency", "links.data_gbit_per_node", "links.data_gbit_total")
-    header = ["GPUs", f"MB/s per node{strings}", f"GB/s in all{strings}", f"save every min{failures}"]
-    header += [f"lost{failures}", f"checkpoints TB{failures}"]
-    header += [f"{title}{star(report, *bandwidths)}" for title in ("per doubling", "bound by")]
-    return "Reading (the busier phase), saving, failing, scaling\n" + table(
-        header, (_machine_cells(report, row) for row in report.rows)
-    )
+def _marked(row: Row, text: str, phase: int | None = None) -> str:
+    """With the mark of one phase, or of the row's least certain one."""
+    phases = row.phases if phase is None else [row.phases[phase]]
+    return MARKS[max((phase.basis for phase in phases), key=list(MARKS).index)] + text
 
 
-def _machine_cells(report: Report, row: Row) -> list[str]:
-    written = sum(
-        phase.num_checkpoints * size / 1000 for phase, size in zip(row.phases, report.checkpoint_gb, strict=True)
-    )
-    return [
-        gpus_of(report, row),
-        f"{max(phase.read_per_node for phase in row.phases) / MEGA:,.0f}",
-        f"{max(phase.read_total for phase in row.phases) / GIGA:.2f}",
-        " / ".join(f"{_save_minutes(phase):.0f}" for phase in row.phases),
-        f"{row.lost:.2%}",
-        f"{written:,.1f}",
-        f"{row.speedup:.2f}x" if row.speedup else "",
-        row.bottleneck,
+def _machines(report: Report, stars: dict[str, str]) -> str:
+    sizes, reading, failing, scaling = report.checkpoint_gb, stars["reading"], stars["failing"], stars["scaling"]
+    columns: Columns[Row] = [
+        _gpus(report),
+        (f"MB/s per node{reading}", lambda row: f"{max(phase.read_per_node for phase in row.phases) / MEGA:,.0f}"),
+        (f"GB/s in all{reading}", lambda row: f"{max(phase.read_total for phase in row.phases) / GIGA:.2f}"),
+        (
+            f"save every min{failing}",
+            lambda row: " / ".join(f"{p.save_every_steps * p.step.total / MINUTE:.0f}" for p in row.phases),
+        ),
+        (f"lost{failing}", lambda row: f"{row.lost:.2%}"),
+        (
+            f"checkpoints TB{failing}",
+            lambda row: f"{sum(p.num_checkpoints * gb / 1000 for p, gb in zip(row.phases, sizes, strict=True)):,.1f}",
+        ),
+        (f"per doubling{scaling}", lambda row: f"{row.speedup:.2f}x" if row.speedup else ""),
+        (f"bound by{scaling}", lambda row: row.bottleneck),
     ]
+    return "Reading (the busier phase), saving, failing, scaling\n" + table(report.rows, columns)
 
 
-def _save_minutes(phase: PhaseRow) -> float:
-    return phase.save_every_steps * phase.step.total / MINUTE
-
-
-def _latents(report: Report) -> str:
-    strings, price = star(report, "data.string_bytes", "text.tokens"), star(report, "storage.price_per_tb_month")
-    rows = [
-        [
-            f"  {bucket.bucket}",
-            f"{bucket.samples:,}",
-            f"{bucket.sample_bytes:,.0f}",
-            f"{bucket.stored_tb:.1f}",
-            f"${bucket.price_per_month:,.0f}",
-        ]
-        for bucket in report.buckets
+def _latents(report: Report, stars: dict[str, str]) -> str:
+    size, price = stars["size"], stars["storage"]
+    columns: Columns[BucketReport] = [
+        ("  bucket", lambda bucket: f"  {bucket.bucket}"),
+        ("samples", lambda bucket: f"{bucket.samples:,}"),
+        (f"B per sample{size}", lambda bucket: f"{bucket.sample_bytes:,.0f}"),
+        (f"TB{size}", lambda bucket: f"{bucket.stored_tb:.1f}"),
+        (f"per month{price}", lambda bucket: f"${bucket.price_per_month:,.0f}"),
     ]
-    header = ["  bucket", "samples", f"B per sample{strings}", f"TB{strings}", f"per month{price}"]
     checkpoints = ", ".join(f"{size:.1f}" for size in report.checkpoint_gb)
     return (
-        f"Latents: {report.stored_tb:.1f} TB{strings}, ${report.price_per_month:,.0f}{price} a month\n"
-        f"{table(header, rows)}\n"
+        f"Latents: {report.stored_tb:.1f} TB{size}, ${report.price_per_month:,.0f}{price} a month\n"
+        f"{table(report.buckets, columns)}\n"
         f"Checkpoints: {checkpoints} GB each, {report.checkpoints_kept_tb:.2f} TB kept"
     )
 
 
-def _online(report: Report) -> str:
-    price = star(report, "storage.price_per_tb_month", "gpu.price_per_hour", "encode", "train")
-    rate = star(report, "encode", "train", "data.picture_bytes")
+def _online(report: Report, stars: dict[str, str]) -> str:
+    price, rate = stars["pays"], stars["online"]
     row = next((row for row in report.rows if row.gpus == report.highlighted), report.rows[0])
-    rows = [
-        [
-            f"  {bucket.bucket}",
-            f"{bucket.passes:.2f}",
-            f"${bucket.encode_cost:,.0f}",
-            f"${bucket.storage_cost:,.0f}",
-            f"{bucket.pays_from:.2f} passes",
-        ]
-        for bucket in report.buckets
-    ]
-    header = [
-        "  bucket",
-        "passes",
-        f"encoding once{price}",
-        f"{report.months:g} months' storage{price}",
-        f"pays from{price}",
+    columns: Columns[BucketReport] = [
+        ("  bucket", lambda bucket: f"  {bucket.bucket}"),
+        ("passes", lambda bucket: f"{bucket.passes:.2f}"),
+        (f"encoding once{price}", lambda bucket: f"${bucket.encode_cost:,.0f}"),
+        (f"{report.months:g} months' storage{price}", lambda bucket: f"${bucket.storage_cost:,.0f}"),
+        (f"pays from{price}", lambda bucket: f"{bucket.pays_from:.2f} passes"),
     ]
     return (
         f"Encoding online on {row.gpus} GPUs: training takes {row.online_ratio:.2f}x{rate} the time on latents, "
         f"{row.online_days:.2f} days{rate}, ${row.online_cost:,.0f}{price}.\n"
         f"Encoding beforehand pays for a bucket that training passes over more often than `pays from` says:\n"
-        f"{table(header, rows)}"
+        f"{table(report.buckets, columns)}"
     )
 
 
-def _traffic(report: Report) -> str:
-    traffic = report.traffic
-    size = star(report, "data.string_bytes", "text.tokens")
-    text = f"Training reads {traffic.read_tb:,.0f} TB{size} if nothing is cached"
+def _traffic(report: Report, stars: dict[str, str]) -> str:
+    traffic, price = report.traffic, stars["egress"]
+    text = f"Training reads {traffic.read_tb:,.0f} TB{stars['size']} if nothing is cached"
     if not traffic.foreign_tb:
         return f"{text}, none of it from another region."
-    price = star(report, "regions.egress_per_gb")
     return (
         f"{text}, {traffic.foreign_tb:,.0f} TB of it from another region: ${traffic.cost:,.0f}{price}; "
         f"copying that share over once: ${traffic.copy_cost:,.0f}{price}."
@@ -186,21 +185,16 @@ def _traffic(report: Report) -> str:
 
 def _numbers(report: Report) -> str:
     rows = [
-        [f"  {name}", f"{rate.images_per_second_per_gpu:,.1f}", "per second and GPU", _known(rate.assumed, rate.source)]
+        (name, f"{rate.images_per_second_per_gpu:,.1f}", "per second and GPU", _source(rate))
         for name, rate in report.rates.items()
     ]
-    rows += [
-        [f"  {fact.field}", f"{fact.value:,g}", fact.unit, _known(fact.assumed, fact.source)] for fact in report.facts
-    ]
-    widths = [max(len(row[column]) for row in rows) for column in range(3)]
-    lines = [
-        f"{name.ljust(widths[0])}  {value.rjust(widths[1])}  {unit.ljust(widths[2])}  {source}"
-        for name, value, unit, source in rows
-    ]
-    return "Numbers that this rests on\n" + "\n".join(lines)
+    rows += [(fact.field, f"{fact.value:,g}", fact.unit, _source(fact)) for fact in report.facts]
+    names, values, units = (max(len(row[column]) for row in rows) for column in range(3))
+    lines = (f"  {name:{names}}  {value:>{values}}  {unit:{units}}  {source}" for name, value, unit, source in rows)
+    return "\n".join(["Numbers that this rests on", *lines])
 
 
-def _known(assumed: bool, source: str) -> str:
-    if not assumed:
-        return source
-    return "* ASSUMED" if source == "assumed" else f"* ASSUMED: {source}"
+def _source(number: Fact | Rate) -> str:
+    if not number.assumed:
+        return number.source
+    return "* ASSUMED" if number.source == ASSUMED else f"* ASSUMED: {number.source}"

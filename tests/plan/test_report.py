@@ -9,12 +9,13 @@ from pydantic import ValidationError
 
 from plan.arithmetic.work import Work
 from plan.config import Plan
-from plan.facts import ASSUMED
+from plan.facts import ASSUMED, GPU_KINDS
 from plan.measured import BenchFile
 from plan.output.text import render, scaling_verdict
 from plan.report import make_report
 from shards.base.errors import RequestError
 from tests.plan.conftest import MakePlan, MakeReport
+from train.model.flops import PEAK_TFLOPS
 
 
 def bench(path: Path, **changes: object) -> str:
@@ -46,6 +47,10 @@ def test_modelled_speeds_are_marked_as_assumed(report: MakeReport) -> None:
     )
     line = next(line for line in render(modelled).splitlines() if line.startswith("   8"))
     assert line.count("*") == 5  # both phases' speed and days, and the training's days
+
+
+def test_planner_and_trainer_know_the_same_peaks() -> None:
+    assert {kind: numbers["peak_tflops"][0] for kind, numbers in GPU_KINDS.items()}.items() <= PEAK_TFLOPS.items()
 
 
 @pytest.mark.parametrize("given, assumed", [("2", False), ("1.5", True)])
