@@ -53,30 +53,18 @@ def _throughput(axes: Axes, report: Report) -> None:
         axes.plot(gpus, [phase.predicted_images_per_second for phase in phases], "--", color=colour, linewidth=1.2)
         for count, phase in zip(gpus, phases, strict=True):
             measured = phase.basis == "measured"
-            if measured:
-                axes.plot(count, phase.images_per_second, "o", color=colour, markersize=6.5, zorder=3)
-            else:
-                marker = MARKERS[phase.bottleneck]
-                axes.plot(count, phase.images_per_second, marker, color=colour, markerfacecolor="white", zorder=3)
+            style = {"marker": "o", "markersize": 6.5} if measured else {"marker": MARKERS[phase.bottleneck]}
+            face = colour if measured else "white"
+            axes.plot(count, phase.images_per_second, color=colour, markerfacecolor=face, zorder=3, **style)
         speed = "assumed utilisation" if first.basis == "assumed" else f"{first.source.split()[0]} speeds"
-        label = f"{first.bucket}, {speed}"
-        axes.text(0.03, 0.97 - 0.06 * number, label, color=colour, fontsize=8.5, va="top", transform=axes.transAxes)
-    _logarithmic(axes, gpus)
-    axes.set_title(f"{report.title} on {report.gpu}", fontsize=10.5)
-    axes.set_xlabel("GPUs")
-    _point_out(axes, report)
-
-
-def _logarithmic(axes: Axes, gpus: list[int]) -> None:
+        _say(axes, 0.03, 0.97 - 0.06 * number, f"{first.bucket}, {speed}", color=colour)
     axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
+    axes.set(yscale="log", xlabel="GPUs")
     axes.set_xticks(gpus, [str(count) for count in gpus])
     axes.xaxis.set_minor_formatter(NullFormatter())
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
     axes.grid(True, which="major", alpha=0.25)
-
-
-def _point_out(axes: Axes, report: Report) -> None:
+    axes.set_title(f"{report.title} on {report.gpu}", fontsize=10.5)
     if report.highlighted:
         axes.axvline(report.highlighted, color=GREY, linewidth=0.8, alpha=0.6)
 
@@ -100,7 +88,11 @@ def _cost(axes: Axes, report: Report) -> None:
     axes.set_xlabel("days, precompute included")
     price = next(fact for fact in report.facts if fact.field == "gpu.price_per_hour")
     text = f"\\${price.value:g} per GPU-hour{', assumed' if price.assumed else ''}"
-    axes.text(0.97, 0.97, text, ha="right", va="top", fontsize=8.5, color=GREY, transform=axes.transAxes)
+    _say(axes, 0.97, 0.97, text, color=GREY, ha="right")
+
+
+def _say(axes: Axes, x: float, y: float, text: str, **style: Any) -> None:
+    axes.text(x, y, text, fontsize=8.5, va="top", transform=axes.transAxes, **style)
 
 
 def _legends(throughput: Axes, cost: Axes, reports: list[Report]) -> None:
