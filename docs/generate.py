@@ -30,6 +30,7 @@ HEAD = """\
 `make docs` writes this page from the docstrings in the code. Do not edit it.
 
 Every field can stand in the command's YAML file, or be given as `--a.b value`, which wins.
+A file with `base: other.yaml` is laid over that file. The path is relative to its own folder.
 A list of words takes commas: `--buckets 256x256,512x512`. Anything deeper is JSON in single quotes.
 `null` is none. Unknown fields are refused, with the nearest name.
 """
