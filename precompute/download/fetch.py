@@ -14,8 +14,7 @@ from typing import Any
 
 from precompute.download import opener
 from precompute.download.config import DownloadConfig
-from precompute.download.rows import read_shard, write_arrow
-from precompute.download.shard import InputShard
+from precompute.download.rows import InputShard, read_shard, write_arrow
 from precompute.download.verify import check_shard
 from shards.base.errors import RequestError, WorkError
 from shards.base.files import fsync_folder, fsync_tree, write_atomically

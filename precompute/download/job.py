@@ -12,7 +12,7 @@ from typing import Any
 from precompute.download.config import DownloadConfig
 from precompute.download.fetch import ATTEMPTS_NAME, RECEIPT, fetch_shard
 from precompute.download.report import stats_path
-from precompute.download.shard import InputShard
+from precompute.download.rows import InputShard
 from precompute.download.verify import check_shard
 from precompute.select.parallel import start_pool
 from shards.base.errors import WorkError

@@ -8,8 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from precompute.download.config import DownloadConfig
-from precompute.download.rows import name_columns
-from precompute.download.shard import InputShard
+from precompute.download.rows import InputShard, name_columns
 from precompute.select.metadata.inputs import WORK_NAME, footer_sha256
 from shards.base.errors import RequestError
 from shards.base.files import DamagedFile, read_sealed_json, write_sealed_json

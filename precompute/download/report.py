@@ -1,16 +1,40 @@
 """What a folder of tars holds, from the stats of its published shards: printed, and kept as download_report.json."""
 
 import json
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from precompute.download.failures import count_kinds
 from precompute.download.fetch import RECEIPT
-from precompute.download.shard import InputShard
+from precompute.download.rows import InputShard
+from precompute.download.verify import SUCCESS
 from shards.base.files import canonical_json, write_atomically
 
 REPORT_NAME = "download_report.json"
+# kind: the texts of it (urllib's, http.client's, ssl's, our opener's and img2dataset's own), tried in this order
+KINDS = {
+    "robots": r"X-Robots-Tag",
+    "private_address": r"private address",
+    "too_large": r"^too large",
+    "deadline": r"^deadline",
+    "redirect_loop": r"infinite loop|Redirection to url",
+    "not_http": r"unknown url type|no host given|InvalidURL|URL can't contain|nonnumeric port",
+    "http_403": r"HTTP Error 403",
+    "http_404": r"HTTP Error 404",
+    "http_410": r"HTTP Error 410",
+    "http_429": r"HTTP Error 429",
+    "http_4xx": r"HTTP Error 4\d\d",
+    "http_5xx": r"HTTP Error 5\d\d",
+    "http_other": r"HTTP Error",
+    "tls": r"SSL|CERTIFICATE|certificate|TLS",
+    "dns": r"Name or service not known|name resolution|No address associated|getaddrinfo|'idna'",
+    "timeout": r"timed out|Timeout",
+    "refused": r"Connection refused",
+    "cut": r"IncompleteRead|closed connection without|Connection reset|bytes read",
+    "unreachable": r"unreachable|No route",
+    "not_an_image": r"Image decoding error",
+}
 
 
 def write_report(
@@ -25,14 +49,20 @@ def write_report(
     """
     stats = [json.loads(path.read_text()) for shard in shards if (path := stats_path(output, shard)).exists()]
     totals = {name: sum(item[name] for item in stats) for name in ("count", "successes")}
+    failures, formats = Counter[str](), Counter[str]()
+    for item in stats:
+        formats.update(item[RECEIPT]["formats"])
+        for message, count in item["status_dict"].items():
+            if message != SUCCESS:
+                failures[kind_of(message)] += count
     report = {
         "rows": sum(shard.num_rows for shard in shards),
         "shards": {"planned": len(shards), "published": len(stats), "fetched_now": fetched, "failed": failed},
         "published_rows": totals["count"],
         "successes": totals["successes"],
         "success_share": round(totals["successes"] / totals["count"], 4) if stats else None,
-        "failures": dict(sum((count_kinds(item["status_dict"]) for item in stats), Counter[str]()).most_common()),
-        "formats": dict(sum((Counter(item[RECEIPT]["formats"]) for item in stats), Counter[str]()).most_common()),
+        "failures": dict(failures.most_common()),
+        "formats": dict(formats.most_common()),
         "tar_bytes": sum(item[RECEIPT]["tar_bytes"] for item in stats),
         "shard_seconds": round(sum(item["duration"] for item in stats), 2),
         "run_seconds": round(seconds, 2),
@@ -61,3 +91,8 @@ def describe(report: dict[str, Any]) -> str:
         formats = ", ".join(f"{name} {number:,}" for name, number in report["formats"].items())
         lines.append(f"pictures by first bytes: {formats}")
     return "\n".join(lines)
+
+
+def kind_of(message: str) -> str:
+    """The kind of failure that an error text speaks of; `other` where it fits none."""
+    return next((kind for kind, pattern in KINDS.items() if re.search(pattern, message)), "other")

@@ -1,13 +1,13 @@
 """The rows of one shard, as img2dataset wants them: an Arrow file with `url`, `caption` and the columns to carry."""
 
 from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from precompute.download.shard import InputShard
 from precompute.select.metadata.columns import find_columns
 from shards.base.errors import RequestError, WorkError
 
@@ -16,6 +16,20 @@ RESERVED = {
     *("key", "caption", "url", "width", "height", "original_width", "original_height", "status", "error_message"),
     *("exif", "md5", "sha256", "sha512"),
 }
+
+
+@dataclass(frozen=True)
+class InputShard:
+    """The rows [first_row, first_row + num_rows) of one input file, which become one tar."""
+
+    shard_id: int
+    file: Path
+    first_row: int
+    num_rows: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.shard_id:05d}"
 
 
 def name_columns(schema: pa.Schema, extra_columns: list[str] | None, place: str) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -14,13 +15,17 @@ from shards.base.errors import WorkError
 
 SUCCESS = "success"
 
-# format: what a file of it begins with (RIFF….WEBP and ….ftypavif are told apart below)
-MAGIC = {
-    "jpeg": b"\xff\xd8\xff",
-    "png": b"\x89PNG\r\n\x1a\n",
-    "gif": b"GIF8",
-    "bmp": b"BM",
-    "tiff": b"II*\x00",
+# format: how a file of it begins, tried in this order
+FORMATS = {
+    "webp": rb"RIFF....WEBP",
+    "avif": rb"....ftypavi[fs]",
+    "jpeg": rb"\xff\xd8\xff",
+    "png": rb"\x89PNG\r\n\x1a\n",
+    "gif": rb"GIF8",
+    "bmp": rb"BM",
+    "tiff": rb"II\*\x00",
+    "empty": rb"\Z",
+    "html": rb"\s*<",
 }
 
 
@@ -78,14 +83,5 @@ def _check_sample(sample: RawSample, sha256: str, original_bytes: bool) -> None:
 
 
 def format_of(data: bytes) -> str:
-    """jpeg, png, gif, bmp, tiff, webp, avif, empty, html or other, by the first bytes."""
-    if data[:4] == b"RIFF" and data[8:12] == b"WEBP":
-        return "webp"
-    if data[4:12] in (b"ftypavif", b"ftypavis"):
-        return "avif"
-    for name, magic in MAGIC.items():
-        if data.startswith(magic):
-            return name
-    if not data:
-        return "empty"
-    return "html" if data[:512].lstrip()[:1] == b"<" else "other"
+    """One of FORMATS, or `other`, by the first bytes."""
+    return next((name for name, begin in FORMATS.items() if re.match(begin, data[:512], re.DOTALL)), "other")

@@ -20,7 +20,7 @@ from precompute.download.config import DownloadConfig
 from precompute.download.fetch import fetch_shard
 from precompute.download.plan import plan_download
 from precompute.download.report import describe, write_report
-from precompute.download.shard import InputShard
+from precompute.download.rows import InputShard
 from shards.base.errors import WorkError
 from tests.precompute.download.bad_server import HTML, JPEG, PNG, BadServer, serve
 from tests.precompute.select import laion

@@ -14,7 +14,7 @@ from precompute.download import job
 from precompute.download.config import DownloadConfig
 from precompute.download.fetch import require_img2dataset
 from precompute.download.job import fetch_missing
-from precompute.download.shard import InputShard
+from precompute.download.rows import InputShard
 from precompute.select.parallel import start_pool
 from shards.base.errors import RequestError, WorkError
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from precompute.download.config import RequestsConfig
-from precompute.download.failures import kind_of
 from precompute.download.opener import build_opener, install
+from precompute.download.report import kind_of
 from tests.precompute.download.bad_server import JPEG, BadServer, serve
 
 LIMITS: dict[str, Any] = {

@@ -14,7 +14,7 @@ import pytest
 
 from precompute.download.config import DownloadConfig
 from precompute.download.job import is_published
-from precompute.download.shard import InputShard
+from precompute.download.rows import InputShard
 from precompute.download.verify import check_shard, format_of
 from shards.base.errors import WorkError
 
