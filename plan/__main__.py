@@ -17,19 +17,14 @@ from shards.base.files import canonical_json, write_atomically
 PROG = "python -m plan"
 
 
-def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """The command's own options, and the overrides left for the config."""
+def run(arguments: list[str]) -> None:
+    """Plan, print, and write what was asked for."""
     parser = argparse.ArgumentParser(PROG, description=__doc__, allow_abbrev=False)
     parser.add_argument("--config", default="configs/plan.yaml", help="the plan; any field follows as --a.b VALUE")
     parser.add_argument("--gpus", nargs="?", help="a number of GPUs to add to the table and to point out")
     parser.add_argument("--compare", nargs="+", default=[], help="further plans, as they stand, for a comparison")
     parser.add_argument("--out", type=Path, help="a folder for plan.txt, plan.json and plan.png")
-    return parser.parse_known_args(arguments)
-
-
-def run(arguments: list[str]) -> None:
-    """Plan, print, and write what was asked for."""
-    options, overrides = parse(arguments)
+    options, overrides = parser.parse_known_args(arguments)
     overrides += ["--gpus", options.gpus] if options.gpus else []
     plans = [load_config(Plan, options.config, overrides, PROG)]
     plans += [load_config(Plan, path, [], PROG) for path in options.compare]

@@ -2,12 +2,9 @@
 
 from dataclasses import dataclass
 
-from plan.arithmetic.costs import SECONDS_PER_HOUR, break_even_passes, egress_bytes
+from plan.arithmetic.costs import GIGA, SECONDS_PER_HOUR, TERA, break_even_passes, egress_bytes
 from plan.config import Phase
 from plan.rows import Inputs
-
-TERA = 1e12
-GIGA = 1e9
 
 
 @dataclass(frozen=True)

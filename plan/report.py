@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from plan.arithmetic.costs import checkpoint_bytes, gpu_hours_of, speedup_per_doubling
+from plan.arithmetic.costs import GIGA, TERA, checkpoint_bytes, gpu_hours_of, speedup_per_doubling
 from plan.arithmetic.work import Work, count_work
 from plan.config import Plan
 from plan.facts import Fact
@@ -10,8 +10,6 @@ from plan.latents import BucketReport, Traffic, bucket_report, precompute_hours,
 from plan.measured import Rate, read_rates
 from plan.rows import Inputs, PhaseRow, phase_row
 
-TERA = 1e12
-GIGA = 1e9
 UNEXPLAINED = 0.1
 """A measurement this far below the prediction from fewer GPUs is pointed out."""
 FEW_IMAGES = 8

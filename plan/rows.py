@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from plan.arithmetic.costs import SECONDS_PER_HOUR, checkpoint_bytes, days_of, sample_bytes
+from plan.arithmetic.costs import GIGA, SECONDS_PER_HOUR, checkpoint_bytes, days_of, sample_bytes
 from plan.arithmetic.restarts import best_interval, expected_time
 from plan.arithmetic.scaling import Machine, Step, StepTime, calibrate, step_time
 from plan.arithmetic.work import Work
@@ -13,7 +13,6 @@ from plan.measured import Rate, Rates
 from shards.base.errors import RequestError
 
 BITS = 8
-GIGA = 1e9
 Basis = Literal["measured", "predicted", "assumed"]
 """A throughput measured on this number of GPUs; predicted from another number; or from an assumed utilisation."""
 
@@ -124,7 +123,7 @@ def phase_row(inputs: Inputs, phase: Phase, gpus: int, online: bool) -> PhaseRow
         RequestError: the stated bandwidths do not allow a measured rate.
     """
     rates = inputs.train_rates(phase.bucket)
-    rate = next((rate for rate in rates if rate.gpus == gpus), _basis_for(rates, gpus))
+    rate = _basis_for(rates, gpus)
     time = _predict(inputs, phase, rate, gpus, online)
     of_another = _basis_for([other for other in rates if other.gpus != gpus] or rates, gpus)
     step = inputs.step(phase, online=online)

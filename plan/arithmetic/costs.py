@@ -4,6 +4,7 @@ import math
 
 from shards.format.text import TextStorage
 
+GIGA, TERA = 1e9, 1e12
 SECONDS_PER_HOUR = 3600
 SECONDS_PER_DAY = 86_400
 CHECKPOINT_BYTES = 12

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
+from plan.arithmetic.costs import GIGA
 from plan.facts import ASSUMED, Fact
 from plan.latents import BucketReport
 from plan.measured import Rate
@@ -12,7 +13,7 @@ T = TypeVar("T")
 Columns = list[tuple[str, Callable[[T], str]]]
 """A title, and the cell of a row under it."""
 
-MEGA, GIGA, MINUTE = 1e6, 1e9, 60
+MEGA, MINUTE = 1e6, 60
 MARKS = {"measured": "", "predicted": "~", "assumed": "*"}
 LEGEND = (
     "* rests on an assumed number, marked below   ~ predicted from a measurement on other GPUs and the bandwidths below"
