@@ -6,6 +6,7 @@ from typing import Any
 from plan.config import Plan
 from plan.output.text import aligned, stars_of
 from plan.report import Report, Row
+from shards.base.config import flatten
 
 TOTALS: dict[str, tuple[str, Callable[[Report], str]]] = {
     "B per sample": ("size", lambda report: " + ".join(f"{bucket.sample_bytes:,.0f}" for bucket in report.buckets)),
@@ -53,13 +54,6 @@ def render_comparison(plans: list[Plan], reports: list[Report]) -> str:
 
 def differences(plans: list[Plan]) -> dict[str, list[Any]]:
     """Field → its value in each plan, for every field that is not the same in all."""
-    flat = [_flat(plan.model_dump(mode="json")) for plan in plans]
+    flat = [flatten(plan.model_dump(mode="json")) for plan in plans]
     fields = {field: [values.get(field) for values in flat] for values in flat for field in values}
     return {field: values for field, values in fields.items() if any(value != values[0] for value in values)}
-
-
-def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for name, value in values.items():
-        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) and value else {f"{prefix}{name}": value}
-    return flat

@@ -42,11 +42,19 @@ def load_config(
     given = _parse_overrides(model, overrides, prog, about)
     values = _deep_update(_read_yaml(path) if path else {}, given)
     try:
-        return model.model_validate(values, context={GIVEN: set(_paths(given))})
+        return model.model_validate(values, context={GIVEN: set(flatten(given))})
     except ValidationError as error:
         source = f"{path} with its overrides" if path else "the command line"
         wrong = [_no_json(overrides, _place(item)) or _explain(model, item) for item in error.errors()]
         raise RequestError(f"{source}: {'; '.join(dict.fromkeys(wrong))}.") from None
+
+
+def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """`a.b` → value, for every value that is no section, or an empty one."""
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        flat |= flatten(value, f"{prefix}{name}.") if isinstance(value, dict) and value else {f"{prefix}{name}": value}
+    return flat
 
 
 def save_config(config: BaseModel, path: Path) -> None:
@@ -124,13 +132,6 @@ def _no_json(overrides: list[str], place: str | None = None) -> str:
                     f"""ones around it, --{name} '{quoted}', and behind make, ARGS="--{name} '{escaped}'\""""
                 )
     return ""
-
-
-def _paths(values: dict[str, Any], prefix: str = "") -> Iterator[str]:
-    for name, value in values.items():
-        yield f"{prefix}{name}"
-        if isinstance(value, dict):
-            yield from _paths(value, f"{prefix}{name}.")
 
 
 def _deep_update(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:

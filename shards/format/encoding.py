@@ -5,7 +5,7 @@ from typing import Literal
 
 from pydantic import ValidationError
 
-from shards.base.config import Config
+from shards.base.config import Config, flatten
 from shards.base.errors import RequestError
 from shards.base.files import canonical_json, parse_sealed_json, sealed_json
 from shards.base.store import Store
@@ -110,10 +110,11 @@ class EncodingRecord(Config):
 
     def differences(self, other: "EncodingRecord") -> list[str]:
         """`field: here ≠ there` for every field that differs, the models' names aside."""
+        here, there = (flatten(record.model_dump(mode="json")) for record in (self, other))
         return [
-            f"{path}: {here!r} ≠ {there!r}"
-            for (path, here), (_, there) in zip(_flat(self), _flat(other), strict=True)
-            if here != there and not path.endswith(".name")
+            f"{path}: {value!r} ≠ {there[path]!r}"
+            for path, value in here.items()
+            if value != there[path] and not path.endswith(".name")
         ]
 
     def save(self, store: Store) -> None:
@@ -128,7 +129,6 @@ class EncodingRecord(Config):
             RequestError: it is not a latents root, or one of another version.
             DamagedFile: the record's bytes are not those that were written.
         """
-        store = store
         try:
             fields = parse_sealed_json(store.read(FILE_NAME), store.where(FILE_NAME))
         except FileNotFoundError:
@@ -145,10 +145,3 @@ class EncodingRecord(Config):
                 f"{store.where()} was written by another version of this program: {FILE_NAME} has other fields than "
                 f"this one's ({wrong}). Use that version, or encode into a new root."
             ) from None
-
-
-def _flat(record: EncodingRecord) -> list[tuple[str, object]]:
-    flat: list[tuple[str, object]] = []
-    for name, value in record.model_dump(mode="json").items():
-        flat += [(f"{name}.{key}", part) for key, part in value.items()] if isinstance(value, dict) else [(name, value)]
-    return flat

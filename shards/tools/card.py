@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from shards.base.config import flatten
 from shards.base.store import Store
 from shards.format.buckets import Bucket
 from shards.format.encoding import EncodingRecord
@@ -70,11 +71,7 @@ def _rows(rows: Iterable[Iterable[Any]]) -> str:
 
 def _settings(encoding: EncodingRecord, receipts: list[Receipt]) -> Iterator[tuple[str, Any]]:
     """Of encoding.json, the same for every sample; of the receipts, every value that occurs."""
-    for name, value in encoding.model_dump(mode="json", exclude={"vae", "text_encoder", "tokenizer"}).items():
-        sections = (
-            {f"{name}.{key}": entry for key, entry in value.items()} if isinstance(value, dict) else {name: value}
-        )
-        yield from sections.items()
+    yield from flatten(encoding.model_dump(mode="json", exclude={"vae", "text_encoder", "tokenizer"})).items()
     for section in ("settings", "software"):
         made = [[receipt.made_by(bucket)[section] for bucket in receipt.parts] for receipt in receipts]
         for key in sorted({key for parts in made for part in parts for key in part}):

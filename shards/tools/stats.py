@@ -121,9 +121,8 @@ def plot_stats(stats: dict[str, Any], path: Path) -> None:
         for bucket, b in measured.items():
             axis.plot(b[name], marker="o", label=bucket)
         axis.axhline(ideal, color="grey", linewidth=0.8)
-        axis.set_xticks(range(max((len(b[name]) for b in measured.values()), default=0)))
-        axis.set_xlabel("channel")
-        axis.set_title(title)
+        channels = range(max((len(b[name]) for b in measured.values()), default=0))
+        axis.set(xticks=channels, xlabel="channel", title=title)
         if measured:
             axis.legend(frameon=False)
     for place, b in enumerate(measured.values()):
@@ -134,8 +133,7 @@ def plot_stats(stats: dict[str, Any], path: Path) -> None:
             f"{low:.0f} / {middle:.0f} / {high:.0f}", (middle, place), (0, 8), textcoords="offset points", ha="center"
         )
     axes[5].set_yticks(range(len(measured)), list(measured))
-    axes[5].set_ylim(len(measured) - 0.4, -0.6)
-    axes[5].set_title("caption characters: 5, 50 and 95 %")
+    axes[5].set(ylim=(len(measured) - 0.4, -0.6), title="caption characters: 5, 50 and 95 %")
     figure.suptitle(f"encoding {stats['encoding']}: {stats['encoded']:,} of {stats['samples_in']:,} samples encoded")
     figure.tight_layout()
     figure.savefig(path)

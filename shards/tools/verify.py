@@ -28,19 +28,17 @@ def verify_root(store: Store) -> Iterator[str]:
         RequestError: it is not a latents root.
         DamagedFile: its encoding.json is not what was written, so nothing else can be judged.
     """
-    encoding = EncodingRecord.load(store)
-    receipts, broken = [], []
+    encoding, receipts = EncodingRecord.load(store), []
     for shard in committed_shards(store):
         try:
             receipt = load_receipt(store, shard)
-            assert receipt is not None
-            receipts.append(receipt)
-            if receipt.shard != shard:
-                path = store.where(f"{FOLDER}/{shard}.json")
-                broken.append(f"{path} is the receipt of shard {receipt.shard}, under another's name")
         except (DamagedFile, ValueError) as error:
-            broken.append(str(error))
-    yield from broken
+            yield str(error)
+            continue
+        assert receipt is not None
+        receipts.append(receipt)
+        if receipt.shard != shard:
+            yield f"{_receipt(store, shard)} is the receipt of shard {receipt.shard}, under another's name"
     for receipt in receipts:
         yield from verify_receipt(store, receipt, encoding)
     yield from verify_indexes(store, receipts)
@@ -48,9 +46,8 @@ def verify_root(store: Store) -> Iterator[str]:
 
 def verify_receipt(store: Store, receipt: Receipt, encoding: EncodingRecord) -> Iterator[str]:
     """What is wrong with one committed shard."""
-    name = store.where(f"{FOLDER}/{receipt.shard}.json")
     if receipt.encoding_id != encoding.id:
-        yield f"{name} is of encoding {receipt.encoding_id}; the root's is {encoding.id}"
+        yield f"{_receipt(store, receipt.shard)} is of encoding {receipt.encoding_id}; the root's is {encoding.id}"
     for shared, record in receipt.shared_files.items():
         yield from verify_file(store, shared, record, store.where(shared))
     with ExitStack() as stack:
@@ -62,6 +59,10 @@ def verify_receipt(store: Store, receipt: Receipt, encoding: EncodingRecord) -> 
             sound = sound and not wrong
         if sound:
             yield from verify_books(store, receipt, parts)
+
+
+def _receipt(store: Store, shard: str) -> str:
+    return store.where(f"{FOLDER}/{shard}.json")
 
 
 def verify_part(folder: Path, where: str, bucket: str, part: Part, encoding: EncodingRecord) -> Iterator[str]:
@@ -78,11 +79,11 @@ def verify_books(store: Store, receipt: Receipt, parts: dict[str, Path]) -> Iter
     """The rejects table and the receipt's totals against the parts' own tables."""
     books = read_books(parts)
     if (receipt.encoded, receipt.captions, receipt.rejected) != (books.encoded, books.captions, books.rejected):
-        yield f"{store.where(f'{FOLDER}/{receipt.shard}.json')} does not add up to its parts' tables"
+        yield f"{_receipt(store, receipt.shard)} does not add up to its parts' tables"
     for bucket, listed in books.refused.items():
         told = {reason: n for reason, n in receipt.parts[bucket].refused.items() if reason != OTHER_BUCKET}
         if told != listed:
-            yield f"{store.where(f'{FOLDER}/{receipt.shard}.json')} counts other refusals of {bucket} than its part"
+            yield f"{_receipt(store, receipt.shard)} counts other refusals of {bucket} than its part"
     name = f"rejects/{receipt.shard}.parquet"
     with tempfile.TemporaryDirectory() as folder:
         expected = Path(folder) / "rejects.parquet"
