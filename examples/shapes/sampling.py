@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,7 +23,7 @@ def sample_phases(folder: Path) -> None:
     for phase, side in SIDES.items():
         pipeline = StableDiffusionPipeline.from_pretrained(folder / phase / "export")
         pipeline.set_progress_bar_config(disable=True)
-        pictures = {name: sample(pipeline, prompts, side) for name, prompts in prompt_lists().items()}
+        pictures: dict[str, Any] = {name: sample(pipeline, prompts, side) for name, prompts in prompt_lists().items()}
         np.savez_compressed(folder / f"samples-{phase}.npz", **pictures)
         adherence[phase] = {name: score(pictures[name], prompts) for name, prompts in prompt_lists().items()}
         print(f"{phase}: {json.dumps(adherence[phase])}", flush=True)
