@@ -17,12 +17,14 @@ $(call needs,precompute,SHARD,say which shards: make precompute SHARD=00000-0009
 $(call needs,train,PHASE_CONFIG,say which phase: make train PHASE=1 (or PHASE=2$(comma) or CONFIG=path.yaml) [NPROC=8] [ARGS="--a.b value"])
 $(if $(filter train,$(MAKECMDGOALS)),$(if $(wildcard $(PHASE_CONFIG)),,$(error there is no $(PHASE_CONFIG): say PHASE=1 or PHASE=2, or CONFIG=path.yaml)))
 
-.PHONY: help setup demo test test-faults bench lint docs select download precompute train plan lock clean
+.PHONY: help setup demo test test-faults test-install test-oldest bench lint docs select download precompute train plan lock clean
 
 help:
 	@echo "make demo                                     everything, on a picture world of its own (no GPU; under 20 minutes)"
 	@echo "make test                                     every test"
 	@echo "make test-faults                              the long suites: kills, full disks, flipped bits, hostile pictures"
+	@echo "make test-install [PYTHONS=\"3.11 3.12 3.13\"]  the wheel with every extra, in fresh environments"
+	@echo "make test-oldest                              the oldest versions allowed, in .venv-oldest"
 	@echo "make bench                                    the benchmarks of both stages, into runs/benchmarks.md (idle machine)"
 	@echo "make select METADATA=laion/ [OUT=runs/data/selected]"
 	@echo "                                              LAION metadata -> filtered rows"
@@ -46,8 +48,10 @@ $(STAMP): requirements.lock pyproject.toml
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps --editable .
 	@touch $@
 
+LOCK = $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --all-extras --no-emit-index-url pyproject.toml
 lock:
-	$(BIN)/uv pip compile --quiet --universal --python-version 3.11 --all-extras --no-emit-index-url pyproject.toml -o requirements.lock
+	$(LOCK) -o requirements.lock
+	$(LOCK) --resolution lowest-direct -o requirements.oldest.lock
 
 demo: setup
 	$(BIN)/python -m examples.shapes.demo $(ARGS)
@@ -59,6 +63,21 @@ test: setup
 # the figures that it prints go into docs/evidence/reliability.md
 test-faults: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s -m "slow or faults" $(ARGS)
+
+PYTHONS ?= 3.11 3.12 3.13
+test-install: setup
+	$(BIN)/python -m tests.install --pythons $(PYTHONS) $(ARGS)
+
+OLDEST = tests/precompute/encode/test_encoders.py tests/shards/base/test_config.py tests/shards/format/test_models.py \
+  tests/test_end_to_end.py tests/train/test_cached_equals_online.py
+test-oldest: .venv-oldest/.installed
+	OMP_NUM_THREADS=1 .venv-oldest/bin/python -m pytest $(OLDEST) $(ARGS)
+
+.venv-oldest/.installed: requirements.oldest.lock pyproject.toml | setup
+	test -x .venv-oldest/bin/python || $(BIN)/uv venv --quiet --python $(BIN)/python .venv-oldest
+	$(BIN)/uv pip sync --quiet --python .venv-oldest/bin/python requirements.oldest.lock
+	$(BIN)/uv pip install --quiet --python .venv-oldest/bin/python --no-deps --editable .
+	@touch $@
 
 bench: setup
 	$(BIN)/python -m bench --output runs/benchmarks.md $(ARGS)

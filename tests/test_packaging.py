@@ -64,14 +64,19 @@ def files_below(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_the_lock_pins_everything_and_names_no_index() -> None:
-    lines = (ROOT / "requirements.lock").read_text().splitlines()
+@pytest.mark.parametrize(
+    ("lock", "streaming", "transformers"),
+    [("requirements.lock", "0.13.", "5."), ("requirements.oldest.lock", "0.13.0", "4.57.")],
+)
+def test_a_lock_pins_everything_and_names_no_index(lock: str, streaming: str, transformers: str) -> None:
+    lines = (ROOT / lock).read_text().splitlines()
     pinned = {line.split("==")[0]: line for line in lines if line and not line.startswith((" ", "#"))}
     assert all("==" in line for line in pinned.values())
     assert not re.search(r"https?://|--index|--extra|--find-links", "\n".join(pinned.values()))
     for name in ("torch", "torchvision", "mosaicml-streaming", "ray", "diffusers", "transformers", "accelerate"):
         assert name in pinned
-    assert pinned["mosaicml-streaming"].startswith("mosaicml-streaming==0.13.0")
+    assert pinned["mosaicml-streaming"].startswith(f"mosaicml-streaming=={streaming}")
+    assert pinned["transformers"].startswith(f"transformers=={transformers}")
 
 
 def test_no_large_or_generated_file_is_tracked() -> None:
