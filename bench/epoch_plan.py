@@ -24,7 +24,7 @@ import torch
 
 from bench.kit.common import section, status_mb, table
 from bench.kit.roots import encoding_record
-from shards.base.files import canonical_json
+from shards.base.durable import canonical_json
 from shards.format.buckets import Bucket
 from shards.format.encoding import EncodingRecord
 from shards.format.mds import Column

@@ -11,8 +11,8 @@ from plan.output.comparison import render_comparison
 from plan.output.text import render
 from plan.report import Report, make_report
 from shards.base.config import load_config
+from shards.base.durable import canonical_json, write_atomically
 from shards.base.errors import exit_code_of
-from shards.base.files import canonical_json, write_atomically
 
 PROG = "python -m plan"
 

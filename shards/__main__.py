@@ -10,8 +10,8 @@ import json
 import sys
 from pathlib import Path
 
+from shards.base.durable import DamagedFile
 from shards.base.errors import WorkError, exit_code_of
-from shards.base.files import DamagedFile
 from shards.format.encoding import EncodingRecord
 from shards.open import open_store
 from shards.root.index import write_indexes

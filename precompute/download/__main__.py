@@ -15,8 +15,8 @@ from precompute.download.job import fetch_missing
 from precompute.download.plan import plan_download
 from precompute.download.report import describe, write_report
 from shards.base.config import load_config
+from shards.base.durable import locked
 from shards.base.errors import WorkError, exit_code_of
-from shards.base.files import locked
 
 
 def run(arguments: list[str]) -> None:

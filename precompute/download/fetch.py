@@ -14,10 +14,10 @@ from typing import Any
 
 from precompute.download import opener
 from precompute.download.config import DownloadConfig
-from precompute.download.rows import InputShard, read_shard, write_arrow
-from precompute.download.verify import check_shard
+from precompute.download.rows import PlannedTar, read_rows, write_arrow
+from precompute.download.verify import check_tar
+from shards.base.durable import fsync_folder, fsync_tree, write_atomically
 from shards.base.errors import RequestError, WorkError
-from shards.base.files import fsync_folder, fsync_tree, write_atomically
 
 RECEIPT = "latentmill"  # our section of img2dataset's stats
 ATTEMPTS_NAME = ".attempts"
@@ -61,7 +61,7 @@ def _hidden(*names: str) -> Iterator[None]:
                 sys.modules[name] = module
 
 
-def fetch_shard(config: DownloadConfig, shard: InputShard) -> dict[str, Any]:
+def fetch_tar(config: DownloadConfig, shard: PlannedTar) -> dict[str, Any]:
     """Download one shard into a private folder, check it, and move it into `config.output`.
 
     `NNNNN_stats.json` is moved last: a shard whose stats are there is whole. Where the shard fails, what img2dataset
@@ -81,7 +81,7 @@ def fetch_shard(config: DownloadConfig, shard: InputShard) -> dict[str, Any]:
     try:
         with log.open("w") as file, contextlib.redirect_stdout(file), contextlib.redirect_stderr(file):
             _download(config, shard, folder)
-        found = check_shard(folder, shard.name, shard.num_rows, config)
+        found = check_tar(folder, shard.name, shard.num_rows, config)
         stats = _publish(config, shard, folder, found)
         log.write_text("")
         return stats
@@ -96,10 +96,10 @@ def fetch_shard(config: DownloadConfig, shard: InputShard) -> dict[str, Any]:
             log.unlink()
 
 
-def _download(config: DownloadConfig, shard: InputShard, folder: Path) -> None:
+def _download(config: DownloadConfig, shard: PlannedTar, folder: Path) -> None:
     downloader_class, resizer_class, writer_class = _import_img2dataset()
     opener.install(config.requests)
-    table = read_shard(shard, config.extra_columns)
+    table = read_rows(shard, config.extra_columns)
     write_arrow(table, folder / "rows.arrow")
     downloader = downloader_class(
         sample_writer_class=writer_class,
@@ -128,7 +128,7 @@ def _download(config: DownloadConfig, shard: InputShard, folder: Path) -> None:
     downloader.download_shard((shard.shard_id, str(folder / "rows.arrow")))
 
 
-def _publish(config: DownloadConfig, shard: InputShard, folder: Path, found: dict[str, Any]) -> dict[str, Any]:
+def _publish(config: DownloadConfig, shard: PlannedTar, folder: Path, found: dict[str, Any]) -> dict[str, Any]:
     stats_path = folder / f"{shard.name}_stats.json"
     stats = json.loads(stats_path.read_text())
     needed = math.ceil(config.min_success_share * stats["count"])

@@ -10,20 +10,20 @@ from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
 from precompute.download.config import DownloadConfig
-from precompute.download.fetch import ATTEMPTS_NAME, RECEIPT, fetch_shard
+from precompute.download.fetch import ATTEMPTS_NAME, RECEIPT, fetch_tar
 from precompute.download.report import stats_path
-from precompute.download.rows import InputShard
-from precompute.download.verify import check_shard
+from precompute.download.rows import PlannedTar
+from precompute.download.verify import check_tar
 from precompute.select.parallel import start_pool
 from shards.base.errors import WorkError
 
 SHARDS_PER_WORKER = 20  # then a fresh process, so that leaks stay small
 
-Fetch = Callable[[DownloadConfig, InputShard], dict[str, Any]]
+Fetch = Callable[[DownloadConfig, PlannedTar], dict[str, Any]]
 
 
 def fetch_missing(
-    config: DownloadConfig, shards: list[InputShard], fetch: Fetch = fetch_shard
+    config: DownloadConfig, shards: list[PlannedTar], fetch: Fetch = fetch_tar
 ) -> tuple[int, dict[str, str]]:
     """Download the shards that are not published.
 
@@ -52,7 +52,7 @@ def fetch_missing(
     return len(missing) - len(failed), failed
 
 
-def is_published(config: DownloadConfig, shard: InputShard) -> bool:
+def is_published(config: DownloadConfig, shard: PlannedTar) -> bool:
     """Whether the shard's three files are there and whole, as far as sizes say, or hashes where `recheck` is set.
 
     A damaged one counts as missing, and is fetched again.
@@ -64,7 +64,7 @@ def is_published(config: DownloadConfig, shard: InputShard) -> bool:
         receipt = json.loads(stats.read_text())[RECEIPT]
         whole = tar.stat().st_size == receipt["tar_bytes"] and (config.output / f"{shard.name}.parquet").exists()
         if whole and config.recheck:
-            whole = check_shard(config.output, shard.name, shard.num_rows, config) == receipt
+            whole = check_tar(config.output, shard.name, shard.num_rows, config) == receipt
     except (OSError, ValueError, KeyError, WorkError) as error:
         print(f"{shard.name} is damaged, and is fetched again: {error}", flush=True)
         return False
@@ -73,12 +73,12 @@ def is_published(config: DownloadConfig, shard: InputShard) -> bool:
     return whole
 
 
-def _fetch_until_broken(config: DownloadConfig, waiting: deque[InputShard], fetch: Fetch) -> Any:
+def _fetch_until_broken(config: DownloadConfig, waiting: deque[PlannedTar], fetch: Fetch) -> Any:
     """(shard, its stats or why it failed) as shards end; returns when `waiting` is empty or a worker process died.
 
     No more shards are handed out than processes run, so a dead process takes only those few with it.
     """
-    running: dict[Future[dict[str, Any]], InputShard] = {}
+    running: dict[Future[dict[str, Any]], PlannedTar] = {}
     with start_pool(min(config.processes, len(waiting)), SHARDS_PER_WORKER) as pool:
         is_broken = False
         while running or (waiting and not is_broken):

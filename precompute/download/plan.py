@@ -8,10 +8,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from precompute.download.config import DownloadConfig
-from precompute.download.rows import InputShard, name_columns
+from precompute.download.rows import PlannedTar, name_columns
 from precompute.select.metadata.inputs import WORK_NAME, footer_sha256
+from shards.base.durable import DamagedFile, read_sealed_json, write_sealed_json
 from shards.base.errors import RequestError
-from shards.base.files import DamagedFile, read_sealed_json, write_sealed_json
 
 PLAN_NAME = "download_plan.json"
 MAX_SHARDS = 100_000  # five digits name a shard, and begin each key
@@ -26,7 +26,7 @@ class InputFile:
     footer_sha256: str
 
 
-def plan_download(config: DownloadConfig) -> list[InputShard]:
+def plan_download(config: DownloadConfig) -> list[PlannedTar]:
     """The shards of `config.input`, in order; what `config.output` was begun with is kept to.
 
     A shard never spans two files, so files may be added at the end between two runs.
@@ -52,7 +52,7 @@ def plan_download(config: DownloadConfig) -> list[InputShard]:
         )
     settings = config.model_dump(mode="json", include={"rows_per_shard", "extra_columns", "images"})
     _keep_to_plan(config.output / PLAN_NAME, inputs, settings)
-    return [InputShard(shard_id, *piece) for shard_id, piece in enumerate(pieces)]
+    return [PlannedTar(shard_id, *piece) for shard_id, piece in enumerate(pieces)]
 
 
 def find_parquet(source: Path) -> list[Path]:

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from precompute.download.fetch import RECEIPT
-from precompute.download.rows import InputShard
+from precompute.download.rows import PlannedTar
 from precompute.download.verify import SUCCESS
-from shards.base.files import canonical_json, write_atomically
+from shards.base.durable import canonical_json, write_atomically
 
 REPORT_NAME = "download_report.json"
 # kind: the texts of it (urllib's, http.client's, ssl's, our opener's and img2dataset's own), tried in this order
@@ -38,7 +38,7 @@ KINDS = {
 
 
 def write_report(
-    output: Path, shards: list[InputShard], failed: dict[str, str], fetched: int, seconds: float
+    output: Path, shards: list[PlannedTar], failed: dict[str, str], fetched: int, seconds: float
 ) -> dict[str, Any]:
     """Sum up every published shard of the plan; write the report and return it.
 
@@ -71,7 +71,7 @@ def write_report(
     return report
 
 
-def stats_path(output: Path, shard: InputShard) -> Path:
+def stats_path(output: Path, shard: PlannedTar) -> Path:
     """img2dataset's record of a shard; there once the shard is published."""
     return output / f"{shard.name}_stats.json"
 

@@ -19,7 +19,7 @@ RESERVED = {
 
 
 @dataclass(frozen=True)
-class InputShard:
+class PlannedTar:
     """The rows [first_row, first_row + num_rows) of one input file, which become one tar."""
 
     shard_id: int
@@ -83,7 +83,7 @@ def _plain_type(kind: pa.DataType) -> pa.DataType:
     return pa.string() if pa.types.is_large_string(kind) else kind
 
 
-def read_shard(shard: InputShard, extra_columns: list[str] | None) -> pa.Table:
+def read_rows(shard: PlannedTar, extra_columns: list[str] | None) -> pa.Table:
     """The shard's rows, under their stored names.
 
     Raises:
@@ -104,7 +104,7 @@ def read_shard(shard: InputShard, extra_columns: list[str] | None) -> pa.Table:
     return table.rename_columns(list(names.values()))
 
 
-def _row_groups(metadata: pq.FileMetaData, shard: InputShard) -> tuple[list[int], int]:
+def _row_groups(metadata: pq.FileMetaData, shard: PlannedTar) -> tuple[list[int], int]:
     """The row groups that hold the shard, and how many rows come before the first of them."""
     starts = np.cumsum([0, *(metadata.row_group(index).num_rows for index in range(metadata.num_row_groups))])
     first = np.searchsorted(starts[1:], shard.first_row, side="right")

@@ -29,7 +29,7 @@ FORMATS = {
 }
 
 
-def check_shard(folder: Path, name: str, num_rows: int, config: DownloadConfig) -> dict[str, Any]:
+def check_tar(folder: Path, name: str, num_rows: int, config: DownloadConfig) -> dict[str, Any]:
     """Read `name`.tar to its end; compare it with `name`.parquet, `name`_stats.json and the number of rows asked for.
 
     Returns:

@@ -25,8 +25,8 @@ import pyarrow.parquet as pq
 
 from precompute.input.layout import IMAGE_SUFFIXES, Member, read_layout
 from shards.base.config import Config
+from shards.base.durable import sha256_file
 from shards.base.errors import DamagedInput, RequestError, WorkError
-from shards.base.files import sha256_file
 
 TarPolicy = Literal["reject", "salvage"]
 MOST_NAMED = 5

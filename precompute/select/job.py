@@ -21,8 +21,8 @@ from precompute.select.passes.hashes import count_partitions
 from precompute.select.passes.optout import hash_listed_urls, read_hosts
 from precompute.select.passes.output import OutputFile, plan_outputs, write_output
 from precompute.select.report.funnel import build_funnel
+from shards.base.durable import canonical_json, fsync_tree, locked, sha256_file, write_atomically
 from shards.base.errors import RequestError, WorkError
-from shards.base.files import canonical_json, fsync_tree, locked, sha256_file, write_atomically
 
 FUNNEL_NAME, PLOT_NAME = "funnel.json", "funnel.png"
 

@@ -21,7 +21,7 @@ from typing import Annotated, Any
 
 from pydantic import PlainSerializer, PlainValidator
 
-from shards.base.files import fsync_file, fsync_folder, fsync_tree, locked, remove_torn, sha256_file, write_atomically
+from shards.base.durable import fsync_file, fsync_folder, fsync_tree, locked, remove_torn, sha256_file, write_atomically
 
 StillHeld = Callable[[], None]
 """Raises WorkError where the lock was lost meanwhile."""

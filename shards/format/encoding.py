@@ -6,8 +6,8 @@ from typing import Literal
 from pydantic import ValidationError
 
 from shards.base.config import Config, flatten
+from shards.base.durable import canonical_json, parse_sealed_json, sealed_json
 from shards.base.errors import RequestError
-from shards.base.files import canonical_json, parse_sealed_json, sealed_json
 from shards.base.store import Store
 from shards.format import text
 from shards.format.buckets import Bucket

@@ -23,8 +23,8 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from shards.base.durable import DamagedFile
 from shards.base.errors import RequestError
-from shards.base.files import DamagedFile
 
 HASH = "xxh3_64"
 DTYPES = ("float16", "float32", "int32", "uint8")
@@ -68,7 +68,7 @@ def array_type(encoding: str) -> tuple[np.dtype[Any] | None, tuple[int, ...] | N
 
 
 @dataclass(frozen=True, eq=False)
-class MdsFiles:
+class MdsIndex:
     """The files of one bucket, in the index's order; a few dozen bytes for each."""
 
     names: NDArray[np.bytes_]
@@ -94,7 +94,7 @@ class MdsFiles:
         return int(self.samples.sum())
 
 
-def parse_index(data: bytes, where: str) -> MdsFiles:
+def parse_index(data: bytes, where: str) -> MdsIndex:
     """The bytes of BUCKET/index.json → its files.
 
     Args:
@@ -134,7 +134,7 @@ def parse_index(data: bytes, where: str) -> MdsFiles:
         path = PurePosixPath(name.decode())
         if path.is_absolute() or ".." in path.parts:
             raise RequestError(f"{where} names a file outside its folder, {name.decode()!r}. Do not use this root.")
-    return MdsFiles(
+    return MdsIndex(
         names=np.array(names, np.bytes_),
         sizes=np.array(sizes, np.int64),
         samples=np.array(samples, np.int64),

@@ -19,7 +19,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from shards.base.files import fsync_file
+from shards.base.durable import fsync_file
 from shards.format.buckets import Bucket
 from shards.format.encoding import EncodingRecord
 from shards.format.mds import HASH, Column, array_type, shape_head

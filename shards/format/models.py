@@ -9,8 +9,8 @@ from typing import Any
 from huggingface_hub import constants, snapshot_download
 from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled, RevisionNotFoundError
 
+from shards.base.durable import canonical_json, sha256_file
 from shards.base.errors import RequestError, is_storage_error
-from shards.base.files import canonical_json, sha256_file
 from shards.format.encoding import Weights
 
 WEIGHT_FILES = ("diffusion_pytorch_model.safetensors", "model.safetensors")

@@ -10,8 +10,8 @@ from typing import Any
 from pydantic import model_validator
 
 from shards.base.config import Config
+from shards.base.durable import parse_sealed_json, sealed_json
 from shards.base.errors import RequestError
-from shards.base.files import parse_sealed_json, sealed_json
 from shards.base.store import Store
 from shards.format.buckets import COVERS
 

@@ -20,8 +20,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from shards.base.durable import locked
 from shards.base.errors import WorkError
-from shards.base.files import locked
 from shards.base.store import LocalStore, Store
 from shards.format.encoding import FILE_NAME, EncodingRecord
 from shards.format.receipts import FileRecord, Part, Receipt, load_receipt

@@ -7,7 +7,7 @@ written here. The same receipts always give the same bytes.
 import hashlib
 import json
 
-from shards.base.files import DamagedFile, canonical_json
+from shards.base.durable import DamagedFile, canonical_json
 from shards.base.store import Store
 from shards.format.receipts import Receipt, load_receipts
 

@@ -6,8 +6,8 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
+from shards.base.durable import DamagedFile
 from shards.base.errors import RequestError
-from shards.base.files import DamagedFile
 from shards.base.store import Store
 from shards.format.buckets import NEAREST, Bucket
 from shards.format.encoding import FILE_NAME, EncodingRecord

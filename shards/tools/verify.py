@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from shards.base.files import DamagedFile
+from shards.base.durable import DamagedFile
 from shards.base.store import LocalStore, Store
 from shards.format.buckets import Bucket
 from shards.format.encoding import EncodingRecord, TextEncoding

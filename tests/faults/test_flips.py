@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from shards.base.files import DamagedFile
+from shards.base.durable import DamagedFile
 from shards.open import open_store
 from shards.tools.verify import verify_root
 from tests.faults.world import make_world

@@ -14,10 +14,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from shards.base.durable import DamagedFile
 from shards.base.errors import WorkError
-from shards.base.files import DamagedFile
 from shards.base.store import Store
-from shards.format.mds import HASH, Decoder, MdsFiles, hash_file, read_offsets, read_sample
+from shards.format.mds import HASH, Decoder, MdsIndex, hash_file, read_offsets, read_sample
 from train.data.cache import Cache
 
 NUM_FETCHERS = 8
@@ -29,10 +29,10 @@ NUM_HEADERS = 1 << 14
 """Files whose offsets a loader process remembers."""
 
 
-class BucketFiles:
+class StreamFiles:
     """One stream's files: in place, or as copies in a cache."""
 
-    def __init__(self, store: Store, bucket: str, files: MdsFiles, cache: Cache | None, prefix: str):
+    def __init__(self, store: Store, bucket: str, files: MdsIndex, cache: Cache | None, prefix: str):
         """`prefix`: the folder in the cache below which this root's copies lie; unused without one."""
         self.store = store
         self.bucket = bucket
@@ -173,10 +173,10 @@ class BucketFiles:
             raise WorkError(f"{self.where(file)} cannot be read: {error}.") from error
 
 
-class Files:
+class SampleReader:
     """All streams' files, numbered in one row; shared by the loader processes of a rank."""
 
-    def __init__(self, buckets: Sequence[BucketFiles]):
+    def __init__(self, buckets: Sequence[StreamFiles]):
         self.buckets = buckets
         counts = [len(bucket.files) for bucket in buckets]
         self.first = np.cumsum([0, *counts[:-1]])
@@ -198,7 +198,7 @@ class Files:
         self._coming: dict[int, Future[None]] = {}
         self._headers: OrderedDict[int, NDArray[np.uint32]] = OrderedDict()
 
-    def locate(self, file: int) -> tuple[BucketFiles, int]:
+    def locate(self, file: int) -> tuple[StreamFiles, int]:
         """The stream of a file, and its number there."""
         stream = int(np.searchsorted(self.first, file, side="right")) - 1
         return self.buckets[stream], file - int(self.first[stream])

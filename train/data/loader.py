@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
 from shards.base.errors import RequestError, WorkError
 from train.data.batch import Batch, Collate
 from train.data.cache import Cache
-from train.data.files import BucketFiles, Files
+from train.data.files import SampleReader, StreamFiles
 from train.data.order import Order, StreamOrder
 from train.data.spec import DataConfig, DataSpec
 from train.data.streams import resolved, what_is_wrong
@@ -53,7 +53,7 @@ class Failure:
 class GlobalBatches(Dataset[Batch | Failure]):
     """One rank's share of the global batch of any step."""
 
-    def __init__(self, order: Order, files: Files, slots: Tensor, collate: Collate):
+    def __init__(self, order: Order, files: SampleReader, slots: Tensor, collate: Collate):
         self.order = order
         self.files = files
         # a copy: sending a batch moves the tensor's memory
@@ -98,15 +98,15 @@ def make_order(config: DataConfig, spec: DataSpec, global_batch_size: int, seed:
     return Order(list(groups.values()), global_batch_size, nodes, config.shuffle_block, seed, config.shuffle)
 
 
-def make_files(config: DataConfig, spec: DataSpec) -> Files:
+def make_files(config: DataConfig, spec: DataSpec) -> SampleReader:
     """Every stream's files, in `make_order`'s numbering."""
     buckets = []
     for stream in spec.streams:
         folder = config.cache_of(stream.config)
         cache = None if folder is None else Cache(folder, config.cache_limit)
         prefix = hashlib.sha256(str(resolved(stream.config.root)).encode()).hexdigest()[:16]
-        buckets.append(BucketFiles(stream.store, stream.config.bucket, stream.files, cache, prefix))
-    return Files(buckets)
+        buckets.append(StreamFiles(stream.store, stream.config.bucket, stream.files, cache, prefix))
+    return SampleReader(buckets)
 
 
 class Loader:

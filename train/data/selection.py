@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
 from shards.base.config import Config
+from shards.base.durable import DamagedFile
 from shards.base.errors import RequestError
-from shards.base.files import DamagedFile
 from shards.base.store import Store
-from shards.format.mds import MdsFiles
+from shards.format.mds import MdsIndex
 from shards.format.receipts import load_receipt
 from shards.format.tables import SAMPLES_NAME
 
@@ -96,7 +96,7 @@ class Selection:
         return f"failed, by rule: {rules or 'none'}"
 
 
-def select(store: Store, bucket: str, files: MdsFiles, config: FilterConfig) -> Selection:
+def select(store: Store, bucket: str, files: MdsIndex, config: FilterConfig) -> Selection:
     """Hold every part's table, which its receipt vouches for, against the bounds.
 
     Raises:
@@ -125,7 +125,7 @@ def count_by_file(passing: NDArray[np.bool_], samples: NDArray[np.int64]) -> NDA
     return counts
 
 
-def parts_of(files: MdsFiles) -> Iterator[tuple[str, int]]:
+def parts_of(files: MdsIndex) -> Iterator[tuple[str, int]]:
     """(part, samples) in the index's order; a part's files stand together."""
     part, samples = "", 0
     for index in range(len(files)):

@@ -11,7 +11,7 @@ from shards.base.config import GIVEN, Config
 from shards.base.store import Place, Store
 from shards.format.buckets import Bucket
 from shards.format.encoding import EncodingRecord
-from shards.format.mds import MdsFiles
+from shards.format.mds import MdsIndex
 from train.data.selection import FilterConfig, Selection
 
 
@@ -111,7 +111,7 @@ class OpenStream:
     config: StreamConfig
     store: Store
     latent_hw: tuple[int, int]
-    files: MdsFiles
+    files: MdsIndex
     selection: Selection | None
     """None: no filter, all samples."""
     num_samples: int

@@ -10,7 +10,7 @@ from shards.base.errors import RequestError
 from shards.base.store import LocalStore, Store
 from shards.format.buckets import Bucket
 from shards.format.encoding import EncodingRecord
-from shards.format.mds import MdsFiles, parse_index
+from shards.format.mds import MdsIndex, parse_index
 from shards.open import open_store
 from shards.root.shared import load_uncond
 from train.data.cache import Cache
@@ -143,7 +143,7 @@ def what_is_wrong(spec: DataSpec) -> str:
     return "Every local file is there with its size, and none was found damaged: storage may stall."
 
 
-def check_sizes(store: Store, bucket: str, files: MdsFiles) -> None:
+def check_sizes(store: Store, bucket: str, files: MdsIndex) -> None:
     """Hold the size of every local file against the index, many at once. Remote ones are checked when they come.
 
     Raises:

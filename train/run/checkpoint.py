@@ -25,8 +25,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shards.base.config import Config
+from shards.base.durable import DamagedFile, fsync_folder, fsync_tree, read_sealed_json, sha256_file, write_sealed_json
 from shards.base.errors import RequestError, WorkError
-from shards.base.files import DamagedFile, fsync_folder, fsync_tree, read_sealed_json, sha256_file, write_sealed_json
 from train.model.ema import Ema
 from train.model.sharding import part_like
 from train.model.unet import architecture_differences

@@ -5,7 +5,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from shards.base.files import write_atomically
+from shards.base.durable import write_atomically
 
 
 class JsonLines:

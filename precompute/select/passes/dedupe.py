@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from precompute.select.passes.hashes import read_partition
-from shards.base.files import write_atomically
+from shards.base.durable import write_atomically
 
 FILE_SHIFT = 40  # a row's place in the input order: file number × 2⁴⁰ + row in the filtered file
 OPTED_OUT, DUPLICATE = 0, 1  # the last bit of a drop

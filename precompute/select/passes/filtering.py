@@ -16,8 +16,8 @@ from precompute.select.filter.tally import tally
 from precompute.select.metadata.columns import DICTIONARY_COLUMNS, OUTPUT_SCHEMA, unify
 from precompute.select.metadata.inputs import WORK_NAME, MetadataFile, read_batches
 from precompute.select.passes.hashes import hash_urls, write_hashes
+from shards.base.durable import canonical_json, fsync_tree, read_sealed_json, write_sealed_json
 from shards.base.errors import WorkError
-from shards.base.files import canonical_json, fsync_tree, read_sealed_json, write_sealed_json
 
 RECEIPT_NAME, ROWS_NAME = "receipt.json", "rows.parquet"
 GROUP_ROWS = 65_536  # rows of a row group, here and in the output

@@ -14,7 +14,7 @@ from precompute.select.filter.tally import tally
 from precompute.select.metadata.columns import DICTIONARY_COLUMNS, OUTPUT_SCHEMA
 from precompute.select.passes.dedupe import rows_to_drop
 from precompute.select.passes.filtering import GROUP_ROWS, ROWS_NAME, FilteredFile, regroup
-from shards.base.files import canonical_json, write_atomically
+from shards.base.durable import canonical_json, write_atomically
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from precompute.download.config import DownloadConfig
-from precompute.download.fetch import fetch_shard
+from precompute.download.fetch import fetch_tar
 from precompute.download.plan import plan_download
 from precompute.download.report import describe, write_report
-from precompute.download.rows import InputShard
+from precompute.download.rows import PlannedTar
 from shards.base.errors import WorkError
 from tests.precompute.download.bad_server import HTML, JPEG, PNG, BadServer, serve
 from tests.precompute.select import laion
@@ -68,7 +68,7 @@ def keep_opener(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def downloaded(server: BadServer, tmp_path_factory: pytest.TempPathFactory) -> tuple[DownloadConfig, InputShard]:
+def downloaded(server: BadServer, tmp_path_factory: pytest.TempPathFactory) -> tuple[DownloadConfig, PlannedTar]:
     """One shard of every kind of answer, published."""
     folder = tmp_path_factory.mktemp("download")
     urls = [f"{server.address}/{path}" for path in OUTCOMES]
@@ -76,7 +76,7 @@ def downloaded(server: BadServer, tmp_path_factory: pytest.TempPathFactory) -> t
     laion.write(folder / "in.parquet", table.append_column("key", pa.array([f"k{i}" for i in range(len(urls))])))
     request = config(folder / "in.parquet", folder / "out", rows_per_shard=100)
     [shard] = plan_download(request)
-    fetch_shard(request, shard)
+    fetch_tar(request, shard)
     return request, shard
 
 
@@ -85,13 +85,13 @@ def members(tar: Path) -> dict[str, bytes]:
         return {member.name: archive.extractfile(member).read() for member in archive}  # type: ignore[union-attr]
 
 
-def test_every_row_has_its_outcome(downloaded: tuple[DownloadConfig, InputShard]) -> None:
+def test_every_row_has_its_outcome(downloaded: tuple[DownloadConfig, PlannedTar]) -> None:
     rows = pq.read_table(downloaded[0].output / "00000.parquet").to_pylist()
     found = {row["url"].split("/", 3)[3]: row["error_message"] or row["status"] for row in rows}
     assert found == OUTCOMES
 
 
-def test_the_bytes_are_the_originals(downloaded: tuple[DownloadConfig, InputShard]) -> None:
+def test_the_bytes_are_the_originals(downloaded: tuple[DownloadConfig, PlannedTar]) -> None:
     content = members(downloaded[0].output / "00000.tar")
     for number, path in enumerate(OUTCOMES):
         key = f"00000{number:02d}"
@@ -109,7 +109,7 @@ def test_the_bytes_are_the_originals(downloaded: tuple[DownloadConfig, InputShar
     assert json.loads(content["0000000.json"])["caption"] is None
 
 
-def test_the_report_adds_up(downloaded: tuple[DownloadConfig, InputShard]) -> None:
+def test_the_report_adds_up(downloaded: tuple[DownloadConfig, PlannedTar]) -> None:
     request, shard = downloaded
     report = write_report(request.output, [shard], {}, 1, 2.0)
     assert report["rows"] == report["published_rows"] == len(OUTCOMES)
@@ -130,7 +130,7 @@ def test_the_report_adds_up(downloaded: tuple[DownloadConfig, InputShard]) -> No
     assert "18 rows: 9 pictures (50.0 %)" in text and "jpeg 6, empty 1, html 1, png 1" in text
 
 
-def test_nothing_else_is_left_in_the_output(downloaded: tuple[DownloadConfig, InputShard]) -> None:
+def test_nothing_else_is_left_in_the_output(downloaded: tuple[DownloadConfig, PlannedTar]) -> None:
     found = {path.name for path in downloaded[0].output.iterdir()} - {"download_report.json", ".attempts"}
     assert found == {"00000.tar", "00000.parquet", "00000_stats.json", "download_plan.json"}
 
@@ -142,9 +142,9 @@ def test_a_shard_with_too_few_successes_fails(server: BadServer, tmp_path: Path)
     with pytest.raises(
         WorkError, match=r"0 of 4 pictures came, where min_success_share asks for 1; most often: HTTP Er"
     ):
-        fetch_shard(request, shard)
+        fetch_tar(request, shard)
     assert [path.name for path in (tmp_path / "out").glob("0*")] == []
-    fetch_shard(request.model_copy(update={"min_success_share": 0.0}), shard)
+    fetch_tar(request.model_copy(update={"min_success_share": 0.0}), shard)
     assert members(tmp_path / "out" / "00000.tar") == {}
 
 
@@ -165,7 +165,7 @@ def test_shrinking_pictures(server: BadServer, tmp_path: Path, monkeypatch: pyte
     images = {"mode": "keep_ratio_largest", "max_side": 100}
     request = config(tmp_path / "in.parquet", tmp_path / "out", images=images)
     [shard] = plan_download(request)
-    fetch_shard(request, shard)
+    fetch_tar(request, shard)
     content = members(tmp_path / "out" / "00000.tar")
     found = {name: image.open(io.BytesIO(data)).size for name, data in content.items() if name.endswith("jpg")}
     assert found == {"000000000.jpg": (100, 50), "000000001.jpg": (60, 90)}
@@ -180,7 +180,7 @@ def test_a_full_disk_is_told(server: BadServer, tmp_path: Path, monkeypatch: pyt
     usage = shutil.disk_usage(tmp_path)._replace(free=1000)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     with pytest.raises(OSError, match="No space left on device") as caught:
-        fetch_shard(request, shard)
+        fetch_tar(request, shard)
     assert caught.value.errno == 28
 
 

@@ -14,7 +14,7 @@ from precompute.download import job
 from precompute.download.config import DownloadConfig
 from precompute.download.fetch import require_img2dataset
 from precompute.download.job import fetch_missing
-from precompute.download.rows import InputShard
+from precompute.download.rows import PlannedTar
 from precompute.select.parallel import start_pool
 from shards.base.errors import RequestError, WorkError
 
@@ -24,7 +24,7 @@ def config(folder: Path, **fields: Any) -> DownloadConfig:
 
 
 # what a worker process may do, by the number of the shard
-def pretend(config: DownloadConfig, shard: InputShard) -> dict[str, Any]:
+def pretend(config: DownloadConfig, shard: PlannedTar) -> dict[str, Any]:
     marker = config.output / f"tried-{shard.name}"
     is_first = not marker.exists()
     marker.write_text(f"{marker.read_text() if not is_first else ''}x")
@@ -43,7 +43,7 @@ def test_shards_are_tried_again_and_a_dead_worker_takes_few_with_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     request = config(tmp_path, processes=2, shard_attempts=3)
-    shards = [InputShard(number, tmp_path / "in.parquet", 0, 1) for number in range(8)]
+    shards = [PlannedTar(number, tmp_path / "in.parquet", 0, 1) for number in range(8)]
     assert fetch_missing(request, shards, pretend) == (7, {"00002": "broken for good"})
     tries = {path.name[6:]: len(path.read_text()) for path in tmp_path.glob("tried-*")}
     assert tries["00002"] == 3 and tries["00001"] >= 2 and tries["00003"] >= 2
@@ -60,13 +60,13 @@ def test_a_worker_that_died_between_two_shards_fails_none(tmp_path: Path, monkey
         return pools[-1]
 
     monkeypatch.setattr(job, "start_pool", first_dead)
-    shards = [InputShard(number, tmp_path / "in.parquet", 0, 1) for number in (4, 5)]
+    shards = [PlannedTar(number, tmp_path / "in.parquet", 0, 1) for number in (4, 5)]
     assert fetch_missing(config(tmp_path, shard_attempts=1), shards, pretend) == (2, {})
     assert len(pools) == 2
 
 
 def test_a_full_disk_ends_the_run(tmp_path: Path) -> None:
-    shards = [InputShard(99, tmp_path / "in.parquet", 0, 1)]
+    shards = [PlannedTar(99, tmp_path / "in.parquet", 0, 1)]
     with pytest.raises(WorkError, match=r"No space is left in .* The published shards stay: free some space"):
         fetch_missing(config(tmp_path, processes=1), shards, pretend)
 

@@ -8,7 +8,7 @@ import pytest
 
 from precompute.download.config import DownloadConfig
 from precompute.download.plan import plan_download
-from precompute.download.rows import name_columns, read_shard
+from precompute.download.rows import name_columns, read_rows
 from shards.base.errors import RequestError, WorkError
 from tests.precompute.select import laion
 
@@ -25,7 +25,7 @@ def test_every_row_is_in_one_shard_in_order(tmp_path: Path, row_group_size: int,
     laion.write(tmp_path / "in" / "c.parquet", laion.rows(4, start=11), row_group_size=row_group_size)
     shards = plan_download(config(tmp_path / "in", tmp_path / "out", rows_per_shard=rows_per_shard))
     assert [shard.name for shard in shards] == [f"{i:05d}" for i in range(len(shards))]
-    tables = [read_shard(shard, None) for shard in shards]
+    tables = [read_rows(shard, None) for shard in shards]
     assert [table.num_rows for table in tables] == [shard.num_rows for shard in shards]
     assert max(shard.num_rows for shard in shards) <= rows_per_shard
     urls = pa.concat_tables(tables)["url"].to_pylist()
@@ -51,7 +51,7 @@ def test_dictionaries_and_large_strings_are_read_as_strings(tmp_path: Path) -> N
     table = table.set_column(1, "TEXT", pa.array(["a", "b"], pa.large_string())).append_column("NSFW", pa.nulls(2))
     laion.write(tmp_path / "a.parquet", table)
     [shard] = plan_download(config(tmp_path / "a.parquet", tmp_path / "out"))
-    found = read_shard(shard, None)
+    found = read_rows(shard, None)
     assert found.schema.field("LANGUAGE").type == found.schema.field("caption").type == pa.string()
     assert found["LANGUAGE"].to_pylist() == ["en", "de"] and found["NSFW"].to_pylist() == [None, None]
 
@@ -141,4 +141,4 @@ def test_damaged_rows_are_told(tmp_path: Path) -> None:
     laion.write(tmp_path / "a.parquet", laion.rows(2).set_column(1, "TEXT", broken))
     [shard] = plan_download(config(tmp_path / "a.parquet", tmp_path / "out"))
     with pytest.raises(WorkError, match=r"a.parquet cannot be read at rows 0 to 2: .*Invalid UTF8"):
-        read_shard(shard, None)
+        read_rows(shard, None)

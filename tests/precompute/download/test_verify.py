@@ -14,8 +14,8 @@ import pytest
 
 from precompute.download.config import DownloadConfig
 from precompute.download.job import is_published
-from precompute.download.rows import InputShard
-from precompute.download.verify import check_shard, format_of
+from precompute.download.rows import PlannedTar
+from precompute.download.verify import check_tar, format_of
 from shards.base.errors import WorkError
 
 PICTURES = {
@@ -23,7 +23,7 @@ PICTURES = {
     "0000001": b"\x89PNG\r\n\x1a\n" + bytes(900),
     "0000003": b"<html>",
 }
-SHARD = InputShard(0, Path("in.parquet"), 0, 4)
+SHARD = PlannedTar(0, Path("in.parquet"), 0, 4)
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def config(tmp_path: Path) -> DownloadConfig:
 
 
 def check(config: DownloadConfig) -> dict[str, Any]:
-    return check_shard(config.output, SHARD.name, SHARD.num_rows, config)
+    return check_tar(config.output, SHARD.name, SHARD.num_rows, config)
 
 
 def write_tar(folder: Path, members: dict[str, bytes]) -> None:

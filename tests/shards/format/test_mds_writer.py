@@ -11,8 +11,8 @@ import torch
 from streaming import MDSWriter, StreamingDataset
 from streaming.base.format.mds.encodings import mds_decode, mds_encode
 
+from shards.base.durable import sha256_file
 from shards.base.errors import RequestError
-from shards.base.files import sha256_file
 from shards.format import mds_writer, text
 from shards.format.buckets import Bucket
 from shards.format.encoding import EncodingRecord

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from shards.__main__ import run
+from shards.base.durable import read_sealed_json, write_sealed_json
 from shards.base.errors import RequestError, WorkError, exit_code_of
-from shards.base.files import read_sealed_json, write_sealed_json
 from shards.open import open_store
 from shards.tools.stats import root_stats
 from shards.tools.verify import verify_root

@@ -284,15 +284,15 @@ import sys, time, torch
 from train.config import DataConfig
 from train.data.loader import Loader
 from train.data.streams import open_data
-from train.data.files import Files
+from train.data.files import SampleReader
 from shards.base.errors import exit_code_of
 
-sample = Files.sample
+sample = SampleReader.sample
 def stall(self, file, row):
     if stalled:
         time.sleep(3600)
     return sample(self, file, row)
-Files.sample = stall
+SampleReader.sample = stall
 stalled = False
 
 def run():

@@ -12,8 +12,8 @@ import torch
 from pydantic import ValidationError
 
 from bench.kit.roots import make_root
+from shards.base.durable import DamagedFile
 from shards.base.errors import RequestError
-from shards.base.files import DamagedFile
 from tests.train.global_batches import keys_per_step
 from train.config import DataConfig
 from train.data.selection import FilterConfig, Range, column_rules, count_by_file

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shards.base.files import DamagedFile, read_sealed_json, write_atomically, write_sealed_json
+from shards.base.durable import DamagedFile, read_sealed_json, write_atomically, write_sealed_json
 
 
 def test_sealed_json_comes_back(tmp_path: Path) -> None:
@@ -51,7 +51,7 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.
     def fail(*_: object) -> None:
         raise OSError("no space left on device")
 
-    monkeypatch.setattr("shards.base.files.os.fsync", fail)
+    monkeypatch.setattr("shards.base.durable.os.fsync", fail)
     with pytest.raises(OSError, match="no space"):
         write_atomically(path, b"new")
     assert path.read_bytes() == b"old"
