@@ -105,7 +105,7 @@ def diagram() -> str:
     stage_2 = [
         ("order", "step → samples, a pure function"),
         ("load", "read, verify, batch"),
-        ("loss", "keyed draws, noise, U-Net"),
+        ("loss", "noise, U-Net, error"),
         ("step, checkpoint", "the same command resumes"),
     ]
     body = [
