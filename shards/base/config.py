@@ -5,7 +5,7 @@ import json
 from collections.abc import Iterator
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
@@ -18,6 +18,8 @@ class Config(BaseModel):
     """Base of every config section: unknown keys are refused, and a built config does not change."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
+    short_for: ClassVar[dict[str, str]] = {}
+    """Field that is short for another → that one; where a file or the command line gives that, what was below goes."""
 
 
 ConfigT = TypeVar("ConfigT", bound=BaseModel)
@@ -40,7 +42,7 @@ def load_config(
         RequestError: no such file, not YAML, an unknown key (with the nearest known one), or a value out of range.
     """
     given = _parse_overrides(model, overrides, prog, about)
-    values = _deep_update(_read_yaml(path) if path else {}, given)
+    values = _lay(model, _read_yaml(model, path) if path else {}, given)
     try:
         return model.model_validate(values, context={GIVEN: set(flatten(given))})
     except ValidationError as error:
@@ -62,22 +64,25 @@ def save_config(config: BaseModel, path: Path) -> None:
     path.write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
 
 
-def _read_yaml(path: str | Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
+def _read_yaml(model: type[BaseModel], path: str | Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
     """The file's values, laid over those of the file that its `base` names, relative to its own folder."""
     try:
         values = yaml.safe_load(Path(path).read_text())
     except FileNotFoundError:
-        raise RequestError(f"There is no config file {path}. Give one with --config PATH.") from None
+        remedy = f"{above[-1]} names it as its `base`: mend that" if above else "Give one with --config PATH"
+        raise RequestError(f"There is no config file {path}. {remedy}.") from None
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise RequestError(f"The config file {path} cannot be read as YAML: {error}. Mend it and try again.") from None
     if not isinstance(values, dict):
         raise RequestError(f"The config file {path} holds {type(values).__name__}, not `key: value` pairs.")
     if (base := values.pop("base", None)) is None:
         return values
-    below = Path(path).with_name(str(base))
-    if below in above:
+    if not isinstance(base, str) or not base:
+        raise RequestError(f"The config file {path} has `base: {base!r}`. Give the path of a config file.")
+    below, through = Path(path).parent / base, (*above, Path(path))
+    if below.resolve() in [file.resolve() for file in through]:
         raise RequestError(f"The config file {path} has `base: {base}`, which is based on it in turn. Remove one.")
-    return _deep_update(_read_yaml(below, (*above, Path(path))), values)
+    return _lay(model, _read_yaml(model, below, through), values)
 
 
 def _parse_overrides(
@@ -134,11 +139,14 @@ def _no_json(overrides: list[str], place: str | None = None) -> str:
     return ""
 
 
-def _deep_update(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
-    merged = dict(base)
-    for key, value in over.items():
+def _lay(model: Any, below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+    """Values of a file or the command line, laid over those below, section by section."""
+    shorts = getattr(model, "short_for", {})
+    merged = {key: value for key, value in below.items() if shorts.get(key) not in above}
+    for key, value in above.items():
         both_are_sections = isinstance(value, dict) and isinstance(merged.get(key), dict)
-        merged[key] = _deep_update(merged[key], value) if both_are_sections else value
+        field = getattr(model, "model_fields", {}).get(key)
+        merged[key] = _lay(field and field.annotation, merged[key], value) if both_are_sections else value
     return merged
 
 

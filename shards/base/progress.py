@@ -28,7 +28,13 @@ class Progress:
         if sys.stderr.isatty():
             columns = (TextColumn(command), BarColumn(), MofNCompleteColumn(), TextColumn(units))
             figures = (TextColumn("{task.description}"), TimeRemainingColumn())
-            self.bar = Bar(*columns, *figures, console=Console(stderr=True))
+            self.bar = Bar(
+                *columns,
+                *figures,
+                console=Console(stderr=True),
+                speed_estimate_period=3600,  # a step may take a minute
+                redirect_stdout=sys.stdout.isatty(),
+            )
 
     def __enter__(self) -> "Progress":
         if self.bar:
@@ -53,9 +59,12 @@ class Progress:
             print(what, file=sys.stderr, flush=True)
 
     def advance(self) -> None:
-        """One more unit is done with: on a terminal, which need not wait for figures."""
+        """One more unit is done with; on a terminal, which need not wait for figures, and in a log now and then."""
+        self.completed += 1
         if self.bar and self.bar.tasks:
             self.bar.advance(self.task)
+        elif self.is_due:
+            self.show(self.completed, "", {"completed": self.completed, "of": self.total})
 
     def show(self, completed: int, text: str, figures: dict[str, Any]) -> None:
         """The units that are done with, of all; `text` beside the bar, or `figures` as a line of JSON."""

@@ -67,3 +67,18 @@ def test_no_stream(tmp_path: Path, streams: list, words: list[str], message: str
     with pytest.raises(RequestError) as caught:
         config(tmp_path, streams, *words)
     assert message in str(caught.value)
+
+
+def test_streams_take_the_place_of_what_was_short_for_them(tmp_path: Path) -> None:
+    """A short form in a file below stands for one stream; whoever lists streams above it means these."""
+    fields = train_fields(Path("a"), tmp_path / "run")
+    (tmp_path / "below.yaml").write_text(yaml.safe_dump(fields))
+    (tmp_path / "short.yaml").write_text("base: below.yaml\ndata: {bucket: 128x128}\n")
+    (tmp_path / "above.yaml").write_text(yaml.safe_dump({"base": "short.yaml", "data": {"streams": TWO}}))
+    short = load_config(TrainConfig, tmp_path / "short.yaml", [], "train").data.streams
+    assert [(str(stream.root), stream.bucket) for stream in short] == [("a", "128x128")]
+    above = load_config(TrainConfig, tmp_path / "above.yaml", [], "train").data.streams
+    assert [stream.bucket for stream in above] == ["64x64", "128x128"]
+    words = ["--data.streams", '[{"root": "c", "bucket": "64x64"}]']
+    (typed,) = load_config(TrainConfig, tmp_path / "short.yaml", words, "train").data.streams
+    assert (str(typed.root), typed.bucket) == ("c", "64x64")

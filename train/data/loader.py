@@ -8,6 +8,7 @@ import copy
 import hashlib
 import itertools
 import signal
+import sys
 from collections.abc import Generator, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -194,6 +195,8 @@ def start_worker(worker: int) -> None:
 
     SIGTERM is also how a process that exits ends its loader's workers, so it still ends them, but later.
     """
+    # a bar may have taken their place, with a lock that nobody in this process lets go of
+    sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: signal.alarm(GRACE_SECONDS))
     info = get_worker_info()

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 from torch import Tensor
@@ -38,6 +38,7 @@ class StreamConfig(Config):
 class DataConfig(Config):
     """What is read, and in which order."""
 
+    short_for: ClassVar[dict[str, str]] = {"root": "streams", "bucket": "streams"}
     streams: list[StreamConfig] = Field(min_length=1)
     """At least one; those of one latent shape share their global batches."""
     root: Place | None = Field(None, exclude=True)
@@ -67,7 +68,9 @@ class DataConfig(Config):
     @model_validator(mode="before")
     @classmethod
     def _one_stream(cls, values: Any, info: ValidationInfo) -> Any:
-        short = {name: values[name] for name in ("root", "bucket") if isinstance(values, dict) and name in values}
+        if not isinstance(values, dict):
+            return values
+        short = {name: values[name] for name in cls.short_for if values.get(name) is not None}
         streams = values.get("streams") or [{}] if short else None
         if not isinstance(streams, list) or not all(isinstance(stream, dict) for stream in streams):
             return values

@@ -57,6 +57,8 @@ def diagnose(explain: Callable[[], str]) -> str | None:
 
 def end_process(message: str) -> NoReturn:
     """Say why, and end with exit code 1 at once: what waits for storage cannot be interrupted or put in order."""
+    if sys.stderr.isatty():
+        sys.stderr.write("\x1b[?25h")  # the cursor, which a bar hides
     say(WorkError(message))
     sys.stdout.flush()
     os._exit(WorkError.exit_code)

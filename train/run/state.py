@@ -47,7 +47,7 @@ class TrainState:
     def from_json(cls, fields: dict[str, Any]) -> "TrainState":
         """What `to_json` gave."""
         rest = {name: value for name, value in fields.items() if name != "quarters"}
-        return cls(**rest, sums=LossSums.from_json(fields["quarters"]))
+        return cls(**rest, sums=LossSums.from_json(fields.get("quarters", [0.0] * 8)))
 
 
 class StepResults:

@@ -140,5 +140,19 @@ def test_a_file_says_what_differs_from_its_base(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="which is based on it in turn"):
         load_config(Outer, tmp_path / "c.yaml", [], "test")
     (tmp_path / "a.yaml").unlink()
-    with pytest.raises(RequestError, match=r"There is no config file .*a\.yaml"):
+    with pytest.raises(RequestError, match=r"There is no config file .*a\.yaml\. .*b\.yaml names it as its `base`"):
         load_config(Outer, tmp_path / "c.yaml", [], "test")
+
+
+def test_a_base_may_lie_elsewhere_and_must_be_a_file(tmp_path: Path) -> None:
+    (tmp_path / "far").mkdir()
+    (tmp_path / "a.yaml").write_text("path: here\n")
+    (tmp_path / "far" / "b.yaml").write_text("base: ../a.yaml\nsteps: 3\n")
+    assert load_config(Outer, tmp_path / "far" / "b.yaml", [], "test").path == Path("here")
+    (tmp_path / "a.yaml").write_text("base: far/b.yaml\n")
+    with pytest.raises(RequestError, match="which is based on it in turn"):
+        load_config(Outer, tmp_path / "far" / "b.yaml", [], "test")
+    for wrong in ('""', "3", "[a]"):
+        (tmp_path / "a.yaml").write_text(f"base: {wrong}\n")
+        with pytest.raises(RequestError, match="Give the path of a config file"):
+            load_config(Outer, tmp_path / "a.yaml", [], "test")
