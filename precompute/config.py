@@ -84,7 +84,9 @@ def with_absolute_paths(config: PrecomputeConfig) -> PrecomputeConfig:
     found = {name: path for name, path in local.items() if Path(path).is_dir()}
     here = {"input": str(Path(config.input).absolute())} if Path(config.input).is_dir() else {}
     output = config.output.absolute() if isinstance(config.output, Path) else config.output
-    return config.model_copy(update={"output": output, **found, **here})
+    workers, scratch = config.workers, config.workers.scratch
+    workers = workers.model_copy(update={"scratch": scratch and scratch.absolute()})
+    return config.model_copy(update={"output": output, "workers": workers, **found, **here})
 
 
 def describe_encoding(config: PrecomputeConfig) -> EncodingRecord:

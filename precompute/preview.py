@@ -106,7 +106,7 @@ def run(arguments: list[str]) -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("root", type=open_store, help="a folder, or an address such as s3://bucket/latents")
+    parser.add_argument("root", help="a folder, or an address such as s3://bucket/latents")
     parser.add_argument("--bucket", help="WIDTHxHEIGHT; default: the first that holds samples")
     parser.add_argument("--samples", type=int, default=16, help="how many")
     parser.add_argument("--output", type=Path, default=Path("preview.png"), help="a PNG")
@@ -114,12 +114,13 @@ def run(arguments: list[str]) -> None:
     options = parser.parse_args(arguments)
     if options.samples < 1:
         raise RequestError(f"--samples {options.samples}: give 1 or more.")
-    encoding = EncodingRecord.load(options.root)
-    bucket = options.bucket or first_bucket(options.root)
-    samples = pick_samples(options.root, bucket, options.samples)
+    store = open_store(options.root)
+    encoding = EncodingRecord.load(store)
+    bucket = options.bucket or first_bucket(store)
+    samples = pick_samples(store, bucket, options.samples)
     pictures = decode_pictures(samples, encoding, load_decoder(encoding, options.vae))
     labels = [f"{sample['key']}\n{' | '.join(captions(sample, encoding))}" for sample in samples]
-    title = f"{bucket} of {Path(options.root.where()).name}, decoded from its latents by {encoding.vae.name}"
+    title = f"{bucket} of {Path(store.where()).name}, decoded from its latents by {encoding.vae.name}"
     contact_sheet(pictures, labels, title).save(options.output)
     print(f"{options.output}: {len(samples)} samples of {bucket}")
 

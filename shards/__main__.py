@@ -36,7 +36,7 @@ def run(arguments: list[str]) -> None:
     ):
         example = f"example: python -m shards {name} runs/data/latents{example}"
         command = commands.add_parser(name, help=about, description=about, epilog=example, formatter_class=RAW)
-        command.add_argument("root", type=open_store, help="folder, or address such as s3://bucket/latents")
+        command.add_argument("root", help="folder, or address such as s3://bucket/latents")
         if name == "stats":
             command.add_argument("--json", action="store_true", help="print JSON")
             command.add_argument("--plot", type=Path, help="write a PNG here")
@@ -47,6 +47,7 @@ def run(arguments: list[str]) -> None:
             command.add_argument("key")
             command.add_argument("--json", action="store_true", help="print JSON")
     options = parser.parse_args(arguments)
+    options.root = open_store(options.root)  # not by argparse, which would keep the reason to itself
     try:
         COMMANDS[options.command](options)
     except DamagedFile as error:

@@ -28,15 +28,14 @@ def require_img2dataset() -> None:
     """Refuse to start where img2dataset cannot run.
 
     Raises:
-        RequestError: Python 3.13 or later, or it is not installed.
+        RequestError: it is not installed, or lacks a module that Python 3.13 removed.
     """
-    if sys.version_info >= (3, 13):
+    # imghdr: Python 3.13 has it no more, and the extra brings it back
+    missing = [name for name in ("img2dataset", "imghdr") if importlib.util.find_spec(name) is None]
+    if missing:
         raise RequestError(
-            f"img2dataset cannot run under Python {sys.version_info[0]}.{sys.version_info[1]}: it imports the module "
-            "`imghdr`, which Python 3.13 removed. Run the download with Python 3.11 or 3.12."
+            f"{' and '.join(missing)}: not installed. Install the extra: pip install 'latentmill[download]'."
         )
-    if importlib.util.find_spec("img2dataset") is None:
-        raise RequestError("img2dataset is not installed. Install the extra: pip install 'latentmill[download]'.")
 
 
 def _import_img2dataset() -> Any:

@@ -41,8 +41,8 @@ def encode_on_worker(
     torch.set_num_threads(1 if device == "cuda" else max(1, int(num_cpus)))
     store = open_store(output)
     check_shared_root(store, recipe.encoding)
-    towers = Towers(*load_encoders(recipe.encoding, device, recipe.worker.compile), recipe.worker.batch_size)
     try:
+        towers = Towers(*load_encoders(recipe.encoding, device, recipe.worker.compile), recipe.worker.batch_size)
         return encode_tar(tar, recipe, store, towers, attempt, report)
     except RuntimeError as error:
         if "CUDA error" not in str(error) and not isinstance(error, Stuck):

@@ -78,21 +78,28 @@ def list_tars(folder: str) -> list[InputTar]:
     Raises:
         RequestError: the folder cannot be listed, or holds no tar.
     """
-    try:
-        file_system, path = fsspec.core.url_to_fs(folder)
-        names = sorted(file_system.glob(f"{path.rstrip('/')}/*.tar"))
-        found = [name for name in names if not Path(name).name.startswith(".")]
-    except (OSError, ImportError, ValueError) as error:
-        raise RequestError(f"The input {folder} cannot be listed: {error}.") from error
+    file_system, names = _listed(folder, "*.tar")
+    found = [name for name in names if not Path(name).name.startswith(".")]
     if not found:
         raise RequestError(f"There is no tar in {folder}. Set `input` to the folder that `make download` wrote.")
     return [InputTar(Path(name).stem, file_system.unstrip_protocol(name)) for name in found]
 
 
+def _listed(folder: str, pattern: str) -> tuple[Any, list[str]]:
+    try:
+        file_system, path = fsspec.core.url_to_fs(folder)
+        return file_system, sorted(file_system.glob(f"{path.rstrip('/')}/{pattern}"))
+    except (OSError, ImportError, ValueError) as error:
+        raise RequestError(f"The input {folder} cannot be listed: {error}.") from error
+
+
 def say_what_is_unchecked(folder: str, tars: list[InputTar]) -> None:
-    """One line for people, where tars of `folder` have no side file of img2dataset's beside them."""
-    file_system, path = fsspec.core.url_to_fs(folder)
-    beside = {Path(name).name for name in file_system.glob(f"{path.rstrip('/')}/*")}
+    """One line for people, where tars of `folder` have no side file of img2dataset's beside them.
+
+    Raises:
+        RequestError: the folder cannot be listed.
+    """
+    beside = {Path(name).name for name in _listed(folder, "*")[1]}
     alone = [tar for tar in tars if not beside & {f"{tar.name}_stats.json", f"{tar.name}.parquet"}]
     if alone:
         print(

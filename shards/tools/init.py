@@ -32,10 +32,12 @@ def write_configs(folder: Path) -> Path:
     """
     target = folder / "configs"
     try:
-        shutil.copytree(PACKAGED if PACKAGED.is_dir() else CHECKOUT, target)
+        # without the mode bits: packages may be read-only, and these are to be edited
+        shutil.copytree(PACKAGED if PACKAGED.is_dir() else CHECKOUT, target, copy_function=shutil.copyfile)
     except FileExistsError:
         raise RequestError(f"{target} is there already, and is left as it is. Give another folder.") from None
     except OSError as error:
+        shutil.rmtree(target, ignore_errors=True)  # not half of them
         raise RequestError(f"{target} cannot be written: {error}. Give another folder.") from None
     return target
 

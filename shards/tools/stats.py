@@ -44,7 +44,8 @@ def sample_stats(samples: Iterable[dict[str, Any]], encoding: EncodingRecord) ->
     moments, lengths = [], []
     for sample in samples:
         # moments => the posterior's mean
-        latents = sample["image_latents"][: encoding.image.latent_channels] * np.float64(encoding.image.scaling_factor)
+        latents = sample["image_latents"][: encoding.image.latent_channels].astype(np.float64)
+        latents *= encoding.image.scaling_factor
         moments.append((latents.mean(axis=(1, 2)), (latents**2).mean(axis=(1, 2))))
         lengths += [len(caption) for caption in captions(sample, encoding)]
     if not moments:
