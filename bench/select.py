@@ -21,11 +21,10 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from precompute.select.config import FiltersConfig, SelectConfig, UrlsConfig
-from precompute.select.filter.rules import Rule, apply, build_rules
+from precompute.select.duplicates import count_partitions, find_drops, hash_urls, rows_to_drop, write_hashes
 from precompute.select.job import select
-from precompute.select.metadata.inputs import find_files, inspect, read_batches
-from precompute.select.passes.dedupe import find_drops, rows_to_drop
-from precompute.select.passes.hashes import count_partitions, hash_urls, write_hashes
+from precompute.select.metadata import find_files, inspect, read_batches
+from precompute.select.rules import Rule, apply, build_rules
 
 FILE_ROWS = 1_000_000
 NUMERIC = FiltersConfig(max_pwatermark=0.8, min_similarity=0.25, max_aspect_ratio=3.0)

@@ -69,8 +69,5 @@ class DownloadConfig(Config):
     recheck: bool = False
     """Read and hash the tars of earlier runs again, instead of comparing their sizes."""
     images: ImagesConfig = ImagesConfig()
-    """What is stored of a picture."""
     requests: RequestsConfig = RequestsConfig()
-    """How one picture is asked for."""
     robots: RobotsConfig = RobotsConfig()
-    """What a site may forbid."""

@@ -14,7 +14,7 @@ from http.client import HTTPConnection, HTTPResponse, HTTPSConnection
 from typing import Any
 
 from precompute.download.config import RequestsConfig
-from precompute.select.filter.hosts import is_private_host, is_public_address
+from precompute.select.hosts import is_private_host, is_public_address
 
 
 class RefusedResponse(OSError):

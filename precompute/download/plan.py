@@ -1,29 +1,17 @@
 """Which rows go into which tar: decided once per output folder, so that a row keeps its key for good."""
 
-from dataclasses import asdict, dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
-
 from precompute.download.config import DownloadConfig
 from precompute.download.rows import PlannedTar, name_columns
-from precompute.select.metadata.inputs import WORK_NAME, footer_sha256
+from precompute.select.metadata import WORK_NAME, read_footer
 from shards.base.durable import DamagedFile, read_sealed_json, write_sealed_json
 from shards.base.errors import RequestError
 
 PLAN_NAME = "download_plan.json"
 MAX_SHARDS = 100_000  # five digits name a shard, and begin each key
-
-
-@dataclass(frozen=True)
-class InputFile:
-    """A parquet file of rows to download, and the hash of its footer, which changes with its rows."""
-
-    name: str
-    num_rows: int
-    footer_sha256: str
 
 
 def plan_download(config: DownloadConfig) -> list[PlannedTar]:
@@ -35,24 +23,25 @@ def plan_download(config: DownloadConfig) -> list[PlannedTar]:
         RequestError: no parquet there, one that cannot be read or whose columns do not fit (see `name_columns`), no
             rows, too many shards, or the output was begun with other rows or settings.
     """
-    source, rows_per_shard = config.input, config.rows_per_shard
-    paths = find_parquet(source)
-    inputs = [_inspect(path, config.extra_columns) for path in paths]
-    pieces = [
-        (path, first, min(rows_per_shard, item.num_rows - first))
-        for path, item in zip(paths, inputs, strict=True)
-        for first in range(0, item.num_rows, rows_per_shard)
-    ]
-    if not pieces:
-        raise RequestError(f"{source} holds no rows: there is nothing to download.")
-    if len(pieces) > MAX_SHARDS:
+    inputs: list[dict[str, Any]] = []
+    tars: list[PlannedTar] = []
+    for path in find_parquet(config.input):
+        footer = read_footer(path)
+        name_columns(footer.schema, config.extra_columns, str(path))
+        inputs.append({"name": path.name, "num_rows": footer.num_rows, "footer_sha256": footer.sha256})
+        for first in range(0, footer.num_rows, config.rows_per_shard):
+            num_rows = min(config.rows_per_shard, footer.num_rows - first)
+            tars.append(PlannedTar(len(tars), path, first, num_rows))
+    if not tars:
+        raise RequestError(f"{config.input} holds no rows: there is nothing to download.")
+    if len(tars) > MAX_SHARDS:
         raise RequestError(
-            f"{source} makes {len(pieces)} shards of {rows_per_shard} rows, and five digits name {MAX_SHARDS}. "
-            "Raise rows_per_shard."
+            f"{config.input} makes {len(tars)} shards of {config.rows_per_shard} rows, and five digits name "
+            f"{MAX_SHARDS}. Raise rows_per_shard."
         )
     settings = config.model_dump(mode="json", include={"rows_per_shard", "extra_columns", "images"})
-    _keep_to_plan(config.output / PLAN_NAME, inputs, settings)
-    return [PlannedTar(shard_id, *piece) for shard_id, piece in enumerate(pieces)]
+    _keep_to_plan(config.output / PLAN_NAME, {"settings": settings, "inputs": inputs})
+    return tars
 
 
 def find_parquet(source: Path) -> list[Path]:
@@ -75,19 +64,8 @@ def find_parquet(source: Path) -> list[Path]:
     return paths
 
 
-def _inspect(path: Path, extra_columns: list[str] | None) -> InputFile:
-    try:
-        metadata = pq.read_metadata(path)
-        with path.open("rb") as file:
-            footer = footer_sha256(file)
-    except (pa.ArrowException, OSError) as error:
-        raise RequestError(f"{path} cannot be read as parquet: {error}. Mend or remove it.") from None
-    name_columns(metadata.schema.to_arrow_schema(), extra_columns, str(path))
-    return InputFile(path.name, metadata.num_rows, footer)
-
-
-def _keep_to_plan(path: Path, inputs: list[InputFile], settings: dict[str, Any]) -> None:
-    now: dict[str, Any] = {"settings": settings, "inputs": [asdict(item) for item in inputs]}
+def _keep_to_plan(path: Path, now: dict[str, Any]) -> None:
+    """`now`: `settings`, and of each of the `inputs` its name, rows and the hash of its footer."""
     if not path.exists():
         write_sealed_json(path, now)
         return
@@ -97,21 +75,19 @@ def _keep_to_plan(path: Path, inputs: list[InputFile], settings: dict[str, Any])
         raise RequestError(
             f"{error} Without it we cannot know which rows the tars beside it hold; restore it."
         ) from None
-    for name, value in settings.items():
+    for name, value in now["settings"].items():
         if before["settings"][name] != value:
             raise RequestError(
                 f"{path.parent} was begun with {name} {before['settings'][name]}, not {value}: its shards would not go "
                 "together. Keep to it, or choose another --output."
             )
-    for index, item in enumerate(before["inputs"]):
-        if index >= len(inputs) or now["inputs"][index] != item:
-            found = "none"
-            if index < len(inputs):
-                found = f"{inputs[index].name} with {inputs[index].num_rows} rows"
+    for index, (item, found) in enumerate(zip_longest(before["inputs"], now["inputs"])):
+        if item is not None and found != item:
+            what = f"{found['name']} with {found['num_rows']} rows" if found else "none"
             raise RequestError(
                 f"{path.parent} was begun with {item['name']} of {item['num_rows']} rows as input file {index}; now "
-                f"that is {found}, or has other rows. Files may be added after the last one; for other rows choose "
+                f"that is {what}, or has other rows. Files may be added after the last one; for other rows choose "
                 "another --output."
             )
-    if len(inputs) > len(before["inputs"]):
+    if now["inputs"] != before["inputs"]:
         write_sealed_json(path, now)

@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from precompute.select.metadata.columns import find_columns
+from precompute.select.metadata import find_columns
 from shards.base.errors import RequestError, WorkError
 
 # img2dataset gives these names to what it finds out itself

@@ -11,8 +11,8 @@ import sys
 import time
 
 from precompute.select.config import SelectConfig
+from precompute.select.funnel import describe
 from precompute.select.job import FUNNEL_NAME, select
-from precompute.select.report.funnel import describe
 from shards.base.config import load_config
 from shards.base.errors import WorkError, exit_code_of
 

@@ -57,9 +57,7 @@ class SelectConfig(Config):
     output: Path
     """Folder of the selected rows: selected-00000.parquet and so on, funnel.json, funnel.png."""
     filters: FiltersConfig = FiltersConfig()
-    """Rows that stay."""
     urls: UrlsConfig = UrlsConfig()
-    """URLs that stay."""
     buckets: tuple[Annotated[str, AfterValidator(_check_bucket)], ...] = ("256x256", "512x512")
     """Resolution buckets to count the selected rows for."""
     rows_per_file: PositiveInt = 1_000_000

@@ -11,16 +11,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from precompute.select import duplicates
 from precompute.select.config import SelectConfig
-from precompute.select.filter.rules import build_rules
-from precompute.select.metadata.inputs import WORK_NAME, MetadataFile, find_files, inspect
+from precompute.select.funnel import build_funnel, draw_funnel
+from precompute.select.metadata import WORK_NAME, MetadataFile, find_files, inspect
 from precompute.select.parallel import workers
-from precompute.select.passes.dedupe import DUPLICATE, OPTED_OUT, find_drops, rows_to_drop
-from precompute.select.passes.filtering import FilteredFile, filter_file
-from precompute.select.passes.hashes import count_partitions
-from precompute.select.passes.optout import hash_listed_urls, read_hosts
-from precompute.select.passes.output import OutputFile, plan_outputs, write_output
-from precompute.select.report.funnel import build_funnel
+from precompute.select.passes import FilteredFile, OutputFile, filter_file, plan_outputs, write_output
+from precompute.select.rules import build_rules
 from shards.base.durable import canonical_json, fsync_tree, locked, sha256_file, write_atomically
 from shards.base.errors import RequestError, WorkError
 
@@ -37,7 +34,7 @@ def select(config: SelectConfig) -> dict[str, Any]:
         WorkError: a damaged file; no row left.
         OSError: no space.
     """
-    hosts = read_hosts(config.urls.opt_out) if config.urls.opt_out else []
+    hosts = duplicates.read_hosts(config.urls.opt_out) if config.urls.opt_out else []
     rules = build_rules(config.filters, config.urls, hosts)
     files = [inspect(address, rules) for address in find_files(config.metadata)]
     request = _digest(config, files)
@@ -47,14 +44,14 @@ def select(config: SelectConfig) -> dict[str, Any]:
         folder = _open_run(config.output, request)
 
         # pass 1: rows that pass every rule of their own
-        partitions = count_partitions(sum(file.num_rows for file in files), config.partition_rows)
+        partitions = duplicates.count_partitions(sum(file.num_rows for file in files), config.partition_rows)
         calls = [(config, file, hosts, partitions) for file in files]
         filtered = list(_with_progress(run(filter_file, calls), len(files)))
 
         # pass 2: of those, which are opted out or came before
         calls_of_drops = _calls_of_drops(config, folder, [file.folder for file in filtered], partitions)
-        drops = list(run(find_drops, calls_of_drops))
-        counts = [[len(rows) for rows in rows_to_drop(drops, number)] for number in range(len(filtered))]
+        drops = list(run(duplicates.find_drops, calls_of_drops))
+        counts = [[len(rows) for rows in duplicates.rows_to_drop(drops, number)] for number in range(len(filtered))]
         kept = [file.rows_out - sum(count) for file, count in zip(filtered, counts, strict=True)]
 
         # pass 3: all others, in input order
@@ -72,12 +69,12 @@ def select(config: SelectConfig) -> dict[str, Any]:
 
 def _rules_across_rows(config: SelectConfig, counts: list[list[int]]) -> dict[str, tuple[str, int]]:
     """Name → (condition, rows dropped), from each file's counts of opted-out rows and duplicates."""
-    opted_out, duplicates = (sum(count[reason] for count in counts) for reason in (OPTED_OUT, DUPLICATE))
+    opted_out, repeated = map(sum, zip(*counts, strict=True))
     rules = {}
     if config.urls.opt_out:
         rules["opt_out"] = ("URL not in the opt-out file", opted_out)
     if config.urls.drop_duplicates:
-        rules["duplicate"] = ("the first row with its URL", duplicates)
+        rules["duplicate"] = ("the first row with its URL", repeated)
     return rules
 
 
@@ -131,7 +128,7 @@ def _calls_of_drops(config: SelectConfig, run: Path, filtered: list[Path], parti
     if config.urls.opt_out:
         opt_out = run / "opt_out"
         opt_out.mkdir(exist_ok=True)
-        hash_listed_urls(config.urls.opt_out, opt_out, partitions)
+        duplicates.hash_listed_urls(config.urls.opt_out, opt_out, partitions)
     elif not config.urls.drop_duplicates:
         return []
     names = [f"drops-{index:05d}-of-{partitions:05d}" for index in range(partitions)]
@@ -139,8 +136,6 @@ def _calls_of_drops(config: SelectConfig, run: Path, filtered: list[Path], parti
 
 
 def _publish(config: SelectConfig, run: Path, outputs: Sequence[OutputFile], funnel: dict[str, Any]) -> None:
-    from precompute.select.report.plot import draw_funnel  # matplotlib: for the parent alone, not for every worker
-
     fsync_tree(run)
     for output in outputs:
         if (run / output.name).exists():  # or it was moved before an earlier run was killed

@@ -10,7 +10,7 @@ from tests.precompute.select import laion
 @pytest.fixture
 def no_plot(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drawing takes longer than all else; the tests that run the command in a process of its own draw."""
-    monkeypatch.setattr("precompute.select.report.plot.draw_funnel", lambda funnel: b"drawn")
+    monkeypatch.setattr("precompute.select.job.draw_funnel", lambda funnel: b"drawn")
 
 
 @pytest.fixture

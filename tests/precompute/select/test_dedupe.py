@@ -8,14 +8,21 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from precompute.select.passes.dedupe import find_drops, rows_to_drop
-from precompute.select.passes.hashes import count_partitions, hash_urls, partition_of, read_partition, write_hashes
+from precompute.select.duplicates import (
+    count_partitions,
+    find_drops,
+    hash_urls,
+    partition_of,
+    read_partition,
+    rows_to_drop,
+    write_hashes,
+)
 from tests.precompute.select import laion
 
 
 @pytest.fixture(autouse=True)
 def short_segments(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("precompute.select.passes.hashes.SEGMENT_ROWS", 1)
+    monkeypatch.setattr("precompute.select.duplicates.SEGMENT_ROWS", 1)
 
 
 def written(folder: Path, segments: list[np.ndarray], partitions: int) -> Path:

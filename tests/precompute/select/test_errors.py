@@ -98,7 +98,7 @@ def test_no_space(
 
     arguments = ["--metadata", str(metadata), "--output", str(tmp_path / "out"), "--processes", "1"]
     with monkeypatch.context() as patch:
-        patch.setattr("precompute.select.passes.filtering.hash_urls", full)
+        patch.setattr("precompute.select.passes.hash_urls", full)
         assert exit_code_of(lambda: command.run(arguments)) == 1
     error = " ".join(capsys.readouterr().err.split())
     assert "No space is left in" in error and "free some space, and the same command continues" in error

@@ -3,7 +3,7 @@
 import pyarrow as pa
 import pytest
 
-from precompute.select.filter.hosts import are_http, are_private, is_listed, is_private_host, is_public_address
+from precompute.select.hosts import are_http, are_private, is_listed, is_private_host, is_public_address
 
 PUBLIC = [
     "http://example.com/a.jpg",

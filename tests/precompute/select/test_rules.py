@@ -7,7 +7,7 @@ import pyarrow as pa
 import pytest
 
 from precompute.select.config import FiltersConfig, UrlsConfig
-from precompute.select.filter.rules import apply, build_rules
+from precompute.select.rules import apply, build_rules
 from tests.precompute.select import laion
 
 NAN = float("nan")

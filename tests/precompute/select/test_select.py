@@ -13,10 +13,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from precompute.select import job
+from precompute.select import job, passes
 from precompute.select.job import select
-from precompute.select.metadata.inputs import MetadataFile
-from precompute.select.passes import filtering, output
+from precompute.select.metadata import MetadataFile
 from shards.base.errors import RequestError, WorkError
 from tests.precompute.select import laion
 
@@ -101,13 +100,9 @@ def test_stopped_anywhere_it_goes_on_and_gives_the_same(
         return wrapped
 
     with monkeypatch.context() as patch:
-        for module in (filtering, job, output):
-            patch.setattr(
-                module,
-                "fsync_tree" if module is not output else "write_atomically",
-                die_in_time(getattr(module, "fsync_tree" if module is not output else "write_atomically")),
-            )
-        patch.setattr(job, "write_atomically", die_in_time(job.write_atomically))
+        for module in (passes, job):
+            for name in ("fsync_tree", "write_atomically"):
+                patch.setattr(module, name, die_in_time(getattr(module, name)))
         try:
             select(config)
         except Killed:
@@ -124,13 +119,13 @@ def test_finished_files_are_not_filtered_again(metadata: Path, tmp_path: Path, m
         select(config)
     (metadata / "part-2.parquet").write_bytes(good)
     read_again = []
-    original = filtering.read_batches
+    original = passes.read_batches
 
     def observed(source: MetadataFile) -> Iterator[pa.RecordBatch]:
         read_again.append(source.name)
         return original(source)
 
-    monkeypatch.setattr(filtering, "read_batches", observed)
+    monkeypatch.setattr(passes, "read_batches", observed)
     select(config)
     assert read_again == ["part-2.parquet"]
 
@@ -215,9 +210,8 @@ def test_metadata_at_an_address_and_as_a_glob(metadata: Path, tmp_path: Path) ->
 
 
 def test_a_long_row_group_is_read_in_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("precompute.select.metadata.inputs.BATCH_ROWS", 100)
-    monkeypatch.setattr(filtering, "GROUP_ROWS", 64)
-    monkeypatch.setattr(output, "GROUP_ROWS", 50)
+    monkeypatch.setattr("precompute.select.metadata.BATCH_ROWS", 100)
+    monkeypatch.setattr(passes, "GROUP_ROWS", 50)
     laion.write(tmp_path / "in.parquet", laion.rows(1001))
     select(laion.config(tmp_path / "in.parquet", tmp_path / "out", rows_per_file=333))
     assert read(tmp_path / "out")["URL"].to_pylist() == [f"http://example.com/{i}.jpg" for i in range(1001)]

@@ -2,7 +2,7 @@
 
 import pyarrow as pa
 
-from precompute.select.filter.tally import tally
+from precompute.select.rules import tally
 from tests.precompute.select import laion
 
 NAN = float("nan")

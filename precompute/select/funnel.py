@@ -1,0 +1,167 @@
+"""How many rows came in, what each rule dropped, and what is left: funnel.json, text and picture."""
+
+import io
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from precompute.select.passes import FilteredFile, OutputFile
+from precompute.select.rules import NUM_SCORE_BINS, NUM_SIZE_BINS, SCORE_BIN, SIZE_BIN, Rule
+
+INK, MUTED, PALE, LOST, KEPT = "#1f2933", "#6b7785", "#dde3ea", "#e07a5f", "#2a6f97"
+STYLE: Any = {
+    "font.size": 9,
+    "text.color": INK,
+    "axes.edgecolor": MUTED,
+    "axes.labelcolor": INK,
+    "axes.titlesize": 10,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "xtick.color": MUTED,
+    "ytick.color": MUTED,
+}
+
+
+def build_funnel(
+    rules: Sequence[Rule],
+    filtered: Sequence[FilteredFile],
+    global_drops: dict[str, tuple[str, int]],
+    outputs: Sequence[OutputFile],
+    selected: Counter[str],
+    buckets: Sequence[str],
+) -> dict[str, Any]:
+    """The content of funnel.json.
+
+    Args:
+        global_drops: name → (condition, rows dropped) of the rules that look at all rows together.
+        selected: the selected rows' `tally`.
+    """
+    counts = sum((file.counts for file in filtered), Counter[str]())
+    steps = [_step(rule.name, rule.condition, *(counts[counter] for counter in rule.counters)) for rule in rules]
+    steps += [_step(name, condition, count, 0) for name, (condition, count) in global_drops.items()]
+    rows_in = rows_left = counts["rows"]
+    for step in steps:
+        rows_left -= step["by_value"] + step["no_value"]
+        step["left"] = rows_left
+    assert rows_left == selected["rows"] == sum(output.num_rows for output in outputs), "the funnel does not add up"
+    return {
+        "rows_in": rows_in,
+        "rules": steps,
+        "rows_out": rows_left,
+        "inputs": [
+            {"name": file.source, "rows": file.counts["rows"], "passed_row_rules": file.rows_out} for file in filtered
+        ],
+        "outputs": [{"name": output.name, "rows": output.num_rows} for output in outputs],
+        "buckets": {name: selected[name] for name in buckets},
+        "shorter_side": {"bin": SIZE_BIN} | _histograms("size", NUM_SIZE_BINS, counts, selected),
+        "aesthetic": {"bin": SCORE_BIN} | _histograms("score", NUM_SCORE_BINS, counts, selected),
+    }
+
+
+def _step(name: str, condition: str, by_value: int, no_value: int) -> dict[str, Any]:
+    return {"rule": name, "keeps": condition, "by_value": by_value, "no_value": no_value}
+
+
+def _histograms(name: str, num_bins: int, before: Counter[str], after: Counter[str]) -> dict[str, list[int]]:
+    bins = [f"{name} {number}" for number in range(num_bins)]
+    return {"in": [before[key] for key in bins], "out": [after[key] for key in bins]}
+
+
+def describe(funnel: dict[str, Any]) -> str:
+    """The funnel as a table for the terminal."""
+    rows_in = funnel["rows_in"]
+    lines = [f"{'rule':<14}{'dropped':>16}{'no value':>16}{'left':>16}{'':>9}  keeps"]
+    lines.append(f"{'rows in':<14}{'':>16}{'':>16}{rows_in:>16,}{100:>8.1f} %")
+    for step in funnel["rules"]:
+        share = 100 * step["left"] / max(rows_in, 1)
+        lines.append(
+            f"{step['rule']:<14}{step['by_value']:>16,}{step['no_value']:>16,}{step['left']:>16,}{share:>8.1f} %  "
+            f"{step['keeps']}"
+        )
+    lines.append(f"{'rows out':<14}{'':>16}{'':>16}{funnel['rows_out']:>16,}")
+    lines += [f"large enough for {name}: {count:,}" for name, count in funnel["buckets"].items()]
+    return "\n".join(lines)
+
+
+def draw_funnel(funnel: dict[str, Any]) -> bytes:
+    """The same as a PNG: rows left after each rule, and what the rows look like before and after."""
+    from matplotlib import rc_context  # for the one process that draws, not for every worker
+    from matplotlib.figure import Figure
+
+    num_bars = len(funnel["rules"]) + 1
+    with rc_context(STYLE):
+        figure = Figure(figsize=(10, 3.9 + 0.34 * num_bars), dpi=130, layout="constrained")
+        top, bottom = figure.subfigures(2, 1, squeeze=False, height_ratios=[0.9 + 0.34 * num_bars, 3.0]).flat
+        _draw_steps(top.subplots(), funnel)
+        sizes, scores, buckets = bottom.subplots(1, 3, width_ratios=[5, 5, 3])
+        _draw_histogram(sizes, funnel["shorter_side"], "Shorter side, pixels", every=8)
+        _draw_histogram(scores, funnel["aesthetic"], "Aesthetic score", every=8)
+        _draw_buckets(buckets, funnel)
+        target = io.BytesIO()
+        figure.savefig(target, metadata={"Software": None}, bbox_inches="tight", pad_inches=0.15)
+    return target.getvalue()
+
+
+def _draw_steps(axes: Any, funnel: dict[str, Any]) -> None:
+    rows_in = funnel["rows_in"]
+    steps = [{"keeps": "rows in", "left": rows_in, "by_value": 0, "no_value": 0}, *funnel["rules"]]
+    ends = np.zeros(len(steps), int)
+    for name, label, alpha in (("left", None, 1), ("by_value", "dropped", 1), ("no_value", "dropped: no value", 0.45)):
+        rows = [step[name] for step in steps]
+        axes.barh(range(len(steps)), rows, left=ends, color=LOST if label else KEPT, alpha=alpha, label=label)
+        ends += rows
+    axes.text(rows_in * 1.01, 0, f"{rows_in:,}", va="center", fontweight="bold")
+    for place, step in enumerate(steps[1:], 1):
+        lost = ends[place] - step["left"]
+        note = f"{step['left']:,}   " + (f"−{lost:,} ({_share(lost, rows_in)})" if lost else "none dropped")
+        axes.text(ends[place] + rows_in * 0.01, place, note, va="center", color=INK if lost else MUTED)
+    axes.set_yticks(range(len(steps)), [_shorten(step["keeps"]) for step in steps], color=INK)
+    axes.set_xlim(0, rows_in * 1.3)
+    axes.invert_yaxis()
+    axes.xaxis.set_visible(False)
+    axes.spines[["bottom", "left"]].set_visible(False)
+    axes.tick_params(left=False)
+    selected = f"{funnel['rows_out']:,} selected ({_share(funnel['rows_out'], rows_in)})"
+    axes.set_title(f"{rows_in:,} rows in, {selected}", fontsize=13, pad=2)
+    axes.legend(loc="lower right", frameon=False, ncols=2)
+
+
+def _draw_histogram(axes: Any, histogram: dict[str, Any], title: str, every: int) -> None:
+    edges = [index * histogram["bin"] for index in range(len(histogram["in"]))]
+    axes.bar(edges, histogram["in"], width=histogram["bin"], align="edge", color=PALE, label="rows in")
+    axes.bar(edges, histogram["out"], width=histogram["bin"], align="edge", color=KEPT, label="selected")
+    ticks = edges[::every]
+    axes.set_xticks(ticks, [f"{tick:g}{'+' if tick == edges[-1] else ''}" for tick in ticks])
+    axes.set_title(title)
+    axes.yaxis.set_major_formatter(_short)
+    axes.legend(frameon=False)
+
+
+def _draw_buckets(axes: Any, funnel: dict[str, Any]) -> None:
+    names, counts = list(funnel["buckets"]), list(funnel["buckets"].values())
+    axes.bar_label(axes.bar(names, counts, color=KEPT, width=0.6), fmt="{:,.0f}")
+    axes.set_ylim(0, max([*counts, 1]) * 1.15)
+    axes.set_title("Large enough for a bucket")
+    axes.yaxis.set_visible(False)
+    axes.spines["left"].set_visible(False)
+
+
+def _share(rows: int, of: int) -> str:
+    percent = 100 * rows / of
+    return f"{percent:.1f} %" if percent >= 0.1 or not rows else "< 0.1 %"
+
+
+def _shorten(label: str) -> str:
+    return label if len(label) <= 40 else f"{label[:39]}…"
+
+
+def _short(value: float, _: int) -> str:
+    """1500000 → 1.5M."""
+    for size, unit in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if value >= size:
+            return f"{value / size:g}{unit}"
+    return f"{value:g}"

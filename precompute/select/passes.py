@@ -1,0 +1,191 @@
+"""What goes over all rows: the first and the third pass. (The second: `duplicates.py`.)
+
+First, one input file at a time: the rows that pass the rules, and the hashes of their URLs. Third, one output file at a
+time: the rows that are left, in input order, `rows_per_file` to a file.
+"""
+
+import hashlib
+import json
+import shutil
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from precompute.select.config import SelectConfig
+from precompute.select.duplicates import hash_urls, rows_to_drop, write_hashes
+from precompute.select.metadata import DICTIONARY_COLUMNS, OUTPUT_SCHEMA, WORK_NAME, MetadataFile, read_batches, unify
+from precompute.select.rules import Rule, apply, build_rules, tally
+from shards.base.durable import canonical_json, fsync_tree, read_sealed_json, write_atomically, write_sealed_json
+from shards.base.errors import WorkError
+
+RECEIPT_NAME, ROWS_NAME = "receipt.json", "rows.parquet"
+GROUP_ROWS = 65_536  # rows of a row group
+VERSION = 2  # of what a work folder holds
+
+
+@dataclass(frozen=True)
+class FilteredFile:
+    """What the first pass left of one input file."""
+
+    folder: Path
+    source: str
+    """The input file's name."""
+    rows_out: int
+    counts: Counter[str]
+    """Of all its rows: `tally`'s, and of those dropped each rule's `counters`."""
+
+
+def _folder_of(config: SelectConfig, source: MetadataFile, opt_out_hosts: list[str], partitions: int) -> Path:
+    """The work folder of one input file: its name changes with everything that its content depends on."""
+    identity = [
+        VERSION,
+        asdict(source),
+        config.filters.model_dump(mode="json"),
+        config.urls.allow_private_hosts,
+        partitions,
+        opt_out_hosts,
+    ]
+    digest = hashlib.sha256(canonical_json({"identity": identity})).hexdigest()[:16]
+    return config.output / WORK_NAME / f"{source.name.removesuffix('.parquet')}-{digest}"
+
+
+def filter_file(config: SelectConfig, source: MetadataFile, opt_out_hosts: list[str], partitions: int) -> FilteredFile:
+    """Filter one input file into its work folder, unless that is there, whole, from an earlier run.
+
+    Raises:
+        WorkError: the input is damaged, or a value does not fit its column.
+        OSError: no space.
+    """
+    folder = _folder_of(config, source, opt_out_hosts, partitions)
+    if not (folder / RECEIPT_NAME).exists():
+        attempt = folder.with_name(f"{folder.name}.attempt")
+        shutil.rmtree(attempt, ignore_errors=True)
+        attempt.mkdir(parents=True)
+        rules = build_rules(config.filters, config.urls, opt_out_hosts)
+        _write_attempt(attempt, source, rules, partitions)
+        fsync_tree(attempt)
+        attempt.replace(folder)
+    receipt = read_sealed_json(folder / RECEIPT_NAME)
+    return FilteredFile(folder, source.name, receipt["rows_out"], Counter(receipt["counts"]))
+
+
+def _write_attempt(attempt: Path, source: MetadataFile, rules: list[Rule], partitions: int) -> None:
+    counts: Counter[str] = Counter()
+    groups = write_rows(attempt / ROWS_NAME, _filtered(source, rules, counts), "lz4")
+    write_hashes(attempt, (hash_urls(group["URL"]) for group in groups), partitions)
+    num_rows = pq.read_metadata(attempt / ROWS_NAME).num_rows
+    write_sealed_json(attempt / RECEIPT_NAME, {"rows_out": num_rows, "counts": counts})
+
+
+def _filtered(source: MetadataFile, rules: list[Rule], counts: Counter[str]) -> Iterator[pa.Table]:
+    for batch in read_batches(source):
+        counts += tally(batch, buckets=())
+        kept = apply(rules, batch, counts)
+        try:
+            yield unify(kept)
+        except pa.ArrowInvalid as error:
+            message = f"{source.address} has a value that cannot be meant: {error}. Mend or remove the file."
+            raise WorkError(message) from error
+
+
+def write_rows(path: Path, tables: Iterable[pa.Table], compression: str) -> Iterator[pa.Table]:
+    """Write `tables` to `path`, and yield each row group once it is written; the file is whole after the last."""
+    with pq.ParquetWriter(path, OUTPUT_SCHEMA, compression=compression, use_dictionary=DICTIONARY_COLUMNS) as writer:
+        for group in regroup(tables, GROUP_ROWS):
+            writer.write_table(group, row_group_size=GROUP_ROWS)
+            yield group
+
+
+def regroup(tables: Iterable[pa.Table], num_rows: int) -> Iterator[pa.Table]:
+    """The same rows in tables of exactly `num_rows`; the last has the rest."""
+    waiting: list[pa.Table] = []
+    for table in tables:
+        waiting.append(table)
+        if sum(part.num_rows for part in waiting) >= num_rows:
+            joined = pa.concat_tables(waiting)
+            whole = joined.num_rows - joined.num_rows % num_rows
+            for start in range(0, whole, num_rows):
+                yield joined.slice(start, num_rows).combine_chunks()
+            waiting = [joined.slice(whole)]
+    rest = pa.concat_tables(waiting) if waiting else None
+    if rest is not None and rest.num_rows:
+        yield rest.combine_chunks()
+
+
+@dataclass(frozen=True)
+class OutputFile:
+    """One output file: the selected rows [first_row, first_row + num_rows)."""
+
+    number: int
+    first_row: int
+    num_rows: int
+
+    @property
+    def name(self) -> str:
+        return f"selected-{self.number:05d}.parquet"
+
+
+def plan_outputs(num_rows: int, rows_per_file: int) -> list[OutputFile]:
+    """The output files of `num_rows` selected rows."""
+    starts = range(0, num_rows, rows_per_file)
+    return [OutputFile(i, start, min(rows_per_file, num_rows - start)) for i, start in enumerate(starts)]
+
+
+def write_output(
+    folder: Path,
+    output: OutputFile,
+    filtered: Sequence[FilteredFile],
+    kept: Sequence[int],
+    drops: Sequence[Path],
+    buckets: Sequence[str],
+) -> Counter[str]:
+    """Write one output file into `folder`, unless it is there whole; its rows' `tally`.
+
+    Args:
+        filtered: all filtered files, in input order.
+        kept: how many rows of each are left after `drops`.
+    """
+    path, counts_path = folder / output.name, folder / f"{output.name}.counts.json"
+    if counts_path.exists():  # it is written last
+        return Counter(json.loads(counts_path.read_text()))
+    counts: Counter[str] = Counter()
+    temporary = path.with_suffix(".tmp")
+    for group in write_rows(temporary, _rows(output, filtered, kept, drops), "zstd"):
+        counts += tally(group, buckets)
+    assert counts["rows"] == output.num_rows, f"{output} got {counts['rows']} rows"
+    temporary.replace(path)
+    write_atomically(counts_path, canonical_json(counts))
+    return counts
+
+
+def _rows(
+    output: OutputFile, filtered: Sequence[FilteredFile], kept: Sequence[int], drops: Sequence[Path]
+) -> Iterator[pa.Table]:
+    end = output.first_row + output.num_rows
+    start_of_file = 0
+    for number, (file, num_kept) in enumerate(zip(filtered, kept, strict=True)):
+        low, high = max(output.first_row - start_of_file, 0), min(end - start_of_file, num_kept)
+        if low < high:
+            yield from _kept_rows(file, np.concatenate(rows_to_drop(drops, number)), low, high)
+        start_of_file += num_kept
+
+
+def _kept_rows(file: FilteredFile, dropped: np.ndarray, low: int, high: int) -> Iterator[pa.Table]:
+    """Of the rows of `file` that are not dropped, those from `low` up to `high`."""
+    keep = np.ones(file.rows_out, bool)
+    keep[dropped] = False
+    position = np.cumsum(keep)  # 1 for the first row kept
+    keep &= (position > low) & (position <= high)
+    start = 0
+    with pq.ParquetFile(file.folder / ROWS_NAME) as rows:
+        for index in range(rows.num_row_groups):
+            num_rows = rows.metadata.row_group(index).num_rows
+            mask = keep[start : start + num_rows]
+            if mask.any():
+                yield rows.read_row_group(index).filter(pa.array(mask))
+            start += num_rows
