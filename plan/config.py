@@ -113,25 +113,16 @@ class Plan(Config):
     measured: list[str] = Field([])
     """Benchmark files (docs/how-to/plan.md); those of other GPU kinds are left aside."""
     networks: Networks = Networks()
-    """The architectures."""
     data: Data = Data()
-    """The pictures."""
     text: Text = Text()
-    """The captions."""
     phase1: Phase = Phase()
-    """The first phase."""
     phase2: SecondPhase | None = SecondPhase()
     """The second phase; null: there is none."""
     gpu: Gpu = Field(default_factory=lambda: Gpu.model_validate({}))
-    """The machines."""
     links: Links = Links()
-    """Their bandwidths."""
     storage: Storage = Storage()
-    """The latents' upkeep."""
     regions: Regions = Regions()
-    """The latents' places."""
     checkpoints: Checkpoints = Checkpoints()
-    """Saving, failing, resuming."""
     sources: dict[str, Vouched] = Field({})
     """Field → value and source, for numbers of this file that are more than assumptions."""
 

@@ -51,11 +51,12 @@ def load_config(
         raise RequestError(f"{source}: {'; '.join(dict.fromkeys(wrong))}.") from None
 
 
-def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten(values: dict[str, Any], separator: str = ".") -> dict[str, Any]:
     """`a.b` → value, for every value that is no section, or an empty one."""
     flat: dict[str, Any] = {}
     for name, value in values.items():
-        flat |= flatten(value, f"{prefix}{name}.") if isinstance(value, dict) and value else {f"{prefix}{name}": value}
+        below = flatten(value, separator) if isinstance(value, dict) else {}
+        flat |= {f"{name}{separator}{key}": item for key, item in below.items()} or {name: value}
     return flat
 
 
@@ -97,6 +98,7 @@ def _parse_overrides(
             cli_prog_name=prog,
             cli_avoid_json=True,
             cli_parse_none_str="null",
+            cli_use_class_docs_for_groups=True,
         )
         # by itself the usage lists every field, of which a screen is full before anything is said
         source.root_parser.usage = f"python -m {prog} [--FIELD VALUE …]"
