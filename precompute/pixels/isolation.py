@@ -1,9 +1,9 @@
 """Calls in child processes: what kills a decoder, or never ends, costs its sample and not the tar.
 
 A child is started afresh by `python -m precompute.pixels.isolation`, never forked: it holds neither the parent's CUDA
-context nor its threads. Requests and replies are pickles over pipes of their own, which nothing else writes to. It ends
-when the parent does. It imports torch, which scales pictures: some 500 MB, and 3 GB of the address space that
-`limits.decode_bytes` bounds.
+context nor its threads. Requests and replies are pickles over pipes of their own, which nothing else writes to
+(multiprocessing's connections take three times as long over a picture's pixels). It ends when the parent does. It
+imports torch, which scales pictures: some 500 MB, and 3 GB of the address space that `limits.decode_bytes` bounds.
 """
 
 import contextlib
@@ -16,7 +16,9 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, BinaryIO, Generic, TypeVar
 
 from precompute.input.reject import Reject
@@ -154,16 +156,11 @@ class Child:
         return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
 
-@contextlib.contextmanager
 def maybe_isolated(
     function: Callable[..., Result], limits: LimitsConfig, isolate: bool
-) -> Iterator[Callable[..., Result]]:
+) -> AbstractContextManager[Callable[..., Result]]:
     """`function` itself, or in child processes."""
-    if not isolate:
-        yield function
-        return
-    with Isolated(function, limits) as isolated:
-        yield isolated
+    return Isolated(function, limits) if isolate else contextlib.nullcontext(function)
 
 
 def serve(requests: BinaryIO, replies: BinaryIO) -> None:
@@ -179,24 +176,18 @@ def serve(requests: BinaryIO, replies: BinaryIO) -> None:
         except EOFError:
             return
         _limit(resource.RLIMIT_AS, limits.decode_bytes)
-        _limit(resource.RLIMIT_CPU, math.ceil(_processor_seconds()) + limits.decode_seconds)
-        reply: tuple[bool, Any]
+        _limit(resource.RLIMIT_CPU, math.ceil(time.process_time()) + limits.decode_seconds)
         try:
-            reply = True, function(*args)
+            returned, value = True, function(*args)
         except Exception as error:  # handed over, and raised by the caller
-            reply = False, error
-        pickle.dump(reply, replies, PICKLE_PROTOCOL)
+            returned, value = False, error
+        pickle.dump((returned, value), replies, PICKLE_PROTOCOL)
         replies.flush()
 
 
 def _limit(what: int, value: int) -> None:
     _, hard = resource.getrlimit(what)
     resource.setrlimit(what, (value if hard == resource.RLIM_INFINITY else min(value, hard), hard))
-
-
-def _processor_seconds() -> float:
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return usage.ru_utime + usage.ru_stime
 
 
 if __name__ == "__main__":
