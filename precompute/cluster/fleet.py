@@ -18,7 +18,7 @@ from pydantic import Field
 
 from precompute.cluster.attempts import Attempts, Nodes, Queue, RetryConfig
 from precompute.cluster.nodes import ResourcesConfig, Watch
-from precompute.cluster.ray_cluster import AttemptFailed, Cancelled, Failure, Function, RayCluster
+from precompute.cluster.ray_cluster import Cancelled, Failure, Function, RayCluster
 from shards.base.stop import StopSignal
 
 Work = TypeVar("Work")
@@ -125,8 +125,7 @@ class Fleet(Generic[Work, Result]):
             result = self.cluster.result(attempt)
         except Cancelled:
             self.queue.put_back(unit)  # it waited for nodes that are gone
-        except AttemptFailed as failed:
-            failure = failed.failure
+        except Failure as failure:
             again = unit.fail(failure.is_lost, node, self.config) and not failure.is_final
             if again:
                 self.queue.put_back(unit)
@@ -148,5 +147,5 @@ class Fleet(Generic[Work, Result]):
         for attempt in self.cluster.drain(list(self.running)):
             try:
                 yield Done(self.running[attempt].unit.key, None, self.cluster.result(attempt))
-            except (Cancelled, AttemptFailed):
+            except (Cancelled, Failure):
                 continue  # the next job's

@@ -34,17 +34,9 @@ class Cancelled(Exception):
     """The attempt was cancelled before it began, or while it ran."""
 
 
-class AttemptFailed(Exception):
+@dataclass(eq=False)
+class Failure(Exception):
     """An attempt raised, or its process or node went away."""
-
-    def __init__(self, failure: "Failure"):
-        super().__init__(failure.line)
-        self.failure = failure
-
-
-@dataclass(frozen=True)
-class Failure:
-    """Why an attempt failed."""
 
     is_lost: bool
     """Its process or node went away."""
@@ -148,7 +140,7 @@ class RayCluster(Generic[Work, Result]):
 
         Raises:
             Cancelled: it was cancelled.
-            AttemptFailed: it raised, or went away with its process or node.
+            Failure: it raised, or went away with its process or node.
         """
         try:
             result: Result = ray.get(attempt)
@@ -156,7 +148,7 @@ class RayCluster(Generic[Work, Result]):
         except ray.exceptions.TaskCancelledError:
             raise Cancelled from None
         except ray.exceptions.RayError as error:
-            raise AttemptFailed(failure(error)) from None
+            raise failure(error) from None
 
     def cancel(self, attempt: ray.ObjectRef) -> None:
         """Interrupt an attempt, or take it back where it has not begun."""

@@ -9,14 +9,14 @@ import pytest
 from precompute.cluster import fleet as fleet_module
 from precompute.cluster.fleet import Done, Failed, Fleet, FleetConfig, News, UnderWay
 from precompute.cluster.nodes import Resources
-from precompute.cluster.ray_cluster import AttemptFailed, Cancelled, Failure, Report
+from precompute.cluster.ray_cluster import Cancelled, Failure, Report
 
 Outcome = str | Exception
 Event = Done[str] | Failed | News | UnderWay
 
 
-def error(final: bool = False, lost: bool = False) -> AttemptFailed:
-    return AttemptFailed(Failure(lost, final, "ValueError: no", "ValueError: no"))
+def error(final: bool = False, lost: bool = False) -> Failure:
+    return Failure(lost, final, "ValueError: no", "ValueError: no")
 
 
 class Cluster:
