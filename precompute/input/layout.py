@@ -68,11 +68,11 @@ def read_layout(path: Path) -> Layout:
     Raises:
         DamagedInput: it is compressed.
     """
-    refuse_compressed(path)
     layout, size = Layout(), path.stat().st_size
     end, key, placed = 0, "", ""
     beside_damage: list[str] = []
     with path.open("rb") as file:
+        refuse_compressed(path, file)
         for header, next_header in not_too_deep(path, read_headers(file, size)):
             before, (key, suffix) = key, split_name(header.name)
             if header.offset != end and header.offset != after_global_header(file, end):
@@ -85,7 +85,7 @@ def read_layout(path: Path) -> Layout:
             elif key and header.type in PLAIN and not header.issparse():
                 _place(layout, key, suffix, placed, Member(header.name, header.offset_data, header.size))
                 placed = key
-        if end <= size and (damage := damage_at_end(path, end)):
+        if end <= size and (damage := damage_at_end(file, end)):
             layout.damage.append(damage)
             beside_damage.append(key)
     for key in beside_damage:
@@ -192,14 +192,14 @@ def split_name(name: str) -> tuple[str, str]:
     return key, suffix.lower()
 
 
-def refuse_compressed(path: Path) -> None:
+def refuse_compressed(path: Path, file: BinaryIO) -> None:
     """Refuse a tar within another format, under either policy: nothing of it is lost.
 
     Raises:
         DamagedInput: it is one.
     """
-    with path.open("rb") as file:
-        start = file.read(10)
+    start = file.read(10)
+    file.seek(0)
     for magic, name in MAGIC.items():
         if magic.match(start):
             raise DamagedInput(
@@ -207,13 +207,12 @@ def refuse_compressed(path: Path) -> None:
             )
 
 
-def damage_at_end(path: Path, offset: int) -> str:
+def damage_at_end(file: BinaryIO, offset: int) -> str:
     """What is wrong from `offset`, the last member's end, on, where there should be two blocks of zeros or more."""
     length = 0
-    with path.open("rb") as file:
-        file.seek(offset)
-        while block := file.read(1 << 20):
-            if block.count(0) != len(block):
-                return f"is damaged: what follows byte {offset} is neither a member nor the end of the archive"
-            length += len(block)
+    file.seek(offset)
+    while block := file.read(1 << 20):
+        if block.count(0) != len(block):
+            return f"is damaged: what follows byte {offset} is neither a member nor the end of the archive"
+        length += len(block)
     return "" if length >= 2 * BLOCK else "is cut short: it ends without the end-of-archive marker"
