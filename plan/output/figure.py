@@ -4,13 +4,11 @@ import io
 import textwrap
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
-from matplotlib import pyplot
+from matplotlib import rc_context
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+from matplotlib.ticker import LogLocator, NullFormatter
 
 from plan.report import Report
 
@@ -24,10 +22,9 @@ def draw(reports: list[Report]) -> bytes:
     """A PNG. Measured points are filled, predictions hollow on a dashed line; what is assumed stands below."""
     columns = len(reports)
     settings: Any = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}
-    with matplotlib.rc_context(settings):
-        figure, axes = pyplot.subplots(
-            2, columns, figsize=(max(6.0, 5.0 * columns), 9.2), sharex="row", sharey="row", squeeze=False
-        )
+    with rc_context(settings):
+        figure = Figure(figsize=(max(6.0, 5.0 * columns), 9.2))
+        axes = figure.subplots(2, columns, sharex="row", sharey="row", squeeze=False)
         for column, report in enumerate(reports):
             _throughput(axes[0][column], report)
             _cost(axes[1][column], report)
@@ -40,7 +37,6 @@ def draw(reports: list[Report]) -> bytes:
             figure.text(left, 0.145, _footer(report), fontsize=6.5, va="top", linespacing=1.35, color="#333333")
         file = io.BytesIO()
         figure.savefig(file, format="png", dpi=150)
-        pyplot.close(figure)
     return file.getvalue()
 
 
@@ -62,7 +58,7 @@ def _throughput(axes: Axes, report: Report) -> None:
     axes.set(yscale="log", xlabel="GPUs")
     axes.set_xticks(gpus, [str(count) for count in gpus])
     axes.xaxis.set_minor_formatter(NullFormatter())
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    axes.yaxis.set_major_formatter("{x:,.0f}")
     axes.grid(True, which="major", alpha=0.25)
     axes.set_title(f"{report.title} on {report.gpu}", fontsize=10.5)
     if report.highlighted:
@@ -80,7 +76,7 @@ def _cost(axes: Axes, report: Report) -> None:
         axes.annotate(str(row.gpus), (x, y), xytext=(3, 6), textcoords="offset points", fontsize=8, fontweight=bold)
     axes.set_xscale("log")
     axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.xaxis.set_major_formatter("{x:g}")
     axes.xaxis.set_minor_formatter(NullFormatter())
     axes.margins(y=0.15)
     axes.set_ylim(bottom=0)

@@ -103,13 +103,10 @@ def stats_table(stats: dict[str, Any]) -> str:
 
 def plot_stats(stats: dict[str, Any], path: Path) -> None:
     """Samples and bytes per bucket, rejects by reason, latent statistics and caption lengths, as a PNG."""
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("agg")
-    from matplotlib import pyplot as plt
-
-    figure, grid = plt.subplots(2, 3, figsize=(14, 7.5), dpi=110)
-    axes = grid.flatten()
+    figure = Figure(figsize=(14, 7.5), dpi=110, layout="tight")
+    axes = figure.subplots(2, 3).flatten()
     buckets = stats["buckets"]
     measured = {bucket: b for bucket, b in buckets.items() if "latent_std" in b}
     _bars(axes[0], {bucket: b["samples"] for bucket, b in buckets.items()}, "samples per bucket", "#08519c")
@@ -136,14 +133,11 @@ def plot_stats(stats: dict[str, Any], path: Path) -> None:
     axes[5].set_yticks(range(len(measured)), list(measured))
     axes[5].set(ylim=(len(measured) - 0.4, -0.6), title="caption characters: 5, 50 and 95 %")
     figure.suptitle(f"encoding {stats['encoding']}: {stats['encoded']:,} of {stats['samples_in']:,} samples encoded")
-    figure.tight_layout()
     figure.savefig(path)
-    plt.close(figure)
 
 
 def _bars(axis: Any, values: dict[str, int], title: str, color: str) -> None:
-    bars = axis.barh(list(values), list(values.values()), color=color)
-    axis.bar_label(bars, labels=[f"{value:,}" for value in values.values()], padding=3)
+    axis.bar_label(axis.barh(list(values), list(values.values()), color=color), fmt="{:,.0f}", padding=3)
     axis.margins(x=0.2)
     axis.invert_yaxis()
     axis.set_title(title)

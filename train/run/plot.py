@@ -13,27 +13,22 @@ def plot_run(run_dir: Path) -> Path:
     Raises:
         RequestError: nothing was logged yet.
     """
-    import matplotlib
-
-    matplotlib.use("agg")
-    from matplotlib import pyplot as plt
+    from matplotlib.figure import Figure
 
     rows = read_json_lines(run_dir / "metrics.jsonl")
     if not rows:
         raise RequestError(f"{run_dir}/metrics.jsonl is missing or empty: nothing was logged yet.")
     finite = [row for row in rows if row["loss"] is not None]
     steps, losses = [row["step"] for row in finite], [row["loss"] for row in finite]
-    figure, (axes, quarter_axes, lr_axes) = plt.subplots(
-        3, 1, figsize=(8, 9), dpi=120, sharex=True, height_ratios=[4, 3, 1.5]
-    )
+    figure = Figure(figsize=(8, 9), dpi=120, layout="tight")
+    axes, quarter_axes, lr_axes = figure.subplots(3, 1, sharex=True, height_ratios=[4, 3, 1.5])
     axes.plot(steps, losses, color="#9ecae1", linewidth=1, label="loss")
     axes.plot(steps, smooth(losses, 0.9), color="#08519c", linewidth=1.8, label="smoothed (0.9)")
     validated = [row for row in rows if "val_loss" in row]
     if validated:
         xs, ys = [row["step"] for row in validated], [row["val_loss"] for row in validated]
         axes.plot(xs, ys, color="#b45309", marker="o", markersize=3, linewidth=1.2, label="validation")
-    axes.set_ylabel("mean squared error")
-    axes.set_title(str(run_dir))
+    axes.set(ylabel="mean squared error", title=str(run_dir))
     axes.legend(frameon=False)
     for name, colour in zip(quarter_names(rows), ("#1b9e77", "#7570b3", "#d95f02", "#e7298a"), strict=False):
         drawn = [row for row in rows if row.get("loss_by_quarter", {}).get(name) is not None]
@@ -43,14 +38,11 @@ def plot_run(run_dir: Path) -> Path:
     if quarter_axes.lines:
         quarter_axes.legend(frameon=False, ncols=2)
     lr_axes.plot([row["step"] for row in rows], [row["lr"] for row in rows], color="#555555", linewidth=1.2)
-    lr_axes.set_ylabel("learning rate")
-    lr_axes.set_xlabel("optimizer step")
+    lr_axes.set(ylabel="learning rate", xlabel="optimizer step")
     for each in (axes, quarter_axes, lr_axes):
         each.grid(alpha=0.3)
-    figure.tight_layout()
     path = run_dir / "loss.png"
     figure.savefig(path)
-    plt.close(figure)
     return path
 
 
