@@ -42,10 +42,10 @@ class Traffic:
 def precompute_hours(inputs: Inputs) -> float:
     """GPU-hours to encode every picture for its buckets and every caption once."""
     data = inputs.plan.data
-    seconds = data.pictures / inputs.encode_rate("text", None).images_per_second_per_gpu
+    seconds = data.pictures / inputs.rates_of("text", None)[0].images_per_second_per_gpu
     for bucket, samples in data.samples.items():
         encoded = data.pictures if inputs.plan.every_size else samples
-        seconds += encoded / inputs.encode_rate("encode", bucket).images_per_second_per_gpu
+        seconds += encoded / inputs.rates_of("encode", bucket)[0].images_per_second_per_gpu
     return seconds / SECONDS_PER_HOUR
 
 

@@ -136,9 +136,9 @@ def _bottleneck(phases: list[PhaseRow]) -> str:
 
 
 def _used_rates(inputs: Inputs) -> dict[str, Rate]:
-    rates = {f"train {phase.bucket}": inputs.train_rates(phase.bucket)[0] for phase in inputs.plan.phases}
-    rates |= {f"encode {bucket}": inputs.encode_rate("encode", bucket) for bucket in inputs.plan.data.samples}
-    return rates | {"encode captions": inputs.encode_rate("text", None)}
+    rates = {f"train {phase.bucket}": inputs.rates_of("train", phase.bucket)[0] for phase in inputs.plan.phases}
+    rates |= {f"encode {bucket}": inputs.rates_of("encode", bucket)[0] for bucket in inputs.plan.data.samples}
+    return rates | {"encode captions": inputs.rates_of("text", None)[0]}
 
 
 def _used_facts(inputs: Inputs) -> list[Fact]:

@@ -51,20 +51,19 @@ class Inputs:
             data.string_bytes,
         )
 
-    def encode_rate(self, stage: Literal["encode", "text"], bucket: str | None) -> Rate:
-        """Pictures of `bucket`, or captions, that one GPU encodes per second."""
-        if measured := self.rates.of(stage, bucket):
-            return measured[0]
-        flops = self.work.caption if bucket is None else self.work.encode[bucket]
-        gpu = self.plan.gpu
-        return _modelled(flops, gpu.peak_tflops, gpu.encode_utilisation, gpu.gpus_per_node)
+    def rates_of(self, stage: Literal["train", "encode", "text"], bucket: str | None) -> list[Rate]:
+        """Measured rates of a stage, by rising GPUs; or the one that the assumed utilisation gives on a node."""
+        gpu, work = self.plan.gpu, self.work
+        flops = work.caption if bucket is None else (work.train if stage == "train" else work.encode)[bucket]
+        utilisation = gpu.train_utilisation if stage == "train" else gpu.encode_utilisation
+        source = f"{utilisation:.3g} of {gpu.peak_tflops:.0f} TFLOP/s ÷ {flops / GIGA:.1f} GFLOP"
+        modelled = Rate(gpu.peak_tflops * 1e12 * utilisation / flops, gpu.gpus_per_node, source, assumed=True)
+        return self.rates.of(stage, bucket) or [modelled]
 
     def encode_seconds(self, bucket: str) -> float:
         """GPU-seconds to encode one picture of `bucket` and its caption."""
-        return sum(
-            1 / rate.images_per_second_per_gpu
-            for rate in (self.encode_rate("encode", bucket), self.encode_rate("text", None))
-        )
+        rates = self.rates_of("encode", bucket)[0], self.rates_of("text", None)[0]
+        return sum(1 / rate.images_per_second_per_gpu for rate in rates)
 
     def step(self, phase: Phase, rate: Rate | None = None, online: bool = False) -> Step:
         """The phase's step, with the batch sizes of `rate`'s own run where it had others."""
@@ -76,17 +75,6 @@ class Inputs:
             self.plan.links.gradient_bytes,
             data.picture_bytes + data.string_bytes if online else self.sample_bytes(phase.bucket),
         )
-
-    def train_rates(self, bucket: str) -> list[Rate]:
-        """Measured training rates, or the one that the assumed utilisation gives on a node."""
-        gpu = self.plan.gpu
-        modelled = _modelled(self.work.train[bucket], gpu.peak_tflops, gpu.train_utilisation, gpu.gpus_per_node)
-        return self.rates.of("train", bucket) or [modelled]
-
-
-def _modelled(flops: int, peak_tflops: float, utilisation: float, gpus: int) -> Rate:
-    source = f"{utilisation:.3g} of {peak_tflops:.0f} TFLOP/s ÷ {flops / GIGA:.1f} GFLOP"
-    return Rate(peak_tflops * 1e12 * utilisation / flops, gpus, source, assumed=True)
 
 
 @dataclass(frozen=True)
@@ -122,7 +110,7 @@ def phase_row(inputs: Inputs, phase: Phase, gpus: int, online: bool) -> PhaseRow
     Raises:
         RequestError: the stated bandwidths do not allow a measured rate.
     """
-    rates = inputs.train_rates(phase.bucket)
+    rates = inputs.rates_of("train", phase.bucket)
     rate = _basis_for(rates, gpus)
     time = _predict(inputs, phase, rate, gpus, online)
     of_another = _basis_for([other for other in rates if other.gpus != gpus] or rates, gpus)
