@@ -99,20 +99,32 @@ def load_pretrained(unet: UNet2DConditionModel, name: str) -> None:
             theirs = UNet2DConditionModel.from_config(read_model_config(folder)).config
         except (TypeError, ValueError) as error:
             raise RequestError(f"init_unet: {folder}/config.json is not a U-Net's: {error}") from error
-    if different := architecture_differences(theirs, unet):
-        raise RequestError(
-            f"init_unet: {folder} is another architecture than `unet`: {different} (there ≠ here). Set `unet` to a "
-            f"config like {folder}/config.json."
-        )
     path = next((folder / file for file in PRETRAINED_FILES if (folder / file).is_file()), None)
     if path is None:
         raise RequestError(f"init_unet: {folder} has no {' or '.join(PRETRAINED_FILES)}; other formats are not loaded.")
     try:
+        load_matching(unet, path, theirs)
+    except RequestError as error:
+        raise RequestError(f"init_unet: {error}") from error
+
+
+def load_matching(unet: UNet2DConditionModel, path: Path, theirs: Mapping[str, Any]) -> None:
+    """Load the safetensors file at `path`, a U-Net's of the diffusers config `theirs`, into `unet`, as float32.
+
+    Raises:
+        RequestError: it is damaged, or another architecture's; with the fields named.
+    """
+    if different := architecture_differences(theirs, unet):
+        raise RequestError(
+            f"{path.parent} is another architecture than `unet`: {different} (there ≠ here). Set `unet` to a config "
+            f"like {path.parent}/config.json."
+        )
+    try:
         unet.load_state_dict({key: value.float() for key, value in load_file(path).items()})
     except SafetensorError as error:
-        raise RequestError(f"init_unet: {path} is damaged: {error}. Fetch it again.") from error
+        raise RequestError(f"{path} is damaged: {error}. Fetch it again.") from error
     except RuntimeError as error:
-        raise RequestError(f"init_unet: the weights in {path} are not of this U-Net: {error}") from error
+        raise RequestError(f"the weights in {path} are not of this U-Net: {error}") from error
 
 
 def architecture_differences(theirs: Mapping[str, Any], unet: UNet2DConditionModel) -> str:

@@ -29,7 +29,7 @@ from shards.base.durable import DamagedFile, fsync_folder, fsync_tree, read_seal
 from shards.base.errors import RequestError, WorkError
 from train.model.ema import Ema
 from train.model.sharding import part_like
-from train.model.unet import architecture_differences
+from train.model.unet import load_matching
 from train.run.state import TrainState
 from train.run.tensors import copied, write_tensors
 
@@ -282,15 +282,7 @@ def load_weights(unet: UNet2DConditionModel, folder: Path) -> None:
     Raises:
         RequestError: they are another architecture's.
     """
-    if different := architecture_differences(json.loads((folder / "config.json").read_text()), unet):
-        raise RequestError(
-            f"{folder} is another architecture than `unet`: {different} (there ≠ here). Set `unet` to a config like "
-            f"{folder}/config.json."
-        )
-    try:
-        unet.load_state_dict(load_file(folder / WEIGHTS_NAME))
-    except RuntimeError as error:
-        raise RequestError(f"The weights in {folder} are not of this U-Net: {error}") from error
+    load_matching(unet, folder / WEIGHTS_NAME, json.loads((folder / "config.json").read_text()))
 
 
 def _flatten(unet: UNet2DConditionModel, optimizer: Optimizer) -> dict[str, Tensor]:
@@ -309,12 +301,6 @@ def _unflatten(unet: UNet2DConditionModel, optimizer: Optimizer, tensors: dict[s
         # AdamW counts steps on the CPU unless it is fused
         device = "cpu" if slot == "step" and not optimizer.defaults.get("fused") else parameter.device
         tensor = part_like(value.to(device), parameter)
-        if value.ndim == 4:  # keep the parameter's memory format
-            tensor = tensor.contiguous(memory_format=_memory_format(parameter))
+        if tensor.shape == parameter.shape:  # in the parameter's memory format
+            tensor = torch.empty_like(parameter, dtype=tensor.dtype).copy_(tensor)
         optimizer.state[parameter][slot] = tensor
-
-
-def _memory_format(parameter: Tensor) -> Any:
-    return (
-        torch.channels_last if parameter.is_contiguous(memory_format=torch.channels_last) else torch.contiguous_format
-    )

@@ -2,14 +2,13 @@
 
 import time
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 from pydantic import Field
 
-from shards.base.config import Config
+from shards.base.config import Config, flatten
 from shards.base.progress import Progress
 from train.data.batch import Batch
 from train.run.metrics import JsonLines, finite
@@ -48,9 +47,9 @@ class Log:
             self.progress.__enter__()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         if self.progress:
-            self.progress.__exit__(kind, error, tb)
+            self.progress.__exit__()
 
     def advance(self) -> None:
         """One more step is done."""
@@ -90,10 +89,4 @@ class Log:
 
 def flat_numbers(fields: dict[str, Any]) -> dict[str, float]:
     """The numbers of a log line as trackers take them: `a/b` for what is b in a."""
-    flat: dict[str, float] = {}
-    for key, value in fields.items():
-        if isinstance(value, dict):
-            flat |= {f"{key}/{name}": number for name, number in flat_numbers(value).items()}
-        elif isinstance(value, int | float):
-            flat[key] = value
-    return flat
+    return {name: value for name, value in flatten(fields, "/").items() if isinstance(value, int | float)}

@@ -37,10 +37,7 @@ class Meter:
     def __init__(self, flops_per_image: dict[tuple[int, int], int]):
         """`flops_per_image`: of each latent shape (h, w); empty where nobody will ask."""
         self.flops_per_image = flops_per_image
-        self._begin()
-
-    def _begin(self) -> None:
-        self.steps, self.flops, self.data_seconds, self.start = 0, 0, 0.0, time.perf_counter()
+        self.restart()
 
     @contextmanager
     def waiting_for_data(self) -> Iterator[None]:
@@ -61,7 +58,7 @@ class Meter:
 
     def restart(self) -> None:
         """Begin the next interval now."""
-        self._begin()
+        self.steps, self.flops, self.data_seconds, self.start = 0, 0, 0.0, time.perf_counter()
 
 
 def peak_memory(device: torch.device) -> int:
