@@ -12,8 +12,8 @@ import time
 from precompute.download.config import DownloadConfig
 from precompute.download.fetch import require_img2dataset
 from precompute.download.job import fetch_missing
-from precompute.download.plan import plan_download
 from precompute.download.report import describe, write_report
+from precompute.download.rows import plan_download
 from shards.base.config import load_config
 from shards.base.durable import locked
 from shards.base.errors import WorkError, exit_code_of

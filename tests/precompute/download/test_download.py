@@ -18,9 +18,8 @@ import pytest
 
 from precompute.download.config import DownloadConfig
 from precompute.download.fetch import fetch_tar
-from precompute.download.plan import plan_download
 from precompute.download.report import describe, write_report
-from precompute.download.rows import PlannedTar
+from precompute.download.rows import PlannedTar, plan_download
 from shards.base.errors import WorkError
 from tests.precompute.download.bad_server import HTML, JPEG, PNG, BadServer, serve
 from tests.precompute.select import laion

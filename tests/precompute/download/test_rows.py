@@ -7,8 +7,7 @@ import pyarrow as pa
 import pytest
 
 from precompute.download.config import DownloadConfig
-from precompute.download.plan import plan_download
-from precompute.download.rows import name_columns, read_rows
+from precompute.download.rows import name_columns, plan_download, read_rows
 from shards.base.errors import RequestError, WorkError
 from tests.precompute.select import laion
 
