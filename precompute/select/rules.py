@@ -144,16 +144,9 @@ def _is_unreadable(texts: pa.Array) -> np.ndarray:
     try:
         texts.validate(full=True)
     except pa.ArrowInvalid:
-        decoded = (_is_utf8(data) for data in texts.cast(pa.binary()).to_pylist())
-        return absent | ~np.fromiter(decoded, bool, len(texts))
+        values = texts.cast(pa.binary()).to_pylist()
+        return absent | np.array([bool(data) and data.decode(errors="ignore").encode() != data for data in values])
     return absent
-
-
-def _is_utf8(data: bytes | None) -> bool:
-    try:
-        return data is None or data.decode() is not None
-    except UnicodeDecodeError:
-        return False
 
 
 def tally(batch: pa.RecordBatch | pa.Table, buckets: Sequence[str]) -> Counter[str]:
