@@ -29,6 +29,7 @@ from transformers import CLIPTextConfig, CLIPTextModel
 from bench.kit.common import command, matmul_tflops, section, table
 from examples.shapes.models import MODELS
 from plan.measured import BenchFile, Measurement
+from precompute.describe import TextConfig, TextTowerConfig, describe_image, describe_text
 from precompute.encode.encoders import ImageEncoder, TextEncoder
 from precompute.encode.towers import batch_size_of
 from shards.format.buckets import Bucket
@@ -118,7 +119,7 @@ def picture_work(encoder: ImageEncoder, bucket: Bucket, batch_size: int, flops: 
     count = batch_size_of(bucket, batch_size)
     random = np.random.default_rng(0)
     pictures = list(random.integers(0, 256, (count, bucket.height, bucket.width, 3), np.uint8))
-    return Work(lambda: encoder.start(pictures, count), count, count * flops)
+    return Work(lambda: encoder.start_batch(encoder.stack(pictures, count), count), count, count * flops)
 
 
 def mixture(small: Work, large: Work) -> list[Work]:
@@ -136,12 +137,15 @@ def measure(options: argparse.Namespace, sizes: Sizes, device: torch.device) -> 
     flops = count_flops(sizes)
     with tempfile.TemporaryDirectory() as folder:
         save_models(sizes, Path(folder))
-        image = ImageEncoder(Path(folder) / "vae", device, options.precision, "moments", options.compile)
-        text_folders = Path(folder) / "text_encoder", MODELS / "tokenizer"
-        text = TextEncoder(*text_folders, device, options.precision, options.compile)
+        vae, text_encoder, how = Path(folder) / "vae", Path(folder) / "text_encoder", (device, options.precision)
+        pixels = dict.fromkeys(("crop", "resampling", "decoder", "resampler", "color"), "")
+        image = ImageEncoder(vae, describe_image(str(vae), None, **pixels), *how, options.compile)
+        asked = TextTowerConfig(model=str(text_encoder), tokenizer=str(MODELS / "tokenizer"), max_tokens=77)
+        tower = describe_text("text", asked, TextConfig())
+        text = TextEncoder(text_encoder, MODELS / "tokenizer", tower, *how, options.compile)
     small, large = (picture_work(image, b, options.batch_size, flops[str(b)]) for b in sizes.buckets)
     captions = [f"picture {i} of nothing in particular, in many colours" for i in range(options.batch_size)]
-    caption_work = Work(lambda: text.start(captions, len(captions)), len(captions), len(captions) * flops["text"])
+    caption_work = Work(lambda: text.start_batch(captions, len(captions)), len(captions), len(captions) * flops["text"])
     mixed = mixture(small, large)
     return {
         str(sizes.buckets[0]): rates_of([small], options.batches),

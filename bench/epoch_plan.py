@@ -29,6 +29,8 @@ from shards.format.buckets import Bucket
 from shards.format.encoding import EncodingRecord
 from shards.format.mds import Column
 from shards.format.mds_writer import file_config
+from shards.format.text import TextLatents
+from shards.format.towers import ONLY_TEXT
 from shards.open import open_store
 from shards.root.shared import write_uncond
 from train.config import DataConfig
@@ -89,7 +91,7 @@ def make_root(root: Path, num_samples: int, num_files: int) -> None:
     """A latents root of sparse files, all in one bucket."""
     encoding = encoding_record(77, 1024)
     encoding.save(open_store(root))
-    write_uncond(open_store(root), torch.zeros(77, 1024), 2)
+    write_uncond(open_store(root), {ONLY_TEXT: TextLatents(torch.zeros(77, 1024), 2)}, encoding)
     columns = columns_of(encoding)
     entries = []
     for number in range(num_files):
@@ -108,7 +110,7 @@ def make_root(root: Path, num_samples: int, num_files: int) -> None:
 
 def columns_of(encoding: EncodingRecord) -> dict[str, Any]:
     """What an index says of each file besides its name and numbers."""
-    types = encoding.columns(Bucket(256, 256))
+    types = encoding.stored_columns(Bucket(256, 256))
     return file_config([Column.of(name, types[name]) for name in sorted(types)]) | {"zip_data": None}
 
 

@@ -13,17 +13,18 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import CLIPTextConfig, CLIPTextModel
+from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
 
 from bench.kit.common import machine, table
+from bench.kit.roots import encoding_record
 from bench.kit.text_unet import STORAGES, name_of, unet_table
 from examples.shapes.captions import write_caption
 from examples.shapes.models import MODELS
 from examples.shapes.scenes import sample_scene
-from precompute.encode.encoders import TextEncoder
 from shards.format.buckets import Bucket
-from shards.format.encoding import EncodingRecord, ImageEncoding, TextEncoding, Weights
-from shards.format.text import TextStorage
+from shards.format.encoding import EncodingRecord
+from shards.format.text import TextLatents, TextStorage
+from shards.format.towers import ONLY_TEXT
 from shards.root.reading import read_part, text_latents
 from shards.root.writing import Caption, PartWriter, Sample
 
@@ -41,11 +42,12 @@ class Encoded:
 @torch.inference_mode()
 def demo_captions(count: int) -> Encoded:
     """The demo's text encoder on captions of its world."""
-    encoder = TextEncoder(MODELS / "text_encoder", MODELS / "tokenizer", torch.device("cpu"), "float32")
-    captions = captions_of_world(count, seed=1)
-    options = {"padding": "max_length", "max_length": encoder.length, "truncation": True, "return_tensors": "pt"}
-    tokens = encoder.tokenizer(captions, **options)
-    latents = encoder.model(tokens.input_ids).last_hidden_state  # float32: what the encoder returns is float16
+    tokenizer = CLIPTokenizer.from_pretrained(MODELS / "tokenizer")
+    model = CLIPTextModel.from_pretrained(MODELS / "text_encoder", torch_dtype=torch.float32).eval()
+    length = model.config.max_position_embeddings
+    options = {"padding": "max_length", "max_length": length, "truncation": True, "return_tensors": "pt"}
+    tokens = tokenizer(captions_of_world(count, seed=1), **options)
+    latents = model(tokens.input_ids).last_hidden_state  # float32: what stage 1 returns is float16
     return Encoded("demo's, trained: 24 × 64", "64x64", latents, tokens.attention_mask.sum(dim=1).tolist())
 
 
@@ -75,18 +77,18 @@ def storage_row(encoded: Encoded, storage: TextStorage, trim: bool, folder: Path
     encoding = bench_encoding(encoded, storage, trim)
     bucket = Bucket.parse(encoded.bucket)
     writer = PartWriter(folder, encoding, bucket)
-    image = torch.zeros(encoding.num_planes, *bucket.latent_hw(8))
+    image = torch.zeros(encoding.image.num_planes, *bucket.latent_hw(8))
     for i, (latents, num_tokens) in enumerate(zip(encoded.latents, encoded.num_tokens, strict=True)):
-        caption = Caption(f"caption {i}", latents, num_tokens, frozenset())
+        caption = Caption(f"caption {i}", {ONLY_TEXT: TextLatents(latents, num_tokens)}, frozenset())
         writer.write(Sample(f"{i:09d}", [caption], image, (256, 256, 0, 0), np.zeros(4, np.float32)))
     count, _ = writer.finish()
     errors, cosines, text_bytes = [], [], 0
     for sample, exact in zip(read_part(folder), encoded.latents, strict=True):
-        stored = torch.tensor(text_latents(sample, encoding)[0]).double()
+        stored = torch.tensor(text_latents(sample, encoding)[0][ONLY_TEXT]).double()
         kept = exact[: len(stored)].double()
         errors.append((stored - kept).norm(dim=1) / kept.norm(dim=1))
         cosines.append(1 - torch.cosine_similarity(stored, kept, dim=1))
-        text_bytes += sum(sample[name].nbytes for name in ("text_latents", "text_scales") if name in sample)
+        text_bytes += sum(array.nbytes for name, array in sample.items() if name.startswith("text_"))
     on_disk = sum(path.stat().st_size for path in folder.glob("*.mds"))
     figures = [*spread(torch.cat(errors)), *spread(torch.cat(cosines))]
     return [encoded.encoder, name_of(storage, trim), *figures, f"{text_bytes / count:,.0f}", f"{on_disk / count:,.0f}"]
@@ -94,26 +96,8 @@ def storage_row(encoded: Encoded, storage: TextStorage, trim: bool, folder: Path
 
 def bench_encoding(encoded: Encoded, storage: TextStorage, trim: bool) -> EncodingRecord:
     """An encoding record without models."""
-    none = Weights(name="none", sha256="0" * 64)
     _, length, width = encoded.latents.shape
-    return EncodingRecord(
-        vae=none,
-        text_encoder=none,
-        tokenizer=none,
-        image=ImageEncoding(
-            posterior="moments",
-            latent_channels=4,
-            downsampling=8,
-            scaling_factor=1.0,
-            crop="center",
-            resampling="bicubic",
-            decoder="pillow",
-        ),
-        text=TextEncoding(
-            storage=storage, trim=trim, length=length, width=width, captions=("txt",), max_characters=4096
-        ),
-        compute_dtype="float32",
-    )
+    return encoding_record(length, width, storage=storage, trim=trim)
 
 
 def spread(values: Tensor) -> list[str]:

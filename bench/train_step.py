@@ -24,9 +24,12 @@ from diffusers import DDPMScheduler, UNet2DConditionModel
 from torch import Tensor
 
 from bench.kit.common import Pair, command, matmul_tflops, section, synchronize, table, timed_in_turn
+from bench.kit.roots import encoding_record
 from plan.measured import BenchFile, Measurement
 from shards.format.buckets import Bucket
 from shards.format.mds import parse_index
+from shards.format.text import TextLatents
+from shards.format.towers import ONLY_TEXT
 from shards.open import open_store
 from train.__main__ import ACCELERATE_PRECISION
 from train.assemble import assemble
@@ -219,7 +222,8 @@ def bare_loop(
     scheduler = DDPMScheduler(1000, 0.00085, 0.012, "scaled_linear")
     scheduler.alphas_cumprod = scheduler.alphas_cumprod.to(device)
     batch = make_batch(setting.bucket, options.batch, unet).to(device)
-    latents, text = batch.image_latents.float().chunk(2, dim=1)[0].contiguous(), batch.text_latents.float()
+    latents = batch.columns["image_latents"].float().chunk(2, dim=1)[0].contiguous()
+    text = batch.columns[f"text_latents.{ONLY_TEXT}"].float()
     dtype = DTYPES[options.precision]
 
     def step() -> None:
@@ -256,15 +260,12 @@ def data_spec(config: TrainConfig, unet: UNet2DConditionModel) -> DataSpec:
         index_sha256="",
         encoding_id="",
     )
+    encoding = encoding_record(TEXT_LENGTH, width)
     return DataSpec(
-        posterior="moments",
-        latent_channels=unet.config.in_channels,
-        scaling_factor=0.18215,
-        text_length=TEXT_LENGTH,
-        text_width=width,
-        trim=False,
-        uncond=torch.zeros(TEXT_LENGTH, width).half(),
-        uncond_tokens=2,
+        image=encoding.image,
+        texts=encoding.texts,
+        features={},
+        uncond={ONLY_TEXT: TextLatents(torch.zeros(TEXT_LENGTH, width).half(), 2)},
         streams=(opened,),
         steps_per_epoch=1,
     )
@@ -280,13 +281,15 @@ def make_batch(bucket: str, size: int, unet: UNet2DConditionModel, pin: bool = F
     generator = torch.Generator().manual_seed(0)
     shape = (size, unet.config.in_channels, *latent_hw(bucket))
     mean, log_variance = torch.randn(shape, generator=generator), torch.full(shape, -10.0)
+    text_shape = (size, TEXT_LENGTH, unet.config.cross_attention_dim)
     batch = Batch(
         keys=[str(slot) for slot in range(size)],
         slots=torch.arange(size),
-        image_latents=torch.cat([mean, log_variance], dim=1).half(),
-        text_latents=torch.randn(size, TEXT_LENGTH, unet.config.cross_attention_dim, generator=generator).half(),
-        text_scales=None,
-        num_tokens=torch.full((size,), TEXT_LENGTH),
+        columns={
+            "image_latents": torch.cat([mean, log_variance], dim=1).half(),
+            f"text_latents.{ONLY_TEXT}": torch.randn(text_shape, generator=generator).half(),
+            f"num_tokens.{ONLY_TEXT}": torch.full((size,), TEXT_LENGTH),
+        },
     )
     return batch.pin_memory() if pin else batch
 

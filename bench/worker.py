@@ -23,6 +23,7 @@ import numpy as np
 import torch
 
 from bench.kit.common import section, status_mb, table, timed_in_turn
+from bench.kit.roots import encoding_record
 from bench.pixels import make_corpus
 from precompute.config import PrecomputeConfig, make_recipe
 from precompute.encode.encoders import EncodedCaption
@@ -31,7 +32,9 @@ from precompute.encode.tar import encode_tar
 from precompute.encode.towers import Towers
 from precompute.input.tars import InputTar, Tar, list_tars
 from precompute.pixels.decode import decode
-from shards.format.encoding import EncodingRecord, ImageEncoding, TextEncoding, Weights
+from shards.format.encoding import EncodingRecord
+from shards.format.text import TextLatents
+from shards.format.towers import ONLY_TEXT
 from shards.open import open_store
 from shards.root.shared import create_root
 
@@ -63,10 +66,14 @@ class FreeImageEncoder:
         self.zeros = Zeros()
         self.device = torch.device("cpu")
 
-    def start(self, pictures: list[np.ndarray], batch_size: int) -> Callable[[], torch.Tensor]:
-        """(N, 8, h, w) zeros."""
-        height, width, _ = pictures[0].shape
-        return lambda: self.zeros(len(pictures), PLANES, height // DOWNSAMPLING, width // DOWNSAMPLING)
+    def stack(self, pictures: list[np.ndarray], batch_size: int) -> torch.Tensor:
+        """As `Network.stack`, without the copy: a batch of which nobody reads a number."""
+        return torch.empty((batch_size, *pictures[0].shape), dtype=torch.uint8)
+
+    def start_batch(self, pixels: torch.Tensor, count: int) -> Callable[[], torch.Tensor]:
+        """(count, 8, h, w) zeros."""
+        _, height, width, _ = pixels.shape
+        return lambda: self.zeros(count, PLANES, height // DOWNSAMPLING, width // DOWNSAMPLING)
 
 
 class FreeTextEncoder:
@@ -75,14 +82,10 @@ class FreeTextEncoder:
     def __init__(self) -> None:
         self.zeros = Zeros()
 
-    def start(self, captions: list[str], batch_size: int) -> Callable[[], list[EncodedCaption]]:
+    def start_batch(self, captions: list[str], batch_size: int) -> Callable[[], list[EncodedCaption]]:
         """(77, 1024) zeros for each caption."""
         states = self.zeros(len(captions), TEXT_LENGTH, TEXT_WIDTH)
-        return lambda: [EncodedCaption(row, TEXT_LENGTH, False) for row in states]
-
-    def __call__(self, captions: list[str], batch_size: int) -> list[EncodedCaption]:
-        """The same, waited for."""
-        return self.start(captions, batch_size)()
+        return lambda: [EncodedCaption(TextLatents(row, TEXT_LENGTH), False) for row in states]
 
 
 class SleepingImageEncoder(FreeImageEncoder):
@@ -94,10 +97,10 @@ class SleepingImageEncoder(FreeImageEncoder):
         self.one_at_a_time = ThreadPoolExecutor(1)
         self.busy = 0.0
 
-    def start(self, pictures: list[np.ndarray], batch_size: int) -> Callable[[], torch.Tensor]:
+    def start_batch(self, pixels: torch.Tensor, count: int) -> Callable[[], torch.Tensor]:
         """Queue the batch; the function returned waits for its zeros."""
-        zeros = super().start(pictures, batch_size)
-        done = self.one_at_a_time.submit(self._sleep, len(pictures) * self.seconds_per_picture)
+        zeros = super().start_batch(pixels, count)
+        done = self.one_at_a_time.submit(self._sleep, count * self.seconds_per_picture)
 
         def wait() -> torch.Tensor:
             done.result()
@@ -112,30 +115,7 @@ class SleepingImageEncoder(FreeImageEncoder):
 
 def sd2_record() -> EncodingRecord:
     """Stable Diffusion 2's shapes under no weights at all."""
-    nothing = Weights(name="stand-in", sha256="0" * 64)
-    return EncodingRecord(
-        vae=nothing,
-        text_encoder=nothing,
-        tokenizer=nothing,
-        image=ImageEncoding(
-            posterior="moments",
-            latent_channels=PLANES // 2,
-            downsampling=DOWNSAMPLING,
-            scaling_factor=0.18215,
-            crop="center",
-            resampling="bicubic",
-            decoder="pillow-scaled",
-        ),
-        text=TextEncoding(
-            storage="float16",
-            trim=False,
-            length=TEXT_LENGTH,
-            width=TEXT_WIDTH,
-            captions=("txt",),
-            max_characters=4096,
-        ),
-        compute_dtype="float16",
-    )
+    return encoding_record(TEXT_LENGTH, TEXT_WIDTH)
 
 
 def make_tars(folder: Path, num_shards: int, num_images: int, pictures: list[bytes]) -> list[InputTar]:
@@ -172,7 +152,7 @@ def encode(shards: Iterable[InputTar], config: PrecomputeConfig, image_encoder: 
     """What a worker does, one tar after the other, into a root of its own."""
     store, recipe = open_store(config.output), make_recipe(config, sd2_record())
     create_root(store, recipe.encoding)
-    towers = Towers(image_encoder, FreeTextEncoder(), config.workers.batch_size)  # type: ignore[arg-type]
+    towers = Towers(image_encoder, {ONLY_TEXT: FreeTextEncoder()}, {}, config.workers.batch_size)  # type: ignore
     for shard in shards:
         encode_tar(shard, recipe, store, towers)
 

@@ -1,13 +1,21 @@
 """The config of stage 1, put together from its rooms' own, and what follows from it: encoding record and recipe."""
 
-import json
 from pathlib import Path
-from typing import Literal
+from typing import Any, ClassVar, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from precompute.cluster.fleet import FleetConfig
-from precompute.encode.encoders import Precision, TextConfig
+from precompute.describe import (
+    FeatureTowerConfig,
+    TextConfig,
+    TextTowerConfig,
+    TowerName,
+    describe_features,
+    describe_image,
+    describe_text,
+)
+from precompute.encode.networks import Precision
 from precompute.encode.recipe import Recipe, WorkerConfig
 from precompute.input.captions import check_caption_fields
 from precompute.input.tars import TarsConfig
@@ -17,10 +25,8 @@ from shards.base.config import Config
 from shards.base.errors import RequestError
 from shards.base.store import Place
 from shards.format.buckets import Bucket
-from shards.format.encoding import EncodingRecord, ImageEncoding, TextEncoding
-from shards.format.models import hash_weights, model_folder, read_model_config
-
-TOKENIZER_MUST_HAVE = ("tokenizer_config.json", "vocab.json", "merges.txt")
+from shards.format.encoding import EncodingRecord
+from shards.format.towers import ONLY_TEXT
 
 
 class WorkersConfig(WorkerConfig, FleetConfig):
@@ -29,6 +35,8 @@ class WorkersConfig(WorkerConfig, FleetConfig):
 
 class PrecomputeConfig(Config):
     """Stage 1: tars of captioned pictures → a latents root."""
+
+    short_for: ClassVar[dict[str, str]] = {"text_encoder": "texts", "tokenizer": "texts"}
 
     input: str
     """Folder or address of the tars that `make download` wrote."""
@@ -40,18 +48,23 @@ class PrecomputeConfig(Config):
     """WIDTHxHEIGHT in pixels; a picture goes to each that it covers without being enlarged."""
     aspect: AspectConfig = AspectConfig()
     vae: str
-    """Folder, or org/repo[@revision]/folder on the hub, of a diffusers AutoencoderKL."""
-    text_encoder: str
-    """Folder, or hub name, of a transformers CLIPTextModel."""
-    tokenizer: str
+    """Folder, or org/repo[@revision]/folder on the hub, of a diffusers autoencoder."""
+    text_encoder: str | None = None
+    """Folder, or hub name, of the one text model, a transformers CLIPTextModel used as Stable Diffusion uses it."""
+    tokenizer: str | None = None
     """Folder, or hub name, of its CLIPTokenizer."""
-    posterior: Literal["moments", "mean"] = "moments"
-    """`moments` keeps mean and log-variance, so that training samples afresh each epoch; `mean` is half the size."""
+    texts: dict[TowerName, TextTowerConfig] = Field(default_factory=dict)
+    """In place of these two: text towers by name, any number."""
+    features: dict[TowerName, FeatureTowerConfig] = Field(default_factory=dict)
+    """Feature towers by name, any number."""
+    posterior: Literal["moments", "mean"] | None = None
+    """`moments`, the default, keeps mean and log-variance, so that training samples afresh each epoch; `mean` is half
+    the size. An autoencoder without a posterior takes neither."""
     captions: list[str] = Field(["txt"], min_length=1)
     """Where a sample's captions are: `txt`, its member of that name, or `json:FIELD` of its JSON. Of several, each is
     stored, and the trainer draws one afresh each time."""
     precision: Precision = "float16"
-    """Autocast type of both encoders. A sample that overflows is encoded again in float32."""
+    """Autocast type of all towers. A sample that overflows is encoded again in float32."""
     text: TextConfig = TextConfig()
     pixels: PixelsConfig = PixelsConfig()
     limits: LimitsConfig = LimitsConfig()
@@ -72,6 +85,22 @@ class PrecomputeConfig(Config):
         check_caption_fields(fields)
         return fields
 
+    @model_validator(mode="after")
+    def _check_towers(self) -> "PrecomputeConfig":
+        if self.texts and (self.text_encoder or self.tokenizer):
+            raise ValueError("text_encoder and tokenizer are short for one of `texts`; give these two, or `texts`")
+        if not self.texts and not (self.text_encoder and self.tokenizer):
+            raise ValueError("no text tower: give text_encoder and tokenizer, or `texts`")
+        return self
+
+    @property
+    def text_towers(self) -> dict[str, TextTowerConfig]:
+        """By name; that of `text_encoder` is `text`."""
+        if self.text_encoder and self.tokenizer:
+            one = TextTowerConfig(model=self.text_encoder, tokenizer=self.tokenizer, class_name="CLIPTextModel")
+            return {ONLY_TEXT: one}
+        return self.texts
+
     @property
     def to_fill(self) -> Buckets:
         """Every bucket, those of `aspect` too."""
@@ -80,80 +109,57 @@ class PrecomputeConfig(Config):
 
 def with_absolute_paths(config: PrecomputeConfig) -> PrecomputeConfig:
     """Local paths made absolute: a Ray worker's current folder is not the driver's."""
-    local = {name: str(Path(getattr(config, name)).absolute()) for name in ("vae", "text_encoder", "tokenizer")}
-    found = {name: path for name, path in local.items() if Path(path).is_dir()}
+    found = _located({name: getattr(config, name) for name in ("vae", "text_encoder", "tokenizer")})
+    texts = {name: tower.model_copy(update=_located(dict(tower))) for name, tower in config.texts.items()}
+    features = {name: tower.model_copy(update=_located(dict(tower))) for name, tower in config.features.items()}
     here = {"input": str(Path(config.input).absolute())} if Path(config.input).is_dir() else {}
     output = config.output.absolute() if isinstance(config.output, Path) else config.output
     workers, scratch = config.workers, config.workers.scratch
     workers = workers.model_copy(update={"scratch": scratch and scratch.absolute()})
-    return config.model_copy(update={"output": output, "workers": workers, **found, **here})
+    towers = {**found, "texts": texts, "features": features}
+    return config.model_copy(update={"output": output, "workers": workers, **towers, **here})
+
+
+def _located(fields: dict[str, Any]) -> dict[str, str]:
+    """Those fields that name a folder that is there, with its absolute path."""
+    folders = {name: Path(value).absolute() for name, value in fields.items() if isinstance(value, str) and value}
+    return {name: str(folder) for name, folder in folders.items() if name != "template" and folder.is_dir()}
 
 
 def describe_encoding(config: PrecomputeConfig) -> EncodingRecord:
     """The encoding record of a run: reads the models' configs and hashes their weights; loads nothing.
 
     Raises:
-        RequestError: a model is missing or of another kind, or a bucket does not fit the VAE.
+        RequestError: a model is missing or of another kind, or a bucket does not fit a tower.
     """
-    vae, text_encoder = model_folder(config.vae), model_folder(config.text_encoder)
-    tokenizer = model_folder(config.tokenizer)
-    vae_config, text_config = read_model_config(vae), read_model_config(text_encoder)
-    try:
-        downsampling = 2 ** (len(vae_config["block_out_channels"]) - 1)
-        length, width = int(text_config["max_position_embeddings"]), int(text_config["hidden_size"])
-    except KeyError as error:
-        raise RequestError(
-            f"{error} is in neither config.json of {vae} (an AutoencoderKL?) nor of {text_encoder} (a CLIPTextModel?)."
-        ) from None
-    _check_tokenizer(tokenizer, length)
-    if vae_config.get("shift_factor"):
-        raise RequestError(f"{vae} has a shift_factor; SD-style VAEs have none, and the trainer would not undo it.")
+    pixels = config.pixels
     record = EncodingRecord(
-        vae=hash_weights(config.vae, vae),
-        text_encoder=hash_weights(config.text_encoder, text_encoder),
-        tokenizer=hash_weights(config.tokenizer, tokenizer),
-        image=ImageEncoding(
-            posterior=config.posterior,
-            latent_channels=int(vae_config["latent_channels"]),
-            downsampling=downsampling,
-            scaling_factor=float(vae_config.get("scaling_factor", 0.18215)),
-            crop=config.pixels.crop,
-            resampling=config.pixels.resampling,
-            decoder=config.pixels.decoder,
-            resampler=config.pixels.resampler,
+        image=describe_image(
+            config.vae,
+            config.posterior,
+            crop=pixels.crop,
+            resampling=pixels.resampling,
+            decoder=pixels.decoder,
+            resampler=pixels.resampler,
             color="srgb",
         ),
-        text=TextEncoding(
-            storage=config.text.storage,
-            trim=config.text.trim,
-            length=length,
-            width=width,
-            captions=tuple(config.captions),
-            max_characters=config.limits.max_caption_characters,
-        ),
+        texts={name: describe_text(name, tower, config.text) for name, tower in config.text_towers.items()},
+        features={name: describe_features(name, tower) for name, tower in config.features.items()},
+        captions=tuple(config.captions),
+        max_characters=config.limits.max_caption_characters,
         compute_dtype=config.precision,
     )
     for bucket in config.to_fill.all:
         try:
-            bucket.latent_hw(downsampling)
+            record.columns(bucket)
         except ValueError as error:
-            raise RequestError(f"{error}. Choose sides, or aspect.step, in steps of {downsampling}.") from None
+            step = record.image.downsampling
+            raise RequestError(f"{error}. Choose sides, or aspect.step, in steps of {step}.") from None
     return record
 
 
 def make_recipe(config: PrecomputeConfig, encoding: EncodingRecord) -> Recipe:
     """What a worker needs to know of a run."""
-    return Recipe(encoding, config.to_fill, config.pixels, config.limits, config.tars, config.workers)
-
-
-def _check_tokenizer(folder: Path, length: int) -> None:
-    for name in TOKENIZER_MUST_HAVE:
-        if not (folder / name).is_file():
-            raise RequestError(f"{folder} is not a CLIP tokenizer folder: it has no {name}.")
-    path = folder / "tokenizer_config.json"
-    tokenizer_length = json.loads(path.read_text()).get("model_max_length", length)
-    if tokenizer_length != length:
-        raise RequestError(
-            f"The tokenizer in {folder} cuts captions at {tokenizer_length} tokens, but the text encoder takes "
-            f"{length}. They are not a pair: give the tokenizer that came with the text encoder."
-        )
+    towers: dict[str, TextTowerConfig | FeatureTowerConfig] = {**config.text_towers, **config.features}
+    batch_sizes = {name: tower.batch_size for name, tower in towers.items() if tower.batch_size}
+    return Recipe(encoding, config.to_fill, config.pixels, config.limits, config.tars, config.workers, batch_sizes)

@@ -15,9 +15,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import numpy as np
 import torch
-from diffusers import AutoencoderKL
 from PIL import Image, ImageDraw, ImageFont
 
 from shards.base.errors import RequestError, exit_code_of
@@ -33,17 +33,17 @@ SMALLEST_TILE = 256
 DECODE_TOGETHER = 4
 
 
-def load_decoder(encoding: EncodingRecord, name: str | None) -> AutoencoderKL:
+def load_decoder(encoding: EncodingRecord, name: str | None) -> Any:
     """The VAE that made the latents: where encoding.json says it was, or at `name`.
 
     Raises:
         RequestError: it is not there, or has other content than encoding.json recorded.
     """
-    folder = model_folder(name or encoding.vae.name)
-    if hash_weights(str(folder), folder).sha256 != encoding.vae.sha256:
+    folder = model_folder(name or encoding.image.weights.name)
+    if hash_weights(str(folder), folder).sha256 != encoding.image.weights.sha256:
         raise RequestError(f"The VAE in {folder} is not the one that made these latents. Give that one with --vae.")
-    vae = AutoencoderKL.from_pretrained(folder, use_safetensors=True).eval()
-    return vae.to("cuda" if torch.cuda.is_available() else "cpu", torch.float32)
+    vae: Any = getattr(diffusers, encoding.image.class_name).from_pretrained(folder, use_safetensors=True)
+    return vae.eval().to("cuda" if torch.cuda.is_available() else "cpu", torch.float32)
 
 
 def pick_samples(store: Store, bucket: str, count: int) -> list[dict[str, Any]]:
@@ -63,12 +63,12 @@ def pick_samples(store: Store, bucket: str, count: int) -> list[dict[str, Any]]:
 
 
 @torch.inference_mode()
-def decode_pictures(samples: list[dict[str, Any]], encoding: EncodingRecord, vae: AutoencoderKL) -> list[Image.Image]:
+def decode_pictures(samples: list[dict[str, Any]], encoding: EncodingRecord, vae: Any) -> list[Image.Image]:
     """The posterior's means, decoded."""
     pictures = []
     for start in range(0, len(samples), DECODE_TOGETHER):
         stored = np.stack([sample["image_latents"] for sample in samples[start : start + DECODE_TOGETHER]])
-        means = torch.from_numpy(stored[:, : encoding.image.latent_channels].astype(np.float32)).to(vae.device)
+        means = torch.from_numpy(stored[:, : encoding.image.channels].astype(np.float32)).to(vae.device)
         pixels = ((vae.decode(means).sample.clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8)
         pictures += [Image.fromarray(array) for array in pixels.permute(0, 2, 3, 1).cpu().numpy()]
     return pictures
@@ -120,7 +120,7 @@ def run(arguments: list[str]) -> None:
     samples = pick_samples(store, bucket, options.samples)
     pictures = decode_pictures(samples, encoding, load_decoder(encoding, options.vae))
     labels = [f"{sample['key']}\n{' | '.join(captions(sample, encoding))}" for sample in samples]
-    title = f"{bucket} of {Path(store.where()).name}, decoded from its latents by {encoding.vae.name}"
+    title = f"{bucket} of {Path(store.where()).name}, decoded from its latents by {encoding.image.weights.name}"
     contact_sheet(pictures, labels, title).save(options.output)
     print(f"{options.output}: {len(samples)} samples of {bucket}")
 

@@ -11,10 +11,10 @@ import torch
 from moto.server import ThreadedMotoServer
 
 from precompute.config import PrecomputeConfig, describe_encoding, make_recipe
-from precompute.encode.encoders import ImageEncoder, TextEncoder
 from precompute.encode.recipe import Decode
 from precompute.encode.tar import encode_tar
 from precompute.encode.towers import Towers
+from precompute.encode.worker import load_networks
 from precompute.input.tars import list_tars
 from precompute.pixels.decode import decode as decode_picture
 from shards.open import open_store
@@ -105,12 +105,11 @@ def folder_of(config: PrecomputeConfig) -> Path:
     return config.output
 
 
-def make_towers(config: PrecomputeConfig, models: Path) -> Towers:
-    """The encoders below `models`, on the CPU."""
-    cpu = torch.device("cpu")
-    image_encoder = ImageEncoder(models / "vae", cpu, config.precision, config.posterior)
-    text_encoder = TextEncoder(models / "text_encoder", models / "tokenizer", cpu, config.precision)
-    return Towers(image_encoder, text_encoder, config.workers.batch_size)
+def make_towers(config: PrecomputeConfig) -> Towers:
+    """The towers of a config, on the CPU."""
+    encoding = describe_encoding(config)
+    batch_sizes = make_recipe(config, encoding).batch_sizes
+    return Towers(*load_networks(encoding, "cpu"), config.workers.batch_size, batch_sizes)
 
 
 def encode_all(config: PrecomputeConfig, models: Path, attempt: int = 1, decode: Decode = decode_picture) -> None:
@@ -119,7 +118,7 @@ def encode_all(config: PrecomputeConfig, models: Path, attempt: int = 1, decode:
     encoding, store = describe_encoding(config), open_store(config.output)
     create_root(store, encoding)
     recipe = replace(make_recipe(config, encoding), decode=decode)
-    towers = make_towers(config, models)
+    towers = make_towers(config)
     for tar in list_tars(config.input):
         encode_tar(tar, recipe, store, towers, attempt)
     write_indexes(store)

@@ -73,7 +73,7 @@ def assemble(config: TrainConfig, prepared: Prepared, accelerator: Accelerator) 
             accelerator.is_main_process,
         ),
         log=Log(config.log, config.run_dir, state.step, config.max_steps, accelerator),
-        meter=Meter({shape: training_flops(unet, shape, spec.text_length) for shape in shapes}),
+        meter=Meter({shape: training_flops(unet, shape, spec.text[1].length) for shape in shapes}),
         peak_tflops=peak,
     )
 

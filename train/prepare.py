@@ -77,7 +77,7 @@ def prepare(config: TrainConfig, accelerator: Accelerator | None = None) -> Prep
     validation = None
     if config.validation.root is not None:
         training = EncodingRecord.load(spec.streams[0].store)
-        validation = open_validation(config.validation, training, config.seed)
+        validation = open_validation(config.validation, training, spec.lengths, config.seed)
     return Prepared(world, spec, unet, checkpoint, words, fingerprint, validation)
 
 

@@ -1,12 +1,15 @@
 """Latents roots of random numbers, made in a moment without a model: for benchmarks and tests of reading."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
 from shards.format.buckets import COVERS, Bucket
-from shards.format.encoding import EncodingRecord, ImageEncoding, TextEncoding, Weights
+from shards.format.encoding import EncodingRecord
+from shards.format.text import TextLatents
+from shards.format.towers import ONLY_TEXT, ImageTower, TextTower, Weights
 from shards.open import open_store
 from shards.root.commit import Attempt, attempt_folder, commit
 from shards.root.index import write_indexes
@@ -14,17 +17,25 @@ from shards.root.shared import create_root, write_uncond
 from shards.root.writing import Caption, PartWriter, Sample
 
 
-def encoding_record(text_length: int, text_width: int) -> EncodingRecord:
-    """That of models which nobody has."""
+def encoding_record(text_length: int, text_width: int, **text: Any) -> EncodingRecord:
+    """That of models which nobody has; `text`: fields of its text tower that differ."""
     model = Weights(name="none", sha256="0" * 64)
-    image = ImageEncoding(
-        posterior="moments", latent_channels=4, downsampling=8, scaling_factor=0.5, crop="", resampling="", decoder=""
+    image = ImageTower(
+        class_name="AutoencoderKL",
+        weights=model,
+        posterior="moments",
+        channels=4,
+        downsampling=8,
+        scale=(0.5,) * 4,
+        shift=(0.0,) * 4,
+        crop="",
+        resampling="",
+        decoder="",
     )
-    text = TextEncoding(
-        storage="float16", trim=False, length=text_length, width=text_width, captions=("txt",), max_characters=4096
-    )
+    fields = {"length": text_length, "width": text_width, "max_tokens": text_length, "storage": "float16"} | text
+    tower = TextTower(**{"class_name": "CLIPTextModel", "weights": model, "tokenizer": model, "trim": False} | fields)
     return EncodingRecord(
-        vae=model, text_encoder=model, tokenizer=model, image=image, text=text, compute_dtype="float32"
+        image=image, texts={ONLY_TEXT: tower}, captions=("txt",), max_characters=4096, compute_dtype="float32"
     )
 
 
@@ -34,7 +45,7 @@ def make_root(
     """A root of `buckets`, each with as many samples per part as listed, and text latents of `text` (tokens, width)."""
     encoding = encoding_record(*text)
     create_root(open_store(root), encoding)
-    write_uncond(open_store(root), torch.zeros(text), 2)
+    write_uncond(open_store(root), {ONLY_TEXT: TextLatents(torch.zeros(text), 2)}, encoding)
     rng = np.random.default_rng(0)
     for part in range(max(map(len, buckets.values()))):
         shard = f"{part:05d}"
@@ -80,11 +91,12 @@ def make_sample(
     scores = rng.random(4).astype(np.float32) * np.array([10, 1, 1, 1], np.float32)
     if missing_every and number % missing_every == 0:
         scores[:] = np.nan
-    text = torch.from_numpy(rng.standard_normal((encoding.text.length, encoding.text.width), np.float32))
+    tower = encoding.texts[ONLY_TEXT]
+    states = torch.from_numpy(rng.standard_normal((tower.length, tower.width), np.float32))
     return Sample(
         key=key,
-        captions=[Caption("random", text, encoding.text.length, frozenset())],
-        image_latents=torch.from_numpy(rng.standard_normal((encoding.num_planes, height, width), np.float32)),
+        captions=[Caption("random", {ONLY_TEXT: TextLatents(states, tower.length)}, frozenset())],
+        image_latents=torch.from_numpy(rng.standard_normal((encoding.image.num_planes, height, width), np.float32)),
         size=(int(rng.integers(64, 300)), int(rng.integers(64, 300)), 0, 0),
         scores=scores,
     )

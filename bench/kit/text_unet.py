@@ -18,9 +18,9 @@ from examples.shapes.captions import write_caption
 from examples.shapes.models import MODELS
 from examples.shapes.scenes import draw_scene, sample_scene
 from precompute.config import PrecomputeConfig, describe_encoding, make_recipe
-from precompute.encode.encoders import ImageEncoder, TextEncoder
 from precompute.encode.tar import encode_tar
 from precompute.encode.towers import Towers
+from precompute.encode.worker import load_networks
 from precompute.input.tars import list_tars
 from shards.format.encoding import EncodingRecord
 from shards.format.text import TextStorage
@@ -86,14 +86,9 @@ def encode_root(tars: Path, root: Path, storage: TextStorage, trim: bool) -> Non
         text={"storage": storage, "trim": trim},
         workers={"num_gpus": 0, "num_cpus": 1, "decode_threads": 1},
     )
-    encoding, cpu = describe_encoding(config), torch.device("cpu")
-    store = open_store(root)
+    encoding, store = describe_encoding(config), open_store(root)
     create_root(store, encoding)
-    towers = Towers(
-        ImageEncoder(MODELS / "vae", cpu, "float32", "moments"),
-        TextEncoder(MODELS / "text_encoder", MODELS / "tokenizer", cpu, "float32"),
-        config.workers.batch_size,
-    )
+    towers = Towers(*load_networks(encoding, "cpu"), config.workers.batch_size)
     for tar in list_tars(config.input):
         encode_tar(tar, make_recipe(config, encoding), store, towers)
     write_indexes(store)
@@ -146,7 +141,7 @@ def validation_loss(
     loss = DiffusionLoss(config.objective, spec, cpu)
     loss.latents = kind(spec, cpu)
     held_out = ValidationConfig(root=root, bucket="64x64", samples=VALIDATION_SAMPLES, batch_size=64)
-    validation = open_validation(held_out, EncodingRecord.load(open_store(root)), seed=0)
+    validation = open_validation(held_out, EncodingRecord.load(open_store(root)), spec.lengths, seed=0)
     return float(validation(unet, loss, accelerator)["val_loss"])
 
 

@@ -20,6 +20,7 @@ from matplotlib import pyplot as plt
 from examples.shapes.sampling import prompt_lists
 from shards.format.encoding import EncodingRecord
 from shards.format.receipts import load_receipts
+from shards.format.towers import ONLY_TEXT
 from shards.tools.stats import bucket_sizes
 from train.run.metrics import read_json_lines
 from train.run.plot import smooth
@@ -121,6 +122,7 @@ def draw_losses(folder: Path) -> None:
 def render(folder: Path, metrics: dict[str, Any]) -> str:
     """The page; its pictures are inside it."""
     adherence, encoding = metrics["adherence"], EncodingRecord.load(open_store(folder / "latents"))
+    text = encoding.texts[ONLY_TEXT]
     headline = {
         "show the colour asked for": f"{adherence['colour']:.0%}",
         "show the shape asked for": f"{adherence['shape']:.0%}",
@@ -149,8 +151,8 @@ def render(folder: Path, metrics: dict[str, Any]) -> str:
             [[name, f["samples"], f["bytes_per_sample"]] for name, f in metrics["buckets"].items()],
         ),
         encoding_id=encoding.id,
-        encoding_text=f"{encoding.num_planes} planes of {encoding.image.posterior} in float16, "
-        f"{encoding.text.length} × {encoding.text.width} text latents in {encoding.text.storage}.",
+        encoding_text=f"{encoding.image.num_planes} planes of {encoding.image.posterior} in float16, "
+        f"{text.length} × {text.width} text latents in {text.storage}.",
         steps1=f"{metrics['steps']['phase1']:,}",
         steps2=f"{metrics['steps']['phase2']:,}",
     )

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 from shards.base.errors import WorkError
 
@@ -16,6 +16,18 @@ Result = TypeVar("Result")
 
 _END = object()
 POLL_SECONDS = 0.1
+
+
+class Later(Generic[Result]):
+    """A value that is waited for when it is first asked for; what it took to get it is let go of then."""
+
+    def __init__(self, wait: Callable[[], Result]):
+        self._wait: Callable[[], Result] | None = wait
+
+    def __call__(self) -> Result:
+        if self._wait is not None:
+            self._value, self._wait = self._wait(), None
+        return self._value
 
 
 class Stuck(WorkError):

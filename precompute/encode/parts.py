@@ -50,7 +50,8 @@ class Parts:
             self._refuse(sample.bucket, about.key, about.url, NON_FINITE)
             return
         size = (about.width, about.height, *sample.corner)
-        stored = Sample(about.key, sample.captions, sample.image_latents, size, about.scores)
+        latents = sample.latents
+        stored = Sample(about.key, sample.captions, latents.image, size, about.scores, latents.features)
         self.writers[sample.bucket].write(stored)
 
     def finish(self) -> dict[str, tuple[int, dict[str, int]]]:

@@ -1,7 +1,7 @@
 """What is made of each tar, and how: the same for all tars of a job."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from pydantic import Field
@@ -24,7 +24,7 @@ class WorkerConfig(Config):
     batch_size: int = Field(64, ge=1)
     """Pictures of up to 512x512 that are encoded together; the last batch of a tar is smaller."""
     compile: bool = False
-    """Compile both encoders with torch.compile: a minute for each bucket when a worker starts, then faster on a GPU.
+    """Compile the towers with torch.compile: a minute for each bucket when a worker starts, then faster on a GPU.
     It changes latents by rounding alone, as the kind of GPU does, so it is in the receipts and not in encoding.json."""
     scratch: Path | None = None
     """Local folder of attempts at tars, each as large as its latents, where `output` is an address; the system's
@@ -44,6 +44,8 @@ class Recipe:
     limits: LimitsConfig
     tars: TarsConfig
     worker: WorkerConfig
+    batch_sizes: dict[str, int] = field(default_factory=dict)
+    """Of towers that have their own, by name."""
     decode: Decode = decode
 
     @property
@@ -51,6 +53,7 @@ class Recipe:
         """What a receipt says of it besides the encoding."""
         return {
             "batch_size": self.worker.batch_size,
+            **{f"batch_size.{name}": size for name, size in self.batch_sizes.items()},
             "compile": self.worker.compile,
             "tars": self.tars.policy,
             "check_sha256": self.tars.check_sha256,

@@ -8,31 +8,17 @@ bucket, and its captions in memory of their own.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Generic, TypeVar
 
 import numpy as np
 from torch import Tensor
 
-from precompute.encode.encoders import EncodedCaption
+from precompute.encode.overlap import Later
+from precompute.encode.towers import EncodedCaptions, PictureLatents
 from precompute.input.captions import CleanCaption
 from precompute.input.reject import Reject
 from precompute.pixels.decode import Picture
 from shards.format.buckets import Bucket
 from shards.root.writing import Caption
-
-Value = TypeVar("Value")
-
-
-class Later(Generic[Value]):
-    """A value that is waited for when it is first asked for; what it took to get it is let go of then."""
-
-    def __init__(self, wait: Callable[[], Value]):
-        self._wait: Callable[[], Value] | None = wait
-
-    def __call__(self) -> Value:
-        if self._wait is not None:
-            self._value, self._wait = self._wait(), None
-        return self._value
 
 
 @dataclass(frozen=True)
@@ -96,9 +82,9 @@ class Encoded:
     bucket: Bucket
     corner: tuple[int, int]
     captions: list[Caption | None]
-    image_latents: Tensor
+    latents: PictureLatents
     finite: bool
-    """Whether neither overflows float16."""
+    """Whether nothing overflows float16."""
 
 
 @dataclass(frozen=True)
@@ -109,11 +95,11 @@ class Started:
     corner: tuple[int, int]
     captions: Later[Captions]
 
-    def encoded(self, bucket: Bucket, image_latents: Tensor) -> Encoded:
-        """With the latents, waited for."""
+    def encoded(self, bucket: Bucket, latents: PictureLatents) -> Encoded:
+        """With the picture's latents, waited for."""
         captions = self.captions()
-        finite = captions.finite and all_finite(image_latents)
-        return Encoded(self.about, bucket, self.corner, captions.stored, image_latents, finite)
+        finite = captions.finite and all(map(all_finite, (latents.image, *latents.features.values())))
+        return Encoded(self.about, bucket, self.corner, captions.stored, latents, finite)
 
 
 @dataclass(frozen=True)
@@ -122,16 +108,16 @@ class StartedBatch:
 
     bucket: Bucket
     samples: list[Started]
-    image_latents: Callable[[], Tensor]
-    """Waits for them."""
+    latents: Callable[[], Iterator[PictureLatents]]
+    """Waits for the pictures'."""
 
     def encoded(self) -> Iterator[Encoded]:
         """Wait for the batch; its samples in order."""
-        for sample, image_latents in zip(self.samples, self.image_latents(), strict=True):
-            yield sample.encoded(self.bucket, image_latents)
+        for sample, latents in zip(self.samples, self.latents(), strict=True):
+            yield sample.encoded(self.bucket, latents)
 
 
-def with_latents(clean: list[CleanCaption | None], encoded: list[Callable[[], EncodedCaption] | None]) -> Captions:
+def with_latents(clean: list[CleanCaption | None], encoded: list[Callable[[], EncodedCaptions] | None]) -> Captions:
     """A sample's clean captions with their text latents, waited for, in memory of their own: what waits for another
     bucket's batch must not hold this batch's page-locked memory."""
     stored: list[Caption | None] = []
@@ -141,8 +127,10 @@ def with_latents(clean: list[CleanCaption | None], encoded: list[Callable[[], En
             continue
         text = wait()
         cut = {"truncated"} if text.truncated else set()
-        stored.append(Caption(caption.text, text.latents.clone(), text.num_tokens, caption.mended | cut))
-    return Captions(stored, all(all_finite(caption.latents) for caption in stored if caption))
+        latents = {name: of_tower.clone() for name, of_tower in text.latents.items()}
+        stored.append(Caption(caption.text, latents, caption.mended | cut))
+    made = [latents for caption in stored if caption for latents in caption.latents.values()]
+    return Captions(stored, all(all_finite(tensor) for latents in made for tensor in latents.tensors))
 
 
 def all_finite(latents: Tensor) -> bool:

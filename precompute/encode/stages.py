@@ -5,7 +5,7 @@ from contextlib import closing, contextmanager
 from functools import partial
 from typing import NoReturn
 
-from precompute.encode.overlap import map_in_order, threads
+from precompute.encode.overlap import Later, map_in_order, threads
 from precompute.encode.parts import Parts
 from precompute.encode.recipe import Decode, Recipe
 from precompute.encode.samples import (
@@ -13,7 +13,6 @@ from precompute.encode.samples import (
     Captions,
     Cut,
     Decoded,
-    Later,
     Rejected,
     Started,
     StartedBatch,
@@ -60,13 +59,13 @@ def decode_sample(raw: RawSample, buckets: list[Bucket], recipe: Recipe, decode:
         DamagedInput: the picture is not the one that was downloaded.
     """
     url = valid_text(str(raw.metadata.get("url") or "")[:MAX_URL])
-    text = recipe.encoding.text
+    encoding = recipe.encoding
     try:
         if raw.lost:
             raise Reject(LOST, raw.lost)
         if raw.oversized:
             raise Reject("too_many_bytes", raw.oversized)
-        captions = read_captions(raw, text.captions, text.max_characters)
+        captions = read_captions(raw, encoding.captions, encoding.max_characters)
         if raw.image is None:
             raise Reject("no_image", "the tar holds no picture under this key")
         if recipe.tars.check_sha256 and not is_as_served(raw):

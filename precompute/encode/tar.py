@@ -50,8 +50,7 @@ def encode_tar(
     if committed is not None and not fresh:
         return committed
     if not has_uncond(store):
-        empty = towers.empty_caption()
-        write_uncond(store, empty.latents, empty.num_tokens)
+        write_uncond(store, towers.empty_caption(), recipe.encoding)
 
     with (
         opened(tar, recipe) as (members, source),

@@ -1,15 +1,17 @@
-"""All of a job's encoders as one: what a batch of pictures and its captions go through."""
+"""All of a job's towers as one: what a batch of pictures and its captions go through."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from precompute.encode.encoders import EncodedCaption, ImageEncoder, TextEncoder
-from precompute.encode.samples import Later
+from precompute.encode.encoders import EncodedCaption, FeatureEncoder, ImageEncoder, TextEncoder
+from precompute.encode.overlap import Later
 from shards.format.buckets import Bucket
+from shards.format.text import TextLatents
 
 PIXELS_PER_BATCH_ITEM = 512 * 512
 
@@ -19,34 +21,98 @@ def batch_size_of(bucket: Bucket, batch_size: int) -> int:
     return max(1, batch_size * PIXELS_PER_BATCH_ITEM // max(PIXELS_PER_BATCH_ITEM, bucket.width * bucket.height))
 
 
-class Towers:
-    """One image encoder and one text encoder. Every batch is filled up to one size."""
+@dataclass(frozen=True)
+class PictureLatents:
+    """What the towers made of one picture; float16 on the CPU."""
 
-    def __init__(self, image: ImageEncoder, text: TextEncoder, batch_size: int):
-        self.image, self.text = image, text
+    image: Tensor
+    """(planes, h, w)."""
+    features: dict[str, Tensor]
+    """Feature tower → (tokens, width)."""
+
+
+class Towers:
+    """One image tower, text towers and feature towers. Every batch is filled up to one size."""
+
+    def __init__(
+        self,
+        image: ImageEncoder,
+        texts: dict[str, TextEncoder],
+        features: dict[str, FeatureEncoder],
+        batch_size: int,
+        batch_sizes: dict[str, int] | None = None,
+    ):
+        """`batch_sizes`: of text and feature towers that have their own."""
+        self.image, self.texts, self.features = image, texts, features
         self.batch_size = batch_size
+        self.batch_sizes = batch_sizes or {}
 
     @property
     def device(self) -> torch.device:
         """Where they are."""
         return self.image.device
 
-    def empty_caption(self) -> EncodedCaption:
-        """The text latents of no caption."""
-        return self.text([""], self.batch_size)[0]
+    def empty_caption(self) -> dict[str, TextLatents]:
+        """What each text tower makes of no caption."""
+        return next(self.start_captions([""]))().latents
 
-    def start_pictures(self, bucket: Bucket, pictures: list[np.ndarray]) -> Callable[[], Tensor]:
+    def start_pictures(self, bucket: Bucket, pictures: list[np.ndarray]) -> Callable[[], Iterator[PictureLatents]]:
         """Begin with pictures of `bucket`, (height, width, 3) uint8 each; the function returned waits for their
         latents."""
-        return self.image.start(pictures, batch_size_of(bucket, self.batch_size))
+        batch_size = batch_size_of(bucket, self.batch_size)
+        pixels = self.image.stack(pictures, batch_size)
+        image = self.image.start_batch(pixels, len(pictures))
+        features = {name: list(self._start_features(name, bucket, pixels, len(pictures))) for name in self.features}
 
-    def start_captions(self, texts: list[str]) -> Iterator[Callable[[], EncodedCaption]]:
+        def waited() -> Iterator[PictureLatents]:
+            made = {name: torch.cat([wait() for wait in waits]) for name, waits in features.items()}
+            for i, latents in enumerate(image()):
+                yield PictureLatents(latents, {name: rows[i] for name, rows in made.items()})
+
+        return waited
+
+    def _start_features(self, name: str, bucket: Bucket, pixels: Tensor, count: int) -> Iterator[Callable[[], Tensor]]:
+        """Begin with a batch, in pieces of the tower's own batch size."""
+        size = min(len(pixels), batch_size_of(bucket, self.batch_sizes.get(name, self.batch_size)))
+        for first in range(0, count, size):
+            # the last piece begins earlier, so that it is as large as the others
+            start = min(first, len(pixels) - size)
+            wait = self.features[name].start_batch(pixels[start : start + size], min(count, first + size) - start)
+            yield partial(_from, wait, first - start)
+
+    def start_captions(self, texts: list[str]) -> Iterator[Callable[[], "EncodedCaptions"]]:
         """Begin with any number of captions; each function returned waits for one's latents."""
-        for first in range(0, len(texts), self.batch_size):
-            batch = texts[first : first + self.batch_size]
-            encoded = Later(self.text.start(batch, self.batch_size))
-            yield from (partial(_row, encoded, row) for row in range(len(batch)))
+        waits: list[dict[str, Callable[[], EncodedCaption]]] = [{} for _ in texts]
+        for name, tower in self.texts.items():
+            size = self.batch_sizes.get(name, self.batch_size)
+            for first in range(0, len(texts), size):
+                batch = texts[first : first + size]
+                encoded = Later(tower.start_batch(batch, size))
+                for row in range(len(batch)):
+                    waits[first + row][name] = partial(_row, encoded, row)
+        return (partial(EncodedCaptions.of, wait) for wait in waits)
+
+
+@dataclass(frozen=True)
+class EncodedCaptions:
+    """What each text tower made of one caption, and whether one had to cut it."""
+
+    latents: dict[str, TextLatents]
+    truncated: bool
+
+    @classmethod
+    def of(cls, waits: dict[str, Callable[[], EncodedCaption]]) -> "EncodedCaptions":
+        """Wait for each tower."""
+        encoded = {name: wait() for name, wait in waits.items()}
+        return cls(
+            {name: caption.latents for name, caption in encoded.items()},
+            any(caption.truncated for caption in encoded.values()),
+        )
 
 
 def _row(encoded: Callable[[], list[EncodedCaption]], row: int) -> EncodedCaption:
     return encoded()[row]
+
+
+def _from(wait: Callable[[], Tensor], first: int) -> Tensor:
+    return wait()[first:]

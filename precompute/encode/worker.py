@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from precompute.encode.encoders import ImageEncoder, TextEncoder
+from precompute.encode.encoders import FeatureEncoder, ImageEncoder, TextEncoder
 from precompute.encode.memory import warm_up
 from precompute.encode.overlap import Stuck
 from precompute.encode.recipe import Recipe
@@ -20,6 +20,7 @@ from shards.base.store import Store
 from shards.format.encoding import EncodingRecord
 from shards.format.models import hash_weights, model_folder
 from shards.format.receipts import Receipt
+from shards.format.towers import Weights
 from shards.open import open_store
 
 
@@ -42,7 +43,7 @@ def encode_on_worker(
     store = open_store(output)
     check_shared_root(store, recipe.encoding)
     try:
-        towers = Towers(*load_encoders(recipe.encoding, device, recipe.worker.compile), recipe.worker.batch_size)
+        towers = load_towers(recipe, device)
         return encode_tar(tar, recipe, store, towers, attempt, report)
     except RuntimeError as error:
         if "CUDA error" not in str(error) and not isinstance(error, Stuck):
@@ -69,24 +70,44 @@ def check_shared_root(store: Store, encoding: EncodingRecord) -> None:
         )
 
 
-@functools.lru_cache(maxsize=1)
-def load_encoders(encoding: EncodingRecord, device: str, compiled: bool) -> tuple[ImageEncoder, TextEncoder]:
-    """The models that `encoding` names, on `device`; kept for the next call.
+Networks = tuple[ImageEncoder, dict[str, TextEncoder], dict[str, FeatureEncoder]]
+
+
+def load_towers(recipe: Recipe, device: str) -> Towers:
+    """The towers that the recipe's encoding names, on `device`; their networks are kept for the next call.
 
     Raises:
         WorkError: what this node has under a name is not what was recorded.
     """
-    folders = []
-    for recorded in (encoding.vae, encoding.text_encoder, encoding.tokenizer):
-        folders.append(folder := model_folder(recorded.name))
-        if hash_weights(recorded.name, folder).sha256 != recorded.sha256:
-            raise WorkError(
-                f"{recorded.name} on {os.uname().nodename} ({folder}) has other content than encoding.json recorded."
-            )
-    vae, text_encoder, tokenizer = folders
-    precision = encoding.compute_dtype
-    on = torch.device(device)
-    image_encoder = ImageEncoder(vae, on, precision, encoding.image.posterior, compiled)
-    encoders = image_encoder, TextEncoder(text_encoder, tokenizer, on, precision, compiled)
+    networks = _kept_networks(recipe.encoding.saved(), device, recipe.worker.compile)
+    return Towers(*networks, recipe.worker.batch_size, recipe.batch_sizes)
+
+
+@functools.lru_cache(maxsize=1)
+def _kept_networks(encoding_json: bytes, device: str, compiled: bool) -> Networks:
+    networks = load_networks(EncodingRecord.parse(encoding_json, "this job's encoding record"), device, compiled)
     warm_up()
-    return encoders
+    return networks
+
+
+def load_networks(encoding: EncodingRecord, device: str, compiled: bool = False) -> Networks:
+    """Each tower's network on `device`. Raises as `load_towers`."""
+    how = (torch.device(device), encoding.compute_dtype, compiled)
+    texts = {
+        name: TextEncoder(_recorded(tower.weights), _recorded(tower.tokenizer), tower, *how)
+        for name, tower in encoding.texts.items()
+    }
+    features = {
+        name: FeatureEncoder(_recorded(tower.weights), tower, *how) for name, tower in encoding.features.items()
+    }
+    return ImageEncoder(_recorded(encoding.image.weights), encoding.image, *how), texts, features
+
+
+def _recorded(weights: Weights) -> Path:
+    """The folder on this node of what encoding.json recorded."""
+    folder = model_folder(weights.name)
+    if hash_weights(weights.name, folder).sha256 != weights.sha256:
+        raise WorkError(
+            f"{weights.name} on {os.uname().nodename} ({folder}) has other content than encoding.json recorded."
+        )
+    return folder

@@ -53,9 +53,9 @@ class PartMDSWriter:
     def __init__(self, folder: Path, encoding: EncodingRecord, bucket: Bucket):
         folder.mkdir(parents=True)
         self.folder = folder
-        types = encoding.columns(bucket)
-        columns = [Column.of(name, types[name]) for name in sorted(types)]
-        self.columns = [(column, *array_type(column.encoding)) for column in columns]
+        types = {encoding.stored_name(name): (name, kind) for name, kind in encoding.columns(bucket).items()}
+        columns = [Column.of(stored, types[stored][1]) for stored in sorted(types)]
+        self.columns = [(types[column.name][0], column, *array_type(column.encoding)) for column in columns]
         self.config = file_config(columns)
         self.config_data = json.dumps(self.config, sort_keys=True).encode()
         self.entries: list[dict[str, Any]] = []
@@ -94,8 +94,8 @@ class PartMDSWriter:
     def _pieces(self, sample: dict[str, Any]) -> list[NDArray[np.uint8]]:
         """The sizes of columns that vary, then each column's bytes."""
         sizes, pieces = [], []
-        for column, dtype, shape in self.columns:
-            value = sample[column.name]
+        for name, column, dtype, shape in self.columns:
+            value = sample[name]
             if dtype is None:
                 parts = [np.frombuffer(value.encode(), np.uint8)]
             elif value.dtype != dtype or shape not in (None, value.shape) or not value.size:

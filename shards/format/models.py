@@ -11,17 +11,30 @@ from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
 
 from shards.base.durable import canonical_json, sha256_file
 from shards.base.errors import RequestError, is_storage_error
-from shards.format.encoding import Weights
+from shards.format.towers import Weights
 
 WEIGHT_FILES = ("diffusion_pytorch_model.safetensors", "model.safetensors")
 TOKENIZER_FILES = ("vocab.json", "merges.txt", "special_tokens_map.json", "tokenizer_config.json")
 FILES = ("config.json", *WEIGHT_FILES, *TOKENIZER_FILES)
+INDEX_FILES = tuple(f"{file}.index.json" for file in WEIGHT_FILES)
+"""Of weights in several files, which it names."""
+OTHER_VOCABULARIES = ("tokenizer.json", "spiece.model", "tokenizer.model", "added_tokens.json")
+"""Of tokenizers that have no vocab.json: T5's, Gemma's."""
+TO_FETCH = (
+    *FILES,
+    *INDEX_FILES,
+    *(file.replace(".safetensors", "-*-of-*.safetensors") for file in WEIGHT_FILES),
+    *OTHER_VOCABULARIES,
+    "preprocessor_config.json",
+)
 # Entries of a config.json that say where it came from, not what the model computes.
 NOT_CONTENT = {"architectures", "dtype", "torch_dtype", "transformers_version", "scaling_factor", "sample_size"}
 NOT_CONTENT |= {"name_or_path", "tokenizer_file"}
+# The same, where they say anything: the trainer shifts and scales.
+NORMALISATION = {"shift_factor", "latents_mean", "latents_std"}
 
 
-def model_folder(name: str, files: Sequence[str] = FILES) -> Path:
+def model_folder(name: str, files: Sequence[str] = TO_FETCH) -> Path:
     """The folder of a model: `name` itself where it is one, else `org/repo[@revision][/sub/folder]` from the hub.
 
     Raises:
@@ -107,20 +120,41 @@ def hash_weights(name: str, folder: Path) -> Weights:
         RequestError: a model without safetensors weights; pickled ones are never loaded.
     """
     files = [file for file in FILES if (folder / file).is_file()]
-    if "config.json" in files and not set(WEIGHT_FILES) & set(files):
+    shards = sorted({shard for file in INDEX_FILES for shard in _weight_shards(folder / file)})
+    if "config.json" in files and not (set(WEIGHT_FILES) & set(files) or shards):
         raise RequestError(
             f"{folder} has no {' or '.join(WEIGHT_FILES)}; other formats are not loaded. If the hub's cache holds half "
             f"of the model, the same command fetches the rest where the hub can be reached."
         )
+    if "tokenizer_config.json" in files and "vocab.json" not in files:
+        files += [file for file in OTHER_VOCABULARIES if (folder / file).is_file()]
     digest = hashlib.sha256()
-    for file in files:
+    for file in (*files, *shards):
         digest.update(f"{file} {_content_hash(folder / file)}\n".encode())
     return Weights(name=name, sha256=digest.hexdigest())
+
+
+def _weight_shards(index: Path) -> set[str]:
+    """The files that an index of weights names, all of them there.
+
+    Raises:
+        RequestError: one is missing.
+    """
+    if not index.is_file():
+        return set()
+    shards = set(json.loads(index.read_text())["weight_map"].values())
+    if missing := sorted(shard for shard in shards if not (index.parent / shard).is_file()):
+        raise RequestError(f"{index} names {', '.join(missing)}, which the folder has not. Fetch the model again.")
+    return shards
 
 
 def _content_hash(path: Path) -> str:
     if path.name not in ("config.json", "tokenizer_config.json"):
         return sha256_file(path)
     fields = json.loads(path.read_text())
-    content = {key: value for key, value in fields.items() if key not in NOT_CONTENT and not key.startswith("_")}
+    content = {key: value for key, value in fields.items() if _is_content(key, value)}
     return hashlib.sha256(canonical_json(content)).hexdigest()
+
+
+def _is_content(key: str, value: Any) -> bool:
+    return not (key in NOT_CONTENT or key.startswith("_") or (key in NORMALISATION and value is not None))

@@ -13,6 +13,7 @@ from shards.base.store import Store
 from shards.format.encoding import EncodingRecord
 from shards.format.mds import Decoder, parse_index, read_offsets, read_sample
 from shards.format.text import dequantise, unpack
+from shards.format.towers import TextTower
 
 
 def read_parts(store: Store, bucket: str, shards: Iterable[str], each: int | None = None) -> Iterator[dict[str, Any]]:
@@ -44,18 +45,31 @@ def read_part(folder: Path) -> Iterator[dict[str, Any]]:
 
 def captions(sample: dict[str, Any], encoding: EncodingRecord) -> list[str]:
     """The captions that a sample has, in the order of its text latents."""
-    if not encoding.text.several:
+    if not encoding.several:
         return [sample["caption"]]
     return [caption for caption in json.loads(sample["caption"]) if caption is not None]
 
 
-def text_latents(sample: dict[str, Any], encoding: EncodingRecord) -> list[np.ndarray]:
-    """(tokens, width) float32 of each of a sample's captions, whatever their storage."""
-    return [_decode(row, encoding) for row in unpack(sample)]
+def text_latents(sample: dict[str, Any], encoding: EncodingRecord) -> list[dict[str, np.ndarray]]:
+    """Each of a sample's captions: text tower → its states, (tokens, width) float32; those of real tokens alone where
+    captions were trimmed."""
+    states = {name: tower for name, tower in encoding.texts.items() if tower.states}
+    return [{name: _states(row, name, tower) for name, tower in states.items()} for row in unpack(sample)]
 
 
-def _decode(row: dict[str, np.ndarray], encoding: EncodingRecord) -> np.ndarray:
-    stored = torch.tensor(row["text_latents"])
-    if encoding.text.storage == "float16":
+def _states(row: dict[str, np.ndarray], name: str, tower: TextTower) -> np.ndarray:
+    num_tokens = int(row[f"num_tokens.{name}"]) if tower.trim else None
+    return decoded(row, f"text_latents.{name}", f"text_scales.{name}", slice(num_tokens))
+
+
+def features(sample: dict[str, Any], encoding: EncodingRecord) -> dict[str, np.ndarray]:
+    """Feature tower → (tokens, width) float32 of a sample."""
+    return {name: decoded(sample, f"features.{name}", f"feature_scales.{name}") for name in encoding.features}
+
+
+def decoded(columns: dict[str, Any], latents: str, scales: str, rows: slice = slice(None)) -> np.ndarray:
+    """Stored (tokens, width) → float32: of float16, or of codes and their `scales`."""
+    stored = torch.tensor(columns[latents][rows])
+    if scales not in columns:
         return stored.float().numpy()
-    return dequantise(stored, torch.tensor(row["text_scales"])).numpy()
+    return dequantise(stored, torch.tensor(columns[scales][rows])).numpy()

@@ -1,6 +1,7 @@
 """A latents root as a whole: made once, matched by every later run, read by the trainer."""
 
 import hashlib
+from collections.abc import Iterator
 
 import torch
 from safetensors.torch import load, save
@@ -12,6 +13,7 @@ from shards.base.store import Store
 from shards.format.buckets import NEAREST, Bucket
 from shards.format.encoding import FILE_NAME, EncodingRecord
 from shards.format.receipts import FOLDER, committed_shards, load_receipt, load_receipts
+from shards.format.text import TextLatents, current_name
 
 UNCOND_NAME = "uncond.safetensors"
 
@@ -76,17 +78,26 @@ def has_uncond(store: Store) -> bool:
     return store.size(UNCOND_NAME) is not None
 
 
-def write_uncond(store: Store, text_latents: Tensor, num_tokens: int) -> None:
-    """Store the empty caption's text latents, (tokens, width), once; later calls change nothing."""
+def write_uncond(store: Store, empty: dict[str, TextLatents], encoding: EncodingRecord) -> None:
+    """Store what each text tower makes of the empty caption, once; later calls change nothing."""
     with store.locked("root") as still_held:
         if not has_uncond(store):
-            tensors = {"text_latents": text_latents.half().contiguous(), "num_tokens": torch.tensor(num_tokens)}
+            tensors = {encoding.stored_name(name): tensor for name, tensor in _uncond_tensors(empty)}
             still_held()
             store.write(UNCOND_NAME, save(tensors))
 
 
-def load_uncond(store: Store) -> tuple[Tensor, int]:
-    """The empty caption's text latents, (tokens, width) float16, and how many of the tokens are real.
+def _uncond_tensors(empty: dict[str, TextLatents]) -> Iterator[tuple[str, Tensor]]:
+    for name, caption in empty.items():
+        yield f"num_tokens.{name}", torch.tensor(caption.num_tokens)
+        if caption.states is not None:
+            yield f"text_latents.{name}", caption.states.half().contiguous()
+        if caption.pooled is not None:
+            yield f"pooled.{name}", caption.pooled.half().contiguous()
+
+
+def load_uncond(store: Store) -> dict[str, TextLatents]:
+    """What each text tower makes of the empty caption, as float16.
 
     Raises:
         RequestError: the root has none, so no shard of it was ever encoded.
@@ -106,5 +117,11 @@ def load_uncond(store: Store) -> tuple[Tensor, int]:
                 f"{store.where(UNCOND_NAME)} is damaged: its SHA-256 is not that in "
                 f"{store.where(f'{FOLDER}/{shard}.json')}. Restore it from a copy."
             )
-    tensors = load(data)
-    return tensors["text_latents"], int(tensors["num_tokens"])
+    tensors = {current_name(name): tensor for name, tensor in load(data).items()}
+    names = sorted(name.removeprefix("num_tokens.") for name in tensors if name.startswith("num_tokens."))
+    return {
+        name: TextLatents(
+            tensors.get(f"text_latents.{name}"), int(tensors[f"num_tokens.{name}"]), tensors.get(f"pooled.{name}")
+        )
+        for name in names
+    }

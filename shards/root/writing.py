@@ -2,14 +2,14 @@
 
 import json
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 
-from shards.format import text
+from shards.format import features, text
 from shards.format.buckets import Bucket
 from shards.format.encoding import EncodingRecord
 from shards.format.mds_writer import PartMDSWriter
@@ -23,6 +23,7 @@ from shards.format.tables import (
     SAMPLES_SCHEMA,
     write_rows,
 )
+from shards.format.text import TextLatents
 
 
 @dataclass(frozen=True)
@@ -30,10 +31,8 @@ class Caption:
     """One caption, encoded; on the CPU."""
 
     text: str
-    latents: Tensor
-    """(tokens, width), padding included."""
-    num_tokens: int
-    """Real tokens: begin, words, end."""
+    latents: dict[str, TextLatents]
+    """Of each text tower."""
     mended: frozenset[str]
     """Which of `shards.format.tables.MENDED` it took."""
 
@@ -46,11 +45,13 @@ class Sample:
     captions: list[Caption | None]
     """One for each of the encoding's caption fields, None where the sample has none; at least one is there."""
     image_latents: Tensor
-    """(planes, h, w): the posterior's mean and log-variance, unscaled, or its mean alone."""
+    """(planes, h, w): the posterior's mean and log-variance, or its mean alone; neither shifted nor scaled."""
     size: tuple[int, int, int, int]
     """Original width and height, crop top and left, in original pixels."""
     scores: np.ndarray
     """(4,) float32: aesthetic, similarity, punsafe, pwatermark; NaN where absent."""
+    features: dict[str, Tensor] = field(default_factory=dict)
+    """Of each feature tower, (tokens, width)."""
 
 
 class PartWriter:
@@ -74,7 +75,8 @@ class PartWriter:
             {
                 "key": sample.key,
                 "image_latents": sample.image_latents.half().numpy(),
-                **self._caption_columns(sample.captions, present),
+                "caption": self._caption_text(sample.captions),
+                **self._tower_columns(sample, present),
                 "size": np.array(sample.size, np.int32),
                 "scores": sample.scores.astype(np.float32),
             }
@@ -82,18 +84,17 @@ class PartWriter:
         counts = [sum(name in caption.mended for caption in present) for name in MENDED]
         self.samples.append((sample.key, *sample.size[:2], *sample.scores.tolist(), len(present), *counts))
 
-    def _caption_columns(self, captions: list[Caption | None], present: list[Caption]) -> dict[str, Any]:
-        stored = self.encoding.text
-        if not stored.several:
-            (caption,) = present
-            packed = text.pack(caption.latents, caption.num_tokens, stored.storage, stored.trim)
-            return {"caption": caption.text, **packed}
+    def _caption_text(self, captions: list[Caption | None]) -> str:
         texts = [None if caption is None else caption.text for caption in captions]
-        latents = [(caption.latents, caption.num_tokens) for caption in present]
-        return {
-            "caption": json.dumps(texts, ensure_ascii=False),
-            **text.pack_several(latents, stored.storage, stored.trim),
-        }
+        return json.dumps(texts, ensure_ascii=False) if self.encoding.several else str(texts[0])
+
+    def _tower_columns(self, sample: Sample, captions: list[Caption]) -> dict[str, Any]:
+        columns: dict[str, Any] = {}
+        for name, tower in self.encoding.texts.items():
+            columns |= text.pack(name, tower, [c.latents[name] for c in captions], self.encoding.several)
+        for name, feature_tower in self.encoding.features.items():
+            columns |= features.pack(name, feature_tower, sample.features[name])
+        return columns
 
     def refuse(self, key: str, url: str, reason: str, detail: str) -> None:
         """Record a sample of the input shard that is not in this bucket."""

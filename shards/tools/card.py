@@ -11,9 +11,15 @@ from shards.format.buckets import Bucket
 from shards.format.encoding import EncodingRecord
 from shards.format.receipts import Receipt, load_committed
 from shards.format.tables import MENDED
+from shards.format.towers import TextTower
 from shards.tools.stats import bucket_sizes, rejected_samples
 
 CARD = Path(__file__).with_name("card.md")
+ABOUT_POSTERIOR = {
+    "moments": "mean and log-variance of the VAE's posterior",
+    "mean": "the VAE's mean",
+    "deterministic": "the autoencoder's latents",
+}
 POWERS = ("", "1K", "10K", "100K", "1M", "10M", "100M", "1B", "10B", "100B", "1T")
 ABOUT_COLUMNS = {
     "key": ": of the input sample",
@@ -33,15 +39,15 @@ def dataset_card(store: Store) -> str:
     sizes, started = bucket_sizes(receipts), [receipt.started[:10] for receipt in receipts]
     encoded, bucket = sum(receipt.encoded for receipt in receipts), next(iter(sizes))
     captions = sum((Counter(receipt.captions) for receipt in receipts), Counter())
-    moments, text = encoding.image.posterior == "moments", encoding.text
     columns = encoding.columns(Bucket.parse(bucket))
     return CARD.read_text().format(
         size_category=size_category(encoded),
         configs="\n".join(f"- config_name: {bucket}\n  data_files: {bucket}/*/*.mds" for bucket in sizes),
         encoding=encoding,
         encoded=encoded,
-        image="mean and log-variance of the VAE's posterior" if moments else "the VAE's mean",
-        length=f"the real ones of {text.length}" if text.trim else text.length,
+        image=ABOUT_POSTERIOR[encoding.image.posterior],
+        texts="; ".join(_about_text(name, tower) for name, tower in encoding.texts.items()),
+        weights=_rows((name, weights.name, f"`{weights.sha256}`") for name, weights in encoding.weights.items()),
         num_tars=len(receipts),
         first_day=min(started),
         last_day=max(started),
@@ -71,7 +77,8 @@ def _rows(rows: Iterable[Iterable[Any]]) -> str:
 
 def _settings(encoding: EncodingRecord, receipts: list[Receipt]) -> Iterator[tuple[str, Any]]:
     """Of encoding.json, the same for every sample; of the receipts, every value that occurs."""
-    yield from flatten(encoding.model_dump(mode="json", exclude={"vae", "text_encoder", "tokenizer"})).items()
+    record = flatten(encoding.model_dump(mode="json"))
+    yield from ((path, value) for path, value in record.items() if not path.endswith((".name", ".sha256")))
     for section in ("settings", "software"):
         made = [[receipt.made_by(bucket)[section] for bucket in receipt.parts] for receipt in receipts]
         for key in sorted({key for parts in made for part in parts for key in part}):
@@ -86,11 +93,24 @@ def _decoding(encoding: EncodingRecord) -> Iterator[str]:
         yield "`image_latents` holds the posterior's means and then its log-variances, a half of the channels each."
         yield "A sample is `mean + exp(0.5 × log-variance) × noise`;"
     else:
-        yield "`image_latents` is the posterior's mean, without its variance: it is used as it is;"
-    yield f"what the U-Net sees is that times the VAE's scaling factor, {encoding.image.scaling_factor}."
-    if encoding.text.storage == "float8":
-        yield "`text_latents` are e4m3 codes: a token's vector is its codes, viewed as `torch.float8_e4m3fn`, times"
-        yield "its entry in `text_scales`."
-    if encoding.text.several:
-        yield f"A sample may have several captions ({', '.join(encoding.text.captions)}): `caption` is a JSON list with"
+        yield "`image_latents` has no variance: it is used as it is;"
+    yield f"what a model sees is that less the VAE's shift, {_values(encoding.image.shift)}, times its scale,"
+    yield f"{_values(encoding.image.scale)}."
+    stored = [tower.storage for tower in encoding.texts.values()]
+    if "float8" in stored + [tower.storage for tower in encoding.features.values()]:
+        yield "What is uint8 are e4m3 codes: a token's vector is its codes, viewed as `torch.float8_e4m3fn`, times its"
+        yield "entry in the scales beside them."
+    if encoding.several:
+        yield f"A sample may have several captions ({', '.join(encoding.captions)}): `caption` is a JSON list with"
         yield "an entry for each, null where it has none; the text columns have a leading axis over those it has."
+
+
+def _values(values: tuple[float, ...]) -> str:
+    """Per channel, or the one of all."""
+    return ", ".join(map(str, values)) if len(set(values)) > 1 else str(values[0])
+
+
+def _about_text(name: str, tower: TextTower) -> str:
+    kept = "the real ones of " if tower.trim else ""
+    states = f"hidden states ({tower.layer}) of {kept}{tower.length} tokens of {tower.width} in {tower.storage}"
+    return f"{name}, {' and '.join([states] * tower.states + ['a pooled output'] * bool(tower.pooled))}"

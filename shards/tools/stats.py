@@ -41,11 +41,12 @@ def root_stats(store: Store, max_samples: int) -> dict[str, Any]:
 
 def sample_stats(samples: Iterable[dict[str, Any]], encoding: EncodingRecord) -> dict[str, Any]:
     """Moments of the latents, as the trainer scales them, and lengths of the captions; nothing where none are given."""
-    moments, lengths = [], []
+    moments, lengths, image = [], [], encoding.image
+    scale, shift = (np.array(values)[:, None, None] for values in (image.scale, image.shift))
     for sample in samples:
         # moments => the posterior's mean
-        latents = sample["image_latents"][: encoding.image.latent_channels].astype(np.float64)
-        latents *= encoding.image.scaling_factor
+        latents = sample["image_latents"][: image.channels].astype(np.float64)
+        latents = (latents - shift) * scale
         moments.append((latents.mean(axis=(1, 2)), (latents**2).mean(axis=(1, 2))))
         lengths += [len(caption) for caption in captions(sample, encoding)]
     if not moments:

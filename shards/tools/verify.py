@@ -10,11 +10,12 @@ import numpy as np
 from shards.base.durable import DamagedFile
 from shards.base.store import LocalStore, Store
 from shards.format.buckets import Bucket
-from shards.format.encoding import EncodingRecord, TextEncoding
+from shards.format.encoding import EncodingRecord
 from shards.format.receipts import FOLDER, FileRecord, Part, Receipt, committed_shards, load_receipt
 from shards.format.tables import OTHER_BUCKET, REJECTS_SCHEMA, read_books, write_rows
+from shards.format.towers import TextTower
 from shards.root.index import bucket_index
-from shards.root.reading import captions, read_part, text_latents
+from shards.root.reading import captions, features, read_part, text_latents
 
 
 def verify_root(store: Store) -> Iterator[str]:
@@ -105,27 +106,28 @@ def verify_file(store: Store, name: str, record: FileRecord, where: str) -> Iter
 
 def verify_samples(folder: Path, where: str, bucket: str, num_samples: int, encoding: EncodingRecord) -> Iterator[str]:
     """Shapes and finiteness of every sample of a part, and their number."""
-    shape = (encoding.num_planes, *Bucket.parse(bucket).latent_hw(encoding.image.downsampling))
+    shape = (encoding.image.num_planes, *Bucket.parse(bucket).latent_hw(encoding.image.downsampling))
     count = 0
     for sample in read_part(folder):
         count += 1
         texts = text_latents(sample, encoding)
-        image_fits = sample["image_latents"].shape == shape
-        if not (image_fits and all(text_fits(text, encoding.text) for text in texts)):
-            shapes = [sample["image_latents"].shape, *(text.shape for text in texts)]
-            yield f"{where}: sample {sample['key']} has shapes {' and '.join(map(str, shapes))}"
+        fits = [text_fits(array, encoding.texts[name]) for text in texts for name, array in text.items()]
+        arrays = [sample["image_latents"], *(array for text in texts for array in text.values())]
+        numbers = [array for name, array in sample.items() if name.startswith("pooled.")]
+        if sample["image_latents"].shape != shape or not all(fits):
+            yield f"{where}: sample {sample['key']} has shapes {' and '.join(str(array.shape) for array in arrays)}"
         elif len(captions(sample, encoding)) != len(texts):
             yield f"{where}: sample {sample['key']} has not as many captions as text latents"
-        elif not all(np.isfinite(array).all() for array in (sample["image_latents"], *texts)):
+        elif not all(np.isfinite(array).all() for array in (*arrays, *numbers, *features(sample, encoding).values())):
             yield f"{where}: sample {sample['key']} is not finite"
     if count != num_samples:
         yield f"{where} holds {count} samples; its receipt says {num_samples}"
 
 
-def text_fits(text: np.ndarray, encoding: TextEncoding) -> bool:
-    """Whether one caption's text latents have a shape that `encoding` allows."""
-    tokens, width = text.shape
-    return width == encoding.width and (1 <= tokens <= encoding.length if encoding.trim else tokens == encoding.length)
+def text_fits(states: np.ndarray, tower: TextTower) -> bool:
+    """Whether one caption's states have a shape that `tower` allows."""
+    tokens, width = states.shape
+    return width == tower.width and (1 <= tokens <= tower.length if tower.trim else tokens == tower.length)
 
 
 def verify_indexes(store: Store, receipts: list[Receipt]) -> Iterator[str]:

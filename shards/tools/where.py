@@ -10,6 +10,7 @@ from typing import Any
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from shards.base.config import flatten
 from shards.base.errors import RequestError
 from shards.base.store import Store
 from shards.format.buckets import Bucket
@@ -51,6 +52,7 @@ def _in_shard(store: Store, key: str, receipt: Receipt, encoding: EncodingRecord
         "stored": stored,
         "refused": refused,
         "encoding": {"id": receipt.encoding_id, **encoding.model_dump(mode="json")},
+        "weights": {name: weights.model_dump() for name, weights in encoding.weights.items()},
         "settings": receipt.settings,
         "software": receipt.software,
         "parts": {bucket: receipt.made_by(bucket) for bucket in buckets if bucket in stored | refused},
@@ -78,7 +80,6 @@ def describe_sample(entry: dict[str, Any]) -> str:
 
 def _lines(entry: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     encoding, tar = entry["encoding"], entry["tar"]
-    models = ("vae", "text_encoder", "tokenizer")
     yield "tar", tar["address"]
     yield "", f"{tar['bytes']:,} bytes, sha256 {tar['sha256']}"
     for bucket, place in entry["stored"].items():
@@ -86,12 +87,12 @@ def _lines(entry: dict[str, Any]) -> Iterator[tuple[str, Any]]:
         yield bucket, f"row {place['row']} of {place['folder']}: {_listed(columns)}"
     for bucket, row in entry["refused"].items():
         yield bucket, f"refused: {row['reason']} ({row['detail']}); from {row['url'] or 'no URL'}"
-    for name in models:
-        yield name, encoding[name]["name"]
-        yield "", f"sha256 {encoding[name]['sha256']}"
-    for name, value in encoding.items():
-        if name not in models:
-            yield name, _listed(value) if isinstance(value, dict) else value
+    for name, weights in entry["weights"].items():
+        yield name, weights["name"]
+        yield "", f"sha256 {weights['sha256']}"
+    for name, value in flatten(encoding).items():
+        if not name.endswith((".name", ".sha256")):
+            yield name, _shown(value)
     for section in ("settings", "software"):
         listed = {bucket: _listed(made[section]) for bucket, made in entry["parts"].items()}
         if len(set(listed.values())) == 1:

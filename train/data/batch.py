@@ -1,7 +1,7 @@
 """One rank's share of a global batch: how it is stacked from samples, moved, and cut into microbatches."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,26 +10,22 @@ import torch
 from torch import Tensor
 from torch.utils.data import get_worker_info
 
-from shards.format.text import unpack
+from shards.format.text import has_several, kind_of, unpack
 from train.data.draws import Draws, Purpose
 
 
 @dataclass
 class Batch:
-    """One rank's share of a global batch, or a slice of it; tensors as stored."""
+    """One rank's share of a global batch, or a slice of it."""
 
     keys: list[str]
     slots: Tensor
     """(N,) int64: places in the global batch."""
-    image_latents: Tensor
-    """(N, planes, h, w) float16."""
-    text_latents: Tensor
-    """(N, tokens, width) float16, or e4m3 codes as uint8; trimmed captions are padded with zeros. Where there
-    is `num_captions`, this, `text_scales` and `num_tokens` hold all captions of the first sample, then of the next."""
-    text_scales: Tensor | None
-    """(N, tokens) float16, beside codes."""
-    num_tokens: Tensor
-    """(N,) int64: tokens stored."""
+    columns: dict[str, Tensor]
+    """As stored, by the names of version 2: `image_latents` (N, planes, h, w), `text_latents.NAME` (N, tokens, width)
+    as float16 or e4m3 codes, `text_scales.NAME` (N, tokens) beside codes, `num_tokens.NAME` (N,), `pooled.NAME`
+    (N, pooled), `features.NAME` (N, tokens, width). Trimmed captions are padded with zeros. Where there is
+    `num_captions`, text columns hold all captions of the first sample, then of the next."""
     num_captions: Tensor | None = None
     """(N,) int64, of a batch whose samples may have several; None where each has the one that it is trained with."""
 
@@ -38,15 +34,19 @@ class Batch:
 
     def to(self, device: torch.device) -> "Batch":
         """The same batch on `device`."""
-        moved = {
-            name: value.to(device, non_blocking=True) for name, value in vars(self).items() if torch.is_tensor(value)
-        }
-        return Batch(**(vars(self) | moved))
+        return self._each(lambda tensor: tensor.to(device, non_blocking=True))
 
     def pin_memory(self) -> "Batch":
         """The same batch in page-locked memory, from which `to` copies without waiting; called by the DataLoader."""
-        pinned = {name: value.pin_memory() for name, value in vars(self).items() if torch.is_tensor(value)}
-        return Batch(**(vars(self) | pinned))
+        return self._each(Tensor.pin_memory)
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> "Batch":
+        return Batch(
+            self.keys,
+            change(self.slots),
+            {name: change(tensor) for name, tensor in self.columns.items()},
+            None if self.num_captions is None else change(self.num_captions),
+        )
 
     def draw_captions(self, draws: Draws) -> "Batch":
         """The batch with one caption per sample, each of its captions being as likely."""
@@ -60,22 +60,17 @@ class Batch:
             return self
         # captions of all samples => the chosen ones
         rows = self.num_captions.cumsum(0) - self.num_captions + choice
-        chosen = replace(
-            self,
-            text_latents=self.text_latents[rows],
-            text_scales=None if self.text_scales is None else self.text_scales[rows],
-            num_tokens=self.num_tokens[rows],
-            num_captions=None,
-        )
-        return chosen.pin_memory() if self.text_latents.is_pinned() else chosen
+        columns = {name: tensor[rows] if kind_of(name) else tensor for name, tensor in self.columns.items()}
+        chosen = replace(self, columns=columns, num_captions=None)
+        return chosen.pin_memory() if self.slots.is_pinned() else chosen
 
     def microbatches(self, size: int) -> Iterator["Batch"]:
         """Slices of at most `size` samples, in order; of a batch with one caption per sample."""
         assert self.num_captions is None
         for start in range(0, len(self), size):
             part = slice(start, start + size)
-            fields: dict[str, Any] = {k: v if v is None else v[part] for k, v in vars(self).items()}
-            yield Batch(**fields)
+            columns = {name: tensor[part] for name, tensor in self.columns.items()}
+            yield Batch(self.keys[part], self.slots[part], columns)
 
 
 @dataclass(frozen=True)
@@ -83,22 +78,23 @@ class Collate:
     """MDS samples → one `Batch`. A class, so that loader workers can be spawned as well as forked."""
 
     slots: Tensor
-    text_length: int
+    lengths: dict[str, int | None]
+    """The columns to read: those of tokens → how many tokens an untrimmed caption has; others → None."""
 
     def __call__(self, samples: list[dict[str, Any]]) -> Batch:
         """Stack one rank's share of a global batch."""
         captions = [unpack(sample) for sample in samples]
-        several = any(sample["text_latents"].ndim == 3 for sample in samples)
         rows = [row for of_sample in captions for row in of_sample]
-        scaled = "text_scales" in samples[0]
+        columns = {
+            name: _stack([row[name] for row in (rows if kind_of(name) else samples)], length)
+            for name, length in self.lengths.items()
+        }
+        num_captions = torch.tensor(list(map(len, captions)))
         return Batch(
             keys=[sample["key"] for sample in samples],
             slots=self.slots[: len(samples)],
-            image_latents=_stack([sample["image_latents"] for sample in samples]),
-            text_latents=_stack([row["text_latents"] for row in rows], self.text_length),
-            text_scales=_stack([row["text_scales"] for row in rows], self.text_length) if scaled else None,
-            num_tokens=torch.tensor([len(row["text_latents"]) for row in rows]),
-            num_captions=torch.tensor([len(of_sample) for of_sample in captions]) if several else None,
+            columns=columns,
+            num_captions=num_captions if any(map(has_several, samples)) else None,
         )
 
 
@@ -108,9 +104,12 @@ def _stack(arrays: list[np.ndarray], length: int | None = None) -> Tensor:
     shape = (len(arrays), *first.shape) if length is None else (len(arrays), length, *first.shape[1:])
     stacked = _empty(shape, first.dtype)
     rows = stacked.numpy()
-    for row, array in zip(rows, arrays, strict=True):
-        row[: len(array)] = array
-        row[len(array) :] = 0
+    for i, array in enumerate(arrays):
+        if length is None:
+            rows[i] = array
+        else:
+            rows[i, : len(array)] = array
+            rows[i, len(array) :] = 0
     return stacked
 
 

@@ -128,7 +128,7 @@ class Loader:
         order, files = make_order(config, spec, global_batch_size, seed), make_files(config, spec)
         self.config, self.spec, self.step = config, spec, step
         self.loader = DataLoader(
-            GlobalBatches(order, files, slots, Collate(slots, spec.text_length)),
+            GlobalBatches(order, files, slots, Collate(slots, spec.lengths)),
             sampler=Steps(step),
             batch_size=None,
             collate_fn=as_it_is,

@@ -2,16 +2,18 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
-from torch import Tensor
 
 from shards.base.config import GIVEN, Config
+from shards.base.errors import RequestError
 from shards.base.store import Place, Store
 from shards.format.buckets import Bucket
 from shards.format.encoding import EncodingRecord
 from shards.format.mds import MdsIndex
+from shards.format.text import TextLatents
+from shards.format.towers import FeatureTower, ImageTower, TextTower
 from train.data.selection import FilterConfig, Selection
 
 
@@ -53,6 +55,8 @@ class DataConfig(Config):
     """Files, and samples in blocks; false: in the order of the index."""
     shuffle_block: int = Field(32768, ge=1)
     """Samples of a slice that are shuffled together; a global batch mixes a block of every slice."""
+    towers: list[str] | None = None
+    """Which of the roots' towers to read, such as [texts.clip, features.dinov2]; null: all."""
     filter: FilterConfig | None = None
     """Which samples of every stream to train on, by their stored scores and sizes."""
     cache: Path | None = None
@@ -94,17 +98,48 @@ class DataConfig(Config):
 class DataSpec:
     """What the stored numbers mean, and what an epoch of them is."""
 
-    posterior: Literal["moments", "mean"]
-    latent_channels: int
-    scaling_factor: float
-    text_length: int
-    text_width: int
-    trim: bool
-    uncond: Tensor
-    """(tokens, width) float16: the empty caption's text latents."""
-    uncond_tokens: int
+    image: ImageTower
+    texts: dict[str, TextTower]
+    features: dict[str, FeatureTower]
+    """Those towers that are read."""
+    uncond: dict[str, TextLatents]
+    """The empty caption's, of each text tower."""
     streams: tuple["OpenStream", ...]
     steps_per_epoch: int
+
+    @property
+    def text(self) -> tuple[str, TextTower]:
+        """The one text tower whose states a U-Net attends to, and its name.
+
+        Raises:
+            RequestError: there is none, or more than one.
+        """
+        found = [name for name, tower in self.texts.items() if tower.states]
+        if len(found) != 1:
+            raise RequestError(
+                f"A U-Net attends to one text tower's states, and {' and '.join(found) or 'none'} would be read. Name "
+                f"the one in data.towers, such as [texts.{(found or ['NAME'])[0]}], or encode a root that has it."
+            )
+        return found[0], self.texts[found[0]]
+
+    @property
+    def lengths(self) -> dict[str, int | None]:
+        """The columns of a batch: those of tokens → how many of an untrimmed caption, others → None."""
+        return column_lengths(self.texts, self.features)
+
+
+def column_lengths(texts: dict[str, TextTower], features: dict[str, FeatureTower]) -> dict[str, int | None]:
+    """As `DataSpec.lengths`, of these towers."""
+    lengths: dict[str, int | None] = {"image_latents": None}
+    for name, tower in texts.items():
+        if tower.states:
+            lengths |= {f"text_latents.{name}": tower.length, f"num_tokens.{name}": None}
+            lengths |= {f"text_scales.{name}": tower.length} if tower.storage == "float8" else {}
+        lengths |= {f"pooled.{name}": None} if tower.pooled else {}
+    for name, feature_tower in features.items():
+        lengths[f"features.{name}"] = None
+        lengths |= {f"feature_scales.{name}": None} if feature_tower.storage == "float8" else {}
+    return lengths
 
 
 @dataclass(frozen=True)
@@ -129,5 +164,5 @@ def encoding_differences(a: EncodingRecord, b: EncodingRecord) -> list[str]:
     # Crop, resampling, decoder, dtype and the captions' sources may differ: they change which pictures and which
     # captions there are, not what the numbers mean.
     image = ("image.crop", "image.resampl", "image.decoder", "image.color")
-    irrelevant = (*image, "text.captions", "text.max_characters", "compute_dtype", "schema_version")
+    irrelevant = (*image, "captions", "max_characters", "compute_dtype")
     return [difference for difference in a.differences(b) if not difference.startswith(irrelevant)]

@@ -11,6 +11,7 @@ from shards.base.store import LocalStore, Store
 from shards.format.buckets import Bucket
 from shards.format.encoding import EncodingRecord
 from shards.format.mds import MdsIndex, parse_index
+from shards.format.towers import FeatureTower, TextTower
 from shards.open import open_store
 from shards.root.shared import load_uncond
 from train.data.cache import Cache
@@ -42,18 +43,34 @@ def open_data(config: DataConfig, global_batch_size: int) -> DataSpec:
         _open_stream(config, stream, store, encoding, global_batch_size)
         for stream, store, encoding in zip(config.streams, stores, encodings, strict=True)
     )
-    uncond, uncond_tokens = load_uncond(stores[0])
+    texts, features = chosen_towers(config, first)
     return DataSpec(
-        posterior=first.image.posterior,
-        latent_channels=first.image.latent_channels,
-        scaling_factor=first.image.scaling_factor,
-        text_length=first.text.length,
-        text_width=first.text.width,
-        trim=first.text.trim,
-        uncond=uncond,
-        uncond_tokens=uncond_tokens,
+        image=first.image,
+        texts=texts,
+        features=features,
+        uncond=load_uncond(stores[0]),
         streams=streams,
         steps_per_epoch=sum(stream.chosen for stream in streams) // global_batch_size,
+    )
+
+
+def chosen_towers(config: DataConfig, encoding: EncodingRecord) -> tuple[dict[str, TextTower], dict[str, FeatureTower]]:
+    """The text and feature towers that are read.
+
+    Raises:
+        RequestError: one of `data.towers` is not in the root, or none of them is a text tower.
+    """
+    texts = {f"texts.{name}": name for name in encoding.texts}
+    features = {f"features.{name}": name for name in encoding.features}
+    asked = [*texts, *features] if config.towers is None else config.towers
+    if missing := [tower for tower in asked if tower not in texts and tower not in features]:
+        raise RequestError(
+            f"data.towers asks for {', '.join(missing)}, which {config.streams[0].root} does not have; it has "
+            f"{', '.join([*texts, *features])}. Ask for these, or encode a root with that tower."
+        )
+    return (
+        {name: encoding.texts[name] for tower, name in texts.items() if tower in asked},
+        {name: encoding.features[name] for tower, name in features.items() if tower in asked},
     )
 
 
@@ -100,7 +117,7 @@ def _open_stream(
         ) from None
     files = parse_index(index, store.where(name))
     columns = {column.name: column.encoding for column in files.columns}
-    if len(files) and columns != encoding.columns(Bucket.parse(stream.bucket)):
+    if len(files) and columns != encoding.stored_columns(Bucket.parse(stream.bucket)):
         raise RequestError(f"{store.where(name)} lists the columns {columns}, which encoding.json does not give.")
     check_sizes(store, stream.bucket, files)
     config = stream.filter or data.filter

@@ -6,6 +6,7 @@ from typing import Any
 
 from shards.format.buckets import Bucket
 from shards.format.encoding import EncodingRecord
+from shards.format.towers import TextTower
 from train.config import TrainConfig
 from train.data.selection import FilterConfig
 from train.objective.paths import ObjectiveConfig
@@ -19,6 +20,7 @@ def model_card(
     config: TrainConfig,
     checkpoint: dict[str, Any],
     encoding: EncodingRecord,
+    text: TextTower,
     weights: str,
     scheduler: str,
 ) -> str:
@@ -28,7 +30,7 @@ def model_card(
         target: where the export will be, for the card's own code.
         weights: the checkpoint's folder that was exported: `unet`, or `ema` for the moving average.
     """
-    fingerprint, buckets, trimmed = checkpoint["fingerprint"], Counter[str](), encoding.text.trim
+    fingerprint, buckets, trimmed = checkpoint["fingerprint"], Counter[str](), text.trim
     for stream in fingerprint["streams"]:
         buckets[stream["bucket"]] += stream["samples"]
     own = "custom_pipeline=folder, trust_remote_code=True"
@@ -40,6 +42,7 @@ def model_card(
         fingerprint=fingerprint,
         config=config,
         encoding=encoding,
+        text_tower=text,
         pipeline_class="DiffusionPipeline" if trimmed else "StableDiffusionPipeline",
         arguments=f"folder, {own if trimmed else 'safety_checker=None'}",
         folder=str(target),

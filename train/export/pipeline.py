@@ -18,8 +18,9 @@ from pydantic import Field
 
 from shards.base.config import Config, load_config
 from shards.base.errors import RequestError
-from shards.format.encoding import EncodingRecord, Weights
+from shards.format.encoding import EncodingRecord
 from shards.format.models import hash_weights, model_folder
+from shards.format.towers import TextTower, Weights
 from shards.open import open_store
 from train.config import TrainConfig
 from train.export.card import model_card
@@ -72,10 +73,11 @@ def write_pipeline(run_dir: Path, options: ExportConfig) -> Path:
     config = load_config(TrainConfig, run_dir / "config.yaml", [], "train export")
     weights = newest.weights(options.weights)
     encoding = EncodingRecord.load(open_store(config.data.streams[0].root))
+    text = only_text(encoding, config.data.towers)
     parts = {
-        "vae": _same_model("vae", options.vae, encoding.vae),
-        "text_encoder": _same_model("text_encoder", options.text_encoder, encoding.text_encoder),
-        "tokenizer": _same_model("tokenizer", options.tokenizer, encoding.tokenizer),
+        "vae": _same_model("vae", options.vae, encoding.image.weights),
+        "text_encoder": _same_model("text_encoder", options.text_encoder, text.weights),
+        "tokenizer": _same_model("tokenizer", options.tokenizer, text.tokenizer),
         "unet": weights,
     }
     private = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}")
@@ -84,8 +86,10 @@ def write_pipeline(run_dir: Path, options: ExportConfig) -> Path:
             shutil.copytree(folder, private / name, copy_function=shutil.copyfile)
         scheduler = sampler(config.objective)
         scheduler.save_pretrained(private / "scheduler")
-        _write_index(private, type(scheduler).__name__, encoding.text.trim)
-        card = model_card(run_dir, target, config, newest.content, encoding, weights.name, type(scheduler).__name__)
+        _write_index(private, type(scheduler).__name__, text.trim)
+        card = model_card(
+            run_dir, target, config, newest.content, encoding, text, weights.name, type(scheduler).__name__
+        )
         (private / "README.md").write_text(card)
         if target.exists():
             shutil.rmtree(target)
@@ -113,6 +117,29 @@ def sampler(objective: ObjectiveConfig) -> DDIMScheduler | DPMSolverMultistepSch
     # a schedule that ends in pure noise must be sampled from its very last step (Lin et al., 2023)
     spacing = {"timestep_spacing": "trailing"} if objective.zero_terminal_snr else {"steps_offset": 1}
     return DDIMScheduler.from_config(config, clip_sample=False, set_alpha_to_one=False, **spacing)
+
+
+def only_text(encoding: EncodingRecord, towers: list[str] | None) -> TextTower:
+    """The text tower that a StableDiffusionPipeline would use: the one that a run with these `data.towers` read.
+
+    Raises:
+        RequestError: the pipeline would make other numbers of a picture or a caption than the root holds.
+    """
+    read = [tower for name, tower in encoding.texts.items() if towers is None or f"texts.{name}" in towers]
+    stock = ("CLIPTextModel", "last", "{}", False)
+    if [(tower.class_name, tower.layer, tower.template, tower.masked) for tower in read] != [stock]:
+        raise RequestError(
+            f"StableDiffusionPipeline has one text encoder, a CLIPTextModel whose last hidden states it takes unmasked; "
+            f"this run's text towers are {', '.join(encoding.texts)}. Its weights are in the checkpoint's folder "
+            f"unet/, for a pipeline of your own."
+        )
+    (text,) = read
+    if encoding.image.class_name != "AutoencoderKL" or any(encoding.image.shift):
+        raise RequestError(
+            f"StableDiffusionPipeline takes an AutoencoderKL without a shift; this root's is a "
+            f"{encoding.image.class_name}. The weights are in the checkpoint's folder unet/."
+        )
+    return text
 
 
 def _same_model(kind: str, given: str | None, recorded: Weights) -> Path:

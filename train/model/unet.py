@@ -70,13 +70,12 @@ def check_fit(unet: UNet2DConditionModel, spec: DataSpec) -> None:
         for field, can_do in INPUTS.items()
         if config.get(field) not in can_do
     ]
-    if (config.in_channels, config.out_channels) != (spec.latent_channels, spec.latent_channels):
-        wrong.append(
-            f"it maps {config.in_channels} to {config.out_channels} channels; latents have {spec.latent_channels}"
-        )
+    channels, (_, text) = spec.image.channels, spec.text
+    if (config.in_channels, config.out_channels) != (channels, channels):
+        wrong.append(f"it maps {config.in_channels} to {config.out_channels} channels; latents have {channels}")
     width = config.encoder_hid_dim if config.encoder_hid_dim_type == "text_proj" else config.cross_attention_dim
-    if not _same(width, spec.text_width):
-        wrong.append(f"it attends to states of width {width}; text latents have {spec.text_width}")
+    if not _same(width, text.width):
+        wrong.append(f"it attends to states of width {width}; text latents have {text.width}")
     halvings = 2 ** (len(config.block_out_channels) - 1)
     for stream in spec.streams:
         if any(side % halvings for side in stream.latent_hw):

@@ -28,35 +28,44 @@ class StoredLatents:
     """Reads batches of the roots that a `DataSpec` describes."""
 
     def __init__(self, spec: DataSpec, device: torch.device):
-        self.spec = spec
-        self.uncond = spec.uncond.to(device)
+        """Raises RequestError where it is not one text tower whose states are read."""
+        self.image = spec.image
+        self.scale, self.shift = (
+            torch.tensor(values, device=device)[:, None, None] for values in (spec.image.scale, spec.image.shift)
+        )
+        self.name, self.text = spec.text
+        self.empty = spec.uncond[self.name]
+        assert self.empty.states is not None
+        self.uncond = self.empty.states.to(device)
 
     def size(self, batch: Batch) -> int:
         """Numbers in one sample's latents: C·h·w."""
-        return math.prod(batch.image_latents.shape[2:]) * self.spec.latent_channels
+        return math.prod(batch.columns["image_latents"].shape[2:]) * self.image.channels
 
     def draws_per_sample(self, batch: Batch) -> dict[Purpose, int]:
         """How many normals `sample` takes of each sample."""
-        return {Purpose.POSTERIOR: self.size(batch)} if self.spec.posterior == "moments" else {}
+        return {Purpose.POSTERIOR: self.size(batch)} if self.image.posterior == "moments" else {}
 
     def sample(self, stored: Tensor, draws: Draws) -> Tensor:
-        """(N, planes, h, w) stored → (N, C, h, w) float32 latents: mean + σ·n where moments are stored, scaled."""
-        if self.spec.posterior == "mean":
-            return stored.float() * self.spec.scaling_factor
+        """(N, planes, h, w) stored → (N, C, h, w) float32 latents: mean + σ·n where moments are stored, normalised."""
+        if self.image.posterior != "moments":
+            return self.normalise(stored.float())
         mean, log_variance = stored.float().chunk(2, dim=1)
         deviation = (0.5 * log_variance.clamp(*LOG_VARIANCE_RANGE)).exp()
-        return (mean + deviation * draws.normal(Purpose.POSTERIOR, tuple(mean.shape[1:]))) * self.spec.scaling_factor
+        return self.normalise(mean + deviation * draws.normal(Purpose.POSTERIOR, tuple(mean.shape[1:])))
+
+    def normalise(self, latents: Tensor) -> Tensor:
+        """(latents - shift) × scale, as diffusers' pipelines have it."""
+        return (latents - self.shift) * self.scale
 
     def conditioning(self, batch: Batch, dropped: Tensor) -> Conditioning:
         """Text latents as stored → float32; those of `dropped` samples, (N,) booleans, become the empty caption's."""
-        states = (
-            batch.text_latents.float()
-            if batch.text_scales is None
-            else dequantise(batch.text_latents, batch.text_scales)
-        )
+        stored, scales = (batch.columns.get(f"{kind}.{self.name}") for kind in ("text_latents", "text_scales"))
+        assert stored is not None
+        states = stored.float() if scales is None else dequantise(stored, scales)
         states = torch.where(dropped[:, None, None], self.uncond.float(), states)
-        if not self.spec.trim:
+        if not self.text.hides_padding:
             return Conditioning(states, None)
-        num_tokens = torch.where(dropped, self.spec.uncond_tokens, batch.num_tokens)
+        num_tokens = torch.where(dropped, self.empty.num_tokens, batch.columns[f"num_tokens.{self.name}"])
         places = torch.arange(states.shape[1], device=states.device)
         return Conditioning(states, (places < num_tokens[:, None]).float())

@@ -73,8 +73,14 @@ class Validation:
         return {"val_loss": float(means.mean()), "val_loss_by_timestep": by_timestep}
 
 
-def open_validation(config: ValidationConfig, training: EncodingRecord, seed: int) -> Validation:
+def open_validation(
+    config: ValidationConfig, training: EncodingRecord, lengths: dict[str, int | None], seed: int
+) -> Validation:
     """Read the first `samples` of the held-out bucket, in receipt order, each with its first caption.
+
+    Args:
+        training: the encoding of the training data.
+        lengths: the columns to read, as `DataSpec.lengths` has them.
 
     Raises:
         RequestError: no such root or bucket, too few samples, or an encoding that does not mean what training's does.
@@ -97,6 +103,6 @@ def open_validation(config: ValidationConfig, training: EncodingRecord, seed: in
     for start in range(0, len(samples), config.batch_size):
         part = samples[start : start + config.batch_size]
         slots = torch.arange(start, start + len(part))
-        batch = Collate(slots, encoding.text.length)(part)
+        batch = Collate(slots, lengths)(part)
         batches.append(batch.with_captions(torch.zeros_like(slots)))
     return Validation(batches, seed, config.every)

@@ -49,7 +49,7 @@ class Meter:
     def count(self, batch: Batch) -> None:
         """One more step, on this rank's share of a global batch."""
         self.steps += 1
-        height, width = batch.image_latents.shape[2:]
+        height, width = batch.columns["image_latents"].shape[2:]
         self.flops += len(batch) * self.flops_per_image.get((height, width), 0)
 
     def close(self) -> Interval:

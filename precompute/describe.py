@@ -1,0 +1,257 @@
+"""The towers that a config asks for, as encoding.json will say of them: from their folders alone, without weights."""
+
+import json
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import diffusers
+import torch
+import transformers
+from pydantic import AfterValidator, Field, model_validator
+
+from shards.base.config import Config
+from shards.base.errors import RequestError
+from shards.format.models import hash_weights, model_folder, read_model_config
+from shards.format.towers import FeatureTower, ImageTower, Slice, TextStorage, TextTower
+
+CAUSAL = ("clip_text_model", "gemma", "gemma2", "gemma3_text", "llama", "mistral", "phi3", "qwen2", "qwen3")
+"""`model_type`s in which a token's state does not depend on those behind it."""
+VOCABULARIES = (("vocab.json", "merges.txt"), ("tokenizer.json",), ("spiece.model",), ("tokenizer.model",))
+IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+PIXELS_PER_TOKEN = 16
+PROBE_SIDE = 256
+
+
+def _check_name(name: str) -> str:
+    if not re.fullmatch(r"[a-z0-9_]+", name):
+        raise ValueError(f"a tower's name is made of a-z, 0-9 and _, as columns are named after it, not {name!r}")
+    return name
+
+
+TowerName = Annotated[str, AfterValidator(_check_name)]
+
+
+class TextConfig(Config):
+    """How text latents are stored."""
+
+    storage: TextStorage = "float16"
+    """`float16` is exact; `float8` halves the bytes at 2.6 % relative error."""
+    trim: bool = False
+    """Store the real tokens alone; the U-Net then gets a cross-attention mask."""
+
+
+class TextTowerConfig(Config):
+    """One frozen text model, where there are several or one is not used as Stable Diffusion uses its own."""
+
+    model: str
+    """Folder, or hub name, of a transformers text model."""
+    tokenizer: str
+    """Folder, or hub name, of its tokenizer."""
+    class_name: str | None = None
+    """Of the transformers model; null: the first of `architectures` in its config.json."""
+    template: str = "{}"
+    """What the tower is given, with the caption in place of `{}`."""
+    max_tokens: int | None = Field(None, ge=1)
+    """Tokens that it is given, padding included; null: as many as the model has positions (CLIP's 77)."""
+    masked: bool = False
+    """Hide padding from the tower; a model in training is then not shown it either."""
+    layer: Literal["last"] | int = "last"
+    """Hidden states to store: the last, or an index into `hidden_states`, such as -2."""
+    states: bool = True
+    """Store hidden states."""
+    pooled: bool = False
+    """Store the pooled output, one vector for a whole caption."""
+    keep: list[Slice] = Field([(None, None)], min_length=1)
+    """Which of the tower's tokens to store, as slices: [[0, 1], [-299, null]] is the first and the last 299."""
+    storage: TextStorage | None = None
+    """In place of `text.storage`."""
+    trim: bool | None = None
+    """In place of `text.trim`."""
+    batch_size: int | None = Field(None, ge=1)
+    """Captions that it encodes together, in place of `workers.batch_size`."""
+
+    @model_validator(mode="after")
+    def _check(self) -> "TextTowerConfig":
+        if not (self.states or self.pooled):
+            raise ValueError("a text tower with neither `states` nor `pooled` would store nothing")
+        if "{}" not in self.template:
+            raise ValueError(f"the template {self.template!r} has no {{}}, where the caption would go")
+        return self
+
+
+class FeatureTowerConfig(Config):
+    """One frozen vision model whose features of each picture are stored, for a model in training to be aligned with."""
+
+    model: str
+    """Folder, or hub name, of a transformers vision model of patches, such as DINOv2."""
+    class_name: str | None = None
+    """Of the transformers model; null: the first of `architectures` in its config.json."""
+    resize: float | None = Field(None, gt=0)
+    """Side of the picture that it is given / side of the bucket; null: so that a token stands for 16 × 16 pixels."""
+    storage: TextStorage = "float16"
+    """As `text.storage`."""
+    batch_size: int | None = Field(None, ge=1)
+    """Pictures that it encodes together, in place of `workers.batch_size`."""
+
+
+def describe_image(name: str, posterior: Literal["moments", "mean"] | None, **how: str) -> ImageTower:
+    """The autoencoder `name`, a folder or on the hub.
+
+    Args:
+        posterior: what is stored of it; None: moments, or the latents of an autoencoder that has no posterior.
+        how: crop, resampling, decoder, resampler, color.
+
+    Raises:
+        RequestError: it is missing, or no autoencoder of pictures; or it has no posterior, which was asked for.
+    """
+    folder = model_folder(name)
+    config = read_model_config(folder)
+    class_name = str(config.get("_class_name", "AutoencoderKL"))
+    try:
+        with torch.device("meta"):
+            vae: Any = getattr(diffusers, class_name).from_config(config)
+            encoded = vae.encode(torch.empty(1, 3, PROBE_SIDE, PROBE_SIDE))
+    except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise RequestError(
+            f"{folder} is no autoencoder of pictures that this diffusers can build: {class_name}, "
+            f"{type(error).__name__}: {error}. Give the folder of an AutoencoderKL or AutoencoderDC."
+        ) from error
+    has_posterior = hasattr(encoded, "latent_dist")
+    if not has_posterior and posterior is not None:
+        raise RequestError(f"{class_name} has no posterior: leave `posterior` out, its latents are deterministic.")
+    mode = encoded.latent_dist.mode() if has_posterior else encoded.latent
+    channels, side = int(mode.shape[1]), int(mode.shape[-1])
+    return ImageTower(
+        class_name=class_name,
+        weights=hash_weights(name, folder),
+        posterior=(posterior or "moments") if has_posterior else "deterministic",
+        channels=channels,
+        downsampling=PROBE_SIDE // side,
+        **_normalisation(config, channels),
+        **how,
+    )
+
+
+def _normalisation(config: dict[str, Any], channels: int) -> dict[str, tuple[float, ...]]:
+    """Scale and shift per channel, as diffusers' pipelines take them from a VAE's config."""
+    if config.get("latents_std"):  # (latents - mean) / std, of Wan and Qwen-Image
+        return {
+            "scale": tuple(1 / float(std) for std in config["latents_std"]),
+            "shift": tuple(map(float, config["latents_mean"])),
+        }
+    scale, shift = config.get("scaling_factor"), config.get("shift_factor")
+    return {"scale": (float(0.18215 if scale is None else scale),) * channels, "shift": (float(shift or 0),) * channels}
+
+
+def describe_text(name: str, asked: TextTowerConfig, default: TextConfig) -> TextTower:
+    """A text tower and its tokenizer.
+
+    Raises:
+        RequestError: one is missing, of another kind, not the other's, or cannot be stored as asked.
+    """
+    folder, tokenizer = model_folder(asked.model), model_folder(asked.tokenizer)
+    config = read_model_config(folder)
+    class_name = _transformers_class(folder, config, asked.class_name)
+    architecture = transformers.AutoConfig.from_pretrained(folder).get_text_config()
+    longest = getattr(architecture, "max_position_embeddings", None)
+    is_clip = architecture.model_type == "clip_text_model"
+    max_tokens = asked.max_tokens or (longest if is_clip else None)
+    if max_tokens is None:
+        raise RequestError(f"texts.{name}.max_tokens: {class_name} takes captions of any length; say how many tokens.")
+    if longest is not None and max_tokens > longest:
+        raise RequestError(f"texts.{name}.max_tokens: {class_name} in {folder} takes {longest}, not {max_tokens}.")
+    _check_tokenizer(tokenizer, max_tokens if is_clip else None)
+    trim = default.trim if asked.trim is None else asked.trim
+    if trim and asked.states and not asked.masked and architecture.model_type not in CAUSAL:
+        raise RequestError(
+            f"texts.{name}.trim: {class_name} sees the padding behind a caption, and without `masked` every token's "
+            f"state depends on it; trimmed ones would not be what the pipeline computes. Set trim to false, or masked "
+            f"to true where the model family hides padding."
+        )
+    pooled = 0
+    if asked.pooled:
+        if not is_clip:
+            raise RequestError(f"texts.{name}.pooled: {class_name} has no pooled output; CLIP's text models have.")
+        projected = class_name.endswith("WithProjection")
+        pooled = int(architecture.projection_dim if projected else architecture.hidden_size)
+    return TextTower(
+        class_name=class_name,
+        weights=hash_weights(asked.model, folder),
+        tokenizer=hash_weights(asked.tokenizer, tokenizer),
+        template=asked.template,
+        max_tokens=max_tokens,
+        masked=asked.masked,
+        layer=asked.layer,
+        states=asked.states,
+        keep=tuple(asked.keep),
+        length=_num_kept(name, asked.keep, max_tokens),
+        width=int(architecture.hidden_size),
+        pooled=pooled,
+        storage=asked.storage or default.storage,
+        trim=trim and asked.states,
+    )
+
+
+def _num_kept(name: str, keep: list[Slice], max_tokens: int) -> int:
+    """Tokens that the slices keep of `max_tokens`; real ones must come before padding in what they keep."""
+    places = [place for bounds in keep for place in range(max_tokens)[slice(*bounds)]]
+    if not places or sorted(set(places)) != places:
+        raise RequestError(f"texts.{name}.keep: {keep} of {max_tokens} tokens is none, or one twice, or out of order.")
+    return len(places)
+
+
+def _transformers_class(folder: Path, config: dict[str, Any], asked: str | None) -> str:
+    class_name = asked or str((config.get("architectures") or ["-"])[0])
+    if not hasattr(transformers, class_name):
+        raise RequestError(
+            f"{folder}/config.json is of a {class_name!r}, which this transformers ({transformers.__version__}) does "
+            f"not have. Give `class_name`, or another folder; code that comes with a model is not run."
+        )
+    return class_name
+
+
+def _check_tokenizer(folder: Path, length: int | None) -> None:
+    """`length`: that of the text model's positions, where a tokenizer that cuts elsewhere is not its own."""
+    path = folder / "tokenizer_config.json"
+    if not path.is_file():
+        raise RequestError(f"{folder} is not a tokenizer folder: it has no tokenizer_config.json.")
+    if not any(all((folder / file).is_file() for file in files) for files in VOCABULARIES):
+        known = ", or ".join(" and ".join(files) for files in VOCABULARIES)
+        raise RequestError(f"{folder} is not a tokenizer folder: it has no vocabulary, {known}.")
+    tokenizer_length = json.loads(path.read_text()).get("model_max_length", length)
+    if length is not None and tokenizer_length != length:
+        raise RequestError(
+            f"The tokenizer in {folder} cuts captions at {tokenizer_length} tokens, but the text encoder takes "
+            f"{length}. They are not a pair: give the tokenizer that came with the text encoder."
+        )
+
+
+def describe_features(name: str, asked: FeatureTowerConfig) -> FeatureTower:
+    """A feature tower.
+
+    Raises:
+        RequestError: it is missing, or no vision model of patches.
+    """
+    folder = model_folder(asked.model)
+    config = read_model_config(folder)
+    class_name = _transformers_class(folder, config, asked.class_name)
+    architecture: Any = transformers.AutoConfig.from_pretrained(folder)
+    architecture = getattr(architecture, "vision_config", architecture)
+    patch, width = getattr(architecture, "patch_size", None), getattr(architecture, "hidden_size", None)
+    if not isinstance(patch, int) or not isinstance(width, int):
+        raise RequestError(f"features.{name}: {folder} is no vision model of patches ({class_name}), such as DINOv2.")
+    mean, std = IMAGENET
+    if (folder / "preprocessor_config.json").is_file():
+        given = json.loads((folder / "preprocessor_config.json").read_text())
+        mean, std = given.get("image_mean", mean), given.get("image_std", std)
+    return FeatureTower(
+        class_name=class_name,
+        weights=hash_weights(asked.model, folder),
+        resize=asked.resize or patch / PIXELS_PER_TOKEN,
+        mean=tuple(mean),
+        std=tuple(std),
+        patch=patch,
+        width=width,
+        storage=asked.storage,
+    )

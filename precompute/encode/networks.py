@@ -1,0 +1,160 @@
+"""A frozen network on a device: in lowered precision, with copies that run beside its arithmetic.
+
+Every batch is filled up to one size: kernels are chosen by shape, and so a sample's latents do not depend on how many
+others happened to share its batch.
+
+Encoding is in two halves, so that the device never waits for the worker: `start` hands a batch over and comes back at
+once; calling what it returned waits for the latents. On a CPU, `start` does all of it.
+"""
+
+import copy
+from collections.abc import Callable
+from typing import Literal, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+Item = TypeVar("Item")
+Model = TypeVar("Model", bound=nn.Module)
+Precision = Literal["float32", "float16", "bfloat16"]
+
+
+def autocast(device: torch.device, precision: Precision) -> torch.autocast:
+    """Mixed precision as configured; float32 turns it off."""
+    dtype = getattr(torch, precision)
+    return torch.autocast(device.type, dtype=dtype, enabled=precision != "float32")
+
+
+def lowered(model: Model, precision: Precision) -> Model:
+    """A copy whose products hold their weights in `precision`: what autocast would make of them anew for each batch."""
+    if precision == "float32":
+        return model
+    model = copy.deepcopy(model)
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d | nn.Linear):
+            module.to(getattr(torch, precision))
+    return model
+
+
+def filled(items: list[Item], batch_size: int) -> list[Item]:
+    """`items` and as many copies of the last one as make up `batch_size`."""
+    return items + items[-1:] * (batch_size - len(items))
+
+
+def filled_rows(rows: Tensor, batch_size: int) -> Tensor:
+    """The same for the rows of a tensor."""
+    return torch.cat([rows, rows[-1:].expand(batch_size - len(rows), *rows.shape[1:])])
+
+
+class Copies:
+    """Copies to and from a GPU that run beside its arithmetic: a stream each way, and page-locked memory at this end.
+
+    The allocators see to it that no buffer is handed out again while a stream still uses it: the host's knows which
+    streams copy, the device's is told by `record_stream`. On the CPU there is nothing to copy.
+    """
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.is_cuda = device.type == "cuda"
+        if self.is_cuda:
+            self.inward, self.outward = torch.cuda.Stream(device), torch.cuda.Stream(device)
+
+    def buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Uninitialised host memory that `to_device` can copy from without stopping this thread."""
+        return torch.empty(shape, dtype=dtype, pin_memory=self.is_cuda)
+
+    def to_device(self, host: Tensor) -> Tensor:
+        """Begin to copy `host`; what this thread launches next waits for it on the device."""
+        if not self.is_cuda:
+            return host
+        arithmetic = torch.cuda.current_stream(self.device)
+        with torch.cuda.stream(self.inward):
+            copied = host.to(self.device, non_blocking=True)
+        arithmetic.wait_stream(self.inward)
+        copied.record_stream(arithmetic)
+        return copied
+
+    def to_host(self, *results: Tensor) -> Callable[[], tuple[Tensor, ...]]:
+        """Begin to copy `results` once what was launched so far is done; the function returned waits for them."""
+        if not self.is_cuda:
+            return lambda: results
+        self.outward.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self.outward):
+            copies = tuple(self.buffer(tuple(result.shape), result.dtype) for result in results)
+            for result, copied in zip(results, copies, strict=True):
+                copied.copy_(result, non_blocking=True)
+                result.record_stream(self.outward)
+            done = torch.cuda.Event(blocking=True)  # or the wait would take a core from the decoders
+            done.record()
+
+        def wait() -> tuple[Tensor, ...]:
+            done.synchronize()
+            return copies
+
+        return wait
+
+
+class Network:
+    """A frozen network, held in float32 and with its products lowered."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        compute: Callable[..., tuple[Tensor, ...]],
+        device: torch.device,
+        precision: Precision,
+        compiled: str | None = None,
+    ):
+        """Args:
+        model: in float32, on the CPU.
+        compute: (the network, a batch's inputs on the device) → its results, (batch, …) floats each.
+        compiled: the part of the network to compile, for each shape; `""` for all of it. What is encoded again in
+            float32 is not worth compiling for.
+        """
+        self.model = model.eval().requires_grad_(False).to(device)
+        self.lowered = lowered(self.model, precision)
+        if compiled is not None:
+            self.lowered.get_submodule(compiled).compile(dynamic=False)
+        self.compute = compute
+        self.device = device
+        self.precision = precision
+        self.copies = Copies(device)
+
+    def stack(self, pictures: list[np.ndarray], batch_size: int) -> Tensor:
+        """Pictures (H, W, 3) uint8 as a full batch, (batch_size, H, W, 3), on the host."""
+        pixels = self.copies.buffer((batch_size, *pictures[0].shape), torch.uint8)
+        batch: list[np.ndarray] = filled(pictures, batch_size)
+        np.stack(batch, out=pixels.numpy())
+        return pixels
+
+    @torch.inference_mode()
+    def start(self, inputs: tuple[Tensor, ...], count: int) -> Callable[[], tuple[Tensor, ...]]:
+        """Begin with a batch's inputs on the host, whose first `count` rows count.
+
+        Returns:
+            Waits; the results as float16 on the CPU, (count, …) each. A row of which one overflows float16 is encoded
+            again in float32; it may still overflow.
+        """
+        results = self._run([self.copies.to_device(host) for host in inputs], self.precision)
+        halves = [result[:count].half() for result in results]
+        # a sum is finite exactly if every term is: float32 holds millions of the largest float16
+        finite = [half.flatten(1).sum(dim=1, dtype=torch.float32).isfinite() for half in halves]
+        wait = self.copies.to_host(*halves, torch.stack(finite).all(dim=0))
+
+        @torch.inference_mode()
+        def waited() -> tuple[Tensor, ...]:
+            *stored, finite = wait()
+            if self.precision != "float32" and not finite.all():
+                batch = len(inputs[0])
+                rows = [filled_rows(host[:count][~finite], batch).to(self.device) for host in inputs]
+                for half, again in zip(stored, self._run(rows, "float32"), strict=True):
+                    half[~finite] = again[: int((~finite).sum())].half().cpu()
+            return tuple(stored)
+
+        return waited
+
+    def _run(self, inputs: list[Tensor], precision: Precision) -> tuple[Tensor, ...]:
+        model = self.lowered if precision == self.precision else self.model
+        with autocast(self.device, precision):
+            return tuple(result.float() for result in self.compute(model, *inputs))
