@@ -123,7 +123,7 @@ class Encoding:
     def __init__(self, world: World):
         self.world = world
         torch.set_num_threads(1)
-        self.towers = make_towers(world.config(Path("no root")), world.models)
+        self.towers = make_towers(world.config(Path("no root")))
 
     def run(self, root: Path, steps: Steps) -> int:
         """Stage 1 into `root`; its exit code, negative for a signal's number."""

@@ -11,6 +11,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from streaming import MDSWriter
 
+from bench.kit.roots import encoding_record
 from plan.arithmetic import costs, restarts, scaling
 from shards.format import text
 
@@ -178,11 +179,12 @@ def test_checkpoint_bytes() -> None:
 @pytest.mark.parametrize("storage", ["float16", "float8"])
 def test_sample_bytes_are_those_of_a_written_shard(storage: text.TextStorage, trim: bool, tmp_path: Path) -> None:
     num_samples, tokens, width = 50, 20, 1024
+    tower = encoding_record(77, width, storage=storage, trim=trim).texts["text"]
     columns = {
         "key": "str",
         "caption": "str",
         "image_latents": "ndarray:float16:8,32,32",
-        **text.columns(storage, trim, 77, width),
+        **text.columns("text", tower),
         "size": "ndarray:int32:4",
         "scores": "ndarray:float32:4",
     }
@@ -190,7 +192,7 @@ def test_sample_bytes_are_those_of_a_written_shard(storage: text.TextStorage, tr
         "key": "000000042",
         "caption": "a red square",
         "image_latents": np.zeros((8, 32, 32), np.float16),
-        **text.pack(torch.zeros(77, width), tokens, storage, trim),
+        **text.pack("text", tower, [text.TextLatents(torch.zeros(77, width), tokens)], several=False),
         "size": np.zeros(4, np.int32),
         "scores": np.zeros(4, np.float32),
     }

@@ -16,6 +16,6 @@ def keys_per_step(
         for step in range(steps):
             batch = next(batches)
             for slot, key in zip(batch.slots.tolist(), batch.keys, strict=True):
-                whole[step][slot] = f"{key} {tuple(batch.image_latents.shape[2:])}"
+                whole[step][slot] = f"{key} {tuple(batch.columns['image_latents'].shape[2:])}"
         batches.close()
     return whole

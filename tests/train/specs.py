@@ -1,24 +1,52 @@
 """What small data looks like to the loss."""
 
 import torch
+from torch import Tensor
 
+from bench.kit.roots import encoding_record
+from shards.format.text import TextLatents
+from shards.format.towers import ONLY_TEXT, TextStorage
+from train.data.batch import Batch
 from train.data.spec import DataSpec
 
 CHANNELS, TOKENS, WIDTH = 4, 16, 12
 
 
-def spec(**changes: object) -> DataSpec:
-    """What a loss must know of the data, with the `changes` given instead."""
-    fields = {
-        "posterior": "moments",
-        "latent_channels": CHANNELS,
-        "scaling_factor": 0.7,
-        "text_length": TOKENS,
-        "text_width": WIDTH,
-        "trim": False,
-        "uncond": torch.randn(TOKENS, WIDTH).half(),
-        "uncond_tokens": 2,
-        "streams": (),
-        "steps_per_epoch": 1,
+def spec(
+    uncond: Tensor | None = None,
+    uncond_tokens: int = 2,
+    trim: bool = False,
+    storage: TextStorage = "float16",
+    **image: object,
+) -> DataSpec:
+    """What a loss must know of the data; `image`: fields of its image tower that differ."""
+    uncond = torch.randn(TOKENS, WIDTH).half() if uncond is None else uncond
+    encoding = encoding_record(*uncond.shape, trim=trim, storage=storage)
+    scale = image.pop("scaling_factor", 0.7)
+    return DataSpec(
+        image=encoding.image.model_copy(update={"channels": CHANNELS, "scale": (scale,) * CHANNELS} | image),
+        texts=encoding.texts,
+        features={},
+        uncond={ONLY_TEXT: TextLatents(uncond, uncond_tokens)},
+        streams=(),
+        steps_per_epoch=1,
+    )
+
+
+def make_batch(
+    keys: list[str],
+    slots: Tensor,
+    image_latents: Tensor,
+    text_latents: Tensor,
+    text_scales: Tensor | None = None,
+    num_tokens: Tensor | None = None,
+    num_captions: Tensor | None = None,
+) -> Batch:
+    """A batch with the columns of one text tower."""
+    columns = {
+        "image_latents": image_latents,
+        f"text_latents.{ONLY_TEXT}": text_latents,
+        f"text_scales.{ONLY_TEXT}": text_scales,
+        f"num_tokens.{ONLY_TEXT}": torch.full((len(text_latents),), TOKENS) if num_tokens is None else num_tokens,
     }
-    return DataSpec(**(fields | changes))  # type: ignore[arg-type]
+    return Batch(keys, slots, {name: value for name, value in columns.items() if value is not None}, num_captions)

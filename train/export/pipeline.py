@@ -129,7 +129,7 @@ def only_text(encoding: EncodingRecord, towers: list[str] | None) -> TextTower:
     stock = ("CLIPTextModel", "last", "{}", False)
     if [(tower.class_name, tower.layer, tower.template, tower.masked) for tower in read] != [stock]:
         raise RequestError(
-            f"StableDiffusionPipeline has one text encoder, a CLIPTextModel whose last hidden states it takes unmasked; "
+            f"StableDiffusionPipeline has one text encoder, a CLIPTextModel whose last states it takes unmasked, and "
             f"this run's text towers are {', '.join(encoding.texts)}. Its weights are in the checkpoint's folder "
             f"unet/, for a pipeline of your own."
         )

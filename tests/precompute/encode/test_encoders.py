@@ -15,8 +15,9 @@ from transformers import CLIPTokenizer
 from examples.shapes.encoders.text import labelled_captions
 from examples.shapes.encoders.vae import draw_pictures
 from examples.shapes.models import MODELS
-from precompute.encode import encoders
-from precompute.encode.encoders import ImageEncoder, Precision, TextEncoder, autocast
+from precompute.describe import TextConfig, TextTowerConfig, describe_image, describe_text
+from precompute.encode.encoders import EncodedCaption, ImageEncoder, TextEncoder
+from precompute.encode.networks import Precision, autocast
 
 CPU = torch.device("cpu")
 BATCH = 8
@@ -38,11 +39,27 @@ def captions() -> list[str]:
 
 
 def image_encoder(precision: Precision, **options: bool) -> ImageEncoder:
-    return ImageEncoder(MODELS / "vae", CPU, precision, "moments", **options)
+    return image_encoder_of(MODELS / "vae", precision, **options)
+
+
+def image_encoder_of(folder: Path, precision: Precision, **options: bool) -> ImageEncoder:
+    how = dict.fromkeys(("crop", "resampling", "decoder", "resampler", "color"), "")
+    return ImageEncoder(folder, describe_image(str(folder), None, **how), CPU, precision, **options)
 
 
 def text_encoder(precision: Precision, **options: bool) -> TextEncoder:
-    return TextEncoder(MODELS / "text_encoder", MODELS / "tokenizer", CPU, precision, **options)
+    return text_encoder_of(MODELS, precision, **options)
+
+
+def text_encoder_of(models: Path, precision: Precision, **options: bool) -> TextEncoder:
+    folder, tokenizer = models / "text_encoder", models / "tokenizer"
+    asked = TextTowerConfig(model=str(folder), tokenizer=str(tokenizer), class_name="CLIPTextModel")
+    return TextEncoder(folder, tokenizer, describe_text("text", asked, TextConfig()), CPU, precision, **options)
+
+
+def states(encoded: EncodedCaption) -> Tensor:
+    assert encoded.latents.states is not None
+    return encoded.latents.states
 
 
 def share_of_deviation(found: Tensor, expected: Tensor) -> float:
@@ -59,8 +76,8 @@ def test_neighbours_do_not_matter_beyond_rounding(
     for picture, caption, (image_latents, encoded) in zip(pictures, captions, together, strict=True):
         for batch_size in (BATCH, 1):
             assert share_of_deviation(image([picture], batch_size)[0], image_latents) < LARGEST[precision]
-            alone = text([caption], batch_size)[0].latents
-            assert share_of_deviation(alone, encoded.latents) < LARGEST[precision]
+            alone = states(text([caption], batch_size)[0])
+            assert share_of_deviation(alone, states(encoded)) < LARGEST[precision]
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
@@ -68,8 +85,8 @@ def test_the_end_of_a_batch_is_as_good_a_place_as_any(
     pictures: list[np.ndarray], captions: list[str], precision: Precision
 ) -> None:
     image, text = image_encoder(precision), text_encoder(precision)
-    first = image([pictures[3], *pictures[4:]], BATCH)[0], text([captions[3], *captions[4:]], BATCH)[0].latents
-    last = image(pictures[:4], BATCH)[-1], text(captions[:4], BATCH)[-1].latents  # its copies fill the batch up
+    first = image([pictures[3], *pictures[4:]], BATCH)[0], states(text([captions[3], *captions[4:]], BATCH)[0])
+    last = image(pictures[:4], BATCH)[-1], states(text(captions[:4], BATCH)[-1])  # its copies fill the batch up
     for one, other in zip(first, last, strict=True):
         assert share_of_deviation(one, other) < LARGEST[precision]
 
@@ -78,62 +95,67 @@ def test_weights_lowered_once_are_what_autocast_lowers_each_time(
     pictures: list[np.ndarray], captions: list[str]
 ) -> None:
     image, text = image_encoder("bfloat16"), text_encoder("bfloat16")
-    assert image.lowered is not image.vae and image.vae.encoder.conv_in.weight.dtype == torch.float32
+    assert image.lowered is not image.model
+    assert image.model.get_submodule("encoder.conv_in").weight.dtype == torch.float32
     fast = image(pictures, BATCH), text(captions, BATCH)
-    image.lowered, text.lowered = image.vae, text.model
+    image.lowered, text.lowered = image.model, text.model
     assert torch.equal(fast[0], image(pictures, BATCH))
     for one, other in zip(fast[1], text(captions, BATCH), strict=True):
-        assert torch.equal(one.latents, other.latents)
+        assert torch.equal(states(one), states(other))
 
 
 def test_batches_on_the_device_come_back_each_as_itself(pictures: list[np.ndarray], captions: list[str]) -> None:
     """Several are begun before the first is waited for; they may be waited for in any order."""
     image, text = image_encoder("bfloat16"), text_encoder("bfloat16")
-    begun = [image.start(pictures[i : i + 2], 4) for i in (0, 2, 4)]
-    begun_texts = [text.start(captions[i : i + 2], 4) for i in (0, 2, 4)]
+    begun = [image.start_batch(image.stack(pictures[i : i + 2], 4), 2) for i in (0, 2, 4)]
+    begun_texts = [text.start_batch(captions[i : i + 2], 4) for i in (0, 2, 4)]
     for place, i in ((2, 4), (0, 0), (1, 2)):
         assert torch.equal(begun[place](), image(pictures[i : i + 2], 4))
         for one, other in zip(begun_texts[place](), text(captions[i : i + 2], 4), strict=True):
-            assert torch.equal(one.latents, other.latents) and one.num_tokens == other.num_tokens
+            assert torch.equal(states(one), states(other))
+            assert one.latents.num_tokens == other.latents.num_tokens
 
 
 def test_what_overflows_is_encoded_again_in_float32(
     pictures: list[np.ndarray], captions: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def overflowing(encode: Callable[[Tensor, Precision], Tensor]) -> Callable[[Tensor, Precision], Tensor]:
-        def overflow(batch: Tensor, precision: Precision) -> Tensor:
-            assert len(batch) == 4, "a batch that is not filled"
-            latents = encode(batch, precision)
+    def overflowing(run: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor, ...]]:
+        def overflow(inputs: list[Tensor], precision: Precision) -> tuple[Tensor, ...]:
+            assert len(inputs[0]) == 4, "a batch that is not filled"
+            (latents,) = run(inputs, precision)
             if precision == "bfloat16":
                 latents[1] = 1e6  # beyond float16
-            return latents
+            return (latents,)
 
         return overflow
 
     image, text = image_encoder("bfloat16"), text_encoder("bfloat16")
-    monkeypatch.setattr(image, "_encode", overflowing(image._encode))
-    monkeypatch.setattr(text, "_encode", overflowing(text._encode))
-    second = image(pictures[:3], 4)[1], text(captions[:3], 4)[1].latents
-    exact = image_encoder("float32")(pictures[:3], 4)[1], text_encoder("float32")(captions[:3], 4)[1].latents
+    monkeypatch.setattr(image, "_run", overflowing(image._run))
+    monkeypatch.setattr(text, "_run", overflowing(text._run))
+    second = image(pictures[:3], 4)[1], states(text(captions[:3], 4)[1])
+    exact = image_encoder("float32")(pictures[:3], 4)[1], states(text_encoder("float32")(captions[:3], 4)[1])
     for found, expected in zip(second, exact, strict=True):
         assert found.isfinite().all() and share_of_deviation(found, expected) < LARGEST["float32"]
 
 
 def test_what_overflows_in_float32_too_stays_infinite(pictures: list[np.ndarray]) -> None:
     encoder = image_encoder("bfloat16")
-    encoder._encode = lambda pixels, precision: torch.full((len(pixels), 8, 8, 8), 1e6)  # type: ignore[method-assign]
+    encoder._run = lambda inputs, precision: (torch.full((len(inputs[0]), 8, 8, 8), 1e6),)  # type: ignore[method-assign]
     assert encoder(pictures, BATCH).isinf().all()
 
 
 def test_captions_are_cut_and_padded_as_the_tokenizer_does_it(models: Path) -> None:
     """The tiny tokenizer makes a token of each character, and takes 16."""
-    encoder = TextEncoder(models / "text_encoder", models / "tokenizer", CPU, "float32")
+    encoder = text_encoder_of(models, "float32")
     tokenizer = CLIPTokenizer.from_pretrained(models / "tokenizer")
     captions = ["", "a", "x" * 13, "x" * 14, "x" * 15, "x" * 40]
     expected = tokenizer(captions, padding="max_length", max_length=16, truncation=True).input_ids
-    assert [encoder._fitted(row) for row in tokenizer(captions).input_ids] == expected
+    fed: list[Tensor] = []
+    start = encoder.start
+    encoder.start = lambda inputs, count: fed.append(inputs[0]) or start(inputs, count)  # type: ignore
     encoded = encoder(captions, 8)
-    assert [(row.num_tokens, row.truncated) for row in encoded] == [
+    assert fed[0][:6].tolist() == expected
+    assert [(row.latents.num_tokens, row.truncated) for row in encoded] == [
         *[(2, False), (3, False), (15, False), (16, False), (16, True), (16, True)]
     ]
 
@@ -148,12 +170,12 @@ def test_a_compiled_encoder_gives_the_same(
         seen.append(graph)
         return graph.forward
 
-    monkeypatch.setattr(encoders.torch, "compile", functools.partial(torch.compile, backend=backend))
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
     image, text = image_encoder("float32", compiled=True), text_encoder("float32", compiled=True)
     assert torch.equal(image(pictures, BATCH), image_encoder("float32")(pictures, BATCH))
     num_image_graphs = len(seen)
     for one, other in zip(text(captions, BATCH), text_encoder("float32")(captions, BATCH), strict=True):
-        assert torch.equal(one.latents, other.latents)
+        assert torch.equal(states(one), states(other))
     assert 0 < num_image_graphs < len(seen)
 
 
@@ -162,8 +184,8 @@ def test_attention_takes_the_fused_kernel(models: Path, captions: list[str], tmp
     torch.manual_seed(0)
     vae = AutoencoderKL(block_out_channels=[8], norm_num_groups=4, layers_per_block=1, mid_block_add_attention=True)
     vae.save_pretrained(tmp_path / "vae")
-    image = ImageEncoder(tmp_path / "vae", CPU, "bfloat16", "moments")
-    text = TextEncoder(models / "text_encoder", models / "tokenizer", CPU, "bfloat16")
+    image = image_encoder_of(tmp_path / "vae", "bfloat16")
+    text = text_encoder_of(models, "bfloat16")
     for encode in (lambda: image([np.zeros((16, 16, 3), np.uint8)], 1), lambda: text(captions, BATCH)):
         with profile(activities=[ProfilerActivity.CPU]) as profiler:
             encode()

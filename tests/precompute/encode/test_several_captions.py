@@ -63,7 +63,7 @@ def test_each_caption_is_what_it_would_be_alone(
     both = encoded(models, captioned, tmp_path / "both", storage=storage, trim=trim)
     alone = {f: encoded(models, captioned, tmp_path / f, [f], storage=storage, trim=trim) for f in FIELDS}
     for bucket in BUCKETS:
-        found: dict[str, list[tuple[str, np.ndarray]]] = {}
+        found: dict[str, list[tuple[str, dict[str, np.ndarray]]]] = {}
         for field in FIELDS:  # as listed, which is the order that is stored
             encoding = EncodingRecord.load(open_store(alone[field]))
             for sample in read_part(alone[field] / bucket / "00000"):
@@ -75,7 +75,7 @@ def test_each_caption_is_what_it_would_be_alone(
         for key, sample in rows.items():
             assert captions(sample, encoding) == [caption for caption, _ in found[key]]
             for one, other in zip(text_latents(sample, encoding), found[key], strict=True):
-                np.testing.assert_array_equal(one, other[1])
+                np.testing.assert_array_equal(one["text"], other[1]["text"])
     assert list(verify_root(open_store(both))) == []
 
 
@@ -88,13 +88,13 @@ def test_what_a_sample_looks_like(models: Path, captioned: Path, tmp_path: Path)
         # begin, a token a letter, end
         kept = {0: [4], 1: [7], 5: [7, 4]} if trim else {0: [TEXT_LENGTH], 1: [TEXT_LENGTH], 5: [TEXT_LENGTH] * 2}
         for i, lengths in kept.items():
-            assert rows[i]["text_latents"].shape[:2] == (len(lengths), max(lengths))
-            assert rows[i]["text_scales"].shape == (len(lengths), max(lengths))
+            assert rows[i]["text_latents.text"].shape[:2] == (len(lengths), max(lengths))
+            assert rows[i]["text_scales.text"].shape == (len(lengths), max(lengths))
             if trim:
-                assert rows[i]["num_tokens"].tolist() == lengths
-                assert not rows[i]["text_latents"][-1, lengths[-1] :].any()
+                assert rows[i]["num_tokens.text"].tolist() == lengths
+                assert not rows[i]["text_latents.text"][-1, lengths[-1] :].any()
             else:
-                assert "num_tokens" not in rows[i]
+                assert "num_tokens.text" not in rows[i]
 
 
 def test_captions_are_counted_once_for_all_buckets(
@@ -118,13 +118,13 @@ def test_a_caption_is_encoded_once_and_in_filled_batches(
     models: Path, captioned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[list[str]] = []
-    encode = TextEncoder.start
+    encode = TextEncoder.start_batch
 
     def spy(self: TextEncoder, texts: list[str], batch_size: int) -> object:
         calls.append(texts)
         return encode(self, texts, batch_size)
 
-    monkeypatch.setattr(TextEncoder, "start", spy)
+    monkeypatch.setattr(TextEncoder, "start_batch", spy)
     encoded(models, captioned, tmp_path / "root")
     assert calls.pop(0) == [""] and sum(map(len, calls)) == 20
     assert all(len(texts) <= 8 for texts in calls)  # workers.batch_size, up to which each is filled
@@ -147,25 +147,22 @@ def test_the_fields_and_the_limit_are_part_of_the_encoding(models: Path, caption
     root = encoded(models, captioned, tmp_path / "root")
     with pytest.raises(RequestError) as caught:
         check_root(open_store(root), describe_encoding(precompute_config(models, captioned, root)))
-    assert "text.captions: ['json:blip', 'txt'] ≠ ['txt']" in str(caught.value)
-    assert "text.max_characters: 40 ≠ 4096" in str(caught.value)
-    record = EncodingRecord.load(open_store(root))
-    assert record.text.captions == tuple(FIELDS)
-    assert hash(record) == hash(EncodingRecord.load(open_store(root)))  # workers keep their encoders by it
+    assert "captions: ['json:blip', 'txt'] ≠ ['txt']" in str(caught.value)
+    assert "max_characters: 40 ≠ 4096" in str(caught.value)
+    assert EncodingRecord.load(open_store(root)).captions == tuple(FIELDS)
 
 
 def test_a_caption_that_was_lost_is_found(models: Path, captioned: Path, tmp_path: Path) -> None:
     """A writer that stores fewer captions than latents: the files are as their receipt says, and still it shows."""
-    from shards.root.writing import PartWriter
+    from shards.root.writing import Caption, PartWriter
 
-    write = PartWriter._caption_columns
+    write = PartWriter._caption_text
 
-    def lose_one(self: PartWriter, *arguments: object) -> dict[str, object]:
-        row = write(self, *arguments)  # type: ignore[arg-type]
-        return row | {"caption": json.dumps([None, *json.loads(row["caption"])[1:]])}
+    def lose_one(self: PartWriter, captions: list[Caption | None]) -> str:
+        return json.dumps([None, *json.loads(write(self, captions))[1:]])
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(PartWriter, "_caption_columns", lose_one)
+        patch.setattr(PartWriter, "_caption_text", lose_one)
         encoded(models, captioned, tmp_path / "root")
     wrong = list(verify_root(open_store(tmp_path / "root")))
     assert wrong and all("not as many captions as text latents" in line for line in wrong)

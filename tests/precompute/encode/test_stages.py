@@ -8,10 +8,12 @@ import numpy as np
 import torch
 
 from precompute.encode.encoders import EncodedCaption
-from precompute.encode.samples import About, Cut, Later
+from precompute.encode.overlap import Later
+from precompute.encode.samples import About, Cut
 from precompute.encode.stages import CaptionsOnce
 from precompute.encode.towers import Towers
 from precompute.input.captions import CleanCaption
+from shards.format.text import TextLatents
 
 
 class Text:
@@ -21,11 +23,11 @@ class Text:
         self.calls: list[list[str]] = []
         self.batches: list[weakref.ref[torch.Tensor]] = []
 
-    def start(self, texts: list[str], batch_size: int) -> Callable[[], list[EncodedCaption]]:
+    def start_batch(self, texts: list[str], batch_size: int) -> Callable[[], list[EncodedCaption]]:
         self.calls.append(texts)
         states = torch.ones(len(texts), 2, 2, dtype=torch.float16)
         self.batches.append(weakref.ref(states))
-        return lambda: [EncodedCaption(row, 2, False) for row in states]
+        return lambda: [EncodedCaption(TextLatents(row, 2), False) for row in states]
 
 
 def cut(key: str, captions: list[str | None], num_buckets: int) -> Cut:
@@ -51,7 +53,7 @@ def test_a_value_is_waited_for_once_and_what_it_took_is_let_go_of() -> None:
 
 def test_captions_are_begun_with_the_first_bucket_and_kept_until_the_last() -> None:
     text = Text()
-    captions = CaptionsOnce(Towers(None, text, batch_size=2))  # type: ignore[arg-type]
+    captions = CaptionsOnce(Towers(None, {"text": text}, {}, batch_size=2))  # type: ignore
     one = captions.start([cut("a", ["a0", None], 2), cut("b", ["b0", "b1"], 1)])
     assert text.calls == [["a0", "b0"], ["b1"]] and list(captions.begun) == ["a"]
     two = captions.start([cut("c", ["c0", None], 1), cut("a", ["a0", None], 2)])

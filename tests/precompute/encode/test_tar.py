@@ -70,7 +70,7 @@ def test_latents_equal_diffusers_and_transformers(latents: Path, tars: Path, mod
         # our resize is a level, of 255, off Pillow's here and there, which this VAE makes up to 0.02 of
         error = (torch.tensor(row["image_latents"]).float() - reference).abs()
         assert error.max() < 0.04 and error.mean() < 5e-3
-        torch.testing.assert_close(torch.tensor(row["text_latents"]).float(), states, rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(torch.tensor(row["text_latents.text"]).float(), states, rtol=1e-3, atol=1e-3)
 
 
 def test_counts_rejects_and_tables_add_up(latents: Path) -> None:
@@ -168,12 +168,12 @@ def test_text_storage(latents: Path, models: Path, tars: Path, tmp_path: Path, s
     )
     tokenizer = CLIPTokenizer.from_pretrained(models / "tokenizer")
     for exact, row in zip(rows(latents, "64x64"), rows(root, "64x64"), strict=True):
-        states = torch.tensor(row["text_latents"])
+        states = torch.tensor(row["text_latents.text"])
         if storage == "float8":
-            states = dequantise(states, torch.tensor(row["text_scales"]))
+            states = dequantise(states, torch.tensor(row["text_scales.text"]))
         kept = min(len(tokenizer(row["caption"]).input_ids), TEXT_LENGTH) if trim else TEXT_LENGTH
         assert len(states) == kept
-        reference = torch.tensor(exact["text_latents"]).float()[:kept]
+        reference = torch.tensor(exact["text_latents.text"]).float()[:kept]
         error = (states.float() - reference).norm() / reference.norm()
         assert error < (0.04 if storage == "float8" else 1e-6)
 
@@ -188,9 +188,11 @@ def test_uncond_is_the_empty_prompt(latents: Path, models: Path) -> None:
     text_encoder = CLIPTextModel.from_pretrained(models / "text_encoder").eval()
     tokenizer = CLIPTokenizer.from_pretrained(models / "tokenizer")
     ids = tokenizer("", padding="max_length", return_tensors="pt").input_ids
-    states, num_tokens = load_uncond(open_store(latents))
-    torch.testing.assert_close(states.float(), text_encoder(ids).last_hidden_state[0].detach(), rtol=1e-3, atol=1e-3)
-    assert num_tokens == 2
+    empty = load_uncond(open_store(latents))["text"]
+    assert empty.states is not None and empty.num_tokens == 2
+    torch.testing.assert_close(
+        empty.states.float(), text_encoder(ids).last_hidden_state[0].detach(), rtol=1e-3, atol=1e-3
+    )
 
 
 def test_a_damaged_tar_commits_nothing(models: Path, tars: Path, tmp_path: Path) -> None:
@@ -232,15 +234,15 @@ def test_the_id_follows_content_and_not_names(latents: Path, models: Path, tars:
 def test_what_stays_non_finite_is_rejected(
     models: Path, tars: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    start = ImageEncoder.start
+    start = ImageEncoder.start_batch
 
-    def poison(self: ImageEncoder, pictures: list[np.ndarray], batch_size: int) -> Callable[[], torch.Tensor]:
-        moments = start(self, pictures, batch_size)().clone()
-        if len(pictures[0]) == 128:
+    def poison(self: ImageEncoder, pixels: torch.Tensor, count: int) -> Callable[[], torch.Tensor]:
+        moments = start(self, pixels, count)().clone()
+        if pixels.shape[1] == 128:
             moments[0, 0, 0, 0] = float("nan")
         return lambda: moments
 
-    monkeypatch.setattr(ImageEncoder, "start", poison)
+    monkeypatch.setattr(ImageEncoder, "start_batch", poison)
     config = precompute_config(models, tars, tmp_path / "root")
     encode_all(config, models)
     receipt = load_receipts(open_store(config.output))[0]
@@ -263,11 +265,11 @@ def test_the_device_has_its_next_batch_before_the_last_one_is_written(
     models: Path, tars: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody may wait for a batch before the one after it was begun; the last of all has none."""
-    start, begun = ImageEncoder.start, threading.Semaphore(0)
+    start, begun = ImageEncoder.start_batch, threading.Semaphore(0)
     waited: list[bool] = []
 
-    def observed(self: ImageEncoder, pictures: list[np.ndarray], batch_size: int) -> Callable[[], torch.Tensor]:
-        wait = start(self, pictures, batch_size)
+    def observed(self: ImageEncoder, pixels: torch.Tensor, count: int) -> Callable[[], torch.Tensor]:
+        wait = start(self, pixels, count)
         begun.release()
 
         def wait_for_the_next_one_to_begin() -> torch.Tensor:
@@ -278,7 +280,7 @@ def test_the_device_has_its_next_batch_before_the_last_one_is_written(
 
         return wait_for_the_next_one_to_begin
 
-    monkeypatch.setattr(ImageEncoder, "start", observed)
+    monkeypatch.setattr(ImageEncoder, "start_batch", observed)
     shutil.copytree(tars, tmp_path / "tars", ignore=shutil.ignore_patterns("00001*"))
     encode_all(precompute_config(models, tmp_path / "tars", tmp_path / "root"), models)
     # 15 samples in 64x64 and 10 in 128x128, by eights: four batches, of which three have one after them

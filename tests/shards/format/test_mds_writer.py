@@ -25,26 +25,27 @@ from shards.root.reading import read_part
 def record(latents: Path, **text: Any) -> EncodingRecord:
     """The encoding of a root, with other text fields."""
     encoding = EncodingRecord.load(open_store(latents))
-    return encoding.model_copy(update={"text": encoding.text.model_copy(update=text)})
+    captions = {"captions": text.pop("captions")} if "captions" in text else {}
+    tower = encoding.texts["text"].model_copy(update=text)
+    return encoding.model_copy(update={"texts": {"text": tower}, **captions})
 
 
 def samples(encoding: EncodingRecord, count: int) -> Iterator[dict]:
     """Samples of the 64x64 bucket."""
-    random, stored = np.random.default_rng(0), encoding.text
+    random, stored = np.random.default_rng(0), encoding.texts["text"]
     for i in range(count):
         captions = [
-            (
+            text.TextLatents(
                 torch.from_numpy(random.normal(size=(stored.length, stored.width))),
                 int(random.integers(2, stored.length)),
             )
-            for _ in range(random.integers(1, 4) if stored.several else 1)
+            for _ in range(random.integers(1, 4) if encoding.several else 1)
         ]
-        pack = text.pack_several(captions, stored.storage, stored.trim) if stored.several else None
         yield {
             "key": f"{i:09d}",
             "caption": "x" * int(random.integers(1, 100)),
-            "image_latents": random.normal(size=(encoding.num_planes, 8, 8)).astype(np.float16),
-            **(pack or text.pack(*captions[0], stored.storage, stored.trim)),
+            "image_latents": random.normal(size=(encoding.image.num_planes, 8, 8)).astype(np.float16),
+            **text.pack("text", stored, captions, encoding.several),
             "size": np.array([64, 64, 0, 0], np.int32),
             "scores": np.array([5, 0.3, np.nan, np.nan], np.float32),
         }
@@ -130,7 +131,7 @@ def test_an_array_of_no_elements(latents: Path, tmp_path: Path) -> None:
     (sample,) = samples(encoding, 1)
     writer = PartMDSWriter(tmp_path / "part", encoding, Bucket(64, 64))
     with pytest.raises(ValueError, match="text_latents has dtype"):
-        writer.write(sample | {"text_latents": sample["text_latents"][:0]})
+        writer.write(sample | {"text_latents.text": sample["text_latents.text"][:0]})
 
 
 def test_no_sample_at_all(latents: Path, tmp_path: Path) -> None:

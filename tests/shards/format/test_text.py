@@ -6,7 +6,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shards.format.text import columns, dequantise, pack, pack_several, quantise, unpack
+from bench.kit.roots import encoding_record
+from shards.format.text import TextLatents, columns, dequantise, pack, quantise, unpack
+from shards.format.towers import TextTower
 
 
 def e4m3_values() -> np.ndarray:
@@ -48,16 +50,27 @@ def test_zeros_and_extremes_stay_finite(value: float) -> None:
     torch.testing.assert_close(decoded, latents, rtol=0.07, atol=1e-6)
 
 
+def tower(storage: str, trim: bool) -> TextTower:
+    return encoding_record(16, 8, storage=storage, trim=trim).texts["text"]
+
+
+def pack_one(latents: torch.Tensor, num_tokens: int, storage: str, trim: bool) -> dict[str, np.ndarray]:
+    return pack("text", tower(storage, trim), [TextLatents(latents, num_tokens)], several=False)
+
+
 @settings(deadline=None)
 @given(st.integers(1, 16), st.sampled_from(["float16", "float8"]), st.booleans())
 def test_pack_fits_its_columns(num_tokens: int, storage: str, trim: bool) -> None:
     latents = torch.randn(16, 8)
-    row = pack(latents, num_tokens, storage, trim)  # type: ignore[arg-type]
-    types = columns(storage, trim, 16, 8)  # type: ignore[arg-type]
+    row = pack_one(latents, num_tokens, storage, trim)
+    types = columns("text", tower(storage, trim))
     assert row.keys() == types.keys()
     for name, array in row.items():
         _, dtype, *shape = types[name].split(":")
         assert array.dtype == dtype
+        if name == "num_tokens.text":
+            assert array.tolist() == [num_tokens]
+            continue
         assert len(array) == (num_tokens if trim else 16)
         assert not shape or array.shape == tuple(map(int, shape[0].split(",")))
 
@@ -65,7 +78,8 @@ def test_pack_fits_its_columns(num_tokens: int, storage: str, trim: bool) -> Non
 @pytest.mark.parametrize("storage", ["float16", "float8"])
 def test_what_trimming_keeps_is_as_it_was(storage: str) -> None:
     latents = torch.randn(16, 8, generator=torch.Generator().manual_seed(2))
-    whole, trimmed = (pack(latents, 5, storage, trim) for trim in (False, True))  # type: ignore[arg-type]
+    whole, trimmed = (pack_one(latents, 5, storage, trim) for trim in (False, True))
+    assert trimmed.pop("num_tokens.text").tolist() == [5]
     for name, array in trimmed.items():
         np.testing.assert_array_equal(array, whole[name][:5])
 
@@ -73,11 +87,14 @@ def test_what_trimming_keeps_is_as_it_was(storage: str) -> None:
 @settings(deadline=None)
 @given(st.lists(st.integers(1, 16), min_size=1, max_size=4), st.sampled_from(["float16", "float8"]), st.booleans())
 def test_several_captions_come_back_as_each_alone(lengths: list[int], storage: str, trim: bool) -> None:
-    captions = [(torch.randn(16, 8), num_tokens) for num_tokens in lengths]
-    row = pack_several(captions, storage, trim)  # type: ignore[arg-type]
-    assert row.keys() == columns(storage, trim, 16, 8, several=True).keys()  # type: ignore[arg-type]
-    for found, (latents, num_tokens) in zip(unpack(row), captions, strict=True):
-        alone = pack(latents, num_tokens, storage, trim)  # type: ignore[arg-type]
-        assert found.keys() == alone.keys()
-        for name in alone:
-            np.testing.assert_array_equal(found[name], alone[name])
+    captions = [TextLatents(torch.randn(16, 8), num_tokens) for num_tokens in lengths]
+    row = pack("text", tower(storage, trim), captions, several=True)
+    assert row.keys() == columns("text", tower(storage, trim), several=True).keys()
+    for found, caption in zip(unpack(row), captions, strict=True):
+        assert caption.states is not None
+        (alone,) = unpack(pack_one(caption.states, caption.num_tokens, storage, trim))
+        assert found.keys() == alone.keys() and int(found["num_tokens.text"]) == (caption.num_tokens if trim else 16)
+        for name in ("text_latents.text", "text_scales.text")[: 1 + (storage == "float8")]:
+            kept = len(alone[name])
+            np.testing.assert_array_equal(found[name][:kept], alone[name])
+            assert not found[name][kept:].any()  # zeros up to the sample's longest

@@ -89,7 +89,7 @@ def test_the_card(latents: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     for config in fields["configs"]:
         assert list(latents.glob(config["data_files"]))
     encoding = EncodingRecord.load(open_store(latents))
-    assert all(weights.sha256 in text for weights in (encoding.vae, encoding.text_encoder, encoding.tokenizer))
+    assert all(weights.sha256 in text for weights in encoding.weights.values())
     for row in ("| 64x64 | 30 |", "| 128x128 | 20 |", "| too_small | 10 |", "| batch_size | 8 |"):
         assert row in text
     # its example of reading runs as it stands

@@ -14,7 +14,7 @@ def samples(count: int) -> list[dict[str, object]]:
         {
             "key": str(i),
             "image_latents": np.full((8, 2, 2), i, np.float16),
-            "text_latents": np.full((i + 1, 4), i, np.float16),
+            "text_latents.text": np.full((i + 1, 4), i, np.float16),
         }
         for i in range(count)
     ]
@@ -22,7 +22,7 @@ def samples(count: int) -> list[dict[str, object]]:
 
 def tensors(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
     """Those that are stacked from samples."""
-    return batch.image_latents, batch.text_latents
+    return batch.columns["image_latents"], batch.columns["text_latents.text"]
 
 
 class SayWhere(Collate):
@@ -35,10 +35,15 @@ class SayWhere(Collate):
 
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_a_loader_process_fills_memory_that_the_training_process_sees(num_workers: int) -> None:
-    collate = SayWhere(torch.arange(3), text_length=3)
+    collate = SayWhere(torch.arange(3), {"image_latents": None, "text_latents.text": 3, "num_tokens.text": None})
     ((batch, shared),) = DataLoader(samples(3), 3, collate_fn=collate, num_workers=num_workers)  # type: ignore[arg-type]
     assert shared == [num_workers > 0] * 2
-    assert batch.image_latents.dtype == torch.float16 and batch.image_latents.shape == (3, 8, 2, 2)
-    assert batch.image_latents[:, 0, 0, 0].tolist() == [0, 1, 2]
-    assert batch.text_latents[..., 0].tolist() == [[0, 0, 0], [1, 1, 0], [2, 2, 2]]
-    assert batch.num_tokens.tolist() == [1, 2, 3] and batch.keys == ["0", "1", "2"]
+    assert batch.columns["image_latents"].dtype == torch.float16 and batch.columns["image_latents"].shape == (
+        3,
+        8,
+        2,
+        2,
+    )
+    assert batch.columns["image_latents"][:, 0, 0, 0].tolist() == [0, 1, 2]
+    assert batch.columns["text_latents.text"][..., 0].tolist() == [[0, 0, 0], [1, 1, 0], [2, 2, 2]]
+    assert batch.columns["num_tokens.text"].tolist() == [1, 2, 3] and batch.keys == ["0", "1", "2"]

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from shards.format.encoding import EncodingRecord
+from shards.format.towers import ONLY_TEXT
 from shards.open import open_store
 from shards.root.reading import read_part, text_latents
 from tests.conftest import encode_all, precompute_config
@@ -16,7 +17,7 @@ from tests.tiny import TEXT_LENGTH, make_samples, make_tar
 from train.data.batch import Batch, Collate
 from train.data.draws import Draws, Purpose
 from train.data.loader import Loader
-from train.data.spec import DataConfig, StreamConfig
+from train.data.spec import DataConfig, StreamConfig, column_lengths
 from train.data.streams import open_data
 from train.objective.validation import ValidationConfig, open_validation
 from train.run.metrics import read_json_lines
@@ -56,23 +57,28 @@ def samples_of(root: Path) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("storage", ["float16", "float8+trim"])
 def test_the_chosen_rows_are_the_stored_captions(several: dict[str, Path], storage: str) -> None:
     samples, encoding = samples_of(several[storage]), EncodingRecord.load(open_store(several[storage]))
-    batch = Collate(torch.arange(24), TEXT_LENGTH)(samples)
+    lengths = column_lengths(encoding.texts, {})
+    batch = Collate(torch.arange(24), lengths)(samples)
     assert batch.num_captions is not None and batch.num_captions.tolist() == [1, 2, 3] * 8
     draws = Draws(7, 3, batch.slots)
     choice = draws.integers(Purpose.CAPTION_CHOICE, batch.num_captions)
     drawn = batch.draw_captions(draws)
-    assert drawn.num_captions is None and drawn.text_latents.shape[:2] == (24, TEXT_LENGTH)
+    assert drawn.num_captions is None and drawn.columns["text_latents.text"].shape[:2] == (24, TEXT_LENGTH)
     for i, sample in enumerate(samples):
-        expected = torch.tensor(text_latents(sample, encoding)[choice[i]])
-        found = drawn.text_latents[i]
-        if drawn.text_scales is not None:
-            found = found.view(torch.float8_e4m3fn).float() * drawn.text_scales[i].float()[:, None]
-        assert int(drawn.num_tokens[i]) == len(expected)
+        expected = torch.tensor(text_latents(sample, encoding)[choice[i]][ONLY_TEXT])
+        found = drawn.columns["text_latents.text"][i]
+        if "text_scales.text" in drawn.columns:
+            found = found.view(torch.float8_e4m3fn).float() * drawn.columns["text_scales.text"][i].float()[:, None]
+        assert int(drawn.columns["num_tokens.text"][i]) == len(expected)
         assert found[: len(expected)].float().equal(expected) and not found[len(expected) :].any()
     # a rank's share, whichever its slots are
     for part in (slice(0, 8), slice(3, 4), slice(8, 24)):
-        share = Collate(torch.arange(24)[part], TEXT_LENGTH)(samples[part])
-        assert share.draw_captions(Draws(7, 3, share.slots)).text_latents.equal(drawn.text_latents[part])
+        share = Collate(torch.arange(24)[part], lengths)(samples[part])
+        assert (
+            share.draw_captions(Draws(7, 3, share.slots))
+            .columns["text_latents.text"]
+            .equal(drawn.columns["text_latents.text"][part])
+        )
 
 
 def test_each_caption_is_as_likely() -> None:
@@ -93,7 +99,7 @@ def test_each_caption_is_as_likely() -> None:
 
 
 def test_undrawn_batches_are_not_cut() -> None:
-    batch = Batch(["0"], torch.zeros(1), torch.zeros(1), torch.zeros(2), None, torch.ones(2), torch.tensor([2]))
+    batch = Batch(["0"], torch.zeros(1), {"image_latents": torch.zeros(1)}, torch.tensor([2]))
     with pytest.raises(AssertionError):
         next(batch.microbatches(1))
 
@@ -130,8 +136,8 @@ def test_roots_with_one_caption_and_with_several_mix(several: dict[str, Path]) -
         seen += batch.num_captions.tolist()
         for i, key in enumerate(batch.keys):
             # of a sample with one caption, both roots hold that one
-            expected = stored["float16"][key]["text_latents"][choice[i]]
-            torch.testing.assert_close(drawn.text_latents[i], torch.tensor(expected), rtol=0, atol=0)
+            expected = stored["float16"][key]["text_latents.text"][choice[i]]
+            torch.testing.assert_close(drawn.columns["text_latents.text"][i], torch.tensor(expected), rtol=0, atol=0)
     assert len(seen) == 32 and seen.count(1) > 16  # all of the one root, a third of the other
 
 
@@ -139,7 +145,11 @@ def test_validation_takes_the_first_caption(several: dict[str, Path]) -> None:
     found = []
     for name in ("float16", "one"):
         config = ValidationConfig(root=several[name], bucket="64x64", samples=24, batch_size=16)
-        found.append(open_validation(config, EncodingRecord.load(open_store(several["float16"])), seed=0).batches)
+        encoding = EncodingRecord.load(open_store(several["float16"]))
+        lengths = column_lengths(encoding.texts, {})
+        found.append(open_validation(config, encoding, lengths, seed=0).batches)
     for batch, of_one in zip(*found, strict=True):
         assert batch.num_captions is None and batch.keys == of_one.keys
-        torch.testing.assert_close(batch.text_latents, of_one.text_latents, rtol=0, atol=0)
+        torch.testing.assert_close(
+            batch.columns["text_latents.text"], of_one.columns["text_latents.text"], rtol=0, atol=0
+        )

@@ -94,17 +94,12 @@ def test_shipped_unets_have_their_parameters(name: str, parameters: int) -> None
 
 def test_the_card_of_an_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What it says, from a checkpoint's state; that its code runs is in tests/test_end_to_end.py."""
-    from shards.format.encoding import EncodingRecord, ImageEncoding, TextEncoding, Weights
+    from bench.kit.roots import encoding_record
     from train.config import TrainConfig
     from train.export.card import model_card
 
-    models = {name: Weights(name=f"org/{name}", sha256=64 * "a") for name in ("vae", "text_encoder", "tokenizer")}
-    image: Any = dict(posterior="moments", latent_channels=4, downsampling=8, scaling_factor=0.5)
-    image = ImageEncoding(**image, crop="centre", resampling="box", decoder="pillow")
-    fields: Any = dict(captions=("txt",), max_characters=4096)
-    text = TextEncoding(storage="float16", trim=False, length=16, width=16, **fields)
-    encoding = EncodingRecord(**models, image=image, text=text, compute_dtype="float32")
-    fields = {
+    encoding = encoding_record(16, 16)
+    fields: Any = {
         "run_dir": tmp_path / "phase9",
         "max_steps": 7,
         "unet": "configs/unet/small.json",
@@ -123,7 +118,8 @@ def test_the_card_of_an_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         "files": {"ema/diffusion_pytorch_model.safetensors": 64 * "c"},
     }
     config = TrainConfig.model_validate(fields)
-    card = model_card(tmp_path / "phase9", tmp_path, config, checkpoint, encoding, "ema", "DPMSolverMultistepScheduler")
+    described = (encoding, encoding.texts["text"], "ema", "DPMSolverMultistepScheduler")
+    card = model_card(tmp_path / "phase9", tmp_path, config, checkpoint, *described)
     for words in (
         "# phase9",
         "| steps | 7 of 2048 samples |",

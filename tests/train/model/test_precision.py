@@ -10,9 +10,8 @@ import torch
 from diffusers import UNet2DConditionModel
 from torch import Tensor
 
-from tests.train.specs import spec
+from tests.train.specs import make_batch, spec
 from train.config import ObjectiveConfig
-from train.data.batch import Batch
 from train.data.draws import Draws
 from train.model.norms import LowPrecisionGroupNorm, LowPrecisionLayerNorm, use_low_precision_norms
 from train.model.unet import build_unet
@@ -31,7 +30,7 @@ def loss_and_gradients(unet: UNet2DConditionModel, dtype: torch.dtype | None = N
     """The loss of six samples, and all gradients in a row."""
     generator = torch.Generator().manual_seed(1)
     width = json.loads(UNET.read_text())["cross_attention_dim"]
-    data = Batch(
+    data = make_batch(
         keys=[str(i) for i in range(6)],
         slots=torch.arange(6),
         image_latents=torch.randn(6, 8, 16, 16, generator=generator).half(),
@@ -39,7 +38,7 @@ def loss_and_gradients(unet: UNet2DConditionModel, dtype: torch.dtype | None = N
         text_scales=None,
         num_tokens=torch.full((6,), 12),
     )
-    data_spec = spec(text_length=12, text_width=width, uncond=torch.zeros(12, width).half())
+    data_spec = spec(uncond=torch.zeros(12, width).half())
     loss = DiffusionLoss(ObjectiveConfig(), data_spec, torch.device("cpu"))
     unet.zero_grad()
     with torch.autocast("cpu", dtype, enabled=dtype is not None):

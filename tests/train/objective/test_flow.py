@@ -13,8 +13,7 @@ from diffusers import (
 )
 from transformers import CLIPTextModel, CLIPTokenizer
 
-from tests.train.specs import spec
-from train.data.batch import Batch
+from tests.train.specs import make_batch, spec
 from train.data.draws import Draws
 from train.export.pipeline import sampler
 from train.model.unet import build_unet
@@ -35,7 +34,7 @@ def trained() -> UNet2DConditionModel:
     loss = DiffusionLoss(OBJECTIVE, spec(posterior="mean", scaling_factor=1.0, uncond=TEXT), torch.device("cpu"))
     optimizer = torch.optim.AdamW(unet.parameters(), lr=3e-3)
     slots = torch.arange(16)
-    data = Batch(["one"] * 16, slots, LATENTS.expand(16, -1, -1, -1), TEXT.expand(16, -1, -1), None, slots)
+    data = make_batch(["one"] * 16, slots, LATENTS.expand(16, -1, -1, -1), TEXT.expand(16, -1, -1))
     for step in range(400):
         loss(unet, data, Draws(0, step, slots)).per_sample.mean().backward()
         optimizer.step()

@@ -9,7 +9,7 @@ from diffusers import DDPMScheduler, FlowMatchEulerDiscreteScheduler
 from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 
 from shards.format.text import quantise
-from tests.train.specs import CHANNELS, TOKENS, WIDTH, spec
+from tests.train.specs import CHANNELS, TOKENS, WIDTH, make_batch, spec
 from train.data.batch import Batch
 from train.data.draws import Draws, Purpose
 from train.objective.loss import DiffusionLoss
@@ -29,7 +29,7 @@ def batch(**changes: object) -> Batch:
         "text_scales": None,
         "num_tokens": torch.tensor([16, 3, 4, 5, 6, 7]),
     }
-    return Batch(**(fields | changes))  # type: ignore[arg-type]
+    return make_batch(**(fields | changes))  # type: ignore[arg-type]
 
 
 class Recorder(torch.nn.Module):
@@ -49,7 +49,7 @@ def test_loss_is_diffusers(prediction: str) -> None:
     result = loss(unet, data, draws).per_sample
 
     scheduler = DDPMScheduler(1000, 0.00085, 0.012, "scaled_linear", prediction_type=prediction)
-    posterior = DiagonalGaussianDistribution(data.image_latents.double())
+    posterior = DiagonalGaussianDistribution(data.columns["image_latents"].double())
     latents = (posterior.mean + posterior.std * draws.normal(Purpose.POSTERIOR, (CHANNELS, SIDE, SIDE)).double()) * 0.7
     noise, timesteps = (
         draws.normal(Purpose.NOISE, (CHANNELS, SIDE, SIDE)).double(),
@@ -62,7 +62,7 @@ def test_loss_is_diffusers(prediction: str) -> None:
         target = {"epsilon": noise[i], "v_prediction": velocity, "sample": latents[i]}[prediction]
         torch.testing.assert_close(unet.seen[0][i].double(), noisy, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(result[i].double(), ((0.5 * noisy - target) ** 2).mean(), rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(unet.seen[2], data.text_latents.float())
+    torch.testing.assert_close(unet.seen[2], data.columns["text_latents.text"].float())
     assert unet.seen[3] is None
 
 
@@ -74,6 +74,8 @@ def test_means_are_scaled_and_nothing_else() -> None:
 
 def test_dropped_captions_become_the_empty_one() -> None:
     data_spec = spec(trim=True)
+    uncond = data_spec.uncond["text"]
+    assert uncond.states is not None
     loss = DiffusionLoss(ObjectiveConfig(caption_dropout=0.5), data_spec, torch.device("cpu"))
     draws, data = Draws(3, 11, torch.arange(N)), batch()
     dropped = draws.chance(Purpose.CAPTION_DROPOUT, 0.5)
@@ -81,9 +83,9 @@ def test_dropped_captions_become_the_empty_one() -> None:
     text = loss.latents.conditioning(data, dropped)
     assert text.mask is not None
     for i in range(N):
-        expected = data_spec.uncond.float() if dropped[i] else data.text_latents[i].float()
+        expected = uncond.states.float() if dropped[i] else data.columns["text_latents.text"][i].float()
         torch.testing.assert_close(text.states[i], expected)
-        assert int(text.mask[i].sum()) == (2 if dropped[i] else int(data.num_tokens[i]))
+        assert int(text.mask[i].sum()) == (2 if dropped[i] else int(data.columns["num_tokens.text"][i]))
         assert text.mask[i].sort(descending=True).values.equal(text.mask[i])
 
 
@@ -100,8 +102,8 @@ def test_codes_are_decoded() -> None:
 def test_microbatches_are_slices() -> None:
     parts = list(batch().microbatches(4))
     assert [len(part) for part in parts] == [4, 2]
-    assert torch.cat([part.image_latents for part in parts]).equal(batch().image_latents)
-    assert [key for part in parts for key in part.keys] == batch().keys and parts[1].text_scales is None
+    assert torch.cat([part.columns["image_latents"] for part in parts]).equal(batch().columns["image_latents"])
+    assert [key for part in parts for key in part.keys] == batch().keys and "text_scales.text" not in parts[1].columns
 
 
 def test_a_batch_on_paper(tmp_path: Path) -> None:
@@ -122,7 +124,7 @@ def test_min_snr_weighs_the_error_in_the_latents(prediction: str) -> None:
     unet, draws = Recorder(), Draws(3, 12, torch.arange(N))
     result = loss(unet, data, draws).per_sample
     noisy, timesteps = unet.seen[0].double(), unet.seen[1]
-    latents = data.image_latents.double() * 0.7
+    latents = data.columns["image_latents"].double() * 0.7
     for i in range(N):
         alpha = noise_scheduler(config).alphas_cumprod[timesteps[i]].double()
         a, s = alpha.sqrt(), (1 - alpha).sqrt()
@@ -168,7 +170,10 @@ def test_flow_matching_is_a_straight_line(sampling: str) -> None:
     normal = (-2 * ((words[:, 0] + 0.5) / 2**32).log()).sqrt() * (2 * torch.pi * (words[:, 1] + 0.5) / 2**32).cos()
     times = {"uniform": (words[:, 0] + 0.5) / 2**32, "logit_normal": 1 / (1 + (-(0.3 + 0.8 * normal)).exp())}[sampling]
     torch.testing.assert_close(unet.seen[1].double(), 1000 * times, rtol=1e-5, atol=1e-3)
-    latents, noise = data.image_latents.double() * 0.7, draws.normal(Purpose.NOISE, (CHANNELS, SIDE, SIDE)).double()
+    latents, noise = (
+        data.columns["image_latents"].double() * 0.7,
+        draws.normal(Purpose.NOISE, (CHANNELS, SIDE, SIDE)).double(),
+    )
     for i in range(N):
         noisy = (1 - times[i]) * latents[i] + times[i] * noise[i]
         torch.testing.assert_close(unet.seen[0][i].double(), noisy, rtol=1e-5, atol=1e-5)
