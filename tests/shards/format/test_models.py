@@ -15,12 +15,13 @@ from tests.fake_hub import COMMIT, fake_hub
 from tests.runs import environment
 
 DESCRIBE = """
-import sys
+import json, sys
 
 from precompute.config import PrecomputeConfig, describe_encoding
 from shards.base.config import load_config
 
-print(describe_encoding(load_config(PrecomputeConfig, None, sys.argv[1:], "t")).model_dump_json())
+weights = describe_encoding(load_config(PrecomputeConfig, None, sys.argv[1:], "t")).weights
+print(json.dumps({place: model.model_dump() for place, model in weights.items()}))
 """
 FOLDERS = """
 import json, sys
@@ -61,9 +62,10 @@ def test_models_from_the_hub_are_those_of_the_folder(models: Path, tmp_path: Pat
     with fake_hub(models) as hub:
         for repo in repos:
             found = json.loads(ask(DESCRIBE, hub, tmp_path / "cache", *options(tmp_path, repo)))
-            assert found["vae"]["name"] == f"{repo}/vae"
-            for name in NAMES:
-                assert found[name].pop("sha256") == getattr(expected, name).sha256
+            assert found["image"]["name"] == f"{repo}/vae"
+            assert {place: model["sha256"] for place, model in found.items()} == {
+                place: weights.sha256 for place, weights in expected.weights.items()
+            }
     # what was fetched once serves without a network, and where the repository is gone from the hub
     for variables in ({}, {"HF_HUB_OFFLINE": "1"}):
         ask(DESCRIBE, hub, tmp_path / "cache", *options(tmp_path, repos[0]), **variables)

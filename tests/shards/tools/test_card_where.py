@@ -33,7 +33,7 @@ def test_of_every_stored_sample_its_tar_its_part_and_its_weights(latents: Path, 
                 tar = tars / f"{shard}.tar"
                 assert found["tar"]["address"] == tar.as_uri()
                 assert found["tar"]["sha256"] == hashlib.sha256(tar.read_bytes()).hexdigest()
-    assert found["encoding"]["vae"]["sha256"] == hash_weights("vae", models / "vae").sha256
+    assert found["weights"]["image"]["sha256"] == hash_weights("vae", models / "vae").sha256
     assert found["encoding"]["id"] == EncodingRecord.load(open_store(latents)).id
     assert found["settings"]["batch_size"] == 8 and "torch" in found["software"]
 

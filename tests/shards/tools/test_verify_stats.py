@@ -105,7 +105,7 @@ def test_a_damaged_encoding_stops_the_verification(root: Path) -> None:
 
 def test_a_root_of_another_version_is_refused_in_words(root: Path) -> None:
     fields = read_sealed_json(root / "encoding.json")
-    del fields["text"]["captions"]
+    del fields["captions"]
     write_sealed_json(root / "encoding.json", fields)
-    with pytest.raises(RequestError, match=r"written by another version of this program.*\(text.captions\)"):
+    with pytest.raises(RequestError, match=r"written by another version of this program.*\(captions\)"):
         run(["verify", str(root)])

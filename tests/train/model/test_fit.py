@@ -10,19 +10,23 @@ import pytest
 from bench.kit.roots import make_root
 from shards.base.errors import exit_code_of
 from shards.format.encoding import EncodingRecord
+from shards.format.towers import Weights
 from shards.open import open_store
 from tests.runs import UNET, train_fields, write_config
 from train.__main__ import run
 
+OTHER = Weights(name="none", sha256=64 * "b")
 WRONG = [
-    ("image", "scaling_factor", 0.13025, r"image.scaling_factor: 0.5 ≠ 0.13025"),
-    ("image", "latent_channels", 16, r"image.latent_channels: 4 ≠ 16"),
+    ("image", "scale", (0.13,) * 4, r"image.scale: [0.5, 0.5, 0.5, 0.5] ≠ [0.13, 0.13, 0.13, 0.13]"),
+    ("image", "shift", (0.0, 0.0, 0.0, 0.1), r"image.shift: [0.0, 0.0, 0.0, 0.0] ≠ [0.0, 0.0, 0.0, 0.1]"),
+    ("image", "channels", 16, r"image.channels: 4 ≠ 16"),
     ("image", "posterior", "mean", r"image.posterior: 'moments' ≠ 'mean'"),
-    ("text", "width", 32, r"text.width: 16 ≠ 32"),
-    ("text", "length", 8, r"text.length: 16 ≠ 8"),
-    ("text", "trim", True, r"text.trim: False ≠ True"),
-    ("vae", "sha256", 64 * "b", r"vae.sha256"),
-    ("text_encoder", "sha256", 64 * "b", r"text_encoder.sha256"),
+    ("text", "width", 32, r"texts.text.width: 16 ≠ 32"),
+    ("text", "length", 8, r"texts.text.length: 16 ≠ 8"),
+    ("text", "trim", True, r"texts.text.trim: False ≠ True"),
+    ("text", "masked", True, r"texts.text.masked: False ≠ True"),
+    ("image", "weights", OTHER, r"image.weights.sha256"),
+    ("text", "weights", OTHER, r"texts.text.weights.sha256"),
 ]
 
 
@@ -35,7 +39,9 @@ def another(root: Path, copy: Path, section: str, **fields: Any) -> Path:
     """A root with another encoding, as far as its encoding.json says."""
     shutil.copytree(root, copy)
     encoding = EncodingRecord.load(open_store(root))
-    encoding.model_copy(update={section: getattr(encoding, section).model_copy(update=fields)}).save(open_store(copy))
+    tower = (encoding.image if section == "image" else encoding.texts[section]).model_copy(update=fields)
+    changed = {"image": tower} if section == "image" else {"texts": {section: tower}}
+    encoding.model_copy(update=changed).save(open_store(copy))
     return copy
 
 
@@ -58,10 +64,10 @@ def test_roots_that_mean_different_things_are_not_mixed(
 
 
 def test_a_validation_root_of_another_encoding(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    other = another(root, tmp_path / "other", "image", scaling_factor=0.25)
+    other = another(root, tmp_path / "other", "image", scale=(0.25,) * 4)
     validation = {"root": str(other), "bucket": "64x64", "samples": 8}
     message = refusal(tmp_path, train_fields(root, tmp_path / "run", validation=validation), capsys)
-    assert f"The validation root {other} does not fit the training data: image.scaling_factor: 0.5 ≠ 0.25" in message
+    assert f"The validation root {other} does not fit the training data: image.scale: [0.5," in message
 
 
 @pytest.mark.parametrize(

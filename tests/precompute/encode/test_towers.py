@@ -1,0 +1,350 @@
+"""Any frozen encoders: what each tower stores is what transformers and diffusers compute, under the same guarantees."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+import yaml
+from diffusers import AutoencoderDC
+from pydantic import ValidationError
+from torch import Tensor
+from transformers import AutoTokenizer, CLIPTextModelWithProjection, Dinov2Model, Gemma2Model, T5EncoderModel
+
+from precompute.config import PrecomputeConfig, describe_encoding
+from precompute.encode.networks import Network
+from shards.base.errors import RequestError
+from shards.format.encoding import EncodingRecord
+from shards.open import open_store
+from shards.root.reading import captions, features, read_part, text_latents
+from shards.root.shared import load_uncond
+from shards.tools.verify import verify_root
+from tests.conftest import encode_all, folder_of, precompute_config
+from tests.conftest import make_towers as towers_of
+from tests.runs import train_fields
+from tests.tiny_towers import DINO_WIDTH, PATCH, T5_LENGTH, T5_WIDTH, make_towers
+from train.__main__ import run as train
+from train.config import TrainConfig
+from train.data.draws import global_slots
+from train.data.loader import Loader
+from train.data.streams import open_data
+from train.run.metrics import read_json_lines
+
+BUCKET = "64x64"
+
+
+@pytest.fixture(scope="module")
+def towers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_towers(tmp_path_factory.mktemp("towers"))
+
+
+def texts(towers: Path, models: Path, **of_t5: Any) -> dict[str, Any]:
+    """Two text towers: SDXL's second, and T5 as PixArt uses it."""
+    t5 = {"model": str(towers / "t5"), "tokenizer": str(towers / "t5_tokenizer"), "max_tokens": T5_LENGTH}
+    return {
+        "clip": {"model": str(towers / "clip"), "tokenizer": str(models / "tokenizer"), "layer": -2, "pooled": True},
+        "t5": {**t5, "masked": True} | of_t5,
+    }
+
+
+def config_of(models: Path, tars: Path, root: Path, towers: Path, **changes: Any) -> PrecomputeConfig:
+    fields = {
+        "text_encoder": None,
+        "tokenizer": None,
+        "texts": texts(towers, models),
+        "features": {"dino": {"model": str(towers / "dino")}},
+        "buckets": [BUCKET],
+    }
+    return precompute_config(models, tars, root, **(fields | changes))
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory, models: Path, tars: Path, towers: Path) -> Path:
+    """A root of two texts and a feature tower."""
+    config = config_of(models, tars, tmp_path_factory.mktemp("roots") / "root", towers)
+    encode_all(config, models)
+    return folder_of(config)
+
+
+def samples_of(root: Path) -> list[dict[str, Any]]:
+    return list(read_part(next((root / BUCKET).glob("00000*"))))
+
+
+@torch.no_grad()
+def clip_reference(towers: Path, models: Path, caption: str) -> tuple[Tensor, Tensor]:
+    """As StableDiffusionXLPipeline.encode_prompt takes it: the last layer but one, and the projection."""
+    ids = AutoTokenizer.from_pretrained(models / "tokenizer")(
+        caption, padding="max_length", max_length=16, truncation=True, return_tensors="pt"
+    ).input_ids
+    outputs = CLIPTextModelWithProjection.from_pretrained(towers / "clip")(ids, output_hidden_states=True)
+    return outputs.hidden_states[-2][0], outputs[0][0]
+
+
+@torch.no_grad()
+def t5_reference(towers: Path, caption: str, masked: bool = True) -> tuple[Tensor, int]:
+    """As PixArtSigmaPipeline.encode_prompt takes it, and how many tokens are real."""
+    inputs = AutoTokenizer.from_pretrained(towers / "t5_tokenizer")(
+        caption, padding="max_length", max_length=T5_LENGTH, truncation=True, return_tensors="pt"
+    )
+    mask = inputs.attention_mask if masked else None
+    states = T5EncoderModel.from_pretrained(towers / "t5")(inputs.input_ids, attention_mask=mask).last_hidden_state
+    return states[0], int(inputs.attention_mask.sum())
+
+
+def close(found: Any, expected: Tensor) -> None:
+    torch.testing.assert_close(
+        torch.as_tensor(found.numpy() if torch.is_tensor(found) else found.copy()).float(),
+        expected.float(),
+        rtol=2e-3,
+        atol=2e-3,
+    )
+
+
+def test_what_is_stored_is_what_the_pipelines_compute(root: Path, towers: Path, models: Path) -> None:
+    encoding = EncodingRecord.load(open_store(root))
+    assert encoding.schema_version == 2 and encoding.texts["clip"].pooled == 10
+    for sample in samples_of(root)[:4]:
+        (caption,), (latents,) = captions(sample, encoding), text_latents(sample, encoding)
+        states, pooled = clip_reference(towers, models, caption)
+        close(latents["clip"], states)
+        close(sample["pooled.clip"], pooled)
+        states, num_tokens = t5_reference(towers, caption)
+        close(latents["t5"], states)
+        assert sample["num_tokens.t5"].tolist() == [num_tokens] and "num_tokens.clip" not in sample
+    empty = load_uncond(open_store(root))
+    assert empty["clip"].pooled is not None and empty["t5"].states is not None
+    close(empty["clip"].pooled, clip_reference(towers, models, "")[1])
+    close(empty["t5"].states, t5_reference(towers, "")[0])
+    assert empty["t5"].num_tokens == 1
+    assert list(verify_root(open_store(root))) == []
+
+
+def test_features_are_the_vision_models_of_the_same_pixels(
+    models: Path, tars: Path, tmp_path: Path, towers: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pixels of a batch are looked at on their way in; 64 px become 56 and a grid of 4 × 4."""
+    seen: list[Tensor] = []
+    start = Network.start
+
+    def look(self: Network, inputs: tuple[Tensor, ...], count: int) -> Any:
+        if inputs[0].dtype == torch.uint8 and inputs[0].shape[-1] == 3:
+            seen.append(inputs[0][:count].clone())
+        return start(self, inputs, count)
+
+    monkeypatch.setattr(Network, "start", look)
+    features_config = {"dino": {"model": str(towers / "dino"), "batch_size": 3}}
+    config = config_of(models, tars, tmp_path / "root", towers, features=features_config)
+    encode_all(config, models)
+    encoding, dino = describe_encoding(config), Dinov2Model.from_pretrained(towers / "dino").eval()
+    assert encoding.features["dino"].resize == PATCH / 16
+    mean, std = (torch.tensor(of)[:, None, None] for of in ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)))
+    batches = [pixels for pixels in seen if len(pixels) > 3]  # the image tower's, of up to 8; DINOv2's are of 3
+    for pixels, sample in zip(torch.cat(batches)[:6], samples_of(folder_of(config)), strict=False):
+        picture = pixels.permute(2, 0, 1)[None].double() / 255
+        scaled = F.interpolate(picture, (56, 56), mode="bicubic", antialias=True).clamp(0, 1)
+        with torch.no_grad():
+            states = dino(((scaled - mean) / std).float()).last_hidden_state[0, 1:]
+        close(features(sample, encoding)["dino"], states)
+        assert sample["features.dino"].shape == (16, DINO_WIDTH)
+
+
+@pytest.mark.parametrize("storage", ["float16", "float8"])
+@pytest.mark.parametrize("trim", [False, True])
+def test_several_captions_and_several_towers(
+    models: Path, tars: Path, tmp_path: Path, towers: Path, storage: str, trim: bool
+) -> None:
+    text = {"storage": storage, "trim": trim}
+    config = config_of(models, tars, tmp_path / "root", towers, captions=["txt", "json:url"], text=text)
+    encode_all(config, models)
+    encoding = EncodingRecord.load(open_store(config.output))
+    rtol = {"float16": 2e-3, "float8": 0.07}[storage]
+    for sample in samples_of(folder_of(config))[:3]:
+        found = captions(sample, encoding)
+        assert len(found) == 2 and found[1].startswith("http://")
+        for caption, latents in zip(found, text_latents(sample, encoding), strict=True):
+            for name, (states, num_tokens) in {
+                "clip": (clip_reference(towers, models, caption)[0], min(len(caption) + 2, 16)),
+                "t5": t5_reference(towers, caption),
+            }.items():
+                kept = states[:num_tokens] if trim else states
+                assert latents[name].shape == kept.shape
+                error = (torch.tensor(latents[name]) - kept).norm() / kept.norm()
+                assert error < rtol
+        assert sample["pooled.clip"].shape == (2, 10)
+    assert list(verify_root(open_store(config.output))) == []
+
+
+def test_a_template_and_the_tokens_kept_of_it(models: Path, tars: Path, tmp_path: Path, towers: Path) -> None:
+    """As SanaPipeline: an instruction before the caption, of which the first token and the last ones are kept."""
+    instruction, length = "say more of: ", 20
+    gemma = {
+        "model": str(towers / "gemma"),
+        "tokenizer": str(towers / "gemma_tokenizer"),
+        "max_tokens": len(instruction) + length - 1,
+        "masked": True,
+        "template": instruction + "{}",
+        "keep": [[0, 1], [-(length - 1), None]],
+    }
+    config = config_of(models, tars, tmp_path / "root", towers, texts={"gemma": gemma}, features={})
+    encode_all(config, models)
+    encoding = EncodingRecord.load(open_store(config.output))
+    tokenizer = AutoTokenizer.from_pretrained(towers / "gemma_tokenizer")
+    tokenizer.padding_side = "right"
+    model = Gemma2Model.from_pretrained(towers / "gemma").eval()
+    for sample in samples_of(folder_of(config))[:3]:
+        (caption,), (latents,) = captions(sample, encoding), text_latents(sample, encoding)
+        inputs = tokenizer(
+            instruction + caption,
+            padding="max_length",
+            max_length=len(instruction) + length - 1,
+            truncation=True,
+            return_tensors="pt",
+        )
+        index = [0, *range(-length + 1, 0)]
+        with torch.no_grad():
+            states = model(inputs.input_ids, attention_mask=inputs.attention_mask).last_hidden_state[0, index]
+        num_tokens = int(inputs.attention_mask[0, index].sum())
+        close(latents["gemma"][:num_tokens], states[:num_tokens])
+        assert sample["num_tokens.gemma"].tolist() == [num_tokens]
+
+
+def test_an_autoencoder_without_a_posterior(models: Path, tars: Path, tmp_path: Path, towers: Path) -> None:
+    vae = str(towers / "dc_ae")
+    config = config_of(models, tars, tmp_path / "root", towers, vae=vae, features={})
+    encode_all(config, models)
+    encoding = EncodingRecord.load(open_store(config.output))
+    image = encoding.image
+    assert (image.class_name, image.posterior, image.channels, image.downsampling) == (
+        "AutoencoderDC",
+        "deterministic",
+        4,
+        4,
+    )
+    assert image.scale == (0.41,) * 4 and samples_of(folder_of(config))[0]["image_latents"].shape == (4, 16, 16)
+    pixels = np.random.default_rng(0).integers(0, 256, (2, 64, 64, 3), np.uint8)
+    with torch.no_grad():
+        expected = AutoencoderDC.from_pretrained(vae).encode(
+            torch.tensor(pixels).permute(0, 3, 1, 2).float() / 127.5 - 1
+        )
+    close(towers_of(config).image(list(pixels), 4), expected.latent)
+    with pytest.raises(RequestError, match="AutoencoderDC has no posterior"):
+        describe_encoding(config_of(models, tars, tmp_path / "root", towers, vae=vae, posterior="moments"))
+
+
+def test_a_towers_neighbours_and_its_batch_size_do_not_matter_beyond_rounding(
+    models: Path, tars: Path, tmp_path: Path, towers: Path, root: Path
+) -> None:
+    of_t5 = {"batch_size": 3}
+    config = config_of(models, tars, tmp_path / "root", towers, texts=texts(towers, models, **of_t5))
+    encode_all(config, models)
+    for one, other in zip(samples_of(folder_of(config)), samples_of(root), strict=True):
+        assert one["key"] == other["key"]
+        for name in ("text_latents.t5", "text_latents.clip", "pooled.clip", "features.dino"):
+            close(one[name], torch.tensor(other[name]))
+
+
+def test_what_overflows_in_any_of_a_towers_results_is_encoded_again(
+    models: Path, tars: Path, tmp_path: Path, towers: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, again = Network._run, []
+
+    def overflow(self: Network, inputs: list[Tensor], precision: str) -> tuple[Tensor, ...]:
+        results = run(self, inputs, precision)  # type: ignore[arg-type]
+        if precision == "bfloat16" and len(results) == 2:
+            results[1][1] = 1e6  # the pooled output alone
+        elif precision == "float32":
+            again.append(len(inputs[0]))
+        return results
+
+    monkeypatch.setattr(Network, "_run", overflow)
+    found = towers_of(config_of(models, tars, tmp_path, towers, precision="bfloat16")).texts["clip"](["a", "b"], 4)
+    assert again == [4]
+    states, pooled = clip_reference(towers, models, "b")
+    assert found[1].latents.states is not None and found[1].latents.pooled is not None
+    close(found[1].latents.states, states)
+    close(found[1].latents.pooled, pooled)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"masked": False, "trim": True}, r"texts\.t5\.trim: T5EncoderModel sees the padding behind a caption"),
+        ({"pooled": True}, r"texts\.t5\.pooled: T5EncoderModel has no pooled output"),
+        ({"max_tokens": None}, r"texts\.t5\.max_tokens: T5EncoderModel takes captions of any length"),
+        ({"class_name": "NoSuchModel"}, r"is of a 'NoSuchModel', which this transformers"),
+        ({"keep": [[5, 3]]}, r"texts\.t5\.keep: .* of 24 tokens is none"),
+        ({"keep": [[4, 9], [0, 5]]}, r"out of order"),
+        ({"model": "no/such/place", "tokenizer": "none"}, r"no/such"),
+    ],
+)
+def test_what_cannot_be_stored_is_refused_by_name(
+    models: Path, tars: Path, tmp_path: Path, towers: Path, changes: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(RequestError, match=words):
+        describe_encoding(config_of(models, tars, tmp_path, towers, texts=texts(towers, models, **changes)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"texts": {}}, "no text tower"),
+        ({"texts": {"a.b": {"model": "m", "tokenizer": "t"}}}, "a tower's name is made of"),
+        ({"texts": {"a": {"model": "m", "tokenizer": "t", "states": False}}}, "would store nothing"),
+        ({"texts": {"a": {"model": "m", "tokenizer": "t", "template": "x"}}}, "where the caption would go"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_by_the_config(
+    models: Path, tars: Path, tmp_path: Path, towers: Path, changes: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ValidationError, match=words):
+        config_of(models, tars, tmp_path, towers, **changes)
+
+
+def test_a_bucket_that_is_no_whole_number_of_patches(models: Path, tars: Path, tmp_path: Path, towers: Path) -> None:
+    with pytest.raises(RequestError, match=r"bucket 72x64, resized to 0\.875 of it, is no multiple of 14"):
+        describe_encoding(config_of(models, tars, tmp_path, towers, buckets=["72x64"]))
+
+
+def test_the_trainer_reads_every_tower_into_its_batches(root: Path, tmp_path: Path) -> None:
+    fields = train_fields(root, tmp_path / "run")
+    data = TrainConfig.model_validate(fields).data
+    spec = open_data(data, 8)
+    assert spec.lengths == {
+        "image_latents": None,
+        "text_latents.clip": 16,
+        "num_tokens.clip": None,
+        "pooled.clip": None,
+        "text_latents.t5": T5_LENGTH,
+        "num_tokens.t5": None,
+        "features.dino": None,
+    }
+    stored = {s["key"]: s for part in sorted((root / BUCKET).glob("0000*")) for s in read_part(part)}
+    batch = next(iter(Loader(data, spec, 8, 0, 0, global_slots(8, 0, 1, 1))))
+    for i, key in enumerate(batch.keys):
+        for name in spec.lengths.keys() - {"num_tokens.clip"}:
+            np.testing.assert_array_equal(np.atleast_1d(batch.columns[name][i].numpy()), stored[key][name])
+        assert int(batch.columns["num_tokens.clip"][i]) == 16
+    assert batch.columns["text_latents.t5"].shape == (8, T5_LENGTH, T5_WIDTH)
+
+
+def test_a_run_says_which_tower_it_trains_on(root: Path, tmp_path: Path) -> None:
+    fields = train_fields(root, tmp_path / "run", max_steps=2)
+    unet = tmp_path / "unet.json"
+    unet.write_text(json.dumps(json.loads(Path(fields["unet"]).read_text()) | {"cross_attention_dim": T5_WIDTH}))
+    fields["unet"] = str(unet)
+
+    def run(**data: Any) -> None:
+        path = tmp_path / "config.yaml"
+        path.write_text(yaml.safe_dump(fields | {"data": fields["data"] | data}))
+        train(["--config", str(path)])
+
+    with pytest.raises(RequestError, match=r"one text tower's states, and clip and t5 would be read\. Name the one in"):
+        run()
+    with pytest.raises(RequestError, match=r"asks for texts\.gemma, which .* does not have; it has texts\.clip, texts"):
+        run(towers=["texts.gemma"])
+    run(towers=["texts.t5"])
+    losses = [row["loss"] for row in read_json_lines(tmp_path / "run" / "metrics.jsonl")]
+    assert len(losses) == 2 and np.isfinite(losses).all()
