@@ -78,7 +78,7 @@ class TextEncoder(Network):
         if self.tokenizer.pad_token_id is None:
             raise WorkError(f"The tokenizer in {tokenizer_folder} names no pad_token, with which captions are filled.")
         load = getattr(transformers, tower.class_name).from_pretrained
-        model = load(folder, use_safetensors=True, attn_implementation="sdpa")
+        model = load(folder, use_safetensors=True)  # with torch's fused attention, where it has it
         super().__init__(model.to(torch.float32), self.encode, device, precision, "" if compiled else None)
         self.tower = tower
         places = torch.arange(tower.max_tokens)
