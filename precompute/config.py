@@ -8,6 +8,7 @@ from pydantic import Field, field_validator, model_validator
 from precompute.cluster.fleet import FleetConfig
 from precompute.describe import (
     FeatureTowerConfig,
+    ImageConfig,
     TextConfig,
     TextTowerConfig,
     TowerName,
@@ -65,6 +66,7 @@ class PrecomputeConfig(Config):
     stored, and the trainer draws one afresh each time."""
     precision: Precision = "float16"
     """Autocast type of all towers. A sample that overflows is encoded again in float32."""
+    image: ImageConfig = ImageConfig()
     text: TextConfig = TextConfig()
     pixels: PixelsConfig = PixelsConfig()
     limits: LimitsConfig = LimitsConfig()
@@ -142,6 +144,7 @@ def describe_encoding(config: PrecomputeConfig) -> EncodingRecord:
             decoder=pixels.decoder,
             resampler=pixels.resampler,
             color="srgb",
+            storage=config.image.storage,
         ),
         texts={name: describe_text(name, tower, config.text) for name, tower in config.text_towers.items()},
         features={name: describe_features(name, tower) for name, tower in config.features.items()},

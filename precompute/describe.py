@@ -13,7 +13,7 @@ from pydantic import AfterValidator, Field, model_validator
 from shards.base.config import Config
 from shards.base.errors import RequestError
 from shards.format.models import hash_weights, model_folder, read_model_config
-from shards.format.towers import FeatureTower, ImageTower, Slice, TextStorage, TextTower
+from shards.format.towers import FeatureTower, ImageStorage, ImageTower, Slice, TextStorage, TextTower
 
 CAUSAL = ("clip_text_model", "gemma", "gemma2", "gemma3_text", "llama", "mistral", "phi3", "qwen2", "qwen3")
 """`model_type`s in which a token's state does not depend on those behind it."""
@@ -39,6 +39,13 @@ class TextConfig(Config):
     """`float16` is exact; `float8` halves the bytes at 2.6 % relative error."""
     trim: bool = False
     """Store the real tokens alone; the U-Net then gets a cross-attention mask."""
+
+
+class ImageConfig(Config):
+    """How image latents are stored."""
+
+    storage: ImageStorage = "float16"
+    """`float16` is exact; `int8` halves the bytes, at an error of at most 0.4 % of a channel's largest number."""
 
 
 class TextTowerConfig(Config):
@@ -95,12 +102,12 @@ class FeatureTowerConfig(Config):
     """Pictures that it encodes together, in place of `workers.batch_size`."""
 
 
-def describe_image(name: str, posterior: Literal["moments", "mean"] | None, **how: str) -> ImageTower:
+def describe_image(name: str, posterior: Literal["moments", "mean"] | None, **how: Any) -> ImageTower:
     """The autoencoder `name`, a folder or on the hub.
 
     Args:
         posterior: what is stored of it; None: moments, or the latents of an autoencoder that has no posterior.
-        how: crop, resampling, decoder, resampler, color.
+        how: crop, resampling, decoder, resampler, color, storage.
 
     Raises:
         RequestError: it is missing, or no autoencoder of pictures; or it has no posterior, which was asked for.

@@ -26,7 +26,7 @@ from shards.format.encoding import EncodingRecord
 from shards.format.models import hash_weights, model_folder
 from shards.format.receipts import load_receipts
 from shards.open import open_store
-from shards.root.reading import captions, read_parts
+from shards.root.reading import captions, image_latents, read_parts
 
 LABEL_LINES, LINE_HEIGHT, MARGIN, CHARACTER_WIDTH = 5, 14, 8, 7
 SMALLEST_TILE = 256
@@ -67,8 +67,8 @@ def decode_pictures(samples: list[dict[str, Any]], encoding: EncodingRecord, vae
     """The posterior's means, decoded."""
     pictures = []
     for start in range(0, len(samples), DECODE_TOGETHER):
-        stored = np.stack([sample["image_latents"] for sample in samples[start : start + DECODE_TOGETHER]])
-        means = torch.from_numpy(stored[:, : encoding.image.channels].astype(np.float32)).to(vae.device)
+        stored = np.stack([image_latents(sample) for sample in samples[start : start + DECODE_TOGETHER]])
+        means = torch.from_numpy(stored[:, : encoding.image.channels]).to(vae.device)
         pixels = ((vae.decode(means).sample.clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8)
         pictures += [Image.fromarray(array) for array in pixels.permute(0, 2, 3, 1).cpu().numpy()]
     return pictures

@@ -1,6 +1,7 @@
 """What lies in a root, as types and bytes.
 
-Inside: buckets, the encoding record, receipts, tables, MDS files, stored text latents, models by content.
+Inside: buckets, the encoding record, towers and how their numbers are stored, receipts, tables, MDS files,
+models by content.
 In: bytes.
 Out: objects, and the other way round.
 """

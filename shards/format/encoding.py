@@ -9,7 +9,7 @@ from shards.base.config import Config, flatten
 from shards.base.durable import canonical_json, parse_sealed_json, sealed_json
 from shards.base.errors import RequestError
 from shards.base.store import Store
-from shards.format import features, text
+from shards.format import features, image, text
 from shards.format.buckets import Bucket
 from shards.format.towers import ONLY_TEXT, FeatureTower, ImageTower, TextTower, Weights
 
@@ -68,12 +68,7 @@ class EncodingRecord(Config):
 
     def columns(self, bucket: Bucket) -> dict[str, str]:
         """MDS column → type, for samples of `bucket`, by the names of version 2."""
-        height, width = bucket.latent_hw(self.image.downsampling)
-        columns = {
-            "key": "str",
-            "caption": "str",
-            "image_latents": f"ndarray:float16:{self.image.num_planes},{height},{width}",
-        }
+        columns = {"key": "str", "caption": "str", **image.columns(self.image, bucket)}
         for name, tower in self.texts.items():
             columns |= text.columns(name, tower, several=self.several)
         for name, feature_tower in self.features.items():
@@ -149,14 +144,14 @@ def from_version_1(fields: dict[str, Any]) -> dict[str, Any]:
     Raises:
         KeyError: one is missing.
     """
-    image, texts = dict(fields["image"]), dict(fields["text"])
-    channels = image.pop("latent_channels")
-    scale = image.pop("scaling_factor")
+    of_image, texts = dict(fields["image"]), dict(fields["text"])
+    channels = of_image.pop("latent_channels")
+    scale = of_image.pop("scaling_factor")
     captions, max_characters = texts.pop("captions"), texts.pop("max_characters")
     return {
         "schema_version": 1,
         "image": {
-            **image,
+            **of_image,
             "class_name": "AutoencoderKL",
             "weights": fields["vae"],
             "channels": channels,
@@ -181,17 +176,17 @@ def from_version_1(fields: dict[str, Any]) -> dict[str, Any]:
 def as_version_1(record: EncodingRecord) -> dict[str, Any]:
     """The inverse of `from_version_1`."""
     fields = record.model_dump(mode="json")
-    image, tower = fields["image"], fields["texts"][ONLY_TEXT]
+    of_image, tower = fields["image"], fields["texts"][ONLY_TEXT]
     kept = ("posterior", "downsampling", "crop", "resampling", "decoder", "resampler", "color")
     return {
         "schema_version": 1,
-        "vae": image["weights"],
+        "vae": of_image["weights"],
         "text_encoder": tower["weights"],
         "tokenizer": tower["tokenizer"],
         "image": {
-            **{name: image[name] for name in kept},
-            "latent_channels": image["channels"],
-            "scaling_factor": image["scale"][0],
+            **{name: of_image[name] for name in kept},
+            "latent_channels": of_image["channels"],
+            "scaling_factor": of_image["scale"][0],
         },
         "text": {
             **{name: tower[name] for name in ("storage", "trim", "length", "width")},

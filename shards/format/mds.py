@@ -28,7 +28,7 @@ from shards.base.errors import RequestError
 from shards.format.text import current_name
 
 HASH = "xxh3_64"
-DTYPES = ("float16", "float32", "int32", "uint8")
+DTYPES = ("float16", "float32", "int32", "int8", "uint8")
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from shards.base.config import Config
 from shards.format.buckets import Bucket
 
 TextStorage = Literal["float16", "float8"]
+ImageStorage = Literal["float16", "int8"]
 Posterior = Literal["moments", "mean", "deterministic"]
 Slice = tuple[int | None, int | None]
 ONLY_TEXT = "text"
@@ -46,6 +47,7 @@ class ImageTower(Config):
     """Whose implementation of the filter."""
     color: str = "as_stored"
     """`srgb`: embedded profiles were applied; `as_stored`: they were not."""
+    storage: ImageStorage = "float16"
 
     @property
     def num_planes(self) -> int:

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from shards.base.store import Store
+from shards.format import image
 from shards.format.encoding import EncodingRecord
 from shards.format.mds import Decoder, parse_index, read_offsets, read_sample
 from shards.format.text import dequantise, unpack
@@ -48,6 +49,12 @@ def captions(sample: dict[str, Any], encoding: EncodingRecord) -> list[str]:
     if not encoding.several:
         return [sample["caption"]]
     return [caption for caption in json.loads(sample["caption"]) if caption is not None]
+
+
+def image_latents(sample: dict[str, Any]) -> np.ndarray:
+    """(planes, h, w) float32 of a sample, neither shifted nor scaled."""
+    scales = torch.tensor(sample["image_scales"]) if "image_scales" in sample else None
+    return image.unpack(torch.tensor(sample["image_latents"]), scales).numpy()
 
 
 def text_latents(sample: dict[str, Any], encoding: EncodingRecord) -> list[dict[str, np.ndarray]]:

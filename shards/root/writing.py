@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from shards.format import features, text
+from shards.format import features, image, text
 from shards.format.buckets import Bucket
 from shards.format.encoding import EncodingRecord
 from shards.format.mds_writer import PartMDSWriter
@@ -74,7 +74,7 @@ class PartWriter:
         self.writer.write(
             {
                 "key": sample.key,
-                "image_latents": sample.image_latents.half().numpy(),
+                **image.pack(self.encoding.image, sample.image_latents),
                 "caption": self._caption_text(sample.captions),
                 **self._tower_columns(sample, present),
                 "size": np.array(sample.size, np.int32),

@@ -13,7 +13,7 @@ from shards.format.buckets import Bucket
 from shards.format.encoding import EncodingRecord
 from shards.format.receipts import Receipt, load_committed
 from shards.format.tables import MENDED
-from shards.root.reading import captions, read_parts
+from shards.root.reading import captions, image_latents, read_parts
 
 
 def root_stats(store: Store, max_samples: int) -> dict[str, Any]:
@@ -45,7 +45,7 @@ def sample_stats(samples: Iterable[dict[str, Any]], encoding: EncodingRecord) ->
     scale, shift = (np.array(values)[:, None, None] for values in (image.scale, image.shift))
     for sample in samples:
         # moments => the posterior's mean
-        latents = sample["image_latents"][: image.channels].astype(np.float64)
+        latents = image_latents(sample)[: image.channels].astype(np.float64)
         latents = (latents - shift) * scale
         moments.append((latents.mean(axis=(1, 2)), (latents**2).mean(axis=(1, 2))))
         lengths += [len(caption) for caption in captions(sample, encoding)]

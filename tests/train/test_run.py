@@ -16,6 +16,7 @@ from shards.base.errors import WorkError, exit_code_of
 from tests.runs import PYTHON, curve, environment, launcher, run_module, train_fields, write_config
 from train.__main__ import run as command
 from train.config import DataConfig
+from train.data.batch import Batch
 from train.data.draws import Draws
 from train.data.loader import Loader
 from train.data.streams import open_data
@@ -312,8 +313,8 @@ def test_a_step_that_is_not_finite_changes_nothing_and_too_many_stop_the_run(
     """Latents of infinite size from step 4 on: weights and optimizer stay as step 3 left them."""
     sample = StoredLatents.sample
 
-    def blow_up(self: StoredLatents, stored: torch.Tensor, draws: Draws) -> torch.Tensor:
-        latents = sample(self, stored, draws)
+    def blow_up(self: StoredLatents, batch: Batch, draws: Draws) -> torch.Tensor:
+        latents = sample(self, batch, draws)
         return latents * float("inf") if draws.step >= 3 else latents
 
     monkeypatch.setattr(StoredLatents, "sample", blow_up)

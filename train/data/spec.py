@@ -125,12 +125,15 @@ class DataSpec:
     @property
     def lengths(self) -> dict[str, int | None]:
         """The columns of a batch: those of tokens → how many of an untrimmed caption, others → None."""
-        return column_lengths(self.texts, self.features)
+        return column_lengths(self.image, self.texts, self.features)
 
 
-def column_lengths(texts: dict[str, TextTower], features: dict[str, FeatureTower]) -> dict[str, int | None]:
+def column_lengths(
+    image: ImageTower, texts: dict[str, TextTower], features: dict[str, FeatureTower]
+) -> dict[str, int | None]:
     """As `DataSpec.lengths`, of these towers."""
     lengths: dict[str, int | None] = {"image_latents": None}
+    lengths |= {"image_scales": None} if image.storage == "int8" else {}
     for name, tower in texts.items():
         if tower.states:
             lengths |= {f"text_latents.{name}": tower.length, f"num_tokens.{name}": None}

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from shards.format import image
+from shards.format.image import LOG_VARIANCE_RANGE
 from shards.format.text import dequantise
 from train.data.batch import Batch
 from train.data.draws import Draws, Purpose
 from train.data.spec import DataSpec
-
-LOG_VARIANCE_RANGE = (-30.0, 20.0)  # diffusers' DiagonalGaussianDistribution
 
 
 @dataclass(frozen=True)
@@ -46,11 +46,12 @@ class StoredLatents:
         """How many normals `sample` takes of each sample."""
         return {Purpose.POSTERIOR: self.size(batch)} if self.image.posterior == "moments" else {}
 
-    def sample(self, stored: Tensor, draws: Draws) -> Tensor:
-        """(N, planes, h, w) stored → (N, C, h, w) float32 latents: mean + σ·n where moments are stored, normalised."""
+    def sample(self, batch: Batch, draws: Draws) -> Tensor:
+        """A batch's image latents, (N, C, h, w) float32: mean + σ·n where moments are stored, normalised."""
+        stored = image.unpack(batch.columns["image_latents"], batch.columns.get("image_scales"))
         if self.image.posterior != "moments":
-            return self.normalise(stored.float())
-        mean, log_variance = stored.float().chunk(2, dim=1)
+            return self.normalise(stored)
+        mean, log_variance = stored.chunk(2, dim=1)
         deviation = (0.5 * log_variance.clamp(*LOG_VARIANCE_RANGE)).exp()
         return self.normalise(mean + deviation * draws.normal(Purpose.POSTERIOR, tuple(mean.shape[1:])))
 

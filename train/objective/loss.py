@@ -43,7 +43,7 @@ class DiffusionLoss:
     def squared_error(self, unet: nn.Module, batch: Batch, timesteps: Tensor, dropped: Tensor, draws: Draws) -> Tensor:
         """(N,) float32, unweighted, at given timesteps (N,) and with the captions of `dropped` (N,) left out."""
         # moments => latents
-        latents = self.latents.sample(batch.columns["image_latents"], draws)
+        latents = self.latents.sample(batch, draws)
         # captions => what the U-Net may attend to
         text = self.latents.conditioning(batch, dropped)
         # latents => noisy latents

@@ -57,7 +57,7 @@ def samples_of(root: Path) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("storage", ["float16", "float8+trim"])
 def test_the_chosen_rows_are_the_stored_captions(several: dict[str, Path], storage: str) -> None:
     samples, encoding = samples_of(several[storage]), EncodingRecord.load(open_store(several[storage]))
-    lengths = column_lengths(encoding.texts, {})
+    lengths = column_lengths(encoding.image, encoding.texts, {})
     batch = Collate(torch.arange(24), lengths)(samples)
     assert batch.num_captions is not None and batch.num_captions.tolist() == [1, 2, 3] * 8
     draws = Draws(7, 3, batch.slots)
@@ -146,7 +146,7 @@ def test_validation_takes_the_first_caption(several: dict[str, Path]) -> None:
     for name in ("float16", "one"):
         config = ValidationConfig(root=several[name], bucket="64x64", samples=24, batch_size=16)
         encoding = EncodingRecord.load(open_store(several["float16"]))
-        lengths = column_lengths(encoding.texts, {})
+        lengths = column_lengths(encoding.image, encoding.texts, {})
         found.append(open_validation(config, encoding, lengths, seed=0).batches)
     for batch, of_one in zip(*found, strict=True):
         assert batch.num_captions is None and batch.keys == of_one.keys

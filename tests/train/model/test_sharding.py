@@ -11,6 +11,7 @@ from shards.base.errors import RequestError
 from tests import ranks
 from tests.runs import curve, launcher, run_module, train_fields, write_config
 from train.__main__ import run as command
+from train.data.batch import Batch
 from train.data.draws import Draws
 from train.model.sharding import launched_sharding
 from train.objective.latents import StoredLatents
@@ -109,8 +110,8 @@ def blow_up(arguments: list[str]) -> None:
     """The trainer, with latents of infinite size on step 3 alone."""
     sample = StoredLatents.sample
 
-    def sometimes(self: StoredLatents, stored: torch.Tensor, draws: Draws) -> torch.Tensor:
-        latents = sample(self, stored, draws)
+    def sometimes(self: StoredLatents, batch: Batch, draws: Draws) -> torch.Tensor:
+        latents = sample(self, batch, draws)
         return latents * float("inf") if draws.step == 2 and int(draws.slots[0]) == 1 else latents
 
     StoredLatents.sample = sometimes  # type: ignore[method-assign]
