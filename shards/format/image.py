@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from shards.format.buckets import Bucket
-from shards.format.text import SMALLEST_SCALE
 from shards.format.towers import ImageTower
 
 LOG_VARIANCE_RANGE = (-30.0, 20.0)
@@ -18,16 +17,15 @@ NUM_STEPS = 255
 
 
 def quantise(latents: Tensor, channels: int) -> tuple[Tensor, Tensor]:
-    """(…, planes, h, w) floats → int8 codes of the same shape, and float16 scales (…, channels).
+    """(…, planes, h, w) floats → int8 codes of the same shape, and float32 scales (…, channels).
 
     The first `channels` planes, means, are rounded to multiples of max|x| / 127 of their plane; so the error is at most
     half of that. What follows, log-variances, are clamped to their range and rounded to 1/255 of it: to 10 % of a
     variance.
     """
     means, log_variances = latents.float().split([channels, latents.shape[-3] - channels], dim=-3)
-    # rounded to float16 before it divides, so that decoding uses the very number that encoding used
-    scales = (means.abs().amax(dim=(-2, -1)) / LARGEST_CODE).clamp(min=SMALLEST_SCALE).half()
-    codes = (means / scales.float()[..., None, None]).round().clamp(-LARGEST_CODE, LARGEST_CODE)
+    scales = (means.abs().amax(dim=(-2, -1)) / LARGEST_CODE).clamp(min=torch.finfo(torch.float32).tiny)
+    codes = (means / scales[..., None, None]).round().clamp(-LARGEST_CODE, LARGEST_CODE)
     low, high = LOG_VARIANCE_RANGE
     steps = ((log_variances.clamp(low, high) - low) * (NUM_STEPS / (high - low))).round() - (LARGEST_CODE + 1)
     return torch.cat([codes, steps], dim=-3).to(torch.int8), scales
@@ -39,7 +37,7 @@ def dequantise(codes: Tensor, scales: Tensor) -> Tensor:
     means, steps = codes.float().split([channels, codes.shape[-3] - channels], dim=-3)
     low, high = LOG_VARIANCE_RANGE
     log_variances = (steps + (LARGEST_CODE + 1)) * ((high - low) / NUM_STEPS) + low
-    return torch.cat([means * scales.float()[..., None, None], log_variances], dim=-3)
+    return torch.cat([means * scales[..., None, None], log_variances], dim=-3)
 
 
 def pack(tower: ImageTower, latents: Tensor) -> dict[str, np.ndarray]:
@@ -59,4 +57,4 @@ def columns(tower: ImageTower, bucket: Bucket) -> dict[str, str]:
     """The MDS column types of `pack`'s result."""
     height, width = bucket.latent_hw(tower.downsampling)
     types = {"image_latents": f"ndarray:{tower.storage}:{tower.num_planes},{height},{width}"}
-    return types | ({"image_scales": f"ndarray:float16:{tower.channels}"} if tower.storage == "int8" else {})
+    return types | ({"image_scales": f"ndarray:float32:{tower.channels}"} if tower.storage == "int8" else {})

@@ -28,7 +28,7 @@ def test_codes_are_those_of_a_plain_loop() -> None:
     decoded = dequantise(codes, scales).double().numpy()
     for c in range(4):
         plane = latents[c].double().numpy()
-        scale = float(np.float16(np.abs(plane).max() / 127))
+        scale = float(np.float32(np.abs(plane).max() / 127))
         assert float(scales[c]) == scale
         expected = np.clip(np.rint(plane / scale), -127, 127) * scale
         assert (np.abs(decoded[c] - expected) < 1e-5 * np.abs(plane).max()).all()
@@ -43,7 +43,7 @@ def test_the_error_is_as_stated(seed: int, size: float) -> None:
     latents = moments(seed, size)
     error = (dequantise(*quantise(latents, 4)) - latents).abs()
     largest = latents[:4].abs().amax(dim=(1, 2))
-    assert (error[:4].amax(dim=(1, 2)) <= 0.004 * largest + 1e-6).all()
+    assert (error[:4].amax(dim=(1, 2)) <= 0.004 * largest).all()
     in_range = latents[4:].clamp(-30, 20)
     assert ((in_range - dequantise(*quantise(latents, 4))[4:]).abs() <= 50 / 255 / 2 + 1e-4).all()
 

@@ -1,5 +1,6 @@
 """The loss against diffusers' own pieces, on random input."""
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -8,6 +9,8 @@ import torch
 from diffusers import DDPMScheduler, FlowMatchEulerDiscreteScheduler
 from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 
+from shards.format.image import dequantise as dequantise_image
+from shards.format.image import quantise as quantise_image
 from shards.format.text import quantise
 from tests.train.specs import CHANNELS, TOKENS, WIDTH, make_batch, spec
 from train.data.batch import Batch
@@ -66,10 +69,29 @@ def test_loss_is_diffusers(prediction: str) -> None:
     assert unet.seen[3] is None
 
 
-def test_means_are_scaled_and_nothing_else() -> None:
-    loss = DiffusionLoss(ObjectiveConfig(), spec(posterior="mean"), torch.device("cpu"))
+@pytest.mark.parametrize("posterior", ["mean", "deterministic"])
+def test_means_are_shifted_and_scaled_per_channel_and_nothing_else(posterior: str) -> None:
+    """As FluxPipeline has it, (latents - shift) × scale, where each channel has its own, as in Wan's."""
+    scale, shift = (0.7, 0.1, 2.0, 1.0), (0.0, 0.1, -1.0, 3.0)
+    data_spec = spec(posterior=posterior).image.model_copy(update={"scale": scale, "shift": shift})
+    loss = DiffusionLoss(ObjectiveConfig(), replace(spec(), image=data_spec), torch.device("cpu"))
     stored = torch.randn(N, CHANNELS, SIDE, SIDE).half()
-    torch.testing.assert_close(loss.latents.sample(stored, Draws(0, 0, torch.arange(N))), stored.float() * 0.7)
+    found = loss.latents.sample(batch(image_latents=stored), Draws(0, 0, torch.arange(N)))
+    for channel in range(CHANNELS):
+        expected = (stored[:, channel].double() - shift[channel]) * scale[channel]
+        torch.testing.assert_close(found[:, channel].double(), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_int8_latents_are_read_as_what_they_stand_for() -> None:
+    latents = torch.randn(N, 2 * CHANNELS, SIDE, SIDE)
+    codes, scales = quantise_image(latents, CHANNELS)
+    data = batch(image_latents=codes)
+    data.columns["image_scales"] = scales
+    loss = DiffusionLoss(ObjectiveConfig(), spec(), torch.device("cpu"))
+    draws = [Draws(0, 0, torch.arange(N)) for _ in range(2)]
+    found = loss.latents.sample(data, draws[0])
+    exact = loss.latents.sample(batch(image_latents=dequantise_image(codes, scales)), draws[1])
+    torch.testing.assert_close(found, exact, rtol=0, atol=0)
 
 
 def test_dropped_captions_become_the_empty_one() -> None:
