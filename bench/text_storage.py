@@ -81,7 +81,7 @@ def storage_row(encoded: Encoded, storage: TextStorage, trim: bool, folder: Path
     for i, (latents, num_tokens) in enumerate(zip(encoded.latents, encoded.num_tokens, strict=True)):
         caption = Caption(f"caption {i}", {ONLY_TEXT: TextLatents(latents, num_tokens)}, frozenset())
         writer.write(Sample(f"{i:09d}", [caption], image, (256, 256, 0, 0), np.zeros(4, np.float32)))
-    count, _ = writer.finish()
+    count = len(writer.finish().stored)
     errors, cosines, text_bytes = [], [], 0
     for sample, exact in zip(read_part(folder), encoded.latents, strict=True):
         stored = torch.tensor(text_latents(sample, encoding)[0][ONLY_TEXT]).double()

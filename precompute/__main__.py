@@ -22,7 +22,7 @@ from shards.base.errors import exit_code_of
 from shards.open import open_store
 from shards.root.commit import sweep_attempts
 from shards.root.index import write_indexes
-from shards.root.shared import check_root, check_rules, create_root
+from shards.root.shared import agree_on_rules, check_root, check_rules, create_root
 
 
 def run(arguments: list[str]) -> None:
@@ -45,7 +45,8 @@ def run(arguments: list[str]) -> None:
         say_what_is_unchecked(config.input, waiting)
         start_ray(config.workers)
 
-    create_root(store, encoding)
+    encoding = create_root(store, encoding)
+    agree_on_rules(store, config.to_fill.rules)
     try:
         recipe = make_recipe(config, encoding)
         ledger = run_job(waiting, recipe, config.output, config.workers) if waiting else Ledger(0)

@@ -10,13 +10,15 @@ from types import TracebackType
 from ray.util.metrics import Counter, Gauge
 
 from precompute.cluster.fleet import Done, Failed, Fleet, FleetConfig, News, UnderWay
+from precompute.encode.provenance import source_sha256
 from precompute.encode.recipe import Recipe
 from precompute.encode.worker import encode_on_worker
 from precompute.input.tars import InputTar
 from shards.base.errors import Preempted, WorkError
 from shards.base.progress import Progress
 from shards.base.store import Store
-from shards.format.receipts import Receipt, load_receipts
+from shards.format.receipts import names_in_force, parse_name
+from shards.root.committed import TarBooks, list_commits
 
 
 def run_job(tars: Sequence[InputTar], recipe: Recipe, output: Path | str, workers: FleetConfig) -> "Ledger":
@@ -28,7 +30,14 @@ def run_job(tars: Sequence[InputTar], recipe: Recipe, output: Path | str, worker
         WorkError: no node of the cluster could take a worker for `workers.wait_for_resources` seconds.
     """
     device = "cuda" if workers.num_gpus else "cpu"
-    work = partial(encode_on_worker, recipe=recipe, output=output, device=device, num_cpus=workers.num_cpus)
+    work = partial(
+        encode_on_worker,
+        recipe=recipe,
+        output=output,
+        device=device,
+        num_cpus=workers.num_cpus,
+        source=source_sha256(),
+    )
     with Ledger(len(tars)) as ledger:
         for event in Fleet(workers, work, ((tar.name, tar) for tar in tars)):
             ledger.record(event)
@@ -36,11 +45,9 @@ def run_job(tars: Sequence[InputTar], recipe: Recipe, output: Path | str, worker
 
 
 def not_committed(tars: Sequence[InputTar], buckets: Sequence[object], store: Store) -> list[InputTar]:
-    """Those whose receipt has not every one of `buckets`."""
-    wanted = set(map(str, buckets))
-    receipts = load_receipts(store, [tar.name for tar in tars])
-    done = {receipt.shard for receipt in receipts if wanted <= receipt.parts.keys()}
-    return [tar for tar in tars if tar.name not in done]
+    """Those that have not a receipt in force for every one of `buckets`; one listing."""
+    done = {parsed[:2] for name in names_in_force(list_commits(store)) if (parsed := parse_name(name))}
+    return [tar for tar in tars if not {(str(bucket), tar.name) for bucket in buckets} <= done]
 
 
 def announce(waiting: Sequence[InputTar], num_tars: int, buckets: Sequence[object]) -> None:
@@ -104,14 +111,14 @@ class Ledger:
         """Tars that were neither done nor given up, where the job was told to leave."""
         return self.total - self.done - len(self.failed)
 
-    def record(self, event: Done[Receipt] | Failed | News | UnderWay) -> None:
+    def record(self, event: Done[TarBooks] | Failed | News | UnderWay) -> None:
         """Enter what the fleet says."""
         match event:
-            case Done(result=receipt):
+            case Done(result=books):
                 self.done += 1
-                self.samples_in += receipt.samples_in
-                self.encoded += receipt.encoded
-                self.metrics.tar_done(receipt)
+                self.samples_in += books.samples_in
+                self.encoded += books.encoded
+                self.metrics.tar_done(books)
                 self._show()
             case Failed(key=tar, which=which, failure=failure, again=again):
                 self.metrics.failed_attempts.inc(1)
@@ -170,16 +177,16 @@ class Metrics:
         self.rate = Gauge("latentmill_images_per_second", "Samples taken in, over the job's time so far")
         self.eta = Gauge("latentmill_eta_seconds", "Until the job ends, at its rate so far; absent before there is one")
 
-    def tar_done(self, receipt: Receipt) -> None:
-        """Count what a receipt accounts for."""
+    def tar_done(self, books: TarBooks) -> None:
+        """Count what a tar's receipts account for."""
         # Ray refuses to add nothing
         for counter, value in (
-            (self.images_in, receipt.samples_in),
-            (self.accepted, receipt.encoded),
-            (self.seconds, receipt.seconds),
+            (self.images_in, books.samples_in),
+            (self.accepted, books.encoded),
+            (self.seconds, max(part.seconds["total"] for part in books.parts.values())),
         ):
             if value:
                 counter.inc(value)
-        for reason, count in receipt.rejected.items():
+        for reason, count in books.rejected.items():
             self.rejected.inc(count, {"reason": reason})
         self.tars.inc(1, {"outcome": "done"})

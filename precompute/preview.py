@@ -24,8 +24,8 @@ from shards.base.errors import RequestError, exit_code_of
 from shards.base.store import Store
 from shards.format.encoding import EncodingRecord
 from shards.format.models import hash_weights, model_folder
-from shards.format.receipts import load_receipts
 from shards.open import open_store
+from shards.root.committed import load_receipts
 from shards.root.reading import captions, image_latents, read_parts
 
 LABEL_LINES, LINE_HEIGHT, MARGIN, CHARACTER_WIDTH = 5, 14, 8, 7
@@ -52,8 +52,7 @@ def pick_samples(store: Store, bucket: str, count: int) -> list[dict[str, Any]]:
     Raises:
         RequestError: the bucket holds none.
     """
-    parts = {r.shard: r.parts[bucket].samples for r in load_receipts(store) if bucket in r.parts}
-    holding = [shard for shard, samples in parts.items() if samples]
+    holding = [receipt.part for receipt in load_receipts(store) if receipt.bucket == bucket and receipt.samples]
     if not holding:
         root = store.where()
         raise RequestError(f"{root} holds no sample in {bucket}. `python -m shards stats {root}` lists its buckets.")
@@ -132,9 +131,8 @@ def first_bucket(store: Store) -> str:
         RequestError: none does.
     """
     for receipt in load_receipts(store):
-        for bucket, part in receipt.parts.items():
-            if part.samples:
-                return bucket
+        if receipt.samples:
+            return receipt.bucket
     raise RequestError(f"{store.where()} holds no sample yet: run `make precompute` first.")
 
 

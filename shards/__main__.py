@@ -16,7 +16,10 @@ from shards.format.encoding import EncodingRecord
 from shards.open import open_store
 from shards.root.index import write_indexes
 from shards.tools.card import dataset_card
+from shards.tools.clean import clean, parse_age
+from shards.tools.provenance import Suspicion, nodes, nodes_table, recall, suspects
 from shards.tools.stats import plot_stats, root_stats, stats_table
+from shards.tools.upgrade import upgrade
 from shards.tools.verify import verify_root
 from shards.tools.where import describe_sample, find_sample
 
@@ -33,25 +36,42 @@ def run(arguments: list[str]) -> None:
         ("index", "write every bucket's index.json anew from the receipts", ""),
         ("card", "a dataset card: what it is, what made it, how to read it", " --output runs/data/latents/README.md"),
         ("where", "of one sample: its tar, part, weights and settings, or why it was rejected", " 000420017"),
+        ("by-node", "of each machine and GPU: parts, samples, rates and rejects", " --json"),
+        ("recall", "take back what a machine made; the next job makes it anew", " --node gpu-17 --dry-run"),
+        ("clean", "remove parts that were never committed, when no job is at work", " --older-than 7d"),
+        ("upgrade", "let a root of version 1 go on: receipts anew, parts as they are", ""),
     ):
         example = f"example: python -m shards {name} runs/data/latents{example}"
         command = commands.add_parser(name, help=about, description=about, epilog=example, formatter_class=RAW)
         command.add_argument("root", help="folder, or address such as s3://bucket/latents")
-        if name == "stats":
-            command.add_argument("--json", action="store_true", help="print JSON")
-            command.add_argument("--plot", type=Path, help="write a PNG here")
-            command.add_argument("--max-samples", type=int, default=10_000, help="read this many of each bucket")
-        if name == "card":
-            command.add_argument("--output", type=Path, help="write here, say ROOT/README.md; default: print")
-        if name == "where":
-            command.add_argument("key")
-            command.add_argument("--json", action="store_true", help="print JSON")
+        add_options(name, command)
     options = parser.parse_args(arguments)
     options.root = open_store(options.root)  # not by argparse, which would keep the reason to itself
     try:
         COMMANDS[options.command](options)
     except DamagedFile as error:
         raise WorkError(str(error)) from error
+
+
+def add_options(name: str, command: argparse.ArgumentParser) -> None:
+    """A command's own, besides the root."""
+    if name == "where":
+        command.add_argument("key")
+    if name in ("stats", "where", "by-node"):
+        command.add_argument("--json", action="store_true", help="print JSON")
+    match name:
+        case "stats":
+            command.add_argument("--plot", type=Path, help="write a PNG here")
+            command.add_argument("--max-samples", type=int, default=10_000, help="read this many of each bucket")
+        case "card":
+            command.add_argument("--output", type=Path, help="write here, say ROOT/README.md; default: print")
+        case "clean":
+            command.add_argument("--older-than", default="7d", help="7d, 36h, 90m; default: 7d")
+        case "recall":
+            command.add_argument("--node", help="a host's name")
+            command.add_argument("--gpu", help="a GPU's UUID, or name")
+            command.add_argument("--since", help="what was begun then or later, in UTC: 2026-11-22T10:00")
+            command.add_argument("--dry-run", action="store_true", help="only say what would be recalled")
 
 
 def verify(options: argparse.Namespace) -> None:
@@ -95,7 +115,52 @@ def where(options: argparse.Namespace) -> None:
     print(json.dumps(found, indent=2, allow_nan=False) if options.json else "\n\n".join(map(describe_sample, found)))
 
 
-COMMANDS = {"verify": verify, "stats": stats, "index": index, "card": card, "where": where}
+def by_node(options: argparse.Namespace) -> None:
+    """Print the table or JSON."""
+    found = nodes(options.root)
+    print(json.dumps(found, indent=2) if options.json else nodes_table(found))
+
+
+def recall_parts(options: argparse.Namespace) -> None:
+    """Recall, or say what would be."""
+    suspicion = Suspicion(options.node, options.gpu, options.since)
+    found = suspects(options.root, suspicion)
+    for receipt in found:
+        print(receipt.folder)
+    if not options.dry_run:
+        recall(options.root, found, f"by the command: {suspicion}")
+    samples = sum(receipt.samples for receipt in found)
+    print(
+        f"{len(found)} parts of {samples:,} samples {'would be' if options.dry_run else 'were'} recalled. The job that "
+        f"made them makes them anew; `python -m shards index {options.root.where()}` takes them out of the indexes."
+    )
+
+
+def clean_up(options: argparse.Namespace) -> None:
+    """Clean, and say what went."""
+    gone = clean(options.root, parse_age(options.older_than))
+    for folder in gone:
+        print(folder)
+    print(f"{len(gone)} that no receipt names, and older than {options.older_than}, were removed.")
+
+
+def upgrade_root(options: argparse.Namespace) -> None:
+    """Upgrade, and say so."""
+    count = upgrade(options.root)
+    print(f"{count} parts have receipts of version 2. {options.root.where()} can be encoded into again.")
+
+
+COMMANDS = {
+    "verify": verify,
+    "stats": stats,
+    "index": index,
+    "card": card,
+    "where": where,
+    "by-node": by_node,
+    "recall": recall_parts,
+    "clean": clean_up,
+    "upgrade": upgrade_root,
+}
 
 
 def main() -> None:

@@ -19,7 +19,7 @@ from precompute.input.tars import list_tars
 from precompute.pixels.decode import decode as decode_picture
 from shards.open import open_store
 from shards.root.index import write_indexes
-from shards.root.shared import create_root
+from shards.root.shared import agree_on_rules, create_root
 from tests.tiny import make_models, make_samples, make_tar
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -115,8 +115,9 @@ def make_towers(config: PrecomputeConfig) -> Towers:
 def encode_all(config: PrecomputeConfig, models: Path, attempt: int = 1, decode: Decode = decode_picture) -> None:
     """Stage 1 in this process, without Ray."""
     as_in_a_fresh_process()
-    encoding, store = describe_encoding(config), open_store(config.output)
-    create_root(store, encoding)
+    store = open_store(config.output)
+    encoding = create_root(store, describe_encoding(config))
+    agree_on_rules(store, config.to_fill.rules)
     recipe = replace(make_recipe(config, encoding), decode=decode)
     towers = make_towers(config)
     for tar in list_tars(config.input):

@@ -4,6 +4,10 @@ from pathlib import Path
 
 from streaming import StreamingDataset
 
+from shards.base.store import LocalStore
+from shards.format.tables import read_books
+from shards.root.committed import load_books
+
 
 def precompute_arguments(models: Path, tars: Path, root: Path, *more: str) -> list[str]:
     """Stage 1's command line on the CPU."""
@@ -27,6 +31,18 @@ def tree(root: Path) -> dict[str, bytes]:
     """Name → bytes of every file of a root, hidden ones left out."""
     files = {str(path.relative_to(root)): path for path in root.rglob("*") if path.is_file()}
     return {name: path.read_bytes() for name, path in files.items() if not name.startswith(".")}
+
+
+def part_of(root: Path, bucket: str, tar: str) -> Path:
+    """The folder of a tar's part, as its receipt names it."""
+    return root / load_books(LocalStore(root), [tar])[0].parts[bucket].folder
+
+
+def rejects(root: Path, tar: str) -> list[dict[str, str]]:
+    """key, url, bucket (empty: in none), reason and detail of what a tar lost, by the tables of its parts."""
+    (books,) = load_books(LocalStore(root), [tar])
+    listed = read_books({bucket: root / part.folder for bucket, part in books.parts.items()}).rejects
+    return [dict(zip(("key", "url", "bucket", "reason", "detail"), row, strict=True)) for row in listed]
 
 
 def rows(root: Path, bucket: str) -> list[dict]:

@@ -12,7 +12,7 @@ from tests.conftest import precompute_config
 from tests.runs import curve, run_module, train_fields, write_config
 from train.run.metrics import read_json_lines
 
-TIMED = {"started", "seconds", "attempts", "sha256", "input"}
+TIMED = {"started", "seconds", "attempts", "sha256", "input", "token", "tar"}
 """What receipts of the same tars at two addresses may differ in."""
 
 
@@ -20,7 +20,7 @@ def contents(root: Path | str) -> dict[str, object]:
     """Every file of a root; of receipts, what two runs must have alike."""
     store = open_store(root)
     files: dict[str, object] = {name: store.read(name) for name in store.files() if not name.startswith(".")}
-    for name in [name for name in files if name.startswith("commits/")]:
+    for name in [name for name in files if name.startswith(("commits/", "tars/"))]:
         receipt = json.loads(files[name])  # type: ignore[arg-type]
         files[name] = {key: value for key, value in receipt.items() if key not in TIMED}
     return files
@@ -34,12 +34,12 @@ def test_tars_and_latents_on_s3(s3: str, latents: Path, models: Path, tars: Path
     first = run_module("precompute", "--config", str(config))
     assert first.returncode == 0, first.stderr[-3000:]
     assert contents(f"{s3}/latents") == contents(latents)
-    receipt = json.loads(open_store(f"{s3}/latents").read("commits/00000.json"))
+    receipt = json.loads(open_store(f"{s3}/latents").read("commits/64x64/00000.json"))
     assert receipt["input"]["address"] == f"{s3}/tars/00000.tar"
 
     again = run_module("precompute", "--config", str(config))  # there is nothing left to do
     assert again.returncode == 0, again.stderr[-3000:]
-    assert json.loads(open_store(f"{s3}/latents").read("commits/00000.json")) == receipt
+    assert json.loads(open_store(f"{s3}/latents").read("commits/64x64/00000.json")) == receipt
     checked = run_module("shards", "verify", f"{s3}/latents")
     assert checked.returncode == 0, checked.stdout + checked.stderr
 

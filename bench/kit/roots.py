@@ -1,5 +1,6 @@
 """Latents roots of random numbers, made in a moment without a model: for benchmarks and tests of reading."""
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import torch
 
 from shards.format.buckets import COVERS, Bucket
 from shards.format.encoding import EncodingRecord
+from shards.format.receipts import MadeBy
 from shards.format.text import TextLatents
 from shards.format.towers import ONLY_TEXT, ImageTower, TextTower, Weights
 from shards.open import open_store
@@ -52,31 +54,30 @@ def make_root(
         sizes = {name: samples[part] for name, samples in buckets.items() if part < len(samples)}
         most = max(sizes.values())
         with attempt_folder(open_store(root), shard) as folder:
-            counts, records = {}, {}
+            keys, parts = [f"{shard}{number:04d}" for number in range(most)], {}
             for name, num_samples in sizes.items():
                 writer = PartWriter(folder / name, encoding, Bucket.parse(name))
-                for number in range(most):
-                    key = f"{shard}{number:04d}"
+                for number, key in enumerate(keys):
                     if number < num_samples:
                         writer.write(make_sample(rng, key, name, encoding, number, missing_every))
                     else:
                         writer.refuse(key, "", "too_small", "")
-                counts[name] = writer.finish()
-                records[name] = writer.records
+                parts[name] = writer.finish()
             attempt = Attempt(
-                shard=shard,
+                tar=shard,
                 folder=folder,
                 encoding=encoding,
-                samples_in=most,
-                counts=counts,
-                records=records,
-                rules=dict.fromkeys(counts, COVERS),
+                keys=keys,
+                parts=parts,
+                rules=dict.fromkeys(parts, COVERS),
                 source={"address": "none", "bytes": 0, "sha256": "0" * 64},
                 software={},
                 settings={},
+                made_by=MadeBy(host="none", gpu="none", gpu_uuid=None, version="", source_sha256=""),
                 number=1,
                 started="",
-                seconds=0.0,
+                seconds={},
+                clock=time.monotonic(),
             )
             commit(open_store(root), attempt)
     write_indexes(open_store(root))

@@ -19,8 +19,8 @@ from matplotlib import pyplot as plt
 
 from examples.shapes.sampling import prompt_lists
 from shards.format.encoding import EncodingRecord
-from shards.format.receipts import load_receipts
 from shards.format.towers import ONLY_TEXT
+from shards.root.committed import load_committed
 from shards.tools.stats import bucket_sizes
 from train.run.metrics import read_json_lines
 from train.run.plot import smooth
@@ -51,11 +51,11 @@ def write_report(folder: Path, seconds: dict[str, float]) -> None:
 
 def gather_metrics(folder: Path, seconds: dict[str, float]) -> dict[str, Any]:
     """The demo in numbers; everything here was counted or measured by the run itself."""
-    receipts = load_receipts(open_store(folder / "latents"))
+    books = load_committed(open_store(folder / "latents"))
     adherence = json.loads((folder / "adherence.json").read_text())
     final = adherence["phase2"]["seen"]
-    downloaded, accepted = sum(r.samples_in for r in receipts), sum(r.encoded for r in receipts)
-    rejected = sum((Counter(r.rejected) for r in receipts), Counter())
+    downloaded, accepted = sum(tar.samples_in for tar in books), sum(tar.encoded for tar in books)
+    rejected = sum((Counter(tar.rejected) for tar in books), Counter())
     training = {phase: read_json_lines(folder / phase / "metrics.jsonl") for phase in PHASES}
     return {
         "seconds": seconds | {"total": round(sum(seconds.values()), 1)},
@@ -63,7 +63,7 @@ def gather_metrics(folder: Path, seconds: dict[str, float]) -> dict[str, Any]:
         "accepted": accepted,
         "rejected": downloaded - accepted,
         "rejected_by_reason": dict(sorted(rejected.items())),
-        "buckets": bucket_sizes(receipts),
+        "buckets": bucket_sizes(books),
         "precompute_images_per_second": round(downloaded / seconds["precompute"], 1),
         "train_images_per_second": {
             phase: round(float(np.median([row["images_per_second"] for row in rows])), 1)

@@ -9,9 +9,8 @@ from precompute.input.reject import Reject
 from precompute.pixels.buckets import Buckets
 from shards.format.buckets import Bucket
 from shards.format.encoding import EncodingRecord
-from shards.format.receipts import FileRecord
 from shards.format.tables import TOO_SMALL
-from shards.root.writing import PartWriter, Sample
+from shards.root.writing import PartWriter, Sample, WrittenPart
 
 NON_FINITE = Reject("non_finite", "encoded in float32 too")
 
@@ -23,12 +22,13 @@ class Parts:
         """`fresh`: those of the job's `buckets` that have no part of this tar yet."""
         self.writers = {bucket: PartWriter(folder / str(bucket), encoding, bucket) for bucket in fresh}
         self.nearest_only = buckets.nearest_only
-        self.samples_in = 0
+        self.keys: list[str] = []
+        """Of all samples that came in."""
 
     def accept(self, samples: Iterable[Decoded | Rejected]) -> Iterator[Decoded]:
         """Count every sample; pass on those with a picture."""
         for sample in samples:
-            self.samples_in += 1
+            self.keys.append(sample.key if isinstance(sample, Rejected) else sample.about.key)
             if isinstance(sample, Rejected):
                 for bucket in self.writers:
                     self._refuse(bucket, sample.key, sample.url, sample.reject)
@@ -54,16 +54,11 @@ class Parts:
         stored = Sample(about.key, sample.captions, latents.image, size, about.scores, latents.features)
         self.writers[sample.bucket].write(stored)
 
-    def finish(self) -> dict[str, tuple[int, dict[str, int]]]:
-        """Close the files; bucket → samples written, and refusals by reason."""
+    def finish(self) -> dict[str, WrittenPart]:
+        """Close the files; bucket → what they hold."""
         with threads(len(self.writers)) as finishers:
-            counts = list(finishers.map(PartWriter.finish, self.writers.values()))
-        return dict(zip(map(str, self.writers), counts, strict=True))
-
-    @property
-    def records(self) -> dict[str, dict[str, FileRecord]]:
-        """Bucket → size and SHA-256 of its MDS files, taken as they were written."""
-        return {str(bucket): writer.records for bucket, writer in self.writers.items()}
+            written = list(finishers.map(PartWriter.finish, self.writers.values()))
+        return dict(zip(map(str, self.writers), written, strict=True))
 
     def _refuse(self, bucket: Bucket, key: str, url: str, reject: Reject) -> None:
         self.writers[bucket].refuse(key, url, reject.reason, str(reject))

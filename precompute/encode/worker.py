@@ -11,6 +11,7 @@ import torch
 from precompute.encode.encoders import FeatureEncoder, ImageEncoder, TextEncoder
 from precompute.encode.memory import warm_up
 from precompute.encode.overlap import Stuck
+from precompute.encode.provenance import check_source
 from precompute.encode.recipe import Recipe
 from precompute.encode.tar import encode_tar
 from precompute.encode.towers import Towers
@@ -19,9 +20,9 @@ from shards.base.errors import RequestError, WorkError
 from shards.base.store import Store
 from shards.format.encoding import EncodingRecord
 from shards.format.models import hash_weights, model_folder
-from shards.format.receipts import Receipt
 from shards.format.towers import Weights
 from shards.open import open_store
+from shards.root.committed import TarBooks
 
 
 def encode_on_worker(
@@ -32,12 +33,15 @@ def encode_on_worker(
     output: Path | str,
     device: str,
     num_cpus: float,
-) -> Receipt:
+    source: str,
+) -> TarBooks:
     """One attempt at one tar, into the root at `output`; `report` hears how many samples were taken in.
 
     Raises:
-        WorkError: this node does not see the latents root that the job made, or has other models.
+        WorkError: this node's code has not the SHA-256 `source`, it does not see the latents root that the job made,
+            or it has other models.
     """
+    check_source(source)
     # encoders on the CPU share its cores; beside a GPU, torch scales pictures in the decoding threads, one core each
     torch.set_num_threads(1 if device == "cuda" else max(1, int(num_cpus)))
     store = open_store(output)
@@ -79,7 +83,7 @@ def load_towers(recipe: Recipe, device: str) -> Towers:
     Raises:
         WorkError: what this node has under a name is not what was recorded.
     """
-    networks = _kept_networks(recipe.encoding.saved(), device, recipe.worker.compile)
+    networks = _kept_networks(recipe.encoding.sealed(), device, recipe.worker.compile)
     return Towers(*networks, recipe.worker.batch_size, recipe.batch_sizes)
 
 

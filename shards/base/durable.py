@@ -1,5 +1,7 @@
 """Durable files: a file or folder is either absent or whole, and stored JSON knows its own hash."""
 
+import ctypes
+import errno
 import fcntl
 import hashlib
 import json
@@ -10,7 +12,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from shards.base.errors import WorkError
+from shards.base.errors import RequestError, WorkError
+
+NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
+AT_FDCWD, RENAME_NOREPLACE = -100, 1
 
 
 class DamagedFile(WorkError):
@@ -52,25 +57,72 @@ def fsync_tree(folder: Path) -> None:
         fsync_folder(Path(parent))
 
 
+def write_file(path: Path, data: bytes) -> Path:
+    """A new file, on the disk; gone again where it cannot be written. Returns its path."""
+    try:
+        with path.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
+    return path
+
+
 def write_atomically(path: Path, data: bytes) -> None:
     """Write `data` to `path` so that a reader sees the old file or the new one, whatever happens in between."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
     try:
-        with temporary.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
+        write_file(temporary, data).replace(path)
     finally:
         temporary.unlink(missing_ok=True)
     fsync_folder(path.parent)
 
 
-def remove_torn(path: Path) -> None:
-    """Remove what a killed `write_atomically` left beside `path`; for holders of the lock under which it is written."""
-    for temporary in path.parent.glob(f".{path.name}.*.tmp"):
-        temporary.unlink()
+def create_file(path: Path, temporary: Path) -> bool:
+    """Give a file the name `path`, durably, if nothing has it; of two that do so at once, one does.
+
+    Returns:
+        Whether nothing had it. `temporary` is gone either way.
+
+    Raises:
+        RequestError: the file system can do neither `link` nor `renameat2`.
+    """
+    try:
+        try:
+            os.link(temporary, path)
+        except OSError as error:
+            if error.errno not in NO_LINKS:
+                raise
+            rename_if_absent(temporary, path)
+    except FileExistsError:
+        return False
+    finally:
+        temporary.unlink(missing_ok=True)
+        fsync_folder(path.parent)  # for a loser too, who reads what a winner may not have flushed yet
+    return True
+
+
+def rename_if_absent(source: Path, target: Path) -> None:
+    """renameat2 with RENAME_NOREPLACE: for file systems without hard links.
+
+    Raises:
+        FileExistsError: `target` is there.
+        RequestError: the file system, or the system, does not know it.
+    """
+    function = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    done = function and function(AT_FDCWD, os.fsencode(source), AT_FDCWD, os.fsencode(target), RENAME_NOREPLACE)
+    if done == 0:
+        return
+    number = ctypes.get_errno() if function else errno.ENOSYS
+    if number in (errno.EINVAL, errno.ENOSYS, *NO_LINKS):
+        raise RequestError(
+            f"The file system of {target.parent} has neither hard links nor renames that replace nothing. Two jobs "
+            f"could not be kept apart on it: put the root on another one, or on an object store."
+        )
+    raise OSError(number, os.strerror(number), str(target))
 
 
 def canonical_json(value: Any) -> bytes:

@@ -1,11 +1,11 @@
 """Where a latents root lies: a folder, or an address on an object store (s3://, gs://, az://, whatever fsspec opens).
 
-Both have one layout and one commit protocol (`shards/root/commit.py`). A `Store` is the little that the protocol needs,
-and differs in how a file comes to be there whole, and in how two writers keep out of each other's way:
+Both have one layout and one commit protocol (`shards/root/commit.py`). A `Store` is the little that the protocol needs.
+Writers never exclude each other; each way of writing says what becomes of two that meet:
 
-                     a file or part appears by     writers exclude each other by
-    LocalStore       fsync, then a rename          flock; the kernel frees a dead holder's
-    RemoteStore      a put, atomic per object      a numbered claim (`remote.py`); a silent holder's runs out
+                     create: one of two wins       move: a folder, whole or not at all
+    LocalStore       link, or renameat2            rename
+    RemoteStore      If-None-Match, and its like   there is none: files are put one by one
 
 So a part on an object store may be there in pieces for a while, as one that was renamed into place may be there without
 its receipt: nobody looks before the receipt says so.
@@ -13,22 +13,33 @@ its receipt: nobody looks before the receipt says so.
 
 import os
 import shutil
+import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 from pydantic import PlainSerializer, PlainValidator
 
-from shards.base.durable import fsync_file, fsync_folder, fsync_tree, locked, remove_torn, sha256_file, write_atomically
+from shards.base.durable import create_file, fsync_folder, fsync_tree, sha256_file, write_file
 
-StillHeld = Callable[[], None]
-"""Raises WorkError where the lock was lost meanwhile."""
+UNFINISHED = ".unfinished"
+"""Folder of the root in which files are written that are then linked or renamed to where they belong."""
+
+
+class Entry(NamedTuple):
+    """What a listing says of a file."""
+
+    bytes: int
+    etag: str
+    """Changes with the content."""
+    modified: float
+    """Seconds since the epoch, by the store's own clock."""
 
 
 class Store(ABC):
-    """A latents root. Names are relative to it, with forward slashes: `commits/00042.json`."""
+    """A latents root. Names are relative to it, with forward slashes: `commits/256x256/00042.json`."""
 
     @abstractmethod
     def where(self, name: str = "") -> str:
@@ -69,8 +80,16 @@ class Store(ABC):
         """SHA-256 of a file, as hex, read in blocks."""
 
     @abstractmethod
+    def listing(self, folder: str = "") -> dict[str, Entry]:
+        """Every file below `folder`, by name relative to it; none where there is no such folder."""
+
     def files(self, folder: str = "") -> list[str]:
-        """Every file below `folder`, by name relative to it, sorted; none where there is no such folder."""
+        """Their names, sorted."""
+        return sorted(self.listing(folder))
+
+    def etags(self, folder: str) -> dict[str, str]:
+        """Their names relative to the root → etag."""
+        return {f"{folder}/{name}": entry.etag for name, entry in self.listing(folder).items()}
 
     @abstractmethod
     def entries(self) -> list[str]:
@@ -81,15 +100,24 @@ class Store(ABC):
         """Write a small file so that a reader sees the old one or the new one, whatever happens in between."""
 
     @abstractmethod
-    def put(self, source: Path, name: str) -> None:
-        """A local file or folder => `name`, durable once this returns; what was there is in the way, and goes.
+    def create(self, name: str, data: bytes) -> bool:
+        """Write a small file, durably, if there is none; returns whether there was none.
 
-        `source` may be gone afterwards.
+        Of any number that do so at once one is told True, or none: where the reply was lost, and the request made
+        again, the winner too is told False.
         """
 
     @abstractmethod
-    def locked(self, name: str) -> AbstractContextManager[StillHeld]:
-        """Keep other writers out of what `name` stands for, on this machine and on others."""
+    def move(self, source: Path, folder: str) -> bool:
+        """A local folder => `folder`, durable and whole or not at all; False where that cannot be, or one is there."""
+
+    @abstractmethod
+    def put(self, files: Mapping[str, Path]) -> None:
+        """Name → local file: each is there once this returns, durably, instead of what was there."""
+
+    @abstractmethod
+    def remove(self, names: Sequence[str]) -> None:
+        """Remove files, as far as they are there, and folders that are empty then."""
 
     @abstractmethod
     def local(self, folder: str, names: Sequence[str] | None = None) -> AbstractContextManager[Path]:
@@ -122,30 +150,52 @@ class LocalStore(Store):
     def sha256(self, name: str) -> str:
         return sha256_file(self.root / name)
 
-    def files(self, folder: str = "") -> list[str]:
-        top = self.root / folder
-        return sorted(path.relative_to(top).as_posix() for path in top.rglob("*") if path.is_file())
+    def listing(self, folder: str = "") -> dict[str, Entry]:
+        top, found = self.root / folder, {}
+        for parent, _, names in os.walk(top):
+            for name in names:
+                path = Path(parent, name)
+                try:
+                    stat = path.stat()
+                except FileNotFoundError:
+                    continue  # it went meanwhile
+                etag = f"{stat.st_size}-{stat.st_mtime_ns}"
+                found[path.relative_to(top).as_posix()] = Entry(stat.st_size, etag, stat.st_mtime)
+        return found
 
     def entries(self) -> list[str]:
         return sorted(os.listdir(self.root)) if self.root.exists() else []
 
     def write(self, name: str, data: bytes) -> None:
-        remove_torn(self.root / name)  # whoever writes holds the lock
-        write_atomically(self.root / name, data)
+        write_file(self._unfinished(), data).replace(self._place(name))
+        fsync_folder(self._place(name).parent)
 
-    def put(self, source: Path, name: str) -> None:
-        target = self.root / name
-        fsync_tree(source) if source.is_dir() else fsync_file(source)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        if target.is_dir():
-            shutil.rmtree(target)
-        source.replace(target)
-        fsync_folder(target.parent)
+    def create(self, name: str, data: bytes) -> bool:
+        return create_file(self._place(name), write_file(self._unfinished(), data))
 
-    @contextmanager
-    def locked(self, name: str) -> Iterator[StillHeld]:
-        with locked(self.root / ".locks" / f"{name}.lock"):
-            yield lambda: None  # until the file is closed
+    def move(self, source: Path, folder: str) -> bool:
+        fsync_tree(source)
+        target = self._place(folder)
+        try:
+            source.rename(target)
+        except OSError:
+            if target.exists():
+                return False
+            raise
+        finally:
+            fsync_folder(target.parent)
+        return True
+
+    def put(self, files: Mapping[str, Path]) -> None:
+        for name, path in files.items():
+            self.write(name, path.read_bytes())
+
+    def remove(self, names: Sequence[str]) -> None:
+        for name in names:
+            (self.root / name).unlink(missing_ok=True)
+        for folder in {Path(name).parent for name in names}:
+            if (self.root / folder).is_dir() and not any((self.root / folder).iterdir()):
+                (self.root / folder).rmdir()
 
     @contextmanager
     def local(self, folder: str, names: Sequence[str] | None = None) -> Iterator[Path]:
@@ -153,6 +203,14 @@ class LocalStore(Store):
 
     def attempts(self, scratch: Path | None) -> Path:
         return self.root / ".attempts"  # one file system: what is done there is renamed into place
+
+    def _unfinished(self) -> Path:
+        return self._place(f"{UNFINISHED}/{uuid.uuid4().hex}")
+
+    def _place(self, name: str) -> Path:
+        path = self.root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return path
 
 
 def parse_place(value: Any) -> Path | str:

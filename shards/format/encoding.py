@@ -95,14 +95,14 @@ class EncodingRecord(Config):
             if here.get(path) != there.get(path) and not path.endswith(".name")
         ]
 
-    def saved(self) -> bytes:
+    def sealed(self) -> bytes:
         """The bytes of ROOT/encoding.json, sealed."""
         fields = as_version_1(self) if self.schema_version == 1 else self.model_dump(mode="json")
         return sealed_json({**fields, "id": self.id})
 
     def save(self, store: Store) -> None:
-        """Write ROOT/encoding.json."""
-        store.write(FILE_NAME, self.saved())
+        """Write ROOT/encoding.json over what is there."""
+        store.write(FILE_NAME, self.sealed())
 
     @classmethod
     def load(cls, store: Store) -> "EncodingRecord":

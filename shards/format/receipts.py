@@ -1,21 +1,35 @@
-"""Receipts: what one input shard gave, and the only thing that says it exists.
+"""Receipts: the only thing that says that a part exists, one for each tar and bucket, created if there is none.
 
-A receipt lists, for every bucket, how many samples were stored and how many were refused and why, so that
-`samples + Σ refused = samples_in` holds for each; and the size and SHA-256 of every file that the shard committed.
+    ROOT/commits/256x256/00042.json             generation 0
+    ROOT/commits/256x256/00042.g0.recalled      a tombstone: generation 0 is no longer in force …
+    ROOT/commits/256x256/00042.g1.json          … and this is what came in its place
+
+A receipt says how many samples were stored and how many were refused and why (they add up to `samples_in`), which
+ones, as bits, and the size and SHA-256 of every file of the part. The bits of all receipts of a tar are in one
+order, that of its sorted keys, so that what a tar gave over all buckets follows from its receipts alone.
 """
 
-from collections.abc import Iterable
-from typing import Any
+import base64
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal
 
-from pydantic import model_validator
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import ValidationError, model_validator
 
 from shards.base.config import Config
-from shards.base.durable import parse_sealed_json, sealed_json
+from shards.base.durable import DamagedFile, parse_sealed_json, sealed_json
 from shards.base.errors import RequestError
-from shards.base.store import Store
-from shards.format.buckets import COVERS
 
 FOLDER = "commits"
+INDEX_NAME = "index.json"
+"""A part's own list of its files of samples, in streaming's words."""
+VERSION = 2
+UPGRADED = f"{FOLDER}/.upgraded"
+"""Where it is, receipts of version 1 have been written anew, one for each bucket, and count no more."""
+GENERATION = re.compile(r"(?P<tar>.+?)(?:\.g(?P<generation>[1-9]\d*))?\.json")
+TOMBSTONE = re.compile(r"(?P<tar>.+)\.g(?P<generation>\d+)\.recalled")
 
 
 class FileRecord(Config):
@@ -25,38 +39,73 @@ class FileRecord(Config):
     sha256: str
 
 
-class Part(Config):
-    """What one input shard put into one bucket."""
+class MdsFile(Config):
+    """A file of samples, as a bucket's index lists it."""
 
+    basename: str
+    bytes: int
     samples: int
-    refused: dict[str, int]
-    """Reason → count, of the input shard's samples that are not in this bucket."""
-    rule: str = COVERS
-    """Which pictures the bucket holds: `covers`, all that cover it, or `nearest, ` and the aspect table in which it is
-    the bucket of their ratio."""
-    files: dict[str, FileRecord]
-    """Path relative to the part's folder → record."""
-    settings: dict[str, str | int | float | bool] | None = None
-    software: dict[str, str] | None = None
-    """The receipt's, of the attempt that made this part; None in the first receipts, where they are the receipt's."""
+    hash: str
+    """xxh3_64, 16 hex digits."""
+
+
+def mds_file(entry: Mapping[str, Any]) -> MdsFile:
+    """Of an entry of an index.json."""
+    raw = entry["raw_data"]
+    (digest,) = raw["hashes"].values()
+    return MdsFile(basename=raw["basename"], bytes=raw["bytes"], samples=entry["samples"], hash=digest)
+
+
+class MadeBy(Config):
+    """Who made a part: what is asked for when a machine turns out to be bad."""
+
+    host: str
+    gpu: str
+    """The device's name."""
+    gpu_uuid: str | None
+    """None for a CPU."""
+    version: str
+    """The product's."""
+    source_sha256: str
+    """Over its Python files."""
 
 
 class Receipt(Config):
-    """The commit of one input shard."""
+    """The commit of one tar's part of one bucket."""
 
-    shard: str
+    version: Literal[2] = 2
+    tar: str
+    bucket: str
+    generation: int
+    """How many receipts of this tar and bucket were recalled before."""
+    token: str
+    """The attempt's: who finds it in a receipt has written that receipt."""
     encoding_id: str
+    rule: str
+    """Which pictures the bucket holds: `covers`, all that cover it, or `nearest, ` and the aspect table in which it is
+    the bucket of their ratio."""
+    part: str
+    """The folder below the bucket's: 00042.3fa9c1d2, by its content; 00042 for a part of version 1."""
+    files: dict[str, FileRecord]
+    """Path relative to the part's folder → record."""
+    mds: tuple[MdsFile, ...]
+    """The part's files of samples, in order."""
     samples_in: int
-    encoded: int
-    """Samples that are in at least one bucket."""
-    rejected: dict[str, int]
-    """Reason → count, of the samples that are in no bucket: the rows of rejects/SHARD.parquet."""
+    """Of the tar."""
+    samples: int
+    stored: str
+    """Which of the tar's samples the part holds: bits, as `pack_bits` gives them, in the order of the tar's sorted
+    keys."""
+    refused: dict[str, int]
+    """Reason → count, of the tar's samples that are not in this part."""
+    rejects: dict[str, str]
+    """Reason → bits, of those refused for another reason than their size or ratio. One that no bucket stores is the
+    tar's reject."""
     captions: dict[str, int]
     """Captions `stored`, and of these: with `invalid_utf8`, with `control_characters`, `too_long` for
     `limits.max_caption_characters`, and `truncated` by the tokenizer. All were mended or cut."""
     input: dict[str, str | int | None]
     """The tar: its address, bytes, and SHA-256."""
-    parts: dict[str, Part]
     shared_files: dict[str, FileRecord]
     """uncond.safetensors and encoding.json, by path relative to the root."""
     software: dict[str, str]
@@ -64,70 +113,140 @@ class Receipt(Config):
     settings: dict[str, str | int | float | bool]
     """What else decided over the stored bytes, by rounding (device, batch size, compilation) or by what was refused
     (limits). All that changes what the numbers mean is in encoding.json."""
+    made_by: MadeBy | None
+    """None for a part of version 1, which did not say."""
     attempts: int
-    """Like `software`, `settings` and the times, of the last attempt; each part has its own `settings`, `software`."""
     started: str
-    seconds: float
+    seconds: dict[str, float]
+    """Stage → wall-clock seconds that were spent waiting for it: fetch, decode, encode, write, upload; and `total`, in
+    which stages overlap."""
 
     @model_validator(mode="after")
     def _adds_up(self) -> "Receipt":
-        totals = {"the shard": self.encoded + sum(self.rejected.values())}
-        totals |= {name: part.samples + sum(part.refused.values()) for name, part in self.parts.items()}
-        for what, total in totals.items():
-            if total != self.samples_in:
-                raise ValueError(f"receipt {self.shard}: {what} accounts for {total} of {self.samples_in} samples")
+        told = {
+            "samples and refusals": self.samples + sum(self.refused.values()) - self.samples_in,
+            "bits": int(self.stored_samples.sum()) - self.samples,
+            "MDS files": sum(file.samples for file in self.mds) - self.samples,
+        }
+        for reason in self.rejects:
+            told[f"{reason} bits"] = int(self.rejected_samples(reason).sum()) - self.refused.get(reason, 0)
+        for what, difference in told.items():
+            if difference:
+                raise ValueError(f"receipt {self.name}: {what} are off by {difference} of {self.samples_in} samples")
         return self
 
-    def made_by(self, bucket: str) -> dict[str, dict[str, Any]]:
-        """`settings` and `software` of the attempt that made a bucket's part."""
-        part = self.parts[bucket]
-        return {
-            "settings": self.settings if part.settings is None else part.settings,
-            "software": self.software if part.software is None else part.software,
-        }
+    @property
+    def name(self) -> str:
+        """Relative to the root."""
+        return receipt_name(self.bucket, self.tar, self.generation)
 
-    def save(self, store: Store) -> None:
-        """The commit point: one atomic replace of ROOT/commits/SHARD.json."""
-        store.write(f"{FOLDER}/{self.shard}.json", sealed_json(self.model_dump(mode="json")))
+    @property
+    def folder(self) -> str:
+        """The part's, relative to the root."""
+        return f"{self.bucket}/{self.part}"
+
+    @property
+    def stored_samples(self) -> NDArray[np.bool_]:
+        """(samples_in,) by sorted key."""
+        return unpack_bits(self.stored, self.samples_in)
+
+    def rejected_samples(self, reason: str) -> NDArray[np.bool_]:
+        """(samples_in,) by sorted key."""
+        return unpack_bits(self.rejects[reason], self.samples_in)
+
+    def sealed(self) -> bytes:
+        """Its file."""
+        return sealed_json(self.model_dump(mode="json"))
 
 
-def committed_shards(store: Store) -> list[str]:
-    """The shards that have a receipt, sorted."""
-    names = (name for name in store.files(FOLDER) if name.endswith(".json") and not name.startswith("."))
-    return [name.removesuffix(".json") for name in names]
+def pack_bits(values: NDArray[np.bool_]) -> str:
+    """(n,) → base64 of eight to a byte."""
+    return base64.b64encode(np.packbits(values).tobytes()).decode()
 
 
-def load_receipt(store: Store, shard: str) -> Receipt | None:
-    """The receipt of `shard`, or None where it was never committed.
+def unpack_bits(text: str, count: int) -> NDArray[np.bool_]:
+    """The first `count` of `pack_bits`' values.
 
     Raises:
-        DamagedFile: the receipt's bytes are not those that were written.
+        ValueError: `text` holds another number.
     """
-    name = f"{FOLDER}/{shard}.json"
-    try:
-        return Receipt.model_validate(parse_sealed_json(store.read(name), store.where(name)))
-    except FileNotFoundError:
+    data = base64.b64decode(text, validate=True)
+    if len(data) != -(-count // 8):
+        raise ValueError(f"{len(data)} bytes of bits for {count} samples")
+    return np.unpackbits(np.frombuffer(data, np.uint8), count=count).astype(bool)
+
+
+def receipt_name(bucket: str, tar: str, generation: int = 0) -> str:
+    """Relative to the root.
+
+    Raises:
+        RequestError: the tar's name would read as a generation.
+    """
+    if re.search(r"\.g\d+$", tar):
+        raise RequestError(f"The tar {tar} has a name that ends as a receipt's generation does. Rename it.")
+    return f"{FOLDER}/{bucket}/{tar}{f'.g{generation}' if generation else ''}.json"
+
+
+def tombstone_name(bucket: str, tar: str, generation: int) -> str:
+    """Relative to the root."""
+    return f"{FOLDER}/{bucket}/{tar}.g{generation}.recalled"
+
+
+def parse_name(name: str) -> tuple[str, str, int, bool] | None:
+    """commits/BUCKET/FILE → bucket, tar, generation, whether it is a tombstone; None for another file."""
+    top, _, rest = name.partition("/")
+    bucket, _, file = rest.partition("/")
+    match = TOMBSTONE.fullmatch(file) or GENERATION.fullmatch(file)
+    if top != FOLDER or match is None or file.startswith(".") or "/" in file:
         return None
+    return bucket, match["tar"], int(match["generation"] or 0), file.endswith(".recalled")
 
 
-def load_receipts(store: Store, shards: Iterable[str] | None = None) -> list[Receipt]:
-    """The receipts of those of `shards` that are committed, or every one of the root, by shard name; read at once.
+def is_version1(name: str) -> bool:
+    """Whether it is the name of a receipt of version 1: commits/TAR.json, for all buckets."""
+    top, _, file = name.partition("/")
+    return top == FOLDER and file.endswith(".json") and "/" not in file and not file.startswith(".")
+
+
+def generations(names: Iterable[str]) -> dict[tuple[str, str], tuple[set[int], set[int]]]:
+    """(tar, bucket) → generations that have a receipt, and those that were recalled."""
+    found: dict[tuple[str, str], tuple[set[int], set[int]]] = {}
+    for name in names:
+        if parsed := parse_name(name):
+            bucket, tar, generation, recalled = parsed
+            found.setdefault((tar, bucket), (set(), set()))[recalled].add(generation)
+    return found
+
+
+def names_in_force(names: Iterable[str]) -> list[str]:
+    """Of the names in commits/, the receipts that count: each tar's and bucket's newest, if it was not recalled.
+
+    In a root of version 1 that was not upgraded, those of version 1, one for each tar.
+    """
+    names = list(names)
+    if UPGRADED not in names and (first := [name for name in names if is_version1(name)]):
+        return sorted(first)
+    return [
+        receipt_name(bucket, tar, max(made))
+        for (tar, bucket), (made, recalled) in sorted(generations(names).items())
+        if made and max(made) not in recalled
+    ]
+
+
+def parse_receipt(data: bytes, where: str) -> Receipt:
+    """A receipt's bytes, which came from `where`.
 
     Raises:
-        DamagedFile: the bytes of one are not those that were written.
+        DamagedFile: they are not those that were written, or do not add up.
+        RequestError: a later version of this program wrote them.
     """
-    names = committed_shards(store) if shards is None else shards
-    found = store.read_many([f"{FOLDER}/{shard}.json" for shard in names])
-    return [Receipt.model_validate(parse_sealed_json(data, store.where(name))) for name, data in sorted(found.items())]
-
-
-def load_committed(store: Store) -> list[Receipt]:
-    """Every receipt of a root that holds something.
-
-    Raises:
-        RequestError: nothing is committed to it.
-    """
-    receipts = load_receipts(store)
-    if not receipts:
-        raise RequestError(f"{store.where()} holds no committed shard yet: run `make precompute` first.")
-    return receipts
+    fields: Mapping[str, Any] = parse_sealed_json(data, where)
+    if (version := fields.get("version", 1)) != VERSION:
+        raise RequestError(
+            f"{where} is a receipt of version {version}; this program writes and reads version {VERSION}. It was "
+            f"written by a later one: use that, or encode into a new root. Nothing was changed."
+        )
+    try:
+        return Receipt.model_validate(fields)
+    except ValidationError as error:
+        raise DamagedFile(f"{where} does not add up: {error.errors()[0]['msg']}. Restore it from a copy.") from None

@@ -3,6 +3,7 @@
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -26,7 +27,7 @@ OTHER_BUCKET = "other_bucket"
 """It is in another bucket of its aspect table: counted in the receipt, but no reject, and listed nowhere."""
 
 
-def write_rows(path: Path, schema: pa.Schema, rows: list[tuple[object, ...]]) -> None:
+def write_rows(path: Path, schema: pa.Schema, rows: list[tuple[Any, ...]]) -> None:
     """Rows as tuples in the schema's order → a parquet file; the same rows give the same bytes."""
     columns = zip(*rows, strict=True) if rows else [() for _ in schema]
     arrays = [pa.array(values, field.type) for values, field in zip(columns, schema, strict=True)]

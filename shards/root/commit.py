@@ -1,72 +1,101 @@
-"""Exactly once: an attempt is written in private, made durable, renamed into place, and then exists by its receipt.
+"""Exactly once, without a lock: attempts meet in names that only one of them can create.
 
     ROOT/.attempts/00042.<random>/256x256/…       private; swept by the next attempt if its owner died
-    ROOT/256x256/00042/…                          in place, but nobody looks before …
-    ROOT/rejects/00042.parquet                    (follows from the parts' own tables, as index.json does)
-    ROOT/commits/00042.json                       … the receipt says so
+    ROOT/tars/00042.json                          which tar it is, and how many samples it has: the first one's word
+    ROOT/256x256/00042.3fa9c1d2/…                 in place, named by its content; but nobody looks before …
+    ROOT/commits/256x256/00042.json               … the receipt says so
 
-Where the root is on an object store, attempts are made in a local scratch folder, and are put instead of renamed.
+Equal attempts meet in one folder, which either may complete; different ones have folders of their own. Of the receipts,
+one is created. Who is told that there is one reads it: with its own token in it, the reply to the first request was
+lost, and it has won after all. Nobody deletes: parts that no receipt names stay until `python -m shards clean`.
 
-Two attempts at one shard may run at once, on one machine or on two: the commit itself is done under a lock, and the
-one that comes second finds the receipt and throws its own work away. A committed part is never touched again: a bucket
-that is added later is a further part beside it.
+A receipt is recalled by a tombstone beside it; the next attempt creates that of the next generation.
 """
 
 import fcntl
+import hashlib
 import shutil
+import time
 import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
-from shards.base.durable import locked
+import numpy as np
+
+from shards.base.durable import canonical_json, locked, parse_sealed_json, sealed_json
 from shards.base.errors import WorkError
 from shards.base.store import LocalStore, Store
 from shards.format.encoding import FILE_NAME, EncodingRecord
-from shards.format.receipts import FileRecord, Part, Receipt, load_receipt
-from shards.format.tables import REJECTS_SCHEMA, TABLES, Books, read_books, write_rows
+from shards.format.receipts import (
+    INDEX_NAME,
+    FileRecord,
+    MadeBy,
+    Receipt,
+    pack_bits,
+    parse_receipt,
+    receipt_name,
+    tombstone_name,
+)
 from shards.root.shared import UNCOND_NAME
+from shards.root.writing import WrittenPart
 
 OWNER = ".owner"
 
 
 @dataclass(frozen=True)
 class Attempt:
-    """What the receipt needs to know of an attempt besides its files."""
+    """What receipts need to know of an attempt besides its files."""
 
-    shard: str
+    tar: str
     folder: Path
     """Holds one sub-folder per bucket."""
     encoding: EncodingRecord
-    samples_in: int
-    counts: dict[str, tuple[int, dict[str, int]]]
-    """Bucket → samples written, and refusals by reason, as `PartWriter.finish` returned them."""
+    keys: list[str]
+    """Of all of the tar's samples."""
+    parts: dict[str, WrittenPart]
+    """By bucket, as `PartWriter.finish` returned them."""
     rules: dict[str, str]
     """Bucket → which pictures it holds, as `bucket_rules` says it."""
-    records: dict[str, dict[str, FileRecord]]
-    """Bucket → the files whose size and SHA-256 are known already, as `PartWriter.records` has them."""
     source: dict[str, str | int | None]
     """The tar: its address, bytes, and SHA-256."""
     software: dict[str, str]
     settings: dict[str, str | int | float | bool]
+    made_by: MadeBy
     number: int
     started: str
-    seconds: float
+    seconds: dict[str, float]
+    """Per stage, without `upload` and `total`."""
+    clock: float
+    """`time.monotonic` when it began."""
+    token: str = field(default_factory=lambda: uuid.uuid4().hex)
+
+    @cached_property
+    def places(self) -> dict[str, int]:
+        """Key → its bit."""
+        return {key: place for place, key in enumerate(sorted(self.keys))}
+
+    def bits(self, keys: list[str]) -> str:
+        """Those of the tar's samples that have these keys."""
+        values = np.zeros(len(self.keys), bool)
+        values[[self.places[key] for key in keys]] = True
+        return pack_bits(values)
 
 
 @contextmanager
-def attempt_folder(store: Store, shard: str, scratch: Path | None = None) -> Iterator[Path]:
-    """A private local folder for one attempt at `shard`; gone afterwards, however the attempt ended.
+def attempt_folder(store: Store, tar: str, scratch: Path | None = None) -> Iterator[Path]:
+    """A private local folder for one attempt at `tar`; gone afterwards, however the attempt ended.
 
-    What attempts that were killed left behind for this shard (on this machine, where the root is on an object store) is
+    What attempts that were killed left behind for this tar (on this machine, where the root is on an object store) is
     removed first. `scratch` is where such a root's attempts are made; the temporary folder if not given.
     """
     attempts = store.attempts(scratch)
-    folder = attempts / f"{shard}.{uuid.uuid4().hex[:12]}"
+    folder = attempts / f"{tar}.{uuid.uuid4().hex[:12]}"
     with ExitStack() as ours:
-        with locked(_sweeper(attempts, shard)):  # nobody sweeps a folder before it is owned
-            _sweep(attempts, shard)
+        with locked(_sweeper(attempts, tar)):  # nobody sweeps a folder before it is owned
+            _sweep(attempts, tar)
             ours.callback(shutil.rmtree, folder, ignore_errors=True)
             ours.enter_context(locked(folder / OWNER))
         yield folder
@@ -75,21 +104,21 @@ def attempt_folder(store: Store, shard: str, scratch: Path | None = None) -> Ite
 def sweep_attempts(store: Store, scratch: Path | None = None) -> None:
     """Remove what dead attempts left behind on this machine.
 
-    The next attempt at a shard does it for that shard; but there is none after one that was killed when it had
-    committed, or when the job was told to leave.
+    The next attempt at a tar does it for that tar; but there is none after one that was killed when it had committed,
+    or when the job was told to leave.
     """
     attempts = store.attempts(scratch)
-    for shard in {folder.name.rpartition(".")[0] for folder in attempts.glob("*.*")}:
-        with locked(_sweeper(attempts, shard)):
-            _sweep(attempts, shard)
+    for tar in {folder.name.rpartition(".")[0] for folder in attempts.glob("*.*")}:
+        with locked(_sweeper(attempts, tar)):
+            _sweep(attempts, tar)
 
 
-def _sweeper(attempts: Path, shard: str) -> Path:
-    return attempts.with_name(f"{attempts.name}.locks") / f"{shard}.lock"
+def _sweeper(attempts: Path, tar: str) -> Path:
+    return attempts.with_name(f"{attempts.name}.locks") / f"{tar}.lock"
 
 
-def _sweep(attempts: Path, shard: str) -> None:
-    for folder in attempts.glob(f"{shard}.*"):
+def _sweep(attempts: Path, tar: str) -> None:
+    for folder in attempts.glob(f"{tar}.*"):
         try:
             with (folder / OWNER).open("a") as owner:
                 fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -100,77 +129,147 @@ def _sweep(attempts: Path, shard: str) -> None:
             continue  # its owner is at work
 
 
-def commit(store: Store, attempt: Attempt) -> Receipt:
-    """Put an attempt's parts into place and write the receipt.
+def commit(store: Store, attempt: Attempt) -> dict[str, Receipt]:
+    """Put an attempt's parts into place, and create their receipts.
 
     Returns:
-        The receipt now in force; another's, where others committed all of the attempt's buckets first.
+        Bucket → the receipt now in force; another's, where another committed that part first.
 
     Raises:
-        WorkError: the shard's other buckets were encoded from another tar, or its side files counted otherwise.
+        WorkError: the tar's other parts were encoded from another tar, or its side files counted otherwise.
     """
-    with store.locked(attempt.shard) as still_held:
-        earlier = load_receipt(store, attempt.shard)
-        fresh = [bucket for bucket in attempt.counts if earlier is None or bucket not in earlier.parts]
-        if earlier is not None and not fresh:
-            return earlier
-        if earlier is not None and earlier.input["sha256"] != attempt.source["sha256"]:
-            raise WorkError(
-                f"{attempt.source['address']} is not the tar from which shard {attempt.shard} was encoded for "
-                f"{', '.join(earlier.parts)}. Put that one back, or encode into a new root."
-            )
-        if earlier is not None and earlier.samples_in != attempt.samples_in:
-            raise WorkError(
-                f"{attempt.source['address']} and the files beside it now count {attempt.samples_in} samples, but "
-                f"{earlier.samples_in} when shard {attempt.shard} was encoded for {', '.join(earlier.parts)}. Put the "
-                f"files that img2dataset wrote beside it back, or encode into a new root."
-            )
-        with ExitStack() as stack:
-            committed = {
-                bucket: stack.enter_context(store.local(f"{bucket}/{attempt.shard}", TABLES))
-                for bucket in (earlier.parts if earlier else ())
-            }
-            books = read_books(committed | {bucket: attempt.folder / bucket for bucket in fresh})
-        receipt = make_receipt(store, attempt, fresh, books, earlier)
-        write_rows(attempt.folder / "rejects.parquet", REJECTS_SCHEMA, list(books.rejects))
-        for bucket in fresh:
-            store.put(attempt.folder / bucket, f"{bucket}/{attempt.shard}")
-        store.put(attempt.folder / "rejects.parquet", f"rejects/{attempt.shard}.parquet")
-        still_held()
-        receipt.save(store)
-        return receipt
+    record_tar(store, attempt.tar, attempt.source, len(attempt.keys))
+    shared = {name: record_file(store, name) for name in (UNCOND_NAME, FILE_NAME)}
+    committed = {}
+    for bucket, part in attempt.parts.items():
+        began, folder = time.monotonic(), attempt.folder / bucket
+        files = record_files(folder, part.records)
+        name = f"{attempt.tar}.{content_hash(files)}"
+        place(store, folder, f"{bucket}/{name}", files)
+        now = time.monotonic()
+        times = {"upload": now - began, "total": now - attempt.clock}
+        receipt = make_receipt(attempt, bucket, name, files, shared, times)
+        committed[bucket] = create_receipt(store, receipt)
+    return committed
 
 
-def make_receipt(store: Store, attempt: Attempt, fresh: list[str], books: Books, earlier: Receipt | None) -> Receipt:
-    """The receipt of `attempt`'s `fresh` buckets and of the earlier ones; books that do not add up are refused."""
-    parts = {
-        bucket: Part(
-            samples=attempt.counts[bucket][0],
-            refused=attempt.counts[bucket][1],
-            rule=attempt.rules[bucket],
-            files=record_files(attempt.folder / bucket, attempt.records[bucket]),
-            settings=attempt.settings,
-            software=attempt.software,
+def record_tar(store: Store, tar: str, source: dict[str, str | int | None], samples_in: int) -> None:
+    """Create tars/TAR.json, or hold the one that is there against this.
+
+    Raises:
+        WorkError: they are of different tars.
+    """
+    name, ours = f"tars/{tar}.json", {"tar": source, "samples_in": samples_in}
+    store.create(name, sealed_json(ours))
+    theirs = parse_sealed_json(store.read(name), store.where(name))
+    if theirs["tar"]["sha256"] != source["sha256"]:
+        raise WorkError(
+            f"{source['address']} is not the tar from which shard {tar} was encoded before, "
+            f"{theirs['tar']['address']} ({store.where(name)}). Put that one back, or encode into a new root."
         )
-        for bucket in fresh
+    if theirs["samples_in"] != samples_in:
+        raise WorkError(
+            f"{source['address']} and the files beside it now count {samples_in} samples, but {theirs['samples_in']} "
+            f"when shard {tar} was encoded before. Put the files that img2dataset wrote beside it back, or encode into "
+            f"a new root."
+        )
+
+
+def content_hash(files: dict[str, FileRecord]) -> str:
+    """8 hex digits of all names, sizes and contents."""
+    return hashlib.sha256(canonical_json({name: record.model_dump() for name, record in files.items()})).hexdigest()[:8]
+
+
+def place(store: Store, source: Path, folder: str, files: dict[str, FileRecord]) -> None:
+    """Put a part's files into `folder`, whose name is their content's hash.
+
+    What lies there already is hashed, and used where it is right. The index is written in any case: as long as an
+    attempt may come to its receipt, its part is not old, and `clean` leaves it alone.
+
+    Raises:
+        WorkError: what then lies there has not the size of what was put.
+    """
+    if store.move(source, folder):
+        return
+    wrong = [name for name, right in _compare(store, folder, files).items() if not right]
+    store.put({f"{folder}/{name}": source / name for name in dict.fromkeys([*wrong, INDEX_NAME])})
+    if wrong:
+        sizes = {name: entry.bytes for name, entry in store.listing(folder).items()}
+        for name in wrong:
+            if sizes.get(name) != files[name].bytes:
+                raise WorkError(
+                    f"{store.where(f'{folder}/{name}')} has {sizes.get(name)} bytes of {files[name].bytes}."
+                )
+
+
+def _compare(store: Store, folder: str, files: dict[str, FileRecord]) -> dict[str, bool]:
+    """File → whether what lies in `folder` is that."""
+    found = store.listing(folder)
+    return {
+        name: name in found and found[name].bytes == record.bytes and store.sha256(f"{folder}/{name}") == record.sha256
+        for name, record in files.items()
     }
-    # the receipt's own fields are this attempt's from now on
-    kept = {b: part.model_copy(update=earlier.made_by(b)) for b, part in earlier.parts.items()} if earlier else {}
+
+
+def create_receipt(store: Store, receipt: Receipt) -> Receipt:
+    """Create the receipt of a part that is in place, and return it; or another's, where that is in force."""
+    while True:
+        generation, _ = current(store, receipt.bucket, receipt.tar)
+        receipt = receipt.model_copy(update={"generation": generation})
+        if store.create(receipt.name, receipt.sealed()):
+            return receipt
+        found = parse_receipt(store.read(receipt.name), store.where(receipt.name))
+        if found.token == receipt.token:
+            return found  # created by this attempt, which was not told
+        if store.size(tombstone_name(receipt.bucket, receipt.tar, generation)) is None:
+            return found
+
+
+def current(store: Store, bucket: str, tar: str) -> tuple[int, Receipt | None]:
+    """The generation that is not recalled, and its receipt if there is one."""
+    generation = 0
+    while True:
+        name, tombstone = receipt_name(bucket, tar, generation), tombstone_name(bucket, tar, generation)
+        found = store.read_many([name, tombstone])
+        if tombstone not in found:
+            return generation, parse_receipt(found[name], store.where(name)) if name in found else None
+        generation += 1
+
+
+def make_receipt(
+    attempt: Attempt,
+    bucket: str,
+    name: str,
+    files: dict[str, FileRecord],
+    shared: dict[str, FileRecord],
+    times: dict[str, float],
+) -> Receipt:
+    """The receipt of `attempt`'s part of a bucket, of generation 0; books that do not add up are refused."""
+    part = attempt.parts[bucket]
     return Receipt(
-        shard=attempt.shard,
+        tar=attempt.tar,
+        bucket=bucket,
+        generation=0,
+        token=attempt.token,
         encoding_id=attempt.encoding.id,
-        samples_in=attempt.samples_in,
-        encoded=books.encoded,
-        rejected=books.rejected,
-        captions=books.captions,
+        rule=attempt.rules[bucket],
+        part=name,
+        files=files,
+        mds=part.mds,
+        samples_in=len(attempt.keys),
+        samples=len(part.stored),
+        stored=attempt.bits(part.stored),
+        refused=part.refused,
+        rejects={reason: attempt.bits(keys) for reason, keys in part.rejects.items()},
+        captions=part.captions,
         input=attempt.source,
-        parts=kept | parts,
-        shared_files={name: record_file(store, name) for name in (UNCOND_NAME, FILE_NAME)},
+        shared_files=shared,
         software=attempt.software,
         settings=attempt.settings,
+        made_by=attempt.made_by,
         attempts=attempt.number,
         started=attempt.started,
-        seconds=attempt.seconds,
+        seconds={stage: round(value, 3) for stage, value in (attempt.seconds | times).items()},
     )
 
 

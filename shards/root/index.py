@@ -4,43 +4,42 @@
 written here. The same receipts always give the same bytes.
 """
 
-import hashlib
-import json
+from collections.abc import Iterable
 
-from shards.base.durable import DamagedFile, canonical_json
+from shards.base.durable import canonical_json
 from shards.base.store import Store
-from shards.format.receipts import Receipt, load_receipts
+from shards.format.buckets import Bucket
+from shards.format.encoding import EncodingRecord
+from shards.format.mds import HASH, Column
+from shards.format.mds_writer import file_config
+from shards.format.receipts import Receipt
+from shards.root.committed import load_receipts
 
 
-def bucket_index(store: Store, bucket: str, receipts: list[Receipt]) -> bytes:
-    """The bytes of ROOT/BUCKET/index.json over the parts that `receipts` commit to `bucket`.
-
-    Raises:
-        DamagedFile: a part's own index.json is missing or is not the one its receipt recorded.
-    """
-    parts = {f"{bucket}/{r.shard}/index.json": r for r in receipts if bucket in r.parts and r.parts[bucket].samples}
-    found = store.read_many(list(parts))
-    shards = []
-    for name, receipt in parts.items():
-        data = found.get(name)
-        if data is None or hashlib.sha256(data).hexdigest() != receipt.parts[bucket].files["index.json"].sha256:
-            raise DamagedFile(
-                f"{store.where(name)} is missing or is not the file that commits/{receipt.shard}.json recorded."
-            )
-        for entry in json.loads(data)["shards"]:
-            entry["raw_data"]["basename"] = f"{receipt.shard}/{entry['raw_data']['basename']}"
-            shards.append(entry)
+def bucket_index(encoding: EncodingRecord, bucket: str, receipts: Iterable[Receipt]) -> bytes:
+    """The bytes of ROOT/BUCKET/index.json over those of `receipts` that are of `bucket`."""
+    columns = encoding.columns(Bucket.parse(bucket))
+    config = file_config([Column.of(name, columns[name]) for name in sorted(columns)])
+    shards = [
+        config
+        | {"samples": file.samples, "zip_data": None}
+        | {"raw_data": {"basename": f"{r.part}/{file.basename}", "bytes": file.bytes, "hashes": {HASH: file.hash}}}
+        for r in receipts
+        if r.bucket == bucket
+        for file in r.mds
+    ]
     return canonical_json({"version": 2, "shards": shards})
 
 
 def write_indexes(store: Store) -> dict[str, int]:
     """Write every bucket's index.json; returns bucket → samples in it."""
-    with store.locked("index") as still_held:
-        receipts = load_receipts(store)
-        buckets = sorted({bucket for receipt in receipts for bucket in receipt.parts})
-        for bucket in buckets:
-            data, name = bucket_index(store, bucket, receipts), f"{bucket}/index.json"
-            if store.read_many([name]).get(name) != data:
-                still_held()
-                store.write(name, data)
-    return {b: sum(r.parts[b].samples for r in receipts if b in r.parts) for b in buckets}
+    receipts, samples = load_receipts(store), dict[str, int]()
+    for receipt in receipts:
+        samples[receipt.bucket] = samples.get(receipt.bucket, 0) + receipt.samples
+    if receipts:
+        encoding = EncodingRecord.load(store)
+    for bucket in sorted(samples):
+        data, name = bucket_index(encoding, bucket, receipts), f"{bucket}/index.json"
+        if store.read_many([name]).get(name) != data:
+            store.write(name, data)
+    return dict(sorted(samples.items()))

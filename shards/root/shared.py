@@ -1,25 +1,31 @@
 """A latents root as a whole: made once, matched by every later run, read by the trainer."""
 
 import hashlib
+import uuid
 from collections.abc import Iterator
+from pathlib import PurePath
 
 import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
-from shards.base.durable import DamagedFile
+from shards.base.durable import DamagedFile, parse_sealed_json, sealed_json
 from shards.base.errors import RequestError
-from shards.base.store import Store
+from shards.base.store import UNFINISHED, Store
 from shards.format.buckets import NEAREST, Bucket
 from shards.format.encoding import FILE_NAME, EncodingRecord
-from shards.format.receipts import FOLDER, committed_shards, load_receipt, load_receipts
+from shards.format.receipts import FOLDER, UPGRADED, is_version1, names_in_force
 from shards.format.text import TextLatents, current_name
+from shards.root.committed import list_commits, load_commits
 
 UNCOND_NAME = "uncond.safetensors"
 
 
+RULES = "rules"
+
+
 def check_root(store: Store, encoding: EncodingRecord) -> None:
-    """Refuse a root whose encoding is not `encoding`; an absent root is fine.
+    """Refuse a root whose encoding is not `encoding`, or that is of version 1; an absent root is fine.
 
     Raises:
         RequestError: the fields that differ, named.
@@ -37,40 +43,91 @@ def check_root(store: Store, encoding: EncodingRecord) -> None:
             f"latents and new ones would not mean the same. Give another `output`, or set these fields as the root has "
             f"them."
         )
+    refuse_version1(store)
+
+
+def refuse_version1(store: Store) -> None:
+    """Raises RequestError where a root has receipts of version 1 that were not upgraded."""
+    names = store.etags(FOLDER)
+    if UPGRADED not in names and any(map(is_version1, names)):
+        raise RequestError(
+            f"{store.where()} has receipts of version 1, one for all buckets of a tar, and this program writes one for "
+            f"each bucket. End what still writes to it by the old program, then: `python -m shards upgrade "
+            f"{store.where()}`. No part is written anew, and the same job goes on."
+        )
 
 
 def check_rules(store: Store, rules: dict[Bucket, str]) -> None:
     """Refuse to add to a root's buckets by another rule than they were filled by: which pictures a bucket holds, and
-    which is the nearest of a base, would differ from shard to shard.
+    which is the nearest of a base, would differ from tar to tar.
 
     Raises:
         RequestError: a bucket, or two tables of one base, and their rules.
     """
-    names = {str(bucket): rule for bucket, rule in rules.items()}
-    tables = {rule for rule in rules.values() if rule.startswith(NEAREST)}
-    found = {(bucket, part.rule) for receipt in load_receipts(store) for bucket, part in receipt.parts.items()}
-    for bucket, rule in sorted(found):
-        other = {ours for ours in tables if _base(ours) == _base(rule) and ours != rule}
-        ours = names.get(bucket, rule) if not other else other.pop()
-        if ours != rule:
+    ours = rule_files(rules)
+    for name, data in store.read_many(list(ours)).items():
+        theirs = parse_sealed_json(data, store.where(name))["rule"]
+        if theirs != ours[name]:
+            kind = "the buckets of" if "base" in name else "its bucket"
             raise RequestError(
-                f"{store.where()} fills its bucket {bucket} by the rule `{rule}`, and this run's would be `{ours}`. "
-                f"(`covers`: every picture that covers it, as in `buckets`; `nearest`: those whose ratio it is nearest "
-                f"in that table of `aspect`.) Give another `output`, or set `buckets` and `aspect` as there."
+                f"{store.where()} fills {kind} {PurePath(name).stem} by the rule `{theirs}`, and this run's would "
+                f"be `{ours[name]}`. (`covers`: every picture that covers it, as in `buckets`; `nearest`: those whose "
+                f"ratio it is nearest in that table of `aspect`.) Give another `output`, or set `buckets` and `aspect` "
+                f"as there."
             )
 
 
-def _base(rule: str) -> str:
-    return rule.split(",")[1] if rule.startswith(NEAREST) else rule
+def rule_files(rules: dict[Bucket, str]) -> dict[str, str]:
+    """Name in the root → rule: one for each bucket, and one for each table, by its base."""
+    tables = {rule for rule in rules.values() if rule.startswith(NEAREST)}
+    by_base = {rule.removeprefix(NEAREST).split(",")[0].replace(" ", "-"): rule for rule in tables}
+    return {f"{RULES}/{name}.json": rule for name, rule in [*by_base.items(), *rules.items()]}
 
 
-def create_root(store: Store, encoding: EncodingRecord) -> None:
-    """Write encoding.json, or check the one that is there. Safe when several jobs do it at once."""
-    with store.locked("root") as still_held:
-        check_root(store, encoding)
-        if store.size(FILE_NAME) is None:
-            still_held()
-            encoding.save(store)
+def create_root(store: Store, encoding: EncodingRecord) -> EncodingRecord:
+    """Write encoding.json, or check the one that is there. Safe when several jobs do it at once.
+
+    Returns:
+        `encoding`, of the version that the root has.
+
+    Raises:
+        RequestError: the one that is there differs, or the store does not create on condition.
+    """
+    check_root(store, encoding)
+    probe(store)
+    store.create(FILE_NAME, encoding.sealed())
+    check_root(store, encoding)
+    return encoding.model_copy(update={"schema_version": EncodingRecord.load(store).schema_version})
+
+
+def agree_on_rules(store: Store, rules: dict[Bucket, str]) -> None:
+    """Write the rules of these buckets, or check those that are there.
+
+    Raises:
+        RequestError: those that are there differ.
+    """
+    for name, rule in rule_files(rules).items():
+        store.create(name, sealed_json({"rule": rule}))
+    check_rules(store, rules)
+
+
+def probe(store: Store) -> None:
+    """See that of two who create a name one is told so: all of the commit rests on it.
+
+    Raises:
+        RequestError: the store writes over what is there.
+    """
+    name, first, second = f"{UNFINISHED}/{uuid.uuid4().hex}", b"first", b"second"
+    store.create(name, first)
+    again = store.create(name, second)
+    kept = store.read(name)
+    store.remove([name])
+    if again or kept != first:
+        raise RequestError(
+            f"{store.where()} is on a store that ignores the condition under which an object is created "
+            f"(`If-None-Match: *`): a second request replaced the first one's object. Two attempts at one tar could "
+            f"not be kept apart. Use a store, or a version of it, that knows conditional writes."
+        )
 
 
 def has_uncond(store: Store) -> bool:
@@ -79,12 +136,12 @@ def has_uncond(store: Store) -> bool:
 
 
 def write_uncond(store: Store, empty: dict[str, TextLatents], encoding: EncodingRecord) -> None:
-    """Store what each text tower makes of the empty caption, once; later calls change nothing."""
-    with store.locked("root") as still_held:
-        if not has_uncond(store):
-            tensors = {encoding.stored_name(name): tensor for name, tensor in _uncond_tensors(empty)}
-            still_held()
-            store.write(UNCOND_NAME, save(tensors))
+    """Store what each text tower makes of the empty caption, if there is none; others' is as good.
+
+    (It may differ by rounding where another kind of GPU made it.)
+    """
+    tensors = {encoding.stored_name(name): tensor for name, tensor in _uncond_tensors(empty)}
+    store.create(UNCOND_NAME, save(tensors))
 
 
 def _uncond_tensors(empty: dict[str, TextLatents]) -> Iterator[tuple[str, Tensor]]:
@@ -110,12 +167,12 @@ def load_uncond(store: Store) -> dict[str, TextLatents]:
             f"{store.where(UNCOND_NAME)} is missing: no shard of this root has been encoded. "
             f"Run `make precompute` first."
         ) from None
-    for shard in committed_shards(store)[:1]:  # any one: all of them recorded it
-        receipt = load_receipt(store, shard)
-        if receipt is not None and receipt.shared_files[UNCOND_NAME].sha256 != hashlib.sha256(data).hexdigest():
+    names = names_in_force(etags := list_commits(store))[:1]  # any one: all of them recorded it
+    for name, _, receipt in load_commits(store, {name: etags[name] for name in names})[:1]:
+        if receipt.shared_files[UNCOND_NAME].sha256 != hashlib.sha256(data).hexdigest():
             raise DamagedFile(
-                f"{store.where(UNCOND_NAME)} is damaged: its SHA-256 is not that in "
-                f"{store.where(f'{FOLDER}/{shard}.json')}. Restore it from a copy."
+                f"{store.where(UNCOND_NAME)} is damaged: its SHA-256 is not that in {store.where(name)}. Restore it "
+                f"from a copy."
             )
     tensors = {current_name(name): tensor for name, tensor in load(data).items()}
     names = sorted(name.removeprefix("num_tokens.") for name in tensors if name.startswith("num_tokens."))

@@ -1,7 +1,6 @@
 """Writing one input shard's samples for one bucket into a private attempt folder: MDS files and the part's tables."""
 
 import json
-from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from shards.format import features, image, text
 from shards.format.buckets import Bucket
 from shards.format.encoding import EncodingRecord
 from shards.format.mds_writer import PartMDSWriter
-from shards.format.receipts import FileRecord
+from shards.format.receipts import FileRecord, MdsFile, mds_file
 from shards.format.tables import (
     MENDED,
     OTHER_BUCKET,
@@ -21,6 +20,7 @@ from shards.format.tables import (
     REFUSED_SCHEMA,
     SAMPLES_NAME,
     SAMPLES_SCHEMA,
+    TOO_SMALL,
     write_rows,
 )
 from shards.format.text import TextLatents
@@ -54,6 +54,22 @@ class Sample:
     """Of each feature tower, (tokens, width)."""
 
 
+@dataclass(frozen=True)
+class WrittenPart:
+    """What a part holds; samples by their keys."""
+
+    stored: list[str]
+    refused: dict[str, int]
+    """Reason → count."""
+    rejects: dict[str, list[str]]
+    """Reason → keys, of those refused for another reason than their size or ratio."""
+    captions: dict[str, int]
+    """`stored`, and of these how many took each of MENDED."""
+    mds: tuple[MdsFile, ...]
+    records: dict[str, FileRecord]
+    """Size and SHA-256 of the MDS files, taken as they were written."""
+
+
 class PartWriter:
     """Writes samples of one bucket to `folder`. Nothing there is valid until `finish` returns.
 
@@ -63,7 +79,7 @@ class PartWriter:
     def __init__(self, folder: Path, encoding: EncodingRecord, bucket: Bucket):
         self.folder = folder
         self.encoding = encoding
-        self.samples: list[tuple[object, ...]] = []
+        self.samples: list[tuple[Any, ...]] = []
         self.refused: list[tuple[str, str, str, str]] = []
         self.elsewhere = 0
         self.writer = PartMDSWriter(folder, encoding, bucket)
@@ -104,16 +120,22 @@ class PartWriter:
         """Count a sample that is in another bucket of the aspect table."""
         self.elsewhere += 1
 
-    @property
-    def records(self) -> dict[str, FileRecord]:
-        """Size and SHA-256 of the MDS files, taken as they were written."""
-        return self.writer.records
-
-    def finish(self) -> tuple[int, dict[str, int]]:
-        """Close the part's files; returns how many samples they hold, and refusals by reason."""
+    def finish(self) -> WrittenPart:
+        """Close the part's files; returns what they hold."""
         self.writer.finish()
         write_rows(self.folder / SAMPLES_NAME, SAMPLES_SCHEMA, self.samples)
         # several stages of a worker refuse samples, each at its own time: by key, the same in every run
         write_rows(self.folder / REFUSED_NAME, REFUSED_SCHEMA, sorted(self.refused))
-        reasons = Counter(str(row[2]) for row in self.refused) + Counter({OTHER_BUCKET: self.elsewhere})
-        return len(self.samples), dict(sorted(reasons.items()))
+        keys: dict[str, list[str]] = {}
+        for key, _, reason, _ in sorted(self.refused):
+            keys.setdefault(reason, []).append(key)
+        counts = [sum(column) for column in zip(*(row[-1 - len(MENDED) :] for row in self.samples), strict=True)]
+        return WrittenPart(
+            stored=[row[0] for row in self.samples],
+            refused={reason: len(rows) for reason, rows in sorted(keys.items())}
+            | ({OTHER_BUCKET: self.elsewhere} if self.elsewhere else {}),
+            rejects={reason: rows for reason, rows in sorted(keys.items()) if reason != TOO_SMALL},
+            captions=dict(zip(("stored", *MENDED), counts or [0] * (1 + len(MENDED)), strict=True)),
+            mds=tuple(map(mds_file, self.writer.entries)),
+            records=self.writer.records,
+        )

@@ -9,10 +9,10 @@ from shards.base.config import flatten
 from shards.base.store import Store
 from shards.format.buckets import Bucket
 from shards.format.encoding import EncodingRecord
-from shards.format.receipts import Receipt, load_committed
 from shards.format.tables import MENDED
 from shards.format.towers import TextTower
-from shards.tools.stats import bucket_sizes, rejected_samples
+from shards.root.committed import TarBooks, load_committed
+from shards.tools.stats import bucket_sizes, rejected_samples, stored_captions
 
 CARD = Path(__file__).with_name("card.md")
 ABOUT_POSTERIOR = {
@@ -35,10 +35,9 @@ def dataset_card(store: Store) -> str:
     Raises:
         RequestError: not a latents root, or nothing is committed to it.
     """
-    encoding, receipts = EncodingRecord.load(store), load_committed(store)
-    sizes, started = bucket_sizes(receipts), [receipt.started[:10] for receipt in receipts]
-    encoded, bucket = sum(receipt.encoded for receipt in receipts), next(iter(sizes))
-    captions = sum((Counter(receipt.captions) for receipt in receipts), Counter())
+    encoding, books = EncodingRecord.load(store), load_committed(store)
+    sizes, started = bucket_sizes(books), [part.started[:10] for tar in books for part in tar.parts.values()]
+    encoded, bucket, captions = sum(tar.encoded for tar in books), next(iter(sizes)), stored_captions(books)
     columns = encoding.columns(Bucket.parse(bucket))
     return CARD.read_text().format(
         size_category=size_category(encoded),
@@ -48,13 +47,13 @@ def dataset_card(store: Store) -> str:
         image=ABOUT_POSTERIOR[encoding.image.posterior],
         texts="; ".join(_about_text(name, tower) for name, tower in encoding.texts.items()),
         weights=_rows((name, weights.name, f"`{weights.sha256}`") for name, weights in encoding.weights.items()),
-        num_tars=len(receipts),
+        num_tars=len(books),
         first_day=min(started),
         last_day=max(started),
         sizes=_rows((bucket, f"{s['samples']:,}", f"{s['bytes_per_sample']:,}") for bucket, s in sizes.items()),
-        samples_in=sum(receipt.samples_in for receipt in receipts),
-        rejected=_rows((why, f"{n:,}") for why, n in (rejected_samples(receipts) or {"none": 0}).items()),
-        settings=_rows(_settings(encoding, receipts)),
+        samples_in=sum(tar.samples_in for tar in books),
+        rejected=_rows((why, f"{n:,}") for why, n in (rejected_samples(books) or {"none": 0}).items()),
+        settings=_rows(_settings(encoding, books)),
         columns=_rows((f"`{name}`", f"`{kind}`{ABOUT_COLUMNS.get(name, '')}") for name, kind in columns.items()),
         name=store.where().rstrip("/").rpartition("/")[2],
         bucket=bucket,
@@ -75,12 +74,12 @@ def _rows(rows: Iterable[Iterable[Any]]) -> str:
     return "\n".join(f"| {' | '.join(map(str, cells))} |" for cells in rows)
 
 
-def _settings(encoding: EncodingRecord, receipts: list[Receipt]) -> Iterator[tuple[str, Any]]:
+def _settings(encoding: EncodingRecord, books: list[TarBooks]) -> Iterator[tuple[str, Any]]:
     """Of encoding.json, the same for every sample; of the receipts, every value that occurs."""
     record = flatten(encoding.model_dump(mode="json"))
     yield from ((path, value) for path, value in record.items() if not path.endswith((".name", ".sha256")))
     for section in ("settings", "software"):
-        made = [[receipt.made_by(bucket)[section] for bucket in receipt.parts] for receipt in receipts]
+        made = [[getattr(part, section) for part in tar.parts.values()] for tar in books]
         for key in sorted({key for parts in made for part in parts for key in part}):
             values = Counter(value for parts in made for value in {str(part.get(key)) for part in parts}).most_common()
             counted = [value if len(values) == 1 else f"{value} ({count} shards)" for value, count in values]

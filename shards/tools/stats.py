@@ -11,8 +11,8 @@ import numpy as np
 from shards.base.store import Store
 from shards.format.buckets import Bucket
 from shards.format.encoding import EncodingRecord
-from shards.format.receipts import Receipt, load_committed
 from shards.format.tables import MENDED
+from shards.root.committed import TarBooks, load_committed
 from shards.root.reading import captions, image_latents, read_parts
 
 
@@ -22,21 +22,27 @@ def root_stats(store: Store, max_samples: int) -> dict[str, Any]:
     Raises:
         RequestError: not a latents root, or nothing is committed to it.
     """
-    encoding, receipts = EncodingRecord.load(store), load_committed(store)
-    sizes = bucket_sizes(receipts)
-    shards = {bucket: [receipt.shard for receipt in receipts if bucket in receipt.parts] for bucket in sizes}
+    encoding, books = EncodingRecord.load(store), load_committed(store)
+    sizes = bucket_sizes(books)
+    parts = {bucket: [tar.parts[bucket].part for tar in books if bucket in tar.parts] for bucket in sizes}
     return {
         "encoding": encoding.id,
-        "shards": len(receipts),
-        "samples_in": sum(receipt.samples_in for receipt in receipts),
-        "encoded": sum(receipt.encoded for receipt in receipts),
-        "rejected": rejected_samples(receipts),
-        "captions": {name: sum(receipt.captions[name] for receipt in receipts) for name in ("stored", *MENDED)},
+        "shards": len(books),
+        "samples_in": sum(tar.samples_in for tar in books),
+        "encoded": sum(tar.encoded for tar in books),
+        "rejected": rejected_samples(books),
+        "captions": stored_captions(books),
         "buckets": {
-            bucket: size | sample_stats(islice(read_parts(store, bucket, shards[bucket]), max_samples), encoding)
+            bucket: size | sample_stats(islice(read_parts(store, bucket, parts[bucket]), max_samples), encoding)
             for bucket, size in sizes.items()
         },
     }
+
+
+def stored_captions(books: list[TarBooks]) -> dict[str, int]:
+    """Captions `stored`, and how many of them took each of MENDED; one that is in two buckets is stored twice."""
+    parts = [part.captions for tar in books for part in tar.parts.values()]
+    return {name: sum(part[name] for part in parts) for name in ("stored", *MENDED)}
 
 
 def sample_stats(samples: Iterable[dict[str, Any]], encoding: EncodingRecord) -> dict[str, Any]:
@@ -62,18 +68,18 @@ def sample_stats(samples: Iterable[dict[str, Any]], encoding: EncodingRecord) ->
     }
 
 
-def rejected_samples(receipts: list[Receipt]) -> dict[str, int]:
+def rejected_samples(books: list[TarBooks]) -> dict[str, int]:
     """Reason → samples that are in no bucket, the most frequent first."""
-    return dict(sum((Counter(receipt.rejected) for receipt in receipts), Counter()).most_common())
+    return dict(sum((Counter(tar.rejected) for tar in books), Counter()).most_common())
 
 
-def bucket_sizes(receipts: list[Receipt]) -> dict[str, dict[str, Any]]:
+def bucket_sizes(books: list[TarBooks]) -> dict[str, dict[str, Any]]:
     """Bucket → samples, and bytes per sample on disk (MDS files with their headers), smallest bucket first."""
     sizes = {}
-    for bucket in sorted({name for receipt in receipts for name in receipt.parts}, key=Bucket.parse):
-        parts = [receipt.parts[bucket] for receipt in receipts if bucket in receipt.parts]
+    for bucket in sorted({name for tar in books for name in tar.parts}, key=Bucket.parse):
+        parts = [tar.parts[bucket] for tar in books if bucket in tar.parts]
         samples = sum(part.samples for part in parts)
-        size = sum(f.bytes for part in parts for name, f in part.files.items() if name.endswith(".mds"))
+        size = sum(file.bytes for part in parts for file in part.mds)
         sizes[bucket] = {"samples": samples, "bytes_per_sample": round(size / samples) if samples else 0}
     return sizes
 

@@ -1,96 +1,162 @@
 """`python -m shards verify ROOT`: is every byte of a latents root what was written, and does all of it fit together?"""
 
+import hashlib
+import io
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pyarrow.parquet as pq
 
-from shards.base.durable import DamagedFile
+from shards.base.durable import DamagedFile, parse_sealed_json
+from shards.base.errors import RequestError
 from shards.base.store import LocalStore, Store
+from shards.format import version1
 from shards.format.buckets import Bucket
 from shards.format.encoding import EncodingRecord
-from shards.format.receipts import FOLDER, FileRecord, Part, Receipt, committed_shards, load_receipt
-from shards.format.tables import OTHER_BUCKET, REJECTS_SCHEMA, read_books, write_rows
+from shards.format.receipts import FileRecord, Receipt, is_version1, names_in_force, parse_name
+from shards.format.tables import OTHER_BUCKET, REFUSED_NAME, REJECTS_SCHEMA, SAMPLES_NAME, read_books, write_rows
 from shards.format.towers import TextTower
+from shards.root.commit import content_hash
+from shards.root.committed import TarBooks, by_tar, list_commits, load_commits
 from shards.root.index import bucket_index
 from shards.root.reading import captions, features, read_part, text_latents
+from shards.root.shared import RULES
 
 
 def verify_root(store: Store) -> Iterator[str]:
     """Yield one line for each thing that is wrong; none if the root is sound.
 
-    Checked: every receipt's own seal; size and SHA-256 of every file it lists; that parts hold no other files; that
-    each sample has its bucket's shape and is finite, and the parts as many as receipts say; that each bucket's
-    index.json and the rejects are what the receipts and parts give.
+    Checked: the seal of every receipt and record; size and SHA-256 of every file that a receipt lists, in force or
+    recalled; that parts hold no other files; that each sample has its bucket's shape and is finite, and the parts as
+    many as receipts say; that receipts say which samples those are; that each bucket's index.json is what the receipts
+    give.
 
     Raises:
         RequestError: it is not a latents root.
         DamagedFile: its encoding.json is not what was written, so nothing else can be judged.
     """
-    encoding, receipts = EncodingRecord.load(store), []
-    for shard in committed_shards(store):
+    encoding, etags = EncodingRecord.load(store), list_commits(store)
+    in_force, receipts, sound = set(names_in_force(etags)), [], True
+    for name in sorted(name for name in etags if name in in_force or _is_receipt(name)):
         try:
-            receipt = load_receipt(store, shard)
-        except (DamagedFile, ValueError) as error:
+            loaded = load_commits(store, {name: etags[name]})
+        except (DamagedFile, RequestError) as error:
             yield str(error)
+            sound = False
             continue
-        assert receipt is not None
-        receipts.append(receipt)
-        if receipt.shard != shard:
-            yield f"{_receipt(store, shard)} is the receipt of shard {receipt.shard}, under another's name"
-    for receipt in receipts:
-        yield from verify_receipt(store, receipt, encoding)
-    yield from verify_indexes(store, receipts)
+        for _, _, receipt in loaded:
+            if name != receipt.name and not is_version1(name):
+                yield f"{store.where(name)} is the receipt {receipt.name}, under another's name"
+            yield from verify_receipt(store, name, receipt, encoding)
+            receipts += [receipt] if name in in_force else []
+    yield from verify_records(store, [name for name in etags if name not in in_force and not _is_receipt(name)])
+    yield from verify_rules(store, receipts)
+    for books in by_tar(receipts):
+        yield from verify_books(store, books)
+    for name in filter(is_version1, etags):
+        yield from verify_rejects(store, name)
+    if sound:
+        yield from verify_indexes(store, encoding, sorted(receipts, key=lambda receipt: receipt.tar))
 
 
-def verify_receipt(store: Store, receipt: Receipt, encoding: EncodingRecord) -> Iterator[str]:
-    """What is wrong with one committed shard."""
+def _is_receipt(name: str) -> bool:
+    parsed = parse_name(name)
+    return parsed is not None and not parsed[3]
+
+
+def verify_records(store: Store, names: list[str]) -> Iterator[str]:
+    """The seals of what is in commits/ besides receipts that count, in tars/ and in rules/."""
+    for folder in ("tars", RULES):
+        names = names + [f"{folder}/{name}" for name in store.files(folder)]
+    for name, data in sorted(store.read_many(names).items()):
+        try:
+            parse_sealed_json(data, store.where(name))
+        except DamagedFile as error:
+            yield str(error)
+
+
+def verify_receipt(store: Store, name: str, receipt: Receipt, encoding: EncodingRecord) -> Iterator[str]:
+    """What is wrong with one part, or with what its receipt says of the root."""
     if receipt.encoding_id != encoding.id:
-        yield f"{_receipt(store, receipt.shard)} is of encoding {receipt.encoding_id}; the root's is {encoding.id}"
+        yield f"{store.where(name)} is of encoding {receipt.encoding_id}; the root's is {encoding.id}"
+    if receipt.part not in (receipt.tar, f"{receipt.tar}.{content_hash(receipt.files)}"):
+        yield f"{store.where(name)} names a part, {receipt.part}, that is not named by its content"
     for shared, record in receipt.shared_files.items():
         yield from verify_file(store, shared, record, store.where(shared))
-    with ExitStack() as stack:
-        parts, sound = {}, True
-        for bucket, part in receipt.parts.items():
-            parts[bucket] = stack.enter_context(store.local(f"{bucket}/{receipt.shard}"))
-            wrong = list(verify_part(parts[bucket], store.where(f"{bucket}/{receipt.shard}"), bucket, part, encoding))
-            yield from wrong
-            sound = sound and not wrong
-        if sound:
-            yield from verify_books(store, receipt, parts)
+    with store.local(receipt.folder) as folder:
+        where, here = store.where(receipt.folder), LocalStore(folder)
+        wrong = [line for n, record in receipt.files.items() for line in verify_file(here, n, record, f"{where}/{n}")]
+        wrong += [f"{where}/{name} is in no receipt" for name in here.files() if name not in receipt.files]
+        yield from wrong
+        if not wrong and receipt.samples:
+            yield from verify_samples(folder, where, receipt.bucket, receipt.samples, encoding)
 
 
-def _receipt(store: Store, shard: str) -> str:
-    return store.where(f"{FOLDER}/{shard}.json")
+def verify_books(store: Store, books: TarBooks) -> Iterator[str]:
+    """What a tar's receipts count, and which samples, against the tables of its parts."""
+    tables = {}
+    for bucket, part in books.parts.items():
+        names = [f"{part.folder}/{name}" for name in (SAMPLES_NAME, REFUSED_NAME)]
+        found = store.read_many(names)
+        hashes = [hashlib.sha256(found.get(name, b"")).hexdigest() for name in names]
+        if hashes != [part.files[name].sha256 for name in (SAMPLES_NAME, REFUSED_NAME)]:
+            return  # has been said
+        tables[bucket] = [pq.read_table(io.BytesIO(found[name])).to_pydict() for name in names]
+    keys = sorted({key for stored, refused in tables.values() for key in stored["key"] + refused["key"]})
+    if len(keys) != books.samples_in and not any(OTHER_BUCKET in part.refused for part in books.parts.values()):
+        yield f"the receipts of tar {books.tar} count {books.samples_in} samples; its parts' tables list {len(keys)}"
+    for bucket, part in books.parts.items():
+        stored, refused = tables[bucket]
+        told = {reason: count for reason, count in part.refused.items() if reason != OTHER_BUCKET}
+        if told != Counter(refused["reason"]):
+            yield f"{store.where(part.name)} counts other refusals of {bucket} than its part"
+        if len(keys) == books.samples_in and not _tells(part, keys, stored, refused):
+            yield f"{store.where(part.name)} does not say which samples its part's tables list"
 
 
-def verify_part(folder: Path, where: str, bucket: str, part: Part, encoding: EncodingRecord) -> Iterator[str]:
-    """The files and the samples of a part that lies in `folder`, itself or a copy of `where`."""
-    here = LocalStore(folder)
-    wrong = [line for n, record in part.files.items() for line in verify_file(here, n, record, f"{where}/{n}")]
-    wrong += [f"{where}/{name} is in no receipt" for name in here.files() if name not in part.files]
-    yield from wrong
-    if not wrong and part.samples:
-        yield from verify_samples(folder, where, bucket, part.samples, encoding)
+def _tells(part: Receipt, keys: list[str], stored: dict[str, list[Any]], refused: dict[str, list[Any]]) -> bool:
+    """Whether a receipt's bits and caption counts are those of its part's tables."""
+    rows = [part.stored_samples, *map(part.rejected_samples, part.rejects)]
+    found = [{key for key, bit in zip(keys, bits, strict=True) if bit} for bits in rows]
+    pairs = list(zip(refused["key"], refused["reason"], strict=True))
+    listed = [{key for key, why in pairs if why == reason} for reason in part.rejects]
+    counts = {name: sum(stored["captions" if name == "stored" else name]) for name in part.captions}
+    return found == [set(stored["key"]), *listed] and counts == part.captions
 
 
-def verify_books(store: Store, receipt: Receipt, parts: dict[str, Path]) -> Iterator[str]:
-    """The rejects table and the receipt's totals against the parts' own tables."""
-    books = read_books(parts)
-    if (receipt.encoded, receipt.captions, receipt.rejected) != (books.encoded, books.captions, books.rejected):
-        yield f"{_receipt(store, receipt.shard)} does not add up to its parts' tables"
-    for bucket, listed in books.refused.items():
-        told = {reason: n for reason, n in receipt.parts[bucket].refused.items() if reason != OTHER_BUCKET}
-        if told != listed:
-            yield f"{_receipt(store, receipt.shard)} counts other refusals of {bucket} than its part"
-    name = f"rejects/{receipt.shard}.parquet"
+def verify_rejects(store: Store, name: str) -> Iterator[str]:
+    """rejects/TAR.parquet, of version 1, against the tables of the parts that its receipt names."""
+    try:
+        receipt = version1.read_receipt(store, name)
+    except DamagedFile:
+        return  # has been said
+    table = f"rejects/{receipt.shard}.parquet"
     with tempfile.TemporaryDirectory() as folder:
+        for bucket in receipt.parts:
+            (Path(folder) / bucket).mkdir()
+            for file in (SAMPLES_NAME, REFUSED_NAME):
+                store.get(f"{bucket}/{receipt.shard}/{file}", Path(folder) / bucket / file)
+        books = read_books({bucket: Path(folder) / bucket for bucket in receipt.parts})
         expected = Path(folder) / "rejects.parquet"
         write_rows(expected, REJECTS_SCHEMA, list(books.rejects))
-        if store.read_many([name]).get(name) != expected.read_bytes():
-            yield f"{store.where(name)} is not what the parts' tables give"
+        if (receipt.encoded, receipt.captions, receipt.rejected) != (books.encoded, books.captions, books.rejected):
+            yield f"{store.where(name)} does not add up to its parts' tables"
+        if store.read_many([table]).get(table) != expected.read_bytes():
+            yield f"{store.where(table)} is not what the parts' tables give"
+
+
+def verify_rules(store: Store, receipts: list[Receipt]) -> Iterator[str]:
+    """Every bucket was filled by one rule."""
+    rules: dict[str, set[str]] = {}
+    for receipt in receipts:
+        rules.setdefault(receipt.bucket, set()).add(receipt.rule)
+    for bucket, found in sorted(rules.items()):
+        if len(found) > 1:
+            yield f"{store.where(bucket)} was filled by more than one rule: {'; '.join(sorted(found))}"
 
 
 def verify_file(store: Store, name: str, record: FileRecord, where: str) -> Iterator[str]:
@@ -130,18 +196,11 @@ def text_fits(states: np.ndarray, tower: TextTower) -> bool:
     return width == tower.width and (1 <= tokens <= tower.length if tower.trim else tokens == tower.length)
 
 
-def verify_indexes(store: Store, receipts: list[Receipt]) -> Iterator[str]:
+def verify_indexes(store: Store, encoding: EncodingRecord, receipts: list[Receipt]) -> Iterator[str]:
     """Every bucket's index.json against what the receipts give, byte for byte."""
-    for bucket in sorted({bucket for receipt in receipts for bucket in receipt.parts}):
-        if len(rules := {receipt.parts[bucket].rule for receipt in receipts if bucket in receipt.parts}) > 1:
-            yield f"{store.where(bucket)} was filled by more than one rule: {'; '.join(sorted(rules))}"
+    for bucket in sorted({receipt.bucket for receipt in receipts}):
         name = f"{bucket}/index.json"
-        try:
-            expected = bucket_index(store, bucket, receipts)
-        except DamagedFile as error:
-            yield f"{store.where(name)} cannot be checked: {error}"
-            continue
-        if store.read_many([name]).get(name) != expected:
+        if store.read_many([name]).get(name) != bucket_index(encoding, bucket, receipts):
             yield (
                 f"{store.where(name)} is not what the receipts give: write it anew with `python -m shards index "
                 f"{store.where()}`"

@@ -15,8 +15,9 @@ from shards.base.errors import RequestError
 from shards.base.store import Store
 from shards.format.buckets import Bucket
 from shards.format.encoding import EncodingRecord
-from shards.format.receipts import Receipt, committed_shards, load_receipt
+from shards.format.receipts import Receipt, names_in_force
 from shards.format.tables import REFUSED_NAME, SAMPLES_NAME
+from shards.root.committed import TarBooks, by_tar, list_commits, load_commits, tar_of
 
 
 def find_sample(store: Store, key: str) -> list[dict[str, Any]]:
@@ -25,39 +26,44 @@ def find_sample(store: Store, key: str) -> list[dict[str, Any]]:
     Raises:
         RequestError: not a latents root, or no committed shard had such a sample.
     """
-    encoding, shards = EncodingRecord.load(store), committed_shards(store)
-    # img2dataset's keys begin with the shard's name: look there first
-    for chosen in ([shard for shard in shards if key.startswith(shard)], shards):
-        receipts = (receipt for shard in chosen if (receipt := load_receipt(store, shard)))
-        found = [entry for receipt in receipts if (entry := _in_shard(store, key, receipt, encoding))]
+    encoding, etags = EncodingRecord.load(store), list_commits(store)
+    names: dict[str, list[str]] = {}
+    for name in names_in_force(etags):
+        names.setdefault(tar_of(name), []).append(name)
+    # img2dataset's keys begin with the tar's name: look there first
+    for chosen in ([tar for tar in names if key.startswith(tar)], names):
+        books = (book for tar in chosen for book in by_tar(_load(store, {n: etags[n] for n in names[tar]})))
+        found = [entry for tar in books if (entry := _in_tar(store, key, tar, encoding))]
         if found:
             return found
-    raise RequestError(f"None of the {len(shards)} committed shards of {store.where()} had a sample {key}.")
+    raise RequestError(f"None of the {len(names)} committed shards of {store.where()} had a sample {key}.")
 
 
-def _in_shard(store: Store, key: str, receipt: Receipt, encoding: EncodingRecord) -> dict[str, Any] | None:
-    stored, refused, buckets = {}, {}, sorted(receipt.parts, key=Bucket.parse)
-    for bucket in buckets:
-        folder = f"{bucket}/{receipt.shard}"
+def _load(store: Store, etags: dict[str, str]) -> list[Receipt]:
+    return [committed.receipt for committed in load_commits(store, etags)]
+
+
+def _in_tar(store: Store, key: str, books: TarBooks, encoding: EncodingRecord) -> dict[str, Any] | None:
+    stored, refused = {}, {}
+    for bucket in sorted(books.parts, key=Bucket.parse):
+        folder = books.parts[bucket].folder
         if row := _row(store, f"{folder}/{SAMPLES_NAME}", key):
             stored[bucket] = {"folder": store.where(folder), "row": row[0], **row[1]}
         if row := _row(store, f"{folder}/{REFUSED_NAME}", key):
             refused[bucket] = row[1]
     if not stored and not refused:
         return None
+    made = ("settings", "software", "made_by", "started", "attempts", "generation")
+    parts = {bucket: part.model_dump(mode="json", include=set(made)) for bucket, part in books.parts.items()}
     return {
         "key": key,
-        "shard": receipt.shard,
-        "tar": receipt.input,
+        "shard": books.tar,
+        "tar": next(iter(books.parts.values())).input,
         "stored": stored,
         "refused": refused,
-        "encoding": {"id": receipt.encoding_id, **encoding.model_dump(mode="json")},
+        "encoding": {"id": encoding.id, **encoding.model_dump(mode="json")},
         "weights": {name: weights.model_dump() for name, weights in encoding.weights.items()},
-        "settings": receipt.settings,
-        "software": receipt.software,
-        "parts": {bucket: receipt.made_by(bucket) for bucket in buckets if bucket in stored | refused},
-        "started": receipt.started,
-        "attempts": receipt.attempts,
+        "parts": {bucket: part for bucket, part in sorted(parts.items()) if bucket in stored | refused},
     }
 
 
@@ -93,13 +99,15 @@ def _lines(entry: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     for name, value in flatten(encoding).items():
         if not name.endswith((".name", ".sha256")):
             yield name, _shown(value)
-    for section in ("settings", "software"):
-        listed = {bucket: _listed(made[section]) for bucket, made in entry["parts"].items()}
+    for section in ("settings", "software", "made_by", "started", "attempts", "generation"):
+        values = {bucket: made[section] for bucket, made in entry["parts"].items()}
+        listed = {
+            bucket: _listed(value) if isinstance(value, dict) else _shown(value) for bucket, value in values.items()
+        }
         if len(set(listed.values())) == 1:
             yield section, next(iter(listed.values()))
         else:  # buckets that were added at different times
-            yield from ((section, f"{bucket}: {values}") for bucket, values in listed.items())
-    yield "encoded", f"{entry['started']}, attempt {entry['attempts']}"
+            yield from ((section, f"{bucket}: {value}") for bucket, value in listed.items())
 
 
 def _listed(values: dict[str, Any]) -> str:

@@ -25,9 +25,9 @@ from precompute.config import PrecomputeConfig, describe_encoding, make_recipe
 from precompute.encode.tar import encode_tar
 from precompute.input.tars import list_tars
 from shards.base.errors import is_storage_error
-from shards.format.receipts import load_receipts
 from shards.open import open_store
 from shards.root.commit import sweep_attempts
+from shards.root.committed import load_books
 from shards.root.index import write_indexes
 from shards.root.shared import create_root
 from shards.tools.verify import verify_root
@@ -39,7 +39,7 @@ NEVER, COUNT_ONLY = -1, 0
 
 
 class Steps:
-    """Counts what changes the disk below `root`, and calls `fault` in place of step number `at`."""
+    """Counts what changes the disk, and calls `fault` in place of step number `at`."""
 
     def __init__(self, at: int, fault: Callable[[], None]):
         self.at = at
@@ -54,7 +54,7 @@ class Steps:
 
     def install(self) -> None:
         """For the rest of this process's life."""
-        for name in ("fsync", "replace", "rename", "mkdir", "unlink", "rmdir"):
+        for name in ("fsync", "replace", "rename", "link", "mkdir", "unlink", "rmdir"):
             setattr(os, name, self._before(getattr(os, name)))
         pq.write_table = self._before(pq.write_table)
         builtins.open = self._opening(builtins.open)
@@ -194,7 +194,7 @@ def break_at(encoding: Encoding, folder: Path, at: int, fault: Callable[[], None
 def look(root: Path) -> None:
     """What receipts say is there is there, whole; the index may be an older one, and nothing else may be wrong."""
     if (root / "encoding.json").exists():
-        load_receipts(open_store(root))
+        load_books(open_store(root))
         wrong = [line for line in verify_root(open_store(root)) if "write it anew with" not in line]
         assert not wrong, wrong
 

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from shards.format.receipts import load_receipts
 from shards.open import open_store
+from shards.root.committed import load_books
 from shards.tools.verify import verify_root
 from tests.conftest import SIZES
 from tests.roots import precompute_arguments
@@ -28,8 +28,8 @@ def test_a_job_finds_the_pictures_that_kill_its_workers(
     result = run_module("tests.faults.poisoned_job", *arguments)
     assert result.returncode == 0, result.stderr
     assert list(verify_root(open_store(tmp_path / "root"))) == []
-    receipts = load_receipts(open_store(tmp_path / "root"))
+    receipts = load_books(open_store(tmp_path / "root"))
     assert [receipt.rejected.get("decoder_crash", 0) for receipt in receipts] == [1, 1, 0]
-    assert [receipt.attempts for receipt in receipts] == [2, 2, 1]
+    assert [receipt.parts["64x64"].attempts for receipt in receipts] == [2, 2, 1]
     assert [receipt.samples_in for receipt in receipts] == [9, 9, 8]
     report["pictures that kill the decoder"] = {"poisoned": 2, "found": 2, "other samples lost": 0}

@@ -17,11 +17,12 @@ import pytest
 from precompute.config import PrecomputeConfig
 from precompute.input.tars import InputTar, RawSample, Tar, TarsConfig, counted_samples, list_tars
 from shards.base.errors import DamagedInput
-from shards.format.receipts import Receipt, load_receipts
 from shards.open import open_store
+from shards.root.committed import TarBooks, load_books
 from shards.tools.verify import verify_root
 from tests.conftest import encode_all, folder_of, precompute_config
 from tests.faults.world import stored_keys
+from tests.roots import rejects
 from tests.tiny import make_samples, make_tar
 
 pytestmark = pytest.mark.faults
@@ -248,21 +249,20 @@ def config_with(models: Path, folder: Path, root: Path, **tars: object) -> Preco
     return config.model_copy(update={"tars": TarsConfig.model_validate(tars)})
 
 
-def salvaged(models: Path, folder: Path, **changes: object) -> tuple[Path, Receipt]:
+def salvaged(models: Path, folder: Path, **changes: object) -> tuple[Path, TarBooks]:
     """Stage 1 over the tars in `folder`, salvaging: the root and the receipt."""
     config = config_with(models, folder, folder / "root", policy="salvage", **changes)
     encode_all(config, models)
     assert list(verify_root(open_store(config.output))) == []
-    return folder_of(config), load_receipts(open_store(config.output))[0]
+    return folder_of(config), load_books(open_store(config.output))[0]
 
 
 def test_a_salvaged_shard_accounts_for_every_sample(models: Path, tmp_path: Path) -> None:
     BROKEN["a bit of a header"][0](tmp_path)
     root, receipt = salvaged(models, tmp_path)
     assert (receipt.samples_in, receipt.encoded, receipt.rejected) == (8, 7, {"lost_in_tar": 1})
-    assert (receipt.input["lost"], receipt.input["lost_unnamed"]) == (1, 0)
-    rejects = pq.read_table(root / "rejects" / "00000.parquet").to_pylist()
-    assert [(row["key"], row["url"], row["reason"]) for row in rejects] == [
+    assert (receipt.parts["64x64"].input["lost"], receipt.parts["64x64"].input["lost_unnamed"]) == (1, 0)
+    assert [(row["key"], row["url"], row["reason"]) for row in rejects(root, "00000")] == [
         (KEYS[3], f"http://example.org/{KEYS[3]}", "lost_in_tar")
     ]
     assert {key for _, key in stored_keys(root)} == set(KEYS) - {KEYS[3]}
@@ -274,7 +274,7 @@ def test_a_bit_of_a_picture(models: Path, tmp_path: Path) -> None:
     config = config_with(models, tmp_path, tmp_path / "rejected", check_sha256=True)
     with pytest.raises(DamagedInput, match=r"sample 000000003 has not the sha256 of its JSON"):
         encode_all(config, models)
-    assert load_receipts(open_store(config.output)) == []
+    assert load_books(open_store(config.output)) == []
     _, receipt = salvaged(models, tmp_path, check_sha256=True)
     assert (receipt.encoded, receipt.rejected) == (7, {"lost_in_tar": 1})
 

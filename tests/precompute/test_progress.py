@@ -14,10 +14,10 @@ import sys
 from precompute.cluster.fleet import Done, Failed, UnderWay
 from precompute.cluster.ray_cluster import Failure
 from precompute.job import Ledger
-from shards.format.receipts import load_receipts
+from shards.root.committed import load_books
 from shards.open import open_store
 
-first, second = load_receipts(open_store(sys.argv[1]))
+first, second = load_books(open_store(sys.argv[1]))
 failure = Failure(is_lost=False, is_final=False, line="[no markup]", text="[no markup]")
 with Ledger(3) as ledger:
     ledger.record(UnderWay(2, 7))

@@ -18,8 +18,9 @@ from shards.base.durable import DamagedFile
 from shards.base.errors import RequestError
 from shards.base.store import Store
 from shards.format.mds import MdsIndex
-from shards.format.receipts import load_receipt
+from shards.format.receipts import Receipt
 from shards.format.tables import SAMPLES_NAME
+from shards.root.committed import load_receipts
 
 NUM_READERS = 16
 """Tables read at once: where a root is far away, the round trip counts."""
@@ -103,9 +104,11 @@ def select(store: Store, bucket: str, files: MdsIndex, config: FilterConfig) -> 
         DamagedFile: a table is not the one that its receipt recorded, or has not the part's number of samples.
         RequestError: a part has no receipt or no table.
     """
-    parts = list(parts_of(files))
+    parts, receipts = list(parts_of(files)), receipts_of(store, bucket)
     with ThreadPoolExecutor(NUM_READERS) as readers:
-        found = list(readers.map(lambda part: select_part(store, bucket, part[0], part[1], config), parts))
+        found = list(
+            readers.map(lambda part: select_part(store, receipts.get(part[0]), part[0], part[1], config), parts)
+        )
     passing = np.concatenate([rows for rows, _ in found]) if found else np.zeros(0, bool)
     return Selection(
         mask=np.packbits(passing),
@@ -138,12 +141,16 @@ def parts_of(files: MdsIndex) -> Iterator[tuple[str, int]]:
         yield part, samples
 
 
+def receipts_of(store: Store, bucket: str) -> dict[str, Receipt]:
+    """Part → its receipt, of a bucket's."""
+    return {receipt.part: receipt for receipt in load_receipts(store) if receipt.bucket == bucket}
+
+
 def select_part(
-    store: Store, bucket: str, shard: str, num_samples: int, config: FilterConfig
+    store: Store, receipt: Receipt | None, part: str, num_samples: int, config: FilterConfig
 ) -> tuple[NDArray[np.bool_], Counter[str]]:
     """(num_samples,) which of a part's samples pass, and how many fail each rule."""
-    name = f"{bucket}/{shard}/{SAMPLES_NAME}"
-    receipt = load_receipt(store, shard)
+    name = f"{receipt.folder if receipt else part}/{SAMPLES_NAME}"
     try:
         data = store.read(name)
     except FileNotFoundError:
@@ -152,7 +159,7 @@ def select_part(
         raise RequestError(
             f"{store.where(name)} or its receipt is missing, and the stream's filter needs it. Restore it from a copy."
         )
-    if hashlib.sha256(data).hexdigest() != receipt.parts[bucket].files[SAMPLES_NAME].sha256:
+    if hashlib.sha256(data).hexdigest() != receipt.files[SAMPLES_NAME].sha256:
         raise DamagedFile(f"{store.where(name)} is damaged: its SHA-256 is not the one in its receipt. Restore it.")
     bounds = config.bounds
     table = pq.read_table(io.BytesIO(data), columns=list(bounds) or ["key"], use_threads=False)

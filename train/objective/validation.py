@@ -13,8 +13,8 @@ from shards.base.config import Config
 from shards.base.errors import RequestError
 from shards.base.store import Place
 from shards.format.encoding import EncodingRecord
-from shards.format.receipts import load_receipts
 from shards.open import open_store
+from shards.root.committed import load_receipts
 from shards.root.reading import read_parts
 from train.data.batch import Batch, Collate
 from train.data.draws import Draws
@@ -93,7 +93,7 @@ def open_validation(
         raise RequestError(
             f"The validation root {config.root} does not fit the training data: {'; '.join(differences)}."
         )
-    parts = [receipt.shard for receipt in load_receipts(store) if config.bucket in receipt.parts]
+    parts = [receipt.part for receipt in load_receipts(store) if receipt.bucket == config.bucket]
     samples = list(islice(read_parts(store, config.bucket, parts), config.samples))
     if len(samples) < config.samples:
         raise RequestError(

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from shards.format.receipts import load_receipts
 from shards.open import open_store
+from shards.root.committed import load_books
 from tests.roots import precompute_arguments
 from tests.runs import PYTHON, environment, run_module
 
@@ -92,7 +92,7 @@ def test_the_token_and_a_submitted_job(head: Head, models: Path, tars: Path, tmp
     submitted = head.ray("job", "submit", "--address", dashboard, "--", *command, **head.allowed)
     assert submitted.returncode == 0, submitted.stdout + submitted.stderr
     assert "2 tars encoded (46 samples in, 30 accepted, 16 rejected)" in submitted.stdout + submitted.stderr
-    assert len(load_receipts(open_store(tmp_path / "root"))) == 2
+    assert len(load_books(open_store(tmp_path / "root"))) == 2
     again = run_module("precompute", *arguments, launcher=PYTHON, RAY_ADDRESS=head.address, **head.allowed)
     assert again.returncode == 0 and "2 had been done before" in again.stdout
 

@@ -27,12 +27,12 @@ from precompute.pixels.resample import place
 from shards.base.errors import RequestError, WorkError
 from shards.format.buckets import Bucket
 from shards.format.encoding import EncodingRecord
-from shards.format.receipts import load_receipt, load_receipts
 from shards.format.text import dequantise
 from shards.open import open_store
+from shards.root.committed import load_books, load_receipts
 from shards.root.shared import check_root, load_uncond
 from tests.conftest import encode_all, folder_of, precompute_config
-from tests.roots import rows, tree
+from tests.roots import part_of, rejects, rows, tree
 from tests.tiny import TEXT_LENGTH, make_samples, make_tar
 
 
@@ -74,15 +74,14 @@ def test_latents_equal_diffusers_and_transformers(latents: Path, tars: Path, mod
 
 
 def test_counts_rejects_and_tables_add_up(latents: Path) -> None:
-    for receipt in load_receipts(open_store(latents)):
+    for receipt in load_books(open_store(latents)):
         assert (receipt.samples_in, receipt.encoded) == (23, 15)
         assert receipt.rejected == {"no_caption": 1, "no_image": 1, "not_an_image": 1, "too_small": 5}
         assert {name: part.samples for name, part in receipt.parts.items()} == {"64x64": 15, "128x128": 10}
         assert receipt.parts["128x128"].refused["too_small"] == 10
-        rejects = pq.read_table(latents / "rejects" / f"{receipt.shard}.parquet").to_pylist()
-        assert Counter(row["reason"] for row in rejects) == receipt.rejected
-        table = pq.read_table(latents / "64x64" / receipt.shard / "samples.parquet").to_pylist()
-        stored = [row for row in rows(latents, "64x64") if row["key"].startswith(receipt.shard)]
+        assert Counter(row["reason"] for row in rejects(latents, receipt.tar)) == receipt.rejected
+        table = pq.read_table(part_of(latents, "64x64", receipt.tar) / "samples.parquet").to_pylist()
+        stored = [row for row in rows(latents, "64x64") if row["key"].startswith(receipt.tar)]
         assert [(row["key"], row["width"], row["height"]) for row in table] == [
             (row["key"], *row["size"][:2].tolist()) for row in stored
         ]
@@ -96,7 +95,7 @@ def test_two_runs_give_the_same_bytes(latents: Path, models: Path, tars: Path, t
     assert one.keys() == two.keys()
     for name in one:
         if name.startswith("commits/"):
-            timed = {"started", "seconds", "attempts", "sha256"}
+            timed = {"started", "seconds", "attempts", "sha256", "token"}
             first, second = (json.loads(data[name]) for data in (one, two))
             assert {k: v for k, v in first.items() if k not in timed} == {
                 k: v for k, v in second.items() if k not in timed
@@ -118,14 +117,14 @@ def test_a_bucket_added_later_gives_what_both_at_once_give(
 ) -> None:
     root = tmp_path / "root"
     encode_all(precompute_config(models, tars, root, buckets=["128x128"]), models)
-    assert load_receipts(open_store(root))[0].encoded == 10
+    assert load_books(open_store(root))[0].encoded == 10
     encode_all(precompute_config(models, tars, root, buckets=["64x64"]), models)
     expected, found = tree(latents), tree(root)
     assert expected.keys() == found.keys()
     different = {name for name in expected if expected[name] != found[name]}
     assert {name.split("/")[0] for name in different} == {"commits"}
     for one, two in zip(load_receipts(open_store(latents)), load_receipts(open_store(root)), strict=True):
-        timed = {"started", "seconds", "attempts"}
+        timed = {"started", "seconds", "attempts", "token"}
         assert one.model_dump(exclude=timed) == two.model_dump(exclude=timed)
 
 
@@ -142,9 +141,9 @@ def test_a_bucket_is_not_added_once_the_side_files_count_otherwise(models: Path,
 
     encode("64x64")
     tar.with_suffix(".parquet").unlink()
-    with pytest.raises(WorkError, match="now count 2 samples, but 3 when shard 00000 was encoded for 64x64"):
+    with pytest.raises(WorkError, match="now count 2 samples, but 3 when shard 00000 was encoded before"):
         encode("128x128")
-    (receipt,) = load_receipts(open_store(tmp_path / "root"))
+    (receipt,) = load_books(open_store(tmp_path / "root"))
     assert receipt.samples_in == 3 and list(receipt.parts) == ["64x64"]
 
 
@@ -154,8 +153,8 @@ def test_each_part_keeps_the_settings_that_made_it(models: Path, tars: Path, tmp
         workers = {"num_gpus": 0, "num_cpus": 1, "decode_threads": 1, "batch_size": batch_size}
         config = precompute_config(models, tmp_path / "tars", tmp_path / "root", buckets=[bucket], workers=workers)
         encode_all(config, models)
-    receipt = load_receipts(open_store(tmp_path / "root"))[0]
-    made = {bucket: receipt.made_by(bucket)["settings"]["batch_size"] for bucket in receipt.parts}
+    receipt = load_books(open_store(tmp_path / "root"))[0]
+    made = {bucket: part.settings["batch_size"] for bucket, part in receipt.parts.items()}
     assert made == {"128x128": 4, "64x64": 8}
 
 
@@ -181,7 +180,7 @@ def test_text_storage(latents: Path, models: Path, tars: Path, tmp_path: Path, s
 def test_long_captions_are_cut_and_counted(latents: Path) -> None:
     # one token a character, and begin and end: all captions here are longer than 16 tokens
     counts = {"stored": 15, "invalid_utf8": 0, "control_characters": 0, "too_long": 0, "truncated": 15}
-    assert [receipt.captions for receipt in load_receipts(open_store(latents))] == [counts, counts]
+    assert [receipt.parts["64x64"].captions for receipt in load_books(open_store(latents))] == [counts, counts]
 
 
 def test_uncond_is_the_empty_prompt(latents: Path, models: Path) -> None:
@@ -202,10 +201,7 @@ def test_a_damaged_tar_commits_nothing(models: Path, tars: Path, tmp_path: Path)
     config = precompute_config(models, tmp_path / "tars", tmp_path / "root")
     with pytest.raises(WorkError, match=r"00001.tar"):
         encode_all(config, models)
-    assert (
-        load_receipt(open_store(config.output), "00000") is not None
-        and load_receipt(open_store(config.output), "00001") is None
-    )
+    assert [tar.tar for tar in load_books(open_store(config.output))] == ["00000"]
     root = folder_of(config)
     assert not list(root.glob("[!.]*/00001*")) and not list(root.glob(".attempts/00001.*[!k]"))
 
@@ -245,11 +241,11 @@ def test_what_stays_non_finite_is_rejected(
     monkeypatch.setattr(ImageEncoder, "start_batch", poison)
     config = precompute_config(models, tars, tmp_path / "root")
     encode_all(config, models)
-    receipt = load_receipts(open_store(config.output))[0]
+    receipt = load_books(open_store(config.output))[0]
     # batches of 8: two of the ten 128x128 pictures head one; they are still in 64x64, so no sample is lost
     assert receipt.parts["128x128"].refused["non_finite"] == 2 and receipt.encoded == 15
-    rejects = pq.read_table(folder_of(config) / "rejects" / "00000.parquet").to_pylist()
-    assert [row["bucket"] for row in rejects if row["reason"] == "non_finite"] == ["128x128"] * 2
+    listed = rejects(folder_of(config), "00000")
+    assert [row["bucket"] for row in listed if row["reason"] == "non_finite"] == ["128x128"] * 2
 
 
 def test_a_member_with_any_bytes_for_a_name_can_be_rejected(models: Path, tars: Path, tmp_path: Path) -> None:

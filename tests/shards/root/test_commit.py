@@ -1,22 +1,30 @@
 """The commit protocol, broken between each two of its steps: what is there afterwards, and that it heals."""
 
+import os
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from shards.base.errors import WorkError
+from shards.base.errors import RequestError, WorkError
 from shards.base.remote import RemoteStore
 from shards.base.store import LocalStore, Store
-from shards.format.receipts import Receipt, load_receipt, load_receipts
+from shards.format.receipts import names_in_force
 from shards.open import open_store
-from shards.root.commit import attempt_folder, sweep_attempts
-from shards.root.writing import PartWriter
+from shards.root.commit import attempt_folder, content_hash, place, record_files, sweep_attempts
+from shards.root.committed import list_commits, load_books, load_receipts
+from shards.root.shared import create_root
+from shards.root.writing import PartWriter, WrittenPart
 from shards.tools.verify import verify_root
 from tests.conftest import encode_all, precompute_config
 from tests.roots import tree
 from tests.tiny import make_samples, make_tar
+
+STEPS = {LocalStore: ("create", "move"), RemoteStore: ("create", "put")}
+"""What changes a root of each kind."""
+TIMED = {"started", "seconds", "attempts", "token"}
 
 
 class Killed(BaseException):
@@ -24,26 +32,22 @@ class Killed(BaseException):
 
 
 def die_before(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
-    """Raise `Killed` before the `number`-th durable step of a commit: renames into place, and the receipt's replace."""
+    """Raise `Killed` before the `number`-th step after the root was made."""
     steps = iter(range(1000))
-    save = Receipt.save
 
-    def counting(put: Callable[[Any, Path, str], None]) -> Callable[[Store, Path, str], None]:
-        def counted_put(store: Store, source: Path, name: str) -> None:
-            if next(steps) == number:
+    def counting(step: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(store: Store, *arguments: Any) -> Any:
+            first = arguments[0] if isinstance(arguments[0], str) else ""
+            of_the_root = first.startswith((".unfinished", "rules", "encoding"))
+            if not of_the_root and next(steps) == number:
                 raise Killed
-            put(store, source, name)
+            return step(store, *arguments)
 
-        return counted_put
+        return counted
 
-    def counted_save(receipt: Receipt, root: Store) -> None:
-        if next(steps) == number:
-            raise Killed
-        save(receipt, root)
-
-    for kind in (LocalStore, RemoteStore):
-        monkeypatch.setattr(kind, "put", counting(kind.put))
-    monkeypatch.setattr(Receipt, "save", counted_save)
+    for kind, names in STEPS.items():
+        for name in names:
+            monkeypatch.setattr(kind, name, counting(getattr(kind, name)))
 
 
 @pytest.fixture(params=["folder", "address"])
@@ -56,75 +60,112 @@ def root(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path | str]
     open_store(f"memory://{tmp_path.name}").fs.rm(f"/{tmp_path.name}", recursive=True)  # type: ignore[attr-defined]
 
 
+@pytest.fixture
+def one_tar(tars: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(tars, tmp_path / "tars", ignore=shutil.ignore_patterns("00001*"))
+
+
 def contents(root: Path | str) -> dict[str, bytes]:
-    """Every file of a root but its locks."""
+    """Every file of a root, hidden ones left out."""
     store = open_store(root)
     return {name: store.read(name) for name in store.files() if not name.startswith(".")}
 
 
-@pytest.mark.parametrize("number", range(4))  # two parts, the rejects, the receipt
+@pytest.mark.parametrize("number", range(6))  # uncond, the tar's record; of each bucket the part and the receipt
 def test_a_kill_between_two_steps_leaves_nothing_that_anybody_reads(
-    latents: Path, models: Path, tars: Path, root: Path | str, number: int
+    latents: Path, models: Path, one_tar: Path, root: Path | str, number: int
 ) -> None:
-    config = precompute_config(models, tars, root)
+    config = precompute_config(models, one_tar, root)
     with pytest.MonkeyPatch.context() as patch:
         die_before(patch, number)
         with pytest.raises(Killed):
             encode_all(config, models)
-    assert load_receipts(open_store(config.output)) == []
+    assert len(names_in_force(list_commits(open_store(root)))) == max(0, number - 2) // 2
     encode_all(config, models)
     assert list(verify_root(open_store(config.output))) == []
-    one, two = contents(latents), contents(root)
+    one = {name: data for name, data in contents(latents).items() if "00001" not in name}
+    two = contents(root)
     assert one.keys() == two.keys()
-    assert {name for name in one if one[name] != two[name]} <= {name for name in one if name.startswith("commits/")}
+    different = {name.partition("/")[0] for name in one if one[name] != two[name] and not name.endswith("index.json")}
+    assert different <= {"commits", "tars"}  # these say when, and where the tar was
 
 
-@pytest.mark.parametrize("number", range(3))  # one part, the rejects, the receipt
 def test_a_kill_while_a_bucket_is_added_leaves_the_committed_one_alone(
-    latents: Path, models: Path, tars: Path, root: Path | str, number: int
+    latents: Path, models: Path, tars: Path, root: Path | str
 ) -> None:
     encode_all(precompute_config(models, tars, root, buckets=["128x128"]), models)
-    parts = {name: data for name, data in contents(root).items() if name.startswith("128x128/0")}
+    before = {name: data for name, data in contents(root).items() if name.startswith(("128x128/0", "commits"))}
     both = precompute_config(models, tars, root)
-    with pytest.MonkeyPatch.context() as patch:
-        die_before(patch, number)
-        with pytest.raises(Killed):
-            encode_all(both, models)
-    assert {name: data for name, data in contents(root).items() if name.startswith("128x128/0")} == parts
-    assert [list(receipt.parts) for receipt in load_receipts(open_store(root))] == [["128x128"]] * 2
+    for number in (2, 3):  # the tar's record, the part; the second time the part is there
+        with pytest.MonkeyPatch.context() as patch:
+            die_before(patch, number - 1)
+            with pytest.raises(Killed):
+                encode_all(both, models)
+        now = contents(root)
+        assert {name: data for name, data in now.items() if name.startswith(("128x128/0", "commits"))} == before
     encode_all(both, models)
     assert list(verify_root(open_store(root))) == []
     for one, two in zip(load_receipts(open_store(latents)), load_receipts(open_store(root)), strict=True):
-        timed = {"started", "seconds", "attempts"}
-        assert one.model_dump(exclude=timed) == two.model_dump(exclude=timed)
+        assert one.model_dump(exclude=TIMED) == two.model_dump(exclude=TIMED)
 
 
-def test_the_later_of_two_attempts_throws_its_work_away(models: Path, tars: Path, tmp_path: Path) -> None:
-    """Another job commits one of two buckets while this one is at work: its part stays as it is, byte for byte."""
+def test_the_later_of_two_attempts_adopts_what_is_there(models: Path, tars: Path, tmp_path: Path) -> None:
+    """Another job commits one of two buckets while this one is at work: its receipts stay as they are."""
     root = tmp_path / "root"
     encode_all(precompute_config(models, tars, root, buckets=["64x64"]), models)
     before = tree(root)
-    inodes = {path: path.stat().st_ino for path in (root / "64x64").rglob("*") if path.is_file()}
     with pytest.MonkeyPatch.context() as patch:
         # as a job that looked before the other one's commit
-        patch.setattr("precompute.encode.tar.load_receipt", lambda root, shard: None)
+        patch.setattr("precompute.encode.tar.current", lambda store, bucket, tar: (0, None))
         encode_all(precompute_config(models, tars, root), models)
-    assert {path: path.stat().st_ino for path in inodes if path.name != "index.json"} == {
-        path: inode for path, inode in inodes.items() if path.name != "index.json"
-    }
-    assert before.items() - tree(root).items() <= {
-        item for item in before.items() if item[0].startswith(("commits/", "rej"))
-    }
-    assert list(verify_root(open_store(root))) == []
+    now = tree(root)
+    assert {name for name, data in before.items() if now[name] != data} == set()
+    assert len(load_receipts(open_store(root))) == 4 and list(verify_root(open_store(root))) == []
+
+
+def test_an_attempt_of_other_bytes_has_a_folder_of_its_own(
+    models: Path, one_tar: Path, root: Path | str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = precompute_config(models, one_tar, root, buckets=["64x64"])
+    encode_all(config, models)
+    before = contents(root)
+    finish = PartWriter.finish
+
+    def other(self: PartWriter) -> WrittenPart:
+        self.refused[0] = (*self.refused[0][:3], "said otherwise")
+        return finish(self)
+
+    monkeypatch.setattr(PartWriter, "finish", other)
+    monkeypatch.setattr("precompute.encode.tar.current", lambda store, bucket, tar: (0, None))
+    encode_all(config, models)
+    now = contents(root)
+    assert {name: now[name] for name in before} == before
+    assert {name.split("/")[0] for name in now.keys() - before.keys()} == {"64x64"}
+    assert len({name.split("/")[1] for name in now if name.startswith("64x64/00000.")}) == 2
+
+
+def test_a_part_that_lies_there_in_pieces_is_completed(latents: Path, tmp_path: Path, root: Path | str) -> None:
+    store = open_store(root)
+    receipt = load_receipts(open_store(latents))[0]
+    source = shutil.copytree(latents / receipt.folder, tmp_path / "part")
+    files = record_files(source, {})
+    assert receipt.part == f"{receipt.tar}.{content_hash(files)}"
+    right = {name: (source / name).read_bytes() for name in files}
+    store.write(f"{receipt.folder}/index.json", b"torn")
+    store.write(f"{receipt.folder}/shard.00000.mds", right["shard.00000.mds"][:-1] + b"?")
+    store.write(f"{receipt.folder}/another's", b"is not removed")
+    place(store, source, receipt.folder, files)
+    assert {name: store.read(f"{receipt.folder}/{name}") for name in files} == right
+    assert store.read(f"{receipt.folder}/another's") == b"is not removed"
 
 
 def test_another_tar_under_the_same_name_is_refused(models: Path, tmp_path: Path, root: Path | str) -> None:
     make_tar(tmp_path / "one", "00000", make_samples(0, 6, [(200, 150)]))
     make_tar(tmp_path / "two", "00000", make_samples(9, 6, [(200, 150)]))
     encode_all(precompute_config(models, tmp_path / "one", root, buckets=["64x64"]), models)
-    with pytest.raises(WorkError, match=r"is not the tar from which shard 00000 was encoded for 64x64"):
+    with pytest.raises(WorkError, match=r"is not the tar from which shard 00000 was encoded before"):
         encode_all(precompute_config(models, tmp_path / "two", root), models)
-    assert list(load_receipt(open_store(root), "00000").parts) == ["64x64"]  # type: ignore[union-attr]
+    assert [list(tar.parts) for tar in load_books(open_store(root))] == [["64x64"]]
 
 
 def test_what_a_killed_attempt_left_is_swept_and_one_at_work_is_not(tmp_path: Path) -> None:
@@ -144,21 +185,52 @@ def test_books_that_do_not_add_up_are_not_committed(models: Path, tars: Path, ro
     """A writer that loses a sample: the receipt refuses to exist."""
     config = precompute_config(models, tars, root)
     with pytest.MonkeyPatch.context() as patch:
-        finish = PartWriter.finish
+        write = PartWriter.write
 
-        def lose_one(self: PartWriter) -> tuple[int, dict[str, int]]:
-            samples, refused = finish(self)
-            return samples - 1, refused
+        def lose_one(self: PartWriter, sample: Any) -> None:
+            write(self, sample)
+            if len(self.samples) == 2:
+                del self.samples[1]
 
-        patch.setattr(PartWriter, "finish", lose_one)
-        with pytest.raises(ValueError, match=r"accounts for \d+ of 23 samples"):
+        patch.setattr(PartWriter, "write", lose_one)
+        with pytest.raises(ValueError, match=r"are off by -\d+ of 23 samples"):
             encode_all(config, models)
-    assert load_receipts(open_store(root)) == [] and list(contents(root)) == ["encoding.json", "uncond.safetensors"]
+    assert load_receipts(open_store(root)) == []
 
 
-def test_what_dead_attempts_left_is_swept_whatever_their_shard(tmp_path: Path) -> None:
+def test_what_dead_attempts_left_is_swept_whatever_their_tar(tmp_path: Path) -> None:
     for name in ("00000.dead", "00001.dead", "a.b.dead"):
         (tmp_path / ".attempts" / name / "64x64").mkdir(parents=True)
     with attempt_folder(open_store(tmp_path), "00002") as alive:
         sweep_attempts(open_store(tmp_path))
         assert list((tmp_path / ".attempts").iterdir()) == [alive]
+
+
+def test_a_tar_whose_name_is_a_generation_is_refused(models: Path, tmp_path: Path) -> None:
+    make_tar(tmp_path / "tars", "a.g1", make_samples(0, 2, [(200, 150)]))
+    with pytest.raises(RequestError, match=r"The tar a\.g1 has a name that ends as a receipt's generation does"):
+        encode_all(precompute_config(models, tmp_path / "tars", tmp_path / "root"), models)
+
+
+def test_a_store_that_ignores_the_condition_is_refused(latents: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from shards.format.encoding import EncodingRecord
+
+    store = RemoteStore("memory://ignorant/root")
+    pipe = type(store.fs).pipe_file
+    monkeypatch.setattr(type(store.fs), "pipe_file", lambda fs, path, data, mode="": pipe(fs, path, data))
+    with pytest.raises(RequestError, match="ignores the condition under which an object is created"):
+        create_root(store, EncodingRecord.load(open_store(latents)))
+    assert store.files() == []
+
+
+def test_of_two_creators_one_is_told_so_without_hard_links_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(1, "no hard links here")
+
+    monkeypatch.setattr(os, "link", refuse)
+    store = LocalStore(tmp_path)
+    assert store.create("a/b", b"1") and not store.create("a/b", b"2") and store.read("a/b") == b"1"
+    assert store.files() == ["a/b"]
+    monkeypatch.setattr("shards.base.durable.RENAME_NOREPLACE", 1 << 20)  # what no file system knows
+    with pytest.raises(RequestError, match="neither hard links nor renames that replace nothing"):
+        store.create("a/c", b"1")

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -20,28 +21,32 @@ from shards.open import open_store
 from shards.root.reading import read_part
 from shards.tools.card import size_category
 from shards.tools.where import find_sample
+from tests.roots import part_of, rejects
 
 
 def test_of_every_stored_sample_its_tar_its_part_and_its_weights(latents: Path, tars: Path, models: Path) -> None:
     for bucket in ("64x64", "128x128"):
         for shard in ("00000", "00001"):
-            for row, sample in enumerate(read_part(latents / bucket / shard)):
+            folder = part_of(latents, bucket, shard)
+            for row, sample in enumerate(read_part(folder)):
                 (found,) = find_sample(open_store(latents), sample["key"])
                 place = found["stored"][bucket]
-                assert (place["folder"], place["row"]) == (str(latents / bucket / shard), row)
+                assert (place["folder"], place["row"]) == (str(folder), row)
                 assert [place["width"], place["height"]] == sample["size"][:2].tolist()
                 tar = tars / f"{shard}.tar"
                 assert found["tar"]["address"] == tar.as_uri()
                 assert found["tar"]["sha256"] == hashlib.sha256(tar.read_bytes()).hexdigest()
     assert found["weights"]["image"]["sha256"] == hash_weights("vae", models / "vae").sha256
     assert found["encoding"]["id"] == EncodingRecord.load(open_store(latents)).id
-    assert found["settings"]["batch_size"] == 8 and "torch" in found["software"]
+    made = found["parts"]["64x64"]
+    assert made["settings"]["batch_size"] == 8 and "torch" in made["software"]
+    assert made["made_by"]["host"] == os.uname().nodename and len(made["made_by"]["source_sha256"]) == 64
 
 
 def test_of_every_rejected_sample_its_reason(latents: Path) -> None:
-    rejects = pq.read_table(latents / "rejects" / "00001.parquet").to_pylist()
-    assert len(rejects) == 8
-    for row in rejects:
+    lost = rejects(latents, "00001")
+    assert len(lost) == 8
+    for row in lost:
         (found,) = find_sample(open_store(latents), row["key"])
         assert not found["stored"] and {r["reason"] for r in found["refused"].values()} == {row["reason"]}
 

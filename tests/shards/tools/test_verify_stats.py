@@ -12,6 +12,7 @@ from shards.base.errors import RequestError, WorkError, exit_code_of
 from shards.open import open_store
 from shards.tools.stats import root_stats
 from shards.tools.verify import verify_root
+from tests.roots import part_of
 
 
 @pytest.fixture
@@ -48,19 +49,20 @@ def test_a_flipped_bit_in_any_file_names_it(root: Path, capsys: pytest.CaptureFi
 
 
 def test_a_missing_and_a_foreign_file(root: Path) -> None:
-    (root / "64x64" / "00000" / "shard.00000.mds").unlink()
-    (root / "64x64" / "00001" / "notes.txt").write_text("x")
+    one, two = (part_of(root, "64x64", tar) for tar in ("00000", "00001"))
+    (one / "shard.00000.mds").unlink()
+    (two / "notes.txt").write_text("x")
     assert [line.split("/root/")[1] for line in verify_root(open_store(root))] == [
-        "64x64/00000/shard.00000.mds is missing",
-        "64x64/00001/notes.txt is in no receipt",
+        f"64x64/{one.name}/shard.00000.mds is missing",
+        f"64x64/{two.name}/notes.txt is in no receipt",
     ]
 
 
 def test_a_receipt_that_tells_another_reason_than_its_part(root: Path) -> None:
-    receipt = read_sealed_json(root / "commits" / "00000.json")
-    refused = receipt["parts"]["64x64"]["refused"]
-    refused["looks_odd"] = refused.pop("no_image")
-    write_sealed_json(root / "commits" / "00000.json", receipt)
+    receipt = read_sealed_json(root / "commits" / "64x64" / "00000.json")
+    for counted in ("refused", "rejects"):
+        receipt[counted]["looks_odd"] = receipt[counted].pop("no_image")
+    write_sealed_json(root / "commits" / "64x64" / "00000.json", receipt)
     assert any("counts other refusals of 64x64 than its part" in line for line in verify_root(open_store(root)))
 
 

@@ -12,6 +12,7 @@ from shards.format.towers import ONLY_TEXT
 from shards.open import open_store
 from shards.root.reading import read_part, text_latents
 from tests.conftest import encode_all, precompute_config
+from tests.roots import part_of
 from tests.runs import PYTHON, launcher, run_module, train_fields, write_config
 from tests.tiny import TEXT_LENGTH, make_samples, make_tar
 from train.data.batch import Batch, Collate
@@ -51,7 +52,7 @@ def several(tmp_path_factory: pytest.TempPathFactory, models: Path) -> dict[str,
 
 
 def samples_of(root: Path) -> list[dict[str, Any]]:
-    return list(read_part(root / "64x64" / "00000"))
+    return list(read_part(part_of(root, "64x64", "00000")))
 
 
 @pytest.mark.parametrize("storage", ["float16", "float8+trim"])

@@ -1,0 +1,172 @@
+"""Receipts of version 1, commits/TAR.json: one for all buckets of a tar, replaced when a bucket was added."""
+
+import hashlib
+import io
+import json
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+from pydantic import ValidationError, model_validator
+
+from shards.base.config import Config
+from shards.base.durable import DamagedFile, parse_sealed_json
+from shards.base.store import Store
+from shards.format import receipts
+from shards.format.buckets import COVERS
+from shards.format.receipts import INDEX_NAME, FileRecord
+from shards.format.tables import MENDED, REFUSED_NAME, SAMPLES_NAME, TOO_SMALL
+
+
+class Part(Config):
+    """What one input shard put into one bucket."""
+
+    samples: int
+    refused: dict[str, int]
+    """Reason → count, of the input shard's samples that are not in this bucket."""
+    rule: str = COVERS
+    """Which pictures the bucket holds: `covers`, all that cover it, or `nearest, ` and the aspect table in which it is
+    the bucket of their ratio."""
+    files: dict[str, FileRecord]
+    """Path relative to the part's folder → record."""
+    settings: dict[str, str | int | float | bool] | None = None
+    software: dict[str, str] | None = None
+    """The receipt's, of the attempt that made this part; None in the first receipts, where they are the receipt's."""
+
+
+class Receipt(Config):
+    """The commit of one input shard."""
+
+    shard: str
+    encoding_id: str
+    samples_in: int
+    encoded: int
+    """Samples that are in at least one bucket."""
+    rejected: dict[str, int]
+    """Reason → count, of the samples that are in no bucket: the rows of rejects/SHARD.parquet."""
+    captions: dict[str, int]
+    """Captions `stored`, and of these: with `invalid_utf8`, with `control_characters`, `too_long` for
+    `limits.max_caption_characters`, and `truncated` by the tokenizer. All were mended or cut."""
+    input: dict[str, str | int | None]
+    """The tar: its address, bytes, and SHA-256."""
+    parts: dict[str, Part]
+    shared_files: dict[str, FileRecord]
+    """uncond.safetensors and encoding.json, by path relative to the root."""
+    software: dict[str, str]
+    """Package → version."""
+    settings: dict[str, str | int | float | bool]
+    """What else decided over the stored bytes, by rounding (device, batch size, compilation) or by what was refused
+    (limits). All that changes what the numbers mean is in encoding.json."""
+    attempts: int
+    """Like `software`, `settings` and the times, of the last attempt; each part has its own `settings`, `software`."""
+    started: str
+    seconds: float
+
+    @model_validator(mode="after")
+    def _adds_up(self) -> "Receipt":
+        totals = {"the shard": self.encoded + sum(self.rejected.values())}
+        totals |= {name: part.samples + sum(part.refused.values()) for name, part in self.parts.items()}
+        for what, total in totals.items():
+            if total != self.samples_in:
+                raise ValueError(f"receipt {self.shard}: {what} accounts for {total} of {self.samples_in} samples")
+        return self
+
+    def made_by(self, bucket: str) -> dict[str, dict[str, Any]]:
+        """`settings` and `software` of the attempt that made a bucket's part."""
+        part = self.parts[bucket]
+        return {
+            "settings": self.settings if part.settings is None else part.settings,
+            "software": self.software if part.software is None else part.software,
+        }
+
+
+def read_receipt(store: Store, name: str) -> Receipt:
+    """A receipt of version 1 as it is.
+
+    Raises:
+        DamagedFile: its bytes are not those that were written.
+    """
+    return _parse(store.read(name), store.where(name))
+
+
+def _parse(data: bytes, where: str) -> Receipt:
+    try:
+        return Receipt.model_validate(parse_sealed_json(data, where))
+    except ValidationError as error:
+        raise DamagedFile(f"{where} does not add up: {error.errors()[0]['msg']}. Restore it from a copy.") from None
+
+
+def parse_version1(store: Store, data: bytes, name: str) -> list[receipts.Receipt]:
+    """A receipt of version 1 → what version 2 says of the same parts, one receipt for each bucket.
+
+    Which samples a part holds is read from its tables, which the receipt vouches for.
+
+    Raises:
+        DamagedFile: the receipt, an index or a table is not the one that was written.
+    """
+    where = store.where(name)
+    old = _parse(data, where)
+    tables = {bucket: _read_tables(store, old, bucket) for bucket in old.parts}
+    listed = {key for stored, refused, _ in tables.values() for key in (*stored["key"], *refused["key"])}
+    if len(listed) != old.samples_in:
+        raise DamagedFile(f"{where} counts {old.samples_in} samples; its parts' tables list {len(listed)}.")
+    place = {key: number for number, key in enumerate(sorted(listed))}
+    return [_adapt(old, bucket, place, *tables[bucket]) for bucket in sorted(old.parts)]
+
+
+Columns = dict[str, list[Any]]
+
+
+def _read_tables(store: Store, old: Receipt, bucket: str) -> tuple[Columns, Columns, list[dict[str, Any]]]:
+    """The columns of a part's two tables, and the entries of its index."""
+    files = old.parts[bucket].files
+    names = {name: f"{bucket}/{old.shard}/{name}" for name in (SAMPLES_NAME, REFUSED_NAME, INDEX_NAME) if name in files}
+    found = store.read_many(list(names.values()))
+    for name, path in names.items():
+        if path not in found or hashlib.sha256(found[path]).hexdigest() != files[name].sha256:
+            raise DamagedFile(
+                f"{store.where(path)} is missing or damaged: it is not the file that its receipt recorded."
+            )
+    stored, refused = (pq.read_table(io.BytesIO(found[names[name]])) for name in (SAMPLES_NAME, REFUSED_NAME))
+    index = json.loads(found[names[INDEX_NAME]])["shards"] if INDEX_NAME in names else []
+    return stored.to_pydict(), refused.to_pydict(), index
+
+
+def _adapt(
+    old: Receipt, bucket: str, place: dict[str, int], stored: Columns, refused: Columns, index: list[dict[str, Any]]
+) -> receipts.Receipt:
+    def bits(keys: Iterable[str]) -> str:
+        values = np.zeros(old.samples_in, bool)
+        values[[place[key] for key in keys]] = True
+        return receipts.pack_bits(values)
+
+    part, rejected = old.parts[bucket], defaultdict[str, list[str]](list)
+    for key, reason in zip(refused["key"], refused["reason"], strict=True):
+        if reason != TOO_SMALL:
+            rejected[reason].append(key)
+    return receipts.Receipt(
+        tar=old.shard,
+        bucket=bucket,
+        generation=0,
+        token="",
+        encoding_id=old.encoding_id,
+        rule=part.rule,
+        part=old.shard,
+        files=part.files,
+        mds=tuple(receipts.mds_file(entry) for entry in index),
+        samples_in=old.samples_in,
+        samples=part.samples,
+        stored=bits(stored["key"]),
+        refused=part.refused,
+        rejects={reason: bits(keys) for reason, keys in sorted(rejected.items())},
+        captions={"stored": sum(stored["captions"])} | {name: sum(stored[name]) for name in MENDED},
+        input=old.input,
+        shared_files=old.shared_files,
+        **old.made_by(bucket),
+        made_by=None,
+        attempts=old.attempts,
+        started=old.started,
+        seconds={"total": old.seconds},
+    )

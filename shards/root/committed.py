@@ -1,0 +1,128 @@
+"""What is committed to a root: its receipts listed, loaded, and added up over the buckets of a tar."""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shards.base.errors import RequestError
+from shards.base.store import Store
+from shards.format.receipts import FOLDER, Receipt, is_version1, names_in_force, parse_name, parse_receipt
+from shards.format.tables import TOO_SMALL
+from shards.format.version1 import parse_version1
+
+
+class Committed(NamedTuple):
+    """A receipt, and where it was read."""
+
+    name: str
+    """In commits/; of version 1, one name stands for a receipt for each bucket."""
+    etag: str
+    """The object's own."""
+    receipt: Receipt
+
+
+def list_commits(store: Store) -> dict[str, str]:
+    """Everything in commits/, tombstones too: name relative to the root → etag; one listing.
+
+    `names_in_force` says which of them count.
+    """
+    return store.etags(FOLDER)
+
+
+def load_commits(store: Store, etags: Mapping[str, str]) -> list[Committed]:
+    """The receipts of these names, by name and bucket; read at once. What is not there is left out.
+
+    Raises:
+        DamagedFile: the bytes of one, or a table of a part of version 1, are not those that were written.
+        RequestError: a later version of this program wrote one.
+    """
+    found = []
+    for name, data in sorted(store.read_many(list(etags)).items()):
+        parse = parse_version1(store, data, name) if is_version1(name) else [parse_receipt(data, store.where(name))]
+        found += [Committed(name, etags[name], receipt) for receipt in parse]
+    return found
+
+
+def load_receipts(store: Store, tars: Iterable[str] | None = None) -> list[Receipt]:
+    """The receipts in force, or those of `tars`, by tar and bucket.
+
+    Raises:
+        DamagedFile: the bytes of one are not those that were written.
+    """
+    wanted, etags = None if tars is None else set(tars), list_commits(store)
+    names = [name for name in names_in_force(etags) if wanted is None or tar_of(name) in wanted]
+    loaded = load_commits(store, {name: etags[name] for name in names})
+    return sorted((committed.receipt for committed in loaded), key=lambda receipt: (receipt.tar, receipt.bucket))
+
+
+def tar_of(name: str) -> str:
+    """The tar of a receipt in force, by the receipt's name."""
+    parsed = parse_name(name)
+    return parsed[1] if parsed else name.removeprefix(f"{FOLDER}/").removesuffix(".json")
+
+
+@dataclass(frozen=True)
+class TarBooks:
+    """What one tar gave, over all of its buckets."""
+
+    tar: str
+    parts: dict[str, Receipt]
+    """By bucket."""
+
+    @property
+    def samples_in(self) -> int:
+        """Of the tar."""
+        return next(iter(self.parts.values())).samples_in
+
+    @cached_property
+    def _stored(self) -> NDArray[np.bool_]:
+        return np.logical_or.reduce([part.stored_samples for part in self.parts.values()])
+
+    @property
+    def encoded(self) -> int:
+        """Samples in at least one bucket."""
+        return int(self._stored.sum())
+
+    @property
+    def rejected(self) -> dict[str, int]:
+        """Reason → samples that are in no bucket; the first bucket's that has a telling one."""
+        left, counts = ~self._stored, Counter[str]()
+        for bucket in sorted(self.parts):
+            part, telling = self.parts[bucket], np.zeros(self.samples_in, bool)
+            for reason in part.rejects:
+                rows = part.rejected_samples(reason) & left
+                counts[reason] += int(rows.sum())
+                telling |= rows
+            left = left & ~telling
+        counts[TOO_SMALL] += int(left.sum())
+        return {reason: count for reason, count in sorted(counts.items()) if count}
+
+
+def by_tar(receipts: Iterable[Receipt]) -> list[TarBooks]:
+    """Receipts in force → the books of each tar, by name."""
+    parts: dict[str, dict[str, Receipt]] = {}
+    for receipt in receipts:
+        parts.setdefault(receipt.tar, {})[receipt.bucket] = receipt
+    return [TarBooks(tar, parts[tar]) for tar in sorted(parts)]
+
+
+def load_books(store: Store, tars: Iterable[str] | None = None) -> list[TarBooks]:
+    """The books of every tar, or of `tars`, by name."""
+    return by_tar(load_receipts(store, tars))
+
+
+def load_committed(store: Store) -> list[TarBooks]:
+    """The books of every tar of a root that holds something.
+
+    Raises:
+        RequestError: nothing is committed to it.
+    """
+    books = load_books(store)
+    if not books:
+        raise RequestError(f"{store.where()} holds no committed shard yet: run `make precompute` first.")
+    return books

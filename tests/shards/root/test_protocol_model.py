@@ -1,0 +1,344 @@
+"""The model of the commit protocol, and the product's code, through the same machine; and that the machine can fail."""
+
+import json
+from collections.abc import Callable, Iterator
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis.stateful import run_state_machine_as_test
+
+from shards.base.store import Store
+from shards.format.receipts import (
+    FileRecord,
+    Receipt,
+    names_in_force,
+    parse_name,
+    receipt_name,
+    tombstone_name,
+)
+from shards.root import commit
+from shards.root.committed import load_receipts
+from shards.tools import clean
+from shards.tools.provenance import recall
+from tests.shards.root.protocol import AGE, BUCKET, FILES, TAR, InThread, Program, ProtocolMachine, Scratch
+
+FEW = settings(
+    max_examples=100,
+    stateful_step_count=30,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=list(HealthCheck),
+    database=None,
+)
+MANY = settings(FEW, max_examples=3000, stateful_step_count=80, derandomize=False)
+
+
+class Model(ProtocolMachine):
+    """The protocol in its fewest words."""
+
+    def attempt(self, content: str, token: str) -> Program:
+        generation, found = yield from self.current()
+        if found is not None:
+            return self.token_of(found)
+        yield from self.place(content)
+        while True:
+            generation, _ = yield from self.current()
+            name = receipt_name(BUCKET, TAR, generation)
+            data = json.dumps({"token": token, "part": f"{TAR}.{content}"}).encode()
+            if (yield "create", (name, data)):
+                return token
+            found = yield "read", name
+            if self.token_of(found) == token:
+                return token
+            if (yield "read", tombstone_name(BUCKET, TAR, generation)) is None:
+                return self.token_of(found)
+
+    def current(self) -> Program:
+        """The generation that is not recalled, and its receipt."""
+        generation = 0
+        while True:
+            found = yield "read", receipt_name(BUCKET, TAR, generation)
+            if (yield "read", tombstone_name(BUCKET, TAR, generation)) is None:
+                return generation, found
+            generation += 1
+
+    def place(self, content: str) -> Program:
+        """Complete the part's folder; the index is written in any case."""
+        folder = f"{BUCKET}/{TAR}.{content}"
+        for name in FILES:
+            right = f"{content}:{name}".encode()
+            if name == "index.json" or (yield "read", f"{folder}/{name}") != right:
+                yield "write", (f"{folder}/{name}", right)
+
+    def recall(self) -> Program:
+        for name in names_in_force((yield "list", "")):
+            bucket, tar, generation, _ = parse_name(name) or ("", "", 0, False)
+            yield "create", (tombstone_name(bucket, tar, generation), b"suspect")
+
+    def clean(self) -> Program:
+        found, now = (yield "list", ""), self.shared.now
+        receipts = [name for name in (yield "list", "commits") if name.endswith(".json")]
+        named = set()
+        for name in receipts:
+            named.add(self.folder_of((yield "read", f"commits/{name}")))
+        for folder in {name.rpartition("/")[0] for name in found if name.startswith(BUCKET)}:
+            files = {name: entry for name, entry in found.items() if name.startswith(f"{folder}/")}
+            if folder not in named and all(now - entry.modified > AGE for entry in files.values()):
+                for name in files:
+                    yield "remove", name
+
+
+class Product(ProtocolMachine):
+    """The product's own code, on an object store."""
+
+    scratch = Scratch()
+
+    def attempt(self, content: str, token: str) -> Program:
+        source = self.scratch.top / content
+        files = commit.record_files(source, {})
+        receipt = make_receipt(token, f"{TAR}.{commit.content_hash(files)}", files)
+
+        def work(store: Store) -> str:
+            _, found = commit.current(store, BUCKET, TAR)
+            if found is None:
+                commit.place(store, source, receipt.folder, files)
+                found = commit.create_receipt(store, receipt)
+            return found.token
+
+        return InThread(work, self.moves).program()
+
+    def recall(self) -> Program:
+        return InThread(lambda store: recall(store, load_receipts(store), "suspect"), self.moves).program()
+
+    def clean(self) -> Program:
+        return InThread(lambda store: clean.clean(store, AGE, quiet=-1.0), self.moves).program()
+
+    def right(self, folder: str) -> dict[str, bytes]:
+        for content in "ab":
+            if folder == f"{BUCKET}/{TAR}.{commit.content_hash(commit.record_files(self.scratch.top / content, {}))}":
+                return super().right(f".{content}")
+        raise AssertionError(f"{folder} is named by no content")
+
+
+class ProductOnAFileSystem(Product):
+    """The same where a part is renamed into place."""
+
+    moves = True
+
+
+def make_receipt(token: str, part: str, files: dict[str, FileRecord]) -> Receipt:
+    """A receipt of no samples."""
+    return Receipt(
+        tar=TAR,
+        bucket=BUCKET,
+        generation=0,
+        token=token,
+        encoding_id="",
+        rule="covers",
+        part=part,
+        files=files,
+        mds=(),
+        samples_in=0,
+        samples=0,
+        stored="",
+        refused={},
+        rejects={},
+        captions={},
+        input={},
+        shared_files={},
+        software={},
+        settings={},
+        made_by=None,
+        attempts=1,
+        started="",
+        seconds={},
+    )
+
+
+@pytest.fixture(autouse=True)
+def _a_root_is_there(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(clean.EncodingRecord, "load", lambda store: None)
+    yield
+
+
+MACHINES = [Model, Product, ProductOnAFileSystem]
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_the_protocol_holds(machine: type[ProtocolMachine]) -> None:
+    run_state_machine_as_test(machine, settings=FEW)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("machine", MACHINES)
+def test_the_protocol_holds_in_many_orders(machine: type[ProtocolMachine]) -> None:
+    run_state_machine_as_test(machine, settings=MANY)
+
+
+class Overwrites(Model):
+    """Receipts are written, whatever is there."""
+
+    def attempt(self, content: str, token: str) -> Program:
+        yield from self.place(content)
+        data = json.dumps({"token": token, "part": f"{TAR}.{content}"}).encode()
+        yield "write", (receipt_name(BUCKET, TAR), data)
+        return token
+
+
+class NeverReadsBack(Model):
+    """Told that there is one, an attempt takes it for another's, and goes on where that was recalled."""
+
+    def attempt(self, content: str, token: str) -> Program:
+        yield from self.place(content)
+        while True:
+            generation, found = yield from self.current()
+            if found is not None:
+                return self.token_of(found)
+            data = json.dumps({"token": token, "part": f"{TAR}.{content}"}).encode()
+            if (yield "create", (receipt_name(BUCKET, TAR, generation), data)):
+                return token
+
+
+class ReceiptFirst(Model):
+    """The receipt comes before the part."""
+
+    def attempt(self, content: str, token: str) -> Program:
+        data = json.dumps({"token": token, "part": f"{TAR}.{content}"}).encode()
+        yield "create", (receipt_name(BUCKET, TAR), data)
+        yield from self.place(content)
+        return self.token_of((yield "read", receipt_name(BUCKET, TAR)))
+
+
+class OneFolder(Model):
+    """Parts are named by their tar alone."""
+
+    def folder_of(self, data: bytes) -> str:
+        return f"{BUCKET}/{TAR}"
+
+    def right(self, folder: str) -> dict[str, bytes]:
+        return super().right(".a") if folder == f"{BUCKET}/{TAR}" else super().right(folder)
+
+    def place(self, content: str) -> Program:
+        for name in FILES:
+            yield "write", (f"{BUCKET}/{TAR}/{name}", f"{content}:{name}".encode())
+
+
+class CleansTheYoung(Model):
+    """Whatever no receipt names goes."""
+
+    def clean(self) -> Program:
+        now, self.shared.now = self.shared.now, self.shared.now + 2 * AGE
+        program = super().clean()
+        call = next(program)
+        reply = yield call
+        call = program.send(reply)
+        self.shared.now = now
+        while True:
+            reply = yield call
+            try:
+                call = program.send(reply)
+            except StopIteration:
+                return
+
+
+class NeverRenews(Model):
+    """A part that lies there is used as it is, however old."""
+
+    def place(self, content: str) -> Program:
+        for name in FILES:
+            right = f"{content}:{name}".encode()
+            if (yield "read", f"{BUCKET}/{TAR}.{content}/{name}") != right:
+                yield "write", (f"{BUCKET}/{TAR}.{content}/{name}", right)
+
+
+class CleansTheRecalled(Model):
+    """A recalled receipt's part goes, though a run may read it."""
+
+    def clean(self) -> Program:
+        found, now = (yield "list", ""), self.shared.now
+        named = {self.folder_of(self.shared.files[name][0]) for name in names_in_force(found)}
+        for name, entry in found.items():
+            if name.startswith(BUCKET) and name.rpartition("/")[0] not in named and now - entry.modified > AGE:
+                yield "remove", name
+
+
+def until_receipt(machine: ProtocolMachine) -> None:
+    """An attempt of content a, up to the call that creates its receipt."""
+    machine.start_attempt("a")
+    while machine.running[-1].call[0] != "create":
+        machine.go_on(len(machine.running) - 1, 1)
+
+
+def recalled_while_a_reply_is_lost(machine: ProtocolMachine) -> None:
+    until_receipt(machine)
+    machine.lose_a_reply(0)
+    machine.start_recall()
+    machine.finish(1)
+    machine.finish(0)
+
+
+def cleaned_while_a_receipt_is_on_its_way(machine: ProtocolMachine) -> None:
+    until_receipt(machine)
+    machine.crash(0, "late")
+    machine.start_clean()
+    machine.finish(0)
+    machine.arrive(0)
+
+
+def an_old_part_is_used_again(machine: ProtocolMachine) -> None:
+    until_receipt(machine)
+    machine.crash(0, "not sent")
+    machine.time_passes(1.1)
+    cleaned_while_a_receipt_is_on_its_way(machine)
+
+
+SCENARIOS = [recalled_while_a_reply_is_lost, cleaned_while_a_receipt_is_on_its_way, an_old_part_is_used_again]
+
+
+def play(machine: ProtocolMachine, scenario: Callable[[ProtocolMachine], None]) -> None:
+    """A scenario, and every invariant."""
+    scenario(machine)
+    machine.receipts_stay_as_they_are()
+    machine.one_receipt_an_attempt_and_one_in_force()
+    machine.what_a_receipt_names_is_whole()
+    machine.nobody_writes_into_anothers_part()
+    machine.teardown()
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+@pytest.mark.parametrize("machine", MACHINES)
+def test_a_scenario_holds(machine: type[ProtocolMachine], scenario: Callable[[ProtocolMachine], None]) -> None:
+    play(machine(), scenario)
+
+
+@pytest.mark.parametrize(
+    ("mutant", "scenario"), list(zip([NeverReadsBack, CleansTheYoung, NeverRenews], SCENARIOS, strict=True))
+)
+def test_a_worse_protocol_falls_to_its_scenario(
+    mutant: type[ProtocolMachine], scenario: Callable[[ProtocolMachine], None]
+) -> None:
+    with pytest.raises(AssertionError, match=r"one attempt committed two generations|is not whole"):
+        play(mutant(), scenario)
+
+
+@pytest.mark.parametrize("mutant", [Overwrites, ReceiptFirst, OneFolder, CleansTheRecalled])
+def test_a_worse_protocol_is_found_out(mutant: type[ProtocolMachine]) -> None:
+    with pytest.raises(AssertionError):
+        run_state_machine_as_test(mutant, settings=settings(FEW, max_examples=2000, report_multiple_bugs=False))
+
+
+def test_worse_code_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same of the product's own: told that there is a receipt, it does not look whose."""
+
+    def create_receipt(store: Store, receipt: Receipt) -> Receipt:
+        while True:
+            generation, found = commit.current(store, BUCKET, TAR)
+            receipt = receipt.model_copy(update={"generation": generation})
+            if found is not None:
+                return found
+            if store.create(receipt.name, receipt.sealed()):
+                return receipt
+
+    monkeypatch.setattr(commit, "create_receipt", create_receipt)
+    with pytest.raises(AssertionError, match="one attempt committed two generations"):
+        play(Product(), recalled_while_a_reply_is_lost)
