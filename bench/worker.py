@@ -27,9 +27,9 @@ from bench.kit.roots import encoding_record
 from bench.pixels import make_corpus
 from precompute.config import PrecomputeConfig, make_recipe
 from precompute.encode.encoders import EncodedCaption
-from precompute.encode.memory import warm_up
 from precompute.encode.tar import encode_tar
 from precompute.encode.towers import Towers
+from precompute.encode.worker import warm_up
 from precompute.input.tars import InputTar, Tar, list_tars
 from precompute.pixels.decode import decode
 from shards.format.encoding import EncodingRecord

@@ -1,15 +1,18 @@
 """What a worker process does: load the encoders once, then encode one tar after another."""
 
+import atexit
+import ctypes
 import functools
+import gc
 import os
 import traceback
 from collections.abc import Callable
 from pathlib import Path
 
+import pyarrow as pa
 import torch
 
 from precompute.encode.encoders import FeatureEncoder, ImageEncoder, TextEncoder
-from precompute.encode.memory import warm_up
 from precompute.encode.overlap import Stuck
 from precompute.encode.provenance import check_source
 from precompute.encode.recipe import Recipe
@@ -23,6 +26,9 @@ from shards.format.models import hash_weights, model_folder
 from shards.format.towers import Weights
 from shards.open import open_store
 from shards.root.committed import TarBooks
+
+MALLOC_OPTIONS = ((-3, 32 << 20), (-1, 1 << 30), (-8, 1))
+"""As mallopt(3) numbers them: M_MMAP_THRESHOLD and M_TRIM_THRESHOLD in bytes, M_ARENA_MAX."""
 
 
 def encode_on_worker(
@@ -115,3 +121,24 @@ def _recorded(weights: Weights) -> Path:
             f"{weights.name} on {os.uname().nodename} ({folder}) has other content than encoding.json recorded."
         )
     return folder
+
+
+def warm_up() -> None:
+    """What a process does once, when its encoders are loaded."""
+    keep_memory()
+    pa.array([None])  # loads pandas, where that is installed; or the device would wait for it at the first tar's end
+    gc.collect()
+    atexit.register(gc.unfreeze)  # libraries complain of objects that are never collected
+    gc.freeze()  # or each collection would look through all that the libraries made when they were imported
+
+
+def keep_memory() -> None:
+    """Have glibc keep what is freed for what comes next, and make no heaps of their own for the threads to come.
+
+    Every picture takes some megabytes, in one thread, and gives them back in another. By default they go back to the
+    kernel as well, which takes longer to clear fresh pages than decoding takes to fill them.
+    """
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):  # other C libraries have none
+        for option, value in MALLOC_OPTIONS:
+            libc.mallopt(option, value)

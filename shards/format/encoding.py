@@ -9,7 +9,7 @@ from shards.base.config import Config, flatten
 from shards.base.durable import canonical_json, parse_sealed_json, sealed_json
 from shards.base.errors import RequestError
 from shards.base.store import Store
-from shards.format import features, image, text
+from shards.format import image, text
 from shards.format.buckets import Bucket
 from shards.format.towers import ONLY_TEXT, FeatureTower, ImageTower, TextTower, Weights
 
@@ -72,7 +72,7 @@ class EncodingRecord(Config):
         for name, tower in self.texts.items():
             columns |= text.columns(name, tower, several=self.several)
         for name, feature_tower in self.features.items():
-            columns |= features.columns(name, feature_tower, bucket)
+            columns |= image.feature_columns(name, feature_tower, bucket)
         columns |= {"size": "ndarray:int32:4", "scores": "ndarray:float32:4"}
         if self.schema_version == 1 and not (self.several and self.texts[ONLY_TEXT].trim):
             columns.pop(f"num_tokens.{ONLY_TEXT}", None)

@@ -1,6 +1,7 @@
-"""How image latents are stored: exact float16; or int8, means with a scale per channel, log-variances in even steps.
+"""How a picture's numbers are stored.
 
-The columns are `image_latents`, and `image_scales` beside int8.
+Image latents: exact float16; or int8, means with a scale per channel, log-variances in even steps. The columns are
+`image_latents`, and `image_scales` beside int8. Features: `features.NAME`, and `feature_scales.NAME` beside e4m3 codes.
 """
 
 import numpy as np
@@ -8,7 +9,8 @@ import torch
 from torch import Tensor
 
 from shards.format.buckets import Bucket
-from shards.format.towers import ImageTower
+from shards.format.text import stored
+from shards.format.towers import FeatureTower, ImageTower
 
 LOG_VARIANCE_RANGE = (-30.0, 20.0)
 """To which diffusers' DiagonalGaussianDistribution clamps them: nothing beyond it is ever used."""
@@ -58,3 +60,20 @@ def columns(tower: ImageTower, bucket: Bucket) -> dict[str, str]:
     height, width = bucket.latent_hw(tower.downsampling)
     types = {"image_latents": f"ndarray:{tower.storage}:{tower.num_planes},{height},{width}"}
     return types | ({"image_scales": f"ndarray:float32:{tower.channels}"} if tower.storage == "int8" else {})
+
+
+def pack_features(name: str, tower: FeatureTower, features: Tensor) -> dict[str, np.ndarray]:
+    """(tokens, width) features of one picture, floats on the CPU → the columns of its sample."""
+    return dict(zip((f"features.{name}", f"feature_scales.{name}"), stored(features, tower.storage), strict=False))
+
+
+def feature_columns(name: str, tower: FeatureTower, bucket: Bucket) -> dict[str, str]:
+    """The MDS column types of `pack_features`' result.
+
+    Raises:
+        ValueError: the bucket does not fit the tower.
+    """
+    height, width = tower.grid(bucket)
+    tokens, dtype = height * width, "float16" if tower.storage == "float16" else "uint8"
+    types = {f"features.{name}": f"ndarray:{dtype}:{tokens},{tower.width}"}
+    return types | ({f"feature_scales.{name}": f"ndarray:float16:{tokens}"} if tower.storage == "float8" else {})

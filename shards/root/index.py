@@ -18,7 +18,7 @@ from shards.root.committed import load_receipts
 
 def bucket_index(encoding: EncodingRecord, bucket: str, receipts: Iterable[Receipt]) -> bytes:
     """The bytes of ROOT/BUCKET/index.json over those of `receipts` that are of `bucket`."""
-    columns = encoding.columns(Bucket.parse(bucket))
+    columns = encoding.stored_columns(Bucket.parse(bucket))
     config = file_config([Column.of(name, columns[name]) for name in sorted(columns)])
     shards = [
         config

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from shards.format import features, image, text
+from shards.format import image, text
 from shards.format.buckets import Bucket
 from shards.format.encoding import EncodingRecord
 from shards.format.mds_writer import PartMDSWriter
@@ -109,7 +109,7 @@ class PartWriter:
         for name, tower in self.encoding.texts.items():
             columns |= text.pack(name, tower, [c.latents[name] for c in captions], self.encoding.several)
         for name, feature_tower in self.encoding.features.items():
-            columns |= features.pack(name, feature_tower, sample.features[name])
+            columns |= image.pack_features(name, feature_tower, sample.features[name])
         return columns
 
     def refuse(self, key: str, url: str, reason: str, detail: str) -> None:
