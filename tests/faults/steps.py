@@ -10,11 +10,13 @@ import errno
 import io
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +29,13 @@ from precompute.input.tars import list_tars
 from shards.base.errors import is_storage_error
 from shards.open import open_store
 from shards.root.commit import sweep_attempts
-from shards.root.committed import load_books
+from shards.root.committed import load_receipts
 from shards.root.index import write_indexes
-from shards.root.shared import create_root
+from shards.root.shared import agree_on_rules, create_root
+from shards.root.writing import PartWriter, Sample
 from shards.tools.verify import verify_root
 from tests.conftest import make_towers
-from tests.faults.world import Tally, World, make_world
+from tests.faults.world import Tally, World, make_world, stored_keys
 
 OK, STORAGE_ERROR, OTHER_ERROR = 0, 10, 11
 NEVER, COUNT_ONLY = -1, 0
@@ -129,33 +132,50 @@ class Encoding:
         """Stage 1 into `root`; its exit code, negative for a signal's number."""
         return wait_for(self.start(root, steps))
 
-    def start(self, root: Path, steps: Steps) -> int:
-        """The process that does it."""
-        sys.stdout.flush()
-        if child := os.fork():
-            return child
-        code = OTHER_ERROR
-        try:
+    def start(self, root: Path, steps: Steps, other: bool = False) -> int:
+        """The process that does it; `other` latents than the models', as another kind of GPU has."""
+
+        def work() -> None:
             config = self.world.config(root)
+            if other:
+                setattr(PartWriter, "write", write_other)  # noqa: B010
             steps.install()
-            self._encode(config)
+            self.encode(config)
             if steps.at == COUNT_ONLY:
                 (root.parent / "steps").write_text(str(steps.taken))
-            code = OK
-        except Exception as error:
-            code = STORAGE_ERROR if is_storage_error(error) else OTHER_ERROR
-            if code == OTHER_ERROR:
-                print(f"{steps.at}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
-        finally:
-            os._exit(code)
 
-    def _encode(self, config: PrecomputeConfig) -> None:
+        return fork(work, f"step {steps.at}")
+
+    def encode(self, config: PrecomputeConfig) -> None:
         encoding, store = describe_encoding(config), open_store(config.output)
         create_root(store, encoding)
+        agree_on_rules(store, config.to_fill.rules)
         for tar in list_tars(config.input):
             encode_tar(tar, make_recipe(config, encoding), store, self.towers)
         sweep_attempts(store)
         write_indexes(store)
+
+
+def write_other(part: PartWriter, sample: Sample, write: Callable[..., None] = PartWriter.write) -> None:
+    """In place of `PartWriter.write`: latents that are off by a little."""
+    write(part, replace(sample, image_latents=sample.image_latents + 0.25))
+
+
+def fork(work: Callable[[], None], about: str) -> int:
+    """A process that does `work` and ends; what went wrong is its exit code."""
+    sys.stdout.flush()
+    if child := os.fork():
+        return child
+    code = OTHER_ERROR
+    try:
+        work()
+        code = OK
+    except Exception as error:
+        code = STORAGE_ERROR if is_storage_error(error) else OTHER_ERROR
+        if code == OTHER_ERROR:
+            print(f"{about}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+    finally:
+        os._exit(code)
 
 
 def wait_for(child: int) -> int:
@@ -164,16 +184,27 @@ def wait_for(child: int) -> int:
 
 
 def race(encoding: Encoding, folder: Path, rounds: int, tally: Tally) -> dict[str, object]:
-    """Two processes at one shard, the second a little later each round; both end well, with one commit."""
+    """Two processes at one tar, the second a little later each round; both end well, with one commit.
+
+    Every other round they make different bytes of it: then each part in force is one of theirs, whole.
+    """
+    won = 0
     for number in range(rounds):
-        root = folder / f"race-{number}"
+        root, differ = folder / f"race-{number}", bool(number % 2)
         first = encoding.start(root, Steps(NEVER, kill))
-        time.sleep(0.01 * number)
-        second = encoding.start(root, Steps(NEVER, kill))
+        time.sleep(0.01 * (number % 60))
+        second = encoding.start(root, Steps(NEVER, kill), other=differ)
         assert [wait_for(first), wait_for(second)] == [OK, OK]
         assert not list((root / ".attempts").glob("*"))
-        tally.add(root, encoding.world.reference)
-    return {"rounds": rounds}
+        if differ:
+            assert list(verify_root(open_store(root))) == []
+            assert stored_keys(root) == stored_keys(encoding.world.reference)
+            theirs = {receipt.part for receipt in load_receipts(open_store(encoding.world.reference))}
+            won += sum(receipt.part not in theirs for receipt in load_receipts(open_store(root)))
+        else:
+            tally.add(root, encoding.world.reference)
+        shutil.rmtree(root)
+    return {"rounds": rounds, "parts won by other bytes": won}
 
 
 def break_at(encoding: Encoding, folder: Path, at: int, fault: Callable[[], None], tally: Tally) -> int:
@@ -194,7 +225,7 @@ def break_at(encoding: Encoding, folder: Path, at: int, fault: Callable[[], None
 def look(root: Path) -> None:
     """What receipts say is there is there, whole; the index may be an older one, and nothing else may be wrong."""
     if (root / "encoding.json").exists():
-        load_books(open_store(root))
+        load_receipts(open_store(root))
         wrong = [line for line in verify_root(open_store(root)) if "write it anew with" not in line]
         assert not wrong, wrong
 
@@ -242,7 +273,7 @@ def main(folder: Path, models: Path, every: int) -> None:
     outcome = disk_full(encoding, folder, every, tally)
     figures["full file system"] = outcome | (tally.check() if tally.files else {})
     tally = Tally()
-    figures["two at once"] = race(encoding, folder, 60 // every, tally) | tally.check()
+    figures["two at once"] = race(encoding, folder, max(8, 200 // every), tally) | tally.check()
     print(json.dumps(figures))
 
 

@@ -1,4 +1,4 @@
-"""Real kills, and errors of the disk, between each two steps of a commit; a disk that is full; two runs at once."""
+"""Real kills, and errors of the disk and of S3, between each two steps of a commit; a full disk; two runs at once."""
 
 import json
 import subprocess
@@ -10,9 +10,9 @@ import pytest
 from tests.runs import environment
 
 
-def steps(folder: Path, models: Path, every: int) -> dict[str, dict]:
-    """What `tests.faults.steps` found; it fails where anything is not as it should be."""
-    command = [sys.executable, "-m", "tests.faults.steps", str(folder), str(models), str(every)]
+def steps(folder: Path, models: Path, every: int, module: str = "steps") -> dict[str, dict]:
+    """What `tests.faults.MODULE` found; it fails where anything is not as it should be."""
+    command = [sys.executable, "-m", f"tests.faults.{module}", str(folder), str(models), str(every)]
     result = subprocess.run(command, capture_output=True, text=True, env=environment())
     assert result.returncode == 0, result.stderr[-3000:]
     return json.loads(result.stdout.splitlines()[-1])
@@ -25,3 +25,12 @@ def test_every_step(models: Path, tmp_path: Path, report: dict[str, object]) -> 
 
 def test_some_steps(models: Path, tmp_path: Path, report: dict[str, object]) -> None:
     report["steps"] = steps(tmp_path, models, every=29)
+
+
+@pytest.mark.slow
+def test_every_request_to_s3(models: Path, tmp_path: Path, report: dict[str, object]) -> None:
+    report["steps on S3"] = steps(tmp_path, models, every=1, module="steps_s3")
+
+
+def test_some_requests_to_s3(models: Path, tmp_path: Path, report: dict[str, object]) -> None:
+    report["steps on S3"] = steps(tmp_path, models, every=20, module="steps_s3")

@@ -1,0 +1,123 @@
+"""An S3 that fails as a network does: moto behind a proxy. `python -m tests.faults.proxy` prints its address.
+
+The proxy counts requests. In place of one of them it resets the connection, or answers 503, or does the request and
+loses the reply, or kills the process that sent it, before or after. Conditional PUTs of one key go one after the other:
+moto looks first and writes then, and would let two win. `GET /-/set?at=7&fault=lost&pid=0` begins to count anew, and
+answers with the number so far.
+"""
+
+import asyncio
+import os
+import signal
+import urllib.request
+from collections import defaultdict
+from urllib.parse import parse_qs, urlsplit
+
+from moto.server import ThreadedMotoServer
+
+FAULTS = ("reset", "503", "lost", "kill before", "kill after")
+SLOW_DOWN = b"<Error><Code>SlowDown</Code><Message>Please reduce your request rate.</Message></Error>"
+
+
+class Proxy:
+    """One request a connection."""
+
+    def __init__(self, host: str, port: int):
+        self.upstream = host, port
+        self.count, self.at, self.fault, self.pid = 0, 0, "", 0
+        self.keys: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """One connection."""
+        try:
+            await self._serve(reader, writer)
+        except (ConnectionError, asyncio.IncompleteReadError):
+            writer.transport.abort()
+        finally:
+            writer.close()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = await reader.readuntil(b"\r\n\r\n")
+        lines = head.decode("latin-1").split("\r\n")[:-2]
+        fields = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines[1:])}
+        path = lines[0].split()[1]
+        if path.startswith("/-/set"):
+            writer.write(self._set(path))
+            return
+        if "expect" in fields:
+            writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        body = await read_body(reader, fields)
+        kept = [line for line in lines[1:] if line.partition(":")[0].lower() not in DROPPED]
+        request = "\r\n".join([lines[0], *kept, f"Content-Length: {len(body)}", "Connection: close", "", ""])
+        self.count += 1
+        fault = self.fault if self.count == self.at else ""
+        if fault == "503":
+            answer = f"HTTP/1.1 503 Slow Down\r\nContent-Length: {len(SLOW_DOWN)}\r\nConnection: close\r\n\r\n"
+            writer.write(answer.encode() + SLOW_DOWN)
+            return
+        if fault == "kill before":
+            os.kill(self.pid, signal.SIGKILL)
+        if fault in ("reset", "kill before"):
+            writer.transport.abort()
+            return
+        if "if-none-match" in fields:
+            async with self.keys[path]:
+                reply = await self._forward(request.encode("latin-1") + body)
+        else:
+            reply = await self._forward(request.encode("latin-1") + body)
+        if fault == "kill after":
+            os.kill(self.pid, signal.SIGKILL)
+        if fault in ("lost", "kill after"):
+            writer.transport.abort()
+            return
+        writer.write(reply)
+        await writer.drain()
+
+    async def _forward(self, request: bytes) -> bytes:
+        reader, writer = await asyncio.open_connection(*self.upstream)
+        writer.write(request)
+        reply = await reader.read()
+        writer.close()
+        return reply
+
+    def _set(self, path: str) -> bytes:
+        given = {name: values[0] for name, values in parse_qs(urlsplit(path).query, keep_blank_values=True).items()}
+        so_far = str(self.count).encode()
+        self.count, self.at, self.fault, self.pid = 0, int(given["at"]), given["fault"], int(given["pid"])
+        return b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\nConnection: close\r\n\r\n%b" % (len(so_far), so_far)
+
+
+DROPPED = ("expect", "connection", "content-length", "transfer-encoding")
+
+
+async def read_body(reader: asyncio.StreamReader, fields: dict[str, str]) -> bytes:
+    """A request's body, as long as its head says, or in chunks."""
+    if fields.get("transfer-encoding", "").lower() != "chunked":
+        return await reader.readexactly(int(fields.get("content-length", 0)))
+    body = b""
+    while size := int((await reader.readline()).split(b";")[0], 16):
+        body += await reader.readexactly(size)
+        await reader.readline()
+    await reader.readline()
+    return body
+
+
+def set_fault(address: str, at: int = 0, fault: str = "", pid: int = 0) -> int:
+    """Have request number `at` from now on meet `fault`; returns how many there were since it was last set."""
+    query = f"at={at}&fault={fault.replace(' ', '+')}&pid={pid}"
+    with urllib.request.urlopen(f"{address}/-/set?{query}", timeout=60) as reply:
+        return int(reply.read())
+
+
+async def main() -> None:
+    """Serve until killed."""
+    moto = ThreadedMotoServer(ip_address="127.0.0.1", port=0)
+    moto.start()
+    proxy = Proxy(*moto.get_host_and_port())
+    server = await asyncio.start_server(proxy.serve, "127.0.0.1", 0, limit=1 << 24)
+    print("http://{}:{}".format(*server.sockets[0].getsockname()), flush=True)
+    await server.serve_forever()
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

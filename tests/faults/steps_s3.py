@@ -1,0 +1,122 @@
+"""A commit on S3, broken at each of its requests: `python -m tests.faults.steps_s3 FOLDER MODELS EVERY` prints JSON.
+
+In one run after another, one request is reset, answered with 503, done with its reply lost, or is its process's last.
+This process never opens the store: every look at it is a fork's.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from shards.format.receipts import names_in_force
+from shards.open import open_store
+from shards.root.committed import list_commits, load_receipts
+from shards.root.reading import read_parts
+from shards.tools.verify import verify_root
+from tests.faults.proxy import FAULTS, set_fault
+from tests.faults.steps import OK, Encoding, fork, wait_for
+from tests.faults.world import TIMED, make_world
+from tests.roots import tree
+
+BUCKET = "s3://mill"
+
+
+@contextmanager
+def served() -> Iterator[str]:
+    """The failing S3, for this process's forks too."""
+    with subprocess.Popen([sys.executable, "-m", "tests.faults.proxy"], stdout=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stdout is not None
+            address = next(line.strip() for line in server.stdout if line.startswith("http"))
+            keys = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_DEFAULT_REGION")
+            os.environ.update({"AWS_ENDPOINT_URL": address, **dict.fromkeys(keys, "us-east-1")})
+            assert wait_for(fork(make_bucket, "bucket")) == OK
+            yield address
+        finally:
+            server.kill()
+
+
+def make_bucket() -> None:
+    """An empty one."""
+    open_store(BUCKET).fs.makedirs("mill")  # type: ignore[attr-defined]
+
+
+def encode(encoding: Encoding, root: str) -> int:
+    """The process that runs stage 1 into `root`."""
+    config = encoding.world.config(Path("unused")).model_copy(update={"output": root})
+    return fork(lambda: encoding.encode(config), root)
+
+
+def look(root: str) -> None:
+    """What receipts say is there is there, whole; the index may be an older one, and nothing else may be wrong."""
+    store = open_store(root)
+    if names_in_force(list_commits(store)):
+        wrong = [line for line in verify_root(store) if "write it anew with" not in line]
+        assert not wrong, wrong
+
+
+def compare(root: str, reference: Path) -> None:
+    """A whole root, the same as the undisturbed one, sample for sample and byte for byte but for receipts' times."""
+    store, theirs = open_store(root), tree(reference)
+    assert list(verify_root(store)) == []
+    names = {name for name in store.files() if not name.startswith(".")}
+    assert names == theirs.keys(), names ^ theirs.keys()
+    for name in names:
+        ours = store.read(name)
+        if name.startswith("commits/"):
+            one, two = ({k: v for k, v in json.loads(data).items() if k not in TIMED} for data in (ours, theirs[name]))
+            assert one == two, name
+        else:
+            assert ours == theirs[name], name
+    for receipt in load_receipts(store):
+        keys = [sample["key"] for sample in read_parts(store, receipt.bucket, [receipt.part])]
+        assert len(set(keys)) == len(keys) == receipt.samples
+
+
+def break_at(encoding: Encoding, server: str, at: int, fault: str) -> bool:
+    """Break a run at one request, look at what is there, run again, and compare; whether the first run came through."""
+    root = f"{BUCKET}/{fault.replace(' ', '-')}-{at}"
+    child = encode(encoding, root)
+    set_fault(server, at, fault, child)
+    code = wait_for(child)
+    set_fault(server)
+    assert code == (-signal.SIGKILL if fault.startswith("kill") and code != OK else OK), (root, code)
+    assert wait_for(fork(lambda: look(root), f"look at {root}")) == OK
+    assert wait_for(encode(encoding, root)) == OK
+    assert wait_for(fork(lambda: compare(root, encoding.world.reference), f"compare {root}")) == OK
+    return code == OK
+
+
+def race(encoding: Encoding, rounds: int) -> None:
+    """Two at one tar, at once: both end well, with one commit."""
+    for number in range(rounds):
+        root = f"{BUCKET}/race-{number}"
+        children = [encode(encoding, root) for _ in range(2)]
+        assert [wait_for(child) for child in children] == [OK, OK]
+        assert wait_for(fork(lambda root=root: compare(root, encoding.world.reference), root)) == OK  # type: ignore[misc]
+
+
+def main(folder: Path, models: Path, every: int) -> None:
+    """Every fault at every `every`-th request, and two runs at once."""
+    encoding = Encoding(make_world(folder, models, num_shards=1, num_samples=5))
+    os.environ["TMPDIR"] = str(folder)
+    with served() as server:
+        set_fault(server)
+        assert wait_for(encode(encoding, f"{BUCKET}/counted")) == OK
+        requests = set_fault(server)
+        figures: dict[str, object] = {"requests": requests}
+        for number, fault in enumerate(FAULTS):
+            at = range(1 + number * every // len(FAULTS), requests + 1, every)
+            figures[fault] = {"faults": len(at), "came through": sum(break_at(encoding, server, n, fault) for n in at)}
+        race(encoding, max(2, 20 // every))
+        figures["two at once"] = {"rounds": max(2, 20 // every)}
+    print(json.dumps(figures))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]))

@@ -1,0 +1,248 @@
+"""upgrade, recall, by-node and clean: what they do to a root, and what they refuse."""
+
+import json
+import os
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+
+from precompute.config import PrecomputeConfig, describe_encoding
+from shards.__main__ import run
+from shards.base.durable import read_sealed_json, write_sealed_json
+from shards.base.errors import RequestError, exit_code_of
+from shards.base.store import LocalStore
+from shards.format.encoding import EncodingRecord
+from shards.format.receipts import UPGRADED, names_in_force
+from shards.format.tables import REJECTS_SCHEMA, read_books, write_rows
+from shards.open import open_store
+from shards.root.committed import list_commits, load_receipts
+from shards.root.shared import check_root
+from shards.tools.upgrade import upgrade
+from shards.tools.verify import verify_root
+from tests.conftest import encode_all, precompute_config
+from tests.golden.make import HERE
+from tests.roots import tree
+from tests.tiny import make_samples, make_tar
+
+GOLDEN = sorted(path.name for path in (HERE / "roots").iterdir())
+
+
+def words(capsys: pytest.CaptureFixture[str]) -> str:
+    """What was printed on stderr, on one line."""
+    return capsys.readouterr().err.replace("\n", " ")
+
+
+@pytest.fixture
+def root(latents: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(latents, tmp_path / "root")
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_a_root_of_version_1_is_refused_until_it_is_upgraded(name: str, tmp_path: Path) -> None:
+    """Killed before each of its steps and begun again: the parts stay, byte for byte, and so do id and index."""
+    before = tree(HERE / "roots" / name)
+    steps = 0
+    while True:
+        copy = shutil.copytree(HERE / "roots" / name, tmp_path / str(steps))
+        store = LocalStore(copy)
+        receipts = load_receipts(store)
+        encoding = EncodingRecord.load(store)
+        with pytest.raises(RequestError, match=r"has receipts of version 1.*python -m shards upgrade"):
+            check_root(store, encoding)
+        if killed := not run_until(store, steps):
+            assert UPGRADED not in list_commits(store) and load_receipts(store) == receipts
+            assert list(verify_root(store)) == []
+        assert upgrade(store) == 4
+        check_root(store, encoding)
+        now = tree(copy)
+        assert {file: now[file] for file in before} == before
+        assert load_receipts(store) == receipts and len(names_in_force(list_commits(store))) == 4
+        assert list(verify_root(store)) == []
+        if not killed:
+            break
+        steps += 3
+    assert steps > 6
+
+
+def run_until(store: LocalStore, step: int) -> bool:
+    """Upgrade, as far as creating its file number `step`; whether it came through."""
+    created = 0
+
+    class Killed(BaseException):
+        pass
+
+    class Dying(LocalStore):
+        def create(self, name: str, data: bytes) -> bool:
+            nonlocal created
+            created += 1
+            if created > step:
+                raise Killed
+            return super().create(name, data)
+
+    try:
+        upgrade(Dying(store.root))
+    except Killed:
+        return False
+    return True
+
+
+def test_a_half_encoded_root_of_version_1_goes_on(models: Path, tmp_path: Path) -> None:
+    """One tar committed by version 1, one that is new: as if both had been encoded by version 2."""
+    for shard in range(2):
+        make_tar(tmp_path / "tars", f"{shard:05d}", make_samples(shard, 6, [(80, 64), (200, 150), (40, 90)]))
+    config = precompute_config(models, tmp_path / "tars", tmp_path / "whole")
+    encode_all(config, models)
+    half = as_version1(config, shutil.copytree(tmp_path / "whole", tmp_path / "half"))
+    again = precompute_config(models, tmp_path / "tars", half)
+    with pytest.raises(RequestError, match="python -m shards upgrade"):
+        encode_all(again, models)
+    run(["upgrade", str(half)])
+    run(["upgrade", str(half)])
+    encode_all(again, models)
+    store = open_store(half)
+    assert list(verify_root(store)) == []
+    for one, two in zip(load_receipts(open_store(tmp_path / "whole")), load_receipts(store), strict=True):
+        same = {"tar", "bucket", "files", "mds", "stored", "rejects", "refused", "captions", "samples_in", "rule"}
+        assert one.model_dump(include=same) == two.model_dump(include=same)
+        assert two.part == ("00000" if two.tar == "00000" else one.part)
+
+
+def as_version1(config: PrecomputeConfig, root: Path) -> Path:
+    """A root as version 1 would have left it after its first tar."""
+    store = LocalStore(root)
+    parts = {receipt.bucket: receipt for receipt in load_receipts(store) if receipt.tar == "00000"}
+    for folder in (*root.glob("*x*/00001*"), root / "commits", root / "tars", root / "rules"):
+        shutil.rmtree(folder)
+    first = next(iter(parts.values()))
+    for bucket, receipt in parts.items():
+        (root / receipt.folder).rename(root / bucket / "00000")
+        (root / bucket / "index.json").unlink()
+    kept = {"samples", "refused", "rule", "files", "settings", "software"}
+    old = {
+        "shard": "00000",
+        "encoding_id": describe_encoding(config).id,
+        "samples_in": first.samples_in,
+        "encoded": parts["64x64"].samples,
+        "rejected": {"too_small": first.samples_in - parts["64x64"].samples},
+        "captions": parts["64x64"].captions,
+        "input": first.input,
+        "parts": {
+            bucket: part.model_dump(
+                mode="json", include={"samples", "refused", "rule", "files", "settings", "software"}
+            )
+            for bucket, part in parts.items()
+        },
+        "shared_files": first.model_dump(mode="json")["shared_files"],
+        "software": first.software,
+        "settings": first.settings,
+        "attempts": 1,
+        "started": first.started,
+        "seconds": 1.0,
+    }
+    write_sealed_json(root / "commits" / "00000.json", old)
+    (root / "rejects").mkdir()
+    books = read_books({bucket: root / bucket / "00000" for bucket in parts})
+    write_rows(root / "rejects" / "00000.parquet", REJECTS_SCHEMA, list(books.rejects))
+    return root
+
+
+def test_what_is_recalled_is_made_anew_and_its_part_stays(
+    models: Path, tars: Path, root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parts = {name: data for name, data in tree(root).items() if "x" in name.split("/")[0]}
+    host = os.uname().nodename
+    run(["recall", str(root), "--node", host, "--dry-run"])
+    assert "4 parts of 50 samples would be recalled" in capsys.readouterr().out
+    assert len(load_receipts(open_store(root))) == 4
+    for nobody in (["--node", "another"], ["--gpu", "GPU-1"], ["--since", "2999-01-01"]):
+        run(["recall", str(root), *nobody])
+        assert "0 parts of 0 samples were" in capsys.readouterr().out
+    run(["recall", str(root), "--node", host, "--since", "2020-01-01T10:00"])
+    assert "4 parts of 50 samples were recalled" in capsys.readouterr().out
+    assert load_receipts(open_store(root)) == []
+    now = tree(root)
+    assert {name: now[name] for name in parts} == parts  # a run that has begun with them reads on
+    encode_all(precompute_config(models, tars, root), models)
+    assert [receipt.generation for receipt in load_receipts(open_store(root))] == [1] * 4
+    assert (root / "commits" / "64x64" / "00000.g1.json").is_file()
+    assert list(verify_root(open_store(root))) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [([], "Say what is recalled: --node, --gpu or --since"), (["--since", "lately"], "'lately' is no time")],
+)
+def test_recalls_that_are_refused(
+    root: Path, options: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert exit_code_of(lambda: run(["recall", str(root), *options])) == 2
+    assert message in words(capsys)
+
+
+def test_a_root_of_version_1_is_not_recalled_from(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    copy = shutil.copytree(HERE / "roots" / "float16", tmp_path / "root")
+    assert exit_code_of(lambda: run(["recall", str(copy), "--since", "2020-01-01"])) == 2
+    assert "python -m shards upgrade" in words(capsys)
+    run(["by-node", str(copy)])
+    assert "unknown" in capsys.readouterr().out
+
+
+def test_by_node_counts_what_each_made(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = root / "commits" / "64x64" / "00001.json"
+    receipt = read_sealed_json(path)
+    receipt["made_by"] |= {"host": "gpu-17", "gpu": "H100", "gpu_uuid": "GPU-9"}
+    write_sealed_json(path, receipt)
+    run(["by-node", str(root), "--json"])
+    found = {node["host"]: node for node in json.loads(capsys.readouterr().out)}
+    assert found.keys() == {"gpu-17", os.uname().nodename}
+    assert (found["gpu-17"]["parts"], found["gpu-17"]["samples"], found["gpu-17"]["samples_in"]) == (1, 15, 23)
+    assert found["gpu-17"]["rejects"] == {"no_caption": 1, "no_image": 1, "not_an_image": 1}
+    assert found[os.uname().nodename]["parts"] == 3
+    assert found["gpu-17"]["samples_per_second"] > 0
+    assert {"fetch", "decode", "encode", "write", "upload", "total"} <= found["gpu-17"]["seconds"].keys()
+    run(["by-node", str(root)])
+    assert "gpu-17               H100 GPU-9" in capsys.readouterr().out
+
+
+def aged(root: Path, seconds: float) -> Path:
+    """As if everything had been written that long ago."""
+    then = time.time() - seconds
+    for path in root.rglob("*"):
+        os.utime(path, (then, then))
+    return root
+
+
+def test_clean_removes_what_no_receipt_names_and_nothing_else(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (receipt, *_) = load_receipts(open_store(root))
+    run(["recall", str(root), "--since", "2020-01-01"])
+    before = tree(root)
+    orphan = shutil.copytree(root / receipt.folder, root / receipt.bucket / "00000.00000000")
+    (root / ".unfinished" / "torn").write_text("x")
+    aged(root, 3 * 86400)
+    run(["clean", str(root), "--older-than", "7d"])
+    assert "0 that no receipt names" in capsys.readouterr().out and orphan.is_dir()
+    run(["clean", str(root), "--older-than", "2d"])
+    assert "2 that no receipt names" in capsys.readouterr().out and not orphan.exists()
+    assert tree(root) == before and not list((root / ".unfinished").glob("*"))
+
+
+def test_clean_waits_until_nobody_writes(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    aged(root, 30 * 86400)
+    orphan = root / "64x64" / "00007.00000000"
+    orphan.mkdir()
+    for written, message in ((time.time() - 60, "a job may be at work"), (time.time() + 5000, "written to")):
+        (orphan / "index.json").write_text("{}")
+        os.utime(orphan / "index.json", (written, written))  # the second: by a clock that ran backwards since
+        assert exit_code_of(lambda: run(["clean", str(root), "--older-than", "1h"])) == 2
+        assert message in words(capsys) and orphan.is_dir()
+    assert exit_code_of(lambda: run(["clean", str(root), "--older-than", "59m"])) == 2
+    assert "at least one hour" in words(capsys)
+
+
+def test_a_receipt_of_a_later_version_is_refused_in_words(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = root / "commits" / "64x64" / "00000.json"
+    write_sealed_json(path, read_sealed_json(path) | {"version": 3})
+    assert exit_code_of(lambda: run(["stats", str(root)])) == 2
+    assert "is a receipt of version 3; this program writes and reads version 2" in words(capsys)
