@@ -128,12 +128,7 @@ def as_version1(config: PrecomputeConfig, root: Path) -> Path:
         "rejected": {"too_small": first.samples_in - parts["64x64"].samples},
         "captions": parts["64x64"].captions,
         "input": first.input,
-        "parts": {
-            bucket: part.model_dump(
-                mode="json", include={"samples", "refused", "rule", "files", "settings", "software"}
-            )
-            for bucket, part in parts.items()
-        },
+        "parts": {bucket: part.model_dump(mode="json", include=kept) for bucket, part in parts.items()},
         "shared_files": first.model_dump(mode="json")["shared_files"],
         "software": first.software,
         "settings": first.settings,

@@ -1,0 +1,48 @@
+"""A node that runs another checkout than the driver's."""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+import yaml
+
+from precompute.encode.provenance import source_sha256
+from shards.open import open_store
+from shards.root.committed import load_receipts
+from tests.faults.cluster import TwoNodes
+from tests.faults.world import World
+from tests.runs import environment
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+def test_a_node_with_an_altered_checkout_is_refused_by_name(
+    models: Path, tars: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    altered = tmp_path / "altered"
+    for package in ("shards", "precompute"):
+        shutil.copytree(REPOSITORY / package, altered / package, ignore=shutil.ignore_patterns("__pycache__"))
+    with (altered / "precompute" / "pixels" / "color.py").open("a") as file:
+        file.write("\n# otherwise the same\n")
+    fields = World(models, tars, Path("none")).config(tmp_path / "root").model_dump(mode="json")
+    fields["workers"] |= {"attempts": 1, "backoff": 0}
+    (config := tmp_path / "config.yaml").write_text(yaml.safe_dump(fields))
+    monkeypatch.setenv("PYTHONPATH", str(altered))  # the raylet's, and its workers'
+    with tempfile.TemporaryDirectory(prefix="rf-") as short, TwoNodes(Path(short)) as nodes:
+        done = subprocess.run(
+            [sys.executable, "-m", "precompute", "--config", str(config)],
+            cwd=tmp_path,  # or Ray would have workers look in the driver's checkout first
+            capture_output=True,
+            text=True,
+            env=environment(RAY_ADDRESS=nodes.cluster.address, PYTHONPATH=str(REPOSITORY)),
+            timeout=400,
+        )
+    said = done.stderr.replace("\n", " ")
+    assert done.returncode == 1, said
+    assert f"The node {os.uname().nodename} runs another version of this program: its source has the SHA-256" in said
+    assert f"the driver's {source_sha256()}. Nothing was encoded there." in said
+    assert load_receipts(open_store(tmp_path / "root")) == []
