@@ -11,12 +11,14 @@ import sys
 from pathlib import Path
 
 from shards.base.durable import DamagedFile
-from shards.base.errors import WorkError, exit_code_of
+from shards.base.errors import RequestError, WorkError, exit_code_of
 from shards.format.encoding import EncodingRecord
 from shards.open import open_store
+from shards.root.exclusions import KINDS, make_exclusion
 from shards.root.index import write_indexes
 from shards.tools.card import dataset_card
 from shards.tools.clean import clean, parse_age
+from shards.tools.exclude import add_and_match, describe_matches
 from shards.tools.provenance import Suspicion, nodes, nodes_table, recall, suspects
 from shards.tools.stats import plot_stats, root_stats, stats_table
 from shards.tools.upgrade import upgrade
@@ -35,6 +37,7 @@ def run(arguments: list[str]) -> None:
         ("stats", "counts, bytes, rejects and latent statistics", " --json"),
         ("index", "write every bucket's index.json anew from the receipts", ""),
         ("card", "a dataset card: what it is, what made it, how to read it", " --output runs/data/latents/README.md"),
+        ("exclude", "add a list of samples on which no later run trains", " --urls --file takedowns.txt"),
         ("where", "of one sample: its tar, part, weights and settings, or why it was rejected", " 000420017"),
         ("by-node", "of each machine and GPU: parts, samples, rates and rejects", " --json"),
         ("recall", "take back what a machine made; the next job makes it anew", " --node gpu-17 --dry-run"),
@@ -55,6 +58,11 @@ def run(arguments: list[str]) -> None:
 
 def add_options(name: str, command: argparse.ArgumentParser) -> None:
     """A command's own, besides the root."""
+    if name == "exclude":
+        kinds = command.add_mutually_exclusive_group(required=True)
+        for kind, about in KINDS.items():
+            kinds.add_argument(f"--{about.split()[0]}", nargs="*", dest=kind, metavar="VALUE", help=about)
+        command.add_argument("--file", type=Path, help="more of them, one on each line")
     if name == "where":
         command.add_argument("key")
     if name in ("stats", "where", "by-node"):
@@ -150,6 +158,17 @@ def upgrade_root(options: argparse.Namespace) -> None:
     print(f"{count} parts have receipts of version 2. {options.root.where()} can be encoded into again.")
 
 
+def exclude(options: argparse.Namespace) -> None:
+    """Add the list, and print what it matches."""
+    try:
+        lines = options.file.read_text().splitlines() if options.file else []
+    except OSError as error:
+        raise RequestError(f"--file {options.file} cannot be read: {error.strerror}. Nothing was excluded.") from None
+    ((kind, values),) = ((kind, values) for kind in KINDS if (values := getattr(options, kind)) is not None)
+    exclusion = make_exclusion(kind, [*values, *lines])
+    print(describe_matches(exclusion, *add_and_match(options.root, exclusion)))
+
+
 COMMANDS = {
     "verify": verify,
     "stats": stats,
@@ -160,6 +179,7 @@ COMMANDS = {
     "recall": recall_parts,
     "clean": clean_up,
     "upgrade": upgrade_root,
+    "exclude": exclude,
 }
 
 

@@ -101,12 +101,19 @@ def place_unet(
 
 
 def tell_start(config: TrainConfig, prepared: Prepared, accelerator: Accelerator) -> None:
-    """Say where the run begins, where that is not from random weights."""
+    """Say where the run begins, where that is not from random weights, and what of its data was recalled."""
     own = prepared.checkpoint
     if own is not None:
         accelerator.print(f"resuming {config.run_dir} after step {own.state.step} ({own.tag}, {own.folder.name})")
     elif prepared.start is not None:
         accelerator.print(f"starting {config.run_dir} from {prepared.start}")
+    for stream in prepared.spec.streams:
+        if stream.recalled:
+            accelerator.print(
+                f"{stream.recalled} of {stream.files.num_samples} samples of "
+                f"{stream.config.root}/{stream.config.bucket} were recalled since their index was published. The run "
+                f"goes on with them; `--data.index newest` leaves them out."
+            )
 
 
 def write_config(config: TrainConfig, accelerator: Accelerator) -> None:

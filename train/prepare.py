@@ -13,7 +13,7 @@ from shards.base.errors import RequestError, WorkError
 from shards.format.encoding import EncodingRecord
 from train.config import TrainConfig
 from train.data.spec import DataSpec
-from train.data.streams import open_data
+from train.data.streams import Found, find_data, open_data
 from train.model.unet import build_unet, check_fit, load_pretrained
 from train.objective.validation import Validation, open_validation
 from train.run.checkpoint import Checkpoint, load_weights, newest_checkpoint
@@ -59,12 +59,14 @@ def prepare(config: TrainConfig, accelerator: Accelerator | None = None) -> Prep
         RequestError: what does not fit, and the remedy.
     """
     world = preflight(config, accelerator)
-    spec = open_data(config.data, config.global_batch_size)
+    checkpoint, start, found = on_main_process(accelerator, lambda: find_all(config))
+    spec = open_data(config.data, config.global_batch_size, found)
     unet = build_unet(config.unet, config.seed)
     check_fit(unet, spec)
     fingerprint = make_fingerprint(config.seed, config.global_batch_size, config.data, spec, config.objective, unet)
-    check_same_everywhere(accelerator, fingerprint)
-    checkpoint, start = on_main_process(accelerator, lambda: find_start(config, fingerprint))
+    check_same_everywhere(accelerator, fingerprint, spec.look.problem if spec.look else None)
+    if checkpoint is not None:
+        check_resume(checkpoint.folder, checkpoint.fingerprint, fingerprint, config.data.index == "newest")
     words = None
     if checkpoint is not None:
         load_weights(unet, checkpoint.folder / "unet")
@@ -81,17 +83,22 @@ def prepare(config: TrainConfig, accelerator: Accelerator | None = None) -> Prep
     return Prepared(world, spec, unet, checkpoint, words, fingerprint, validation)
 
 
-def find_start(config: TrainConfig, fingerprint: dict[str, Any]) -> tuple[Checkpoint | None, Checkpoint | None]:
+def find_all(config: TrainConfig) -> tuple[Checkpoint | None, Checkpoint | None, Found]:
+    """What changes with time and is looked up once per run: `find_start`'s, and the indexes, to which the run's own
+    checkpoint pins it."""
+    own, start = find_start(config)
+    return own, start, find_data(config.data, own.fingerprint["streams"] if own else ())
+
+
+def find_start(config: TrainConfig) -> tuple[Checkpoint | None, Checkpoint | None]:
     """The run's own newest checkpoint, or else that of the run to start from; both None: there is neither.
 
     Raises:
-        RequestError: the checkpoint was trained under other settings, there are no weights at `init_from`, or the run
-            folder cannot be written.
+        RequestError: there are no weights at `init_from`, or the run folder cannot be written.
     """
     check_run_dir(config.run_dir)
     own = newest_checkpoint(config.run_dir)
     if own is not None:
-        check_resume(own.folder, own.fingerprint, fingerprint)
         return own, None
     if config.init_from is None:
         return None, None

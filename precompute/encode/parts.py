@@ -51,7 +51,16 @@ class Parts:
             return
         size = (about.width, about.height, *sample.corner)
         latents = sample.latents
-        stored = Sample(about.key, sample.captions, latents.image, size, about.scores, latents.features)
+        stored = Sample(
+            about.key,
+            sample.captions,
+            latents.image,
+            size,
+            about.scores,
+            latents.features,
+            url=about.url,
+            sha256=about.sha256,
+        )
         self.writers[sample.bucket].write(stored)
 
     def finish(self) -> dict[str, WrittenPart]:

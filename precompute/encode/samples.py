@@ -43,6 +43,8 @@ class About:
     width: int
     height: int
     """Of the original, in pixels."""
+    sha256: str
+    """Of the picture's file."""
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """The stages of a worker between a tar's members and its parts: decode, batch by bucket, begin on the device."""
 
+import hashlib
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing, contextmanager
 from functools import partial
@@ -75,7 +76,8 @@ def decode_sample(raw: RawSample, buckets: list[Bucket], recipe: Recipe, decode:
         # it may name a member, whose name may be any bytes, and many
         return Rejected(raw.key, url, Reject(reject.reason, valid_text(str(reject)[:MAX_DETAIL])))
     scores = read_scores(raw.metadata)
-    return Decoded(About(raw.key, url, scores, captions, picture.width, picture.height), picture)
+    sha256 = hashlib.sha256(raw.image).hexdigest()
+    return Decoded(About(raw.key, url, scores, captions, picture.width, picture.height, sha256), picture)
 
 
 def refuse_changed(raw: RawSample, policy: TarPolicy) -> NoReturn:

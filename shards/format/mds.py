@@ -16,7 +16,7 @@ import os
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import numpy as np
@@ -28,6 +28,7 @@ from shards.base.errors import RequestError
 from shards.format.text import current_name
 
 HASH = "xxh3_64"
+ARRAYS = ("names", "sizes", "samples", "hashes", "parts")
 DTYPES = ("float16", "float32", "int32", "int8", "uint8")
 
 
@@ -68,6 +69,12 @@ def array_type(encoding: str) -> tuple[np.dtype[Any] | None, tuple[int, ...] | N
     raise RequestError(f"A column of type {encoding!r} is none that stage 1 writes. Do not use this root.")
 
 
+def part_type(folder: int = 1, name: int = 1) -> np.dtype[np.void]:
+    """Of a part: folder below the bucket's, `00042.g0`, samples, and SHA-256 of samples.parquet; it is empty where the
+    receipt has to be asked. Strings have this many bytes at most."""
+    return np.dtype([("folder", f"S{folder}"), ("name", f"S{name}"), ("samples", np.int64), ("table", "S64")])
+
+
 @dataclass(frozen=True, eq=False)
 class MdsIndex:
     """The files of one bucket, in the index's order; a few dozen bytes for each."""
@@ -81,6 +88,8 @@ class MdsIndex:
     hashes: NDArray[np.uint64]
     """(files,) xxh3_64."""
     columns: tuple[Column, ...]
+    parts: NDArray[np.void]
+    """(parts,) of `part_type`, in the same order: each part's files stand together."""
 
     def __len__(self) -> int:
         return len(self.names)
@@ -93,6 +102,22 @@ class MdsIndex:
     def num_samples(self) -> int:
         """Samples in all files."""
         return int(self.samples.sum())
+
+    def save(self, folder: Path) -> None:
+        """Into a folder that is there, all but the columns."""
+        for name in ARRAYS:
+            np.save(folder / f"{name}.npy", getattr(self, name))
+
+    @classmethod
+    def mapped(cls, folder: Path, columns: tuple[Column, ...]) -> "MdsIndex":
+        """One that was saved; in memory that all share who map it."""
+        return cls(columns=columns, **{name: mapped(folder, name) for name in ARRAYS})
+
+
+def mapped(folder: Path, name: str) -> NDArray[Any]:
+    """An array of a folder, NAME.npy; all who map it share its memory."""
+    array: NDArray[Any] = np.load(folder / f"{name}.npy", mmap_mode="r")
+    return array
 
 
 def parse_index(data: bytes, where: str) -> MdsIndex:
@@ -141,7 +166,19 @@ def parse_index(data: bytes, where: str) -> MdsIndex:
         samples=np.array(samples, np.int64),
         hashes=np.array(hashes, np.uint64),
         columns=columns[0] if columns else (),
+        parts=_parts_of(names, samples),
     )
+
+
+def _parts_of(names: Sequence[bytes], samples: Sequence[int]) -> NDArray[np.void]:
+    """The parts of files in an index's order; those of version 1 have their tar's name."""
+    totals: dict[bytes, int] = {}
+    for name, count in zip(names, samples, strict=True):
+        folder = name.rpartition(b"/")[0]
+        totals[folder] = totals.get(folder, 0) + count
+    longest = max(map(len, totals), default=1)
+    rows = [(folder, folder + b".g0", count, b"") for folder, count in totals.items()]
+    return np.array(rows, part_type(longest, longest + 3))
 
 
 def hash_file(path: str) -> int:

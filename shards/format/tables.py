@@ -19,7 +19,9 @@ SAMPLES_SCHEMA = pa.schema(
     + [(score, pa.float32()) for score in ("aesthetic", "similarity", "punsafe", "pwatermark")]
     + [("captions", pa.int16())]
     + [(name, pa.int16()) for name in MENDED]
+    + [("url", pa.string()), ("sha256", pa.string())]
 )
+"""`url` and `sha256`, of the picture's file, by which samples can be excluded later; the first roots lack them."""
 REFUSED_SCHEMA = pa.schema([(name, pa.string()) for name in ("key", "url", "reason", "detail")])
 REJECTS_SCHEMA = pa.schema([(name, pa.string()) for name in ("key", "url", "bucket", "reason", "detail")])
 TOO_SMALL = "too_small"

@@ -1,10 +1,16 @@
-"""BUCKET/index.json: the merged MDS index over committed parts, built from receipts and never from a listing.
+"""BUCKET/index.json: streaming's own index, built from receipts and never from a listing.
 
 `streaming.base.util.merge_index` keeps only the leaf folder's name and fails on foreign JSON files, so the index is
-written here. The same receipts always give the same bytes.
+written here. The same parts always give the same bytes. In a root of version 1 it is also what a run is pinned to.
 """
 
-from collections.abc import Iterable
+import hashlib
+import io
+import json
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pyarrow as pa
 
 from shards.base.durable import canonical_json
 from shards.base.store import Store
@@ -12,34 +18,99 @@ from shards.format.buckets import Bucket
 from shards.format.encoding import EncodingRecord
 from shards.format.mds import HASH, Column
 from shards.format.mds_writer import file_config
-from shards.format.receipts import Receipt
-from shards.root.committed import load_receipts
+from shards.format.receipts import Receipt, is_version1, names_in_force
+from shards.root.committed import list_commits, load_receipts
+from shards.root.manifest import BucketIndex, Manifest, load_rows, read_index
+from shards.root.publish import Publisher
+from shards.root.segments import files_of, make_rows
 
-
-def bucket_index(encoding: EncodingRecord, bucket: str, receipts: Iterable[Receipt]) -> bytes:
-    """The bytes of ROOT/BUCKET/index.json over those of `receipts` that are of `bucket`."""
-    columns = encoding.stored_columns(Bucket.parse(bucket))
-    config = file_config([Column.of(name, columns[name]) for name in sorted(columns)])
-    shards = [
-        config
-        | {"samples": file.samples, "zip_data": None}
-        | {"raw_data": {"basename": f"{r.part}/{file.basename}", "bytes": file.bytes, "hashes": {HASH: file.hash}}}
-        for r in receipts
-        if r.bucket == bucket
-        for file in r.mds
-    ]
-    return canonical_json({"version": 2, "shards": shards})
+HOLE = "\0"
+FILES_AT_ONCE = 1 << 14
 
 
 def write_indexes(store: Store) -> dict[str, int]:
-    """Write every bucket's index.json; returns bucket → samples in it."""
-    receipts, samples = load_receipts(store), dict[str, int]()
+    """Publish what is committed, and write every bucket's index.json; returns bucket → samples in it."""
+    if is_of_version1(store):
+        return _write_version1(store)
+    manifest = Publisher(store).publish()
+    write_streaming(store, manifest)
+    return {bucket: size.samples for bucket, size in manifest.buckets.items()}
+
+
+def write_streaming(store: Store, manifest: Manifest) -> None:
+    """Write the index.json of every bucket of a manifest."""
+    for bucket, size in manifest.buckets.items():
+        index = read_index(store, bucket, size.id)
+        assert isinstance(index, BucketIndex)
+        data = bucket_index(EncodingRecord.load(store), bucket, load_rows(store, size.id, index))
+        _write(store, bucket, data)
+
+
+def is_of_version1(store: Store) -> bool:
+    """Whether receipts of version 1 are those that count."""
+    return any(map(is_version1, names_in_force(list_commits(store))))
+
+
+def index_columns(encoding: EncodingRecord, bucket: str) -> list[Column]:
+    """What the MDS files of a bucket hold, in their order."""
+    types = encoding.stored_columns(Bucket.parse(bucket))
+    return [Column.of(name, types[name]) for name in sorted(types)]
+
+
+def compact_json(value: Any) -> bytes:
+    """On one line, with sorted keys."""
+    return (json.dumps(value, sort_keys=True, ensure_ascii=False) + "\n").encode()
+
+
+def bucket_index(
+    encoding: EncodingRecord, bucket: str, rows: pa.Table, dump: Callable[[Any], bytes] = compact_json
+) -> bytes:
+    """The bytes of ROOT/BUCKET/index.json over these parts, as `dump` would write it."""
+    # a million entries as Python objects would take gigabytes: two are dumped with their own values left open
+    config = file_config(index_columns(encoding, bucket))
+    raw_data = {"basename": HOLE, "bytes": HOLE, "hashes": {HASH: HOLE}}
+    entry = config | {"raw_data": raw_data, "samples": HOLE, "zip_data": None}
+    files, hole = files_of(rows), json.dumps(HOLE).encode()
+    if not len(files):
+        return dump({"version": 2, "shards": []})
+    head, *between, tail = dump({"version": 2, "shards": [entry, entry]}).split(hole)
+    joints, next_head = [head, *between[:3]], between[3]
+    text = io.BytesIO()
+    for batch in files.to_batches(max_chunksize=FILES_AT_ONCE):
+        for values in zip(*(batch[name].to_pylist() for name in ("name", "bytes", "hash", "samples")), strict=True):
+            for joint, value in zip(joints, _written(*values), strict=True):
+                text.write(joint + value)
+            joints[0] = next_head
+    text.write(tail)
+    return text.getvalue()
+
+
+def _written(name: bytes, size: int, hash: int, samples: int) -> Iterable[bytes]:
+    return (
+        json.dumps(name.decode(), ensure_ascii=False).encode(),
+        str(size).encode(),
+        f'"{hash:016x}"'.encode(),
+        str(samples).encode(),
+    )
+
+
+def expected_index(store: Store, encoding: EncodingRecord, bucket: str, receipts: Iterable[Receipt]) -> bytes:
+    """The same over those of a root's `receipts` that are of `bucket`, in the bytes of the root's version."""
+    rows = make_rows((receipt, "") for receipt in receipts if receipt.bucket == bucket)
+    return bucket_index(encoding, bucket, rows, canonical_json if is_of_version1(store) else compact_json)
+
+
+def _write_version1(store: Store) -> dict[str, int]:
+    encoding, receipts = EncodingRecord.load(store), load_receipts(store)
+    samples: dict[str, int] = {}
     for receipt in receipts:
         samples[receipt.bucket] = samples.get(receipt.bucket, 0) + receipt.samples
-    if receipts:
-        encoding = EncodingRecord.load(store)
-    for bucket in sorted(samples):
-        data, name = bucket_index(encoding, bucket, receipts), f"{bucket}/index.json"
-        if store.read_many([name]).get(name) != data:
-            store.write(name, data)
+    for bucket in samples:
+        _write(store, bucket, expected_index(store, encoding, bucket, receipts))
     return dict(sorted(samples.items()))
+
+
+def _write(store: Store, bucket: str, data: bytes) -> None:
+    name = f"{bucket}/index.json"
+    if store.size(name) != len(data) or store.sha256(name) != hashlib.sha256(data).hexdigest():
+        store.write(name, data)

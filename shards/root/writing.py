@@ -25,6 +25,10 @@ from shards.format.tables import (
 )
 from shards.format.text import TextLatents
 
+FIRST_COUNT = SAMPLES_SCHEMA.get_field_index("captions")
+CAPTION_COUNTS = slice(FIRST_COUNT, FIRST_COUNT + 1 + len(MENDED))
+"""Of a row of samples.parquet: captions, and how many of these took each of MENDED."""
+
 
 @dataclass(frozen=True)
 class Caption:
@@ -52,6 +56,9 @@ class Sample:
     """(4,) float32: aesthetic, similarity, punsafe, pwatermark; NaN where absent."""
     features: dict[str, Tensor] = field(default_factory=dict)
     """Of each feature tower, (tokens, width)."""
+    url: str = ""
+    sha256: str = ""
+    """Of the picture's file, as it is in the tar."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +105,9 @@ class PartWriter:
             }
         )
         counts = [sum(name in caption.mended for caption in present) for name in MENDED]
-        self.samples.append((sample.key, *sample.size[:2], *sample.scores.tolist(), len(present), *counts))
+        scores = sample.scores.tolist()
+        row = (sample.key, *sample.size[:2], *scores, len(present), *counts, sample.url, sample.sha256)
+        self.samples.append(row)
 
     def _caption_text(self, captions: list[Caption | None]) -> str:
         texts = [None if caption is None else caption.text for caption in captions]
@@ -129,7 +138,7 @@ class PartWriter:
         keys: dict[str, list[str]] = {}
         for key, _, reason, _ in sorted(self.refused):
             keys.setdefault(reason, []).append(key)
-        counts = [sum(column) for column in zip(*(row[-1 - len(MENDED) :] for row in self.samples), strict=True)]
+        counts = [sum(column) for column in zip(*(row[CAPTION_COUNTS] for row in self.samples), strict=True)]
         return WrittenPart(
             stored=[row[0] for row in self.samples],
             refused={reason: len(rows) for reason, rows in sorted(keys.items())}

@@ -22,7 +22,7 @@ from shards.format.tables import OTHER_BUCKET, REFUSED_NAME, REJECTS_SCHEMA, SAM
 from shards.format.towers import TextTower
 from shards.root.commit import content_hash
 from shards.root.committed import TarBooks, by_tar, list_commits, load_commits
-from shards.root.index import bucket_index
+from shards.root.index import expected_index
 from shards.root.reading import captions, features, read_part, text_latents
 from shards.root.shared import RULES
 
@@ -200,7 +200,7 @@ def verify_indexes(store: Store, encoding: EncodingRecord, receipts: list[Receip
     """Every bucket's index.json against what the receipts give, byte for byte."""
     for bucket in sorted({receipt.bucket for receipt in receipts}):
         name = f"{bucket}/index.json"
-        if store.read_many([name]).get(name) != bucket_index(encoding, bucket, receipts):
+        if store.read_many([name]).get(name) != expected_index(store, encoding, bucket, receipts):
             yield (
                 f"{store.where(name)} is not what the receipts give: write it anew with `python -m shards index "
                 f"{store.where()}`"

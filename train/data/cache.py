@@ -19,6 +19,8 @@ from pathlib import Path
 from shards.base.errors import RequestError, WorkError
 
 DATABASE = "cache.sqlite"
+INDEXES = "indexes"
+"""A folder beside the copies, which `node.py` looks after."""
 WAIT_SECONDS = 0.02
 TOUCH_SECONDS = 30.0
 """A copy that is wanted again within this time is not marked again."""
@@ -41,7 +43,8 @@ class Cache:
         """
         if self.folder.exists() and not self.folder.is_dir():
             raise RequestError(f"data.cache {self.folder} is no folder. Give one.")
-        if self.folder.is_dir() and any(self.folder.iterdir()) and not (self.folder / DATABASE).is_file():
+        held = {place.name for place in self.folder.iterdir()} if self.folder.is_dir() else set()
+        if held - {INDEXES} and DATABASE not in held:
             raise RequestError(
                 f"data.cache {self.folder} holds files, and is not a cache of this program. Give an empty folder or "
                 f"one that is not there yet: copies are removed from it."

@@ -174,6 +174,8 @@ class Loader:
             raise WorkError(f"{failed}: {error}. {found}") from error
         if isinstance(batch, Failure):
             raise WorkError(f"{failed}: {batch.message}")
+        if self.spec.look is not None and self.spec.look.problem:
+            raise WorkError(f"{failed}: {self.spec.look.problem}")
         return batch
 
     @staticmethod

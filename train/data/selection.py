@@ -1,31 +1,29 @@
 """Which samples of a stream a run trains on, planned from the parts' small tables before a latent is read."""
 
 import hashlib
-import io
+import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import numpy as np
-import pyarrow.parquet as pq
 from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
 from shards.base.config import Config
-from shards.base.durable import DamagedFile
-from shards.base.errors import RequestError
 from shards.base.store import Store
-from shards.format.mds import MdsIndex
-from shards.format.receipts import Receipt
-from shards.format.tables import SAMPLES_NAME
-from shards.root.committed import load_receipts
+from shards.format.mds import MdsIndex, mapped
+from shards.root.exclusions import Exclusion, read_samples
 
 NUM_READERS = 16
 """Tables read at once: where a root is far away, the round trip counts."""
 MISSING = "missing"
+EXCLUDED = "excluded"
 FILES_AT_ONCE = 1024
+PARTS_AT_ONCE = 1024
 
 
 class Range(Config):
@@ -77,7 +75,7 @@ class FilterConfig(Config):
 
 @dataclass(frozen=True, eq=False)
 class Selection:
-    """The samples of a stream that pass its filter."""
+    """The samples of a stream that pass its filter, and that are not excluded."""
 
     mask: NDArray[np.uint8]
     """A bit per sample of the stream, in the index's order, eight to a byte."""
@@ -89,32 +87,55 @@ class Selection:
     @property
     def sha256(self) -> str:
         """Over the mask: two selections of one stream are the same if these are."""
-        return hashlib.sha256(self.mask.tobytes()).hexdigest()
+        return hashlib.sha256(self.mask.data).hexdigest()
 
     def explain(self) -> str:
         """The counts, for people."""
         rules = ", ".join(f"{rule} {count:,}" for rule, count in sorted(self.dropped.items()))
         return f"failed, by rule: {rules or 'none'}"
 
+    def save(self, folder: Path) -> None:
+        """Into a folder that is there."""
+        np.save(folder / "mask.npy", self.mask)
+        np.save(folder / "counts.npy", self.counts)
+        (folder / "dropped.json").write_text(json.dumps(self.dropped))
 
-def select(store: Store, bucket: str, files: MdsIndex, config: FilterConfig) -> Selection:
-    """Hold every part's table, which its receipt vouches for, against the bounds.
+    @classmethod
+    def mapped(cls, folder: Path) -> "Selection":
+        """One that was saved; in memory that all share who map it."""
+        dropped = json.loads((folder / "dropped.json").read_text())
+        return cls(mapped(folder, "mask"), mapped(folder, "counts"), dropped)
+
+
+def select(
+    store: Store, bucket: str, files: MdsIndex, config: FilterConfig, excluded: Sequence[Exclusion] = ()
+) -> Selection:
+    """Hold every part's table against the bounds, and against what is excluded.
 
     Raises:
-        DamagedFile: a table is not the one that its receipt recorded, or has not the part's number of samples.
+        DamagedFile: a table is not the one that was committed, or has not the part's number of samples.
         RequestError: a part has no receipt or no table.
     """
-    parts, receipts = list(parts_of(files)), receipts_of(store, bucket)
+    mask, counts, dropped = bytearray(), np.zeros(len(files), np.int64), Counter[str]()
+    left = np.zeros(0, bool)
+    """The last few samples, which do not fill a byte."""
+    first = 0
+    ends = files.samples.cumsum()
     with ThreadPoolExecutor(NUM_READERS) as readers:
-        found = list(
-            readers.map(lambda part: select_part(store, receipts.get(part[0]), part[0], part[1], config), parts)
-        )
-    passing = np.concatenate([rows for rows, _ in found]) if found else np.zeros(0, bool)
-    return Selection(
-        mask=np.packbits(passing),
-        counts=count_by_file(passing, files.samples),
-        dropped=dict(sum((rules for _, rules in found), Counter[str]())),
-    )
+        for start in range(0, len(files.parts), PARTS_AT_ONCE):  # a byte for each sample is held of so many parts alone
+            block = files.parts[start : start + PARTS_AT_ONCE]
+            found = list(readers.map(lambda part: select_part(store, bucket, part, config, excluded), block))
+            passing = np.concatenate([rows for rows, _ in found])
+            begin = int(ends[first - 1]) if first else 0
+            last = int(np.searchsorted(ends, begin + len(passing), side="right"))
+            counts[first:last] = count_by_file(passing, files.samples[first:last])
+            dropped += sum((rules for _, rules in found), Counter[str]())
+            left = np.concatenate([left, passing])
+            whole = len(left) // 8 * 8
+            mask += np.packbits(left[:whole]).tobytes()
+            left, first = left[whole:], last
+    mask += np.packbits(left).tobytes()
+    return Selection(np.frombuffer(mask, np.uint8), counts, dict(dropped))
 
 
 def count_by_file(passing: NDArray[np.bool_], samples: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -128,50 +149,23 @@ def count_by_file(passing: NDArray[np.bool_], samples: NDArray[np.int64]) -> NDA
     return counts
 
 
-def parts_of(files: MdsIndex) -> Iterator[tuple[str, int]]:
-    """(part, samples) in the index's order; a part's files stand together."""
-    part, samples = "", 0
-    for index in range(len(files)):
-        name = files.name(index).rpartition("/")[0]
-        if name != part and part:
-            yield part, samples
-            samples = 0
-        part, samples = name, samples + int(files.samples[index])
-    if part:
-        yield part, samples
-
-
-def receipts_of(store: Store, bucket: str) -> dict[str, Receipt]:
-    """Part → its receipt, of a bucket's."""
-    return {receipt.part: receipt for receipt in load_receipts(store) if receipt.bucket == bucket}
-
-
 def select_part(
-    store: Store, receipt: Receipt | None, part: str, num_samples: int, config: FilterConfig
+    store: Store, bucket: str, part: np.void, config: FilterConfig, excluded: Sequence[Exclusion] = ()
 ) -> tuple[NDArray[np.bool_], Counter[str]]:
-    """(num_samples,) which of a part's samples pass, and how many fail each rule."""
-    name = f"{receipt.folder if receipt else part}/{SAMPLES_NAME}"
-    try:
-        data = store.read(name)
-    except FileNotFoundError:
-        data = None
-    if data is None or receipt is None:
-        raise RequestError(
-            f"{store.where(name)} or its receipt is missing, and the stream's filter needs it. Restore it from a copy."
-        )
-    if hashlib.sha256(data).hexdigest() != receipt.files[SAMPLES_NAME].sha256:
-        raise DamagedFile(f"{store.where(name)} is damaged: its SHA-256 is not the one in its receipt. Restore it.")
+    """(samples,) which of a part's samples pass, and how many fail each rule; `part` is of `part_type`."""
     bounds = config.bounds
-    table = pq.read_table(io.BytesIO(data), columns=list(bounds) or ["key"], use_threads=False)
-    if len(table) != num_samples:
-        raise DamagedFile(f"{store.where(name)} has {len(table)} rows; the index says {num_samples} samples.")
-    passing = np.ones(num_samples, bool)
+    table = read_samples(store, bucket, part, [*bounds, *(exclusion.kind for exclusion in excluded)])
+    passing = np.ones(int(part["samples"]), bool)
     failed: Counter[str] = Counter()
     for column, bound in bounds.items():
         values = table[column].to_numpy().astype(np.float32)
         for passes, rule in column_rules(column, values, bound, config.missing):
             passing &= passes
             failed[rule] += int((~passes).sum())
+    for exclusion in excluded:
+        hit = exclusion.hits(table)
+        passing &= ~hit
+        failed[EXCLUDED] += int(hit.sum())
     return passing, failed
 
 

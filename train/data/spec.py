@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
@@ -14,6 +14,7 @@ from shards.format.encoding import EncodingRecord
 from shards.format.mds import MdsIndex
 from shards.format.text import TextLatents
 from shards.format.towers import FeatureTower, ImageTower, TextTower
+from train.data.node import Look
 from train.data.selection import FilterConfig, Selection
 
 
@@ -55,6 +56,9 @@ class DataConfig(Config):
     """Files, and samples in blocks; false: in the order of the index."""
     shuffle_block: int = Field(32768, ge=1)
     """Samples of a slice that are shuffled together; a global batch mixes a block of every slice."""
+    index: Literal["pinned", "newest"] = "pinned"
+    """`pinned`: a run goes on with the parts and exclusions that it began with, whatever was added to its roots or
+    recalled since. `newest`: it goes on from here with what the roots hold now."""
     towers: list[str] | None = None
     """Which of the roots' towers to read, such as [texts.clip, features.dinov2]; null: all."""
     filter: FilterConfig | None = None
@@ -106,6 +110,8 @@ class DataSpec:
     """The empty caption's, of each text tower."""
     streams: tuple["OpenStream", ...]
     steps_per_epoch: int
+    look: Look | None = None
+    """At the local files' sizes, by one process of each machine."""
 
     @property
     def text(self) -> tuple[str, TextTower]:
@@ -159,7 +165,12 @@ class OpenStream:
     """That pass the filter."""
     chosen: int
     index_sha256: str
+    """The index's id; of a root of version 1 it is a SHA-256."""
     encoding_id: str
+    exclusions: tuple[str, ...] = ()
+    """Ids of the lists that were applied."""
+    recalled: int = 0
+    """Samples of parts that were recalled since the index was published."""
 
 
 def encoding_differences(a: EncodingRecord, b: EncodingRecord) -> list[str]:

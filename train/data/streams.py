@@ -1,56 +1,149 @@
-"""Latents roots → streams: found, held against each other, and every file of them looked at, before a run begins."""
+"""Latents roots → streams: found, held against each other, and every file of them looked at, before a run begins.
+
+`find_data` asks the roots what may change: which index and which exclusions are the newest. One process of a run does.
+`open_data` does the rest, on each; what it reads is named by content, so machines and restarts read the same. Of the
+processes of a machine, one reads it, and the others map what that one made (`node.py`).
+"""
 
 import hashlib
+import json
 import os
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
 
 from shards.base.errors import RequestError
-from shards.base.store import LocalStore, Store
+from shards.base.store import Store
 from shards.format.buckets import Bucket
 from shards.format.encoding import EncodingRecord
 from shards.format.mds import MdsIndex, parse_index
+from shards.format.text import TextLatents
 from shards.format.towers import FeatureTower, TextTower
 from shards.open import open_store
+from shards.root.exclusions import exclusion_ids, load_exclusion
+from shards.root.index import index_columns
+from shards.root.manifest import current_ids, load_rows, newest_manifest, read_index
+from shards.root.segments import save_arrays
 from shards.root.shared import load_uncond
 from train.data.cache import Cache
+from train.data.node import Look, check_sizes, node_folder, once_per_node
 from train.data.order import choose_per_epoch
-from train.data.selection import select
+from train.data.selection import FilterConfig, Selection, select
 from train.data.spec import DataConfig, DataSpec, OpenStream, StreamConfig, encoding_differences
 
-NUM_STAT_THREADS = 32
+LOOK_SECONDS = 10.0
+"""For so long a run waits before its first step for the look at its local files; what is found later ends it."""
 
 
-def open_data(config: DataConfig, global_batch_size: int) -> DataSpec:
-    """Find and check every stream.
+@dataclass(frozen=True)
+class FoundStream:
+    """What was found of a stream, beside what its index says."""
+
+    encoding: EncodingRecord
+    index: str
+    """Id of the index that the run is pinned to."""
+    exclusions: tuple[str, ...]
+    recalled: frozenset[str]
+    """Parts of its bucket that were recalled by now, as `part_name` has them."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """What one process of a run asked of the roots."""
+
+    streams: tuple[FoundStream, ...]
+    uncond: dict[str, TextLatents]
+
+
+def find_data(config: DataConfig, pins: Sequence[Mapping[str, Any]] = ()) -> Found:
+    """Ask each root which index a stream has, unless that is pinned.
+
+    Args:
+        pins: the streams of an earlier checkpoint's fingerprint; those of the same buckets hold, where
+            `config.index` says so.
 
     Raises:
-        RequestError: a root, bucket or file is missing, a bucket or what a filter leaves of it is less than a global
-            batch, two streams' encodings do not mean the same, or a cache would endanger a root.
+        RequestError: a root or bucket is missing, two streams' encodings do not mean the same, or a cache would
+            endanger a root.
     """
     check_places(config)
-    stores = [open_store(stream.root) for stream in config.streams]
-    encodings = [EncodingRecord.load(store) for store in stores]
-    first = encodings[0]
-    for stream, encoding in zip(config.streams[1:], encodings[1:], strict=True):
-        differences = encoding_differences(first, encoding)
+    streams = []
+    for number, stream in enumerate(config.streams):
+        store = open_store(stream.root)
+        pin = pins[number] if number < len(pins) and config.index == "pinned" else {}
+        if pin.get("bucket") != stream.bucket:
+            pin = {}
+        manifest = newest_manifest(store)
+        index = pin.get("index_sha256") or newest_index(store, stream)
+        read_index(store, stream.bucket, index)  # which each machine will need: refused by all, if there is none
+        streams.append(
+            FoundStream(
+                encoding=EncodingRecord.load(store),
+                index=index,
+                exclusions=tuple(pin.get("exclusions", ()) if pin else exclusion_ids(store)),
+                recalled=frozenset(manifest.recalled.get(stream.bucket, ()) if manifest else ()),
+            )
+        )
+    first = streams[0].encoding
+    for stream, found in zip(config.streams[1:], streams[1:], strict=True):
+        differences = encoding_differences(first, found.encoding)
         if differences:
             raise RequestError(
                 f"The roots {config.streams[0].root} and {stream.root} cannot be mixed: {'; '.join(differences)}."
             )
-    streams = tuple(
-        _open_stream(config, stream, store, encoding, global_batch_size)
-        for stream, store, encoding in zip(config.streams, stores, encodings, strict=True)
+    return Found(tuple(streams), load_uncond(open_store(config.streams[0].root)))
+
+
+def newest_index(store: Store, stream: StreamConfig) -> str:
+    """Id of the newest index of a stream's bucket.
+
+    Raises:
+        RequestError: the root has no such bucket, or none that was published.
+    """
+    found = current_ids(store, [stream.bucket])
+    if stream.bucket in found:
+        return found[stream.bucket]
+    names = [entry for entry in store.entries() if entry.partition("x")[0].isdigit()]
+    present = ", ".join(sorted(current_ids(store, names))) or "none"
+    raise RequestError(
+        f"The latents root {stream.root} has no bucket {stream.bucket} (it has: {present}). Add it to `buckets` of the "
+        f"precompute config and run `make precompute` again; only that bucket is encoded then. (If a job that was "
+        f"killed had encoded it, `python -m shards index {stream.root}` publishes what is committed.)"
     )
+
+
+def open_data(config: DataConfig, global_batch_size: int, found: Found | None = None) -> DataSpec:
+    """Open and check every stream.
+
+    Args:
+        found: `find_data`'s, of one process for all of a run; None: this process asks for itself.
+
+    Raises:
+        RequestError: an index is missing, or a bucket or what a filter leaves of it is less than a global batch.
+    """
+    found = found or find_data(config)
+    streams = tuple(
+        _open_stream(config, stream, theirs, global_batch_size)
+        for stream, theirs in zip(config.streams, found.streams, strict=True)
+    )
+    looks = int(os.environ.get("LOCAL_RANK", "0")) == 0
+    look = Look([(stream.store, stream.config.bucket, stream.files) for stream in streams]) if looks else None
+    if look is not None:
+        look.wait(LOOK_SECONDS)
+    first = found.streams[0].encoding
     texts, features = chosen_towers(config, first)
     return DataSpec(
         image=first.image,
         texts=texts,
         features=features,
-        uncond=load_uncond(stores[0]),
+        uncond=found.uncond,
         streams=streams,
         steps_per_epoch=sum(stream.chosen for stream in streams) // global_batch_size,
+        look=look,
     )
 
 
@@ -102,26 +195,10 @@ def check_places(config: DataConfig) -> None:
         Cache(cache, config.cache_limit).check()
 
 
-def _open_stream(
-    data: DataConfig, stream: StreamConfig, store: Store, encoding: EncodingRecord, global_batch_size: int
-) -> OpenStream:
-    name = f"{stream.bucket}/index.json"
-    try:
-        index = store.read(name)
-    except FileNotFoundError:
-        names = [f"{entry}/index.json" for entry in store.entries()]
-        present = ", ".join(entry.partition("/")[0] for entry in names if store.size(entry) is not None) or "none"
-        raise RequestError(
-            f"The latents root {stream.root} has no bucket {stream.bucket} (it has: {present}). Add it to `buckets` of "
-            f"the precompute config and run `make precompute` again; only that bucket is encoded then."
-        ) from None
-    files = parse_index(index, store.where(name))
-    columns = {column.name: column.encoding for column in files.columns}
-    if len(files) and columns != encoding.stored_columns(Bucket.parse(stream.bucket)):
-        raise RequestError(f"{store.where(name)} lists the columns {columns}, which encoding.json does not give.")
-    check_sizes(store, stream.bucket, files)
-    config = stream.filter or data.filter
-    selection = select(store, stream.bucket, files, config) if config is not None and config.bounds else None
+def _open_stream(data: DataConfig, stream: StreamConfig, found: FoundStream, global_batch_size: int) -> OpenStream:
+    store, folder = open_store(stream.root), node_folder(data.cache_of(stream))
+    files = _map_index(store, stream.bucket, found, folder)
+    selection = _map_selection(store, stream.bucket, files, stream.filter or data.filter, found, folder)
     num_samples = files.num_samples if selection is None else int(selection.counts.sum())
     chosen = choose_per_epoch(stream.weight, num_samples, global_batch_size)
     if not chosen:
@@ -137,58 +214,67 @@ def _open_stream(
             f"data.cache_limit {data.cache_limit} is less than two files of {store.where(stream.bucket)} ({largest} "
             f"bytes each at most). Raise it."
         )
+    recalled = np.isin(files.parts["name"], [name.encode() for name in found.recalled])
     return OpenStream(
         config=stream,
         store=store,
-        latent_hw=Bucket.parse(stream.bucket).latent_hw(encoding.image.downsampling),
+        latent_hw=Bucket.parse(stream.bucket).latent_hw(found.encoding.image.downsampling),
         files=files,
         selection=selection,
         num_samples=num_samples,
         chosen=chosen,
-        index_sha256=hashlib.sha256(index).hexdigest(),
-        encoding_id=encoding.id,
+        index_sha256=found.index,
+        encoding_id=found.encoding.id,
+        exclusions=found.exclusions,
+        recalled=int(files.parts["samples"][recalled].sum()),
     )
+
+
+def _map_index(store: Store, bucket: str, found: FoundStream, folder: Path) -> MdsIndex:
+    """A bucket's files, parsed once per machine.
+
+    Raises:
+        RequestError: the root has no such index, or it is not one that stage 1 wrote.
+    """
+    columns = tuple(index_columns(found.encoding, bucket))
+
+    def make(target: Path) -> None:
+        index = read_index(store, bucket, found.index)
+        if not isinstance(index, bytes):
+            save_arrays(load_rows(store, found.index, index), target)
+            return pa.default_memory_pool().release_unused()  # this process would keep what the others never had
+        where = store.where(f"{bucket}/index.json")
+        files = parse_index(index, where)
+        if len(files) and files.columns != columns:
+            listed = {column.name: column.encoding for column in files.columns}
+            raise RequestError(f"{where} lists the columns {listed}, which encoding.json does not give.")
+        files.save(target)
+
+    return MdsIndex.mapped(once_per_node(folder, f"{bucket}.{found.index}", make), columns)
+
+
+def _map_selection(
+    store: Store, bucket: str, files: MdsIndex, config: FilterConfig | None, found: FoundStream, folder: Path
+) -> Selection | None:
+    """The samples that pass, found once per machine; None: all."""
+    config = config or FilterConfig()
+    if not config.bounds and not found.exclusions:
+        return None
+    told = json.dumps([found.index, config.model_dump(mode="json"), found.exclusions])
+    key = hashlib.sha256(told.encode()).hexdigest()
+
+    def make(target: Path) -> None:
+        excluded = [load_exclusion(store, id) for id in found.exclusions]
+        select(store, bucket, files, config, excluded).save(target)
+
+    return Selection.mapped(once_per_node(folder, f"{bucket}.{key}", make))
 
 
 def what_is_wrong(spec: DataSpec) -> str:
     """Of a run that gets no more batches: the first local file that is not as its index says, or that none is."""
-    for stream in spec.streams:
-        try:
-            check_sizes(stream.store, stream.config.bucket, stream.files)
-        except (RequestError, OSError) as error:
-            return str(error)
-    return "Every local file is there with its size, and none was found damaged: storage may stall."
-
-
-def check_sizes(store: Store, bucket: str, files: MdsIndex) -> None:
-    """Hold the size of every local file against the index, many at once. Remote ones are checked when they come.
-
-    Raises:
-        RequestError: the first file that is missing or has another size.
-    """
-    if not isinstance(store, LocalStore):
-        return
-    top = store.where(bucket)
-
-    def check(block: Sequence[int]) -> str | None:
-        for index in block:
-            path = os.path.join(top, files.name(index))
-            try:
-                size = os.stat(path).st_size
-            except FileNotFoundError:
-                size = -1
-            if size != files.sizes[index]:
-                found = "no file" if size < 0 else f"{size} bytes"
-                return (
-                    f"{path}: {found}, but the index says {files.sizes[index]} bytes. Restore the file from its copy."
-                )
-        return None
-
-    blocks = [range(start, min(start + 1000, len(files))) for start in range(0, len(files), 1000)]
-    with ThreadPoolExecutor(NUM_STAT_THREADS) as threads:
-        for problem in threads.map(check, blocks):
-            if problem:
-                raise RequestError(problem)
+    found = (check_sizes(stream.store, stream.config.bucket, stream.files) for stream in spec.streams)
+    sound = "Every local file is there with its size, and none was found damaged: storage may stall."
+    return next(filter(None, found), sound)
 
 
 def resolved(root: Path | str) -> Path | str:

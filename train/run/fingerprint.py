@@ -13,6 +13,9 @@ from train.data import order
 from train.data.spec import DataConfig, DataSpec
 from train.objective.paths import ObjectiveConfig
 
+GROWING = ("samples", "selection_sha256", "index_sha256", "exclusions")
+"""Of a stream: what changes where parts or exclusions are added to its root."""
+
 
 def make_fingerprint(
     seed: int,
@@ -38,6 +41,8 @@ def make_fingerprint(
                 "selection_sha256": stream.selection.sha256 if stream.selection is not None else None,
                 "index_sha256": stream.index_sha256,
                 "encoding_id": stream.encoding_id,
+                # checkpoints of version 1 know of none
+                **({"exclusions": list(stream.exclusions)} if stream.exclusions else {}),
             }
             for stream in spec.streams
         ],
@@ -46,13 +51,18 @@ def make_fingerprint(
     }
 
 
-def check_resume(folder: Path, saved: dict[str, Any], now: dict[str, Any]) -> None:
+def check_resume(folder: Path, saved: dict[str, Any], now: dict[str, Any], grows: bool = False) -> None:
     """Refuse to continue a checkpoint under another data order or objective.
+
+    Args:
+        grows: the run takes up what its roots hold now, so the streams may differ in GROWING.
 
     Raises:
         RequestError: the entries that differ.
     """
     now = json.loads(json.dumps(now))  # as the saved one was: tuples are lists
+    if grows:
+        saved, now = ({**fields, "streams": _fixed(fields["streams"])} for fields in (saved, now))
     different = [f"{key}: {saved.get(key)} ≠ {now.get(key)}" for key in now if saved.get(key) != now.get(key)]
     if different:
         raise RequestError(
@@ -61,19 +71,29 @@ def check_resume(folder: Path, saved: dict[str, Any], now: dict[str, Any]) -> No
         )
 
 
-def check_same_everywhere(accelerator: Accelerator | None, fingerprint: dict[str, Any]) -> None:
+def _fixed(streams: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{key: value for key, value in stream.items() if key not in GROWING} for stream in streams]
+
+
+def check_same_everywhere(accelerator: Accelerator | None, fingerprint: dict[str, Any], problem: str | None) -> None:
     """Hold the fingerprints of all processes against each other.
 
+    Args:
+        problem: what this process's look at its files found.
+
     Raises:
-        RequestError: on all of them; they opened different data, and would train on samples twice or never.
+        RequestError: on all of them; one found a problem, or they opened different data, and would train on samples
+            twice or never.
     """
-    if accelerator is None:
-        return
-    everywhere = gather_object([json.dumps(fingerprint, sort_keys=True, default=str)])
-    if len(set(everywhere)) > 1:
-        fields = [json.loads(text) for text in everywhere]
+    here = [(json.dumps(fingerprint, sort_keys=True, default=str), problem)]
+    everywhere = here if accelerator is None else gather_object(here)
+    for _, found in everywhere:
+        if found is not None:
+            raise RequestError(found)
+    if len({text for text, _ in everywhere}) > 1:
+        fields = [json.loads(text) for text, _ in everywhere]
         differing = sorted(key for key in fingerprint if any(other[key] != fields[0][key] for other in fields))
         raise RequestError(
-            f"The processes opened different data ({', '.join(differing)} differ): an index.json was written while "
-            f"they started, or their copies of a root are not the same. Start again once nothing writes to the roots."
+            f"The processes opened different data ({', '.join(differing)} differ): their configs, or their copies of a "
+            f"root, are not the same. Give each machine the same."
         )

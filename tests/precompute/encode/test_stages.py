@@ -32,7 +32,7 @@ class Text:
 
 def cut(key: str, captions: list[str | None], num_buckets: int) -> Cut:
     clean = [None if text is None else CleanCaption(text, frozenset()) for text in captions]
-    about = About(key, "", np.zeros(4, np.float32), clean, 64, 64)
+    about = About(key, "", np.zeros(4, np.float32), clean, 64, 64, "")
     return Cut(about, np.zeros((8, 8, 3), np.uint8), (0, 0), num_buckets)
 
 

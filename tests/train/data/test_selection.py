@@ -152,7 +152,8 @@ def test_the_selection_is_part_of_the_fingerprint(root: Path) -> None:
     assert again is not None and selections[0] is not None and again.sha256 == selections[0].sha256
 
 
-def test_a_flipped_bit_in_a_table_is_found(root: Path, tmp_path: Path) -> None:
+def test_a_flipped_bit_in_a_table_is_found(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))  # on a machine that has not read it yet
     copy = shutil.copytree(root, tmp_path / "root")
     path = part_of(copy, "64x64", "00002") / "samples.parquet"
     data = bytearray(path.read_bytes())

@@ -1,0 +1,131 @@
+"""Starting and ending a job over a root of 158,000 receipts, behind a store that takes 30 ms for each call.
+
+The receipts are synthetic, of as many MDS files as LAION's selection fills. They lie in a folder; the store waits
+before each call, lets so many go on at once, and counts them (`bench.kit.receipts.ThinStore`). Each phase is a process
+of its own, so that its memory is its own.
+
+    python -m bench.index.publishing [--tars 79000] [--new 500]
+"""
+
+import argparse
+import json
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from bench.kit.common import section, status_mb, table
+from bench.kit.receipts import NAMES_PER_PAGE, ThinStore, synthetic_receipt
+from bench.kit.roots import encoding_record
+from shards.base.store import LocalStore
+from shards.format.receipts import names_in_force
+from shards.root.committed import list_commits
+from shards.root.index import write_streaming
+from shards.root.manifest import newest_manifest
+from shards.root.publish import Publisher, Publishing
+
+BUCKETS = ("256x256", "512x512")
+FILES_OF_PARTS = {"256x256": [1060] * 2, "512x512": [190] * 11}
+"""Samples of each file of a part: 1.03 M files in 158,000 parts."""
+CALL_SECONDS, CONNECTIONS = 0.03, 64
+PHASES = {
+    "first": "an index of all, where there is none",
+    "start": "a job starts: it lists what is done",
+    "end": "a job ends: it publishes what was added",
+    "streaming": "and writes streaming's index.json",
+    "again": "nothing was added",
+}
+
+
+def main() -> None:
+    """Measure every phase, and print a section of docs/evidence/benchmarks.md."""
+    parser = argparse.ArgumentParser(prog="bench.index.publishing", description=__doc__)
+    parser.add_argument("--tars", type=int, default=79_000)
+    parser.add_argument("--new", type=int, default=500, help="tars that are added between the first index and the end")
+    parser.add_argument("--phase", choices=[*PHASES, "killed"], help="in this process; used by the benchmark itself")
+    parser.add_argument("--root", type=Path, help="with --phase")
+    options = parser.parse_args()
+    if options.phase:
+        run_phase(options.phase, options.root)
+        return
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder) / "root"
+        commit(root, range(options.tars - options.new))
+        encoding_record(77, 1024).save(LocalStore(root))
+        for phase, about in PHASES.items():
+            if phase == "start":
+                commit(root, range(options.tars - options.new, options.tars))
+            rows.append([about, *json.loads(subprocess.check_output(command(phase, root))).values()])
+        left = leave(root)
+    header = ["what", "seconds", "listed", "fetched", "put", "memory MB, at most", "of it imports"]
+    body = (
+        f"{table(header, rows)}\n\n{options.tars:,} tars in {' and '.join(BUCKETS)}, {options.new:,} of which "
+        f"were added after the first index; {1000 * CALL_SECONDS:g} ms a call, {CONNECTIONS} at once, {NAMES_PER_PAGE} "
+        f"names a page. A job that publishes all of it for the first time, and gets SIGTERM meanwhile, is gone after "
+        f"{left:.1f} s."
+    )
+    print(section("Publishing", "bench.index.publishing", body))
+
+
+def command(phase: str, root: Path) -> list[str]:
+    """This benchmark, one phase of it."""
+    return [sys.executable, "-m", "bench.index.publishing", "--phase", phase, "--root", str(root)]
+
+
+def commit(root: Path, tars: range) -> None:
+    """Write the receipts of these tars."""
+    for bucket in BUCKETS:
+        folder = root / "commits" / bucket
+        folder.mkdir(parents=True, exist_ok=True)
+        for number in tars:
+            receipt = synthetic_receipt(f"{number:06d}", bucket, samples_of_files=FILES_OF_PARTS[bucket])
+            (root / receipt.name).write_bytes(receipt.sealed())
+
+
+def run_phase(phase: str, root: Path) -> None:
+    """Print seconds, calls and memory."""
+    store, imports, start = ThinStore(root, CALL_SECONDS, CONNECTIONS), status_mb("VmHWM"), time.perf_counter()
+    result: Any = None
+    match phase:
+        case "start":
+            result = len(names_in_force(list_commits(store)))
+        case "streaming":
+            manifest = newest_manifest(store)
+            assert manifest is not None
+            write_streaming(store, manifest)
+        case "killed":
+            signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))  # as a job leaves: by its own exit
+            with Publishing(store, every=0.01):
+                print("publishing", flush=True)
+                time.sleep(3600)
+        case _:
+            result = Publisher(store).publish().number
+    told = {
+        "seconds": f"{time.perf_counter() - start:.1f}",
+        **{kind: store.calls[kind] for kind in ("list", "get", "put")},
+        "peak": f"{status_mb('VmHWM'):.0f}",
+        "imports": f"{imports:.0f}",
+    }
+    assert phase not in ("first", "start", "end", "again") or result
+    print(json.dumps(told))
+
+
+def leave(root: Path) -> float:
+    """Seconds from a SIGTERM to the end of a job that is publishing."""
+    for path in (root / "index" / "manifests").iterdir():
+        path.unlink()
+    process = subprocess.Popen(command("killed", root), stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stdout.readline() == "publishing\n"
+    time.sleep(5)  # in the middle of its receipts
+    start = time.perf_counter()
+    process.send_signal(signal.SIGTERM)
+    assert process.wait() == 75
+    return time.perf_counter() - start
+
+
+if __name__ == "__main__":
+    main()

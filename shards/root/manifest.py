@@ -1,0 +1,145 @@
+"""Numbered manifests: which index each bucket has now. An index is what a run is pinned to.
+
+    ROOT/index/manifests/00000017.json      bucket → id of its index, and what was recalled; the highest number counts
+    ROOT/index/buckets/ID.json              an index: its segments. ID follows from the set of parts alone
+    ROOT/index/segments/SHA256.arrow        rows of parts
+
+All of it is created if absent, and nothing is ever replaced. A root of version 1 has none of it: there an index is
+BUCKET/index.json, and its id is the SHA-256 of its bytes; they are kept as index/buckets/ID.json once there are
+manifests, so that runs which began with them go on.
+"""
+
+import hashlib
+import re
+from collections.abc import Iterable
+from typing import Any, Literal
+
+import pyarrow as pa
+
+from shards.base.config import Config
+from shards.base.durable import DamagedFile, parse_sealed_json, sealed_json
+from shards.base.errors import RequestError
+from shards.base.store import Store
+from shards.root.segments import content_id, load_segment, merge
+
+FOLDER = "index/manifests"
+INDEXES = "index/buckets"
+NUMBER = re.compile(r"(\d{8})\.json")
+
+
+class BucketSize(Config):
+    """A bucket as a manifest lists it."""
+
+    id: str
+    parts: int
+    files: int
+    samples: int
+
+
+class Manifest(Config):
+    """What the root's buckets held when this was published."""
+
+    version: Literal[2] = 2
+    number: int
+    buckets: dict[str, BucketSize]
+    recalled: dict[str, tuple[str, ...]]
+    """Bucket → parts that were recalled, as `part_name` has them; never fewer than before."""
+
+    def save(self, store: Store) -> bool:
+        """Whether nobody had published this number before."""
+        return store.create(f"{FOLDER}/{self.number:08d}.json", sealed_json(self.model_dump(mode="json")))
+
+
+class BucketIndex(Config):
+    """An index: the segments that hold its rows. Which rows they hold is fixed by the id; how they are cut is not."""
+
+    version: Literal[2] = 2
+    bucket: str
+    segments: tuple[str, ...]
+    """SHA-256 of each."""
+
+    def save(self, store: Store, id: str, replace: bool = False) -> None:
+        """Under the id of its rows."""
+        (store.write if replace else store.create)(index_name(id), sealed_json(self.model_dump(mode="json")))
+
+
+def newest_manifest(store: Store) -> Manifest | None:
+    """The highest number's; None where nothing was published.
+
+    Raises:
+        DamagedFile: it is not what was published.
+        RequestError: a later version of this program published it.
+    """
+    numbers = [name for name in store.files(FOLDER) if NUMBER.fullmatch(name)]
+    if not numbers:
+        return None
+    name = f"{FOLDER}/{max(numbers)}"
+    return Manifest.model_validate(_of_this_version(store.read(name), store.where(name)))
+
+
+def read_index(store: Store, bucket: str, id: str) -> BucketIndex | bytes:
+    """An index; of version 1 the bytes of streaming's index.json.
+
+    Raises:
+        RequestError: the root has no such index, or a later version of this program published it.
+        DamagedFile: it is not what was published.
+    """
+    names = (index_name(id), f"{bucket}/index.json")
+    found = store.read_many(list(names))
+    for data in found.values():
+        if hashlib.sha256(data).hexdigest() == id:
+            return data
+    if names[0] in found:
+        return BucketIndex.model_validate(_of_this_version(found[names[0]], store.where(names[0])))
+    raise RequestError(
+        f"{store.where()} has no index {id} of its bucket {bucket}. Restore {names[0]} from a copy; or, if it is the "
+        f"root's newest, write it anew with `python -m shards index {store.where()}`; or start a new run."
+    )
+
+
+def load_rows(store: Store, id: str, index: BucketIndex) -> pa.Table:
+    """All rows of an index.
+
+    Raises:
+        DamagedFile: a segment is missing, or not what was stored.
+    """
+    try:
+        rows = merge([load_segment(store, sha256) for sha256 in index.segments])
+    except FileNotFoundError as error:
+        raise DamagedFile(
+            f"A segment of {store.where(index_name(id))} is missing ({error}). Restore it from a copy; or, if it is "
+            f"the root's newest index, write it anew with `python -m shards index {store.where()}`."
+        ) from None
+    if content_id(rows) != id:
+        raise DamagedFile(f"{store.where(index_name(id))} names other rows than its name says. Restore it from a copy.")
+    return rows
+
+
+def current_ids(store: Store, buckets: Iterable[str]) -> dict[str, str]:
+    """Bucket → id of its newest index, of a root of either version; those without one are left out."""
+    manifest = newest_manifest(store)
+    if manifest is not None:
+        return {bucket: manifest.buckets[bucket].id for bucket in buckets if bucket in manifest.buckets}
+    found = store.read_many([f"{bucket}/index.json" for bucket in buckets])
+    return {name.partition("/")[0]: hashlib.sha256(data).hexdigest() for name, data in found.items()}
+
+
+def keep_version1(store: Store, buckets: Iterable[str]) -> None:
+    """Keep the indexes of version 1, which `python -m shards index` will replace, for runs that began with them."""
+    for data in store.read_many([f"{bucket}/index.json" for bucket in buckets]).values():
+        store.create(index_name(hashlib.sha256(data).hexdigest()), data)
+
+
+def index_name(id: str) -> str:
+    """Relative to the root."""
+    return f"{INDEXES}/{id}.json"
+
+
+def _of_this_version(data: bytes, where: str) -> dict[str, Any]:
+    fields = parse_sealed_json(data, where)
+    if fields.get("version") != 2:
+        raise RequestError(
+            f"{where} is of version {fields.get('version')}; this program reads version 2. A later one wrote it: use "
+            f"that. Nothing was changed."
+        )
+    return fields

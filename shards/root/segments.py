@@ -1,0 +1,161 @@
+"""Rows of parts: what a bucket's index says of each, in tables that are written once and never changed.
+
+A row is a part, with its MDS files nested in it; 158,000 parts of 1.03 M files are some 90 MB. Rows stand in the order
+of their tars, so that merging tables gives the same whatever the pieces were.
+"""
+
+import hashlib
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from shards.base.durable import DamagedFile, canonical_json
+from shards.base.store import Store
+from shards.format.mds import part_type
+from shards.format.receipts import Receipt, receipt_name
+from shards.format.tables import SAMPLES_NAME
+
+FOLDER = "index/segments"
+ROWS_AT_ONCE = 1 << 16
+MDS_FILE = pa.struct([("basename", pa.string()), ("bytes", pa.int64()), ("samples", pa.int64()), ("hash", pa.uint64())])
+SCHEMA = pa.schema(
+    [
+        ("tar", pa.string()),
+        ("generation", pa.int32()),
+        ("part", pa.string()),  # folder below the bucket's
+        ("etag", pa.string()),  # the store's, of the receipt
+        ("samples", pa.int64()),
+        ("table", pa.string()),  # SHA-256 of samples.parquet
+        ("digest", pa.binary(32)),  # over all that a reader is told of the part
+        ("files", pa.list_(MDS_FILE)),
+    ]
+)
+
+
+def make_rows(receipts: Iterable[tuple[Receipt, str]]) -> pa.Table:
+    """A table of receipts, each with its etag."""
+    rows = [
+        {
+            "tar": receipt.tar,
+            "generation": receipt.generation,
+            "part": receipt.part,
+            "etag": etag,
+            "samples": receipt.samples,
+            "table": receipt.files[SAMPLES_NAME].sha256,
+            "digest": digest(receipt),
+            "files": [{**file.model_dump(), "hash": int(file.hash, 16)} for file in receipt.mds],
+        }
+        for receipt, etag in receipts
+    ]
+    return _sorted(pa.Table.from_pylist(rows, SCHEMA)).combine_chunks()
+
+
+def digest(receipt: Receipt) -> bytes:
+    """SHA-256 over what decides a part's samples and their place, and nothing else: not when or where it was made."""
+    told = receipt.model_dump(mode="json", include={"bucket", "tar", "generation", "part", "samples", "mds"})
+    return hashlib.sha256(canonical_json(told | {"table": receipt.files[SAMPLES_NAME].sha256})).digest()
+
+
+def merge(tables: list[pa.Table]) -> pa.Table:
+    """All rows of tables that are sorted, by tar and generation, in memory of one piece."""
+    tables = [table for table in tables if len(table)] or [SCHEMA.empty_table()]
+    rows = tables[0] if len(tables) == 1 else _sorted(pa.concat_tables(tables))
+    return rows if rows["tar"].num_chunks == 1 else rows.combine_chunks()
+
+
+def _sorted(rows: pa.Table) -> pa.Table:
+    return rows.sort_by([("tar", "ascending"), ("generation", "ascending")])
+
+
+def content_id(rows: pa.Table) -> str:
+    """64 hex digits over the set of parts: the same in whatever pieces and whenever it was published."""
+    return hashlib.sha256(b"".join(rows["digest"].to_pylist())).hexdigest()
+
+
+def receipts_of(rows: pa.Table, bucket: str) -> list[str]:
+    """(rows,) names of the receipts, relative to the root."""
+    pairs = zip(rows["tar"].to_pylist(), rows["generation"].to_pylist(), strict=True)
+    return [receipt_name(bucket, tar, generation) for tar, generation in pairs]
+
+
+def part_name(tar: str, generation: int) -> str:
+    """`00042.g0`, as a tombstone is called."""
+    return f"{tar}.g{generation}"
+
+
+def sizes(rows: pa.Table) -> dict[str, int]:
+    """How many parts, files and samples."""
+    files = rows["files"].combine_chunks()
+    return {"parts": len(rows), "files": len(files.flatten()), "samples": pc.sum(rows["samples"], min_count=0).as_py()}
+
+
+def files_of(rows: pa.Table) -> pa.Table:
+    """(files,) the MDS files in order: `MDS_FILE`'s columns, and `name`, their paths below the bucket's folder."""
+    nested = rows["files"].combine_chunks()
+    parts = pc.take(rows["part"].combine_chunks(), pc.list_parent_indices(nested))
+    flat = nested.flatten()
+    columns = {field.name: flat.field(field.name) for field in MDS_FILE}
+    names = pc.binary_join_element_wise(parts, columns["basename"], "/")
+    return pa.table(columns | {"name": names.cast(pa.binary())})
+
+
+def save_arrays(rows: pa.Table, folder: Path) -> None:
+    """What `MdsIndex.mapped` maps; of the strings only some are Python objects at a time."""
+    files = files_of(rows)
+    for name, column in (("sizes", "bytes"), ("samples", "samples"), ("hashes", "hash")):
+        np.save(folder / f"{name}.npy", files[column].to_numpy())
+    longest = pc.max(pc.binary_length(files["name"])).as_py() or 1
+    names = np.lib.format.open_memmap(folder / "names.npy", "w+", f"S{longest}", (len(files),))
+    for first in range(0, len(files), ROWS_AT_ONCE):
+        names[first : first + ROWS_AT_ONCE] = files["name"].slice(first, ROWS_AT_ONCE).to_pylist()
+    np.save(folder / "parts.npy", parts_of(rows))
+
+
+def parts_of(rows: pa.Table) -> NDArray[np.void]:
+    """(parts,) of `part_type`."""
+    folders = [part.encode() for part in rows["part"].to_pylist()]
+    named = [
+        part_name(*pair).encode() for pair in zip(rows["tar"].to_pylist(), rows["generation"].to_pylist(), strict=True)
+    ]
+    longest_folder, longest_name = (max(map(len, texts), default=1) for texts in (folders, named))
+    parts = np.empty(len(rows), part_type(longest_folder, longest_name))
+    parts["folder"], parts["name"], parts["samples"] = folders, named, rows["samples"].to_numpy()
+    parts["table"] = [sha256.encode() for sha256 in rows["table"].to_pylist()]
+    return parts
+
+
+def save_segment(store: Store, rows: pa.Table) -> str:
+    """Store a table under its own SHA-256, which is returned."""
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_file(sink, SCHEMA) as writer:
+        writer.write_table(rows)
+    data = sink.getvalue().to_pybytes()
+    sha256 = hashlib.sha256(data).hexdigest()
+    store.create(segment_name(sha256), data)
+    return sha256
+
+
+def load_segment(store: Store, sha256: str) -> pa.Table:
+    """A stored table.
+
+    Raises:
+        FileNotFoundError: it is not there.
+        DamagedFile: it is not what was stored.
+    """
+    name = segment_name(sha256)
+    data = store.read(name)
+    if hashlib.sha256(data).hexdigest() != sha256:
+        raise DamagedFile(
+            f"{store.where(name)} is damaged: its SHA-256 is not its name. Restore it from a copy; or remove it, and "
+            f"write it anew with `python -m shards index {store.where()}`."
+        )
+    return pa.ipc.open_file(pa.BufferReader(data)).read_all()
+
+
+def segment_name(sha256: str) -> str:
+    """Relative to the root."""
+    return f"{FOLDER}/{sha256}.arrow"

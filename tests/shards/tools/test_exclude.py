@@ -1,0 +1,142 @@
+"""Samples that are excluded by key, URL or hash are in no batch of a later run; a run under way keeps its own."""
+
+import hashlib
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+from bench.kit.roots import make_root
+from shards.__main__ import run as shards
+from shards.base.durable import DamagedFile
+from shards.base.errors import RequestError, exit_code_of
+from shards.base.store import LocalStore
+from shards.root.exclusions import exclusion_ids, load_exclusion, make_exclusion
+from tests.golden.make import HERE as GOLDEN
+from tests.roots import part_of
+from tests.runs import curve, run_module, train_fields, write_config
+from train.data.spec import DataConfig
+from train.data.streams import open_data
+from train.run.checkpoint import newest_checkpoint
+
+
+@pytest.fixture
+def root(latents: Path, tmp_path: Path) -> Path:
+    """As stage 1 writes it, with URLs and hashes."""
+    return shutil.copytree(latents, tmp_path / "root")
+
+
+def keys(root: Path, **fields: Any) -> set[str]:
+    """Of the samples that pass, in the index's order."""
+    streams = [{"root": str(root), "bucket": "64x64"}]
+    spec = open_data(DataConfig.model_validate({"streams": streams, "num_workers": 0, **fields}), 4)
+    (stream,) = spec.streams
+    rows = np.concatenate([table_keys(root, part["folder"].decode()) for part in stream.files.parts])
+    if stream.selection is None:
+        return set(rows.tolist())
+    return set(rows[np.unpackbits(stream.selection.mask, count=len(rows)).view(bool)].tolist())
+
+
+def table_keys(root: Path, part: str) -> np.ndarray:
+    return np.array(pq.read_table(root / "64x64" / part / "samples.parquet")["key"].to_pylist())
+
+
+def test_by_key_url_and_hash(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    everything = keys(root)
+    one, two, three, four = sorted(everything)[3:20:5]
+    path = tmp_path / "urls.txt"
+    path.write_text(f"http://example.org/{two}\n\n  http://example.org/nobody \n")
+    shards(["exclude", str(root), "--keys", one])
+    assert "64x64: 1 samples in 1 of 2 parts" in capsys.readouterr().out
+    assert keys(root) == everything - {one}
+    shards(["exclude", str(root), "--file", str(path), "--urls", f"http://example.org/{four}"])
+    assert "3 lines, by url" in capsys.readouterr().out
+    assert keys(root) == everything - {one, two, four}
+    table = pq.read_table(part_of(root, "64x64", three[:5]) / "samples.parquet").to_pylist()
+    (hash,) = (row["sha256"] for row in table if row["key"] == three)
+    shards(["exclude", str(root), "--hashes", hash.upper()])
+    assert keys(root) == everything - {one, two, three, four}
+    assert len(exclusion_ids(LocalStore(root))) == 3
+    # the same list again is the same list
+    capsys.readouterr()
+    shards(["exclude", str(root), "--hashes", hash])
+    assert "which was there already" in capsys.readouterr().out and len(exclusion_ids(LocalStore(root))) == 3
+
+
+def test_with_a_filter_both_hold(root: Path) -> None:
+    fields = {"filter": {"aesthetic": {"min": 5.5}}}
+    passing = keys(root, **fields)
+    gone = min(passing)
+    shards(["exclude", str(root), "--keys", gone])
+    assert keys(root, **fields) == passing - {gone} < keys(root)
+
+
+def test_a_run_under_way_keeps_its_samples_and_the_next_one_leaves_them_out(tmp_path: Path) -> None:
+    """Read from the batches that the runs were trained on."""
+    root = make_root(tmp_path / "root", {"64x64": [13, 29, 17]})
+
+    def train(name: str, steps: int, *more: str) -> tuple[list[float], list[list[str]]]:
+        config = write_config(tmp_path, train_fields(root, tmp_path / name, max_steps=steps))
+        result = run_module("train", "--config", str(config), *more)
+        assert result.returncode == 0, result.stderr
+        return curve(tmp_path / name)
+
+    reference = train("reference", 8)
+    train("run", 4)
+    out = sorted({key for batch in reference[1][4:] for key in batch})[:20]
+    shards(["exclude", str(root), "--keys", *out])
+    assert train("run", 8) == reference
+    _, batches = train("run", 16, "--data.index", "newest")
+    assert not {key for batch in batches[8:] for key in batch} & set(out)
+    _, batches = train("next", 16)
+    assert not {key for batch in batches for key in batch} & set(out)
+    checkpoint = newest_checkpoint(tmp_path / "next")
+    assert checkpoint is not None
+    (stream,) = checkpoint.fingerprint["streams"]
+    assert stream["exclusions"] == exclusion_ids(LocalStore(root)) and stream["samples"] == 59 - len(out)
+
+
+def test_what_cannot_be_matched_in_a_root_of_version_1_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = shutil.copytree(GOLDEN / "roots" / "float16", tmp_path / "root")
+    everything = keys(root)
+    shards(["exclude", str(root), "--urls", "http://example.org/000000003"])
+    said = capsys.readouterr().out
+    assert "64x64: 0 samples in 0 of 2 parts" in said and "2 parts were written before tables held a url" in said
+    assert keys(root) == everything
+    shards(["exclude", str(root), "--keys", min(everything)])
+    assert keys(root) == everything - {min(everything)}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--keys"], "Nothing to exclude was given"),
+        (["--hashes", "abc"], "'abc' is no SHA-256, which is 64 hex digits"),
+        (["--urls", "--file", "nowhere.txt"], "--file nowhere.txt cannot be read"),
+    ],
+)
+def test_what_is_no_list_is_refused(
+    root: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    assert exit_code_of(lambda: shards(["exclude", str(root), *arguments])) == RequestError.exit_code
+    assert message in capsys.readouterr().err.replace("\n", " ") and not exclusion_ids(LocalStore(root))
+
+
+def test_a_damaged_list_is_named(root: Path) -> None:
+    shards(["exclude", str(root), "--keys", "000000003"])
+    (id,) = exclusion_ids(LocalStore(root))
+    (root / "exclusions" / f"{id}.txt").write_text("000000004\n")
+    with pytest.raises(DamagedFile, match=rf"{id}\.txt is missing or damaged"):
+        load_exclusion(LocalStore(root), id)
+    with pytest.raises(DamagedFile):
+        keys(root)
+
+
+def test_a_list_is_named_by_its_content() -> None:
+    one, other = make_exclusion("key", ["b", "a", " a ", ""]), make_exclusion("key", ["a", "b"])
+    assert one.id == other.id == "key." + hashlib.sha256(b"a\nb\n").hexdigest()

@@ -1,0 +1,143 @@
+"""Processes of one machine: one asks the store, the others map what it made."""
+
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from bench.kit.roots import make_root
+from shards.base.store import LocalStore
+from shards.root.exclusions import add_exclusion, make_exclusion
+from train.data.node import KEPT_SECONDS, once_per_node
+from train.data.spec import DataConfig
+from train.data.streams import find_data, open_data
+
+PARTS = [13, 29, 17, 23, 19, 11]
+CALLS = ("read", "listing", "entries", "size", "get", "sha256")
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    root = make_root(tmp_path / "root", {"64x64": PARTS})
+    add_exclusion(LocalStore(root), make_exclusion("key", ["000000003", "000040001"]))
+    return root
+
+
+def calls_of(
+    root: Path, machine: Path, num_ranks: int, monkeypatch: pytest.MonkeyPatch, **fields: object
+) -> tuple[Counter[str], set[bytes]]:
+    """What all ranks of a machine ask the store, the first one's own questions included; and what each has opened."""
+    machine.mkdir()
+    log, opened = machine / "calls", machine / "opened"
+    monkeypatch.setattr("tempfile.tempdir", str(machine))
+    for name in CALLS:
+        monkeypatch.setattr(LocalStore, name, logged(name, log))
+    streams = [{"root": str(root), "bucket": "64x64"}]
+    config = DataConfig.model_validate({"streams": streams, "num_workers": 0, "num_canonical_nodes": 4, **fields})
+    found = find_data(config)
+    ranks = []
+    for rank in range(num_ranks):
+        if not (pid := os.fork()):
+            os.environ["LOCAL_RANK"] = str(rank)
+            spec = open_data(config, 8, found)
+            (stream,) = spec.streams
+            assert stream.selection is not None and stream.files.names.flags["OWNDATA"] is False
+            append(opened, f"{stream.files.num_samples} {stream.selection.sha256} {spec.look is not None}\n".encode())
+            os._exit(0)
+        ranks.append(pid)
+    assert [os.waitpid(pid, 0)[1] for pid in ranks] == [0] * num_ranks
+    monkeypatch.undo()
+    lines = opened.read_bytes().splitlines()
+    assert len(lines) == num_ranks and sum(line.endswith(b"True") for line in lines) == 1
+    return Counter(log.read_text().splitlines()), {line.rpartition(b" ")[0] for line in lines}
+
+
+def logged(name: str, log: Path) -> Callable[..., object]:
+    """A method of LocalStore that also writes down what it was asked."""
+    original = getattr(LocalStore, name)
+
+    def call(store: LocalStore, *args: object) -> object:
+        append(log, f"{name} {args[0] if args else ''}\n".encode())
+        return original(store, *args)
+
+    return call
+
+
+def append(path: Path, line: bytes) -> None:
+    """In one write, so that processes do not get into each other's lines."""
+    with open(path, "ab", buffering=0) as file:
+        file.write(line)
+
+
+def test_a_machine_asks_the_store_as_often_for_16_ranks_as_for_one(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fields = {"filter": {"aesthetic": {"min": 3.0}}}
+    calls, opened = zip(*(calls_of(root, tmp_path / str(n), n, monkeypatch, **fields) for n in (1, 4, 16)), strict=True)
+    assert calls[0] == calls[1] == calls[2] and opened[0] == opened[1] == opened[2] and len(opened[0]) == 1
+    tables = [name for name in calls[0] if "samples.parquet" in name]
+    assert len(tables) == len(PARTS) and all(calls[0][name] == 1 for name in tables)
+    assert sum(calls[0].values()) <= 2 * len(PARTS) + 20
+
+
+def test_a_machine_that_has_a_table_asks_for_it_no_more(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A restart, say, or the next run over the same data."""
+    once, opened = calls_of(root, tmp_path / "machine", 4, monkeypatch)
+    cache = tmp_path / "cache"
+    cached = [calls_of(root, tmp_path / f"rank{n}", 2, monkeypatch, cache=str(cache)) for n in range(2)]
+    assert cached[0][0] == once and cached[0][1] == cached[1][1] == opened
+    assert not any(name in line for line in cached[1][0] for name in ("segments", "samples.parquet"))
+
+
+def test_a_maker_that_is_killed_is_succeeded_and_what_it_left_goes(tmp_path: Path) -> None:
+    pid = os.fork()
+    if not pid:
+        once_per_node(tmp_path, "key", lambda folder: (folder / "half").touch() or os._exit(9))  # type: ignore[func-returns-value]
+    os.waitpid(pid, 0)
+    assert len(list(tmp_path.glob("key.*"))) == 2  # its lock, which the kernel let go, and what it began
+    made = once_per_node(tmp_path, "key", lambda folder: (folder / "whole").touch())
+    assert [path.name for path in made.iterdir()] == ["whole"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["key", "key.lock"]
+
+
+def test_a_maker_that_fails_leaves_nothing_and_the_next_one_tries(tmp_path: Path) -> None:
+    with pytest.raises(ZeroDivisionError):
+        once_per_node(tmp_path, "key", lambda folder: 1 / 0)  # type: ignore[arg-type]
+    assert [path.name for path in tmp_path.iterdir()] == ["key.lock"]
+    once_per_node(tmp_path, "key", lambda folder: None)
+
+
+def test_of_many_that_come_at_once_one_makes(tmp_path: Path) -> None:
+    made = []
+
+    def make(folder: Path) -> None:
+        made.append(folder)
+        time.sleep(0.1)
+        np.save(folder / "a.npy", np.arange(3))
+
+    threads = [threading.Thread(target=once_per_node, args=(tmp_path, "key", make)) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(made) == 1 and (tmp_path / "key" / "a.npy").exists()
+
+
+def test_what_was_not_used_for_long_goes_and_who_maps_it_keeps_it(tmp_path: Path) -> None:
+    for key in ("old", "used"):
+        once_per_node(tmp_path, key, lambda folder: np.save(folder / "a.npy", np.arange(1000)))
+    mapped = np.load(tmp_path / "old" / "a.npy", mmap_mode="r")
+    past = time.time() - KEPT_SECONDS - 60
+    for key in ("old", "used"):
+        os.utime(tmp_path / key, (past, past))
+    once_per_node(tmp_path, "used", lambda folder: pytest.fail("it is there"))
+    once_per_node(tmp_path, "new", lambda folder: None)
+    assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["new", "used"]
+    assert mapped.sum() == 499500

@@ -1,0 +1,106 @@
+"""A root may grow, and parts be recalled, while a run trains from it: the run goes on as if nothing had happened."""
+
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.kit.roots import make_root
+from shards.__main__ import run as shards
+from shards.base.store import LocalStore
+from shards.format.receipts import tombstone_name
+from shards.root.index import write_indexes
+from shards.root.publish import Publisher
+from tests.golden.make import HERE as GOLDEN
+from tests.growing import put_back, set_aside
+from tests.runs import PYTHON, curve, environment, run_module, train_fields, write_config
+from train.run.checkpoint import newest_checkpoint
+from train.run.metrics import read_json_lines
+
+PARTS = [13, 29, 17, 23, 19, 11]
+LATER = ("00000", "00003", "00005")
+STEPS = 10
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """Six parts, three of which are committed."""
+    root = make_root(tmp_path / "root", {"64x64": PARTS})
+    set_aside(root, LATER)
+    write_indexes(LocalStore(root))
+    return root
+
+
+def grow(root: Path) -> None:
+    put_back(root, LATER)
+    write_indexes(LocalStore(root))
+
+
+def train(tmp_path: Path, fields: dict[str, Any], *more: str) -> str:
+    result = run_module("train", "--config", str(write_config(tmp_path, fields)), *more)
+    assert result.returncode == 0, result.stderr
+    return result.stdout.replace("\n", " ")
+
+
+def stream_of(run_dir: Path) -> dict[str, Any]:
+    checkpoint = newest_checkpoint(run_dir)
+    assert checkpoint is not None
+    stream: dict[str, Any] = checkpoint.fingerprint["streams"][0]
+    return stream
+
+
+def test_a_run_that_is_killed_while_its_root_grows_goes_on_to_the_same_curve(root: Path, tmp_path: Path) -> None:
+    train(tmp_path, train_fields(root, tmp_path / "reference", max_steps=STEPS))
+    before = (root / "64x64" / "index.json").read_bytes()
+
+    config = write_config(tmp_path, train_fields(root, tmp_path / "run", max_steps=STEPS))
+    process = subprocess.Popen([*PYTHON, "-m", "train", "--config", str(config)], env=environment())
+    while len(read_json_lines(tmp_path / "run" / "metrics.jsonl")) < 3:
+        assert process.poll() is None
+        time.sleep(0.005)
+    grow(root)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert process.returncode == -signal.SIGKILL and (root / "64x64" / "index.json").read_bytes() != before
+    # parts that it reads are recalled, too
+    store = LocalStore(root)
+    store.create(tombstone_name("64x64", "00004", 0), b"")
+    Publisher(store).publish()
+
+    said = train(tmp_path, train_fields(root, tmp_path / "run", max_steps=STEPS))
+    assert f"resuming {tmp_path}/run after step" in said
+    assert f"19 of 65 samples of {root}/64x64 were recalled" in said.replace("  ", " ")
+    assert curve(tmp_path / "run") == curve(tmp_path / "reference")
+
+    # told to, it takes up what is there now, and stays with that
+    pinned = stream_of(tmp_path / "run")
+    more = train_fields(root, tmp_path / "run", max_steps=STEPS + 12)
+    assert "recalled" not in train(tmp_path, more, "--data.index", "newest")
+    taken_up = stream_of(tmp_path / "run")
+    assert (pinned["samples"], taken_up["samples"]) == (65, 93)
+    keys = {key for batch in curve(tmp_path / "run")[1][STEPS:] for key in batch}
+    assert {key[:5] for key in keys} == {"00000", "00001", "00002", "00003", "00005"}
+    newer = make_root(tmp_path / "more" / "root", {"64x64": [*PARTS, 40]})
+    (part,) = newer.glob("64x64/00006.*")
+    shutil.copytree(part, root / "64x64" / part.name)
+    shutil.copyfile(newer / "commits/64x64/00006.json", root / "commits/64x64/00006.json")
+    Publisher(store).publish()
+    train(tmp_path, train_fields(root, tmp_path / "run", max_steps=STEPS + 14))
+    assert stream_of(tmp_path / "run") == taken_up
+
+
+def test_an_old_index_json_is_kept_for_the_runs_that_began_with_it(tmp_path: Path) -> None:
+    """A root of version 1 that was upgraded, and published since."""
+    root = shutil.copytree(GOLDEN / "roots" / "float16", tmp_path / "root")
+    train(tmp_path, train_fields(root, tmp_path / "reference", max_steps=STEPS))
+    train(tmp_path, train_fields(root, tmp_path / "run", max_steps=STEPS // 2))
+    before = (root / "64x64" / "index.json").read_bytes()
+    shards(["upgrade", str(root)])
+    write_indexes(LocalStore(root))
+    assert (root / "64x64" / "index.json").read_bytes() != before
+    train(tmp_path, train_fields(root, tmp_path / "run", max_steps=STEPS))
+    assert curve(tmp_path / "run") == curve(tmp_path / "reference")
