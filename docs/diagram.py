@@ -80,10 +80,10 @@ def root(x: float, width: float) -> str:
     """What lies in a latents root."""
     rows = [
         ("encoding.json", "what the numbers mean"),
-        ("256x256/00042/", "a part: moments + text"),
-        ("512x512/00042/", "a part of the same tar"),
-        ("rejects/00042.parquet", "what is missing, and why"),
-        ("commits/00042.json", "the receipt: it exists"),
+        ("256x256/00042.3fa9c1d2/", "a part: moments + text"),
+        ("commits/256x256/00042.json", "its receipt: it exists"),
+        ("512x512/00042.80b7e2d4/", "a part of the same tar"),
+        ("tars/00042.json", "which tar it is"),
         ("256x256/index.json", "all committed parts"),
     ]
     drawn = []
@@ -100,7 +100,7 @@ def diagram() -> str:
         ("read and check the tar", "complete? as many as counted?"),
         ("decode, crop, scale", "once for all buckets it covers"),
         ("VAE, text encoder", "in full batches, on the GPU"),
-        ("commit", "rename parts, write receipt"),
+        ("commit", "rename the part, create its receipt"),
     ]
     stage_2 = [
         ("order", "step → samples, a pure function"),
