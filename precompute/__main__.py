@@ -19,8 +19,8 @@ from precompute.input.tars import choose_tars, list_tars, say_what_is_unchecked
 from precompute.job import Ledger, announce, conclude, not_committed, run_job
 from shards.base.config import load_config
 from shards.base.errors import exit_code_of
+from shards.base.scratch import sweep_attempts
 from shards.open import open_store
-from shards.root.commit import sweep_attempts
 from shards.root.index import write_indexes
 from shards.root.shared import agree_on_rules, check_root, check_rules, create_root
 

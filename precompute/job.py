@@ -17,7 +17,7 @@ from precompute.input.tars import InputTar
 from shards.base.errors import Preempted, WorkError
 from shards.base.progress import Progress
 from shards.base.store import Store
-from shards.format.receipts import names_in_force, parse_name
+from shards.format.receipts import names_in_force, parse_name, receipt_name
 from shards.root.committed import TarBooks, list_commits
 
 
@@ -45,7 +45,13 @@ def run_job(tars: Sequence[InputTar], recipe: Recipe, output: Path | str, worker
 
 
 def not_committed(tars: Sequence[InputTar], buckets: Sequence[object], store: Store) -> list[InputTar]:
-    """Those that have not a receipt in force for every one of `buckets`; one listing."""
+    """Those that have not a receipt in force for every one of `buckets`; one listing.
+
+    Raises:
+        RequestError: a tar has a name that no receipt can have.
+    """
+    for tar in tars:
+        receipt_name("", tar.name)
     done = {parsed[:2] for name in names_in_force(list_commits(store)) if (parsed := parse_name(name))}
     return [tar for tar in tars if not {(str(bucket), tar.name) for bucket in buckets} <= done]
 

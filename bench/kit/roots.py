@@ -7,13 +7,14 @@ from typing import Any
 import numpy as np
 import torch
 
+from shards.base.scratch import attempt_folder
 from shards.format.buckets import COVERS, Bucket
 from shards.format.encoding import EncodingRecord
 from shards.format.receipts import MadeBy
 from shards.format.text import TextLatents
 from shards.format.towers import ONLY_TEXT, ImageTower, TextTower, Weights
 from shards.open import open_store
-from shards.root.commit import Attempt, attempt_folder, commit
+from shards.root.commit import Attempt, commit
 from shards.root.index import write_indexes
 from shards.root.shared import create_root, write_uncond
 from shards.root.writing import Caption, PartWriter, Sample

@@ -13,8 +13,9 @@ from precompute.encode.recipe import Recipe
 from precompute.encode.stages import batched_by_bucket, decoding, start_batches
 from precompute.encode.towers import Towers
 from precompute.input.tars import InputTar, Tar, TarRecord, counted_samples, local_copy
+from shards.base.scratch import attempt_folder
 from shards.base.store import Store
-from shards.root.commit import Attempt, attempt_folder, commit, current
+from shards.root.commit import Attempt, commit, current
 from shards.root.committed import TarBooks
 from shards.root.shared import has_uncond, write_uncond
 

@@ -37,6 +37,14 @@ def fsync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
+def make_folder(folder: Path) -> None:
+    """Make it, and those above it, so that they survive a power cut."""
+    if not folder.is_dir():
+        make_folder(folder.parent)
+        folder.mkdir(exist_ok=True)
+        fsync_folder(folder.parent)
+
+
 def fsync_file(path: str | Path, forget: bool = False) -> None:
     """Flush a file to the disk; and `forget` its pages in memory, where nobody will read it here soon.
 

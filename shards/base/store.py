@@ -22,7 +22,7 @@ from typing import Annotated, Any, NamedTuple
 
 from pydantic import PlainSerializer, PlainValidator
 
-from shards.base.durable import create_file, fsync_folder, fsync_tree, sha256_file, write_file
+from shards.base.durable import create_file, fsync_folder, fsync_tree, make_folder, sha256_file, write_file
 
 UNFINISHED = ".unfinished"
 """Folder of the root in which files are written that are then linked or renamed to where they belong."""
@@ -209,7 +209,7 @@ class LocalStore(Store):
 
     def _place(self, name: str) -> Path:
         path = self.root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(path.parent)
         return path
 
 

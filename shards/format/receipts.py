@@ -61,11 +61,10 @@ class MadeBy(Config):
 
     host: str
     gpu: str
-    """The device's name."""
+    """The device's name. `version` is the product's."""
     gpu_uuid: str | None
     """None for a CPU."""
     version: str
-    """The product's."""
     source_sha256: str
     """Over its Python files."""
 
@@ -91,7 +90,6 @@ class Receipt(Config):
     mds: tuple[MdsFile, ...]
     """The part's files of samples, in order."""
     samples_in: int
-    """Of the tar."""
     samples: int
     stored: str
     """Which of the tar's samples the part holds: bits, as `pack_bits` gives them, in the order of the tar's sorted

@@ -27,8 +27,8 @@ from precompute.config import PrecomputeConfig, describe_encoding, make_recipe
 from precompute.encode.tar import encode_tar
 from precompute.input.tars import list_tars
 from shards.base.errors import is_storage_error
+from shards.base.scratch import sweep_attempts
 from shards.open import open_store
-from shards.root.commit import sweep_attempts
 from shards.root.committed import load_receipts
 from shards.root.index import write_indexes
 from shards.root.shared import agree_on_rules, create_root

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from precompute.config import PrecomputeConfig
 from shards.format.receipts import names_in_force
 from shards.open import open_store
 from shards.root.committed import list_commits, load_receipts
@@ -48,8 +49,12 @@ def make_bucket() -> None:
 
 def encode(encoding: Encoding, root: str) -> int:
     """The process that runs stage 1 into `root`."""
-    config = encoding.world.config(Path("unused")).model_copy(update={"output": root})
-    return fork(lambda: encoding.encode(config), root)
+    return fork(lambda: encoding.encode(config_of(encoding, root)), root)
+
+
+def config_of(encoding: Encoding, root: str) -> PrecomputeConfig:
+    """Of a run into an address."""
+    return encoding.world.config(Path("unused")).model_copy(update={"output": root})
 
 
 def look(root: str) -> None:
@@ -86,9 +91,13 @@ def break_at(encoding: Encoding, server: str, at: int, fault: str) -> bool:
     code = wait_for(child)
     set_fault(server)
     assert code == (-signal.SIGKILL if fault.startswith("kill") and code != OK else OK), (root, code)
-    assert wait_for(fork(lambda: look(root), f"look at {root}")) == OK
-    assert wait_for(encode(encoding, root)) == OK
-    assert wait_for(fork(lambda: compare(root, encoding.world.reference), f"compare {root}")) == OK
+
+    def look_and_go_on() -> None:
+        look(root)
+        encoding.encode(config_of(encoding, root))
+        compare(root, encoding.world.reference)
+
+    assert wait_for(fork(look_and_go_on, f"after {root}")) == OK
     return code == OK
 
 

@@ -10,7 +10,10 @@ import pytest
 
 from shards.base.durable import DamagedFile
 from shards.open import open_store
+from shards.root.committed import load_receipts
+from shards.tools.provenance import recall
 from shards.tools.verify import verify_root
+from tests.conftest import encode_all
 from tests.faults.world import make_world
 
 
@@ -24,17 +27,21 @@ def test_some_flips(models: Path, tmp_path: Path, report: dict[str, object], see
 
 
 def root_of(models: Path, folder: Path) -> Path:
-    """A root of two small shards."""
-    return shutil.copytree(make_world(folder, models, num_shards=2, num_samples=3).reference, folder / "root")
+    """A root of two small tars, of which a part was recalled and made again."""
+    world = make_world(folder, models, num_shards=2, num_samples=3)
+    root = shutil.copytree(world.reference, folder / "root")
+    recall(open_store(root), load_receipts(open_store(root))[:1], "a test")
+    encode_all(world.config(root), models)
+    return root
 
 
 def kind_of(name: str) -> str:
-    """`64x64/00000/index.json` → `part index.json`, and so on."""
+    """`64x64/00000.3fa9c1d2/index.json` → `part index.json`, and so on."""
     parts = name.split("/")
     if len(parts) == 1:
         return name
-    if parts[0] in ("commits", "rejects"):
-        return parts[0]
+    if parts[0] in ("commits", "tars", "rules"):
+        return f"{parts[0]} {name.rpartition('.')[2]}"
     return f"part {parts[2]}" if len(parts) == 3 else "merged index.json"
 
 

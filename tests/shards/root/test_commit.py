@@ -10,10 +10,11 @@ import pytest
 
 from shards.base.errors import RequestError, WorkError
 from shards.base.remote import RemoteStore
+from shards.base.scratch import attempt_folder, sweep_attempts
 from shards.base.store import LocalStore, Store
 from shards.format.receipts import names_in_force
 from shards.open import open_store
-from shards.root.commit import attempt_folder, content_hash, place, record_files, sweep_attempts
+from shards.root.commit import content_hash, place, record_files
 from shards.root.committed import list_commits, load_books, load_receipts
 from shards.root.shared import create_root
 from shards.root.writing import PartWriter, WrittenPart
