@@ -21,7 +21,9 @@ from shards.base.config import load_config
 from shards.base.errors import exit_code_of
 from shards.base.scratch import sweep_attempts
 from shards.open import open_store
-from shards.root.index import write_indexes
+from shards.root.index import write_streaming
+from shards.root.manifest import newest_manifest
+from shards.root.publish import Publishing
 from shards.root.shared import agree_on_rules, check_root, check_rules, create_root
 
 
@@ -47,14 +49,17 @@ def run(arguments: list[str]) -> None:
 
     encoding = create_root(store, encoding)
     agree_on_rules(store, config.to_fill.rules)
-    try:
-        recipe = make_recipe(config, encoding)
-        ledger = run_job(waiting, recipe, config.output, config.workers) if waiting else Ledger(0)
-    finally:  # what is committed can be read, however the job ended
-        sweep_attempts(store, config.workers.scratch)
-        samples = write_indexes(store)
-
-    conclude(ledger, len(tars), str(config.output), samples)
+    with Publishing(store, config.index.every) as publishing:
+        try:
+            recipe = make_recipe(config, encoding)
+            ledger = run_job(waiting, recipe, config.output, config.workers) if waiting else Ledger(0)
+        finally:
+            sweep_attempts(store, config.workers.scratch)
+        # who tells a job to leave does not wait until all is listed: what was published last stays
+        manifest = newest_manifest(store) if ledger.left else publishing.finish()
+    if manifest is not None and not ledger.left:
+        write_streaming(store, manifest)
+    conclude(ledger, len(tars), str(config.output), manifest)
 
 
 def main() -> None:

@@ -28,6 +28,7 @@ from shards.base.store import Place
 from shards.format.buckets import Bucket
 from shards.format.encoding import EncodingRecord
 from shards.format.towers import ONLY_TEXT
+from shards.root.publish import IndexConfig
 
 
 class WorkersConfig(WorkerConfig, FleetConfig):
@@ -72,6 +73,7 @@ class PrecomputeConfig(Config):
     limits: LimitsConfig = LimitsConfig()
     tars: TarsConfig = TarsConfig()
     workers: WorkersConfig = WorkersConfig()
+    index: IndexConfig = IndexConfig()
 
     @field_validator("buckets")
     @classmethod

@@ -19,6 +19,7 @@ from shards.base.progress import Progress
 from shards.base.store import Store
 from shards.format.receipts import names_in_force, parse_name, receipt_name
 from shards.root.committed import TarBooks, list_commits
+from shards.root.manifest import Manifest
 
 
 def run_job(tars: Sequence[InputTar], recipe: Recipe, output: Path | str, workers: FleetConfig) -> "Ledger":
@@ -66,18 +67,20 @@ def announce(waiting: Sequence[InputTar], num_tars: int, buckets: Sequence[objec
     )
 
 
-def conclude(ledger: "Ledger", num_tars: int, root: str, samples: dict[str, int]) -> None:
-    """Say what came of a job's `num_tars`, and what `root` now holds: bucket → samples.
+def conclude(ledger: "Ledger", num_tars: int, root: str, manifest: Manifest | None) -> None:
+    """Say what came of a job's `num_tars`, and what `root` holds by its newest manifest.
 
     Raises:
         Preempted: the job was told to leave before its end.
         WorkError: some tars failed.
     """
-    held = ", ".join(f"{count} samples in {bucket}" for bucket, count in samples.items()) or "nothing"
+    sizes = manifest.buckets if manifest is not None else {}
+    held = ", ".join(f"{size.samples} samples in {bucket}" for bucket, size in sizes.items()) or "nothing"
     print(
         f"{ledger.done} tars encoded ({ledger.samples_in} samples in, {ledger.encoded} accepted, "
         f"{ledger.samples_in - ledger.encoded} rejected), {num_tars - ledger.total} had been done before, "
-        f"{len(ledger.failed)} failed. {root} now holds {held}."
+        f"{len(ledger.failed)} failed. {root} {'held' if ledger.left else 'now holds'} {held}"
+        f"{' when it was last indexed' if ledger.left else ''}."
     )
     if ledger.left:
         raise Preempted(

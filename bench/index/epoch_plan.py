@@ -113,7 +113,7 @@ def make_root(folder: Path, num_samples: int, num_files: int) -> None:
     whole = make_rows(rows)
     id = content_id(whole)
     BucketIndex(bucket=BUCKET, segments=(save_segment(store, whole),)).save(store, id)
-    Manifest(number=1, buckets={BUCKET: BucketSize(id=id, **sizes(whole))}, recalled={}).save(store)
+    Manifest(number=1, buckets={BUCKET: BucketSize(id=id, **sizes([whole]))}, recalled={}).save(store)
     (folder / "half").mkdir()
     mask = np.random.default_rng(0).integers(0, 256, -(-num_samples // 8), dtype=np.uint8)
     passing = count_by_file(np.unpackbits(mask, count=num_samples).view(bool), counts)

@@ -7,7 +7,7 @@ A run applies all lists that were there when it began, and its fingerprint names
 
 import hashlib
 import io
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -98,6 +98,15 @@ def load_exclusion(store: Store, id: str) -> Exclusion:
     if exclusion.id != id:
         raise DamagedFile(f"{store.where(name)} is missing or damaged: its SHA-256 is not its name. Restore it.")
     return exclusion
+
+
+def damaged_exclusions(store: Store) -> Iterator[str]:
+    """Lists that are not as they were stored."""
+    for id in exclusion_ids(store):
+        try:
+            load_exclusion(store, id)
+        except DamagedFile as error:
+            yield str(error)
 
 
 def read_samples(store: Store, bucket: str, part: np.void, columns: Sequence[str]) -> pa.Table:

@@ -11,7 +11,7 @@ manifests, so that runs which began with them go on.
 
 import hashlib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, Literal
 
 import pyarrow as pa
@@ -20,6 +20,7 @@ from shards.base.config import Config
 from shards.base.durable import DamagedFile, parse_sealed_json, sealed_json
 from shards.base.errors import RequestError
 from shards.base.store import Store
+from shards.root.segments import FOLDER as SEGMENTS
 from shards.root.segments import content_id, load_segment, merge
 
 FOLDER = "index/manifests"
@@ -122,6 +123,22 @@ def current_ids(store: Store, buckets: Iterable[str]) -> dict[str, str]:
         return {bucket: manifest.buckets[bucket].id for bucket in buckets if bucket in manifest.buckets}
     found = store.read_many([f"{bucket}/index.json" for bucket in buckets])
     return {name.partition("/")[0]: hashlib.sha256(data).hexdigest() for name, data in found.items()}
+
+
+def damaged_indexes(store: Store) -> Iterator[str]:
+    """What is wrong with what was published: of manifests, indexes and segments each that is not as it was stored."""
+    for name in [f"{folder}/{file}" for folder in (FOLDER, INDEXES, SEGMENTS) for file in store.files(folder)]:
+        folder, _, file = name.rpartition("/")
+        data, stem = store.read(name), file.partition(".")[0]
+        try:
+            if folder == SEGMENTS:
+                load_segment(store, stem)
+            elif folder == FOLDER:
+                Manifest.model_validate(_of_this_version(data, store.where(name)))
+            elif hashlib.sha256(data).hexdigest() != stem:
+                load_rows(store, stem, BucketIndex.model_validate(_of_this_version(data, store.where(name))))
+        except (DamagedFile, RequestError) as error:
+            yield str(error)
 
 
 def keep_version1(store: Store, buckets: Iterable[str]) -> None:

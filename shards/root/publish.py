@@ -11,7 +11,9 @@ from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
 
 import pyarrow as pa
+from pydantic import Field
 
+from shards.base.config import Config
 from shards.base.errors import RequestError, WorkError
 from shards.base.store import Store
 from shards.format.receipts import is_version1, names_in_force, parse_name
@@ -21,10 +23,17 @@ from shards.root.segments import content_id, load_segment, make_rows, merge, par
 
 RECEIPTS_AT_ONCE = 512
 """Held in memory before they become rows."""
-LEAVE_SECONDS = 8.0
-"""For so long a process that is told to leave waits for a step of its publisher."""
+LEAVE_SECONDS = 5.0
+"""For so long a process that is told to leave waits for a step of its publisher; only a listing takes longer."""
 MERGE_BELOW = 2
 """A segment is merged into the next one where it has fewer than this many times its parts."""
+
+
+class IndexConfig(Config):
+    """When what is committed becomes visible to training runs that begin."""
+
+    every: float = Field(300.0, gt=0)
+    """Seconds between two manifests while a job runs; one more is published at its end, unless it was told to leave."""
 
 
 class Stopped(Exception):
@@ -113,11 +122,10 @@ class Publisher:
         segments = dict(kept)
         if len(rows) or not kept:
             segments[save_segment(self.store, rows)] = rows
-        whole = merge(list(segments.values()))
-        id = content_id(whole)
+        id = content_id(merge(list(segments.values()), ["tar", "generation", "digest"]))
         BucketIndex(bucket=bucket, segments=tuple(segments)).save(self.store, id, repair)
         self.tables |= segments
-        return BucketSize(id=id, **sizes(whole))
+        return BucketSize(id=id, **sizes(segments.values()))
 
     def _check(self) -> None:
         if self.stop():

@@ -5,7 +5,7 @@ of their tars, so that merging tables gives the same whatever the pieces were.
 """
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -60,9 +60,9 @@ def digest(receipt: Receipt) -> bytes:
     return hashlib.sha256(canonical_json(told | {"table": receipt.files[SAMPLES_NAME].sha256})).digest()
 
 
-def merge(tables: list[pa.Table]) -> pa.Table:
+def merge(tables: list[pa.Table], columns: Sequence[str] = SCHEMA.names) -> pa.Table:
     """All rows of tables that are sorted, by tar and generation, in memory of one piece."""
-    tables = [table for table in tables if len(table)] or [SCHEMA.empty_table()]
+    tables = [table.select(columns) for table in tables if len(table)] or [SCHEMA.empty_table().select(columns)]
     rows = tables[0] if len(tables) == 1 else _sorted(pa.concat_tables(tables))
     return rows if rows["tar"].num_chunks == 1 else rows.combine_chunks()
 
@@ -87,10 +87,14 @@ def part_name(tar: str, generation: int) -> str:
     return f"{tar}.g{generation}"
 
 
-def sizes(rows: pa.Table) -> dict[str, int]:
+def sizes(tables: Iterable[pa.Table]) -> dict[str, int]:
     """How many parts, files and samples."""
-    files = rows["files"].combine_chunks()
-    return {"parts": len(rows), "files": len(files.flatten()), "samples": pc.sum(rows["samples"], min_count=0).as_py()}
+    counts = {"parts": 0, "files": 0, "samples": 0}
+    for rows in tables:
+        counts["parts"] += len(rows)
+        counts["files"] += pc.sum(pc.list_value_length(rows["files"]), min_count=0).as_py()
+        counts["samples"] += pc.sum(rows["samples"], min_count=0).as_py()
+    return counts
 
 
 def files_of(rows: pa.Table) -> pa.Table:

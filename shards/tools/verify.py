@@ -22,7 +22,9 @@ from shards.format.tables import OTHER_BUCKET, REFUSED_NAME, REJECTS_SCHEMA, SAM
 from shards.format.towers import TextTower
 from shards.root.commit import content_hash
 from shards.root.committed import TarBooks, by_tar, list_commits, load_commits
+from shards.root.exclusions import damaged_exclusions
 from shards.root.index import expected_index
+from shards.root.manifest import damaged_indexes
 from shards.root.reading import captions, features, read_part, text_latents
 from shards.root.shared import RULES
 
@@ -59,6 +61,8 @@ def verify_root(store: Store) -> Iterator[str]:
         yield from verify_books(store, books)
     for name in filter(is_version1, etags):
         yield from verify_rejects(store, name)
+    yield from damaged_indexes(store)
+    yield from damaged_exclusions(store)
     if sound:
         yield from verify_indexes(store, encoding, sorted(receipts, key=lambda receipt: receipt.tar))
 
