@@ -12,6 +12,7 @@ from shards.format.encoding import EncodingRecord
 from shards.format.tables import MENDED
 from shards.format.towers import TextTower
 from shards.root.committed import TarBooks, load_committed
+from shards.root.exclusions import exclusion_ids, load_exclusion
 from shards.tools.stats import bucket_sizes, rejected_samples, stored_captions
 
 CARD = Path(__file__).with_name("card.md")
@@ -53,6 +54,7 @@ def dataset_card(store: Store) -> str:
         sizes=_rows((bucket, f"{s['samples']:,}", f"{s['bytes_per_sample']:,}") for bucket, s in sizes.items()),
         samples_in=sum(tar.samples_in for tar in books),
         rejected=_rows((why, f"{n:,}") for why, n in (rejected_samples(books) or {"none": 0}).items()),
+        exclusions=_exclusions(store),
         settings=_rows(_settings(encoding, books)),
         columns=_rows((f"`{name}`", f"`{kind}`{ABOUT_COLUMNS.get(name, '')}") for name, kind in columns.items()),
         name=store.where().rstrip("/").rpartition("/")[2],
@@ -61,6 +63,15 @@ def dataset_card(store: Store) -> str:
         captions=captions["stored"],
         mended=", ".join(f"{name} {captions[name]:,}" for name in MENDED),
     )
+
+
+def _exclusions(store: Store) -> str:
+    """What is stored, and not to be trained on."""
+    ids = exclusion_ids(store)
+    if not ids:
+        return "Nothing of it is excluded from training."
+    lists = ", ".join(f"`exclusions/{id}.txt` ({len(load_exclusion(store, id).values):,} lines)" for id in ids)
+    return f"Stored, but excluded from training: what {lists} name."
 
 
 def size_category(samples: int) -> str:

@@ -80,7 +80,9 @@ def _describe_objective(objective: ObjectiveConfig) -> str:
 
 def _describe_stream(stream: dict[str, Any], chosen_by: FilterConfig | None) -> str:
     of = f" with {chosen_by.describe()}" if chosen_by is not None and chosen_by.bounds else ""
+    without = ", ".join(f"`{id[:20]}`" for id in stream.get("exclusions", ()))
+    without = f"; without the samples that were excluded by {without}" if without else ""
     return (
         f"- {stream['samples']:,} samples at {stream['bucket']} px{of}, {stream['weight']:g} passes an epoch; encoding "
-        f"`{stream['encoding_id']}`, index `{stream['index_sha256'][:12]}`"
+        f"`{stream['encoding_id']}`, index `{stream['index_sha256'][:12]}`{without}"
     )
