@@ -28,9 +28,9 @@ def precompute_arguments(models: Path, tars: Path, root: Path, *more: str) -> li
 
 
 def tree(root: Path) -> dict[str, bytes]:
-    """Name → bytes of every file of a root, hidden ones left out."""
+    """Name → bytes of every file of a root; hidden ones are left out, and index/, which knows when receipts came."""
     files = {str(path.relative_to(root)): path for path in root.rglob("*") if path.is_file()}
-    return {name: path.read_bytes() for name, path in files.items() if not name.startswith(".")}
+    return {name: path.read_bytes() for name, path in files.items() if not name.startswith((".", "index/"))}
 
 
 def part_of(root: Path, bucket: str, tar: str) -> Path:

@@ -94,10 +94,10 @@ def _written(name: bytes, size: int, hash: int, samples: int) -> Iterable[bytes]
     )
 
 
-def expected_index(store: Store, encoding: EncodingRecord, bucket: str, receipts: Iterable[Receipt]) -> bytes:
-    """The same over those of a root's `receipts` that are of `bucket`, in the bytes of the root's version."""
+def sound_indexes(encoding: EncodingRecord, bucket: str, receipts: Iterable[Receipt]) -> list[bytes]:
+    """The same over those of `receipts` that are of `bucket`, as version 1 wrote it, and as it is written now."""
     rows = make_rows((receipt, "") for receipt in receipts if receipt.bucket == bucket)
-    return bucket_index(encoding, bucket, rows, canonical_json if is_of_version1(store) else compact_json)
+    return [bucket_index(encoding, bucket, rows, dump) for dump in (canonical_json, compact_json)]
 
 
 def _write_version1(store: Store) -> dict[str, int]:
@@ -106,7 +106,7 @@ def _write_version1(store: Store) -> dict[str, int]:
     for receipt in receipts:
         samples[receipt.bucket] = samples.get(receipt.bucket, 0) + receipt.samples
     for bucket in samples:
-        _write(store, bucket, expected_index(store, encoding, bucket, receipts))
+        _write(store, bucket, sound_indexes(encoding, bucket, receipts)[0])
     return dict(sorted(samples.items()))
 
 
