@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
+import evaluate.__main__
 import precompute.__main__
 import precompute.download.__main__
 import precompute.preview
@@ -26,6 +27,8 @@ STAGE_1, STAGE_2 = precompute.__main__.run, train.__main__.run
         (STAGE_2, ["check"], ["train check", "--optimizer.lr"]),
         (STAGE_2, ["plot"], ["loss.png"]),
         (STAGE_2, ["export"], ["train export RUN", "--weights"]),
+        (evaluate.__main__.run, [], ["evaluate sample"]),
+        (evaluate.__main__.run, ["sample"], ["evaluate sample", "--sampling.guidance"]),
         (train.launch.launch, [], ["--num_processes"]),
         (shards.__main__.run, [], ["verify", "stats", "index", "card", "where"]),
         *((shards.__main__.run, [name], ["root"]) for name in ("verify", "stats", "index", "card", "where")),

@@ -19,7 +19,7 @@ PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 def test_console_entry_points_load() -> None:
     scripts = PYPROJECT["project"]["scripts"]
-    commands = {"select", "download", "precompute", "shards", "train", "plan"}
+    commands = {"select", "download", "precompute", "shards", "train", "plan", "evaluate"}
     assert set(scripts) == {"latentmill", *(f"latentmill-{name}" for name in commands)}
     for name, target in scripts.items():
         assert callable(EntryPoint(name, target, "console_scripts").load())

@@ -8,7 +8,7 @@ then, in that folder:
   latentmill-precompute --config configs/precompute.yaml --shards all
   latentmill-train --config configs/phase1.yaml
 
-latentmill-select, latentmill-download, latentmill-shards and latentmill-plan are the other commands.
+latentmill-select, latentmill-download, latentmill-evaluate, latentmill-shards and latentmill-plan are the others.
 """
 
 import argparse

@@ -1,8 +1,9 @@
-"""A run's newest weights, with the VAE and text encoder that its latents came from → a diffusers pipeline.
+"""A run's weights, with the VAE and text encoder that its latents came from → a diffusers pipeline.
 
 examples:
   python -m train export runs/phase2
   python -m train export runs/phase2 --weights raw --output runs/phase2/raw
+  python -m train export runs/phase2 --step 100000 --output runs/phase2/export-100000
   python -m train export runs/phase2 --vae models/vae --text_encoder models/text_encoder --tokenizer models/tokenizer
 """
 
@@ -17,7 +18,7 @@ from diffusers import DDIMScheduler, DPMSolverMultistepScheduler
 from pydantic import Field
 
 from shards.base.config import Config, load_config
-from shards.base.errors import RequestError
+from shards.base.errors import RequestError, WorkError
 from shards.format.encoding import EncodingRecord
 from shards.format.models import hash_weights, model_folder
 from shards.format.towers import TextTower, Weights
@@ -25,7 +26,7 @@ from shards.open import open_store
 from train.config import TrainConfig
 from train.export.card import model_card
 from train.objective.paths import ObjectiveConfig, noise_scheduler
-from train.run.checkpoint import newest_checkpoint
+from train.run.checkpoint import Checkpoint, newest_checkpoint, step_folder, verify_checkpoint
 
 PIPELINE_FILE = Path(__file__).with_name("trimmed_pipeline.py")
 
@@ -33,6 +34,8 @@ PIPELINE_FILE = Path(__file__).with_name("trimmed_pipeline.py")
 class ExportConfig(Config):
     """Write a diffusers pipeline: this run's U-Net with the VAE and text encoder that its latents came from."""
 
+    step: int | None = Field(None, ge=0)
+    """Which checkpoint; null: the newest that is whole."""
     weights: Literal["auto", "raw", "ema"] = Field("auto")
     """auto: the moving average where the run has one."""
     output: Path | None = None
@@ -55,10 +58,11 @@ def export(arguments: list[str]) -> Path:
 
 
 def write_pipeline(run_dir: Path, options: ExportConfig) -> Path:
-    """Assemble the pipeline folder from the newest checkpoint; it appears whole.
+    """Assemble the pipeline folder from a checkpoint; it appears whole.
 
     Raises:
         RequestError: no checkpoint, or an encoder that is not the one the latents were made with.
+        WorkError: the checkpoint is damaged, or was removed meanwhile.
     """
     target = options.output or run_dir / "export"
     if target.exists() and not target.is_dir():
@@ -67,11 +71,9 @@ def write_pipeline(run_dir: Path, options: ExportConfig) -> Path:
         raise RequestError(
             f"{target} holds something else than a pipeline, and would be replaced. Give another --output."
         )
-    newest = newest_checkpoint(run_dir)
-    if newest is None:
-        raise RequestError(f"{run_dir} has no complete checkpoint: there is nothing to export yet.")
+    checkpoint = _chosen(run_dir, options.step)
     config = load_config(TrainConfig, run_dir / "config.yaml", [], "train export")
-    weights = newest.weights(options.weights)
+    weights = checkpoint.weights(options.weights)
     encoding = EncodingRecord.load(open_store(config.data.streams[0].root))
     text = only_text(encoding, config.data.towers)
     parts = {
@@ -83,12 +85,12 @@ def write_pipeline(run_dir: Path, options: ExportConfig) -> Path:
     private = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}")
     try:
         for name, folder in parts.items():
-            shutil.copytree(folder, private / name, copy_function=shutil.copyfile)
+            _copy(folder, private / name)
         scheduler = sampler(config.objective)
         scheduler.save_pretrained(private / "scheduler")
         _write_index(private, type(scheduler).__name__, text.trim)
         card = model_card(
-            run_dir, target, config, newest.content, encoding, text, weights.name, type(scheduler).__name__
+            run_dir, target, config, checkpoint.content, encoding, text, weights.name, type(scheduler).__name__
         )
         (private / "README.md").write_text(card)
         if target.exists():
@@ -140,6 +142,23 @@ def only_text(encoding: EncodingRecord, towers: list[str] | None) -> TextTower:
             f"{encoding.image.class_name}. The weights are in the checkpoint's folder unet/."
         )
     return text
+def _chosen(run_dir: Path, step: int | None) -> Checkpoint:
+    checkpoint = newest_checkpoint(run_dir) if step is None else verify_checkpoint(step_folder(run_dir, step))
+    if checkpoint is None:
+        raise RequestError(f"{run_dir} has no complete checkpoint: there is nothing to export yet.")
+    return checkpoint
+
+
+def _copy(folder: Path, target: Path) -> None:
+    try:
+        shutil.copytree(folder, target, copy_function=shutil.copyfile)
+    except (FileNotFoundError, shutil.Error) as error:
+        if folder.exists():
+            raise
+        raise WorkError(
+            f"{folder} was removed while it was read: a run keeps its newest checkpoints alone. Set checkpoint.keep or "
+            f"checkpoint.keep_every so that those to export stay."
+        ) from error
 
 
 def _same_model(kind: str, given: str | None, recorded: Weights) -> Path:

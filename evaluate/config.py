@@ -1,0 +1,26 @@
+"""The config of evaluation, put together from its rooms' own."""
+
+from pydantic import Field
+
+from evaluate.sampling.model import Weights
+from evaluate.sampling.prompts import PromptsConfig
+from evaluate.sampling.settings import SamplingConfig
+from precompute.cluster.fleet import FleetConfig
+from shards.base.config import Config
+from shards.base.store import Place
+
+
+class EvaluateConfig(Config):
+    """Pictures of a model, and metrics over them."""
+
+    model: str
+    """A run folder or its address; or a diffusers pipeline: an export's folder, or a name on the hub."""
+    step: int | None = Field(None, ge=0)
+    """Of a run: which checkpoint; null: the newest."""
+    weights: Weights = "auto"
+    """Of a run: raw, ema, or auto, the moving average where there is one."""
+    output: Place | None = None
+    """Where samples and metrics go, a folder that all workers see or an address; null: RUN/evaluations/STEP."""
+    prompts: PromptsConfig = PromptsConfig()
+    sampling: SamplingConfig = SamplingConfig()
+    workers: FleetConfig = FleetConfig()

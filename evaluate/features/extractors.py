@@ -1,0 +1,187 @@
+"""Networks that turn pictures into features, each from a local file or folder, known by its content.
+
+A picture of any size is brought to the network's own as the extractor says: that is part of the metric's id.
+"""
+
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from pydantic import Field
+from torch import Tensor
+from torch.nn.functional import adaptive_avg_pool2d, interpolate
+
+from shards.base.config import Config
+from shards.base.durable import canonical_json, sha256_file
+from shards.base.errors import RequestError
+from shards.format.models import FILES, read_model_config
+
+Kind = Literal["inception", "clip", "dinov2", "toy"]
+CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+DINOV2_SIDE = 224
+RESIZE = {"inception": "bilinear as TensorFlow 1", "clip": "bicubic antialias, center", "dinov2": "bicubic antialias"}
+TOY_CELLS = 4
+
+Pixels = np.ndarray
+"""(N, height, width, 3) uint8."""
+Extractor = Callable[[Pixels], Tensor]
+"""→ (N, D) float32."""
+
+
+class ExtractorConfig(Config):
+    """A network by its local path; nothing is fetched."""
+
+    weights: Path | None = None
+    """inception: torch-fidelity's file; clip, dinov2: a transformers folder; null: not used."""
+    sha256: str | None = None
+    """What the weights must hash to; null: whatever is there, and it is in the metric's id."""
+
+
+class ExtractorsConfig(Config):
+    """The networks that metrics are taken over."""
+
+    inception: ExtractorConfig = ExtractorConfig()
+    """For fid, fid_infinity, kid, precision and recall."""
+    clip: ExtractorConfig = ExtractorConfig()
+    """For clip_fid, cmmd and clip_score."""
+    dinov2: ExtractorConfig = ExtractorConfig()
+    """For fd_dinov2."""
+    toy: bool = Field(False)
+    """Mean colours of 4 × 4 cells, for toy_fid and toy_kid: for demos, where no weights are at hand."""
+    batch_size: int = Field(64, ge=1)
+    """Pictures at a time."""
+
+
+def describe_extractor(kind: Kind, config: ExtractorsConfig) -> dict[str, Any]:
+    """What its features depend on, by content.
+
+    Raises:
+        RequestError: no weights are given for it, they are not there, or they hash to something else.
+    """
+    if kind == "toy":
+        return {"kind": kind, "resize": f"area {TOY_CELLS}"}
+    given: ExtractorConfig = getattr(config, kind)
+    option = f"extractors.{kind}.weights"
+    if given.weights is None or not given.weights.exists():
+        what = "are not given" if given.weights is None else f"are not at {given.weights}"
+        raise RequestError(
+            f"The weights of {kind} {what}. Give their local path as {option}; nothing is downloaded here "
+            f"(docs/evaluation.md says where others have them from)."
+        )
+    sha256 = _hash(given.weights)
+    if given.sha256 is not None and sha256 != given.sha256:
+        raise RequestError(
+            f"{given.weights} hashes to {sha256}, and extractors.{kind}.sha256 asks for {given.sha256}: other weights "
+            f"give other numbers. Put the right file there, or drop the sha256."
+        )
+    resize = {
+        "inception": "bilinear as TensorFlow 1",
+        "clip": "bicubic antialias, center",
+        "dinov2": "bicubic antialias",
+    }
+    return {"kind": kind, "sha256": sha256, "resize": resize[kind]}
+
+
+def extractor_id(description: dict[str, Any]) -> str:
+    """For folders."""
+    return f"{description['kind']}-{hashlib.sha256(canonical_json(description)).hexdigest()[:12]}"
+
+
+def load_extractor(kind: Kind, weights: Path | None, device: str) -> Extractor:
+    """The network on `device`, in float32."""
+    if kind == "toy":
+        return lambda pixels: adaptive_avg_pool2d(_floats(pixels, device), TOY_CELLS).flatten(1)
+    assert weights is not None
+    return {"inception": _inception, "clip": _clip, "dinov2": _dinov2}[kind](weights, device)
+
+
+def load_text_features(weights: Path, device: str) -> Callable[[list[str]], Tensor]:
+    """Prompts → (N, D) float32, in the space of `clip`'s features. Prompts are cut where the tokenizer ends."""
+    from transformers import AutoTokenizer, CLIPTextModelWithProjection
+
+    model = CLIPTextModelWithProjection.from_pretrained(weights, use_safetensors=True).eval().to(device)
+    tokenizer = AutoTokenizer.from_pretrained(weights)
+    length = model.config.max_position_embeddings
+
+    @torch.inference_mode()
+    def encode(texts: list[str]) -> Tensor:
+        tokens = tokenizer(texts, padding="max_length", truncation=True, max_length=length, return_tensors="pt")
+        embeds: Tensor = model(**tokens.to(device)).text_embeds
+        return embeds.float()
+
+    return encode
+
+
+def _inception(weights: Path, device: str) -> Extractor:
+    from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3
+
+    model = FeatureExtractorInceptionV3("inception", ["2048"], feature_extractor_weights_path=str(weights))
+    model = model.eval().to(device)
+
+    @torch.inference_mode()
+    def extract(pixels: Pixels) -> Tensor:
+        features: Tensor = model(torch.from_numpy(pixels).permute(0, 3, 1, 2).to(device))[0]
+        return features.float()
+
+    return extract
+
+
+def _clip(weights: Path, device: str) -> Extractor:
+    from transformers import CLIPVisionModelWithProjection
+
+    model = CLIPVisionModelWithProjection.from_pretrained(weights, use_safetensors=True).eval().to(device)
+    side = model.config.image_size
+
+    @torch.inference_mode()
+    def extract(pixels: Pixels) -> Tensor:
+        shown = _shown(_floats(pixels, device), side, crop=True, mean=CLIP_MEAN, std=CLIP_STD)
+        embeds: Tensor = model(pixel_values=shown).image_embeds
+        return embeds.float()
+
+    return extract
+
+
+def _dinov2(weights: Path, device: str) -> Extractor:
+    from transformers import Dinov2Model
+
+    model = Dinov2Model.from_pretrained(weights, use_safetensors=True).eval().to(device)
+
+    @torch.inference_mode()
+    def extract(pixels: Pixels) -> Tensor:
+        shown = _shown(_floats(pixels, device), DINOV2_SIDE, crop=False, mean=IMAGENET_MEAN, std=IMAGENET_STD)
+        pooled: Tensor = model(pixel_values=shown).pooler_output
+        return pooled.float()
+
+    return extract
+
+
+def _floats(pixels: Pixels, device: str) -> Tensor:
+    """(N, 3, height, width) in [0, 1]."""
+    return torch.from_numpy(pixels).to(device).permute(0, 3, 1, 2).float() / 255
+
+
+def _shown(pictures: Tensor, side: int, crop: bool, mean: tuple[float, ...], std: tuple[float, ...]) -> Tensor:
+    """(N, 3, side, side): the shorter side resized and the middle cut, or both sides resized; normalised."""
+    height, width = pictures.shape[-2:]
+    scale = side / min(height, width)
+    size = (max(side, round(height * scale)), max(side, round(width * scale))) if crop else (side, side)
+    if size != (height, width):
+        pictures = interpolate(pictures, size, mode="bicubic", antialias=True).clamp(0, 1)
+    top, left = (size[0] - side) // 2, (size[1] - side) // 2
+    pictures = pictures[:, :, top : top + side, left : left + side]
+    return (pictures - pictures.new_tensor(mean)[:, None, None]) / pictures.new_tensor(std)[:, None, None]
+
+
+def _hash(weights: Path) -> str:
+    if weights.is_file():
+        return sha256_file(weights)
+    read_model_config(weights)
+    digest = hashlib.sha256()
+    for name in FILES:
+        if (weights / name).is_file():
+            digest.update(f"{name} {sha256_file(weights / name)}\n".encode())
+    return digest.hexdigest()

@@ -1,0 +1,192 @@
+"""Features of every unit of a source, stored once in parts, and read back as one array."""
+
+import functools
+import hashlib
+import io
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from evaluate.features.extractors import (
+    Extractor,
+    ExtractorsConfig,
+    Kind,
+    describe_extractor,
+    extractor_id,
+    load_extractor,
+    load_text_features,
+)
+from evaluate.features.sources import ReferenceConfig, SampleUnit, Taken, Unit, reference_units
+from evaluate.fleet import lost_with_its_gpu, run_units
+from evaluate.parts import Receipt, commit_part, read_part, read_receipt, write_once
+from precompute.cluster.fleet import FleetConfig
+from shards.base.durable import canonical_json, parse_sealed_json
+from shards.base.errors import RequestError, WorkError
+from shards.base.store import Store
+from shards.open import open_store
+
+RECORD = "reference.json"
+FEATURES, TEXTS = "features.npy", "texts.npy"
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What a worker needs to know."""
+
+    kind: Kind
+    weights: Path | None
+    folder: str
+    """Of the features, in `place`."""
+    place: Path | str
+    batch_size: int
+    device: str
+    num_cpus: float
+
+
+@dataclass(frozen=True)
+class Features:
+    """Of a whole source, in its order."""
+
+    values: np.ndarray
+    """(N, D) float32."""
+    texts: np.ndarray | None
+    """(N, D) of the samples' prompts, where the extractor has a text side."""
+    extractor: dict[str, Any]
+    inputs: dict[str, str]
+    """Unit → SHA-256 of what it was taken from."""
+    rejected: dict[str, int]
+
+
+def extract(
+    units: Sequence[Unit], kind: Kind, config: ExtractorsConfig, place: Path | str, workers: FleetConfig
+) -> Features:
+    """Features of all units, those that are missing computed on Ray and kept at `place`.
+
+    Raises:
+        RequestError: the extractor's weights are missing, or others.
+        WorkError: units failed.
+    """
+    description = describe_extractor(kind, config)
+    folder, store = f"features/{extractor_id(description)}", open_store(place)
+    weights = None if kind == "toy" else getattr(config, kind).weights.absolute()
+    device = "cuda" if workers.num_gpus else "cpu"
+    recipe = Recipe(kind, weights, folder, place, config.batch_size, device, workers.num_cpus)
+    missing = [(unit.name, unit) for unit in units if read_receipt(store, folder, unit.name) is None]
+    run_units(missing, partial(extract_on_worker, recipe=recipe), workers, kind)
+    return read_features(store, folder, [unit.name for unit in units], description)
+
+
+def read_features(store: Store, folder: str, names: Sequence[str], description: dict[str, Any]) -> Features:
+    """The committed parts `names`, as one.
+
+    Raises:
+        WorkError: some are missing, or none holds a picture.
+    """
+    receipts = {name: receipt for name in names if (receipt := read_receipt(store, folder, name)) is not None}
+    if len(receipts) < len(names):
+        raise WorkError(
+            f"{store.where(folder)} has features of {len(receipts)} of {len(names)} parts. Give the same command with "
+            f"the pictures (reference.pictures), and it goes on."
+        )
+    parts = [read_part(store, folder, name, receipt) for name, receipt in receipts.items() if receipt["count"]]
+    if not parts:
+        raise WorkError(f"{store.where(folder)} holds features of no picture: all were rejected, or too small.")
+    values, texts = (
+        [np.load(io.BytesIO(part[name]), allow_pickle=False) for part in parts if name in part]
+        for name in (FEATURES, TEXTS)
+    )
+    rejected: dict[str, int] = {}
+    for receipt in receipts.values():
+        for reason, count in receipt["rejected"].items():
+            rejected[reason] = rejected.get(reason, 0) + count
+    inputs = {name: receipt["input"] for name, receipt in receipts.items()}
+    joined = np.concatenate(texts) if texts else None
+    return Features(np.concatenate(values), joined, description, inputs, rejected)
+
+
+def extract_on_worker(unit: Unit, attempt: int, report: Callable[[int], None], recipe: Recipe) -> Receipt:
+    """One attempt at one unit; `report` hears how many pictures were seen."""
+    torch.set_num_threads(1 if recipe.device == "cuda" else max(1, int(recipe.num_cpus)))
+    with lost_with_its_gpu():
+        make = partial(extract_part, unit, recipe, report)
+        return commit_part(open_store(recipe.place), recipe.folder, unit.name, make)
+
+
+def extract_part(unit: Unit, recipe: Recipe, report: Callable[[int], None], folder: Path) -> Receipt:
+    """The features of a unit's pictures into `folder`."""
+    extractor = cached_extractor(recipe.kind, recipe.weights, recipe.device)
+    taken, rows = Taken(), []
+    for batch in batches(unit.pictures(taken), recipe.batch_size):
+        rows.append(extractor(batch).cpu().numpy())
+        report(sum(map(len, rows)))
+    if rows:
+        np.save(folder / FEATURES, np.concatenate(rows))
+    if recipe.kind == "clip" and isinstance(unit, SampleUnit) and recipe.weights is not None:
+        encode = cached_texts(recipe.weights, recipe.device)
+        starts = range(0, len(unit.texts), recipe.batch_size)
+        texts = [encode(list(unit.texts[start : start + recipe.batch_size])).cpu().numpy() for start in starts]
+        np.save(folder / TEXTS, np.concatenate(texts))
+    return {"count": sum(map(len, rows)), "rejected": dict(taken.rejected or {}), "input": taken.input}
+
+
+def batches(pictures: Iterable[np.ndarray], batch_size: int) -> Iterator[np.ndarray]:
+    """(N, height, width, 3) uint8."""
+    pictures = iter(pictures)
+    while batch := list(islice(pictures, batch_size)):
+        yield np.stack(batch)
+
+
+@functools.lru_cache(maxsize=1)
+def cached_extractor(kind: Kind, weights: Path | None, device: str) -> Extractor:
+    """Kept for the next unit."""
+    return load_extractor(kind, weights, device)
+
+
+@functools.lru_cache(maxsize=1)
+def cached_texts(weights: Path, device: str) -> Callable[[list[str]], torch.Tensor]:
+    """Kept for the next unit."""
+    return load_text_features(weights, device)
+
+
+def reference_features(
+    config: ReferenceConfig, kind: Kind, extractors: ExtractorsConfig, workers: FleetConfig
+) -> tuple[Features, str]:
+    """Features of the reference, and its id: of its pictures and of how they become pixels.
+
+    Raises:
+        RequestError: there is no such reference, or it was made otherwise.
+    """
+    if config.place is None:
+        raise RequestError("No reference is given. Set reference.place, and reference.pictures where it is new.")
+    store, record = open_store(config.place), config.record()
+    if config.pictures is not None:
+        units = reference_units(config)
+        names = [unit.name for unit in units]
+        content = record | {"units": names, "pictures": config.pictures}
+        write_once(store, RECORD, content, lambda found: _another(store, found, content))
+        found = extract(units, kind, extractors, config.place, workers)
+    else:
+        try:
+            content = parse_sealed_json(store.read(RECORD), store.where(RECORD))
+        except FileNotFoundError:
+            raise RequestError(f"{store.where()} is no reference. Make it: set reference.pictures, too.") from None
+        if any(content[key] != value for key, value in record.items()):
+            raise _another(store, content, record)
+        description = describe_extractor(kind, extractors)
+        found = read_features(store, f"features/{extractor_id(description)}", content["units"], description)
+    named = {key: content[key] for key in record} | {"inputs": found.inputs}
+    return found, hashlib.sha256(canonical_json(named)).hexdigest()[:16]
+
+
+def _another(store: Store, found: dict[str, Any], wanted: dict[str, Any]) -> RequestError:
+    differ = ", ".join(f"{k} {found.get(k)!r} ≠ {v!r}" for k, v in wanted.items() if found.get(k) != v)
+    return RequestError(
+        f"{store.where()} is a reference of other pictures or another size: {differ} (there ≠ asked for). Pictures are "
+        f"held against a reference of their own size, made in one way. Give another reference.place."
+    )

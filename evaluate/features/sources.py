@@ -1,0 +1,163 @@
+"""Where pictures come from, in units: parts of a sample set, tars, files of a folder.
+
+A reference's pictures go through stage 1's own pixel path, whatever they are in: a model is held against pictures that
+were cut and scaled as those that it was trained on.
+"""
+
+import hashlib
+import io
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+from pydantic import Field, field_validator
+
+from evaluate.parts import Receipt, read_part
+from evaluate.sampling.job import SampleSet
+from evaluate.sampling.worker import PICTURES
+from precompute.input.layout import IMAGE_SUFFIXES
+from precompute.input.reject import Reject
+from precompute.input.tars import InputTar, Tar, counted_samples, list_tars, local_copy
+from precompute.pixels.decode import LimitsConfig, PixelsConfig, decode
+from shards.base.config import Config
+from shards.base.errors import RequestError
+from shards.base.store import Place
+from shards.format.buckets import Bucket
+from shards.open import open_store
+
+FILES_PER_UNIT = 500
+
+
+class ReferenceConfig(Config):
+    """The pictures that a model's are held against."""
+
+    place: Place | None = None
+    """Where its features are kept, or are to be: a folder or an address."""
+    pictures: str | None = None
+    """A folder or address of tars, or a folder of pictures; null: the features are there already."""
+    size: str = "512x512"
+    """WIDTHxHEIGHT in pixels, that of the samples. Smaller pictures are left out."""
+    pixels: PixelsConfig = PixelsConfig()
+    limits: LimitsConfig = LimitsConfig()
+    batch_size: int = Field(64, ge=1)
+    """Pictures at a time."""
+
+    @field_validator("size")
+    @classmethod
+    def _parse_size(cls, size: str) -> str:
+        return str(Bucket.parse(size))
+
+    def record(self) -> dict[str, Any]:
+        """How pictures become pixels."""
+        pixels = self.pixels
+        return {"size": self.size, "decoder": pixels.decoder, "resampling": pixels.resampling, "crop": pixels.crop}
+
+
+@dataclass
+class Taken:
+    """What a unit was found to hold."""
+
+    input: str = ""
+    """SHA-256 of its bytes."""
+    rejected: Counter[str] | None = None
+
+
+@dataclass(frozen=True)
+class SampleUnit:
+    """A committed part of a sample set."""
+
+    name: str
+    place: Path | str
+    receipt: Receipt
+    texts: tuple[str, ...]
+    """Its prompts, one for each picture."""
+
+    def pictures(self, taken: Taken) -> Iterator[np.ndarray]:
+        """(height, width, 3) uint8, in order."""
+        files = read_part(open_store(self.place), PICTURES, self.name, self.receipt)
+        taken.input = hashlib.sha256("".join(self.receipt["files"].values()).encode()).hexdigest()
+        for data in files.values():
+            yield np.asarray(Image.open(io.BytesIO(data), formats=["PNG", "WEBP"]))
+
+
+@dataclass(frozen=True)
+class TarUnit:
+    """A tar of a reference."""
+
+    name: str
+    tar: InputTar
+    config: ReferenceConfig
+
+    def pictures(self, taken: Taken) -> Iterator[np.ndarray]:
+        """(height, width, 3) uint8 of what is sound and large enough, in the tar's order."""
+        with local_copy(self.tar.address, ".tar") as path:
+            tar = Tar(path, self.config.limits.max_bytes)
+            tar.check(self.tar, counted_samples(self.tar))
+            taken.input = tar.sha256
+            for sample in tar.samples():
+                yield from _cut(sample.image, self.config, taken)
+
+
+@dataclass(frozen=True)
+class FilesUnit:
+    """Some files of a reference's folder."""
+
+    name: str
+    paths: tuple[Path, ...]
+    config: ReferenceConfig
+
+    def pictures(self, taken: Taken) -> Iterator[np.ndarray]:
+        """(height, width, 3) uint8 of what is sound and large enough, in the files' order."""
+        digest = hashlib.sha256()
+        for path in self.paths:
+            data = path.read_bytes()
+            digest.update(hashlib.sha256(data).digest())
+            yield from _cut(data, self.config, taken)
+        taken.input = digest.hexdigest()
+
+
+Unit = SampleUnit | TarUnit | FilesUnit
+
+
+def sample_units(found: SampleSet) -> list[SampleUnit]:
+    """The parts of a sample set."""
+    texts = {prompt.id: prompt.text for prompt in found.prompts}
+    return [
+        SampleUnit(name, found.place, receipt, tuple(texts[prompt_id] for prompt_id, _ in receipt["samples"]))
+        for name, receipt in found.parts.items()
+    ]
+
+
+def reference_units(config: ReferenceConfig) -> list[TarUnit] | list[FilesUnit]:
+    """The tars of a reference, or its files by 500.
+
+    Raises:
+        RequestError: there are neither.
+    """
+    assert config.pictures is not None
+    folder = Path(config.pictures).absolute()
+    if "://" in config.pictures or any(folder.glob("*.tar")):
+        return [TarUnit(tar.name, tar, config) for tar in list_tars(config.pictures)]
+    paths = sorted(path for path in folder.rglob("*") if path.suffix.lower().lstrip(".") in IMAGE_SUFFIXES)
+    if not paths:
+        raise RequestError(f"{folder} holds neither tars nor pictures. Set reference.pictures to a folder of either.")
+    starts = range(0, len(paths), FILES_PER_UNIT)
+    return [
+        FilesUnit(f"{number:05d}", tuple(paths[start : start + FILES_PER_UNIT]), config)
+        for number, start in enumerate(starts)
+    ]
+
+
+def _cut(data: bytes | None, config: ReferenceConfig, taken: Taken) -> Iterator[np.ndarray]:
+    bucket = Bucket.parse(config.size)
+    taken.rejected = taken.rejected if taken.rejected is not None else Counter()
+    try:
+        if data is None:
+            raise Reject("no_image", "the sample has no picture")
+        yield decode(data, [bucket], config.pixels, config.limits).pixels[bucket]
+    except Reject as reject:
+        taken.rejected[reject.reason] += 1

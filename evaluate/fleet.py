@@ -1,0 +1,71 @@
+"""Units of work on Ray, until each is done: what sampling and features share."""
+
+import os
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TypeVar
+
+from precompute.cluster.fleet import Done, Failed, Fleet, FleetConfig, News, UnderWay
+from precompute.cluster.ray_cluster import Function, start_ray
+from shards.base.errors import Preempted, WorkError
+from shards.base.progress import Progress
+
+Work = TypeVar("Work")
+Result = TypeVar("Result")
+
+
+def run_units(
+    units: Sequence[tuple[str, Work]],
+    function: Function[Work, Result],
+    workers: FleetConfig,
+    what: str,
+    record: Callable[[Result], None] = lambda result: None,
+) -> None:
+    """`function` on every unit (key, work); `record` hears each result. Starts Ray where there is anything to do.
+
+    Raises:
+        Preempted: the job was told to leave before its end.
+        WorkError: some units failed, or no node of the cluster can take a worker.
+    """
+    if not units:
+        return
+    start_ray(workers)
+    failed: dict[str, str] = {}
+    done = 0
+    with Progress(what, "parts", len(units)) as progress:
+        for event in Fleet(workers, function, iter(units)):
+            match event:
+                case Done(result=result):
+                    done += 1
+                    record(result)
+                case Failed(key=key, which=which, failure=failure, again=again):
+                    progress.say(f"{what} {key}: {which}: {failure.text}")
+                    if not again:
+                        failed[key] = failure.line
+                case News(text=text):
+                    progress.say(text)
+                case UnderWay(attempts=attempts, reported=reported):
+                    if progress.is_due:
+                        figures = {"done": done, "parts": len(units), "under_way": attempts, "pictures": reported}
+                        progress.show(done + len(failed), f"{reported} pictures under way", figures)
+    if failed:
+        reasons = "; ".join(f"{key}: {reason}" for key, reason in sorted(failed.items()))
+        raise WorkError(
+            f"{what}: {len(failed)} of {len(units)} parts failed ({reasons}). The others are committed; the same "
+            f"command again tries just these."
+        )
+    if done < len(units):
+        raise Preempted(f"{what}: told to leave, {len(units) - done} parts before the end. The same command goes on.")
+
+
+@contextmanager
+def lost_with_its_gpu() -> Iterator[None]:
+    """After an error of CUDA a process cannot use its GPU again: it ends, and Ray starts another one."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "CUDA error" not in str(error):
+            raise
+        traceback.print_exc()
+        os._exit(1)

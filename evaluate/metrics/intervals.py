@@ -1,0 +1,110 @@
+"""A statistic's bias and variance from what it is without some of its samples.
+
+Samples are left out by groups, each of whole prompts: pictures of one prompt depend on each other. The variance is
+Efron and Stein's ("The jackknife estimate of variance", Annals of Statistics 9, 1981, section 5), which takes from the
+jackknife's what second-order terms put into it twice. Near equality of two distributions these terms are all there is.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import combinations
+
+import numpy as np
+from scipy.stats import t
+
+GROUPS = 16
+COVERAGE = 0.95
+
+Statistic = Callable[[tuple[int, ...]], float]
+"""Groups that are left out → its value over the others."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A number, and how sure it is."""
+
+    value: float
+    low: float
+    high: float
+    """Of a 95 % interval."""
+    estimand: str
+    """What the interval covers."""
+
+
+@dataclass(frozen=True)
+class Jackknife:
+    """What a statistic is over all samples, without its 1/N bias, and how it varies."""
+
+    value: float
+    unbiased: float
+    variance: float
+    num_groups: int
+
+    def interval(self, estimand: str, unbiased: bool = False) -> Estimate:
+        """By Student's t over the groups."""
+        value = self.unbiased if unbiased else self.value
+        half = t.ppf((1 + COVERAGE) / 2, self.num_groups - 1) * self.variance**0.5
+        return Estimate(value, value - half, value + half, estimand)
+
+
+def of_groups(whole: float, without: np.ndarray, second: float | None = None) -> Jackknife:
+    """From a statistic of all samples and its (G,) values without each group; `second`: what pairs take off."""
+    count = len(without)
+    first = (count - 1) / count * ((without - without.mean()) ** 2).sum()
+    # the first holds the second-order part twice, so no more than half of it can be that
+    variance = first if second is None else max(first - second, first / 2)
+    return Jackknife(whole, count * whole - (count - 1) * without.mean(), variance, count)
+
+
+def jackknife(statistic: Statistic, num_groups: int = GROUPS) -> Jackknife:
+    """Leave out each group, and each pair of groups: 1 + G + G(G − 1)/2 values of the statistic.
+
+    With S₍ᵢ₎ and S₍ᵢⱼ₎ for these,
+
+        unbiased   G·S − (G − 1)·mean S₍ᵢ₎                                     (no 1/N term is left)
+        variance   (G − 1)/G·Σᵢ(S₍ᵢ₎ − mean)² − 1/(G(G − 1))·Σᵢ﹤ⱼ(Qᵢⱼ − mean Q)²
+        Qᵢⱼ        G·S − (G − 1)·(S₍ᵢ₎ + S₍ⱼ₎) + (G − 2)·S₍ᵢⱼ₎
+    """
+    count = num_groups
+    whole = statistic(())
+    without = np.array([statistic((i,)) for i in range(count)])
+    pairs = np.array(
+        [
+            count * whole - (count - 1) * (without[i] + without[j]) + (count - 2) * statistic((i, j))
+            for i, j in combinations(range(count), 2)
+        ]
+    )
+    return of_groups(whole, without, ((pairs - pairs.mean()) ** 2).sum() / (count * (count - 1)))
+
+
+def groups_of(clusters: np.ndarray, num_groups: int = GROUPS) -> np.ndarray:
+    """(N,) ids of clusters, such as prompts → (N,) group of each sample; clusters are dealt out in turn."""
+    _, first, inverse = np.unique(clusters, return_index=True, return_inverse=True)
+    rank = np.argsort(np.argsort(first))  # clusters by their first appearance
+    groups: np.ndarray = rank[inverse] % num_groups
+    return groups
+
+
+def mean_interval(values: np.ndarray, clusters: np.ndarray, estimand: str) -> Estimate:
+    """A mean over samples, clustered: the ratio of the clusters' sums to their sizes, and its linearised variance."""
+    _, inverse = np.unique(clusters, return_inverse=True)
+    sizes = np.bincount(inverse)
+    mean = float(values.mean())
+    residuals = np.bincount(inverse, weights=values) - mean * sizes
+    count = len(sizes)
+    variance = count / (count - 1) * (residuals**2).sum() / sizes.sum() ** 2
+    half = float(t.ppf((1 + COVERAGE) / 2, count - 1) * variance**0.5)
+    return Estimate(mean, mean - half, mean + half, estimand)
+
+
+def share_interval(hits: np.ndarray, clusters: np.ndarray, estimand: str) -> Estimate:
+    """A share of samples: Wilson's interval for as many independent samples as would vary as these, clustered, do."""
+    share = float(hits.mean())
+    plain = mean_interval(hits.astype(np.float64), clusters, estimand)
+    count = len(np.unique(clusters))
+    z = t.ppf((1 + COVERAGE) / 2, count - 1)
+    variance = ((plain.high - plain.low) / 2 / z) ** 2
+    effective = min(len(hits), share * (1 - share) / variance) if variance else count
+    middle = (share + z**2 / (2 * effective)) / (1 + z**2 / effective)
+    half = z / (1 + z**2 / effective) * np.sqrt(share * (1 - share) / effective + z**2 / (4 * effective**2))
+    return Estimate(share, float(middle - half), float(middle + half), estimand)

@@ -1,0 +1,144 @@
+"""A sample set for every setting: which parts are missing, and a fleet of workers on them."""
+
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from evaluate.fleet import run_units
+from evaluate.parts import Receipt, read_receipt, write_once
+from evaluate.sampling.model import Model, opened
+from evaluate.sampling.pipeline import Sample, describe, load_scheduler, sampler_of
+from evaluate.sampling.prompts import Prompt, prompts_sha256
+from evaluate.sampling.settings import Drawing, SamplingConfig, Setting
+from evaluate.sampling.worker import PICTURES, Part, Recipe, draw_on_worker
+from precompute.cluster.fleet import FleetConfig
+from shards.base.config import flatten
+from shards.base.durable import parse_sealed_json
+from shards.base.errors import RequestError, WorkError
+from shards.base.store import Store
+from shards.open import open_store
+
+RECORD = "sampling.json"
+FIXED = ("model", "drawing", "part_size")
+
+
+@dataclass(frozen=True)
+class SampleSet:
+    """Pictures of one model under one setting, as they are on disk once all are drawn."""
+
+    place: Path | str
+    drawing: dict[str, Any]
+    drawing_id: str
+    model: Model
+    prompts: list[Prompt]
+    parts: dict[str, Receipt]
+    """Name → receipt, in the samples' order."""
+
+
+def below(place: Path | str, name: str) -> Path | str:
+    """A folder in a folder, or at an address."""
+    return place / name if isinstance(place, Path) else f"{place}/{name}"
+
+
+def draw_sets(
+    model: Model, prompts: list[Prompt], config: SamplingConfig, output: Path | str, workers: FleetConfig
+) -> list[Path | str]:
+    """Draw what is missing of each setting's sample set; returns where they are.
+
+    Raises:
+        RequestError: a set was begun with other prompts or settings.
+        WorkError: parts failed.
+    """
+    store = open_store(output)
+    with opened(model, store) as folder:
+        drawings = [describe_drawing(folder, prompts, config, setting) for setting in config.grid]
+    units: list[tuple[str, Part]] = []
+    places = []
+    for drawing in drawings:
+        places.append(place := below(output, str(drawing.setting)))
+        units += begin_set(place, drawing, model, prompts, config)
+    device = "cuda" if workers.num_gpus else "cpu"
+    recipe = Recipe(model, output, config.batch_size, device, workers.num_cpus)
+    run_units(units, partial(draw_on_worker, recipe=recipe), workers, "sample")
+    return places
+
+
+def describe_drawing(folder: Path, prompts: list[Prompt], config: SamplingConfig, setting: Setting) -> Drawing:
+    """What names a setting's pictures, but for the model."""
+    own = load_scheduler(folder)
+    return Drawing(
+        prompts=prompts_sha256(prompts),
+        seed=config.seed,
+        images_per_prompt=config.images_per_prompt,
+        num_samples=len(prompts) * config.images_per_prompt,
+        size=config.size,
+        setting=setting,
+        scheduler=describe(sampler_of(own, setting.sampler)),
+        negative_prompt=config.negative_prompt,
+        precision=config.precision,
+        codec=config.codec,
+    )
+
+
+def begin_set(
+    place: Path | str, drawing: Drawing, model: Model, prompts: list[Prompt], config: SamplingConfig
+) -> list[tuple[str, Part]]:
+    """Write down what a set is, where it is new; returns the parts that are missing."""
+    store = open_store(place)
+    content = {
+        "drawing": drawing.as_json(),
+        "drawing_id": drawing.id,
+        "model": asdict(model),
+        "part_size": config.part_size,
+        "prompts": [asdict(prompt) for prompt in prompts],
+    }
+    write_once(store, RECORD, content, lambda found: _another(store, found, content))
+    samples = list_samples(prompts, config.images_per_prompt)
+    parts = [
+        Part(f"{number:05d}", place, drawing, tuple(samples[start : start + config.part_size]))
+        for number, start in enumerate(range(0, len(samples), config.part_size))
+    ]
+    missing = [part for part in parts if read_receipt(store, PICTURES, part.name) is None]
+    return [(f"{drawing.setting} {part.name}", part) for part in missing]
+
+
+def list_samples(prompts: list[Prompt], images_per_prompt: int) -> list[Sample]:
+    """Every picture of a set, in order: each prompt's one after another."""
+    pairs = [(prompt, index) for prompt in prompts for index in range(images_per_prompt)]
+    return [Sample(number, prompt, index) for number, (prompt, index) in enumerate(pairs)]
+
+
+def _another(store: Store, found: dict[str, Any], content: dict[str, Any]) -> RequestError:
+    before, now = (flatten({name: record[name] for name in FIXED}) for record in (found, content))
+    differ = ", ".join(name for name in sorted(before.keys() | now.keys()) if before.get(name) != now.get(name))
+    return RequestError(
+        f"{store.where()} was begun with other settings: {differ or 'its prompts'} differ. Give another --output, or "
+        f"the settings that it was begun with."
+    )
+
+
+def read_set(place: Path | str) -> SampleSet:
+    """A sample set of which every picture is there.
+
+    Raises:
+        RequestError: there is no sample set.
+        WorkError: parts of it are missing.
+    """
+    store = open_store(place)
+    try:
+        content = parse_sealed_json(store.read(RECORD), store.where(RECORD))
+    except FileNotFoundError:
+        raise RequestError(f"{store.where()} is no sample set: it has no {RECORD}.") from None
+    count, size = content["drawing"]["num_samples"], content["part_size"]
+    names = [f"{number:05d}" for number in range(-(-count // size))]
+    receipts = {name: read_receipt(store, PICTURES, name) for name in names}
+    parts = {name: receipt for name, receipt in receipts.items() if receipt is not None}
+    drawn = sum(len(receipt["samples"]) for receipt in parts.values())
+    if drawn != count:
+        raise WorkError(
+            f"{store.where()} has {drawn} of {count} pictures: a metric over these would be another one. The same "
+            f"`sample` command draws the rest."
+        )
+    prompts = [Prompt(**prompt) for prompt in content["prompts"]]
+    return SampleSet(place, content["drawing"], content["drawing_id"], Model(**content["model"]), prompts, parts)

@@ -1,0 +1,169 @@
+"""The model that is sampled, made ready as a diffusers pipeline folder that every worker sees.
+
+A run's checkpoint is exported by `python -m train export`, whole, before the first picture: nothing is read from the
+run afterwards, so that the trainer may drop the checkpoint. Exports and hub pipelines are used where they are.
+"""
+
+import hashlib
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from shards.base.durable import canonical_json, parse_sealed_json, sealed_json, sha256_file
+from shards.base.errors import RequestError, WorkError
+from shards.base.store import Store
+from shards.format.models import model_folder
+from shards.open import open_store
+
+INDEX = "model_index.json"
+EXPORTED, RECORD = "model", "model.json"
+HUB_FILES = (INDEX, "*/*.json", "*/*.safetensors", "*/*.txt", "*/*.model")
+CONTENT = (".json", ".safetensors", ".txt", ".model")
+Weights = Literal["auto", "raw", "ema"]
+
+
+@dataclass(frozen=True)
+class Model:
+    """A pipeline, by content."""
+
+    name: str
+    """As it was asked for: a run, a folder, a name on the hub."""
+    step: int | None
+    """Of a run's checkpoint."""
+    weights: Weights
+    content: str
+    """SHA-256 of the pipeline."""
+
+
+def is_run(name: str) -> bool:
+    """Whether `name` is a run folder, by its config.yaml; at an address, nothing else is looked for."""
+    return "://" in name or (Path(name) / "config.yaml").is_file()
+
+
+def checkpoint_steps(run: Store) -> list[int]:
+    """Steps of the checkpoints that are in place, oldest first."""
+    found = (re.fullmatch(r"step-(\d{8,})/state\.json", name) for name in run.files("checkpoints"))
+    return sorted(int(match[1]) for match in found if match)
+
+
+def chosen_step(run: Store, step: int | None) -> int:
+    """The checkpoint that was asked for, or the newest.
+
+    Raises:
+        RequestError: there is none.
+    """
+    steps = checkpoint_steps(run)
+    if not steps or (step is not None and step not in steps):
+        there = f"It has {', '.join(map(str, steps))}" if steps else "It has no complete checkpoint yet"
+        raise RequestError(f"{run.where()} has no checkpoint{f' of step {step}' if step is not None else ''}. {there}.")
+    return step if step is not None else steps[-1]
+
+
+def make_ready(name: str, step: int | None, weights: Weights, output: Store) -> Model:
+    """The model, once every worker can open it: by its name, or, of a run, in `output`.
+
+    Raises:
+        RequestError: there is no such model, or `output` was begun with another.
+        WorkError: the checkpoint is damaged, or vanished while it was read.
+    """
+    try:
+        found = Model(**parse_sealed_json(output.read(RECORD), output.where(RECORD)))
+    except FileNotFoundError:
+        found = None
+    name = str(Path(name).absolute()) if Path(name).is_dir() else name
+    if not is_run(name):
+        model = Model(name, None, weights, hash_pipeline(pipeline_folder(name)))
+    elif found is not None:  # it was exported, and the run may have dropped the checkpoint since
+        model = replace(found, name=name, step=found.step if step is None else step, weights=weights)
+    else:
+        model = _export(name, chosen_step(open_store(name), step), weights, output)
+    if found is None:
+        output.write(RECORD, sealed_json(asdict(model)))
+    elif found != model:
+        raise RequestError(
+            f"{output.where()} holds samples of another model ({found.name}, step {found.step}, {found.weights}, "
+            f"{found.content[:12]}…). Give another --output, or the model that it was begun with."
+        )
+    return model
+
+
+def _export(name: str, step: int, weights: Weights, output: Store) -> Model:
+    run = open_store(name)
+    with tempfile.TemporaryDirectory(prefix="latentmill-") as scratch, _local_run(run, step, Path(scratch)) as folder:
+        target = Path(scratch) / EXPORTED
+        words = ["export", str(folder), "--step", str(step), "--weights", weights, "--output", str(target)]
+        result = subprocess.run([sys.executable, "-m", "train", *words], capture_output=True, text=True)
+        if result.returncode:
+            said = " ".join(result.stderr.split()).rpartition("error: ")[2]
+            raise WorkError(f"Step {step} of {name} cannot be sampled: {said} The other checkpoints may be sound.")
+        content = hash_pipeline(target)
+        output.put(target, EXPORTED)
+    return Model(name, step, weights, content)
+
+
+@contextmanager
+def _local_run(run: Store, step: int, scratch: Path) -> Iterator[Path]:
+    """The run folder, or a copy of what an export reads of it."""
+    if Path(run.where()).is_dir():
+        yield Path(run.where())
+        return
+    folder = f"checkpoints/step-{step:08d}"
+    for name in ("config.yaml", *(f"{folder}/{file}" for file in run.files(folder))):
+        target = scratch / "run" / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        run.get(name, target)
+    yield scratch / "run"
+
+
+@contextmanager
+def opened(model: Model, output: Store) -> Iterator[Path]:
+    """The pipeline's folder on this machine.
+
+    Raises:
+        WorkError: this machine has another one under that name.
+    """
+    if model.step is not None:
+        with output.local(EXPORTED) as folder:
+            yield _checked(folder, model)
+    else:
+        yield _checked(pipeline_folder(model.name), model)
+
+
+def _checked(folder: Path, model: Model) -> Path:
+    if not (folder / INDEX).is_file() or hash_pipeline(folder) != model.content:
+        raise WorkError(
+            f"{folder} does not hold the model that was to be sampled ({model.content[:12]}…): all nodes must see it, "
+            f"or the same one under this name."
+        )
+    return folder
+
+
+def pipeline_folder(name: str) -> Path:
+    """The folder of a pipeline by path or hub name.
+
+    Raises:
+        RequestError: there is none.
+    """
+    folder = model_folder(name, HUB_FILES)
+    if not (folder / INDEX).is_file():
+        raise RequestError(
+            f"{name} is neither a run folder (it has no config.yaml) nor a diffusers pipeline (it has no {INDEX})."
+        )
+    return folder
+
+
+def hash_pipeline(folder: Path) -> str:
+    """SHA-256 of a pipeline's content: every component's files, and the index without the version that wrote it."""
+    index = {key: value for key, value in json.loads((folder / INDEX).read_text()).items() if key[0] != "_"}
+    digest = hashlib.sha256(canonical_json(index))
+    for path in sorted(folder.glob("*/*")):
+        if path.suffix in CONTENT and path.parent.name in index:
+            digest.update(f"{path.relative_to(folder).as_posix()} {sha256_file(path)}\n".encode())
+    return digest.hexdigest()

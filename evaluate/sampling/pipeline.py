@@ -1,0 +1,120 @@
+"""A diffusers pipeline drawing pictures whose noise is keyed by sample."""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import torch
+from diffusers import DiffusionPipeline
+from torch import Tensor
+
+from evaluate.sampling.noise import initial_noise, step_generator
+from evaluate.sampling.prompts import Prompt
+from evaluate.sampling.settings import Drawing, Precision, SamplerName
+from shards.base.errors import RequestError, WorkError
+from shards.format.buckets import Bucket
+
+SCHEDULERS: dict[SamplerName, str] = {
+    "ddim": "DDIMScheduler",
+    "ddpm": "DDPMScheduler",
+    "dpm_solver": "DPMSolverMultistepScheduler",
+    "euler": "EulerDiscreteScheduler",
+    "euler_ancestral": "EulerAncestralDiscreteScheduler",
+    "heun": "HeunDiscreteScheduler",
+    "unipc": "UniPCMultistepScheduler",
+}
+FLOW = "flow_prediction"
+OWN_CODE = "pipeline.py"
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One picture that is to be drawn."""
+
+    number: int
+    """Its place in the sample set."""
+    prompt: Prompt
+    index: int
+    """Which of the prompt's pictures."""
+
+
+def load_pipeline(folder: Path, device: str, precision: Precision) -> Any:
+    """The pipeline on `device`, without a safety checker, which would put black pictures in place of what it suspects.
+
+    Raises:
+        RequestError: its latents are packed, so noise of their shape cannot be given to it.
+    """
+    index = DiffusionPipeline.load_config(folder)
+    options: dict[str, Any] = {"safety_checker": None} if "safety_checker" in index else {}
+    if (folder / OWN_CODE).is_file():  # of an export with trimmed captions
+        options |= {"custom_pipeline": str(folder), "trust_remote_code": True}
+    pipeline = DiffusionPipeline.from_pretrained(folder, use_safetensors=True, **options)
+    if hasattr(pipeline, "_pack_latents"):
+        raise RequestError(f"{type(pipeline).__name__} packs its latents, and cannot be sampled here yet.")
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline.to(device, getattr(torch, precision))
+
+
+def load_scheduler(folder: Path) -> Any:
+    """The scheduler of a pipeline's folder."""
+    _, name = DiffusionPipeline.load_config(folder)["scheduler"]
+    return getattr(diffusers, name).from_pretrained(folder, subfolder="scheduler")
+
+
+def sampler_of(scheduler: Any, name: SamplerName) -> Any:
+    """The pipeline's own scheduler, or another over the same noise.
+
+    Raises:
+        RequestError: the model was trained for flow matching, which the named one knows nothing of.
+    """
+    if name == "own":
+        return scheduler
+    if scheduler.config.get("prediction_type", FLOW) == FLOW:
+        raise RequestError(f"sampler {name} is not for flow matching, for which this model was trained. Set it to own.")
+    return getattr(diffusers, SCHEDULERS[name]).from_config(scheduler.config)
+
+
+def describe(scheduler: Any) -> str:
+    """A scheduler's class and its settings' hash."""
+    settings = {key: value for key, value in scheduler.config.items() if not key.startswith("_")}
+    digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:12]
+    return f"{type(scheduler).__name__} {digest}"
+
+
+@torch.inference_mode()
+def draw(pipeline: Any, samples: Sequence[Sample], drawing: Drawing) -> Tensor:
+    """(N, 3, height, width) float32 in [0, 1], before any rounding.
+
+    Raises:
+        WorkError: a picture is not finite.
+    """
+    bucket, setting = Bucket.parse(drawing.size), drawing.setting
+    keys = [(drawing.seed, sample.prompt.id, sample.index) for sample in samples]
+    network = getattr(pipeline, "unet", None) or pipeline.transformer
+    shape = (network.config.in_channels, *bucket.latent_hw(pipeline.vae_scale_factor))
+    pictures: Tensor = pipeline(
+        [sample.prompt.text for sample in samples],
+        height=bucket.height,
+        width=bucket.width,
+        num_inference_steps=setting.steps,
+        guidance_scale=setting.guidance,
+        negative_prompt=[drawing.negative_prompt] * len(samples),
+        latents=torch.stack([initial_noise(*key, shape) for key in keys]).to(network.dtype),
+        generator=[step_generator(*key) for key in keys],
+        output_type="pt",
+    ).images.float()
+    if not torch.isfinite(pictures).all():
+        raise WorkError(
+            f"The model draws pictures that are not finite, {samples[0].prompt.text!r} among them. Try "
+            f"sampling.precision float32; if they stay so, the checkpoint's weights are broken."
+        )
+    return pictures
+
+
+def to_bytes(pictures: Tensor) -> Tensor:
+    """(N, 3, H, W) in [0, 1] → (N, H, W, 3) uint8 on the CPU, rounded to the nearest level."""
+    return (pictures * 255).round().to(torch.uint8).permute(0, 2, 3, 1).cpu()

@@ -1,0 +1,93 @@
+"""How pictures are drawn, and what names a sample set: all that its pictures depend on, by content."""
+
+import hashlib
+from dataclasses import asdict, dataclass
+from itertools import product
+from typing import Any, Literal
+
+from pydantic import Field, field_validator
+
+from shards.base.config import Config
+from shards.base.durable import canonical_json
+from shards.format.buckets import Bucket
+
+SamplerName = Literal["own", "ddim", "ddpm", "dpm_solver", "euler", "euler_ancestral", "heun", "unipc"]
+Precision = Literal["float32", "bfloat16", "float16"]
+Codec = Literal["png", "webp"]
+VERSION = 1
+
+
+class SamplingConfig(Config):
+    """How pictures are drawn. Several values of `guidance`, `steps` and `sampler` make a sample set each."""
+
+    seed: int = Field(0, ge=0, lt=2**63)
+    """With a prompt's id and the picture's index it keys the noise."""
+    images_per_prompt: int = Field(1, ge=1)
+    """Pictures of each prompt, each from noise of its own."""
+    size: str = "512x512"
+    """WIDTHxHEIGHT in pixels."""
+    guidance: list[float] = Field([8.0], min_length=1)
+    """Guidance scales; 1 is none."""
+    steps: list[int] = Field([50], min_length=1)
+    """Numbers of sampling steps."""
+    sampler: list[SamplerName] = Field(["own"], min_length=1)
+    """`own` is the pipeline's; the others are diffusers' schedulers over the same noise."""
+    negative_prompt: str = ""
+    """What guidance leads away from."""
+    precision: Precision = "float32"
+    """Type of the whole pipeline."""
+    batch_size: int = Field(16, ge=1)
+    """Pictures at a time, each run with a prompt and, with guidance, without."""
+    part_size: int = Field(256, ge=1)
+    """Pictures of a part, the unit of work, retry and commit."""
+    codec: Codec = "png"
+    """Both keep every pixel."""
+
+    @field_validator("size")
+    @classmethod
+    def _parse_size(cls, size: str) -> str:
+        return str(Bucket.parse(size))
+
+    @property
+    def grid(self) -> list["Setting"]:
+        """Every combination, each once."""
+        return list(dict.fromkeys(Setting(*values) for values in product(self.guidance, self.steps, self.sampler)))
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One point of the grid."""
+
+    guidance: float
+    steps: int
+    sampler: SamplerName
+
+    def __str__(self) -> str:
+        return f"g{self.guidance:g}-s{self.steps}-{self.sampler}"
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """All that a sample set's pictures depend on but the model. Batch size and parts are not: they change rounding."""
+
+    prompts: str
+    """SHA-256 of the prompts."""
+    seed: int
+    images_per_prompt: int
+    num_samples: int
+    size: str
+    setting: Setting
+    scheduler: str
+    """Class of the sampler that was used, and its config's SHA-256."""
+    negative_prompt: str
+    precision: Precision
+    codec: Codec
+
+    def as_json(self) -> dict[str, Any]:
+        """For sampling.json."""
+        return {"version": VERSION, **asdict(self)}
+
+    @property
+    def id(self) -> str:
+        """Of how pictures are drawn, whatever the model: sample sets of one id can be compared."""
+        return hashlib.sha256(canonical_json(self.as_json())).hexdigest()[:16]

@@ -1,0 +1,177 @@
+"""Sampling: the same pictures from any number of workers, in any batches, whatever was killed on the way."""
+
+import io
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from diffusers import DPMSolverMultistepScheduler
+from PIL import Image
+
+from evaluate.__main__ import run as command
+from evaluate.sampling.job import describe_drawing, list_samples, read_set
+from evaluate.sampling.noise import initial_noise
+from evaluate.sampling.pipeline import draw, load_pipeline, sampler_of, to_bytes
+from evaluate.sampling.settings import SamplerName, SamplingConfig
+from shards.base.errors import RequestError, WorkError, exit_code_of
+from tests.evaluate.sets import PROMPTS, draw_here, pictures, sampling
+from tests.runs import environment
+
+STEP = 1 / 255
+"""Of a pixel's levels."""
+
+
+def drawn(pipeline: Path, batch_size: int, **changes: object) -> torch.Tensor:
+    """Every picture before rounding, in batches of that size."""
+    config = sampling(**changes)
+    (setting,) = config.grid
+    drawing = describe_drawing(pipeline, PROMPTS, config, setting)
+    loaded = load_pipeline(pipeline, "cpu", "float32")
+    loaded.scheduler = sampler_of(loaded.scheduler, setting.sampler)
+    samples = list_samples(PROMPTS, config.images_per_prompt)
+    parts = [samples[start : start + batch_size] for start in range(0, len(samples), batch_size)]
+    return torch.cat([draw(loaded, part, drawing) for part in parts])
+
+
+@pytest.mark.parametrize("sampler", ["own", "ddim", "ddpm", "dpm_solver", "euler", "euler_ancestral", "heun", "unipc"])
+def test_any_batch_size_gives_the_same_pictures(pipeline: Path, sampler: SamplerName) -> None:
+    """Within a thousandth of a level, before rounding, the samplers that draw noise at each step among them."""
+    steps = 6 if sampler == "heun" else 2  # in few, its second evaluations enlarge rounding in an untrained network
+    alone, together = (drawn(pipeline, size, sampler=[sampler], steps=[steps]) for size in (1, 4))
+    assert (alone - together).abs().max() <= 1e-3 * STEP
+    assert alone.std(0).mean() > 5 * STEP  # each sample is another picture
+
+
+def test_as_the_bare_pipeline_draws_them(pipeline: Path) -> None:
+    ours = drawn(pipeline, 5, images_per_prompt=1, guidance=[3.0], steps=[3])
+    noise = torch.stack([initial_noise(0, prompt.id, 0, (4, 8, 8)) for prompt in PROMPTS])
+    bare = load_pipeline(pipeline, "cpu", "float32")(
+        [prompt.text for prompt in PROMPTS],
+        height=64,
+        width=64,
+        latents=noise,
+        num_inference_steps=3,
+        guidance_scale=3.0,
+        output_type="pt",
+    )
+    assert torch.equal(ours, bare.images)
+
+
+def test_pictures_are_rounded_and_files_hold_nothing_else(pipeline: Path, tmp_path: Path) -> None:
+    levels = torch.tensor([0.0, 0.4999, 0.5001, 1.2, 254.6, 255.0]) / 255
+    assert to_bytes(levels.expand(1, 3, 1, 6))[0, 0, :, 0].tolist() == [0, 0, 1, 1, 255, 255]
+    before = drawn(pipeline, 2)
+    for codec in ("png", "webp"):
+        found = pictures(draw_here(pipeline, tmp_path / codec, sampling(codec=codec)))
+        assert list(found) == sorted(found) or len(found) == 10
+        for number, name in enumerate(sorted(found)):
+            assert name == f"{number:07d}.{codec}"
+            picture = Image.open(io.BytesIO(found[name]))
+            assert not set(picture.info) - {"loop", "background", "timestamp", "duration"} and not picture.getexif()
+            assert np.array_equal(np.asarray(picture), to_bytes(before[number : number + 1])[0].numpy())
+
+
+def test_another_division_into_parts_gives_the_same_files(pipeline: Path, tmp_path: Path) -> None:
+    first = pictures(draw_here(pipeline, tmp_path / "a", sampling(part_size=4)))
+    second = pictures(draw_here(pipeline, tmp_path / "b", sampling(part_size=10)))
+    assert first == second and len(first) == 10
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"guidance": [2.0]}, "drawing.setting.guidance differ"),
+        ({"seed": 4}, "drawing.seed differ"),
+        ({"part_size": 5}, "part_size differ"),
+    ],
+)
+def test_a_set_goes_on_under_its_own_settings_alone(
+    pipeline: Path, tmp_path: Path, change: dict[str, object], message: str
+) -> None:
+    place = draw_here(pipeline, tmp_path, sampling())
+    assert draw_here(pipeline, tmp_path, sampling(batch_size=5)) == place
+    with pytest.raises(RequestError, match=message):
+        draw_here(pipeline, tmp_path, sampling(**change))
+    with pytest.raises(RequestError, match=r"its prompts differ|drawing\.num_samples"):
+        draw_here(pipeline, tmp_path, sampling(), PROMPTS[:4])
+
+
+def test_a_set_that_is_not_all_there(pipeline: Path, tmp_path: Path) -> None:
+    place = draw_here(pipeline, tmp_path, sampling())
+    assert [len(receipt["samples"]) for receipt in read_set(place).parts.values()] == [4, 4, 2]
+    (place / "receipts" / "pictures" / "00001.json").unlink()
+    with pytest.raises(WorkError, match="has 6 of 10 pictures"):
+        read_set(place)
+    draw_here(pipeline, tmp_path, sampling())
+    assert read_set(place).prompts == PROMPTS
+    with pytest.raises(RequestError, match="is no sample set"):
+        read_set(tmp_path)
+
+
+def test_flow_matching_takes_its_own_sampler(pipeline: Path) -> None:
+    scheduler = DPMSolverMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True)
+    assert sampler_of(scheduler, "own") is scheduler
+    with pytest.raises(RequestError, match="not for flow matching"):
+        sampler_of(scheduler, "ddim")
+
+
+def arguments(pipeline: Path, output: Path, *more: str) -> list[str]:
+    """`evaluate sample` with the settings of `sampling`, on the CPU."""
+    prompts = output.parent / "prompts.json"
+    prompts.write_text("{" + ", ".join(f'"{p.id}": {{"prompt": "{p.text}"}}' for p in PROMPTS) + "}")
+    words = ["sample", "--model", str(pipeline), "--output", str(output), "--prompts.file", str(prompts)]
+    words += ["--sampling.size", "64x64", "--sampling.images_per_prompt", "2", "--sampling.steps", "2"]
+    words += ["--sampling.batch_size", "2", "--sampling.part_size", "2"]
+    return [*words, "--workers.num_gpus", "0", "--workers.num_cpus", "1", *more]
+
+
+def test_killed_and_given_again_with_other_workers(pipeline: Path, tmp_path: Path) -> None:
+    """Four workers at once, the whole job killed after a part or more; then one at a time: as in one process."""
+    expected = pictures(draw_here(pipeline, tmp_path / "here", sampling(part_size=2, guidance=[1.0])))
+    words = arguments(pipeline, tmp_path / "out", "--sampling.guidance", "1,4")
+    four = [sys.executable, "-m", "evaluate", *words, "--workers.num_cpus", "0.5"]
+    receipts = tmp_path / "out" / "g1-s2-own" / "receipts" / "pictures"
+    with subprocess.Popen(four, env=environment(), start_new_session=True) as job:
+        while job.poll() is None and not list(receipts.glob("*.json")):
+            time.sleep(0.05)
+        os.killpg(job.pid, signal.SIGKILL)
+    one = subprocess.run(
+        [sys.executable, "-m", "evaluate", *words, "--workers.max_in_flight", "1"],
+        env=environment(),
+        capture_output=True,
+        text=True,
+    )
+    assert one.returncode == 0, one.stderr
+    assert pictures(tmp_path / "out" / "g1-s2-own") == expected
+    guided = pictures(tmp_path / "out" / "g4-s2-own")
+    assert guided.keys() == expected.keys() and guided != expected
+    assert "g4-s2-own: 10 pictures" in one.stdout
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (["--model", "/absent"], "There is no model folder /absent"),
+        (["--sampling.sampler", "magic"], "sampling.sampler"),
+        (["--sampling.size", "64"], "a bucket is WIDTHxHEIGHT"),
+        (["--prompts.file", "/absent.txt"], "There is no prompt file /absent.txt"),
+    ],
+)
+def test_wrong_requests_write_nothing(
+    pipeline: Path, tmp_path: Path, change: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert exit_code_of(lambda: command(arguments(pipeline, tmp_path / "out", *change))) == 2
+    assert message in capsys.readouterr().err.replace("\n", " ")
+    assert not list((tmp_path / "out").rglob("*.png"))
+
+
+def test_the_grid_names_each_combination_once() -> None:
+    config = SamplingConfig(guidance=[1, 7.5, 1], steps=[10, 50], sampler=["own", "ddim"])
+    assert [str(setting) for setting in config.grid][:3] == ["g1-s10-own", "g1-s10-ddim", "g1-s50-own"]
+    assert len(config.grid) == 8
