@@ -16,10 +16,11 @@ $(call needs,select,METADATA,say which metadata: make select METADATA=FILE_OR_FO
 $(call needs,precompute,SHARD,say which shards: make precompute SHARD=00000-00099 (or SHARD=all) [CONFIG=path.yaml] [ARGS="--a.b value"])
 $(call needs,train,PHASE_CONFIG,say which phase: make train PHASE=1 (or PHASE=2$(comma) or CONFIG=path.yaml) [NPROC=8] [ARGS="--a.b value"])
 $(call needs,sample,RUN,say of which model: make sample RUN=runs/phase2 PROMPTS=prompts.txt [CONFIG=path.yaml] [ARGS="--a.b value"])
+$(call needs,evaluate,RUN,say which model: make evaluate RUN=runs/phase2 [PROMPTS=prompts.txt] [CONFIG=path.yaml] [ARGS="--a.b value"])
 $(call needs,sample,PROMPTS,say which prompts: make sample RUN=$(RUN) PROMPTS=prompts.txt [CONFIG=path.yaml] [ARGS="--a.b value"])
 $(if $(filter train,$(MAKECMDGOALS)),$(if $(wildcard $(PHASE_CONFIG)),,$(error there is no $(PHASE_CONFIG): say PHASE=1 or PHASE=2, or CONFIG=path.yaml)))
 
-.PHONY: help setup demo test test-faults test-install test-oldest bench lint docs select download precompute train sample plan lock clean
+.PHONY: help setup demo test test-faults test-install test-oldest bench lint docs select download precompute train sample evaluate plan lock clean
 
 help:
 	@echo "make demo                                     everything, on a picture world of its own (no GPU; under 20 minutes)"
@@ -36,6 +37,7 @@ help:
 	@echo "make train PHASE=1 [CONFIG=...] [NPROC=8]     latents -> U-Net; the same command again resumes"
 	@echo "make sample RUN=runs/phase2 PROMPTS=prompts.txt"
 	@echo "                                              a checkpoint, an export or a hub pipeline -> pictures (a Ray job)"
+	@echo "make evaluate RUN=runs/phase2 [PROMPTS=...]   the same, and metrics with 95 % intervals against a reference"
 	@echo "make plan [GPUS=128]                          days, cost and storage, before a GPU is rented"
 	@echo "make docs                                     writes docs/reference/config.md and docs/diagram.svg anew"
 	@echo "make setup | lint | lock | clean"
@@ -121,6 +123,9 @@ train: setup
 EVALUATE = --config $(or $(CONFIG),configs/evaluate.yaml) --model $(RUN) $(if $(PROMPTS),--prompts.file $(PROMPTS)) $(if $(OUT),--output $(OUT))
 sample: setup
 	$(BIN)/python -m evaluate sample $(EVALUATE) $(ARGS)
+
+evaluate: setup
+	$(BIN)/python -m evaluate score $(EVALUATE) $(ARGS)
 
 plan: setup
 	$(BIN)/python -m plan --config $(or $(CONFIG),configs/plan.yaml) $(if $(GPUS),--gpus $(GPUS)) $(ARGS)

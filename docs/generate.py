@@ -22,7 +22,7 @@ COMMANDS = {
     "precompute.select": ("configs/select.yaml", "precompute.select.config:SelectConfig"),
     "precompute.download": ("configs/download.yaml", "precompute.download.config:DownloadConfig"),
     "plan": ("configs/plan.yaml", "plan.config:Plan"),
-    "evaluate sample": ("configs/evaluate.yaml", "evaluate.config:EvaluateConfig"),
+    "evaluate score": ("configs/evaluate.yaml", "evaluate.config:EvaluateConfig"),
 }
 """Command → (its config file, the class of its config): the one place that knows where they are."""
 HEAD = """\

@@ -3,9 +3,11 @@
 examples:
   python -m evaluate sample --config configs/evaluate.yaml --model runs/phase2 --prompts.file prompts.txt
   python -m evaluate sample --config configs/evaluate.yaml --model runs/phase2 --sampling.guidance 1,3,8
+  python -m evaluate score --config configs/evaluate.yaml --model runs/phase2 --extractors.inception.weights FILE
 
 commands, each with a --help of its own:
   python -m evaluate sample      draw pictures; the same command again resumes
+  python -m evaluate score       the same, and the metrics of each sample set against the reference
 """
 
 import argparse
@@ -14,9 +16,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from evaluate.config import EvaluateConfig
-from evaluate.sampling.job import below, draw_sets
+from evaluate.sampling.job import below, draw_sets, read_set
 from evaluate.sampling.model import chosen_step, is_run, make_ready
 from evaluate.sampling.prompts import read_prompts
+from evaluate.scoring import choose_metrics, score, table
 from shards.base.config import load_config
 from shards.base.errors import RequestError, exit_code_of
 from shards.base.store import parse_place
@@ -36,9 +39,22 @@ def run(arguments: list[str]) -> None:
     COMMANDS[command](rest)
 
 
-def sample(arguments: list[str]) -> list[Path | str]:
+def sample(arguments: list[str]) -> None:
+    """Draw the pictures of every setting."""
+    draw(read_config(arguments, "evaluate sample"))
+
+
+def score_sets(arguments: list[str]) -> None:
+    """Draw what is missing of every setting's pictures, and print and write each set's metrics."""
+    config = read_config(arguments, "evaluate score")
+    names = choose_metrics(config.metrics, config.extractors)
+    for place in draw(config):
+        rows = score(read_set(place), names, config.extractors, config.reference, config.workers)
+        print(f"{place}\n{table(rows)}")
+
+
+def draw(config: EvaluateConfig) -> list[Path | str]:
     """Draw the pictures of every setting; returns where each sample set is."""
-    config = read_config(arguments, "evaluate sample")
     prompts = read_prompts(config.prompts)
     output = output_of(config)
     model = make_ready(config.model, config.step, config.weights, open_store(output))
@@ -71,7 +87,7 @@ def output_of(config: EvaluateConfig) -> Path | str:
     return place.absolute() if isinstance(place, Path) else place
 
 
-COMMANDS: dict[str, Callable[[list[str]], object]] = {"sample": sample}
+COMMANDS: dict[str, Callable[[list[str]], object]] = {"sample": sample, "score": score_sets}
 
 
 def main() -> None:

@@ -2,6 +2,9 @@
 
 from pydantic import Field
 
+from evaluate.features.extractors import ExtractorsConfig
+from evaluate.features.sources import ReferenceConfig
+from evaluate.metrics.table import MetricName
 from evaluate.sampling.model import Weights
 from evaluate.sampling.prompts import PromptsConfig
 from evaluate.sampling.settings import SamplingConfig
@@ -23,4 +26,8 @@ class EvaluateConfig(Config):
     """Where samples and metrics go, a folder that all workers see or an address; null: RUN/evaluations/STEP."""
     prompts: PromptsConfig = PromptsConfig()
     sampling: SamplingConfig = SamplingConfig()
+    extractors: ExtractorsConfig = ExtractorsConfig()
+    reference: ReferenceConfig = ReferenceConfig()
+    metrics: list[MetricName] | None = None
+    """Which; null: all whose extractor's weights are given."""
     workers: FleetConfig = FleetConfig()

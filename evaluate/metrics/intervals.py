@@ -51,8 +51,8 @@ def of_groups(whole: float, without: np.ndarray, second: float | None = None) ->
     """From a statistic of all samples and its (G,) values without each group; `second`: what pairs take off."""
     count = len(without)
     first = (count - 1) / count * ((without - without.mean()) ** 2).sum()
-    # the first holds the second-order part twice, so no more than half of it can be that
-    variance = first if second is None else max(first - second, first / 2)
+    # the first holds the second-order part twice, so half of it remains at least; but for the noise of both
+    variance = first if second is None else max(first - second, first / 4)
     return Jackknife(whole, count * whole - (count - 1) * without.mean(), variance, count)
 
 

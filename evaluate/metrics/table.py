@@ -1,0 +1,93 @@
+"""Every metric by name: over which extractor's features, how, and which way is better."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from evaluate.metrics.frechet import Moments, frechet_at_n, frechet_infinity
+from evaluate.metrics.intervals import Estimate, mean_interval
+from evaluate.metrics.kernels import cmmd, kid
+from evaluate.metrics.manifold import precision, recall
+
+MetricName = Literal[
+    "fid",
+    "fid_infinity",
+    "kid",
+    "precision",
+    "recall",
+    "clip_fid",
+    "cmmd",
+    "clip_score",
+    "fd_dinov2",
+    "toy_fid",
+    "toy_kid",
+]
+ExtractorName = Literal["inception", "clip", "dinov2", "toy"]
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a metric is computed from."""
+
+    features: np.ndarray
+    """(N, D) of the samples."""
+    clusters: np.ndarray
+    """(N,) int: which prompt each is of."""
+    reference: np.ndarray | None
+    """(M, D)."""
+    texts: np.ndarray | None
+    """(N, D) of the prompts."""
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A metric."""
+
+    extractor: ExtractorName
+    compute: Callable[[Inputs], Estimate]
+    better: Literal["lower", "higher"]
+    has_reference: bool = True
+
+
+def clip_score(inputs: Inputs) -> Estimate:
+    """100·cos of picture and prompt, or 0 where that is less (Hessel et al., 2021, with weight 100), over samples."""
+    assert inputs.texts is not None
+    scores = np.maximum(100 * cosines(inputs.features, inputs.texts), 0)
+    return mean_interval(scores, inputs.clusters, "mean over prompts like these and all draws")
+
+
+def cosines(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """(N,) of the rows of two (N, D)."""
+    x, y = x.astype(np.float64), y.astype(np.float64)
+    values: np.ndarray = (x * y).sum(1) / (np.linalg.norm(x, axis=1) * np.linalg.norm(y, axis=1))
+    return values
+
+
+def _fid(inputs: Inputs) -> Estimate:
+    return frechet_at_n(inputs.features, inputs.clusters, Moments.of(_reference(inputs)))
+
+
+def _with_reference(compute: Callable[[np.ndarray, np.ndarray, np.ndarray], Estimate]) -> Callable[[Inputs], Estimate]:
+    return lambda inputs: compute(inputs.features, inputs.clusters, _reference(inputs))
+
+
+def _reference(inputs: Inputs) -> np.ndarray:
+    assert inputs.reference is not None
+    return inputs.reference
+
+
+METRICS: dict[MetricName, Metric] = {
+    "fid": Metric("inception", _fid, "lower"),
+    "fid_infinity": Metric("inception", _with_reference(frechet_infinity), "lower"),
+    "kid": Metric("inception", _with_reference(kid), "lower"),
+    "precision": Metric("inception", _with_reference(precision), "higher"),
+    "recall": Metric("inception", _with_reference(recall), "higher"),
+    "clip_fid": Metric("clip", _fid, "lower"),
+    "cmmd": Metric("clip", _with_reference(cmmd), "lower"),
+    "clip_score": Metric("clip", clip_score, "higher", has_reference=False),
+    "fd_dinov2": Metric("dinov2", _fid, "lower"),
+    "toy_fid": Metric("toy", _fid, "lower"),
+    "toy_kid": Metric("toy", _with_reference(kid), "lower"),
+}

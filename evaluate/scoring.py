@@ -1,0 +1,104 @@
+"""A sample set → its metrics, each with its interval, N and id."""
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+
+from evaluate.features.extractors import ExtractorsConfig, describe_extractor
+from evaluate.features.job import Features, extract, reference_features
+from evaluate.features.sources import ReferenceConfig, sample_units
+from evaluate.metrics.identity import metric_id
+from evaluate.metrics.table import METRICS, ExtractorName, Inputs, MetricName
+from evaluate.sampling.job import SampleSet
+from precompute.cluster.fleet import FleetConfig
+from shards.base.durable import sealed_json
+from shards.base.errors import RequestError
+from shards.open import open_store
+
+RESULT = "metrics.json"
+Row = dict[str, Any]
+"""metric, value, low, high, estimand, n, reference_n, id, better, model, step, weights, setting."""
+
+
+def choose_metrics(wanted: Sequence[MetricName] | None, extractors: ExtractorsConfig) -> list[MetricName]:
+    """Those that were asked for, or all whose extractor is given; every extractor is seen to be there.
+
+    Raises:
+        RequestError: one of them lacks its weights, or none is left.
+    """
+    given = [kind for kind in ("inception", "clip", "dinov2") if getattr(extractors, kind).weights is not None]
+    given += ["toy"] if extractors.toy else []
+    names = [name for name, metric in METRICS.items() if metric.extractor in given] if wanted is None else list(wanted)
+    if not names:
+        raise RequestError(
+            "No metric can be taken: no extractor is given. Set extractors.inception.weights, extractors.clip.weights "
+            "or extractors.dinov2.weights to local weights (docs/evaluation.md says where others have them from)."
+        )
+    for kind in {METRICS[name].extractor for name in names}:
+        describe_extractor(kind, extractors)
+    return names
+
+
+def score(
+    found: SampleSet,
+    names: Sequence[MetricName],
+    extractors: ExtractorsConfig,
+    reference: ReferenceConfig,
+    workers: FleetConfig,
+) -> list[Row]:
+    """Compute the metrics `names` of a sample set, and write them to its metrics.json.
+
+    Raises:
+        RequestError: the reference is of another size, or there are too few samples.
+        WorkError: features could not be taken.
+    """
+    if any(METRICS[name].has_reference for name in names) and reference.size != found.drawing["size"]:
+        raise RequestError(
+            f"The samples are {found.drawing['size']} and the reference is {reference.size}: resized differently, they "
+            f"would differ by that alone. Set reference.size to {found.drawing['size']}."
+        )
+    by_extractor: dict[ExtractorName, list[MetricName]] = {}
+    for name in names:
+        by_extractor.setdefault(METRICS[name].extractor, []).append(name)
+    rows: list[Row] = []
+    for kind, its in by_extractor.items():
+        ours = extract(sample_units(found), kind, extractors, found.place, workers)
+        theirs, reference_id = None, None
+        if any(METRICS[name].has_reference for name in its):
+            theirs, reference_id = reference_features(reference, kind, extractors, workers)
+        rows += [_row(name, found, ours, theirs, reference_id) for name in its]
+    rows.sort(key=lambda row: list(METRICS).index(row["metric"]))
+    store = open_store(found.place)
+    store.write(RESULT, sealed_json({"metrics": rows}))
+    return rows
+
+
+def _row(name: MetricName, found: SampleSet, ours: Features, theirs: Features | None, reference_id: str | None) -> Row:
+    metric = METRICS[name]
+    reference = theirs.values if theirs is not None and metric.has_reference else None
+    clusters = np.unique([prompt for receipt in found.parts.values() for prompt, _ in receipt["samples"]], False, True)
+    estimate = metric.compute(Inputs(ours.values, clusters[1], reference, ours.texts))
+    named = reference_id if metric.has_reference else None
+    return {
+        "metric": name,
+        **asdict(estimate),
+        "n": len(ours.values),
+        "reference_n": len(reference) if reference is not None else None,
+        "id": metric_id(name, ours.extractor, found.drawing, named),
+        "better": metric.better,
+        "model": found.model.name,
+        "step": found.model.step,
+        "weights": found.model.weights,
+        "setting": found.drawing["setting"],
+    }
+
+
+def table(rows: Sequence[Row]) -> str:
+    """For people: a line each."""
+    shown = (
+        "{metric:<13} {value:10.4f}  [{low:.4f}, {high:.4f}]  N {n}  id {id}  ({better} is better; 95 % of: {estimand})"
+    )
+    lines = [shown.format(**row) for row in rows]
+    return "\n".join(lines)
