@@ -23,6 +23,7 @@ def make(*words: str) -> subprocess.CompletedProcess[str]:
         (["train", "CONFIG=absent.yaml"], "there is no absent.yaml: say PHASE=1 or PHASE=2"),
         (["precompute"], "say which shards: make precompute SHARD=00000-00099 (or SHARD=all)"),
         (["sample", "PROMPTS=p.txt"], "say of which model: make sample RUN=runs/phase2 PROMPTS=prompts.txt"),
+        (["evaluate"], "say which model: make evaluate RUN=runs/phase2"),
         (["sample", "RUN=runs/a"], "say which prompts: make sample RUN=runs/a PROMPTS=prompts.txt"),
         (["select"], "say which metadata: make select METADATA=FILE_OR_FOLDER"),
     ],

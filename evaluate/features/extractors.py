@@ -4,6 +4,7 @@ A picture of any size is brought to the network's own as the extractor says: tha
 """
 
 import hashlib
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
@@ -101,16 +102,16 @@ def load_extractor(kind: Kind, weights: Path | None, device: str) -> Extractor:
 
 def load_text_features(weights: Path, device: str) -> Callable[[list[str]], Tensor]:
     """Prompts → (N, D) float32, in the space of `clip`'s features. Prompts are cut where the tokenizer ends."""
-    from transformers import AutoTokenizer, CLIPTextModelWithProjection
+    from transformers import AutoTokenizer, CLIPModel
 
-    model = CLIPTextModelWithProjection.from_pretrained(weights, use_safetensors=True).eval().to(device)
+    model = CLIPModel.from_pretrained(weights, use_safetensors=True).eval().to(device)
     tokenizer = AutoTokenizer.from_pretrained(weights)
-    length = model.config.max_position_embeddings
+    length = model.config.text_config.max_position_embeddings
 
     @torch.inference_mode()
     def encode(texts: list[str]) -> Tensor:
         tokens = tokenizer(texts, padding="max_length", truncation=True, max_length=length, return_tensors="pt")
-        embeds: Tensor = model(**tokens.to(device)).text_embeds
+        embeds: Tensor = model.text_projection(model.text_model(**tokens.to(device)).pooler_output)
         return embeds.float()
 
     return encode
@@ -119,6 +120,13 @@ def load_text_features(weights: Path, device: str) -> Callable[[list[str]], Tens
 def _inception(weights: Path, device: str) -> Extractor:
     from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3
 
+    try:  # torch-fidelity itself would run what a pickle asks for
+        torch.load(weights, weights_only=True, map_location="cpu")
+    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+        raise RequestError(
+            f"{weights} cannot be read as weights alone ({type(error).__name__}). Give torch-fidelity's file "
+            f"weights-inception-2015-12-05-6726825d.pth."
+        ) from error
     model = FeatureExtractorInceptionV3("inception", ["2048"], feature_extractor_weights_path=str(weights))
     model = model.eval().to(device)
 
@@ -131,15 +139,15 @@ def _inception(weights: Path, device: str) -> Extractor:
 
 
 def _clip(weights: Path, device: str) -> Extractor:
-    from transformers import CLIPVisionModelWithProjection
+    from transformers import CLIPModel
 
-    model = CLIPVisionModelWithProjection.from_pretrained(weights, use_safetensors=True).eval().to(device)
-    side = model.config.image_size
+    model = CLIPModel.from_pretrained(weights, use_safetensors=True).eval().to(device)
+    side = model.config.vision_config.image_size
 
     @torch.inference_mode()
     def extract(pixels: Pixels) -> Tensor:
         shown = _shown(_floats(pixels, device), side, crop=True, mean=CLIP_MEAN, std=CLIP_STD)
-        embeds: Tensor = model(pixel_values=shown).image_embeds
+        embeds: Tensor = model.visual_projection(model.vision_model(pixel_values=shown).pooler_output)
         return embeds.float()
 
     return extract

@@ -47,15 +47,6 @@ class Jackknife:
         return Estimate(value, value - half, value + half, estimand)
 
 
-def of_groups(whole: float, without: np.ndarray, second: float | None = None) -> Jackknife:
-    """From a statistic of all samples and its (G,) values without each group; `second`: what pairs take off."""
-    count = len(without)
-    first = (count - 1) / count * ((without - without.mean()) ** 2).sum()
-    # the first holds the second-order part twice, so half of it remains at least; but for the noise of both
-    variance = first if second is None else max(first - second, first / 4)
-    return Jackknife(whole, count * whole - (count - 1) * without.mean(), variance, count)
-
-
 def jackknife(statistic: Statistic, num_groups: int = GROUPS) -> Jackknife:
     """Leave out each group, and each pair of groups: 1 + G + G(G − 1)/2 values of the statistic.
 
@@ -74,7 +65,11 @@ def jackknife(statistic: Statistic, num_groups: int = GROUPS) -> Jackknife:
             for i, j in combinations(range(count), 2)
         ]
     )
-    return of_groups(whole, without, ((pairs - pairs.mean()) ** 2).sum() / (count * (count - 1)))
+    first = (count - 1) / count * ((without - without.mean()) ** 2).sum()
+    second = ((pairs - pairs.mean()) ** 2).sum() / (count * (count - 1))
+    # the first holds the second-order part twice, so half of it remains at least; but for the noise of both
+    variance = max(first - second, first / 4)
+    return Jackknife(whole, count * whole - (count - 1) * without.mean(), variance, count)
 
 
 def groups_of(clusters: np.ndarray, num_groups: int = GROUPS) -> np.ndarray:
