@@ -181,7 +181,7 @@ def test_the_jackknifes_variance_of_a_second_order_statistic_is_not_doubled() ->
         jackknife(lambda left_out, x=x: float((np.delete(x, left_out, 0).mean(0) ** 2).sum())).variance  # type: ignore[misc]
         for x in rows
     ]
-    assert np.mean(found) == pytest.approx(2 * d / GROUPS**2, rel=0.15)
+    assert 1 <= np.mean(found) / (2 * d / GROUPS**2) <= 1.5
 
 
 def test_groups_keep_prompts_together() -> None:
