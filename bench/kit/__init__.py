@@ -1,6 +1,6 @@
 """What the benchmarks share.
 
-Inside: timing in turn, tables, commands as typed, latents roots of no content, a small U-Net.
+Inside: timing in turn, tables, commands as typed, latents roots of no content.
 In: functions to be timed.
 Out: seconds, and Markdown.
 """

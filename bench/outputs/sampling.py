@@ -1,4 +1,4 @@
-"""Sampling into committed parts against a bare diffusers loop at the same batch size: `python -m bench.sampling`.
+"""Sampling into committed parts against a bare diffusers loop of one batch size: `python -m bench.outputs.sampling`.
 
 Both draw the same pictures; the loop keeps them in memory, the product encodes, hashes and commits them as well.
 """
@@ -23,7 +23,7 @@ from shards.open import open_store
 
 def main() -> None:
     """Time both in turn, and print a table."""
-    parser = argparse.ArgumentParser(prog="bench.sampling", description=__doc__)
+    parser = argparse.ArgumentParser(prog="bench.outputs.sampling", description=__doc__)
     parser.add_argument("pipeline", type=Path, help="a diffusers pipeline's folder, such as runs/demo/phase2/export")
     parser.add_argument("--size", default="128x128")
     parser.add_argument("--steps", type=int, default=25)
@@ -66,7 +66,7 @@ def main() -> None:
 
     pair = timed_in_turn(ours, bare, options.rounds)
     what = f"{options.pictures} pictures of {config.size}, {options.steps} steps, batch {config.batch_size}"
-    print(f"## Sampling\n\n`python -m bench.sampling`, {machine()}: {what}.\n")
+    print(f"## Sampling\n\n`python -m bench.outputs.sampling`, {machine()}: {what}.\n")
     print(f"Speed of the product ÷ that of the bare loop: {pair.ratio:.3f} ({pair.spread}, {options.rounds} rounds).")
 
 

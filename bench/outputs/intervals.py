@@ -1,4 +1,4 @@
-"""How often the metrics' 95 % intervals hold what they are said to hold: `python -m bench.intervals`.
+"""How often the metrics' 95 % intervals hold what they are said to hold: `python -m bench.outputs.intervals`.
 
 Features are drawn from known distributions, far from each other, near, and equal; each interval is computed as
 `python -m evaluate score` computes it. What it estimates is known in closed form, or is the mean of very many draws.
@@ -86,12 +86,12 @@ def one(seed: int, name: str, world: World) -> tuple[float, float, float]:
 
 def main() -> None:
     """Simulate, and print a table."""
-    parser = argparse.ArgumentParser(prog="bench.intervals", description=__doc__)
+    parser = argparse.ArgumentParser(prog="bench.outputs.intervals", description=__doc__)
     parser.add_argument("names", nargs="*", default=list(SIMULATIONS))
     parser.add_argument("--draws", type=int, default=1000)
     parser.add_argument("--processes", type=int, default=2)
     options = parser.parse_args()
-    print(f"## Intervals\n\n`python -m bench.intervals --draws {options.draws}`, {machine()}.\n")
+    print(f"## Intervals\n\n`python -m bench.outputs.intervals --draws {options.draws}`, {machine()}.\n")
     print("| metric | model | what is estimated | mean estimate | deviation | mean half-width | holds it |")
     print("| --- | --- | --- | --- | --- | --- | --- |")
     with get_context("spawn").Pool(options.processes) as pool:

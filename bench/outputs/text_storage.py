@@ -1,8 +1,8 @@
-"""What each text storage costs and keeps: `python -m bench.text_storage`, for docs/evidence/text-storage.md.
+"""What each text storage costs and keeps: `python -m bench.outputs.text_storage`, for docs/evidence/text-storage.md.
 
 Error per token and bytes per sample are measured on MDS files, for the demo's trained text encoder on its own captions,
 and for one of Stable Diffusion 2's shape with random weights. The change in validation loss is that of a small U-Net
-(`bench/kit/text_unet.py`).
+(`bench/outputs/text_unet.py`).
 """
 
 import argparse
@@ -17,7 +17,7 @@ from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
 
 from bench.kit.common import machine, table
 from bench.kit.roots import encoding_record
-from bench.kit.text_unet import STORAGES, name_of, unet_table
+from bench.outputs.text_unet import STORAGES, name_of, unet_table
 from examples.shapes.captions import write_caption
 from examples.shapes.models import MODELS
 from examples.shapes.scenes import sample_scene
