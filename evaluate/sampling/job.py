@@ -95,10 +95,7 @@ def begin_set(
     }
     write_once(store, RECORD, content, lambda found: _another(store, found, content))
     samples = list_samples(prompts, config.images_per_prompt)
-    parts = [
-        Part(f"{number:05d}", place, drawing, tuple(samples[start : start + config.part_size]))
-        for number, start in enumerate(range(0, len(samples), config.part_size))
-    ]
+    parts = [Part(name, place, drawing, tuple(its)) for name, its in split(samples, config.part_size)]
     missing = [part for part in parts if read_receipt(store, PICTURES, part.name) is None]
     return [(f"{drawing.setting} {part.name}", part) for part in missing]
 
@@ -107,6 +104,12 @@ def list_samples(prompts: list[Prompt], images_per_prompt: int) -> list[Sample]:
     """Every picture of a set, in order: each prompt's one after another."""
     pairs = [(prompt, index) for prompt in prompts for index in range(images_per_prompt)]
     return [Sample(number, prompt, index) for number, (prompt, index) in enumerate(pairs)]
+
+
+def split(samples: list[Sample], part_size: int) -> list[tuple[str, list[Sample]]]:
+    """Samples in parts, each with its name; the last may be shorter."""
+    starts = range(0, len(samples), part_size)
+    return [(f"{number:05d}", samples[start : start + part_size]) for number, start in enumerate(starts)]
 
 
 def _another(store: Store, found: dict[str, Any], content: dict[str, Any]) -> RequestError:
