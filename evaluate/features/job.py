@@ -94,7 +94,7 @@ def read_features(store: Store, folder: str, names: Sequence[str], description: 
             f"{store.where(folder)} has features of {len(receipts)} of {len(names)} parts. Give the same command with "
             f"the pictures (reference.pictures), and it goes on."
         )
-    parts = [read_part(store, folder, name, receipt) for name, receipt in receipts.items() if receipt["count"]]
+    parts = [read_part(store, receipt) for receipt in receipts.values() if receipt["count"]]
     if not parts:
         raise WorkError(f"{store.where(folder)} holds features of no picture: all were rejected, or too small.")
     values, texts = (

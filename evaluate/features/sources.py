@@ -18,7 +18,6 @@ from pydantic import Field, field_validator
 
 from evaluate.parts import Receipt, read_part
 from evaluate.sampling.job import SampleSet
-from evaluate.sampling.worker import PICTURES
 from precompute.input.layout import IMAGE_SUFFIXES
 from precompute.input.reject import Reject
 from precompute.input.tars import InputTar, Tar, counted_samples, list_tars, local_copy
@@ -78,7 +77,7 @@ class SampleUnit:
 
     def pictures(self, taken: Taken) -> Iterator[np.ndarray]:
         """(height, width, 3) uint8, in order."""
-        files = read_part(open_store(self.place), PICTURES, self.name, self.receipt)
+        files = read_part(open_store(self.place), self.receipt)
         taken.input = hashlib.sha256("".join(self.receipt["files"].values()).encode()).hexdigest()
         for data in files.values():
             yield np.asarray(Image.open(io.BytesIO(data), formats=["PNG", "WEBP"]))

@@ -104,7 +104,8 @@ def _export(name: str, step: int, weights: Weights, output: Store) -> Model:
             said = " ".join(result.stderr.split()).rpartition("error: ")[2]
             raise WorkError(f"Step {step} of {name} cannot be sampled: {said} The other checkpoints may be sound.")
         content = hash_pipeline(target)
-        output.put(target, EXPORTED)
+        files = [path for path in sorted(target.rglob("*")) if path.is_file()]
+        output.put({f"{EXPORTED}/{path.relative_to(target).as_posix()}": path for path in files})
     return Model(name, step, weights, content)
 
 

@@ -26,7 +26,6 @@ from shards.base.errors import WorkError
 from shards.base.store import LocalStore, Store
 from shards.format.encoding import FILE_NAME, EncodingRecord
 from shards.format.receipts import (
-    INDEX_NAME,
     FileRecord,
     MadeBy,
     Receipt,
@@ -132,7 +131,7 @@ def content_hash(files: dict[str, FileRecord]) -> str:
 def place(store: Store, source: Path, folder: str, files: dict[str, FileRecord]) -> None:
     """Put a part's files into `folder`, whose name is their content's hash.
 
-    What lies there already is hashed, and used where it is right. The index is written in any case: as long as an
+    What lies there already is hashed, and used where it is right. The first file is written in any case: as long as an
     attempt may come to its receipt, its part is not old, and `clean` leaves it alone.
 
     Raises:
@@ -141,7 +140,7 @@ def place(store: Store, source: Path, folder: str, files: dict[str, FileRecord])
     if store.move(source, folder):
         return
     wrong = [name for name, right in _compare(store, folder, files).items() if not right]
-    store.put({f"{folder}/{name}": source / name for name in dict.fromkeys([*wrong, INDEX_NAME])})
+    store.put({f"{folder}/{name}": source / name for name in dict.fromkeys([*wrong, min(files)])})
     if wrong:
         sizes = {name: entry.bytes for name, entry in store.listing(folder).items()}
         for name in wrong:

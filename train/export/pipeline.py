@@ -142,6 +142,8 @@ def only_text(encoding: EncodingRecord, towers: list[str] | None) -> TextTower:
             f"{encoding.image.class_name}. The weights are in the checkpoint's folder unet/."
         )
     return text
+
+
 def _chosen(run_dir: Path, step: int | None) -> Checkpoint:
     checkpoint = newest_checkpoint(run_dir) if step is None else verify_checkpoint(step_folder(run_dir, step))
     if checkpoint is None:
