@@ -17,9 +17,11 @@ TIMED = {"started", "seconds", "attempts", "sha256", "input", "token", "tar"}
 
 
 def contents(root: Path | str) -> dict[str, object]:
-    """Every file of a root; of receipts, what two runs must have alike."""
+    """Every file of a root, but for index/, which knows when receipts came; of receipts, what two runs have alike."""
     store = open_store(root)
-    files: dict[str, object] = {name: store.read(name) for name in store.files() if not name.startswith(".")}
+    files: dict[str, object] = {
+        name: store.read(name) for name in store.files() if not name.startswith((".", "index/"))
+    }
     for name in [name for name in files if name.startswith(("commits/", "tars/"))]:
         receipt = json.loads(files[name])  # type: ignore[arg-type]
         files[name] = {key: value for key, value in receipt.items() if key not in TIMED}

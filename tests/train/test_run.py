@@ -26,6 +26,7 @@ from train.objective.latents import StoredLatents
 from train.run.checkpoint import list_checkpoints, newest_checkpoint, step_folder, step_of, verify_checkpoint
 from train.run.metrics import read_json_lines
 
+VERSION_1 = Path(__file__).parents[1] / "golden" / "roots" / "float16"
 STEPS = 8
 
 
@@ -191,14 +192,18 @@ def test_a_checkpoint_goes_on_only_under_what_it_was_trained_with(
 def test_a_checkpoint_goes_on_only_over_the_streams_and_data_that_it_saw(
     reference: Path, latents: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A root of version 1 has one index.json, which is gone once there is another."""
     streams = [{"root": str(latents), "bucket": bucket} for bucket in ("64x64", "128x128")]
     fields = train_fields(latents, reference, max_steps=20, data={"streams": streams})
     assert "was trained under other settings: streams: [{" in refused(tmp_path / "streams", fields, capsys)
-    root = shutil.copytree(latents, tmp_path / "root")
+
+
+def test_a_run_over_an_index_json_that_is_no_longer_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A root of version 1 has one, which is gone once there is another."""
+    root = shutil.copytree(VERSION_1, tmp_path / "root")
+    command(["--config", str(write_config(tmp_path, train_fields(root, tmp_path / "run", max_steps=1)))])
     index = root / "64x64" / "index.json"
     index.write_text(index.read_text() + "\n")
-    fields = train_fields(root, reference, max_steps=20)
+    fields = train_fields(root, tmp_path / "run", max_steps=20)
     message = refused(tmp_path / "data", fields, capsys)
     assert "has no index " in message and "or start a new run" in message
     # told to take up what is there, it may go on
@@ -268,10 +273,8 @@ def test_a_flipped_bit_in_a_shard_stops_the_run_and_names_it(latents: Path, tmp_
     assert f"{path} is damaged: its xxh3_64 is not the one in its index" in result.stderr.replace("\n", " ")
 
 
-def test_an_index_that_points_outside_its_folder_is_refused(
-    latents: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    shutil.copytree(latents, tmp_path / "root")
+def test_an_index_that_points_outside_its_folder_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copytree(VERSION_1, tmp_path / "root")
     path = tmp_path / "root" / "64x64" / "index.json"
     index = json.loads(path.read_text())
     index["shards"][0]["raw_data"]["basename"] = "../../evil.mds"

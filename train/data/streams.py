@@ -77,12 +77,12 @@ def find_data(config: DataConfig, pins: Sequence[Mapping[str, Any]] = ()) -> Fou
         pin = pins[number] if number < len(pins) and config.index == "pinned" else {}
         if pin.get("bucket") != stream.bucket:
             pin = {}
-        manifest = newest_manifest(store)
+        encoding, manifest = EncodingRecord.load(store), newest_manifest(store)
         index = pin.get("index_sha256") or newest_index(store, stream)
         read_index(store, stream.bucket, index)  # which each machine will need: refused by all, if there is none
         streams.append(
             FoundStream(
-                encoding=EncodingRecord.load(store),
+                encoding=encoding,
                 index=index,
                 exclusions=tuple(pin.get("exclusions", ()) if pin else exclusion_ids(store)),
                 recalled=frozenset(manifest.recalled.get(stream.bucket, ()) if manifest else ()),
