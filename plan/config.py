@@ -9,7 +9,7 @@ from plan.machines import Checkpoints, Gpu, Links, Regions, Storage
 from shards.base.config import Config
 from shards.base.errors import RequestError
 from shards.format.buckets import Bucket
-from shards.format.text import TextStorage
+from shards.format.towers import ImageStorage, TextStorage
 
 
 class Networks(Config):
@@ -45,6 +45,13 @@ class Data(Config):
             if count < 1:
                 raise ValueError(f"bucket {name} has {count} samples; it needs at least 1")
         return samples
+
+
+class Image(Config):
+    """As in stage 1: how image latents are stored."""
+
+    storage: ImageStorage = "float16"
+    """`float16`, or `int8` at half the bytes."""
 
 
 class Text(Config):
@@ -114,6 +121,7 @@ class Plan(Config):
     """Benchmark files (docs/how-to/plan.md); those of other GPU kinds are left aside."""
     networks: Networks = Networks()
     data: Data = Data()
+    image: Image = Image()
     text: Text = Text()
     phase1: Phase = Phase()
     phase2: SecondPhase | None = SecondPhase()

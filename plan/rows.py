@@ -49,6 +49,8 @@ class Inputs:
             text.storage,
             text.trim,
             data.string_bytes,
+            self.plan.image.storage,
+            work.latent_channels,
         )
 
     def rates_of(self, stage: Literal["train", "encode", "text"], bucket: str | None) -> list[Rate]:

@@ -2,7 +2,7 @@
 
 import math
 
-from shards.format.text import TextStorage
+from shards.format.towers import ImageStorage, TextStorage
 
 GIGA, TERA = 1e9, 1e12
 SECONDS_PER_HOUR = 3600
@@ -14,6 +14,8 @@ EMA_BYTES = 4
 _MDS_OFFSET = 4
 _MDS_SIZE = 4  # of each column of varying size
 _SIZE_AND_SCORES = 32
+_NUM_TOKENS = 4
+_SCALE = 4
 
 
 def days_of(num_images: float, images_per_second: float) -> float:
@@ -34,6 +36,8 @@ def sample_bytes(
     storage: TextStorage,
     trim: bool,
     string_bytes: float,
+    image_storage: ImageStorage = "float16",
+    channels: int = 0,
 ) -> float:
     """Bytes of one sample in an MDS shard: shards/format/encoding.py's columns with MDS's own offsets and sizes.
 
@@ -41,13 +45,16 @@ def sample_bytes(
         num_planes: stored channels: 2 × latent channels for moments.
         tokens: stored tokens: all of them, or the mean of the real ones if `trim`.
         string_bytes: key and caption together.
+        channels: of the latents, each of which has a scale beside int8.
     """
     height, width = latent_hw
     image = 2 * num_planes * height * width
+    if image_storage == "int8":
+        image = num_planes * height * width + _SCALE * channels
     text = tokens * text_width * 2 if storage == "float16" else tokens * (text_width + 2)
     framing = _MDS_OFFSET + 2 * _MDS_SIZE  # key, caption
     if trim:  # the shape travels with each array: its number of dimensions, then each as the smallest integer that fits
-        framing += _MDS_SIZE + 5
+        framing += _NUM_TOKENS + _MDS_SIZE + 5
         framing += _MDS_SIZE + 2 if storage == "float8" else 0
     return image + text + string_bytes + _SIZE_AND_SCORES + framing
 
