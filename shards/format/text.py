@@ -102,11 +102,16 @@ def _arrays(tower: TextTower, caption: TextLatents) -> list[tuple[str, np.ndarra
 
 
 def _pad_to_longest(arrays: list[np.ndarray]) -> list[np.ndarray]:
-    """(tokens, …) each → all of one length, zeros behind."""
+    """(tokens, …) each → all of one length."""
     if not arrays[0].ndim:
         return arrays
     length = max(map(len, arrays))
-    return [np.pad(array, [(0, length - len(array)), *[(0, 0)] * (array.ndim - 1)]) for array in arrays]
+    return [pad_tokens(array, length) for array in arrays]
+
+
+def pad_tokens(array: np.ndarray, length: int) -> np.ndarray:
+    """(tokens, …) → (length, …), zeros behind."""
+    return np.pad(array, [(0, length - len(array)), *[(0, 0)] * (array.ndim - 1)])
 
 
 def kind_of(column: str) -> str | None:

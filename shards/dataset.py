@@ -1,0 +1,86 @@
+"""A bucket of a latents root for anyone's training loop: a StreamingDataset whose samples are decoded."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from streaming import StreamingDataset
+from torch import Tensor
+
+from shards.format import image
+from shards.format.encoding import EncodingRecord
+from shards.format.text import current_name, pad_tokens, unpack
+from shards.open import open_store
+from shards.root.reading import captions, decoded
+
+
+class LatentDataset(StreamingDataset):
+    """Samples as a model takes them, float32, in place of columns as they are stored:
+
+    key                 str
+    captions            list of str
+    image_latents       (C, h, w), normalised: (latents - shift) × scale; drawn from the posterior afresh each time,
+                        where moments are stored
+    text.NAME           (captions, tokens, width), padding included, zeros where it was trimmed
+    text_mask.NAME      (captions, tokens) bool, True where a model may look
+    pooled.NAME         (captions, pooled)
+    features.NAME       (tokens, width)
+    size, scores        as stored
+    """
+
+    def __init__(self, root: Path | str, bucket: str, posterior_mean: bool = False, **options: Any):
+        """
+        Args:
+            root: a latents root, a folder or an address; streaming copies the latter to `local`, which is then given.
+            bucket: WIDTHxHEIGHT in pixels.
+            posterior_mean: the posterior's mean in place of a draw from it.
+            options: of StreamingDataset, such as batch_size and shuffle.
+
+        Raises:
+            RequestError: it is not a latents root.
+        """
+        self.encoding = EncodingRecord.load(open_store(root))
+        self.posterior_mean = posterior_mean
+        if "://" in str(root):
+            super().__init__(remote=f"{root}/{bucket}", **options)
+        else:
+            super().__init__(local=str(Path(root) / bucket), **options)
+
+    def __getitem__(self, at: Any) -> Any:
+        """One sample; of a slice or a list, a list of them."""
+        stored = super().__getitem__(at)
+        return self.decode(stored) if isinstance(stored, dict) else stored
+
+    def decode(self, stored: dict[str, Any]) -> dict[str, Any]:
+        """One sample from its columns."""
+        columns = {current_name(name): value for name, value in stored.items()}
+        sample = {name: columns[name] for name in ("key", "size", "scores")}
+        sample |= {"captions": captions(columns, self.encoding), "image_latents": self._latents(columns)}
+        rows = unpack(columns)
+        for name, tower in self.encoding.texts.items():
+            if tower.states:
+                states = [decoded(row, f"text_latents.{name}", f"text_scales.{name}") for row in rows]
+                sample[f"text.{name}"] = torch.from_numpy(np.stack([pad_tokens(s, tower.length) for s in states]))
+                counts = torch.tensor([int(row[f"num_tokens.{name}"]) for row in rows])
+                sample[f"text_mask.{name}"] = torch.arange(tower.length) < counts[:, None]
+            if tower.pooled:
+                pooled = np.stack([row[f"pooled.{name}"] for row in rows])
+                sample[f"pooled.{name}"] = torch.from_numpy(pooled).float()
+        for name in self.encoding.features:
+            sample[f"features.{name}"] = torch.from_numpy(
+                decoded(columns, f"features.{name}", f"feature_scales.{name}")
+            )
+        return sample
+
+    def _latents(self, columns: dict[str, Any]) -> Tensor:
+        tower = self.encoding.image
+        scales = torch.tensor(columns["image_scales"]) if "image_scales" in columns else None
+        latents = image.unpack(torch.tensor(columns["image_latents"]), scales)
+        if tower.posterior == "moments":
+            latents, log_variance = latents.chunk(2)
+            if not self.posterior_mean:
+                deviation = (0.5 * log_variance.clamp(*image.LOG_VARIANCE_RANGE)).exp()
+                latents = latents + deviation * torch.randn_like(latents)
+        shift, scale = (torch.tensor(values)[:, None, None] for values in (tower.shift, tower.scale))
+        return (latents - shift) * scale
