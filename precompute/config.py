@@ -114,8 +114,13 @@ class PrecomputeConfig(Config):
 def with_absolute_paths(config: PrecomputeConfig) -> PrecomputeConfig:
     """Local paths made absolute: a Ray worker's current folder is not the driver's."""
     found = _located({name: getattr(config, name) for name in ("vae", "text_encoder", "tokenizer")})
-    texts = {name: tower.model_copy(update=_located(dict(tower))) for name, tower in config.texts.items()}
-    features = {name: tower.model_copy(update=_located(dict(tower))) for name, tower in config.features.items()}
+    texts = {
+        name: tower.model_copy(update=_located({"model": tower.model, "tokenizer": tower.tokenizer}))
+        for name, tower in config.texts.items()
+    }
+    features = {
+        name: tower.model_copy(update=_located({"model": tower.model})) for name, tower in config.features.items()
+    }
     here = {"input": str(Path(config.input).absolute())} if Path(config.input).is_dir() else {}
     output = config.output.absolute() if isinstance(config.output, Path) else config.output
     workers, scratch = config.workers, config.workers.scratch
@@ -126,8 +131,8 @@ def with_absolute_paths(config: PrecomputeConfig) -> PrecomputeConfig:
 
 def _located(fields: dict[str, Any]) -> dict[str, str]:
     """Those fields that name a folder that is there, with its absolute path."""
-    folders = {name: Path(value).absolute() for name, value in fields.items() if isinstance(value, str) and value}
-    return {name: str(folder) for name, folder in folders.items() if name != "template" and folder.is_dir()}
+    folders = {name: Path(value).absolute() for name, value in fields.items() if value}
+    return {name: str(folder) for name, folder in folders.items() if folder.is_dir()}
 
 
 def describe_encoding(config: PrecomputeConfig) -> EncodingRecord:

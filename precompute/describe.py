@@ -168,7 +168,7 @@ def describe_text(name: str, asked: TextTowerConfig, default: TextConfig) -> Tex
         raise RequestError(f"texts.{name}.max_tokens: {class_name} takes captions of any length; say how many tokens.")
     if longest is not None and max_tokens > longest:
         raise RequestError(f"texts.{name}.max_tokens: {class_name} in {folder} takes {longest}, not {max_tokens}.")
-    _check_tokenizer(tokenizer, max_tokens if is_clip else None)
+    _check_tokenizer(tokenizer, longest if is_clip else None)
     trim = default.trim if asked.trim is None else asked.trim
     if trim and asked.states and not asked.masked and architecture.model_type not in CAUSAL:
         raise RequestError(

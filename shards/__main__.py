@@ -16,6 +16,7 @@ from shards.format.encoding import EncodingRecord
 from shards.open import open_store
 from shards.root.exclusions import KINDS, make_exclusion
 from shards.root.index import write_indexes
+from shards.root.publish import Publisher
 from shards.tools.card import dataset_card
 from shards.tools.clean import clean, parse_age
 from shards.tools.exclude import add_and_match, describe_matches
@@ -137,10 +138,11 @@ def recall_parts(options: argparse.Namespace) -> None:
         print(receipt.folder)
     if not options.dry_run:
         recall(options.root, found, f"by the command: {suspicion}")
+        Publisher(options.root).publish()  # so that no run begins with them, and those that have say so
     samples = sum(receipt.samples for receipt in found)
     print(
         f"{len(found)} parts of {samples:,} samples {'would be' if options.dry_run else 'were'} recalled. The job that "
-        f"made them makes them anew; `python -m shards index {options.root.where()}` takes them out of the indexes."
+        f"made them makes them anew."
     )
 
 

@@ -12,7 +12,7 @@ from diffusers import UNet2DConditionModel
 from shards.base.errors import RequestError, WorkError
 from shards.format.encoding import EncodingRecord
 from train.config import TrainConfig
-from train.data.spec import DataSpec
+from train.data.spec import DataSpec, only_read
 from train.data.streams import Found, find_data, open_data
 from train.model.unet import build_unet, check_fit, load_pretrained
 from train.objective.validation import Validation, open_validation
@@ -78,7 +78,7 @@ def prepare(config: TrainConfig, accelerator: Accelerator | None = None) -> Prep
         load_pretrained(unet, config.init_unet)
     validation = None
     if config.validation.root is not None:
-        training = EncodingRecord.load(spec.streams[0].store)
+        training = only_read(EncodingRecord.load(spec.streams[0].store), config.data.towers)
         validation = open_validation(config.validation, training, spec.lengths, config.seed)
     return Prepared(world, spec, unet, checkpoint, words, fingerprint, validation)
 

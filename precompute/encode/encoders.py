@@ -109,7 +109,8 @@ class TextEncoder(Network):
             ids[i, : len(row)] = torch.tensor(row)
             mask[i, : len(row)] = 1
         wait = self.start((ids, mask) if self.tower.masked else (ids,), len(captions))
-        num_tokens = mask[: len(captions), self.kept].sum(dim=1).tolist()
+        # of a caption that ends before the tokens that are kept, the first of these stands for it
+        num_tokens = mask[: len(captions), self.kept].sum(dim=1).clamp(min=1).tolist()
         truncated = [len(row) > self.tower.max_tokens for row in tokens]
         return lambda: [
             EncodedCaption(self._latents(row, number), cut)

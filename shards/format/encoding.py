@@ -61,7 +61,8 @@ class EncodingRecord(Config):
             del fields["image"]["scaling_factor"]
             fields["image"] = {key: value for key, value in fields["image"].items() if ADDED_LATER.get(key) != value}
         else:
-            fields = self.model_dump(mode="json")
+            # a field that is added later, at its default, says what roots without it meant
+            fields = self.model_dump(mode="json", exclude_defaults=True) | {"schema_version": 2}
             del fields["image"]["scale"], fields["image"]["shift"]
             _drop_names(fields)
         return hashlib.sha256(canonical_json(fields)).hexdigest()[:16]
@@ -125,9 +126,9 @@ class EncodingRecord(Config):
     def parse(cls, data: bytes, where: str) -> "EncodingRecord":
         """The bytes of an encoding.json; `where` they came from, for people. Raises as `load`."""
         fields = parse_sealed_json(data, where)
-        fields.pop("id")
+        id = fields.pop("id")
         try:
-            return cls.model_validate(from_version_1(fields) if fields.get("schema_version") == 1 else fields)
+            record = cls.model_validate(from_version_1(fields) if fields.get("schema_version") == 1 else fields)
         except (ValidationError, KeyError) as error:
             wrong = f"no {error}"
             if isinstance(error, ValidationError):
@@ -136,6 +137,12 @@ class EncodingRecord(Config):
                 f"{where} was written by another version of this program: it has other fields than this one's "
                 f"({wrong}). Use that version, or encode into a new root."
             ) from None
+        if record.id != id:
+            raise RequestError(
+                f"{where} says that its encoding's id is {id}, and this program makes {record.id} of its fields: "
+                f"another version of it wrote them. Use that version, or encode into a new root."
+            )
+        return record
 
 
 def from_version_1(fields: dict[str, Any]) -> dict[str, Any]:

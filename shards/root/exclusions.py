@@ -94,7 +94,7 @@ def load_exclusion(store: Store, id: str) -> Exclusion:
     """
     name = f"{FOLDER}/{id}.txt"
     data = store.read_many([name]).get(name, b"")
-    exclusion = Exclusion(id.partition(".")[0], pa.array(data.decode(errors="replace").splitlines(), pa.string()))
+    exclusion = Exclusion(id.partition(".")[0], pa.array(data.decode(errors="replace").split("\n")[:-1], pa.string()))
     if exclusion.id != id:
         raise DamagedFile(f"{store.where(name)} is missing or damaged: its SHA-256 is not its name. Restore it.")
     return exclusion

@@ -85,16 +85,16 @@ def read_index(store: Store, bucket: str, id: str) -> BucketIndex | bytes:
         RequestError: the root has no such index, or a later version of this program published it.
         DamagedFile: it is not what was published.
     """
-    names = (index_name(id), f"{bucket}/index.json")
-    found = store.read_many(list(names))
-    for data in found.values():
-        if hashlib.sha256(data).hexdigest() == id:
+    # streaming's own index.json, which may be large, is looked at only where nothing was published under that id
+    for name in (index_name(id), f"{bucket}/index.json"):
+        data = store.read_many([name]).get(name)
+        if data is not None and hashlib.sha256(data).hexdigest() == id:
             return data
-    if names[0] in found:
-        return BucketIndex.model_validate(_of_this_version(found[names[0]], store.where(names[0])))
+        if data is not None and name == index_name(id):
+            return BucketIndex.model_validate(_of_this_version(data, store.where(name)))
     raise RequestError(
-        f"{store.where()} has no index {id} of its bucket {bucket}. Restore {names[0]} from a copy; or, if it is the "
-        f"root's newest, write it anew with `python -m shards index {store.where()}`; or start a new run."
+        f"{store.where()} has no index {id} of its bucket {bucket}. Restore {index_name(id)} from a copy; or, if it is "
+        f"the root's newest, write it anew with `python -m shards index {store.where()}`; or start a new run."
     )
 
 

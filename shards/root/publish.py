@@ -191,5 +191,6 @@ class Publishing:
                 self.publisher.publish()
             except Stopped:
                 return
-            except WorkError as error:  # the next one may succeed; the last one, which must, says so otherwise
+            except (WorkError, RequestError, OSError) as error:
+                # the next one may succeed; the last one, which must, says so otherwise
                 print(f"No index was published this time: {error}", file=sys.stderr, flush=True)

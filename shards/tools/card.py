@@ -39,7 +39,7 @@ def dataset_card(store: Store) -> str:
     encoding, books = EncodingRecord.load(store), load_committed(store)
     sizes, started = bucket_sizes(books), [part.started[:10] for tar in books for part in tar.parts.values()]
     encoded, bucket, captions = sum(tar.encoded for tar in books), next(iter(sizes)), stored_captions(books)
-    columns = encoding.columns(Bucket.parse(bucket))
+    columns = encoding.stored_columns(Bucket.parse(bucket))
     return CARD.read_text().format(
         size_category=size_category(encoded),
         configs="\n".join(f"- config_name: {bucket}\n  data_files: {bucket}/*/*.mds" for bucket in sizes),
@@ -104,7 +104,10 @@ def _decoding(encoding: EncodingRecord) -> Iterator[str]:
         yield "A sample is `mean + exp(0.5 × log-variance) × noise`;"
     else:
         yield "`image_latents` has no variance: it is used as it is;"
-    yield f"what a model sees is that less the VAE's shift, {_values(encoding.image.shift)}, times its scale,"
+    if encoding.image.storage == "int8":
+        yield "Both are int8 codes: a mean is its code times its channel's entry in `image_scales`, a log-variance"
+        yield "`(code + 128) × 50 / 255 - 30`."
+    yield f"What a model sees is that less the VAE's shift, {_values(encoding.image.shift)}, times its scale,"
     yield f"{_values(encoding.image.scale)}."
     stored = [tower.storage for tower in encoding.texts.values()]
     if "float8" in stored + [tower.storage for tower in encoding.features.values()]:

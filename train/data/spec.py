@@ -173,6 +173,15 @@ class OpenStream:
     """Samples of parts that were recalled since the index was published."""
 
 
+def only_read(record: EncodingRecord, towers: list[str] | None) -> EncodingRecord:
+    """The record with those towers alone that `data.towers` names."""
+    if towers is None:
+        return record
+    texts = {name: tower for name, tower in record.texts.items() if f"texts.{name}" in towers}
+    features = {name: tower for name, tower in record.features.items() if f"features.{name}" in towers}
+    return record.model_copy(update={"texts": texts, "features": features})
+
+
 def encoding_differences(a: EncodingRecord, b: EncodingRecord) -> list[str]:
     """Fields that differ and change what the numbers mean, as `field: here ≠ there`."""
     # Crop, resampling, decoder, dtype and the captions' sources may differ: they change which pictures and which

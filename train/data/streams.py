@@ -33,7 +33,7 @@ from train.data.cache import Cache
 from train.data.node import Look, check_sizes, node_folder, once_per_node
 from train.data.order import choose_per_epoch
 from train.data.selection import FilterConfig, Selection, select
-from train.data.spec import DataConfig, DataSpec, OpenStream, StreamConfig, encoding_differences
+from train.data.spec import DataConfig, DataSpec, OpenStream, StreamConfig, encoding_differences, only_read
 
 LOOK_SECONDS = 10.0
 """For so long a run waits before its first step for the look at its local files; what is found later ends it."""
@@ -90,7 +90,7 @@ def find_data(config: DataConfig, pins: Sequence[Mapping[str, Any]] = ()) -> Fou
         )
     first = streams[0].encoding
     for stream, found in zip(config.streams[1:], streams[1:], strict=True):
-        differences = encoding_differences(first, found.encoding)
+        differences = encoding_differences(*(only_read(e, config.towers) for e in (first, found.encoding)))
         if differences:
             raise RequestError(
                 f"The roots {config.streams[0].root} and {stream.root} cannot be mixed: {'; '.join(differences)}."

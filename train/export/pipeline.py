@@ -24,6 +24,7 @@ from shards.format.models import hash_weights, model_folder
 from shards.format.towers import TextTower, Weights
 from shards.open import open_store
 from train.config import TrainConfig
+from train.data.spec import only_read
 from train.export.card import model_card
 from train.objective.paths import ObjectiveConfig, noise_scheduler
 from train.run.checkpoint import Checkpoint, newest_checkpoint, step_folder, verify_checkpoint
@@ -127,9 +128,9 @@ def only_text(encoding: EncodingRecord, towers: list[str] | None) -> TextTower:
     Raises:
         RequestError: the pipeline would make other numbers of a picture or a caption than the root holds.
     """
-    read = [tower for name, tower in encoding.texts.items() if towers is None or f"texts.{name}" in towers]
-    stock = ("CLIPTextModel", "last", "{}", False)
-    if [(tower.class_name, tower.layer, tower.template, tower.masked) for tower in read] != [stock]:
+    read = [tower for tower in only_read(encoding, towers).texts.values() if tower.states]
+    stock = ("CLIPTextModel", "last", "{}", False, ((None, None),))
+    if [(tower.class_name, tower.layer, tower.template, tower.masked, tower.keep) for tower in read] != [stock]:
         raise RequestError(
             f"StableDiffusionPipeline has one text encoder, a CLIPTextModel whose last states it takes unmasked, and "
             f"this run's text towers are {', '.join(encoding.texts)}. Its weights are in the checkpoint's folder "

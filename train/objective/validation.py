@@ -18,7 +18,7 @@ from shards.root.committed import load_receipts
 from shards.root.reading import read_parts
 from train.data.batch import Batch, Collate
 from train.data.draws import Draws
-from train.data.spec import encoding_differences
+from train.data.spec import encoding_differences, only_read
 from train.model.sharding import reshard
 from train.objective.loss import DiffusionLoss
 
@@ -88,7 +88,8 @@ def open_validation(
     assert config.root is not None
     store = open_store(config.root)
     encoding = EncodingRecord.load(store)
-    differences = encoding_differences(training, encoding)
+    read = [f"texts.{name}" for name in training.texts] + [f"features.{name}" for name in training.features]
+    differences = encoding_differences(training, only_read(encoding, read))
     if differences:
         raise RequestError(
             f"The validation root {config.root} does not fit the training data: {'; '.join(differences)}."

@@ -9,6 +9,7 @@ from accelerate.utils import gather_object
 from diffusers import UNet2DConditionModel
 
 from shards.base.errors import RequestError
+from shards.format.towers import ONLY_TEXT
 from train.data import order
 from train.data.spec import DataConfig, DataSpec
 from train.objective.paths import ObjectiveConfig
@@ -46,6 +47,8 @@ def make_fingerprint(
             }
             for stream in spec.streams
         ],
+        # the text tower of checkpoints of version 1, which name none
+        **({"text": spec.text[0]} if spec.text[0] != ONLY_TEXT else {}),
         "objective": objective.model_dump(mode="json"),
         "unet": {key: value for key, value in sorted(unet.config.items()) if not key.startswith("_")},
     }
@@ -63,7 +66,7 @@ def check_resume(folder: Path, saved: dict[str, Any], now: dict[str, Any], grows
     now = json.loads(json.dumps(now))  # as the saved one was: tuples are lists
     if grows:
         saved, now = ({**fields, "streams": _fixed(fields["streams"])} for fields in (saved, now))
-    different = [f"{key}: {saved.get(key)} ≠ {now.get(key)}" for key in now if saved.get(key) != now.get(key)]
+    different = [f"{key}: {saved.get(key)} ≠ {now.get(key)}" for key in saved | now if saved.get(key) != now.get(key)]
     if different:
         raise RequestError(
             f"{folder} was trained under other settings: {'; '.join(different)} (checkpoint ≠ this run). Set them "

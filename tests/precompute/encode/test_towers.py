@@ -31,6 +31,9 @@ from train.config import TrainConfig
 from train.data.draws import global_slots
 from train.data.loader import Loader
 from train.data.streams import open_data
+from train.model.unet import build_unet
+from train.objective.paths import ObjectiveConfig
+from train.run.fingerprint import check_resume, make_fingerprint
 from train.run.metrics import read_json_lines
 
 BUCKET = "64x64"
@@ -344,3 +347,28 @@ def test_a_run_says_which_tower_it_trains_on(root: Path, tmp_path: Path) -> None
     run(towers=["texts.t5"])
     losses = [row["loss"] for row in read_json_lines(tmp_path / "run" / "metrics.jsonl")]
     assert len(losses) == 2 and np.isfinite(losses).all()
+
+
+def test_a_run_goes_on_with_the_tower_that_it_began_with(root: Path, tmp_path: Path) -> None:
+    """Two towers of one width would fit one U-Net; the fingerprint tells them apart."""
+    data = TrainConfig.model_validate(train_fields(root, tmp_path / "run")).data
+    found = []
+    for tower in ("texts.clip", "texts.t5"):
+        spec = open_data(data.model_copy(update={"towers": [tower]}), 8)
+        unet = build_unet(Path(train_fields(root, tmp_path / "run")["unet"]), 0)
+        found.append(make_fingerprint(0, 8, data, spec, ObjectiveConfig(), unet))
+    with pytest.raises(RequestError, match="text: clip ≠ t5"):
+        check_resume(tmp_path, found[0], found[1])
+    without = {key: value for key, value in found[1].items() if key != "text"}
+    with pytest.raises(RequestError, match="text: clip ≠ None"):
+        check_resume(tmp_path, found[0], without)
+
+
+def test_a_caption_that_ends_before_the_tokens_that_are_kept(
+    models: Path, tars: Path, tmp_path: Path, towers: Path
+) -> None:
+    """One token stands for it, and its tar is committed."""
+    t5 = texts(towers, models)["t5"] | {"keep": [[22, None]], "trim": True}
+    config = config_of(models, tars, tmp_path / "root", towers, texts={"t5": t5}, features={})
+    encode_all(config, models)
+    assert all(sample["text_latents.t5"].shape[0] >= 1 for sample in samples_of(folder_of(config)))
