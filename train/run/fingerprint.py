@@ -66,7 +66,7 @@ def check_resume(folder: Path, saved: dict[str, Any], now: dict[str, Any], grows
     now = json.loads(json.dumps(now))  # as the saved one was: tuples are lists
     if grows:
         saved, now = ({**fields, "streams": _fixed(fields["streams"])} for fields in (saved, now))
-    different = [f"{key}: {saved.get(key)} ≠ {now.get(key)}" for key in saved | now if saved.get(key) != now.get(key)]
+    different = [f"{key}: {saved.get(key)} ≠ {now.get(key)}" for key in now | saved if saved.get(key) != now.get(key)]
     if different:
         raise RequestError(
             f"{folder} was trained under other settings: {'; '.join(different)} (checkpoint ≠ this run). Set them "
