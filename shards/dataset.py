@@ -78,9 +78,7 @@ class LatentDataset(StreamingDataset):
         scales = torch.tensor(columns["image_scales"]) if "image_scales" in columns else None
         latents = image.unpack(torch.tensor(columns["image_latents"]), scales)
         if tower.posterior == "moments":
-            latents, log_variance = latents.chunk(2)
-            if not self.posterior_mean:
-                deviation = (0.5 * log_variance.clamp(*image.LOG_VARIANCE_RANGE)).exp()
-                latents = latents + deviation * torch.randn_like(latents)
+            mean = latents[: tower.channels]
+            latents = mean if self.posterior_mean else image.draw(latents, torch.randn_like(mean))
         shift, scale = (torch.tensor(values)[:, None, None] for values in (tower.shift, tower.scale))
         return (latents - shift) * scale

@@ -79,7 +79,7 @@ def prepare(config: TrainConfig, accelerator: Accelerator | None = None) -> Prep
     validation = None
     if config.validation.root is not None:
         training = only_read(EncodingRecord.load(spec.streams[0].store), config.data.towers)
-        validation = open_validation(config.validation, training, spec.lengths, config.seed)
+        validation = open_validation(config.validation, training, config.seed)
     return Prepared(world, spec, unet, checkpoint, words, fingerprint, validation)
 
 

@@ -141,7 +141,7 @@ def validation_loss(
     loss = DiffusionLoss(config.objective, spec, cpu)
     loss.latents = kind(spec, cpu)
     held_out = ValidationConfig(root=root, bucket="64x64", samples=VALIDATION_SAMPLES, batch_size=64)
-    validation = open_validation(held_out, EncodingRecord.load(open_store(root)), spec.lengths, seed=0)
+    validation = open_validation(held_out, EncodingRecord.load(open_store(root)), seed=0)
     return float(validation(unet, loss, accelerator)["val_loss"])
 
 

@@ -55,6 +55,13 @@ def unpack(latents: Tensor, scales: Tensor | None) -> Tensor:
     return latents.float() if scales is None else dequantise(latents, scales)
 
 
+def draw(moments: Tensor, noise: Tensor) -> Tensor:
+    """(…, 2C, h, w) mean and log-variance, and (…, C, h, w) standard normals → mean + σ·n, as diffusers'
+    DiagonalGaussianDistribution."""
+    mean, log_variance = moments.chunk(2, dim=-3)
+    return mean + (0.5 * log_variance.clamp(*LOG_VARIANCE_RANGE)).exp() * noise
+
+
 def columns(tower: ImageTower, bucket: Bucket) -> dict[str, str]:
     """The MDS column types of `pack`'s result."""
     height, width = bucket.latent_hw(tower.downsampling)

@@ -22,7 +22,6 @@ from shards.format.buckets import Bucket
 from shards.format.encoding import EncodingRecord
 from shards.format.mds import MdsIndex, parse_index
 from shards.format.text import TextLatents
-from shards.format.towers import FeatureTower, TextTower
 from shards.open import open_store
 from shards.root.exclusions import exclusion_ids, load_exclusion
 from shards.root.index import index_columns
@@ -134,12 +133,11 @@ def open_data(config: DataConfig, global_batch_size: int, found: Found | None = 
     look = Look([(stream.store, stream.config.bucket, stream.files) for stream in streams]) if looks else None
     if look is not None:
         look.wait(LOOK_SECONDS)
-    first = found.streams[0].encoding
-    texts, features = chosen_towers(config, first)
+    read = chosen_towers(config, found.streams[0].encoding)
     return DataSpec(
-        image=first.image,
-        texts=texts,
-        features=features,
+        image=read.image,
+        texts=read.texts,
+        features=read.features,
         uncond=found.uncond,
         streams=streams,
         steps_per_epoch=sum(stream.chosen for stream in streams) // global_batch_size,
@@ -147,24 +145,19 @@ def open_data(config: DataConfig, global_batch_size: int, found: Found | None = 
     )
 
 
-def chosen_towers(config: DataConfig, encoding: EncodingRecord) -> tuple[dict[str, TextTower], dict[str, FeatureTower]]:
-    """The text and feature towers that are read.
+def chosen_towers(config: DataConfig, encoding: EncodingRecord) -> EncodingRecord:
+    """The record with the text and feature towers that are read.
 
     Raises:
-        RequestError: one of `data.towers` is not in the root, or none of them is a text tower.
+        RequestError: one of `data.towers` is not in the root.
     """
-    texts = {f"texts.{name}": name for name in encoding.texts}
-    features = {f"features.{name}": name for name in encoding.features}
-    asked = [*texts, *features] if config.towers is None else config.towers
-    if missing := [tower for tower in asked if tower not in texts and tower not in features]:
+    present = [*(f"texts.{name}" for name in encoding.texts), *(f"features.{name}" for name in encoding.features)]
+    if missing := [tower for tower in config.towers or () if tower not in present]:
         raise RequestError(
             f"data.towers asks for {', '.join(missing)}, which {config.streams[0].root} does not have; it has "
-            f"{', '.join([*texts, *features])}. Ask for these, or encode a root with that tower."
+            f"{', '.join(present)}. Ask for these, or encode a root with that tower."
         )
-    return (
-        {name: encoding.texts[name] for tower, name in texts.items() if tower in asked},
-        {name: encoding.features[name] for tower, name in features.items() if tower in asked},
-    )
+    return only_read(encoding, config.towers)
 
 
 def check_places(config: DataConfig) -> None:

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from shards.format import image
-from shards.format.image import LOG_VARIANCE_RANGE
 from shards.format.text import dequantise
 from train.data.batch import Batch
 from train.data.draws import Draws, Purpose
@@ -51,9 +50,8 @@ class StoredLatents:
         stored = image.unpack(batch.columns["image_latents"], batch.columns.get("image_scales"))
         if self.image.posterior != "moments":
             return self.normalise(stored)
-        mean, log_variance = stored.chunk(2, dim=1)
-        deviation = (0.5 * log_variance.clamp(*LOG_VARIANCE_RANGE)).exp()
-        return self.normalise(mean + deviation * draws.normal(Purpose.POSTERIOR, tuple(mean.shape[1:])))
+        shape = (self.image.channels, *stored.shape[2:])
+        return self.normalise(image.draw(stored, draws.normal(Purpose.POSTERIOR, shape)))
 
     def normalise(self, latents: Tensor) -> Tensor:
         """(latents - shift) × scale, as diffusers' pipelines have it."""

@@ -18,7 +18,7 @@ from shards.root.committed import load_receipts
 from shards.root.reading import read_parts
 from train.data.batch import Batch, Collate
 from train.data.draws import Draws
-from train.data.spec import encoding_differences, only_read
+from train.data.spec import column_lengths, encoding_differences, only_read
 from train.model.sharding import reshard
 from train.objective.loss import DiffusionLoss
 
@@ -73,14 +73,11 @@ class Validation:
         return {"val_loss": float(means.mean()), "val_loss_by_timestep": by_timestep}
 
 
-def open_validation(
-    config: ValidationConfig, training: EncodingRecord, lengths: dict[str, int | None], seed: int
-) -> Validation:
+def open_validation(config: ValidationConfig, training: EncodingRecord, seed: int) -> Validation:
     """Read the first `samples` of the held-out bucket, in receipt order, each with its first caption.
 
     Args:
-        training: the encoding of the training data.
-        lengths: the columns to read, as `DataSpec.lengths` has them.
+        training: the encoding of the training data, with the towers that are read.
 
     Raises:
         RequestError: no such root or bucket, too few samples, or an encoding that does not mean what training's does.
@@ -104,6 +101,6 @@ def open_validation(
     for start in range(0, len(samples), config.batch_size):
         part = samples[start : start + config.batch_size]
         slots = torch.arange(start, start + len(part))
-        batch = Collate(slots, lengths)(part)
+        batch = Collate(slots, column_lengths(training.image, training.texts, training.features))(part)
         batches.append(batch.with_captions(torch.zeros_like(slots)))
     return Validation(batches, seed, config.every)
