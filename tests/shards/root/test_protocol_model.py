@@ -7,6 +7,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import run_state_machine_as_test
 
+from bench.kit.receipts import synthetic_receipt
 from shards.base.store import Store
 from shards.format.receipts import (
     FileRecord,
@@ -128,31 +129,8 @@ class ProductOnAFileSystem(Product):
 
 def make_receipt(token: str, part: str, files: dict[str, FileRecord]) -> Receipt:
     """A receipt of no samples."""
-    return Receipt(
-        tar=TAR,
-        bucket=BUCKET,
-        generation=0,
-        token=token,
-        encoding_id="",
-        rule="covers",
-        part=part,
-        files=files,
-        mds=(),
-        samples_in=0,
-        samples=0,
-        stored="",
-        refused={},
-        rejects={},
-        captions={},
-        input={},
-        shared_files={},
-        software={},
-        settings={},
-        made_by=None,
-        attempts=1,
-        started="",
-        seconds={},
-    )
+    empty = synthetic_receipt(TAR, BUCKET, samples_of_files=())
+    return empty.model_copy(update={"token": token, "part": part, "files": files})
 
 
 @pytest.fixture(autouse=True)
