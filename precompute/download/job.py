@@ -18,6 +18,7 @@ from precompute.select.parallel import start_pool
 from shards.base.errors import WorkError
 
 SHARDS_PER_WORKER = 20  # then a fresh process, so that leaks stay small
+WORKER_DIED = "a worker process died (out of memory, or killed)"
 
 Fetch = Callable[[DownloadConfig, PlannedTar], dict[str, Any]]
 
@@ -37,9 +38,12 @@ def fetch_missing(
     missing = [shard for shard in shards if not is_published(config, shard)]
     print(f"{len(shards) - len(missing)} of {len(shards)} shards are there, {len(missing)} to fetch.", flush=True)
     waiting, tries, failed = deque(missing), Counter[str](), dict[str, str]()
+    own_reasons: dict[str, str] = {}  # a process that dies is held against all that ran; this one is the shard's
     while waiting:
         for shard, outcome in _fetch_until_broken(config, waiting, fetch):
             tries[shard.name] += 1
+            if isinstance(outcome, str) and outcome != WORKER_DIED:
+                own_reasons[shard.name] = outcome
             if isinstance(outcome, dict):
                 print(f"{shard.name}: {_describe(outcome)}", flush=True)
             elif tries[shard.name] < config.shard_attempts:
@@ -47,7 +51,7 @@ def fetch_missing(
                 waiting.append(shard)
             else:
                 print(f"{shard.name} failed: {outcome}", flush=True)
-                failed[shard.name] = outcome
+                failed[shard.name] = own_reasons.get(shard.name, outcome)
     shutil.rmtree(config.output / ATTEMPTS_NAME, ignore_errors=True)
     return len(missing) - len(failed), failed
 
@@ -97,7 +101,7 @@ def _fetch_until_broken(config: DownloadConfig, waiting: deque[PlannedTar], fetc
 
 def _explain(error: BaseException, config: DownloadConfig) -> str:
     if isinstance(error, BrokenProcessPool):
-        return "a worker process died (out of memory, or killed)"
+        return WORKER_DIED
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
         raise WorkError(
             f"No space is left in {config.output}. The published shards stay: free some space, and the same command "

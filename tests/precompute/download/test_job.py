@@ -45,7 +45,8 @@ def test_shards_are_tried_again_and_a_dead_worker_takes_few_with_it(
     shards = [PlannedTar(number, tmp_path / "in.parquet", 0, 1) for number in range(8)]
     assert fetch_missing(request, shards, pretend) == (7, {"00002": "broken for good"})
     tries = {path.name[6:]: len(path.read_text()) for path in tmp_path.glob("tried-*")}
-    assert tries["00002"] == 3 and tries["00001"] >= 2 and tries["00003"] >= 2
+    assert 2 <= tries["00002"] <= 3  # 2 where the process of 00003 died before 00002 had begun beside it
+    assert tries["00001"] >= 2 and tries["00003"] >= 2
     assert "00003 failed, and is tried again: a worker process died" in capsys.readouterr().out
 
 
