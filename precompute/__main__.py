@@ -12,14 +12,19 @@ further commands, each with a --help of its own:
 
 import argparse
 import sys
+from collections.abc import Sequence
 
 from precompute.cluster.ray_cluster import start_ray
 from precompute.config import PrecomputeConfig, describe_encoding, make_recipe, with_absolute_paths
-from precompute.input.tars import choose_tars, list_tars, say_what_is_unchecked
+from precompute.input.tars import Named, choose_tars, list_tars, say_what_is_unchecked
 from precompute.job import Ledger, announce, conclude, not_committed, run_job
 from shards.base.config import load_config
 from shards.base.errors import exit_code_of
 from shards.base.scratch import sweep_attempts
+from shards.base.store import Store
+from shards.derive.conversion import Conversion
+from shards.derive.job import missing, prepare
+from shards.format.encoding import EncodingRecord
 from shards.open import open_store
 from shards.root.index import write_streaming
 from shards.root.manifest import newest_manifest
@@ -35,23 +40,19 @@ def run(arguments: list[str]) -> None:
     config = with_absolute_paths(load_config(PrecomputeConfig, options.config, overrides, "precompute", __doc__))
 
     # all that can be wrong with the request is found before anything is written
-    tars = choose_tars(config.shards, list_tars(config.input))
-    encoding = describe_encoding(config)
-    store = open_store(config.output)
-    check_root(store, encoding)
-    check_rules(store, config.to_fill.rules)
-
-    waiting = not_committed(tars, config.to_fill.all, store)
+    encoding, store = describe_encoding(config), open_store(config.output)
+    how, tars, waiting = find_work(config, encoding, store)
     if waiting:
         announce(waiting, len(tars), config.to_fill.all)
-        say_what_is_unchecked(config.input, waiting)
+        if config.source is None:
+            say_what_is_unchecked(config.input, waiting)
         start_ray(config.workers)
 
     encoding = create_root(store, encoding)
     agree_on_rules(store, config.to_fill.rules)
     with Publishing(store, config.index.every) as publishing:
         try:
-            recipe = make_recipe(config, encoding)
+            recipe = make_recipe(config, encoding, how)
             ledger = run_job(waiting, recipe, config.output, config.workers) if waiting else Ledger(0)
         finally:
             sweep_attempts(store, config.workers.scratch)
@@ -60,6 +61,25 @@ def run(arguments: list[str]) -> None:
     if manifest is not None and not ledger.left:
         write_streaming(store, manifest)
     conclude(ledger, len(tars), str(config.output), manifest)
+
+
+def find_work(
+    config: PrecomputeConfig, encoding: EncodingRecord, store: Store
+) -> tuple[Conversion | None, Sequence[Named], Sequence[Named]]:
+    """How the source's numbers become the job's, if there is a source; the tars asked for; those that are left.
+
+    Raises:
+        RequestError: tars or root do not fit what is asked for.
+    """
+    check_root(store, encoding)
+    check_rules(store, config.to_fill.rules)
+    buckets = config.to_fill.all
+    if config.source is None:
+        tars = choose_tars(config.shards, list_tars(config.input))
+        return None, tars, not_committed(tars, buckets, store)
+    how, found = prepare(open_store(config.source), store, encoding, map(str, buckets), may_encode=True)
+    sources = choose_tars(config.shards, found)
+    return how, sources, missing(store, sources)
 
 
 def main() -> None:

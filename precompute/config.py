@@ -17,7 +17,7 @@ from precompute.describe import (
     describe_text,
 )
 from precompute.encode.networks import Precision
-from precompute.encode.recipe import Recipe, WorkerConfig
+from precompute.encode.recipe import Recipe, SourceRoot, WorkerConfig
 from precompute.input.captions import check_caption_fields
 from precompute.input.tars import TarsConfig
 from precompute.pixels.buckets import AspectConfig, Buckets
@@ -25,6 +25,7 @@ from precompute.pixels.decode import LimitsConfig, PixelsConfig
 from shards.base.config import Config
 from shards.base.errors import RequestError
 from shards.base.store import Place
+from shards.derive.conversion import Conversion
 from shards.format.buckets import Bucket
 from shards.format.encoding import EncodingRecord
 from shards.format.towers import ONLY_TEXT
@@ -42,6 +43,9 @@ class PrecomputeConfig(Config):
 
     input: str
     """Folder or address of the tars that `make download` wrote."""
+    source: Place | None = None
+    """A latents root that is encoded again in place of `input`: its image latents and what else it has are taken over,
+    and text towers that it lacks encode its captions. No picture is decoded."""
     output: Place
     """The latents root: a folder, or an address on an object store, such as s3://bucket/latents."""
     shards: str = "all"
@@ -126,7 +130,9 @@ def with_absolute_paths(config: PrecomputeConfig) -> PrecomputeConfig:
     workers, scratch = config.workers, config.workers.scratch
     workers = workers.model_copy(update={"scratch": scratch and scratch.absolute()})
     towers = {**found, "texts": texts, "features": features}
-    return config.model_copy(update={"output": output, "workers": workers, **towers, **here})
+    source = config.source.absolute() if isinstance(config.source, Path) else config.source
+    changes = {"output": output, "source": source, "workers": workers}
+    return config.model_copy(update=changes | towers | here)
 
 
 def _located(fields: dict[str, Any]) -> dict[str, str]:
@@ -168,8 +174,20 @@ def describe_encoding(config: PrecomputeConfig) -> EncodingRecord:
     return record
 
 
-def make_recipe(config: PrecomputeConfig, encoding: EncodingRecord) -> Recipe:
-    """What a worker needs to know of a run."""
-    towers: dict[str, TextTowerConfig | FeatureTowerConfig] = {**config.text_towers, **config.features}
+def make_recipe(config: PrecomputeConfig, encoding: EncodingRecord, how: Conversion | None = None) -> Recipe:
+    """What a worker needs to know of a run; `how` the numbers of `source` become its own."""
+    towers: dict[str, TextTowerConfig | FeatureTowerConfig] = {
+        **{f"texts.{name}": tower for name, tower in config.text_towers.items()},
+        **{f"features.{name}": tower for name, tower in config.features.items()},
+    }
     batch_sizes = {name: tower.batch_size for name, tower in towers.items() if tower.batch_size}
-    return Recipe(encoding, config.to_fill, config.pixels, config.limits, config.tars, config.workers, batch_sizes)
+    return Recipe(
+        encoding,
+        config.to_fill,
+        config.pixels,
+        config.limits,
+        config.tars,
+        config.workers,
+        batch_sizes,
+        SourceRoot(config.source, how) if config.source is not None and how is not None else None,
+    )

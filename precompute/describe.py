@@ -13,10 +13,8 @@ from pydantic import AfterValidator, Field, model_validator
 from shards.base.config import Config
 from shards.base.errors import RequestError
 from shards.format.models import hash_weights, model_folder, read_model_config
-from shards.format.towers import FeatureTower, ImageStorage, ImageTower, Slice, TextStorage, TextTower
+from shards.format.towers import CAUSAL, FeatureTower, ImageStorage, ImageTower, Slice, TextStorage, TextTower
 
-CAUSAL = ("clip_text_model", "gemma", "gemma2", "gemma3_text", "llama", "mistral", "phi3", "qwen2", "qwen3")
-"""`model_type`s in which a token's state does not depend on those behind it."""
 VOCABULARIES = (("vocab.json", "merges.txt"), ("tokenizer.json",), ("spiece.model",), ("tokenizer.model",))
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 PIXELS_PER_TOKEN = 16
@@ -170,7 +168,7 @@ def describe_text(name: str, asked: TextTowerConfig, default: TextConfig) -> Tex
         raise RequestError(f"texts.{name}.max_tokens: {class_name} in {folder} takes {longest}, not {max_tokens}.")
     _check_tokenizer(tokenizer, longest if is_clip else None)
     trim = default.trim if asked.trim is None else asked.trim
-    if trim and asked.states and not asked.masked and architecture.model_type not in CAUSAL:
+    if trim and asked.states and not asked.masked and not CAUSAL.fullmatch(class_name):
         raise RequestError(
             f"texts.{name}.trim: {class_name} sees the padding behind a caption, and without `masked` every token's "
             f"state depends on it; trimmed ones would not be what the pipeline computes. Set trim to false, or masked "

@@ -10,19 +10,19 @@ from types import TracebackType
 from ray.util.metrics import Counter, Gauge
 
 from precompute.cluster.fleet import Done, Failed, Fleet, FleetConfig, News, UnderWay
-from precompute.encode.provenance import source_sha256
 from precompute.encode.recipe import Recipe
 from precompute.encode.worker import encode_on_worker
-from precompute.input.tars import InputTar
+from precompute.input.tars import InputTar, Named
 from shards.base.errors import Preempted, WorkError
 from shards.base.progress import Progress
 from shards.base.store import Store
 from shards.format.receipts import names_in_force, parse_name, receipt_name
 from shards.root.committed import TarBooks, list_commits
 from shards.root.manifest import Manifest
+from shards.root.provenance import source_sha256
 
 
-def run_job(tars: Sequence[InputTar], recipe: Recipe, output: Path | str, workers: FleetConfig) -> "Ledger":
+def run_job(tars: Sequence[Named], recipe: Recipe, output: Path | str, workers: FleetConfig) -> "Ledger":
     """Encode `tars` into the root at `output`, on Ray, which was started, until each is done or has failed.
 
     On SIGTERM, SIGUSR1 or SIGINT it abandons the attempts that are under way, and returns.
@@ -57,7 +57,7 @@ def not_committed(tars: Sequence[InputTar], buckets: Sequence[object], store: St
     return [tar for tar in tars if not {(str(bucket), tar.name) for bucket in buckets} <= done]
 
 
-def announce(waiting: Sequence[InputTar], num_tars: int, buckets: Sequence[object]) -> None:
+def announce(waiting: Sequence[object], num_tars: int, buckets: Sequence[object]) -> None:
     """Say on stderr what a job is about to do: its workers take a while to start."""
     print(
         f"{len(waiting)} of {num_tars} tars to encode, into {', '.join(map(str, buckets))}. Starting workers, which "

@@ -7,11 +7,16 @@ examples:
 
 import argparse
 import json
+import os
 import sys
 from pathlib import Path
 
+from pydantic import ValidationError
+
 from shards.base.durable import DamagedFile
 from shards.base.errors import RequestError, WorkError, exit_code_of
+from shards.derive.conversion import Changes
+from shards.derive.job import derive
 from shards.format.encoding import EncodingRecord
 from shards.open import open_store
 from shards.root.exclusions import KINDS, make_exclusion
@@ -27,6 +32,7 @@ from shards.tools.verify import verify_root
 from shards.tools.where import describe_sample, find_sample
 
 RAW = argparse.RawDescriptionHelpFormatter
+DERIVED = " runs/data/small --image.storage int8 --text.storage float8 --text.trim true"
 
 
 def run(arguments: list[str]) -> None:
@@ -43,6 +49,7 @@ def run(arguments: list[str]) -> None:
         ("by-node", "of each machine and GPU: parts, samples, rates and rejects", " --json"),
         ("recall", "take back what a machine made; the next job makes it anew", " --node gpu-17 --dry-run"),
         ("clean", "remove parts that were never committed, when no job is at work", " --older-than 7d"),
+        ("derive", "make a new root of it: other storage, fewer towers; no picture is decoded", DERIVED),
         ("upgrade", "let a root of version 1 go on: receipts anew, parts as they are", ""),
     ):
         example = f"example: python -m shards {name} runs/data/latents{example}"
@@ -64,6 +71,8 @@ def add_options(name: str, command: argparse.ArgumentParser) -> None:
         for kind, about in KINDS.items():
             kinds.add_argument(f"--{about.split()[0]}", nargs="*", dest=kind, metavar="VALUE", help=about)
         command.add_argument("--file", type=Path, help="more of them, one on each line")
+    if name == "derive":
+        add_changes(command)
     if name == "where":
         command.add_argument("key")
     if name in ("stats", "where", "by-node"):
@@ -81,6 +90,21 @@ def add_options(name: str, command: argparse.ArgumentParser) -> None:
             command.add_argument("--gpu", help="a GPU's UUID, or name")
             command.add_argument("--since", help="what was begun then or later, in UTC: 2026-11-22T10:00")
             command.add_argument("--dry-run", action="store_true", help="only say what would be recalled")
+
+
+def add_changes(command: argparse.ArgumentParser) -> None:
+    """What a derived root has otherwise."""
+    command.add_argument("out", help="the new root: folder or address")
+    storage = "float16, float8; of one tower: t5=float8"
+    command.add_argument("--text.storage", dest="text_storage", nargs="*", default=[], metavar="VALUE", help=storage)
+    command.add_argument(
+        "--text.trim", dest="text_trim", nargs="*", default=[], metavar="VALUE", help="true; of one tower: t5=true"
+    )
+    command.add_argument("--image.storage", dest="image_storage", choices=("float16", "int8"))
+    command.add_argument("--image.posterior", dest="image_posterior", choices=("mean",), help="drop the log-variances")
+    command.add_argument("--towers", nargs="*", metavar="KIND.NAME", help="those to keep; default: all")
+    command.add_argument("--buckets", nargs="*", help="those to derive; default: all")
+    command.add_argument("--processes", type=int, default=os.cpu_count() or 1, help="default: one a processor")
 
 
 def verify(options: argparse.Namespace) -> None:
@@ -160,6 +184,35 @@ def upgrade_root(options: argparse.Namespace) -> None:
     print(f"{count} parts have receipts of version 2. {options.root.where()} can be encoded into again.")
 
 
+def derive_root(options: argparse.Namespace) -> None:
+    """Derive, and say what there is."""
+    try:
+        changes = Changes.model_validate(
+            {
+                "towers": options.towers,
+                "text_storage": by_tower(options.text_storage),
+                "text_trim": by_tower(options.text_trim),
+                "image_storage": options.image_storage,
+                "image_posterior": options.image_posterior,
+            }
+        )
+    except ValidationError as error:
+        wrong = error.errors()[0]
+        option = str(wrong["loc"][0]).replace("_", ".")
+        raise RequestError(f"--{option} {wrong['input']}: {wrong['msg']}.") from None
+    if options.processes < 1:
+        raise RequestError(f"--processes {options.processes}: one at least does the work.")
+    target = open_store(options.out)
+    manifest = derive(options.root, target, changes, options.buckets, options.processes)
+    held = ", ".join(f"{size.samples} samples in {bucket}" for bucket, size in manifest.buckets.items())
+    print(f"{target.where()} holds {held or 'nothing'}.")
+
+
+def by_tower(values: list[str]) -> dict[str, str]:
+    """`float8`, of all towers, and `t5=float8`, of one → tower → value."""
+    return {name or "*": value for name, _, value in (text.rpartition("=") for text in values)}
+
+
 def exclude(options: argparse.Namespace) -> None:
     """Add the list, and print what it matches."""
     try:
@@ -182,6 +235,7 @@ COMMANDS = {
     "clean": clean_up,
     "upgrade": upgrade_root,
     "exclude": exclude,
+    "derive": derive_root,
 }
 
 

@@ -1,39 +1,18 @@
-"""Who makes a part, by which code, and how long each stage takes: for its receipt."""
+"""That a worker runs its driver's code, and how long each stage takes: for a part's receipt."""
 
-import functools
-import hashlib
 import os
-import platform
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from importlib.metadata import version
-from pathlib import Path
 from typing import TypeVar
 
-import torch
-
-import precompute
-import shards
 from shards.base.errors import WorkError
-from shards.format.receipts import MadeBy
+from shards.root.provenance import source_sha256
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
-
-
-@functools.cache
-def source_sha256() -> str:
-    """Over the Python files of this process's checkout that stage 1 may run."""
-    digest = hashlib.sha256()
-    for package in (precompute, shards):
-        top = Path(next(iter(package.__path__)))
-        for path in sorted(top.rglob("*.py")):
-            digest.update(f"{top.name}/{path.relative_to(top).as_posix()}\n".encode())
-            digest.update(hashlib.sha256(path.read_bytes()).digest())
-    return digest.hexdigest()
 
 
 def check_source(drivers: str) -> None:
@@ -48,18 +27,6 @@ def check_source(drivers: str) -> None:
             f"{source_sha256()}, the driver's {drivers}. Nothing was encoded there. Bring it to the driver's version, "
             f"or take it out of the cluster."
         )
-
-
-def made_by(device: torch.device) -> MadeBy:
-    """This process, on `device`."""
-    gpu = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
-    return MadeBy(
-        host=os.uname().nodename,
-        gpu=gpu.name if gpu else f"CPU ({platform.machine()})",
-        gpu_uuid=str(gpu.uuid) if gpu else None,
-        version=version("latentmill"),
-        source_sha256=source_sha256(),
-    )
 
 
 class Stopwatch:

@@ -10,6 +10,7 @@ from precompute.input.tars import TarsConfig
 from precompute.pixels.buckets import Buckets
 from precompute.pixels.decode import LimitsConfig, Picture, PixelsConfig, decode
 from shards.base.config import Config
+from shards.derive.conversion import Conversion
 from shards.format.encoding import EncodingRecord
 
 Decode = Callable[..., Picture]
@@ -35,6 +36,14 @@ class WorkerConfig(Config):
 
 
 @dataclass(frozen=True)
+class SourceRoot:
+    """The root that a job derives another from."""
+
+    place: Path | str
+    conversion: Conversion
+
+
+@dataclass(frozen=True)
 class Recipe:
     """All that a worker needs to know of its job, but for the tar, the root and the encoders."""
 
@@ -45,16 +54,22 @@ class Recipe:
     tars: TarsConfig
     worker: WorkerConfig
     batch_sizes: dict[str, int] = field(default_factory=dict)
-    """Of towers that have their own, by name."""
+    """Of towers that have their own: `texts.NAME` or `features.NAME` → samples."""
+    source: SourceRoot | None = None
+    """A root whose parts are encoded again, in place of tars."""
     decode: Decode = decode
+
+    @property
+    def batches(self) -> dict[str, int | bool]:
+        """How batches go through the towers, which decides over rounding."""
+        own = {f"batch_size.{name}": size for name, size in self.batch_sizes.items()}
+        return {"batch_size": self.worker.batch_size, **own, "compile": self.worker.compile}
 
     @property
     def settings(self) -> dict[str, str | int | float | bool]:
         """What a receipt says of it besides the encoding."""
         return {
-            "batch_size": self.worker.batch_size,
-            **{f"batch_size.{name}": size for name, size in self.batch_sizes.items()},
-            "compile": self.worker.compile,
+            **self.batches,
             "tars": self.tars.policy,
             "check_sha256": self.tars.check_sha256,
             **self.limits.model_dump(mode="json", exclude={"formats"}),

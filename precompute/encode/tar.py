@@ -8,7 +8,7 @@ from importlib.metadata import version
 
 from precompute.encode.overlap import in_background, threads
 from precompute.encode.parts import Parts
-from precompute.encode.provenance import Stopwatch, made_by
+from precompute.encode.provenance import Stopwatch
 from precompute.encode.recipe import Recipe
 from precompute.encode.stages import batched_by_bucket, decoding, start_batches
 from precompute.encode.towers import Towers
@@ -17,6 +17,7 @@ from shards.base.scratch import attempt_folder
 from shards.base.store import Store
 from shards.root.commit import Attempt, commit, current
 from shards.root.committed import TarBooks
+from shards.root.provenance import made_by
 from shards.root.shared import has_uncond, write_uncond
 
 SOFTWARE = ("diffusers", "mosaicml-streaming", "numpy", "pillow", "torch", "transformers")
@@ -76,7 +77,8 @@ def encode_tar(
             tar=tar.name,
             folder=folder,
             encoding=recipe.encoding,
-            keys=parts.keys,
+            places={key: place for place, key in enumerate(sorted(parts.keys))},
+            samples_in=len(parts.keys),
             parts=written,
             rules={str(bucket): rule for bucket, rule in recipe.buckets.rules.items()},
             source=source.result(),

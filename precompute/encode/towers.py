@@ -31,8 +31,34 @@ class PictureLatents:
     """Feature tower → (tokens, width)."""
 
 
-class Towers:
-    """One image tower, text towers and feature towers. Every batch is filled up to one size."""
+class TextTowers:
+    """Any number of text towers. Every batch is filled up to one size."""
+
+    def __init__(self, texts: dict[str, TextEncoder], batch_size: int, batch_sizes: dict[str, int] | None = None):
+        """`batch_sizes`: of towers that have their own, `texts.NAME` or `features.NAME`."""
+        self.texts = texts
+        self.batch_size = batch_size
+        self.batch_sizes = batch_sizes or {}
+
+    def empty_caption(self) -> dict[str, TextLatents]:
+        """What each makes of no caption."""
+        return next(self.start_captions([""]))().latents
+
+    def start_captions(self, texts: list[str]) -> Iterator[Callable[[], "EncodedCaptions"]]:
+        """Begin with any number of captions; each function returned waits for one's latents."""
+        waits: list[dict[str, Callable[[], EncodedCaption]]] = [{} for _ in texts]
+        for name, tower in self.texts.items():
+            size = self.batch_sizes.get(f"texts.{name}", self.batch_size)
+            for first in range(0, len(texts), size):
+                batch = texts[first : first + size]
+                encoded = Later(tower.start_batch(batch, size))
+                for row in range(len(batch)):
+                    waits[first + row][name] = partial(_row, encoded, row)
+        return (partial(EncodedCaptions.of, wait) for wait in waits)
+
+
+class Towers(TextTowers):
+    """One image tower, text towers and feature towers."""
 
     def __init__(
         self,
@@ -42,19 +68,13 @@ class Towers:
         batch_size: int,
         batch_sizes: dict[str, int] | None = None,
     ):
-        """`batch_sizes`: of text and feature towers that have their own."""
-        self.image, self.texts, self.features = image, texts, features
-        self.batch_size = batch_size
-        self.batch_sizes = batch_sizes or {}
+        super().__init__(texts, batch_size, batch_sizes)
+        self.image, self.features = image, features
 
     @property
     def device(self) -> torch.device:
         """Where they are."""
         return self.image.device
-
-    def empty_caption(self) -> dict[str, TextLatents]:
-        """What each text tower makes of no caption."""
-        return next(self.start_captions([""]))().latents
 
     def start_pictures(self, bucket: Bucket, pictures: list[np.ndarray]) -> Callable[[], Iterator[PictureLatents]]:
         """Begin with pictures of `bucket`, (height, width, 3) uint8 each; the function returned waits for their
@@ -73,24 +93,12 @@ class Towers:
 
     def _start_features(self, name: str, bucket: Bucket, pixels: Tensor, count: int) -> Iterator[Callable[[], Tensor]]:
         """Begin with a batch, in pieces of the tower's own batch size."""
-        size = min(len(pixels), batch_size_of(bucket, self.batch_sizes.get(name, self.batch_size)))
+        size = min(len(pixels), batch_size_of(bucket, self.batch_sizes.get(f"features.{name}", self.batch_size)))
         for first in range(0, count, size):
             # the last piece begins earlier, so that it is as large as the others
             start = min(first, len(pixels) - size)
             wait = self.features[name].start_batch(pixels[start : start + size], min(count, first + size) - start)
             yield partial(_from, wait, first - start)
-
-    def start_captions(self, texts: list[str]) -> Iterator[Callable[[], "EncodedCaptions"]]:
-        """Begin with any number of captions; each function returned waits for one's latents."""
-        waits: list[dict[str, Callable[[], EncodedCaption]]] = [{} for _ in texts]
-        for name, tower in self.texts.items():
-            size = self.batch_sizes.get(name, self.batch_size)
-            for first in range(0, len(texts), size):
-                batch = texts[first : first + size]
-                encoded = Later(tower.start_batch(batch, size))
-                for row in range(len(batch)):
-                    waits[first + row][name] = partial(_row, encoded, row)
-        return (partial(EncodedCaptions.of, wait) for wait in waits)
 
 
 @dataclass(frozen=True)

@@ -13,26 +13,30 @@ import pyarrow as pa
 import torch
 
 from precompute.encode.encoders import FeatureEncoder, ImageEncoder, TextEncoder
+from precompute.encode.networks import Precision
 from precompute.encode.overlap import Stuck
 from precompute.encode.provenance import check_source
 from precompute.encode.recipe import Recipe
 from precompute.encode.tar import encode_tar
-from precompute.encode.towers import Towers
+from precompute.encode.towers import TextTowers, Towers
 from precompute.input.tars import InputTar
 from shards.base.errors import RequestError, WorkError
 from shards.base.store import Store
+from shards.derive.part import Captions, Derivation, Settings, SourceTar, derive_tar, kept_uncond
 from shards.format.encoding import EncodingRecord
 from shards.format.models import hash_weights, model_folder
-from shards.format.towers import Weights
+from shards.format.towers import TextTower, Weights
 from shards.open import open_store
 from shards.root.committed import TarBooks
+from shards.root.provenance import made_by
+from shards.root.shared import has_uncond, load_uncond, write_uncond
 
 MALLOC_OPTIONS = ((-3, 32 << 20), (-1, 1 << 30), (-8, 1))
 """As mallopt(3) numbers them: M_MMAP_THRESHOLD and M_TRIM_THRESHOLD in bytes, M_ARENA_MAX."""
 
 
 def encode_on_worker(
-    tar: InputTar,
+    tar: InputTar | SourceTar,
     attempt: int,
     report: Callable[[int], None],
     recipe: Recipe,
@@ -41,7 +45,8 @@ def encode_on_worker(
     num_cpus: float,
     source: str,
 ) -> TarBooks:
-    """One attempt at one tar, into the root at `output`; `report` hears how many samples were taken in.
+    """One attempt at one tar, or at its parts in another root, into the root at `output`; `report` hears how many
+    samples were taken in.
 
     Raises:
         WorkError: this node's code has not the SHA-256 `source`, it does not see the latents root that the job made,
@@ -53,6 +58,8 @@ def encode_on_worker(
     store = open_store(output)
     check_shared_root(store, recipe.encoding)
     try:
+        if isinstance(tar, SourceTar):
+            return derive_tar(tar, with_fresh_towers(recipe, store, device), attempt, report)
         towers = load_towers(recipe, device)
         return encode_tar(tar, recipe, store, towers, attempt, report)
     except RuntimeError as error:
@@ -103,14 +110,50 @@ def _kept_networks(encoding_json: bytes, device: str, compiled: bool) -> Network
 def load_networks(encoding: EncodingRecord, device: str, compiled: bool = False) -> Networks:
     """Each tower's network on `device`. Raises as `load_towers`."""
     how = (torch.device(device), encoding.compute_dtype, compiled)
-    texts = {
-        name: TextEncoder(_recorded(tower.weights), _recorded(tower.tokenizer), tower, *how)
-        for name, tower in encoding.texts.items()
-    }
+    texts = load_texts(encoding.texts, *how)
     features = {
         name: FeatureEncoder(_recorded(tower.weights), tower, *how) for name, tower in encoding.features.items()
     }
     return ImageEncoder(_recorded(encoding.image.weights), encoding.image, *how), texts, features
+
+
+def load_texts(
+    towers: dict[str, TextTower], device: torch.device, precision: Precision, compiled: bool
+) -> dict[str, TextEncoder]:
+    """The networks of text towers. Raises as `load_towers`."""
+    return {
+        name: TextEncoder(_recorded(tower.weights), _recorded(tower.tokenizer), tower, device, precision, compiled)
+        for name, tower in towers.items()
+    }
+
+
+def with_fresh_towers(recipe: Recipe, store: Store, device: str) -> Derivation:
+    """How the source's parts become the job's: by the text towers that encode its captions. Raises as `load_towers`."""
+    assert recipe.source is not None
+    how, worker = recipe.source.conversion, recipe.worker
+    texts = _kept_texts(recipe.encoding.sealed(), how.fresh, device, worker.compile)
+    towers = TextTowers(texts, worker.batch_size, recipe.batch_sizes)
+    source = open_store(recipe.source.place)
+    if not has_uncond(store):
+        write_uncond(store, kept_uncond(load_uncond(source).items(), how) | towers.empty_caption(), recipe.encoding)
+
+    def encode(captions: list[str]) -> Captions:
+        made = (wait() for wait in towers.start_captions(captions))
+        return ((caption.latents, caption.truncated) for caption in made)
+
+    on = torch.device(device)
+    settings: Settings = {"device": made_by(on).gpu, **recipe.batches}
+    settings = {f"derived.{name}": value for name, value in settings.items()}
+    return Derivation(source, store, how, encode, on, worker.scratch, settings)
+
+
+@functools.lru_cache(maxsize=1)
+def _kept_texts(encoding_json: bytes, names: frozenset[str], device: str, compiled: bool) -> dict[str, TextEncoder]:
+    encoding = EncodingRecord.parse(encoding_json, "this job's encoding record")
+    towers = {name: encoding.texts[name] for name in sorted(names)}
+    texts = load_texts(towers, torch.device(device), encoding.compute_dtype, compiled)
+    warm_up()
+    return texts
 
 
 def _recorded(weights: Weights) -> Path:

@@ -12,12 +12,12 @@ import json
 import os
 import re
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, TypeVar
 
 import fsspec
 import pyarrow as pa
@@ -48,6 +48,17 @@ class TarsConfig(Config):
     check_sha256: bool = False
     """Hold each picture against the `sha256` of its JSON, where there is one: for tars that keep the bytes as served,
     as `make download` has it, not for ones whose pictures img2dataset encoded again."""
+
+
+class Named(Protocol):
+    """A tar, or what is left of it in a root."""
+
+    @property
+    def name(self) -> str:
+        """00042."""
+
+
+AnyTar = TypeVar("AnyTar", bound=Named)
 
 
 @dataclass
@@ -93,7 +104,7 @@ def _listed(folder: str, pattern: str) -> tuple[Any, list[str]]:
         raise RequestError(f"The input {folder} cannot be listed: {error}.") from error
 
 
-def say_what_is_unchecked(folder: str, tars: list[InputTar]) -> None:
+def say_what_is_unchecked(folder: str, tars: Sequence[Named]) -> None:
     """One line for people, where tars of `folder` have no side file of img2dataset's beside them.
 
     Raises:
@@ -110,7 +121,7 @@ def say_what_is_unchecked(folder: str, tars: list[InputTar]) -> None:
         )
 
 
-def choose_tars(wanted: str, available: list[InputTar]) -> list[InputTar]:
+def choose_tars(wanted: str, available: list[AnyTar]) -> list[AnyTar]:
     """`00042`, `00000-00099`, commas of both, or `all` → tars, in order, each once.
 
     Raises:

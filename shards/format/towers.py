@@ -1,5 +1,6 @@
 """The frozen networks, or towers, that made a root's numbers: each by content, and how its numbers are stored."""
 
+import re
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -11,6 +12,11 @@ TextStorage = Literal["float16", "float8"]
 ImageStorage = Literal["float16", "int8"]
 Posterior = Literal["moments", "mean", "deterministic"]
 Slice = tuple[int | None, int | None]
+CAUSAL = re.compile(
+    r"CLIPTextModel(WithProjection)?|(Gemma2?|Gemma3Text|Llama|Mistral|Phi3|Qwen[23])Model"
+    r"|(Gemma[23]?|Llama|Mistral|Phi3|Qwen[23])ForCausalLM"
+)
+"""Classes of transformers in which a token's state does not depend on those behind it."""
 ONLY_TEXT = "text"
 """The name of the one text tower of a root of version 1, and of a config that names none."""
 

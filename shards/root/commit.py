@@ -16,7 +16,6 @@ import hashlib
 import time
 import uuid
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -46,8 +45,10 @@ class Attempt:
     folder: Path
     """Holds one sub-folder per bucket."""
     encoding: EncodingRecord
-    keys: list[str]
-    """Of all of the tar's samples."""
+    places: dict[str, int]
+    """Key → its bit, which is its place among the tar's sorted keys; of samples that a receipt tells apart."""
+    samples_in: int
+    """All of the tar's samples."""
     parts: dict[str, WrittenPart]
     """By bucket, as `PartWriter.finish` returned them."""
     rules: dict[str, str]
@@ -65,14 +66,9 @@ class Attempt:
     """`time.monotonic` when it began."""
     token: str = field(default_factory=lambda: uuid.uuid4().hex)
 
-    @cached_property
-    def places(self) -> dict[str, int]:
-        """Key → its bit."""
-        return {key: place for place, key in enumerate(sorted(self.keys))}
-
     def bits(self, keys: list[str]) -> str:
         """Those of the tar's samples that have these keys."""
-        values = np.zeros(len(self.keys), bool)
+        values = np.zeros(self.samples_in, bool)
         values[[self.places[key] for key in keys]] = True
         return pack_bits(values)
 
@@ -86,7 +82,7 @@ def commit(store: Store, attempt: Attempt) -> dict[str, Receipt]:
     Raises:
         WorkError: the tar's other parts were encoded from another tar, or its side files counted otherwise.
     """
-    record_tar(store, attempt.tar, attempt.source, len(attempt.keys))
+    record_tar(store, attempt.tar, attempt.source, attempt.samples_in)
     shared = {name: record_file(store, name) for name in (UNCOND_NAME, FILE_NAME)}
     committed = {}
     for bucket, part in attempt.parts.items():
@@ -204,7 +200,7 @@ def make_receipt(
         part=name,
         files=files,
         mds=part.mds,
-        samples_in=len(attempt.keys),
+        samples_in=attempt.samples_in,
         samples=len(part.stored),
         stored=attempt.bits(part.stored),
         refused=part.refused,

@@ -94,19 +94,22 @@ class PartWriter:
     def write(self, sample: Sample) -> None:
         """Append one sample; order is kept."""
         present = [caption for caption in sample.captions if caption is not None]
-        self.writer.write(
-            {
-                "key": sample.key,
-                **image.pack(self.encoding.image, sample.image_latents),
-                "caption": self._caption_text(sample.captions),
-                **self._tower_columns(sample, present),
-                "size": np.array(sample.size, np.int32),
-                "scores": sample.scores.astype(np.float32),
-            }
-        )
+        columns = {
+            "key": sample.key,
+            **image.pack(self.encoding.image, sample.image_latents),
+            "caption": self._caption_text(sample.captions),
+            **self._tower_columns(sample, present),
+            "size": np.array(sample.size, np.int32),
+            "scores": sample.scores.astype(np.float32),
+        }
         counts = [sum(name in caption.mended for caption in present) for name in MENDED]
         scores = sample.scores.tolist()
         row = (sample.key, *sample.size[:2], *scores, len(present), *counts, sample.url, sample.sha256)
+        self.append(columns, row)
+
+    def append(self, columns: dict[str, Any], row: tuple[Any, ...]) -> None:
+        """Append one sample as it is stored: its columns, and its row of samples.parquet."""
+        self.writer.write(columns)
         self.samples.append(row)
 
     def _caption_text(self, captions: list[Caption | None]) -> str:
@@ -125,9 +128,9 @@ class PartWriter:
         """Record a sample of the input shard that is not in this bucket."""
         self.refused.append((key, url, reason, detail))
 
-    def pass_over(self) -> None:
-        """Count a sample that is in another bucket of the aspect table."""
-        self.elsewhere += 1
+    def pass_over(self, count: int = 1) -> None:
+        """Count samples that are in another bucket of the aspect table."""
+        self.elsewhere += count
 
     def finish(self) -> WrittenPart:
         """Close the part's files; returns what they hold."""

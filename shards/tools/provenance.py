@@ -8,6 +8,7 @@ from typing import Any
 from shards.base.durable import sealed_json
 from shards.base.errors import RequestError
 from shards.base.store import Store
+from shards.derive.part import ORIGIN
 from shards.format.encoding import EncodingRecord
 from shards.format.receipts import Receipt, tombstone_name
 from shards.root.committed import load_receipts
@@ -85,14 +86,21 @@ class Suspicion:
         if self.since:
             _time(self.since)
 
+    def _fits(self, host: object, gpu: object, gpu_uuid: object) -> bool:
+        return (not self.node or self.node == host) and (not self.gpu or self.gpu in (gpu, gpu_uuid))
+
     def hits(self, receipt: Receipt) -> bool:
         """Whether it applies to a part."""
-        made = receipt.made_by
-        return (
-            (not self.node or (made is not None and made.host == self.node))
-            and (not self.gpu or (made is not None and self.gpu in (made.gpu_uuid, made.gpu)))
-            and (not self.since or _time(receipt.started) >= _time(self.since))
+        return any(self._fits(*who) for who in makers(receipt)) and (
+            not self.since or _time(receipt.started) >= _time(self.since)
         )
+
+
+def makers(receipt: Receipt) -> list[tuple[object, object, object]]:
+    """Host, GPU and its UUID of who made a part, and of who made what it was derived from; None where not known."""
+    made = receipt.made_by
+    origin = tuple(receipt.settings.get(f"{ORIGIN}.{name}") for name in ("host", "gpu", "gpu_uuid"))
+    return [(made.host, made.gpu, made.gpu_uuid) if made else (None, None, None), origin]
 
 
 def _time(text: str) -> datetime:

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from precompute.encode.provenance import source_sha256
 from shards.open import open_store
 from shards.root.committed import load_receipts
+from shards.root.provenance import source_sha256
 from tests.faults.cluster import TwoNodes
 from tests.faults.world import World
 from tests.runs import environment

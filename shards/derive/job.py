@@ -1,0 +1,142 @@
+"""`python -m shards derive ROOT OUT`: all of a root's parts, made of another root's by several processes."""
+
+import multiprocessing
+import signal
+from collections.abc import Iterable
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+
+import torch
+
+from shards.base.errors import Preempted, RequestError, WorkError
+from shards.base.progress import Progress
+from shards.base.scratch import sweep_attempts
+from shards.base.stop import StopSignal
+from shards.base.store import Store
+from shards.derive.conversion import Changes, Conversion, changed, conversion
+from shards.derive.part import Derivation, SourceTar, derive_tar, kept_uncond
+from shards.format.buckets import Bucket
+from shards.format.encoding import EncodingRecord
+from shards.format.receipts import names_in_force, parse_name
+from shards.open import open_store
+from shards.root.committed import Committed, TarBooks, list_commits, load_commits
+from shards.root.index import write_streaming
+from shards.root.manifest import Manifest
+from shards.root.publish import Publishing
+from shards.root.shared import agree_on_rules, check_root, create_root, load_uncond, write_uncond
+
+POLL_SECONDS = 0.5
+PUBLISH_SECONDS = 300.0
+
+
+def derive(source: Store, target: Store, changes: Changes, buckets: list[str] | None, processes: int) -> Manifest:
+    """Make `target` of `source`: a new root, or one that was begun with the same changes.
+
+    Returns:
+        What the target then holds.
+
+    Raises:
+        RequestError: the source does not hold what is asked for, or the target is another root.
+        WorkError: parts of the source are damaged; all others are derived.
+        Preempted: it was told to leave.
+    """
+    how, tars = prepare(source, target, changed(EncodingRecord.load(source), changes), buckets)
+    left = missing(target, tars)
+    with Publishing(target, PUBLISH_SECONDS) as publishing:
+        try:
+            failed = _run(source, target, how, left, processes)
+        finally:
+            sweep_attempts(target)
+        manifest = publishing.finish()
+    write_streaming(target, manifest)
+    if failed:
+        raise WorkError(
+            f"{len(failed)} of {len(tars)} tars were not derived ({'; '.join(failed)}). The others are committed; the "
+            f"same command again tries just these."
+        )
+    return manifest
+
+
+def prepare(
+    source: Store, target: Store, encoding: EncodingRecord, buckets: Iterable[str] | None, may_encode: bool = False
+) -> tuple[Conversion, list[SourceTar]]:
+    """Hold what is asked for against what the source holds, and make the target's shared files as far as they can be.
+
+    Raises:
+        RequestError: it does not hold that, or the target is another root, or the same.
+    """
+    if source.where() == target.where():
+        raise RequestError(f"{source.where()} cannot be derived from itself: latents are never replaced. Give another.")
+    how = conversion(EncodingRecord.load(source), encoding, may_encode)
+    check_root(target, encoding)
+    names = names_in_force(etags := list_commits(source))
+    commits = load_commits(source, {name: etags[name] for name in names})
+    rules = {Bucket.parse(found.receipt.bucket): found.receipt.rule for found in commits}
+    wanted = sorted(map(str, rules) if buckets is None else buckets)
+    if missing := set(wanted) - set(map(str, rules)):
+        raise RequestError(
+            f"{source.where()} holds nothing in {', '.join(sorted(missing))}; its buckets are "
+            f"{', '.join(sorted(map(str, rules))) or 'none'}. Pictures are not decoded again: encode the tars for that."
+        )
+    empty = load_uncond(source)
+    create_root(target, encoding)
+    agree_on_rules(target, {bucket: rule for bucket, rule in rules.items() if str(bucket) in wanted})
+    if not how.fresh:
+        write_uncond(target, kept_uncond(empty.items(), how), encoding)
+    return how, _by_tar(commits, wanted)
+
+
+def _by_tar(commits: list[Committed], buckets: list[str]) -> list[SourceTar]:
+    found: dict[str, tuple[set[str], set[str]]] = {}
+    for name, _, receipt in commits:
+        if receipt.bucket in buckets:
+            names, of_tar = found.setdefault(receipt.tar, (set(), set()))
+            names.add(name)
+            of_tar.add(receipt.bucket)
+    return [SourceTar(tar, tuple(sorted(found[tar][0])), tuple(sorted(found[tar][1]))) for tar in sorted(found)]
+
+
+def missing(target: Store, tars: list[SourceTar]) -> list[SourceTar]:
+    """Those that have not a receipt in force in the target for each of their buckets."""
+    done = {parsed[:2] for name in names_in_force(list_commits(target)) if (parsed := parse_name(name))}
+    return [tar for tar in tars if not {(bucket, tar.name) for bucket in tar.buckets} <= done]
+
+
+def _run(source: Store, target: Store, how: Conversion, tars: list[SourceTar], processes: int) -> list[str]:
+    """Derive each; returns what failed, in words."""
+    failed = []
+    context = multiprocessing.get_context("spawn")
+    with (
+        StopSignal(signal.SIGINT) as stop,
+        Progress("derive", "tars", len(tars)) as progress,
+        ProcessPoolExecutor(min(processes, len(tars)) or 1, context, _begin) as pool,
+    ):
+        running: dict[Future[TarBooks], SourceTar] = {
+            pool.submit(_derive_in_process, str(source.where()), str(target.where()), how, tar): tar for tar in tars
+        }
+        while running:
+            ended, _ = wait(running, POLL_SECONDS, FIRST_COMPLETED)
+            for future in ended:
+                tar, error = running.pop(future), future.exception()
+                progress.advance()
+                if isinstance(error, RequestError | WorkError | OSError | BrokenProcessPool):
+                    failed.append(f"{tar.name}: {error}")
+                    progress.say(failed[-1])
+                elif error is not None:
+                    raise error
+            if stop.received:
+                pool.shutdown(cancel_futures=True)
+                raise Preempted(
+                    f"told to leave, {len(running)} tars before the end. What is committed stays; the same command "
+                    f"again goes on."
+                )
+    return failed
+
+
+def _begin() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all; the first process decides
+    torch.set_num_threads(1)
+
+
+def _derive_in_process(source: str, target: str, how: Conversion, tar: SourceTar) -> TarBooks:
+    return derive_tar(tar, Derivation(open_store(source), open_store(target), how))

@@ -1,0 +1,252 @@
+"""A root derived from another is the root that stage 1 would have made, or is refused."""
+
+import os
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from precompute.config import PrecomputeConfig, describe_encoding, make_recipe
+from precompute.encode.worker import encode_on_worker
+from shards.__main__ import run as shards
+from shards.base.errors import RequestError, WorkError
+from shards.base.store import LocalStore
+from shards.derive import job
+from shards.derive.job import missing, prepare
+from shards.format.encoding import EncodingRecord
+from shards.root.committed import load_receipts
+from shards.root.index import write_indexes
+from shards.root.provenance import source_sha256
+from shards.root.reading import read_part, text_latents
+from shards.root.shared import load_uncond
+from shards.tools.verify import verify_root
+from tests.conftest import encode_all, folder_of, precompute_config
+from tests.golden.make import HERE as GOLDEN
+from tests.precompute.encode.test_towers import config_of, texts
+from tests.tiny_towers import make_towers
+
+SMALL = ("--image.storage", "int8", "--text.storage", "float8", "--text.trim", "true", "--image.posterior", "mean")
+
+
+WIDER = (("--text.storage", "float16"), ("--text.trim", "false"), ("--image.storage", "float16"))
+
+
+def derive(source: Path, out: Path, *options: str, in_processes: bool = False) -> Path:
+    with pytest.MonkeyPatch.context() as patch:
+        if not in_processes:  # each of which imports torch first
+            patch.setattr(job, "ProcessPoolExecutor", lambda most, *rest: ThreadPoolExecutor(most))
+        shards(["derive", str(source), str(out), *options])
+    return out
+
+
+def parts(root: Path) -> dict[str, str]:
+    """Part's folder, which is named by its content, → bits of what it stores."""
+    return {receipt.folder: receipt.stored for receipt in load_receipts(LocalStore(root))}
+
+
+def check_sound(root: Path) -> None:
+    assert list(verify_root(LocalStore(root))) == []
+
+
+@pytest.fixture(scope="module")
+def towers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_towers(tmp_path_factory.mktemp("towers"))
+
+
+@pytest.fixture(scope="module")
+def many(tmp_path_factory: pytest.TempPathFactory, models: Path, tars: Path, towers: Path) -> Path:
+    """A root of two captions, two text towers and one of features."""
+    config = config_of(
+        models, tars, tmp_path_factory.mktemp("roots") / "many", towers, captions=["txt", "json:blip_caption"]
+    )
+    encode_all(config, models)
+    return folder_of(config)
+
+
+def test_it_is_what_stage_1_makes_of_the_tars(latents: Path, models: Path, tars: Path, tmp_path: Path) -> None:
+    derived = derive(latents, tmp_path / "derived", *SMALL, in_processes=True)
+    asked = {"image": {"storage": "int8"}, "text": {"storage": "float8", "trim": True}, "posterior": "mean"}
+    encode_all(config := precompute_config(models, tars, tmp_path / "direct", **asked), models)
+    direct = folder_of(config)
+    assert EncodingRecord.load(LocalStore(derived)).id == EncodingRecord.load(LocalStore(direct)).id
+    # names are of the content: the same bytes
+    assert parts(derived) == parts(direct) and len(parts(derived)) == 4
+    assert (derived / "uncond.safetensors").read_bytes() == (direct / "uncond.safetensors").read_bytes()
+    for bucket in ("64x64", "128x128"):
+        assert (derived / bucket / "index.json").read_bytes() == (direct / bucket / "index.json").read_bytes()
+    check_sound(derived)
+    # what was derived can be derived from, as far as it goes
+    assert parts(derive(derived, tmp_path / "again")) == parts(direct)
+
+
+def test_several_captions_and_towers(many: Path, models: Path, tars: Path, tmp_path: Path, towers: Path) -> None:
+    derived = derive(
+        many,
+        tmp_path / "derived",
+        *("--towers", "texts.t5", "texts.clip"),
+        *("--text.trim", "true", "--text.storage", "t5=float8"),
+    )
+    asked = texts(towers, models, storage="float8")
+    captions = ["txt", "json:blip_caption"]
+    config = config_of(
+        models, tars, tmp_path / "direct", towers, captions=captions, texts=asked, features={}, text={"trim": True}
+    )
+    encode_all(config, models)
+    assert parts(derived) == parts(folder_of(config))
+    check_sound(derived)
+
+
+def test_a_root_of_version_1(tmp_path: Path) -> None:
+    source = shutil.copytree(GOLDEN / "roots" / "float16", tmp_path / "v1")
+    derived = derive(source, tmp_path / "derived", "--image.storage", "int8", "--text.storage", "float8")
+    check_sound(derived)
+    ours, theirs = (load_receipts(LocalStore(root)) for root in (derived, source))
+    assert [receipt.stored for receipt in ours] == [receipt.stored for receipt in theirs]
+    assert EncodingRecord.load(LocalStore(derived)).schema_version == 2
+
+
+def test_receipts_name_their_source(latents: Path, tmp_path: Path) -> None:
+    derived = derive(latents, tmp_path / "derived", "--text.storage", "float8", "--buckets", "64x64")
+    id, folders = EncodingRecord.load(LocalStore(latents)).id, parts(latents)
+    receipts = load_receipts(LocalStore(derived))
+    assert len(receipts) == 2
+    for receipt in receipts:
+        origin = str(receipt.settings["derived_from"])
+        assert origin.split("/", 1)[0] == id and origin.split("/", 1)[1] in folders
+        assert receipt.settings["derived_from.host"] == os.uname().nodename
+        assert receipt.made_by is not None and receipt.made_by.source_sha256 == source_sha256()
+
+
+def test_what_is_excluded_is_left_out_and_counted(latents: Path, tmp_path: Path) -> None:
+    source = shutil.copytree(latents, tmp_path / "source")
+    everything = {sample["key"] for folder in parts(source) for sample in read_part(source / folder)}
+    gone = sorted(everything)[2::9]
+    shards(["exclude", str(source), "--keys", *gone])
+    derived = derive(source, tmp_path / "derived")
+    keys = {sample["key"] for folder in parts(derived) for sample in read_part(derived / folder)}
+    assert everything - keys == set(gone) and len(gone) > 2
+    excluded = sum(receipt.refused.get("excluded", 0) for receipt in load_receipts(LocalStore(derived)))
+    assert excluded == sum(receipt.samples for receipt in load_receipts(LocalStore(source))) - sum(
+        receipt.samples for receipt in load_receipts(LocalStore(derived))
+    )
+    check_sound(derived)
+
+
+def test_the_same_command_again_makes_what_is_left_or_was_recalled(
+    latents: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    derived = derive(latents, tmp_path / "derived", "--text.storage", "float8")
+    whole = parts(derived)
+    (derived / "commits" / "64x64" / "00001.json").unlink()  # as if it had been killed before
+    shards(["recall", str(derived), "--node", os.uname().nodename])
+    assert parts(derived) == {}
+    derive(latents, derived, "--text.storage", "float8")
+    assert parts(derived) == whole
+    assert {receipt.generation for receipt in load_receipts(LocalStore(derived))} == {0, 1}
+    assert "30 samples in 64x64" in capsys.readouterr().out
+
+
+def test_a_damaged_part_gets_no_new_receipt(latents: Path, tmp_path: Path) -> None:
+    source = shutil.copytree(latents, tmp_path / "source")
+    (folder,) = (source / name for name in parts(source) if name.startswith("64x64/00001."))
+    path = folder / "shard.00000.mds"
+    data = bytearray(path.read_bytes())
+    data[-5] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(WorkError, match=r"1 of 2 tars .*\(00001: .*shard.00000.mds is missing or damaged"):
+        derive(source, tmp_path / "derived")
+    assert {name.split(".")[0] for name in parts(tmp_path / "derived")} == {
+        "128x128/00000",
+        "128x128/00001",
+        "64x64/00000",
+    }
+    shutil.copytree(latents, source, dirs_exist_ok=True)
+    assert len(parts(derive(source, tmp_path / "derived"))) == 4
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            ("--towers", "texts.nobody"),
+            "The root has no texts.nobody. It has texts.clip, texts.t5",
+        ),
+        (("--towers", "features.dino"), "keeps no text tower"),
+        (("--text.storage", "float7"), "--text.storage float7: Input should be 'float16' or 'float8'"),
+        (("--buckets", "64x64", "32x32"), "holds nothing in 32x32; its buckets are 64x64"),
+    ],
+)
+def test_refusals(many: Path, tmp_path: Path, options: tuple[str, ...], message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        derive(many, tmp_path / "out", *options)
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_is_not_there_cannot_be_asked_for(latents: Path, tmp_path: Path, models: Path, towers: Path) -> None:
+    small = derive(latents, tmp_path / "small", *SMALL)
+    with pytest.raises(RequestError) as refusal:
+        derive(small, tmp_path / "out", *(word for option in WIDER for word in option))
+    for part in (
+        "image.storage: what was rounded to int8 is not float16's",
+        "texts.text.storage: what was rounded to float8 is not float16's",
+        "texts.text.trim: padding is not stored",
+    ):
+        assert part in str(refusal.value)
+    with pytest.raises(RequestError, match="cannot be derived from itself"):
+        derive(small, small)
+    with pytest.raises(RequestError, match=r"was written with another encoding: .*texts.text.storage"):
+        derive(latents, small, "--image.storage", "int8", "--image.posterior", "mean", "--text.trim", "true")
+
+
+def test_trim_is_refused_where_states_depend_on_padding(models: Path, tars: Path, tmp_path: Path, towers: Path) -> None:
+    of_flux = texts(towers, models, masked=False)
+    unmasked = config_of(models, tars, tmp_path / "flux", towers, texts=of_flux, features={})
+    encode_all(unmasked, models)
+    with pytest.raises(RequestError, match=r"texts.t5.trim: T5EncoderModel saw the padding behind a caption"):
+        derive(folder_of(unmasked), tmp_path / "out", "--text.trim", "true")
+    derive(folder_of(unmasked), tmp_path / "out", "--text.trim", "clip=true")
+
+
+def derive_by_config(config: PrecomputeConfig, source: Path) -> Path:
+    """As a worker of `precompute --source` does it, in this process."""
+    encoding, out = describe_encoding(config), folder_of(config)
+    config = config.model_copy(update={"source": source})
+    buckets = map(str, config.to_fill.all)
+    how, tars = prepare(LocalStore(source), LocalStore(out), encoding, buckets, may_encode=True)
+    recipe = make_recipe(config, encoding, how)
+    for tar in missing(LocalStore(out), tars):
+        encode_on_worker(tar, 1, lambda samples: None, recipe, out, "cpu", 1, source_sha256())
+    write_indexes(LocalStore(out))
+    return out
+
+
+def test_a_text_tower_is_added_without_a_picture(
+    latents: Path, models: Path, tars: Path, tmp_path: Path, towers: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = {"text": {"model": str(models / "text_encoder"), "tokenizer": str(models / "tokenizer")}}
+    asked: dict[str, Any] = {"texts": {**one, "t5": texts(towers, models)["t5"]}, "features": {}}
+    asked["buckets"] = ["64x64", "128x128"]
+    direct = config_of(models, tars, tmp_path / "direct", towers, **asked)
+    encode_all(direct, models)
+    monkeypatch.setattr("precompute.encode.worker.ImageEncoder", None)  # the VAE is not even loaded
+    derived = derive_by_config(config_of(models, tars, tmp_path / "derived", towers, **asked), latents)
+    check_sound(derived)
+    ours, theirs = LocalStore(derived), LocalStore(folder_of(direct))
+    encoding = EncodingRecord.load(ours)
+    assert encoding.id == EncodingRecord.load(theirs).id
+    for mine, other in zip(load_receipts(ours), load_receipts(theirs), strict=True):
+        assert (mine.folder, mine.captions) == (other.folder, other.captions)
+    empty, reference = load_uncond(ours), load_uncond(theirs)
+    assert empty["t5"].states is not None and reference["t5"].states is not None
+    assert empty["t5"].states.equal(reference["t5"].states) and empty.keys() == {"text", "t5"}
+    sample = next(read_part(derived / next(iter(parts(derived)))))
+    assert text_latents(sample, encoding)[0]["t5"].any()
+
+
+def test_features_are_made_of_pictures(latents: Path, models: Path, tars: Path, tmp_path: Path, towers: Path) -> None:
+    config = precompute_config(models, tars, tmp_path / "out", features={"dino": {"model": str(towers / "dino")}})
+    with pytest.raises(RequestError, match=r"features.dino: the root has none, and they are made of pictures"):
+        derive_by_config(config, latents)
+    assert not (tmp_path / "out").exists()
