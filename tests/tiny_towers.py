@@ -1,6 +1,7 @@
 """Small models of the kinds that other families than Stable Diffusion use: random weights, made in a moment."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from diffusers import AutoencoderDC
@@ -17,7 +18,11 @@ from transformers import (
     T5EncoderModel,
 )
 
+from precompute.config import PrecomputeConfig
+from tests.conftest import precompute_config
+
 T5_LENGTH, T5_WIDTH = 24, 12
+BUCKET = "64x64"
 DINO_WIDTH, PATCH = 16, 14
 
 
@@ -90,3 +95,24 @@ def character_tokenizer(kind: str) -> PreTrainedTokenizerFast:
         padding_side="left" if kind == "gemma" else "right",
         model_max_length=512,
     )
+
+
+def texts(towers: Path, models: Path, **of_t5: Any) -> dict[str, Any]:
+    """Two text towers: SDXL's second, and T5 as PixArt uses it."""
+    t5 = {"model": str(towers / "t5"), "tokenizer": str(towers / "t5_tokenizer"), "max_tokens": T5_LENGTH}
+    return {
+        "clip": {"model": str(towers / "clip"), "tokenizer": str(models / "tokenizer"), "layer": -2, "pooled": True},
+        "t5": {**t5, "masked": True} | of_t5,
+    }
+
+
+def config_of(models: Path, tars: Path, root: Path, towers: Path, **changes: Any) -> PrecomputeConfig:
+    """Stage 1 with two text towers and one of features, into one bucket."""
+    fields = {
+        "text_encoder": None,
+        "tokenizer": None,
+        "texts": texts(towers, models),
+        "features": {"dino": {"model": str(towers / "dino")}},
+        "buckets": [BUCKET],
+    }
+    return precompute_config(models, tars, root, **(fields | changes))

@@ -99,8 +99,8 @@ class Suspicion:
 def makers(receipt: Receipt) -> list[tuple[object, object, object]]:
     """Host, GPU and its UUID of who made a part, and of who made what it was derived from; None where not known."""
     made = receipt.made_by
-    origin = tuple(receipt.settings.get(f"{ORIGIN}.{name}") for name in ("host", "gpu", "gpu_uuid"))
-    return [(made.host, made.gpu, made.gpu_uuid) if made else (None, None, None), origin]
+    host, gpu, gpu_uuid = (receipt.settings.get(f"{ORIGIN}.{name}") for name in ("host", "gpu", "gpu_uuid"))
+    return [(made.host, made.gpu, made.gpu_uuid) if made else (None, None, None), (host, gpu, gpu_uuid)]
 
 
 def _time(text: str) -> datetime:

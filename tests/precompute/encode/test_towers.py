@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from torch import Tensor
 from transformers import AutoTokenizer, CLIPTextModelWithProjection, Dinov2Model, Gemma2Model, T5EncoderModel
 
-from precompute.config import PrecomputeConfig, describe_encoding
+from precompute.config import describe_encoding
 from precompute.encode.networks import Network
 from shards.base.errors import RequestError
 from shards.format.encoding import EncodingRecord
@@ -22,10 +22,10 @@ from shards.open import open_store
 from shards.root.reading import captions, features, read_part, text_latents
 from shards.root.shared import load_uncond
 from shards.tools.verify import verify_root
-from tests.conftest import encode_all, folder_of, precompute_config
+from tests.conftest import encode_all, folder_of
 from tests.conftest import make_towers as towers_of
 from tests.runs import train_fields
-from tests.tiny_towers import DINO_WIDTH, PATCH, T5_LENGTH, T5_WIDTH, make_towers
+from tests.tiny_towers import BUCKET, DINO_WIDTH, PATCH, T5_LENGTH, T5_WIDTH, config_of, make_towers, texts
 from train.__main__ import run as train
 from train.config import TrainConfig
 from train.data.draws import global_slots
@@ -36,32 +36,10 @@ from train.objective.paths import ObjectiveConfig
 from train.run.fingerprint import check_resume, make_fingerprint
 from train.run.metrics import read_json_lines
 
-BUCKET = "64x64"
-
 
 @pytest.fixture(scope="module")
 def towers(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_towers(tmp_path_factory.mktemp("towers"))
-
-
-def texts(towers: Path, models: Path, **of_t5: Any) -> dict[str, Any]:
-    """Two text towers: SDXL's second, and T5 as PixArt uses it."""
-    t5 = {"model": str(towers / "t5"), "tokenizer": str(towers / "t5_tokenizer"), "max_tokens": T5_LENGTH}
-    return {
-        "clip": {"model": str(towers / "clip"), "tokenizer": str(models / "tokenizer"), "layer": -2, "pooled": True},
-        "t5": {**t5, "masked": True} | of_t5,
-    }
-
-
-def config_of(models: Path, tars: Path, root: Path, towers: Path, **changes: Any) -> PrecomputeConfig:
-    fields = {
-        "text_encoder": None,
-        "tokenizer": None,
-        "texts": texts(towers, models),
-        "features": {"dino": {"model": str(towers / "dino")}},
-        "buckets": [BUCKET],
-    }
-    return precompute_config(models, tars, root, **(fields | changes))
 
 
 @pytest.fixture(scope="module")

@@ -24,8 +24,7 @@ from shards.root.shared import load_uncond
 from shards.tools.verify import verify_root
 from tests.conftest import encode_all, folder_of, precompute_config
 from tests.golden.make import HERE as GOLDEN
-from tests.precompute.encode.test_towers import config_of, texts
-from tests.tiny_towers import make_towers
+from tests.tiny_towers import config_of, make_towers, texts
 
 SMALL = ("--image.storage", "int8", "--text.storage", "float8", "--text.trim", "true", "--image.posterior", "mean")
 
