@@ -11,14 +11,18 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 import yaml
 from diffusers import UNet2DConditionModel
+from streaming import StreamingDataset
+from streaming.base.util import clean_stale_shared_memory
+from torch.utils.data import DataLoader
 
 from bench.kit.common import section, table, timed_in_turn
 from bench.kit.roots import make_root
@@ -51,6 +55,7 @@ def main() -> None:
         parts = [
             against_the_unet(demo, cores),
             against_plain_reading(sd2, cores),
+            against_streaming(sd2, cores),
             first_batch(sd2),
             table_reading(demo),
             wait_of_a_run(demo, Path(folder) / "run", cores),
@@ -143,6 +148,41 @@ def against_plain_reading(root: Path, cores: int) -> str:
         f"each block once, in one thread.\n\n"
         + table(["loader processes", "loader GB/s", "plain GB/s", "share", "time ratios, lowest to highest"], rows)
     )
+
+
+def against_streaming(root: Path, cores: int) -> str:
+    """Samples of SD2's size: an epoch of the loader's batches against one of StreamingDataset's under a DataLoader."""
+    rows = []
+    for num_workers in (0, 1, cores):
+        reading = Reading(root, SD2_BUCKET, num_workers)
+        clean_stale_shared_memory()
+        dataset = StreamingDataset(local=str(root / SD2_BUCKET), batch_size=BATCH, shuffle=True, num_canonical_nodes=8)
+        theirs = DataLoader(
+            dataset, BATCH, num_workers=num_workers, collate_fn=stacked, persistent_workers=num_workers > 0
+        )
+        share = reading.spec.steps_per_epoch * BATCH / len(dataset)
+        pair = timed_in_turn(reading, partial(exhaust, theirs), ROUNDS)
+        reading.batches.close()
+        ours = reading.spec.steps_per_epoch * BATCH / np.median(pair.first_seconds)
+        rate = len(dataset) / np.median(pair.second_seconds)
+        rows.append([num_workers, f"{ours:,.0f}", f"{rate:,.0f}", f"{share * pair.ratio:.1f} ×", pair.spread])
+    header = ["processes", "our loader, samples/s", "StreamingDataset", "ratio", "time ratios, lowest to highest"]
+    return (
+        "**Against streaming's reader**: the same root, shuffled, in batches of tensors; StreamingDataset (shuffle, 8 "
+        "canonical nodes) under torch's DataLoader with a collate function of five lines.\n\n" + table(header, rows)
+    )
+
+
+def stacked(samples: list[dict[str, Any]]) -> dict[str, Any]:
+    """A batch as a loop of one's own would make it."""
+    arrays = {name: [sample[name] for sample in samples] for name in ("image_latents", "text_latents.text")}
+    return {name: torch.from_numpy(np.stack(values)) for name, values in arrays.items()}
+
+
+def exhaust(batches: Iterable[object]) -> None:
+    """Take all of them."""
+    for _ in batches:
+        pass
 
 
 def sum_samples(root: Path) -> int:

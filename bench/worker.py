@@ -16,11 +16,13 @@ import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from itertools import cycle
+from itertools import count, cycle
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from streaming import MDSWriter
 
 from bench.kit.common import section, status_mb, table, timed_in_turn
 from bench.kit.roots import encoding_record
@@ -32,7 +34,9 @@ from precompute.encode.towers import Towers
 from precompute.encode.worker import warm_up
 from precompute.input.tars import InputTar, Tar, list_tars
 from precompute.pixels.decode import decode
+from shards.format.buckets import Bucket
 from shards.format.encoding import EncodingRecord
+from shards.format.mds_writer import PartMDSWriter
 from shards.format.text import TextLatents
 from shards.format.towers import ONLY_TEXT
 from shards.open import open_store
@@ -273,6 +277,38 @@ def overhead_row(options: Options, corpus: tuple[int, int]) -> tuple[str, str]:
     )
 
 
+def writing_row(options: Options) -> tuple[str, str]:
+    """An MDS writer of a part against streaming's, with the same hashes; ours waits for the disk, too."""
+    bucket, encoding = Bucket.parse(BUCKETS[0]), sd2_record()
+    rng, folders = np.random.default_rng(0), count()
+    columns = encoding.columns(bucket)
+    sample = {
+        "key": "000420017",
+        "caption": "a picture of nothing in particular",
+        "image_latents": rng.standard_normal((PLANES, 32, 32)).astype(np.float16),
+        f"text_latents.{ONLY_TEXT}": rng.standard_normal((TEXT_LENGTH, TEXT_WIDTH)).astype(np.float16),
+        "size": np.zeros(4, np.int32),
+        "scores": np.zeros(4, np.float32),
+    }
+
+    def write(make: Callable[[Path], Any]) -> None:
+        writer = make(options.folder / f"writing{next(folders)}")
+        for _ in range(options.images):
+            writer.write(sample)
+        writer.finish()
+
+    pair = timed_in_turn(
+        lambda: write(lambda folder: PartMDSWriter(folder, encoding, bucket)),
+        lambda: write(lambda folder: MDSWriter(out=str(folder), columns=columns, hashes=["sha256", "xxh3_64"])),
+        options.rounds,
+    )
+    rate = options.images / np.median(pair.first_seconds)
+    return (
+        "our MDS writer over streaming's MDSWriter, both with SHA-256 and xxh3, ours with fsync: rate",
+        f"{pair.ratio:.1f} × ({pair.spread}); ours {rate:,.0f} samples/s",
+    )
+
+
 def report(options: Options) -> str:
     """Measure all of it; Markdown."""
     mixed, small = (make_corpus(DISTINCT_PICTURES, 0, *sides) for sides in (MIXED, SMALL))
@@ -290,6 +326,7 @@ def report(options: Options) -> str:
     (slope, _), covariance = np.polyfit(range(len(later)), later, 1, cov=True)
     rows = [
         *free,
+        writing_row(options),
         (
             "sleeping encoder: busy in one shard, start and commit included",
             ", ".join(f"{share:.1%}" for share in shares) + f"; all {len(shares)} in a row {over_all:.1%}",

@@ -166,6 +166,7 @@ def describe_text(name: str, asked: TextTowerConfig, default: TextConfig) -> Tex
         raise RequestError(f"texts.{name}.max_tokens: {class_name} takes captions of any length; say how many tokens.")
     if longest is not None and max_tokens > longest:
         raise RequestError(f"texts.{name}.max_tokens: {class_name} in {folder} takes {longest}, not {max_tokens}.")
+    _try_text(name, folder, class_name, asked)
     _check_tokenizer(tokenizer, longest if is_clip else None)
     trim = default.trim if asked.trim is None else asked.trim
     if trim and asked.states and not asked.masked and not CAUSAL.fullmatch(class_name):
@@ -196,6 +197,37 @@ def describe_text(name: str, asked: TextTowerConfig, default: TextConfig) -> Tex
         storage=asked.storage or default.storage,
         trim=trim and asked.states,
     )
+
+
+def _try_text(name: str, folder: Path, class_name: str, asked: TextTowerConfig) -> None:
+    """Run the model without weights: what it makes of tokens must have what is to be stored.
+
+    Raises:
+        RequestError: it makes nothing of a caption alone, or has no such states.
+    """
+    kind: Any = getattr(transformers, class_name)
+    try:
+        with torch.device("meta"):
+            outputs = kind(kind.config_class.from_pretrained(folder))(
+                torch.zeros(1, 2, dtype=torch.long), output_hidden_states=True
+            )
+        num_layers = len(outputs.hidden_states)
+        if asked.layer != "last":
+            outputs.hidden_states[asked.layer]
+        elif asked.states:
+            outputs.last_hidden_state  # noqa: B018
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError, RuntimeError) as error:
+        if "meta tensors" in str(error):
+            return  # it looks at numbers, of which there are none: its first caption will tell
+        if isinstance(error, IndexError):
+            raise RequestError(
+                f"texts.{name}.layer: {class_name} in {folder} has hidden states {-num_layers} to {num_layers - 1}, "
+                f"not {asked.layer}."
+            ) from error
+        raise RequestError(
+            f"texts.{name}: {class_name} in {folder} has no hidden states of a caption alone ({error}). Give the "
+            f"`class_name` of an encoder, such as T5EncoderModel or Gemma2Model."
+        ) from error
 
 
 def _num_kept(name: str, keep: list[Slice], max_tokens: int) -> int:

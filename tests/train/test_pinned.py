@@ -11,6 +11,7 @@ import pytest
 
 from bench.kit.roots import make_root
 from shards.__main__ import run as shards
+from shards.base.errors import RequestError
 from shards.base.store import LocalStore
 from shards.format.receipts import tombstone_name
 from shards.root.index import write_indexes
@@ -19,6 +20,7 @@ from tests.golden.make import HERE as GOLDEN
 from tests.growing import put_back, set_aside
 from tests.runs import PYTHON, curve, environment, run_module, train_fields, write_config
 from train.run.checkpoint import newest_checkpoint
+from train.run.fingerprint import check_resume
 from train.run.metrics import read_json_lines
 
 PARTS = [13, 29, 17, 23, 19, 11]
@@ -104,3 +106,16 @@ def test_an_old_index_json_is_kept_for_the_runs_that_began_with_it(tmp_path: Pat
     assert (root / "64x64" / "index.json").read_bytes() != before
     train(tmp_path, train_fields(root, tmp_path / "run", max_steps=STEPS))
     assert curve(tmp_path / "run") == curve(tmp_path / "reference")
+
+
+def test_another_filter_is_no_growth() -> None:
+    """It would pass as samples that came or went, where a run takes up what its roots now hold."""
+    stream = {"bucket": "64x64", "samples": 30, "filter": None}
+    saved = {"seed": 0, "streams": [stream]}
+    grown = {"seed": 0, "streams": [stream | {"samples": 40}]}
+    filtered = {"seed": 0, "streams": [stream | {"samples": 20, "filter": {"aesthetic": {"min": 5.0}}}]}
+    check_resume(Path("step"), saved, grown, grows=True)
+    with pytest.raises(RequestError, match=r"streams: .*'filter': None.*'min': 5"):
+        check_resume(Path("step"), saved, filtered, grows=True)
+    del stream["filter"]  # a checkpoint of an earlier version
+    check_resume(Path("step"), saved, filtered, grows=True)

@@ -11,7 +11,7 @@ from diffusers import UNet2DConditionModel
 from shards.base.errors import RequestError
 from shards.format.towers import ONLY_TEXT
 from train.data import order
-from train.data.spec import DataConfig, DataSpec
+from train.data.spec import DataConfig, DataSpec, OpenStream
 from train.objective.paths import ObjectiveConfig
 
 GROWING = ("samples", "selection_sha256", "index_sha256", "exclusions")
@@ -42,6 +42,7 @@ def make_fingerprint(
                 "selection_sha256": stream.selection.sha256 if stream.selection is not None else None,
                 "index_sha256": stream.index_sha256,
                 "encoding_id": stream.encoding_id,
+                "filter": _filter(stream, data),
                 # checkpoints of version 1 know of none
                 **({"exclusions": list(stream.exclusions)} if stream.exclusions else {}),
             }
@@ -54,6 +55,11 @@ def make_fingerprint(
     }
 
 
+def _filter(stream: OpenStream, data: DataConfig) -> dict[str, Any] | None:
+    config = stream.config.filter or data.filter
+    return config.model_dump(mode="json") if config else None
+
+
 def check_resume(folder: Path, saved: dict[str, Any], now: dict[str, Any], grows: bool = False) -> None:
     """Refuse to continue a checkpoint under another data order or objective.
 
@@ -64,6 +70,9 @@ def check_resume(folder: Path, saved: dict[str, Any], now: dict[str, Any], grows
         RequestError: the entries that differ.
     """
     now = json.loads(json.dumps(now))  # as the saved one was: tuples are lists
+    for before, stream in zip(saved["streams"], now["streams"], strict=False):
+        if "filter" not in before:  # earlier versions had its outcome alone
+            del stream["filter"]
     if grows:
         saved, now = ({**fields, "streams": _fixed(fields["streams"])} for fields in (saved, now))
     different = [f"{key}: {saved.get(key)} ≠ {now.get(key)}" for key in now | saved if saved.get(key) != now.get(key)]

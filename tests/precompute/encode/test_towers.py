@@ -252,6 +252,11 @@ def test_what_overflows_in_any_of_a_towers_results_is_encoded_again(
         ({"pooled": True}, r"texts\.t5\.pooled: T5EncoderModel has no pooled output"),
         ({"max_tokens": None}, r"texts\.t5\.max_tokens: T5EncoderModel takes captions of any length"),
         ({"class_name": "NoSuchModel"}, r"is of a 'NoSuchModel', which this transformers"),
+        (
+            {"class_name": "T5ForConditionalGeneration"},
+            r"texts\.t5: .* no hidden states of a caption alone",
+        ),
+        ({"layer": 99}, r"texts\.t5\.layer: T5EncoderModel .* hidden states -3 to 2, not 99"),
         ({"keep": [[5, 3]]}, r"texts\.t5\.keep: .* of 24 tokens is none"),
         ({"keep": [[4, 9], [0, 5]]}, r"out of order"),
         ({"model": "no/such/place", "tokenizer": "none"}, r"no/such"),

@@ -1,0 +1,69 @@
+"""A training loop of one's own on a latents root: streaming's dataset, and no trainer of ours.
+
+python -m examples.own_loop runs/demo/latents 64x64
+"""
+
+import argparse
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from diffusers import DDPMScheduler, UNet2DConditionModel
+from torch.utils.data import DataLoader
+
+from shards.dataset import LatentDataset
+
+UNET = Path(__file__).parent / "shapes" / "unet.json"
+BATCH = 32
+
+
+def collate(samples: list[dict[str, Any]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Latents (N, C, h, w), and the text latents of each sample's first caption, (N, tokens, width)."""
+    return (
+        torch.stack([sample["image_latents"] for sample in samples]),
+        torch.stack([sample["text.text"][0] for sample in samples]),
+    )
+
+
+def train(root: str, bucket: str, steps: int, unet_config: Path = UNET) -> list[float]:
+    """Teach a small U-Net to predict the noise; returns each step's loss."""
+    torch.manual_seed(0)
+    dataset = LatentDataset(root, bucket, batch_size=BATCH, shuffle=True)
+    batches: Iterable[tuple[torch.Tensor, torch.Tensor]] = DataLoader(
+        dataset, BATCH, collate_fn=collate, drop_last=True
+    )
+    unet = UNet2DConditionModel.from_config(json.loads(unet_config.read_text()))
+    optimizer = torch.optim.AdamW(unet.parameters(), lr=5e-4)
+    scheduler = DDPMScheduler(beta_schedule="scaled_linear", beta_start=0.00085, beta_end=0.012)
+    losses: list[float] = []
+    while len(losses) < steps:
+        for latents, text in batches:
+            noise, timesteps = torch.randn_like(latents), torch.randint(0, 1000, (len(latents),))
+            noisy = scheduler.add_noise(latents, noise, timesteps)
+            loss = F.mse_loss(unet(noisy, timesteps, text).sample, noise)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+            if len(losses) % 50 == 0:
+                print(f"step {len(losses)}: loss {sum(losses[-50:]) / 50:.4f}", flush=True)
+            if len(losses) == steps:
+                break
+    return losses
+
+
+def main() -> None:
+    """Parse, train."""
+    parser = argparse.ArgumentParser(prog="examples.own_loop", description=__doc__)
+    parser.add_argument("root", help="a latents root, folder or address")
+    parser.add_argument("bucket", help="such as 64x64")
+    parser.add_argument("--steps", type=int, default=300)
+    options = parser.parse_args()
+    train(options.root, options.bucket, options.steps)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,27 @@
+"""The example of a loop of one's own trains on any root of one text tower."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from examples import own_loop
+
+CONFIG = {
+    "in_channels": 4,
+    "out_channels": 4,
+    "block_out_channels": [16, 32],
+    "layers_per_block": 1,
+    "down_block_types": ["CrossAttnDownBlock2D", "DownBlock2D"],
+    "up_block_types": ["UpBlock2D", "CrossAttnUpBlock2D"],
+    "attention_head_dim": 4,
+    "norm_num_groups": 8,
+}
+
+
+def test_it_learns(latents: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(own_loop, "BATCH", 8)
+    width = json.loads((latents / "encoding.json").read_text())["texts"]["text"]["width"]
+    (tmp_path / "unet.json").write_text(json.dumps(CONFIG | {"cross_attention_dim": width}))
+    losses = own_loop.train(str(latents), "64x64", 60, tmp_path / "unet.json")
+    assert len(losses) == 60 and sum(losses[-10:]) < 0.9 * sum(losses[:10])
