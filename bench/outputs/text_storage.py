@@ -17,7 +17,7 @@ from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
 
 from bench.kit.common import machine, table
 from bench.kit.roots import encoding_record
-from bench.outputs.text_unet import STORAGES, name_of, unet_table
+from bench.outputs.text_unet import unet_table
 from examples.shapes.captions import write_caption
 from examples.shapes.models import MODELS
 from examples.shapes.scenes import sample_scene
@@ -27,6 +27,13 @@ from shards.format.text import TextLatents, TextStorage
 from shards.format.towers import ONLY_TEXT
 from shards.root.reading import read_part, text_latents
 from shards.root.writing import Caption, PartWriter, Sample
+
+STORAGES: list[tuple[TextStorage, bool]] = [("float16", False), ("float8", False), ("float16", True), ("float8", True)]
+
+
+def name_of(storage: TextStorage, trim: bool) -> str:
+    """`float8, trim`."""
+    return f"{storage}, trim" if trim else storage
 
 
 @dataclass(frozen=True)
@@ -135,7 +142,8 @@ def main() -> None:
             "B on disk",
         ]
         print(table(header, rows) + "\n", flush=True)
-        print(unet_table(folder, options.samples, options.steps, options.seeds))
+        storages = {name_of(*how): {"text": dict(zip(("storage", "trim"), how, strict=True))} for how in STORAGES}
+        print(unet_table(folder, storages, options.samples, options.steps, options.seeds, captions=True))
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
-"""The change in a small U-Net's validation loss with each text storage, on the demo's picture world: `text_storage`'s
-second table. Stage 1 and the trainer are the product's own.
+"""The change in a small U-Net's validation loss with each storage, on the demo's picture world: the second tables of
+`text_storage` and `image_storage`. Stage 1 and the trainer are the product's own.
 """
 
 import io
@@ -23,7 +23,6 @@ from precompute.encode.towers import Towers
 from precompute.encode.worker import load_networks
 from precompute.input.tars import list_tars
 from shards.format.encoding import EncodingRecord
-from shards.format.text import TextStorage
 from shards.open import open_store
 from shards.root.index import write_indexes
 from shards.root.shared import create_root
@@ -36,7 +35,6 @@ from train.objective.loss import DiffusionLoss
 from train.objective.validation import open_validation
 from train.prepare import prepare
 
-STORAGES: list[tuple[TextStorage, bool]] = [("float16", False), ("float8", False), ("float16", True), ("float8", True)]
 UNET = {
     "_class_name": "UNet2DConditionModel",
     "sample_size": 8,
@@ -54,11 +52,6 @@ BATCH_SIZE = 32
 VALIDATION_SAMPLES = 128
 
 
-def name_of(storage: TextStorage, trim: bool) -> str:
-    """`float8, trim`."""
-    return f"{storage}, trim" if trim else storage
-
-
 def write_tar(folder: Path, count: int, seed: int) -> None:
     """FOLDER/00000.tar: pictures of random scenes, 64 px, and their captions."""
     rng = np.random.default_rng(seed)
@@ -73,19 +66,21 @@ def write_tar(folder: Path, count: int, seed: int) -> None:
                 tar.addfile(member, io.BytesIO(data))
 
 
-def encode_root(tars: Path, root: Path, storage: TextStorage, trim: bool) -> None:
-    """Stage 1 in this process, with the demo's models."""
-    config = PrecomputeConfig(
-        input=str(tars),
-        output=root,
-        buckets=["64x64"],
-        vae=str(MODELS / "vae"),
-        text_encoder=str(MODELS / "text_encoder"),
-        tokenizer=str(MODELS / "tokenizer"),
-        precision="float32",
-        text={"storage": storage, "trim": trim},
-        workers={"num_gpus": 0, "num_cpus": 1, "decode_threads": 1},
-    )
+def encode_root(tars: Path, root: Path, storage: dict[str, Any]) -> None:
+    """Stage 1 in this process, with the demo's models.
+
+    Args:
+        storage: fields of the config.
+    """
+    fields = {
+        "input": str(tars),
+        "output": root,
+        "buckets": ["64x64"],
+        **{model: str(MODELS / model) for model in ("vae", "text_encoder", "tokenizer")},
+        "precision": "float32",
+        "workers": {"num_gpus": 0, "num_cpus": 1, "decode_threads": 1},
+    }
+    config = PrecomputeConfig.model_validate(fields | storage)
     encoding, store = describe_encoding(config), open_store(root)
     create_root(store, encoding)
     towers = Towers(*load_networks(encoding, "cpu"), config.workers.batch_size)
@@ -145,41 +140,49 @@ def validation_loss(
     return float(validation(unet, loss, accelerator)["val_loss"])
 
 
-def unet_table(folder: Path, num_samples: int, steps: int, seeds: int) -> str:
-    """Validation loss by storage: under the U-Net trained on float16, and under one trained on that storage."""
+def unet_table(
+    folder: Path, storages: dict[str, dict[str, Any]], num_samples: int, steps: int, seeds: int, captions: bool = False
+) -> str:
+    """Validation loss by storage: under the U-Net trained on the first, and under one trained on that storage.
+
+    Args:
+        storages: name → fields of stage 1's config; the first is what the others are held against.
+        captions: also without any.
+    """
+    first = next(iter(storages))
     accelerator = Accelerator(cpu=True)
     write_tar(folder / "tars", num_samples, seed=2)
     write_tar(folder / "held-out-tars", VALIDATION_SAMPLES, seed=3)
     roots = {}
-    for storage, trim in STORAGES:
-        name = name_of(storage, trim)
+    for name, storage in storages.items():
         roots[name] = folder / name, folder / f"held out {name}"
         for tars, root in zip(("tars", "held-out-tars"), roots[name], strict=True):
-            encode_root(folder / tars, root, storage, trim)
-    under_exact: dict[str, list[float]] = {name: [] for name in (*roots, "no captions")}
+            encode_root(folder / tars, root, storage)
+    under_exact: dict[str, list[float]] = {name: [] for name in (*roots, *["no captions"] * captions)}
     under_own: dict[str, list[float]] = {name: [] for name in roots}
     for seed in range(seeds):
         for name, (root, held_out) in roots.items():
             unet = trained_unet(train_config(folder, root, steps, seed), accelerator)
             under_own[name].append(validation_loss(unet, root, held_out, StoredLatents, accelerator))
-            if name == "float16":
+            if name == first:
                 for other, pair in roots.items():
                     under_exact[other].append(validation_loss(unet, *pair, StoredLatents, accelerator))
-                none = validation_loss(unet, root, held_out, WithoutCaptions, accelerator)
-                under_exact["no captions"].append(none)
+                if captions:
+                    none = validation_loss(unet, root, held_out, WithoutCaptions, accelerator)
+                    under_exact["no captions"].append(none)
             print(f"seed {seed}, {name}: {under_own[name][-1]:.5f}", flush=True)
-    exact = np.array(under_own["float16"])
+    exact = np.array(under_own[first])
     rows = [
         [name, change(under_exact[name], exact), change(under_own[name], exact) if name in under_own else "—"]
         for name in under_exact
     ]
     return (
-        f"float16's validation loss: {exact.mean():.5f}; over {seeds} seeds, its standard deviation is "
-        f"{exact.std(ddof=1):.5f}.\n\n" + table(("text", "U-Net trained on float16", "U-Net trained on it"), rows)
+        f"{first}'s validation loss: {exact.mean():.5f}; over {seeds} seeds, its standard deviation is "
+        f"{exact.std(ddof=1):.5f}.\n\n" + table(("storage", f"U-Net trained on {first}", "U-Net trained on it"), rows)
     )
 
 
 def change(losses: list[float], exact: np.ndarray) -> str:
-    """The change from float16 with the same seed: mean over the seeds, and its range."""
+    """The change from the first with the same seed: mean over the seeds, and its range."""
     by_seed = np.array(losses) / exact - 1
     return f"{by_seed.mean():+.2%} ({by_seed.min():+.2%} to {by_seed.max():+.2%})"

@@ -33,4 +33,4 @@ def test_every_request_to_s3(models: Path, tmp_path: Path, report: dict[str, obj
 
 
 def test_some_requests_to_s3(models: Path, tmp_path: Path, report: dict[str, object]) -> None:
-    report["steps on S3"] = steps(tmp_path, models, every=60, module="steps_s3")
+    report["steps on S3"] = steps(tmp_path, models, every=160, module="steps_s3")

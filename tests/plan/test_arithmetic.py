@@ -198,6 +198,33 @@ def test_a_small_sample_is_as_small_as_is_said(tmp_path: Path) -> None:
     assert mean < 25_000
 
 
+def test_large_text_towers_are_small_where_they_are_masked(tmp_path: Path) -> None:
+    """512 px of a 16-channel autoencoder with T5-XXL and a pooled CLIP: masked and trimmed, and as FLUX has it."""
+    assert 205_000 < t5_bytes(tmp_path / "masked", "float8", True, "int8") < 220_000
+    assert 4_400_000 < t5_bytes(tmp_path / "flux", "float16", False, "float16") < 4_500_000
+
+
+def t5_bytes(folder: Path, storage: TextStorage, trim: bool, image_storage: ImageStorage) -> float:
+    """Of one such sample, with all moments and 20 real tokens of 512."""
+    record = encoding_record(512, 4096, storage=storage, trim=trim, masked=trim, class_name="T5EncoderModel")
+    channels = {"channels": 16, "scale": (1.0,) * 16, "shift": (0.0,) * 16, "storage": image_storage}
+    pooled = encoding_record(77, 768, storage="float16", states=False, pooled=768).texts["text"]
+    texts = {"t5": record.texts["text"], "clip": pooled}
+    image = record.image.model_copy(update=channels)
+    encoding = record.model_copy(update={"image": image, "texts": texts})
+    writer = PartWriter(folder, encoding, Bucket(512, 512))
+    latents = {
+        "t5": TextLatents(torch.zeros(512, 4096), 20),
+        "clip": TextLatents(None, 20, torch.zeros(768)),
+    }
+    caption = Caption("a red square in front of a blue wall, oil on canvas", latents, frozenset())
+    sample = Sample("000000042", [caption], torch.zeros(32, 64, 64), (0, 0, 0, 0), np.zeros(4, np.float32))
+    for _ in range(4):
+        writer.write(sample)
+    writer.finish()
+    return (folder / "shard.00000.mds").stat().st_size / 4
+
+
 def part_bytes(
     folder: Path,
     num_samples: int,
