@@ -37,8 +37,8 @@ from train.config import TrainConfig
 from train.data.batch import Batch
 from train.data.spec import DataSpec, OpenStream
 from train.loop import Run, take_step
+from train.model.backbone import BackboneConfig
 from train.model.flops import peak_tflops, training_flops
-from train.model.inputs import BackboneConfig
 from train.model.unet import build_unet, on_meta
 from train.prepare import Prepared
 from train.run.meter import peak_memory
@@ -191,9 +191,8 @@ def trainer(
         )
         # nothing to resume, to start from or to validate on
         spec = data_spec(config, unet)
-        prepared = Prepared(
-            World(1, 1), spec, copy.deepcopy(unet), BackboneConfig().resolved(spec.texts), None, None, {}, None
-        )
+        backbone = BackboneConfig().resolved(spec.texts)
+        prepared = Prepared(World(1, 1), spec, copy.deepcopy(unet), backbone, None, None, {}, None)
         run = assemble(config, prepared, accelerator)
         batch = make_batch(setting.bucket, options.batch, unet, pin=accelerator.device.type == "cuda")
         try:

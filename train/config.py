@@ -7,8 +7,8 @@ from pydantic import Field, model_validator
 
 from shards.base.config import Config
 from train.data.spec import DataConfig
+from train.model.backbone import BackboneConfig
 from train.model.ema import EmaConfig
-from train.model.inputs import BackboneConfig
 from train.model.optimizer import OptimizerConfig, ScheduleConfig
 from train.model.sharding import Precision, Sharding
 from train.objective.paths import ObjectiveConfig

@@ -13,7 +13,7 @@ from shards.format.encoding import EncodingRecord
 from train.config import TrainConfig
 from train.data.spec import DataSpec, only_read
 from train.data.streams import Found, find_data, open_data
-from train.model.inputs import BackboneConfig
+from train.model.backbone import BackboneConfig
 from train.model.unet import build_unet, check_fit, load_pretrained
 from train.objective.validation import Validation, open_validation
 from train.run.checkpoint import Checkpoint, load_weights, newest_checkpoint

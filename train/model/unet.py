@@ -18,7 +18,8 @@ from shards.base.errors import RequestError
 from shards.format.models import model_folder, read_model_config
 from shards.format.towers import ImageTower, TextTower
 from train.data.spec import DataSpec
-from train.model.inputs import BackboneConfig, Pooled, example
+from train.model.backbone import BackboneConfig
+from train.model.inputs import Pooled, example
 
 PRETRAINED_FILES = ("diffusion_pytorch_model.safetensors", "diffusion_pytorch_model.fp16.safetensors")
 CLASSES: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("backbones.yaml").read_text())

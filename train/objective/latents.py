@@ -11,7 +11,8 @@ from shards.format.towers import TextTower
 from train.data.batch import Batch
 from train.data.draws import Draws, Purpose
 from train.data.spec import DataSpec
-from train.model.inputs import BackboneConfig, Conditioning, TextConditioning
+from train.model.backbone import BackboneConfig
+from train.model.inputs import Conditioning, TextConditioning
 
 
 class StoredLatents:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from train.data.batch import Batch
 from train.data.draws import Draws, Purpose
 from train.data.spec import DataSpec
-from train.model.inputs import BackboneConfig
+from train.model.backbone import BackboneConfig
 from train.objective.latents import StoredLatents
 from train.objective.paths import ObjectiveConfig, noise_path
 

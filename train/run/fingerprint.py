@@ -11,7 +11,7 @@ from shards.base.errors import RequestError
 from shards.format.towers import ONLY_TEXT
 from train.data import order
 from train.data.spec import DataConfig, DataSpec
-from train.model.inputs import BackboneConfig
+from train.model.backbone import BackboneConfig
 from train.model.unet import UNET, class_name
 from train.objective.paths import ObjectiveConfig
 
