@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers import UNet2DConditionModel
+from diffusers import DPMSolverMultistepScheduler, UNet2DConditionModel
 
 from bench.kit.roots import encoding_record
 from plan.arithmetic.work import count_work
@@ -126,7 +126,7 @@ def test_the_card_of_an_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         "files": {"ema/diffusion_pytorch_model.safetensors": 64 * "c"},
     }
     config = TrainConfig.model_validate(fields)
-    described = (encoding, encoding.texts["text"], "ema", "DPMSolverMultistepScheduler")
+    described = (encoding, [encoding.texts["text"]], "ema", DPMSolverMultistepScheduler())
     card = model_card(tmp_path / "phase9", tmp_path, config, checkpoint, *described)
     for words in (
         "# phase9",
