@@ -108,10 +108,11 @@ FLUX = {
     "pooled_projection_dim": 16,
 }
 SANA = {
-    "attention_head_dim": 8,
+    # its attention divides by sums of ReLUs, which in narrower heads come near zero
+    "attention_head_dim": 16,
     "caption_channels": 12,
-    "cross_attention_dim": 16,
-    "cross_attention_head_dim": 8,
+    "cross_attention_dim": 32,
+    "cross_attention_head_dim": 16,
     "in_channels": 4,
     "num_attention_heads": 2,
     "num_cross_attention_heads": 2,

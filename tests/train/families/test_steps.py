@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.families import FAMILIES, TEMPLATE, TOKENS, Small, stir
+from tests.families import FAMILIES, Small, stir
+from tests.train.families.calls import arguments
 from train.config import TrainConfig
 from train.data.draws import Draws
 from train.data.loader import Loader
@@ -60,38 +61,6 @@ class Recorder:
         scheduler.step = recorded
 
 
-def arguments(name: str, prompts: list[str]) -> dict[str, Any]:
-    """How the pipeline is called, with guidance, so that it shows both what it makes of a prompt and of none."""
-    common: dict[str, Any] = {"prompt": prompts, "num_inference_steps": STEPS, "output_type": "latent"}
-    common |= {"height": 64, "width": 64, "generator": torch.Generator().manual_seed(3)}
-    own: dict[str, dict[str, Any]] = {
-        "sd2": {"guidance_scale": 2.0},
-        "sd15": {"guidance_scale": 2.0},
-        "sdxl": {"guidance_scale": 2.0, "original_size": (64, 80), "crops_coords_top_left": (0, 8)},
-        "pixart-sigma": {"guidance_scale": 2.0, "use_resolution_binning": False, "max_sequence_length": TOKENS},
-        "sd3": {"guidance_scale": 2.0, "max_sequence_length": TOKENS},
-        "flux1": {
-            "guidance_scale": 3.5,
-            "true_cfg_scale": 2.0,
-            "negative_prompt": "",
-            "max_sequence_length": TOKENS,
-        },
-        "sana": {
-            "guidance_scale": 2.0,
-            "use_resolution_binning": False,
-            "max_sequence_length": TOKENS,
-            "complex_human_instruction": [TEMPLATE.removesuffix("{}")],
-        },
-        "prx": {
-            "guidance_scale": 2.0,
-            "use_resolution_binning": False,
-            "tokenizer_max_length": TOKENS,
-            "skip_text_cleaning": True,
-        },
-    }
-    return common | own[name]
-
-
 @dataclass
 class Case:
     """A batch of the trainer's, and what the pipeline did with its captions."""
@@ -120,7 +89,7 @@ def case(request: pytest.FixtureRequest, small: Callable[[str], Small]) -> Case:
     scheduler, recorder = scheduler_of(config.backbone.pipeline, config.objective), Recorder()
     pipeline = made.pipeline(prepared.unet, scheduler)
     recorder.attach(prepared.unet, scheduler)
-    pipeline(**arguments(name, [captions[key] for key in batch.keys]))
+    pipeline(**arguments(name, [captions[key] for key in batch.keys], STEPS), output_type="latent")
     prepared.unet._forward_hooks.clear()
     loss = DiffusionLoss(config.objective, prepared.spec, CPU, prepared.backbone)
     return Case(name, config, prepared.unet, loss, batch, recorder.steps)
