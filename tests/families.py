@@ -54,11 +54,11 @@ class Family:
 
     def read(self, name: str) -> dict[str, Any]:
         """One of its YAML files, with what it is based on."""
-        path, values = CONFIGS / self.name / name, {}
-        while path is not None:
-            found = yaml.safe_load(path.read_text())
-            values = {**found, **values}
-            path = path.parent / found["base"] if "base" in found else None
+        path = CONFIGS / self.name / name
+        values: dict[str, Any] = yaml.safe_load(path.read_text())
+        while base := values.pop("base", None):
+            path = path.parent / base
+            values = {**yaml.safe_load(path.read_text()), **values}
         return values
 
 
@@ -255,7 +255,7 @@ def stir(network: nn.Module) -> None:
     generator = torch.Generator().manual_seed(11)
     with torch.no_grad():
         for parameter in network.parameters():
-            parameter += 0.05 * torch.randn(parameter.shape, generator=generator)
+            parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
 
 
 def kl(**changes: Any) -> AutoencoderKL:

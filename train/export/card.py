@@ -39,6 +39,7 @@ def model_card(
     fingerprint, buckets, pipeline = checkpoint["fingerprint"], Counter[str](), config.backbone.pipeline.class_name
     for stream in fingerprint["streams"]:
         buckets[stream["bucket"]] += stream["samples"]
+    stock = pipeline == PipelineConfig().class_name
     own = "custom_pipeline=folder, trust_remote_code=True"
     hashes = [sha256 for name, sha256 in checkpoint["files"].items() if name.startswith(f"{weights}/diffusion")]
     streams = zip(fingerprint["streams"], config.data.streams, strict=True)
@@ -50,7 +51,7 @@ def model_card(
         encoding=encoding,
         texts="\n".join(map(_describe_text, texts)),
         pipeline_class="DiffusionPipeline" if trimmed else pipeline,
-        arguments=f"folder, {own if trimmed else 'safety_checker=None'}" if pipeline == PipelineConfig().class_name else "folder",
+        arguments=", ".join(["folder", *([own] if trimmed else ["safety_checker=None"] if stock else [])]),
         folder=str(target),
         size=Bucket.parse(buckets.most_common(1)[0][0]),
         sizes=", ".join(sorted(buckets)),

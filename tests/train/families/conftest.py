@@ -33,7 +33,7 @@ def _texts_need_no_mending() -> Iterator[None]:
 
     had = hasattr(with_ftfy, "ftfy")
     if not had:
-        with_ftfy.ftfy = Unneeded  # type: ignore[attr-defined]
+        with_ftfy.ftfy = Unneeded
     yield
     if not had:
-        del with_ftfy.ftfy  # type: ignore[attr-defined]
+        del with_ftfy.ftfy

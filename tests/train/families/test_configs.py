@@ -10,6 +10,7 @@ import pytest
 import torch
 import yaml
 
+from plan.config import Plan
 from precompute.config import PrecomputeConfig
 from shards.base.config import load_config
 from tests.families import CONFIGS, FAMILIES
@@ -27,8 +28,8 @@ PARAMETERS = {
     "sana": 1_604_462_752,
     "prx": 1_170_691_648,
 }
-"""Published: SDXL 2.6 B (Podell et al., 2023), PixArt 0.6 B (Chen et al., 2023), SD3 medium 2 B, FLUX.1 12 B and SANA 1.6 B
-(their model cards), PRX 1.2 B (Photoroom's posts); the numbers are diffusers' own models' of the published configs."""
+"""Published: SDXL 2.6 B (Podell et al., 2023), PixArt 0.6 B (Chen et al., 2023), SD3 medium 2 B, FLUX.1 12 B and SANA
+1.6 B (their model cards), PRX 1.2 B (Photoroom's posts); these numbers are of diffusers' models of those configs."""
 NAMES = re.compile(r"sdxl|pixart|sd3|flux1|\bflux\b|sana|\bprx\b", re.IGNORECASE)
 
 
@@ -101,3 +102,19 @@ def test_no_code_knows_a_family_by_name() -> None:
 def test_the_configs_name_no_file_that_is_not_there() -> None:
     for path in CONFIGS.rglob("*.yaml"):
         assert all(Path(CONFIGS.parent / name).is_file() for name in re.findall(r"configs/[\w./-]+", path.read_text()))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_plan_is_of_what_is_encoded_and_trained(name: str) -> None:
+    plan = load_config(Plan, CONFIGS / name / "plan.yaml", [], "plan")
+    stage1 = load_config(PrecomputeConfig, CONFIGS / name / "precompute.yaml", [], "precompute")
+    for number, phase in enumerate(plan.phases, 1):
+        config = load_config(TrainConfig, CONFIGS / name / f"phase{number}.yaml", [], "train")
+        assert (phase.bucket, phase.steps) == (config.data.streams[0].bucket, config.max_steps)
+        assert phase.global_batch_size == config.global_batch_size
+    assert plan.networks.texts.keys() == stage1.texts.keys()
+    for tower, planned in plan.networks.texts.items():
+        encoded = stage1.texts[tower]
+        assert (planned.states, planned.pooled, planned.masked) == (encoded.states, encoded.pooled, encoded.masked)
+        assert (planned.trim, planned.storage) == (encoded.trim, encoded.storage)
+        assert planned.max_tokens == encoded.max_tokens or encoded.beyond_template
