@@ -7,7 +7,13 @@ NPROC ?= 1
 ARGS ?=
 
 comma := ,
-PHASE_CONFIG = $(or $(CONFIG),$(if $(PHASE),configs/phase$(PHASE).yaml))
+# FAMILY=sana reads configs/sana/; without it the configs are Stable Diffusion 2's
+FAMILIES := $(notdir $(patsubst %/,%,$(dir $(wildcard configs/*/precompute.yaml))))
+CONFIGS := configs$(FAMILY:%=/%)
+PHASE_CONFIG = $(or $(CONFIG),$(if $(PHASE),$(CONFIGS)/phase$(PHASE).yaml))
+NEAREST := import difflib, sys; near = difflib.get_close_matches(sys.argv[1], sys.argv[2:], 1, 0.4)
+nearest = $(shell $(PYTHON) -c '$(NEAREST); print(f"; did you mean {near[0]}?" if near else "")' $(1) $(FAMILIES))
+$(if $(filter-out $(FAMILIES),$(FAMILY)),$(error there is no family $(FAMILY) (it would be a folder configs/$(FAMILY))$(call nearest,$(FAMILY)); there are $(FAMILIES)))
 
 # What a target cannot do without is asked for before anything is installed or run.
 # $(call needs,TARGET,VARIABLE,what to type)
@@ -20,12 +26,13 @@ $(call needs,evaluate,RUN,say which model: make evaluate RUN=runs/phase2 [PROMPT
 $(call needs,sample,PROMPTS,say which prompts: make sample RUN=$(RUN) PROMPTS=prompts.txt [CONFIG=path.yaml] [ARGS="--a.b value"])
 $(if $(filter train,$(MAKECMDGOALS)),$(if $(wildcard $(PHASE_CONFIG)),,$(error there is no $(PHASE_CONFIG): say PHASE=1 or PHASE=2, or CONFIG=path.yaml)))
 
-.PHONY: help setup demo test test-faults test-install test-oldest bench lint docs select download precompute train sample evaluate plan lock clean
+.PHONY: help setup demo test test-faults test-families test-install test-oldest bench lint docs select download precompute train sample evaluate plan lock clean
 
 help:
 	@echo "make demo                                     everything, on a picture world of its own (no GPU; under 20 minutes)"
 	@echo "make test                                     every test"
 	@echo "make test-faults                              the long suites: kills, full disks, flipped bits, hostile pictures"
+	@echo "make test-families                            each model family: as its pipeline, as online, on 1, 2 and 4 processes"
 	@echo "make test-install [PYTHONS=\"3.11 3.12 3.13\"]  the wheel with every extra, in fresh environments"
 	@echo "make test-oldest                              the oldest versions allowed, in .venv-oldest"
 	@echo "make bench                                    the benchmarks of both stages, into runs/benchmarks.md (idle machine)"
@@ -41,6 +48,7 @@ help:
 	@echo "make plan [GPUS=128]                          days, cost and storage, before a GPU is rented"
 	@echo "make docs                                     writes docs/reference/config.md and docs/diagram.svg anew"
 	@echo "make setup | lint | lock | clean"
+	@echo "FAMILY=sana for precompute, train and plan reads configs/sana/; there are $(FAMILIES)"
 	@echo 'ARGS="--a.b value" overrides any field of the config that a target reads.'
 
 setup: $(STAMP)
@@ -69,6 +77,10 @@ test: setup
 # the figures that it prints go into docs/evidence/reliability.md
 test-faults: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s -m "slow or faults" $(ARGS)
+
+# every family, small, on 1, 2 and 4 processes
+test-families: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s -m "slow or not slow" tests/train/families $(ARGS)
 
 PYTHONS ?= 3.11 3.12 3.13
 test-install: setup
@@ -104,7 +116,7 @@ download: setup
 	$(BIN)/python -m precompute.download --config $(or $(CONFIG),configs/download.yaml) $(if $(IN),--input $(IN)) $(if $(OUT),--output $(OUT)) $(ARGS)
 
 precompute: setup
-	$(BIN)/python -m precompute --config $(or $(CONFIG),configs/precompute.yaml) --shards $(SHARD) $(ARGS)
+	$(BIN)/python -m precompute --config $(or $(CONFIG),$(CONFIGS)/precompute.yaml) --shards $(SHARD) $(ARGS)
 
 # The request is checked first, in one process: a launcher would bury the answer in its own traceback. One process needs
 # no launcher, and gets its signals directly. accelerate silently starts one process where two are asked for on CPUs,
@@ -128,7 +140,7 @@ evaluate: setup
 	$(BIN)/python -m evaluate score $(EVALUATE) $(ARGS)
 
 plan: setup
-	$(BIN)/python -m plan --config $(or $(CONFIG),configs/plan.yaml) $(if $(GPUS),--gpus $(GPUS)) $(ARGS)
+	$(BIN)/python -m plan --config $(or $(CONFIG),$(CONFIGS)/plan.yaml) $(if $(GPUS),--gpus $(GPUS)) $(ARGS)
 
 clean:
 	rm -rf runs build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -37,8 +37,9 @@ from train.config import TrainConfig
 from train.data.batch import Batch
 from train.data.spec import DataSpec, OpenStream
 from train.loop import Run, take_step
+from train.model.backbone import BackboneConfig
 from train.model.flops import peak_tflops, training_flops
-from train.model.unet import build_unet
+from train.model.unet import build_unet, on_meta
 from train.prepare import Prepared
 from train.run.meter import peak_memory
 from train.run.preflight import World
@@ -150,7 +151,8 @@ def measure(
                     synchronize(device)
             synchronize(device)
             rate = steps * options.batch / (time.perf_counter() - start)
-            flops = training_flops(run.unet, latent_hw(setting.bucket), TEXT_LENGTH)
+            encoding = encoding_record(TEXT_LENGTH, run.unet.config.cross_attention_dim)
+            flops = training_flops(on_meta(run.unet, run.loss.backbone, encoding, latent_hw(setting.bucket)))
             return Result(setting, rate, peak_memory(device) / 2**30, rate * flops / 1e12)
     except RuntimeError as error:  # torch.OutOfMemoryError, and what cuDNN and cuBLAS say of the same
         if not isinstance(error, torch.OutOfMemoryError) and "memory" not in str(error).lower():
@@ -189,7 +191,8 @@ def trainer(
         )
         # nothing to resume, to start from or to validate on
         spec = data_spec(config, unet)
-        prepared = Prepared(World(1, 1), spec, copy.deepcopy(unet), None, None, {}, None)
+        backbone = BackboneConfig().resolved(spec.texts)
+        prepared = Prepared(World(1, 1), spec, copy.deepcopy(unet), backbone, None, None, {}, None)
         run = assemble(config, prepared, accelerator)
         batch = make_batch(setting.bucket, options.batch, unet, pin=accelerator.device.type == "cuda")
         try:
@@ -288,6 +291,7 @@ def make_batch(bucket: str, size: int, unet: UNet2DConditionModel, pin: bool = F
         columns={
             "image_latents": torch.cat([mean, log_variance], dim=1).half(),
             f"text_latents.{ONLY_TEXT}": torch.randn(text_shape, generator=generator).half(),
+            "size": torch.tensor([[*latent_hw(bucket)[::-1], 0, 0]]).mul(DOWNSAMPLING).expand(size, -1),
             f"num_tokens.{ONLY_TEXT}": torch.full((size,), TEXT_LENGTH),
         },
     )

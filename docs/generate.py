@@ -56,15 +56,18 @@ def lines(model: type[BaseModel], seen: dict[Any, str], prefix: str = "", defaul
     for name, field in model.model_fields.items():
         path = prefix + name
         default = getattr(defaults, name) if defaults is not None else field.get_default(call_default_factory=True)
-        section = next(models_in(field.annotation), None)
-        if section is None or section is not field.annotation or seen.get(section):
-            yield item(path, field, default, seen.get(section, ""))
-        if section is not None and section not in seen:
-            path += "[]" if get_origin(field.annotation) is list else ""
-            seen[section] = path
-            sections.append((path, section, default))
+        within = list(models_in(field.annotation))
+        if within != [field.annotation] or seen.get(within[0]):
+            yield item(path, field, default, seen.get(within[0], "") if within else "")
+        path += "[]" if get_origin(field.annotation) is list else ""
+        for section in within:
+            if section not in seen:
+                seen[section] = path
+                sections.append((path, section, default))
     for path, section, default in sections:
-        yield from ["", f"### {path}", "", wrapped(section.__doc__ or ""), ""]
+        kind = section.model_fields.get("kind") if sum(other == path for other, *_ in sections) > 1 else None
+        of_kind = f", kind {get_args(kind.annotation)[0]}" if kind else ""
+        yield from ["", f"### {path}{of_kind}", "", wrapped(section.__doc__ or ""), ""]
         yield from lines(section, seen, f"{path}.", default if isinstance(default, BaseModel) else None)
 
 
@@ -86,7 +89,7 @@ def type_name(kind: Any) -> str:
         return " or ".join(f"`{value}`" for value in get_args(kind))
     inner = [type_name(part) for part in get_args(kind) if part is not Ellipsis]
     if get_origin(kind) in (Union, UnionType):
-        return " or ".join(inner)
+        return " or ".join(dict.fromkeys(inner))
     if get_origin(kind) in (list, tuple):
         return f"list of {inner[0]}"
     if get_origin(kind) is dict:
@@ -107,7 +110,7 @@ def models_in(kind: Any) -> Iterator[type[BaseModel]]:
 def shown(value: Any) -> str:
     """A default as one types it."""
     if value is None or isinstance(value, bool | dict):
-        return json.dumps(value)
+        return json.dumps(value, default=lambda model: model.model_dump(mode="json", exclude_none=True))
     return f"[{', '.join(map(shown, value))}]" if isinstance(value, list | tuple) else str(value)
 
 

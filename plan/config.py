@@ -12,15 +12,42 @@ from shards.format.buckets import Bucket
 from shards.format.towers import ImageStorage, TextStorage
 
 
+class TextNetwork(Config):
+    """A text tower; its fields are as in stage 1, where they are not said to be otherwise."""
+
+    config: str
+    """Of the transformers model (JSON, with its `model_type`)."""
+    class_name: str
+    """Of the transformers model."""
+    max_tokens: int | None = Field(None, ge=1)
+    """Tokens that it is given; null: its positions."""
+    length: int | None = Field(None, ge=1)
+    """Tokens that are kept of these; null: all."""
+    states: bool = True
+    """Hidden states are stored."""
+    pooled: bool = False
+    """The pooled output is stored."""
+    masked: bool = False
+    """Padding is hidden."""
+    trim: bool | None = None
+    """In place of `text.trim`."""
+    storage: TextStorage | None = None
+    """In place of `text.storage`."""
+
+
 class Networks(Config):
     """Config files of the networks; their weights are never built."""
 
     unet: str = "configs/unet/sd2-base.json"
     """diffusers UNet2DConditionModel."""
+    backbone: str | None = None
+    """In place of `unet`: a training config (YAML), whose `backbone` says the network and how it is called."""
     vae: str = "configs/vae/sd2.json"
-    """diffusers AutoencoderKL."""
+    """diffusers autoencoder."""
     text_encoder: str = "configs/text_encoder/sd2.json"
     """transformers CLIPTextModel."""
+    texts: dict[str, TextNetwork] = Field({})
+    """In place of `text_encoder`: text towers, by the names that the training config has for them."""
 
 
 class Data(Config):

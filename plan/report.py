@@ -148,7 +148,7 @@ def _used_facts(inputs: Inputs) -> list[Fact]:
         "gpu.train_utilisation": "train" not in assumed,
         "gpu.encode_utilisation": "encode" not in assumed,
         "gpu.peak_tflops": not assumed,
-        "text.tokens": not inputs.plan.text.trim,
+        "text.tokens": not any(tower.trim for tower in inputs.texts),
         "regions.egress_per_gb": set(inputs.plan.regions.data) == {inputs.plan.regions.gpus},
     }
     return [fact for fact in inputs.plan.facts() if not idle.get(fact.field)]

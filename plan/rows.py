@@ -4,13 +4,14 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from plan.arithmetic.costs import GIGA, SECONDS_PER_HOUR, checkpoint_bytes, days_of, sample_bytes
+from plan.arithmetic.costs import GIGA, SECONDS_PER_HOUR, checkpoint_bytes, days_of, sample_bytes, text_bytes
 from plan.arithmetic.restarts import best_interval, expected_time
 from plan.arithmetic.scaling import Machine, Step, StepTime, calibrate, step_time
 from plan.arithmetic.work import Work
 from plan.config import Phase, Plan
 from plan.measured import Rate, Rates
 from shards.base.errors import RequestError
+from shards.format.towers import TextTower
 
 BITS = 8
 Basis = Literal["measured", "predicted", "assumed"]
@@ -38,16 +39,25 @@ class Inputs:
             data_total=links.data_gbit_total * GIGA / BITS,
         )
 
+    @property
+    def texts(self) -> list[TextTower]:
+        """The text towers, stored as the plan says where they do not say it themselves."""
+        towers = []
+        for name, tower in self.work.texts.items():
+            asked, default = self.plan.networks.texts.get(name), self.plan.text
+            storage = (asked and asked.storage) or default.storage
+            trim = default.trim if asked is None or asked.trim is None else asked.trim
+            towers.append(tower.model_copy(update={"storage": storage, "trim": trim and tower.states}))
+        return towers
+
     def sample_bytes(self, bucket: str) -> float:
         """Bytes of one stored sample of `bucket`."""
-        data, text, work = self.plan.data, self.plan.text, self.work
+        data, work = self.plan.data, self.work
+        moments = data.posterior == "moments" and work.has_posterior
         return sample_bytes(
-            work.latent_channels * (2 if data.posterior == "moments" else 1),
+            work.latent_channels * (2 if moments else 1),
             work.latent_hw[bucket],
-            min(text.tokens, work.text_length) if text.trim else work.text_length,
-            work.text_width,
-            text.storage,
-            text.trim,
+            sum(text_bytes(tower, self.plan.text.tokens) for tower in self.texts),
             data.string_bytes,
             self.plan.image.storage,
             work.latent_channels,

@@ -10,6 +10,7 @@ import torch
 import transformers
 from pydantic import AfterValidator, Field, model_validator
 
+from precompute.encode.networks import model_class
 from shards.base.config import Config
 from shards.base.errors import RequestError
 from shards.format.models import hash_weights, model_folder, read_model_config
@@ -54,11 +55,18 @@ class TextTowerConfig(Config):
     tokenizer: str
     """Folder, or hub name, of its tokenizer."""
     class_name: str | None = None
-    """Of the transformers model; null: the first of `architectures` in its config.json."""
+    """Of the transformers model, or of one in diffusers.pipelines, as MODULE.CLASS; null: the first of `architectures`
+    in its config.json."""
     template: str = "{}"
     """What the tower is given, with the caption in place of `{}`."""
+    lower: bool = False
+    """Put captions into small letters first, as some pipelines do with prompts."""
+    empty: str | None = None
+    """What the tower is given for a caption that is dropped, in place of the template without a caption."""
     max_tokens: int | None = Field(None, ge=1)
     """Tokens that it is given, padding included; null: as many as the model has positions (CLIP's 77)."""
+    beyond_template: bool = False
+    """`max_tokens` come on top of the template's own, special tokens included."""
     masked: bool = False
     """Hide padding from the tower; a model in training is then not shown it either."""
     layer: Literal["last"] | int = "last"
@@ -158,7 +166,8 @@ def describe_text(name: str, asked: TextTowerConfig, default: TextConfig) -> Tex
     folder, tokenizer = model_folder(asked.model), model_folder(asked.tokenizer)
     config = read_model_config(folder)
     class_name = _transformers_class(folder, config, asked.class_name)
-    architecture = transformers.AutoConfig.from_pretrained(folder).get_text_config()
+    described: Any = transformers.AutoConfig.from_pretrained(folder)
+    architecture = getattr(described, "encoder", None) or described.get_text_config()
     longest = getattr(architecture, "max_position_embeddings", None)
     is_clip = architecture.model_type == "clip_text_model"
     max_tokens = asked.max_tokens or (longest if is_clip else None)
@@ -168,6 +177,9 @@ def describe_text(name: str, asked: TextTowerConfig, default: TextConfig) -> Tex
         raise RequestError(f"texts.{name}.max_tokens: {class_name} in {folder} takes {longest}, not {max_tokens}.")
     _try_text(name, folder, class_name, asked)
     _check_tokenizer(tokenizer, longest if is_clip else None)
+    if asked.beyond_template:
+        own = transformers.AutoTokenizer.from_pretrained(tokenizer)(asked.template.replace("{}", "")).input_ids
+        max_tokens += len(own)
     trim = default.trim if asked.trim is None else asked.trim
     if trim and asked.states and not asked.masked and not CAUSAL.fullmatch(class_name):
         raise RequestError(
@@ -186,6 +198,8 @@ def describe_text(name: str, asked: TextTowerConfig, default: TextConfig) -> Tex
         weights=hash_weights(asked.model, folder),
         tokenizer=hash_weights(asked.tokenizer, tokenizer),
         template=asked.template,
+        lower=asked.lower,
+        empty=asked.empty,
         max_tokens=max_tokens,
         masked=asked.masked,
         layer=asked.layer,
@@ -240,11 +254,13 @@ def _num_kept(name: str, keep: list[Slice], max_tokens: int) -> int:
 
 def _transformers_class(folder: Path, config: dict[str, Any], asked: str | None) -> str:
     class_name = asked or str((config.get("architectures") or ["-"])[0])
-    if not hasattr(transformers, class_name):
+    try:
+        model_class(class_name)
+    except (AttributeError, ImportError):
         raise RequestError(
             f"{folder}/config.json is of a {class_name!r}, which this transformers ({transformers.__version__}) does "
             f"not have. Give `class_name`, or another folder; code that comes with a model is not run."
-        )
+        ) from None
     return class_name
 
 

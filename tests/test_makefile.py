@@ -21,6 +21,12 @@ def make(*words: str) -> subprocess.CompletedProcess[str]:
         (["train"], "say which phase: make train PHASE=1 (or PHASE=2, or CONFIG=path.yaml)"),
         (["train", "PHASE=3"], "there is no configs/phase3.yaml: say PHASE=1 or PHASE=2, or CONFIG=path.yaml"),
         (["train", "CONFIG=absent.yaml"], "there is no absent.yaml: say PHASE=1 or PHASE=2"),
+        (["train", "FAMILY=sana", "PHASE=3"], "there is no configs/sana/phase3.yaml: say PHASE=1 or PHASE=2"),
+        (["plan", "FAMILY=flux"], "there is no family flux (it would be a folder configs/flux); did you mean flux1?"),
+        (
+            ["train", "FAMILY=kandinsky", "PHASE=1"],
+            "no family kandinsky (it would be a folder configs/kandinsky); there",
+        ),
         (["precompute"], "say which shards: make precompute SHARD=00000-00099 (or SHARD=all)"),
         (["sample", "PROMPTS=p.txt"], "say of which model: make sample RUN=runs/phase2 PROMPTS=prompts.txt"),
         (["evaluate"], "say which model: make evaluate RUN=runs/phase2"),
@@ -39,6 +45,15 @@ def test_help_names_every_target() -> None:
     assert result.returncode == 0
     for target in ("demo", "test", "select", "download", "precompute", "train", "plan", "setup", "lint"):
         assert f"make {target}" in result.stdout or f"| {target}" in result.stdout
+
+
+def test_a_family_is_a_folder_of_configs() -> None:
+    result = make("--dry-run", "precompute", "FAMILY=pixart-sigma", "SHARD=all")
+    assert "-m precompute --config configs/pixart-sigma/precompute.yaml --shards all" in result.stdout
+    result = make("--dry-run", "train", "FAMILY=sana", "PHASE=2")
+    assert "-m train check --config configs/sana/phase2.yaml" in result.stdout
+    result = make("--dry-run", "plan", "FAMILY=sd3", "GPUS=64")
+    assert "-m plan --config configs/sd3/plan.yaml --gpus 64" in result.stdout
 
 
 def test_what_a_target_runs() -> None:

@@ -39,7 +39,7 @@ def test_init_writes_configs_that_are_found_from_there(
     assert files_below(tmp_path / "configs") == files_below(ROOT / "configs")
     for path in Path("configs").rglob("*.yaml"):
         assert all(Path(name).is_file() for name in re.findall(r"configs/[\w./-]+", path.read_text())), path
-    assert load_config(TrainConfig, "configs/phase1.yaml", [], "t").unet.is_file()
+    assert load_config(TrainConfig, "configs/phase1.yaml", [], "t").network.is_file()
 
 
 def test_init_overwrites_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

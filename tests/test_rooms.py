@@ -17,6 +17,7 @@ WHOLE_CONFIG = {
         # a finished run's, read from its folder
         "train/export/pipeline.py",
         "train/export/card.py",
+        "train/export/components.py",
     },
 }
 """A command's whole config → the files that may see it: it is taken apart where the run is put together."""

@@ -1,8 +1,9 @@
 """A run is put together: here its config is taken apart, and each piece gets its own section."""
 
+from typing import Any
+
 import torch
 from accelerate import Accelerator
-from diffusers import UNet2DConditionModel
 
 from shards.base.config import save_config
 from train.config import TrainConfig
@@ -14,6 +15,7 @@ from train.model.flops import peak_tflops, training_flops
 from train.model.norms import use_low_precision_norms
 from train.model.optimizer import Optimizer, make_adamw
 from train.model.sharding import split_weights
+from train.model.unet import on_meta
 from train.objective.loss import DiffusionLoss
 from train.prepare import Prepared
 from train.run.checkpoint import CheckpointWriter, restore
@@ -59,7 +61,7 @@ def assemble(config: TrainConfig, prepared: Prepared, accelerator: Accelerator) 
         model=model,
         optimizer=optimizer,
         ema=ema,
-        loss=DiffusionLoss(config.objective, spec, accelerator.device),
+        loss=DiffusionLoss(config.objective, spec, accelerator.device, prepared.backbone),
         loader=Loader(config.data, spec, config.global_batch_size, config.seed, state.step, slots),
         steps_per_epoch=spec.steps_per_epoch,
         validation=prepared.validation,
@@ -73,14 +75,12 @@ def assemble(config: TrainConfig, prepared: Prepared, accelerator: Accelerator) 
             accelerator.is_main_process,
         ),
         log=Log(config.log, config.run_dir, state.step, config.max_steps, accelerator),
-        meter=Meter({shape: training_flops(unet, shape, spec.text[1].length) for shape in shapes}),
+        meter=Meter({shape: training_flops(on_meta(unet, prepared.backbone, spec, shape)) for shape in shapes}),
         peak_tflops=peak,
     )
 
 
-def place_unet(
-    config: TrainConfig, unet: UNet2DConditionModel, accelerator: Accelerator, is_split: bool
-) -> UNet2DConditionModel:
+def place_unet(config: TrainConfig, unet: Any, accelerator: Accelerator, is_split: bool) -> Any:
     """On the device, in the memory format and in the parts that the config asks for."""
     is_cuda = accelerator.device.type == "cuda"
     if config.gradient_checkpointing:

@@ -7,6 +7,7 @@ from pydantic import Field, model_validator
 
 from shards.base.config import Config
 from train.data.spec import DataConfig
+from train.model.backbone import BackboneConfig
 from train.model.ema import EmaConfig
 from train.model.optimizer import OptimizerConfig, ScheduleConfig
 from train.model.sharding import Precision, Sharding
@@ -36,8 +37,9 @@ class TrainConfig(Config):
     init_unet: str | None = None
     """A folder of a pretrained diffusers U-Net, or its hub name (org/repo/unet), to start from; of `unet`'s config."""
     data: DataConfig
-    unet: Path
-    """A diffusers UNet2DConditionModel config (JSON)."""
+    unet: Path | None = None
+    """A diffusers UNet2DConditionModel config (JSON); short for `backbone.config`."""
+    backbone: BackboneConfig = BackboneConfig()
     objective: ObjectiveConfig = ObjectiveConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     schedule: ScheduleConfig = ScheduleConfig()
@@ -64,6 +66,8 @@ class TrainConfig(Config):
 
     @model_validator(mode="after")
     def _check(self) -> "TrainConfig":
+        if (self.unet is None) == (self.backbone.config is None):
+            raise ValueError("`unet`, or in its place `backbone.config`, names the network to train; give one of them")
         if self.global_batch_size % self.data.num_canonical_nodes:
             raise ValueError(
                 f"global_batch_size {self.global_batch_size} is not a multiple of data.num_canonical_nodes "
@@ -81,3 +85,10 @@ class TrainConfig(Config):
         if self.init_from is not None and self.init_from.resolve() == self.run_dir.resolve():
             raise ValueError("init_from is the run's own run_dir; resuming needs no init_from")
         return self
+
+    @property
+    def network(self) -> Path:
+        """The diffusers config of the network to train."""
+        path = self.unet or self.backbone.config
+        assert path is not None
+        return path

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from diffusers import UNet2DConditionModel
 from torch import Tensor
 
 from shards.base.errors import Preempted
@@ -39,7 +38,7 @@ class Run:
     global_batch_size: int
     microbatch_size: int
     collective_timeout: float
-    unet: UNet2DConditionModel
+    unet: Any
     model: Any
     """`unet` as accelerate wrapped it, or split."""
     optimizer: Optimizer

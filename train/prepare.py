@@ -7,13 +7,13 @@ from typing import Any
 
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
-from diffusers import UNet2DConditionModel
 
 from shards.base.errors import RequestError, WorkError
 from shards.format.encoding import EncodingRecord
 from train.config import TrainConfig
 from train.data.spec import DataSpec, only_read
 from train.data.streams import Found, find_data, open_data
+from train.model.backbone import BackboneConfig
 from train.model.unet import build_unet, check_fit, load_pretrained
 from train.objective.validation import Validation, open_validation
 from train.run.checkpoint import Checkpoint, load_weights, newest_checkpoint
@@ -27,8 +27,10 @@ class Prepared:
 
     world: World
     spec: DataSpec
-    unet: UNet2DConditionModel
-    """On the CPU, with the weights that the run begins with."""
+    unet: Any
+    """The network to train, of a diffusers class, on the CPU, with the weights that the run begins with."""
+    backbone: BackboneConfig
+    """How it is called, with its text towers named."""
     checkpoint: Checkpoint | None
     """The run's own newest, from which it goes on."""
     start: str | None
@@ -61,9 +63,12 @@ def prepare(config: TrainConfig, accelerator: Accelerator | None = None) -> Prep
     world = preflight(config, accelerator)
     checkpoint, start, found = on_main_process(accelerator, lambda: find_all(config))
     spec = open_data(config.data, config.global_batch_size, found)
-    unet = build_unet(config.unet, config.seed)
-    check_fit(unet, spec)
-    fingerprint = make_fingerprint(config.seed, config.global_batch_size, config.data, spec, config.objective, unet)
+    unet = build_unet(config.network, config.seed)
+    backbone = config.backbone.resolved(spec.texts)
+    check_fit(unet, spec, backbone)
+    fingerprint = make_fingerprint(
+        config.seed, config.global_batch_size, config.data, spec, config.objective, unet, config.backbone
+    )
     check_same_everywhere(accelerator, fingerprint, spec.look.problem if spec.look else None)
     if checkpoint is not None:
         check_resume(checkpoint.folder, checkpoint.fingerprint, fingerprint, config.data.index == "newest")
@@ -80,7 +85,7 @@ def prepare(config: TrainConfig, accelerator: Accelerator | None = None) -> Prep
     if config.validation.root is not None:
         training = only_read(EncodingRecord.load(spec.streams[0].store), config.data.towers)
         validation = open_validation(config.validation, training, config.seed)
-    return Prepared(world, spec, unet, checkpoint, words, fingerprint, validation)
+    return Prepared(world, spec, unet, backbone, checkpoint, words, fingerprint, validation)
 
 
 def find_all(config: TrainConfig) -> tuple[Checkpoint | None, Checkpoint | None, Found]:

@@ -30,7 +30,8 @@ from train.assemble import assemble
 from train.config import TrainConfig, ValidationConfig
 from train.data.streams import open_data
 from train.loop import train_step
-from train.objective.latents import Conditioning, StoredLatents
+from train.model.inputs import Conditioning
+from train.objective.latents import StoredLatents
 from train.objective.loss import DiffusionLoss
 from train.objective.validation import open_validation
 from train.prepare import prepare
@@ -134,7 +135,7 @@ def validation_loss(
     config = train_config(root.parent, train_root, 1, 0)
     spec, cpu = open_data(config.data, BATCH_SIZE), torch.device("cpu")
     loss = DiffusionLoss(config.objective, spec, cpu)
-    loss.latents = kind(spec, cpu)
+    loss.latents = kind(spec, cpu, loss.backbone)
     held_out = ValidationConfig(root=root, bucket="64x64", samples=VALIDATION_SAMPLES, batch_size=64)
     validation = open_validation(held_out, EncodingRecord.load(open_store(root)), seed=0)
     return float(validation(unet, loss, accelerator)["val_loss"])

@@ -2,7 +2,7 @@
 
 import math
 
-from shards.format.towers import ImageStorage, TextStorage
+from shards.format.towers import ImageStorage, TextTower
 
 GIGA, TERA = 1e9, 1e12
 SECONDS_PER_HOUR = 3600
@@ -28,13 +28,27 @@ def gpu_hours_of(days: float, gpus: int) -> float:
     return days * 24 * gpus
 
 
+def text_bytes(tower: TextTower, real_tokens: float) -> float:
+    """Bytes of one caption's columns of a text tower.
+
+    Args:
+        real_tokens: the mean of a caption's, of which a trimmed one has no others.
+    """
+    tokens = min(real_tokens, tower.length) if tower.trim else tower.length
+    size = 2.0 * tower.pooled
+    if tower.states:
+        size += tokens * tower.width * 2 if tower.storage == "float16" else tokens * (tower.width + 2)
+        size += _NUM_TOKENS if tower.hides_padding else 0
+    if tower.trim:  # the shape travels with each array: its number of dimensions, then each as the smallest integer
+        size += _MDS_SIZE + 5
+        size += _MDS_SIZE + 2 if tower.storage == "float8" else 0
+    return size
+
+
 def sample_bytes(
     num_planes: int,
     latent_hw: tuple[int, int],
-    tokens: float,
-    text_width: int,
-    storage: TextStorage,
-    trim: bool,
+    text: float,
     string_bytes: float,
     image_storage: ImageStorage = "float16",
     channels: int = 0,
@@ -43,7 +57,7 @@ def sample_bytes(
 
     Args:
         num_planes: stored channels: 2 × latent channels for moments.
-        tokens: stored tokens: all of them, or the mean of the real ones if `trim`.
+        text: bytes of all text towers' columns.
         string_bytes: key and caption together.
         channels: of the latents, each of which has a scale beside int8.
     """
@@ -51,11 +65,7 @@ def sample_bytes(
     image = 2 * num_planes * height * width
     if image_storage == "int8":
         image = num_planes * height * width + _SCALE * channels
-    text = tokens * text_width * 2 if storage == "float16" else tokens * (text_width + 2)
     framing = _MDS_OFFSET + 2 * _MDS_SIZE  # key, caption
-    if trim:  # the shape travels with each array: its number of dimensions, then each as the smallest integer that fits
-        framing += _NUM_TOKENS + _MDS_SIZE + 5
-        framing += _MDS_SIZE + 2 if storage == "float8" else 0
     return image + text + string_bytes + _SIZE_AND_SCORES + framing
 
 

@@ -7,11 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 
-from plan.config import Networks
+from plan.config import Networks, TextNetwork
 from shards.base.errors import RequestError
 from shards.format.buckets import Bucket
-from train.model.flops import TRAIN_OVER_FORWARD, count_flops
+from shards.format.towers import ONLY_TEXT, ImageTower, TextTower, Weights
+from train.model.flops import count_flops, training_flops
+
+UNKNOWN = Weights(name="none", sha256="0" * 64)
+PROBE_SIDE = 256
 
 
 @dataclass(frozen=True)
@@ -19,57 +24,124 @@ class Work:
     """FLOPs by torch's counter, one multiply-add being 2, and sizes."""
 
     num_parameters: int
-    """Of the U-Net."""
+    """Of the network that is trained."""
     train: dict[str, int]
     """Bucket → FLOPs of one image's training step."""
     encode: dict[str, int]
-    """Bucket → FLOPs of one picture's VAE encoding."""
+    """Bucket → FLOPs of one picture's encoding."""
     caption: int
-    """FLOPs of one caption's text encoding."""
+    """FLOPs of one caption's encoding, by all text towers."""
     latent_hw: dict[str, tuple[int, int]]
     latent_channels: int
-    text_length: int
-    text_width: int
+    has_posterior: bool
+    texts: dict[str, TextTower]
+    """As `networks` says alone; `Inputs.texts` knows of the plan's `text` too."""
 
 
 def count_work(networks: Networks, buckets: Iterable[str]) -> Work:
-    """Build the three networks without weights and count one image of each bucket through them.
+    """Build the networks without weights and count one image of each bucket through them.
 
     Raises:
-        RequestError: a config file is missing or is no JSON, the U-Net's text width is not the text encoder's, or a
-            bucket does not suit the VAE.
+        RequestError: a config file is missing or is no JSON, the network does not fit the encoders, or a bucket does
+            not suit the VAE.
     """
-    from diffusers import AutoencoderKL, UNet2DConditionModel
-    from transformers import CLIPTextConfig, CLIPTextModel
+    from train.data.spec import DataSpec  # with torch's and diffusers' own, which a report alone does not need
+    from train.model.unet import check_fit, class_of, on_meta
 
-    text_config = CLIPTextConfig(**_read_json(networks.text_encoder))
-    length, width = text_config.max_position_embeddings, text_config.hidden_size
+    backbone, path = _backbone(networks)
+    fields = _read_json(path)
     with torch.device("meta"), torch.no_grad():
-        unet = UNet2DConditionModel.from_config(_read_json(networks.unet))
-        vae = AutoencoderKL.from_config(_read_json(networks.vae))
-        text_encoder = CLIPTextModel(text_config)
-        if unet.config.cross_attention_dim != width:
-            raise RequestError(
-                f"The U-Net ({networks.unet}) takes text latents of width {unet.config.cross_attention_dim}, and the "
-                f"text encoder ({networks.text_encoder}) gives {width}. Choose two that fit."
-            )
-        channels = vae.config.latent_channels
-        shapes = {name: _latent_hw(name, 2 ** (len(vae.config.block_out_channels) - 1)) for name in buckets}
+        vae, image = _image_tower(networks.vae)
+        towers = networks.texts or {ONLY_TEXT: TextNetwork(config=networks.text_encoder, class_name="CLIPTextModel")}
+        encoders = {name: _text_tower(name, tower) for name, tower in towers.items()}
+        unet = class_of(fields, path).from_config(fields)
+        shapes = {name: _latent_hw(name, image.downsampling) for name in buckets}
         pictures = {name: (Bucket.parse(name).height, Bucket.parse(name).width) for name in shapes}
-        text = torch.empty(1, length, width)
-        return Work(
-            num_parameters=sum(parameter.numel() for parameter in unet.parameters()),
-            train={
-                name: TRAIN_OVER_FORWARD * count_flops(unet, torch.empty(1, channels, *hw), torch.empty(1), text)
-                for name, hw in shapes.items()
-            },
-            encode={name: count_flops(vae.encode, torch.empty(1, 3, *hw)) for name, hw in pictures.items()},
-            caption=count_flops(text_encoder, torch.empty(1, length, dtype=torch.long)),
-            latent_hw=shapes,
-            latent_channels=channels,
-            text_length=length,
-            text_width=width,
+        encode = {name: count_flops(vae.encode, torch.empty(1, 3, *hw)) for name, hw in pictures.items()}
+        caption = sum(
+            count_flops(model, torch.empty(1, tower.max_tokens, dtype=torch.long)) for model, tower in encoders.values()
         )
+    texts = {name: tower for name, (_, tower) in encoders.items()}
+    data = DataSpec(image, texts, {}, {}, (), 1)
+    backbone = backbone.resolved(texts)
+    check_fit(unet, data, backbone)
+    return Work(
+        num_parameters=sum(parameter.numel() for parameter in unet.parameters()),
+        train={name: training_flops(on_meta(unet, backbone, data, hw)) for name, hw in shapes.items()},
+        encode=encode,
+        caption=caption,
+        latent_hw=shapes,
+        latent_channels=image.channels,
+        has_posterior=image.posterior != "deterministic",
+        texts=texts,
+    )
+
+
+def _backbone(networks: Networks) -> tuple[Any, str]:
+    """How the network is called, and its config file."""
+    from train.model.backbone import BackboneConfig
+
+    if networks.backbone is None:
+        return BackboneConfig(), networks.unet
+    section = _read(networks.backbone, yaml.safe_load).get("backbone", {})
+    backbone = BackboneConfig.model_validate(section)
+    return backbone, str(backbone.config)
+
+
+def _image_tower(path: str) -> tuple[Any, ImageTower]:
+    """The autoencoder of a config file, and what a root says of it."""
+    import diffusers
+
+    fields = _read_json(path)
+    class_name = str(fields.get("_class_name", "AutoencoderKL"))
+    vae: Any = getattr(diffusers, class_name).from_config(fields)
+    encoded = vae.encode(torch.empty(1, 3, PROBE_SIDE, PROBE_SIDE))
+    has_posterior = hasattr(encoded, "latent_dist")
+    latents = encoded.latent_dist.mode() if has_posterior else encoded.latent
+    channels = int(latents.shape[1])
+    return vae, ImageTower(
+        class_name=class_name,
+        weights=UNKNOWN,
+        posterior="moments" if has_posterior else "deterministic",
+        channels=channels,
+        downsampling=PROBE_SIDE // int(latents.shape[-1]),
+        scale=(1.0,) * channels,
+        shift=(0.0,) * channels,
+        crop="",
+        resampling="",
+        decoder="",
+    )
+
+
+def _text_tower(name: str, asked: TextNetwork) -> tuple[Any, TextTower]:
+    """The text model of a config file, and what a root says of it."""
+    import transformers
+
+    fields = _read_json(asked.config)
+    try:
+        config: Any = transformers.AutoConfig.for_model(**{"model_type": "clip_text_model", **fields})
+        model = getattr(transformers, asked.class_name)(config)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise RequestError(
+            f"networks.texts.{name}: transformers cannot make a {asked.class_name} of {asked.config}: {error}. Give "
+            f"the class and the config.json of one model."
+        ) from error
+    config = getattr(config, "encoder", None) or config.get_text_config()
+    max_tokens = asked.max_tokens or int(config.max_position_embeddings)
+    projected = asked.class_name.endswith("WithProjection")
+    return model, TextTower(
+        class_name=asked.class_name,
+        weights=UNKNOWN,
+        tokenizer=UNKNOWN,
+        max_tokens=max_tokens,
+        masked=asked.masked,
+        states=asked.states,
+        length=asked.length or max_tokens,
+        width=int(config.hidden_size),
+        pooled=int(config.projection_dim if projected else config.hidden_size) if asked.pooled else 0,
+        storage=asked.storage or "float16",
+        trim=bool(asked.trim) and asked.states,
+    )
 
 
 def _latent_hw(bucket: str, downsampling: int) -> tuple[int, int]:
@@ -80,12 +152,17 @@ def _latent_hw(bucket: str, downsampling: int) -> tuple[int, int]:
 
 
 def _read_json(path: str) -> dict[str, Any]:
+    return _read(path, json.loads)
+
+
+def _read(path: str, parse: Any) -> dict[str, Any]:
     try:
-        return json.loads(Path(path).read_text())
+        found: dict[str, Any] = parse(Path(path).read_text())
     except FileNotFoundError:
         raise RequestError(
             f"There is no network config {path}. Give the config.json of a diffusers or transformers model "
             f"in `networks`."
         ) from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, yaml.YAMLError) as error:
         raise RequestError(f"The network config {path} cannot be read as JSON: {error}.") from None
+    return found

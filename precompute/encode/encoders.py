@@ -13,7 +13,7 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 
-from precompute.encode.networks import Network, Precision, filled
+from precompute.encode.networks import Network, Precision, filled, model_class
 from shards.base.errors import WorkError
 from shards.format.buckets import Bucket
 from shards.format.text import TextLatents
@@ -77,7 +77,7 @@ class TextEncoder(Network):
         self.tokenizer = transformers.AutoTokenizer.from_pretrained(tokenizer_folder)
         if self.tokenizer.pad_token_id is None:
             raise WorkError(f"The tokenizer in {tokenizer_folder} names no pad_token, with which captions are filled.")
-        load = getattr(transformers, tower.class_name).from_pretrained
+        load = model_class(tower.class_name).from_pretrained
         model = load(folder, use_safetensors=True)  # with torch's fused attention, where it has it
         super().__init__(model.to(torch.float32), self.encode, device, precision, "" if compiled else None)
         self.tower = tower
@@ -100,7 +100,7 @@ class TextEncoder(Network):
 
     def start_batch(self, captions: list[str], batch_size: int) -> Callable[[], list[EncodedCaption]]:
         """Begin with N captions; the function returned waits for what `__call__` returns."""
-        texts = [self.tower.template.replace("{}", caption) for caption in captions]
+        texts = [self.tower.prompt(caption) for caption in captions]
         tokens = self.tokenizer(texts, verbose=False).input_ids
         fitted = [self._fitted(text, row) for text, row in zip(texts, tokens, strict=True)]
         ids = self.copies.buffer((batch_size, self.tower.max_tokens), torch.long).fill_(self.tokenizer.pad_token_id)

@@ -8,16 +8,29 @@ once; calling what it returned waits for the latents. On a CPU, `start` does all
 """
 
 import copy
+import importlib
 from collections.abc import Callable
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
+import transformers
 from torch import Tensor, nn
 
 Item = TypeVar("Item")
 Model = TypeVar("Model", bound=nn.Module)
 Precision = Literal["float32", "float16", "bfloat16"]
+
+
+def model_class(name: str) -> Any:
+    """A class of transformers; or, by MODULE.CLASS, one that diffusers.pipelines.MODULE makes of it.
+
+    Raises:
+        AttributeError, ImportError: there is none.
+    """
+    module, _, class_name = name.rpartition(".")
+    where = importlib.import_module(f"diffusers.pipelines.{module}") if module else transformers
+    return getattr(where, class_name)
 
 
 def autocast(device: torch.device, precision: Precision) -> torch.autocast:

@@ -70,6 +70,10 @@ class TextTower(Config):
     tokenizer: Weights
     template: str = "{}"
     """What the tower was given, with the caption in place of `{}`."""
+    lower: bool = False
+    """Whether the caption was put into small letters first."""
+    empty: str | None = None
+    """What the tower was given for a dropped caption, template and all; None: the template without a caption."""
     max_tokens: int
     """Tokens that the tower was given, padding included; longer captions were cut."""
     masked: bool = False
@@ -93,6 +97,12 @@ class TextTower(Config):
     def hides_padding(self) -> bool:
         """Whether a model needs a mask over this tower's tokens."""
         return self.masked or self.trim
+
+    def prompt(self, caption: str) -> str:
+        """What the tower is given for a caption; for the empty one, what stands for dropped captions."""
+        if not caption and self.empty is not None:
+            return self.empty
+        return self.template.replace("{}", caption.lower() if self.lower else caption)
 
 
 class FeatureTower(Config):

@@ -5,10 +5,12 @@ from typing import Protocol
 
 import pytest
 
+from bench.kit.roots import encoding_record
 from plan.arithmetic.work import Work
 from plan.config import Plan
 from plan.report import Report, make_report
 from shards.base.config import load_config
+from shards.format.towers import ONLY_TEXT
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -32,8 +34,8 @@ SD2 = Work(
     caption=45_127_233_536,
     latent_hw={"256x256": (32, 32), "512x512": (64, 64)},
     latent_channels=4,
-    text_length=77,
-    text_width=1024,
+    has_posterior=True,
+    texts={ONLY_TEXT: encoding_record(77, 1024).texts[ONLY_TEXT]},
 )
 
 

@@ -185,8 +185,8 @@ def test_sample_bytes_are_those_of_a_written_part(
 ) -> None:
     num_samples, tokens, width = 50, 20, 1024
     written = part_bytes(tmp_path / "part", num_samples, tokens, width, storage, trim, image_storage)
-    shape = (8, (32, 32), tokens if trim else 77, width)
-    planned = costs.sample_bytes(*shape, storage, trim, 21, image_storage, channels=4)
+    (tower,) = encoding_record(77, width, storage=storage, trim=trim).texts.values()
+    planned = costs.sample_bytes(8, (32, 32), costs.text_bytes(tower, tokens), 21, image_storage, channels=4)
     assert 0 <= written - num_samples * planned < 1000  # the file's own head
 
 

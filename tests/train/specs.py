@@ -45,6 +45,7 @@ def make_batch(
     """A batch with the columns of one text tower."""
     columns = {
         "image_latents": image_latents,
+        "size": torch.tensor([[8 * image_latents.shape[3], 8 * image_latents.shape[2], 0, 0]] * len(image_latents)),
         f"text_latents.{ONLY_TEXT}": text_latents,
         f"text_scales.{ONLY_TEXT}": text_scales,
         f"num_tokens.{ONLY_TEXT}": torch.full((len(text_latents),), TOKENS) if num_tokens is None else num_tokens,

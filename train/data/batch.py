@@ -22,10 +22,10 @@ class Batch:
     slots: Tensor
     """(N,) int64: places in the global batch."""
     columns: dict[str, Tensor]
-    """As stored, by the names of version 2: `image_latents` (N, planes, h, w), `text_latents.NAME` (N, tokens, width)
-    as float16 or e4m3 codes, `text_scales.NAME` (N, tokens) beside codes, `num_tokens.NAME` (N,), `pooled.NAME`
-    (N, pooled), `features.NAME` (N, tokens, width). Trimmed captions are padded with zeros. Where there is
-    `num_captions`, text columns hold all captions of the first sample, then of the next."""
+    """As stored, by the names of version 2: `image_latents` (N, planes, h, w), `size` (N, 4), `text_latents.NAME`
+    (N, tokens, width) as float16 or e4m3 codes, `text_scales.NAME` (N, tokens) beside codes, `num_tokens.NAME` (N,),
+    `pooled.NAME` (N, pooled), `features.NAME` (N, tokens, width). Trimmed captions are padded with zeros. Where
+    there is `num_captions`, text columns hold all captions of the first sample, then of the next."""
     num_captions: Tensor | None = None
     """(N,) int64, of a batch whose samples may have several; None where each has the one that it is trained with."""
 

@@ -91,7 +91,11 @@ class Draws:
 
     def chance(self, purpose: Purpose, probability: float) -> Tensor:
         """(N,) booleans, each true with `probability`."""
-        return self.words(purpose, 1)[:, 0] < round(probability * 2**32)
+        return self.chances(purpose, probability, 1)[:, 0]
+
+    def chances(self, purpose: Purpose, probability: float, count: int) -> Tensor:
+        """(N, count) of them; the first is `chance`'s."""
+        return self.words(purpose, count) < round(probability * 2**32)
 
 
 def global_slots(local_batch_size: int, rank: int, world_size: int, local_world_size: int) -> Tensor:

@@ -7,7 +7,6 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from shards.base.config import GIVEN, Config
-from shards.base.errors import RequestError
 from shards.base.store import Place, Store
 from shards.format.buckets import Bucket
 from shards.format.encoding import EncodingRecord
@@ -114,21 +113,6 @@ class DataSpec:
     """At the local files' sizes, by one process of each machine."""
 
     @property
-    def text(self) -> tuple[str, TextTower]:
-        """The one text tower whose states a U-Net attends to, and its name.
-
-        Raises:
-            RequestError: there is none, or more than one.
-        """
-        found = [name for name, tower in self.texts.items() if tower.states]
-        if len(found) != 1:
-            raise RequestError(
-                f"A U-Net attends to one text tower's states, and {' and '.join(found) or 'none'} would be read. Name "
-                f"the one in data.towers, such as [texts.{(found or ['NAME'])[0]}], or encode a root that has it."
-            )
-        return found[0], self.texts[found[0]]
-
-    @property
     def lengths(self) -> dict[str, int | None]:
         """The columns of a batch: those of tokens → how many of an untrimmed caption, others → None."""
         return column_lengths(self.image, self.texts, self.features)
@@ -138,7 +122,7 @@ def column_lengths(
     image: ImageTower, texts: dict[str, TextTower], features: dict[str, FeatureTower]
 ) -> dict[str, int | None]:
     """As `DataSpec.lengths`, of these towers."""
-    lengths: dict[str, int | None] = {"image_latents": None}
+    lengths: dict[str, int | None] = {"image_latents": None, "size": None}
     lengths |= {"image_scales": None} if image.storage == "int8" else {}
     for name, tower in texts.items():
         if tower.states:

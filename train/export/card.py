@@ -9,9 +9,12 @@ from shards.format.encoding import EncodingRecord
 from shards.format.towers import TextTower
 from train.config import TrainConfig
 from train.data.selection import FilterConfig
+from train.model.backbone import PipelineConfig
 from train.objective.paths import ObjectiveConfig
 
 CARD = Path(__file__).with_name("card.md")
+SIZES = ("block_out_channels", "cross_attention_dim", "num_layers", "num_attention_heads", "depth", "hidden_size")
+"""Fields of a network's config that the card shows, where it has them."""
 
 
 def model_card(
@@ -20,19 +23,23 @@ def model_card(
     config: TrainConfig,
     checkpoint: dict[str, Any],
     encoding: EncodingRecord,
-    text: TextTower,
+    texts: list[TextTower],
     weights: str,
-    scheduler: str,
+    scheduler: Any,
+    trimmed: bool = False,
 ) -> str:
     """README.md of the export of a checkpoint, whose state.json holds `checkpoint`.
 
     Args:
         target: where the export will be, for the card's own code.
+        texts: the pipeline's, in its order.
         weights: the checkpoint's folder that was exported: `unet`, or `ema` for the moving average.
+        trimmed: it is the pipeline of trimmed_pipeline.py.
     """
-    fingerprint, buckets, trimmed = checkpoint["fingerprint"], Counter[str](), text.trim
+    fingerprint, buckets, pipeline = checkpoint["fingerprint"], Counter[str](), config.backbone.pipeline.class_name
     for stream in fingerprint["streams"]:
         buckets[stream["bucket"]] += stream["samples"]
+    stock = pipeline == PipelineConfig().class_name
     own = "custom_pipeline=folder, trust_remote_code=True"
     hashes = [sha256 for name, sha256 in checkpoint["files"].items() if name.startswith(f"{weights}/diffusion")]
     streams = zip(fingerprint["streams"], config.data.streams, strict=True)
@@ -42,20 +49,27 @@ def model_card(
         fingerprint=fingerprint,
         config=config,
         encoding=encoding,
-        text_tower=text,
-        pipeline_class="DiffusionPipeline" if trimmed else "StableDiffusionPipeline",
-        arguments=f"folder, {own if trimmed else 'safety_checker=None'}",
+        texts="\n".join(map(_describe_text, texts)),
+        pipeline_class="DiffusionPipeline" if trimmed else pipeline,
+        arguments=", ".join(["folder", *([own] if trimmed else ["safety_checker=None"] if stock else [])]),
         folder=str(target),
         size=Bucket.parse(buckets.most_common(1)[0][0]),
         sizes=", ".join(sorted(buckets)),
         start=config.init_from or config.init_unet or f"random weights of seed {config.seed}",
         weights=_describe_weights(config, weights),
         objective=_describe_objective(config.objective),
-        scheduler=scheduler,
+        scheduler=type(scheduler).__name__,
         streams="\n".join(_describe_stream(stream, its.filter or config.data.filter) for stream, its in streams),
-        text="trimmed to their tokens" if trimmed else "with their padding",
+        network=", ".join(f"{key} {value}" for key, value in fingerprint["unet"].items() if key in SIZES),
         weights_sha256=hashes[0] if hashes else "unknown",
     )
+
+
+def _describe_text(text: TextTower) -> str:
+    named = f"{text.weights.name} (`{text.weights.sha256:.12}`)"
+    tokenizer = f"{text.tokenizer.name} (`{text.tokenizer.sha256:.12}`)"
+    stored = f"stored as {text.storage}, {'trimmed to their tokens' if text.trim else 'with their padding'}"
+    return f"| text encoder | {named} |\n| tokenizer | {tokenizer} |\n| captions | {stored} |"
 
 
 def _describe_weights(config: TrainConfig, weights: str) -> str:

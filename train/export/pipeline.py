@@ -1,4 +1,4 @@
-"""A run's weights, with the VAE and text encoder that its latents came from → a diffusers pipeline.
+"""A run's weights, with the VAE and text encoders that its latents came from → a diffusers pipeline.
 
 examples:
   python -m train export runs/phase2
@@ -7,11 +7,10 @@ examples:
   python -m train export runs/phase2 --vae models/vae --text_encoder models/text_encoder --tokenizer models/tokenizer
 """
 
-import json
 import shutil
 import uuid
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import diffusers
 from diffusers import DDIMScheduler, DPMSolverMultistepScheduler
@@ -21,11 +20,12 @@ from shards.base.config import Config, load_config
 from shards.base.errors import RequestError, WorkError
 from shards.format.encoding import EncodingRecord
 from shards.format.models import hash_weights, model_folder
-from shards.format.towers import TextTower, Weights
+from shards.format.towers import Weights
 from shards.open import open_store
 from train.config import TrainConfig
-from train.data.spec import only_read
 from train.export.card import model_card
+from train.export.components import network_name, pipeline_texts, recorded_parts, write_index
+from train.model.backbone import PipelineConfig
 from train.objective.paths import ObjectiveConfig, noise_scheduler
 from train.run.checkpoint import Checkpoint, newest_checkpoint, step_folder, verify_checkpoint
 
@@ -33,7 +33,7 @@ PIPELINE_FILE = Path(__file__).with_name("trimmed_pipeline.py")
 
 
 class ExportConfig(Config):
-    """Write a diffusers pipeline: this run's U-Net with the VAE and text encoder that its latents came from."""
+    """Write a diffusers pipeline: this run's weights with the VAE and text encoders that its latents came from."""
 
     step: int | None = Field(None, ge=0)
     """Which checkpoint; null: the newest that is whole."""
@@ -47,6 +47,8 @@ class ExportConfig(Config):
     """The same, of the text encoder."""
     tokenizer: str | None = None
     """The same, of the tokenizer."""
+    models: dict[str, str] = Field({})
+    """The same, of any of the pipeline's components: {"text_encoder_2": FOLDER}."""
 
 
 def export(arguments: list[str]) -> Path:
@@ -76,22 +78,28 @@ def write_pipeline(run_dir: Path, options: ExportConfig) -> Path:
     config = load_config(TrainConfig, run_dir / "config.yaml", [], "train export")
     weights = checkpoint.weights(options.weights)
     encoding = EncodingRecord.load(open_store(config.data.streams[0].root))
-    text = only_text(encoding, config.data.towers)
-    parts = {
-        "vae": _same_model("vae", options.vae, encoding.image.weights),
-        "text_encoder": _same_model("text_encoder", options.text_encoder, text.weights),
-        "tokenizer": _same_model("tokenizer", options.tokenizer, text.tokenizer),
-        "unet": weights,
-    }
+    texts = pipeline_texts(encoding, config)
+    pipeline = config.backbone.pipeline
+    recorded = recorded_parts(pipeline, encoding.image, texts)
+    given = {"vae": options.vae, "text_encoder": options.text_encoder, "tokenizer": options.tokenizer} | options.models
+    if unknown := sorted(set(options.models) - set(recorded)):
+        raise RequestError(
+            f"models names {', '.join(unknown)}; {pipeline.class_name} has {', '.join(recorded)} of them."
+        )
+    parts = {name: _same_model(name, given.get(name), recorded) for name, recorded in recorded.items()}
     private = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}")
     try:
         for name, folder in parts.items():
             _copy(folder, private / name)
-        scheduler = sampler(config.objective)
+        _copy(weights, private / network_name(pipeline))
+        scheduler = scheduler_of(pipeline, config.objective)
         scheduler.save_pretrained(private / "scheduler")
-        _write_index(private, type(scheduler).__name__, text.trim)
+        trimmed = pipeline.class_name == PipelineConfig().class_name and texts[0].trim
+        write_index(private, pipeline, encoding.image.class_name, texts, type(scheduler).__name__)
+        if trimmed:
+            shutil.copyfile(PIPELINE_FILE, private / "pipeline.py")
         card = model_card(
-            run_dir, target, config, checkpoint.content, encoding, text, weights.name, type(scheduler).__name__
+            run_dir, target, config, checkpoint.content, encoding, texts, weights.name, scheduler, trimmed
         )
         (private / "README.md").write_text(card)
         if target.exists():
@@ -122,27 +130,23 @@ def sampler(objective: ObjectiveConfig) -> DDIMScheduler | DPMSolverMultistepSch
     return DDIMScheduler.from_config(config, clip_sample=False, set_alpha_to_one=False, **spacing)
 
 
-def only_text(encoding: EncodingRecord, towers: list[str] | None) -> TextTower:
-    """The text tower that a StableDiffusionPipeline would use: the one that a run with these `data.towers` read.
+def scheduler_of(pipeline: PipelineConfig, objective: ObjectiveConfig) -> Any:
+    """The scheduler that the config names, or else `sampler`'s.
 
     Raises:
-        RequestError: the pipeline would make other numbers of a picture or a caption than the root holds.
+        RequestError: diffusers has none of that name, or it does not take these settings.
     """
-    read = [tower for tower in only_read(encoding, towers).texts.values() if tower.states]
-    stock = ("CLIPTextModel", "last", "{}", False, ((None, None),))
-    if [(tower.class_name, tower.layer, tower.template, tower.masked, tower.keep) for tower in read] != [stock]:
-        raise RequestError(
-            f"StableDiffusionPipeline has one text encoder, a CLIPTextModel whose last states it takes unmasked, and "
-            f"this run's text towers are {', '.join(encoding.texts)}. Its weights are in the checkpoint's folder "
-            f"unet/, for a pipeline of your own."
+    if pipeline.scheduler is None:
+        return sampler(objective)
+    try:
+        return getattr(diffusers, pipeline.scheduler)(
+            num_train_timesteps=objective.num_train_timesteps, **pipeline.scheduler_settings
         )
-    (text,) = read
-    if encoding.image.class_name != "AutoencoderKL" or any(encoding.image.shift):
+    except (AttributeError, TypeError, ValueError) as error:
         raise RequestError(
-            f"StableDiffusionPipeline takes an AutoencoderKL without a shift; this root's is a "
-            f"{encoding.image.class_name}. The weights are in the checkpoint's folder unet/."
-        )
-    return text
+            f"backbone.pipeline.scheduler: {pipeline.scheduler} with {pipeline.scheduler_settings} cannot be made: "
+            f"{error}. Give a scheduler of diffusers and settings that it has."
+        ) from error
 
 
 def _chosen(run_dir: Path, step: int | None) -> Checkpoint:
@@ -173,22 +177,3 @@ def _same_model(kind: str, given: str | None, recorded: Weights) -> Path:
             f"{found.sha256[:12]}…, not {recorded.sha256[:12]}…. Give the right one with --{kind} FOLDER."
         )
     return folder
-
-
-def _write_index(folder: Path, scheduler: str, trim: bool) -> None:
-    index = {
-        "_class_name": "StableDiffusionPipeline",
-        "_diffusers_version": diffusers.__version__,
-        "vae": ["diffusers", "AutoencoderKL"],
-        "text_encoder": ["transformers", "CLIPTextModel"],
-        "tokenizer": ["transformers", "CLIPTokenizer"],
-        "unet": ["diffusers", "UNet2DConditionModel"],
-        "scheduler": ["diffusers", scheduler],
-        "safety_checker": [None, None],
-        "feature_extractor": [None, None],
-        "image_encoder": [None, None],
-        "requires_safety_checker": False,
-    }
-    if trim:
-        shutil.copyfile(PIPELINE_FILE, folder / "pipeline.py")
-    (folder / "model_index.json").write_text(json.dumps(index, indent=2) + "\n")

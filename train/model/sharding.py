@@ -8,7 +8,6 @@ import os
 from typing import Literal
 
 import torch
-from diffusers import UNet2DConditionModel
 from diffusers.models.resnet import ResnetBlock2D
 from diffusers.models.transformers.transformer_2d import Transformer2DModel
 from torch import Tensor, nn
@@ -47,10 +46,10 @@ def launched_sharding() -> Sharding | None:
     return "full" if os.environ.get("FSDP_RESHARD_AFTER_FORWARD", "true").lower() == "true" else "grad_op"
 
 
-def split_weights(unet: UNet2DConditionModel, sharding: Sharding, precision: Precision) -> None:
+def split_weights(unet: nn.Module, sharding: Sharding, precision: Precision) -> None:
     """Leave to each process its part of every weight, in place; all of them must hold the same whole ones before.
 
-    Residual blocks and transformers are gathered one by one; with `grad_op` they stay whole from the forward pass to
+    Blocks are gathered one by one; with `grad_op` they stay whole from the forward pass to
     the end of the backward pass. Gradients are averaged in float32 after each microbatch: none is to be held whole.
     """
     policy = MixedPrecisionPolicy(
@@ -58,10 +57,15 @@ def split_weights(unet: UNet2DConditionModel, sharding: Sharding, precision: Pre
         reduce_dtype=torch.float32,
         cast_forward_inputs=False,  # autocast does
     )
-    for module in unet.modules():
-        if isinstance(module, ResnetBlock2D | Transformer2DModel):
-            fully_shard(module, mp_policy=policy, reshard_after_forward=sharding == "full")
+    for module in gathered(unet):
+        fully_shard(module, mp_policy=policy, reshard_after_forward=sharding == "full")
     fully_shard(unet, mp_policy=policy, reshard_after_forward=sharding == "full")
+
+
+def gathered(unet: nn.Module) -> list[nn.Module]:
+    """What is gathered by itself: a U-Net's residual blocks and transformers, a transformer's blocks."""
+    found = [module for module in unet.modules() if isinstance(module, ResnetBlock2D | Transformer2DModel)]
+    return found or [block for part in unet.children() if isinstance(part, nn.ModuleList) for block in part]
 
 
 def reshard(unet: nn.Module) -> None:

@@ -1,46 +1,87 @@
-"""The U-Net, from a diffusers config file or an earlier run, and the check that it fits the latents."""
+"""The network to train, from a diffusers config file or an earlier run, and the check that it fits the latents."""
 
+import difflib
+import inspect
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+import diffusers
 import torch
-from diffusers import UNet2DConditionModel
+import yaml
 from safetensors import SafetensorError
 from safetensors.torch import load_file
+from torch import nn
 
 from shards.base.errors import RequestError
 from shards.format.models import model_folder, read_model_config
+from shards.format.towers import ImageTower, TextTower
 from train.data.spec import DataSpec
+from train.model.backbone import BackboneConfig
+from train.model.inputs import Pooled, example
 
 PRETRAINED_FILES = ("diffusion_pytorch_model.safetensors", "diffusion_pytorch_model.fp16.safetensors")
-INPUTS: dict[str, tuple[str | None, ...]] = {
+CLASSES: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("backbones.yaml").read_text())
+"""Class → what must be known of it before it is called."""
+FURTHER: dict[str, tuple[str | None, ...]] = {
     "class_embed_type": (None,),
     "num_class_embeds": (None,),
-    "addition_embed_type": (None, "text"),
+    "addition_embed_type": (None, "text", "text_time"),
     "encoder_hid_dim_type": (None, "text_proj"),
 }
-"""Fields by which a U-Net may ask for further inputs, and the values with which it does not."""
+"""Fields by which a U-Net may ask for further inputs, and the values with which it asks for none that is not there."""
 NOT_ARCHITECTURE = ("sample_size",)
+UNET = "UNet2DConditionModel"
 
 
-def build_unet(path: Path, seed: int) -> UNet2DConditionModel:
-    """A U-Net with random weights that depend on `seed` alone, from a diffusers config.json.
+class TowersRead(Protocol):
+    """What an encoding record and a DataSpec both say: which numbers a network gets."""
+
+    @property
+    def image(self) -> ImageTower: ...
+    @property
+    def texts(self) -> dict[str, TextTower]: ...
+
+
+def build_unet(path: Path, seed: int) -> Any:
+    """A network with random weights that depend on `seed` alone, from a diffusers config.json.
 
     Raises:
-        RequestError: no such file, or diffusers cannot build it.
+        RequestError: no such file, diffusers cannot build it, or it is of a class that is not tested.
     """
     fields = read_unet_config(path)
+    model_class = class_of(fields, path)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         try:
-            unet = UNet2DConditionModel.from_config(fields)
+            unet = model_class.from_config(fields)
         except (TypeError, ValueError) as error:
-            raise RequestError(f"diffusers cannot build a U-Net from {path}: {error}") from error
+            raise RequestError(f"diffusers cannot build a {model_class.__name__} from {path}: {error}") from error
     if unet.config.get("dropout"):
         raise RequestError(f"{path} sets dropout {unet.config.dropout}; its masks would depend on the number of ranks.")
     return unet
+
+
+def class_name(fields: Mapping[str, Any]) -> str:
+    """The name of the class that a diffusers config is of; of U-Nets it may be left out."""
+    return str(fields.get("_class_name", UNET))
+
+
+def class_of(fields: Mapping[str, Any], path: Path | str) -> Any:
+    """The diffusers class that a config names; a U-Net's where it names none.
+
+    Raises:
+        RequestError: it is none of those that are tested.
+    """
+    name = class_name(fields)
+    if name not in CLASSES or not hasattr(diffusers, name):
+        near = difflib.get_close_matches(name, CLASSES, n=1)
+        raise RequestError(
+            f"{path} is of a {name}{f' (did you mean {near[0]}?)' if near else ''}, which this trainer does not call. "
+            f"It trains {', '.join(CLASSES)}."
+        )
+    return getattr(diffusers, name)
 
 
 def read_unet_config(path: Path) -> dict[str, object]:
@@ -58,35 +99,126 @@ def read_unet_config(path: Path) -> dict[str, object]:
     return fields
 
 
-def check_fit(unet: UNet2DConditionModel, spec: DataSpec) -> None:
-    """Hold the U-Net's inputs, channels, widths and steps against the latents.
+def check_fit(unet: Any, spec: DataSpec, backbone: BackboneConfig | None = None) -> None:
+    """Hold the network's inputs, channels, widths and patches against the latents; call it once, without numbers.
+
+    Args:
+        backbone: how it is called, with its towers named.
 
     Raises:
         RequestError: what differs, with both values.
     """
-    config = unet.config
+    backbone = backbone or BackboneConfig().resolved(spec.texts)
+    wrong = [*_wrong_inputs(unet, backbone), *_wrong_sizes(unet, spec, backbone)]
+    if not wrong:
+        wrong = _wrong_call(unet, spec, backbone)
+    if wrong:
+        what = "U-Net" if _is_unet(unet.config) else class_name(unet.config)
+        raise RequestError(f"The {what} does not fit the latents: {'; '.join(wrong)}. Give another `unet` or root.")
+
+
+def _is_unet(config: Mapping[str, Any]) -> bool:
+    return "block_out_channels" in config
+
+
+def _wrong_inputs(unet: Any, backbone: BackboneConfig) -> list[str]:
+    """Of the arguments: which it has not, or lacks."""
+    config, arguments = unet.config, backbone.top_arguments
+    known = list(inspect.signature(type(unet).forward).parameters)
     wrong = [
+        f"it has no argument {name}, which backbone.inputs names (it has {', '.join(known[1:])})"
+        for name in arguments
+        if name not in known
+    ]
+    for name, asked_by in (_row(unet).get("needs") or {}).items():
+        asks = asked_by is None or any(config.get(field) == value for field, value in asked_by.items())
+        if asks and name not in arguments:
+            why = "" if asked_by is None else "".join(f"its {key} {value} " for key, value in asked_by.items())
+            wrong.append(f"{why or 'it '}asks for inputs beside latents, timesteps and text latents: {name}")
+    return wrong + [
         f"its {field} {config[field]} asks for inputs beside latents, timesteps and text latents"
-        for field, can_do in INPUTS.items()
+        for field, can_do in FURTHER.items()
         if config.get(field) not in can_do
     ]
-    channels, (_, text) = spec.image.channels, spec.text
-    if (config.in_channels, config.out_channels) != (channels, channels):
-        wrong.append(f"it maps {config.in_channels} to {config.out_channels} channels; latents have {channels}")
-    width = config.encoder_hid_dim if config.encoder_hid_dim_type == "text_proj" else config.cross_attention_dim
-    if not _same(width, text.width):
-        wrong.append(f"it attends to states of width {width}; text latents have {text.width}")
-    halvings = 2 ** (len(config.block_out_channels) - 1)
+
+
+def _wrong_sizes(unet: Any, spec: DataSpec, backbone: BackboneConfig) -> list[str]:
+    """Of channels, widths and sides: what is given, and what it takes."""
+    config, row, wrong = unet.config, _row(unet), []
+    channels = spec.image.channels * backbone.pack**2
+    packed = f", {channels} in patches of {backbone.pack} × {backbone.pack}" if backbone.pack > 1 else ""
+    out_channels = config.get("out_channels") or config.in_channels
+    fits = out_channels > channels if backbone.further_channels else out_channels == channels
+    if config.in_channels != channels or not fits:
+        variance = " (backbone.further_channels says whether some are left aside)" if out_channels > channels else ""
+        wrong.append(
+            f"it maps {config.in_channels} to {out_channels} channels; latents have {spec.image.channels}{packed}"
+            + variance * (config.in_channels == channels)
+        )
+    width = next((config[field] for field in row["widths"] if config.get(field) is not None), None)
+    given = max(sum(spec.texts[name].width for name in names) for names in backbone.states.towers or [])
+    if not _same(width, given):
+        wrong.append(f"it attends to states of width {width}; text latents have {given}")
+    pooled = sum(
+        spec.texts[name].pooled for item in backbone.inputs.values() if isinstance(item, Pooled) for name in item.towers
+    )
+    if "pooled" in row and pooled != config[row["pooled"]]:
+        wrong.append(f"it takes pooled outputs of width {config[row['pooled']]}; the text towers' have {pooled}")
+    hiding = [name for name in backbone.states.names if spec.texts[name].hides_padding]
+    if hiding and backbone.states.mask is None:
+        wrong.append(
+            f"{' and '.join(hiding)} hides padding (masked or trim), and this network is given no mask: encode it with "
+            f"both false"
+        )
+    halvings = 2 ** (len(config.block_out_channels) - 1) if _is_unet(config) else 1
+    side = backbone.pack * int(config.get("patch_size") or 1)
     for stream in spec.streams:
-        if any(side % halvings for side in stream.latent_hw):
+        if any(length % halvings for length in stream.latent_hw):
             wrong.append(
                 f"it halves {halvings.bit_length() - 1} times; latents of {stream.config.bucket} are {stream.latent_hw}"
             )
-    if wrong:
-        raise RequestError(f"The U-Net does not fit the latents: {'; '.join(wrong)}. Give another `unet` or root.")
+        if any(length % side for length in stream.latent_hw):
+            wrong.append(f"its patches are {side} × {side}; latents of {stream.config.bucket} are {stream.latent_hw}")
+    return wrong
 
 
-def load_pretrained(unet: UNet2DConditionModel, name: str) -> None:
+def _wrong_call(unet: Any, spec: DataSpec, backbone: BackboneConfig) -> list[str]:
+    """What it says when it is called with one sample of each latent shape."""
+    for hw in sorted({stream.latent_hw for stream in spec.streams}):
+        try:
+            with torch.no_grad():
+                call = on_meta(unet, backbone, spec, hw)
+                shape = tuple(call().shape)
+        except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+            return [f"diffusers cannot call it on latents of {hw}: {type(error).__name__}: {error}"]
+        if shape != (1, spec.image.channels, *hw):
+            return [f"it makes {shape} of latents of {(1, spec.image.channels, *hw)}"]
+    return []
+
+
+def on_meta(
+    unet: Any, backbone: BackboneConfig, data: TowersRead, latent_hw: tuple[int, int]
+) -> Callable[[], torch.Tensor]:
+    """A call of a network like `unet`, of which only the config is looked at, for one sample; without any numbers."""
+    target = (latent_hw[0] * data.image.downsampling, latent_hw[1] * data.image.downsampling)
+    with torch.device("meta"):
+        copy: nn.Module = class_of(unet.config, "the config").from_config(unet.config)
+        latents = torch.empty(1, data.image.channels, *latent_hw)
+        conditioning = example(data.texts, target)
+        timesteps = torch.empty(1)
+
+    def call() -> torch.Tensor:
+        with torch.device("meta"):
+            return backbone.predict(copy, latents, timesteps, conditioning)
+
+    return call
+
+
+def _row(unet: Any) -> dict[str, Any]:
+    return CLASSES[class_name(unet.config)]
+
+
+def load_pretrained(unet: Any, name: str) -> None:
     """Load the weights of a diffusers U-Net, a folder or on the hub, into `unet`, as float32.
 
     Raises:
@@ -95,7 +227,8 @@ def load_pretrained(unet: UNet2DConditionModel, name: str) -> None:
     folder = model_folder(name, ("config.json", *PRETRAINED_FILES))
     with torch.device("meta"):
         try:
-            theirs = UNet2DConditionModel.from_config(read_model_config(folder)).config
+            fields = read_model_config(folder)
+            theirs = class_of(fields, folder).from_config(fields).config
         except (TypeError, ValueError) as error:
             raise RequestError(f"init_unet: {folder}/config.json is not a U-Net's: {error}") from error
     path = next((folder / file for file in PRETRAINED_FILES if (folder / file).is_file()), None)
@@ -107,7 +240,7 @@ def load_pretrained(unet: UNet2DConditionModel, name: str) -> None:
         raise RequestError(f"init_unet: {error}") from error
 
 
-def load_matching(unet: UNet2DConditionModel, path: Path, theirs: Mapping[str, Any]) -> None:
+def load_matching(unet: Any, path: Path, theirs: Mapping[str, Any]) -> None:
     """Load the safetensors file at `path`, a U-Net's of the diffusers config `theirs`, into `unet`, as float32.
 
     Raises:
@@ -126,7 +259,7 @@ def load_matching(unet: UNet2DConditionModel, path: Path, theirs: Mapping[str, A
         raise RequestError(f"the weights in {path} are not of this U-Net: {error}") from error
 
 
-def architecture_differences(theirs: Mapping[str, Any], unet: UNet2DConditionModel) -> str:
+def architecture_differences(theirs: Mapping[str, Any], unet: Any) -> str:
     """Fields of a diffusers config that differ from `unet`'s, as `field: there ≠ here; …`; empty where none does.
 
     (Many, such as the number of heads, change what a U-Net computes and no weight's shape.) One that is not `there` is

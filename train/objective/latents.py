@@ -1,41 +1,32 @@
-"""What a batch's stored numbers mean: posterior moments → latents, text latents → what the U-Net may attend to."""
+"""What a batch's stored numbers mean: posterior moments → latents, text latents → what a backbone may be told."""
 
 import math
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from shards.format import image
-from shards.format.text import dequantise
+from shards.format.text import TextLatents, dequantise
+from shards.format.towers import TextTower
 from train.data.batch import Batch
 from train.data.draws import Draws, Purpose
 from train.data.spec import DataSpec
-
-
-@dataclass(frozen=True)
-class Conditioning:
-    """What the U-Net sees of the captions."""
-
-    states: Tensor
-    """(N, tokens, width) float32."""
-    mask: Tensor | None
-    """(N, tokens), 1 where a token is real; None where all are to be seen, padding included, as in SD."""
+from train.model.backbone import BackboneConfig
+from train.model.inputs import Conditioning, TextConditioning
 
 
 class StoredLatents:
     """Reads batches of the roots that a `DataSpec` describes."""
 
-    def __init__(self, spec: DataSpec, device: torch.device):
-        """Raises RequestError where it is not one text tower whose states are read."""
+    def __init__(self, spec: DataSpec, device: torch.device, backbone: BackboneConfig):
+        """`backbone`: with its towers named."""
         self.image = spec.image
         self.scale, self.shift = (
             torch.tensor(values, device=device)[:, None, None] for values in (spec.image.scale, spec.image.shift)
         )
-        self.name, self.text = spec.text
-        self.empty = spec.uncond[self.name]
-        assert self.empty.states is not None
-        self.uncond = self.empty.states.to(device)
+        self.texts = {name: spec.texts[name] for name in backbone.text_towers}
+        self.empty = {name: self._stand_in(spec.uncond[name], backbone.dropped, device) for name in self.texts}
+        self.drops_apart = backbone.drop == "apart"
 
     def size(self, batch: Batch) -> int:
         """Numbers in one sample's latents: C·h·w."""
@@ -57,14 +48,48 @@ class StoredLatents:
         """(latents - shift) × scale, as diffusers' pipelines have it."""
         return (latents - self.shift) * self.scale
 
+    @property
+    def drops_per_sample(self) -> int:
+        """How many of a sample's text towers can be dropped, each by itself."""
+        return len(self.texts) if self.drops_apart else 1
+
     def conditioning(self, batch: Batch, dropped: Tensor) -> Conditioning:
-        """Text latents as stored → float32; those of `dropped` samples, (N,) booleans, become the empty caption's."""
-        stored, scales = (batch.columns.get(f"{kind}.{self.name}") for kind in ("text_latents", "text_scales"))
-        assert stored is not None
-        states = stored.float() if scales is None else dequantise(stored, scales)
-        states = torch.where(dropped[:, None, None], self.uncond.float(), states)
-        if not self.text.hides_padding:
-            return Conditioning(states, None)
-        num_tokens = torch.where(dropped, self.empty.num_tokens, batch.columns[f"num_tokens.{self.name}"])
-        places = torch.arange(states.shape[1], device=states.device)
-        return Conditioning(states, (places < num_tokens[:, None]).float())
+        """Text latents as stored → float32.
+
+        Args:
+            dropped: (N,) booleans, or (N, towers): where the empty caption stands in, for all towers or for each.
+        """
+        texts = self.texts.items()
+        columns = dropped.reshape(len(batch), -1).expand(-1, len(self.texts)).unbind(1)
+        image_hw = batch.columns["image_latents"].shape[2:]
+        return Conditioning(
+            {name: self._text(name, tower, batch, gone) for (name, tower), gone in zip(texts, columns, strict=True)},
+            batch.columns["size"],
+            (image_hw[0] * self.image.downsampling, image_hw[1] * self.image.downsampling),
+        )
+
+    def _text(self, name: str, tower: TextTower, batch: Batch, dropped: Tensor) -> TextConditioning:
+        empty, mask, pooled = self.empty[name], None, None
+        states = self._states(name, batch)
+        if states is not None and empty.states is not None:
+            states = torch.where(dropped[:, None, None], empty.states, states)
+            if tower.hides_padding:
+                num_tokens = torch.where(dropped, empty.num_tokens, batch.columns[f"num_tokens.{name}"])
+                places = torch.arange(states.shape[1], device=states.device)
+                mask = (places < num_tokens[:, None]).float()
+        if empty.pooled is not None:
+            pooled = torch.where(dropped[:, None], empty.pooled, batch.columns[f"pooled.{name}"].float())
+        return TextConditioning(states, mask, pooled)
+
+    def _states(self, name: str, batch: Batch) -> Tensor | None:
+        stored, scales = (batch.columns.get(f"{kind}.{name}") for kind in ("text_latents", "text_scales"))
+        if stored is None:
+            return None
+        return stored.float() if scales is None else dequantise(stored, scales)
+
+    def _stand_in(self, empty: TextLatents, dropped: str, device: torch.device) -> TextLatents:
+        """What stands for a dropped caption, float32 on the device."""
+        states, pooled = (None if value is None else value.to(device).float() for value in (empty.states, empty.pooled))
+        if dropped == "zeros":
+            states, pooled = (None if value is None else torch.zeros_like(value) for value in (states, pooled))
+        return TextLatents(states, empty.num_tokens, pooled)

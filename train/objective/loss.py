@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from train.data.batch import Batch
 from train.data.draws import Draws, Purpose
 from train.data.spec import DataSpec
+from train.model.backbone import BackboneConfig
 from train.objective.latents import StoredLatents
 from train.objective.paths import ObjectiveConfig, noise_path
 
@@ -26,31 +27,36 @@ class Losses:
 class DiffusionLoss:
     """Draws latents, noise, timesteps and dropped captions for each sample, and scores the U-Net's prediction."""
 
-    def __init__(self, config: ObjectiveConfig, spec: DataSpec, device: torch.device):
+    def __init__(
+        self, config: ObjectiveConfig, spec: DataSpec, device: torch.device, backbone: BackboneConfig | None = None
+    ):
+        """Raises RequestError where the backbone reads a tower that there is not."""
         self.path = noise_path(config, device)
-        self.latents = StoredLatents(spec, device)
+        self.backbone = (backbone or BackboneConfig()).resolved(spec.texts)
+        self.latents = StoredLatents(spec, device, self.backbone)
         self.caption_dropout, self.offset_noise = config.caption_dropout, config.offset_noise
 
     def __call__(self, unet: nn.Module, batch: Batch, draws: Draws) -> Losses:
         """The losses of a batch with one caption per sample."""
-        counts = {Purpose.TIMESTEP: 1, Purpose.CAPTION_DROPOUT: 1, Purpose.NOISE: self.latents.size(batch)}
+        num_drops = self.latents.drops_per_sample
+        counts = {Purpose.TIMESTEP: 1, Purpose.CAPTION_DROPOUT: num_drops, Purpose.NOISE: self.latents.size(batch)}
         draws.draw(counts | self.latents.draws_per_sample(batch))
         timesteps = self.path.timesteps(draws)
-        dropped = draws.chance(Purpose.CAPTION_DROPOUT, self.caption_dropout)
+        dropped = draws.chances(Purpose.CAPTION_DROPOUT, self.caption_dropout, num_drops)
         errors = self.squared_error(unet, batch, timesteps, dropped, draws)
         return Losses(self.path.weight(timesteps) * errors, timesteps)
 
     def squared_error(self, unet: nn.Module, batch: Batch, timesteps: Tensor, dropped: Tensor, draws: Draws) -> Tensor:
-        """(N,) float32, unweighted, at given timesteps (N,) and with the captions of `dropped` (N,) left out."""
+        """(N,) float32, unweighted, at given timesteps (N,) and captions left out where `dropped`."""
         # moments => latents
         latents = self.latents.sample(batch, draws)
-        # captions => what the U-Net may attend to
-        text = self.latents.conditioning(batch, dropped)
+        # captions => what the network is told
+        conditioning = self.latents.conditioning(batch, dropped)
         # latents => noisy latents
         noise = self.noise(tuple(latents.shape[1:]), draws)
         noisy = self.path.add_noise(latents, noise, timesteps)
         # noisy latents => prediction => loss
-        prediction = unet(noisy, timesteps, text.states, encoder_attention_mask=text.mask).sample
+        prediction = self.backbone.predict(unet, noisy, timesteps, conditioning)
         target = self.path.target(latents, noise, timesteps)
         return F.mse_loss(prediction.float(), target, reduction="none").flatten(1).mean(dim=1)
 

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers import UNet2DConditionModel
 from pydantic import Field
 from safetensors.torch import load_file
 from torch import Tensor
@@ -106,11 +105,12 @@ class Snapshot:
         return Snapshot(self.state, {file: copied(tensors, keep) for file, tensors in self.files.items()})
 
 
-def take_snapshot(state: TrainState, unet: UNet2DConditionModel, optimizer: Optimizer, ema: Ema) -> Snapshot:
+def take_snapshot(state: TrainState, unet: Any, optimizer: Optimizer, ema: Ema) -> Snapshot:
     """The run as it stands; nothing is copied yet."""
     files = {f"unet/{WEIGHTS_NAME}": unet.state_dict(), OPTIMIZER_NAME: _flatten(unet, optimizer)}
     if ema.average is not None:
-        files[f"ema/{WEIGHTS_NAME}"] = ema.average
+        whole = unet.state_dict()  # a pipeline loads buffers too, which are not averaged
+        files[f"ema/{WEIGHTS_NAME}"] = {name: ema.average.get(name, value) for name, value in whole.items()}
     return Snapshot(state.copy(), files)
 
 
@@ -264,19 +264,20 @@ def newest_checkpoint(run_dir: Path) -> Checkpoint | None:
     return None
 
 
-def restore(checkpoint: Checkpoint, unet: UNet2DConditionModel, optimizer: Optimizer, ema: Ema) -> TrainState:
+def restore(checkpoint: Checkpoint, unet: Any, optimizer: Optimizer, ema: Ema) -> TrainState:
     """Load what a checkpoint holds besides weights: into the optimizer and the moving average, in place."""
     _unflatten(unet, optimizer, load_file(checkpoint.folder / OPTIMIZER_NAME))
     state = checkpoint.state
     # one in a checkpoint from before `start_step` was begun under an earlier one: it is dropped, and begun anew there
     if ema.has_begun(state.step) and (checkpoint.folder / "ema").is_dir():
         averages = ema.begin(unet.named_parameters())
-        for name, value in load_file(checkpoint.folder / "ema" / WEIGHTS_NAME).items():
-            averages[name].copy_(part_like(value.to(averages[name].device), averages[name]))
+        saved = load_file(checkpoint.folder / "ema" / WEIGHTS_NAME)
+        for name, average in averages.items():
+            average.copy_(part_like(saved[name].to(average.device), average))
     return state
 
 
-def load_weights(unet: UNet2DConditionModel, folder: Path) -> None:
+def load_weights(unet: Any, folder: Path) -> None:
     """Load `folder`'s weights into `unet`.
 
     Raises:
@@ -285,7 +286,7 @@ def load_weights(unet: UNet2DConditionModel, folder: Path) -> None:
     load_matching(unet, folder / WEIGHTS_NAME, json.loads((folder / "config.json").read_text()))
 
 
-def _flatten(unet: UNet2DConditionModel, optimizer: Optimizer) -> dict[str, Tensor]:
+def _flatten(unet: Any, optimizer: Optimizer) -> dict[str, Tensor]:
     tensors = {}
     for name, parameter in unet.named_parameters():
         for slot, value in optimizer.state.get(parameter, {}).items():
@@ -293,7 +294,7 @@ def _flatten(unet: UNet2DConditionModel, optimizer: Optimizer) -> dict[str, Tens
     return tensors
 
 
-def _unflatten(unet: UNet2DConditionModel, optimizer: Optimizer, tensors: dict[str, Tensor]) -> None:
+def _unflatten(unet: Any, optimizer: Optimizer, tensors: dict[str, Tensor]) -> None:
     parameters = dict(unet.named_parameters())
     for key, value in tensors.items():
         slot, _, name = key.partition("/")

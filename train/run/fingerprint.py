@@ -6,12 +6,13 @@ from typing import Any
 
 from accelerate import Accelerator
 from accelerate.utils import gather_object
-from diffusers import UNet2DConditionModel
 
 from shards.base.errors import RequestError
 from shards.format.towers import ONLY_TEXT
 from train.data import order
 from train.data.spec import DataConfig, DataSpec, OpenStream
+from train.model.backbone import BackboneConfig
+from train.model.unet import UNET, class_name
 from train.objective.paths import ObjectiveConfig
 
 GROWING = ("samples", "selection_sha256", "index_sha256", "exclusions")
@@ -24,9 +25,17 @@ def make_fingerprint(
     data: DataConfig,
     spec: DataSpec,
     objective: ObjectiveConfig,
-    unet: UNet2DConditionModel,
+    unet: Any,
+    backbone: BackboneConfig | None = None,
 ) -> dict[str, Any]:
     """All of it; it is stored in every checkpoint."""
+    backbone = (backbone or BackboneConfig()).called
+    resolved = backbone.resolved(spec.texts)
+    name, (tower, *_) = class_name(unet.config), resolved.text_towers
+    if name == UNET and backbone == BackboneConfig():  # its one text tower, which checkpoints of version 1 do not name
+        call: dict[str, Any] = {"text": tower} if tower != ONLY_TEXT else {}
+    else:
+        call = {"backbone": {"class": name, **resolved.model_dump(mode="json", exclude_defaults=True)}}
     return {
         "seed": seed,
         "global_batch_size": global_batch_size,
@@ -48,8 +57,7 @@ def make_fingerprint(
             }
             for stream in spec.streams
         ],
-        # the text tower of checkpoints of version 1, which name none
-        **({"text": spec.text[0]} if spec.text[0] != ONLY_TEXT else {}),
+        **call,
         "objective": objective.model_dump(mode="json"),
         "unet": {key: value for key, value in sorted(unet.config.items()) if not key.startswith("_")},
     }

@@ -1,26 +1,35 @@
 """Counted arithmetic against hand counts and the plan's, devices by their names, and what a log line is made of."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from diffusers import UNet2DConditionModel
+from diffusers import DPMSolverMultistepScheduler, UNet2DConditionModel
 
+from bench.kit.roots import encoding_record
 from plan.arithmetic.work import count_work
 from plan.config import Networks
 from shards.base.errors import RequestError
+from train.model.backbone import BackboneConfig
 from train.model.flops import TRAIN_OVER_FORWARD, count_flops, peak_tflops, training_flops
+from train.model.unet import on_meta
 from train.run.log import flat_numbers
 from train.run.preflight import check_tracker
 
 CONFIGS = Path(__file__).parents[3] / "configs" / "unet"
 
 
-def on_meta(path: Path) -> UNet2DConditionModel:
+def unet_of(path: Path) -> UNet2DConditionModel:
     with torch.device("meta"):
         return UNet2DConditionModel.from_config(json.loads(path.read_text()))
+
+
+def call(unet: UNet2DConditionModel, latent_hw: tuple[int, int], *text: int) -> Callable[[], Any]:
+    encoding = encoding_record(*text)
+    return on_meta(unet, BackboneConfig().resolved(encoding.texts), encoding, latent_hw)
 
 
 def test_counting_by_hand() -> None:
@@ -35,8 +44,8 @@ def test_counting_by_hand() -> None:
 
 
 def test_sd2_is_counted_as_the_plan_counts_it() -> None:
-    unet = on_meta(CONFIGS / "sd2-base.json")
-    found = training_flops(unet, (32, 32), 77)
+    unet = unet_of(CONFIGS / "sd2-base.json")
+    found = training_flops(call(unet, (32, 32), 77, 1024))
     assert found == count_work(Networks(), ["256x256"]).train["256x256"]
     assert round(found / TRAIN_OVER_FORWARD / 1e9, 1) == 181.1
 
@@ -49,7 +58,7 @@ def test_a_training_step_is_three_forward_passes() -> None:
     def step(latents: torch.Tensor, text: torch.Tensor) -> None:
         unet(latents, torch.tensor([5]), text).sample.sum().backward()
 
-    assert count_flops(step, latents, text) == pytest.approx(training_flops(unet, (8, 8), 16), rel=0.05)
+    assert count_flops(step, latents, text) == pytest.approx(training_flops(call(unet, (8, 8), 16, 16)), rel=0.05)
 
 
 @pytest.mark.parametrize(
@@ -89,12 +98,11 @@ def test_trackers_are_accelerates(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("name", "parameters"), [("sd15", 859_520_964), ("small", 46_895_364)])
 def test_shipped_unets_have_their_parameters(name: str, parameters: int) -> None:
-    assert sum(parameter.numel() for parameter in on_meta(CONFIGS / f"{name}.json").parameters()) == parameters
+    assert sum(parameter.numel() for parameter in unet_of(CONFIGS / f"{name}.json").parameters()) == parameters
 
 
 def test_the_card_of_an_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What it says, from a checkpoint's state; that its code runs is in tests/test_end_to_end.py."""
-    from bench.kit.roots import encoding_record
     from train.config import TrainConfig
     from train.export.card import model_card
 
@@ -118,7 +126,7 @@ def test_the_card_of_an_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         "files": {"ema/diffusion_pytorch_model.safetensors": 64 * "c"},
     }
     config = TrainConfig.model_validate(fields)
-    described = (encoding, encoding.texts["text"], "ema", "DPMSolverMultistepScheduler")
+    described = (encoding, [encoding.texts["text"]], "ema", DPMSolverMultistepScheduler())
     card = model_card(tmp_path / "phase9", tmp_path, config, checkpoint, *described)
     for words in (
         "# phase9",

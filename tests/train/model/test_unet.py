@@ -28,7 +28,7 @@ def test_the_phases_are_as_designed() -> None:
     assert (one.ema.start_step, two.ema.start_step, two.ema.decay) == (None, 800_000, 0.9999)
     assert two.init_from == one.run_dir and one.init_from is None
     for config in (one, two):
-        assert config.global_batch_size == 2048 and config.unet.name == "sd2-base.json"
+        assert config.global_batch_size == 2048 and config.network.name == "sd2-base.json"
         optimizer, objective = config.optimizer, config.objective
         assert (optimizer.lr, optimizer.betas, optimizer.eps, optimizer.weight_decay) == (
             1e-4,

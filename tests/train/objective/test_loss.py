@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -38,11 +37,10 @@ def batch(**changes: object) -> Batch:
 class Recorder(torch.nn.Module):
     """Stands for a U-Net: remembers its inputs, predicts half of the noisy latents."""
 
-    def forward(
-        self, noisy: torch.Tensor, timesteps: torch.Tensor, states: torch.Tensor, encoder_attention_mask: object
-    ) -> object:
-        self.seen = noisy, timesteps, states, encoder_attention_mask
-        return SimpleNamespace(sample=0.5 * noisy)
+    def forward(self, noisy: torch.Tensor, *, return_dict: bool, **given: torch.Tensor) -> tuple[torch.Tensor]:
+        assert not return_dict
+        self.seen = noisy, given["timestep"], given["encoder_hidden_states"], given["encoder_attention_mask"]
+        return (0.5 * noisy,)
 
 
 @pytest.mark.parametrize("prediction", ["epsilon", "v_prediction", "sample"])
@@ -102,8 +100,8 @@ def test_dropped_captions_become_the_empty_one() -> None:
     draws, data = Draws(3, 11, torch.arange(N)), batch()
     dropped = draws.chance(Purpose.CAPTION_DROPOUT, 0.5)
     assert 0 < dropped.sum() < N
-    text = loss.latents.conditioning(data, dropped)
-    assert text.mask is not None
+    text = loss.latents.conditioning(data, dropped).texts["text"]
+    assert text.mask is not None and text.states is not None
     for i in range(N):
         expected = uncond.states.float() if dropped[i] else data.columns["text_latents.text"][i].float()
         torch.testing.assert_close(text.states[i], expected)
@@ -115,9 +113,9 @@ def test_codes_are_decoded() -> None:
     exact = torch.randn(N, TOKENS, WIDTH)
     codes, scales = quantise(exact)
     loss = DiffusionLoss(ObjectiveConfig(caption_dropout=0), spec(), torch.device("cpu"))
-    states = loss.latents.conditioning(
-        batch(text_latents=codes, text_scales=scales), torch.zeros(N, dtype=torch.bool)
-    ).states
+    data = batch(text_latents=codes, text_scales=scales)
+    states = loss.latents.conditioning(data, torch.zeros(N, dtype=torch.bool)).texts["text"].states
+    assert states is not None
     assert (states - exact).norm() / exact.norm() < 0.03
 
 

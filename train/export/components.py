@@ -1,0 +1,122 @@
+"""What a diffusers pipeline is put together from: its components by its constructor's arguments, and their index."""
+
+import difflib
+import inspect
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+import diffusers
+
+from shards.base.errors import RequestError
+from shards.format.encoding import EncodingRecord
+from shards.format.towers import ImageTower, TextTower, Weights
+from train.config import TrainConfig
+from train.data.spec import only_read
+from train.model.backbone import PipelineConfig
+from train.model.unet import UNET
+
+
+def pipeline_texts(encoding: EncodingRecord, config: TrainConfig) -> list[TextTower]:
+    """The text towers that are the pipeline's, in its order.
+
+    Raises:
+        RequestError: the pipeline would make other numbers of a picture or a caption than the root holds.
+    """
+    pipeline = config.backbone.pipeline
+    if pipeline.class_name == PipelineConfig().class_name:
+        return [only_text(encoding, config.data.towers)]
+    if missing := [name for name in pipeline.towers if name not in encoding.texts]:
+        raise RequestError(
+            f"backbone.pipeline.towers names {', '.join(missing)}, and the latents have {', '.join(encoding.texts)}."
+        )
+    return [encoding.texts[name] for name in pipeline.towers]
+
+
+def only_text(encoding: EncodingRecord, towers: list[str] | None) -> TextTower:
+    """The text tower that a StableDiffusionPipeline would use: the one that a run with these `data.towers` read.
+
+    Raises:
+        RequestError: the pipeline would make other numbers of a picture or a caption than the root holds.
+    """
+    read = [tower for tower in only_read(encoding, towers).texts.values() if tower.states]
+    stock = ("CLIPTextModel", "last", "{}", False, ((None, None),))
+    if [(tower.class_name, tower.layer, tower.template, tower.masked, tower.keep) for tower in read] != [stock]:
+        raise RequestError(
+            f"StableDiffusionPipeline has one text encoder, a CLIPTextModel whose last states it takes unmasked, and "
+            f"this run's text towers are {', '.join(encoding.texts)}. Its weights are in the checkpoint's folder "
+            f"unet/, for a pipeline of your own; or name another in backbone.pipeline."
+        )
+    (text,) = read
+    if encoding.image.class_name != "AutoencoderKL" or any(encoding.image.shift):
+        raise RequestError(
+            f"StableDiffusionPipeline takes an AutoencoderKL without a shift; this root's is a "
+            f"{encoding.image.class_name}. The weights are in the checkpoint's folder unet/."
+        )
+    return text
+
+
+def constructor(pipeline: PipelineConfig) -> Mapping[str, inspect.Parameter]:
+    """The arguments of the pipeline's class.
+
+    Raises:
+        RequestError: diffusers has no such pipeline.
+    """
+    try:
+        return inspect.signature(getattr(diffusers, pipeline.class_name).__init__).parameters
+    except AttributeError as error:
+        near = difflib.get_close_matches(pipeline.class_name, dir(diffusers), n=1)
+        raise RequestError(
+            f"backbone.pipeline.class_name: this diffusers ({diffusers.__version__}) has no {pipeline.class_name}"
+            f"{f' (did you mean {near[0]}?)' if near else ''}."
+        ) from error
+
+
+def network_name(pipeline: PipelineConfig) -> str:
+    """What the pipeline calls the network that was trained."""
+    return "unet" if "unet" in constructor(pipeline) else "transformer"
+
+
+def recorded_parts(pipeline: PipelineConfig, image: ImageTower, texts: list[TextTower]) -> dict[str, Weights]:
+    """Component → the model that the latents were made with.
+
+    Raises:
+        RequestError: the pipeline has another number of text encoders.
+    """
+    arguments = constructor(pipeline)
+    encoders = [name for name in arguments if re.fullmatch(r"text_encoder(_\d)?", name)]
+    if len(encoders) != len(texts):
+        raise RequestError(
+            f"{pipeline.class_name} has {', '.join(encoders)}, and backbone.pipeline.towers names {len(texts)} text "
+            f"towers. Name one for each, in this order."
+        )
+    parts = {"vae": image.weights}
+    for name, text in zip(sorted(encoders), texts, strict=True):
+        parts |= {name: text.weights, name.replace("text_encoder", "tokenizer"): text.tokenizer}
+    return parts
+
+
+def write_index(folder: Path, pipeline: PipelineConfig, vae: str, texts: list[TextTower], scheduler: str) -> None:
+    """model_index.json: the module and class of each component."""
+    arguments, network = constructor(pipeline), network_name(pipeline)
+    optional = {name: [None, None] for name in getattr(diffusers, pipeline.class_name)._optional_components}
+    settings = {"requires_safety_checker": False} if "requires_safety_checker" in arguments else {}
+    network_class = json.loads((folder / network / "config.json").read_text()).get("_class_name", UNET)
+    index = {
+        "_class_name": pipeline.class_name,
+        "_diffusers_version": diffusers.__version__,
+        **{name: value for name, value in optional.items() if name in arguments},
+        "vae": ["diffusers", vae],
+        network: ["diffusers", network_class],
+        "scheduler": ["diffusers", scheduler],
+        **settings,
+        **pipeline.settings,
+    }
+    for name, text in zip(sorted(name for name in arguments if name.startswith("text_encoder")), texts, strict=True):
+        module, _, class_name = text.class_name.rpartition(".")
+        tokenizer = name.replace("text_encoder", "tokenizer")
+        described = json.loads((folder / tokenizer / "tokenizer_config.json").read_text())
+        index |= {name: [module or "transformers", class_name]}
+        index |= {tokenizer: ["transformers", described.get("tokenizer_class", "PreTrainedTokenizerFast")]}
+    (folder / "model_index.json").write_text(json.dumps(index, indent=2) + "\n")
