@@ -8,6 +8,7 @@ examples:
 """
 
 import json
+import math
 import shutil
 import uuid
 from pathlib import Path
@@ -19,6 +20,7 @@ from pydantic import Field
 
 from shards.base.config import Config, load_config
 from shards.base.errors import RequestError, WorkError
+from shards.format.buckets import Bucket
 from shards.format.encoding import EncodingRecord
 from shards.format.models import hash_weights, model_folder
 from shards.format.towers import TextTower, Weights
@@ -87,7 +89,8 @@ def write_pipeline(run_dir: Path, options: ExportConfig) -> Path:
     try:
         for name, folder in parts.items():
             _copy(folder, private / name)
-        scheduler = sampler(config.objective)
+        sizes = (Bucket.parse(stream.bucket).latent_hw(encoding.image.downsampling) for stream in config.data.streams)
+        scheduler = sampler(config.objective, max(sizes, key=math.prod))
         scheduler.save_pretrained(private / "scheduler")
         _write_index(private, type(scheduler).__name__, text.trim)
         card = model_card(
@@ -102,8 +105,12 @@ def write_pipeline(run_dir: Path, options: ExportConfig) -> Path:
     return target
 
 
-def sampler(objective: ObjectiveConfig) -> DDIMScheduler | DPMSolverMultistepScheduler:
+def sampler(
+    objective: ObjectiveConfig, latent_hw: tuple[int, int] = (64, 64)
+) -> DDIMScheduler | DPMSolverMultistepScheduler:
     """A deterministic sampler over the noise that the U-Net was trained under, set up as SD's are.
+
+    Its steps are shifted as training's times were; where that depends on the picture's size, as those of `latent_hw`.
 
     Flow matching's is DPM-Solver++ along the straight line, where its first order is Euler's method: unlike diffusers'
     FlowMatchEulerDiscreteScheduler it has what StableDiffusionPipeline asks of a scheduler, so the stock one works.
@@ -113,7 +120,7 @@ def sampler(objective: ObjectiveConfig) -> DDIMScheduler | DPMSolverMultistepSch
             num_train_timesteps=objective.num_train_timesteps,
             prediction_type="flow_prediction",
             use_flow_sigmas=True,
-            flow_shift=1.0,
+            flow_shift=objective.shift.alpha(latent_hw),
             steps_offset=1,  # unused here; diffusers warns of any other
         )
     config = noise_scheduler(objective).config

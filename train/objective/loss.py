@@ -35,7 +35,8 @@ class DiffusionLoss:
         """The losses of a batch with one caption per sample."""
         counts = {Purpose.TIMESTEP: 1, Purpose.CAPTION_DROPOUT: 1, Purpose.NOISE: self.latents.size(batch)}
         draws.draw(counts | self.latents.draws_per_sample(batch))
-        timesteps = self.path.timesteps(draws)
+        height, width = batch.columns["image_latents"].shape[2:]
+        timesteps = self.path.shifted(self.path.timesteps(draws), (height, width))
         dropped = draws.chance(Purpose.CAPTION_DROPOUT, self.caption_dropout)
         errors = self.squared_error(unet, batch, timesteps, dropped, draws)
         return Losses(self.path.weight(timesteps) * errors, timesteps)

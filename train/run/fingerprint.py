@@ -8,6 +8,7 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from diffusers import UNet2DConditionModel
 
+from shards.base.config import Config
 from shards.base.errors import RequestError
 from shards.format.towers import ONLY_TEXT
 from train.data import order
@@ -16,6 +17,10 @@ from train.objective.paths import ObjectiveConfig
 
 GROWING = ("samples", "selection_sha256", "index_sha256", "exclusions")
 """Of a stream: what changes where parts or exclusions are added to its root."""
+
+
+LATER_OBJECTIVE = ("mode_scale", "shift", "weighting")
+"""Fields of the objective that checkpoints of version 1 know nothing of, and mean at their default."""
 
 
 def make_fingerprint(
@@ -49,9 +54,15 @@ def make_fingerprint(
         ],
         # the text tower of checkpoints of version 1, which name none
         **({"text": spec.text[0]} if spec.text[0] != ONLY_TEXT else {}),
-        "objective": objective.model_dump(mode="json"),
+        "objective": without_defaults(objective, LATER_OBJECTIVE),
         "unet": {key: value for key, value in sorted(unet.config.items()) if not key.startswith("_")},
     }
+
+
+def without_defaults(config: Config, names: tuple[str, ...]) -> dict[str, Any]:
+    """Its fields, but for those of `names` that are at their default."""
+    at_default = {name for name in names if getattr(config, name) == type(config).model_fields[name].default}
+    return config.model_dump(mode="json", exclude=at_default)
 
 
 def check_resume(folder: Path, saved: dict[str, Any], now: dict[str, Any], grows: bool = False) -> None:
