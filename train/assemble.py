@@ -16,6 +16,7 @@ from train.model.optimizer import Optimizer, make_adamw
 from train.model.sharding import split_weights
 from train.objective.loss import DiffusionLoss
 from train.prepare import Prepared
+from train.run.alarm import Alarm
 from train.run.checkpoint import CheckpointWriter, restore
 from train.run.log import Log
 from train.run.meter import Meter
@@ -64,7 +65,9 @@ def assemble(config: TrainConfig, prepared: Prepared, accelerator: Accelerator) 
         steps_per_epoch=spec.steps_per_epoch,
         validation=prepared.validation,
         state=state,
-        results=StepResults(accelerator, config.global_batch_size, config.optimizer.max_skipped_steps),
+        results=StepResults(
+            accelerator, config.global_batch_size, config.optimizer.max_skipped_steps, Alarm(config.alarm)
+        ),
         writer=CheckpointWriter(
             config.run_dir,
             unet_json,

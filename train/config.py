@@ -12,6 +12,7 @@ from train.model.optimizer import OptimizerConfig, ScheduleConfig
 from train.model.sharding import Precision, Sharding
 from train.objective.paths import ObjectiveConfig
 from train.objective.validation import ValidationConfig
+from train.run.alarm import AlarmConfig
 from train.run.checkpoint import CheckpointConfig
 from train.run.log import LogConfig
 
@@ -45,6 +46,7 @@ class TrainConfig(Config):
     validation: ValidationConfig = ValidationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
+    alarm: AlarmConfig = AlarmConfig()
     precision: Precision = "bfloat16"
     """Autocast type; weights and optimizer are float32."""
     gradient_checkpointing: bool = False

@@ -133,6 +133,9 @@ def describe(run: Run, interval: Interval, grad_norm: float) -> dict[str, Any]:
     return {
         "loss": sum(state.losses) / len(state.losses) if state.losses else None,
         "loss_by_quarter": state.sums.means(run.loss.path.num_train_timesteps),
+        "loss_z": state.alarm.highest,
+        "alarms": len(state.alarm.steps),
+        "alarm_step": state.alarm.steps[-1] if state.alarm.steps else None,
         "skipped_steps": state.skipped,
         "grad_norm": grad_norm,
         "lr": run.optimizer.lr,

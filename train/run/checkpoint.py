@@ -10,7 +10,7 @@ import json
 import re
 import shutil
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -194,7 +194,7 @@ class CheckpointWriter:
             fsync_folder(target.parent)
         finally:
             shutil.rmtree(private, ignore_errors=True)
-        self._drop_old(step)
+        self._drop_old(step, snapshot.state.alarm.steps)
 
     def _write_files(self, snapshot: Snapshot, folder: Path) -> None:
         hashes = {}
@@ -209,12 +209,29 @@ class CheckpointWriter:
         content = self.content | {"state": snapshot.state.to_json(), "files": dict(sorted(hashes.items()))}
         write_sealed_json(folder / STATE_NAME, content)
 
-    def _drop_old(self, step: int) -> None:
+    def _drop_old(self, step: int, alarms: Iterable[int]) -> None:
         # damaged ones of later steps, which this run passed over, do not count among the newest
         whole = [folder for folder in list_checkpoints(self.run_dir) if step_of(folder) <= step]
+        kept = before_alarms([step_of(folder) for folder in whole], alarms)
         for folder in whole[: -self.config.keep]:
-            if self.config.keep_every is None or step_of(folder) % self.config.keep_every:
+            if step_of(folder) not in kept and (
+                self.config.keep_every is None or step_of(folder) % self.config.keep_every
+            ):
                 shutil.rmtree(folder)
+
+
+def before_alarms(steps: list[int], alarms: Iterable[int]) -> set[int]:
+    """Of the `steps` of checkpoints, ascending, those before the loss alarms at steps `alarms`.
+
+    The loss of step s is of the weights that step s − 1 made, which may be what is wrong: the checkpoint before it is
+    of step s − 2 at most. Where there is none, one of s − 1 is better than nothing.
+    """
+    found = set()
+    for alarm in alarms:
+        earlier = [step for step in steps if step < alarm]
+        sound = [step for step in earlier if step < alarm - 1]
+        found |= set(sound[-1:] or earlier[-1:])
+    return found
 
 
 def step_of(folder: Path) -> int:
