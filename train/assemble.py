@@ -9,7 +9,7 @@ from train.config import TrainConfig
 from train.data.draws import global_slots
 from train.data.loader import Loader
 from train.loop import Run
-from train.model.ema import Ema
+from train.model.ema import make_averages
 from train.model.flops import peak_tflops, training_flops
 from train.model.norms import use_low_precision_norms
 from train.model.optimizer import Optimizer, make_adamw
@@ -17,7 +17,7 @@ from train.model.sharding import split_weights
 from train.objective.loss import DiffusionLoss
 from train.prepare import Prepared
 from train.run.alarm import Alarm
-from train.run.checkpoint import CheckpointWriter, restore
+from train.run.checkpoint import SNAPSHOTS, CheckpointWriter, drop_later, restore
 from train.run.log import Log
 from train.run.meter import Meter
 from train.run.state import StepResults, TrainState
@@ -29,13 +29,15 @@ def assemble(config: TrainConfig, prepared: Prepared, accelerator: Accelerator) 
     unet_json = prepared.unet.to_json_string()  # splitting weights renames the class
     unet = place_unet(config, prepared.unet, accelerator, is_split)
     # made of the weights as they now lie: what is placed or split later would not be what it steps
-    adamw, ema = make_adamw(unet.parameters(), config.optimizer), Ema(config.ema)
+    adamw, averages = make_adamw(unet.parameters(), config.optimizer), make_averages(config.ema)
     state = TrainState()
     if prepared.checkpoint is not None:
         # before anything is compiled or wrapped, so that names are the U-Net's own
-        state = restore(prepared.checkpoint, unet, adamw, ema)
+        state = restore(prepared.checkpoint, unet, adamw, averages)
     tell_start(config, prepared, accelerator)
     write_config(config, accelerator)
+    if accelerator.is_main_process:
+        drop_later(config.run_dir / SNAPSHOTS, state.step)
     if config.compile:
         unet.compile()
     # what is split is wrapped for autocast alone: DDP would hold it whole
@@ -59,7 +61,7 @@ def assemble(config: TrainConfig, prepared: Prepared, accelerator: Accelerator) 
         unet=unet,
         model=model,
         optimizer=optimizer,
-        ema=ema,
+        averages=averages,
         loss=DiffusionLoss(config.objective, spec, accelerator.device),
         loader=Loader(config.data, spec, config.global_batch_size, config.seed, state.step, slots),
         steps_per_epoch=spec.steps_per_epoch,
@@ -73,6 +75,14 @@ def assemble(config: TrainConfig, prepared: Prepared, accelerator: Accelerator) 
             unet_json,
             prepared.fingerprint,
             config.checkpoint,
+            accelerator.is_main_process,
+        ),
+        snapshots=CheckpointWriter(
+            config.run_dir / SNAPSHOTS,
+            unet_json,
+            prepared.fingerprint,
+            # each is kept
+            config.checkpoint.model_copy(update={"every": config.ema.snapshot_every or 1, "keep_every": 1}),
             accelerator.is_main_process,
         ),
         log=Log(config.log, config.run_dir, state.step, config.max_steps, accelerator),

@@ -76,6 +76,8 @@ class TrainConfig(Config):
                 f"validation.every {self.validation.every} is not a multiple of log.every {self.log.every}, so there "
                 f"would be no line for its value"
             )
+        if self.validation.weights == "ema" and self.ema.start_step is None:
+            raise ValueError("validation.weights ema has no average to read: set ema.start_step")
         if self.sharding != "none" and self.precision == "float16":
             raise ValueError("sharding with precision float16 needs a loss scaler of its own; use bfloat16")
         if self.init_from is not None and self.init_unet is not None:

@@ -14,12 +14,12 @@ from shards.base.stop import StopSignal
 from train.data.batch import Batch
 from train.data.draws import Draws
 from train.data.loader import Loader
-from train.model.ema import Ema, ema_decay
+from train.model.ema import SNAPSHOT_DTYPES, Ema, ema_decay
 from train.model.optimizer import Optimizer
 from train.objective.loss import DiffusionLoss
 from train.objective.sums import LossSums
 from train.objective.validation import Validation
-from train.run.checkpoint import CheckpointWriter, take_snapshot
+from train.run.checkpoint import CheckpointWriter, Snapshot, average_files, take_snapshot
 from train.run.log import Log
 from train.run.meter import Interval, Meter, peak_memory
 from train.run.processes import lost_processes_named
@@ -43,7 +43,8 @@ class Run:
     model: Any
     """`unet` as accelerate wrapped it, or split."""
     optimizer: Optimizer
-    ema: Ema
+    averages: dict[str, Ema]
+    """`ema`, and those that snapshots are taken of."""
     loss: DiffusionLoss
     loader: Loader
     steps_per_epoch: int
@@ -51,6 +52,8 @@ class Run:
     state: TrainState
     results: StepResults
     writer: CheckpointWriter
+    snapshots: CheckpointWriter
+    """Of the averages that are rebuilt afterwards."""
     log: Log
     meter: Meter
     peak_tflops: float | None
@@ -74,6 +77,9 @@ def train(run: Run) -> None:
                 batch = next(batches)
             take_step(run, batch)
             run.writer.check()
+            run.snapshots.check()
+            if state.step % run.snapshots.config.every == 0:
+                snapshot_averages(run)
             leave = state.step % SIGNAL_EVERY == 0 and stop_agreed(run, stop)
             last = leave or state.step == run.max_steps
             if last or state.step % run.writer.config.every == 0:
@@ -88,7 +94,8 @@ def take_step(run: Run, batch: Batch) -> None:
     run.log.samples(batch, run.state.step + 1)
     grad_norm = train_step(run, batch)
     run.state.step += 1
-    run.ema.update(run.unet.named_parameters(), run.state.step)
+    for ema in run.averages.values():
+        ema.update(run.unet.named_parameters(), run.state.step)
     run.meter.count(batch)
     run.log.advance()
     if run.log.is_due(run.state.step):
@@ -119,7 +126,8 @@ def write_line(run: Run, grad_norm: Tensor) -> None:
     run.results.collect(run.state)
     fields = describe(run, run.meter.close(), float(grad_norm))
     if run.validation is not None and run.state.step % run.validation.every == 0:
-        fields |= run.validation(run.unet, run.loss, run.accelerator)
+        with run.validation.averaged(run.averages["ema"], run.unet):
+            fields |= run.validation(run.unet, run.loss, run.accelerator)
     run.state.begin_line()
     run.meter.restart()
     run.log.write(run.state.step, fields)
@@ -129,7 +137,8 @@ def describe(run: Run, interval: Interval, grad_norm: float) -> dict[str, Any]:
     """A line of metrics.jsonl."""
     state = run.state
     rate, mfu = interval.rate(run.global_batch_size), interval.mfu(run.peak_tflops)
-    holds_ema = run.ema.average is not None
+    ema = run.averages["ema"]
+    holds_ema = ema.average is not None
     return {
         "loss": sum(state.losses) / len(state.losses) if state.losses else None,
         "loss_by_quarter": state.sums.means(run.loss.path.num_train_timesteps),
@@ -146,7 +155,7 @@ def describe(run: Run, interval: Interval, grad_norm: float) -> dict[str, Any]:
         "data_wait": round(interval.data_seconds / interval.seconds, 4),
         "epoch": round(state.step / run.steps_per_epoch, 4),
         "ema": holds_ema,
-        "ema_decay": ema_decay(run.ema.config, state.step) if holds_ema else None,
+        "ema_decay": ema_decay(ema.config, state.step) if holds_ema else None,
     }
 
 
@@ -155,11 +164,20 @@ def save(run: Run, last: bool) -> None:
     run.results.collect(run.state)
     if run.accelerator.scaler is not None:
         run.state.scaler = run.accelerator.scaler.state_dict()
-    run.writer.write(take_snapshot(run.state, run.unet, run.optimizer.adamw, run.ema))
+    run.writer.write(take_snapshot(run.state, run.unet, run.optimizer.adamw, run.averages))
     if last:
         run.writer.finish()
+        run.snapshots.finish()
     if last or not run.writer.config.asynchronous:
         run.accelerator.wait_for_everyone()
+
+
+def snapshot_averages(run: Run) -> None:
+    """Keep for good the averages from which any width is rebuilt afterwards, where they are held."""
+    averages = {name: ema for name, ema in run.averages.items() if name != "ema"}
+    if averages:
+        dtype = SNAPSHOT_DTYPES[run.averages["ema"].config.snapshot_dtype]
+        run.snapshots.write(Snapshot(run.state.copy(), average_files(averages), dtype))
 
 
 def stop_agreed(run: Run, stop: StopSignal) -> bool:

@@ -12,7 +12,6 @@ import math
 import shutil
 import uuid
 from pathlib import Path
-from typing import Literal
 
 import diffusers
 from diffusers import DDIMScheduler, DPMSolverMultistepScheduler
@@ -39,8 +38,8 @@ class ExportConfig(Config):
 
     step: int | None = Field(None, ge=0)
     """Which checkpoint; null: the newest that is whole."""
-    weights: Literal["auto", "raw", "ema"] = Field("auto")
-    """auto: the moving average where the run has one."""
+    weights: str = "auto"
+    """raw, ema, or auto, the moving average where the run has one; or a folder that `train ema RUN` wrote."""
     output: Path | None = None
     """Default: RUN/export."""
     vae: str | None = None

@@ -1,5 +1,7 @@
 """Validation loss: held-out latents at eight fixed timesteps under fixed noise, so that only the U-Net changes it."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Literal
@@ -19,6 +21,7 @@ from shards.root.reading import read_parts
 from train.data.batch import Batch, Collate
 from train.data.draws import Draws
 from train.data.spec import column_lengths, encoding_differences, only_read
+from train.model.ema import Ema
 from train.model.sharding import reshard
 from train.objective.loss import DiffusionLoss
 
@@ -45,6 +48,8 @@ class ValidationConfig(Config):
     """Of eight equal parts of the time axis; the starts of flow matching's, t = k/8, are MLPerf's for FLUX.1."""
     dealt: bool = False
     """Each sample at one of the eight, in turn, as MLPerf has it; false: at all, for eight times the cost."""
+    weights: Literal["raw", "ema"] = "raw"
+    """Whose loss; ema: the moving average's, where it is held, which takes the weights' place meanwhile."""
 
     @model_validator(mode="after")
     def _check(self) -> "ValidationConfig":
@@ -67,6 +72,20 @@ class Validation:
     """Of a timestep in its part of the time axis."""
     dealt: bool
     """Whether each sample is looked at in one of the parts alone."""
+    weights: str = "raw"
+    """`raw` or `ema`."""
+
+    @contextmanager
+    def averaged(self, ema: Ema, unet: nn.Module) -> Iterator[None]:
+        """Around a call: the weights that it is to be of are in their place, and then the run's own again."""
+        if self.weights == "raw":
+            yield
+            return
+        ema.swap(unet.named_parameters())
+        try:
+            yield
+        finally:
+            ema.swap(unet.named_parameters())
 
     @torch.no_grad()
     def __call__(self, unet: nn.Module, loss: DiffusionLoss, accelerator: Accelerator) -> dict[str, Any]:
@@ -124,4 +143,4 @@ def open_validation(config: ValidationConfig, training: EncodingRecord, seed: in
         slots = torch.arange(start, start + len(part))
         batch = Collate(slots, column_lengths(training.image, training.texts, training.features))(part)
         batches.append(batch.with_captions(torch.zeros_like(slots)))
-    return Validation(batches, seed, config.every, PLACES[config.timesteps], config.dealt)
+    return Validation(batches, seed, config.every, PLACES[config.timesteps], config.dealt, config.weights)

@@ -1,7 +1,7 @@
 """Checkpoints: a folder appears whole or not at all, and is used only if every byte of it is what was written.
 
 checkpoints/step-00001000/unet/         config.json, diffusion_pytorch_model.safetensors   (loads in diffusers)
-                         /ema/          the same, from the EMA's first step on
+                         /ema/          the same, from the EMA's first step on; ema-0.050/, … the post-hoc averages
                          /optimizer.safetensors
                          /state.json    tag, step, fingerprint, SHA-256 of every file; sealed with its own
 """
@@ -36,6 +36,8 @@ from train.run.tensors import copied, write_tensors
 STATE_NAME = "state.json"
 WEIGHTS_NAME = "diffusion_pytorch_model.safetensors"
 OPTIMIZER_NAME = "optimizer.safetensors"
+SNAPSHOTS = "posthoc"
+"""Folder of a run, laid out as a run's own: checkpoints/step-…/ema-0.050/, of post-hoc averages alone."""
 
 
 class CheckpointConfig(Config):
@@ -77,11 +79,18 @@ class Checkpoint:
         return str(self.content.get("tag", self.folder.parents[1].name))
 
     def weights(self, which: str) -> Path:
-        """The folder of its weights: `raw`, `ema`, or `auto`, the moving average where there is one.
+        """The folder of its weights: `raw`, `ema`, or `auto`, the moving average where there is one; or one of others.
 
         Raises:
-            RequestError: it holds no moving average, and that was asked for.
+            RequestError: it holds no moving average, and that was asked for; or there are no weights in that folder.
         """
+        if which not in ("auto", "raw", "ema"):
+            if not (Path(which) / WEIGHTS_NAME).is_file():
+                raise RequestError(
+                    f"weights {which} is neither auto, raw, ema nor a folder with {WEIGHTS_NAME}, as `python -m train "
+                    f"ema RUN --std 0.05` writes one."
+                )
+            return Path(which)
         has_ema = (self.folder / "ema").is_dir()
         if which == "ema" and not has_ema:
             raise RequestError(f"{self.folder} holds no moving average. Ask for raw or auto weights.")
@@ -100,18 +109,26 @@ class Snapshot:
     state: TrainState
     files: dict[str, dict[str, Tensor]]
     """File below the checkpoint's folder → its tensors, by name."""
+    dtype: torch.dtype | None = None
+    """What they are written as; None: as they are."""
 
     def copied(self, keep: bool) -> "Snapshot":
         """In the CPU's memory. Every process calls this, as parts are gathered; only those that `keep` get copies."""
-        return Snapshot(self.state, {file: copied(tensors, keep) for file, tensors in self.files.items()})
+        files = {file: copied(tensors, keep, self.dtype) for file, tensors in self.files.items()}
+        return Snapshot(self.state, files, self.dtype)
 
 
-def take_snapshot(state: TrainState, unet: UNet2DConditionModel, optimizer: Optimizer, ema: Ema) -> Snapshot:
+def take_snapshot(
+    state: TrainState, unet: UNet2DConditionModel, optimizer: Optimizer, averages: dict[str, Ema]
+) -> Snapshot:
     """The run as it stands; nothing is copied yet."""
     files = {f"unet/{WEIGHTS_NAME}": unet.state_dict(), OPTIMIZER_NAME: _flatten(unet, optimizer)}
-    if ema.average is not None:
-        files[f"ema/{WEIGHTS_NAME}"] = ema.average
-    return Snapshot(state.copy(), files)
+    return Snapshot(state.copy(), files | average_files(averages))
+
+
+def average_files(averages: dict[str, Ema]) -> dict[str, dict[str, Tensor]]:
+    """File → tensors, of those averages that are held."""
+    return {f"{name}/{WEIGHTS_NAME}": ema.average for name, ema in averages.items() if ema.average is not None}
 
 
 class CheckpointWriter:
@@ -145,7 +162,7 @@ class CheckpointWriter:
                 self._write(snapshot)
         else:
             for tensors in snapshot.files.values():
-                write_tensors(None, tensors)
+                write_tensors(None, tensors, snapshot.dtype)
 
     def check(self) -> None:
         """Raise what went wrong with a checkpoint written in the background, once it is known; waits for nothing.
@@ -205,7 +222,7 @@ class CheckpointWriter:
                 config = path.with_name("config.json")
                 config.write_text(self.unet_json)
                 hashes[str(config.relative_to(folder))] = sha256_file(config)
-            hashes[name] = write_tensors(path, tensors)
+            hashes[name] = write_tensors(path, tensors, snapshot.dtype)
         content = self.content | {"state": snapshot.state.to_json(), "files": dict(sorted(hashes.items()))}
         write_sealed_json(folder / STATE_NAME, content)
 
@@ -245,6 +262,13 @@ def list_checkpoints(run_dir: Path) -> list[Path]:
     return sorted((f for f in folders if re.fullmatch(r"step-\d{8,}", f.name) and f.is_dir()), key=step_of)
 
 
+def drop_later(run_dir: Path, step: int) -> None:
+    """Remove what an interrupted run wrote of steps after `step`: it comes again, maybe at another learning rate."""
+    for folder in list_checkpoints(run_dir):
+        if step_of(folder) > step:
+            shutil.rmtree(folder)
+
+
 def verify_checkpoint(folder: Path) -> Checkpoint:
     """The checkpoint in `folder`, once every file was found to be as written.
 
@@ -281,15 +305,18 @@ def newest_checkpoint(run_dir: Path) -> Checkpoint | None:
     return None
 
 
-def restore(checkpoint: Checkpoint, unet: UNet2DConditionModel, optimizer: Optimizer, ema: Ema) -> TrainState:
-    """Load what a checkpoint holds besides weights: into the optimizer and the moving average, in place."""
+def restore(
+    checkpoint: Checkpoint, unet: UNet2DConditionModel, optimizer: Optimizer, averages: dict[str, Ema]
+) -> TrainState:
+    """Load what a checkpoint holds besides weights: into the optimizer and the moving averages, in place."""
     _unflatten(unet, optimizer, load_file(checkpoint.folder / OPTIMIZER_NAME))
     state = checkpoint.state
-    # one in a checkpoint from before `start_step` was begun under an earlier one: it is dropped, and begun anew there
-    if ema.has_begun(state.step) and (checkpoint.folder / "ema").is_dir():
-        averages = ema.begin(unet.named_parameters())
-        for name, value in load_file(checkpoint.folder / "ema" / WEIGHTS_NAME).items():
-            averages[name].copy_(part_like(value.to(averages[name].device), averages[name]))
+    for folder, ema in averages.items():
+        # one from before `start_step` was begun under an earlier one: it is dropped, and begun anew there
+        if ema.has_begun(state.step) and (checkpoint.folder / folder).is_dir():
+            average = ema.begin(unet.named_parameters())
+            for name, value in load_file(checkpoint.folder / folder / WEIGHTS_NAME).items():
+                average[name].copy_(part_like(value.to(average[name].device), average[name]))
     return state
 
 
