@@ -13,7 +13,7 @@ from train.model.ema import make_averages
 from train.model.flops import peak_tflops, training_flops
 from train.model.norms import use_low_precision_norms
 from train.model.optimizer import Optimizer, make_adamw
-from train.model.sharding import split_weights
+from train.model.sharding import split_weights, split_whole
 from train.objective.loss import DiffusionLoss
 from train.prepare import Prepared
 from train.run.alarm import Alarm
@@ -27,13 +27,18 @@ def assemble(config: TrainConfig, prepared: Prepared, accelerator: Accelerator) 
     """The run, standing after the last step that it has done; writes the run folder's config."""
     is_split = config.sharding != "none" and accelerator.num_processes > 1
     unet_json = prepared.unet.to_json_string()  # splitting weights renames the class
-    unet = place_unet(config, prepared.unet, accelerator, is_split)
+    unet, aligned = place_unet(config, prepared.unet, accelerator, is_split), prepared.aligned
+    if aligned is not None:
+        aligned.head.to(accelerator.device)
+        if is_split:
+            split_whole(aligned.head, config.sharding, config.precision)
+    network = aligned or unet
     # made of the weights as they now lie: what is placed or split later would not be what it steps
-    adamw, averages = make_adamw(unet.parameters(), config.optimizer), make_averages(config.ema)
+    adamw, averages = make_adamw(network.parameters(), config.optimizer), make_averages(config.ema)
     state = TrainState()
     if prepared.checkpoint is not None:
         # before anything is compiled or wrapped, so that names are the U-Net's own
-        state = restore(prepared.checkpoint, unet, adamw, averages)
+        state = restore(prepared.checkpoint, unet, adamw, averages, aligned and aligned.head)
     tell_start(config, prepared, accelerator)
     write_config(config, accelerator)
     if accelerator.is_main_process:
@@ -41,7 +46,7 @@ def assemble(config: TrainConfig, prepared: Prepared, accelerator: Accelerator) 
     if config.compile:
         unet.compile()
     # what is split is wrapped for autocast alone: DDP would hold it whole
-    model = accelerator.prepare_model(unet, device_placement=False, evaluation_mode=is_split)
+    model = accelerator.prepare_model(network, device_placement=False, evaluation_mode=is_split)
     optimizer = Optimizer(adamw, accelerator, config.optimizer, config.schedule, config.max_steps)
     if accelerator.scaler is not None and state.scaler:
         accelerator.scaler.load_state_dict(state.scaler)
@@ -59,10 +64,11 @@ def assemble(config: TrainConfig, prepared: Prepared, accelerator: Accelerator) 
         microbatch_size=config.microbatch_size,
         collective_timeout=config.collective_timeout,
         unet=unet,
+        aligned=aligned,
         model=model,
         optimizer=optimizer,
         averages=averages,
-        loss=DiffusionLoss(config.objective, spec, accelerator.device),
+        loss=DiffusionLoss(config.objective, spec, accelerator.device, aligned=aligned),
         loader=Loader(config.data, spec, config.global_batch_size, config.seed, state.step, slots),
         steps_per_epoch=spec.steps_per_epoch,
         validation=prepared.validation,

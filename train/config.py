@@ -10,6 +10,7 @@ from train.data.spec import DataConfig
 from train.model.ema import EmaConfig
 from train.model.optimizer import OptimizerConfig, ScheduleConfig
 from train.model.sharding import Precision, Sharding
+from train.objective.alignment import RepaConfig
 from train.objective.paths import ObjectiveConfig
 from train.objective.validation import ValidationConfig
 from train.run.alarm import AlarmConfig
@@ -40,6 +41,7 @@ class TrainConfig(Config):
     unet: Path
     """A diffusers UNet2DConditionModel config (JSON)."""
     objective: ObjectiveConfig = ObjectiveConfig()
+    repa: RepaConfig = RepaConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     schedule: ScheduleConfig = ScheduleConfig()
     ema: EmaConfig = EmaConfig()

@@ -16,6 +16,7 @@ from train.data.draws import Draws
 from train.data.loader import Loader
 from train.model.ema import SNAPSHOT_DTYPES, Ema, ema_decay
 from train.model.optimizer import Optimizer
+from train.objective.alignment import Aligned
 from train.objective.loss import DiffusionLoss
 from train.objective.sums import LossSums
 from train.objective.validation import Validation
@@ -40,8 +41,10 @@ class Run:
     microbatch_size: int
     collective_timeout: float
     unet: UNet2DConditionModel
+    aligned: Aligned | None
+    """`unet` with its projection head, where a layer is aligned (REPA)."""
     model: Any
-    """`unet` as accelerate wrapped it, or split."""
+    """`unet`, or `aligned`, as accelerate wrapped it, or split."""
     optimizer: Optimizer
     averages: dict[str, Ema]
     """`ema`, and those that snapshots are taken of."""
@@ -105,7 +108,7 @@ def take_step(run: Run, batch: Batch) -> None:
 def train_step(run: Run, batch: Batch) -> Tensor:
     """One optimizer step on this rank's share of a global batch; returns the gradient's norm before clipping."""
     accelerator, step = run.accelerator, run.state.step
-    sums = LossSums.zeros(accelerator.device)
+    sums, aligned = LossSums.zeros(accelerator.device), torch.zeros((), device=accelerator.device)
     # on the CPU, so that only the caption that each sample is trained with moves to the device
     batch = batch.draw_captions(Draws(run.seed, step, batch.slots))
     microbatches = list(batch.to(accelerator.device).microbatches(run.microbatch_size))
@@ -114,10 +117,12 @@ def train_step(run: Run, batch: Batch) -> Tensor:
         # gradients cross ranks once, with the last microbatch; of weights that are split, with each
         with nullcontext() if last else accelerator.no_sync(run.model):
             losses = run.loss(run.model, microbatch, Draws(run.seed, step, microbatch.slots))
-            accelerator.backward(losses.per_sample.sum() / len(batch))
+            accelerator.backward(losses.total.sum() / len(batch))
         sums += LossSums.of(losses.per_sample.detach(), losses.timesteps, run.loss.path.num_train_timesteps)
+        if losses.aligned is not None:
+            aligned += losses.aligned.detach().sum()
     grad_norm, skipped = run.optimizer.step(run.model, step)
-    run.results.add(skipped, sums)
+    run.results.add(skipped, sums, aligned if run.aligned else None)
     return grad_norm
 
 
@@ -127,7 +132,7 @@ def write_line(run: Run, grad_norm: Tensor) -> None:
     fields = describe(run, run.meter.close(), float(grad_norm))
     if run.validation is not None and run.state.step % run.validation.every == 0:
         with run.validation.averaged(run.averages["ema"], run.unet):
-            fields |= run.validation(run.unet, run.loss, run.accelerator)
+            fields |= run.validation(run.aligned or run.unet, run.loss, run.accelerator)
     run.state.begin_line()
     run.meter.restart()
     run.log.write(run.state.step, fields)
@@ -145,6 +150,7 @@ def describe(run: Run, interval: Interval, grad_norm: float) -> dict[str, Any]:
         "loss_z": state.alarm.highest,
         "alarms": len(state.alarm.steps),
         "alarm_step": state.alarm.steps[-1] if state.alarm.steps else None,
+        **(alignment_fields(run) if run.aligned else {}),
         "skipped_steps": state.skipped,
         "grad_norm": grad_norm,
         "lr": run.optimizer.lr,
@@ -159,12 +165,21 @@ def describe(run: Run, interval: Interval, grad_norm: float) -> dict[str, Any]:
     }
 
 
+def alignment_fields(run: Run) -> dict[str, float | None]:
+    """Of the alignment: its mean loss since the last line, and its coefficient in the step just done."""
+    assert run.aligned is not None
+    losses = run.state.alignments
+    coefficient = run.aligned.config.coefficient(run.state.step - 1)
+    return {"repa_loss": sum(losses) / len(losses) if losses else None, "repa_weight": coefficient}
+
+
 def save(run: Run, last: bool) -> None:
     """Write a checkpoint of the step just done; it is there on return if it is the `last`, or not `asynchronous`."""
     run.results.collect(run.state)
     if run.accelerator.scaler is not None:
         run.state.scaler = run.accelerator.scaler.state_dict()
-    run.writer.write(take_snapshot(run.state, run.unet, run.optimizer.adamw, run.averages))
+    head = run.aligned.head if run.aligned else None
+    run.writer.write(take_snapshot(run.state, run.unet, run.optimizer.adamw, run.averages, head))
     if last:
         run.writer.finish()
         run.snapshots.finish()

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 TRAIN_OVER_FORWARD = 3
@@ -43,15 +44,25 @@ def count_flops(function: Callable[..., Any], *inputs: torch.Tensor) -> int:
 
 def training_flops(unet: Any, latent_hw: tuple[int, int], text_length: int) -> int:
     """FLOPs of one image of this latent shape in a training step of `unet`, of which only the config is looked at."""
+    _, call = on_meta(unet, latent_hw, text_length)
+    return TRAIN_OVER_FORWARD * count_flops(call)
+
+
+def on_meta(unet: Any, latent_hw: tuple[int, int], text_length: int) -> tuple[nn.Module, Callable[[], object]]:
+    """A network like `unet`, of which only the config is looked at, and a call of it for one sample; no numbers."""
     from diffusers import UNet2DConditionModel  # `plan` reads the table above without it
 
     config = unet.config
-    with torch.device("meta"), torch.no_grad():
-        copy = UNet2DConditionModel.from_config(config)
+    with torch.device("meta"):
+        copy: nn.Module = UNet2DConditionModel.from_config(config)
         latents = torch.empty(1, config.in_channels, *latent_hw)
-        return TRAIN_OVER_FORWARD * count_flops(
-            copy, latents, torch.empty(1), torch.empty(1, text_length, config.cross_attention_dim)
-        )
+        inputs = latents, torch.empty(1), torch.empty(1, text_length, config.cross_attention_dim)
+
+    def call() -> object:
+        with torch.device("meta"), torch.no_grad():
+            return copy(*inputs)
+
+    return copy, call
 
 
 def peak_tflops(device_name: str) -> float | None:

@@ -1,6 +1,6 @@
 """The training loss: a sample's latents, noised along a path, and the U-Net's error in what it should predict."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from train.data.batch import Batch
 from train.data.draws import Draws, Purpose
 from train.data.spec import DataSpec
+from train.objective.alignment import Aligned
 from train.objective.latents import StoredLatents
 from train.objective.paths import ObjectiveConfig, noise_path
 
@@ -21,12 +22,25 @@ class Losses:
     """(N,) float32 mean squared error over a sample's latents, weighted as configured."""
     timesteps: Tensor
     """(N,) at which they were taken."""
+    aligned: Tensor | None = None
+    """(N,) −mean cosine of the aligned layer with the features, where one is (REPA)."""
+    coefficient: float = 0.0
+    """Of that in what is trained on."""
+
+    @property
+    def total(self) -> Tensor:
+        """(N,) what is trained on."""
+        return self.per_sample if self.aligned is None else self.per_sample + self.coefficient * self.aligned
 
 
 class DiffusionLoss:
     """Draws latents, noise, timesteps and dropped captions for each sample, and scores the U-Net's prediction."""
 
-    def __init__(self, config: ObjectiveConfig, spec: DataSpec, device: torch.device):
+    def __init__(
+        self, config: ObjectiveConfig, spec: DataSpec, device: torch.device, *, aligned: Aligned | None = None
+    ):
+        """`aligned`: the network whose layer is aligned, where one is, before it was wrapped."""
+        self.aligned = aligned
         self.path = noise_path(config, device)
         self.latents = StoredLatents(spec, device)
         self.caption_dropout, self.offset_noise = config.caption_dropout, config.offset_noise
@@ -39,7 +53,12 @@ class DiffusionLoss:
         timesteps = self.path.shifted(self.path.timesteps(draws), (height, width))
         dropped = draws.chance(Purpose.CAPTION_DROPOUT, self.caption_dropout)
         errors = self.squared_error(unet, batch, timesteps, dropped, draws)
-        return Losses(self.path.weight(timesteps) * errors, timesteps)
+        losses = Losses(self.path.weight(timesteps) * errors, timesteps)
+        if self.aligned is None:
+            return losses
+        return replace(
+            losses, aligned=self.aligned.loss(batch), coefficient=self.aligned.config.coefficient(draws.step)
+        )
 
     def squared_error(self, unet: nn.Module, batch: Batch, timesteps: Tensor, dropped: Tensor, draws: Draws) -> Tensor:
         """(N,) float32, unweighted, at given timesteps (N,) and with the captions of `dropped` (N,) left out."""

@@ -2,7 +2,7 @@
 
 checkpoints/step-00001000/unet/         config.json, diffusion_pytorch_model.safetensors   (loads in diffusers)
                          /ema/          the same, from the EMA's first step on; ema-0.050/, … the post-hoc averages
-                         /optimizer.safetensors
+                         /optimizer.safetensors, and repa.safetensors, the projection head where there is one
                          /state.json    tag, step, fingerprint, SHA-256 of every file; sealed with its own
 """
 
@@ -21,7 +21,7 @@ import torch
 from diffusers import UNet2DConditionModel
 from pydantic import Field
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shards.base.config import Config
@@ -36,6 +36,8 @@ from train.run.tensors import copied, write_tensors
 STATE_NAME = "state.json"
 WEIGHTS_NAME = "diffusion_pytorch_model.safetensors"
 OPTIMIZER_NAME = "optimizer.safetensors"
+HEAD = "repa"
+HEAD_NAME = f"{HEAD}.safetensors"
 SNAPSHOTS = "posthoc"
 """Folder of a run, laid out as a run's own: checkpoints/step-…/ema-0.050/, of post-hoc averages alone."""
 
@@ -119,10 +121,16 @@ class Snapshot:
 
 
 def take_snapshot(
-    state: TrainState, unet: UNet2DConditionModel, optimizer: Optimizer, averages: dict[str, Ema]
+    state: TrainState,
+    unet: UNet2DConditionModel,
+    optimizer: Optimizer,
+    averages: dict[str, Ema],
+    head: nn.Module | None = None,
 ) -> Snapshot:
-    """The run as it stands; nothing is copied yet."""
-    files = {f"unet/{WEIGHTS_NAME}": unet.state_dict(), OPTIMIZER_NAME: _flatten(unet, optimizer)}
+    """The run as it stands; nothing is copied yet. `head`: the projection head, where a layer is aligned."""
+    files = {f"unet/{WEIGHTS_NAME}": unet.state_dict(), OPTIMIZER_NAME: _flatten(_trained(unet, head), optimizer)}
+    if head is not None:
+        files[HEAD_NAME] = head.state_dict()
     return Snapshot(state.copy(), files | average_files(averages))
 
 
@@ -306,10 +314,14 @@ def newest_checkpoint(run_dir: Path) -> Checkpoint | None:
 
 
 def restore(
-    checkpoint: Checkpoint, unet: UNet2DConditionModel, optimizer: Optimizer, averages: dict[str, Ema]
+    checkpoint: Checkpoint,
+    unet: UNet2DConditionModel,
+    optimizer: Optimizer,
+    averages: dict[str, Ema],
+    head: nn.Module | None = None,
 ) -> TrainState:
     """Load what a checkpoint holds besides weights: into the optimizer and the moving averages, in place."""
-    _unflatten(unet, optimizer, load_file(checkpoint.folder / OPTIMIZER_NAME))
+    _unflatten(_trained(unet, head), optimizer, load_file(checkpoint.folder / OPTIMIZER_NAME))
     state = checkpoint.state
     for folder, ema in averages.items():
         # one from before `start_step` was begun under an earlier one: it is dropped, and begun anew there
@@ -329,16 +341,34 @@ def load_weights(unet: UNet2DConditionModel, folder: Path) -> None:
     load_matching(unet, folder / WEIGHTS_NAME, json.loads((folder / "config.json").read_text()))
 
 
-def _flatten(unet: UNet2DConditionModel, optimizer: Optimizer) -> dict[str, Tensor]:
+def load_head(head: nn.Module, folder: Path) -> bool:
+    """Load the projection head of the checkpoint in `folder`, where it has one of the same shapes; whether it has."""
+    if not (folder / HEAD_NAME).is_file():
+        return False
+    saved = load_file(folder / HEAD_NAME)
+    fits = {name: value.shape for name, value in saved.items()} == {
+        name: value.shape for name, value in head.state_dict().items()
+    }
+    if fits:
+        head.load_state_dict(saved)
+    return fits
+
+
+def _trained(unet: UNet2DConditionModel, head: nn.Module | None) -> dict[str, nn.Parameter]:
+    """All that the optimizer moves, by its name in the optimizer's file."""
+    beside = {} if head is None else {f"{HEAD}.{name}": value for name, value in head.named_parameters()}
+    return dict(unet.named_parameters()) | beside
+
+
+def _flatten(parameters: dict[str, nn.Parameter], optimizer: Optimizer) -> dict[str, Tensor]:
     tensors = {}
-    for name, parameter in unet.named_parameters():
+    for name, parameter in parameters.items():
         for slot, value in optimizer.state.get(parameter, {}).items():
             tensors[f"{slot}/{name}"] = value
     return tensors
 
 
-def _unflatten(unet: UNet2DConditionModel, optimizer: Optimizer, tensors: dict[str, Tensor]) -> None:
-    parameters = dict(unet.named_parameters())
+def _unflatten(parameters: dict[str, nn.Parameter], optimizer: Optimizer, tensors: dict[str, Tensor]) -> None:
     for key, value in tensors.items():
         slot, _, name = key.partition("/")
         parameter = parameters[name]

@@ -30,8 +30,9 @@ def make_fingerprint(
     spec: DataSpec,
     objective: ObjectiveConfig,
     unet: UNet2DConditionModel,
+    repa: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """All of it; it is stored in every checkpoint."""
+    """All of it; it is stored in every checkpoint. `repa`: what a layer is aligned with, and how; None: none is."""
     return {
         "seed": seed,
         "global_batch_size": global_batch_size,
@@ -56,6 +57,7 @@ def make_fingerprint(
         **({"text": spec.text[0]} if spec.text[0] != ONLY_TEXT else {}),
         "objective": without_defaults(objective, LATER_OBJECTIVE),
         "unet": {key: value for key, value in sorted(unet.config.items()) if not key.startswith("_")},
+        **({"repa": repa} if repa is not None else {}),
     }
 
 

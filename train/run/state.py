@@ -24,6 +24,8 @@ class TrainState:
     """Mean loss of each step since the last line of metrics.jsonl."""
     sums: LossSums = field(default_factory=lambda: LossSums.zeros(dtype=torch.float64))
     """Of the same steps, by quarter of the time axis."""
+    alignments: list[float] = field(default_factory=list)
+    """Mean alignment loss of the same steps, where a layer is aligned."""
     skipped: int = 0
     """Steps whose gradient was not finite, which changed nothing."""
     scaler: dict[str, Any] = field(default_factory=dict)
@@ -33,6 +35,7 @@ class TrainState:
     def begin_line(self) -> None:
         """Forget what the last line of metrics.jsonl has said."""
         self.losses.clear()
+        self.alignments.clear()
         self.alarm.highest = None
         self.sums = LossSums.zeros(dtype=torch.float64)
 
@@ -64,11 +67,14 @@ class StepResults:
         self.alarm = alarm
         self.skipped: list[Tensor] = []
         self.sums: list[LossSums] = []
+        self.aligned: list[Tensor] = []
 
-    def add(self, skipped: Tensor, sums: LossSums) -> None:
-        """Of one step: whether it was skipped, alike on all ranks, and this rank's losses."""
+    def add(self, skipped: Tensor, sums: LossSums, aligned: Tensor | None = None) -> None:
+        """Of one step: whether it was skipped, alike on all ranks, and this rank's losses, also of the alignment."""
         self.skipped.append(skipped)
         self.sums.append(sums)
+        if aligned is not None:
+            self.aligned.append(aligned)
 
     def collect(self, state: TrainState) -> None:
         """Bring `state` up to date over all ranks, each of which must call this.
@@ -86,6 +92,11 @@ class StepResults:
                 state.sums += step
                 if said := self.alarm.hear(state.alarm, number, loss):
                     self.accelerator.print(said)
+        if self.aligned:
+            totals: Tensor = self.accelerator.reduce(torch.stack(self.aligned), "sum")
+            means = totals.to("cpu", torch.float64) / self.global_batch_size
+            state.alignments += [mean for mean in means.tolist() if math.isfinite(mean)]
+            self.aligned.clear()
         scaler = self.accelerator.scaler
         if scaler is None or scaler.get_scale() <= 1:  # above, a float16 overflow is the scaler finding its scale
             state.skipped += int(torch.stack(self.skipped).sum())
