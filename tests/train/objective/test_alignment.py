@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from diffusers import UNet2DConditionModel
+from diffusers import FluxTransformer2DModel, SD3Transformer2DModel, UNet2DConditionModel
 from safetensors.torch import load_file
 from torch import nn
 
@@ -56,6 +56,7 @@ TOWER = FeatureTower(
 """A 64x64 picture is 56x56 to it: 4x4 tokens."""
 OF = FeaturesOf("dino", TOWER, 8)
 LAYER = "down_blocks.1"
+WEIGHTS = "diffusion_pytorch_model.safetensors"
 
 
 def cosine_loop(projected: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
@@ -172,6 +173,29 @@ def test_grids(tokens: int, hw: tuple[int, int], grid: tuple[int, int] | None) -
     assert grid_of(tokens, hw) == grid
 
 
+def test_layers_of_transformers_are_heard_too() -> None:
+    """The image's tokens of blocks that give the text's first, of diffusers' SD3 and FLUX.1 on 8x8 latents."""
+    with torch.device("meta"):
+        sd3 = SD3Transformer2DModel(
+            sample_size=8, num_layers=2, attention_head_dim=4, num_attention_heads=2, joint_attention_dim=6,
+            caption_projection_dim=8, pooled_projection_dim=6, pos_embed_max_size=8,
+        )  # fmt: skip
+        flux = FluxTransformer2DModel(
+            in_channels=16, num_layers=1, num_single_layers=1, attention_head_dim=16, num_attention_heads=2,
+            joint_attention_dim=6, pooled_projection_dim=6, axes_dims_rope=(4, 4, 8),
+        )  # fmt: skip
+        text, pooled, time = torch.zeros(1, 5, 6), torch.zeros(1, 6), torch.zeros(1)
+        ids = {"txt_ids": torch.zeros(5, 3), "img_ids": torch.zeros(16, 3)}
+        found = [
+            hear(model, RepaConfig(layer="transformer_blocks.0", output=1), call)
+            for model, call in (
+                (sd3, lambda: sd3(torch.zeros(1, 16, 8, 8), text, pooled, time)),
+                (flux, lambda: flux(torch.zeros(1, 16, 16), text, pooled, time, **ids)),
+            )
+        ]
+    assert found == [(1, 16, 8), (1, 16, 32)] and grid_of(16, (8, 8)) == (4, 4)
+
+
 @pytest.mark.parametrize(
     ("fields", "expected"),
     [
@@ -195,6 +219,10 @@ def fields_of(root: Path, folder: Path, **changes: Any) -> dict[str, Any]:
     streams = [{"root": str(root), "bucket": bucket} for bucket in ("64x64", "128x64")]
     repa = {"layer": LAYER, "hidden": 24, "until": 3, "schedule": "linear"}
     changes = {"data": {"streams": streams}, "repa": repa, "max_steps": 4, "optimizer": {"lr": 1e-3}} | changes
+    changes |= {"ema": {"snapshot_every": 4}}
+    # the average's loss, without a gradient that would ask for the head
+    changes |= {"validation": {"root": str(root), "samples": 6, "batch_size": 4, "every": 4, "weights": "ema"}}
+    changes["validation"] |= {"bucket": "64x64"}
     return train_fields(root, folder, collective_timeout=120.0, **changes)
 
 
@@ -229,7 +257,7 @@ def test_a_run_aligns_and_says_so(whole: Path) -> None:
     # no trace of it in what is exported: the U-Net's own weights by their own names
     unet = UNet2DConditionModel.from_config(json.loads(UNET.read_text()))
     for folder in ("unet", "ema"):
-        saved = load_file(newest.folder / folder / "diffusion_pytorch_model.safetensors")
+        saved = load_file(newest.folder / folder / WEIGHTS)
         assert saved.keys() == unet.state_dict().keys()
 
 
@@ -253,9 +281,14 @@ def test_two_ranks_and_other_microbatches_give_the_curve(
     assert curve(tmp_path / "run")[1] == curve(whole)[1]
     for field in ("loss", "repa_loss"):
         assert rows(tmp_path / "run", field) == pytest.approx(rows(whole, field), rel=1e-5)
-    heads = [load_file(step_folder(run, 4) / HEAD_NAME) for run in (whole, tmp_path / "run")]
-    for name, value in heads[0].items():
-        torch.testing.assert_close(heads[1][name], value, rtol=1e-3, atol=1e-6)
+    assert read_json_lines(tmp_path / "run" / "metrics.jsonl")[3]["val_loss"] == pytest.approx(
+        read_json_lines(whole / "metrics.jsonl")[3]["val_loss"], rel=1e-5
+    )
+    for place, tolerance in ((HEAD_NAME, 1e-6), (f"../../posthoc/checkpoints/step-00000004/ema-0.050/{WEIGHTS}", 1e-4)):
+        ones, twos = (load_file(step_folder(run, 4) / place) for run in (whole, tmp_path / "run"))
+        assert ones.keys() == twos.keys()
+        for name, value in ones.items():
+            torch.testing.assert_close(twos[name], value, rtol=1e-3, atol=tolerance)
 
 
 def test_the_next_phase_goes_on_with_the_head(whole: Path, root: Path, tmp_path: Path) -> None:
