@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -261,8 +262,10 @@ def test_a_run_aligns_and_says_so(whole: Path) -> None:
 
 
 def test_killed_and_resumed_it_is_bit_equal(whole: Path, root: Path, tmp_path: Path) -> None:
-    for max_steps in (2, 4):
+    for max_steps in (3, 4):
         train(tmp_path, root, "run", max_steps=max_steps)
+        if max_steps == 3:  # as a kill after step 3 leaves it: its line is written, its checkpoint is not
+            shutil.rmtree(step_folder(tmp_path / "run", 3))
     assert curve(tmp_path / "run") == curve(whole)
     assert rows(tmp_path / "run", "repa_loss") == rows(whole, "repa_loss")
     a, b = newest_checkpoint(tmp_path / "run"), newest_checkpoint(whole)
