@@ -192,7 +192,7 @@ def snapshot_averages(run: Run) -> None:
     averages = {name: ema for name, ema in run.averages.items() if name != "ema"}
     if averages:
         dtype = SNAPSHOT_DTYPES[run.averages["ema"].config.snapshot_dtype]
-        run.snapshots.write(Snapshot(run.state.copy(), average_files(averages), dtype))
+        run.snapshots.write(Snapshot(run.state.copy(), average_files(run.unet, averages, dtype)))
 
 
 def stop_agreed(run: Run, stop: StopSignal) -> bool:

@@ -114,7 +114,7 @@ def average_names(snapshot: Checkpoint) -> list[str]:
 
 
 def combine(folders: list[Path], coefficients: np.ndarray) -> dict[str, Tensor]:
-    """Name → Σ coefficient · tensor over the folders' weights, summed in float64, as float32.
+    """Name → Σ coefficient · tensor over the folders' weights, in float64, as float32; what is alike in all, as it is.
 
     Raises:
         WorkError: one is not finite.
@@ -122,12 +122,17 @@ def combine(folders: list[Path], coefficients: np.ndarray) -> dict[str, Tensor]:
     files = [safe_open(folder / WEIGHTS_NAME, "pt") for folder in folders]
     combined = {}
     for name in files[0].keys():  # noqa: SIM118
-        total = sum(x * file.get_tensor(name).double() for file, x in zip(files, coefficients.tolist(), strict=True))
-        assert isinstance(total, Tensor)
+        first = files[0].get_tensor(name)
+        total, alike = torch.zeros_like(first, dtype=torch.float64), True
+        for file, coefficient in zip(files, coefficients.tolist(), strict=True):
+            tensor = file.get_tensor(name)
+            total += coefficient * tensor.double()
+            alike &= tensor.equal(first)
         if not bool(torch.isfinite(total).all()):
             raise WorkError(
                 f"A snapshot below {folders[0].parents[1]} holds {name} with numbers that are not finite: they are "
                 f"beyond float16. Train with ema.snapshot_dtype float32."
             )
-        combined[name] = total.float()
+        averaged = (first if alike else total).float()
+        combined[name] = averaged if first.is_floating_point() else first  # buffers of whole numbers
     return combined

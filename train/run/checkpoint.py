@@ -111,13 +111,10 @@ class Snapshot:
     state: TrainState
     files: dict[str, dict[str, Tensor]]
     """File below the checkpoint's folder → its tensors, by name."""
-    dtype: torch.dtype | None = None
-    """What they are written as; None: as they are."""
 
     def copied(self, keep: bool) -> "Snapshot":
         """In the CPU's memory. Every process calls this, as parts are gathered; only those that `keep` get copies."""
-        files = {file: copied(tensors, keep, self.dtype) for file, tensors in self.files.items()}
-        return Snapshot(self.state, files, self.dtype)
+        return Snapshot(self.state, {file: copied(tensors, keep) for file, tensors in self.files.items()})
 
 
 def take_snapshot(
@@ -131,12 +128,19 @@ def take_snapshot(
     files = {f"unet/{WEIGHTS_NAME}": unet.state_dict(), OPTIMIZER_NAME: _flatten(_trained(unet, head), optimizer)}
     if head is not None:
         files[HEAD_NAME] = head.state_dict()
-    return Snapshot(state.copy(), files | average_files(averages))
+    return Snapshot(state.copy(), files | average_files(unet, averages))
 
 
-def average_files(averages: dict[str, Ema]) -> dict[str, dict[str, Tensor]]:
-    """File → tensors, of those averages that are held."""
-    return {f"{name}/{WEIGHTS_NAME}": ema.average for name, ema in averages.items() if ema.average is not None}
+def average_files(
+    unet: UNet2DConditionModel, averages: dict[str, Ema], dtype: torch.dtype = torch.float32
+) -> dict[str, dict[str, Tensor]]:
+    """File → tensors, of those averages that are held, as `dtype`; and buffers, which are not averaged, as they are."""
+    files = {}
+    for folder, ema in averages.items():
+        if ema.average is not None:
+            average = {name: value.to(dtype) for name, value in ema.average.items()}
+            files[f"{folder}/{WEIGHTS_NAME}"] = unet.state_dict() | average
+    return files
 
 
 class CheckpointWriter:
@@ -170,7 +174,7 @@ class CheckpointWriter:
                 self._write(snapshot)
         else:
             for tensors in snapshot.files.values():
-                write_tensors(None, tensors, snapshot.dtype)
+                write_tensors(None, tensors)
 
     def check(self) -> None:
         """Raise what went wrong with a checkpoint written in the background, once it is known; waits for nothing.
@@ -230,7 +234,7 @@ class CheckpointWriter:
                 config = path.with_name("config.json")
                 config.write_text(self.unet_json)
                 hashes[str(config.relative_to(folder))] = sha256_file(config)
-            hashes[name] = write_tensors(path, tensors, snapshot.dtype)
+            hashes[name] = write_tensors(path, tensors)
         content = self.content | {"state": snapshot.state.to_json(), "files": dict(sorted(hashes.items()))}
         write_sealed_json(folder / STATE_NAME, content)
 
@@ -327,8 +331,9 @@ def restore(
         # one from before `start_step` was begun under an earlier one: it is dropped, and begun anew there
         if ema.has_begun(state.step) and (checkpoint.folder / folder).is_dir():
             average = ema.begin(unet.named_parameters())
-            for name, value in load_file(checkpoint.folder / folder / WEIGHTS_NAME).items():
-                average[name].copy_(part_like(value.to(average[name].device), average[name]))
+            saved = load_file(checkpoint.folder / folder / WEIGHTS_NAME)
+            for name, value in average.items():
+                value.copy_(part_like(saved[name].to(value.device), value))
     return state
 
 

@@ -25,8 +25,8 @@ DTYPES = {
 """In the order in which the library lays them out."""
 
 
-def write_tensors(path: Path | None, tensors: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> str:
-    """Write the bytes that safetensors' `save_file` would, of all as `dtype` where one is given; returns their SHA-256.
+def write_tensors(path: Path | None, tensors: Mapping[str, Tensor]) -> str:
+    """Write the bytes that safetensors' `save_file` would; returns their SHA-256.
 
     Tensors of which every process holds a part are gathered one at a time, so all processes call this; those whose
     `path` is None only take part in that.
@@ -34,7 +34,7 @@ def write_tensors(path: Path | None, tensors: Mapping[str, Tensor], dtype: torch
     Raises:
         OSError: the file could not be written.
     """
-    order = sorted(tensors, key=lambda name: (list(DTYPES).index(dtype or tensors[name].dtype), name))
+    order = sorted(tensors, key=lambda name: (list(DTYPES).index(tensors[name].dtype), name))
     if path is None:
         for name in order:
             whole(tensors[name].detach())
@@ -43,8 +43,8 @@ def write_tensors(path: Path | None, tensors: Mapping[str, Tensor], dtype: torch
     try:
         with path.open("wb") as file:
             for data in chain(
-                [header({name: tensors[name] for name in order}, dtype)],
-                (as_bytes(whole(tensors[name].detach()).to(dtype=dtype)) for name in order),
+                [header({name: tensors[name] for name in order})],
+                (as_bytes(whole(tensors[name].detach())) for name in order),
             ):
                 digest.update(data)
                 file.write(data)
@@ -53,14 +53,13 @@ def write_tensors(path: Path | None, tensors: Mapping[str, Tensor], dtype: torch
     return digest.hexdigest()
 
 
-def header(tensors: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> bytes:
+def header(tensors: Mapping[str, Tensor]) -> bytes:
     """The file's head: a length, and JSON with each tensor's type, shape and place, padded to eight bytes."""
     fields: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, tensor in tensors.items():
-        of = dtype or tensor.dtype
-        begin, end = end, end + tensor.numel() * of.itemsize
-        fields[name] = {"dtype": DTYPES[of], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+        begin, end = end, end + tensor.numel() * tensor.element_size()
+        fields[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
     data = json.dumps(fields, separators=(",", ":"), ensure_ascii=False).encode()
     data += b" " * (-len(data) % 8)
     return struct.pack("<Q", len(data)) + data
@@ -71,11 +70,11 @@ def as_bytes(tensor: Tensor) -> bytes | memoryview:
     return memoryview(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
-def copied(tensors: Mapping[str, Tensor], keep: bool, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+def copied(tensors: Mapping[str, Tensor], keep: bool) -> dict[str, Tensor]:
     """Copies in the CPU's memory, gathered one by one; every process calls this, and gets its own where it `keep`s."""
     copies = {}
     for name, tensor in tensors.items():
         gathered = whole(tensor.detach())
         if keep:
-            copies[name] = gathered.to("cpu", dtype, copy=True).contiguous()
+            copies[name] = gathered.to("cpu", copy=True).contiguous()
     return copies

@@ -8,7 +8,7 @@ import torch
 from diffusers import UNet2DConditionModel
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from scipy import integrate
 
 from shards.base.durable import DamagedFile, read_sealed_json
@@ -159,6 +159,23 @@ def test_a_swap_is_exact_both_ways() -> None:
     assert all(weights[name].equal(before[1][name]) and ema.average[name].equal(before[0][name]) for name in weights)
     ema.swap(weights.items())
     assert all(weights[name].equal(before[0][name]) and ema.average[name].equal(before[1][name]) for name in weights)
+
+
+def test_buffers_are_taken_as_they_are(tmp_path: Path) -> None:
+    table = torch.randn(5)
+    for number in (1.0, 2.0):
+        (tmp_path / str(number)).mkdir()
+        tensors = {
+            "a": torch.full((3,), number).half(),
+            "table": table,
+            "count": torch.tensor(7),
+            "still": table.half(),
+        }
+        save_file(tensors, tmp_path / str(number) / WEIGHTS_NAME)
+    found = combine([tmp_path / "1.0", tmp_path / "2.0"], np.array([-1.3, 2.3]))
+    torch.testing.assert_close(found["a"], torch.full((3,), 3.3))
+    assert found["table"].equal(table) and found["count"].equal(torch.tensor(7))
+    assert found["still"].equal(table.half().float())
 
 
 def test_bad_requests(runs: tuple[Path, Path], latents: Path, tmp_path: Path) -> None:
