@@ -13,7 +13,7 @@ from train.model.ema import make_averages
 from train.model.flops import peak_tflops, training_flops
 from train.model.norms import use_low_precision_norms
 from train.model.optimizer import Optimizer, make_adamw
-from train.model.sharding import split_weights, split_whole
+from train.model.sharding import split_weights
 from train.objective.loss import DiffusionLoss
 from train.prepare import Prepared
 from train.run.alarm import Alarm
@@ -31,7 +31,7 @@ def assemble(config: TrainConfig, prepared: Prepared, accelerator: Accelerator) 
     if aligned is not None:
         aligned.head.to(accelerator.device)
         if is_split:
-            split_whole(aligned.head, config.sharding, config.precision)
+            split_weights(aligned.head, config.sharding, config.precision)
     network = aligned or unet
     # made of the weights as they now lie: what is placed or split later would not be what it steps
     adamw, averages = make_adamw(network.parameters(), config.optimizer), make_averages(config.ema)

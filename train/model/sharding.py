@@ -8,7 +8,6 @@ import os
 from typing import Literal
 
 import torch
-from diffusers import UNet2DConditionModel
 from diffusers.models.resnet import ResnetBlock2D
 from diffusers.models.transformers.transformer_2d import Transformer2DModel
 from torch import Tensor, nn
@@ -47,26 +46,21 @@ def launched_sharding() -> Sharding | None:
     return "full" if os.environ.get("FSDP_RESHARD_AFTER_FORWARD", "true").lower() == "true" else "grad_op"
 
 
-def split_weights(unet: UNet2DConditionModel, sharding: Sharding, precision: Precision) -> None:
+def split_weights(unet: nn.Module, sharding: Sharding, precision: Precision) -> None:
     """Leave to each process its part of every weight, in place; all of them must hold the same whole ones before.
 
     Residual blocks and transformers are gathered one by one; with `grad_op` they stay whole from the forward pass to
     the end of the backward pass. Gradients are averaged in float32 after each microbatch: none is to be held whole.
     """
-    for module in unet.modules():
-        if isinstance(module, ResnetBlock2D | Transformer2DModel):
-            split_whole(module, sharding, precision)
-    split_whole(unet, sharding, precision)
-
-
-def split_whole(module: nn.Module, sharding: Sharding, precision: Precision) -> None:
-    """The same, of one module that is gathered at once."""
     policy = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16 if precision == "bfloat16" else None,
         reduce_dtype=torch.float32,
         cast_forward_inputs=False,  # autocast does
     )
-    fully_shard(module, mp_policy=policy, reshard_after_forward=sharding == "full")
+    for module in unet.modules():
+        if isinstance(module, ResnetBlock2D | Transformer2DModel):
+            fully_shard(module, mp_policy=policy, reshard_after_forward=sharding == "full")
+    fully_shard(unet, mp_policy=policy, reshard_after_forward=sharding == "full")
 
 
 def reshard(unet: nn.Module) -> None:
