@@ -152,7 +152,7 @@ def measure(
             synchronize(device)
             rate = steps * options.batch / (time.perf_counter() - start)
             encoding = encoding_record(TEXT_LENGTH, run.unet.config.cross_attention_dim)
-            flops = training_flops(on_meta(run.unet, run.loss.backbone, encoding, latent_hw(setting.bucket)))
+            flops = training_flops(on_meta(run.unet, run.loss.backbone, encoding, latent_hw(setting.bucket))[1])
             return Result(setting, rate, peak_memory(device) / 2**30, rate * flops / 1e12)
     except RuntimeError as error:  # torch.OutOfMemoryError, and what cuDNN and cuBLAS say of the same
         if not isinstance(error, torch.OutOfMemoryError) and "memory" not in str(error).lower():

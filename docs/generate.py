@@ -19,6 +19,7 @@ COMMANDS = {
     "precompute": ("configs/precompute.yaml", "precompute.config:PrecomputeConfig"),
     "train": ("configs/phase1.yaml", "train.config:TrainConfig"),
     "train export RUN": (None, "train.export.pipeline:ExportConfig"),
+    "train ema RUN": (None, "train.export.posthoc:RebuildConfig"),
     "precompute.select": ("configs/select.yaml", "precompute.select.config:SelectConfig"),
     "precompute.download": ("configs/download.yaml", "precompute.download.config:DownloadConfig"),
     "plan": ("configs/plan.yaml", "plan.config:Plan"),

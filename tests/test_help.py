@@ -27,6 +27,7 @@ STAGE_1, STAGE_2 = precompute.__main__.run, train.__main__.run
         (STAGE_2, ["check"], ["train check", "--optimizer.lr"]),
         (STAGE_2, ["plot"], ["loss.png"]),
         (STAGE_2, ["export"], ["train export RUN", "--weights"]),
+        (STAGE_2, ["ema"], ["train ema RUN", "--std"]),
         (evaluate.__main__.run, [], ["evaluate sample", "evaluate score"]),
         (evaluate.__main__.run, ["sample"], ["evaluate sample", "--sampling.guidance"]),
         (train.launch.launch, [], ["--num_processes"]),

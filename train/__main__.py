@@ -10,6 +10,8 @@ further commands, each with a --help of its own:
                             (python -m train check --config configs/phase1.yaml)
   python -m train plot      draw RUN/loss.png from a run's metrics    (python -m train plot runs/phase1)
   python -m train export    a run → a diffusers pipeline              (python -m train export runs/phase2)
+  python -m train ema       a run's snapshots → an average of any width
+                            (python -m train ema runs/phase2 --std 0.07)
   python -m train.launch    several processes; accelerate's launcher and its flags
 """
 
@@ -26,6 +28,7 @@ from shards.base.errors import RequestError, exit_code_of
 from train.assemble import assemble
 from train.config import TrainConfig
 from train.export.pipeline import export
+from train.export.posthoc import rebuild_average
 from train.loop import train
 from train.model.sharding import launched_sharding
 from train.prepare import prepare
@@ -47,6 +50,8 @@ def run(arguments: list[str]) -> None:
         print(plot_run(parser.parse_args(arguments[1:]).run))
     elif arguments[:1] == ["export"]:
         print(export(arguments[1:]))
+    elif arguments[:1] == ["ema"]:
+        print(rebuild_average(arguments[1:]))
     elif arguments[:1] == ["check"]:
         prepare(read_config(arguments[1:]))
     else:

@@ -10,7 +10,7 @@ from train.config import TrainConfig
 from train.data.draws import global_slots
 from train.data.loader import Loader
 from train.loop import Run
-from train.model.ema import Ema
+from train.model.ema import make_averages
 from train.model.flops import peak_tflops, training_flops
 from train.model.norms import use_low_precision_norms
 from train.model.optimizer import Optimizer, make_adamw
@@ -18,7 +18,8 @@ from train.model.sharding import split_weights
 from train.model.unet import on_meta
 from train.objective.loss import DiffusionLoss
 from train.prepare import Prepared
-from train.run.checkpoint import CheckpointWriter, restore
+from train.run.alarm import Alarm
+from train.run.checkpoint import SNAPSHOTS, CheckpointWriter, drop_later, restore
 from train.run.log import Log
 from train.run.meter import Meter
 from train.run.state import StepResults, TrainState
@@ -28,19 +29,26 @@ def assemble(config: TrainConfig, prepared: Prepared, accelerator: Accelerator) 
     """The run, standing after the last step that it has done; writes the run folder's config."""
     is_split = config.sharding != "none" and accelerator.num_processes > 1
     unet_json = prepared.unet.to_json_string()  # splitting weights renames the class
-    unet = place_unet(config, prepared.unet, accelerator, is_split)
+    unet, aligned = place_unet(config, prepared.unet, accelerator, is_split), prepared.aligned
+    if aligned is not None:
+        aligned.head.to(accelerator.device)
+        if is_split:
+            split_weights(aligned.head, config.sharding, config.precision)
+    network = aligned or unet
     # made of the weights as they now lie: what is placed or split later would not be what it steps
-    adamw, ema = make_adamw(unet.parameters(), config.optimizer), Ema(config.ema)
+    adamw, averages = make_adamw(network.parameters(), config.optimizer), make_averages(config.ema)
     state = TrainState()
     if prepared.checkpoint is not None:
         # before anything is compiled or wrapped, so that names are the U-Net's own
-        state = restore(prepared.checkpoint, unet, adamw, ema)
+        state = restore(prepared.checkpoint, unet, adamw, averages, aligned and aligned.head)
     tell_start(config, prepared, accelerator)
     write_config(config, accelerator)
+    if accelerator.is_main_process:
+        drop_later(config.run_dir / SNAPSHOTS, state.step)
     if config.compile:
         unet.compile()
     # what is split is wrapped for autocast alone: DDP would hold it whole
-    model = accelerator.prepare_model(unet, device_placement=False, evaluation_mode=is_split)
+    model = accelerator.prepare_model(network, device_placement=False, evaluation_mode=is_split)
     optimizer = Optimizer(adamw, accelerator, config.optimizer, config.schedule, config.max_steps)
     if accelerator.scaler is not None and state.scaler:
         accelerator.scaler.load_state_dict(state.scaler)
@@ -58,15 +66,18 @@ def assemble(config: TrainConfig, prepared: Prepared, accelerator: Accelerator) 
         microbatch_size=config.microbatch_size,
         collective_timeout=config.collective_timeout,
         unet=unet,
+        aligned=aligned,
         model=model,
         optimizer=optimizer,
-        ema=ema,
-        loss=DiffusionLoss(config.objective, spec, accelerator.device, prepared.backbone),
+        averages=averages,
+        loss=DiffusionLoss(config.objective, spec, accelerator.device, prepared.backbone, aligned=aligned),
         loader=Loader(config.data, spec, config.global_batch_size, config.seed, state.step, slots),
         steps_per_epoch=spec.steps_per_epoch,
         validation=prepared.validation,
         state=state,
-        results=StepResults(accelerator, config.global_batch_size, config.optimizer.max_skipped_steps),
+        results=StepResults(
+            accelerator, config.global_batch_size, config.optimizer.max_skipped_steps, Alarm(config.alarm)
+        ),
         writer=CheckpointWriter(
             config.run_dir,
             unet_json,
@@ -74,8 +85,16 @@ def assemble(config: TrainConfig, prepared: Prepared, accelerator: Accelerator) 
             config.checkpoint,
             accelerator.is_main_process,
         ),
+        snapshots=CheckpointWriter(
+            config.run_dir / SNAPSHOTS,
+            unet_json,
+            prepared.fingerprint,
+            # each is kept
+            config.checkpoint.model_copy(update={"every": config.ema.snapshot_every or 1, "keep_every": 1}),
+            accelerator.is_main_process,
+        ),
         log=Log(config.log, config.run_dir, state.step, config.max_steps, accelerator),
-        meter=Meter({shape: training_flops(on_meta(unet, prepared.backbone, spec, shape)) for shape in shapes}),
+        meter=Meter({shape: training_flops(on_meta(unet, prepared.backbone, spec, shape)[1]) for shape in shapes}),
         peak_tflops=peak,
     )
 

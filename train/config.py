@@ -11,8 +11,10 @@ from train.model.backbone import BackboneConfig
 from train.model.ema import EmaConfig
 from train.model.optimizer import OptimizerConfig, ScheduleConfig
 from train.model.sharding import Precision, Sharding
+from train.objective.alignment import RepaConfig
 from train.objective.paths import ObjectiveConfig
 from train.objective.validation import ValidationConfig
+from train.run.alarm import AlarmConfig
 from train.run.checkpoint import CheckpointConfig
 from train.run.log import LogConfig
 
@@ -41,12 +43,14 @@ class TrainConfig(Config):
     """A diffusers UNet2DConditionModel config (JSON); short for `backbone.config`."""
     backbone: BackboneConfig = BackboneConfig()
     objective: ObjectiveConfig = ObjectiveConfig()
+    repa: RepaConfig = RepaConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     schedule: ScheduleConfig = ScheduleConfig()
     ema: EmaConfig = EmaConfig()
     validation: ValidationConfig = ValidationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
+    alarm: AlarmConfig = AlarmConfig()
     precision: Precision = "bfloat16"
     """Autocast type; weights and optimizer are float32."""
     gradient_checkpointing: bool = False
@@ -78,6 +82,8 @@ class TrainConfig(Config):
                 f"validation.every {self.validation.every} is not a multiple of log.every {self.log.every}, so there "
                 f"would be no line for its value"
             )
+        if self.validation.weights == "ema" and self.ema.start_step is None:
+            raise ValueError("validation.weights ema has no average to read: set ema.start_step")
         if self.sharding != "none" and self.precision == "float16":
             raise ValueError("sharding with precision float16 needs a loss scaler of its own; use bfloat16")
         if self.init_from is not None and self.init_unet is not None:

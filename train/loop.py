@@ -13,12 +13,13 @@ from shards.base.stop import StopSignal
 from train.data.batch import Batch
 from train.data.draws import Draws
 from train.data.loader import Loader
-from train.model.ema import Ema, ema_decay
+from train.model.ema import SNAPSHOT_DTYPES, Ema, ema_decay
 from train.model.optimizer import Optimizer
+from train.objective.alignment import Aligned
 from train.objective.loss import DiffusionLoss
 from train.objective.sums import LossSums
 from train.objective.validation import Validation
-from train.run.checkpoint import CheckpointWriter, take_snapshot
+from train.run.checkpoint import CheckpointWriter, Snapshot, average_files, take_snapshot
 from train.run.log import Log
 from train.run.meter import Interval, Meter, peak_memory
 from train.run.processes import lost_processes_named
@@ -39,10 +40,13 @@ class Run:
     microbatch_size: int
     collective_timeout: float
     unet: Any
+    aligned: Aligned | None
+    """`unet` with its projection head, where a layer is aligned (REPA)."""
     model: Any
-    """`unet` as accelerate wrapped it, or split."""
+    """`unet`, or `aligned`, as accelerate wrapped it, or split."""
     optimizer: Optimizer
-    ema: Ema
+    averages: dict[str, Ema]
+    """`ema`, and those that snapshots are taken of."""
     loss: DiffusionLoss
     loader: Loader
     steps_per_epoch: int
@@ -50,6 +54,8 @@ class Run:
     state: TrainState
     results: StepResults
     writer: CheckpointWriter
+    snapshots: CheckpointWriter
+    """Of the averages that are rebuilt afterwards."""
     log: Log
     meter: Meter
     peak_tflops: float | None
@@ -73,6 +79,9 @@ def train(run: Run) -> None:
                 batch = next(batches)
             take_step(run, batch)
             run.writer.check()
+            run.snapshots.check()
+            if state.step % run.snapshots.config.every == 0:
+                snapshot_averages(run)
             leave = state.step % SIGNAL_EVERY == 0 and stop_agreed(run, stop)
             last = leave or state.step == run.max_steps
             if last or state.step % run.writer.config.every == 0:
@@ -87,7 +96,8 @@ def take_step(run: Run, batch: Batch) -> None:
     run.log.samples(batch, run.state.step + 1)
     grad_norm = train_step(run, batch)
     run.state.step += 1
-    run.ema.update(run.unet.named_parameters(), run.state.step)
+    for ema in run.averages.values():
+        ema.update(run.unet.named_parameters(), run.state.step)
     run.meter.count(batch)
     run.log.advance()
     if run.log.is_due(run.state.step):
@@ -97,7 +107,7 @@ def take_step(run: Run, batch: Batch) -> None:
 def train_step(run: Run, batch: Batch) -> Tensor:
     """One optimizer step on this rank's share of a global batch; returns the gradient's norm before clipping."""
     accelerator, step = run.accelerator, run.state.step
-    sums = LossSums.zeros(accelerator.device)
+    sums, aligned = LossSums.zeros(accelerator.device), torch.zeros((), device=accelerator.device)
     # on the CPU, so that only the caption that each sample is trained with moves to the device
     batch = batch.draw_captions(Draws(run.seed, step, batch.slots))
     microbatches = list(batch.to(accelerator.device).microbatches(run.microbatch_size))
@@ -106,10 +116,12 @@ def train_step(run: Run, batch: Batch) -> Tensor:
         # gradients cross ranks once, with the last microbatch; of weights that are split, with each
         with nullcontext() if last else accelerator.no_sync(run.model):
             losses = run.loss(run.model, microbatch, Draws(run.seed, step, microbatch.slots))
-            accelerator.backward(losses.per_sample.sum() / len(batch))
+            accelerator.backward(losses.total.sum() / len(batch))
         sums += LossSums.of(losses.per_sample.detach(), losses.timesteps, run.loss.path.num_train_timesteps)
+        if losses.aligned is not None:
+            aligned += losses.aligned.detach().sum()
     grad_norm, skipped = run.optimizer.step(run.model, step)
-    run.results.add(skipped, sums)
+    run.results.add(skipped, sums, aligned if run.aligned else None)
     return grad_norm
 
 
@@ -118,7 +130,8 @@ def write_line(run: Run, grad_norm: Tensor) -> None:
     run.results.collect(run.state)
     fields = describe(run, run.meter.close(), float(grad_norm))
     if run.validation is not None and run.state.step % run.validation.every == 0:
-        fields |= run.validation(run.unet, run.loss, run.accelerator)
+        with run.validation.averaged(run.averages["ema"], run.unet):
+            fields |= run.validation(run.aligned or run.unet, run.loss, run.accelerator)
     run.state.begin_line()
     run.meter.restart()
     run.log.write(run.state.step, fields)
@@ -128,10 +141,15 @@ def describe(run: Run, interval: Interval, grad_norm: float) -> dict[str, Any]:
     """A line of metrics.jsonl."""
     state = run.state
     rate, mfu = interval.rate(run.global_batch_size), interval.mfu(run.peak_tflops)
-    holds_ema = run.ema.average is not None
+    ema = run.averages["ema"]
+    holds_ema = ema.average is not None
     return {
         "loss": sum(state.losses) / len(state.losses) if state.losses else None,
         "loss_by_quarter": state.sums.means(run.loss.path.num_train_timesteps),
+        "loss_z": state.alarm.highest,
+        "alarms": len(state.alarm.steps),
+        "alarm_step": state.alarm.steps[-1] if state.alarm.steps else None,
+        **(alignment_fields(run) if run.aligned else {}),
         "skipped_steps": state.skipped,
         "grad_norm": grad_norm,
         "lr": run.optimizer.lr,
@@ -142,8 +160,16 @@ def describe(run: Run, interval: Interval, grad_norm: float) -> dict[str, Any]:
         "data_wait": round(interval.data_seconds / interval.seconds, 4),
         "epoch": round(state.step / run.steps_per_epoch, 4),
         "ema": holds_ema,
-        "ema_decay": ema_decay(run.ema.config, state.step) if holds_ema else None,
+        "ema_decay": ema_decay(ema.config, state.step) if holds_ema else None,
     }
+
+
+def alignment_fields(run: Run) -> dict[str, float | None]:
+    """Of the alignment: its mean loss since the last line, and its coefficient in the step just done."""
+    assert run.aligned is not None
+    losses = run.state.alignments
+    coefficient = run.aligned.config.coefficient(run.state.step - 1)
+    return {"repa_loss": sum(losses) / len(losses) if losses else None, "repa_weight": coefficient}
 
 
 def save(run: Run, last: bool) -> None:
@@ -151,11 +177,21 @@ def save(run: Run, last: bool) -> None:
     run.results.collect(run.state)
     if run.accelerator.scaler is not None:
         run.state.scaler = run.accelerator.scaler.state_dict()
-    run.writer.write(take_snapshot(run.state, run.unet, run.optimizer.adamw, run.ema))
+    head = run.aligned.head if run.aligned else None
+    run.writer.write(take_snapshot(run.state, run.unet, run.optimizer.adamw, run.averages, head))
     if last:
         run.writer.finish()
+        run.snapshots.finish()
     if last or not run.writer.config.asynchronous:
         run.accelerator.wait_for_everyone()
+
+
+def snapshot_averages(run: Run) -> None:
+    """Keep for good the averages from which any width is rebuilt afterwards, where they are held."""
+    averages = {name: ema for name, ema in run.averages.items() if name != "ema"}
+    if averages:
+        dtype = SNAPSHOT_DTYPES[run.averages["ema"].config.snapshot_dtype]
+        run.snapshots.write(Snapshot(run.state.copy(), average_files(run.unet, averages, dtype)))
 
 
 def stop_agreed(run: Run, stop: StopSignal) -> bool:

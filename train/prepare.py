@@ -14,9 +14,10 @@ from train.config import TrainConfig
 from train.data.spec import DataSpec, only_read
 from train.data.streams import Found, find_data, open_data
 from train.model.backbone import BackboneConfig
-from train.model.unet import build_unet, check_fit, load_pretrained
+from train.model.unet import build_unet, check_fit, load_pretrained, on_meta
+from train.objective.alignment import Aligned, find_features, hear, make_head
 from train.objective.validation import Validation, open_validation
-from train.run.checkpoint import Checkpoint, load_weights, newest_checkpoint
+from train.run.checkpoint import Checkpoint, load_head, load_weights, newest_checkpoint
 from train.run.fingerprint import check_resume, check_same_everywhere, make_fingerprint
 from train.run.preflight import World, check_launch, check_run_dir, check_tracker
 
@@ -37,6 +38,8 @@ class Prepared:
     """Where the weights come from that a new run begins with, in words; None: random."""
     fingerprint: dict[str, Any]
     validation: Validation | None
+    aligned: Aligned | None = None
+    """`unet` with its projection head, where a layer is aligned."""
 
 
 def preflight(config: TrainConfig, accelerator: Accelerator | None) -> World:
@@ -66,13 +69,17 @@ def prepare(config: TrainConfig, accelerator: Accelerator | None = None) -> Prep
     unet = build_unet(config.network, config.seed)
     backbone = config.backbone.resolved(spec.texts)
     check_fit(unet, spec, backbone)
+    aligned = make_aligned(config, spec, unet, backbone)
+    repa = None if aligned is None else config.repa.model_dump(mode="json") | {"tower": aligned.features.name}
     fingerprint = make_fingerprint(
-        config.seed, config.global_batch_size, config.data, spec, config.objective, unet, config.backbone
+        config.seed, config.global_batch_size, config.data, spec, config.objective, unet, config.backbone, repa
     )
     check_same_everywhere(accelerator, fingerprint, spec.look.problem if spec.look else None)
     if checkpoint is not None:
         check_resume(checkpoint.folder, checkpoint.fingerprint, fingerprint, config.data.index == "newest")
     words = None
+    if aligned is not None and (checkpoint or start) is not None:
+        load_head(aligned.head, (checkpoint or start).folder)
     if checkpoint is not None:
         load_weights(unet, checkpoint.folder / "unet")
     elif start is not None:
@@ -85,7 +92,21 @@ def prepare(config: TrainConfig, accelerator: Accelerator | None = None) -> Prep
     if config.validation.root is not None:
         training = only_read(EncodingRecord.load(spec.streams[0].store), config.data.towers)
         validation = open_validation(config.validation, training, config.seed)
-    return Prepared(world, spec, unet, backbone, checkpoint, words, fingerprint, validation)
+    return Prepared(world, spec, unet, backbone, checkpoint, words, fingerprint, validation, aligned)
+
+
+def make_aligned(config: TrainConfig, spec: DataSpec, unet: Any, backbone: BackboneConfig) -> Aligned | None:
+    """The network with the projection head that the config asks for; None: it asks for none.
+
+    Raises:
+        RequestError: the tower, or the layer, is not there, is not read, or is not of tokens.
+    """
+    if config.repa.layer is None:
+        return None
+    features = find_features(config.repa, spec, sorted(EncodingRecord.load(spec.streams[0].store).features))
+    calls = {hw: on_meta(unet, backbone, spec, hw) for hw in sorted({stream.latent_hw for stream in spec.streams})}
+    shapes = {hw: hear(network, config.repa, call) for hw, (network, call) in calls.items()}
+    return Aligned(unet, make_head(config.repa, shapes, features.tower.width, config.seed), config.repa, features)
 
 
 def find_all(config: TrainConfig) -> tuple[Checkpoint | None, Checkpoint | None, Found]:

@@ -1,7 +1,10 @@
 """Latents roots of random numbers, made in a moment without a model: for benchmarks and tests of reading."""
 
+import math
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -12,7 +15,7 @@ from shards.format.buckets import COVERS, Bucket
 from shards.format.encoding import EncodingRecord
 from shards.format.receipts import MadeBy
 from shards.format.text import TextLatents
-from shards.format.towers import ONLY_TEXT, ImageTower, TextTower, Weights
+from shards.format.towers import ONLY_TEXT, FeatureTower, ImageTower, TextTower, Weights
 from shards.open import open_store
 from shards.root.commit import Attempt, commit
 from shards.root.index import write_indexes
@@ -43,10 +46,14 @@ def encoding_record(text_length: int, text_width: int, **text: Any) -> EncodingR
 
 
 def make_root(
-    root: Path, buckets: dict[str, list[int]], text: tuple[int, int] = (16, 16), missing_every: int = 0
+    root: Path,
+    buckets: dict[str, list[int]],
+    text: tuple[int, int] = (16, 16),
+    missing_every: int = 0,
+    features: Mapping[str, FeatureTower] = MappingProxyType({}),
 ) -> Path:
     """A root of `buckets`, each with as many samples per part as listed, and text latents of `text` (tokens, width)."""
-    encoding = encoding_record(*text)
+    encoding = encoding_record(*text).model_copy(update={"features": dict(features)})
     create_root(open_store(root), encoding)
     write_uncond(open_store(root), {ONLY_TEXT: TextLatents(torch.zeros(text), 2)}, encoding)
     rng = np.random.default_rng(0)
@@ -102,4 +109,10 @@ def make_sample(
         image_latents=torch.from_numpy(rng.standard_normal((encoding.image.num_planes, height, width), np.float32)),
         size=(int(rng.integers(64, 300)), int(rng.integers(64, 300)), 0, 0),
         scores=scores,
+        features={
+            name: torch.from_numpy(
+                rng.standard_normal((math.prod(feature.grid(Bucket.parse(bucket))), feature.width), np.float32)
+            )
+            for name, feature in encoding.features.items()
+        },
     )

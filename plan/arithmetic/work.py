@@ -67,7 +67,7 @@ def count_work(networks: Networks, buckets: Iterable[str]) -> Work:
     check_fit(unet, data, backbone)
     return Work(
         num_parameters=sum(parameter.numel() for parameter in unet.parameters()),
-        train={name: training_flops(on_meta(unet, backbone, data, hw)) for name, hw in shapes.items()},
+        train={name: training_flops(on_meta(unet, backbone, data, hw)[1]) for name, hw in shapes.items()},
         encode=encode,
         caption=caption,
         latent_hw=shapes,

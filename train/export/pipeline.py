@@ -7,10 +7,11 @@ examples:
   python -m train export runs/phase2 --vae models/vae --text_encoder models/text_encoder --tokenizer models/tokenizer
 """
 
+import math
 import shutil
 import uuid
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import diffusers
 from diffusers import DDIMScheduler, DPMSolverMultistepScheduler
@@ -18,6 +19,7 @@ from pydantic import Field
 
 from shards.base.config import Config, load_config
 from shards.base.errors import RequestError, WorkError
+from shards.format.buckets import Bucket
 from shards.format.encoding import EncodingRecord
 from shards.format.models import hash_weights, model_folder
 from shards.format.towers import Weights
@@ -37,8 +39,8 @@ class ExportConfig(Config):
 
     step: int | None = Field(None, ge=0)
     """Which checkpoint; null: the newest that is whole."""
-    weights: Literal["auto", "raw", "ema"] = Field("auto")
-    """auto: the moving average where the run has one."""
+    weights: str = "auto"
+    """raw, ema, or auto, the moving average where the run has one; or a folder that `train ema RUN` wrote."""
     output: Path | None = None
     """Default: RUN/export."""
     vae: str | None = None
@@ -92,7 +94,8 @@ def write_pipeline(run_dir: Path, options: ExportConfig) -> Path:
         for name, folder in parts.items():
             _copy(folder, private / name)
         _copy(weights, private / network_name(pipeline))
-        scheduler = scheduler_of(pipeline, config.objective)
+        sizes = (Bucket.parse(stream.bucket).latent_hw(encoding.image.downsampling) for stream in config.data.streams)
+        scheduler = scheduler_of(pipeline, config.objective, max(sizes, key=math.prod))
         scheduler.save_pretrained(private / "scheduler")
         trimmed = pipeline.class_name == PipelineConfig().class_name and texts[0].trim
         write_index(private, pipeline, encoding.image.class_name, texts, type(scheduler).__name__)
@@ -110,8 +113,12 @@ def write_pipeline(run_dir: Path, options: ExportConfig) -> Path:
     return target
 
 
-def sampler(objective: ObjectiveConfig) -> DDIMScheduler | DPMSolverMultistepScheduler:
+def sampler(
+    objective: ObjectiveConfig, latent_hw: tuple[int, int] = (64, 64)
+) -> DDIMScheduler | DPMSolverMultistepScheduler:
     """A deterministic sampler over the noise that the U-Net was trained under, set up as SD's are.
+
+    Its steps are shifted as training's times were; where that depends on the picture's size, as those of `latent_hw`.
 
     Flow matching's is DPM-Solver++ along the straight line, where its first order is Euler's method: unlike diffusers'
     FlowMatchEulerDiscreteScheduler it has what StableDiffusionPipeline asks of a scheduler, so the stock one works.
@@ -121,7 +128,7 @@ def sampler(objective: ObjectiveConfig) -> DDIMScheduler | DPMSolverMultistepSch
             num_train_timesteps=objective.num_train_timesteps,
             prediction_type="flow_prediction",
             use_flow_sigmas=True,
-            flow_shift=1.0,
+            flow_shift=objective.shift.alpha(latent_hw),
             steps_offset=1,  # unused here; diffusers warns of any other
         )
     config = noise_scheduler(objective).config
@@ -130,14 +137,14 @@ def sampler(objective: ObjectiveConfig) -> DDIMScheduler | DPMSolverMultistepSch
     return DDIMScheduler.from_config(config, clip_sample=False, set_alpha_to_one=False, **spacing)
 
 
-def scheduler_of(pipeline: PipelineConfig, objective: ObjectiveConfig) -> Any:
+def scheduler_of(pipeline: PipelineConfig, objective: ObjectiveConfig, latent_hw: tuple[int, int] = (64, 64)) -> Any:
     """The scheduler that the config names, or else `sampler`'s.
 
     Raises:
         RequestError: diffusers has none of that name, or it does not take these settings.
     """
     if pipeline.scheduler is None:
-        return sampler(objective)
+        return sampler(objective, latent_hw)
     try:
         return getattr(diffusers, pipeline.scheduler)(
             num_train_timesteps=objective.num_train_timesteps, **pipeline.scheduler_settings

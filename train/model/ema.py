@@ -1,14 +1,18 @@
-"""The exponential moving average of the weights."""
+"""Moving averages of the weights: the run's own, and those from which any width can be rebuilt afterwards."""
 
-from collections.abc import Iterable
-from typing import Literal
+from collections.abc import Iterable, Sequence
+from typing import Annotated, Literal
 
 import numpy as np
 import torch
-from pydantic import Field
+from pydantic import Field, field_validator
 from torch import Tensor
 
 from shards.base.config import Config
+
+Width = Annotated[float, Field(gt=0, lt=0.28)]
+"""Standard deviation in time of an average, as a share of the steps done; a flat average has 1/√12 = 0.289."""
+SNAPSHOT_DTYPES = {"float16": torch.float16, "float32": torch.float32}
 
 
 class EmaConfig(Config):
@@ -18,10 +22,24 @@ class EmaConfig(Config):
     """`power` widens the average with the run, to the same share of it at every step (Karras et al., 2024)."""
     decay: float = Field(0.9999, gt=0, lt=1)
     """Of `constant`."""
-    sigma_rel: float = Field(0.1, gt=0, lt=0.28)
+    sigma_rel: Width = 0.1
     """Of `power`: the average's width (standard deviation in time) as a share of the steps done."""
     start_step: int | None = Field(None, ge=0)
     """Step from which it is held; null: never. It takes no memory before."""
+    snapshot_every: int | None = Field(None, ge=1)
+    """Steps between snapshots of further averages, held from the first step on, from which `python -m train ema RUN`
+    rebuilds any width afterwards; null: none are held."""
+    std: list[Width] = Field([0.05, 0.1], min_length=1)
+    """Widths of those, as `sigma_rel`; each takes 4 bytes a parameter, on the device and in every checkpoint."""
+    snapshot_dtype: Literal["float16", "float32"] = "float16"
+    """Type of the snapshots' numbers; float16 rounds each to 1/2048 of itself."""
+
+    @field_validator("std")
+    @classmethod
+    def _differ(cls, std: list[float]) -> list[float]:
+        if len({average_name(width) for width in std}) < len(std):
+            raise ValueError(f"{std} names a width twice; three decimals tell them apart")
+        return std
 
 
 def ema_decay(config: EmaConfig, step: int) -> float:
@@ -44,6 +62,32 @@ def power_exponent(sigma_rel: float) -> float:
     """
     inverse = sigma_rel**-2
     return float(np.roots([1.0, 7.0, 16.0 - inverse, 12.0 - inverse]).real.max())
+
+
+def average_name(std: float) -> str:
+    """The folder of a post-hoc average in checkpoints and snapshots: `ema-0.050`."""
+    return f"ema-{std:.3f}"
+
+
+def correlation(a_step: np.ndarray, a_std: np.ndarray, b_step: np.ndarray, b_std: np.ndarray) -> np.ndarray:
+    """Inner products of power profiles that end at these steps, with these widths; shapes broadcast.
+
+    Algorithm 3 of Karras et al. (2024), equation 151: ∫ p_a(t)·p_b(t) dt of p(t) = (γ + 1)·t^γ / T^(γ + 1) on [0, T].
+    """
+    a, b = (np.vectorize(power_exponent)(std) for std in (a_std, b_std))
+    exponent = np.where(a_step < b_step, b, -a)
+    return (a + 1) * (b + 1) * (a_step / b_step) ** exponent / ((a + b + 1) * np.maximum(a_step, b_step))
+
+
+def posthoc_coefficients(steps: Sequence[int], stds: Sequence[float], step: int, std: float) -> np.ndarray:
+    """(n,) weights of n averages that together come closest to the one of width `std` that ends at `step`.
+
+    Least squares over the profiles, the same paper's algorithm 3, scaled to sum to 1; in float64.
+    """
+    t, width = np.asarray(steps, np.float64), np.asarray(stds, np.float64)
+    gram = correlation(t[:, None], width[:, None], t, width)
+    x = np.linalg.solve(gram, correlation(t, width, np.array(float(step)), np.array(std)))
+    return np.asarray(x / x.sum())
 
 
 class Ema:
@@ -74,3 +118,26 @@ class Ema:
         by_name = dict(parameters)
         weights = [by_name[name].detach().float() for name in self.average]
         torch._foreach_lerp_(list(self.average.values()), weights, 1.0 - ema_decay(self.config, step))
+
+    @torch.no_grad()
+    def swap(self, parameters: Iterable[tuple[str, Tensor]]) -> None:
+        """Exchange average and weights in place, where one is held; the same again puts both back, bit by bit.
+
+        One tensor more than the two is held at a time.
+        """
+        by_name = dict(parameters)
+        for name, average in (self.average or {}).items():
+            weight = by_name[name].detach().clone()
+            by_name[name].copy_(average)
+            average.copy_(weight)
+
+
+def make_averages(config: EmaConfig) -> dict[str, Ema]:
+    """Folder in a checkpoint → average: `ema`, the run's own, and the post-hoc ones of `std` where they are held.
+
+    The latter's first update is all of them (β(1) = 0), so they hold every step; where they are turned on later, the
+    weights of that step stand for all before.
+    """
+    stds = config.std if config.snapshot_every is not None else []
+    posthoc = {average_name(std): Ema(EmaConfig(kind="power", sigma_rel=std, start_step=1)) for std in stds}
+    return {"ema": Ema(config)} | posthoc

@@ -187,7 +187,7 @@ def _wrong_call(unet: Any, spec: DataSpec, backbone: BackboneConfig) -> list[str
     for hw in sorted({stream.latent_hw for stream in spec.streams}):
         try:
             with torch.no_grad():
-                call = on_meta(unet, backbone, spec, hw)
+                _, call = on_meta(unet, backbone, spec, hw)
                 shape = tuple(call().shape)
         except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
             return [f"diffusers cannot call it on latents of {hw}: {type(error).__name__}: {error}"]
@@ -198,8 +198,8 @@ def _wrong_call(unet: Any, spec: DataSpec, backbone: BackboneConfig) -> list[str
 
 def on_meta(
     unet: Any, backbone: BackboneConfig, data: TowersRead, latent_hw: tuple[int, int]
-) -> Callable[[], torch.Tensor]:
-    """A call of a network like `unet`, of which only the config is looked at, for one sample; without any numbers."""
+) -> tuple[nn.Module, Callable[[], torch.Tensor]]:
+    """A network like `unet`, of which only the config is looked at, and a call of it for one sample; no numbers."""
     target = (latent_hw[0] * data.image.downsampling, latent_hw[1] * data.image.downsampling)
     with torch.device("meta"):
         copy: nn.Module = class_of(unet.config, "the config").from_config(unet.config)
@@ -211,7 +211,7 @@ def on_meta(
         with torch.device("meta"):
             return backbone.predict(copy, latents, timesteps, conditioning)
 
-    return call
+    return copy, call
 
 
 def _row(unet: Any) -> dict[str, Any]:

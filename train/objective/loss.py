@@ -1,6 +1,6 @@
 """The training loss: a sample's latents, noised along a path, and the U-Net's error in what it should predict."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -10,6 +10,7 @@ from train.data.batch import Batch
 from train.data.draws import Draws, Purpose
 from train.data.spec import DataSpec
 from train.model.backbone import BackboneConfig
+from train.objective.alignment import Aligned
 from train.objective.latents import StoredLatents
 from train.objective.paths import ObjectiveConfig, noise_path
 
@@ -22,15 +23,35 @@ class Losses:
     """(N,) float32 mean squared error over a sample's latents, weighted as configured."""
     timesteps: Tensor
     """(N,) at which they were taken."""
+    aligned: Tensor | None = None
+    """(N,) −mean cosine of the aligned layer with the features, where one is (REPA)."""
+    coefficient: float = 0.0
+    """Of that in what is trained on."""
+
+    @property
+    def total(self) -> Tensor:
+        """(N,) what is trained on."""
+        return self.per_sample if self.aligned is None else self.per_sample + self.coefficient * self.aligned
 
 
 class DiffusionLoss:
     """Draws latents, noise, timesteps and dropped captions for each sample, and scores the U-Net's prediction."""
 
     def __init__(
-        self, config: ObjectiveConfig, spec: DataSpec, device: torch.device, backbone: BackboneConfig | None = None
+        self,
+        config: ObjectiveConfig,
+        spec: DataSpec,
+        device: torch.device,
+        backbone: BackboneConfig | None = None,
+        *,
+        aligned: Aligned | None = None,
     ):
-        """Raises RequestError where the backbone reads a tower that there is not."""
+        """`aligned`: the network whose layer is aligned, where one is, before it was wrapped.
+
+        Raises:
+            RequestError: the backbone reads a tower that there is not.
+        """
+        self.aligned = aligned
         self.path = noise_path(config, device)
         self.backbone = (backbone or BackboneConfig()).resolved(spec.texts)
         self.latents = StoredLatents(spec, device, self.backbone)
@@ -41,10 +62,16 @@ class DiffusionLoss:
         num_drops = self.latents.drops_per_sample
         counts = {Purpose.TIMESTEP: 1, Purpose.CAPTION_DROPOUT: num_drops, Purpose.NOISE: self.latents.size(batch)}
         draws.draw(counts | self.latents.draws_per_sample(batch))
-        timesteps = self.path.timesteps(draws)
+        height, width = batch.columns["image_latents"].shape[2:]
+        timesteps = self.path.shifted(self.path.timesteps(draws), (height, width))
         dropped = draws.chances(Purpose.CAPTION_DROPOUT, self.caption_dropout, num_drops)
         errors = self.squared_error(unet, batch, timesteps, dropped, draws)
-        return Losses(self.path.weight(timesteps) * errors, timesteps)
+        losses = Losses(self.path.weight(timesteps) * errors, timesteps)
+        if self.aligned is None:
+            return losses
+        return replace(
+            losses, aligned=self.aligned.loss(batch), coefficient=self.aligned.config.coefficient(draws.step)
+        )
 
     def squared_error(self, unet: nn.Module, batch: Batch, timesteps: Tensor, dropped: Tensor, draws: Draws) -> Tensor:
         """(N,) float32, unweighted, at given timesteps (N,) and captions left out where `dropped`."""

@@ -1,5 +1,6 @@
 """Paths from data to noise, on tensors alone: how a sample is noised, what is to be predicted, how it is weighed."""
 
+import math
 from abc import ABC, abstractmethod
 from typing import Literal
 
@@ -10,6 +11,9 @@ from torch import Tensor
 
 from shards.base.config import Config
 from train.data.draws import Draws, Purpose
+from train.objective.times import ShiftConfig, cosmap, mode, shifted
+
+FLOW_ONLY = ("timestep_sampling", "weighting", "shift")
 
 
 class ObjectiveConfig(Config):
@@ -19,12 +23,17 @@ class ObjectiveConfig(Config):
     """The first three are DDPM's, over the β below; flow_matching is rectified flow, which has no β."""
     num_train_timesteps: int = Field(1000, ge=1)
     """With flow_matching, the scale on which the U-Net is told the time in [0, 1]."""
-    timestep_sampling: Literal["uniform", "logit_normal"] = "uniform"
+    timestep_sampling: Literal["uniform", "logit_normal", "mode", "cosmap"] = "uniform"
     """How flow_matching draws its time; the sigmoid of a normal dwells in the middle (Esser et al., 2024)."""
     logit_mean: float = 0.0
     """Of the normal of logit_normal."""
     logit_std: float = Field(1.0, gt=0)
     """Of the same."""
+    mode_scale: float = Field(1.29, ge=-1, le=2 / (math.pi - 2))
+    """Of mode; 0 is uniform, and within these bounds no two draws give one time."""
+    shift: ShiftConfig = ShiftConfig()
+    weighting: Literal["none", "sigma_sqrt", "cosmap"] = "none"
+    """With flow_matching, each sample's weight in the loss: t^−2, or 2 / (π·(1 − 2t + 2t²)), the density of cosmap."""
     beta_schedule: Literal["scaled_linear", "linear", "squaredcos_cap_v2"] = "scaled_linear"
     """How β goes from `beta_start` to `beta_end`, as diffusers names it."""
     beta_start: float = Field(0.00085, gt=0, lt=1)
@@ -50,8 +59,12 @@ class ObjectiveConfig(Config):
                         f"{name} with prediction flow_matching: that path ends in pure noise by itself and has no SNR "
                         f"weights; leave it out"
                     )
-        elif self.timestep_sampling != "uniform":
-            raise ValueError(f"timestep_sampling {self.timestep_sampling} goes with prediction flow_matching alone")
+            return self
+        for name in FLOW_ONLY:
+            value = getattr(self, name)
+            if value != type(self).model_fields[name].default:
+                shown = f"{name}.kind {value.kind}" if isinstance(value, ShiftConfig) else f"{name} {value}"
+                raise ValueError(f"{shown} goes with prediction flow_matching alone")
         if self.zero_terminal_snr and self.prediction == "epsilon":
             raise ValueError(
                 "zero_terminal_snr with prediction epsilon has nothing to learn at the last step; use v_prediction"
@@ -68,9 +81,13 @@ class NoisePath(ABC):
     def timesteps(self, draws: Draws) -> Tensor:
         """(N,) times at which the samples are noised, in the unit in which the U-Net is told of them."""
 
-    def fixed_timesteps(self, count: int) -> list[int] | list[float]:
-        """The middles of `count` equal parts of the time axis."""
-        return [(k + 0.5) * self.num_train_timesteps / count for k in range(count)]
+    def shifted(self, timesteps: Tensor, latent_hw: tuple[int, int]) -> Tensor:
+        """The drawn times (N,), moved as the size of the latents (h, w) asks for."""
+        return timesteps
+
+    def fixed_timesteps(self, count: int, place: float = 0.5) -> list[int] | list[float]:
+        """One of each of `count` equal parts of the time axis: its middle, or its start at a `place` of 0."""
+        return [(k + place) * self.num_train_timesteps / count for k in range(count)]
 
     @abstractmethod
     def add_noise(self, latents: Tensor, noise: Tensor, timesteps: Tensor) -> Tensor:
@@ -117,9 +134,9 @@ class DDPM(NoisePath):
         """(N,) int64, uniform in [0, num_train_timesteps)."""
         return draws.integers(Purpose.TIMESTEP, self.num_train_timesteps)
 
-    def fixed_timesteps(self, count: int) -> list[int]:
-        """The middles of `count` equal parts, rounded down."""
-        return [int(middle) for middle in super().fixed_timesteps(count)]
+    def fixed_timesteps(self, count: int, place: float = 0.5) -> list[int]:
+        """The same, rounded down."""
+        return [int(time) for time in super().fixed_timesteps(count, place)]
 
     def add_noise(self, latents: Tensor, noise: Tensor, timesteps: Tensor) -> Tensor:
         """x_t = √ᾱ_t·x_0 + √(1 − ᾱ_t)·noise."""
@@ -151,14 +168,34 @@ class RectifiedFlow(NoisePath):
 
     def __init__(self, config: ObjectiveConfig):
         self.num_train_timesteps = config.num_train_timesteps
-        self.sampling, self.mean, self.std = config.timestep_sampling, config.logit_mean, config.logit_std
+        self.config = config
 
     def timesteps(self, draws: Draws) -> Tensor:
-        """(N,) float32 in (0, num_train_timesteps]; uniform, or the sigmoid of a normal (Esser et al., 2024)."""
-        if self.sampling == "uniform":
-            return draws.uniform(Purpose.TIMESTEP) * self.num_train_timesteps
-        normals = draws.normal(Purpose.TIMESTEP, ())
-        return torch.sigmoid(self.mean + self.std * normals) * self.num_train_timesteps
+        """(N,) float32 in (0, num_train_timesteps]; uniform, the sigmoid of a normal, or a map of uniforms."""
+        config = self.config
+        if config.timestep_sampling == "logit_normal":
+            normals = draws.normal(Purpose.TIMESTEP, ())
+            return torch.sigmoid(config.logit_mean + config.logit_std * normals) * self.num_train_timesteps
+        times = draws.uniform(Purpose.TIMESTEP)
+        if config.timestep_sampling == "mode":
+            times = mode(times, config.mode_scale)
+        elif config.timestep_sampling == "cosmap":
+            times = cosmap(times)
+        return times * self.num_train_timesteps
+
+    def shifted(self, timesteps: Tensor, latent_hw: tuple[int, int]) -> Tensor:
+        """The drawn times (N,), moved towards noise."""
+        alpha = self.config.shift.alpha(latent_hw)
+        if alpha == 1.0:  # bit by bit as they were
+            return timesteps
+        return shifted(timesteps / self.num_train_timesteps, alpha) * self.num_train_timesteps
+
+    def weight(self, timesteps: Tensor) -> Tensor | float:
+        """1, or one of diffusers' `compute_loss_weighting_for_sd3`, at the times that were trained on."""
+        t = timesteps / self.num_train_timesteps
+        if self.config.weighting == "sigma_sqrt":
+            return t**-2.0
+        return 2.0 / (math.pi * (1.0 - 2.0 * t + 2.0 * t**2)) if self.config.weighting == "cosmap" else 1.0
 
     def add_noise(self, latents: Tensor, noise: Tensor, timesteps: Tensor) -> Tensor:
         """x_t = (1 − t)·x_0 + t·noise."""

@@ -1,12 +1,14 @@
 """Validation loss: held-out latents at eight fixed timesteps under fixed noise, so that only the U-Net changes it."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from accelerate import Accelerator
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from shards.base.config import Config
@@ -19,10 +21,12 @@ from shards.root.reading import read_parts
 from train.data.batch import Batch, Collate
 from train.data.draws import Draws
 from train.data.spec import column_lengths, encoding_differences, only_read
+from train.model.ema import Ema
 from train.model.sharding import reshard
 from train.objective.loss import DiffusionLoss
 
 NUM_TIMESTEPS = 8
+PLACES = {"middles": 0.5, "starts": 0.0}
 FIRST_STEP = 1 << 47
 """Keys of validation draws: steps that no training reaches."""
 
@@ -40,6 +44,20 @@ class ValidationConfig(Config):
     """Samples per forward pass."""
     every: int = Field(1000, ge=1)
     """Steps; the value goes with that step's line of metrics.jsonl, so `log.every` must divide it."""
+    timesteps: Literal["middles", "starts"] = "middles"
+    """Of eight equal parts of the time axis; the starts of flow matching's, t = k/8, are MLPerf's for FLUX.1."""
+    dealt: bool = False
+    """Each sample at one of the eight, in turn, as MLPerf has it; false: at all, for eight times the cost."""
+    weights: Literal["raw", "ema"] = "raw"
+    """Whose loss; ema: the moving average's, where it is held, which takes the weights' place meanwhile."""
+
+    @model_validator(mode="after")
+    def _check(self) -> "ValidationConfig":
+        if self.dealt and self.samples < NUM_TIMESTEPS:
+            raise ValueError(
+                f"samples {self.samples}, dealt to {NUM_TIMESTEPS} timesteps, leave some without; give more"
+            )
+        return self
 
 
 @dataclass(frozen=True)
@@ -50,25 +68,47 @@ class Validation:
     seed: int
     every: int
     """Steps between two validations."""
+    place: float
+    """Of a timestep in its part of the time axis."""
+    dealt: bool
+    """Whether each sample is looked at in one of the parts alone."""
+    weights: str = "raw"
+    """`raw` or `ema`."""
+
+    @contextmanager
+    def averaged(self, ema: Ema, unet: nn.Module) -> Iterator[None]:
+        """Around a call: the weights that it is to be of are in their place, and then the run's own again."""
+        if self.weights == "raw":
+            yield
+            return
+        ema.swap(unet.named_parameters())
+        try:
+            yield
+        finally:
+            ema.swap(unet.named_parameters())
 
     @torch.no_grad()
     def __call__(self, unet: nn.Module, loss: DiffusionLoss, accelerator: Accelerator) -> dict[str, Any]:
         """`val_loss`, and its value at each timestep; every sample has its caption. The ranks share the batches."""
-        timesteps = loss.path.fixed_timesteps(NUM_TIMESTEPS)
-        sums = torch.zeros(NUM_TIMESTEPS, device=accelerator.device)
+        timesteps = loss.path.fixed_timesteps(NUM_TIMESTEPS, self.place)
+        times = torch.tensor(timesteps, device=accelerator.device)
+        sums, counts = torch.zeros(2, NUM_TIMESTEPS, device=accelerator.device)
         ranks = accelerator.num_processes
         # all ranks go as often through a U-Net that they hold parts of; what one does over again does not count
         for first in range(0, len(self.batches), ranks):
             place = first + accelerator.process_index
             moved = self.batches[place % len(self.batches)].to(accelerator.device)
             no_captions_dropped = torch.zeros_like(moved.slots, dtype=torch.bool)
-            for k, timestep in enumerate(timesteps):
+            for k in range(1 if self.dealt else NUM_TIMESTEPS):
                 draws = Draws(self.seed, FIRST_STEP + k, moved.slots)
-                at = torch.full((len(moved),), timestep, device=accelerator.device)
-                errors = loss.squared_error(unet, moved, at, no_captions_dropped, draws)
-                sums[k] += errors.sum() if place < len(self.batches) else 0.0
+                parts = moved.slots % NUM_TIMESTEPS if self.dealt else torch.full_like(moved.slots, k)
+                errors = loss.squared_error(unet, moved, times[parts], no_captions_dropped, draws)
+                if place < len(self.batches):
+                    sums.index_add_(0, parts, errors)
+                    counts.index_add_(0, parts, torch.ones_like(errors))
         reshard(unet)
-        means: Tensor = accelerator.reduce(sums, "sum") / sum(len(batch) for batch in self.batches)
+        both: Tensor = accelerator.reduce(torch.stack([sums, counts]), "sum")
+        means = both[0] / both[1]
         by_timestep = dict(zip(map(str, timesteps), means.tolist(), strict=True))
         return {"val_loss": float(means.mean()), "val_loss_by_timestep": by_timestep}
 
@@ -85,7 +125,8 @@ def open_validation(config: ValidationConfig, training: EncodingRecord, seed: in
     assert config.root is not None
     store = open_store(config.root)
     encoding = EncodingRecord.load(store)
-    read = [f"texts.{name}" for name in training.texts] + [f"features.{name}" for name in training.features]
+    training = training.model_copy(update={"features": {}})  # nothing is aligned here
+    read = [f"texts.{name}" for name in training.texts]
     differences = encoding_differences(training, only_read(encoding, read))
     if differences:
         raise RequestError(
@@ -103,4 +144,4 @@ def open_validation(config: ValidationConfig, training: EncodingRecord, seed: in
         slots = torch.arange(start, start + len(part))
         batch = Collate(slots, column_lengths(training.image, training.texts, training.features))(part)
         batches.append(batch.with_captions(torch.zeros_like(slots)))
-    return Validation(batches, seed, config.every)
+    return Validation(batches, seed, config.every, PLACES[config.timesteps], config.dealt, config.weights)

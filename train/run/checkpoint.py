@@ -1,8 +1,8 @@
 """Checkpoints: a folder appears whole or not at all, and is used only if every byte of it is what was written.
 
 checkpoints/step-00001000/unet/         config.json, diffusion_pytorch_model.safetensors   (loads in diffusers)
-                         /ema/          the same, from the EMA's first step on
-                         /optimizer.safetensors
+                         /ema/          the same, from the EMA's first step on; ema-0.050/, … the post-hoc averages
+                         /optimizer.safetensors, and repa.safetensors, the projection head where there is one
                          /state.json    tag, step, fingerprint, SHA-256 of every file; sealed with its own
 """
 
@@ -10,7 +10,7 @@ import json
 import re
 import shutil
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from pydantic import Field
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shards.base.config import Config
@@ -35,6 +35,10 @@ from train.run.tensors import copied, write_tensors
 STATE_NAME = "state.json"
 WEIGHTS_NAME = "diffusion_pytorch_model.safetensors"
 OPTIMIZER_NAME = "optimizer.safetensors"
+HEAD = "repa"
+HEAD_NAME = f"{HEAD}.safetensors"
+SNAPSHOTS = "posthoc"
+"""Folder of a run, laid out as a run's own: checkpoints/step-…/ema-0.050/, of post-hoc averages alone."""
 
 
 class CheckpointConfig(Config):
@@ -76,11 +80,18 @@ class Checkpoint:
         return str(self.content.get("tag", self.folder.parents[1].name))
 
     def weights(self, which: str) -> Path:
-        """The folder of its weights: `raw`, `ema`, or `auto`, the moving average where there is one.
+        """The folder of its weights: `raw`, `ema`, or `auto`, the moving average where there is one; or one of others.
 
         Raises:
-            RequestError: it holds no moving average, and that was asked for.
+            RequestError: it holds no moving average, and that was asked for; or there are no weights in that folder.
         """
+        if which not in ("auto", "raw", "ema"):
+            if not (Path(which) / WEIGHTS_NAME).is_file():
+                raise RequestError(
+                    f"weights {which} is neither auto, raw, ema nor a folder with {WEIGHTS_NAME}, as `python -m train "
+                    f"ema RUN --std 0.05` writes one."
+                )
+            return Path(which)
         has_ema = (self.folder / "ema").is_dir()
         if which == "ema" and not has_ema:
             raise RequestError(f"{self.folder} holds no moving average. Ask for raw or auto weights.")
@@ -105,13 +116,30 @@ class Snapshot:
         return Snapshot(self.state, {file: copied(tensors, keep) for file, tensors in self.files.items()})
 
 
-def take_snapshot(state: TrainState, unet: Any, optimizer: Optimizer, ema: Ema) -> Snapshot:
-    """The run as it stands; nothing is copied yet."""
-    files = {f"unet/{WEIGHTS_NAME}": unet.state_dict(), OPTIMIZER_NAME: _flatten(unet, optimizer)}
-    if ema.average is not None:
-        whole = unet.state_dict()  # a pipeline loads buffers too, which are not averaged
-        files[f"ema/{WEIGHTS_NAME}"] = {name: ema.average.get(name, value) for name, value in whole.items()}
-    return Snapshot(state.copy(), files)
+def take_snapshot(
+    state: TrainState,
+    unet: Any,
+    optimizer: Optimizer,
+    averages: dict[str, Ema],
+    head: nn.Module | None = None,
+) -> Snapshot:
+    """The run as it stands; nothing is copied yet. `head`: the projection head, where a layer is aligned."""
+    files = {f"unet/{WEIGHTS_NAME}": unet.state_dict(), OPTIMIZER_NAME: _flatten(_trained(unet, head), optimizer)}
+    if head is not None:
+        files[HEAD_NAME] = head.state_dict()
+    return Snapshot(state.copy(), files | average_files(unet, averages))
+
+
+def average_files(
+    unet: Any, averages: dict[str, Ema], dtype: torch.dtype = torch.float32
+) -> dict[str, dict[str, Tensor]]:
+    """File → tensors, of those averages that are held, as `dtype`; and buffers, which are not averaged, as they are."""
+    files = {}
+    for folder, ema in averages.items():
+        if ema.average is not None:
+            average = {name: value.to(dtype) for name, value in ema.average.items()}
+            files[f"{folder}/{WEIGHTS_NAME}"] = unet.state_dict() | average
+    return files
 
 
 class CheckpointWriter:
@@ -194,13 +222,13 @@ class CheckpointWriter:
             fsync_folder(target.parent)
         finally:
             shutil.rmtree(private, ignore_errors=True)
-        self._drop_old(step)
+        self._drop_old(step, snapshot.state.alarm.steps)
 
     def _write_files(self, snapshot: Snapshot, folder: Path) -> None:
         hashes = {}
         for name, tensors in snapshot.files.items():
             path = folder / name
-            if path.parent != folder:  # in the layout that `UNet2DConditionModel.from_pretrained` loads
+            if path.parent != folder:  # in the layout that `Any.from_pretrained` loads
                 path.parent.mkdir()
                 config = path.with_name("config.json")
                 config.write_text(self.unet_json)
@@ -209,12 +237,29 @@ class CheckpointWriter:
         content = self.content | {"state": snapshot.state.to_json(), "files": dict(sorted(hashes.items()))}
         write_sealed_json(folder / STATE_NAME, content)
 
-    def _drop_old(self, step: int) -> None:
+    def _drop_old(self, step: int, alarms: Iterable[int]) -> None:
         # damaged ones of later steps, which this run passed over, do not count among the newest
         whole = [folder for folder in list_checkpoints(self.run_dir) if step_of(folder) <= step]
+        kept = before_alarms([step_of(folder) for folder in whole], alarms)
         for folder in whole[: -self.config.keep]:
-            if self.config.keep_every is None or step_of(folder) % self.config.keep_every:
+            if step_of(folder) not in kept and (
+                self.config.keep_every is None or step_of(folder) % self.config.keep_every
+            ):
                 shutil.rmtree(folder)
+
+
+def before_alarms(steps: list[int], alarms: Iterable[int]) -> set[int]:
+    """Of the `steps` of checkpoints, ascending, those before the loss alarms at steps `alarms`.
+
+    The loss of step s is of the weights that step s − 1 made, which may be what is wrong: the checkpoint before it is
+    of step s − 2 at most. Where there is none, one of s − 1 is better than nothing.
+    """
+    found = set()
+    for alarm in alarms:
+        earlier = [step for step in steps if step < alarm]
+        sound = [step for step in earlier if step < alarm - 1]
+        found |= set(sound[-1:] or earlier[-1:])
+    return found
 
 
 def step_of(folder: Path) -> int:
@@ -226,6 +271,13 @@ def list_checkpoints(run_dir: Path) -> list[Path]:
     """Checkpoint folders, oldest first; whole ones as far as names tell. What else lies there is left alone."""
     folders = (run_dir / "checkpoints").glob("step-*")
     return sorted((f for f in folders if re.fullmatch(r"step-\d{8,}", f.name) and f.is_dir()), key=step_of)
+
+
+def drop_later(run_dir: Path, step: int) -> None:
+    """Remove what an interrupted run wrote of steps after `step`: it comes again, maybe at another learning rate."""
+    for folder in list_checkpoints(run_dir):
+        if step_of(folder) > step:
+            shutil.rmtree(folder)
 
 
 def verify_checkpoint(folder: Path) -> Checkpoint:
@@ -264,16 +316,23 @@ def newest_checkpoint(run_dir: Path) -> Checkpoint | None:
     return None
 
 
-def restore(checkpoint: Checkpoint, unet: Any, optimizer: Optimizer, ema: Ema) -> TrainState:
-    """Load what a checkpoint holds besides weights: into the optimizer and the moving average, in place."""
-    _unflatten(unet, optimizer, load_file(checkpoint.folder / OPTIMIZER_NAME))
+def restore(
+    checkpoint: Checkpoint,
+    unet: Any,
+    optimizer: Optimizer,
+    averages: dict[str, Ema],
+    head: nn.Module | None = None,
+) -> TrainState:
+    """Load what a checkpoint holds besides weights: into the optimizer and the moving averages, in place."""
+    _unflatten(_trained(unet, head), optimizer, load_file(checkpoint.folder / OPTIMIZER_NAME))
     state = checkpoint.state
-    # one in a checkpoint from before `start_step` was begun under an earlier one: it is dropped, and begun anew there
-    if ema.has_begun(state.step) and (checkpoint.folder / "ema").is_dir():
-        averages = ema.begin(unet.named_parameters())
-        saved = load_file(checkpoint.folder / "ema" / WEIGHTS_NAME)
-        for name, average in averages.items():
-            average.copy_(part_like(saved[name].to(average.device), average))
+    for folder, ema in averages.items():
+        # one from before `start_step` was begun under an earlier one: it is dropped, and begun anew there
+        if ema.has_begun(state.step) and (checkpoint.folder / folder).is_dir():
+            average = ema.begin(unet.named_parameters())
+            saved = load_file(checkpoint.folder / folder / WEIGHTS_NAME)
+            for name, value in average.items():
+                value.copy_(part_like(saved[name].to(value.device), value))
     return state
 
 
@@ -286,16 +345,34 @@ def load_weights(unet: Any, folder: Path) -> None:
     load_matching(unet, folder / WEIGHTS_NAME, json.loads((folder / "config.json").read_text()))
 
 
-def _flatten(unet: Any, optimizer: Optimizer) -> dict[str, Tensor]:
+def load_head(head: nn.Module, folder: Path) -> bool:
+    """Load the projection head of the checkpoint in `folder`, where it has one of the same shapes; whether it has."""
+    if not (folder / HEAD_NAME).is_file():
+        return False
+    saved = load_file(folder / HEAD_NAME)
+    fits = {name: value.shape for name, value in saved.items()} == {
+        name: value.shape for name, value in head.state_dict().items()
+    }
+    if fits:
+        head.load_state_dict(saved)
+    return fits
+
+
+def _trained(unet: Any, head: nn.Module | None) -> dict[str, nn.Parameter]:
+    """All that the optimizer moves, by its name in the optimizer's file."""
+    beside = {} if head is None else {f"{HEAD}.{name}": value for name, value in head.named_parameters()}
+    return dict(unet.named_parameters()) | beside
+
+
+def _flatten(parameters: dict[str, nn.Parameter], optimizer: Optimizer) -> dict[str, Tensor]:
     tensors = {}
-    for name, parameter in unet.named_parameters():
+    for name, parameter in parameters.items():
         for slot, value in optimizer.state.get(parameter, {}).items():
             tensors[f"{slot}/{name}"] = value
     return tensors
 
 
-def _unflatten(unet: Any, optimizer: Optimizer, tensors: dict[str, Tensor]) -> None:
-    parameters = dict(unet.named_parameters())
+def _unflatten(parameters: dict[str, nn.Parameter], optimizer: Optimizer, tensors: dict[str, Tensor]) -> None:
     for key, value in tensors.items():
         slot, _, name = key.partition("/")
         parameter = parameters[name]

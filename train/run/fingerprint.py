@@ -7,6 +7,7 @@ from typing import Any
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 
+from shards.base.config import Config
 from shards.base.errors import RequestError
 from shards.format.towers import ONLY_TEXT
 from train.data import order
@@ -19,6 +20,10 @@ GROWING = ("samples", "selection_sha256", "index_sha256", "exclusions")
 """Of a stream: what changes where parts or exclusions are added to its root."""
 
 
+LATER_OBJECTIVE = ("mode_scale", "shift", "weighting")
+"""Fields of the objective that checkpoints of version 1 know nothing of, and mean at their default."""
+
+
 def make_fingerprint(
     seed: int,
     global_batch_size: int,
@@ -27,8 +32,9 @@ def make_fingerprint(
     objective: ObjectiveConfig,
     unet: Any,
     backbone: BackboneConfig | None = None,
+    repa: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """All of it; it is stored in every checkpoint."""
+    """All of it; it is stored in every checkpoint. `repa`: what a layer is aligned with, and how; None: none is."""
     backbone = (backbone or BackboneConfig()).called
     resolved = backbone.resolved(spec.texts)
     name, (tower, *_) = class_name(unet.config), resolved.text_towers
@@ -58,14 +64,21 @@ def make_fingerprint(
             for stream in spec.streams
         ],
         **call,
-        "objective": objective.model_dump(mode="json"),
+        "objective": without_defaults(objective, LATER_OBJECTIVE),
         "unet": {key: value for key, value in sorted(unet.config.items()) if not key.startswith("_")},
+        **({"repa": repa} if repa is not None else {}),
     }
 
 
 def _filter(stream: OpenStream, data: DataConfig) -> dict[str, Any] | None:
     config = stream.config.filter or data.filter
     return config.model_dump(mode="json") if config else None
+
+
+def without_defaults(config: Config, names: tuple[str, ...]) -> dict[str, Any]:
+    """Its fields, but for those of `names` that are at their default."""
+    at_default = {name for name in names if getattr(config, name) == type(config).model_fields[name].default}
+    return config.model_dump(mode="json", exclude=at_default)
 
 
 def check_resume(folder: Path, saved: dict[str, Any], now: dict[str, Any], grows: bool = False) -> None:

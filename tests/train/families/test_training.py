@@ -64,7 +64,7 @@ def trained(run: Run, steps: int) -> list[list[str]]:
         keys.append(batch.keys)
         train_step(run, batch)
         run.state.step += 1
-        run.ema.update(run.unet.named_parameters(), run.state.step)
+        run.averages["ema"].update(run.unet.named_parameters(), run.state.step)
         if run.state.step == steps:
             break
     run.results.collect(run.state)
@@ -109,9 +109,9 @@ def test_a_run_that_stopped_goes_on_bit_by_bit(name: str, small: Callable[[str],
     assert first.state.losses[:3] + second.state.losses[-3:] == whole.state.losses
     for name_of, tensor in whole.unet.state_dict().items():
         assert torch.equal(tensor, second.unet.state_dict()[name_of]), name_of
-    assert whole.ema.average is not None and second.ema.average is not None
-    for name_of, tensor in whole.ema.average.items():
-        assert torch.equal(tensor, second.ema.average[name_of]), name_of
+    assert whole.averages["ema"].average is not None and second.averages["ema"].average is not None
+    for name_of, tensor in whole.averages["ema"].average.items():
+        assert torch.equal(tensor, second.averages["ema"].average[name_of]), name_of
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ def unet_of(path: Path) -> UNet2DConditionModel:
 
 def call(unet: UNet2DConditionModel, latent_hw: tuple[int, int], *text: int) -> Callable[[], Any]:
     encoding = encoding_record(*text)
-    return on_meta(unet, BackboneConfig().resolved(encoding.texts), encoding, latent_hw)
+    return on_meta(unet, BackboneConfig().resolved(encoding.texts), encoding, latent_hw)[1]
 
 
 def test_counting_by_hand() -> None:

@@ -13,7 +13,7 @@ from diffusers import UNet2DConditionModel
 from shards.base.errors import RequestError, WorkError
 from tests import ranks
 from tests.runs import UNET, curve, train_fields, write_config
-from train.model.ema import Ema, EmaConfig
+from train.model.ema import EmaConfig, make_averages
 from train.model.unet import build_unet, read_unet_config
 from train.run import checkpoint
 from train.run.checkpoint import (
@@ -41,7 +41,7 @@ def writer(folder: Path, unet: UNet2DConditionModel, **fields: Any) -> Checkpoin
 
 
 def snapshot(unet: UNet2DConditionModel, step: int) -> Snapshot:
-    return take_snapshot(TrainState(step=step), unet, torch.optim.AdamW(unet.parameters()), Ema(EmaConfig()))
+    return take_snapshot(TrainState(step=step), unet, torch.optim.AdamW(unet.parameters()), make_averages(EmaConfig()))
 
 
 def test_the_run_may_go_on_while_it_is_written(
@@ -220,13 +220,13 @@ def test_an_average_begun_too_early_is_not_gone_on_with(unet: UNet2DConditionMod
     """On resuming with a later `start_step`: it would be kept as it is, and exported."""
     optimizer = torch.optim.AdamW(unet.parameters())
     writing = writer(tmp_path, unet)
-    begun = Ema(EmaConfig(start_step=6))
-    begun.begin(unet.named_parameters())
+    begun = make_averages(EmaConfig(start_step=6))
+    begun["ema"].begin(unet.named_parameters())
     writing.write(take_snapshot(TrainState(step=6), unet, optimizer, begun))
     writing.finish()
     found = newest_checkpoint(tmp_path)
     assert found is not None and (found.folder / "ema").is_dir()
     for start_step, goes_on in ((2, True), (6, True), (7, False), (None, False)):
-        ema = Ema(EmaConfig(start_step=start_step))
-        restore(found, unet, optimizer, ema)
-        assert (ema.average is not None) == goes_on
+        averages = make_averages(EmaConfig(start_step=start_step))
+        restore(found, unet, optimizer, averages)
+        assert (averages["ema"].average is not None) == goes_on

@@ -1,0 +1,364 @@
+"""REPA: against the paper's formula in float64, and in whole runs: kills, ranks, buckets, sharding, compilation."""
+
+import json
+import math
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from diffusers import FluxTransformer2DModel, SD3Transformer2DModel, UNet2DConditionModel
+from safetensors.torch import load_file
+from torch import nn
+
+from bench.kit.roots import make_root
+from shards.base.errors import RequestError
+from shards.format.buckets import Bucket
+from shards.format.text import quantise
+from shards.format.towers import FeatureTower, Weights
+from tests import ranks
+from tests.runs import UNET, curve, train_fields, write_config
+from tests.train.specs import CHANNELS, TOKENS, WIDTH, make_batch, spec
+from train.__main__ import run as command
+from train.config import TrainConfig
+from train.data.draws import Draws
+from train.model.unet import build_unet
+from train.objective.alignment import (
+    Aligned,
+    FeaturesOf,
+    RepaConfig,
+    find_features,
+    grid_of,
+    hear,
+    make_head,
+    negative_cosine,
+    resized,
+)
+from train.objective.loss import DiffusionLoss
+from train.objective.paths import ObjectiveConfig
+from train.prepare import prepare
+from train.run.checkpoint import HEAD_NAME, newest_checkpoint, step_folder
+from train.run.metrics import read_json_lines
+
+FEATURES = 10
+TOWER = FeatureTower(
+    class_name="Dinov2Model",
+    weights=Weights(name="none", sha256="0" * 64),
+    resize=0.875,
+    mean=(0.0,) * 3,
+    std=(1.0,) * 3,
+    patch=14,
+    width=FEATURES,
+    storage="float16",
+)
+"""A 64x64 picture is 56x56 to it: 4x4 tokens."""
+OF = FeaturesOf("dino", TOWER, 8)
+LAYER = "down_blocks.1"
+WEIGHTS = "diffusion_pytorch_model.safetensors"
+
+
+def cosine_loop(projected: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
+    """(N,) in float64, patch by patch: −mean over patches of ⟨a, b⟩ / (|a|·|b|)."""
+    losses = []
+    for a, b in zip(projected.double(), features.double(), strict=True):
+        cosines = [float(x @ y) / math.sqrt(float(x @ x) * float(y @ y)) for x, y in zip(a, b, strict=True)]
+        losses.append(-sum(cosines) / len(cosines))
+    return torch.tensor(losses, dtype=torch.float64)
+
+
+def test_the_loss_is_the_papers() -> None:
+    projected, features = torch.randn(3, 16, FEATURES), 5 * torch.randn(3, 16, FEATURES)
+    found = negative_cosine(projected, features)
+    torch.testing.assert_close(found.double(), cosine_loop(projected, features), rtol=1e-5, atol=1e-6)
+    normalised = -(F.normalize(projected, dim=-1) * F.normalize(features, dim=-1)).sum(-1).mean(-1)  # as REPA's code
+    torch.testing.assert_close(found, normalised)
+    assert negative_cosine(features, 0.1 * features).allclose(-torch.ones(3))
+
+
+class Toy(nn.Module):
+    """A network of one hidden layer of (N, C, h/2, w/2), or of tokens of the same."""
+
+    def __init__(self, as_tokens: bool) -> None:
+        super().__init__()
+        self.layer = nn.Conv2d(CHANNELS, 6, 2, stride=2)
+        self.tokens = nn.Identity()
+        self.last = nn.Linear(1, 1)
+        self.as_tokens = as_tokens
+
+    def forward(self, noisy: torch.Tensor, *_: Any, **__: Any) -> object:
+        hidden = self.layer(noisy)
+        self.tokens(hidden.flatten(2).transpose(1, 2))
+        return SimpleNamespace(sample=0.5 * noisy + hidden.mean())
+
+
+@pytest.mark.parametrize("storage", ["float16", "float8"])
+@pytest.mark.parametrize("layer", ["layer", "tokens"])
+@pytest.mark.parametrize("hw", [(8, 8), (16, 8), (8, 24)])
+def test_a_batch_on_paper(hw: tuple[int, int], layer: str, storage: str) -> None:
+    """The whole of it in float64: resize, head, cosine, coefficient; also where the layer's grid is another."""
+    config = RepaConfig(layer=layer, weight=0.7, until=10, schedule="linear", hidden=12)
+    network = Toy(layer == "tokens")
+    shapes = {hw: hear(network, config, lambda: network(torch.zeros(1, CHANNELS, *hw)))}
+    aligned = Aligned(network, make_head(config, shapes, FEATURES, seed=0), config, OF)
+    grid = TOWER.grid(Bucket(hw[1] * 8, hw[0] * 8))
+    features, stored = torch.randn(5, math.prod(grid), FEATURES), torch.randn(5, CHANNELS, *hw).half()
+    data = make_batch(list("abcde"), torch.arange(5), stored, torch.randn(5, TOKENS, WIDTH).half())
+    data.columns["features.dino"] = features.half()
+    if storage == "float8":
+        data.columns["features.dino"], data.columns["feature_scales.dino"] = quantise(features)
+        features = data.columns["features.dino"].view(torch.float8_e4m3fn).float()
+        features *= data.columns["feature_scales.dino"].float().unsqueeze(-1)
+    loss = DiffusionLoss(ObjectiveConfig(), spec(posterior="mean"), torch.device("cpu"), aligned=aligned)
+    found = loss(aligned, data, Draws(0, 4, data.slots))
+
+    seen = []
+    handle = network.layer.register_forward_hook(lambda module, inputs, output: seen.append(output.detach()))
+    plain = DiffusionLoss(ObjectiveConfig(), spec(posterior="mean"), torch.device("cpu"))
+    expected = plain(network, data, Draws(0, 4, data.slots))
+    handle.remove()
+    hidden = seen[0].double().permute(0, 2, 3, 1).reshape(5, -1, 6)
+    first, second, third = (module.double() for module in aligned.head.children() if isinstance(module, nn.Linear))
+    silu = lambda x: x / (1 + (-x).exp())  # noqa: E731
+    projected = third(silu(second(silu(first(hidden))))).detach()
+    planes = features.half().double() if storage == "float16" else features.double()
+    target = F.interpolate(
+        planes.transpose(1, 2).reshape(5, FEATURES, *grid),
+        size=(hw[0] // 2, hw[1] // 2),
+        mode="bilinear",
+        antialias=True,
+    )
+    reference = cosine_loop(projected, target.flatten(2).transpose(1, 2))
+    assert found.aligned is not None
+    torch.testing.assert_close(found.aligned.detach().double(), reference, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found.per_sample, expected.per_sample, rtol=0, atol=0)
+    torch.testing.assert_close(
+        found.total.detach().double(),
+        expected.per_sample.detach().double() + 0.7 * 0.6 * reference,
+        rtol=1e-4,
+        atol=1e-5,
+    )
+    with torch.no_grad():
+        aligned(stored.float())
+    assert not hasattr(aligned, "projected") and not aligned.heard
+
+
+def test_features_are_resized_as_pictures_are() -> None:
+    """To half: antialiased bilinear weighs a row's four neighbours 1, 3, 3, 1 over 8; in the middle, in float64."""
+    features = torch.randn(1, 64, 1, dtype=torch.float64)
+    planes = features.reshape(8, 8)
+    found = resized(features, (8, 8), (4, 4)).reshape(4, 4)
+    weights = torch.tensor([1.0, 3.0, 3.0, 1.0], dtype=torch.float64) / 8
+    for row in (1, 2):
+        for column in (1, 2):
+            patch = planes[2 * row - 1 : 2 * row + 3, 2 * column - 1 : 2 * column + 3]
+            assert float(found[row, column]) == pytest.approx(float(weights @ patch @ weights))
+    assert resized(features, (8, 8), (8, 8)) is features
+
+
+@pytest.mark.parametrize(
+    ("tokens", "hw", "grid"),
+    [
+        (64, (8, 8), (8, 8)),
+        (16, (8, 8), (4, 4)),
+        (24, (24, 16), (6, 4)),
+        (96, (16, 24), (8, 12)),
+        (17, (8, 8), None),  # a class token
+        (32, (8, 8), None),
+        (0, (8, 8), None),
+    ],
+)
+def test_grids(tokens: int, hw: tuple[int, int], grid: tuple[int, int] | None) -> None:
+    assert grid_of(tokens, hw) == grid
+
+
+def test_layers_of_transformers_are_heard_too() -> None:
+    """The image's tokens of blocks that give the text's first, of diffusers' SD3 and FLUX.1 on 8x8 latents."""
+    with torch.device("meta"):
+        sd3 = SD3Transformer2DModel(
+            sample_size=8, num_layers=2, attention_head_dim=4, num_attention_heads=2, joint_attention_dim=6,
+            caption_projection_dim=8, pooled_projection_dim=6, pos_embed_max_size=8,
+        )  # fmt: skip
+        flux = FluxTransformer2DModel(
+            in_channels=16, num_layers=1, num_single_layers=1, attention_head_dim=16, num_attention_heads=2,
+            joint_attention_dim=6, pooled_projection_dim=6, axes_dims_rope=(4, 4, 8),
+        )  # fmt: skip
+        text, pooled, time = torch.zeros(1, 5, 6), torch.zeros(1, 6), torch.zeros(1)
+        ids = {"txt_ids": torch.zeros(5, 3), "img_ids": torch.zeros(16, 3)}
+        found = [
+            hear(model, RepaConfig(layer="transformer_blocks.0", output=1), call)
+            for model, call in (
+                (sd3, lambda: sd3(torch.zeros(1, 16, 8, 8), text, pooled, time)),
+                (flux, lambda: flux(torch.zeros(1, 16, 16), text, pooled, time, **ids)),
+            )
+        ]
+    assert found == [(1, 16, 8), (1, 16, 32)] and grid_of(16, (8, 8)) == (4, 4)
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, {0: 0.5, 10**6: 0.5}),
+        ({"weight": 0.2, "until": 100}, {0: 0.2, 99: 0.2, 100: 0.0, 101: 0.0}),
+        ({"until": 100, "schedule": "linear"}, {0: 0.5, 50: 0.25, 99: 0.005, 100: 0.0, 200: 0.0}),
+    ],
+)
+def test_the_coefficient(fields: dict[str, Any], expected: dict[int, float]) -> None:
+    assert {step: RepaConfig(**fields).coefficient(step) for step in expected} == pytest.approx(expected)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    buckets = {"64x64": [13, 11], "128x64": [9, 8]}
+    return make_root(tmp_path_factory.mktemp("roots") / "root", buckets, features={"dino": TOWER})
+
+
+def fields_of(root: Path, folder: Path, **changes: Any) -> dict[str, Any]:
+    """A run that aligns the U-Net's inner block, over two buckets."""
+    streams = [{"root": str(root), "bucket": bucket} for bucket in ("64x64", "128x64")]
+    repa = {"layer": LAYER, "hidden": 24, "until": 3, "schedule": "linear"}
+    # the average's loss, without a gradient that would ask for the head
+    validation = {"root": str(root), "bucket": "64x64", "samples": 6, "batch_size": 4, "every": 4, "weights": "ema"}
+    fields: dict[str, Any] = {"data": {"streams": streams}, "repa": repa, "max_steps": 4, "optimizer": {"lr": 1e-3}}
+    fields |= {"ema": {"snapshot_every": 4}, "validation": validation, "collective_timeout": 120.0}
+    return train_fields(root, folder, **fields | changes)
+
+
+def train(folder: Path, root: Path, name: str, **changes: Any) -> Path:
+    """A run in this process."""
+    command(["--config", str(write_config(folder, fields_of(root, folder / name, **changes)))])
+    return folder / name
+
+
+@pytest.fixture(scope="module")
+def whole(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return train(tmp_path_factory.mktemp("whole"), root, "run")
+
+
+def rows(run: Path, field: str) -> list[float]:
+    return [row[field] for row in read_json_lines(run / "metrics.jsonl")]
+
+
+def test_a_run_aligns_and_says_so(whole: Path) -> None:
+    assert rows(whole, "repa_weight") == pytest.approx([0.5 * (1 - k / 3) for k in range(3)] + [0.0])
+    losses = rows(whole, "repa_loss")
+    assert len(losses) == len(set(losses)) == 4 and all(-1 < loss < 1 for loss in losses)
+    newest = newest_checkpoint(whole)
+    assert newest is not None
+    head = load_file(newest.folder / HEAD_NAME)
+    assert {name: tuple(value.shape) for name, value in head.items() if "weight" in name} == {
+        "0.weight": (24, 32), "2.weight": (24, 24), "4.weight": (FEATURES, 24),
+    }  # fmt: skip
+    assert newest.fingerprint["repa"]["tower"] == "dino" and newest.fingerprint["repa"]["layer"] == LAYER
+    optimizer = load_file(newest.folder / "optimizer.safetensors")
+    assert optimizer["exp_avg/repa.0.weight"].shape == (24, 32)
+    # no trace of it in what is exported: the U-Net's own weights by their own names
+    unet = UNet2DConditionModel.from_config(json.loads(UNET.read_text()))
+    for folder in ("unet", "ema"):
+        saved = load_file(newest.folder / folder / WEIGHTS)
+        assert saved.keys() == unet.state_dict().keys()
+
+
+def test_killed_and_resumed_it_is_bit_equal(whole: Path, root: Path, tmp_path: Path) -> None:
+    for max_steps in (3, 4):
+        train(tmp_path, root, "run", max_steps=max_steps)
+        if max_steps == 3:  # as a kill after step 3 leaves it: its line is written, its checkpoint is not
+            shutil.rmtree(step_folder(tmp_path / "run", 3))
+    assert curve(tmp_path / "run") == curve(whole)
+    assert rows(tmp_path / "run", "repa_loss") == rows(whole, "repa_loss")
+    a, b = newest_checkpoint(tmp_path / "run"), newest_checkpoint(whole)
+    assert a is not None and b is not None and a.content["files"] == b.content["files"]
+    with pytest.raises(RequestError, match=r"trained under other settings: repa: .*'until': 3.* ≠ .*'until': 7"):
+        train(tmp_path, root, "run", repa={"layer": LAYER, "hidden": 24, "until": 7, "schedule": "linear"})
+
+
+@pytest.mark.parametrize("sharding", ["none", pytest.param("full", marks=pytest.mark.slow)])
+def test_two_ranks_and_other_microbatches_give_the_curve(
+    whole: Path, root: Path, tmp_path: Path, sharding: str
+) -> None:
+    fields = fields_of(root, tmp_path / "run", microbatch_size=2, sharding=sharding)
+    ranks.run(tmp_path / "log", ["--config", str(write_config(tmp_path, fields))], 2)
+    assert curve(tmp_path / "run")[1] == curve(whole)[1]
+    for field in ("loss", "repa_loss"):
+        assert rows(tmp_path / "run", field) == pytest.approx(rows(whole, field), rel=1e-5)
+    assert read_json_lines(tmp_path / "run" / "metrics.jsonl")[3]["val_loss"] == pytest.approx(
+        read_json_lines(whole / "metrics.jsonl")[3]["val_loss"], rel=1e-5
+    )
+    for place, tolerance in ((HEAD_NAME, 1e-6), (f"../../posthoc/checkpoints/step-00000004/ema-0.050/{WEIGHTS}", 1e-4)):
+        ones, twos = (load_file(step_folder(run, 4) / place) for run in (whole, tmp_path / "run"))
+        assert ones.keys() == twos.keys()
+        for name, value in ones.items():
+            torch.testing.assert_close(twos[name], value, rtol=1e-3, atol=tolerance)
+
+
+def test_the_next_phase_goes_on_with_the_head(whole: Path, root: Path, tmp_path: Path) -> None:
+    config = TrainConfig.model_validate(fields_of(root, tmp_path / "next", init_from=str(whole)))
+    aligned = prepare(config).aligned
+    assert aligned is not None
+    saved = load_file(step_folder(whole, 4) / HEAD_NAME)
+    assert all(value.equal(saved[name]) for name, value in aligned.head.state_dict().items())
+
+
+@pytest.mark.parametrize("how", ["gradient_checkpointing", pytest.param("compile", marks=pytest.mark.slow)])
+def test_compiled_or_computed_again_the_gradients_are_the_same(root: Path, tmp_path: Path, how: str) -> None:
+    """Gradients of both losses, of network and head; compiled by Dynamo, which traces the hook."""
+    gradients = []
+    for name, on in (("plain", False), ("changed", True)):
+        config = TrainConfig.model_validate(fields_of(root, tmp_path / name, precision="float32"))
+        torch.manual_seed(0)
+        unet = build_unet(UNET, seed=3)
+        prepared = prepare(config)
+        assert prepared.aligned is not None
+        aligned = Aligned(unet, prepared.aligned.head, config.repa, prepared.aligned.features)
+        if on and how == "compile":
+            unet.compile(backend="aot_eager")
+        elif on:
+            unet.enable_gradient_checkpointing()
+        loss = DiffusionLoss(config.objective, prepared.spec, torch.device("cpu"), aligned=aligned)
+        data = make_batch(list("abcd"), torch.arange(4), torch.randn(4, 8, 8, 8).half(), torch.randn(4, 16, 16).half())
+        data.columns["features.dino"] = torch.randn(4, 16, FEATURES).half()
+        loss(aligned, data, Draws(0, 0, data.slots)).total.sum().backward()
+        found = [parameter.grad for parameter in aligned.parameters()]
+        gradients.append(torch.cat([gradient.flatten() for gradient in found if gradient is not None]))
+        assert len(found) == sum(gradient is not None for gradient in found)
+        assert not aligned.heard
+        torch._dynamo.reset()
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("repa", "towers", "message"),
+    [
+        ({"layer": "down_block.1"}, None, r"repa\.layer down_block\.1 is no module .* Near it are .*down_blocks\.1"),
+        ({"layer": "time_embedding"}, None, r"gives \(1, 64\) of latents 8x8\. What is aligned must be"),
+        ({"layer": LAYER, "output": 1}, None, r"gives Tensor, tuple: its output 1 is no tensor of one call"),
+        ({"layer": LAYER, "tower": "dion"}, None, r"no feature tower of the root \(did you mean dino\?\): it has dino"),
+        ({"layer": LAYER, "tower": "dino"}, ["texts.text"], r"would not be read\. Add features\.dino to data\.towers"),
+        ({"layer": LAYER}, ["texts.text"], r"asks for one feature tower, and none would be read.*the root has dino"),
+        ({"layer": LAYER, "schedule": "linear"}, None, "schedule linear needs `until`"),
+    ],
+)
+def test_wrong_requests(
+    root: Path, tmp_path: Path, repa: dict[str, Any], towers: list[str] | None, message: str
+) -> None:
+    fields = fields_of(root, tmp_path / "run", repa=repa)
+    fields["data"]["towers"] = towers
+    with pytest.raises(RequestError, match=message):
+        command(["check", "--config", str(write_config(tmp_path, fields))])
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_root_without_features(latents: Path, tmp_path: Path) -> None:
+    fields = train_fields(latents, tmp_path / "run", repa={"layer": LAYER})
+    with pytest.raises(RequestError, match=r"none would be read\. Name one as repa\.tower \(the root has none\)"):
+        command(["check", "--config", str(write_config(tmp_path, fields))])
+
+
+def test_one_of_several() -> None:
+    data = spec()
+    data.features.update(dino=TOWER, siglip=TOWER)
+    with pytest.raises(RequestError, match=r"dino and siglip would be read\. Name one as repa\.tower"):
+        find_features(RepaConfig(layer=LAYER), data, ["dino", "siglip"])
+    assert find_features(RepaConfig(layer=LAYER, tower="siglip"), data, ["dino", "siglip"]).name == "siglip"

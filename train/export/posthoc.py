@@ -1,0 +1,138 @@
+"""A moving average of any width, rebuilt after training from snapshots of a few (Karras et al., 2024, appendix C).
+
+examples:
+  python -m train ema runs/phase2 --std 0.07
+  python -m train ema runs/phase2 --std 0.15 --step 400000 --output runs/phase2/ema-0.15
+  python -m train export runs/phase2 --weights runs/phase2/posthoc/std-0.070-step-00400000
+"""
+
+import shutil
+import uuid
+from pathlib import Path
+
+import numpy as np
+import torch
+from pydantic import Field
+from safetensors import safe_open
+from torch import Tensor
+
+from shards.base.config import Config, load_config
+from shards.base.durable import fsync_tree, sha256_file, write_sealed_json
+from shards.base.errors import RequestError, WorkError
+from train.model.ema import Width, average_name, posthoc_coefficients
+from train.run.checkpoint import SNAPSHOTS, WEIGHTS_NAME, Checkpoint, list_checkpoints, step_of, verify_checkpoint
+from train.run.tensors import write_tensors
+
+RECORD = "average.json"
+
+
+class RebuildConfig(Config):
+    """Rebuild the average of a width from a run's snapshots, as a folder of weights that diffusers and export load."""
+
+    std: Width
+    """Its standard deviation in time, as a share of the steps done; EDM2's best were 0.04 to 0.15."""
+    step: int | None = Field(None, ge=1)
+    """Which snapshot it ends at; null: the last."""
+    output: Path | None = None
+    """Default: RUN/posthoc/std-STD-step-STEP."""
+
+
+def rebuild_average(arguments: list[str]) -> Path:
+    """Parse the command line, and write the average. Returns its folder."""
+    if not arguments or arguments[0].startswith("-"):
+        if set(arguments) & {"-h", "--help"}:
+            load_config(RebuildConfig, None, ["--help"], "train ema RUN", __doc__)
+        raise RequestError("train ema: name the run first: `python -m train ema RUN --std 0.07`.")
+    return write_average(Path(arguments[0]), load_config(RebuildConfig, None, arguments[1:], "train ema RUN"))
+
+
+def write_average(run_dir: Path, options: RebuildConfig) -> Path:
+    """Write the folder: config.json, weights, and which snapshots went in with what weight. It appears whole.
+
+    Raises:
+        RequestError: there are no snapshots, or none of that step.
+        DamagedFile: a snapshot is not as it was written.
+        WorkError: a snapshot holds what is not finite.
+    """
+    snapshots = [verify_checkpoint(folder) for folder in chosen_snapshots(run_dir, options.step)]
+    step = snapshots[-1].state.step
+    parts = [(snapshot, name) for snapshot in snapshots for name in average_names(snapshot)]
+    steps, stds = [snapshot.state.step for snapshot, _ in parts], [float(name[4:]) for _, name in parts]
+    coefficients = posthoc_coefficients(steps, stds, step, options.std)
+    folders = [snapshot.folder / name for snapshot, name in parts]
+    target = options.output or run_dir / SNAPSHOTS / f"std-{average_name(options.std)[4:]}-step-{step:08d}"
+    if target.exists() and not (target / RECORD).is_file():
+        raise RequestError(
+            f"{target} holds something else than an average, and would be replaced. Give another --output."
+        )
+    private = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}")
+    private.mkdir(parents=True)
+    try:
+        shutil.copyfile(folders[-1] / "config.json", private / "config.json")
+        write_tensors(private / WEIGHTS_NAME, combine(folders, coefficients))
+        made_of = [
+            {"step": step, "std": std, "coefficient": float(x)}
+            for step, std, x in zip(steps, stds, coefficients, strict=True)
+        ]
+        hashes = {name: sha256_file(private / name) for name in ("config.json", WEIGHTS_NAME)}
+        record = {"run": str(run_dir), "step": step, "std": options.std, "made_of": made_of, "files": hashes}
+        write_sealed_json(private / RECORD, record)
+        fsync_tree(private)
+        if target.exists():
+            shutil.rmtree(target)
+        private.replace(target)
+    finally:
+        shutil.rmtree(private, ignore_errors=True)
+    return target
+
+
+def chosen_snapshots(run_dir: Path, step: int | None) -> list[Path]:
+    """Snapshots up to `step`, oldest first.
+
+    Raises:
+        RequestError: there are none, or none of that step.
+    """
+    folders = list_checkpoints(run_dir / SNAPSHOTS)
+    if not folders:
+        raise RequestError(
+            f"{run_dir}/{SNAPSHOTS} holds no snapshots. Train with ema.snapshot_every, and the averages of ema.std are "
+            f"held and kept."
+        )
+    steps = [step_of(folder) for folder in folders]
+    if step is not None and step not in steps:
+        nearest = sorted(sorted(steps, key=lambda other: abs(other - step))[:3])
+        raise RequestError(
+            f"{run_dir} has no snapshot of step {step}; the nearest are {', '.join(map(str, nearest))}. Give one of "
+            f"these as --step."
+        )
+    return [folder for folder in folders if step is None or step_of(folder) <= step]
+
+
+def average_names(snapshot: Checkpoint) -> list[str]:
+    """Folders of the averages in a snapshot: `ema-0.050`, …."""
+    return sorted(path.parent.name for path in map(Path, snapshot.content["files"]) if path.name == WEIGHTS_NAME)
+
+
+def combine(folders: list[Path], coefficients: np.ndarray) -> dict[str, Tensor]:
+    """Name → Σ coefficient · tensor over the folders' weights, in float64, as float32; what is alike in all, as it is.
+
+    Raises:
+        WorkError: one is not finite.
+    """
+    files = [safe_open(folder / WEIGHTS_NAME, "pt") for folder in folders]
+    combined = {}
+    for name in files[0].keys():  # noqa: SIM118
+        first = files[0].get_tensor(name)
+        total, alike = torch.zeros_like(first, dtype=torch.float64), True
+        for file, coefficient in zip(files, coefficients.tolist(), strict=True):
+            tensor = file.get_tensor(name)
+            total += coefficient * tensor.double()
+            alike &= tensor.equal(first)
+        if not bool(torch.isfinite(total).all()):
+            raise WorkError(
+                f"A snapshot below {folders[0].parents[1]} holds {name} with numbers that are not finite: they are "
+                f"beyond float16. Train with ema.snapshot_dtype float32."
+            )
+        averaged = (first if alike else total).float()
+        combined[name] = averaged if first.is_floating_point() else first  # buffers of whole numbers
+    return combined
