@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import Field, StringConstraints
+from pydantic import Field, StringConstraints, field_validator
 
 from shards.base.config import Config
 from shards.base.durable import create_file, make_folder, read_sealed_json, sealed_json, write_file
@@ -32,13 +32,23 @@ QUESTIONS: dict[str, Text] = {
 class GoldConfig(Config):
     """Items whose better picture is known: they tell raters who look from those who click."""
 
-    share: float = Field(0.05, gt=0, le=0.5)
-    """Of a rater's items, rounded, at least one. There is no study without."""
+    share: float = Field(0.05, le=0.5)
+    """Of a rater's items, rounded, at least one; above 0: there is no study without."""
     file: Path | None = None
     """A CSV with columns prompt, better, worse: paths from its own folder; null: the worse one is of another prompt,
     and coarse."""
     exclude_below: float | None = Field(0.75, gt=0, le=1)
     """Raters who answer a smaller share of gold questions right are left out of the result; null: nobody is."""
+
+    @field_validator("share")
+    @classmethod
+    def _some(cls, share: float) -> float:
+        if share <= 0:
+            raise ValueError(
+                "a study without gold cannot tell raters who look from those who click. Take a share above 0, such as "
+                "0.05; to leave nobody out, set exclude_below to null"
+            )
+        return share
 
 
 class ProtocolConfig(Config):
@@ -95,7 +105,8 @@ class Protocol:
 
     def as_json(self) -> dict[str, Any]:
         """For protocol.json."""
-        return {"version": VERSION, **asdict(self)}
+        in_order = [[name, text] for name, text in self.questions.items()]  # JSON's keys are sorted
+        return {"version": VERSION, **asdict(self), "questions": in_order}
 
     @property
     def sha256(self) -> str:
@@ -161,7 +172,7 @@ def read_study(folder: Path) -> Study:
         )
     for name in ("items", "gold"):
         content[name] = [_item(item) for item in content[name]]
-    protocol = Protocol(**content)
+    protocol = Protocol(**content | {"questions": dict(content["questions"])})
     path = folder / SECRET
     secret = path.read_bytes() if path.is_file() else b""
     if hashlib.sha256(secret).hexdigest() != protocol.secret_sha256:

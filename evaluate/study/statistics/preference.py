@@ -12,6 +12,7 @@ import numpy as np
 from scipy.stats import t
 
 COVERAGE = 0.95
+NEXT_TO_NOTHING = 1e-12
 Array = np.ndarray[Any, np.dtype[np.float64]]
 
 
@@ -65,8 +66,8 @@ def preference(scores: np.ndarray, prompts: np.ndarray, raters: np.ndarray) -> P
         raters: (N,) any ids.
 
     Returns:
-        Where there are not two prompts and two raters that can be told apart, the effective number of votes is 0, and
-        every interval is [0, 1].
+        Where no two votes differ in both prompt and rater, the effective number of votes is as good as 0, and every
+        interval is [0, 1].
     """
     count = scores.shape[-1]
     value = scores.mean(-1)
@@ -78,7 +79,7 @@ def preference(scores: np.ndarray, prompts: np.ndarray, raters: np.ndarray) -> P
     num_apart = count**2 - sizes[0] - sizes[1] + sizes[2]
     if not num_apart:  # one rater, or one prompt: nothing says how others would have voted
         nothing = np.zeros_like(value)
-        return Preference(value, nothing + np.inf, nothing + 1, nothing + np.finfo(float).tiny)
+        return Preference(value, nothing + np.inf, nothing + 1, nothing + NEXT_TO_NOTHING)
     apart = (squares[2] - squares[0] - squares[1]) / num_apart
     parts = [(square - size * apart) / count**2 for square, size in zip(squares, sizes, strict=True)]
     groups = [count**2 / size for size in sizes]
@@ -91,7 +92,7 @@ def preference(scores: np.ndarray, prompts: np.ndarray, raters: np.ndarray) -> P
         value,
         np.where(unanimous, 0.0, variance),
         np.where(unanimous, fewest - 1, np.maximum(1.0, variance**2 / np.where(unanimous, 1.0, spread))),
-        np.where(unanimous, fewest, np.maximum(value * (1 - value), np.finfo(float).tiny) / variance),
+        np.where(unanimous, fewest, np.maximum(value * (1 - value), NEXT_TO_NOTHING) / variance),
     )
 
 
