@@ -112,13 +112,15 @@ async function show() {
     return;
   }
   forget(now.number);
-  const [first, second] = await fetchBoth(now.number); // both at once: neither comes up before the other
+  ballot.classList.add("waiting"); // until both are there: neither comes up before the other
+  const [first, second] = await fetchBoth(now.number);
   find("first").src = first;
   find("second").src = second;
   await Promise.all([find("first").decode(), find("second").decode()]);
   find("prompt").textContent = now.prompt;
   ballot.reset();
   ballot.hidden = false;
+  ballot.classList.remove("waiting");
   shown = now.number;
   since = performance.now();
   update();
