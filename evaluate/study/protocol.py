@@ -65,7 +65,7 @@ class ProtocolConfig(Config):
     repeats: float = Field(0.1, ge=0, le=0.5)
     """Share of a rater's items that is shown again with its sides swapped; only the first vote counts."""
     gold: GoldConfig = GoldConfig()
-    margin: float = Field(0.05, gt=0, lt=0.5)
+    margin: float = Field(0.1, gt=0, lt=0.5)
     """Models are equivalent if the preference is shown to be within a half ± this."""
     seed: int = Field(0, ge=0, lt=2**63)
     """With the secret it keys who sees what, in which order, on which side."""

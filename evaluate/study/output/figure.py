@@ -32,7 +32,7 @@ def draw(results: dict[str, Any]) -> bytes:
         if panel is _bars:
             axes[0].set_ylabel("preferred (ties as halves)")
     partial = " (partial)" if results["partial"] else ""
-    figure.suptitle(f"{results['name']}{partial}: 95 % intervals over raters and prompts", fontsize=11)
+    figure.suptitle(f"{results['name']}{partial} (95 % intervals over raters and prompts)", fontsize=11)
     out = io.BytesIO()
     figure.savefig(out, format="png", metadata={"Software": None})
     return out.getvalue()
@@ -59,7 +59,7 @@ def _bars(axis: Axes, question: str, letters: list[str], results: dict[str, Any]
         axis.text(number, high + 2, f"{value:.1f} %", ha="center", fontsize=10)
     axis.axhline(50, color="#444444", linewidth=1, linestyle="--")
     margin = 100 * results["margin"]
-    axis.axhspan(50 - margin, 50 + margin, color="#888888", alpha=0.18, linewidth=0)
+    axis.axhspan(50 - margin, 50 + margin, color="#e4e4e8", linewidth=0, zorder=0)
     axis.set_title(results["questions"][question], fontsize=10)
     axis.set_xticks(range(len(letters)), letters, fontsize=11)
     axis.set_ylim(0, 108)
@@ -80,5 +80,5 @@ def _dots(axis: Axes, question: str, categories: list[str], results: dict[str, A
     axis.axvline(50, color="#444444", linewidth=1, linestyle="--")
     axis.set_yticks(range(len(categories)), list(reversed(categories)), fontsize=9)
     axis.set_xlim(0, 100)
-    axis.set_xticks(range(0, 101, 25), [f"{share} %" for share in range(0, 101, 25)])
+    axis.set_xticks(range(25, 76, 25), [f"{share} %" for share in range(25, 76, 25)])
     axis.set_xlabel(f"{results['models'][0]['letter']} preferred")

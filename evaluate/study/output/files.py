@@ -84,7 +84,7 @@ def page(results: dict[str, Any], picture: bytes) -> str:
         "categories": _preferences("By category", results["by_category"]) + _by_chance(results["by_category"]),
         "raters": _raters(results),
         "estimand": html.escape(results["estimand"]),
-        "margin": f"{results['margin']:.0%}",
+        "margin": f"{results['margin']:g}",
         "protocol": results["protocol_sha256"],
     }
     return Template(TEMPLATE.read_text()).substitute(values)

@@ -105,15 +105,16 @@ def render(rows: list[Power], margin: float, wanted: float) -> str:
         f"{row.difference:>10.0%} {row.equivalence:>11.0%}"
         for row in rows
     ]
-    enough = {
-        what: [f"{row.raters} raters × {row.prompts} prompts" for row in rows if getattr(row, what) >= wanted]
-        for what in ("difference", "equivalence")
+    purposes = {
+        "difference": f"see a preference of {0.5 + margin:.0%}",
+        "equivalence": f"show equal models to be within {0.5 - margin:.0%} and {0.5 + margin:.0%}",
     }
-    said = [
-        f"Enough to {what} with probability {wanted:.0%}: {', '.join(found) if found else 'none of these'}."
-        for what, found in (
-            (f"see a preference of {0.5 + margin:.0%}", enough["difference"]),
-            (f"show equal models to be within {0.5 - margin:.0%} and {0.5 + margin:.0%}", enough["equivalence"]),
-        )
-    ]
+    said = []
+    for name, purpose in purposes.items():
+        fewest: dict[int, int] = {}
+        for row in rows:
+            if getattr(row, name) >= wanted:
+                fewest[row.raters] = min(row.prompts, fewest.get(row.raters, row.prompts))
+        enough = ", ".join(f"{raters} raters × {prompts} prompts" for raters, prompts in fewest.items())
+        said.append(f"Enough to {purpose} with probability {wanted:.0%}: {enough or 'none of these'}.")
     return "\n".join([head, *lines, "", *said])

@@ -218,6 +218,30 @@ def test_a_lost_network(tmp_path: Path) -> None:
         assert [vote.answer for vote in serving.votes()] == ["first", "second", "tie", "first"]
 
 
+def test_pictures_come_up_together(tmp_path: Path) -> None:
+    """However late one is: which of them is slow, or large, is not seen."""
+
+    async def main(serving: Serving) -> None:
+        (link,) = serving.links(1)
+        async with browsing() as browser:
+            page = await begin(browser, link)
+            await page.send("Fetch.enable", patterns=[{"urlPattern": "*/second"}])
+            total = len(schedule_of(serving.study)[0])
+            await by_keys(page, ("1", "1"), f"1 of {total}")  # that one was there already
+            for key in ("1", "1", "Enter"):
+                await page.press(key)
+            await page.wait(f"{COUNT} === '2 of {total}'")
+            await asyncio.sleep(1.0)
+            hidden = "getComputedStyle(document.getElementById('first')).visibility"
+            assert await page.run(hidden) == "hidden"
+            await page.send("Fetch.disable")
+            await page.wait(READY)
+            assert await page.run(hidden) == "visible"
+
+    with served(tmp_path) as serving:
+        asyncio.run(main(serving))
+
+
 AUTOPILOT = """
 window.cast = [];
 setInterval(() => {

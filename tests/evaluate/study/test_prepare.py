@@ -1,6 +1,7 @@
 """Sample sets become a study; who sees what; what is refused."""
 
 import hashlib
+import io
 import json
 from collections import Counter
 from pathlib import Path
@@ -18,6 +19,7 @@ from evaluate.study.schedule import Draws, deal, make_schedule
 from shards.base.config import load_config
 from shards.base.durable import DamagedFile, read_sealed_json, write_sealed_json
 from shards.base.errors import RequestError, WorkError
+from tests.evaluate.sets import draw_here, pictures, sampling
 from tests.evaluate.study.studies import PROMPTS, make_set, make_study, maker, schedule_of
 
 
@@ -78,7 +80,7 @@ def test_the_same_command_completes_and_another_protocol_is_another_study(tmp_pa
 def test_a_protocol_that_was_edited_is_refused(tmp_path: Path) -> None:
     study = make_study(tmp_path)
     path = study.folder / "protocol.json"
-    path.write_text(path.read_text().replace('"margin": 0.05', '"margin": 0.25'))
+    path.write_text(path.read_text().replace('"margin": 0.1', '"margin": 0.2'))
     with pytest.raises(DamagedFile, match="does not match the SHA-256 it carries"):
         read_study(study.folder)
 
@@ -96,6 +98,19 @@ def test_no_study_a_later_one_and_one_without_its_secret(tmp_path: Path) -> None
     (study.folder / "secret").write_bytes(b"x" * 32)
     with pytest.raises(WorkError, match="is not the secret that the study was prepared with"):
         read_study(study.folder)
+
+
+def test_sample_sets_as_they_are_drawn(pipeline: Path, tmp_path: Path) -> None:
+    """Two settings of one model, one of them as WebP: every pixel arrives."""
+    settings = (sampling(guidance=[1.0], steps=[1]), sampling(steps=[1], codec="webp"))
+    sets = [draw_here(pipeline, tmp_path / str(number), one) for number, one in enumerate(settings)]
+    protocol = prepare(sets, config(), tmp_path / "study")
+    assert len(protocol.items) == 10  # five prompts, two pictures of each
+    for drawn, side in zip(sets, range(2), strict=True):
+        files = [Image.open(io.BytesIO(data)) for _, data in sorted(pictures(drawn).items())]
+        for item, file in zip(protocol.items, files, strict=True):
+            with Image.open(tmp_path / "study" / "pictures" / item.pictures[side]) as copy:
+                assert copy.format == "PNG" and (np.asarray(copy) == np.asarray(file)).all()
 
 
 # --- sets that do not fit ---

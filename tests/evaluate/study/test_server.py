@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from aiohttp import ClientResponse, CookieJar
-from aiohttp.test_utils import TestClient, TestServer
+from aiohttp import test_utils as web_utils
 
 from evaluate.study.protocol import Study
 from evaluate.study.serving.limits import MOST_KEPT, Limit
@@ -26,9 +26,9 @@ Scene = Callable[["Stage"], Awaitable[None]]
 class Stage:
     """A served study, and browsers that ask it."""
 
-    def __init__(self, study: Study, votes: Votes, server: TestServer):
+    def __init__(self, study: Study, votes: Votes, server: web_utils.BaseTestServer):
         self.study, self.votes, self.server = study, votes, server
-        self.clients: list[TestClient[Any, Any]] = []
+        self.clients: list[web_utils.TestClient[Any, Any]] = []
 
     @property
     def origin(self) -> str:
@@ -36,7 +36,7 @@ class Stage:
 
     async def browser(self, token: str | None = None) -> "Browser":
         """A new one, which has entered with a token."""
-        client = TestClient(self.server, cookie_jar=CookieJar(unsafe=True))
+        client = web_utils.TestClient(self.server, cookie_jar=CookieJar(unsafe=True))
         self.clients.append(client)
         browser = Browser(client, self.origin)
         if token is not None:
@@ -49,7 +49,7 @@ class Stage:
 class Browser:
     """What a page does."""
 
-    def __init__(self, client: TestClient[Any, Any], origin: str):
+    def __init__(self, client: web_utils.TestClient[Any, Any], origin: str):
         self.client, self.origin, self.state = client, origin, {}  # type: ignore[var-annotated]
 
     async def get(self, path: str, **options: Any) -> ClientResponse:
@@ -93,7 +93,7 @@ def play(prepared: Study, tmp_path: Path) -> Iterator[Callable[..., None]]:
     @asynccontextmanager
     async def staged(votes: Votes, **config: Any) -> AsyncIterator[Stage]:
         app = Server(study, votes, ServeConfig(**config)).app()
-        async with TestServer(app) as server:
+        async with web_utils.TestServer(app) as server:
             stage = Stage(study, votes, server)
             try:
                 yield stage

@@ -34,7 +34,9 @@ def test_the_variance_is_that_of_all_pairs_of_votes(seed: int) -> None:
     """Σ over pairs that share a prompt or a rater of e·e' less the mean over those that share neither, by a loop."""
     scores, prompts, raters = random_votes(seed)
     e = scores - scores.mean()
-    related, apart, same_cell = [], [], []
+    related: list[float] = []
+    apart: list[float] = []
+    same_cell: list[float] = []
     for i, j in product(range(len(scores)), repeat=2):
         is_prompt, is_rater = prompts[i] == prompts[j], raters[i] == raters[j]
         (related if is_prompt or is_rater else apart).append(e[i] * e[j])
