@@ -82,27 +82,22 @@ def equivalence(draws: int) -> str:
     rows = []
     for prompt_sd, rater_sd in SPREADS:
         for raters, prompts in ((RATERS, PROMPTS), (30, 400)):
-            design = Design.make(prompts, raters, VOTES)
-            shown = []
-            for apart in (MARGIN, 0.0):
-                leanings = Leanings(prompt_sd, rater_sd, ties=0.2).at(0.5 + apart)
-                shown.append(
-                    share_of(
-                        lambda scores, design=design: preference(scores, design.prompts, design.raters).is_within(
-                            MARGIN
-                        ),
-                        leanings,
-                        design,
-                        draws,
-                        seed=1,
-                    )
-                )
-            predicted = weigh(Leanings(prompt_sd, rater_sd, ties=0.2), raters, prompts, VOTES, MARGIN).equivalence
-            rows.append(
-                [raters, prompts, prompt_sd, rater_sd, f"{shown[0]:.1%}", f"{shown[1]:.1%}", f"{predicted:.1%}"]
-            )
+            leanings, design = Leanings(prompt_sd, rater_sd, ties=0.2), Design.make(prompts, raters, VOTES)
+            at_margin, where_equal = (shows(leanings.at(0.5 + apart), design, draws) for apart in (MARGIN, 0.0))
+            predicted = weigh(leanings, raters, prompts, VOTES, MARGIN).equivalence
+            shares = [f"{share:.1%}" for share in (at_margin, where_equal, predicted)]
+            rows.append([raters, prompts, prompt_sd, rater_sd, *shares])
     header = ["raters", "prompts", "prompts' deviation", "raters'", "shown at the margin", "shown where equal"]
     return table([*header, "predicted"], rows)
+
+
+def shows(leanings: Leanings, design: Design, draws: int) -> float:
+    """The share of simulated studies that show equivalence."""
+
+    def test(scores: np.ndarray) -> np.ndarray:
+        return preference(scores, design.prompts, design.raters).is_within(MARGIN)
+
+    return share_of(test, leanings, design, draws, seed=1)
 
 
 def three_models(draws: int, replicates: int = 300) -> str:

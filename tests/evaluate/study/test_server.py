@@ -36,7 +36,7 @@ class Stage:
 
     async def browser(self, token: str | None = None) -> "Browser":
         """A new one, which has entered with a token."""
-        client = web_utils.TestClient(self.server, cookie_jar=CookieJar(unsafe=True))
+        client: web_utils.TestClient[Any, Any] = web_utils.TestClient(self.server, cookie_jar=CookieJar(unsafe=True))
         self.clients.append(client)
         browser = Browser(client, self.origin)
         if token is not None:
