@@ -76,7 +76,8 @@ test-faults: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s -m "(slow or faults) and not browser" $(ARGS)
 
 test-browser: setup
-	@command -v chromium chromium-browser google-chrome >/dev/null || { echo "make test-browser needs Chromium: apt-get install chromium" >&2; exit 1; }
+	@for name in chromium chromium-browser google-chrome; do command -v $$name >/dev/null && exit 0; done; \
+	  echo "error: make test-browser needs Chromium: apt-get install chromium" >&2; exit 1
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m browser $(ARGS)
 
 PYTHONS ?= 3.11 3.12 3.13

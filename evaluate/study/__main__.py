@@ -105,6 +105,8 @@ def serve(config: StudyConfig, options: argparse.Namespace) -> None:
     study = read_study(config.output)
     check_pictures(study)
     with open_votes(study) as votes:
+        invited = f"{len(votes.invited())} of {study.protocol.raters} raters are invited"
+        print(f"{invited}; more: python -m {PROG} invite NUMBER --output {config.output}")
         serve_page(study, votes, config.serve)
 
 

@@ -161,7 +161,12 @@ def _begin(db: sqlite3.Connection, study: Study, path: Path) -> None:
 
 
 def _hashed(token: str) -> str:
-    return hashlib.sha256(token.encode()).hexdigest()
+    return hashlib.sha256(as_bytes(token)).hexdigest()
+
+
+def as_bytes(text: str) -> bytes:
+    """What a client sent, which may be no UTF-8."""
+    return text.encode(errors="surrogateescape")
 
 
 def _now() -> str:

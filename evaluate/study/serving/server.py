@@ -23,9 +23,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from evaluate.study.protocol import Study
 from evaluate.study.schedule import Draws, Showing, make_schedule
 from evaluate.study.serving.limits import Limit
-from evaluate.study.votes import Votes
+from evaluate.study.votes import Votes, as_bytes
 from shards.base.config import Config
-from shards.base.errors import RequestError
+from shards.base.errors import RequestError, WorkError, say
 
 COOKIE, HEADER = "study", "X-Study"
 MOST_BYTES = 16_384
@@ -167,7 +167,7 @@ class Server:
     async def vote(self, request: web.Request) -> web.Response:
         """All answers to a showing at once. To vote again changes nothing, and is answered alike."""
         rater, token = self._rater(request)
-        if not hmac.compare_digest(request.headers.get(HEADER, ""), self._proof(token)):
+        if not hmac.compare_digest(as_bytes(request.headers.get(HEADER, "")), self._proof(token).encode()):
             raise Refusal(403, ELSEWHERE)
         ballot = await self._body(request, Ballot)
         if ballot.answers.keys() != self.study.protocol.questions.keys():
@@ -196,7 +196,7 @@ class Server:
 
     def _proof(self, token: str) -> str:
         """What a page of another site cannot know, and what tells two raters in one browser apart."""
-        return hmac.digest(self.study.secret, b"proof" + token.encode(), "sha256").hex()
+        return hmac.digest(self.study.secret, b"proof" + as_bytes(token), "sha256").hex()
 
     def _rater(self, request: web.Request) -> tuple[int, str]:
         token = request.cookies.get(COOKIE, "")
@@ -238,6 +238,9 @@ class Server:
             return await handler(request)
         except Refusal as refusal:
             return web.json_response({"error": refusal.text}, status=refusal.status, headers=refusal.headers)
+        except WorkError as error:  # a full disk, a picture that is gone: for whoever serves; the page asks again
+            say(error)
+            return web.json_response({"error": "The server cannot go on just now."}, status=503)
         except web.HTTPException as error:  # no such path, a method that it lacks, a body too long
             return web.json_response({"error": NOTHING}, status=error.status)
 
@@ -263,6 +266,7 @@ def serve(study: Study, votes: Votes, config: ServeConfig) -> None:
             host=config.host,
             port=config.port,
             access_log=None,
+            shutdown_timeout=2.0,
             print=lambda _: print(said, flush=True),
         )
     except OSError as error:

@@ -10,7 +10,7 @@ from pydantic import Field
 from scipy.stats import nct, t
 
 from evaluate.study.statistics.preference import COVERAGE
-from evaluate.study.statistics.simulation import NODES, WEIGHTS, Leanings, _tie, expected
+from evaluate.study.statistics.simulation import NODES, WEIGHTS, Leanings, expected, tied
 from shards.base.config import Config
 
 
@@ -54,7 +54,7 @@ def components(leanings: Leanings) -> tuple[float, float, float]:
     mean = WEIGHTS @ worth @ WEIGHTS
     of_prompts = float(WEIGHTS @ (worth @ WEIGHTS - mean) ** 2)
     of_raters = float(WEIGHTS @ (WEIGHTS @ worth - mean) ** 2)
-    square = worth - _tie(d, threshold) / 4  # E[y²] = P(won) + P(tie)/4
+    square = worth - tied(d, threshold) / 4  # E[y²] = P(won) + P(tie)/4
     total = float(WEIGHTS @ square @ WEIGHTS - mean**2)
     return of_prompts, of_raters, total - of_prompts - of_raters
 

@@ -37,7 +37,7 @@ class Leanings:
         """Below which a vote is a tie."""
         if not self.ties:
             return 0.0
-        return float(brentq(lambda x: _tie(NODES * self.sd, x) @ WEIGHTS - self.ties, 0.0, 50.0 + 10 * self.sd))
+        return float(brentq(lambda x: tied(NODES * self.sd, x) @ WEIGHTS - self.ties, 0.0, 50.0 + 10 * self.sd))
 
     @property
     def preference(self) -> float:
@@ -59,7 +59,8 @@ def expected(leaning: np.ndarray, threshold: float) -> np.ndarray:
     return found
 
 
-def _tie(leaning: np.ndarray, threshold: float) -> np.ndarray:
+def tied(leaning: np.ndarray, threshold: float) -> np.ndarray:
+    """The probability of a tie."""
     found: np.ndarray = expit(leaning + threshold) - expit(leaning - threshold)
     return found
 

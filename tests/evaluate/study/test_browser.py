@@ -49,6 +49,7 @@ class Serving:
         command = [sys.executable, "-m", "evaluate.study", *words]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment())
         assert self.process.stdout is not None
+        assert "raters are invited; more: python -m evaluate.study invite" in self.process.stdout.readline()
         assert f"http://127.0.0.1:{self.port} (Ctrl-C ends it" in self.process.stdout.readline()
 
     def kill(self) -> None:

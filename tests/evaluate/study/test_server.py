@@ -187,6 +187,11 @@ def test_ballots_that_are_refused(play: Callable[..., None]) -> None:
             headers = {"Origin": stage.origin, HEADER: browser.state["proof"], "Content-Type": "application/json"}
             async with browser.client.post("/vote", data=raw, headers=headers) as raw_reply:
                 assert raw_reply.status == 400
+        headers = {"Origin": stage.origin, HEADER: "é\udc80"}
+        assert (await browser.post("/vote", good, **headers)).status == 403
+        reply = await browser.post("/enter", {"token": "é\udc80"})  # half a character
+        assert reply.status == 400
+        assert (await browser.post("/enter", {"token": "é"})).status == 403
         assert stage.votes.all() == []
 
     play(scene)
@@ -361,6 +366,27 @@ def test_the_page_is_the_same_for_all_and_names_no_study(play: Callable[..., Non
         assert await (await stranger.get("/")).read() == await (await rater.get("/")).read()
 
     play(scene)
+
+
+def test_what_the_server_cannot_do_is_told_to_its_owner(
+    play: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The page is told to ask again."""
+
+    async def scene(stage: Stage) -> None:
+        browser = await stage.browser(stage.votes.invite(0))
+        (stage.study.folder / "pictures").unlink()
+        reply = await browser.get("/picture/1/first")
+        assert reply.status == 503 and await reply.json() == {"error": "The server cannot go on just now."}
+        stage.votes._db.execute("PRAGMA query_only = ON")  # as a full disk, or one that cannot be written to any more
+        assert (await browser.vote(1)).status == 503
+        stage.votes._db.execute("PRAGMA query_only = OFF")
+        assert (await browser.vote(1)).status == 200
+
+    play(scene)
+    said = " ".join(capsys.readouterr().err.split())
+    assert ".png is missing. Restore it from a copy" in said
+    assert "votes.sqlite cannot be written: attempt to write a readonly database. What was voted before is kept" in said
 
 
 # --- limits ---

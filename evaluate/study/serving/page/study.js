@@ -140,7 +140,8 @@ async function cast(vote) {
   try {
     state = await post("/vote", vote, { [HEADER]: state.proof });
   } catch (error) {
-    if (!(error instanceof Refused) || error.status !== 409) throw error;
+    if (error.status === 400) kept.drop(vote.id); // it would be refused for ever
+    if (error.status !== 409) throw error;
     state = await ask("/state"); // another tab is ahead of this one
   } finally {
     busy = false;
