@@ -16,7 +16,7 @@ class StudyConfig(Config):
 
     output: Path = Path("runs/study")
     """The study's folder, on a local disk: pictures, protocol, votes, results."""
-    sets: list[Place] = Field([], min_length=0)
+    sets: list[Place] = Field([])
     """Sample sets, as `evaluate sample` drew them, with the same prompts, seed and size: models A, B and so on."""
     protocol: ProtocolConfig = ProtocolConfig()
     serve: ServeConfig = ServeConfig()

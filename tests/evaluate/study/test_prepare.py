@@ -3,7 +3,8 @@
 import hashlib
 import io
 import json
-from collections import Counter
+from collections import Counter, defaultdict
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -212,13 +213,20 @@ def test_items_are_dealt_evenly(items: int, raters: int, data: st.DataObject) ->
     assert loads.sum() == items * votes and loads.max() - loads.min() <= 1
 
 
-def test_raters_are_not_dealt_in_fixed_groups() -> None:
+def test_raters_are_not_dealt_in_fixed_groups(tmp_path: Path) -> None:
     """Else some raters would never meet on a prompt, and their leanings could not be told from the prompts'."""
-    dealt = deal(np.random.default_rng(0).random((200, 15)), 5)
+    few = make_study(tmp_path).protocol
+    items = [replace(few.items[0], id=f"item {number}") for number in range(200)]
+    many = replace(few, items=items, raters=15, votes_per_item=5)
+    seen: dict[str, list[int]] = defaultdict(list)
+    for rater, showings in enumerate(make_schedule(many, Draws(b"secret", 0))):
+        for showing in showings:
+            if showing.kind == "first":
+                seen[showing.item.id].append(rater)
     met = np.zeros((15, 15), dtype=int)
-    for row in dealt:
-        met[np.ix_(row, row)] += 1
-    assert met.min() >= 5
+    for raters in seen.values():
+        met[np.ix_(raters, raters)] += 1
+    assert len(seen) == 200 and met.min() >= 5
 
 
 def test_each_raters_showings(tmp_path: Path) -> None:

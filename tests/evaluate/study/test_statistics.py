@@ -225,3 +225,14 @@ def test_strengths_of_votes_and_their_intervals() -> None:
         assert (again.low == found.low).all()
     assert found.share_low[0] > max(found.share_high[1:])
     assert (widths[1] < widths[0]).all()
+
+
+@pytest.mark.parametrize("deciding", [0, 1])
+def test_both_prompts_and_raters_are_drawn_again(deciding: int) -> None:
+    """Where one of the two decides every vote, its clusters alone vary: p·(1 − p)/G of the share."""
+    clusters = [part.ravel() for part in np.indices((16, 16))]
+    scores = (clusters[deciding] % 4 == 0).astype(float)
+    pairs = np.tile([0, 1], (len(scores), 1))
+    found = strengths(scores, pairs, clusters[0], clusters[1], 2, seed=1)
+    expected = 2 * 1.96 * np.sqrt(0.25 * 0.75 / 16)
+    assert found.share_high[0] - found.share_low[0] == pytest.approx(expected, rel=0.12)

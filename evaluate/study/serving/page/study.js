@@ -2,6 +2,7 @@
 
 const HEADER = "X-Study", KEPT = "study.vote", FIRST_WAIT = 500, MOST_WAIT = 8000;
 const CHOICES = [["first", "Picture 1"], ["tie", "No difference"], ["second", "Picture 2"]];
+const WAITING = "Waiting for the network. Your vote is kept: leave this page open.";
 const KEYS = { 1: "first", ArrowLeft: "first", 2: "second", ArrowRight: "second", 0: "tie", ArrowDown: "tie", ArrowUp: "tie" };
 const find = (id) => document.getElementById(id);
 const ballot = find("ballot");
@@ -18,7 +19,7 @@ async function ask(path, options = {}) {
       reply = await fetch(path, { cache: "no-store", credentials: "same-origin", ...options });
       if (reply.ok) {
         const found = await (path.startsWith("/picture/") ? reply.blob() : reply.json());
-        say("");
+        if (find("message").textContent === WAITING) say("");
         return found;
       }
     } catch {
@@ -29,7 +30,7 @@ async function ask(path, options = {}) {
       throw Object.assign(new Refused(said.error ?? "The server refused this."), { status: reply.status });
     }
     if (reply?.status === 429) more = 1000 * Number(reply.headers.get("Retry-After") ?? 1);
-    else say("Waiting for the network. Your vote is kept: leave this page open.");
+    else say(WAITING);
     await new Promise((done) => setTimeout(done, Math.max(wait, more)));
   }
 }
@@ -99,6 +100,8 @@ function makeQuestions() {
 const fields = () => [...find("questions").children];
 const answerOf = (field) => field.querySelector("input:checked")?.value;
 
+const isWaiting = () => busy || ballot.hidden || ballot.classList.contains("waiting");
+
 function mark(active) {
   for (const field of fields()) field.classList.toggle("active", field === active);
 }
@@ -113,12 +116,20 @@ async function show() {
   }
   forget(now.number);
   ballot.classList.add("waiting"); // until both are there: neither comes up before the other
-  const [first, second] = await fetchBoth(now.number);
+  let first, second;
+  try {
+    [first, second] = await fetchBoth(now.number);
+  } catch (error) {
+    if (error.status !== 404) throw error;
+    state = await ask("/state"); // another tab went on meanwhile
+    return show();
+  }
   find("first").src = first;
   find("second").src = second;
   await Promise.all([find("first").decode(), find("second").decode()]);
   find("prompt").textContent = now.prompt;
   ballot.reset();
+  say("");
   ballot.hidden = false;
   ballot.classList.remove("waiting");
   shown = now.number;
@@ -151,7 +162,7 @@ async function cast(vote) {
 
 async function send(event) {
   event.preventDefault();
-  if (busy || !fields().every(answerOf)) return;
+  if (isWaiting() || !fields().every(answerOf)) return;
   const answers = Object.fromEntries(state.questions.map(([name], i) => [name, answerOf(fields()[i])]));
   const id = Array.from(crypto.getRandomValues(new Uint8Array(16)), (byte) => byte.toString(16).padStart(2, "0")).join("");
   const vote = { showing: shown, answers, id, seconds: (performance.now() - since) / 1000 };
@@ -161,7 +172,7 @@ async function send(event) {
 
 function onKey(event) {
   if (event.ctrlKey || event.altKey || event.metaKey || event.repeat) return;
-  if (ballot.hidden) return;
+  if (isWaiting()) return;
   const value = KEYS[event.key];
   if (value) {
     event.preventDefault();
