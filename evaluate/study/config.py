@@ -5,7 +5,7 @@ from pathlib import Path
 from pydantic import Field
 
 from evaluate.study.protocol import ProtocolConfig
-from evaluate.study.serving.server import ServeConfig
+from evaluate.study.serving.config import ServeConfig
 from evaluate.study.statistics.power import PowerConfig
 from shards.base.config import Config
 from shards.base.store import Place

@@ -22,9 +22,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from evaluate.study.protocol import Study
 from evaluate.study.schedule import Draws, Showing, make_schedule
+from evaluate.study.serving.config import ServeConfig
 from evaluate.study.serving.limits import Limit
 from evaluate.study.votes import Votes, as_bytes
-from shards.base.config import Config
 from shards.base.errors import RequestError, WorkError, say
 
 COOKIE, HEADER = "study", "X-Study"
@@ -50,25 +50,6 @@ HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "X-Robots-Tag": "noindex",
 }
-
-
-class ServeConfig(Config):
-    """Where raters reach the page."""
-
-    host: str = "127.0.0.1"
-    """Address to listen at; 0.0.0.0 is every one of this machine."""
-    port: int = Field(8770, ge=0, le=65535)
-    """Port to listen at."""
-    origin: str | None = Field(None, pattern=r"^https?://[^/]+$")
-    """How raters' browsers call it, as https://study.example.org; null: by whatever host they ask for."""
-    proxies: int = Field(0, ge=0)
-    """How many reverse proxies stand in front; each adds the address that it was asked from to X-Forwarded-For."""
-    rater_rate: float = Field(5.0, gt=0)
-    """Requests per second of one rater; sixty at once."""
-    address_rate: float = Field(200.0, gt=0)
-    """Requests per second of one address, behind which there may be a whole office; a thousand at once."""
-    entry_rate: float = Field(0.5, gt=0)
-    """Tokens per second that one address may try; sixty at once."""
 
 
 class Entry(BaseModel):

@@ -14,8 +14,9 @@ from aiohttp import ClientResponse, CookieJar
 from aiohttp import test_utils as web_utils
 
 from evaluate.study.protocol import Study
+from evaluate.study.serving.config import ServeConfig
 from evaluate.study.serving.limits import MOST_KEPT, Limit
-from evaluate.study.serving.server import HEADER, HEADERS, ServeConfig, Server
+from evaluate.study.serving.server import HEADER, HEADERS, Server
 from evaluate.study.votes import Votes, open_votes
 from tests.evaluate.study.studies import make_study, schedule_of
 
@@ -123,6 +124,7 @@ def test_a_whole_study_by_its_requests(play: Callable[..., None]) -> None:
             state = browser.state
             assert state["total"] == len(schedule[rater]) and [name for name, _ in state["questions"]] == list(ANSWERS)
             while state["next"]:
+                assert len(state["next"]) == min(2, state["total"] - state["done"])  # this one, and one to have ready
                 now = state["next"][0]
                 assert now == {"number": state["done"] + 1, "prompt": schedule[rater][state["done"]].item.prompt}
                 for side, name in zip(("first", "second"), schedule[rater][state["done"]].pictures, strict=True):
