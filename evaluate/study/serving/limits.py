@@ -13,6 +13,7 @@ class Limit:
         self.per_second, self.burst = per_second, burst
         self._clock = clock
         self._left: dict[str, tuple[float, float]] = {}
+        self._most = MOST_KEPT
 
     def wait(self, key: str) -> float:
         """Take one; returns 0, or the seconds until there is one to take."""
@@ -20,8 +21,9 @@ class Limit:
         left = self._refilled(key, now)
         taken = left >= 1
         self._left[key] = (left - taken, now)
-        if len(self._left) > MOST_KEPT:
+        if len(self._left) > self._most:  # who has not asked for a while is as one who never did
             self._left = {key: self._left[key] for key in self._left if self._refilled(key, now) < self.burst}
+            self._most = max(MOST_KEPT, 2 * len(self._left))
         return 0.0 if taken else (1 - left) / self.per_second
 
     def _refilled(self, key: str, now: float) -> float:
