@@ -24,13 +24,16 @@ $(call needs,train,PHASE_CONFIG,say which phase: make train PHASE=1 (or PHASE=2$
 $(call needs,sample,RUN,say of which model: make sample RUN=runs/phase2 PROMPTS=prompts.txt [CONFIG=path.yaml] [ARGS="--a.b value"])
 $(call needs,evaluate,RUN,say which model: make evaluate RUN=runs/phase2 [PROMPTS=prompts.txt] [CONFIG=path.yaml] [ARGS="--a.b value"])
 $(call needs,sample,PROMPTS,say which prompts: make sample RUN=$(RUN) PROMPTS=prompts.txt [CONFIG=path.yaml] [ARGS="--a.b value"])
+$(call needs,study,A,say which sample sets: make study A=runs/a/evaluations/… B=runs/b/evaluations/… [C=… D=…] [OUT=runs/study] [CONFIG=path.yaml] [ARGS="--a.b value"])
+$(call needs,study,B,say which sample sets: make study A=$(A) B=runs/b/evaluations/… [C=… D=…] [OUT=runs/study] [CONFIG=path.yaml] [ARGS="--a.b value"])
 $(if $(filter train,$(MAKECMDGOALS)),$(if $(wildcard $(PHASE_CONFIG)),,$(error there is no $(PHASE_CONFIG): say PHASE=1 or PHASE=2, or CONFIG=path.yaml)))
 
-.PHONY: help setup demo test test-faults test-families test-install test-oldest bench lint docs select download precompute train sample evaluate plan lock clean
+.PHONY: help setup demo test test-browser test-faults test-families test-install test-oldest bench lint docs select download precompute train sample evaluate study plan lock clean
 
 help:
 	@echo "make demo                                     everything, on a picture world of its own (no GPU; under 20 minutes)"
 	@echo "make test                                     every test"
+	@echo "make test-browser                             the study's page in Chromium (apt-get install chromium)"
 	@echo "make test-faults                              the long suites: kills, full disks, flipped bits, hostile pictures"
 	@echo "make test-families                            each model family: as its pipeline, as online, on 1, 2 and 4 processes"
 	@echo "make test-install [PYTHONS=\"3.11 3.12 3.13\"]  the wheel with every extra, in fresh environments"
@@ -45,6 +48,8 @@ help:
 	@echo "make sample RUN=runs/phase2 PROMPTS=prompts.txt"
 	@echo "                                              a checkpoint, an export or a hub pipeline -> pictures (a Ray job)"
 	@echo "make evaluate RUN=runs/phase2 [PROMPTS=...]   the same, and metrics with 95 % intervals against a reference"
+	@echo "make study A=runs/a/evaluations/... B=... [C=...] [OUT=runs/study]"
+	@echo "                                              a page on which raters compare the models' pictures, blind"
 	@echo "make plan [GPUS=128]                          days, cost and storage, before a GPU is rented"
 	@echo "make docs                                     writes docs/reference/config.md and docs/diagram.svg anew"
 	@echo "make setup | lint | lock | clean"
@@ -76,7 +81,12 @@ test: setup
 
 # the figures that it prints go into docs/evidence/reliability.md
 test-faults: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s -m "slow or faults" $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s -m "(slow or faults) and not browser" $(ARGS)
+
+test-browser: setup
+	@for name in chromium chromium-browser google-chrome; do command -v $$name >/dev/null && exit 0; done; \
+	  echo "error: make test-browser needs Chromium: apt-get install chromium" >&2; exit 1
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m browser $(ARGS)
 
 # every family, small, on 1, 2 and 4 processes
 test-families: setup
@@ -138,6 +148,12 @@ sample: setup
 
 evaluate: setup
 	$(BIN)/python -m evaluate score $(EVALUATE) $(ARGS)
+
+empty :=
+STUDY = --config $(or $(CONFIG),configs/study.yaml) $(if $(OUT),--output $(OUT)) $(ARGS)
+study: setup
+	$(BIN)/python -m evaluate.study prepare --sets $(subst $(empty) ,$(comma),$(strip $(A) $(B) $(C) $(D))) $(STUDY)
+	$(BIN)/python -m evaluate.study serve $(STUDY)
 
 plan: setup
 	$(BIN)/python -m plan --config $(or $(CONFIG),$(CONFIGS)/plan.yaml) $(if $(GPUS),--gpus $(GPUS)) $(ARGS)

@@ -24,6 +24,7 @@ COMMANDS = {
     "precompute.download": ("configs/download.yaml", "precompute.download.config:DownloadConfig"),
     "plan": ("configs/plan.yaml", "plan.config:Plan"),
     "evaluate score": ("configs/evaluate.yaml", "evaluate.config:EvaluateConfig"),
+    "evaluate.study prepare": ("configs/study.yaml", "evaluate.study.config:StudyConfig"),
 }
 """Command → (its config file, the class of its config): the one place that knows where they are."""
 HEAD = """\

@@ -8,6 +8,7 @@ examples:
 commands, each with a --help of its own:
   python -m evaluate sample      draw pictures; the same command again resumes
   python -m evaluate score       the same, and the metrics of each sample set against the reference
+  python -m evaluate study       a blind study of two or more sample sets, with commands of its own
 """
 
 import argparse
@@ -20,6 +21,7 @@ from evaluate.sampling.job import below, draw_sets, read_set
 from evaluate.sampling.model import chosen_step, is_run, make_ready
 from evaluate.sampling.prompts import read_prompts
 from evaluate.scoring import choose_metrics, score, table
+from evaluate.study.__main__ import run as study
 from shards.base.config import load_config
 from shards.base.errors import RequestError, exit_code_of
 from shards.base.store import parse_place
@@ -87,7 +89,7 @@ def output_of(config: EvaluateConfig) -> Path | str:
     return place.absolute() if isinstance(place, Path) else place
 
 
-COMMANDS: dict[str, Callable[[list[str]], object]] = {"sample": sample, "score": score_sets}
+COMMANDS: dict[str, Callable[[list[str]], object]] = {"sample": sample, "score": score_sets, "study": study}
 
 
 def main() -> None:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import pytest
 
 import evaluate.__main__
+import evaluate.study.__main__
 import precompute.__main__
 import precompute.download.__main__
 import precompute.preview
@@ -30,6 +31,8 @@ STAGE_1, STAGE_2 = precompute.__main__.run, train.__main__.run
         (STAGE_2, ["ema"], ["train ema RUN", "--std"]),
         (evaluate.__main__.run, [], ["evaluate sample", "evaluate score"]),
         (evaluate.__main__.run, ["sample"], ["evaluate sample", "--sampling.guidance"]),
+        (evaluate.__main__.run, ["study"], ["evaluate.study prepare", "evaluate.study analyse"]),
+        (evaluate.study.__main__.run, ["serve"], ["evaluate.study invite", "--serve.port"]),
         (train.launch.launch, [], ["--num_processes"]),
         (shards.__main__.run, [], ["verify", "stats", "index", "card", "where"]),
         *((shards.__main__.run, [name], ["root"]) for name in ("verify", "stats", "index", "card", "where")),

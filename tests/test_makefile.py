@@ -31,6 +31,8 @@ def make(*words: str) -> subprocess.CompletedProcess[str]:
         (["sample", "PROMPTS=p.txt"], "say of which model: make sample RUN=runs/phase2 PROMPTS=prompts.txt"),
         (["evaluate"], "say which model: make evaluate RUN=runs/phase2"),
         (["sample", "RUN=runs/a"], "say which prompts: make sample RUN=runs/a PROMPTS=prompts.txt"),
+        (["study", "B=runs/b"], "say which sample sets: make study A=runs/a/evaluations/… B=runs/b"),
+        (["study", "A=runs/a"], "say which sample sets: make study A=runs/a B=runs/b"),
         (["select"], "say which metadata: make select METADATA=FILE_OR_FOLDER"),
     ],
 )
@@ -63,4 +65,7 @@ def test_what_a_target_runs() -> None:
     assert launch.startswith("PET_SHUTDOWN_TIMEOUT=120 exec ") and "--max_restarts 3" in launch
     assert check.endswith("-m train check --config configs/phase1.yaml --max_steps 5")
     assert "-m train.launch --num_machines 1 --num_processes 2 --multi_gpu" in launch
+    study = make("--dry-run", "study", "A=a", "B=b", "C=c", "OUT=o", "ARGS=--protocol.seed 1").stdout
+    assert "-m evaluate.study prepare --sets a,b,c --config configs/study.yaml --output o --protocol.seed 1" in study
+    assert "-m evaluate.study serve --config configs/study.yaml --output o --protocol.seed 1" in study
     assert launch.endswith("-m train --config configs/phase1.yaml --num_processes 2 --max_steps 5")
