@@ -16,6 +16,13 @@ from train.run.checkpoint import CheckpointConfig
 from train.run.log import LogConfig
 
 
+class RequestConfig(Config):
+    """What the run asks of `python -m evaluate watch`; the trainer itself evaluates nothing."""
+
+    every: int | None = Field(None, ge=1)
+    """Checkpoints of steps that this divides are to be evaluated; null: all."""
+
+
 class TrainConfig(Config):
     """Stage 2: train a U-Net on the latents of one or more buckets."""
 
@@ -45,6 +52,7 @@ class TrainConfig(Config):
     validation: ValidationConfig = ValidationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
+    evaluate: RequestConfig = RequestConfig()
     precision: Precision = "bfloat16"
     """Autocast type; weights and optimizer are float32."""
     gradient_checkpointing: bool = False
@@ -73,6 +81,11 @@ class TrainConfig(Config):
             raise ValueError(
                 f"validation.every {self.validation.every} is not a multiple of log.every {self.log.every}, so there "
                 f"would be no line for its value"
+            )
+        if self.evaluate.every is not None and self.evaluate.every % self.checkpoint.every:
+            raise ValueError(
+                f"evaluate.every {self.evaluate.every} is not a multiple of checkpoint.every {self.checkpoint.every}, "
+                f"so there would be no checkpoint to evaluate"
             )
         if self.sharding != "none" and self.precision == "float16":
             raise ValueError("sharding with precision float16 needs a loss scaler of its own; use bfloat16")
