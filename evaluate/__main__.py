@@ -10,16 +10,22 @@ commands, each with a --help of its own:
   python -m evaluate sample      draw pictures; the same command again resumes
   python -m evaluate score       the same, and the metrics of each sample set against the reference
   python -m evaluate watch       the same for each checkpoint of a run as it appears, while training goes on
+  python -m evaluate report      what is known of some runs, on one page   (python -m evaluate report runs/a runs/b)
+  python -m evaluate compare     the newest numbers of two runs            (python -m evaluate compare runs/a runs/b)
 """
 
 import argparse
 import sys
 from collections.abc import Callable
+from itertools import takewhile
 from pathlib import Path
 
 from evaluate.config import EvaluateConfig, WatchConfig
 from evaluate.metrics.table import MetricName
+from evaluate.report.compare import compare
+from evaluate.report.page import ReportConfig, render
 from evaluate.report.records import step_place
+from evaluate.report.runs import read_runs
 from evaluate.sampling.job import draw_sets, read_set
 from evaluate.sampling.model import chosen_step, is_run, make_ready
 from evaluate.sampling.prompts import prompts_sha256, read_prompts
@@ -27,6 +33,7 @@ from evaluate.scoring import choose_metrics, score, table
 from evaluate.watch.follow import Follower, read_wants
 from evaluate.watch.tracker import open_tracker
 from shards.base.config import ConfigT, load_config
+from shards.base.durable import write_atomically
 from shards.base.errors import RequestError, exit_code_of
 from shards.base.store import parse_place
 from shards.open import open_store
@@ -78,6 +85,26 @@ def watch(arguments: list[str]) -> None:
     ).follow()
 
 
+def report(arguments: list[str]) -> None:
+    """Write the page of some runs."""
+    names = list(takewhile(lambda word: not word.startswith("-"), arguments))
+    config = load_config(ReportConfig, None, arguments[len(names) :], "evaluate report RUN…", __doc__)
+    if not names:
+        raise RequestError("evaluate report: name the runs first: `python -m evaluate report runs/phase1 runs/phase2`.")
+    runs = read_runs(names)
+    config.output.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(config.output, render(runs, config, f"Report of {', '.join(run.name for run in runs)}").encode())
+    print(config.output)
+
+
+def compare_runs(arguments: list[str]) -> None:
+    """Print the newest numbers of two runs."""
+    parser = argparse.ArgumentParser("python -m evaluate compare", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("runs", nargs=2, metavar="RUN")
+    print(compare(*read_runs(parser.parse_args(arguments).runs)))
+
+
 def draw_and_score(config: EvaluateConfig, names: list[MetricName], step: int | None, output: Path | str) -> None:
     """Of every setting, a checkpoint's pictures and their metrics."""
     for place in draw(config, step, output):
@@ -123,7 +150,13 @@ def output_of(config: EvaluateConfig) -> Path | str:
     return step_place(base_of(config), step, config.weights)
 
 
-COMMANDS: dict[str, Callable[[list[str]], object]] = {"sample": sample, "score": score_sets, "watch": watch}
+COMMANDS: dict[str, Callable[[list[str]], object]] = {
+    "sample": sample,
+    "score": score_sets,
+    "watch": watch,
+    "report": report,
+    "compare": compare_runs,
+}
 
 
 def main() -> None:

@@ -4,6 +4,7 @@ import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from PIL import Image, ImageDraw, ImageFont
 
@@ -13,6 +14,7 @@ from evaluate.sampling.prompts import Prompt
 from evaluate.sampling.worker import PICTURES, file_name
 from shards.open import open_store
 
+Item = TypeVar("Item")
 LABEL_HEIGHT, GAP = 20, 4
 
 
@@ -70,8 +72,8 @@ def grid(pictures: Sequence[Image.Image], columns: int) -> Image.Image:
     return whole
 
 
-def spread(steps: Sequence[int], count: int) -> list[int]:
-    """At most `count` of the steps, the first and the last among them, evenly by their place."""
+def spread(steps: Sequence[Item], count: int) -> list[Item]:
+    """At most `count` of them, the first and the last among them, evenly by their place."""
     if len(steps) <= count:
         return list(steps)
     return [steps[round(i * (len(steps) - 1) / max(1, count - 1))] for i in range(count)]
