@@ -17,10 +17,13 @@ $(call needs,precompute,SHARD,say which shards: make precompute SHARD=00000-0009
 $(call needs,train,PHASE_CONFIG,say which phase: make train PHASE=1 (or PHASE=2$(comma) or CONFIG=path.yaml) [NPROC=8] [ARGS="--a.b value"])
 $(call needs,sample,RUN,say of which model: make sample RUN=runs/phase2 PROMPTS=prompts.txt [CONFIG=path.yaml] [ARGS="--a.b value"])
 $(call needs,evaluate,RUN,say which model: make evaluate RUN=runs/phase2 [PROMPTS=prompts.txt] [CONFIG=path.yaml] [ARGS="--a.b value"])
+$(call needs,watch,RUN,say which run: make watch RUN=runs/phase2 PROMPTS=prompts.txt [CONFIG=path.yaml] [ARGS="--a.b value"])
+$(call needs,watch,PROMPTS,say which prompts: make watch RUN=$(RUN) PROMPTS=prompts.txt [CONFIG=path.yaml] [ARGS="--a.b value"])
+$(call needs,report,RUN,say which runs: make report RUN="runs/phase1 runs/phase2" [OUT=report.html] [ARGS="--price_per_hour 2"])
 $(call needs,sample,PROMPTS,say which prompts: make sample RUN=$(RUN) PROMPTS=prompts.txt [CONFIG=path.yaml] [ARGS="--a.b value"])
 $(if $(filter train,$(MAKECMDGOALS)),$(if $(wildcard $(PHASE_CONFIG)),,$(error there is no $(PHASE_CONFIG): say PHASE=1 or PHASE=2, or CONFIG=path.yaml)))
 
-.PHONY: help setup demo test test-faults test-install test-oldest bench lint docs select download precompute train sample evaluate plan lock clean
+.PHONY: help setup demo test test-faults test-install test-oldest bench lint docs select download precompute train sample evaluate watch report plan lock clean
 
 help:
 	@echo "make demo                                     everything, on a picture world of its own (no GPU; under 20 minutes)"
@@ -38,6 +41,8 @@ help:
 	@echo "make sample RUN=runs/phase2 PROMPTS=prompts.txt"
 	@echo "                                              a checkpoint, an export or a hub pipeline -> pictures (a Ray job)"
 	@echo "make evaluate RUN=runs/phase2 [PROMPTS=...]   the same, and metrics with 95 % intervals against a reference"
+	@echo "make watch RUN=runs/phase2 PROMPTS=...        the same for each checkpoint as it appears, while training goes on"
+	@echo "make report RUN=\"runs/phase1 runs/phase2\"    what is known of runs, on one page"
 	@echo "make plan [GPUS=128]                          days, cost and storage, before a GPU is rented"
 	@echo "make docs                                     writes docs/reference/config.md and docs/diagram.svg anew"
 	@echo "make setup | lint | lock | clean"
@@ -126,6 +131,12 @@ sample: setup
 
 evaluate: setup
 	$(BIN)/python -m evaluate score $(EVALUATE) $(ARGS)
+
+watch: setup
+	$(BIN)/python -m evaluate watch $(RUN) --config $(or $(CONFIG),configs/evaluate.yaml) --prompts.file $(PROMPTS) $(if $(OUT),--output $(OUT)) $(ARGS)
+
+report: setup
+	$(BIN)/python -m evaluate report $(RUN) $(if $(OUT),--output $(OUT)) $(ARGS)
 
 plan: setup
 	$(BIN)/python -m plan --config $(or $(CONFIG),configs/plan.yaml) $(if $(GPUS),--gpus $(GPUS)) $(ARGS)

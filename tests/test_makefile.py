@@ -25,6 +25,9 @@ def make(*words: str) -> subprocess.CompletedProcess[str]:
         (["sample", "PROMPTS=p.txt"], "say of which model: make sample RUN=runs/phase2 PROMPTS=prompts.txt"),
         (["evaluate"], "say which model: make evaluate RUN=runs/phase2"),
         (["sample", "RUN=runs/a"], "say which prompts: make sample RUN=runs/a PROMPTS=prompts.txt"),
+        (["watch", "PROMPTS=p.txt"], "say which run: make watch RUN=runs/phase2 PROMPTS=prompts.txt"),
+        (["watch", "RUN=runs/a"], "say which prompts: make watch RUN=runs/a PROMPTS=prompts.txt"),
+        (["report"], 'say which runs: make report RUN="runs/phase1 runs/phase2"'),
         (["select"], "say which metadata: make select METADATA=FILE_OR_FOLDER"),
     ],
 )

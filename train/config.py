@@ -20,7 +20,7 @@ class RequestConfig(Config):
     """What the run asks of `python -m evaluate watch`; the trainer itself evaluates nothing."""
 
     every: int | None = Field(None, ge=1)
-    """Checkpoints of steps that this divides are to be evaluated; null: all."""
+    """Checkpoints of steps that this divides are to be evaluated, and the last; null: all."""
 
 
 class TrainConfig(Config):

@@ -40,7 +40,7 @@ class FollowConfig(Config):
     """Which checkpoints of a run are evaluated, and for how long it is followed."""
 
     every: int | None = Field(None, ge=1)
-    """Checkpoints of steps that this divides; null: as the run's own `evaluate.every` asks, or all."""
+    """Checkpoints of steps that this divides, and the run's last; null: as the run's `evaluate.every` asks, or all."""
     until: int | None = Field(None, ge=0)
     """The last step; null: the run's `max_steps`."""
     once: bool = False
@@ -106,7 +106,7 @@ class Follower:
         stamps = {
             step: json.dumps(sorted((name, entries[name].etag) for name in files))
             for step, files in sorted(steps.items())
-            if step <= last and step % every == 0
+            if step <= last and (step % every == 0 or step == wanted.last)
         }
         for step, stamp in stamps.items():
             if not stop.received and step not in self.merged and (self._is_done(step) or self._evaluate(step, stamp)):

@@ -1,12 +1,17 @@
 """Following a run: each checkpoint is evaluated once, whoever watches, dies or comes too late."""
 
+import hashlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
+import sys
 import time
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +20,7 @@ import yaml
 from evaluate.report.records import evaluations, lines
 from evaluate.watch import follow
 from shards.base.durable import read_sealed_json
+from shards.open import open_store
 from tests.conftest import as_in_a_fresh_process
 from tests.evaluate.watching import export_here, stay_here, watch, watcher
 from tests.runs import train_fields, write_config
@@ -22,6 +28,7 @@ from tests.tiny import make_samples, make_tar
 from train.__main__ import run as train
 
 STEPS = (2, 4, 6)
+PROMPT = hashlib.sha256(b"picture 0").hexdigest()[:16]
 
 
 @pytest.fixture(autouse=True)
@@ -179,11 +186,11 @@ def test_the_run_may_ask_and_the_command_decides(run_dir: Path, words: list[str]
     config = yaml.safe_load((run_dir / "config.yaml").read_text())
     (run_dir / "config.yaml").write_text(yaml.safe_dump(config | {"evaluate": {"every": 4}}))
     assert watch(run_dir, words) == 0
-    assert [row["step"] for row in written(run_dir)] == [4, 4]
+    assert [row["step"] for row in written(run_dir)] == [4, 4, 6, 6]  # and the last
     elsewhere = run_dir.with_name("elsewhere")
     assert watch(run_dir, words, "--every", "2", "--until", "3", "--output", str(elsewhere)) == 0
     assert [row["step"] for row in written(elsewhere)] == [2, 2]
-    assert [row["step"] for row in written(run_dir)] == [4, 4]
+    assert [row["step"] for row in written(run_dir)] == [4, 4, 6, 6]
 
 
 def test_what_is_no_run_and_what_is_empty(run_dir: Path, words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -217,3 +224,40 @@ def test_slower_watcher_never_takes_lines_away(
     monkeypatch.setattr(records, "evaluations", lambda place: listings.pop(0))
     records.write_lines(run_dir)
     assert [row["step"] for row in written(run_dir)] == [2, 2, 4, 4, 6, 6]
+
+
+def test_a_run_at_an_address(trained: Path, words: list[str], s3: str) -> None:
+    """A copy of a run folder, of which pictures and records lie beside the checkpoints."""
+    store = open_store(f"{s3}/run")
+    store.put({path.relative_to(trained).as_posix(): path for path in trained.rglob("*") if path.is_file()})
+    before = store.listing("checkpoints")
+    assert watch(f"{s3}/run", words, "--every", "4") == 0
+    found = [json.loads(line) for line in store.read("evaluations.jsonl").decode().splitlines()]
+    assert [(row["step"], row["metric"]) for row in found] == [(s, m) for s in (4, 6) for m in ("toy_fid", "toy_kid")]
+    assert store.listing("checkpoints") == before
+    assert len(store.files("tracker/evaluations")) == 2 and not store.files("evaluations/step-00000004-auto/model")
+
+
+def test_wandb_gets_a_run_of_its_own_with_the_checkpoints_step(
+    run_dir: Path, words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two writers of one run of wandb's overwrite each other. Steps may come in any order: they are no steps of its."""
+    wandb = ModuleType("wandb")
+    wandb.__spec__ = ModuleSpec("wandb", None)
+    begun, logged, metrics = [], list[dict[str, Any]](), []
+    run = SimpleNamespace(log=logged.append, define_metric=lambda name, **options: metrics.append((name, options)))
+    wandb.init = lambda **options: begun.append(options) or run  # type: ignore[attr-defined,func-returns-value]
+    wandb.Image = lambda picture: picture.size  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    config = yaml.safe_load((run_dir / "config.yaml").read_text())
+    (run_dir / "config.yaml").write_text(yaml.safe_dump(config | {"log": {"tracker": "wandb"}}))
+    assert watch(run_dir, words) == 0
+    assert begun == [{"project": "tracker", "group": str(run_dir), "job_type": "evaluate"}]
+    assert metrics == [("evaluation/*", {"step_metric": "evaluation/step"})]
+    assert [line["evaluation/step"] for line in logged] == [2, 4, 6]
+    values = [row["value"] for row in written(run_dir) if row["metric"] == "toy_fid"]
+    (name,) = (name for name in logged[0] if re.fullmatch(r"evaluation/toy_fid/g8-s1-own \w{8}", name))
+    assert [line[name] for line in logged] == values
+    strips = [line[f"evaluation/strips/g8-s1-own/{prompt_id}"] for line in logged for prompt_id in [PROMPT]]
+    assert strips == [(64, 84), (132, 84), (200, 84)]
+    assert logged[0]["evaluation/samples/g8-s1-own"] == (268, 268)
