@@ -80,7 +80,7 @@ def make_ready(name: str, step: int | None, weights: Weights, output: Store) -> 
     name = str(Path(name).absolute()) if Path(name).is_dir() else name
     if not is_run(name):
         model = Model(name, None, weights, hash_pipeline(pipeline_folder(name)))
-    elif found is not None and output.size(f"{EXPORTED}/{INDEX}") is not None:
+    elif found is not None and is_exported(output):
         # it was exported, and the run may have dropped the checkpoint since
         model = replace(found, name=name, step=found.step if step is None else step, weights=weights)
     else:
@@ -126,6 +126,11 @@ def _local_run(run: Store, step: int, scratch: Path) -> Iterator[Path]:
         except FileNotFoundError:
             raise WorkError(f"{run.where(name)} was removed while it was read.") from None
     yield scratch / "run"
+
+
+def is_exported(output: Store) -> bool:
+    """Whether a run's model is there to be sampled."""
+    return output.size(f"{EXPORTED}/{INDEX}") is not None and output.size(RECORD) is not None
 
 
 def drop_export(output: Store) -> None:

@@ -22,8 +22,9 @@ import yaml
 from pydantic import Field
 
 from evaluate.parts import create_once, read_sealed
-from evaluate.report.records import Evaluation, step_place, write_lines
-from evaluate.sampling.model import drop_export
+from evaluate.report.records import FOLDER, STEP_FOLDER, Evaluation, step_place, write_lines
+from evaluate.sampling.job import below
+from evaluate.sampling.model import EXPORTED, drop_export, is_exported
 from shards.base.config import Config
 from shards.base.durable import DamagedFile, canonical_json, parse_sealed_json
 from shards.base.errors import Preempted, RequestError, WorkError, say
@@ -103,21 +104,25 @@ class Follower:
         steps = checkpoints_in(list(entries))
         if not steps:
             self._say_once(f"{self.run.where()} has no checkpoint yet: waiting for one.")
-        stamps = {
-            step: json.dumps(sorted((name, entries[name].etag) for name in files))
-            for step, files in sorted(steps.items())
-            if step <= last and (step % every == 0 or step == wanted.last)
+        # of an exported one the trainer may have dropped the checkpoint since
+        found = {step: EXPORTED for step in self._begun()} | {
+            step: json.dumps(sorted((name, entries[name].etag) for name in files)) for step, files in steps.items()
         }
+        due = (step for step in sorted(found) if step <= last and (step % every == 0 or step == wanted.last))
+        stamps = {step: found[step] for step in due}
+        adopted = [step for step in stamps if step not in self.merged and self._is_done(step)]
+        if adopted:
+            write_lines(self.output)
         for step, stamp in stamps.items():
-            if not stop.received and step not in self.merged and (self._is_done(step) or self._evaluate(step, stamp)):
-                self._finish(step)
+            if step in adopted or (step not in self.merged and not stop.received and self._evaluate(step, stamp)):
+                self._tidy(step)
         left = [s for s, stamp in stamps.items() if s not in self.merged and self.tried[s, stamp] < TRIES]
         return self.config.once or (max(steps, default=-1) >= last and not left)
 
     def _is_ready(self, step: int, stamp: str) -> bool:
         if self.tried[step, stamp] >= TRIES:
             return False
-        if not is_whole(self.run, step):
+        if not self._is_exported(step) and not is_whole(self.run, step):
             self._say_once(f"step {step} of {self.run.where()} is not whole yet: passed over until it is.")
             return False
         return True
@@ -129,12 +134,14 @@ class Follower:
         self.tried[step, stamp] += 1
         try:
             self.evaluate(step, step_place(self.output, step, self.weights))
+            self._conclude(step)
         except Preempted:
             raise
         except (RequestError, WorkError) as error:
             if self._is_done(step):  # by another watcher, which tidied up after itself
+                write_lines(self.output)
                 return True
-            if self.run.size(state_of(step)) is None:
+            if self.run.size(state_of(step)) is None and not self._is_exported(step):
                 self.failed.pop(step, None)
                 print(f"step {step} of {self.run.where()} was removed while it was read: skipped.", flush=True)
                 return False
@@ -146,16 +153,28 @@ class Follower:
         self.failed.pop(step, None)
         return True
 
-    def _finish(self, step: int) -> None:
-        """The same, whoever evaluated it: lines, tracker, receipt."""
-        place = step_place(self.output, step, self.weights)
+    def _conclude(self, step: int) -> None:
+        """Lines, tracker, and then the receipt: a watcher that dies in between does all of it again."""
         found = write_lines(self.output)
         if not self._is_done(step):
             self.track(step, [each for each in found if each.weights == self.weights])
+            place = step_place(self.output, step, self.weights)
             create_once(open_store(place), self._receipt, lambda: {"step": step, "settings": self.settings})
+
+    def _tidy(self, step: int) -> None:
         if not self.config.keep_models:
-            drop_export(open_store(place))
+            drop_export(open_store(step_place(self.output, step, self.weights)))
         self.merged.add(step)
+
+    def _begun(self) -> list[int]:
+        """Steps of which a watcher has exported the model, and not said that they are done."""
+        names = open_store(below(self.output, FOLDER)).entries()
+        matches = (STEP_FOLDER.fullmatch(name) for name in names)
+        steps = [int(match[1]) for match in matches if match and match[2] == self.weights]
+        return [step for step in steps if step not in self.merged and self._is_exported(step)]
+
+    def _is_exported(self, step: int) -> bool:
+        return is_exported(open_store(step_place(self.output, step, self.weights)))
 
     def _is_done(self, step: int) -> bool:
         return read_sealed(open_store(step_place(self.output, step, self.weights)), self._receipt) is not None

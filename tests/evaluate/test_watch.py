@@ -160,6 +160,16 @@ def test_a_checkpoint_that_goes_while_it_is_read(
     assert [row["step"] for row in written(run_dir)] == [2, 2, 6, 6]
 
 
+def test_a_step_that_was_begun_is_finished_without_its_checkpoint(run_dir: Path, words: list[str]) -> None:
+    """The watcher died, and the trainer dropped the checkpoint before the next one came."""
+    process = watcher(run_dir, words, dies_at="evaluate.parts.place")
+    process.join(120)
+    assert process.exitcode == 9
+    shutil.rmtree(run_dir / "checkpoints" / "step-00000002")
+    assert watch(run_dir, words) == 0
+    assert [row["step"] for row in written(run_dir)] == [2, 2, 4, 4, 6, 6]
+
+
 def test_what_is_half_written_is_waited_for_and_what_is_damaged_is_named(
     run_dir: Path, words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
