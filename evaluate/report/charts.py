@@ -9,8 +9,8 @@ from itertools import count
 from matplotlib.ticker import LogLocator, MaxNLocator
 
 WIDTH, HEIGHT = 560, 320
-LEFT, RIGHT, TOP, BOTTOM = 58, 120, 12, 44
-LINE_HEIGHT, LABEL = 15, 16
+LEFT, RIGHT, TOP, BOTTOM = 70, 150, 12, 48
+LINE_HEIGHT, LABEL = 19, 13
 """Of a line's name: pixels, and characters."""
 MARKED = 8
 """Markers of a long line."""
@@ -34,6 +34,8 @@ class Series:
     points: Sequence[tuple[float, float]]
     intervals: Sequence[tuple[float, float]] = ()
     """(low, high) of each point, or none."""
+    style: int = 0
+    """One of six dashes, markers and colours: the same for one run in all charts of a page."""
 
 
 def line_chart(title: str, x_name: str, y_name: str, series: Sequence[Series], log: bool = False) -> str:
@@ -45,7 +47,7 @@ def line_chart(title: str, x_name: str, y_name: str, series: Sequence[Series], l
     log = log and min(ys) > 0
     across, x_ticks = _axis(xs, False, LEFT, WIDTH - RIGHT)
     down, y_ticks = _axis(ys, log, HEIGHT - BOTTOM, TOP)
-    styles = [number % len(MARKERS) for number in range(len(series))]
+    styles = [line.style % len(MARKERS) for line in series]
     ends = _apart([down(line.points[-1][1]) for line in series])
     described = "; ".join(f"{line.name} from {line.points[0][1]:.4g} to {line.points[-1][1]:.4g}" for line in series)
     number, middle = next(_numbers), (TOP + HEIGHT - BOTTOM) / 2

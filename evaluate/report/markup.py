@@ -75,6 +75,11 @@ def chart(title: str, x_name: str, y_name: str, series: Sequence[Series], note: 
     )
 
 
+def columns(parts: Sequence[str]) -> str:
+    """Side by side, where the screen is wide enough."""
+    return f'<div class="columns">{"".join(parts)}</div>' if parts else ""
+
+
 def picture_row(title: str, pictures: Mapping[str, Image.Image]) -> str:
     """A row of pictures, each with its label below; `title` is what all of them were asked to show."""
     items = "".join(
@@ -82,7 +87,7 @@ def picture_row(title: str, pictures: Mapping[str, Image.Image]) -> str:
         f'alt="{html.escape(label)}: {html.escape(title)}"><span>{html.escape(label)}</span></li>'
         for label, picture in pictures.items()
     )
-    return f"<h4>{html.escape(title)}</h4>{frame(title, f'<ul class=strip>{items}</ul>')}"
+    return f"<div><h4>{html.escape(title)}</h4>{frame(title, f'<ul class=strip>{items}</ul>')}</div>"
 
 
 def data_address(picture: Image.Image) -> str:

@@ -11,7 +11,7 @@ from pydantic import Field
 
 from evaluate.metrics.identity import check_comparable
 from evaluate.report.charts import Series
-from evaluate.report.markup import chart, picture_row, section, table, text
+from evaluate.report.markup import chart, columns, picture_row, section, table, text
 from evaluate.report.pictures import Shown, first_pictures, spread
 from evaluate.report.records import Evaluation
 from evaluate.report.runs import Run, binned, starts
@@ -70,12 +70,12 @@ def summary(runs: Sequence[Run]) -> str:
     """A row for each run, and for each of its newest numbers."""
     rows = [[run.name, run.steps, run.config["max_steps"], _last_loss(run), str(run.place)] for run in runs]
     newest = [
-        [run.name, row["metric"], each.setting, each.step, row["value"], row["low"], row["high"], row["n"], row["id"]]
+        [run.name, row["metric"], row["value"], row["low"], row["high"], each.step, row["n"], each.setting, row["id"]]
         for run in runs
         for each in _newest(run)
         for row in each.rows
     ]
-    header = ["run", "metric", "setting", "step", "value", "95 % from", "to", "N", "id"]
+    header = ["run", "metric", "value", "95 % from", "to", "step", "N", "setting", "id"]
     measured = (
         table("Newest metrics", header, newest)
         if newest
@@ -92,17 +92,18 @@ def summary(runs: Sequence[Run]) -> str:
 def losses(runs: Sequence[Run]) -> str:
     """All runs in one picture; one that began from another goes on where that ended."""
     start = starts(list(runs))
-    lines = [Series(run.name, binned(run.curve("loss", start[run.name]))) for run in runs if run.curve("loss")]
-    lines += [
-        Series(f"{run.name} held out", binned(run.curve("val_loss", start[run.name])))
-        for run in runs
-        if run.curve("val_loss")
+    lines = [
+        Series(name, binned(run.curve(field, start[run.name])), style=style + number)
+        for field, style in (("loss", 0), ("val_loss", len(runs)))
+        for number, run in enumerate(runs)
+        for name in [run.name if field == "loss" else f"{run.name} held out"]
+        if run.curve(field)
     ]
     if not lines:
         return section("losses", "Loss", text("Nothing was logged yet."))
     chained = [run.name for run in runs if start[run.name]]
     note = "Each point is the mean of some lines of the log." + (
-        f" {', '.join(chained)} began from the run before it, and is drawn behind it." if chained else ""
+        f" {' and '.join(chained)} began from another of these runs, and is drawn behind it." if chained else ""
     )
     return section(
         "losses", "Loss", chart("Loss over steps", "optimizer steps", "mean squared error", lines, note, log=True)
@@ -112,11 +113,15 @@ def losses(runs: Sequence[Run]) -> str:
 def metrics(runs: Sequence[Run]) -> str:
     """A chart for each metric id: numbers of two ids are never in one."""
     by_id: dict[str, list[tuple[str, Row]]] = {}
+    settings: dict[str, str] = {}
     for run in runs:
         for each in run.evaluations:
             for row in each.rows:
-                name = run.name if row["weights"] == "auto" else f"{run.name} {row['weights']}"
+                name = run.name if each.weights == "auto" else f"{run.name} {each.weights}"
                 by_id.setdefault(row["id"], []).append((name, row))
+                settings[row["id"]] = each.setting
+    told = (name for named in by_id.values() for name, _ in named)
+    names = list(dict.fromkeys([*(run.name for run in runs), *told]))
     if not by_id:
         return ""
     charts = []
@@ -126,8 +131,8 @@ def metrics(runs: Sequence[Run]) -> str:
         for name in dict.fromkeys(name for name, _ in named):
             its = [row for other, row in named if other == name]
             points = [(float(row["step"] or 0), row["value"]) for row in its]
-            lines.append(Series(name, points, [(row["low"], row["high"]) for row in its]))
-        title = f"{first['metric']} {number}"
+            lines.append(Series(name, points, [(row["low"], row["high"]) for row in its], names.index(name)))
+        title = f"{first['metric']}, {settings[number]}, id {number}"
         note = (
             f"{first['better'].capitalize()} is better. N {first['n']:,}"
             + (f" against {first['reference_n']:,}" if first["reference_n"] else "")
@@ -135,7 +140,7 @@ def metrics(runs: Sequence[Run]) -> str:
         )
         charts.append(chart(title, "checkpoint's step", first["metric"], lines, note))
     ids = "Each number's id stands for extractor, N, prompts, reference and sampler. A chart has one id."
-    return section("metrics", "Metrics", text(ids), *charts)
+    return section("metrics", "Metrics", text(ids), columns(charts))
 
 
 def strips(runs: Sequence[Run], config: ReportConfig) -> str:
@@ -148,20 +153,24 @@ def strips(runs: Sequence[Run], config: ReportConfig) -> str:
                 for shown in first_pictures(each.place, config.prompts, config.side):
                     rows.setdefault(shown.prompt.text, {})[f"step {each.step}"] = shown
             drawn = [picture_row(prompt, {k: v.picture for k, v in row.items()}) for prompt, row in rows.items()]
-            parts += [f"<h3>{html.escape(f'{run.name}, {setting}')}</h3>", *drawn] if drawn else []
+            parts += [f"<h3>{html.escape(f'{run.name}, {setting}')}</h3>", columns(drawn)] if drawn else []
     return section("pictures", "Fixed prompts through training", *parts) if parts else ""
 
 
 def same_prompts(runs: Sequence[Run], config: ReportConfig) -> str:
     """The newest pictures of prompts that several runs were given, side by side."""
     rows: dict[str, dict[str, Shown]] = {}
+    told_by: dict[str, set[str]] = {}
     for run in runs:
-        for each in _newest(run):
+        newest = _newest(run)
+        for each in newest:
+            label = f"{run.name}, step {each.step}" + (f", {each.name.partition('-auto/')[2]}" if newest[1:] else "")
             for shown in first_pictures(each.place, config.prompts, config.side):
-                rows.setdefault(shown.prompt.text, {})[f"{run.name}, step {each.step}, {each.setting}"] = shown
-    shared = {prompt: row for prompt, row in rows.items() if len({label.split(", step")[0] for label in row}) > 1}
+                rows.setdefault(shown.prompt.text, {})[label] = shown
+                told_by.setdefault(shown.prompt.text, set()).add(run.name)
+    shared = {prompt: row for prompt, row in rows.items() if len(told_by[prompt]) > 1}
     drawn = [picture_row(prompt, {k: v.picture for k, v in row.items()}) for prompt, row in shared.items()]
-    return section("same-prompts", "Runs side by side", *drawn) if drawn else ""
+    return section("same-prompts", "Runs side by side", columns(drawn)) if drawn else ""
 
 
 def speed(runs: Sequence[Run]) -> str:
@@ -171,14 +180,18 @@ def speed(runs: Sequence[Run]) -> str:
     rows = [[run.name, *(run.middle(field) for field in fields)] for run in runs]
     start, drawn = starts(list(runs)), []
     for field, name in (("images_per_second", "images per second"), ("mfu", "MFU")):
-        lines = [Series(run.name, binned(run.curve(field, start[run.name]), 40)) for run in runs if run.curve(field)]
+        lines = [
+            Series(run.name, binned(run.curve(field, start[run.name]), 40), style=number)
+            for number, run in enumerate(runs)
+            if run.curve(field)
+        ]
         drawn += [chart(f"{name[0].upper()}{name[1:]}", "optimizer steps", name, lines)] if lines else []
     unknown = (
         []
         if any(run.curve("mfu") for run in runs)
         else [text("MFU is not known: the device has no entry, and `log.peak_tflops` was not set.")]
     )
-    return section("speed", "Speed", table("Medians over the log", header, rows), *unknown, *drawn)
+    return section("speed", "Speed", table("Medians over the log", header, rows), *unknown, columns(drawn))
 
 
 def costs(runs: Sequence[Run], price: float | None) -> str:
