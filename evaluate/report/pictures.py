@@ -52,9 +52,13 @@ def first_pictures(place: Path | str, count: int, side: int) -> list[Shown]:
 
 def side_by_side(pictures: Mapping[str, Image.Image]) -> Image.Image:
     """In a row, each under its label."""
-    width, height = (max(sizes) for sizes in zip(*(picture.size for picture in pictures.values()), strict=True))
+    font = ImageFont.load_default(14)
+    width = max(
+        *(picture.width for picture in pictures.values()), *(int(font.getlength(name)) + 4 for name in pictures)
+    )
+    height = max(picture.height for picture in pictures.values())
     strip = Image.new("RGB", (len(pictures) * (width + GAP) - GAP, height + LABEL_HEIGHT), "white")
-    draw, font = ImageDraw.Draw(strip), ImageFont.load_default(14)
+    draw = ImageDraw.Draw(strip)
     for number, (label, picture) in enumerate(pictures.items()):
         left = number * (width + GAP)
         draw.text((left + 2, 2), label, fill="black", font=font)

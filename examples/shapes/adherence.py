@@ -1,7 +1,6 @@
 """The fixed prompts for `evaluate`, and how many of the pictures that it drew of them show what was asked for."""
 
 import json
-from itertools import chain, zip_longest
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +8,7 @@ import numpy as np
 from evaluate.report.pictures import first_pictures
 from evaluate.report.records import evaluations
 from examples.shapes.judge import judge
-from examples.shapes.prompts import Prompt, held_out_prompts, seen_prompts
+from examples.shapes.prompts import PROMPT_SEED, Prompt, held_out_prompts, seen_prompts
 
 PHASES = ("phase1", "phase2")
 LARGEST = 1024
@@ -22,13 +21,15 @@ def prompt_lists() -> dict[str, list[Prompt]]:
 
 
 def write_prompts(path: Path) -> None:
-    """Both lists as MJHQ's JSON, in turn: whoever shows the first few shows some of each."""
-    lists = [
-        [(f"{name}-{i:02d}", {"prompt": prompt.text, "category": name}) for i, prompt in enumerate(prompts)]
+    """Both lists as MJHQ's JSON, shuffled: whoever shows the first few shows some of each, and so does each group that
+    an interval leaves out."""
+    entries = [
+        (f"{name}-{i:02d}", {"prompt": prompt.text, "category": name})
         for name, prompts in prompt_lists().items()
+        for i, prompt in enumerate(prompts)
     ]
-    entries = filter(None, chain.from_iterable(zip_longest(*lists)))
-    path.write_text(json.dumps(dict(entries), indent=1) + "\n")
+    order = np.random.default_rng(PROMPT_SEED).permutation(len(entries))
+    path.write_text(json.dumps(dict(entries[i] for i in order), indent=1) + "\n")
 
 
 def newest_pictures(run_dir: Path) -> dict[str, np.ndarray]:
