@@ -19,7 +19,7 @@ $(call needs,sample,RUN,say of which model: make sample RUN=runs/phase2 PROMPTS=
 $(call needs,evaluate,RUN,say which model: make evaluate RUN=runs/phase2 [PROMPTS=prompts.txt] [CONFIG=path.yaml] [ARGS="--a.b value"])
 $(call needs,watch,RUN,say which run: make watch RUN=runs/phase2 PROMPTS=prompts.txt [CONFIG=path.yaml] [ARGS="--a.b value"])
 $(call needs,watch,PROMPTS,say which prompts: make watch RUN=$(RUN) PROMPTS=prompts.txt [CONFIG=path.yaml] [ARGS="--a.b value"])
-$(call needs,report,RUN,say which runs: make report RUN="runs/phase1 runs/phase2" [OUT=report.html] [ARGS="--price_per_hour 2"])
+$(call needs,report,RUN,say which runs: make report RUN="runs/phase1 runs/phase2" [OUT=runs/report.html] [ARGS="--price_per_hour 2"])
 $(call needs,sample,PROMPTS,say which prompts: make sample RUN=$(RUN) PROMPTS=prompts.txt [CONFIG=path.yaml] [ARGS="--a.b value"])
 $(if $(filter train,$(MAKECMDGOALS)),$(if $(wildcard $(PHASE_CONFIG)),,$(error there is no $(PHASE_CONFIG): say PHASE=1 or PHASE=2, or CONFIG=path.yaml)))
 
@@ -136,7 +136,7 @@ watch: setup
 	$(BIN)/python -m evaluate watch $(RUN) --config $(or $(CONFIG),configs/evaluate.yaml) --prompts.file $(PROMPTS) $(if $(OUT),--output $(OUT)) $(ARGS)
 
 report: setup
-	$(BIN)/python -m evaluate report $(RUN) $(if $(OUT),--output $(OUT)) $(ARGS)
+	$(BIN)/python -m evaluate report $(RUN) --output $(or $(OUT),runs/report.html) $(ARGS)
 
 plan: setup
 	$(BIN)/python -m plan --config $(or $(CONFIG),configs/plan.yaml) $(if $(GPUS),--gpus $(GPUS)) $(ARGS)
