@@ -17,13 +17,14 @@ from typing import Any
 import pytest
 import yaml
 
+from evaluate.report import records
 from evaluate.report.records import evaluations, lines
 from evaluate.watch import follow
 from shards.base.durable import read_sealed_json
 from shards.open import open_store
 from tests.conftest import as_in_a_fresh_process
 from tests.evaluate.watching import export_here, stay_here, watch, watcher
-from tests.runs import train_fields, write_config
+from tests.runs import environment, train_fields, write_config
 from tests.tiny import make_samples, make_tar
 from train.__main__ import run as train
 
@@ -61,16 +62,27 @@ def run_dir(trained: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(trained, tmp_path / "run"))
 
 
-@pytest.fixture
-def words(pictures: Path, tmp_path: Path) -> list[str]:
+@pytest.fixture(scope="module")
+def words(pictures: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Options of `watch`: 60 pictures of 64 px in two parts, the toy's metrics."""
-    prompts = tmp_path / "prompts.txt"
+    folder = tmp_path_factory.mktemp("words")
+    prompts = folder / "prompts.txt"
     prompts.write_text("".join(f"picture {i}\n" for i in range(30)))
     found = ["--prompts.file", str(prompts), "--sampling.size", "64x64", "--sampling.images_per_prompt", "2"]
     found += ["--sampling.steps", "1", "--sampling.batch_size", "30", "--sampling.part_size", "30"]
     found += ["--workers.num_gpus", "0", "--extractors.toy", "true", "--reference.size", "64x64"]
-    found += ["--reference.place", str(tmp_path / "reference"), "--reference.pictures", str(pictures)]
+    found += ["--reference.place", str(folder / "reference"), "--reference.pictures", str(pictures)]
     return [*found, "--poll_seconds", "0.1"]
+
+
+@pytest.fixture(scope="module")
+def alone(trained: Path, words: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run, evaluated by one watcher that nobody disturbed. Not to be written to."""
+    run_dir = Path(shutil.copytree(trained, tmp_path_factory.mktemp("alone") / "run"))
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        stay_here(monkeypatch)
+        assert watch(run_dir, words) == 0
+    return run_dir
 
 
 def written(run_dir: Path) -> list[dict[str, Any]]:
@@ -108,10 +120,8 @@ def test_each_step_once_until_the_runs_last(
     assert {path: path.stat().st_mtime_ns for path in changed} == changed and "pictures" not in capsys.readouterr().out
 
 
-def test_two_at_once_and_one_of_them_killed(run_dir: Path, words: list[str]) -> None:
+def test_two_at_once_and_one_of_them_killed(run_dir: Path, words: list[str], alone: Path) -> None:
     """Checkpoints appear while they watch; the same lines as from one that is not disturbed, and each part once."""
-    alone = Path(shutil.copytree(run_dir, run_dir.with_name("alone")))
-    assert watch(alone, words) == 0
     hidden = Path(shutil.move(run_dir / "checkpoints", run_dir.with_name("hidden")))
     watchers = [watcher(run_dir, words) for _ in range(2)]
     for folder in sorted(hidden.iterdir()):
@@ -132,10 +142,8 @@ def test_two_at_once_and_one_of_them_killed(run_dir: Path, words: list[str]) -> 
         assert len(list(place.glob("metrics/*"))) == 2
 
 
-def test_killed_and_begun_again_at_any_moment(run_dir: Path, words: list[str]) -> None:
+def test_killed_and_begun_again_at_any_moment(run_dir: Path, words: list[str], alone: Path) -> None:
     """Died after the first part, after the records, before the receipt, again and again: the same lines."""
-    alone = Path(shutil.copytree(run_dir, run_dir.with_name("alone")))
-    assert watch(alone, words) == 0
     for place in ("evaluate.parts.place", "evaluate.__main__.table", "evaluate.watch.follow.create_once"):
         process = watcher(run_dir, words, dies_at=place)
         process.join(120)
@@ -221,19 +229,28 @@ def test_what_is_no_run_and_what_is_empty(run_dir: Path, words: list[str], capsy
     assert "has no checkpoint yet: waiting for one" in said_by(0, run_dir, words, "--once", "true")
 
 
-def test_slower_watcher_never_takes_lines_away(
-    run_dir: Path, words: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It lists the records, another adds one and writes; then the first writes what it knew."""
-    from evaluate.report import records
-
-    assert watch(run_dir, words, "--until", "2") == 0
-    few = evaluations(run_dir)
-    assert watch(run_dir, words) == 0
-    listings = [few, *[evaluations(run_dir)] * 2]
+def test_a_slower_watcher_never_takes_lines_away(alone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It lists the records, another adds some and writes; then the first writes what it knew."""
+    every = evaluations(alone)
+    listings = [every[:1], every, every]
     monkeypatch.setattr(records, "evaluations", lambda place: listings.pop(0))
-    records.write_lines(run_dir)
-    assert [row["step"] for row in written(run_dir)] == [2, 2, 4, 4, 6, 6]
+    records.write_lines(tmp_path)
+    assert written(tmp_path) == written(alone) and listings == []
+
+
+@pytest.mark.slow
+@pytest.mark.faults
+def test_two_commands_on_ray_and_one_of_them_killed(run_dir: Path, words: list[str], alone: Path) -> None:
+    command = [sys.executable, "-m", "evaluate", "watch", str(run_dir), *words, "--workers.num_cpus", "0.5"]
+    options: dict[str, Any] = {"env": environment(), "start_new_session": True, "stdout": subprocess.DEVNULL}
+    first = run_dir / "evaluations" / "step-00000002-auto" / "g8-s1-own" / "receipts" / "pictures"
+    with subprocess.Popen(command, **options) as killed, subprocess.Popen(command, **options) as other:
+        while not list(first.glob("*.json")):
+            assert killed.poll() is None and other.poll() is None
+            time.sleep(0.05)
+        os.killpg(killed.pid, signal.SIGKILL)
+        assert other.wait(600) == 0
+    assert numbers(run_dir) == numbers(alone)
 
 
 def test_a_run_at_an_address(trained: Path, words: list[str], s3: str) -> None:
