@@ -70,9 +70,9 @@ def summary(runs: Sequence[Run]) -> str:
     """A row for each run, and for each of its newest numbers."""
     rows = [[run.name, run.steps, run.config["max_steps"], _last_loss(run), str(run.place)] for run in runs]
     newest = [
-        [run.name, row["metric"], row["value"], row["low"], row["high"], each.step, row["n"], each.setting, row["id"]]
+        [run.name, row["metric"], row["value"], row["low"], row["high"], each.step, row["n"], setting, row["id"]]
         for run in runs
-        for each in _newest(run)
+        for setting, each in _newest(run).items()
         for row in each.rows
     ]
     header = ["run", "metric", "value", "95 % from", "to", "step", "N", "setting", "id"]
@@ -163,8 +163,8 @@ def same_prompts(runs: Sequence[Run], config: ReportConfig) -> str:
     told_by: dict[str, set[str]] = {}
     for run in runs:
         newest = _newest(run)
-        for each in newest:
-            label = f"{run.name}, step {each.step}" + (f", {each.name.partition('-auto/')[2]}" if newest[1:] else "")
+        for setting, each in newest.items():
+            label = f"{run.name}, step {each.step}" + (f", {setting}" if len(newest) > 1 else "")
             for shown in first_pictures(each.place, config.prompts, config.side):
                 rows.setdefault(shown.prompt.text, {})[label] = shown
                 told_by.setdefault(shown.prompt.text, set()).add(run.name)
@@ -247,8 +247,8 @@ def _by_setting(run: Run) -> dict[str, list[Evaluation]]:
     return found
 
 
-def _newest(run: Run) -> list[Evaluation]:
-    return [its[-1] for its in _by_setting(run).values()]
+def _newest(run: Run) -> dict[str, Evaluation]:
+    return {setting: its[-1] for setting, its in _by_setting(run).items()}
 
 
 def _last_loss(run: Run) -> float | None:

@@ -70,7 +70,16 @@ def words(pictures: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]
     prompts.write_text("".join(f"picture {i}\n" for i in range(30)))
     found = ["--prompts.file", str(prompts), "--sampling.size", "64x64", "--sampling.images_per_prompt", "2"]
     found += ["--sampling.steps", "1", "--sampling.batch_size", "30", "--sampling.part_size", "30"]
-    found += ["--workers.num_gpus", "0", "--extractors.toy", "true", "--reference.size", "64x64"]
+    found += [
+        "--workers.num_gpus",
+        "0",
+        "--workers.num_cpus",
+        "1",
+        "--extractors.toy",
+        "true",
+        "--reference.size",
+        "64x64",
+    ]
     found += ["--reference.place", str(folder / "reference"), "--reference.pictures", str(pictures)]
     return [*found, "--poll_seconds", "0.1"]
 
