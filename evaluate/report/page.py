@@ -7,14 +7,16 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
+from PIL.Image import Image
 from pydantic import Field
 
 from evaluate.metrics.identity import check_comparable
 from evaluate.report.charts import Series
 from evaluate.report.markup import chart, columns, picture_row, section, table, text
-from evaluate.report.pictures import Shown, first_pictures, spread
+from evaluate.report.pictures import first_pictures, spread
 from evaluate.report.records import Evaluation
 from evaluate.report.runs import Run, binned, starts
+from evaluate.sampling.prompts import Prompt
 from evaluate.scoring import Row
 from shards.base.config import Config
 from shards.base.errors import RequestError, WorkError
@@ -148,28 +150,27 @@ def strips(runs: Sequence[Run], config: ReportConfig) -> str:
     parts = []
     for run in runs:
         for setting, its in _by_setting(run).items():
-            rows: dict[str, dict[str, Shown]] = {}
+            rows: dict[Prompt, dict[str, Image]] = {}
             for each in spread(its, config.checkpoints):
                 for shown in first_pictures(each.place, config.prompts, config.side):
-                    rows.setdefault(shown.prompt.text, {})[f"step {each.step}"] = shown
-            drawn = [picture_row(prompt, {k: v.picture for k, v in row.items()}) for prompt, row in rows.items()]
+                    rows.setdefault(shown.prompt, {})[f"step {each.step}"] = shown.picture
+            drawn = [picture_row(prompt.text, row) for prompt, row in rows.items()]
             parts += [f"<h3>{html.escape(f'{run.name}, {setting}')}</h3>", columns(drawn)] if drawn else []
     return section("pictures", "Fixed prompts through training", *parts) if parts else ""
 
 
 def same_prompts(runs: Sequence[Run], config: ReportConfig) -> str:
     """The newest pictures of prompts that several runs were given, side by side."""
-    rows: dict[str, dict[str, Shown]] = {}
-    told_by: dict[str, set[str]] = {}
+    rows: dict[Prompt, dict[str, Image]] = {}
+    told_by: dict[Prompt, set[str]] = {}
     for run in runs:
         newest = _newest(run)
         for setting, each in newest.items():
             label = f"{run.name}, step {each.step}" + (f", {setting}" if len(newest) > 1 else "")
             for shown in first_pictures(each.place, config.prompts, config.side):
-                rows.setdefault(shown.prompt.text, {})[label] = shown
-                told_by.setdefault(shown.prompt.text, set()).add(run.name)
-    shared = {prompt: row for prompt, row in rows.items() if len(told_by[prompt]) > 1}
-    drawn = [picture_row(prompt, {k: v.picture for k, v in row.items()}) for prompt, row in shared.items()]
+                rows.setdefault(shown.prompt, {})[label] = shown.picture
+                told_by.setdefault(shown.prompt, set()).add(run.name)
+    drawn = [picture_row(prompt.text, row) for prompt, row in rows.items() if len(told_by[prompt]) > 1]
     return section("same-prompts", "Runs side by side", columns(drawn)) if drawn else ""
 
 
