@@ -23,12 +23,15 @@ $(call needs,precompute,SHARD,say which shards: make precompute SHARD=00000-0009
 $(call needs,train,PHASE_CONFIG,say which phase: make train PHASE=1 (or PHASE=2$(comma) or CONFIG=path.yaml) [NPROC=8] [ARGS="--a.b value"])
 $(call needs,sample,RUN,say of which model: make sample RUN=runs/phase2 PROMPTS=prompts.txt [CONFIG=path.yaml] [ARGS="--a.b value"])
 $(call needs,evaluate,RUN,say which model: make evaluate RUN=runs/phase2 [PROMPTS=prompts.txt] [CONFIG=path.yaml] [ARGS="--a.b value"])
+$(call needs,watch,RUN,say which run: make watch RUN=runs/phase2 PROMPTS=prompts.txt [CONFIG=path.yaml] [ARGS="--a.b value"])
+$(call needs,watch,PROMPTS,say which prompts: make watch RUN=$(RUN) PROMPTS=prompts.txt [CONFIG=path.yaml] [ARGS="--a.b value"])
+$(call needs,report,RUN,say which runs: make report RUN="runs/phase1 runs/phase2" [OUT=runs/report.html] [ARGS="--price_per_hour 2"])
 $(call needs,sample,PROMPTS,say which prompts: make sample RUN=$(RUN) PROMPTS=prompts.txt [CONFIG=path.yaml] [ARGS="--a.b value"])
 $(call needs,study,A,say which sample sets: make study A=runs/a/evaluations/… B=runs/b/evaluations/… [C=… D=…] [OUT=runs/study] [CONFIG=path.yaml] [ARGS="--a.b value"])
 $(call needs,study,B,say which sample sets: make study A=$(A) B=runs/b/evaluations/… [C=… D=…] [OUT=runs/study] [CONFIG=path.yaml] [ARGS="--a.b value"])
 $(if $(filter train,$(MAKECMDGOALS)),$(if $(wildcard $(PHASE_CONFIG)),,$(error there is no $(PHASE_CONFIG): say PHASE=1 or PHASE=2, or CONFIG=path.yaml)))
 
-.PHONY: help setup demo test test-browser test-faults test-families test-install test-oldest bench lint docs select download precompute train sample evaluate study plan lock clean
+.PHONY: help setup demo test test-browser test-faults test-families test-install test-oldest bench lint docs select download precompute train sample evaluate watch report study plan lock clean
 
 help:
 	@echo "make demo                                     everything, on a picture world of its own (no GPU; under 20 minutes)"
@@ -50,6 +53,9 @@ help:
 	@echo "make evaluate RUN=runs/phase2 [PROMPTS=...]   the same, and metrics with 95 % intervals against a reference"
 	@echo "make study A=runs/a/evaluations/... B=... [C=...] [OUT=runs/study]"
 	@echo "                                              a page on which raters compare the models' pictures, blind"
+
+	@echo "make watch RUN=runs/phase2 PROMPTS=...        the same for each checkpoint as it appears, while training goes on"
+	@echo "make report RUN=\"runs/phase1 runs/phase2\"    what is known of runs, on one page"
 	@echo "make plan [GPUS=128]                          days, cost and storage, before a GPU is rented"
 	@echo "make docs                                     writes docs/reference/config.md and docs/diagram.svg anew"
 	@echo "make setup | lint | lock | clean"
@@ -154,6 +160,12 @@ STUDY = --config $(or $(CONFIG),configs/study.yaml) $(if $(OUT),--output $(OUT))
 study: setup
 	$(BIN)/python -m evaluate.study prepare --sets $(subst $(empty) ,$(comma),$(strip $(A) $(B) $(C) $(D))) $(STUDY)
 	$(BIN)/python -m evaluate.study serve $(STUDY)
+
+watch: setup
+	$(BIN)/python -m evaluate watch $(RUN) --config $(or $(CONFIG),configs/evaluate.yaml) --prompts.file $(PROMPTS) $(if $(OUT),--output $(OUT)) $(ARGS)
+
+report: setup
+	$(BIN)/python -m evaluate report $(RUN) --output $(or $(OUT),runs/report.html) $(ARGS)
 
 plan: setup
 	$(BIN)/python -m plan --config $(or $(CONFIG),$(CONFIGS)/plan.yaml) $(if $(GPUS),--gpus $(GPUS)) $(ARGS)

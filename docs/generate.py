@@ -3,7 +3,7 @@
 import json
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from importlib import import_module
 from pathlib import Path
 from types import NoneType, UnionType
@@ -25,6 +25,8 @@ COMMANDS = {
     "plan": ("configs/plan.yaml", "plan.config:Plan"),
     "evaluate score": ("configs/evaluate.yaml", "evaluate.config:EvaluateConfig"),
     "evaluate.study prepare": ("configs/study.yaml", "evaluate.study.config:StudyConfig"),
+    "evaluate watch RUN": ("configs/evaluate.yaml", "evaluate.config:WatchConfig"),
+    "evaluate report RUN…": (None, "evaluate.report.page:ReportConfig"),
 }
 """Command → (its config file, the class of its config): the one place that knows where they are."""
 HEAD = """\
@@ -44,18 +46,32 @@ NAMES = {"str": "text", "Path": "path", "int": "integer", "float": "number", "bo
 def reference() -> str:
     """The whole page."""
     page = [HEAD]
+    listed: dict[type[BaseModel], str] = {}
     for command, (file, place) in COMMANDS.items():
         module, _, name = place.partition(":")
         model = getattr(import_module(module), name)
+        base = next((other for other in model.__mro__[1:] if other in listed), None)
         typed = f"`python -m {command}`" + (f", with `{file}`" if file else "")
-        page += [f"## {command}", "", wrapped(f"{typed}. {model.__doc__}"), "", *lines(model, {}), ""]
+        more = f" All fields of `{listed[base]}`, and these:" if base else ""
+        known = set(base.model_fields) - set(model.__annotations__) if base else set()
+        page += [
+            f"## {command}",
+            "",
+            wrapped(f"{typed}. {model.__doc__}{more}"),
+            "",
+            *lines(model, {}, known=known),
+            "",
+        ]
+        listed[model] = command
     return "\n".join(page)
 
 
-def lines(model: type[BaseModel], seen: dict[Any, str], prefix: str = "", defaults: Any = None) -> Iterator[str]:
-    """A list item for each field of `model`, then its sections, those `seen` before by their place alone."""
+def lines(
+    model: type[BaseModel], seen: dict[Any, str], prefix: str = "", defaults: Any = None, known: Collection[str] = ()
+) -> Iterator[str]:
+    """A list item for each field of `model` but the `known`, then its sections, those `seen` before by place alone."""
     sections = []
-    for name, field in model.model_fields.items():
+    for name, field in ((name, field) for name, field in model.model_fields.items() if name not in known):
         path = prefix + name
         default = getattr(defaults, name) if defaults is not None else field.get_default(call_default_factory=True)
         within = list(models_in(field.annotation))

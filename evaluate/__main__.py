@@ -4,25 +4,38 @@ examples:
   python -m evaluate sample --config configs/evaluate.yaml --model runs/phase2 --prompts.file prompts.txt
   python -m evaluate sample --config configs/evaluate.yaml --model runs/phase2 --sampling.guidance 1,3,8
   python -m evaluate score --config configs/evaluate.yaml --model runs/phase2 --extractors.inception.weights FILE
+  python -m evaluate watch runs/phase2 --config configs/evaluate.yaml --prompts.file prompts.txt --every 10000
 
 commands, each with a --help of its own:
   python -m evaluate sample      draw pictures; the same command again resumes
   python -m evaluate score       the same, and the metrics of each sample set against the reference
   python -m evaluate study       a blind study of two or more sample sets, with commands of its own
+  python -m evaluate watch       the same for each checkpoint of a run as it appears, while training goes on
+  python -m evaluate report      what is known of some runs, on one page   (python -m evaluate report runs/a runs/b)
+  python -m evaluate compare     the newest numbers of two runs            (python -m evaluate compare runs/a runs/b)
 """
 
 import argparse
 import sys
 from collections.abc import Callable
+from itertools import takewhile
 from pathlib import Path
 
-from evaluate.config import EvaluateConfig
-from evaluate.sampling.job import below, draw_sets, read_set
+from evaluate.config import EvaluateConfig, WatchConfig
+from evaluate.metrics.table import MetricName
+from evaluate.report.compare import compare
+from evaluate.report.page import ReportConfig, render
+from evaluate.report.records import step_place
+from evaluate.report.runs import read_runs
+from evaluate.sampling.job import draw_sets, read_set
 from evaluate.sampling.model import chosen_step, is_run, make_ready
-from evaluate.sampling.prompts import read_prompts
+from evaluate.sampling.prompts import prompts_sha256, read_prompts
 from evaluate.scoring import choose_metrics, score, table
 from evaluate.study.__main__ import run as study
-from shards.base.config import load_config
+from evaluate.watch.follow import Follower, read_wants
+from evaluate.watch.tracker import open_tracker
+from shards.base.config import ConfigT, load_config
+from shards.base.durable import write_atomically
 from shards.base.errors import RequestError, exit_code_of
 from shards.base.store import parse_place
 from shards.open import open_store
@@ -43,53 +56,110 @@ def run(arguments: list[str]) -> None:
 
 def sample(arguments: list[str]) -> None:
     """Draw the pictures of every setting."""
-    draw(read_config(arguments, "evaluate sample"))
+    config = read_config(EvaluateConfig, arguments, "evaluate sample")
+    draw(config, config.step, output_of(config))
 
 
 def score_sets(arguments: list[str]) -> None:
     """Draw what is missing of every setting's pictures, and print and write each set's metrics."""
-    config = read_config(arguments, "evaluate score")
+    config = read_config(EvaluateConfig, arguments, "evaluate score")
     names = choose_metrics(config.metrics, config.extractors)
-    for place in draw(config):
+    draw_and_score(config, names, config.step, output_of(config))
+
+
+def watch(arguments: list[str]) -> None:
+    """The same for each checkpoint of a run, as they appear."""
+    named = ["--model", *arguments[:1]] if arguments and not arguments[0].startswith("-") else []
+    config = read_config(WatchConfig, [*named, *arguments[len(named) // 2 :]], "evaluate watch RUN")
+    if config.step is not None:
+        raise RequestError("evaluate watch takes many steps: say which with --every and --until, and leave --step out.")
+    names, run, output = choose_metrics(config.metrics, config.extractors), open_store(config.model), base_of(config)
+    read_wants(run)
+    settings = config.model_dump(mode="json", include={"weights", "sampling", "extractors", "reference"})
+    Follower(
+        run=run,
+        output=output,
+        config=config,
+        weights=config.weights,
+        settings=settings | {"metrics": names, "prompts": prompts_sha256(read_prompts(config.prompts))},
+        evaluate=lambda step, place: draw_and_score(config, names, step, place),
+        track=open_tracker(run, output),
+    ).follow()
+
+
+def report(arguments: list[str]) -> None:
+    """Write the page of some runs."""
+    names = list(takewhile(lambda word: not word.startswith("-"), arguments))
+    config = load_config(ReportConfig, None, arguments[len(names) :], "evaluate report RUN…", __doc__)
+    if not names:
+        raise RequestError("evaluate report: name the runs first: `python -m evaluate report runs/phase1 runs/phase2`.")
+    runs = read_runs(names)
+    config.output.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(config.output, render(runs, config, f"Report of {', '.join(run.name for run in runs)}").encode())
+    print(config.output)
+
+
+def compare_runs(arguments: list[str]) -> None:
+    """Print the newest numbers of two runs."""
+    parser = argparse.ArgumentParser("python -m evaluate compare", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("runs", nargs=2, metavar="RUN")
+    print(compare(*read_runs(parser.parse_args(arguments).runs)))
+
+
+def draw_and_score(config: EvaluateConfig, names: list[MetricName], step: int | None, output: Path | str) -> None:
+    """Of every setting, a checkpoint's pictures and their metrics."""
+    for place in draw(config, step, output):
         rows = score(read_set(place), names, config.extractors, config.reference, config.workers)
-        print(f"{place}\n{table(rows)}")
+        print(f"{place}\n{table(rows)}", flush=True)
 
 
-def draw(config: EvaluateConfig) -> list[Path | str]:
+def draw(config: EvaluateConfig, step: int | None, output: Path | str) -> list[Path | str]:
     """Draw the pictures of every setting; returns where each sample set is."""
     prompts = read_prompts(config.prompts)
-    output = output_of(config)
-    model = make_ready(config.model, config.step, config.weights, open_store(output))
+    model = make_ready(config.model, step, config.weights, open_store(output))
     places = draw_sets(model, prompts, config.sampling, output, config.workers)
     for place in places:
-        print(f"{place}: {len(prompts) * config.sampling.images_per_prompt} pictures")
+        print(f"{place}: {len(prompts) * config.sampling.images_per_prompt} pictures", flush=True)
     return places
 
 
-def read_config(arguments: list[str], prog: str) -> EvaluateConfig:
+def read_config(model: type[ConfigT], arguments: list[str], prog: str) -> ConfigT:
     """The config file with its overrides."""
     parser = argparse.ArgumentParser(prog=prog, add_help=False, allow_abbrev=False)
     parser.add_argument("--config")
     options, overrides = parser.parse_known_args(arguments)
-    return load_config(EvaluateConfig, options.config, overrides, prog, __doc__)
+    return load_config(model, options.config, overrides, prog, __doc__)
+
+
+def base_of(config: EvaluateConfig) -> Path | str:
+    """What holds evaluations/: the run, or the output that was given; a local one as an absolute path, for workers."""
+    place = config.output or parse_place(config.model)
+    return place.absolute() if isinstance(place, Path) else place
 
 
 def output_of(config: EvaluateConfig) -> Path | str:
-    """Where the pictures of a config's model go; a local folder as an absolute path, for workers.
+    """Where the pictures of a config's model go.
 
     Raises:
         RequestError: none is given for a model that is no run.
     """
-    place = config.output
-    if place is None and not is_run(config.model):
+    if config.output is not None:
+        return base_of(config)
+    if not is_run(config.model):
         raise RequestError(f"Say where the pictures of {config.model} go, with --output: it is no run folder.")
-    if place is None:
-        step = config.step if config.step is not None else chosen_step(open_store(config.model), None)
-        place = below(parse_place(config.model), f"evaluations/step-{step:08d}-{config.weights}")
-    return place.absolute() if isinstance(place, Path) else place
+    step = config.step if config.step is not None else chosen_step(open_store(config.model), None)
+    return step_place(base_of(config), step, config.weights)
 
 
-COMMANDS: dict[str, Callable[[list[str]], object]] = {"sample": sample, "score": score_sets, "study": study}
+COMMANDS: dict[str, Callable[[list[str]], object]] = {
+    "sample": sample,
+    "score": score_sets,
+    "watch": watch,
+    "report": report,
+    "compare": compare_runs,
+    "study": study,
+}
 
 
 def main() -> None:

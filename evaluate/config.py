@@ -8,6 +8,7 @@ from evaluate.metrics.table import MetricName
 from evaluate.sampling.model import Weights
 from evaluate.sampling.prompts import PromptsConfig
 from evaluate.sampling.settings import SamplingConfig
+from evaluate.watch.follow import FollowConfig
 from precompute.cluster.fleet import FleetConfig
 from shards.base.config import Config
 from shards.base.store import Place
@@ -31,3 +32,10 @@ class EvaluateConfig(Config):
     metrics: list[MetricName] | None = None
     """Which; null: all whose extractor's weights are given."""
     workers: FleetConfig = FleetConfig()
+
+
+class WatchConfig(EvaluateConfig, FollowConfig):
+    """Follow a run, and evaluate its checkpoints as they appear."""
+
+    output: Place | None = None
+    """Where evaluations/ and evaluations.jsonl go; null: into the run folder."""

@@ -1,6 +1,7 @@
 """Units of work on Ray, until each is done: what sampling and features share."""
 
 import os
+import random
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -34,7 +35,8 @@ def run_units(
     failed: dict[str, str] = {}
     done = 0
     with Progress(what, "parts", len(units)) as progress:
-        for event in Fleet(workers, function, iter(units)):
+        # in an order of its own: two jobs at once on the same parts then share them, but for those under way
+        for event in Fleet(workers, function, iter(random.sample(units, len(units)))):
             match event:
                 case Done(result=result):
                     done += 1

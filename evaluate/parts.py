@@ -22,10 +22,7 @@ def read_receipt(store: Store, folder: str, name: str) -> Receipt | None:
     Raises:
         DamagedFile: the receipt is not as it was written.
     """
-    try:
-        return parse_sealed_json(store.read(_receipt(folder, name)), store.where(_receipt(folder, name)))
-    except FileNotFoundError:
-        return None
+    return read_sealed(store, _receipt(folder, name))
 
 
 def commit_part(store: Store, folder: str, name: str, make: Callable[[Path], Receipt]) -> Receipt:
@@ -69,6 +66,31 @@ def read_part(store: Store, receipt: Receipt) -> dict[str, bytes]:
             )
         files[file] = data
     return files
+
+
+def create_once(store: Store, name: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """The sealed JSON at `name`, made where there is none; of two that make it at once, the first one's counts.
+
+    Raises:
+        DamagedFile: it is not as it was written.
+    """
+    if (found := read_sealed(store, name)) is None:
+        store.create(name, sealed_json(make()))
+        found = read_sealed(store, name)
+    assert found is not None
+    return found
+
+
+def read_sealed(store: Store, name: str) -> dict[str, Any] | None:
+    """The sealed JSON at `name`; None where there is none.
+
+    Raises:
+        DamagedFile: it is not as it was written.
+    """
+    try:
+        return parse_sealed_json(store.read(name), store.where(name))
+    except FileNotFoundError:
+        return None
 
 
 def write_once(

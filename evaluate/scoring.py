@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,13 +12,14 @@ from evaluate.features.job import Features, extract, reference_features
 from evaluate.features.sources import ReferenceConfig, sample_units
 from evaluate.metrics.identity import metric_id
 from evaluate.metrics.table import METRICS, ExtractorName, Inputs, MetricName
+from evaluate.parts import create_once
 from evaluate.sampling.job import SampleSet
 from precompute.cluster.fleet import FleetConfig
 from shards.base.durable import sealed_json
 from shards.base.errors import RequestError
 from shards.open import open_store
 
-RESULT = "metrics.json"
+RESULT, RECORDS = "metrics.json", "metrics"
 Row = dict[str, Any]
 """metric, value, low, high, estimand, n, reference_n, id, better, model, step, weights, setting."""
 
@@ -50,6 +52,8 @@ def score(
 ) -> list[Row]:
     """Compute the metrics `names` of a sample set, and write them to its metrics.json.
 
+    Each also has a record of its own, by its id. A number that has one is not computed again.
+
     Raises:
         RequestError: the reference is of another size, or there are too few samples.
         WorkError: features could not be taken.
@@ -62,31 +66,34 @@ def score(
     by_extractor: dict[ExtractorName, list[MetricName]] = {}
     for name in names:
         by_extractor.setdefault(METRICS[name].extractor, []).append(name)
-    rows: list[Row] = []
+    rows, store = list[Row](), open_store(found.place)
     for kind, its in by_extractor.items():
         ours = extract(sample_units(found), kind, extractors, found.place, workers)
         theirs, reference_id = None, None
         if any(METRICS[name].has_reference for name in its):
             theirs, reference_id = reference_features(reference, kind, extractors, workers)
-        rows += [_row(name, found, ours, theirs, reference_id) for name in its]
+        for name in its:
+            number = metric_id(
+                name, ours.extractor, found.drawing, reference_id if METRICS[name].has_reference else None
+            )
+            make = partial(_row, name, number, found, ours, theirs)
+            rows.append(create_once(store, f"{RECORDS}/{name}-{number}.json", make))
     rows.sort(key=lambda row: list(METRICS).index(row["metric"]))
-    store = open_store(found.place)
     store.write(RESULT, sealed_json({"metrics": rows}))
     return rows
 
 
-def _row(name: MetricName, found: SampleSet, ours: Features, theirs: Features | None, reference_id: str | None) -> Row:
+def _row(name: MetricName, number: str, found: SampleSet, ours: Features, theirs: Features | None) -> Row:
     metric = METRICS[name]
     reference = theirs.values if theirs is not None and metric.has_reference else None
     clusters = np.unique([prompt for receipt in found.parts.values() for prompt, _ in receipt["samples"]], False, True)
     estimate = metric.compute(Inputs(ours.values, clusters[1], reference, ours.texts))
-    named = reference_id if metric.has_reference else None
     return {
         "metric": name,
         **asdict(estimate),
         "n": len(ours.values),
         "reference_n": len(reference) if reference is not None else None,
-        "id": metric_id(name, ours.extractor, found.drawing, named),
+        "id": number,
         "better": metric.better,
         "model": found.model.name,
         "step": found.model.step,

@@ -33,6 +33,9 @@ def make(*words: str) -> subprocess.CompletedProcess[str]:
         (["sample", "RUN=runs/a"], "say which prompts: make sample RUN=runs/a PROMPTS=prompts.txt"),
         (["study", "B=runs/b"], "say which sample sets: make study A=runs/a/evaluations/… B=runs/b"),
         (["study", "A=runs/a"], "say which sample sets: make study A=runs/a B=runs/b"),
+        (["watch", "PROMPTS=p.txt"], "say which run: make watch RUN=runs/phase2 PROMPTS=prompts.txt"),
+        (["watch", "RUN=runs/a"], "say which prompts: make watch RUN=runs/a PROMPTS=prompts.txt"),
+        (["report"], 'say which runs: make report RUN="runs/phase1 runs/phase2"'),
         (["select"], "say which metadata: make select METADATA=FILE_OR_FOLDER"),
     ],
 )

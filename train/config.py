@@ -19,6 +19,13 @@ from train.run.checkpoint import CheckpointConfig
 from train.run.log import LogConfig
 
 
+class RequestConfig(Config):
+    """What the run asks of `python -m evaluate watch`; the trainer itself evaluates nothing."""
+
+    every: int | None = Field(None, ge=1)
+    """Checkpoints of steps that this divides are to be evaluated, and the last; null: all."""
+
+
 class TrainConfig(Config):
     """Stage 2: train a U-Net on the latents of one or more buckets."""
 
@@ -51,6 +58,7 @@ class TrainConfig(Config):
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
     alarm: AlarmConfig = AlarmConfig()
+    evaluate: RequestConfig = RequestConfig()
     precision: Precision = "bfloat16"
     """Autocast type; weights and optimizer are float32."""
     gradient_checkpointing: bool = False
@@ -84,6 +92,11 @@ class TrainConfig(Config):
             )
         if self.validation.weights == "ema" and self.ema.start_step is None:
             raise ValueError("validation.weights ema has no average to read: set ema.start_step")
+        if self.evaluate.every is not None and self.evaluate.every % self.checkpoint.every:
+            raise ValueError(
+                f"evaluate.every {self.evaluate.every} is not a multiple of checkpoint.every {self.checkpoint.every}, "
+                f"so there would be no checkpoint to evaluate"
+            )
         if self.sharding != "none" and self.precision == "float16":
             raise ValueError("sharding with precision float16 needs a loss scaler of its own; use bfloat16")
         if self.init_from is not None and self.init_unet is not None:

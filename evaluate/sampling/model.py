@@ -80,7 +80,8 @@ def make_ready(name: str, step: int | None, weights: Weights, output: Store) -> 
     name = str(Path(name).absolute()) if Path(name).is_dir() else name
     if not is_run(name):
         model = Model(name, None, weights, hash_pipeline(pipeline_folder(name)))
-    elif found is not None:  # it was exported, and the run may have dropped the checkpoint since
+    elif found is not None and is_exported(output):
+        # it was exported, and the run may have dropped the checkpoint since
         model = replace(found, name=name, step=found.step if step is None else step, weights=weights)
     else:
         model = _export(name, chosen_step(open_store(name), step), weights, output)
@@ -105,6 +106,7 @@ def _export(name: str, step: int, weights: Weights, output: Store) -> Model:
             raise WorkError(f"Step {step} of {name} cannot be sampled: {said} The other checkpoints may be sound.")
         content = hash_pipeline(target)
         files = [path for path in sorted(target.rglob("*")) if path.is_file()]
+        files.sort(key=lambda path: path.name == INDEX)  # last: who finds it finds all
         output.put({f"{EXPORTED}/{path.relative_to(target).as_posix()}": path for path in files})
     return Model(name, step, weights, content)
 
@@ -119,8 +121,21 @@ def _local_run(run: Store, step: int, scratch: Path) -> Iterator[Path]:
     for name in ("config.yaml", *(f"{folder}/{file}" for file in run.files(folder))):
         target = scratch / "run" / name
         target.parent.mkdir(parents=True, exist_ok=True)
-        run.get(name, target)
+        try:
+            run.get(name, target)
+        except FileNotFoundError:
+            raise WorkError(f"{run.where(name)} was removed while it was read.") from None
     yield scratch / "run"
+
+
+def is_exported(output: Store) -> bool:
+    """Whether a run's model is there to be sampled."""
+    return output.size(f"{EXPORTED}/{INDEX}") is not None and output.size(RECORD) is not None
+
+
+def drop_export(output: Store) -> None:
+    """Remove a run's exported model, of which all pictures are drawn; what it was stays on record."""
+    output.remove([f"{EXPORTED}/{name}" for name in output.files(EXPORTED)])
 
 
 @contextmanager

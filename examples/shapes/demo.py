@@ -1,6 +1,6 @@
 """`make demo`: the whole product on a picture world of its own, on a machine without a GPU.
 
-    world → (HTTP) → tars → latents → phase 1 (64 px) → phase 2 (128 px) → samples → report
+    world → (HTTP) → tars → latents → phase 1 (64 px) → phase 2 (128 px) → evaluation → report
 
 Each step is the command that a user would type, or this example's own. A step that is done is not done again when the
 demo is interrupted and started anew; a demo that was finished starts from nothing.
@@ -18,13 +18,14 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 
+from examples.shapes.adherence import judge_phases, write_prompts
 from examples.shapes.report import write_report
-from examples.shapes.sampling import sample_phases
 from examples.shapes.serve import serve
 from examples.shapes.world import NUM_PICTURES, metadata, plan_world, write_world
 
 CONFIGS = Path(__file__).parent / "configs"
 ROWS_PER_TAR = 500
+SIDES = {"phase1": 64, "phase2": 128}
 SEED = 0
 
 
@@ -97,16 +98,25 @@ class Demo:
         """The latents root."""
         return str(self.folder / "latents")
 
-    def sample(self) -> None:
-        """Pictures for every fixed prompt from both phases, and the judge's verdict."""
-        sample_phases(self.folder)
+    def evaluate(self) -> None:
+        """Pictures of every fixed prompt from the checkpoints of both phases, metrics, and the judge's verdict."""
+        prompts = self.folder / "prompts.json"
+        write_prompts(prompts)
+        for phase, side in SIDES.items():
+            size, reference = f"{side}x{side}", str(self.folder / f"reference-{side}")
+            call(
+                *("evaluate", "watch", str(self.folder / phase), "--config", str(CONFIGS / "evaluate.yaml")),
+                *("--prompts.file", str(prompts), "--sampling.size", size, "--reference.size", size),
+                *("--reference.pictures", str(self.folder / "tars"), "--reference.place", reference),
+            )
+        judge_phases(self.folder)
 
     def report(self) -> None:
-        """samples.png, loss.png, report.html and metrics.json."""
+        """samples.png, report.html and metrics.json."""
         write_report(self.folder, self.seconds)
 
 
-STEPS = ("world", "download", "precompute", "phase1", "phase2", "samples")
+STEPS = ("world", "download", "precompute", "phase1", "phase2", "evaluate")
 
 
 def call(*arguments: str) -> None:
@@ -130,7 +140,7 @@ def main() -> None:
     demo.step("precompute", "stage 1: encode pictures and captions into latents", demo.precompute)
     demo.step("phase1", "stage 2, phase 1: train at 64 px", lambda: demo.train(1))
     demo.step("phase2", "stage 2, phase 2: train at 128 px", lambda: demo.train(2))
-    demo.step("samples", "sample the fixed prompts, and judge them", demo.sample)
+    demo.step("evaluate", "evaluate the checkpoints of both phases", demo.evaluate)
     demo.report()
 
 

@@ -182,6 +182,22 @@ def parse_sealed_json(data: bytes, where: str) -> dict[str, Any]:
     return value
 
 
+def parse_json_lines(data: bytes, where: str) -> list[dict[str, Any]]:
+    """The whole lines of a run's log, each an object with a `step`. A damaged one is passed over, loudly."""
+    found = []
+    *whole, _torn = data.decode(errors="replace").split("\n")
+    for number, line in enumerate(whole, start=1):
+        try:
+            fields = json.loads(line)
+        except ValueError:
+            fields = None
+        if isinstance(fields, dict) and isinstance(fields.get("step"), int):
+            found.append(fields)
+        else:
+            print(f"{where}: line {number} is damaged and passed over", flush=True)
+    return found
+
+
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
     """Hold an exclusive lock on `path` (made if absent); the kernel frees it when the holder dies."""

@@ -5,7 +5,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from shards.base.durable import write_atomically
+from shards.base.durable import parse_json_lines, write_atomically
 
 
 class JsonLines:
@@ -24,20 +24,7 @@ class JsonLines:
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
     """Every whole line of a JsonLines file. One that a power cut left damaged is passed over, loudly."""
-    if not path.exists():
-        return []
-    found = []
-    *whole, _torn = path.read_text(errors="replace").split("\n")
-    for number, line in enumerate(whole, start=1):
-        try:
-            fields = json.loads(line)
-        except ValueError:
-            fields = None
-        if isinstance(fields, dict) and isinstance(fields.get("step"), int):
-            found.append(finite(fields))
-        else:
-            print(f"{path}: line {number} is damaged and passed over", flush=True)
-    return found
+    return [finite(fields) for fields in parse_json_lines(path.read_bytes(), str(path))] if path.exists() else []
 
 
 def finite(value: Any) -> Any:

@@ -1,0 +1,299 @@
+"""Following a run: each checkpoint is evaluated once, whoever watches, dies or comes too late."""
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import yaml
+
+from evaluate.report import records
+from evaluate.report.records import evaluations, lines
+from evaluate.watch import follow
+from shards.base.durable import read_sealed_json
+from shards.open import open_store
+from tests.conftest import as_in_a_fresh_process
+from tests.evaluate.watching import export_here, stay_here, watch, watcher
+from tests.runs import environment, train_fields, write_config
+from tests.tiny import make_samples, make_tar
+from train.__main__ import run as train
+
+STEPS = (2, 4, 6)
+PROMPT = hashlib.sha256(b"picture 0").hexdigest()[:16]
+
+
+@pytest.fixture(autouse=True)
+def _in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    stay_here(monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def trained(latents: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run folder with checkpoints of steps 2, 4 and 6, whose tracker is TensorBoard. Not to be written to."""
+    folder = tmp_path_factory.mktemp("trained")
+    changes = {"checkpoint": {"keep": 3}, "log": {"tracker": "tensorboard"}, "optimizer": {"lr": 0.01}}
+    fields = train_fields(latents, folder / "run", **changes)
+    train(["--config", str(write_config(folder, fields))])
+    as_in_a_fresh_process()
+    return folder / "run"
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The reference's tars."""
+    folder = tmp_path_factory.mktemp("reference")
+    make_tar(folder, "00000", make_samples(0, 60, [(80, 64)]))
+    return folder
+
+
+@pytest.fixture
+def run_dir(trained: Path, tmp_path: Path) -> Path:
+    """A copy of the run, to be evaluated."""
+    return Path(shutil.copytree(trained, tmp_path / "run"))
+
+
+@pytest.fixture(scope="module")
+def words(pictures: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Options of `watch`: 60 pictures of 64 px in two parts, the toy's metrics."""
+    folder = tmp_path_factory.mktemp("words")
+    prompts = folder / "prompts.txt"
+    prompts.write_text("".join(f"picture {i}\n" for i in range(30)))
+    found = ["--prompts.file", str(prompts), "--sampling.size", "64x64", "--sampling.images_per_prompt", "2"]
+    found += ["--sampling.steps", "1", "--sampling.batch_size", "30", "--sampling.part_size", "30"]
+    found += [
+        "--workers.num_gpus",
+        "0",
+        "--workers.num_cpus",
+        "1",
+        "--extractors.toy",
+        "true",
+        "--reference.size",
+        "64x64",
+    ]
+    found += ["--reference.place", str(folder / "reference"), "--reference.pictures", str(pictures)]
+    return [*found, "--poll_seconds", "0.1"]
+
+
+@pytest.fixture(scope="module")
+def alone(trained: Path, words: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run, evaluated by one watcher that nobody disturbed. Not to be written to."""
+    run_dir = Path(shutil.copytree(trained, tmp_path_factory.mktemp("alone") / "run"))
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        stay_here(monkeypatch)
+        assert watch(run_dir, words) == 0
+    return run_dir
+
+
+def written(run_dir: Path) -> list[dict[str, Any]]:
+    """evaluations.jsonl."""
+    return [json.loads(line) for line in (run_dir / "evaluations.jsonl").read_text().splitlines()]
+
+
+def numbers(run_dir: Path) -> list[tuple[Any, ...]]:
+    """Of evaluations.jsonl, without where the run lay."""
+    return [tuple(row[name] for name in ("step", "set", "metric", "id", "value", "low")) for row in written(run_dir)]
+
+
+def test_each_step_once_until_the_runs_last(
+    run_dir: Path, words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()}
+    assert watch(run_dir, words) == 0
+    rows = written(run_dir)
+    assert [(row["step"], row["metric"]) for row in rows] == [(s, m) for s in STEPS for m in ("toy_fid", "toy_kid")]
+    assert [row["set"] for row in rows[::2]] == [f"step-{step:08d}-auto/g8-s1-own" for step in STEPS]
+    assert len({row["id"] for row in rows}) == 2 and len({row["value"] for row in rows}) == 6
+    assert rows == lines(evaluations(run_dir))
+    for step in STEPS:
+        place = run_dir / "evaluations" / f"step-{step:08d}-auto"
+        assert not list((place / "model").rglob("*.safetensors")) and list(place.glob("evaluated-*.json"))
+        assert read_sealed_json(place / "g8-s1-own" / "metrics.json")["metrics"][0]["step"] == step
+    after = {path: path.read_bytes() for path in before}
+    assert after == before  # what the trainer wrote is as it was
+    events = sorted((run_dir / "tracker" / "evaluations").iterdir())
+    assert [path.name[:31] for path in events] == [f"events.out.tfevents.{step:010d}." for step in STEPS]
+
+    capsys.readouterr()
+    changed = {path: path.stat().st_mtime_ns for path in run_dir.rglob("step-*/**/*") if path.is_file()}
+    assert watch(run_dir, words) == 0 and written(run_dir) == rows
+    assert {path: path.stat().st_mtime_ns for path in changed} == changed and "pictures" not in capsys.readouterr().out
+
+
+def test_two_at_once_and_one_of_them_killed(run_dir: Path, words: list[str], alone: Path) -> None:
+    """Checkpoints appear while they watch; the same lines as from one that is not disturbed, and each part once."""
+    hidden = Path(shutil.move(run_dir / "checkpoints", run_dir.with_name("hidden")))
+    watchers = [watcher(run_dir, words) for _ in range(2)]
+    for folder in sorted(hidden.iterdir()):
+        (run_dir / "checkpoints").mkdir(exist_ok=True)
+        folder.rename(run_dir / "checkpoints" / folder.name)
+        first = run_dir / "evaluations" / "step-00000002-auto" / "g8-s1-own" / "receipts" / "pictures" / "00000.json"
+        while not first.exists():
+            assert all(each.is_alive() for each in watchers)
+            time.sleep(0.02)
+        if watchers[0].is_alive() and watchers[0].pid is not None:
+            os.kill(watchers[0].pid, signal.SIGKILL)
+    for each in watchers:
+        each.join(120)
+    assert [each.exitcode for each in watchers] == [-signal.SIGKILL, 0]
+    assert numbers(run_dir) == numbers(alone)
+    for place in (run_dir / "evaluations").glob("step-*/g8*"):
+        assert len(list(place.glob("pictures/*/*.png"))) == 60 and len(list(place.glob("pictures/*"))) == 2
+        assert len(list(place.glob("metrics/*"))) == 2
+
+
+def test_killed_and_begun_again_at_any_moment(run_dir: Path, words: list[str], alone: Path) -> None:
+    """Died after the first part, after the records, before the receipt, again and again: the same lines."""
+    for place in ("evaluate.parts.place", "evaluate.__main__.table", "evaluate.watch.follow.create_once"):
+        process = watcher(run_dir, words, dies_at=place)
+        process.join(120)
+        assert process.exitcode == 9, place
+    assert watch(run_dir, words) == 0
+    assert numbers(run_dir) == numbers(alone)
+
+
+def test_a_checkpoint_that_goes_while_it_is_read(
+    run_dir: Path, words: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trainer drops it; the others are evaluated."""
+
+    def go(command: list[str], **options: object) -> subprocess.CompletedProcess[str]:
+        if command[command.index("--step") + 1] == "4":
+            shutil.rmtree(run_dir / "checkpoints" / "step-00000004")
+        return export_here(command)
+
+    monkeypatch.setattr("evaluate.sampling.model.subprocess.run", go)
+    assert watch(run_dir, words) == 0
+    assert "step 4 of" in (said := capsys.readouterr().out) and "was removed while it was read: skipped." in said
+    assert [row["step"] for row in written(run_dir)] == [2, 2, 6, 6]
+
+
+def test_a_step_that_was_begun_is_finished_without_its_checkpoint(run_dir: Path, words: list[str]) -> None:
+    """The watcher died, and the trainer dropped the checkpoint before the next one came."""
+    process = watcher(run_dir, words, dies_at="evaluate.parts.place")
+    process.join(120)
+    assert process.exitcode == 9
+    shutil.rmtree(run_dir / "checkpoints" / "step-00000002")
+    assert watch(run_dir, words) == 0
+    assert [row["step"] for row in written(run_dir)] == [2, 2, 4, 4, 6, 6]
+
+
+def test_what_is_half_written_is_waited_for_and_what_is_damaged_is_named(
+    run_dir: Path, words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As a copy of a run that is under way: files come in any order. The trainer's own have other names till then."""
+    checkpoints = run_dir / "checkpoints"
+    missing = checkpoints / "step-00000004" / "optimizer.safetensors"
+    missing.rename(run_dir / "later")
+    (checkpoints / "step-00000006").rename(checkpoints / ".step-00000006.ab12")
+    assert watch(run_dir, words, "--once", "true") == 0
+    assert "step 4 of" in (said := capsys.readouterr().out) and "is not whole yet" in said and "step 6" not in said
+    assert [row["step"] for row in written(run_dir)] == [2, 2]
+
+    (run_dir / "later").rename(missing)
+    (checkpoints / ".step-00000006.ab12").rename(checkpoints / "step-00000006")
+    weights = checkpoints / "step-00000006" / "ema" / "diffusion_pytorch_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-8] + bytes(8))
+    assert watch(run_dir, words) == 1  # after all tries
+    said = capsys.readouterr().err.replace("\n", " ")
+    assert said.count("cannot be sampled") == follow.TRIES + 1 and "1 checkpoints of" in said
+    assert [row["step"] for row in written(run_dir)] == [2, 2, 4, 4]
+
+
+def test_the_run_may_ask_and_the_command_decides(run_dir: Path, words: list[str]) -> None:
+    config = yaml.safe_load((run_dir / "config.yaml").read_text())
+    (run_dir / "config.yaml").write_text(yaml.safe_dump(config | {"evaluate": {"every": 4}}))
+    assert watch(run_dir, words) == 0
+    assert [row["step"] for row in written(run_dir)] == [4, 4, 6, 6]  # and the last
+    elsewhere = run_dir.with_name("elsewhere")
+    assert watch(run_dir, words, "--every", "2", "--until", "3", "--output", str(elsewhere)) == 0
+    assert [row["step"] for row in written(elsewhere)] == [2, 2]
+    assert [row["step"] for row in written(run_dir)] == [4, 4, 6, 6]
+
+
+def test_what_is_no_run_and_what_is_empty(run_dir: Path, words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    def said_by(code: int, *arguments: Any) -> str:
+        assert watch(*arguments) == code
+        printed = capsys.readouterr()
+        return (printed.err + printed.out).replace("\n", " ")
+
+    assert "is no run: it has no config.yaml" in said_by(2, run_dir / "absent", words)
+    assert "leave --step out" in said_by(2, run_dir, words, "--step", "2")
+    shutil.rmtree(run_dir / "checkpoints")
+    process = watcher(run_dir, words)
+    time.sleep(1)
+    assert process.is_alive() and process.pid is not None  # it waits
+    os.kill(process.pid, signal.SIGTERM)
+    process.join(20)
+    assert process.exitcode == 75
+    assert "has no checkpoint yet: waiting for one" in said_by(0, run_dir, words, "--once", "true")
+
+
+def test_a_slower_watcher_never_takes_lines_away(alone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It lists the records, another adds some and writes; then the first writes what it knew."""
+    every = evaluations(alone)
+    listings = [every[:1], every, every]
+    monkeypatch.setattr(records, "evaluations", lambda place: listings.pop(0))
+    records.write_lines(tmp_path)
+    assert written(tmp_path) == written(alone) and listings == []
+
+
+@pytest.mark.slow
+@pytest.mark.faults
+def test_two_commands_on_ray_and_one_of_them_killed(run_dir: Path, words: list[str], alone: Path) -> None:
+    command = [sys.executable, "-m", "evaluate", "watch", str(run_dir), *words, "--workers.num_cpus", "0.5"]
+    options: dict[str, Any] = {"env": environment(), "start_new_session": True, "stdout": subprocess.DEVNULL}
+    first = run_dir / "evaluations" / "step-00000002-auto" / "g8-s1-own" / "receipts" / "pictures"
+    with subprocess.Popen(command, **options) as killed, subprocess.Popen(command, **options) as other:
+        while not list(first.glob("*.json")):
+            assert killed.poll() is None and other.poll() is None
+            time.sleep(0.05)
+        os.killpg(killed.pid, signal.SIGKILL)
+        assert other.wait(600) == 0
+    assert numbers(run_dir) == numbers(alone)
+
+
+def test_a_run_at_an_address(trained: Path, words: list[str], s3: str) -> None:
+    """A copy of a run folder, of which pictures and records lie beside the checkpoints."""
+    store = open_store(f"{s3}/run")
+    store.put({path.relative_to(trained).as_posix(): path for path in trained.rglob("*") if path.is_file()})
+    before = store.listing("checkpoints")
+    assert watch(f"{s3}/run", words, "--every", "4") == 0
+    found = [json.loads(line) for line in store.read("evaluations.jsonl").decode().splitlines()]
+    assert [(row["step"], row["metric"]) for row in found] == [(s, m) for s in (4, 6) for m in ("toy_fid", "toy_kid")]
+    assert store.listing("checkpoints") == before
+    assert len(store.files("tracker/evaluations")) == 2 and not store.files("evaluations/step-00000004-auto/model")
+
+
+def test_wandb_gets_a_run_of_its_own_with_the_checkpoints_step(
+    run_dir: Path, words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two writers of one run of wandb's overwrite each other. Steps may come in any order: they are no steps of its."""
+    wandb = ModuleType("wandb")
+    wandb.__spec__ = ModuleSpec("wandb", None)
+    begun, logged, metrics = [], list[dict[str, Any]](), []
+    run = SimpleNamespace(log=logged.append, define_metric=lambda name, **options: metrics.append((name, options)))
+    wandb.init = lambda **options: begun.append(options) or run  # type: ignore[attr-defined,func-returns-value]
+    wandb.Image = lambda picture: picture.size  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    config = yaml.safe_load((run_dir / "config.yaml").read_text())
+    (run_dir / "config.yaml").write_text(yaml.safe_dump(config | {"log": {"tracker": "wandb"}}))
+    assert watch(run_dir, words) == 0
+    assert begun == [{"project": "tracker", "group": str(run_dir), "job_type": "evaluate"}]
+    assert metrics == [("evaluation/*", {"step_metric": "evaluation/step"})]
+    assert [line["evaluation/step"] for line in logged] == [2, 4, 6]
+    values = [row["value"] for row in written(run_dir) if row["metric"] == "toy_fid"]
+    (name,) = (name for name in logged[0] if re.fullmatch(r"evaluation/toy_fid/g8-s1-own \w{8}", name))
+    assert [line[name] for line in logged] == values
+    strips = [line[f"evaluation/strips/g8-s1-own/{prompt_id}"] for line in logged for prompt_id in [PROMPT]]
+    assert strips == [(64, 84), (132, 84), (200, 84)]
+    assert logged[0]["evaluation/samples/g8-s1-own"] == (268, 268)

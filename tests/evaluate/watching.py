@@ -1,0 +1,63 @@
+"""`evaluate watch` without Ray and without further processes: here, or in a process of its own that can be killed."""
+
+import multiprocessing
+import os
+import subprocess
+from collections.abc import Callable, Sequence
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from evaluate.__main__ import run as command
+from shards.base.errors import RequestError, WorkError, exit_code_of
+from train.export.pipeline import ExportConfig, write_pipeline
+
+# a server that has imported all and computed nothing: what it forks begins at once, and is whole
+PROCESSES = multiprocessing.get_context("forkserver")
+PROCESSES.set_forkserver_preload([__name__])
+
+
+def run_here(units: Sequence[tuple[str, Any]], function: Callable[..., Any], *rest: object) -> None:
+    """In place of Ray."""
+    for _, unit in units:
+        function(unit, 1, lambda count: None)
+
+
+def export_here(words: list[str], **options: object) -> subprocess.CompletedProcess[str]:
+    """In place of `python -m train export`."""
+    _, _, _, _, folder, *rest = words
+    fields = {name.removeprefix("--"): value for name, value in zip(rest[::2], rest[1::2], strict=True)}
+    try:
+        write_pipeline(Path(folder), ExportConfig.model_validate(fields))
+    except (RequestError, WorkError) as error:
+        return subprocess.CompletedProcess(words, 1, "", f"error: {error}")
+    return subprocess.CompletedProcess(words, 0, "", "")
+
+
+def stay_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything in this process."""
+    monkeypatch.setattr("evaluate.features.job.run_units", run_here)
+    monkeypatch.setattr("evaluate.sampling.job.run_units", run_here)
+    monkeypatch.setattr("evaluate.sampling.model.subprocess.run", export_here)
+
+
+def watch(run_dir: Path | str, words: list[str], *more: str) -> int:
+    """The command; its exit code."""
+    return exit_code_of(lambda: command(["watch", str(run_dir), *words, *more]))
+
+
+def watcher(run_dir: Path, words: list[str], dies_at: str | None = None) -> BaseProcess:
+    """The same in a process, which has begun; `dies_at`: the function at whose call it is gone."""
+    process = PROCESSES.Process(target=_watch, args=(run_dir, words, dies_at))
+    process.start()
+    return process
+
+
+def _watch(run_dir: Path, words: list[str], dies_at: str | None) -> None:
+    monkeypatch = pytest.MonkeyPatch()
+    stay_here(monkeypatch)
+    if dies_at is not None:
+        monkeypatch.setattr(dies_at, lambda *_: os._exit(9))
+    os._exit(watch(run_dir, words))

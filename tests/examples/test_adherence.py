@@ -1,0 +1,44 @@
+"""Prompts that go out to be drawn, and the verdict on the pictures that come back."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import ImageOps
+
+from evaluate.parts import commit_part
+from evaluate.sampling.prompts import PromptsConfig, prompts_sha256, read_prompts
+from examples.shapes.adherence import newest_pictures, prompt_lists, score, write_prompts
+from examples.shapes.scenes import draw_scene
+from shards.base.durable import sealed_json
+from shards.open import open_store
+
+
+def test_pictures_are_judged_by_the_prompts_that_they_were_drawn_of(tmp_path: Path) -> None:
+    """What a perfect model would draw, but that every tenth picture is another's."""
+    write_prompts(tmp_path / "prompts.json")
+    prompts = read_prompts(PromptsConfig(file=tmp_path / "prompts.json"))
+    assert {prompt.category for prompt in prompts[:6]} == {"seen", "held_out"}
+    lists = prompt_lists()
+    scenes = {f"{name}-{i:02d}": prompt.scene for name, its in lists.items() for i, prompt in enumerate(its)}
+    assert len(prompts) == len(scenes) == 126 and len(prompts_sha256(prompts)) == 64
+
+    place = tmp_path / "phase" / "evaluations" / "step-00000100-auto" / "g4-s10-own"
+    store = open_store(place)
+    listed = [vars(prompt) for prompt in prompts]
+    drawing = {"images_per_prompt": 1, "codec": "png"}
+    store.create("sampling.json", sealed_json({"drawing": drawing, "part_size": 200, "prompts": listed}))
+
+    def draw(folder: Path) -> dict[str, Any]:
+        rng = np.random.default_rng(0)
+        for number, prompt in enumerate(prompts):
+            wrong = number % 10 == 0
+            scene = scenes[prompts[number - 1].id if wrong else prompt.id]
+            ImageOps.fit(draw_scene(scene, 128, 128, rng), (64, 64)).save(folder / f"{number:07d}.png")
+        return {}
+
+    commit_part(store, "pictures", "00000", draw)
+    found = newest_pictures(tmp_path / "phase")
+    scores = {name: score(found[name], lists[name]) for name in lists}
+    right = sum(round(s["colour"] * s["samples"]) for s in scores.values())
+    assert [s["samples"] for s in scores.values()] == [78, 48] and 126 - 13 - 4 <= right <= 126 - 6
