@@ -4,7 +4,6 @@ import json
 import math
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +20,7 @@ from shards.format.text import quantise
 from shards.format.towers import FeatureTower, Weights
 from tests import ranks
 from tests.runs import UNET, curve, train_fields, write_config
-from tests.train.specs import CHANNELS, TOKENS, WIDTH, make_batch, spec
+from tests.train.specs import CHANNELS, TOKENS, WIDTH, Answer, make_batch, spec
 from train.__main__ import run as command
 from train.config import TrainConfig
 from train.data.draws import Draws
@@ -91,7 +90,7 @@ class Toy(nn.Module):
     def forward(self, noisy: torch.Tensor, *_: Any, **__: Any) -> object:
         hidden = self.layer(noisy)
         self.tokens(hidden.flatten(2).transpose(1, 2))
-        return SimpleNamespace(sample=0.5 * noisy + hidden.mean())
+        return Answer((0.5 * noisy + hidden.mean(),))
 
 
 @pytest.mark.parametrize("storage", ["float16", "float8"])

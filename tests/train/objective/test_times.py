@@ -1,7 +1,6 @@
 """Times of flow matching, their shift and weights: against diffusers' training utilities, and in float64."""
 
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from tests.train.specs import CHANNELS, TOKENS, WIDTH, make_batch, spec
+from tests.train.specs import CHANNELS, TOKENS, WIDTH, Answer, make_batch, spec
 from train.data.draws import Draws, Purpose
 from train.export.pipeline import sampler
 from train.objective.loss import DiffusionLoss
@@ -122,9 +121,9 @@ def test_a_loss_at_shifted_times(shift: dict[str, object]) -> None:
     data = make_batch(list("abcdef"), slots, stored, torch.randn(6, TOKENS, WIDTH).half())
     seen = []
 
-    def half(noisy: torch.Tensor, timesteps: torch.Tensor, *_: object, **__: object) -> object:
-        seen.append(timesteps)
-        return SimpleNamespace(sample=0.5 * noisy)
+    def half(noisy: torch.Tensor, timestep: torch.Tensor, *_: object, **__: object) -> object:
+        seen.append(timestep)
+        return Answer((0.5 * noisy,))
 
     draws = Draws(3, 11, slots)
     result = loss(half, data, draws)  # type: ignore[arg-type]
