@@ -300,12 +300,19 @@ def test_the_next_phase_goes_on_with_the_head(whole: Path, root: Path, tmp_path:
     assert all(value.equal(saved[name]) for name, value in aligned.head.state_dict().items())
 
 
+@pytest.mark.parametrize("layer", [LAYER, "down_blocks.0.attentions.0.transformer_blocks.0"])
 @pytest.mark.parametrize("how", ["gradient_checkpointing", pytest.param("compile", marks=pytest.mark.slow)])
-def test_compiled_or_computed_again_the_gradients_are_the_same(root: Path, tmp_path: Path, how: str) -> None:
-    """Gradients of both losses, of network and head; compiled by Dynamo, which traces the hook."""
+def test_compiled_or_computed_again_the_gradients_are_the_same(
+    root: Path, tmp_path: Path, how: str, layer: str
+) -> None:
+    """Gradients of both losses, of network and head; compiled by Dynamo, which traces the hook.
+
+    The second layer lies within what gradient checkpointing computes again.
+    """
     gradients = []
     for name, on in (("plain", False), ("changed", True)):
-        config = TrainConfig.model_validate(fields_of(root, tmp_path / name, precision="float32"))
+        fields = fields_of(root, tmp_path / name, repa={"layer": layer, "hidden": 24})
+        config = TrainConfig.model_validate(fields)
         torch.manual_seed(0)
         unet = build_unet(UNET, seed=3)
         prepared = prepare(config)

@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from diffusers import DPMSolverMultistepScheduler, FlowMatchEulerDiscreteScheduler
@@ -157,6 +158,22 @@ def test_the_exported_sampler_steps_where_training_was_shifted_to(shift: dict[st
     expected = shifted(plain.sigmas[:-1].double(), objective.shift.alpha((128, 128)))
     torch.testing.assert_close(exported.sigmas[:-1].double(), expected, rtol=1e-5, atol=1e-6)
     assert plain.config.flow_shift == 1.0
+
+
+@pytest.mark.parametrize("shift", [{"factor": 3.0}, {"kind": "square_root"}, {"kind": "log_linear", "base_shift": 0.4}])
+@pytest.mark.parametrize("hw", [(64, 64), (128, 96)])
+def test_flow_match_eulers_settings_are_the_shift(shift: dict[str, object], hw: tuple[int, int]) -> None:
+    """As FluxPipeline sets its steps, of which each picture has its own μ."""
+    config = ShiftConfig.model_validate(shift)
+    scheduler = FlowMatchEulerDiscreteScheduler(**config.scheduler_settings("FlowMatchEulerDiscreteScheduler", hw))
+    sigmas, own = np.linspace(1.0, 1 / 20, 20), scheduler.config
+    mu = calculate_shift(
+        hw[0] * hw[1] // 4, own.base_image_seq_len, own.max_image_seq_len, own.base_shift, own.max_shift
+    )
+    scheduler.set_timesteps(sigmas=sigmas, mu=mu)
+    expected = shifted(torch.from_numpy(sigmas), config.alpha(hw))
+    torch.testing.assert_close(scheduler.sigmas[:-1].double(), expected, rtol=1e-5, atol=1e-6)
+    assert config.scheduler_settings("DDIMScheduler", hw) == {}
 
 
 def test_checkpoints_of_version_1_know_nothing_of_what_is_at_its_default() -> None:
