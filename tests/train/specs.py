@@ -12,6 +12,15 @@ from train.data.spec import DataSpec
 CHANNELS, TOKENS, WIDTH = 4, 16, 12
 
 
+class Answer(tuple[Tensor]):
+    """What a diffusers network returns, as a tuple and with a name."""
+
+    @property
+    def sample(self) -> Tensor:
+        """The prediction."""
+        return self[0]
+
+
 def spec(
     uncond: Tensor | None = None,
     uncond_tokens: int = 2,

@@ -128,7 +128,7 @@ def sampler(
             num_train_timesteps=objective.num_train_timesteps,
             prediction_type="flow_prediction",
             use_flow_sigmas=True,
-            flow_shift=objective.shift.alpha(latent_hw),
+            **objective.shift.scheduler_settings("DPMSolverMultistepScheduler", latent_hw),
             steps_offset=1,  # unused here; diffusers warns of any other
         )
     config = noise_scheduler(objective).config

@@ -215,7 +215,8 @@ def hear(network: nn.Module, config: RepaConfig, call: Callable[[], object]) -> 
         )
     heard: list[Any] = []
     handle = layers[config.layer].register_forward_hook(lambda module, inputs, output: heard.append(output))
-    call()
+    with torch.no_grad():
+        call()
     handle.remove()
     outputs = [heard[0]] if heard and isinstance(heard[0], Tensor) else list(heard[0]) if heard else []
     chosen = outputs[config.output] if config.output < len(outputs) else None

@@ -4,7 +4,7 @@ All are of Esser et al., "Scaling rectified flow transformers for high-resolutio
 """
 
 import math
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from pydantic import Field, model_validator
@@ -64,6 +64,20 @@ class ShiftConfig(Config):
             return self.factor * math.sqrt(tokens / self.base_tokens)
         slope = (self.max_shift - self.base_shift) / (self.max_tokens - self.base_tokens)
         return math.exp(self.base_shift + slope * (tokens - self.base_tokens))
+
+    def scheduler_settings(self, scheduler: str, latent_hw: tuple[int, int]) -> dict[str, Any]:
+        """Fields by which a diffusers scheduler of this class steps where training's times were moved to.
+
+        Where a scheduler cannot follow the picture's size, as pictures of the latents (h, w) ask for.
+        """
+        if scheduler == "DPMSolverMultistepScheduler":
+            return {"flow_shift": self.alpha(latent_hw)}
+        if scheduler != "FlowMatchEulerDiscreteScheduler":
+            return {}
+        if self.kind != "log_linear":
+            return {"shift": self.alpha(latent_hw)}
+        lengths = {"base_image_seq_len": self.base_tokens, "max_image_seq_len": self.max_tokens}
+        return {"use_dynamic_shifting": True, "base_shift": self.base_shift, "max_shift": self.max_shift, **lengths}
 
 
 def shifted(t: Tensor, alpha: float) -> Tensor:

@@ -4,7 +4,6 @@ import json
 import math
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +20,7 @@ from shards.format.text import quantise
 from shards.format.towers import FeatureTower, Weights
 from tests import ranks
 from tests.runs import UNET, curve, train_fields, write_config
-from tests.train.specs import CHANNELS, TOKENS, WIDTH, make_batch, spec
+from tests.train.specs import CHANNELS, TOKENS, WIDTH, Answer, make_batch, spec
 from train.__main__ import run as command
 from train.config import TrainConfig
 from train.data.draws import Draws
@@ -91,7 +90,7 @@ class Toy(nn.Module):
     def forward(self, noisy: torch.Tensor, *_: Any, **__: Any) -> object:
         hidden = self.layer(noisy)
         self.tokens(hidden.flatten(2).transpose(1, 2))
-        return SimpleNamespace(sample=0.5 * noisy + hidden.mean())
+        return Answer((0.5 * noisy + hidden.mean(),))
 
 
 @pytest.mark.parametrize("storage", ["float16", "float8"])
@@ -301,12 +300,19 @@ def test_the_next_phase_goes_on_with_the_head(whole: Path, root: Path, tmp_path:
     assert all(value.equal(saved[name]) for name, value in aligned.head.state_dict().items())
 
 
+@pytest.mark.parametrize("layer", [LAYER, "down_blocks.0.attentions.0.transformer_blocks.0"])
 @pytest.mark.parametrize("how", ["gradient_checkpointing", pytest.param("compile", marks=pytest.mark.slow)])
-def test_compiled_or_computed_again_the_gradients_are_the_same(root: Path, tmp_path: Path, how: str) -> None:
-    """Gradients of both losses, of network and head; compiled by Dynamo, which traces the hook."""
+def test_compiled_or_computed_again_the_gradients_are_the_same(
+    root: Path, tmp_path: Path, how: str, layer: str
+) -> None:
+    """Gradients of both losses, of network and head; compiled by Dynamo, which traces the hook.
+
+    The second layer lies within what gradient checkpointing computes again.
+    """
     gradients = []
     for name, on in (("plain", False), ("changed", True)):
-        config = TrainConfig.model_validate(fields_of(root, tmp_path / name, precision="float32"))
+        fields = fields_of(root, tmp_path / name, repa={"layer": layer, "hidden": 24})
+        config = TrainConfig.model_validate(fields)
         torch.manual_seed(0)
         unet = build_unet(UNET, seed=3)
         prepared = prepare(config)

@@ -1,8 +1,8 @@
 """Times of flow matching, their shift and weights: against diffusers' training utilities, and in float64."""
 
 import math
-from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from diffusers import DPMSolverMultistepScheduler, FlowMatchEulerDiscreteScheduler
@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from tests.train.specs import CHANNELS, TOKENS, WIDTH, make_batch, spec
+from tests.train.specs import CHANNELS, TOKENS, WIDTH, Answer, make_batch, spec
 from train.data.draws import Draws, Purpose
 from train.export.pipeline import sampler
 from train.objective.loss import DiffusionLoss
@@ -122,9 +122,9 @@ def test_a_loss_at_shifted_times(shift: dict[str, object]) -> None:
     data = make_batch(list("abcdef"), slots, stored, torch.randn(6, TOKENS, WIDTH).half())
     seen = []
 
-    def half(noisy: torch.Tensor, timesteps: torch.Tensor, *_: object, **__: object) -> object:
-        seen.append(timesteps)
-        return SimpleNamespace(sample=0.5 * noisy)
+    def half(noisy: torch.Tensor, timestep: torch.Tensor, *_: object, **__: object) -> object:
+        seen.append(timestep)
+        return Answer((0.5 * noisy,))
 
     draws = Draws(3, 11, slots)
     result = loss(half, data, draws)  # type: ignore[arg-type]
@@ -158,6 +158,22 @@ def test_the_exported_sampler_steps_where_training_was_shifted_to(shift: dict[st
     expected = shifted(plain.sigmas[:-1].double(), objective.shift.alpha((128, 128)))
     torch.testing.assert_close(exported.sigmas[:-1].double(), expected, rtol=1e-5, atol=1e-6)
     assert plain.config.flow_shift == 1.0
+
+
+@pytest.mark.parametrize("shift", [{"factor": 3.0}, {"kind": "square_root"}, {"kind": "log_linear", "base_shift": 0.4}])
+@pytest.mark.parametrize("hw", [(64, 64), (128, 96)])
+def test_flow_match_eulers_settings_are_the_shift(shift: dict[str, object], hw: tuple[int, int]) -> None:
+    """As FluxPipeline sets its steps, of which each picture has its own μ."""
+    config = ShiftConfig.model_validate(shift)
+    scheduler = FlowMatchEulerDiscreteScheduler(**config.scheduler_settings("FlowMatchEulerDiscreteScheduler", hw))
+    sigmas, own = np.linspace(1.0, 1 / 20, 20), scheduler.config
+    mu = calculate_shift(
+        hw[0] * hw[1] // 4, own.base_image_seq_len, own.max_image_seq_len, own.base_shift, own.max_shift
+    )
+    scheduler.set_timesteps(sigmas=sigmas, mu=mu)
+    expected = shifted(torch.from_numpy(sigmas), config.alpha(hw))
+    torch.testing.assert_close(scheduler.sigmas[:-1].double(), expected, rtol=1e-5, atol=1e-6)
+    assert config.scheduler_settings("DDIMScheduler", hw) == {}
 
 
 def test_checkpoints_of_version_1_know_nothing_of_what_is_at_its_default() -> None:
