@@ -102,11 +102,13 @@ class Sizes(Config):
     kind: Literal["sizes"]
     of: list[SizeName] = Field(["original", "crop", "target"], min_length=1)
     """`original` and `target`: height and width of the picture and of its bucket; `crop`: top and left of the bucket on
-    the picture as scaled (Podell et al., 2023); `aspect_ratio`: of the original, height / width."""
+    the picture as scaled (Podell et al., 2023); `aspect_ratio`: of the original, height / width. Of an original of
+    0 × 0 all are 0."""
 
     def arguments(self, name: str, given: Given) -> dict[str, Tensor | None]:
         """The numbers, one after the other."""
-        width, height, top, left = given.conditioning.sizes.long().unbind(1)
+        known = given.conditioning.sizes[:, 0] > 0
+        width, height, top, left = given.conditioning.sizes.long().clamp(min=1 - known.long()[:, None]).unbind(1)
         target_height, target_width = given.conditioning.target
         # the picture is scaled to cover the bucket, both sides to whole pixels (precompute/pixels/resample.py)
         narrow = width * target_height < height * target_width
@@ -118,7 +120,8 @@ class Sizes(Config):
             "target": (torch.full_like(height, target_height), torch.full_like(width, target_width)),
             "aspect_ratio": (height / width,),
         }
-        return {name: torch.stack([number.float() for of in self.of for number in numbers[of]], dim=1)}
+        told = torch.stack([number.float() for of in self.of for number in numbers[of]], dim=1)
+        return {name: told * known[:, None]}
 
 
 class Positions(Config):

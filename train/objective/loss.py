@@ -43,7 +43,7 @@ class DiffusionLoss:
         draws.draw(counts | self.latents.draws_per_sample(batch))
         timesteps = self.path.timesteps(draws)
         dropped = draws.chances(Purpose.CAPTION_DROPOUT, self.caption_dropout, num_drops)
-        errors = self.squared_error(unet, batch, timesteps, dropped, draws)
+        errors = self.squared_error(unet, self.latents.told_sizes(batch, draws), timesteps, dropped, draws)
         return Losses(self.path.weight(timesteps) * errors, timesteps)
 
     def squared_error(self, unet: nn.Module, batch: Batch, timesteps: Tensor, dropped: Tensor, draws: Draws) -> Tensor:

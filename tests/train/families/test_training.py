@@ -10,7 +10,11 @@ import pytest
 import torch
 from accelerate import Accelerator
 
+from evaluate.sampling.job import describe_drawing, list_samples
+from evaluate.sampling.pipeline import draw, load_pipeline
+from evaluate.sampling.settings import SamplingConfig
 from tests import ranks
+from tests.evaluate.sets import PROMPTS
 from tests.families import FAMILIES, Small, stir
 from tests.runs import curve, write_config
 from tests.train.families.calls import picture
@@ -92,6 +96,10 @@ def test_it_trains_as_online_and_is_exported(name: str, small: Callable[[str], S
     one, other = (picture(name, pipeline) for pipeline in (exported, in_memory))
     assert one.shape == (64, 64, 3) and np.isfinite(one).all() and one.std() > 0
     np.testing.assert_array_equal(one, other)
+    config_of_set = SamplingConfig(size="64x64", guidance=[1.0], steps=[2])
+    drawing = describe_drawing(folder, PROMPTS, config_of_set, config_of_set.grid[0])
+    drawn = draw(load_pipeline(folder, "cpu", "float32"), list_samples(PROMPTS, 1)[:2], drawing)
+    assert drawn.shape == (2, 3, 64, 64) and (drawn[0] != drawn[1]).any()
 
 
 @pytest.mark.parametrize("name", SHORT)
