@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import diffusers
@@ -73,6 +74,30 @@ def trained(run: Run, steps: int) -> list[list[str]]:
             break
     run.results.collect(run.state)
     return keys
+
+
+@pytest.mark.parametrize(
+    ("name", "stored", "tolerance"),
+    [
+        ("pixart-sigma", {"trim": True}, 3e-4),
+        ("sana", {"trim": True}, 3e-4),
+        ("prx", {"trim": True}, 3e-4),
+        ("flux1", {"storage": "float8"}, 1.2e-3),
+    ],
+)
+def test_small_storage_keeps_its_bound(
+    name: str, stored: dict[str, Any], tolerance: float, small: Callable[[str], Small]
+) -> None:
+    """The bounds of tests/train/test_cached_equals_online.py."""
+    made = replace(small(name), latents="stored-small")
+    made.encode(**stored)
+    config = config_of(made, "small")
+    run = started(config)
+    network = copy.deepcopy(run.unet)
+    expected = Online(made, network, config).train(trained(run, STEPS), LR, WEIGHT_DECAY)
+    differences = [abs(one - other) / other for one, other in zip(run.state.losses, expected, strict=True)]
+    print(f"\n| {name}, {stored} | {max(differences):.1e} | {np.mean(differences):.1e} |")
+    assert max(differences) < tolerance
 
 
 @pytest.mark.parametrize("name", SHORT)

@@ -47,14 +47,14 @@ def test_states_stand_beside_and_behind_each_other() -> None:
     assert states.shape == (N, 6, 10)
     assert states[:, :4, :3].equal(a) and states[:, :4, 3:8].equal(b) and not states[:, :4, 8:].any()
     assert states[:, 4:].equal(c)
-    assert mask[:, :4].all() and mask[:, 4:].equal(told.texts["c"].mask)  # type: ignore[arg-type]
+    assert mask[:, :4].all() and mask[:, 4:].equal(told.texts["c"].mask)
 
 
 def test_pooled_outputs_stand_beside_each_other() -> None:
     told = conditioning(a=(4, 3, False), b=(4, 5, False))
     made = Pooled(kind="pooled", towers=["b", "a"]).arguments("p", Given(told, (8, 8), {}))["p"]
     assert made is not None and made.shape == (N, 10)
-    assert made[:, :6].equal(told.texts["b"].pooled) and made[:, 6:].equal(told.texts["a"].pooled)  # type: ignore[arg-type]
+    assert made[:, :6].equal(told.texts["b"].pooled) and made[:, 6:].equal(told.texts["a"].pooled)
 
 
 def test_positions_are_diffusers() -> None:
@@ -98,7 +98,7 @@ def test_sizes_are_dropped_and_jittered_by_keyed_draws() -> None:
     batch.columns["size"] = torch.tensor([[640, 480, 0, 80]] * 400)
 
     def told(**fields: float) -> Tensor:
-        backbone = BackboneConfig(**fields).resolved(data.texts)  # type: ignore[arg-type]
+        backbone = BackboneConfig(**fields).resolved(data.texts)
         stored = StoredLatents(data, torch.device("cpu"), backbone)
         return stored.told_sizes(batch, Draws(1, 2, batch.slots)).columns["size"]
 
