@@ -168,3 +168,20 @@ def test_any_number_of_ranks_trains_alike(
     for losses, keys in curves[1:]:
         assert keys == curves[0][1]
         np.testing.assert_allclose(losses, curves[0][0], rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", SHORT)
+def test_it_trains_in_bfloat16_with_checkpointing(name: str, small: Callable[[str], Small]) -> None:
+    """As on a GPU, where what a network casts to what is autocast's and its own; near the loss in float32."""
+    made, losses = small(name), []
+    for precision in ("float32", "bfloat16"):
+        lower = precision != "float32"
+        fields = small_run(
+            made, precision, precision=precision, gradient_checkpointing=lower, low_precision_norms=lower
+        )
+        run = started(TrainConfig.model_validate(fields))
+        with torch.autocast("cpu", torch.bfloat16, enabled=lower):
+            trained(run, 2)
+        losses.append(run.state.losses)
+    np.testing.assert_allclose(losses[1], losses[0], rtol=0.05)
+    assert losses[1] != losses[0]
