@@ -38,8 +38,9 @@ from train.data.batch import Batch
 from train.data.spec import DataSpec, OpenStream
 from train.loop import Run, take_step
 from train.model.backbone import BackboneConfig
+from train.model.fit import on_meta
 from train.model.flops import peak_tflops, training_flops
-from train.model.unet import build_unet, on_meta
+from train.model.unet import build_unet
 from train.prepare import Prepared
 from train.run.meter import peak_memory
 from train.run.preflight import World

@@ -161,21 +161,24 @@ class Small:
 
     family: Family
     folder: Path
+    latents: str = "latents"
 
     @property
     def root(self) -> Path:
         """The latents."""
-        return self.folder / "latents"
+        return self.folder / self.latents
 
     @property
     def tar(self) -> Path:
         """The pictures and captions."""
         return self.folder / "tars" / "00000.tar"
 
-    def encode(self) -> None:
-        """Stage 1, under the shipped towers, in float32 and untrimmed."""
+    def encode(self, **stored: Any) -> None:
+        """Stage 1, under the shipped towers, in float32; captions untrimmed as float16, or as `stored` says."""
         shipped = self.family.read("precompute.yaml")
-        texts = {name: self._tower(name, shipped.get("texts", {}).get(name, {})) for name in self.family.towers}
+        texts = {
+            name: self._tower(name, shipped.get("texts", {}).get(name, {})) | stored for name in self.family.towers
+        }
         changes: dict[str, Any] = {"vae": str(self.folder / "vae"), "buckets": ["64x64"], "texts": texts}
         if texts.keys() == {"text"}:
             models = {"text_encoder": texts["text"]["model"], "tokenizer": texts["text"]["tokenizer"]}

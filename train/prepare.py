@@ -14,7 +14,8 @@ from train.config import TrainConfig
 from train.data.spec import DataSpec, only_read
 from train.data.streams import Found, find_data, open_data
 from train.model.backbone import BackboneConfig
-from train.model.unet import build_unet, check_fit, load_pretrained, on_meta
+from train.model.fit import check_fit, on_meta
+from train.model.unet import build_unet, load_pretrained
 from train.objective.alignment import Aligned, find_features, hear, make_head
 from train.objective.validation import Validation, open_validation
 from train.run.checkpoint import Checkpoint, load_head, load_weights, newest_checkpoint
@@ -66,9 +67,9 @@ def prepare(config: TrainConfig, accelerator: Accelerator | None = None) -> Prep
     world = preflight(config, accelerator)
     checkpoint, start, found = on_main_process(accelerator, lambda: find_all(config))
     spec = open_data(config.data, config.global_batch_size, found)
-    unet = build_unet(config.network, config.seed)
     backbone = config.backbone.resolved(spec.texts)
-    check_fit(unet, spec, backbone)
+    check_fit(build_unet(config.network, None), spec, backbone)
+    unet = build_unet(config.network, config.seed)
     aligned = make_aligned(config, spec, unet, backbone)
     repa = None if aligned is None else config.repa.model_dump(mode="json") | {"tower": aligned.features.name}
     fingerprint = make_fingerprint(

@@ -1,6 +1,7 @@
 """A diffusers pipeline drawing pictures whose noise is keyed by sample."""
 
 import hashlib
+import inspect
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,6 +29,8 @@ SCHEDULERS: dict[SamplerName, str] = {
     "unipc": "UniPCMultistepScheduler",
 }
 FLOW = "flow_prediction"
+PACKED = 4
+"""Latents of a patch that pipelines pack into one token, 2 × 2."""
 OWN_CODE = "pipeline.py"
 
 
@@ -43,18 +46,12 @@ class Sample:
 
 
 def load_pipeline(folder: Path, device: str, precision: Precision) -> Any:
-    """The pipeline on `device`, without a safety checker, which would put black pictures in place of what it suspects.
-
-    Raises:
-        RequestError: its latents are packed, so noise of their shape cannot be given to it.
-    """
+    """The pipeline on `device`, without a safety checker, which puts black pictures in place of what it suspects."""
     index = DiffusionPipeline.load_config(folder)
     options: dict[str, Any] = {"safety_checker": None} if "safety_checker" in index else {}
     if (folder / OWN_CODE).is_file():  # of an export with trimmed captions
         options |= {"custom_pipeline": str(folder), "trust_remote_code": True}
     pipeline = DiffusionPipeline.from_pretrained(folder, use_safetensors=True, **options)
-    if hasattr(pipeline, "_pack_latents"):
-        raise RequestError(f"{type(pipeline).__name__} packs its latents, and cannot be sampled here yet.")
     pipeline.set_progress_bar_config(disable=True)
     return pipeline.to(device, getattr(torch, precision))
 
@@ -95,7 +92,15 @@ def draw(pipeline: Any, samples: Sequence[Sample], drawing: Drawing) -> Tensor:
     bucket, setting = Bucket.parse(drawing.size), drawing.setting
     keys = [(drawing.seed, sample.prompt.id, sample.index) for sample in samples]
     network = getattr(pipeline, "unet", None) or pipeline.transformer
-    shape = (network.config.in_channels, *bucket.latent_hw(pipeline.vae_scale_factor))
+    is_packed = hasattr(pipeline, "_pack_latents")
+    channels = network.config.in_channels // (PACKED if is_packed else 1)
+    shape = (channels, *bucket.latent_hw(pipeline.vae_scale_factor))
+    latents = torch.stack([initial_noise(*key, shape) for key in keys]).to(network.dtype)
+    if is_packed:
+        latents = pipeline._pack_latents(latents, len(keys), *shape)
+    # some pipelines would draw the nearest of their own sizes, and scale it
+    accepts = inspect.signature(pipeline.__call__).parameters
+    options = {"use_resolution_binning": False} if "use_resolution_binning" in accepts else {}
     pictures: Tensor = pipeline(
         [sample.prompt.text for sample in samples],
         height=bucket.height,
@@ -103,9 +108,10 @@ def draw(pipeline: Any, samples: Sequence[Sample], drawing: Drawing) -> Tensor:
         num_inference_steps=setting.steps,
         guidance_scale=setting.guidance,
         negative_prompt=[drawing.negative_prompt] * len(samples),
-        latents=torch.stack([initial_noise(*key, shape) for key in keys]).to(network.dtype),
+        latents=latents,
         generator=[step_generator(*key) for key in keys],
         output_type="pt",
+        **options,
     ).images.float()
     if not torch.isfinite(pictures).all():
         raise WorkError(

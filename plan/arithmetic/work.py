@@ -46,7 +46,8 @@ def count_work(networks: Networks, buckets: Iterable[str]) -> Work:
             not suit the VAE.
     """
     from train.data.spec import DataSpec  # with torch's and diffusers' own, which a report alone does not need
-    from train.model.unet import check_fit, class_of, on_meta
+    from train.model.fit import check_fit, on_meta
+    from train.model.unet import class_of
 
     backbone, path = _backbone(networks)
     fields = _read_json(path)

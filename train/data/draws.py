@@ -26,6 +26,8 @@ class Purpose(IntEnum):
     CAPTION_DROPOUT = 3
     OFFSET_NOISE = 4
     CAPTION_CHOICE = 5
+    SIZE_DROPOUT = 8
+    SIZE_JITTER = 9
 
 
 def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, int]) -> tuple[Tensor, ...]:

@@ -39,6 +39,10 @@ class BackboneConfig(Config):
     """Of a caption that is dropped, all towers' numbers; or each tower's by a draw of its own (Esser et al., 2024)."""
     dropped: Literal["empty", "zeros"] = "empty"
     """What stands for a dropped caption: the empty one's numbers, or zeros."""
+    size_dropout: float = Field(0.0, ge=0, le=1)
+    """Share of samples whose inputs of kind `sizes` are zeros."""
+    size_jitter: float = Field(0.0, ge=0)
+    """Deviation of the logarithm of a factor, drawn for each sample, by which it is told of a larger original."""
     pack: int = Field(1, ge=1)
     """Latents are handed over as (N, h/pack · w/pack, C · pack²), and so come back; 1: as they are."""
     time_divisor: float = Field(1.0, gt=0)

@@ -53,6 +53,7 @@ class States(Config):
     """Hidden states of captions, (N, tokens, width)."""
 
     kind: Literal["states"] = "states"
+    """Of input."""
     towers: list[list[str]] | None = Field(None, min_length=1)
     """Those of an inner list stand side by side along the width; the lists one after the other along the tokens, the
     narrower ones filled with zeros. null: the one text tower that is read."""
@@ -83,6 +84,7 @@ class Pooled(Config):
     """Pooled outputs of text towers, side by side, (N, width)."""
 
     kind: Literal["pooled"]
+    """Of input."""
     towers: list[str] = Field(min_length=1)
     """In this order."""
 
@@ -100,13 +102,16 @@ class Sizes(Config):
     """What became of the picture, in pixels, (N, numbers) float32."""
 
     kind: Literal["sizes"]
+    """Of input."""
     of: list[SizeName] = Field(["original", "crop", "target"], min_length=1)
     """`original` and `target`: height and width of the picture and of its bucket; `crop`: top and left of the bucket on
-    the picture as scaled (Podell et al., 2023); `aspect_ratio`: of the original, height / width."""
+    the picture as scaled (Podell et al., 2023); `aspect_ratio`: of the original, height / width. Of an original of
+    0 × 0 all are 0."""
 
     def arguments(self, name: str, given: Given) -> dict[str, Tensor | None]:
         """The numbers, one after the other."""
-        width, height, top, left = given.conditioning.sizes.long().unbind(1)
+        known = given.conditioning.sizes[:, 0] > 0
+        width, height, top, left = given.conditioning.sizes.long().clamp(min=1 - known.long()[:, None]).unbind(1)
         target_height, target_width = given.conditioning.target
         # the picture is scaled to cover the bucket, both sides to whole pixels (precompute/pixels/resample.py)
         narrow = width * target_height < height * target_width
@@ -118,13 +123,15 @@ class Sizes(Config):
             "target": (torch.full_like(height, target_height), torch.full_like(width, target_width)),
             "aspect_ratio": (height / width,),
         }
-        return {name: torch.stack([number.float() for of in self.of for number in numbers[of]], dim=1)}
+        told = torch.stack([number.float() for of in self.of for number in numbers[of]], dim=1)
+        return {name: told * known[:, None]}
 
 
 class Positions(Config):
     """(tokens, 3) float32 for rotary embeddings: 0, row and column of each patch; zeros for a caption's tokens."""
 
     kind: Literal["positions"]
+    """Of input."""
     of: Literal["image", "text"]
     """`text`: of the states that are made before it."""
 
@@ -142,7 +149,9 @@ class Guidance(Config):
     """The guidance scale that a backbone is told of, (N,) float32."""
 
     kind: Literal["guidance"]
+    """Of input."""
     scale: float = 1.0
+    """As a sampler would give it."""
 
     def arguments(self, name: str, given: Given) -> dict[str, Tensor | None]:
         """The same for all samples."""

@@ -1,6 +1,7 @@
 """What a batch's stored numbers mean: posterior moments → latents, text latents → what a backbone may be told."""
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -26,7 +27,7 @@ class StoredLatents:
         )
         self.texts = {name: spec.texts[name] for name in backbone.text_towers}
         self.empty = {name: self._stand_in(spec.uncond[name], backbone.dropped, device) for name in self.texts}
-        self.drops_apart = backbone.drop == "apart"
+        self.backbone = backbone
 
     def size(self, batch: Batch) -> int:
         """Numbers in one sample's latents: C·h·w."""
@@ -51,7 +52,7 @@ class StoredLatents:
     @property
     def drops_per_sample(self) -> int:
         """How many of a sample's text towers can be dropped, each by itself."""
-        return len(self.texts) if self.drops_apart else 1
+        return len(self.texts) if self.backbone.drop == "apart" else 1
 
     def conditioning(self, batch: Batch, dropped: Tensor) -> Conditioning:
         """Text latents as stored → float32.
@@ -67,6 +68,16 @@ class StoredLatents:
             batch.columns["size"],
             (image_hw[0] * self.image.downsampling, image_hw[1] * self.image.downsampling),
         )
+
+    def told_sizes(self, batch: Batch, draws: Draws) -> Batch:
+        """The batch with the originals' sizes that a network is told of: some larger or smaller, some 0."""
+        config, sizes = self.backbone, batch.columns["size"]
+        if config.size_jitter:
+            factor = (config.size_jitter * draws.normal(Purpose.SIZE_JITTER, ())).exp()
+            sizes = (sizes * factor[:, None]).round().to(sizes.dtype)
+        if config.size_dropout:
+            sizes = sizes * ~draws.chances(Purpose.SIZE_DROPOUT, config.size_dropout, 1)
+        return batch if sizes is batch.columns["size"] else replace(batch, columns=batch.columns | {"size": sizes})
 
     def _text(self, name: str, tower: TextTower, batch: Batch, dropped: Tensor) -> TextConditioning:
         empty, mask, pooled = self.empty[name], None, None

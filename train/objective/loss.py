@@ -65,7 +65,7 @@ class DiffusionLoss:
         height, width = batch.columns["image_latents"].shape[2:]
         timesteps = self.path.shifted(self.path.timesteps(draws), (height, width))
         dropped = draws.chances(Purpose.CAPTION_DROPOUT, self.caption_dropout, num_drops)
-        errors = self.squared_error(unet, batch, timesteps, dropped, draws)
+        errors = self.squared_error(unet, self.latents.told_sizes(batch, draws), timesteps, dropped, draws)
         losses = Losses(self.path.weight(timesteps) * errors, timesteps)
         if self.aligned is None:
             return losses

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import diffusers
@@ -10,7 +11,11 @@ import pytest
 import torch
 from accelerate import Accelerator
 
+from evaluate.sampling.job import describe_drawing, list_samples
+from evaluate.sampling.pipeline import draw, load_pipeline
+from evaluate.sampling.settings import SamplingConfig
 from tests import ranks
+from tests.evaluate.sets import PROMPTS
 from tests.families import FAMILIES, Small, stir
 from tests.runs import curve, write_config
 from tests.train.families.calls import picture
@@ -71,6 +76,30 @@ def trained(run: Run, steps: int) -> list[list[str]]:
     return keys
 
 
+@pytest.mark.parametrize(
+    ("name", "stored", "tolerance"),
+    [
+        ("pixart-sigma", {"trim": True}, 3e-4),
+        ("sana", {"trim": True}, 3e-4),
+        ("prx", {"trim": True}, 3e-4),
+        ("flux1", {"storage": "float8"}, 1.2e-3),
+    ],
+)
+def test_small_storage_keeps_its_bound(
+    name: str, stored: dict[str, Any], tolerance: float, small: Callable[[str], Small]
+) -> None:
+    """The bounds of tests/train/test_cached_equals_online.py."""
+    made = replace(small(name), latents="stored-small")
+    made.encode(**stored)
+    config = config_of(made, "small")
+    run = started(config)
+    network = copy.deepcopy(run.unet)
+    expected = Online(made, network, config).train(trained(run, STEPS), LR, WEIGHT_DECAY)
+    differences = [abs(one - other) / other for one, other in zip(run.state.losses, expected, strict=True)]
+    print(f"\n| {name}, {stored} | {max(differences):.1e} | {np.mean(differences):.1e} |")
+    assert max(differences) < tolerance
+
+
 @pytest.mark.parametrize("name", SHORT)
 def test_it_trains_as_online_and_is_exported(name: str, small: Callable[[str], Small]) -> None:
     made = small(name)
@@ -92,6 +121,10 @@ def test_it_trains_as_online_and_is_exported(name: str, small: Callable[[str], S
     one, other = (picture(name, pipeline) for pipeline in (exported, in_memory))
     assert one.shape == (64, 64, 3) and np.isfinite(one).all() and one.std() > 0
     np.testing.assert_array_equal(one, other)
+    config_of_set = SamplingConfig(size="64x64", guidance=[1.0], steps=[2])
+    drawing = describe_drawing(folder, PROMPTS, config_of_set, config_of_set.grid[0])
+    drawn = draw(load_pipeline(folder, "cpu", "float32"), list_samples(PROMPTS, 1)[:2], drawing)
+    assert drawn.shape == (2, 3, 64, 64) and (drawn[0] != drawn[1]).any()
 
 
 @pytest.mark.parametrize("name", SHORT)
@@ -135,3 +168,20 @@ def test_any_number_of_ranks_trains_alike(
     for losses, keys in curves[1:]:
         assert keys == curves[0][1]
         np.testing.assert_allclose(losses, curves[0][0], rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", SHORT)
+def test_it_trains_in_bfloat16_with_checkpointing(name: str, small: Callable[[str], Small]) -> None:
+    """As on a GPU, where what a network casts to what is autocast's and its own; near the loss in float32."""
+    made, losses = small(name), []
+    for precision in ("float32", "bfloat16"):
+        lower = precision != "float32"
+        fields = small_run(
+            made, precision, precision=precision, gradient_checkpointing=lower, low_precision_norms=lower
+        )
+        run = started(TrainConfig.model_validate(fields))
+        with torch.autocast("cpu", torch.bfloat16, enabled=lower):
+            trained(run, 2)
+        losses.append(run.state.losses)
+    np.testing.assert_allclose(losses[1], losses[0], rtol=0.05)
+    assert losses[1] != losses[0]

@@ -14,8 +14,8 @@ from plan.arithmetic.work import count_work
 from plan.config import Networks
 from shards.base.errors import RequestError
 from train.model.backbone import BackboneConfig
+from train.model.fit import on_meta
 from train.model.flops import TRAIN_OVER_FORWARD, count_flops, peak_tflops, training_flops
-from train.model.unet import on_meta
 from train.run.log import flat_numbers
 from train.run.preflight import check_tracker
 

@@ -70,12 +70,13 @@ def test_dropout_is_refused(tmp_path: Path) -> None:
 TINY = Path(__file__).parents[2] / "tiny_unet.json"
 
 
-@pytest.mark.parametrize("variant", [None, "fp16"])
-def test_a_pretrained_folder_is_loaded_as_float32(tmp_path: Path, variant: str | None) -> None:
+@pytest.mark.parametrize(("variant", "most"), [(None, "10GB"), ("fp16", "10GB"), (None, "200KB")])
+def test_a_pretrained_folder_is_loaded_as_float32(tmp_path: Path, variant: str | None, most: str) -> None:
     theirs = build_unet(TINY, 1)
     if variant:
         theirs.half()
-    theirs.save_pretrained(tmp_path, variant=variant)
+    theirs.save_pretrained(tmp_path, variant=variant, max_shard_size=most)
+    assert most == "10GB" or len(list(tmp_path.glob("*.safetensors"))) > 1
     ours = build_unet(TINY, 2)
     load_pretrained(ours, str(tmp_path))
     expected = theirs.float().state_dict()
