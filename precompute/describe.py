@@ -175,7 +175,7 @@ def describe_text(name: str, asked: TextTowerConfig, default: TextConfig) -> Tex
         raise RequestError(f"texts.{name}.max_tokens: {class_name} takes captions of any length; say how many tokens.")
     if longest is not None and max_tokens > longest:
         raise RequestError(f"texts.{name}.max_tokens: {class_name} in {folder} takes {longest}, not {max_tokens}.")
-    _try_text(name, folder, class_name, asked)
+    _try_text(name, folder, class_name, architecture, asked)
     _check_tokenizer(tokenizer, longest if is_clip else None)
     if asked.beyond_template:
         own = transformers.AutoTokenizer.from_pretrained(tokenizer)(asked.template.replace("{}", "")).input_ids
@@ -213,18 +213,16 @@ def describe_text(name: str, asked: TextTowerConfig, default: TextConfig) -> Tex
     )
 
 
-def _try_text(name: str, folder: Path, class_name: str, asked: TextTowerConfig) -> None:
+def _try_text(name: str, folder: Path, class_name: str, architecture: Any, asked: TextTowerConfig) -> None:
     """Run the model without weights: what it makes of tokens must have what is to be stored.
 
     Raises:
         RequestError: it makes nothing of a caption alone, or has no such states.
     """
-    kind: Any = getattr(transformers, class_name)
+    kind: Any = model_class(class_name)
     try:
         with torch.device("meta"):
-            outputs = kind(kind.config_class.from_pretrained(folder))(
-                torch.zeros(1, 2, dtype=torch.long), output_hidden_states=True
-            )
+            outputs = kind(architecture)(torch.zeros(1, 2, dtype=torch.long), output_hidden_states=True)
         num_layers = len(outputs.hidden_states)
         if asked.layer != "last":
             outputs.hidden_states[asked.layer]

@@ -258,7 +258,7 @@ def num_tokens(
     if not here.states or not wanted.states or here.hides_padding or not wanted.hides_padding:
         return [int(row.get(f"num_tokens.{name}", 1)) for row in rows]
     tokens = _tokenizer(here.tokenizer.name, here.tokenizer.sha256)(
-        [here.template.replace("{}", caption) for caption in texts], verbose=False
+        [here.prompt(caption) for caption in texts], verbose=False
     ).input_ids
     kept = [place for bounds in here.keep for place in range(here.max_tokens)[slice(*bounds)]]
     return [max(1, sum(place < len(row) for place in kept)) for row in tokens]

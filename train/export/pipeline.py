@@ -138,7 +138,8 @@ def sampler(
 
 
 def scheduler_of(pipeline: PipelineConfig, objective: ObjectiveConfig, latent_hw: tuple[int, int] = (64, 64)) -> Any:
-    """The scheduler that the config names, or else `sampler`'s.
+    """The scheduler that the config names, or else `sampler`'s. It steps where training's times were shifted to, as
+    pictures of the latents (h, w) ask for, unless its settings say otherwise.
 
     Raises:
         RequestError: diffusers has none of that name, or it does not take these settings.
@@ -147,7 +148,8 @@ def scheduler_of(pipeline: PipelineConfig, objective: ObjectiveConfig, latent_hw
         return sampler(objective, latent_hw)
     try:
         return getattr(diffusers, pipeline.scheduler)(
-            num_train_timesteps=objective.num_train_timesteps, **pipeline.scheduler_settings
+            num_train_timesteps=objective.num_train_timesteps,
+            **objective.shift.scheduler_settings(pipeline.scheduler, latent_hw) | pipeline.scheduler_settings,
         )
     except (AttributeError, TypeError, ValueError) as error:
         raise RequestError(

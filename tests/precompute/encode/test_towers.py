@@ -296,6 +296,7 @@ def test_the_trainer_reads_every_tower_into_its_batches(root: Path, tmp_path: Pa
     spec = open_data(data, 8)
     assert spec.lengths == {
         "image_latents": None,
+        "size": None,
         "text_latents.clip": 16,
         "num_tokens.clip": None,
         "pooled.clip": None,
