@@ -113,6 +113,20 @@ def test_raters_who_fail_gold_are_left_out_by_the_protocols_rule_alone(
             analyse(study, votes_of(study, lambda r, s, q: 0.0))
 
 
+@pytest.mark.parametrize(("wrong", "out"), [(1, False), (2, True)])
+def test_the_rule_is_below_and_not_at(study: Study, wrong: int, out: bool) -> None:
+    """3 of 4 gold answers right are 75 %."""
+    golds = [s.number for s in schedule_of(study)[1] if s.kind == "gold"]
+
+    def score(rater: int, showing: Showing, question: str) -> float:
+        is_wrong = rater == 1 and question == "quality" and showing.number in golds[:wrong]
+        return 0.0 if is_wrong else 1.0
+
+    results = analyse(study, votes_of(study, score))
+    assert results["raters"][1]["gold_right"] == 4 - wrong
+    assert [rater["excluded"] for rater in results["raters"]] == [False, out, False]
+
+
 def test_a_study_that_goes_on_is_analysed_only_on_request(study: Study) -> None:
     votes = votes_of(study, random_score(2))[:-3]
     with pytest.raises(RequestError, match=r"has 69 of 72 planned answers\. A study that is stopped once its result"):
