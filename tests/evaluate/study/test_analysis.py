@@ -138,12 +138,15 @@ def test_a_study_that_goes_on_is_analysed_only_on_request(study: Study) -> None:
 
 
 def test_equivalence_is_shown_by_many_even_votes(tmp_path: Path) -> None:
-    study = make_study(tmp_path, raters=12, votes_per_item=12, margin=0.2)
+    study = make_study(tmp_path, raters=30, votes_per_item=30, margin=0.2)
     results = analyse(study, votes_of(study, random_score(3, 0.4)))
     row = results["preferences"][0]
+    assert 0.4 < row["low"] < 0.5 < row["high"] < 0.6
     assert row["equivalent"] and row["verdict"] == "no difference shown; equivalent within ±0.2"
     wide = analyse(study, votes_of(study, random_score(3, 0.75)))["preferences"][0]
     assert not wide["equivalent"] and wide["verdict"] == "A is preferred"
+    other = analyse(study, votes_of(study, random_score(3, 0.05)))["preferences"][0]
+    assert not other["equivalent"] and other["verdict"] == "B is preferred"
 
 
 def test_three_models(three: Study) -> None:
