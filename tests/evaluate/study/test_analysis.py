@@ -113,6 +113,20 @@ def test_raters_who_fail_gold_are_left_out_by_the_protocols_rule_alone(
             analyse(study, votes_of(study, lambda r, s, q: 0.0))
 
 
+@pytest.mark.parametrize(("wrong", "out"), [(1, False), (2, True)])
+def test_the_rule_is_below_and_not_at(study: Study, wrong: int, out: bool) -> None:
+    """3 of 4 gold answers right are 75 %."""
+    golds = [s.number for s in schedule_of(study)[1] if s.kind == "gold"]
+
+    def score(rater: int, showing: Showing, question: str) -> float:
+        is_wrong = rater == 1 and question == "quality" and showing.number in golds[:wrong]
+        return 0.0 if is_wrong else 1.0
+
+    results = analyse(study, votes_of(study, score))
+    assert results["raters"][1]["gold_right"] == 4 - wrong
+    assert [rater["excluded"] for rater in results["raters"]] == [False, out, False]
+
+
 def test_a_study_that_goes_on_is_analysed_only_on_request(study: Study) -> None:
     votes = votes_of(study, random_score(2))[:-3]
     with pytest.raises(RequestError, match=r"has 69 of 72 planned answers\. A study that is stopped once its result"):
@@ -124,12 +138,15 @@ def test_a_study_that_goes_on_is_analysed_only_on_request(study: Study) -> None:
 
 
 def test_equivalence_is_shown_by_many_even_votes(tmp_path: Path) -> None:
-    study = make_study(tmp_path, raters=12, votes_per_item=12, margin=0.2)
+    study = make_study(tmp_path, raters=30, votes_per_item=30, margin=0.2)
     results = analyse(study, votes_of(study, random_score(3, 0.4)))
     row = results["preferences"][0]
+    assert 0.4 < row["low"] < 0.5 < row["high"] < 0.6
     assert row["equivalent"] and row["verdict"] == "no difference shown; equivalent within ±0.2"
     wide = analyse(study, votes_of(study, random_score(3, 0.75)))["preferences"][0]
     assert not wide["equivalent"] and wide["verdict"] == "A is preferred"
+    other = analyse(study, votes_of(study, random_score(3, 0.05)))["preferences"][0]
+    assert not other["equivalent"] and other["verdict"] == "B is preferred"
 
 
 def test_three_models(three: Study) -> None:
