@@ -75,10 +75,14 @@ def jackknife(statistic: Statistic, num_groups: int = GROUPS) -> Jackknife:
 
 
 def groups_of(clusters: np.ndarray, num_groups: int = GROUPS) -> np.ndarray:
-    """(N,) ids of clusters, such as prompts → (N,) group of each sample; clusters are dealt out in turn."""
+    """(N,) ids of clusters, such as prompts → (N,) group of each sample; clusters are dealt out evenly, at random.
+
+    In turn, kinds of prompts that take turns in a file would each have a group, and these would differ too much.
+    """
     _, first, inverse = np.unique(clusters, return_index=True, return_inverse=True)
     rank = np.argsort(np.argsort(first))  # clusters by their first appearance
-    groups: np.ndarray = rank[inverse] % num_groups
+    dealt = np.random.default_rng(len(first)).permutation(len(first)) % num_groups
+    groups: np.ndarray = dealt[rank[inverse]]
     return groups
 
 

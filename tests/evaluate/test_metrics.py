@@ -185,8 +185,17 @@ def test_the_jackknifes_variance_of_a_second_order_statistic_is_not_doubled() ->
 
 
 def test_groups_keep_prompts_together() -> None:
-    clusters = np.repeat([7, 3, 9, 1], 3)
-    assert groups_of(clusters, 2).tolist() == [0, 0, 0, 1, 1, 1, 0, 0, 0, 1, 1, 1]
+    clusters = np.repeat(np.random.default_rng(0).permutation(100), 3)
+    groups = groups_of(clusters, 20)
+    assert all(len(set(groups[clusters == cluster])) == 1 for cluster in range(100))
+    assert np.bincount(groups).tolist() == [15] * 20
+    assert np.array_equal(groups, groups_of(clusters + 7, 20))  # by their order, not by their names
+
+
+def test_kinds_of_prompts_that_take_turns_are_in_every_group() -> None:
+    kinds = np.arange(1000) % 20
+    shares = [np.bincount(kinds[groups_of(np.arange(1000), 20) == group], minlength=20).max() for group in range(20)]
+    assert max(shares) < 15  # of 50; dealt in turn, all of a group would be of one kind
 
 
 # --- identity ---
