@@ -33,7 +33,7 @@ from train.loop import train
 from train.model.sharding import launched_sharding
 from train.prepare import prepare
 from train.run.plot import plot_run
-from train.run.processes import join_processes, lost_processes_named
+from train.run.processes import die_with_launcher, join_processes, lost_processes_named
 
 ACCELERATE_PRECISION = {"float32": "no", "float16": "fp16", "bfloat16": "bf16"}
 
@@ -60,6 +60,7 @@ def run(arguments: list[str]) -> None:
 
 def train_here(config: TrainConfig) -> None:
     """Join the run's other processes and train."""
+    die_with_launcher()
     config = config.model_copy(update={"sharding": launched_sharding() or config.sharding})
     if config.sharding != "none" and config.precision == "float16":
         raise RequestError(

@@ -13,6 +13,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from shards.base.errors import Preempted, WorkError, exit_code_of
+from train.run.processes import LAUNCHER
 
 EXAMPLE = "example: python -m train.launch --multi_gpu --num_processes 8 -m train --config configs/phase1.yaml"
 DEFAULTS = {
@@ -30,6 +31,7 @@ def launch(arguments: list[str]) -> int:
     """
     for name, value in DEFAULTS.items():
         os.environ.setdefault(name, value)
+    os.environ[LAUNCHER] = str(os.getpid())
     try:
         parser = launch_command_parser()
         parser.epilog = EXAMPLE

@@ -1,6 +1,9 @@
-"""The processes of a run: how they find each other, at the first start and at every restart, and how one is missed."""
+"""The processes of a run: how they find each other, at each start and restart, how one is missed, and how they die."""
 
+import ctypes
 import os
+import signal
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -9,6 +12,29 @@ import torch
 import torch.distributed as dist
 
 from shards.base.errors import RequestError, WorkError
+
+LAUNCHER = "LATENTMILL_LAUNCHER"
+"""Environment variable: the process id of `python -m train.launch`, for the processes that it starts."""
+PR_SET_PDEATHSIG = 1
+
+
+def die_with_launcher() -> None:
+    """Have the kernel kill this process when its launcher dies, which may die of SIGKILL; Linux alone can.
+
+    Raises:
+        WorkError: it is dead already.
+    """
+    launcher = os.environ.get(LAUNCHER)
+    if launcher is None or sys.platform != "linux":
+        return
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0):
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+    if os.getppid() != int(launcher):  # it died before the kernel was told, which sends nothing afterwards
+        raise WorkError(
+            f"The launcher, process {launcher}, is not the parent of this process: it died, and this one leaves with "
+            f"it. The same command again resumes. (A script between the two must `exec` the trainer.)"
+        )
 
 
 def join_processes(timeout: float) -> None:

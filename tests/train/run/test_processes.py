@@ -3,15 +3,20 @@
 import os
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 
+from shards.base.errors import WorkError
 from tests import ranks
 from tests.runs import curve, environment, launcher, rank_processes, train_fields, write_config
 from train.run.metrics import read_json_lines
+from train.run.processes import LAUNCHER, die_with_launcher
 
 
 def lines(run_dir: Path) -> int:
@@ -79,3 +84,31 @@ def test_a_signal_to_the_launcher_alone_saves_the_run(latents: Path, tmp_path: P
     assert process.wait(300) == 75
     assert "told to leave, saved after step" in " ".join((tmp_path / "log").read_text().split())
     assert list((tmp_path / "run" / "checkpoints").glob("step-*"))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process that its parent died")
+def test_a_launcher_that_is_killed_leaves_no_process_behind(latents: Path, tmp_path: Path) -> None:
+    """SIGKILL of it alone: its processes have sessions of their own, and would train on."""
+    fields = train_fields(latents, tmp_path / "run", max_steps=100_000, checkpoint={"every": 100_000})
+    command = [*launcher(2), "-m", "train", "--config", str(write_config(tmp_path, fields))]
+    with (tmp_path / "log").open("w") as log:
+        process = subprocess.Popen(command, env=environment(), stdout=log, stderr=subprocess.STDOUT)
+    wait_for_lines(tmp_path / "run", 2, process)
+    orphans = rank_processes(process.pid)
+    assert len(orphans) == 2
+    process.kill()
+    process.wait()
+    _, left = psutil.wait_procs(orphans, timeout=5)
+    alive = [each.pid for each in left if each.status() != psutil.STATUS_ZOMBIE]
+    for each in left:
+        each.kill()
+    assert not alive
+
+
+def test_a_process_whose_launcher_died_before_it_was_ready_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(LAUNCHER, str(os.getpid()))
+    monkeypatch.setattr("train.run.processes.ctypes.CDLL", lambda *_, **__: SimpleNamespace(prctl=lambda *_: 0))
+    with pytest.raises(WorkError, match="is not the parent of this process: it died, and this one leaves with it"):
+        die_with_launcher()
+    monkeypatch.setenv(LAUNCHER, str(os.getppid()))
+    die_with_launcher()
