@@ -4,18 +4,25 @@ import ctypes
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from accelerate import Accelerator
 
 from shards.base.errors import RequestError, WorkError
+from shards.base.stop import StopSignal
+from train.run.launches import Launch, superseded
 
 LAUNCHER = "LATENTMILL_LAUNCHER"
 """Environment variable: the process id of `python -m train.launch`, for the processes that it starts."""
 PR_SET_PDEATHSIG = 1
+LOOK_SECONDS = 1.0
+"""Between looks at whether to leave: half of the 2 s within which it is agreed, as steps are not all alike."""
+MOST_STEPS = 1000
 
 
 def die_with_launcher() -> None:
@@ -59,6 +66,42 @@ def join_processes(timeout: float) -> None:
         world_size=world_size,
         timeout=patience,
     )
+
+
+class Leaving:
+    """Whether the run is to leave, as all its processes agree.
+
+    A look makes the host wait for the device. So there is one a second, where steps are shorter. All processes look
+    after the same step, so they agree on the next one too.
+    """
+
+    def __init__(self, accelerator: Accelerator, launch: Launch, stop: StopSignal, step: int):
+        """`step`: after which the run stands."""
+        self.accelerator, self.launch, self.stop = accelerator, launch, stop
+        self.looked, self.next, self.since = step, step + 1, time.monotonic()
+
+    def agreed(self, step: int) -> bool:
+        """Whether any process was told to leave, after `step` steps; all get the same answer.
+
+        Raises:
+            RequestError: another launch has taken the run over.
+        """
+        if step < self.next:
+            return False
+        interval = look_interval((time.monotonic() - self.since) / (step - self.looked))
+        said = [float(self.stop.received), float(self.launch.superseded), float(interval)]
+        total = self.accelerator.reduce(torch.tensor(said, device=self.accelerator.device), "sum").tolist()
+        if total[1]:
+            raise superseded(self.launch.folder)
+        # sums of whole numbers are exact: the same on every process
+        self.looked, self.next = step, step + int(total[2]) // self.accelerator.num_processes
+        self.since = time.monotonic()
+        return bool(total[0])
+
+
+def look_interval(seconds_per_step: float) -> int:
+    """Steps from one look to the next, so that they take LOOK_SECONDS, or one step."""
+    return int(min(max(LOOK_SECONDS / max(seconds_per_step, 1e-9), 1), MOST_STEPS))
 
 
 @contextmanager

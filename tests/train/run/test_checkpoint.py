@@ -28,6 +28,7 @@ from train.run.checkpoint import (
     take_snapshot,
     verify_checkpoint,
 )
+from train.run.launches import Launch, take
 from train.run.state import TrainState
 
 
@@ -37,7 +38,9 @@ def unet() -> UNet2DConditionModel:
 
 
 def writer(folder: Path, unet: UNet2DConditionModel, **fields: Any) -> CheckpointWriter:
-    return CheckpointWriter(folder, unet.to_json_string(), {"seed": 0}, CheckpointConfig(asynchronous=True, **fields))
+    return CheckpointWriter(
+        folder, take(folder, 0.1), unet.to_json_string(), {"seed": 0}, CheckpointConfig(asynchronous=True, **fields)
+    )
 
 
 def snapshot(unet: UNet2DConditionModel, step: int) -> Snapshot:
@@ -169,7 +172,7 @@ def with_a_scaler(arguments: list[str]) -> None:
     from train.data.draws import Draws
     from train.loop import train
     from train.objective.loss import DiffusionLoss
-    from train.prepare import prepare
+    from train.prepare import prepare, take_run
 
     squared_error = DiffusionLoss.squared_error
 
@@ -183,7 +186,8 @@ def with_a_scaler(arguments: list[str]) -> None:
     accelerator.native_amp = True
     accelerator.state._mixed_precision = "fp16"
     accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    train(assemble(config, prepare(config, accelerator), accelerator))
+    prepared = prepare(config, accelerator)
+    train(assemble(config, prepared, accelerator, Launch(take_run(config, prepared))))
 
 
 def test_what_else_lies_among_checkpoints_is_left_alone(unet: UNet2DConditionModel, tmp_path: Path) -> None:
