@@ -20,7 +20,7 @@ from train.model.unet import on_meta
 from train.objective.loss import DiffusionLoss
 from train.prepare import Prepared
 from train.run.alarm import Alarm
-from train.run.checkpoint import SNAPSHOTS, CheckpointWriter, drop_later, restore
+from train.run.checkpoint import SNAPSHOTS, CheckpointWriter, drop_later, restore, too_slow_to_leave
 from train.run.launches import Launch, publish
 from train.run.log import Log
 from train.run.meter import Meter
@@ -43,7 +43,7 @@ def assemble(config: TrainConfig, prepared: Prepared, accelerator: Accelerator, 
     if prepared.checkpoint is not None:
         # before anything is compiled or wrapped, so that names are the U-Net's own
         state = restore(prepared.checkpoint, unet, adamw, averages, aligned and aligned.head)
-    tell_start(config, prepared, accelerator)
+    tell_start(config, prepared, accelerator, launch)
     write_config(config, accelerator, launch.folder)
     if accelerator.is_main_process:
         drop_later(config.run_dir / SNAPSHOTS, state.step, launch.folder)
@@ -124,13 +124,16 @@ def place_unet(config: TrainConfig, unet: Any, accelerator: Accelerator, is_spli
     return unet
 
 
-def tell_start(config: TrainConfig, prepared: Prepared, accelerator: Accelerator) -> None:
+def tell_start(config: TrainConfig, prepared: Prepared, accelerator: Accelerator, launch: Launch) -> None:
     """Say where the run begins, where that is not from random weights, and what of its data was recalled."""
     own = prepared.checkpoint
     if own is not None:
         accelerator.print(f"resuming {config.run_dir} after step {own.state.step} ({own.tag}, {own.folder.name})")
     elif prepared.start is not None:
         accelerator.print(f"starting {config.run_dir} from {prepared.start}")
+    warning = too_slow_to_leave(launch.save_seconds, config.checkpoint)
+    if warning is not None:
+        accelerator.print(warning)
     for stream in prepared.spec.streams:
         if stream.recalled:
             accelerator.print(

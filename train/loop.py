@@ -19,7 +19,7 @@ from train.objective.alignment import Aligned
 from train.objective.loss import DiffusionLoss
 from train.objective.sums import LossSums
 from train.objective.validation import Validation
-from train.run.checkpoint import CheckpointWriter, Snapshot, average_files, take_snapshot
+from train.run.checkpoint import CheckpointWriter, Snapshot, average_files, take_snapshot, too_slow_to_leave
 from train.run.launches import Launch
 from train.run.log import Log
 from train.run.meter import Interval, Meter, peak_memory
@@ -184,8 +184,19 @@ def save(run: Run, last: bool) -> None:
     if last:
         run.writer.finish()
         run.snapshots.finish()
+    hold_against_grace(run)
     if last or not run.writer.config.asynchronous:
         run.accelerator.wait_for_everyone()
+
+
+def hold_against_grace(run: Run) -> None:
+    """Note what a checkpoint took to write, for the next launch too; warn where it is the first that takes too long."""
+    seconds, known = run.writer.seconds, run.launch.save_seconds
+    if seconds is not None and seconds != known:
+        run.launch.note(save_seconds=seconds)
+        warning = too_slow_to_leave(seconds, run.writer.config)
+        if warning is not None and not too_slow_to_leave(known, run.writer.config):
+            run.accelerator.print(warning)
 
 
 def snapshot_averages(run: Run) -> None:

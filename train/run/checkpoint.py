@@ -7,8 +7,10 @@ checkpoints/step-00001000/unet/         config.json, diffusion_pytorch_model.saf
 """
 
 import json
+import os
 import re
 import shutil
+import time
 import uuid
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -38,6 +40,8 @@ WEIGHTS_NAME = "diffusion_pytorch_model.safetensors"
 OPTIMIZER_NAME = "optimizer.safetensors"
 HEAD = "repa"
 HEAD_NAME = f"{HEAD}.safetensors"
+AGREED_SECONDS = 2.0
+"""Within which the processes agree to leave."""
 SNAPSHOTS = "posthoc"
 """Folder of a run, laid out as a run's own: checkpoints/step-…/ema-0.050/, of post-hoc averages alone."""
 
@@ -53,6 +57,8 @@ class CheckpointConfig(Config):
     """Checkpoints of steps that this divides are kept for good."""
     asynchronous: bool = False
     """Copy what is to be saved to the CPU's memory, and write it while training goes on; one at a time."""
+    grace: float = Field(120.0, gt=0)
+    """Seconds from the signal to leave to the kill, as the scheduler has it: a run that saves more slowly is warned."""
     tag: str | None = None
     """The phase's name, in the checkpoint and in messages; null: the run folder's name."""
 
@@ -110,6 +116,23 @@ class Checkpoint:
 def step_folder(run_dir: Path, step: int) -> Path:
     """Where the checkpoint of `step` is."""
     return run_dir / "checkpoints" / f"step-{step:08d}"
+
+
+def too_slow_to_leave(seconds: float | None, config: CheckpointConfig) -> str | None:
+    """What to tell of a save of so many seconds, where it may not fit between the signal to leave and the kill."""
+    if seconds is None:
+        return None
+    grace = min(config.grace, float(os.environ.get("PET_SHUTDOWN_TIMEOUT", config.grace)))
+    # one may be under way, which the last one waits for
+    needed = seconds * (2 if config.asynchronous else 1) + AGREED_SECONDS
+    if needed <= grace:
+        return None
+    return (
+        f"warning: to leave takes {needed:.0f} s and the rest of a step, as a checkpoint takes {seconds:.0f} s to "
+        f"write, but {grace:g} s pass before the kill (the lesser of checkpoint.grace and the launcher's LEAVE). What "
+        f"was done since the last checkpoint would be lost. Ask the scheduler for more time and raise both, or lower "
+        f"checkpoint.every."
+    )
 
 
 @dataclass(frozen=True)
@@ -172,6 +195,8 @@ class CheckpointWriter:
         self.content = {"tag": config.tag or run_dir.name, "fingerprint": fingerprint}
         self.thread = ThreadPoolExecutor(1, "checkpoint")
         self.pending: Future[None] | None = None
+        self.seconds: float | None = None
+        """That the last checkpoint took to write; of the main process, and None before the first."""
 
     def write(self, snapshot: Snapshot) -> None:
         """Write, tensor by tensor; or, where `asynchronous`, copy, and begin to write once the one before is done.
@@ -223,7 +248,7 @@ class CheckpointWriter:
 
     def _write(self, snapshot: Snapshot) -> None:
         """Write a checkpoint durably, then drop the older ones that are not to be kept."""
-        step = snapshot.state.step
+        step, began = snapshot.state.step, time.monotonic()
         target = step_folder(self.run_dir, step)
         target.parent.mkdir(parents=True, exist_ok=True)
         private = self.folder / f"{target.name}.{uuid.uuid4().hex[:8]}"
@@ -234,6 +259,7 @@ class CheckpointWriter:
             publish(private, target, self.folder)  # in place of a damaged one, or of this step saved before
         finally:
             shutil.rmtree(private, ignore_errors=True)
+        self.seconds = time.monotonic() - began
         self._drop_old(step, snapshot.state.alarm.steps)
 
     def _write_files(self, snapshot: Snapshot, folder: Path) -> None:

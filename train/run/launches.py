@@ -178,12 +178,20 @@ def write_record(folder: Path, record: dict[str, Any]) -> None:
     write_file(folder / f".{RECORD}", json.dumps(record, indent=2).encode()).replace(folder / RECORD)
 
 
+def last_save_seconds(run_dir: Path) -> float | None:
+    """What a checkpoint took the newest of the earlier launches that wrote one; None: not known."""
+    records = [json.loads(path.read_bytes()) for path in sorted((run_dir / "launches").glob("*.json"))]
+    return next((record["save_seconds"] for record in reversed(records) if "save_seconds" in record), None)
+
+
 class Launch:
     """This launch, which has taken the run. A context manager: it gives signs of life while it is open."""
 
     def __init__(self, folder: Path, main: bool = True):
         """`folder`: what `take` returned. Every process of the launch has one; the `main` one's gives the signs."""
         self.folder, self.run_dir, self.main = folder, folder.parents[1], main
+        self.save_seconds = last_save_seconds(self.run_dir)
+        """That the newest checkpoint took to write, of this launch or of one before; None: not known."""
         self.superseded = False
         """Whether another has taken over, as far as the last sign of life found."""
         self.left = threading.Event()
@@ -212,7 +220,9 @@ class Launch:
         Raises:
             FileNotFoundError: another launch has taken over.
         """
-        write_record(self.folder, read_record(self.run_dir, int(self.folder.name)) | fields)
+        record = read_record(self.run_dir, int(self.folder.name)) | fields
+        self.save_seconds = record.get("save_seconds", self.save_seconds)
+        write_record(self.folder, record)
 
     def _beat(self) -> None:
         while not self.left.wait(BEAT):

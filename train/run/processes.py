@@ -22,7 +22,8 @@ LAUNCHER = "LATENTMILL_LAUNCHER"
 PR_SET_PDEATHSIG = 1
 LOOK_SECONDS = 1.0
 """Between looks at whether to leave: half of the 2 s within which it is agreed, as steps are not all alike."""
-MOST_STEPS = 1000
+MOST_STEPS = 10
+"""Between looks: a bound on the wait where steps suddenly take longer."""
 
 
 def die_with_launcher() -> None:
@@ -71,7 +72,7 @@ def join_processes(timeout: float) -> None:
 class Leaving:
     """Whether the run is to leave, as all its processes agree.
 
-    A look makes the host wait for the device. So there is one a second, where steps are shorter. All processes look
+    A look makes the host wait for the device. So there is one in as many steps as take a second. All processes look
     after the same step, so they agree on the next one too.
     """
 
@@ -100,7 +101,7 @@ class Leaving:
 
 
 def look_interval(seconds_per_step: float) -> int:
-    """Steps from one look to the next, so that they take LOOK_SECONDS, or one step."""
+    """Steps from one look to the next, so that they take LOOK_SECONDS at most, or one step."""
     return int(min(max(LOOK_SECONDS / max(seconds_per_step, 1e-9), 1), MOST_STEPS))
 
 
