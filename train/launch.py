@@ -50,6 +50,8 @@ def launch(arguments: list[str]) -> int:
         return code_of(failed.get_first_failure()[1].exitcode)
     except subprocess.CalledProcessError as failed:  # of one process, which has no launcher of torch's
         return code_of(failed.returncode)
+    finally:
+        del os.environ[LAUNCHER]  # whoever called goes on without
     return 0
 
 
