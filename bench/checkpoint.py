@@ -17,7 +17,8 @@ from bench.kit.roots import make_root
 from train.assemble import assemble
 from train.config import TrainConfig
 from train.loop import save, take_step
-from train.prepare import prepare
+from train.prepare import prepare, take_run
+from train.run.launches import Launch
 
 
 def main() -> None:
@@ -43,7 +44,8 @@ def main() -> None:
             }
         )
         accelerator = Accelerator(cpu=True, mixed_precision="bf16")
-        run = assemble(config, prepare(config, accelerator), accelerator)
+        prepared = prepare(config, accelerator)
+        run = assemble(config, prepared, accelerator, Launch(take_run(config, prepared)))
         batches = iter(run.loader)
         for _ in range(2):
             take_step(run, next(batches))

@@ -41,7 +41,8 @@ from train.model.backbone import BackboneConfig
 from train.model.fit import on_meta
 from train.model.flops import peak_tflops, training_flops
 from train.model.unet import build_unet
-from train.prepare import Prepared
+from train.prepare import Prepared, take_run
+from train.run.launches import Launch
 from train.run.meter import peak_memory
 from train.run.preflight import World
 
@@ -194,7 +195,7 @@ def trainer(
         spec = data_spec(config, unet)
         backbone = BackboneConfig().resolved(spec.texts)
         prepared = Prepared(World(1, 1), spec, copy.deepcopy(unet), backbone, None, None, {}, None)
-        run = assemble(config, prepared, accelerator)
+        run = assemble(config, prepared, accelerator, Launch(take_run(config, prepared)))
         batch = make_batch(setting.bucket, options.batch, unet, pin=accelerator.device.type == "cuda")
         try:
             yield run, lambda: take_step(run, batch)

@@ -31,9 +31,10 @@ from train.export.pipeline import export
 from train.export.posthoc import rebuild_average
 from train.loop import train
 from train.model.sharding import launched_sharding
-from train.prepare import prepare
+from train.prepare import on_main_process, prepare, take_run
+from train.run.launches import Launch
 from train.run.plot import plot_run
-from train.run.processes import join_processes, lost_processes_named
+from train.run.processes import die_with_launcher, join_processes, lost_processes_named
 
 ACCELERATE_PRECISION = {"float32": "no", "float16": "fp16", "bfloat16": "bf16"}
 
@@ -60,6 +61,7 @@ def run(arguments: list[str]) -> None:
 
 def train_here(config: TrainConfig) -> None:
     """Join the run's other processes and train."""
+    die_with_launcher()
     config = config.model_copy(update={"sharding": launched_sharding() or config.sharding})
     if config.sharding != "none" and config.precision == "float16":
         raise RequestError(
@@ -77,8 +79,11 @@ def train_here(config: TrainConfig) -> None:
         if prepared.checkpoint is not None and prepared.checkpoint.state.step >= config.max_steps:
             accelerator.print(f"{config.run_dir} has done its {config.max_steps} steps; there is nothing to do.")
             return
-        run = assemble(config, prepared, accelerator)
-    train(run)
+        folder = on_main_process(accelerator, lambda: take_run(config, prepared))
+    with Launch(folder, accelerator.is_main_process) as launch:
+        with lost_processes_named(lambda: "Before the first step", config.collective_timeout):
+            run = assemble(config, prepared, accelerator, launch)
+        train(run)
 
 
 def read_config(arguments: list[str]) -> TrainConfig:

@@ -1,5 +1,6 @@
 """A run is put together: here its config is taken apart, and each piece gets its own section."""
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,13 +20,14 @@ from train.model.sharding import split_weights
 from train.objective.loss import DiffusionLoss
 from train.prepare import Prepared
 from train.run.alarm import Alarm
-from train.run.checkpoint import SNAPSHOTS, CheckpointWriter, drop_later, restore
+from train.run.checkpoint import SNAPSHOTS, CheckpointWriter, drop_later, restore, too_slow_to_leave
+from train.run.launches import Launch, publish
 from train.run.log import Log
 from train.run.meter import Meter
 from train.run.state import StepResults, TrainState
 
 
-def assemble(config: TrainConfig, prepared: Prepared, accelerator: Accelerator) -> Run:
+def assemble(config: TrainConfig, prepared: Prepared, accelerator: Accelerator, launch: Launch) -> Run:
     """The run, standing after the last step that it has done; writes the run folder's config."""
     is_split = config.sharding != "none" and accelerator.num_processes > 1
     unet_json = prepared.unet.to_json_string()  # splitting weights renames the class
@@ -41,10 +43,10 @@ def assemble(config: TrainConfig, prepared: Prepared, accelerator: Accelerator) 
     if prepared.checkpoint is not None:
         # before anything is compiled or wrapped, so that names are the U-Net's own
         state = restore(prepared.checkpoint, unet, adamw, averages, aligned and aligned.head)
-    tell_start(config, prepared, accelerator)
-    write_config(config, accelerator)
+    tell_start(config, prepared, accelerator, launch)
+    write_config(config, accelerator, launch.folder)
     if accelerator.is_main_process:
-        drop_later(config.run_dir / SNAPSHOTS, state.step)
+        drop_later(config.run_dir / SNAPSHOTS, state.step, launch.folder)
     if config.compile:
         unet.compile()
     # what is split is wrapped for autocast alone: DDP would hold it whole
@@ -60,6 +62,7 @@ def assemble(config: TrainConfig, prepared: Prepared, accelerator: Accelerator) 
     shapes = {stream.latent_hw for stream in spec.streams} if peak else set()
     return Run(
         accelerator=accelerator,
+        launch=launch,
         seed=config.seed,
         max_steps=config.max_steps,
         global_batch_size=config.global_batch_size,
@@ -80,6 +83,7 @@ def assemble(config: TrainConfig, prepared: Prepared, accelerator: Accelerator) 
         ),
         writer=CheckpointWriter(
             config.run_dir,
+            launch.folder,
             unet_json,
             prepared.fingerprint,
             config.checkpoint,
@@ -87,13 +91,14 @@ def assemble(config: TrainConfig, prepared: Prepared, accelerator: Accelerator) 
         ),
         snapshots=CheckpointWriter(
             config.run_dir / SNAPSHOTS,
+            launch.folder,
             unet_json,
             prepared.fingerprint,
             # each is kept
             config.checkpoint.model_copy(update={"every": config.ema.snapshot_every or 1, "keep_every": 1}),
             accelerator.is_main_process,
         ),
-        log=Log(config.log, config.run_dir, state.step, config.max_steps, accelerator),
+        log=Log(config.log, launch.folder, state.step, config.max_steps, accelerator),
         meter=Meter({shape: training_flops(on_meta(unet, prepared.backbone, spec, shape)[1]) for shape in shapes}),
         peak_tflops=peak,
     )
@@ -119,13 +124,16 @@ def place_unet(config: TrainConfig, unet: Any, accelerator: Accelerator, is_spli
     return unet
 
 
-def tell_start(config: TrainConfig, prepared: Prepared, accelerator: Accelerator) -> None:
+def tell_start(config: TrainConfig, prepared: Prepared, accelerator: Accelerator, launch: Launch) -> None:
     """Say where the run begins, where that is not from random weights, and what of its data was recalled."""
     own = prepared.checkpoint
     if own is not None:
         accelerator.print(f"resuming {config.run_dir} after step {own.state.step} ({own.tag}, {own.folder.name})")
     elif prepared.start is not None:
         accelerator.print(f"starting {config.run_dir} from {prepared.start}")
+    warning = too_slow_to_leave(launch.save_seconds, config.checkpoint)
+    if warning is not None:
+        accelerator.print(warning)
     for stream in prepared.spec.streams:
         if stream.recalled:
             accelerator.print(
@@ -135,11 +143,11 @@ def tell_start(config: TrainConfig, prepared: Prepared, accelerator: Accelerator
             )
 
 
-def write_config(config: TrainConfig, accelerator: Accelerator) -> None:
-    """Make the run folder, with the config as it was resolved."""
+def write_config(config: TrainConfig, accelerator: Accelerator, folder: Path) -> None:
+    """Put the config into the run folder, as it was resolved. `folder`: the launch's own."""
     if accelerator.is_main_process:
-        config.run_dir.mkdir(parents=True, exist_ok=True)
-        save_config(config, config.run_dir / "config.yaml")
+        save_config(config, folder / "config.yaml")
+        publish(folder / "config.yaml", config.run_dir / "config.yaml", folder)
     accelerator.wait_for_everyone()
 
 

@@ -69,6 +69,8 @@ class TrainConfig(Config):
     """Over several processes: each holds all (DDP), parts of gradients and optimizer state, or of the weights too."""
     collective_timeout: float = Field(600.0, gt=0)
     """Seconds after which a process that does not answer the others ends the run; longer than writing a checkpoint."""
+    takeover_after: float = Field(60.0, gt=0)
+    """Seconds without a sign of life after which a launch that may still hold the run folder counts as dead."""
     channels_last: bool | None = None
     """Memory format of the convolutions; null: on GPUs, whose bfloat16 kernels want it."""
     low_precision_norms: bool = False

@@ -19,14 +19,12 @@ from train.objective.alignment import Aligned
 from train.objective.loss import DiffusionLoss
 from train.objective.sums import LossSums
 from train.objective.validation import Validation
-from train.run.checkpoint import CheckpointWriter, Snapshot, average_files, take_snapshot
+from train.run.checkpoint import CheckpointWriter, Snapshot, average_files, take_snapshot, too_slow_to_leave
+from train.run.launches import Launch
 from train.run.log import Log
 from train.run.meter import Interval, Meter, peak_memory
-from train.run.processes import lost_processes_named
+from train.run.processes import Leaving, lost_processes_named
 from train.run.state import StepResults, TrainState
-
-SIGNAL_EVERY = 10
-"""Steps between looks at whether some rank was told to leave: each look makes the host wait for the device."""
 
 
 @dataclass
@@ -34,6 +32,7 @@ class Run:
     """Everything that a run touches, as `assemble` put it together."""
 
     accelerator: Accelerator
+    launch: Launch
     seed: int
     max_steps: int
     global_batch_size: int
@@ -66,9 +65,11 @@ def train(run: Run) -> None:
 
     Raises:
         Preempted: the run was told to leave; it saved first.
+        RequestError: another launch took the run over, since this one was silent for too long.
         WorkError: a batch did not come, too many steps were not finite, or a process was lost.
     """
-    state, stop = run.state, StopSignal()
+    state = run.state
+    leaving = Leaving(run.accelerator, run.launch, StopSignal(), state.step)
     with (
         lost_processes_named(lambda: f"After step {state.step}", run.collective_timeout),
         closing(iter(run.loader)) as batches,
@@ -82,7 +83,7 @@ def train(run: Run) -> None:
             run.snapshots.check()
             if state.step % run.snapshots.config.every == 0:
                 snapshot_averages(run)
-            leave = state.step % SIGNAL_EVERY == 0 and stop_agreed(run, stop)
+            leave = leaving.agreed(state.step)
             last = leave or state.step == run.max_steps
             if last or state.step % run.writer.config.every == 0:
                 save(run, last)
@@ -175,6 +176,7 @@ def alignment_fields(run: Run) -> dict[str, float | None]:
 def save(run: Run, last: bool) -> None:
     """Write a checkpoint of the step just done; it is there on return if it is the `last`, or not `asynchronous`."""
     run.results.collect(run.state)
+    run.log.keep()
     if run.accelerator.scaler is not None:
         run.state.scaler = run.accelerator.scaler.state_dict()
     head = run.aligned.head if run.aligned else None
@@ -182,8 +184,19 @@ def save(run: Run, last: bool) -> None:
     if last:
         run.writer.finish()
         run.snapshots.finish()
+    hold_against_grace(run)
     if last or not run.writer.config.asynchronous:
         run.accelerator.wait_for_everyone()
+
+
+def hold_against_grace(run: Run) -> None:
+    """Note what a checkpoint took to write, for the next launch too; warn where it is the first that takes too long."""
+    seconds, known = run.writer.seconds, run.launch.save_seconds
+    if seconds is not None and seconds != known:
+        run.launch.note(save_seconds=seconds)
+        warning = too_slow_to_leave(seconds, run.writer.config)
+        if warning is not None and not too_slow_to_leave(known, run.writer.config):
+            run.accelerator.print(warning)
 
 
 def snapshot_averages(run: Run) -> None:
@@ -192,9 +205,3 @@ def snapshot_averages(run: Run) -> None:
     if averages:
         dtype = SNAPSHOT_DTYPES[run.averages["ema"].config.snapshot_dtype]
         run.snapshots.write(Snapshot(run.state.copy(), average_files(run.unet, averages, dtype)))
-
-
-def stop_agreed(run: Run, stop: StopSignal) -> bool:
-    """Whether any rank was told to leave; all ranks get the same answer."""
-    flag = torch.tensor(float(stop.received), device=run.accelerator.device)
-    return bool(run.accelerator.reduce(flag, "sum"))

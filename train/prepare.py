@@ -18,8 +18,9 @@ from train.model.fit import check_fit, on_meta
 from train.model.unet import build_unet, load_pretrained
 from train.objective.alignment import Aligned, find_features, hear, make_head
 from train.objective.validation import Validation, open_validation
-from train.run.checkpoint import Checkpoint, load_head, load_weights, newest_checkpoint
+from train.run.checkpoint import Checkpoint, Seen, checkpoints_seen, load_head, load_weights, newest_checkpoint
 from train.run.fingerprint import check_resume, check_same_everywhere, make_fingerprint
+from train.run.launches import Sign, take, wait_until_free
 from train.run.preflight import World, check_launch, check_run_dir, check_tracker
 
 
@@ -41,6 +42,8 @@ class Prepared:
     validation: Validation | None
     aligned: Aligned | None = None
     """`unet` with its projection head, where a layer is aligned."""
+    held: tuple[Sign, list[Seen]] = (Sign(), [])
+    """Which launch held the run until now, and the checkpoints as they were then."""
 
 
 def preflight(config: TrainConfig, accelerator: Accelerator | None) -> World:
@@ -65,7 +68,7 @@ def prepare(config: TrainConfig, accelerator: Accelerator | None = None) -> Prep
         RequestError: what does not fit, and the remedy.
     """
     world = preflight(config, accelerator)
-    checkpoint, start, found = on_main_process(accelerator, lambda: find_all(config))
+    held, checkpoint, start, found = on_main_process(accelerator, lambda: find_all(config))
     spec = open_data(config.data, config.global_batch_size, found)
     backbone = config.backbone.resolved(spec.texts)
     check_fit(build_unet(config.network, None), spec, backbone)
@@ -93,7 +96,7 @@ def prepare(config: TrainConfig, accelerator: Accelerator | None = None) -> Prep
     if config.validation.root is not None:
         training = only_read(EncodingRecord.load(spec.streams[0].store), config.data.towers)
         validation = open_validation(config.validation, training, config.seed)
-    return Prepared(world, spec, unet, backbone, checkpoint, words, fingerprint, validation, aligned)
+    return Prepared(world, spec, unet, backbone, checkpoint, words, fingerprint, validation, aligned, held)
 
 
 def make_aligned(config: TrainConfig, spec: DataSpec, unet: Any, backbone: BackboneConfig) -> Aligned | None:
@@ -110,20 +113,42 @@ def make_aligned(config: TrainConfig, spec: DataSpec, unet: Any, backbone: Backb
     return Aligned(unet, make_head(config.repa, shapes, features.tower.width, config.seed), config.repa, features)
 
 
-def find_all(config: TrainConfig) -> tuple[Checkpoint | None, Checkpoint | None, Found]:
-    """What changes with time and is looked up once per run: `find_start`'s, and the indexes, to which the run's own
-    checkpoint pins it."""
+def find_all(config: TrainConfig) -> tuple[tuple[Sign, list[Seen]], Checkpoint | None, Checkpoint | None, Found]:
+    """What changes with time and is looked up once per run: who held it, `find_start`'s, and the indexes, to which the
+    run's own checkpoint pins it.
+
+    Raises:
+        RequestError: another launch holds the run, or what `find_start` and `find_data` raise.
+    """
+    check_run_dir(config.run_dir)
+    held = wait_until_free(config.run_dir, config.takeover_after), checkpoints_seen(config.run_dir)
     own, start = find_start(config)
-    return own, start, find_data(config.data, own.fingerprint["streams"] if own else ())
+    return held, own, start, find_data(config.data, own.fingerprint["streams"] if own else ())
+
+
+def take_run(config: TrainConfig, prepared: Prepared) -> Path:
+    """Take the run over, for this launch alone; returns the launch's own folder. From here on it is written to.
+
+    Raises:
+        RequestError: another launch holds the run.
+        WorkError: one that slept went on while this one was being prepared.
+    """
+    sign, seen = prepared.held
+    folder = take(config.run_dir, config.takeover_after, sign)
+    if checkpoints_seen(config.run_dir) != seen:
+        raise WorkError(
+            f"The checkpoints of {config.run_dir} changed while this launch was starting: the one before it was not "
+            f"dead. It can write no more. The same command again goes on from its newest checkpoint."
+        )
+    return folder
 
 
 def find_start(config: TrainConfig) -> tuple[Checkpoint | None, Checkpoint | None]:
     """The run's own newest checkpoint, or else that of the run to start from; both None: there is neither.
 
     Raises:
-        RequestError: there are no weights at `init_from`, or the run folder cannot be written.
+        RequestError: there are no weights at `init_from`.
     """
-    check_run_dir(config.run_dir)
     own = newest_checkpoint(config.run_dir)
     if own is not None:
         return own, None

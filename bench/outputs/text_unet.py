@@ -34,7 +34,8 @@ from train.model.inputs import Conditioning
 from train.objective.latents import StoredLatents
 from train.objective.loss import DiffusionLoss
 from train.objective.validation import open_validation
-from train.prepare import prepare
+from train.prepare import prepare, take_run
+from train.run.launches import Launch
 
 UNET = {
     "_class_name": "UNet2DConditionModel",
@@ -111,7 +112,8 @@ def train_config(folder: Path, root: Path, steps: int, seed: int) -> TrainConfig
 
 def trained_unet(config: TrainConfig, accelerator: Accelerator) -> torch.nn.Module:
     """A whole run of the trainer, without logs and checkpoints."""
-    run = assemble(config, prepare(config, accelerator), accelerator)
+    prepared = prepare(config, accelerator)
+    run = assemble(config, prepared, accelerator, Launch(take_run(config, prepared)))
     for batch in run.loader:
         train_step(run, batch)
         run.state.step += 1

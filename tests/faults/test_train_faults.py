@@ -21,13 +21,13 @@ import pytest
 from tests import ranks
 from tests.runs import curve, environment, launcher, rank_processes, train_fields, write_config
 from train.__main__ import run as command
-from train.run import checkpoint
+from train.run import checkpoint, launches
 from train.run.checkpoint import list_checkpoints, verify_checkpoint
 from train.run.metrics import read_json_lines
 
 FIGURES = Path(__file__).parents[2] / "runs" / "faults" / "train.json"
 STAGES = [
-    # function of train/run/checkpoint.py, which of its calls, when: before, halfway through or after it
+    # function that checkpoint.py or launches.py calls, which of its calls, when: before, halfway through or after it
     ("write_tensors", 1, "before"),  # the folder is there, and nothing in it but the U-Net's config
     ("write_tensors", 1, "half"),
     ("write_tensors", 2, "before"),
@@ -83,7 +83,7 @@ def train_until_stage(arguments: list[str]) -> None:
         return called
 
     checkpoint.CheckpointWriter._write = counted_write  # type: ignore[method-assign]
-    owner: Any = checkpoint.shutil if name == "rmtree" else checkpoint
+    owner: Any = {"rmtree": checkpoint.shutil, "fsync_folder": launches}.get(name, checkpoint)
     setattr(owner, name, deadly(getattr(owner, name)))
     command(arguments[1:])
 

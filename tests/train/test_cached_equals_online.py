@@ -29,7 +29,8 @@ from train.assemble import assemble
 from train.config import TrainConfig
 from train.data.draws import Draws, Purpose
 from train.loop import train_step
-from train.prepare import prepare
+from train.prepare import prepare, take_run
+from train.run.launches import Launch
 
 STEPS, BATCH, SEED, SIDE = 50, 8, 5, 64
 LR, WEIGHT_DECAY, DROPOUT = 1e-3, 0.01, 0.1
@@ -87,7 +88,8 @@ def cached(case: Case, models: Path, tars: Path, folder: Path) -> tuple[list[flo
         objective={"caption_dropout": DROPOUT},
     )
     config, accelerator = TrainConfig.model_validate(fields), Accelerator(cpu=True)
-    run = assemble(config, prepare(config, accelerator), accelerator)
+    prepared = prepare(config, accelerator)
+    run = assemble(config, prepared, accelerator, Launch(take_run(config, prepared)))
     keys = []
     for batch in run.loader:
         keys.append(batch.keys)

@@ -304,11 +304,12 @@ def test_told_to_leave_it_saves_and_leaves(
     os.killpg(process.pid, signal.SIGTERM)
     _, error = process.communicate(timeout=120)
     (folder,) = list_checkpoints(tmp_path / "run")
-    assert f"saved after step {step_of(folder)}" in error and step_of(folder) % 10 == 0
+    assert f"saved after step {step_of(folder)}" in error
     assert process.returncode == 75
     verify_checkpoint(folder)
     assert len(read_json_lines(tmp_path / "run" / "metrics.jsonl")) == step_of(folder)
-    assert curve(tmp_path / "run")[0][:STEPS] == pytest.approx(curve(reference)[0], rel=1e-5)
+    losses = curve(tmp_path / "run")[0][:STEPS]
+    assert losses == pytest.approx(curve(reference)[0][: len(losses)], rel=1e-5)
 
 
 def test_checkpoints_that_are_kept(latents: Path, tmp_path: Path) -> None:

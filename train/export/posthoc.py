@@ -20,8 +20,8 @@ from shards.base.config import Config, load_config
 from shards.base.durable import fsync_tree, sha256_file, write_sealed_json
 from shards.base.errors import RequestError, WorkError
 from train.model.ema import Width, average_name, posthoc_coefficients
+from train.model.tensors import write_tensors
 from train.run.checkpoint import SNAPSHOTS, WEIGHTS_NAME, Checkpoint, list_checkpoints, step_of, verify_checkpoint
-from train.run.tensors import write_tensors
 
 RECORD = "average.json"
 

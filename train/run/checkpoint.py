@@ -7,15 +7,17 @@ checkpoints/step-00001000/unet/         config.json, diffusion_pytorch_model.saf
 """
 
 import json
+import os
 import re
 import shutil
+import time
 import uuid
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from pydantic import Field
@@ -24,19 +26,22 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shards.base.config import Config
-from shards.base.durable import DamagedFile, fsync_folder, fsync_tree, read_sealed_json, sha256_file, write_sealed_json
+from shards.base.durable import DamagedFile, fsync_tree, read_sealed_json, sha256_file, write_sealed_json
 from shards.base.errors import RequestError, WorkError
 from train.model.ema import Ema
 from train.model.sharding import part_like
+from train.model.tensors import copied, write_tensors
 from train.model.unet import load_matching
+from train.run.launches import publish, remove
 from train.run.state import TrainState
-from train.run.tensors import copied, write_tensors
 
 STATE_NAME = "state.json"
 WEIGHTS_NAME = "diffusion_pytorch_model.safetensors"
 OPTIMIZER_NAME = "optimizer.safetensors"
 HEAD = "repa"
 HEAD_NAME = f"{HEAD}.safetensors"
+AGREED_SECONDS = 2.0
+"""Within which the processes agree to leave."""
 SNAPSHOTS = "posthoc"
 """Folder of a run, laid out as a run's own: checkpoints/step-…/ema-0.050/, of post-hoc averages alone."""
 
@@ -52,8 +57,18 @@ class CheckpointConfig(Config):
     """Checkpoints of steps that this divides are kept for good."""
     asynchronous: bool = False
     """Copy what is to be saved to the CPU's memory, and write it while training goes on; one at a time."""
+    grace: float = Field(120.0, gt=0)
+    """Seconds from the signal to leave to the kill, as the scheduler has it: a run that saves more slowly is warned."""
     tag: str | None = None
     """The phase's name, in the checkpoint and in messages; null: the run folder's name."""
+
+
+class Seen(NamedTuple):
+    """A checkpoint's folder, as far as a look at its name tells."""
+
+    name: str
+    inode: int
+    changed: int
 
 
 @dataclass(frozen=True)
@@ -103,6 +118,23 @@ def step_folder(run_dir: Path, step: int) -> Path:
     return run_dir / "checkpoints" / f"step-{step:08d}"
 
 
+def too_slow_to_leave(seconds: float | None, config: CheckpointConfig) -> str | None:
+    """What to tell of a save of so many seconds, where it may not fit between the signal to leave and the kill."""
+    if seconds is None:
+        return None
+    grace = min(config.grace, float(os.environ.get("PET_SHUTDOWN_TIMEOUT", config.grace)))
+    # one may be under way, which the last one waits for
+    needed = seconds * (2 if config.asynchronous else 1) + AGREED_SECONDS
+    if needed <= grace:
+        return None
+    return (
+        f"warning: to leave takes {needed:.0f} s and the rest of a step, as a checkpoint takes {seconds:.0f} s to "
+        f"write, but {grace:g} s pass before the kill (the lesser of checkpoint.grace and the launcher's LEAVE). What "
+        f"was done since the last checkpoint would be lost. Ask the scheduler for more time and raise both, or lower "
+        f"checkpoint.every."
+    )
+
+
 @dataclass(frozen=True)
 class Snapshot:
     """What a checkpoint holds: the run's own tensors, or copies of them, beside which the run may go on."""
@@ -149,13 +181,22 @@ class CheckpointWriter:
     """
 
     def __init__(
-        self, run_dir: Path, unet_json: str, fingerprint: dict[str, Any], config: CheckpointConfig, main: bool = True
+        self,
+        run_dir: Path,
+        folder: Path,
+        unet_json: str,
+        fingerprint: dict[str, Any],
+        config: CheckpointConfig,
+        main: bool = True,
     ):
-        """`unet_json`: the diffusers config of the U-Net."""
+        """`folder`: the launch's own; `unet_json`: the diffusers config of the U-Net."""
+        self.folder = folder
         self.run_dir, self.unet_json, self.config, self.main = run_dir, unet_json, config, main
         self.content = {"tag": config.tag or run_dir.name, "fingerprint": fingerprint}
         self.thread = ThreadPoolExecutor(1, "checkpoint")
         self.pending: Future[None] | None = None
+        self.seconds: float | None = None
+        """That the last checkpoint took to write; of the main process, and None before the first."""
 
     def write(self, snapshot: Snapshot) -> None:
         """Write, tensor by tensor; or, where `asynchronous`, copy, and begin to write once the one before is done.
@@ -207,21 +248,18 @@ class CheckpointWriter:
 
     def _write(self, snapshot: Snapshot) -> None:
         """Write a checkpoint durably, then drop the older ones that are not to be kept."""
-        step = snapshot.state.step
+        step, began = snapshot.state.step, time.monotonic()
         target = step_folder(self.run_dir, step)
-        for abandoned in target.parent.glob(".step-*"):  # half-written when its run was killed
-            shutil.rmtree(abandoned)
-        private = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}")
-        private.mkdir(parents=True)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        private = self.folder / f"{target.name}.{uuid.uuid4().hex[:8]}"
+        private.mkdir()
         try:
             self._write_files(snapshot, private)
             fsync_tree(private)
-            if target.exists():  # a damaged one, or this step saved before
-                shutil.rmtree(target)
-            private.replace(target)
-            fsync_folder(target.parent)
+            publish(private, target, self.folder)  # in place of a damaged one, or of this step saved before
         finally:
             shutil.rmtree(private, ignore_errors=True)
+        self.seconds = time.monotonic() - began
         self._drop_old(step, snapshot.state.alarm.steps)
 
     def _write_files(self, snapshot: Snapshot, folder: Path) -> None:
@@ -245,7 +283,7 @@ class CheckpointWriter:
             if step_of(folder) not in kept and (
                 self.config.keep_every is None or step_of(folder) % self.config.keep_every
             ):
-                shutil.rmtree(folder)
+                remove(folder, self.folder)
 
 
 def before_alarms(steps: list[int], alarms: Iterable[int]) -> set[int]:
@@ -273,11 +311,20 @@ def list_checkpoints(run_dir: Path) -> list[Path]:
     return sorted((f for f in folders if re.fullmatch(r"step-\d{8,}", f.name) and f.is_dir()), key=step_of)
 
 
-def drop_later(run_dir: Path, step: int) -> None:
-    """Remove what an interrupted run wrote of steps after `step`: it comes again, maybe at another learning rate."""
+def drop_later(run_dir: Path, step: int, own: Path) -> None:
+    """Remove what an interrupted run wrote of steps after `step`: it comes again, maybe at another learning rate.
+
+    `own`: the launch's own folder.
+    """
     for folder in list_checkpoints(run_dir):
         if step_of(folder) > step:
-            shutil.rmtree(folder)
+            remove(folder, own)
+
+
+def checkpoints_seen(run_dir: Path) -> list[Seen]:
+    """What tells whether another launch changed a run's checkpoints between two looks."""
+    stats = [(folder.name, folder.stat()) for folder in list_checkpoints(run_dir)]
+    return [Seen(name, stat.st_ino, stat.st_mtime_ns) for name, stat in stats]
 
 
 def verify_checkpoint(folder: Path) -> Checkpoint:

@@ -31,12 +31,13 @@ class LogConfig(Config):
 class Log:
     """Every process has one; the main one writes."""
 
-    def __init__(self, config: LogConfig, run_dir: Path, step: int, max_steps: int, accelerator: Accelerator):
-        """Goes on after `step`; what an interrupted run wrote of later steps is dropped."""
+    def __init__(self, config: LogConfig, folder: Path, step: int, max_steps: int, accelerator: Accelerator):
+        """Goes on after `step`; what an interrupted run wrote of later steps is dropped. `folder`: the launch's own."""
+        run_dir = folder.parents[1]
         self.config, self.run_dir, self.max_steps, self.accelerator = config, run_dir, max_steps, accelerator
         self.main = accelerator.is_main_process
-        self.metrics = JsonLines(run_dir / "metrics.jsonl", step) if self.main else None
-        self.sample_lines = JsonLines(run_dir / "samples.jsonl", step) if self.main and config.samples else None
+        self.metrics = JsonLines(run_dir / "metrics.jsonl", step, folder) if self.main else None
+        self.sample_lines = JsonLines(run_dir / "samples.jsonl", step, folder) if self.main and config.samples else None
         self.progress = Progress("train", "steps", max_steps, step) if self.main else None
         self.first_step, self.start = step, time.monotonic()
         if config.tracker != "none":
@@ -79,6 +80,12 @@ class Log:
             figures = {"step": step, "steps": self.max_steps, **finite(shown), "eta_seconds": round(seconds)}
             self.progress.show(step, text.format(**shown), figures)
         self.accelerator.log(flat_numbers(finite(fields)), step=step)
+
+    def keep(self) -> None:
+        """Have what was written survive a power cut: a checkpoint goes on from its step, and writes no line again."""
+        for lines in (self.metrics, self.sample_lines):
+            if lines is not None:
+                lines.keep()
 
     def close(self) -> None:
         """Finish the tracker and draw loss.png."""

@@ -2,20 +2,30 @@
 
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 
-from shards.base.durable import parse_json_lines, write_atomically
+from shards.base.durable import parse_json_lines, write_file
+from train.run.launches import publish
 
 
 class JsonLines:
     """An append-only file of one JSON object per line, each with a `step`."""
 
-    def __init__(self, path: Path, step: int):
-        """Open `path`, and drop what an interrupted run wrote after `step`, a torn last line included."""
+    def __init__(self, path: Path, step: int, folder: Path):
+        """Open `path`, and drop what an interrupted run wrote after `step`, a torn last line included.
+
+        It is a new file, made in the launch's own `folder`: who still writes to the old one is not read any more.
+        """
         kept = [fields for fields in read_json_lines(path) if fields["step"] <= step]
-        write_atomically(path, "".join(f"{json.dumps(fields)}\n" for fields in kept).encode())
+        whole = "".join(f"{json.dumps(fields)}\n" for fields in kept).encode()
+        publish(write_file(folder / path.name, whole), path, folder)
         self.file = path.open("a", buffering=1)
+
+    def keep(self) -> None:
+        """Have what was written survive a power cut."""
+        os.fsync(self.file.fileno())
 
     def write(self, **fields: Any) -> None:
         """Append one object; a line reaches the file as soon as it is whole. What is not finite is null."""

@@ -23,7 +23,18 @@ class World:
 
     @classmethod
     def launched(cls) -> "World":
-        """As the launcher's environment has it."""
+        """As the launcher's environment has it.
+
+        Raises:
+            RequestError: Slurm started several processes, and nobody told them of each other.
+        """
+        tasks = int(os.environ.get("SLURM_STEP_NUM_TASKS", "1"))
+        if tasks > 1 and "WORLD_SIZE" not in os.environ:
+            raise RequestError(
+                f"srun started {tasks} tasks, but WORLD_SIZE is not set: each would train alone, in one run folder. "
+                f"Put the launcher before the trainer (`srun python -m train.launch --slurm -m train --config …`), or "
+                f"ask srun for one task (-n 1)."
+            )
         size = int(os.environ.get("WORLD_SIZE", "1"))
         return cls(size, int(os.environ.get("LOCAL_WORLD_SIZE", str(size))))
 

@@ -1,14 +1,48 @@
-"""The processes of a run: how they find each other, at the first start and at every restart, and how one is missed."""
+"""The processes of a run: how they find each other, at each start and restart, how one is missed, and how they die."""
 
+import ctypes
 import os
+import signal
+import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from accelerate import Accelerator
 
 from shards.base.errors import RequestError, WorkError
+from shards.base.stop import StopSignal
+from train.run.launches import Launch, superseded
+
+LAUNCHER = "LATENTMILL_LAUNCHER"
+"""Environment variable: the process id of `python -m train.launch`, for the processes that it starts."""
+PR_SET_PDEATHSIG = 1
+LOOK_SECONDS = 1.0
+"""Between looks at whether to leave: half of the 2 s within which it is agreed, as steps are not all alike."""
+MOST_STEPS = 10
+"""Between looks: a bound on the wait where steps suddenly take longer."""
+
+
+def die_with_launcher() -> None:
+    """Have the kernel kill this process when its launcher dies, which may die of SIGKILL; Linux alone can.
+
+    Raises:
+        WorkError: it is dead already.
+    """
+    launcher = os.environ.get(LAUNCHER)
+    if launcher is None or sys.platform != "linux":
+        return
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0):
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+    if os.getppid() != int(launcher):  # it died before the kernel was told, which sends nothing afterwards
+        raise WorkError(
+            f"The launcher, process {launcher}, is not the parent of this process: it died, and this one leaves with "
+            f"it. The same command again resumes. (A script between the two must `exec` the trainer.)"
+        )
 
 
 def join_processes(timeout: float) -> None:
@@ -33,6 +67,42 @@ def join_processes(timeout: float) -> None:
         world_size=world_size,
         timeout=patience,
     )
+
+
+class Leaving:
+    """Whether the run is to leave, as all its processes agree.
+
+    A look makes the host wait for the device. So there is one in as many steps as take a second. All processes look
+    after the same step, so they agree on the next one too.
+    """
+
+    def __init__(self, accelerator: Accelerator, launch: Launch, stop: StopSignal, step: int):
+        """`step`: after which the run stands."""
+        self.accelerator, self.launch, self.stop = accelerator, launch, stop
+        self.looked, self.next, self.since = step, step + 1, time.monotonic()
+
+    def agreed(self, step: int) -> bool:
+        """Whether any process was told to leave, after `step` steps; all get the same answer.
+
+        Raises:
+            RequestError: another launch has taken the run over.
+        """
+        if step < self.next:
+            return False
+        interval = look_interval((time.monotonic() - self.since) / (step - self.looked))
+        said = [float(self.stop.received), float(self.launch.superseded), float(interval)]
+        total = self.accelerator.reduce(torch.tensor(said, device=self.accelerator.device), "sum").tolist()
+        if total[1]:
+            raise superseded(self.launch.folder)
+        # sums of whole numbers are exact: the same on every process
+        self.looked, self.next = step, step + int(total[2]) // self.accelerator.num_processes
+        self.since = time.monotonic()
+        return bool(total[0])
+
+
+def look_interval(seconds_per_step: float) -> int:
+    """Steps from one look to the next, so that they take LOOK_SECONDS at most, or one step."""
+    return int(min(max(LOOK_SECONDS / max(seconds_per_step, 1e-9), 1), MOST_STEPS))
 
 
 @contextmanager

@@ -24,7 +24,8 @@ from train.assemble import assemble
 from train.config import TrainConfig
 from train.export.pipeline import ExportConfig, write_pipeline
 from train.loop import Run, save, train_step
-from train.prepare import prepare
+from train.prepare import prepare, take_run
+from train.run.launches import Launch
 
 IN_MAKE_TEST = ("flux1",)
 """Families whose ranks `make test` compares; `make test-families` does so for all."""
@@ -59,7 +60,7 @@ def started(config: TrainConfig) -> Run:
     prepared = prepare(config, accelerator)
     if prepared.checkpoint is None:
         stir(prepared.unet)
-    return assemble(config, prepared, accelerator)
+    return assemble(config, prepared, accelerator, Launch(take_run(config, prepared)))
 
 
 def trained(run: Run, steps: int) -> list[list[str]]:

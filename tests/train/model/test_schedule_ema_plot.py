@@ -87,11 +87,11 @@ def test_smoothing_has_no_bias_at_its_start() -> None:
 
 def test_a_resumed_log_goes_on_as_if_never_interrupted(tmp_path: Path) -> None:
     path = tmp_path / "m.jsonl"
-    log = JsonLines(path, 0)
+    log = JsonLines(path, 0, tmp_path)
     for step in range(1, 6):
         log.write(step=step, loss=1.0 / step)
     log.file.write('{"step": 6, "lo')  # killed while writing
     log.file.close()
-    log = JsonLines(path, 3)
+    log = JsonLines(path, 3, tmp_path)
     log.write(step=4, loss=0.25)
     assert [row["step"] for row in read_json_lines(path)] == [1, 2, 3, 4]

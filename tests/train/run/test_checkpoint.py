@@ -26,8 +26,10 @@ from train.run.checkpoint import (
     restore,
     step_folder,
     take_snapshot,
+    too_slow_to_leave,
     verify_checkpoint,
 )
+from train.run.launches import Launch, take
 from train.run.state import TrainState
 
 
@@ -37,7 +39,9 @@ def unet() -> UNet2DConditionModel:
 
 
 def writer(folder: Path, unet: UNet2DConditionModel, **fields: Any) -> CheckpointWriter:
-    return CheckpointWriter(folder, unet.to_json_string(), {"seed": 0}, CheckpointConfig(asynchronous=True, **fields))
+    return CheckpointWriter(
+        folder, take(folder, 0.1), unet.to_json_string(), {"seed": 0}, CheckpointConfig(asynchronous=True, **fields)
+    )
 
 
 def snapshot(unet: UNet2DConditionModel, step: int) -> Snapshot:
@@ -169,7 +173,7 @@ def with_a_scaler(arguments: list[str]) -> None:
     from train.data.draws import Draws
     from train.loop import train
     from train.objective.loss import DiffusionLoss
-    from train.prepare import prepare
+    from train.prepare import prepare, take_run
 
     squared_error = DiffusionLoss.squared_error
 
@@ -183,7 +187,8 @@ def with_a_scaler(arguments: list[str]) -> None:
     accelerator.native_amp = True
     accelerator.state._mixed_precision = "fp16"
     accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    train(assemble(config, prepare(config, accelerator), accelerator))
+    prepared = prepare(config, accelerator)
+    train(assemble(config, prepared, accelerator, Launch(take_run(config, prepared))))
 
 
 def test_what_else_lies_among_checkpoints_is_left_alone(unet: UNet2DConditionModel, tmp_path: Path) -> None:
@@ -230,3 +235,24 @@ def test_an_average_begun_too_early_is_not_gone_on_with(unet: UNet2DConditionMod
         averages = make_averages(EmaConfig(start_step=start_step))
         restore(found, unet, optimizer, averages)
         assert (averages["ema"].average is not None) == goes_on
+
+
+def test_a_save_that_does_not_fit_before_the_kill_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = CheckpointConfig(grace=60)
+    assert too_slow_to_leave(None, config) is None
+    assert too_slow_to_leave(58.0, config) is None
+    warning = too_slow_to_leave(58.1, config)
+    assert warning is not None and "to leave takes 60 s and the rest of a step" in warning
+    assert "but 60 s pass before the kill" in warning
+    assert too_slow_to_leave(30.0, CheckpointConfig(grace=60, asynchronous=True)) is not None
+    monkeypatch.setenv("PET_SHUTDOWN_TIMEOUT", "20")
+    assert too_slow_to_leave(30.0, config) is not None
+
+
+def test_a_launch_knows_what_saving_took_the_one_before(latents: Path, tmp_path: Path) -> None:
+    """Measured in the first; the second says at its start that its scheduler gives too little time."""
+    fields = train_fields(latents, tmp_path / "run", max_steps=2)
+    assert "warning" not in ranks.run(tmp_path / "log", ["--config", str(write_config(tmp_path, fields))])
+    fields |= {"max_steps": 4, "checkpoint": {"every": 2, "grace": 1.0}}
+    said = ranks.run(tmp_path / "log-2", ["--config", str(write_config(tmp_path, fields))])
+    assert said.count("but 1 s pass before the kill") == 1

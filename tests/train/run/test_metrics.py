@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from train.data.order import choose_per_epoch
+from train.run.launches import take
 from train.run.metrics import JsonLines, read_json_lines
 
 
@@ -13,7 +14,7 @@ def test_damaged_lines_are_passed_over_and_named(tmp_path: Path, capsys: pytest.
     path = tmp_path / "metrics.jsonl"
     lines = [b'{"step": 1}', bytes(12), b'{"step": 2}', b"[3]", b'{"loss": 1.0}', b"\xff\xfe", b'{"step": 3}', b'{"st']
     path.write_bytes(b"\n".join(lines))
-    JsonLines(path, 2).write(step=3, loss=0.5)
+    JsonLines(path, 2, take(tmp_path, 1)).write(step=3, loss=0.5)
     assert [json.loads(line) for line in path.read_text().splitlines()] == [
         {"step": 1}, {"step": 2}, {"step": 3, "loss": 0.5},
     ]  # fmt: skip
@@ -25,7 +26,9 @@ def test_damaged_lines_are_passed_over_and_named(tmp_path: Path, capsys: pytest.
 
 def test_what_is_not_finite_is_null(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    JsonLines(path, 0).write(step=1, val_loss=float("nan"), by={"a": float("inf"), "b": 1.0}, none=None)
+    JsonLines(path, 0, take(tmp_path, 1)).write(
+        step=1, val_loss=float("nan"), by={"a": float("inf"), "b": 1.0}, none=None
+    )
     assert path.read_text() == '{"step": 1, "val_loss": null, "by": {"a": null, "b": 1.0}, "none": null}\n'
     assert read_json_lines(path)[0]["by"] == {"a": None, "b": 1.0}
 

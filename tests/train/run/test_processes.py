@@ -3,15 +3,21 @@
 import os
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
+import torch
 
+from shards.base.errors import WorkError
 from tests import ranks
 from tests.runs import curve, environment, launcher, rank_processes, train_fields, write_config
 from train.run.metrics import read_json_lines
+from train.run.processes import LAUNCHER, LOOK_SECONDS, MOST_STEPS, Leaving, die_with_launcher, look_interval
 
 
 def lines(run_dir: Path) -> int:
@@ -79,3 +85,71 @@ def test_a_signal_to_the_launcher_alone_saves_the_run(latents: Path, tmp_path: P
     assert process.wait(300) == 75
     assert "told to leave, saved after step" in " ".join((tmp_path / "log").read_text().split())
     assert list((tmp_path / "run" / "checkpoints").glob("step-*"))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process that its parent died")
+def test_a_launcher_that_is_killed_leaves_no_process_behind(latents: Path, tmp_path: Path) -> None:
+    """SIGKILL of it alone: its processes have sessions of their own, and would train on."""
+    fields = train_fields(latents, tmp_path / "run", max_steps=100_000, checkpoint={"every": 100_000})
+    command = [*launcher(2), "-m", "train", "--config", str(write_config(tmp_path, fields))]
+    with (tmp_path / "log").open("w") as log:
+        process = subprocess.Popen(command, env=environment(), stdout=log, stderr=subprocess.STDOUT)
+    wait_for_lines(tmp_path / "run", 2, process)
+    orphans = rank_processes(process.pid)
+    assert len(orphans) == 2
+    process.kill()
+    process.wait()
+    _, left = psutil.wait_procs(orphans, timeout=5)
+    alive = [each.pid for each in left if each.status() != psutil.STATUS_ZOMBIE]
+    for each in left:
+        each.kill()
+    assert not alive
+
+
+def test_a_process_whose_launcher_died_before_it_was_ready_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(LAUNCHER, str(os.getpid()))
+    monkeypatch.setattr("train.run.processes.ctypes.CDLL", lambda *_, **__: SimpleNamespace(prctl=lambda *_: 0))
+    with pytest.raises(WorkError, match="is not the parent of this process: it died, and this one leaves with it"):
+        die_with_launcher()
+    monkeypatch.setenv(LAUNCHER, str(os.getppid()))
+    die_with_launcher()
+
+
+@pytest.mark.parametrize(
+    ("seconds", "steps"), [(7.0, 1), (1.0, 1), (0.6, 1), (0.5, 2), (0.11, 9), (1e-6, MOST_STEPS), (0.0, MOST_STEPS)]
+)
+def test_looks_at_signals_are_a_second_apart_or_a_step(seconds: float, steps: int) -> None:
+    assert look_interval(seconds) == steps
+    assert steps * seconds <= max(LOOK_SECONDS, seconds)
+
+
+def test_leaving_is_agreed_in_time_whatever_a_step_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two processes of unlike clocks look after the same steps; a signal to one is heard by both in 2 s or a step."""
+    clock, looking = [0.0, 0.0], 0
+    monkeypatch.setattr("train.run.processes.time.monotonic", lambda: clock[looking])
+    states = [SimpleNamespace(received=False), SimpleNamespace(received=False)]
+    said: list[torch.Tensor] = []
+    accelerator: Any = SimpleNamespace(device="cpu", num_processes=2, reduce=lambda mine, _: torch.stack(said).sum(0))
+    launch: Any = SimpleNamespace(superseded=False)
+    both = [Leaving(accelerator, launch, state, step=5) for state in states]  # type: ignore[arg-type]
+    told, waits = 0.0, []
+    for step in range(6, 4000):
+        seconds = 0.02 if step < 3000 else 3.0
+        clock = [clock[0] + seconds, clock[1] + 1.5 * seconds]
+        if step in (2000, 3500):
+            states[1].received, told = True, clock[0]
+        assert (both[0].next <= step) == (both[1].next <= step)
+        if both[0].next > step:
+            continue
+        said = []
+        for looking, (state, leaving) in enumerate(zip(states, both, strict=True)):
+            interval = look_interval((clock[looking] - leaving.since) / (step - leaving.looked))
+            said.append(torch.tensor([float(state.received), 0.0, float(interval)]))
+        answers = []
+        for looking, leaving in enumerate(both):  # noqa: B007
+            answers.append(leaving.agreed(step))
+        assert answers == [states[1].received] * 2
+        if answers[0]:
+            waits.append((clock[0] - told, seconds))
+            states[1].received = False
+    assert len(waits) == 2 and all(wait <= max(2.0, seconds) for wait, seconds in waits)

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from train.run.tensors import write_tensors
+from train.model.tensors import write_tensors
 
 
 def test_bytes_are_those_of_save_file(tmp_path: Path) -> None:
