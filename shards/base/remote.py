@@ -9,14 +9,14 @@ import hashlib
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import fsspec
 
-from shards.base.errors import RequestError, WorkError
+from shards.base.errors import Outage, RequestError
 from shards.base.store import Entry, Store
 
 CONDITIONAL = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "memory"}
@@ -52,7 +52,7 @@ class RemoteStore(Store):
             found = self.fs.cat(list(paths), on_error="return") if paths else {}
         for path, data in found.items():
             if isinstance(data, Exception) and not isinstance(data, FileNotFoundError):
-                raise self._error(paths[path], data) from data
+                raise outage(self.where(paths[path]), data) from data
         return {paths[path]: bytes(data) for path, data in found.items() if not isinstance(data, Exception)}
 
     def get(self, name: str, target: Path) -> None:
@@ -140,21 +140,32 @@ class RemoteStore(Store):
     def _path(self, name: str) -> str:
         return f"{self.path}/{name}" if name else self.path
 
-    @contextmanager
-    def _explained(self, name: str, *expected: type[Exception]) -> Iterator[None]:
-        try:
-            yield
-        except expected:
-            raise
-        except Exception as error:  # each store's client has exceptions of its own
-            raise self._error(name, error) from error
+    def _explained(self, name: str, *expected: type[Exception]) -> AbstractContextManager[None]:
+        return explained(self.where(name), *expected)
 
-    def _error(self, name: str, error: Exception) -> WorkError:
-        reason = str(error).strip().splitlines()[-1] if str(error).strip() else "(no message)"
-        return WorkError(
-            f"{self.where(name)} cannot be read or written: {type(error).__name__}: {reason}. Check the address, the "
-            f"credentials, and the network."
-        )
+
+@contextmanager
+def explained(address: str, *expected: type[Exception]) -> Iterator[None]:
+    """Inside, `address` is read or written; what is `expected` passes through.
+
+    Raises:
+        Outage: the store or the way to it failed.
+    """
+    try:
+        yield
+    except expected:
+        raise
+    except Exception as error:  # each store's client has exceptions of its own
+        raise outage(address, error) from error
+
+
+def outage(address: str, error: Exception) -> Outage:
+    """What a store's client said, for people."""
+    reason = str(error).strip().splitlines()[-1] if str(error).strip() else "(no message)"
+    return Outage(
+        f"{address} cannot be read or written: {type(error).__name__}: {reason}. Check the address, the credentials, "
+        f"and the network."
+    )
 
 
 def protocols(file_system: Any) -> tuple[str, ...]:
