@@ -11,10 +11,10 @@ import signal
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, Literal, TypeVar
 
 import ray
-from pydantic import Field
+from pydantic import field_validator
 
 from precompute.cluster.attempts import Attempts, Nodes, Queue, RetryConfig
 from precompute.cluster.breaker import Breaker, OutageConfig
@@ -26,13 +26,27 @@ from shards.base.stop import StopSignal
 Work = TypeVar("Work")
 Result = TypeVar("Result")
 POLL_SECONDS = 1.0
+LEAST_IN_FLIGHT = 8
+"""An autoscaler adds nodes for what waits, also where there are none yet."""
 
 
 class FleetConfig(RetryConfig, OutageConfig, ResourcesConfig):
     """What a worker takes of the cluster, and how often what failed is tried again."""
 
-    max_in_flight: int = Field(256, ge=1)
-    """Units of work handed to Ray at a time; at least as many as there are workers."""
+    max_in_flight: int | Literal["auto"] = "auto"
+    """Units of work handed to Ray at a time; `auto` is twice as many as the cluster holds workers, while it grows and
+    shrinks."""
+
+    @field_validator("max_in_flight")
+    @classmethod
+    def _some(cls, given: int | str) -> int | str:
+        if isinstance(given, int) and given < 1:
+            raise ValueError("give a number from 1 on, or auto")
+        return given
+
+    def in_flight(self, slots: int) -> int:
+        """How many units, where the cluster holds `slots` workers."""
+        return max(LEAST_IN_FLIGHT, 2 * slots) if self.max_in_flight == "auto" else self.max_in_flight
 
 
 @dataclass(frozen=True)
@@ -124,7 +138,7 @@ class Fleet(Generic[Work, Result]):
         """Hand units to Ray, as far as there is room."""
         self.queue.put_last(self.breaker.probed)
         probes = sum(running.is_probe for running in self.running.values())
-        room = self.breaker.room(self.config.max_in_flight - len(self.running), probes)
+        room = self.breaker.room(self.config.in_flight(self.watch.slots) - len(self.running), probes)
         for unit in self.queue.take_due(room):
             avoided = self.nodes.avoid(unit.failed_on, self.watch.able)
             attempt = self.cluster.start(unit.key, unit.work, unit.number, avoided)
