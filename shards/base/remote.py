@@ -21,6 +21,7 @@ from shards.base.store import Entry, Store
 
 CONDITIONAL = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "memory"}
 """Kinds of address whose file system creates on condition; others of fsspec's look first, and then write."""
+S3 = {"s3", "s3a"}
 EXISTS, CONFLICTS = "PreconditionFailed", ("ConditionalRequestConflict", "OperationAborted")
 """What S3 answers where there is an object, and to two that create one in the same moment: to be asked again."""
 MODIFIED = ("LastModified", "mtime", "updated", "last_modified", "created")
@@ -122,6 +123,27 @@ class RemoteStore(Store):
     def remove(self, names: Sequence[str]) -> None:
         with self._explained(next(iter(names), "")), suppress(FileNotFoundError):
             self.fs.rm([self._path(name) for name in names])
+
+    def abort_uploads(self, before: float) -> list[str]:
+        if not S3.intersection(protocols(self.fs)):
+            return []
+        bucket, key, _ = self.fs.split_path(self.path)
+        top, names = f"{key}/" if key else "", []
+        with self._explained(""):
+            for upload in list(self._uploads(bucket, top)):
+                if upload["Initiated"].timestamp() < before:
+                    self.fs.call_s3(
+                        "abort_multipart_upload", Bucket=bucket, Key=upload["Key"], UploadId=upload["UploadId"]
+                    )
+                    names.append(upload["Key"].removeprefix(top))
+        return sorted(names)
+
+    def _uploads(self, bucket: str, top: str) -> Iterator[dict[str, Any]]:
+        page: dict[str, Any] = {"IsTruncated": True}
+        while page["IsTruncated"]:
+            after = {f"{name}Marker": page[f"Next{name}Marker"] for name in ("Key", "UploadId") if "Uploads" in page}
+            page = self.fs.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=top, **after)
+            yield from page.get("Uploads", [])
 
     @contextmanager
     def local(self, folder: str, names: Sequence[str] | None = None) -> Iterator[Path]:
