@@ -45,8 +45,8 @@ class Attempts(Generic[Work]):
     """By `time.monotonic`."""
     failed_on: str | None = None
     """The node of the last one."""
-    outage_at: int | None = None
-    """How many successes there had been of any unit when an outage last ended an attempt."""
+    outage_at: float | None = None
+    """When an outage last ended an attempt, by `time.monotonic`."""
 
     @property
     def number(self) -> int:
@@ -67,15 +67,15 @@ class Attempts(Generic[Work]):
         self.not_before = time.monotonic() + backoff(self.number - 1, config.backoff)
         return self.errors < config.attempts and self.lost < config.lost_attempts
 
-    def spare(self, successes: int, node: str | None, config: RetryConfig) -> bool:
-        """Take an outage off this unit's account; False where others went well since its last one: it may be its own.
+    def spare(self, went_well: float, others: bool, node: str | None, config: RetryConfig) -> bool:
+        """Take an outage off this unit's account; False where it may be its own, and not for the first time.
 
-        `successes`: of any unit so far.
+        `went_well`: when the last attempt at any unit began that did; `others`: whether other units meet outages too.
         """
-        if self.outage_at not in (None, successes):
+        before, self.outage_at = self.outage_at, time.monotonic()
+        if before is not None and (went_well > before or not others):
             return False
-        self.outage_at, self.failed_on = successes, node
-        self.not_before = time.monotonic() + config.backoff
+        self.failed_on, self.not_before = node, self.outage_at + config.backoff
         return True
 
 

@@ -4,8 +4,9 @@ That is storage, credentials, models and the cluster. One attempt at a time then
 that grow. Arithmetic, without Ray.
 """
 
+import math
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 from pydantic import Field
 
@@ -31,9 +32,14 @@ class Breaker:
 
     def __init__(self, config: OutageConfig):
         self.most = config.outage_probes
-        self.successes = 0
-        self.failing: set[str | None] = set()
-        """Nodes with an outage since the last success of any."""
+        self.went_well = -math.inf
+        """When the last attempt began that did."""
+        self.met_at = -math.inf
+        """When an outage last ended one."""
+        self.keys: set[str] = set()
+        """Of the units that meet it."""
+        self.failing: set[str] = set()
+        """Nodes with an outage since their last success."""
         self.probed: list[str] = []
         """Keys of the units that showed this pause to be needed."""
         self.passes = True
@@ -44,32 +50,45 @@ class Breaker:
         """Whether the job pauses."""
         return bool(self.probed)
 
-    def room(self, room: int, probes: int) -> int:
-        """How many attempts may begin where there is `room`, and `probes` are under way."""
+    def room(self, room: int, began: Iterable[float]) -> int:
+        """How many attempts may begin where there is `room`; when those `began` that are under way."""
         if not self.is_open:
             return room
-        return min(room, int(not probes and time.monotonic() >= self.next_probe))
+        return min(room, int(time.monotonic() >= self.next_probe and not any(map(self._is_probe, began))))
 
-    def succeeded(self) -> str | None:
+    def _is_probe(self, began: float) -> bool:
+        return self.is_open and began > self.since
+
+    def succeeded(self, node: str | None, began: float) -> str | None:
         """An attempt went well; returns what there is to say."""
-        paused, self.probed = self.is_open, []
+        self.went_well = max(self.went_well, began)
+        self.failing.discard(node or "")
+        paused = self.is_open
+        if began <= (self.since if paused else self.met_at):
+            return None  # it may have had all that it needed before
+        self.probed = []
+        self.keys.clear()
+        if not paused:
+            return None
         self.failing.clear()
-        self.successes += 1
-        return f"It works again: the job goes on, after {time.monotonic() - self.since:.0f} s" if paused else None
+        return f"It works again: the job goes on, after {time.monotonic() - self.since:.0f} s"
 
-    def failed(self, key: str, node: str | None, able: Collection[str], is_probe: bool, outage: Outage) -> str | None:
+    def failed(self, key: str, node: str | None, able: Collection[str], began: float, outage: Outage) -> str | None:
         """An outage ended an attempt, on one of the `able` nodes; returns what there is to say.
 
-        A job pauses once most of its nodes meet outages while none succeeds. What a few nodes meet is their own.
+        A job pauses once most of its nodes meet outages. What a few nodes meet is their own.
 
         Raises:
             WorkError: this one was the last probe.
         """
-        now = time.monotonic()
-        self.failing.add(node)
-        if (self.is_open and not is_probe) or 2 * len(self.failing) <= len(able):
+        now = self.met_at = time.monotonic()
+        self.keys.add(key)
+        self.failing = (self.failing | {node or ""}).intersection({"", *able})
+        if self.is_open and not self._is_probe(began):
             return None
         if not self.is_open:
+            if 2 * len(self.failing) <= len(able):
+                return None
             self.since = now
         if outage.passes != self.passes:
             self.passes, self.probed = outage.passes, []  # another cause

@@ -95,8 +95,8 @@ class _Running(Generic[Work]):
     unit: Attempts[Work]
     avoided: frozenset[str]
     """Nodes that this attempt may not go to."""
-    is_probe: bool
-    """It began while the job pauses."""
+    began: float
+    """When it was handed to Ray, by `time.monotonic`."""
 
 
 class Fleet(Generic[Work, Result]):
@@ -137,16 +137,16 @@ class Fleet(Generic[Work, Result]):
     def _start(self) -> None:
         """Hand units to Ray, as far as there is room."""
         self.queue.put_last(self.breaker.probed)
-        probes = sum(running.is_probe for running in self.running.values())
-        room = self.breaker.room(self.config.in_flight(self.watch.slots) - len(self.running), probes)
-        for unit in self.queue.take_due(room):
+        room = self.config.in_flight(self.watch.slots) - len(self.running)
+        for unit in self.queue.take_due(self.breaker.room(room, (running.began for running in self.running.values()))):
             avoided = self.nodes.avoid(unit.failed_on, self.watch.able)
             attempt = self.cluster.start(unit.key, unit.work, unit.number, avoided)
-            self.running[attempt] = _Running(unit, frozenset(avoided), self.breaker.is_open)
+            self.running[attempt] = _Running(unit, frozenset(avoided), time.monotonic())
 
     def _settle(self, attempt: ray.ObjectRef) -> Iterator[Done[Result] | Failed | News]:
         """Say what became of an attempt that has ended, and have its unit tried again where that may help."""
-        unit, is_probe = (running := self.running.pop(attempt)).unit, running.is_probe
+        running = self.running.pop(attempt)
+        unit = running.unit
         node = self.cluster.node_of(unit.key, unit.number)
         try:
             result = self.cluster.result(attempt)
@@ -154,7 +154,7 @@ class Fleet(Generic[Work, Result]):
             self.queue.put_back(unit)  # it waited for nodes that are gone
         except Failure as failure:
             if failure.outage is not None:
-                yield from self._outage(unit, node, is_probe, failure, failure.outage)
+                yield from self._outage(running, node, failure, failure.outage)
                 return
             number = unit.number
             again = unit.fail(failure.is_lost, node, self.config) and not failure.is_final
@@ -165,23 +165,24 @@ class Fleet(Generic[Work, Result]):
                 yield from self._suspect(node)
         else:
             self.nodes.succeeded(node)
-            if news := self.breaker.succeeded():
+            if news := self.breaker.succeeded(node, running.began):
                 self.nodes = Nodes(self.config.node_failures)  # what they failed in was the outage
                 yield News(news)
             yield Done(unit.key, node, result)
 
     def _outage(
-        self, unit: Attempts[Work], node: str | None, is_probe: bool, failure: Failure, outage: Outage
+        self, running: _Running[Work], node: str | None, failure: Failure, outage: Outage
     ) -> Iterator[Done[Result] | Failed | News]:
         """Have a unit tried again at no cost, and pause where most nodes fail so."""
+        unit = running.unit
         number, which, again = unit.number, "an outage, which counts for no attempt", True
-        if not unit.spare(self.breaker.successes, node, self.config):
+        if not unit.spare(self.breaker.went_well, bool(self.breaker.keys - {unit.key}), node, self.config):
             again = unit.fail(True, node, self.config)
             which = unit.last(True, self.config)
         if again:
             self.queue.put_back(unit)
         try:
-            news = self.breaker.failed(unit.key, node, self.watch.able, is_probe, outage)
+            news = self.breaker.failed(unit.key, node, self.watch.able, running.began, outage)
         except WorkError:
             yield Failed(unit.key, node, which, failure, again, number, in_pause=True)
             yield from self._drain()

@@ -55,14 +55,20 @@ def missing_model() -> Failure:
     return raised(caught.value)
 
 
-@pytest.mark.parametrize("outage", [SLOW_DOWN, EXPIRED, DISK], ids=["503", "expired credentials", "full disk"])
-def test_five_minutes_of_an_outage_cost_nothing(clock: Clock, monkeypatch: pytest.MonkeyPatch, outage: Failure) -> None:
+@pytest.mark.parametrize(
+    ("outage", "of_output"),
+    [(SLOW_DOWN, True), (EXPIRED, True), (EXPIRED, False), (DISK, True)],
+    ids=["503", "expired credentials", "of the input alone", "full disk"],
+)
+def test_five_minutes_of_an_outage_cost_nothing(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch, outage: Failure, of_output: bool
+) -> None:
     begin, end = clock.now + 70, clock.now + 370
 
     def act(key: str, node: str, now: float) -> tuple[float, Outcome]:
         if begin <= now < end:
             return 1, outage  # the tar cannot be fetched …
-        return 20, outage if begin <= now + 20 < end else "ok"  # … or not be committed
+        return 20, outage if of_output and begin <= now + 20 < end else "ok"  # … or not be committed
 
     cluster = TimedCluster(clock, {"a": 4, "b": 4}, act)
     events = told(iter(make_fleet(monkeypatch, cluster, KEYS, backoff=5, attempts=1, lost_attempts=1)))
