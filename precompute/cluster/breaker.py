@@ -24,7 +24,7 @@ class OutageConfig(Config):
 
     outage_probes: int = Field(16, ge=1)
     """Attempts in a row, each at another unit of work while there are others, that storage, credentials or the cluster
-    fail before the job stops: the waits between them grow to five minutes, about an hour in all."""
+    fail before the job stops: the waits between them grow to five minutes, 50 in all."""
 
 
 class Breaker:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import fsspec
+import pytest
 from moto.server import ThreadedMotoServer
 
 from shards.open import open_store
@@ -29,6 +30,7 @@ def wait_for(true: Callable[[], bool], job: subprocess.Popen[bytes], log: Path) 
         time.sleep(0.02)
 
 
+@pytest.mark.slow
 def test_a_store_goes_away_and_comes_back(models: Path, s3: str, tmp_path: Path) -> None:
     for tar in range(NUM_TARS):
         make_tar(tmp_path / "tars", f"{tar:05d}", make_samples(tar, 40, SIZES))
