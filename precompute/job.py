@@ -9,6 +9,7 @@ from types import TracebackType
 
 from ray.util.metrics import Counter, Gauge
 
+from precompute.cluster.failures import FailureLog, named
 from precompute.cluster.fleet import Done, Failed, Fleet, FleetConfig, News, UnderWay
 from precompute.encode.recipe import Recipe
 from precompute.encode.worker import encode_on_worker
@@ -28,7 +29,8 @@ def run_job(tars: Sequence[Named], recipe: Recipe, output: Path | str, workers: 
     On SIGTERM, SIGUSR1 or SIGINT it abandons the attempts that are under way, and returns.
 
     Raises:
-        WorkError: no node of the cluster could take a worker for `workers.wait_for_resources` seconds.
+        WorkError: no node of the cluster could take a worker for `workers.wait_for_resources` seconds; or storage,
+            credentials, models or the cluster were out of order for `workers.outage_probes` attempts.
     """
     device = "cuda" if workers.num_gpus else "cpu"
     work = partial(
@@ -39,7 +41,7 @@ def run_job(tars: Sequence[Named], recipe: Recipe, output: Path | str, workers: 
         num_cpus=workers.num_cpus,
         source=source_sha256(),
     )
-    with Ledger(len(tars)) as ledger:
+    with FailureLog(output) as failures, Ledger(len(tars), failures) as ledger:
         for event in Fleet(workers, work, ((tar.name, tar) for tar in tars)):
             ledger.record(event)
     return ledger
@@ -88,18 +90,17 @@ def conclude(ledger: "Ledger", num_tars: int, root: str, manifest: Manifest | No
             f"goes on."
         )
     if ledger.failed:
-        reasons = "; ".join(f"{name}: {reason}" for name, reason in sorted(ledger.failed.items()))
         raise WorkError(
-            f"{len(ledger.failed)} of {num_tars} tars failed ({reasons}). The others are committed; "
-            f"the same command again tries just these."
+            f"{len(ledger.failed)} of {num_tars} tars failed ({named(list(ledger.failed.items()))}). The others are "
+            f"committed; the same command again tries just these.{ledger.where_failures}"
         )
 
 
 class Ledger:
     """What came of each tar so far; it shows it on stderr, and in Ray's metrics."""
 
-    def __init__(self, total: int):
-        self.total = total
+    def __init__(self, total: int, failures: FailureLog | None = None):
+        self.total, self.failures = total, failures
         self.done = self.samples_in = self.encoded = 0
         self.failed: dict[str, str] = {}
         """Tar → the last attempt's error."""
@@ -114,6 +115,11 @@ class Ledger:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.progress.__exit__(kind, error, tb)
+
+    @property
+    def where_failures(self) -> str:
+        """A sentence on where each failed attempt is."""
+        return f" Each failed attempt is in {self.failures.where}, with its trace." if self.failures else ""
 
     @property
     def left(self) -> int:
@@ -131,7 +137,10 @@ class Ledger:
                 self._show()
             case Failed(key=tar, which=which, failure=failure, again=again):
                 self.metrics.failed_attempts.inc(1)
-                self.progress.say(f"tar {tar}: {which}: {failure.text}")
+                if self.failures:
+                    self.failures.record(event)
+                if not event.in_pause:
+                    self.progress.say(f"tar {tar}: {which}: {failure.text}")
                 if not again:
                     self.failed[tar] = failure.line
                     self.metrics.tars.inc(1, {"outcome": "failed"})

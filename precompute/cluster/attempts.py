@@ -6,7 +6,7 @@ which it mostly did not cause: preempted machines lose attempts. Each kind has a
 
 import time
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -45,6 +45,8 @@ class Attempts(Generic[Work]):
     """By `time.monotonic`."""
     failed_on: str | None = None
     """The node of the last one."""
+    outage_at: float | None = None
+    """When an outage last ended an attempt, by `time.monotonic`."""
 
     @property
     def number(self) -> int:
@@ -64,6 +66,17 @@ class Attempts(Generic[Work]):
         self.failed_on = node
         self.not_before = time.monotonic() + backoff(self.number - 1, config.backoff)
         return self.errors < config.attempts and self.lost < config.lost_attempts
+
+    def spare(self, went_well: float, others: bool, node: str | None, config: RetryConfig) -> bool:
+        """Take an outage off this unit's account; False where it may be its own, and not for the first time.
+
+        `went_well`: when the last attempt at any unit began that did; `others`: whether other units meet outages too.
+        """
+        before, self.outage_at = self.outage_at, time.monotonic()
+        if before is not None and (went_well > before or not others):
+            return False
+        self.failed_on, self.not_before = node, self.outage_at + config.backoff
+        return True
 
 
 def backoff(failures: int, seconds: float) -> float:
@@ -88,6 +101,10 @@ class Queue(Generic[Work]):
     def put_back(self, attempts: Attempts[Work]) -> None:
         """It is to be tried again."""
         self.again.append(attempts)
+
+    def put_last(self, keys: Collection[str]) -> None:
+        """Have these come after the others that failed."""
+        self.again = deque(sorted(self.again, key=lambda attempts: attempts.key in keys))
 
     def take_due(self, room: int) -> Iterator[Attempts[Work]]:
         """Up to `room` units whose time has come. No more are asked of the iterable than there is room for."""

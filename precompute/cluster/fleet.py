@@ -11,26 +11,42 @@ import signal
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, Literal, TypeVar
 
 import ray
-from pydantic import Field
+from pydantic import field_validator
 
 from precompute.cluster.attempts import Attempts, Nodes, Queue, RetryConfig
+from precompute.cluster.breaker import Breaker, OutageConfig
 from precompute.cluster.nodes import ResourcesConfig, Watch
 from precompute.cluster.ray_cluster import Cancelled, Failure, Function, RayCluster
+from shards.base.errors import Outage, WorkError
 from shards.base.stop import StopSignal
 
 Work = TypeVar("Work")
 Result = TypeVar("Result")
 POLL_SECONDS = 1.0
+LEAST_IN_FLIGHT = 8
+"""An autoscaler adds nodes for what waits, also where there are none yet."""
 
 
-class FleetConfig(RetryConfig, ResourcesConfig):
+class FleetConfig(RetryConfig, OutageConfig, ResourcesConfig):
     """What a worker takes of the cluster, and how often what failed is tried again."""
 
-    max_in_flight: int = Field(256, ge=1)
-    """Units of work handed to Ray at a time; at least as many as there are workers."""
+    max_in_flight: int | Literal["auto"] = "auto"
+    """Units of work handed to Ray at a time; `auto` is twice as many as the cluster holds workers, while it grows and
+    shrinks."""
+
+    @field_validator("max_in_flight")
+    @classmethod
+    def _some(cls, given: int | str) -> int | str:
+        if isinstance(given, int) and given < 1:
+            raise ValueError("give a number from 1 on, or auto")
+        return given
+
+    def in_flight(self, slots: int) -> int:
+        """How many units, where the cluster holds `slots` workers."""
+        return max(LEAST_IN_FLIGHT, 2 * slots) if self.max_in_flight == "auto" else self.max_in_flight
 
 
 @dataclass(frozen=True)
@@ -53,6 +69,10 @@ class Failed:
     failure: Failure
     again: bool
     """Whether another attempt follows."""
+    number: int = 1
+    """Of the attempt."""
+    in_pause: bool = False
+    """The job pauses for this outage, which there is `News` of."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +95,8 @@ class _Running(Generic[Work]):
     unit: Attempts[Work]
     avoided: frozenset[str]
     """Nodes that this attempt may not go to."""
+    began: float
+    """When it was handed to Ray, by `time.monotonic`."""
 
 
 class Fleet(Generic[Work, Result]):
@@ -84,7 +106,8 @@ class Fleet(Generic[Work, Result]):
     are under way, and ends with the results of those that were through by then.
 
     Raises:
-        WorkError: no node of the cluster could take a worker for `wait_for_resources` seconds.
+        WorkError: no node of the cluster could take a worker for `wait_for_resources` seconds, or an outage lasted for
+            `outage_probes` attempts.
     """
 
     def __init__(self, config: FleetConfig, function: Function[Work, Result], units: Iterable[tuple[str, Work]]):
@@ -92,7 +115,7 @@ class Fleet(Generic[Work, Result]):
         self.config = config
         self.cluster = RayCluster(config, function)
         self.queue = Queue(units)
-        self.watch, self.nodes = Watch(config), Nodes(config.node_failures)
+        self.watch, self.nodes, self.breaker = Watch(config), Nodes(config.node_failures), Breaker(config)
         self.running: dict[ray.ObjectRef, _Running[Work]] = {}
 
     def __iter__(self) -> Iterator[Done[Result] | Failed | News | UnderWay]:
@@ -107,34 +130,72 @@ class Fleet(Generic[Work, Result]):
                 at_work = {(running.unit.key, running.unit.number) for running in self.running.values()}
                 yield UnderWay(len(self.running), self.cluster.reported(at_work))
                 if not self.running:
-                    time.sleep(min(POLL_SECONDS, self.queue.seconds_until_due()))
+                    due = POLL_SECONDS if self.breaker.is_open else self.queue.seconds_until_due()
+                    time.sleep(min(POLL_SECONDS, due))
             yield from self._drain()
 
     def _start(self) -> None:
         """Hand units to Ray, as far as there is room."""
-        for unit in self.queue.take_due(self.config.max_in_flight - len(self.running)):
+        self.queue.put_last(self.breaker.probed)
+        room = self.config.in_flight(self.watch.slots) - len(self.running)
+        for unit in self.queue.take_due(self.breaker.room(room, (running.began for running in self.running.values()))):
             avoided = self.nodes.avoid(unit.failed_on, self.watch.able)
             attempt = self.cluster.start(unit.key, unit.work, unit.number, avoided)
-            self.running[attempt] = _Running(unit, frozenset(avoided))
+            self.running[attempt] = _Running(unit, frozenset(avoided), time.monotonic())
 
     def _settle(self, attempt: ray.ObjectRef) -> Iterator[Done[Result] | Failed | News]:
         """Say what became of an attempt that has ended, and have its unit tried again where that may help."""
-        unit = self.running.pop(attempt).unit
+        running = self.running.pop(attempt)
+        unit = running.unit
         node = self.cluster.node_of(unit.key, unit.number)
         try:
             result = self.cluster.result(attempt)
         except Cancelled:
             self.queue.put_back(unit)  # it waited for nodes that are gone
         except Failure as failure:
+            if failure.outage is not None:
+                yield from self._outage(running, node, failure, failure.outage)
+                return
+            number = unit.number
             again = unit.fail(failure.is_lost, node, self.config) and not failure.is_final
             if again:
                 self.queue.put_back(unit)
-            yield Failed(unit.key, node, unit.last(failure.is_lost, self.config), failure, again)
-            if not failure.is_final and self.nodes.failed(node):  # damaged work says nothing of the node
-                yield News(f"node {node} failed {self.config.node_failures} attempts in a row, and is avoided")
+            yield Failed(unit.key, node, unit.last(failure.is_lost, self.config), failure, again, number)
+            if not failure.is_final:  # damaged work says nothing of the node
+                yield from self._suspect(node)
         else:
             self.nodes.succeeded(node)
+            if news := self.breaker.succeeded(node, running.began):
+                self.nodes = Nodes(self.config.node_failures)  # what they failed in was the outage
+                yield News(news)
             yield Done(unit.key, node, result)
+
+    def _outage(
+        self, running: _Running[Work], node: str | None, failure: Failure, outage: Outage
+    ) -> Iterator[Done[Result] | Failed | News]:
+        """Have a unit tried again at no cost, and pause where most nodes fail so."""
+        unit = running.unit
+        number, which, again = unit.number, "an outage, which counts for no attempt", True
+        if not unit.spare(self.breaker.went_well, bool(self.breaker.keys - {unit.key}), node, self.config):
+            again = unit.fail(True, node, self.config)
+            which = unit.last(True, self.config)
+        if again:
+            self.queue.put_back(unit)
+        try:
+            news = self.breaker.failed(unit.key, node, self.watch.able, running.began, outage)
+        except WorkError:
+            yield Failed(unit.key, node, which, failure, again, number, in_pause=True)
+            yield from self._drain()
+            raise
+        yield Failed(unit.key, node, which, failure, again, number, in_pause=self.breaker.is_open)
+        if news:
+            yield News(news)
+        elif not self.breaker.is_open:
+            yield from self._suspect(node)
+
+    def _suspect(self, node: str | None) -> Iterator[News]:
+        if self.nodes.failed(node):
+            yield News(f"node {node} failed {self.config.node_failures} attempts in a row, and is avoided")
 
     def _take_back_stranded(self) -> None:
         """Cancel attempts for which every node that they may go to is gone: they would wait for ever."""

@@ -11,7 +11,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from precompute.cluster.nodes import Resources, ResourcesConfig, describe, missing
-from shards.base.errors import DamagedInput, RequestError, WorkError, is_storage_error
+from shards.base.errors import DamagedInput, Outage, RequestError, WorkError, is_storage_error
 
 Work = TypeVar("Work")
 Result = TypeVar("Result")
@@ -26,6 +26,7 @@ NODE_ID = "ray.io/node-id"
 BOARD_SECONDS = 20.0
 REPORT_SECONDS = 2.0
 GRACE_SECONDS = 10
+CLUSTER_ERRORS = (ray.exceptions.RuntimeEnvSetupError, ray.exceptions.TaskUnschedulableError)
 # What a launcher left in the environment makes `streaming` believe that it is one of several ranks.
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -46,6 +47,10 @@ class Failure(Exception):
     """The cause in a line."""
     text: str
     """For a person: the line where it is an error for people, the worker's traceback where it is a bug."""
+    trace: str = ""
+    """The worker's traceback, whatever it is."""
+    outage: Outage | None = None
+    """Where storage, credentials, models or the cluster failed, and not the work."""
 
 
 def start_ray(config: ResourcesConfig) -> None:
@@ -195,11 +200,14 @@ def failure(error: ray.exceptions.RayError) -> Failure:
     words = str(raised).strip().splitlines()
     line = f"{type(raised).__name__}: {words[-1] if words else '(no message)'}"
     for_people = isinstance(cause, WorkError | RequestError) or is_storage_error(cause)
+    is_cluster = isinstance(error, CLUSTER_ERRORS)
     return Failure(
-        is_lost=not isinstance(error, ray.exceptions.RayTaskError),
+        is_lost=not is_cluster and not isinstance(error, ray.exceptions.RayTaskError),
         is_final=isinstance(cause, DamagedInput),
         line=line,
         text=line if for_people else str(error),
+        trace=str(error),
+        outage=cause if isinstance(cause, Outage) else Outage(line) if is_cluster or is_storage_error(cause) else None,
     )
 
 

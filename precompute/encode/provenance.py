@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
-from shards.base.errors import WorkError
+from shards.base.errors import UnfitNode
 from shards.root.provenance import source_sha256
 
 Item = TypeVar("Item")
@@ -19,10 +19,10 @@ def check_source(drivers: str) -> None:
     """See that this process runs the driver's code.
 
     Raises:
-        WorkError: it does not, and what it made could not be told from what the driver's code makes.
+        UnfitNode: it does not, and what it made could not be told from what the driver's code makes.
     """
     if source_sha256() != drivers:
-        raise WorkError(
+        raise UnfitNode(
             f"The node {os.uname().nodename} runs another version of this program: its source has the SHA-256 "
             f"{source_sha256()}, the driver's {drivers}. Nothing was encoded there. Bring it to the driver's version, "
             f"or take it out of the cluster."

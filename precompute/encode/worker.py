@@ -20,7 +20,7 @@ from precompute.encode.recipe import Recipe
 from precompute.encode.tar import encode_tar
 from precompute.encode.towers import TextTowers, Towers
 from precompute.input.tars import InputTar
-from shards.base.errors import RequestError, WorkError
+from shards.base.errors import RequestError, UnfitNode
 from shards.base.store import Store
 from shards.derive.part import Captions, Derivation, Settings, SourceTar, derive_tar, kept_uncond
 from shards.format.encoding import EncodingRecord
@@ -49,7 +49,7 @@ def encode_on_worker(
     samples were taken in.
 
     Raises:
-        WorkError: this node's code has not the SHA-256 `source`, it does not see the latents root that the job made,
+        UnfitNode: this node's code has not the SHA-256 `source`, it does not see the latents root that the job made,
             or it has other models.
     """
     check_source(source)
@@ -74,14 +74,14 @@ def check_shared_root(store: Store, encoding: EncodingRecord) -> None:
     """See that the root that this worker sees is the one that the driver made.
 
     Raises:
-        WorkError: it is not.
+        UnfitNode: it is not.
     """
     try:
         shared = EncodingRecord.load(store).id == encoding.id
     except RequestError:
         shared = False
     if not shared:
-        raise WorkError(
+        raise UnfitNode(
             f"{store.where()} on {os.uname().nodename} is not the latents root that the job made: the nodes do not "
             f"share this folder. Give an `output` that all of them see under one path, or an object store's address."
         )
@@ -94,7 +94,7 @@ def load_towers(recipe: Recipe, device: str) -> Towers:
     """The towers that the recipe's encoding names, on `device`; their networks are kept for the next call.
 
     Raises:
-        WorkError: what this node has under a name is not what was recorded.
+        UnfitNode: this node has not what was recorded under a name.
     """
     networks = _kept_networks(recipe.encoding.sealed(), device, recipe.worker.compile)
     return Towers(*networks, recipe.worker.batch_size, recipe.batch_sizes)
@@ -158,9 +158,13 @@ def _kept_texts(encoding_json: bytes, names: frozenset[str], device: str, compil
 
 def _recorded(weights: Weights) -> Path:
     """The folder on this node of what encoding.json recorded."""
-    folder = model_folder(weights.name)
-    if hash_weights(weights.name, folder).sha256 != weights.sha256:
-        raise WorkError(
+    try:
+        folder = model_folder(weights.name)
+        found = hash_weights(weights.name, folder)
+    except RequestError as error:
+        raise UnfitNode(f"{error} (on {os.uname().nodename})") from error
+    if found.sha256 != weights.sha256:
+        raise UnfitNode(
             f"{weights.name} on {os.uname().nodename} ({folder}) has other content than encoding.json recorded."
         )
     return folder

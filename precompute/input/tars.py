@@ -26,7 +26,8 @@ import pyarrow.parquet as pq
 from precompute.input.layout import IMAGE_SUFFIXES, Member, read_layout
 from shards.base.config import Config
 from shards.base.durable import sha256_file
-from shards.base.errors import DamagedInput, RequestError, WorkError
+from shards.base.errors import DamagedInput, Outage, RequestError
+from shards.base.remote import explained
 
 TarPolicy = Literal["reject", "salvage"]
 MOST_NAMED = 5
@@ -158,9 +159,11 @@ def local_copy(address: str, suffix: str = "") -> Iterator[Path]:
         return
     with tempfile.TemporaryDirectory(prefix="latentmill-") as folder:
         target = Path(folder) / f"copy{suffix}"
-        file_system.get_file(path, str(target))
-        if target.stat().st_size != file_system.size(path):
-            raise WorkError(f"{address} did not come whole: {target.stat().st_size} bytes of {file_system.size(path)}.")
+        with explained(address, FileNotFoundError):
+            file_system.get_file(path, str(target))
+            size = file_system.size(path)
+        if target.stat().st_size != size:
+            raise Outage(f"{address} did not come whole: {target.stat().st_size} bytes of {size}.")
         yield target
 
 
@@ -292,17 +295,23 @@ def counted_samples(tar: InputTar) -> Counted:
     file_system, path = fsspec.core.url_to_fs(tar.address.removesuffix(".tar"))
     counts: dict[str, int] = {}
     urls: dict[str, str] | None = None
-    if file_system.exists(name := f"{path}_stats.json"):
-        data = file_system.cat_file(name)
+    if (data := _side_file(file_system, name := f"{path}_stats.json")) is not None:
         with damaged(name):
             counts[f"{tar.name}_stats.json"] = int(json.loads(data)["successes"])
-    if file_system.exists(name := f"{path}.parquet"):
-        data = file_system.cat_file(name)
+    if (data := _side_file(file_system, name := f"{path}.parquet")) is not None:
         with damaged(name):
             rows = successes(data)
             urls = {str(row["key"]): row.get("url") or "" for row in rows}
             counts[f"{tar.name}.parquet"] = len(rows)
     return Counted(counts, urls)
+
+
+def _side_file(file_system: Any, name: str) -> bytes | None:
+    try:
+        with explained(name, FileNotFoundError):
+            return bytes(file_system.cat_file(name))
+    except FileNotFoundError:
+        return None
 
 
 @contextmanager

@@ -22,6 +22,19 @@ class DamagedInput(WorkError):
     """What was to be read is not what was once written. Another attempt would find the same, so there is none."""
 
 
+class Outage(WorkError):
+    """Storage, credentials, models or the cluster failed, and not the work: the same work may go well later."""
+
+    passes = True
+    """Whether waiting may help."""
+
+
+class UnfitNode(Outage):
+    """This machine lacks what the work needs: models, the root, the code. Other machines may have it."""
+
+    passes = False
+
+
 class Preempted(WorkError):
     """The run was told to leave; it saved first. The code is EX_TEMPFAIL, on which a scheduler requeues."""
 

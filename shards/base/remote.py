@@ -9,18 +9,19 @@ import hashlib
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import fsspec
 
-from shards.base.errors import RequestError, WorkError
+from shards.base.errors import Outage, RequestError
 from shards.base.store import Entry, Store
 
 CONDITIONAL = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "memory"}
 """Kinds of address whose file system creates on condition; others of fsspec's look first, and then write."""
+S3 = {"s3", "s3a"}
 EXISTS, CONFLICTS = "PreconditionFailed", ("ConditionalRequestConflict", "OperationAborted")
 """What S3 answers where there is an object, and to two that create one in the same moment: to be asked again."""
 MODIFIED = ("LastModified", "mtime", "updated", "last_modified", "created")
@@ -52,7 +53,7 @@ class RemoteStore(Store):
             found = self.fs.cat(list(paths), on_error="return") if paths else {}
         for path, data in found.items():
             if isinstance(data, Exception) and not isinstance(data, FileNotFoundError):
-                raise self._error(paths[path], data) from data
+                raise outage(self.where(paths[path]), data) from data
         return {paths[path]: bytes(data) for path, data in found.items() if not isinstance(data, Exception)}
 
     def get(self, name: str, target: Path) -> None:
@@ -123,6 +124,27 @@ class RemoteStore(Store):
         with self._explained(next(iter(names), "")), suppress(FileNotFoundError):
             self.fs.rm([self._path(name) for name in names])
 
+    def abort_uploads(self, before: float) -> list[str]:
+        if not S3.intersection(protocols(self.fs)):
+            return []
+        bucket, key, _ = self.fs.split_path(self.path)
+        top, names = f"{key}/" if key else "", []
+        with self._explained(""):
+            for upload in list(self._uploads(bucket, top)):
+                if upload["Initiated"].timestamp() < before:
+                    self.fs.call_s3(
+                        "abort_multipart_upload", Bucket=bucket, Key=upload["Key"], UploadId=upload["UploadId"]
+                    )
+                    names.append(upload["Key"].removeprefix(top))
+        return sorted(names)
+
+    def _uploads(self, bucket: str, top: str) -> Iterator[dict[str, Any]]:
+        page: dict[str, Any] = {"IsTruncated": True}
+        while page["IsTruncated"]:
+            after = {f"{name}Marker": page[f"Next{name}Marker"] for name in ("Key", "UploadId") if "Uploads" in page}
+            page = self.fs.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=top, **after)
+            yield from page.get("Uploads", [])
+
     @contextmanager
     def local(self, folder: str, names: Sequence[str] | None = None) -> Iterator[Path]:
         with tempfile.TemporaryDirectory(prefix="latentmill-") as copy:
@@ -140,21 +162,32 @@ class RemoteStore(Store):
     def _path(self, name: str) -> str:
         return f"{self.path}/{name}" if name else self.path
 
-    @contextmanager
-    def _explained(self, name: str, *expected: type[Exception]) -> Iterator[None]:
-        try:
-            yield
-        except expected:
-            raise
-        except Exception as error:  # each store's client has exceptions of its own
-            raise self._error(name, error) from error
+    def _explained(self, name: str, *expected: type[Exception]) -> AbstractContextManager[None]:
+        return explained(self.where(name), *expected)
 
-    def _error(self, name: str, error: Exception) -> WorkError:
-        reason = str(error).strip().splitlines()[-1] if str(error).strip() else "(no message)"
-        return WorkError(
-            f"{self.where(name)} cannot be read or written: {type(error).__name__}: {reason}. Check the address, the "
-            f"credentials, and the network."
-        )
+
+@contextmanager
+def explained(address: str, *expected: type[Exception]) -> Iterator[None]:
+    """Inside, `address` is read or written; what is `expected` passes through.
+
+    Raises:
+        Outage: the store or the way to it failed.
+    """
+    try:
+        yield
+    except expected:
+        raise
+    except Exception as error:  # each store's client has exceptions of its own
+        raise outage(address, error) from error
+
+
+def outage(address: str, error: Exception) -> Outage:
+    """What a store's client said, for people."""
+    reason = str(error).strip().splitlines()[-1] if str(error).strip() else "(no message)"
+    return Outage(
+        f"{address} cannot be read or written: {type(error).__name__}: {reason}. Check the address, the credentials, "
+        f"and the network."
+    )
 
 
 def protocols(file_system: Any) -> tuple[str, ...]:

@@ -119,6 +119,13 @@ class Store(ABC):
     def remove(self, names: Sequence[str]) -> None:
         """Remove files, as far as they are there, and folders that are empty then."""
 
+    def abort_uploads(self, before: float) -> list[str]:
+        """Give up uploads in pieces that began before (seconds since the epoch) and never ended; returns their names.
+
+        They take room, and no listing shows them. Only S3 keeps them for ever.
+        """
+        return []
+
     @abstractmethod
     def local(self, folder: str, names: Sequence[str] | None = None) -> AbstractContextManager[Path]:
         """A folder as a local one for reading: itself, or a copy (of the files `names`) that is gone afterwards."""

@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import torch
 
 from shards.base.durable import DamagedFile
-from shards.base.errors import WorkError
+from shards.base.errors import UnfitNode
 from shards.base.scratch import attempt_folder
 from shards.base.store import LocalStore, Store
 from shards.derive.conversion import Conversion
@@ -270,7 +270,7 @@ def _tokenizer(name: str, sha256: str) -> Any:
 
     folder = model_folder(name)
     if hash_weights(name, folder).sha256 != sha256:
-        raise WorkError(f"The tokenizer in {folder} has other content than encoding.json recorded of {name}.")
+        raise UnfitNode(f"The tokenizer in {folder} has other content than encoding.json recorded of {name}.")
     return transformers.AutoTokenizer.from_pretrained(folder)
 
 

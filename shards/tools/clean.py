@@ -1,4 +1,5 @@
-"""`python -m shards clean ROOT`: removes parts that no receipt names, which attempts that never committed left behind.
+"""`python -m shards clean ROOT`: removes parts that no receipt names, which attempts that never committed left behind,
+and uploads that never ended.
 
 Nothing else ever removes a part, and no lock says that nobody is at work: so none is removed before it has lain there
 for long, by the store's own clock, and nothing at all while something was written of late.
@@ -37,10 +38,10 @@ def parse_age(text: str) -> float:
 
 def clean(store: Store, older_than: float, quiet: float = QUIET) -> list[str]:
     """Remove every part that no receipt names, in force or recalled, and whose files are all older than `older_than`
-    seconds; and unfinished files of that age.
+    seconds; and unfinished files and uploads of that age.
 
     Returns:
-        The folders that went.
+        The folders and files that went.
 
     Raises:
         RequestError: something in the root was written less than `quiet` seconds ago, or it is not a latents root.
@@ -61,7 +62,7 @@ def clean(store: Store, older_than: float, quiet: float = QUIET) -> list[str]:
     gone = sorted(folder for folder in old if folder not in named)
     for folder in gone:
         store.remove(old[folder])
-    return gone
+    return gone + [f"{name} (an upload that never ended)" for name in store.abort_uploads(now - older_than)]
 
 
 def folder_of(name: str) -> str:

@@ -29,7 +29,7 @@ def test_a_node_with_an_altered_checkout_is_refused_by_name(
     with (altered / "precompute" / "pixels" / "color.py").open("a") as file:
         file.write("\n# otherwise the same\n")
     fields = World(models, tars, Path("none")).config(tmp_path / "root").model_dump(mode="json")
-    fields["workers"] |= {"attempts": 1, "backoff": 0}
+    fields["workers"] |= {"outage_probes": 1}
     (config := tmp_path / "config.yaml").write_text(yaml.safe_dump(fields))
     monkeypatch.setenv("PYTHONPATH", str(altered))  # the raylet's, and its workers'
     with tempfile.TemporaryDirectory(prefix="rf-") as short, TwoNodes(Path(short)) as nodes:

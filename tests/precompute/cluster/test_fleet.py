@@ -2,80 +2,11 @@
 
 import os
 import signal
-from collections.abc import Callable, Iterator
 
 import pytest
 
-from precompute.cluster import fleet as fleet_module
-from precompute.cluster.fleet import Done, Failed, Fleet, FleetConfig, News, UnderWay
-from precompute.cluster.nodes import Resources
-from precompute.cluster.ray_cluster import Cancelled, Failure, Report
-
-Outcome = str | Exception
-Event = Done[str] | Failed | News | UnderWay
-
-
-def error(final: bool = False, lost: bool = False) -> Failure:
-    return Failure(lost, final, "ValueError: no", "ValueError: no")
-
-
-class Cluster:
-    """Two nodes; each attempt ends as `play` says, at once, on the first node that it may go to."""
-
-    def __init__(self, play: Callable[[str, int, str], Outcome | None]):
-        self.play = play
-        self.nodes: dict[str, Resources] = {"a": {"CPU": 1}, "b": {"CPU": 1}}
-        self.attempts: list[tuple[str, int, list[str]]] = []
-        self.cancelled: set[int] = set()
-
-    def alive(self) -> dict[str, Resources]:
-        return dict(self.nodes)
-
-    def start(self, key: str, work: str, number: int, avoid: list[str]) -> int:
-        self.attempts.append((key, number, avoid))
-        return len(self.attempts) - 1
-
-    def _outcome(self, attempt: int) -> Outcome | None:
-        key, number, _ = self.attempts[attempt]
-        return Cancelled() if attempt in self.cancelled else self.play(key, number, self.node_of(key, number) or "")
-
-    def ended(self, attempts: list[int], seconds: float) -> list[int]:
-        return [attempt for attempt in attempts if self._outcome(attempt) is not None][:1]
-
-    def result(self, attempt: int) -> str:
-        outcome = self._outcome(attempt)
-        if isinstance(outcome, str):
-            return outcome
-        assert outcome is not None
-        raise outcome
-
-    def cancel(self, attempt: int) -> None:
-        self.cancelled.add(attempt)
-
-    def drain(self, attempts: list[int]) -> list[int]:
-        return [attempt for attempt in attempts if isinstance(self._outcome(attempt), str)]
-
-    def reported(self, running: set[tuple[str, int]]) -> int:
-        return 10 * len(running)
-
-    def node_of(self, key: str, number: int) -> str | None:
-        avoided = next(avoid for k, n, avoid in reversed(self.attempts) if (k, n) == (key, number))
-        return next((node for node in self.nodes if node not in avoided), None)
-
-
-def make_fleet(monkeypatch: pytest.MonkeyPatch, cluster: Cluster, keys: str, **config: float) -> Fleet[str, str]:
-    monkeypatch.setattr(fleet_module, "RayCluster", lambda *_: cluster)
-    monkeypatch.setattr("precompute.cluster.nodes.LOOK_SECONDS", 0.0)
-    options = {"num_gpus": 0, "num_cpus": 1, "backoff": 0} | config
-
-    def function(work: str, number: int, report: Report) -> str:
-        raise AssertionError("the cluster is played")
-
-    return Fleet(FleetConfig.model_validate(options), function, ((key, key.upper()) for key in keys))
-
-
-def told(events: Iterator[Event]) -> list[Event]:
-    return [event for event in events if not isinstance(event, UnderWay)]
+from precompute.cluster.fleet import Done, Failed, News, UnderWay
+from tests.precompute.cluster.played import Cluster, Outcome, error, make_fleet, told
 
 
 def test_each_unit_is_done_or_given_up_and_none_stops_the_others(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,8 +4,11 @@ import json
 import os
 import shutil
 import time
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
+import fsspec
 import pytest
 
 from precompute.config import PrecomputeConfig, describe_encoding
@@ -241,3 +244,48 @@ def test_a_receipt_of_a_later_version_is_refused_in_words(root: Path, capsys: py
     write_sealed_json(path, read_sealed_json(path) | {"version": 3})
     assert exit_code_of(lambda: run(["stats", str(root)])) == 2
     assert "is a receipt of version 3; this program writes and reads version 2" in words(capsys)
+
+
+def test_clean_gives_up_uploads_that_never_ended(
+    s3: str, latents: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On S3, where an attempt that is killed while it uploads leaves pieces that no listing shows."""
+    files = fsspec.filesystem("s3")
+    bucket = s3.removeprefix("s3://")
+    files.put(f"{latents}/", f"{bucket}/root/", recursive=True)
+    now = datetime.now(UTC)
+    ages = {"root/64x64/00000.0/a.mds": 8, "root/64x64/00001.0/b.mds": 6, "root/64x64/00002.0/c.mds": 9, "roots/d": 9}
+    for key in ages:
+        upload = files.call_s3("create_multipart_upload", Bucket=bucket, Key=key)["UploadId"]
+        files.call_s3("upload_part", Bucket=bucket, Key=key, UploadId=upload, PartNumber=1, Body=b"x" * 1000)
+
+    call = type(files).call_s3
+    asked: list[str] = []
+
+    def paged(self: object, method: str, **options: str) -> dict[str, Any]:
+        """One upload a page, as S3 gives a thousand; and of an age, where moto's are all of 2010."""
+        page: dict[str, Any] = call(self, method, **options)
+        if method != "list_multipart_uploads":
+            return page
+        uploads = sorted(page["Uploads"], key=lambda upload: str(upload["Key"]))
+        asked.append(options.get("KeyMarker", ""))
+        (first, *others) = [upload for upload in uploads if upload["Key"] > asked[-1]]
+        first["Initiated"] = now - timedelta(days=ages[first["Key"]])
+        following = {"NextKeyMarker": first["Key"], "NextUploadIdMarker": first["UploadId"]}
+        return page | {"Uploads": [first], "IsTruncated": bool(others)} | following
+
+    monkeypatch.setattr(type(files), "call_s3", paged)
+    before = open_store(f"{s3}/root").files()
+    assert exit_code_of(lambda: run(["clean", f"{s3}/root"])) == 2 and "a job may be at work" in words(capsys)
+    monkeypatch.setattr("shards.tools.clean.clock", lambda store: now.timestamp() + 3700)
+    run(["clean", f"{s3}/root", "--older-than", "7d"])
+    said = capsys.readouterr().out
+    assert (
+        "64x64/00000.0/a.mds (an upload that never ended)\n64x64/00002.0/c.mds (an upload that never ended)\n" in said
+    )
+    assert "2 that no receipt names" in said
+    assert asked == ["", "root/64x64/00000.0/a.mds", "root/64x64/00001.0/b.mds"]
+    monkeypatch.setattr(type(files), "call_s3", call)
+    left = call(files, "list_multipart_uploads", Bucket=bucket)["Uploads"]
+    assert {upload["Key"] for upload in left} == {"root/64x64/00001.0/b.mds", "roots/d"}
+    assert open_store(f"{s3}/root").files() == before

@@ -1,0 +1,68 @@
+"""A store that goes away in the midst of a real job, and comes back: the job waits, and nothing counts as failed."""
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import fsspec
+import pytest
+from moto.server import ThreadedMotoServer
+
+from shards.open import open_store
+from shards.root.committed import list_commits
+from shards.tools.verify import verify_root
+from tests.conftest import SIZES
+from tests.roots import precompute_arguments
+from tests.runs import environment
+from tests.tiny import make_samples, make_tar
+
+NUM_TARS = 5
+ONCE = ("--workers.attempts", "1", "--workers.lost_attempts", "1", "--workers.max_in_flight", "2")
+
+
+def wait_for(true: Callable[[], bool], job: subprocess.Popen[bytes], log: Path) -> None:
+    end = time.monotonic() + 240
+    while not true():
+        assert job.poll() is None and time.monotonic() < end, log.read_text()
+        time.sleep(0.02)
+
+
+@pytest.mark.slow
+def test_a_store_goes_away_and_comes_back(models: Path, s3: str, tmp_path: Path) -> None:
+    for tar in range(NUM_TARS):
+        make_tar(tmp_path / "tars", f"{tar:05d}", make_samples(tar, 40, SIZES))
+    fsspec.filesystem("s3").put(f"{tmp_path / 'tars'}/", f"{s3}/tars/", recursive=True)
+    root, log = tmp_path / "root", tmp_path / "log"
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0)  # of the same buckets, and a port that comes and goes
+    server.start()
+    host, port = server.get_host_and_port()
+    arguments = precompute_arguments(models, tmp_path / "tars", root, "--input", f"{s3}/tars", *ONCE)
+    variables = environment(AWS_ENDPOINT_URL=f"http://{host}:{port}", AWS_MAX_ATTEMPTS="1")
+    with log.open("wb") as file:
+        job = subprocess.Popen(
+            [sys.executable, "-m", "precompute", *arguments], stdout=file, stderr=file, env=variables
+        )
+    try:
+        wait_for(lambda: root.exists() and len(list_commits(open_store(root))) > 0, job, log)
+        server.stop()
+        wait_for(lambda: "s so far, and tries again in 10 s" in log.read_text(), job, log)
+        assert "Check the address, the credentials, and the network" in log.read_text()
+        server = ThreadedMotoServer(ip_address=host, port=port)
+        server.start()
+        job.wait(240)
+    finally:
+        job.kill()
+        server.stop()
+    assert job.returncode == 0, log.read_text()
+    assert "It works again: the job goes on, after" in log.read_text()
+    assert f"{NUM_TARS} tars encoded" in log.read_text() and "0 failed" in log.read_text()
+    assert list(verify_root(open_store(root))) == []
+    failures = [json.loads(line) for line in (tmp_path / "root.failures.jsonl").read_text().splitlines()]
+    assert failures and all(line["attempts"] == 1 and not line["final"] for line in failures)
+    assert all(line["outcome"] == "an outage, which counts for no attempt" for line in failures)
+    assert all(
+        "encode_on_worker" in line["trace"] and "cannot be read or written" in line["cause"] for line in failures
+    )

@@ -1,0 +1,188 @@
+"""Outages of storage, credentials and models: simulated minutes in the midst of a job, on a cluster that is played."""
+
+import json
+import os
+import traceback
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import ray
+
+from precompute.cluster.failures import FailureLog, named
+from precompute.cluster.fleet import Done, Failed, Fleet, News
+from precompute.cluster.ray_cluster import Failure, failure
+from precompute.encode.worker import _recorded
+from shards.base.errors import Outage, UnfitNode, WorkError
+from shards.base.remote import RemoteStore, explained
+from shards.format.towers import Weights
+from tests.precompute.cluster.played import Clock, Outcome, TimedCluster, make_fleet, told
+
+KEYS = [f"{number:05d}" for number in range(60)]
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    return Clock(monkeypatch)
+
+
+def raised(error: Exception) -> Failure:
+    """What the fleet hears of a worker's exception."""
+    try:
+        raise error
+    except type(error):
+        return failure(ray.exceptions.RayTaskError("attempt", traceback.format_exc(), error))
+
+
+def stored(error: Exception) -> Failure:
+    """What it hears where a store's client raises."""
+    try:
+        with explained("s3://bucket/tars/00007.tar", FileNotFoundError):
+            raise error
+    except Outage as outage:
+        return raised(outage)
+
+
+SLOW_DOWN = stored(OSError(5, "Please reduce your request rate. (503 SlowDown)"))
+EXPIRED = stored(PermissionError("The provided token has expired."))
+DISK = raised(OSError(28, "No space left on device"))
+
+
+def missing_model() -> Failure:
+    """As a worker finds it."""
+    with pytest.raises(UnfitNode, match="There is no model folder") as caught:
+        _recorded(Weights(name="absent", sha256="0" * 64))
+    return raised(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("outage", "of_output"),
+    [(SLOW_DOWN, True), (EXPIRED, True), (EXPIRED, False), (DISK, True)],
+    ids=["503", "expired credentials", "of the input alone", "full disk"],
+)
+def test_five_minutes_of_an_outage_cost_nothing(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch, outage: Failure, of_output: bool
+) -> None:
+    begin, end = clock.now + 70, clock.now + 370
+
+    def act(key: str, node: str, now: float) -> tuple[float, Outcome]:
+        if begin <= now < end:
+            return 1, outage  # the tar cannot be fetched …
+        return 20, outage if of_output and begin <= now + 20 < end else "ok"  # … or not be committed
+
+    cluster = TimedCluster(clock, {"a": 4, "b": 4}, act)
+    events = told(iter(make_fleet(monkeypatch, cluster, KEYS, backoff=5, attempts=1, lost_attempts=1)))
+    assert sorted(event.key for event in events if isinstance(event, Done)) == KEYS
+    failed = [event for event in events if isinstance(event, Failed)]
+    assert failed and all(event.again and event.number == 1 for event in failed)
+    assert {event.which for event in failed} == {"an outage, which counts for no attempt"}
+    said = [event.text for event in events if isinstance(event, News)]
+    assert "The job pauses, for 0 s so far, and tries again in 5 s: " in said[0]
+    assert "It works again: the job goes on, after" in said[-1] and len(said) == 7  # 0, 5, 15, 35, 75, 155; and over
+    probes = [event for event in failed if event.key in {f.key for f in failed[-5:]}]
+    assert len({event.key for event in probes}) >= 5, "each probe takes another tar"
+    # eight slots, 20 s a tar, and the outage; the last probe's wait (160 s) is the longest idle time
+    assert clock.now - 1000 <= 300 + 160 + 20 * (len(KEYS) / 8 + 3)
+
+
+def test_a_missing_model_stops_the_job_within_a_minute(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    lacking = missing_model()
+    cluster = TimedCluster(clock, {"a": 8, "b": 8}, lambda *_: (1, lacking))
+    fleet: Fleet[str, str] = make_fleet(monkeypatch, cluster, KEYS, backoff=5)
+    with pytest.raises(
+        WorkError, match=r"(?s)4 attempts in a row \(.*\) met an outage.*no model folder absent"
+    ) as caught:
+        told(iter(fleet))
+    assert clock.now - 1000 < 60
+    assert len(str(caught.value).split("(")[1].split(")")[0].split(", ")) == 4, "distinct tars"
+    assert f"(on {os.uname().nodename})" in str(caught.value) and "give the same command again" in str(caught.value)
+
+
+def test_an_outage_without_an_end_stops_the_job(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = TimedCluster(clock, {"a": 8}, lambda *_: (1, EXPIRED))
+    with pytest.raises(WorkError, match=r"16 attempts in a row .* token has expired"):
+        told(iter(make_fleet(monkeypatch, cluster, KEYS, backoff=5)))
+    assert 45 * 60 < clock.now - 1000 < 70 * 60
+
+
+def test_what_one_node_lacks_is_done_elsewhere(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    lacking = missing_model()
+    cluster = TimedCluster(
+        clock, {"a": 2, "b": 2, "c": 2}, lambda key, node, now: (1, lacking) if node == "a" else (20, "ok")
+    )
+    events = told(iter(make_fleet(monkeypatch, cluster, KEYS, backoff=5, max_in_flight=12)))
+    assert sorted(event.key for event in events if isinstance(event, Done)) == KEYS
+    assert next(event.text for event in events if isinstance(event, News)) == (
+        "node a failed 5 attempts in a row, and is avoided"
+    )
+    assert not any("pauses" in event.text for event in events if isinstance(event, News))
+    assert all(event.again for event in events if isinstance(event, Failed))
+    assert Counter(attempt.node for attempt in cluster.given)["a"] < 20
+
+
+def test_what_one_tar_alone_meets_is_its_own(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As an object that nobody may read."""
+    cluster = TimedCluster(
+        clock, {"a": 2, "b": 2}, lambda key, node, now: (1, EXPIRED) if key == "00007" else (20, "ok")
+    )
+    events = told(iter(make_fleet(monkeypatch, cluster, KEYS * 2, backoff=1, lost_attempts=3)))
+    last = [event for event in events if isinstance(event, Failed)][-1]
+    assert (last.key, last.again, last.which) == ("00007", False, "an attempt was lost (3 of 3)")
+    assert len({event.key for event in events if isinstance(event, Done)}) == len(KEYS) - 1
+
+
+def test_what_the_cluster_refuses_is_an_outage_and_a_lost_worker_is_none() -> None:
+    assert failure(ray.exceptions.RuntimeEnvSetupError("pip failed")).outage is not None
+    assert not failure(ray.exceptions.RuntimeEnvSetupError("pip failed")).is_lost
+    lost = failure(ray.exceptions.WorkerCrashedError())
+    assert lost.is_lost and lost.outage is None
+    assert raised(ValueError("a bug")).outage is None and raised(WorkError("damaged")).outage is None
+
+
+def failed(key: str, outcome: Failure, again: bool = True) -> Failed:
+    return Failed(key, "a", "attempt 1 of 3 failed", outcome, again)
+
+
+def test_failures_are_written_beside_a_folder(tmp_path: Path) -> None:
+    for job in range(2):
+        with FailureLog(tmp_path / "root") as log:
+            log.record(failed(f"0000{job}", raised(ValueError("a bug")), again=False))
+            log.record(failed("00009", SLOW_DOWN))
+    lines = [json.loads(line) for line in (tmp_path / "root.failures.jsonl").read_text().splitlines()]
+    assert [(line["shard"], line["node"], line["attempts"], line["final"]) for line in lines] == [
+        ("00000", "a", 1, True),
+        ("00009", "a", 1, False),
+        ("00001", "a", 1, True),
+        ("00009", "a", 1, False),
+    ]
+    assert lines[0]["cause"] == "ValueError: a bug" and "raise error" in lines[0]["trace"]
+    assert "503 SlowDown" in lines[1]["cause"]
+
+
+def test_failures_wait_while_their_own_store_is_away(
+    s3: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*arguments: object) -> bool:
+        raise Outage("no route")
+
+    def lines(store: RemoteStore) -> list[str]:
+        return [json.loads(line)["shard"] for name in store.files() for line in store.read(name).splitlines()]
+
+    create = RemoteStore.create
+    with FailureLog(f"{s3}/root") as log:
+        monkeypatch.setattr(RemoteStore, "create", refuse)
+        log.record(failed("00000", raised(ValueError("a bug"))))
+        monkeypatch.setattr(RemoteStore, "create", create)
+        log.record(failed("00001", SLOW_DOWN))
+        assert lines(RemoteStore(f"{s3}/root.failures")) == []
+        log.record(failed("00002", raised(ValueError("a bug"))))
+        assert lines(RemoteStore(f"{s3}/root.failures")) == ["00000", "00001", "00002"]
+        monkeypatch.setattr(RemoteStore, "create", refuse)
+        log.record(failed("00003", SLOW_DOWN))
+    said = capsys.readouterr().err
+    assert "root.failures cannot be written (no route); its last lines are:" in said and '"shard": "00003"' in said
+
+
+def test_a_long_list_of_failures_is_cut() -> None:
+    assert named([("b", "y"), ("a", "x")]) == "a: x; b: y"
+    assert named([(str(i), "x") for i in range(7)]) == "0: x; 1: x; 2: x; 3: x; 4: x; and 2 more"

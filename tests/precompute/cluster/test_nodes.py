@@ -1,0 +1,108 @@
+"""How many workers nodes hold, what leaves GPUs unused, and how many units a fleet hands out: without Ray."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from precompute.cluster.fleet import Done, FleetConfig, UnderWay
+from precompute.cluster.nodes import Resources, ResourcesConfig, Watch, shortage, slots
+from tests.precompute.cluster.played import Clock, TimedCluster, make_fleet
+
+
+def held(has: Resources, needs: Resources) -> int:
+    """The obvious answer: workers put on one by one, in thousandths, each on the first GPU that has room."""
+    gpus = [1000] * int(has.get("GPU", 0))
+    rest = {name: round(amount * 1000) for name, amount in has.items() if name != "GPU"}
+    wanted = {name: round(amount * 1000) for name, amount in needs.items()}
+    gpu, count = wanted.pop("GPU"), 0
+    while True:
+        room = [i for i, left in enumerate(gpus) if left >= min(gpu, 1000)][: max(1, gpu // 1000)]
+        if gpu and len(room) < max(1, gpu // 1000):
+            return count
+        if any(rest.get(name, 0) < amount for name, amount in wanted.items()):
+            return count
+        for i in room if gpu else []:
+            gpus[i] -= min(gpu, 1000)
+        for name, amount in wanted.items():
+            rest[name] -= amount
+        count += 1
+
+
+@given(
+    st.sampled_from([0, 0.1, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 1, 2, 3]),
+    st.sampled_from([0.1, 0.5, 1, 4, 8]),
+    st.integers(0, 8),
+    st.integers(1, 64),
+    st.sampled_from([0.5, 1, 3]),
+)
+def test_a_node_holds_as_many_as_are_put_on_it_one_by_one(
+    gpu: float, cpu: float, gpus: int, cpus: int, encoders: float
+) -> None:
+    has: Resources = {"GPU": gpus, "CPU": cpus, "encoder": 4}
+    needs: Resources = {"GPU": gpu, "CPU": cpu, "encoder": encoders}
+    assert min(slots(has, needs).values()) == held(has, needs)
+
+
+def test_what_leaves_gpus_unused() -> None:
+    needs = ResourcesConfig(num_gpus=1, num_cpus=8).needs
+    assert shortage({"GPU": 8, "CPU": 52}, needs) == "6 of 8 GPUs usable: CPUs"
+    assert shortage({"GPU": 8, "CPU": 64}, needs) is None and shortage({"CPU": 2}, needs) is None
+    assert shortage({"GPU": 8, "CPU": 4}, needs) == "0 of 8 GPUs usable: CPUs"
+    both = ResourcesConfig(num_gpus=0.5, num_cpus=1, resources={"encoder": 1}).needs
+    assert shortage({"GPU": 8, "CPU": 8, "encoder": 10}, both) == "4 of 8 GPUs usable: CPUs, encoder"
+    assert shortage({"GPU": 1, "CPU": 8}, ResourcesConfig(num_gpus=2, num_cpus=1).needs) is None  # too few GPUs
+    assert shortage({"GPU": 8, "CPU": 1}, ResourcesConfig(num_gpus=0, num_cpus=1).needs) is None
+
+
+def test_a_node_that_is_short_is_named_once_and_when_it_changes() -> None:
+    watch = Watch(ResourcesConfig(num_gpus=1, num_cpus=8))
+    alive: dict[str, Resources] = {
+        "f00": {"GPU": 8, "CPU": 52, "node:10.0.0.7": 1, "node:__internal_head__": 1},
+        "f01": {"GPU": 8, "CPU": 64},
+    }
+    assert watch.look(alive) == "node 10.0.0.7: 6 of 8 GPUs usable: CPUs" and watch.slots == 14
+    assert watch.look(alive) is None
+    alive["f02"] = {"GPU": 4, "CPU": 8}
+    assert watch.look(alive) == "node f02: 1 of 4 GPUs usable: CPUs" and watch.slots == 15
+    del alive["f00"]
+    assert watch.look(alive) is None and watch.slots == 9
+
+
+def test_a_worker_has_whole_gpus_or_a_part_of_one() -> None:
+    assert ResourcesConfig(num_gpus=0.25).num_gpus == 0.25
+    with pytest.raises(ValidationError, match="a worker has whole GPUs, or a part of one"):
+        ResourcesConfig(num_gpus=1.5)
+
+
+def test_twice_as_many_are_under_way_as_there_are_slots_whatever_the_cluster_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """0 → 3 → 0 → 300 nodes' slots, as an autoscaler may have it."""
+    clock = Clock(monkeypatch)
+    cluster = TimedCluster(clock, {}, lambda *_: (20, "ok"))
+    sizes = [(0, 0), (100, 3), (400, 0), (500, 300)]
+    fleet = iter(make_fleet(monkeypatch, cluster, map(str, range(1200)), wait_for_resources=1000))
+    seen: list[tuple[float, int, int]] = []
+    done = 0
+    for event in fleet:
+        done += isinstance(event, Done)
+        if isinstance(event, UnderWay):
+            seen.append((clock.now - 1000, event.attempts, cluster.busy().total()))
+            size = next(size for begin, size in reversed(sizes) if clock.now - 1000 >= begin)
+            cluster.nodes = {str(node): {"CPU": 1.0} for node in range(size)}
+    assert done == 1200
+    assert {attempts for at, attempts, _ in seen if at < 100} == {8}  # what an autoscaler sees, and no more
+    assert all(attempts <= 8 for at, attempts, _ in seen if at < 500)
+    assert {busy for at, _, busy in seen if 110 <= at < 395} >= {3}
+    assert max(busy for at, _, busy in seen if 430 <= at < 500) == 0
+    assert max(attempts for _, attempts, _ in seen) == 600
+    first_full = min(at for at, _, busy in seen if busy == 300)
+    assert first_full - 500 <= 5
+
+
+def test_in_flight_is_a_number_or_auto() -> None:
+    assert FleetConfig(max_in_flight=3).in_flight(1000) == 3
+    assert FleetConfig().in_flight(0) == 8 and FleetConfig().in_flight(1000) == 2000
+    with pytest.raises(ValidationError, match="give a number from 1 on, or auto"):
+        FleetConfig(max_in_flight=0)
