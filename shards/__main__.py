@@ -103,7 +103,7 @@ def add_changes(command: argparse.ArgumentParser) -> None:
     command.add_argument("--image.storage", dest="image_storage", choices=("float16", "int8"))
     command.add_argument("--image.posterior", dest="image_posterior", choices=("mean",), help="drop the log-variances")
     command.add_argument("--towers", nargs="*", metavar="KIND.NAME", help="those to keep; default: all")
-    command.add_argument("--buckets", nargs="*", help="those to derive; default: all")
+    command.add_argument("--buckets", nargs="+", help="those to derive; default: all")
     command.add_argument("--processes", type=int, default=os.cpu_count() or 1, help="default: one a processor")
 
 

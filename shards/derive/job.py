@@ -1,10 +1,13 @@
 """`python -m shards derive ROOT OUT`: all of a root's parts, made of another root's by several processes."""
 
 import multiprocessing
+import os
 import signal
+import threading
 from collections.abc import Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from dataclasses import replace
 
 import torch
 
@@ -20,6 +23,7 @@ from shards.format.encoding import EncodingRecord
 from shards.format.receipts import names_in_force, parse_name
 from shards.open import open_store
 from shards.root.committed import Committed, TarBooks, list_commits, load_commits
+from shards.root.exclusions import add_exclusion, exclusion_ids, load_exclusion
 from shards.root.index import write_streaming
 from shards.root.manifest import Manifest
 from shards.root.publish import Publishing
@@ -50,9 +54,10 @@ def derive(source: Store, target: Store, changes: Changes, buckets: list[str] | 
         manifest = publishing.finish()
     write_streaming(target, manifest)
     if failed:
+        named = "; ".join(failed[:5]) + (" …" if len(failed) > 5 else "")
         raise WorkError(
-            f"{len(failed)} of {len(tars)} tars were not derived ({'; '.join(failed)}). The others are committed; the "
-            f"same command again tries just these."
+            f"{len(failed)} of {len(tars)} tars were not derived ({named}). The others are committed; the same command "
+            f"again tries just these."
         )
     return manifest
 
@@ -79,7 +84,9 @@ def prepare(
             f"{', '.join(sorted(map(str, rules))) or 'none'}. Pictures are not decoded again: encode the tars for that."
         )
     empty = load_uncond(source)
-    create_root(target, encoding)
+    how = replace(how, target=create_root(target, encoding))  # which may be of version 1, upgraded
+    for id in exclusion_ids(source):  # for what is added to the target later, and for runs on it
+        add_exclusion(target, load_exclusion(source, id))
     agree_on_rules(target, {bucket: rule for bucket, rule in rules.items() if str(bucket) in wanted})
     if not how.fresh:
         write_uncond(target, kept_uncond(empty.items(), how), encoding)
@@ -123,6 +130,7 @@ def _run(source: Store, target: Store, how: Conversion, tars: list[SourceTar], p
                     failed.append(f"{tar.name}: {error}")
                     progress.say(failed[-1])
                 elif error is not None:
+                    pool.shutdown(wait=False, cancel_futures=True)
                     raise error
             if stop.received:
                 pool.shutdown(cancel_futures=True)
@@ -135,7 +143,15 @@ def _run(source: Store, target: Store, how: Conversion, tars: list[SourceTar], p
 
 def _begin() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all; the first process decides
+    threading.Thread(target=_leave_with_parent, daemon=True).start()
     torch.set_num_threads(1)
+
+
+def _leave_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)  # killed, it could not end its workers
 
 
 def _derive_in_process(source: str, target: str, how: Conversion, tar: SourceTar) -> TarBooks:

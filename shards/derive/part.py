@@ -82,7 +82,6 @@ def derive_tar(
     Raises:
         DamagedFile: the source's part is not what its receipt says.
     """
-    began, started = time.monotonic(), datetime.now(UTC)
     receipts = [r for _, _, r in load_commits(how.source, dict.fromkeys(tar.receipts, "")) if r.bucket in tar.buckets]
     in_force = {receipt.bucket: current(how.target, receipt.bucket, tar.name)[1] for receipt in receipts}
     committed = {bucket: receipt for bucket, receipt in in_force.items() if receipt}
@@ -92,6 +91,7 @@ def derive_tar(
         for receipt in receipts:
             if receipt.bucket in committed:
                 continue
+            began, started = time.monotonic(), datetime.now(UTC)
             with how.source.local(receipt.folder) as part:
                 check_part(part, receipt)
                 writing = _Writing(part, receipt, folder / receipt.bucket, how, excluded)
@@ -123,7 +123,7 @@ def derive_tar(
 
 def _origin(receipt: Receipt) -> Settings:
     origin: Settings = {ORIGIN: f"{receipt.encoding_id}/{receipt.folder}"}
-    if receipt.made_by:
+    if receipt.made_by and not any(name.startswith(f"{ORIGIN}.") for name in receipt.settings):
         made = {"host": receipt.made_by.host, "gpu": receipt.made_by.gpu, "gpu_uuid": receipt.made_by.gpu_uuid}
         origin |= {f"{ORIGIN}.{name}": value for name, value in made.items() if value}
     return origin

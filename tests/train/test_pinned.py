@@ -111,9 +111,10 @@ def test_an_old_index_json_is_kept_for_the_runs_that_began_with_it(tmp_path: Pat
 def test_another_filter_is_no_growth() -> None:
     """It would pass as samples that came or went, where a run takes up what its roots now hold."""
     stream = {"bucket": "64x64", "samples": 30, "filter": None}
-    saved = {"seed": 0, "streams": [stream]}
-    grown = {"seed": 0, "streams": [stream | {"samples": 40}]}
-    filtered = {"seed": 0, "streams": [stream | {"samples": 20, "filter": {"aesthetic": {"min": 5.0}}}]}
+    saved = {"seed": 0, "unet": {}, "streams": [stream]}
+    grown = {"seed": 0, "unet": {}, "streams": [stream | {"samples": 40}]}
+    less = stream | {"samples": 20, "filter": {"aesthetic": {"min": 5.0}}}
+    filtered = {"seed": 0, "unet": {"later": None}, "streams": [less]}
     check_resume(Path("step"), saved, grown, grows=True)
     with pytest.raises(RequestError, match=r"streams: .*'filter': None.*'min': 5"):
         check_resume(Path("step"), saved, filtered, grows=True)

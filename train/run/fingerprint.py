@@ -16,6 +16,8 @@ from train.model.backbone import BackboneConfig
 from train.model.unet import UNET, class_name
 from train.objective.paths import ObjectiveConfig
 
+LATER = {"filter", "latents"}
+"""Of a stream: what checkpoints of earlier versions do not have."""
 GROWING = ("samples", "selection_sha256", "index_sha256", "exclusions")
 """Of a stream: what changes where parts or exclusions are added to its root."""
 
@@ -58,6 +60,7 @@ def make_fingerprint(
                 "index_sha256": stream.index_sha256,
                 "encoding_id": stream.encoding_id,
                 "filter": _filter(stream, data),
+                "latents": {"scale": list(spec.image.scale), "shift": list(spec.image.shift)},
                 # checkpoints of version 1 know of none
                 **({"exclusions": list(stream.exclusions)} if stream.exclusions else {}),
             }
@@ -92,8 +95,10 @@ def check_resume(folder: Path, saved: dict[str, Any], now: dict[str, Any], grows
     """
     now = json.loads(json.dumps(now))  # as the saved one was: tuples are lists
     for before, stream in zip(saved["streams"], now["streams"], strict=False):
-        if "filter" not in before:  # earlier versions had its outcome alone
-            del stream["filter"]
+        for name in LATER - before.keys():  # earlier versions had a filter's outcome alone, and no normalisation
+            stream.pop(name, None)
+    # a field that is not in the checkpoint is a later diffusers', at its default
+    now["unet"] = {name: value for name, value in now["unet"].items() if name in saved["unet"]}
     if grows:
         saved, now = ({**fields, "streams": _fixed(fields["streams"])} for fields in (saved, now))
     different = [f"{key}: {saved.get(key)} ≠ {now.get(key)}" for key in now | saved if saved.get(key) != now.get(key)]

@@ -17,6 +17,7 @@ from shards.derive import job
 from shards.derive.job import missing, prepare
 from shards.format.encoding import EncodingRecord
 from shards.root.committed import load_receipts
+from shards.root.exclusions import exclusion_ids
 from shards.root.index import write_indexes
 from shards.root.provenance import source_sha256
 from shards.root.reading import read_part, text_latents
@@ -116,6 +117,10 @@ def test_receipts_name_their_source(latents: Path, tmp_path: Path) -> None:
         assert origin.split("/", 1)[0] == id and origin.split("/", 1)[1] in folders
         assert receipt.settings["derived_from.host"] == os.uname().nodename
         assert receipt.made_by is not None and receipt.made_by.source_sha256 == source_sha256()
+    again = derive(derived, tmp_path / "again")
+    ours, theirs = (load_receipts(LocalStore(root))[0].settings for root in (again, derived))
+    assert str(ours["derived_from"]).split("/", 1)[1] in parts(derived)
+    assert ours["derived_from.host"] == theirs["derived_from.host"]  # the first one's: who had encoded it
 
 
 def test_what_is_excluded_is_left_out_and_counted(latents: Path, tmp_path: Path) -> None:
@@ -131,6 +136,18 @@ def test_what_is_excluded_is_left_out_and_counted(latents: Path, tmp_path: Path)
         receipt.samples for receipt in load_receipts(LocalStore(derived))
     )
     check_sound(derived)
+    assert exclusion_ids(LocalStore(derived)) == exclusion_ids(LocalStore(source))  # for what is added later
+
+
+def test_a_root_of_version_1_goes_on_from_another(tmp_path: Path) -> None:
+    source, target = (shutil.copytree(GOLDEN / "roots" / "float16", tmp_path / name) for name in ("one", "two"))
+    shards(["upgrade", str(target)])
+    whole = load_receipts(LocalStore(target))
+    shards(["recall", str(target), "--since", "2000-01-01"])
+    assert load_receipts(LocalStore(target)) == []
+    derive(source, target)
+    assert [receipt.mds for receipt in load_receipts(LocalStore(target))] == [receipt.mds for receipt in whole]
+    check_sound(target)
 
 
 def test_the_same_command_again_makes_what_is_left_or_was_recalled(
