@@ -200,7 +200,8 @@ class LocalStore(Store):
     def remove(self, names: Sequence[str]) -> None:
         for name in names:
             (self.root / name).unlink(missing_ok=True)
-        for folder in {Path(name).parent for name in names}:
+        # another process may be about to write into the folder of what is unfinished
+        for folder in {Path(name).parent for name in names} - {Path(UNFINISHED)}:
             if (self.root / folder).is_dir() and not any((self.root / folder).iterdir()):
                 (self.root / folder).rmdir()
 

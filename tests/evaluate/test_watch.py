@@ -104,6 +104,12 @@ def numbers(run_dir: Path) -> list[tuple[Any, ...]]:
     return [tuple(row[name] for name in ("step", "set", "metric", "id", "value", "low")) for row in written(run_dir)]
 
 
+def listens_to(number: signal.Signals, pid: int) -> bool:
+    """Whether a process has a handler for the signal."""
+    status = dict(line.split(":\t", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    return bool(int(status["SigCgt"], 16) >> (number - 1) & 1)
+
+
 def test_each_step_once_until_the_runs_last(
     run_dir: Path, words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -230,8 +236,10 @@ def test_what_is_no_run_and_what_is_empty(run_dir: Path, words: list[str], capsy
     assert "leave --step out" in said_by(2, run_dir, words, "--step", "2")
     shutil.rmtree(run_dir / "checkpoints")
     process = watcher(run_dir, words)
-    time.sleep(1)
-    assert process.is_alive() and process.pid is not None  # it waits
+    assert process.pid is not None
+    while not listens_to(signal.SIGTERM, process.pid):
+        assert process.is_alive()
+        time.sleep(0.05)
     os.kill(process.pid, signal.SIGTERM)
     process.join(20)
     assert process.exitcode == 75

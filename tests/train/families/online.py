@@ -5,6 +5,7 @@ called as that pipeline calls it. Of the product it takes the keyed draws, and t
 """
 
 import io
+import math
 import tarfile
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from diffusers import DDPMScheduler
+from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 from PIL import Image
 from torch import Tensor
 
@@ -20,6 +22,7 @@ from shards.format.buckets import Bucket
 from tests.families import TEMPLATE, TOKENS, Small
 from train.config import TrainConfig
 from train.data.draws import Draws, Purpose
+from train.objective.times import ShiftConfig
 
 SIDE = 64
 Embeds = dict[str, Tensor]
@@ -67,6 +70,7 @@ class Online:
         t = draws.uniform(Purpose.TIMESTEP)
         if objective.timestep_sampling == "logit_normal":
             t = torch.sigmoid(draws.normal(Purpose.TIMESTEP, ()))
+        t = shifted(t, objective.shift, latents.shape[2] * latents.shape[3] // 4)
         at = t[:, None, None, None]
         return F.mse_loss(self.call((1 - at) * latents + at * noise, t * 1000, given), noise - latents)
 
@@ -211,3 +215,12 @@ CALLS: dict[str, Callable[[Embeds, Tensor], dict[str, Any]]] = {
     "prx": lambda e, sizes: {"encoder_hidden_states": e["states"], "attention_mask": e["mask"]},
 }
 """How each pipeline's network is told of them."""
+
+
+def shifted(t: Tensor, config: ShiftConfig, tokens: int) -> Tensor:
+    """As SD3's paper and FLUX.1's pipeline have it."""
+    if config.kind == "log_linear":
+        alpha = math.exp(calculate_shift(tokens))
+        return alpha / (alpha + 1 / t - 1)
+    assert config.kind == "constant"
+    return config.factor * t / (1 + (config.factor - 1) * t)
