@@ -48,8 +48,11 @@ def run(arguments: list[str]) -> None:
             say_what_is_unchecked(config.input, waiting)
         start_ray(config.workers)
 
-    encoding = create_root(store, encoding)
-    agree_on_rules(store, config.to_fill.rules)
+    if how is None:
+        encoding = create_root(store, encoding)
+        agree_on_rules(store, config.to_fill.rules)
+    else:
+        encoding = how.target
     with Publishing(store, config.index.every) as publishing:
         try:
             recipe = make_recipe(config, encoding, how)
@@ -73,11 +76,11 @@ def find_work(
     """
     check_root(store, encoding)
     check_rules(store, config.to_fill.rules)
-    buckets = config.to_fill.all
     if config.source is None:
         tars = choose_tars(config.shards, list_tars(config.input))
-        return None, tars, not_committed(tars, buckets, store)
-    how, found = prepare(open_store(config.source), store, encoding, map(str, buckets), may_encode=True)
+        return None, tars, not_committed(tars, config.to_fill.all, store)
+    rules = {str(bucket): rule for bucket, rule in config.to_fill.rules.items()}
+    how, found = prepare(open_store(config.source), store, encoding, rules, may_encode=True)
     sources = choose_tars(config.shards, found)
     return how, sources, missing(store, sources)
 

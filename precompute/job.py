@@ -17,8 +17,8 @@ from precompute.input.tars import InputTar, Named
 from shards.base.errors import Preempted, WorkError
 from shards.base.progress import Progress
 from shards.base.store import Store
-from shards.format.receipts import names_in_force, parse_name, receipt_name
-from shards.root.committed import TarBooks, list_commits
+from shards.format.receipts import receipt_name
+from shards.root.committed import TarBooks, committed_parts
 from shards.root.manifest import Manifest
 from shards.root.provenance import source_sha256
 
@@ -55,7 +55,7 @@ def not_committed(tars: Sequence[InputTar], buckets: Sequence[object], store: St
     """
     for tar in tars:
         receipt_name("", tar.name)
-    done = {parsed[:2] for name in names_in_force(list_commits(store)) if (parsed := parse_name(name))}
+    done = committed_parts(store)
     return [tar for tar in tars if not {(str(bucket), tar.name) for bucket in buckets} <= done]
 
 

@@ -81,8 +81,7 @@ class TextEncoder(Network):
         model = load(folder, use_safetensors=True)  # with torch's fused attention, where it has it
         super().__init__(model.to(torch.float32), self.encode, device, precision, "" if compiled else None)
         self.tower = tower
-        places = torch.arange(tower.max_tokens)
-        self.kept = torch.cat([places[slice(*bounds)] for bounds in tower.keep])
+        self.kept = torch.tensor(tower.kept)
 
     def encode(self, model: nn.Module, ids: Tensor, mask: Tensor | None = None) -> tuple[Tensor, ...]:
         """(N, max_tokens) ids, and which of them are real → hidden states and pooled output, as far as stored."""

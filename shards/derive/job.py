@@ -4,7 +4,7 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Iterable
+from collections.abc import Container, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
@@ -20,9 +20,9 @@ from shards.derive.conversion import Changes, Conversion, changed, conversion
 from shards.derive.part import Derivation, SourceTar, derive_tar, kept_uncond
 from shards.format.buckets import Bucket
 from shards.format.encoding import EncodingRecord
-from shards.format.receipts import names_in_force, parse_name
+from shards.format.receipts import names_in_force
 from shards.open import open_store
-from shards.root.committed import Committed, TarBooks, list_commits, load_commits
+from shards.root.committed import Committed, TarBooks, committed_parts, list_commits, load_commits
 from shards.root.exclusions import add_exclusion, exclusion_ids, load_exclusion
 from shards.root.index import write_streaming
 from shards.root.manifest import Manifest
@@ -44,7 +44,8 @@ def derive(source: Store, target: Store, changes: Changes, buckets: list[str] | 
         WorkError: parts of the source are damaged; all others are derived.
         Preempted: it was told to leave.
     """
-    how, tars = prepare(source, target, changed(EncodingRecord.load(source), changes), buckets)
+    asked = None if buckets is None else dict.fromkeys(buckets)
+    how, tars = prepare(source, target, changed(EncodingRecord.load(source), changes), asked)
     left = missing(target, tars)
     with Publishing(target, PUBLISH_SECONDS) as publishing:
         try:
@@ -63,9 +64,16 @@ def derive(source: Store, target: Store, changes: Changes, buckets: list[str] | 
 
 
 def prepare(
-    source: Store, target: Store, encoding: EncodingRecord, buckets: Iterable[str] | None, may_encode: bool = False
+    source: Store,
+    target: Store,
+    encoding: EncodingRecord,
+    buckets: Mapping[str, str | None] | None,
+    may_encode: bool = False,
 ) -> tuple[Conversion, list[SourceTar]]:
     """Hold what is asked for against what the source holds, and make the target's shared files as far as they can be.
+
+    Args:
+        buckets: those to derive → the rule that each must be filled by, None for any; None: all of the source's.
 
     Raises:
         RequestError: it does not hold that, or the target is another root, or the same.
@@ -76,24 +84,39 @@ def prepare(
     check_root(target, encoding)
     names = names_in_force(etags := list_commits(source))
     commits = load_commits(source, {name: etags[name] for name in names})
-    rules = {Bucket.parse(found.receipt.bucket): found.receipt.rule for found in commits}
-    wanted = sorted(map(str, rules) if buckets is None else buckets)
-    if missing := set(wanted) - set(map(str, rules)):
-        raise RequestError(
-            f"{source.where()} holds nothing in {', '.join(sorted(missing))}; its buckets are "
-            f"{', '.join(sorted(map(str, rules))) or 'none'}. Pictures are not decoded again: encode the tars for that."
-        )
+    rules = {found.receipt.bucket: found.receipt.rule for found in commits}
+    wanted = dict.fromkeys(rules) if buckets is None else buckets
+    check_buckets(source, rules, wanted)
     empty = load_uncond(source)
     how = replace(how, target=create_root(target, encoding))  # which may be of version 1, upgraded
     for id in exclusion_ids(source):  # for what is added to the target later, and for runs on it
         add_exclusion(target, load_exclusion(source, id))
-    agree_on_rules(target, {bucket: rule for bucket, rule in rules.items() if str(bucket) in wanted})
+    agree_on_rules(target, {Bucket.parse(bucket): rules[bucket] for bucket in wanted})
     if not how.fresh:
         write_uncond(target, kept_uncond(empty.items(), how), encoding)
     return how, _by_tar(commits, wanted)
 
 
-def _by_tar(commits: list[Committed], buckets: list[str]) -> list[SourceTar]:
+def check_buckets(source: Store, rules: Mapping[str, str], wanted: Mapping[str, str | None]) -> None:
+    """See that the source has the buckets, filled by these rules.
+
+    Raises:
+        RequestError: it has not.
+    """
+    if missing := wanted.keys() - rules.keys():
+        raise RequestError(
+            f"{source.where()} holds nothing in {', '.join(sorted(missing))}; its buckets are "
+            f"{', '.join(sorted(rules)) or 'none'}. Pictures are not decoded again: encode the tars for that."
+        )
+    for bucket, rule in wanted.items():
+        if rule not in (None, rules[bucket]):
+            raise RequestError(
+                f"{source.where()} fills its bucket {bucket} by the rule `{rules[bucket]}`, and this run's would be "
+                f"`{rule}`. Set `buckets` and `aspect` as it was made with."
+            )
+
+
+def _by_tar(commits: list[Committed], buckets: Container[str]) -> list[SourceTar]:
     found: dict[str, tuple[set[str], set[str]]] = {}
     for name, _, receipt in commits:
         if receipt.bucket in buckets:
@@ -105,7 +128,7 @@ def _by_tar(commits: list[Committed], buckets: list[str]) -> list[SourceTar]:
 
 def missing(target: Store, tars: list[SourceTar]) -> list[SourceTar]:
     """Those that have not a receipt in force in the target for each of their buckets."""
-    done = {parsed[:2] for name in names_in_force(list_commits(target)) if (parsed := parse_name(name))}
+    done = committed_parts(target)
     return [tar for tar in tars if not {(bucket, tar.name) for bucket in tar.buckets} <= done]
 
 

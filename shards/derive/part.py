@@ -260,8 +260,7 @@ def num_tokens(
     tokens = _tokenizer(here.tokenizer.name, here.tokenizer.sha256)(
         [here.prompt(caption) for caption in texts], verbose=False
     ).input_ids
-    kept = [place for bounds in here.keep for place in range(here.max_tokens)[slice(*bounds)]]
-    return [max(1, sum(place < len(row) for place in kept)) for row in tokens]
+    return [max(1, sum(place < len(row) for place in here.kept)) for row in tokens]
 
 
 @functools.lru_cache

@@ -94,6 +94,11 @@ class TextTower(Config):
     trim: bool
 
     @property
+    def kept(self) -> list[int]:
+        """Places among the tower's tokens of those that are stored."""
+        return [place for bounds in self.keep for place in range(self.max_tokens)[slice(*bounds)]]
+
+    @property
     def hides_padding(self) -> bool:
         """Whether a model needs a mask over this tower's tokens."""
         return self.masked or self.trim

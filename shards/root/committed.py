@@ -34,6 +34,11 @@ def list_commits(store: Store) -> dict[str, str]:
     return store.etags(FOLDER)
 
 
+def committed_parts(store: Store) -> set[tuple[str, str]]:
+    """(bucket, tar) of every part that has a receipt in force; by names alone, so not of a root of version 1."""
+    return {parsed[:2] for name in names_in_force(list_commits(store)) if (parsed := parse_name(name))}
+
+
 def load_commits(store: Store, etags: Mapping[str, str]) -> list[Committed]:
     """The receipts of these names, by name and bucket; read at once. What is not there is left out.
 

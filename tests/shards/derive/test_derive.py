@@ -229,8 +229,8 @@ def derive_by_config(config: PrecomputeConfig, source: Path) -> Path:
     """As a worker of `precompute --source` does it, in this process."""
     encoding, out = describe_encoding(config), folder_of(config)
     config = config.model_copy(update={"source": source})
-    buckets = map(str, config.to_fill.all)
-    how, tars = prepare(LocalStore(source), LocalStore(out), encoding, buckets, may_encode=True)
+    rules = {str(bucket): rule for bucket, rule in config.to_fill.rules.items()}
+    how, tars = prepare(LocalStore(source), LocalStore(out), encoding, rules, may_encode=True)
     recipe = make_recipe(config, encoding, how)
     for tar in missing(LocalStore(out), tars):
         encode_on_worker(tar, 1, lambda samples: None, recipe, out, "cpu", 1, source_sha256())
@@ -259,6 +259,14 @@ def test_a_text_tower_is_added_without_a_picture(
     assert empty["t5"].states.equal(reference["t5"].states) and empty.keys() == {"text", "t5"}
     sample = next(read_part(derived / next(iter(parts(derived)))))
     assert text_latents(sample, encoding)[0]["t5"].any()
+
+
+def test_other_rules_are_refused_before_a_root_is_made(latents: Path, models: Path, tars: Path, tmp_path: Path) -> None:
+    aspect = {"bases": [128], "step": 64, "max_ratio": 1.0}
+    config = precompute_config(models, tars, tmp_path / "out", buckets=["64x64"], aspect=aspect)
+    with pytest.raises(RequestError, match=r"latents fills its bucket 128x128 by the rule `covers`.*`nearest"):
+        derive_by_config(config, latents)
+    assert not (tmp_path / "out").exists()
 
 
 def test_features_are_made_of_pictures(latents: Path, models: Path, tars: Path, tmp_path: Path, towers: Path) -> None:
