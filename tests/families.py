@@ -30,8 +30,8 @@ from transformers import (
 
 from tests.conftest import encode_all, precompute_config
 from tests.runs import train_fields
-from tests.tiny import make_models, make_samples, make_tar
-from tests.tiny_towers import character_tokenizer
+from tests.tiny import kl, make_models, make_samples, make_tar
+from tests.tiny_towers import character_tokenizer, dc
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 TOKENS = 24
@@ -261,39 +261,9 @@ def stir(network: nn.Module) -> None:
             parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
 
 
-def kl(**changes: Any) -> AutoencoderKL:
-    """8 × down, 4 channels."""
-    return AutoencoderKL(
-        down_block_types=["DownEncoderBlock2D"] * 4,
-        up_block_types=["UpDecoderBlock2D"] * 4,
-        block_out_channels=[8, 8, 8, 8],
-        latent_channels=4,
-        norm_num_groups=4,
-        layers_per_block=1,
-        sample_size=64,
-        **{"scaling_factor": 0.5, **changes},
-    )
-
-
 def shifted() -> AutoencoderKL:
     """With a shift, and without the convolutions around the latents."""
     return kl(shift_factor=0.2, scaling_factor=1.3, use_quant_conv=False, use_post_quant_conv=False)
-
-
-def dc() -> AutoencoderDC:
-    """4 × down, no posterior."""
-    return AutoencoderDC(
-        latent_channels=4,
-        encoder_block_out_channels=(8, 8, 8),
-        decoder_block_out_channels=(8, 8, 8),
-        encoder_layers_per_block=(1, 1, 1),
-        decoder_layers_per_block=(1, 1, 1),
-        encoder_block_types="ResBlock",
-        decoder_block_types="ResBlock",
-        encoder_qkv_multiscales=((), (), ()),
-        decoder_qkv_multiscales=((), (), ()),
-        scaling_factor=0.41,
-    )
 
 
 def clip_config(width: int) -> CLIPTextConfig:

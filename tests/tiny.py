@@ -6,6 +6,7 @@ import json
 import tarfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -19,10 +20,9 @@ TEXT_LENGTH = 16
 TEXT_WIDTH = 16
 
 
-def make_models(folder: Path, seed: int = 0) -> Path:
-    """A VAE (8x down, 4 channels), a CLIP text encoder (16 tokens of 16) and its tokenizer, below `folder`."""
-    torch.manual_seed(seed)
-    vae = AutoencoderKL(
+def kl(**changes: Any) -> AutoencoderKL:
+    """8 × down, 4 channels."""
+    return AutoencoderKL(
         down_block_types=["DownEncoderBlock2D"] * 4,
         up_block_types=["UpDecoderBlock2D"] * 4,
         block_out_channels=[8, 8, 8, 8],
@@ -30,8 +30,14 @@ def make_models(folder: Path, seed: int = 0) -> Path:
         norm_num_groups=4,
         layers_per_block=1,
         sample_size=64,
-        scaling_factor=0.5,
+        **{"scaling_factor": 0.5, **changes},
     )
+
+
+def make_models(folder: Path, seed: int = 0) -> Path:
+    """A VAE (8x down, 4 channels), a CLIP text encoder (16 tokens of 16) and its tokenizer, below `folder`."""
+    torch.manual_seed(seed)
+    vae = kl()
     vae.save_pretrained(folder / "vae")
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     characters = [*map(chr, printable), *(chr(256 + i) for i in range(256 - len(printable)))]  # of the 256 bytes

@@ -26,6 +26,22 @@ BUCKET = "64x64"
 DINO_WIDTH, PATCH = 16, 14
 
 
+def dc() -> AutoencoderDC:
+    """4 × down, no posterior."""
+    return AutoencoderDC(
+        latent_channels=4,
+        encoder_block_out_channels=(8, 8, 8),
+        decoder_block_out_channels=(8, 8, 8),
+        encoder_layers_per_block=(1, 1, 1),
+        decoder_layers_per_block=(1, 1, 1),
+        encoder_block_types="ResBlock",
+        decoder_block_types="ResBlock",
+        encoder_qkv_multiscales=((), (), ()),
+        decoder_qkv_multiscales=((), (), ()),
+        scaling_factor=0.41,
+    )
+
+
 def make_towers(folder: Path, seed: int = 1) -> Path:
     """CLIP with a projection, T5, Gemma 2, their tokenizers, DINOv2 and DC-AE, below `folder`."""
     torch.manual_seed(seed)
@@ -61,19 +77,7 @@ def make_towers(folder: Path, seed: int = 1) -> Path:
         hidden_size=DINO_WIDTH, num_hidden_layers=2, num_attention_heads=2, image_size=56, patch_size=PATCH, mlp_ratio=2
     )
     Dinov2Model(dino).save_pretrained(folder / "dino")
-    dc_ae = AutoencoderDC(
-        latent_channels=4,
-        encoder_block_out_channels=(8, 8, 8),
-        decoder_block_out_channels=(8, 8, 8),
-        encoder_layers_per_block=(1, 1, 1),
-        decoder_layers_per_block=(1, 1, 1),
-        encoder_block_types="ResBlock",
-        decoder_block_types="ResBlock",
-        encoder_qkv_multiscales=((), (), ()),
-        decoder_qkv_multiscales=((), (), ()),
-        scaling_factor=0.41,
-    )
-    dc_ae.save_pretrained(folder / "dc_ae")
+    dc().save_pretrained(folder / "dc_ae")
     return folder
 
 

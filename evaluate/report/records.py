@@ -6,15 +6,34 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from evaluate.metrics.table import METRICS
 from evaluate.sampling.job import below
 from evaluate.scoring import RECORDS, Row
 from shards.base.durable import parse_sealed_json
+from shards.base.errors import RequestError
+from shards.base.store import Store
 from shards.open import open_store
 
 FOLDER, LINES = "evaluations", "evaluations.jsonl"
 STEP_FOLDER = re.compile(r"step-(\d{8,})-(auto|raw|ema)")
 SET_FOLDER = re.compile(r"g[\de.+-]+-s\d+-\w+")
+
+
+def run_config(run: Store) -> dict[str, Any]:
+    """A run folder's config, as the trainer resolved it.
+
+    Raises:
+        RequestError: it has none.
+    """
+    try:
+        config: dict[str, Any] = yaml.safe_load(run.read("config.yaml"))
+    except FileNotFoundError:
+        raise RequestError(
+            f"{run.where()} is no run: it has no config.yaml. Give the run_dir of a training, or its address."
+        ) from None
+    return config
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import yaml
-
-from evaluate.report.records import Evaluation, evaluations
+from evaluate.report.records import Evaluation, evaluations, run_config
 from shards.base.durable import parse_json_lines
 from shards.base.errors import RequestError
 from shards.base.store import parse_place
@@ -113,12 +111,7 @@ def binned(points: list[Point], count: int = BINS) -> list[Point]:
 
 def _read(place: Path | str, name: str) -> Run:
     store = open_store(place)
-    try:
-        config = yaml.safe_load(store.read("config.yaml"))
-    except FileNotFoundError:
-        raise RequestError(
-            f"{store.where()} is no run: it has no config.yaml. Give the run_dir of a training, or its address."
-        ) from None
+    config = run_config(store)
     try:
         log = parse_json_lines(store.read("metrics.jsonl"), store.where("metrics.jsonl"))
     except FileNotFoundError:

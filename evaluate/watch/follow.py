@@ -18,11 +18,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import Field
 
 from evaluate.parts import create_once, read_sealed
-from evaluate.report.records import FOLDER, STEP_FOLDER, Evaluation, step_place, write_lines
+from evaluate.report.records import FOLDER, STEP_FOLDER, Evaluation, run_config, step_place, write_lines
 from evaluate.sampling.job import below
 from evaluate.sampling.model import EXPORTED, drop_export, is_exported
 from shards.base.config import Config
@@ -203,12 +202,7 @@ def read_wants(run: Store) -> Wants:
     Raises:
         RequestError: it has none.
     """
-    try:
-        content = yaml.safe_load(run.read("config.yaml"))
-    except FileNotFoundError:
-        raise RequestError(
-            f"{run.where()} is no run: it has no config.yaml. Give the run_dir of a training, or its address."
-        ) from None
+    content = run_config(run)
     return Wants((content.get("evaluate") or {}).get("every") or 1, content["max_steps"])
 
 

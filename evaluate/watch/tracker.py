@@ -13,11 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 from PIL import Image
 
 from evaluate.report.pictures import first_pictures, grid, side_by_side, spread
-from evaluate.report.records import Evaluation
+from evaluate.report.records import Evaluation, run_config
 from shards.base.store import Store
 from shards.open import open_store
 
@@ -34,7 +33,7 @@ Track = Callable[[int, list[Evaluation]], None]
 
 def open_tracker(run: Store, output: Path | str) -> Track:
     """What tells the tracker of the run's own config (`log.tracker`) of a step, given all evaluations."""
-    name = yaml.safe_load(run.read("config.yaml")).get("log", {}).get("tracker", "none")
+    name = run_config(run).get("log", {}).get("tracker", "none")
     if name in ("tensorboard", "wandb") and find_spec(name) is None:
         print(f"{name} is told nothing of evaluations: it is not installed here. They are in the report.")
         return lambda step, found: None

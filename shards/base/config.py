@@ -51,6 +51,19 @@ def load_config(
         raise RequestError(f"{source}: {'; '.join(dict.fromkeys(wrong))}.") from None
 
 
+def load_named(model: type[ConfigT], arguments: list[str], command: str, about: str | None) -> tuple[Path, ConfigT]:
+    """The run that the first argument names, and the options behind it, for `python -m COMMAND RUN --a.b value`.
+
+    Raises:
+        RequestError: it begins with an option, or as `load_config`.
+    """
+    if not arguments or arguments[0].startswith("-"):
+        if set(arguments) & {"-h", "--help"}:
+            load_config(model, None, ["--help"], f"{command} RUN", about)
+        raise RequestError(f"{command}: name the run first: `python -m {command} RUN …`; --help lists the options.")
+    return Path(arguments[0]), load_config(model, None, arguments[1:], f"{command} RUN")
+
+
 def flatten(values: dict[str, Any], separator: str = ".") -> dict[str, Any]:
     """`a.b` → value, for every value that is no section, or an empty one."""
     flat: dict[str, Any] = {}

@@ -17,7 +17,7 @@ import diffusers
 from diffusers import DDIMScheduler, DPMSolverMultistepScheduler
 from pydantic import Field
 
-from shards.base.config import Config, load_config
+from shards.base.config import Config, load_config, load_named
 from shards.base.errors import RequestError, WorkError
 from shards.format.buckets import Bucket
 from shards.format.encoding import EncodingRecord
@@ -55,11 +55,7 @@ class ExportConfig(Config):
 
 def export(arguments: list[str]) -> Path:
     """Parse the command line, and write the pipeline. Returns its folder."""
-    if not arguments or arguments[0].startswith("-"):
-        if set(arguments) & {"-h", "--help"}:
-            load_config(ExportConfig, None, ["--help"], "train export RUN", __doc__)
-        raise RequestError("train export: name the run first: `python -m train export RUN [--weights ema] …`.")
-    return write_pipeline(Path(arguments[0]), load_config(ExportConfig, None, arguments[1:], "train export RUN"))
+    return write_pipeline(*load_named(ExportConfig, arguments, "train export", __doc__))
 
 
 def write_pipeline(run_dir: Path, options: ExportConfig) -> Path:

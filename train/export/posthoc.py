@@ -16,7 +16,7 @@ from pydantic import Field
 from safetensors import safe_open
 from torch import Tensor
 
-from shards.base.config import Config, load_config
+from shards.base.config import Config, load_named
 from shards.base.durable import fsync_tree, sha256_file, write_sealed_json
 from shards.base.errors import RequestError, WorkError
 from train.model.ema import Width, average_name, posthoc_coefficients
@@ -39,11 +39,7 @@ class RebuildConfig(Config):
 
 def rebuild_average(arguments: list[str]) -> Path:
     """Parse the command line, and write the average. Returns its folder."""
-    if not arguments or arguments[0].startswith("-"):
-        if set(arguments) & {"-h", "--help"}:
-            load_config(RebuildConfig, None, ["--help"], "train ema RUN", __doc__)
-        raise RequestError("train ema: name the run first: `python -m train ema RUN --std 0.07`.")
-    return write_average(Path(arguments[0]), load_config(RebuildConfig, None, arguments[1:], "train ema RUN"))
+    return write_average(*load_named(RebuildConfig, arguments, "train ema", __doc__))
 
 
 def write_average(run_dir: Path, options: RebuildConfig) -> Path:
