@@ -19,13 +19,14 @@ from shards.derive.conversion import Changes
 from shards.derive.job import derive
 from shards.format.encoding import EncodingRecord
 from shards.open import open_store
+from shards.root.commit import recall
 from shards.root.exclusions import KINDS, make_exclusion
 from shards.root.index import write_indexes
 from shards.root.publish import Publisher
 from shards.tools.card import dataset_card
 from shards.tools.clean import clean, parse_age
 from shards.tools.exclude import add_and_match, describe_matches
-from shards.tools.provenance import Suspicion, nodes, nodes_table, recall, suspects
+from shards.tools.provenance import Suspicion, nodes, nodes_table, suspects
 from shards.tools.stats import plot_stats, root_stats, stats_table
 from shards.tools.upgrade import upgrade
 from shards.tools.verify import verify_root

@@ -22,7 +22,8 @@ from precompute.encode.towers import TextTowers, Towers
 from precompute.input.tars import InputTar
 from shards.base.errors import RequestError, UnfitNode
 from shards.base.store import Store
-from shards.derive.part import Captions, Derivation, Settings, SourceTar, derive_tar, kept_uncond
+from shards.derive.part import Captions, Derivation, Settings, derive_tar, kept_uncond
+from shards.derive.source import SourceTar
 from shards.format.encoding import EncodingRecord
 from shards.format.models import hash_weights, model_folder
 from shards.format.towers import TextTower, Weights

@@ -4,10 +4,12 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Container, Mapping
+from collections.abc import Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
+from itertools import islice
+from multiprocessing.connection import Connection
 
 import torch
 
@@ -17,12 +19,13 @@ from shards.base.scratch import sweep_attempts
 from shards.base.stop import StopSignal
 from shards.base.store import Store
 from shards.derive.conversion import Changes, Conversion, changed, conversion
-from shards.derive.part import Derivation, SourceTar, derive_tar, kept_uncond
+from shards.derive.part import Derivation, counts_tokens, derive_tar, kept_uncond, load_tokenizer
+from shards.derive.source import SourceTar, contents, superseded
 from shards.format.buckets import Bucket
 from shards.format.encoding import EncodingRecord
-from shards.format.receipts import names_in_force
 from shards.open import open_store
-from shards.root.committed import Committed, TarBooks, committed_parts, list_commits, load_commits
+from shards.root.commit import recall
+from shards.root.committed import TarBooks, committed_parts
 from shards.root.exclusions import add_exclusion, exclusion_ids, load_exclusion
 from shards.root.index import write_streaming
 from shards.root.manifest import Manifest
@@ -72,6 +75,8 @@ def prepare(
 ) -> tuple[Conversion, list[SourceTar]]:
     """Hold what is asked for against what the source holds, and make the target's shared files as far as they can be.
 
+    What was derived of parts that the source has recalled since is recalled in the target too.
+
     Args:
         buckets: those to derive → the rule that each must be filled by, None for any; None: all of the source's.
 
@@ -82,19 +87,23 @@ def prepare(
         raise RequestError(f"{source.where()} cannot be derived from itself: latents are never replaced. Give another.")
     how = conversion(EncodingRecord.load(source), encoding, may_encode)
     check_root(target, encoding)
-    names = names_in_force(etags := list_commits(source))
-    commits = load_commits(source, {name: etags[name] for name in names})
-    rules = {found.receipt.bucket: found.receipt.rule for found in commits}
-    wanted = dict.fromkeys(rules) if buckets is None else buckets
-    check_buckets(source, rules, wanted)
+    for name in how.target.texts.keys() - how.fresh:
+        if counts_tokens(here := how.source.texts[name], how.target.texts[name]):
+            load_tokenizer(here.tokenizer.name, here.tokenizer.sha256)
+    held = contents(source)
+    wanted = dict.fromkeys(held.rules) if buckets is None else buckets
+    check_buckets(source, held.rules, wanted)
     empty = load_uncond(source)
     how = replace(how, target=create_root(target, encoding))  # which may be of version 1, upgraded
     for id in exclusion_ids(source):  # for what is added to the target later, and for runs on it
         add_exclusion(target, load_exclusion(source, id))
-    agree_on_rules(target, {Bucket.parse(bucket): rules[bucket] for bucket in wanted})
+    agree_on_rules(target, {Bucket.parse(bucket): held.rules[bucket] for bucket in wanted})
     if not how.fresh:
         write_uncond(target, kept_uncond(empty.items(), how), encoding)
-    return how, _by_tar(commits, wanted)
+    if old := superseded(source, target):
+        recall(target, old, f"{source.where()} has recalled what it was derived from")
+        print(f"{len(old)} parts of {target.where()} were derived from parts recalled since: they are recalled too.")
+    return how, held.tars(wanted)
 
 
 def check_buckets(source: Store, rules: Mapping[str, str], wanted: Mapping[str, str | None]) -> None:
@@ -116,16 +125,6 @@ def check_buckets(source: Store, rules: Mapping[str, str], wanted: Mapping[str, 
             )
 
 
-def _by_tar(commits: list[Committed], buckets: Container[str]) -> list[SourceTar]:
-    found: dict[str, tuple[set[str], set[str]]] = {}
-    for name, _, receipt in commits:
-        if receipt.bucket in buckets:
-            names, of_tar = found.setdefault(receipt.tar, (set(), set()))
-            names.add(name)
-            of_tar.add(receipt.bucket)
-    return [SourceTar(tar, tuple(sorted(found[tar][0])), tuple(sorted(found[tar][1]))) for tar in sorted(found)]
-
-
 def missing(target: Store, tars: list[SourceTar]) -> list[SourceTar]:
     """Those that have not a receipt in force in the target for each of their buckets."""
     done = committed_parts(target)
@@ -133,48 +132,57 @@ def missing(target: Store, tars: list[SourceTar]) -> list[SourceTar]:
 
 
 def _run(source: Store, target: Store, how: Conversion, tars: list[SourceTar], processes: int) -> list[str]:
-    """Derive each; returns what failed, in words."""
-    failed = []
+    """Derive each; returns what failed, in words.
+
+    Raises:
+        Preempted: this process was told to leave.
+        WorkError: a process was killed.
+    """
+    failed: list[str] = []
     context = multiprocessing.get_context("spawn")
+    alive, until_told = context.Pipe(duplex=False)  # its end is the end of the processes: that of this one closes it
     with (
         StopSignal(signal.SIGINT) as stop,
         Progress("derive", "tars", len(tars)) as progress,
-        ProcessPoolExecutor(min(processes, len(tars)) or 1, context, _begin) as pool,
+        ProcessPoolExecutor(min(processes, len(tars)) or 1, context, _begin, (alive,)) as pool,
     ):
-        running: dict[Future[TarBooks], SourceTar] = {
-            pool.submit(_derive_in_process, str(source.where()), str(target.where()), how, tar): tar for tar in tars
-        }
-        while running:
-            ended, _ = wait(running, POLL_SECONDS, FIRST_COMPLETED)
-            for future in ended:
+        left, running = iter(tars), dict[Future[TarBooks], SourceTar]()
+        while True:
+            for tar in islice(left, 2 * processes - len(running)):
+                running[pool.submit(_derive_in_process, str(source.where()), str(target.where()), how, tar)] = tar
+            if not running:
+                return failed
+            for future in wait(running, POLL_SECONDS, FIRST_COMPLETED).done:
                 tar, error = running.pop(future), future.exception()
                 progress.advance()
-                if isinstance(error, RequestError | WorkError | OSError | BrokenProcessPool):
+                if isinstance(error, BrokenProcessPool):
+                    raise WorkError(
+                        f"A process was killed while tars were derived, {tar.name} or one beside it; for want of "
+                        f"memory, perhaps. What is committed stays: the same command with fewer --processes goes on."
+                    ) from error
+                if isinstance(error, RequestError | WorkError | OSError):
                     failed.append(f"{tar.name}: {error}")
                     progress.say(failed[-1])
                 elif error is not None:
                     pool.shutdown(wait=False, cancel_futures=True)
                     raise error
             if stop.received:
-                pool.shutdown(cancel_futures=True)
+                until_told.close()
                 raise Preempted(
-                    f"told to leave, {len(running)} tars before the end. What is committed stays; the same command "
-                    f"again goes on."
+                    "told to leave before all tars were derived. What is committed stays; the same command again goes "
+                    "on."
                 )
-    return failed
 
 
-def _begin() -> None:
+def _begin(alive: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all; the first process decides
-    threading.Thread(target=_leave_with_parent, daemon=True).start()
+    threading.Thread(target=_leave_at_end, args=(alive,), daemon=True).start()
     torch.set_num_threads(1)
 
 
-def _leave_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    os._exit(1)  # killed, it could not end its workers
+def _leave_at_end(alive: Connection) -> None:
+    alive.poll(None)  # in the middle of a tar, as an attempt may be cut off anywhere
+    os._exit(1)
 
 
 def _derive_in_process(source: str, target: str, how: Conversion, tar: SourceTar) -> TarBooks:

@@ -19,6 +19,7 @@ from shards.base.errors import UnfitNode
 from shards.base.scratch import attempt_folder
 from shards.base.store import LocalStore, Store
 from shards.derive.conversion import Conversion
+from shards.derive.source import ORIGIN, SourceTar
 from shards.format import image, text
 from shards.format.buckets import Bucket
 from shards.format.models import hash_weights, model_folder
@@ -34,9 +35,6 @@ from shards.root.reading import captions, decoded, image_latents, read_part
 from shards.root.writing import PartWriter, WrittenPart
 
 EXCLUDED, NON_FINITE = "excluded", "non_finite"
-ORIGIN = "derived_from"
-"""Setting of a derived part's receipt: the encoding and the part that it was made of; `derived_from.host`, `.gpu` and
-`.gpu_uuid` say who had made that."""
 CPU = torch.device("cpu")
 AT_ONCE = 256
 """Samples whose captions are encoded together."""
@@ -58,17 +56,6 @@ class Derivation:
     device: torch.device = CPU
     scratch: Path | None = None
     settings: Settings = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class SourceTar:
-    """A tar by its receipts in the source."""
-
-    name: str
-    receipts: tuple[str, ...]
-    """Their names."""
-    buckets: tuple[str, ...]
-    """Those of them that are derived."""
 
 
 def derive_tar(
@@ -255,16 +242,27 @@ def num_tokens(
     name: str, here: TextTower, wanted: TextTower, texts: list[str], rows: list[dict[str, np.ndarray]]
 ) -> list[int]:
     """Real tokens of each of a sample's captions; by the tokenizer, where they are needed and were not stored."""
-    if not here.states or not wanted.states or here.hides_padding or not wanted.hides_padding:
+    if not counts_tokens(here, wanted):
         return [int(row.get(f"num_tokens.{name}", 1)) for row in rows]
-    tokens = _tokenizer(here.tokenizer.name, here.tokenizer.sha256)(
+    tokens = load_tokenizer(here.tokenizer.name, here.tokenizer.sha256)(
         [here.prompt(caption) for caption in texts], verbose=False
     ).input_ids
     return [max(1, sum(place < len(row) for place in here.kept)) for row in tokens]
 
 
+def counts_tokens(here: TextTower, wanted: TextTower) -> bool:
+    """Whether a tower's real tokens are needed, and are not stored."""
+    return here.states and wanted.states and wanted.hides_padding and not here.hides_padding
+
+
 @functools.lru_cache
-def _tokenizer(name: str, sha256: str) -> Any:
+def load_tokenizer(name: str, sha256: str) -> Any:
+    """That of a text tower.
+
+    Raises:
+        RequestError: it is not here.
+        UnfitNode: another one is.
+    """
     import transformers  # where captions are tokenised alone
 
     folder = model_folder(name)

@@ -16,6 +16,7 @@ import hashlib
 import time
 import uuid
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 
 import numpy as np
@@ -178,6 +179,16 @@ def current(store: Store, bucket: str, tar: str) -> tuple[int, Receipt | None]:
         if tombstone not in found:
             return generation, parse_receipt(found[name], store.where(name)) if name in found else None
         generation += 1
+
+
+def recall(store: Store, receipts: list[Receipt], why: str) -> None:
+    """Put a tombstone beside each receipt: it is no longer in force, and the next job makes its part anew.
+
+    Parts stay where they are, so that a run that has begun with them goes on.
+    """
+    for receipt in receipts:
+        stone = {"receipt": receipt.name, "token": receipt.token, "why": why, "at": datetime.now(UTC).isoformat()}
+        store.create(tombstone_name(receipt.bucket, receipt.tar, receipt.generation), sealed_json(stone))
 
 
 def make_receipt(

@@ -5,12 +5,11 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from shards.base.durable import sealed_json
 from shards.base.errors import RequestError
 from shards.base.store import Store
-from shards.derive.part import ORIGIN
+from shards.derive.source import ORIGIN
 from shards.format.encoding import EncodingRecord
-from shards.format.receipts import Receipt, tombstone_name
+from shards.format.receipts import Receipt
 from shards.root.committed import load_receipts
 from shards.root.shared import refuse_version1
 
@@ -120,13 +119,3 @@ def suspects(store: Store, suspicion: Suspicion) -> list[Receipt]:
     EncodingRecord.load(store)
     refuse_version1(store)
     return [receipt for receipt in load_receipts(store) if suspicion.hits(receipt)]
-
-
-def recall(store: Store, receipts: list[Receipt], why: str) -> None:
-    """Put a tombstone beside each receipt: it is no longer in force, and the next job makes its part anew.
-
-    Parts stay where they are, so that a run that has begun with them goes on.
-    """
-    for receipt in receipts:
-        stone = {"receipt": receipt.name, "token": receipt.token, "why": why, "at": datetime.now(UTC).isoformat()}
-        store.create(tombstone_name(receipt.bucket, receipt.tar, receipt.generation), sealed_json(stone))

@@ -10,8 +10,8 @@ import pytest
 
 from shards.base.durable import DamagedFile
 from shards.open import open_store
+from shards.root.commit import recall
 from shards.root.committed import load_receipts
-from shards.tools.provenance import recall
 from shards.tools.verify import verify_root
 from tests.conftest import encode_all
 from tests.faults.world import make_world

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from shards.base.errors import RequestError, WorkError
 from shards.base.store import LocalStore
 from shards.derive import job
 from shards.derive.job import missing, prepare
+from shards.derive.source import contents
 from shards.format.encoding import EncodingRecord
 from shards.root.committed import load_receipts
 from shards.root.exclusions import exclusion_ids
@@ -274,3 +276,71 @@ def test_features_are_made_of_pictures(latents: Path, models: Path, tars: Path, 
     with pytest.raises(RequestError, match=r"features.dino: the root has none, and they are made of pictures"):
         derive_by_config(config, latents)
     assert not (tmp_path / "out").exists()
+
+
+def test_what_the_source_recalls_is_derived_anew(
+    latents: Path, models: Path, tars: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, config = shutil.copytree(latents, tmp_path / "source"), precompute_config(models, tars, tmp_path / "source")
+    derived = derive(source, tmp_path / "derived", *SMALL)
+    whole = parts(derived)
+    shards(["recall", str(source), "--node", os.uname().nodename])
+    (source / "commits" / "64x64" / "00001.g0.recalled").unlink()  # but this one
+    derive(source, derived, *SMALL)
+    assert "3 parts of" in (said := capsys.readouterr().out) and "they are recalled too" in said
+    assert parts(derived).keys() == {name for name in whole if name.startswith("64x64/00001.")}
+    encode_all(config, models)  # by a good machine: other parts
+    for receipt in load_receipts(LocalStore(source)):
+        assert receipt.generation == (receipt.folder.split(".")[0] != "64x64/00001")
+    derive(source, derived, *SMALL)
+    assert parts(derived) == whole
+    # made anew with the same content, they are the same: nothing is recalled again
+    derive(source, derived, *SMALL)
+    assert parts(derived) == whole and "recalled" not in capsys.readouterr().out
+    check_sound(derived)
+
+
+def test_a_missing_tokenizer_is_found_before_a_root_is_made(
+    latents: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = shutil.copytree(latents, tmp_path / "source")
+    record = EncodingRecord.load(LocalStore(source))
+    texts = {
+        name: tower.model_copy(
+            update={"tokenizer": tower.tokenizer.model_copy(update={"name": str(tmp_path / "moved")})}
+        )
+        for name, tower in record.texts.items()
+    }
+    (source / "encoding.json").write_bytes(record.model_copy(update={"texts": texts}).sealed())
+    with pytest.raises(RequestError, match="moved"):
+        derive(source, tmp_path / "out", "--text.trim", "true")
+    assert not (tmp_path / "out").exists()
+    derive(source, tmp_path / "out", "--text.storage", "float8")  # which needs none
+
+
+def test_receipts_are_not_all_read_to_find_the_tars(latents: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, read = LocalStore(latents), list[str]()
+    read_many = LocalStore.read_many
+
+    def counting(self: LocalStore, names: list[str]) -> dict[str, bytes]:
+        read.extend(names)
+        return read_many(self, names)
+
+    monkeypatch.setattr(LocalStore, "read_many", counting)
+    held = contents(store)
+    assert {(tar, bucket) for tar, buckets in held.parts.items() for bucket in buckets} == {
+        (tar, bucket) for tar in ("00000", "00001") for bucket in ("64x64", "128x128")
+    }
+    assert set(held.rules.values()) == {"covers"} and len(read) == 2  # of four
+
+
+def test_a_process_that_is_killed_ends_the_command(
+    latents: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(job, "_derive_in_process", kill_process)
+    with pytest.raises(WorkError, match="A process was killed while tars were derived"):
+        derive(latents, tmp_path / "out", "--processes", "1", in_processes=True)
+
+
+def kill_process(*arguments: object) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)

@@ -18,9 +18,9 @@ from shards.format.receipts import (
     tombstone_name,
 )
 from shards.root import commit
+from shards.root.commit import recall
 from shards.root.committed import load_receipts
 from shards.tools import clean
-from shards.tools.provenance import recall
 from tests.shards.root.protocol import AGE, BUCKET, FILES, TAR, InThread, Program, ProtocolMachine, Scratch
 
 FEW = settings(
