@@ -77,14 +77,14 @@ class Data(Config):
 class Image(Config):
     """As in stage 1: how image latents are stored."""
 
-    storage: ImageStorage = "float16"
+    storage: ImageStorage = "int8"
     """`float16`, or `int8` at half the bytes."""
 
 
 class Text(Config):
     """As in stage 1: how text latents are stored."""
 
-    storage: TextStorage = "float16"
+    storage: TextStorage = "float8"
     """`float16`, or `float8` at about half the bytes."""
     trim: bool = False
     """Keep the real tokens alone."""

@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import pytest
@@ -84,8 +85,8 @@ def tars(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def precompute_config(models: Path, tars: Path, output: Path | str, **changes: object) -> PrecomputeConfig:
-    """Stage 1 on the CPU, in float32, for the 64x64 and 128x128 buckets."""
+def precompute_config(models: Path, tars: Path, output: Path | str, **changes: Any) -> PrecomputeConfig:
+    """Stage 1 on the CPU, in float32, stored without rounding, for the 64x64 and 128x128 buckets."""
     fields = {
         "input": str(tars),
         "output": output,
@@ -96,7 +97,8 @@ def precompute_config(models: Path, tars: Path, output: Path | str, **changes: o
         "precision": "float32",
         "workers": {"num_gpus": 0, "num_cpus": 1, "decode_threads": 2, "batch_size": 8},
     }
-    return PrecomputeConfig.model_validate(fields | changes)
+    exact = {name: {"storage": "float16"} | changes.pop(name, {}) for name in ("image", "text")}
+    return PrecomputeConfig.model_validate(fields | exact | changes)
 
 
 def folder_of(config: PrecomputeConfig) -> Path:

@@ -72,7 +72,7 @@ def encode_root(tars: Path, root: Path, storage: dict[str, Any]) -> None:
     """Stage 1 in this process, with the demo's models.
 
     Args:
-        storage: fields of the config.
+        storage: fields of the config; what they do not say is stored without rounding.
     """
     fields = {
         "input": str(tars),
@@ -82,7 +82,8 @@ def encode_root(tars: Path, root: Path, storage: dict[str, Any]) -> None:
         "precision": "float32",
         "workers": {"num_gpus": 0, "num_cpus": 1, "decode_threads": 1},
     }
-    config = PrecomputeConfig.model_validate(fields | storage)
+    exact = {name: {"storage": "float16"} | storage.get(name, {}) for name in ("image", "text")}
+    config = PrecomputeConfig.model_validate(fields | storage | exact)
     encoding, store = describe_encoding(config), open_store(root)
     create_root(store, encoding)
     towers = Towers(*load_networks(encoding, "cpu"), config.workers.batch_size)

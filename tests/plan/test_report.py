@@ -104,9 +104,9 @@ def test_bottleneck_is_the_busiest_resource(report: MakeReport, overrides: tuple
 
 
 def test_a_benchmark_without_the_store_does_not_hide_that_the_store_is_slow(report: MakeReport) -> None:
-    phase = report("--links.data_gbit_per_node", "1").rows[0].phases[0]
+    phase = report("--links.data_gbit_per_node", "0.5").rows[0].phases[0]
     assert (phase.basis, phase.bottleneck) == ("predicted", "data rate")
-    assert phase.images_per_second == pytest.approx(1e9 / 8 / phase.read_per_node * phase.images_per_second)
+    assert phase.images_per_second == pytest.approx(0.5e9 / 8 / phase.read_per_node * phase.images_per_second)
 
 
 def test_scaling_stops_paying(report: MakeReport) -> None:
@@ -116,7 +116,7 @@ def test_scaling_stops_paying(report: MakeReport) -> None:
 
 
 def test_float8_and_trim_shrink_what_is_stored(report: MakeReport) -> None:
-    exact, small = report(), report("--text.storage", "float8", "--text.trim", "true")
+    exact, small = report("--text.storage", "float16"), report("--text.storage", "float8", "--text.trim", "true")
     assert small.stored_tb < exact.stored_tb / 2.5
     assert small.traffic.read_tb < exact.traffic.read_tb / 2.5
     assert [bucket.pays_from for bucket in small.buckets] < [bucket.pays_from for bucket in exact.buckets]

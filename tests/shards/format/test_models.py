@@ -53,7 +53,7 @@ def options(tmp_path: Path, repo: str) -> list[str]:
     """Stage 1's config, with the models of a repository."""
     fixed = ["--input", str(tmp_path), "--output", str(tmp_path / "latents"), "--buckets", '["64x64", "128x128"]']
     models = [word for name in NAMES for word in (f"--{name}", f"{repo}/{name}")]
-    return [*fixed, "--precision", "float32", *models]
+    return [*fixed, "--precision", "float32", "--image.storage", "float16", "--text.storage", "float16", *models]
 
 
 def test_models_from_the_hub_are_those_of_the_folder(models: Path, tmp_path: Path) -> None:
