@@ -53,7 +53,6 @@ help:
 	@echo "make evaluate RUN=runs/phase2 [PROMPTS=...]   the same, and metrics with 95 % intervals against a reference"
 	@echo "make study A=runs/a/evaluations/... B=... [C=...] [OUT=runs/study]"
 	@echo "                                              a page on which raters compare the models' pictures, blind"
-
 	@echo "make watch RUN=runs/phase2 PROMPTS=...        the same for each checkpoint as it appears, while training goes on"
 	@echo "make report RUN=\"runs/phase1 runs/phase2\"    what is known of runs, on one page"
 	@echo "make plan [GPUS=128]                          days, cost and storage, before a GPU is rented"

@@ -3,10 +3,12 @@
 import argparse
 import functools
 import http.server
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 
 class _QuietHandler(http.server.SimpleHTTPRequestHandler):
@@ -14,6 +16,13 @@ class _QuietHandler(http.server.SimpleHTTPRequestHandler):
 
     def log_message(self, format: str, *args: object) -> None:
         """A line per picture would bury the demo's own output."""
+
+
+class _Server(http.server.ThreadingHTTPServer):
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that goes away in the middle of a picture, as one does that has waited long enough, is no fault."""
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)
 
 
 @contextmanager
@@ -24,7 +33,7 @@ def serve(folder: Path | str, port: int = 0) -> Iterator[str]:
             f"{folder} is not a folder: there is nothing to serve. `python -m examples.shapes.world` makes one."
         )
     handler = functools.partial(_QuietHandler, directory=str(folder))
-    with http.server.ThreadingHTTPServer(("127.0.0.1", port), handler) as server:
+    with _Server(("127.0.0.1", port), handler) as server:
         thread = threading.Thread(target=server.serve_forever, daemon=True)
         thread.start()
         try:
