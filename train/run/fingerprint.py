@@ -101,12 +101,22 @@ def check_resume(folder: Path, saved: dict[str, Any], now: dict[str, Any], grows
     now["unet"] = {name: value for name, value in now["unet"].items() if name in saved["unet"]}
     if grows:
         saved, now = ({**fields, "streams": _fixed(fields["streams"])} for fields in (saved, now))
-    different = [f"{key}: {saved.get(key)} ≠ {now.get(key)}" for key in now | saved if saved.get(key) != now.get(key)]
+    different = [line for key in now | saved for line in _differences(key, saved.get(key), now.get(key))]
     if different:
         raise RequestError(
             f"{folder} was trained under other settings: {'; '.join(different)} (checkpoint ≠ this run). Set them "
             f"back, or give another run_dir (and init_from, to start from these weights)."
         )
+
+
+def _differences(name: str, here: Any, there: Any) -> list[str]:
+    """Where two values of one entry differ: the innermost fields, by their places."""
+    if isinstance(here, dict) and isinstance(there, dict):
+        return [line for key in here | there for line in _differences(f"{name}.{key}", here.get(key), there.get(key))]
+    if isinstance(here, list) and isinstance(there, list) and len(here) == len(there):
+        pairs = enumerate(zip(here, there, strict=True), 1)
+        return [line for i, (a, b) in pairs for line in _differences(f"{name}[{i}]" if len(here) > 1 else name, a, b)]
+    return [] if here == there else [f"{name}: {here} ≠ {there}"]
 
 
 def _fixed(streams: list[dict[str, Any]]) -> list[dict[str, Any]]:
