@@ -1,6 +1,7 @@
 """Parts: files that one attempt made and committed together. Only a part's receipt says that it exists."""
 
 import hashlib
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from shards.base.store import Store
 from shards.root.commit import content_hash, place, record_files
 
 Receipt = dict[str, Any]
-"""What the part's maker says of it, `part`: its folder, and `files`: name → SHA-256."""
+"""What the part's maker says of it, `part`: its folder, `files`: name → SHA-256, and `seconds` that making it took."""
 FOLDER = "receipts"
 
 
@@ -36,7 +37,8 @@ def commit_part(store: Store, folder: str, name: str, make: Callable[[Path], Rec
     with attempt_folder(store, f"{folder}-{name}".replace("/", "-")) as private:
         part = private / "part"
         part.mkdir()
-        about = make(part)
+        started = time.monotonic()
+        about = make(part) | {"seconds": round(time.monotonic() - started, 3)}
         files = record_files(part, {})
         place_name = f"{folder}/{name}.{content_hash(files)}"
         place(store, part, place_name, files)
@@ -45,6 +47,12 @@ def commit_part(store: Store, folder: str, name: str, make: Callable[[Path], Rec
     committed = read_receipt(store, folder, name)
     assert committed is not None
     return committed
+
+
+def seconds_of_parts(store: Store) -> float:
+    """That all committed parts of a store took, each on its worker."""
+    receipts = store.read_many([f"{FOLDER}/{name}" for name in store.files(FOLDER)])
+    return float(sum(parse_sealed_json(data, store.where(name)).get("seconds", 0) for name, data in receipts.items()))
 
 
 def read_part(store: Store, receipt: Receipt) -> dict[str, bytes]:

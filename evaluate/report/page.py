@@ -196,19 +196,21 @@ def speed(runs: Sequence[Run]) -> str:
 
 
 def costs(runs: Sequence[Run], price: float | None) -> str:
-    """Hours of the steps themselves, and their price."""
+    """Hours of the steps themselves, and of evaluations' pictures and features; and their price."""
     rows: list[list[Any]] = []
     for run in runs:
-        dollars = None if price is None else f"${run.gpu_hours * price:,.2f}"
         images = run.steps * run.config["global_batch_size"]
-        rows.append([run.name, images, run.num_processes, run.seconds / 3600, run.gpu_hours, dollars])
-    total = sum(run.gpu_hours for run in runs)
-    dollars = None if price is None else f"${total * price:,.2f}"
-    rows.append(["all", sum(row[1] for row in rows), None, sum(row[3] for row in rows), total, dollars])
-    note = "From the speed that the log has of each step: starts, validation and steps that were lost are not in it. "
+        rows.append([run.name, images, run.num_processes, run.seconds / 3600, run.gpu_hours])
+        if run.evaluations:
+            hours = sum(evaluation.seconds for evaluation in run.evaluations) / 3600
+            rows.append([f"{run.name}, {len(run.evaluations)} evaluations", None, None, None, hours])
+    rows.append(["all", sum(row[1] or 0 for row in rows), None, None, sum(row[4] for row in rows)])
+    rows = [[*row, None if price is None else f"${row[4] * price:,.2f}"] for row in rows]
+    note = "Training: from the speed that the log has of each step; starts, validation and steps that were lost are "
+    note += "not in it. Evaluations: workers' time for pictures and features; loading models is not in it. "
     note += "No price was given (`--price_per_hour`)." if price is None else f"One GPU hour is ${price:,.2f}."
     header = ["run", "images", "processes", "hours", "process hours", "dollars"]
-    return section("cost", "What it cost", table("Training", header, rows), text(note))
+    return section("cost", "What it cost", table("Training and evaluation", header, rows), text(note))
 
 
 def data(runs: Sequence[Run]) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 
 from evaluate.metrics.table import METRICS
+from evaluate.parts import seconds_of_parts
 from evaluate.sampling.job import below
 from evaluate.scoring import RECORDS, Row
 from shards.base.durable import parse_sealed_json
@@ -46,6 +47,8 @@ class Evaluation:
     place: Path | str
     rows: tuple[Row, ...]
     """Of its metrics, each id once."""
+    seconds: float
+    """That its pictures and their features took, on all workers."""
 
     @property
     def weights(self) -> str:
@@ -75,7 +78,9 @@ def evaluations(place: Path | str) -> list[Evaluation]:
             step_folder = below(place, f"{FOLDER}/{folder}")
             for name in filter(SET_FOLDER.fullmatch, open_store(step_folder).entries()):
                 its = below(step_folder, name)
-                found.append(Evaluation(int(match[1]), f"{folder}/{name}", its, _rows(its)))
+                found.append(
+                    Evaluation(int(match[1]), f"{folder}/{name}", its, _rows(its), seconds_of_parts(open_store(its)))
+                )
     return sorted(found, key=lambda evaluation: (evaluation.step, evaluation.name))
 
 

@@ -3,7 +3,6 @@
 import functools
 import os
 import socket
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -68,7 +67,6 @@ def load_model(model: Model, output: Path | str, device: str, precision: Any) ->
 
 def draw_part(part: Part, pipeline: Any, batch_size: int, report: Callable[[int], None], folder: Path) -> Receipt:
     """Every picture of a part into `folder`, encoded beside the drawing."""
-    started = time.monotonic()
     with ThreadPoolExecutor(ENCODING_THREADS) as threads:
         writing = []
         for start in range(0, len(part.samples), batch_size):
@@ -81,9 +79,8 @@ def draw_part(part: Part, pipeline: Any, batch_size: int, report: Callable[[int]
         for written in writing:
             written.result()
     ids = [[sample.prompt.id, sample.index] for sample in part.samples]
-    seconds = round(time.monotonic() - started, 3)
     where = {"host": socket.gethostname(), "pid": os.getpid(), "batch_size": batch_size}
-    return {"drawing": part.drawing.id, "samples": ids, "seconds": seconds, "made_by": where}
+    return {"drawing": part.drawing.id, "samples": ids, "made_by": where}
 
 
 def filled_up(batch: Sequence[Sample], batch_size: int) -> list[Sample]:

@@ -227,3 +227,13 @@ def test_chains_bins_and_spreads(tmp_path: Path) -> None:
     assert starts(read_runs([str(c), str(a), str(b)])) == {"c": 60, "a": 0, "b": 40}
     assert binned([(i, 2.0 * i) for i in range(7)], 3) == [(1, 2), (4, 8), (6, 12)]
     assert spread(list(range(10)), 3) == [0, 4, 9] and spread([1, 2], 3) == [1, 2]
+
+
+def test_what_evaluations_took_is_a_part_of_the_price(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")  # 40 steps of 8 images at 20 a second, on two processes: 32 s
+    for number, seconds in enumerate((3600.0, 1800.0)):
+        store = open_store(run / "evaluations" / f"step-{number + 1:08d}-auto" / "g8-s1-own")
+        for folder in ("pictures", "features/abc"):
+            store.create(f"receipts/{folder}/00000.json", sealed_json({"seconds": seconds}))
+    page = report(run, "--output", tmp_path / "page.html", "--price_per_hour", "2").source
+    assert "run, 2 evaluations" in page and "$6.00" in page and "$6.04" in page
