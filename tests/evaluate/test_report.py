@@ -236,4 +236,4 @@ def test_what_evaluations_took_is_a_part_of_the_price(tmp_path: Path) -> None:
         for folder in ("pictures", "features/abc"):
             store.create(f"receipts/{folder}/00000.json", sealed_json({"seconds": seconds}))
     page = report(run, "--output", tmp_path / "page.html", "--price_per_hour", "2").source
-    assert "run, 2 evaluations" in page and "$6.00" in page and "$6.04" in page
+    assert "run, 2 evaluations" in page and "$6.00" in page and "$6.02" in page
