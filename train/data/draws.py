@@ -32,65 +32,45 @@ class Purpose(IntEnum):
     SIZE_JITTER = 9
 
 
-def philox(state: Tensor, key: tuple[int, int]) -> Tensor:
-    """(…, 4) 32-bit words, in int64, for each counter of four.
+def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, int]) -> tuple[Tensor, ...]:
+    """Four 32-bit words (in int64 tensors) for each counter of four 32-bit words; shapes broadcast.
 
-    Args:
-        state: (2, …) int64, two words of the counter packed into each: x0·2^32 + x1, and x2·2^32 + x3.
-
-    Both halves go through a round together: a GPU takes as long to begin a small operation as a large one. int64
-    products wrap modulo 2^64, as they should.
+    int64 products wrap modulo 2^64, which leaves their low 64 bits, all that is used, right.
     """
-    multipliers, round_keys = _constants(key, state.device)
-    shape = (2, *[1] * (state.ndim - 1))
-    for round_key in round_keys:
-        products = ((state >> 32) & LOW_32) * multipliers.view(shape)
-        # x0, x1, x2, x3 => high of x2's product ^ x1 ^ k0, its low, high of x0's product ^ x3 ^ k1, its low
-        state = (state << 32) ^ round_key.view(shape) ^ products.flip(0)
-    high, low = ((state >> 32) & LOW_32).unbind(), (state & LOW_32).unbind()
-    return torch.stack([high[0], low[0], high[1], low[1]], dim=-1)
+    x0, x1, x2, x3 = counter
+    k0, k1 = key
+    for _ in range(NUM_ROUNDS):
+        product0, product1 = x0 * MULTIPLIERS[0], x2 * MULTIPLIERS[1]
+        high0, high1 = (product0 >> 32) & LOW_32, (product1 >> 32) & LOW_32
+        x0, x1, x2, x3 = high1 ^ x1 ^ k0, product1 & LOW_32, high0 ^ x3 ^ k1, product0 & LOW_32
+        k0, k1 = (k0 + KEY_STEPS[0]) & LOW_32, (k1 + KEY_STEPS[1]) & LOW_32
+    return x0, x1, x2, x3
 
 
 @cache
-def fused_philox() -> Callable[[Tensor, tuple[int, int]], Tensor]:
-    """The same in one kernel: of whole numbers a compiler makes the same ones."""
+def fused_philox() -> Callable[..., tuple[Tensor, ...]]:
+    """The same in a kernel or two, which a compiler makes: whole numbers come out the same."""
     return torch.compile(philox, dynamic=False)
-
-
-@lru_cache(maxsize=16)
-def _constants(key: tuple[int, int], device: torch.device) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """The multipliers, and a (2,) key for each round, in the high words; on the device once and for all steps."""
-    keys = [
-        [signed((k + i * step & LOW_32) << 32) for k, step in zip(key, KEY_STEPS, strict=True)]
-        for i in range(NUM_ROUNDS)
-    ]
-    multipliers = torch.tensor(MULTIPLIERS, device=device)
-    return multipliers, torch.tensor(keys, device=device).unbind()
 
 
 @lru_cache(maxsize=256)
 def _counters(blocks: tuple[tuple[Purpose, int], ...], high: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """(blocks,) what is the same at each step: a block's number in the high word, and its purpose in the low one."""
+    """(blocks,) first and last word of the counter, which are the same at each step."""
     numbers = torch.cat([torch.arange(number, device=device) for _, number in blocks])
     purposes = torch.cat([torch.full((number,), int(of) << 16 | high, device=device) for of, number in blocks])
-    return numbers << 32, purposes
-
-
-def signed(word: int) -> int:
-    """The int64 of the same 64 bits."""
-    return word - (1 << 64) if word >> 63 else word
+    return numbers, purposes
 
 
 class Draws:
     """The draws of some global slots of one step."""
 
     def __init__(self, seed: int, step: int, slots: Tensor, fused: bool = False):
-        """By plain operations, or by `fused_philox`, which gives the same.
+        """Of `slots`, (N,) int64: each sample's place in the global batch; their device is where draws are made.
 
         Args:
-            slots: (N,) int64, each sample's place in the global batch; its device is where draws are made.
+            fused: by `fused_philox`.
         """
-        self.philox = fused_philox() if fused else philox
+        self.fused = fused
         self.key = (seed & LOW_32, (seed >> 32) & LOW_32)
         self.step = step
         self.slots = slots
@@ -101,9 +81,10 @@ class Draws:
         """Draw what will be asked for, so many numbers of each, at once: a device takes as long to begin with few."""
         # four words a block: an odd number of normals, which take words in pairs, has its last pair whole
         blocks = {purpose: math.ceil(count / 4) for purpose, count in counts.items()}
-        numbers, purposes = _counters(tuple(blocks.items()), self.step >> 32, self.slots.device)
-        first, last = numbers + self.slots[:, None], purposes + signed((self.step & LOW_32) << 32)
-        words = self.philox(torch.stack([first, last.expand_as(first)]), self.key)
+        first, last = _counters(tuple(blocks.items()), self.step >> 32, self.slots.device)
+        step = torch.full_like(first, self.step & LOW_32)
+        made = (fused_philox() if self.fused else philox)((first, self.slots[:, None], step, last), self.key)
+        words = torch.stack(torch.broadcast_tensors(*made), dim=-1)
         for purpose, part in zip(blocks, words.split(list(blocks.values()), dim=1), strict=True):
             self.drawn[purpose] = part.flatten(1)
 

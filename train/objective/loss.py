@@ -74,9 +74,15 @@ class Noised:
             yield part
 
     def _each(self, rows: slice | Tensor) -> "Noised":
-        tensors = {name: getattr(self, name) for name in ("latents", "target", "timesteps", "weight")}
-        chosen = {name: tensor if tensor is None else tensor[rows] for name, tensor in tensors.items()}
-        return replace(self, batch=self.batch.part(rows), told=self.told.part(rows), **chosen)
+        return replace(
+            self,
+            batch=self.batch.part(rows),
+            told=self.told.part(rows),
+            latents=self.latents[rows],
+            target=self.target[rows],
+            timesteps=self.timesteps[rows],
+            weight=None if self.weight is None else self.weight[rows],
+        )
 
 
 class DiffusionLoss:

@@ -116,7 +116,7 @@ def test_a_batch_on_paper(hw: tuple[int, int], layer: str, storage: str) -> None
     seen = []
     handle = network.layer.register_forward_hook(lambda module, inputs, output: seen.append(output.detach()))
     plain = DiffusionLoss(ObjectiveConfig(), spec(posterior="mean"), torch.device("cpu"))
-    expected = plain(network, data, Draws(0, 4, data.slots))
+    expected = plain(network, plain.noised(data, Draws(0, 4, data.slots)))
     handle.remove()
     hidden = seen[0].double().permute(0, 2, 3, 1).reshape(5, -1, 6)
     first, second, third = (module.double() for module in aligned.head.children() if isinstance(module, nn.Linear))
