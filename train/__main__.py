@@ -74,6 +74,7 @@ def train_here(config: TrainConfig) -> None:
             cpu=not torch.cuda.is_available(),
             log_with=config.log.tracker if config.log.tracker in LOGGER_TYPE_TO_CLASS else None,
             project_dir=config.run_dir,
+            kwargs_handlers=[config.ddp.handler()],
         )
         prepared = prepare(config, accelerator)
         if prepared.checkpoint is not None and prepared.checkpoint.state.step >= config.max_steps:

@@ -14,9 +14,11 @@ from train.loop import Run
 from train.model.ema import make_averages
 from train.model.fit import on_meta
 from train.model.flops import peak_tflops, training_flops
+from train.model.layout import keep_channels_last
 from train.model.norms import use_low_precision_norms
 from train.model.optimizer import Optimizer, make_adamw
 from train.model.sharding import split_weights
+from train.model.unet import compile_network
 from train.objective.loss import DiffusionLoss
 from train.prepare import Prepared
 from train.run.alarm import Alarm
@@ -48,7 +50,7 @@ def assemble(config: TrainConfig, prepared: Prepared, accelerator: Accelerator, 
     if accelerator.is_main_process:
         drop_later(config.run_dir / SNAPSHOTS, state.step, launch.folder)
     if config.compile:
-        unet.compile()
+        compile_network(unet, len({stream.latent_hw for stream in prepared.spec.streams}))
     # what is split is wrapped for autocast alone: DDP would hold it whole
     model = accelerator.prepare_model(network, device_placement=False, evaluation_mode=is_split)
     optimizer = Optimizer(adamw, accelerator, config.optimizer, config.schedule, config.max_steps)
@@ -66,7 +68,8 @@ def assemble(config: TrainConfig, prepared: Prepared, accelerator: Accelerator, 
         seed=config.seed,
         max_steps=config.max_steps,
         global_batch_size=config.global_batch_size,
-        microbatch_size=config.microbatch_size,
+        microbatch_size=min(config.microbatch_size, config.global_batch_size // world.size),
+        compiled=config.compile and not is_split,
         collective_timeout=config.collective_timeout,
         unet=unet,
         aligned=aligned,
@@ -114,7 +117,7 @@ def place_unet(config: TrainConfig, unet: Any, accelerator: Accelerator, is_spli
     unet.to(accelerator.device)
     # fully_shard takes contiguous weights only
     if not is_split and (is_cuda if config.channels_last is None else config.channels_last):
-        unet.to(memory_format=torch.channels_last)
+        keep_channels_last(unet)
     if not is_cuda:
         # the name is CUDA's, but it governs the CPU's kernel too, whose bfloat16 backward pass is 5 to 15 times slower
         # than the plain one on the short sequences that a CPU trains on

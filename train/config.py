@@ -10,7 +10,7 @@ from train.data.spec import DataConfig
 from train.model.backbone import BackboneConfig
 from train.model.ema import EmaConfig
 from train.model.optimizer import OptimizerConfig, ScheduleConfig
-from train.model.sharding import Precision, Sharding
+from train.model.sharding import DdpConfig, Precision, Sharding
 from train.objective.alignment import RepaConfig
 from train.objective.paths import ObjectiveConfig
 from train.objective.validation import ValidationConfig
@@ -67,6 +67,7 @@ class TrainConfig(Config):
     """torch.compile the U-Net."""
     sharding: Sharding = "none"
     """Over several processes: each holds all (DDP), parts of gradients and optimizer state, or of the weights too."""
+    ddp: DdpConfig = DdpConfig()
     collective_timeout: float = Field(600.0, gt=0)
     """Seconds after which a process that does not answer the others ends the run; longer than writing a checkpoint."""
     takeover_after: float = Field(60.0, gt=0)

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import AutocastKwargs
 from torch import Tensor
 
 from shards.base.errors import Preempted
@@ -37,6 +38,9 @@ class Run:
     max_steps: int
     global_batch_size: int
     microbatch_size: int
+    """At most what this rank has of a batch."""
+    compiled: bool
+    """The network runs as a graph for each shape: microbatches, and those of validation, are all of one size."""
     collective_timeout: float
     unet: Any
     aligned: Aligned | None
@@ -107,22 +111,25 @@ def take_step(run: Run, batch: Batch) -> None:
 
 def train_step(run: Run, batch: Batch) -> Tensor:
     """One optimizer step on this rank's share of a global batch; returns the gradient's norm before clipping."""
-    accelerator, step = run.accelerator, run.state.step
-    sums, aligned = LossSums.zeros(accelerator.device), torch.zeros((), device=accelerator.device)
+    accelerator, step, device = run.accelerator, run.state.step, run.accelerator.device
     # on the CPU, so that only the caption that each sample is trained with moves to the device
-    batch = batch.draw_captions(Draws(run.seed, step, batch.slots))
-    microbatches = list(batch.to(accelerator.device).microbatches(run.microbatch_size))
-    for microbatch in microbatches:
-        last = microbatch is microbatches[-1]
-        # gradients cross ranks once, with the last microbatch; of weights that are split, with each
-        with nullcontext() if last else accelerator.no_sync(run.model):
-            losses = run.loss(run.model, microbatch, Draws(run.seed, step, microbatch.slots))
-            accelerator.backward(losses.total.sum() / len(batch))
-        sums += LossSums.of(losses.per_sample.detach(), losses.timesteps, run.loss.path.num_train_timesteps)
-        if losses.aligned is not None:
-            aligned += losses.aligned.detach().sum()
+    batch = batch.draw_captions(Draws(run.seed, step, batch.slots)).to(device)
+    noised = run.loss.noised(batch, Draws(run.seed, step, batch.slots, fused=run.compiled))
+    parts = list(noised.microbatches(run.microbatch_size, filled=run.compiled))
+    done = []
+    # around all of them, so that autocast's copies of the weights serve until these are stepped
+    with accelerator.autocast(AutocastKwargs(enabled=False)):
+        for part in parts:
+            # gradients cross ranks once, with the last microbatch; of weights that are split, with each
+            with nullcontext() if part is parts[-1] else accelerator.no_sync(run.model):
+                losses = run.loss(run.model, part)
+                accelerator.backward(losses.total.sum() / len(batch))
+            done.append(losses)
+    errors = torch.cat([losses.per_sample.detach() for losses in done])
+    sums = LossSums.of(errors, noised.timesteps, run.loss.path.num_train_timesteps, run.microbatch_size)
+    aligned = [losses.aligned.detach().sum() for losses in done if losses.aligned is not None]
     grad_norm, skipped = run.optimizer.step(run.model, step)
-    run.results.add(skipped, sums, aligned if run.aligned else None)
+    run.results.add(skipped, sums, sum(aligned[1:], aligned[0]) if aligned else None)
     return grad_norm
 
 
@@ -132,7 +139,8 @@ def write_line(run: Run, grad_norm: Tensor) -> None:
     fields = describe(run, run.meter.close(), float(grad_norm))
     if run.validation is not None and run.state.step % run.validation.every == 0:
         with run.validation.averaged(run.averages["ema"], run.unet):
-            fields |= run.validation(run.aligned or run.unet, run.loss, run.accelerator)
+            size = run.microbatch_size if run.compiled else None
+            fields |= run.validation(run.aligned or run.unet, run.loss, run.accelerator, size)
     run.state.begin_line()
     run.meter.restart()
     run.log.write(run.state.step, fields)

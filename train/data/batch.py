@@ -1,7 +1,7 @@
 """One rank's share of a global batch: how it is stacked from samples, moved, and cut into microbatches."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -64,13 +64,11 @@ class Batch:
         chosen = replace(self, columns=columns, num_captions=None)
         return chosen.pin_memory() if self.slots.is_pinned() else chosen
 
-    def microbatches(self, size: int) -> Iterator["Batch"]:
-        """Slices of at most `size` samples, in order; of a batch with one caption per sample."""
+    def part(self, rows: slice | Tensor) -> "Batch":
+        """Those samples of a batch with one caption per sample; keys where `rows` is a slice."""
         assert self.num_captions is None
-        for start in range(0, len(self), size):
-            part = slice(start, start + size)
-            columns = {name: tensor[part] for name, tensor in self.columns.items()}
-            yield Batch(self.keys[part], self.slots[part], columns)
+        keys = self.keys[rows] if isinstance(rows, slice) else [""] * len(rows)
+        return Batch(keys, self.slots[rows], {name: tensor[rows] for name, tensor in self.columns.items()})
 
 
 @dataclass(frozen=True)

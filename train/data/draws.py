@@ -6,7 +6,9 @@ batch is drawn at once on the device.
 """
 
 import math
+from collections.abc import Callable
 from enum import IntEnum
+from functools import cache, lru_cache
 
 import torch
 from torch import Tensor
@@ -45,11 +47,30 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, int])
     return x0, x1, x2, x3
 
 
+@cache
+def fused_philox() -> Callable[..., tuple[Tensor, ...]]:
+    """The same in a kernel or two, which a compiler makes: whole numbers come out the same."""
+    return torch.compile(philox, dynamic=False)
+
+
+@lru_cache(maxsize=256)
+def _counters(blocks: tuple[tuple[Purpose, int], ...], high: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """(blocks,) first and last word of the counter, which are the same at each step."""
+    numbers = torch.cat([torch.arange(number, device=device) for _, number in blocks])
+    purposes = torch.cat([torch.full((number,), int(of) << 16 | high, device=device) for of, number in blocks])
+    return numbers, purposes
+
+
 class Draws:
     """The draws of some global slots of one step."""
 
-    def __init__(self, seed: int, step: int, slots: Tensor):
-        """`slots`: (N,) int64, each sample's place in the global batch; its device is where draws are made."""
+    def __init__(self, seed: int, step: int, slots: Tensor, fused: bool = False):
+        """Of `slots`, (N,) int64: each sample's place in the global batch; their device is where draws are made.
+
+        Args:
+            fused: by `fused_philox`.
+        """
+        self.fused = fused
         self.key = (seed & LOW_32, (seed >> 32) & LOW_32)
         self.step = step
         self.slots = slots
@@ -60,11 +81,10 @@ class Draws:
         """Draw what will be asked for, so many numbers of each, at once: a device takes as long to begin with few."""
         # four words a block: an odd number of normals, which take words in pairs, has its last pair whole
         blocks = {purpose: math.ceil(count / 4) for purpose, count in counts.items()}
-        device, high = self.slots.device, self.step >> 32
-        first = torch.cat([torch.arange(number, device=device) for number in blocks.values()])
-        last = torch.cat([torch.full((n,), int(p) << 16 | high, device=device) for p, n in blocks.items()])
+        first, last = _counters(tuple(blocks.items()), self.step >> 32, self.slots.device)
         step = torch.full_like(first, self.step & LOW_32)
-        words = torch.stack(philox((first, self.slots[:, None], step, last), self.key), dim=-1)
+        made = (fused_philox() if self.fused else philox)((first, self.slots[:, None], step, last), self.key)
+        words = torch.stack(torch.broadcast_tensors(*made), dim=-1)
         for purpose, part in zip(blocks, words.split(list(blocks.values()), dim=1), strict=True):
             self.drawn[purpose] = part.flatten(1)
 

@@ -26,6 +26,11 @@ class TextConditioning:
     pooled: Tensor | None
     """(N, pooled) float32."""
 
+    def part(self, rows: slice | Tensor) -> "TextConditioning":
+        """Of those samples."""
+        parts = (None if value is None else value[rows] for value in (self.states, self.mask, self.pooled))
+        return TextConditioning(*parts)
+
 
 @dataclass(frozen=True)
 class Conditioning:
@@ -36,6 +41,10 @@ class Conditioning:
     """(N, 4): each original's width and height, and the crop's top and left in it."""
     target: tuple[int, int]
     """(height, width) of the bucket, in pixels."""
+
+    def part(self, rows: slice | Tensor) -> "Conditioning":
+        """Of those samples."""
+        return Conditioning({name: text.part(rows) for name, text in self.texts.items()}, self.sizes[rows], self.target)
 
 
 @dataclass(frozen=True)
@@ -70,7 +79,8 @@ class States(Config):
         texts = given.conditioning.texts
         rows = [_beside(texts[tower].states for tower in row) for row in self.towers or []]
         width = max(row.shape[-1] for row in rows)
-        states = _behind([F.pad(row, (0, width - row.shape[-1])) for row in rows])
+        wide = (row if row.shape[-1] == width else F.pad(row, (0, width - row.shape[-1])) for row in rows)
+        states = _behind(list(wide))
         masks = [texts[row[0]].mask for row in self.towers or []]
         if self.mask is None:
             return {name: states}

@@ -50,6 +50,17 @@ def build_unet(path: Path, seed: int | None) -> Any:
     return unet
 
 
+def compile_network(unet: Any, num_shapes: int) -> None:
+    """Compile a network in place, into one graph of fixed sizes for each of `num_shapes` shapes of latents.
+
+    torch makes the second shape's graph one of any size, which is slower, and after the eighth it compiles no more.
+    """
+    limits = torch._dynamo.config
+    limits.recompile_limit = max(limits.recompile_limit, num_shapes + 1)  # and the shape of validation
+    limits.accumulated_recompile_limit = max(limits.accumulated_recompile_limit, limits.recompile_limit)
+    unet.compile(dynamic=False)
+
+
 def class_name(fields: Mapping[str, Any]) -> str:
     """The name of the class that a diffusers config is of; of U-Nets it may be left out."""
     return str(fields.get("_class_name", UNET))

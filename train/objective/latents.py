@@ -34,8 +34,10 @@ class StoredLatents:
         return math.prod(batch.columns["image_latents"].shape[2:]) * self.image.channels
 
     def draws_per_sample(self, batch: Batch) -> dict[Purpose, int]:
-        """How many normals `sample` takes of each sample."""
-        return {Purpose.POSTERIOR: self.size(batch)} if self.image.posterior == "moments" else {}
+        """How many numbers `sample` and `told_sizes` take of each sample."""
+        counts = {Purpose.POSTERIOR: self.size(batch)} if self.image.posterior == "moments" else {}
+        jitter = {Purpose.SIZE_JITTER: 2} if self.backbone.size_jitter else {}  # one normal takes two words
+        return counts | jitter | ({Purpose.SIZE_DROPOUT: 1} if self.backbone.size_dropout else {})
 
     def sample(self, batch: Batch, draws: Draws) -> Tensor:
         """A batch's image latents, (N, C, h, w) float32: mean + σ·n where moments are stored, normalised."""

@@ -1,5 +1,6 @@
 """The training loss: a sample's latents, noised along a path, and the U-Net's error in what it should predict."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -10,6 +11,7 @@ from train.data.batch import Batch
 from train.data.draws import Draws, Purpose
 from train.data.spec import DataSpec
 from train.model.backbone import BackboneConfig
+from train.model.inputs import Conditioning
 from train.objective.alignment import Aligned
 from train.objective.latents import StoredLatents
 from train.objective.paths import ObjectiveConfig, noise_path
@@ -32,6 +34,55 @@ class Losses:
     def total(self) -> Tensor:
         """(N,) what is trained on."""
         return self.per_sample if self.aligned is None else self.per_sample + self.coefficient * self.aligned
+
+
+@dataclass(frozen=True)
+class Noised:
+    """What a network is asked: samples on their way to noise, and what it should say of them."""
+
+    batch: Batch
+    """As stored."""
+    told: Conditioning
+    """What the network is told beside the latents."""
+    latents: Tensor
+    """(N, C, h, w) float32, noised."""
+    target: Tensor
+    """(N, C, h, w) float32."""
+    timesteps: Tensor
+    """(N,)."""
+    weight: Tensor | None = None
+    """(N,) of each sample's loss; None: 1."""
+    coefficient: float = 0.0
+    """Of the alignment's loss, where a layer is aligned."""
+    num_real: int | None = None
+    """How many of the samples count, the first ones; the rest fill up a shape. None: all."""
+
+    def __len__(self) -> int:
+        return len(self.batch)
+
+    def microbatches(self, size: int, filled: bool = False) -> Iterator["Noised"]:
+        """Slices of at most `size` samples, in order.
+
+        Args:
+            filled: a slice that is smaller is filled up with its own samples over again, which do not count.
+        """
+        for start in range(0, len(self), size):
+            part = self._each(slice(start, start + size))
+            if filled and len(part) < size:
+                rows = torch.arange(size, device=self.latents.device) % len(part)
+                part = replace(part._each(rows), num_real=len(part))
+            yield part
+
+    def _each(self, rows: slice | Tensor) -> "Noised":
+        return replace(
+            self,
+            batch=self.batch.part(rows),
+            told=self.told.part(rows),
+            latents=self.latents[rows],
+            target=self.target[rows],
+            timesteps=self.timesteps[rows],
+            weight=None if self.weight is None else self.weight[rows],
+        )
 
 
 class DiffusionLoss:
@@ -57,35 +108,50 @@ class DiffusionLoss:
         self.latents = StoredLatents(spec, device, self.backbone)
         self.caption_dropout, self.offset_noise = config.caption_dropout, config.offset_noise
 
-    def __call__(self, unet: nn.Module, batch: Batch, draws: Draws) -> Losses:
-        """The losses of a batch with one caption per sample."""
-        num_drops = self.latents.drops_per_sample
+    def noised(self, batch: Batch, draws: Draws) -> Noised:
+        """A batch with one caption per sample, by its draws: all at once, as a GPU takes as long to begin with few."""
+        num_drops, config = self.latents.drops_per_sample, self.aligned.config if self.aligned else None
         counts = {Purpose.TIMESTEP: 1, Purpose.CAPTION_DROPOUT: num_drops, Purpose.NOISE: self.latents.size(batch)}
-        draws.draw(counts | self.latents.draws_per_sample(batch))
+        draws.draw(counts | self.latents.draws_per_sample(batch) | self._offsets_per_sample)
         height, width = batch.columns["image_latents"].shape[2:]
         timesteps = self.path.shifted(self.path.timesteps(draws), (height, width))
         dropped = draws.chances(Purpose.CAPTION_DROPOUT, self.caption_dropout, num_drops)
-        errors = self.squared_error(unet, self.latents.told_sizes(batch, draws), timesteps, dropped, draws)
-        losses = Losses(self.path.weight(timesteps) * errors, timesteps)
-        if self.aligned is None:
-            return losses
-        return replace(
-            losses, aligned=self.aligned.loss(batch), coefficient=self.aligned.config.coefficient(draws.step)
-        )
+        noised = self.noised_at(self.latents.told_sizes(batch, draws), timesteps, dropped, draws)
+        coefficient = config.coefficient(draws.step) if config else 0.0
+        return replace(noised, weight=self.path.weight(timesteps), coefficient=coefficient)
 
-    def squared_error(self, unet: nn.Module, batch: Batch, timesteps: Tensor, dropped: Tensor, draws: Draws) -> Tensor:
-        """(N,) float32, unweighted, at given timesteps (N,) and captions left out where `dropped`."""
+    def noised_at(self, batch: Batch, timesteps: Tensor, dropped: Tensor, draws: Draws) -> Noised:
+        """At given timesteps (N,), with captions left out where `dropped` (N,); every sample weighs 1."""
         # moments => latents
         latents = self.latents.sample(batch, draws)
-        # captions => what the network is told
-        conditioning = self.latents.conditioning(batch, dropped)
-        # latents => noisy latents
+        # latents => noisy latents, and what is to be predicted
         noise = self.noise(tuple(latents.shape[1:]), draws)
-        noisy = self.path.add_noise(latents, noise, timesteps)
-        # noisy latents => prediction => loss
-        prediction = self.backbone.predict(unet, noisy, timesteps, conditioning)
-        target = self.path.target(latents, noise, timesteps)
-        return F.mse_loss(prediction.float(), target, reduction="none").flatten(1).mean(dim=1)
+        noisy, target = self.path.add_noise(latents, noise, timesteps), self.path.target(latents, noise, timesteps)
+        # captions => what the network is told
+        return Noised(batch, self.latents.conditioning(batch, dropped), noisy, target, timesteps)
+
+    def __call__(self, unet: nn.Module, noised: Noised) -> Losses:
+        """The losses of those samples that count."""
+        errors, real = self.squared_error(unet, noised), slice(noised.num_real)
+        weighted = errors if noised.weight is None else noised.weight[real] * errors
+        losses = Losses(weighted, noised.timesteps[real])
+        if self.aligned is None:
+            return losses
+        aligned = self.aligned.loss(noised.batch)[real]
+        return replace(losses, aligned=aligned, coefficient=noised.coefficient)
+
+    def squared_error(self, unet: nn.Module, noised: Noised) -> Tensor:
+        """(N,) float32, unweighted, of those samples that count."""
+        prediction = self.backbone.predict(unet, noised.latents, noised.timesteps, noised.told).float()
+        target = noised.target
+        if noised.num_real is not None:
+            prediction, target = prediction[: noised.num_real], target[: noised.num_real]
+        errors = F.mse_loss(prediction, target, reduction="none")
+        return errors.flatten(1).mean(dim=1)
+
+    @property
+    def _offsets_per_sample(self) -> dict[Purpose, int]:
+        return {Purpose.OFFSET_NOISE: self.latents.image.channels} if self.offset_noise else {}
 
     def noise(self, shape: tuple[int, ...], draws: Draws) -> Tensor:
         """(N, *shape) standard normals, with an offset per channel where configured."""

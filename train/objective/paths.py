@@ -97,9 +97,9 @@ class NoisePath(ABC):
     def target(self, latents: Tensor, noise: Tensor, timesteps: Tensor) -> Tensor:
         """What the U-Net should predict there."""
 
-    def weight(self, timesteps: Tensor) -> Tensor | float:
-        """Each sample's weight in the loss, (N,), or one for all."""
-        return 1.0
+    def weight(self, timesteps: Tensor) -> Tensor | None:
+        """Each sample's weight in the loss, (N,); None: 1."""
+        return None
 
 
 def noise_path(config: ObjectiveConfig, device: torch.device) -> NoisePath:
@@ -150,13 +150,13 @@ class DDPM(NoisePath):
             return self.scheduler.get_velocity(latents, noise, timesteps)
         return latents
 
-    def weight(self, timesteps: Tensor) -> Tensor | float:
-        """1, or min(SNR, γ) of Hang et al. (2023) in terms of the latents, put in terms of what is predicted.
+    def weight(self, timesteps: Tensor) -> Tensor | None:
+        """None, or min(SNR, γ) of Hang et al. (2023) in terms of the latents, put in terms of what is predicted.
 
         An error in the noise, or the velocity, is one in the latents times SNR, or SNR + 1.
         """
         if self.min_snr_gamma is None:
-            return 1.0
+            return None
         alpha = self.scheduler.alphas_cumprod[timesteps]
         snr = alpha / (1.0 - alpha)
         of_latents = snr.clamp(max=self.min_snr_gamma)
@@ -190,12 +190,14 @@ class RectifiedFlow(NoisePath):
             return timesteps
         return shifted(timesteps / self.num_train_timesteps, alpha) * self.num_train_timesteps
 
-    def weight(self, timesteps: Tensor) -> Tensor | float:
-        """1, or one of diffusers' `compute_loss_weighting_for_sd3`, at the times that were trained on."""
+    def weight(self, timesteps: Tensor) -> Tensor | None:
+        """None, or one of diffusers' `compute_loss_weighting_for_sd3`, at the times that were trained on."""
+        if self.config.weighting == "none":
+            return None
         t = timesteps / self.num_train_timesteps
         if self.config.weighting == "sigma_sqrt":
             return t**-2.0
-        return 2.0 / (math.pi * (1.0 - 2.0 * t + 2.0 * t**2)) if self.config.weighting == "cosmap" else 1.0
+        return 2.0 / (math.pi * (1.0 - 2.0 * t + 2.0 * t**2))
 
     def add_noise(self, latents: Tensor, noise: Tensor, timesteps: Tensor) -> Tensor:
         """x_t = (1 − t)·x_0 + t·noise."""

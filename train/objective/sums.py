@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from accelerate import Accelerator
 from torch import Tensor
 
@@ -28,12 +27,20 @@ class LossSums:
         return cls(*torch.zeros(2, NUM_QUARTERS, device=device, dtype=dtype))
 
     @classmethod
-    def of(cls, losses: Tensor, timesteps: Tensor, num_train_timesteps: int) -> "LossSums":
-        """Of samples with these losses (N,), drawn at these timesteps (N,)."""
-        quarters = (timesteps * NUM_QUARTERS / num_train_timesteps).long()
-        member = F.one_hot(quarters.clamp(max=NUM_QUARTERS - 1), NUM_QUARTERS).float()  # (N, 4)
+    def of(
+        cls, losses: Tensor, timesteps: Tensor, num_train_timesteps: int, microbatch_size: int | None = None
+    ) -> "LossSums":
+        """Of samples with these losses (N,), drawn at these timesteps (N,).
+
+        Args:
+            microbatch_size: the sums of so many samples are added up, one after the other; None: all are one sum.
+        """
+        quarters = (timesteps * NUM_QUARTERS / num_train_timesteps).long().clamp(max=NUM_QUARTERS - 1)
+        member = quarters[:, None] == torch.arange(NUM_QUARTERS, device=losses.device)  # (N, 4)
         # where, not a product: a loss that is not finite stays in its own quarter
-        return cls(torch.where(member > 0, losses[:, None], 0.0).sum(dim=0), member.sum(dim=0))
+        both = torch.stack([torch.where(member, losses[:, None], 0.0), member.float()])
+        first, *rest = (part.sum(dim=1) for part in both.split(microbatch_size or len(losses), dim=1))
+        return cls(*sum(rest, first))
 
     @classmethod
     def stack(cls, parts: Sequence["LossSums"]) -> "LossSums":

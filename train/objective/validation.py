@@ -23,7 +23,7 @@ from train.data.draws import Draws
 from train.data.spec import column_lengths, encoding_differences, only_read
 from train.model.ema import Ema
 from train.model.sharding import reshard
-from train.objective.loss import DiffusionLoss
+from train.objective.loss import DiffusionLoss, Noised
 
 NUM_TIMESTEPS = 8
 PLACES = {"middles": 0.5, "starts": 0.0}
@@ -88,8 +88,15 @@ class Validation:
             ema.swap(unet.named_parameters())
 
     @torch.no_grad()
-    def __call__(self, unet: nn.Module, loss: DiffusionLoss, accelerator: Accelerator) -> dict[str, Any]:
-        """`val_loss`, and its value at each timestep; every sample has its caption. The ranks share the batches."""
+    def __call__(
+        self, unet: nn.Module, loss: DiffusionLoss, accelerator: Accelerator, microbatch_size: int | None = None
+    ) -> dict[str, Any]:
+        """`val_loss`, and its value at each timestep; every sample has its caption. The ranks share the batches.
+
+        Args:
+            microbatch_size: training's, where the graph that was compiled for it is to serve here too; None: batches
+                are taken whole.
+        """
         timesteps = loss.path.fixed_timesteps(NUM_TIMESTEPS, self.place)
         times = torch.tensor(timesteps, device=accelerator.device)
         sums, counts = torch.zeros(2, NUM_TIMESTEPS, device=accelerator.device)
@@ -102,7 +109,8 @@ class Validation:
             for k in range(1 if self.dealt else NUM_TIMESTEPS):
                 draws = Draws(self.seed, FIRST_STEP + k, moved.slots)
                 parts = moved.slots % NUM_TIMESTEPS if self.dealt else torch.full_like(moved.slots, k)
-                errors = loss.squared_error(unet, moved, times[parts], no_captions_dropped, draws)
+                noised = loss.noised_at(moved, times[parts], no_captions_dropped, draws)
+                errors = self.squared_error(unet, loss, noised, microbatch_size)
                 if place < len(self.batches):
                     sums.index_add_(0, parts, errors)
                     counts.index_add_(0, parts, torch.ones_like(errors))
@@ -111,6 +119,14 @@ class Validation:
         means = both[0] / both[1]
         by_timestep = dict(zip(map(str, timesteps), means.tolist(), strict=True))
         return {"val_loss": float(means.mean()), "val_loss_by_timestep": by_timestep}
+
+    def squared_error(self, unet: nn.Module, loss: DiffusionLoss, noised: Noised, size: int | None) -> Tensor:
+        """(N,) of a batch, whole or in filled microbatches of training's size."""
+        if size is None:
+            return loss.squared_error(unet, noised)
+        # a graph that was compiled for training is one with gradients
+        with torch.enable_grad():
+            return torch.cat([loss.squared_error(unet, part).detach() for part in noised.microbatches(size, True)])
 
 
 def open_validation(config: ValidationConfig, training: EncodingRecord, seed: int) -> Validation:

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from torch._inductor import metrics
 
 from train.data.draws import Draws, Purpose, global_slots, philox
 
@@ -22,6 +23,16 @@ from train.data.draws import Draws, Purpose, global_slots, philox
 def test_known_answers(counter: tuple[int, ...], key: tuple[int, int], expected: tuple[int, ...]) -> None:
     words = philox(tuple(torch.tensor(word) for word in counter), key)  # type: ignore[arg-type]
     assert tuple(int(word) for word in words) == expected
+
+
+def test_two_fused_kernels_make_the_same_draws() -> None:
+    metrics.reset()
+    counts = {Purpose.NOISE: 30, Purpose.TIMESTEP: 1}
+    plain, fused = (Draws(2**40 + 7, 2**33 + 5, torch.arange(5), fused) for fused in (False, True))
+    for made in (plain, fused):
+        made.draw(counts)
+    assert 1 <= metrics.generated_kernel_count <= 2
+    assert all(fused.drawn[purpose].equal(plain.drawn[purpose]) for purpose in counts)
 
 
 def draws(seed: int = 1, step: int = 2, slots: range = range(512)) -> Draws:

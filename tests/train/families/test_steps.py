@@ -161,7 +161,8 @@ def test_the_loss_is_of_the_pipelines_prediction(case: Case, monkeypatch: pytest
     noise = (noisy - path.add_noise(latents, zero, times)) / path.add_noise(zero, one, times)
     monkeypatch.setattr(case.loss, "noise", lambda shape, draws: noise)
     with torch.no_grad():
-        found = case.loss.squared_error(case.unet, case.batch, times, torch.zeros(len(noisy), dtype=torch.bool), draws)
+        nobody = torch.zeros(len(noisy), dtype=torch.bool)
+        found = case.loss.squared_error(case.unet, case.loss.noised_at(case.batch, times, nobody, draws))
     output, _ = halves(case, step)
     if case.config.backbone.pack > 1:
         side = case.config.backbone.pack

@@ -47,7 +47,7 @@ class Recorder(torch.nn.Module):
 def test_loss_is_diffusers(prediction: str) -> None:
     loss = DiffusionLoss(ObjectiveConfig(prediction=prediction, caption_dropout=0), spec(), torch.device("cpu"))
     unet, data, draws = Recorder(), batch(), Draws(3, 11, torch.arange(N))
-    result = loss(unet, data, draws).per_sample
+    result = loss(unet, loss.noised(data, draws)).per_sample
 
     scheduler = DDPMScheduler(1000, 0.00085, 0.012, "scaled_linear", prediction_type=prediction)
     posterior = DiagonalGaussianDistribution(data.columns["image_latents"].double())
@@ -120,18 +120,38 @@ def test_codes_are_decoded() -> None:
 
 
 def test_microbatches_are_slices() -> None:
-    parts = list(batch().microbatches(4))
+    loss = DiffusionLoss(ObjectiveConfig(min_snr_gamma=5.0), spec(), torch.device("cpu"))
+    noised = loss.noised(batch(), Draws(3, 11, torch.arange(N)))
+    parts = list(noised.microbatches(4))
     assert [len(part) for part in parts] == [4, 2]
-    assert torch.cat([part.columns["image_latents"] for part in parts]).equal(batch().columns["image_latents"])
-    assert [key for part in parts for key in part.keys] == batch().keys and "text_scales.text" not in parts[1].columns
+    for name in ("latents", "target", "timesteps", "weight"):
+        assert torch.cat([getattr(part, name) for part in parts]).equal(getattr(noised, name))
+    states, *of_parts = (one.told.texts["text"].states for one in (noised, *parts))
+    assert states is not None and torch.cat([part for part in of_parts if part is not None]).equal(states)
+    stored = [part.batch.columns["image_latents"] for part in parts]
+    assert torch.cat(stored).equal(batch().columns["image_latents"])
+    assert [key for part in parts for key in part.batch.keys] == batch().keys
+    assert "text_scales.text" not in parts[1].batch.columns
+
+
+def test_a_last_microbatch_that_is_filled_up_counts_its_own_samples_alone() -> None:
+    loss = DiffusionLoss(ObjectiveConfig(min_snr_gamma=5.0), spec(), torch.device("cpu"))
+    noised, unet = loss.noised(batch(), Draws(3, 11, torch.arange(N))), Recorder()
+    whole = loss(unet, noised)
+    first, last = noised.microbatches(4, filled=True)
+    assert len(first) == len(last) == 4 and first.num_real is None
+    assert last.latents.equal(noised.latents[[4, 5, 4, 5]])  # nothing that no sample of it has
+    found = loss(unet, last)
+    assert len(unet.seen[0]) == 4
+    assert found.per_sample.equal(whole.per_sample[4:]) and found.timesteps.equal(whole.timesteps[4:])
 
 
 def test_a_batch_on_paper(tmp_path: Path) -> None:
     """Two ranks' draws, by slot, are the one rank's."""
     loss = DiffusionLoss(ObjectiveConfig(), spec(), torch.device("cpu"))
-    whole = loss(Recorder(), batch(), Draws(3, 11, torch.arange(N))).per_sample
-    for part in batch().microbatches(4):
-        found = loss(Recorder(), part, Draws(3, 11, part.slots)).per_sample
+    whole = loss(Recorder(), loss.noised(batch(), Draws(3, 11, torch.arange(N)))).per_sample
+    for part in (batch().part(slice(0, 4)), batch().part(slice(4, N))):
+        found = loss(Recorder(), loss.noised(part, Draws(3, 11, part.slots))).per_sample
         torch.testing.assert_close(found, whole[part.slots])
 
 
@@ -142,7 +162,7 @@ def test_min_snr_weighs_the_error_in_the_latents(prediction: str) -> None:
     loss = DiffusionLoss(config, spec(posterior="mean"), torch.device("cpu"))
     data = batch(image_latents=torch.randn(N, CHANNELS, SIDE, SIDE).half())
     unet, draws = Recorder(), Draws(3, 12, torch.arange(N))
-    result = loss(unet, data, draws).per_sample
+    result = loss(unet, loss.noised(data, draws)).per_sample
     noisy, timesteps = unet.seen[0].double(), unet.seen[1]
     latents = data.columns["image_latents"].double() * 0.7
     for i in range(N):
@@ -185,7 +205,7 @@ def test_flow_matching_is_a_straight_line(sampling: str) -> None:
     loss = flow(timestep_sampling=sampling, logit_mean=0.3, logit_std=0.8)
     data = batch(image_latents=torch.randn(N, CHANNELS, SIDE, SIDE).half())
     unet, draws = Recorder(), Draws(3, 11, torch.arange(N))
-    result = loss(unet, data, draws).per_sample
+    result = loss(unet, loss.noised(data, draws)).per_sample
     words = draws.words(Purpose.TIMESTEP, 2).double()
     normal = (-2 * ((words[:, 0] + 0.5) / 2**32).log()).sqrt() * (2 * torch.pi * (words[:, 1] + 0.5) / 2**32).cos()
     times = {"uniform": (words[:, 0] + 0.5) / 2**32, "logit_normal": 1 / (1 + (-(0.3 + 0.8 * normal)).exp())}[sampling]

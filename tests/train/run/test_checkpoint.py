@@ -3,6 +3,7 @@
 import resource
 import shutil
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -170,18 +171,19 @@ def with_a_scaler(arguments: list[str]) -> None:
 
     from train.__main__ import read_config
     from train.assemble import assemble
+    from train.data.batch import Batch
     from train.data.draws import Draws
     from train.loop import train
-    from train.objective.loss import DiffusionLoss
+    from train.objective.loss import DiffusionLoss, Noised
     from train.prepare import prepare, take_run
 
-    squared_error = DiffusionLoss.squared_error
+    noised = DiffusionLoss.noised
 
-    def overflowing(self: DiffusionLoss, *fields: Any) -> torch.Tensor:
-        draws: Draws = fields[-1]
-        return squared_error(self, *fields) * (float("inf") if draws.step >= 2 else 1.0)
+    def overflowing(self: DiffusionLoss, batch: Batch, draws: Draws) -> Noised:
+        found = noised(self, batch, draws)
+        return replace(found, target=found.target * (float("inf") if draws.step >= 2 else 1.0))
 
-    DiffusionLoss.squared_error = overflowing  # type: ignore[assignment, method-assign]
+    DiffusionLoss.noised = overflowing  # type: ignore[method-assign]
     config = read_config(arguments)
     accelerator = Accelerator(cpu=True)
     accelerator.native_amp = True

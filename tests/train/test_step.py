@@ -1,0 +1,272 @@
+"""The training step on the device: it asks the host for nothing, and begins few operations beside the network's own.
+
+Meta tensors have no values: whatever needs one on the host raises.
+"""
+
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partialmethod
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+from torch._dynamo.backends.distributed import DDPOptimizer
+from torch._dynamo.utils import counters
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.runs import UNET
+from tests.train.specs import CHANNELS, make_batch, spec
+from train.data.batch import Batch
+from train.data.draws import Draws, philox
+from train.loop import train_step
+from train.model.ema import Ema, EmaConfig
+from train.model.optimizer import Optimizer, OptimizerConfig, ScheduleConfig, make_adamw
+from train.model.sharding import DdpConfig
+from train.model.unet import build_unet, compile_network
+from train.objective.loss import DiffusionLoss
+from train.objective.paths import ObjectiveConfig
+from train.objective.validation import Validation
+
+META = torch.device("meta")
+MICROBATCHES, SIZE, SIDE = 4, 2, 8
+MOST_LAUNCHES = 40
+"""A microbatch, where a step has four, as on 8 GPUs with 64 images each at a time."""
+NO_LAUNCH = ("empty", "empty_like", "empty_strided", "new_empty_strided", "detach", "_unsafe_view", "alias")
+OBJECTIVES = {
+    "epsilon": {},
+    "velocity": {"prediction": "v_prediction", "zero_terminal_snr": True},
+    "weighed, with offsets": {"prediction": "sample", "min_snr_gamma": 5.0, "offset_noise": 0.1},
+    "flow": {"prediction": "flow_matching", "shift": {"factor": 3.0}},
+    "flow, logit-normal": {
+        "prediction": "flow_matching",
+        "timestep_sampling": "logit_normal",
+        "weighting": "sigma_sqrt",
+    },
+    "flow, mode": {"prediction": "flow_matching", "timestep_sampling": "mode", "weighting": "cosmap"},
+}
+objectives = pytest.mark.parametrize("objective", OBJECTIVES.values(), ids=OBJECTIVES.keys())
+trims = pytest.mark.parametrize("trim", [False, True], ids=["whole captions", "trimmed"])
+
+
+class Watch(TorchDispatchMode):
+    """Counts what a device would be asked to begin, and notes copies for which the host would wait."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.launches: Counter[str] = Counter()
+        self.waits: list[str] = []
+        self.counts = True
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, name = kwargs or {}, function._overloadpacket.__name__
+        result = function(*args, **kwargs)
+        leaves = torch.utils._pytree.tree_leaves((args, kwargs, result))
+        devices = {leaf.device.type for leaf in leaves if isinstance(leaf, Tensor)}
+        returns = function._schema.returns
+        is_view = bool(returns) and all(of.alias_info is not None and not of.alias_info.is_write for of in returns)
+        if self.counts and "meta" in devices and not is_view and name not in NO_LAUNCH:
+            self.launches[name] += 1
+        non_blocking = kwargs.get("non_blocking") or (name == "copy_" and len(args) > 2 and args[2])
+        if devices == {"cpu", "meta"} and name in ("_to_copy", "copy_") and not non_blocking:
+            self.waits.append(name)
+        return result
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """What is begun in here is not counted."""
+        self.counts = False
+        yield
+        self.counts = True
+
+
+class Silent(nn.Module):
+    """Stands for a network, and begins nothing that is counted, there or back."""
+
+    def __init__(self, watch: Watch):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty((), device=META))
+        self.watch = watch
+
+    def forward(self, latents: Tensor, timestep: Tensor, return_dict: bool, **_: Tensor) -> tuple[Tensor]:
+        watch = self.watch
+
+        class Nothing(torch.autograd.Function):
+            @staticmethod
+            def forward(context: Any, latents: Tensor, weight: Tensor) -> Tensor:
+                with watch.aside():
+                    return torch.empty_like(latents)
+
+            @staticmethod
+            def backward(context: Any, gradient: Tensor) -> tuple[None, Tensor]:  # type: ignore[override]
+                with watch.aside():
+                    return None, torch.empty((), device=META)
+
+        return (Nothing.apply(latents, self.weight),)
+
+
+class Summed(Exception):
+    """Validation has its sums; now it reads them."""
+
+
+class Accelerating:
+    """What the step asks of accelerate, on a device that has no values."""
+
+    device, scaler, num_processes, process_index = META, None, 1, 0
+
+    def autocast(self, handler: object) -> Any:
+        return nullcontext()
+
+    def no_sync(self, model: nn.Module) -> Any:
+        return nullcontext()
+
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()
+
+    def prepare_optimizer(self, adamw: torch.optim.AdamW) -> torch.optim.AdamW:
+        return adamw
+
+    def reduce(self, both: Tensor, how: str) -> Tensor:
+        raise Summed
+
+    def clip_grad_norm_(self, parameters: Any, norm: float) -> Tensor:
+        return torch.nn.utils.clip_grad_norm_(parameters, norm)
+
+
+def a_run(network: nn.Module, loss: DiffusionLoss, optimizer: object, fused: bool = False) -> Any:
+    """As much of a run as a step needs."""
+    return SimpleNamespace(
+        accelerator=Accelerating(),
+        seed=0,
+        state=SimpleNamespace(step=3),
+        loss=loss,
+        model=network,
+        microbatch_size=SIZE,
+        compiled=fused,
+        optimizer=optimizer,
+        results=SimpleNamespace(add=lambda *_: None),
+    )
+
+
+def data(
+    width: int, tokens: int, captions: int = 1, size: int = MICROBATCHES * SIZE, shape: tuple[int, int] = (SIDE, SIDE)
+) -> Batch:
+    """A rank's share of a step, with so many captions for each sample."""
+    latents = torch.randn(size, 2 * CHANNELS, *shape).half()
+    text = torch.randn(captions * size, tokens, width).half()
+    several = torch.full((size,), captions) if captions > 1 else None
+    lengths = torch.full((len(text),), tokens)
+    return make_batch([""] * size, torch.arange(size), latents, text, num_tokens=lengths, num_captions=several)
+
+
+def loss_of(objective: dict[str, Any], trim: bool, width: int, tokens: int) -> DiffusionLoss:
+    return DiffusionLoss(
+        ObjectiveConfig.model_validate(objective), spec(torch.randn(tokens, width).half(), trim=trim), META
+    )
+
+
+@objectives
+@trims
+def test_few_launches_and_no_question(objective: dict[str, Any], trim: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draws, noise, captions, losses and their sums, there and back; of fused draws two kernels (tests/train/data)."""
+    watch = Watch()
+
+    def two_kernels(counter: tuple[Tensor, ...], key: tuple[int, int]) -> list[Tensor]:
+        words = torch.zeros(4, counter[1].shape[0], counter[0].shape[0], dtype=torch.int64, device=META)
+        return list(words.zero_().unbind())
+
+    monkeypatch.setattr("train.data.draws.fused_philox", lambda: two_kernels)
+    loss, network = loss_of(objective, trim, 12, 16), Silent(watch)
+    run, batch = a_run(network, loss, SimpleNamespace(step=lambda *_: (None, None)), fused=True), data(12, 16)
+    train_step(run, batch)  # what is made once for all steps
+    with watch:
+        train_step(run, batch)
+    print(f"\n{sum(watch.launches.values()) / MICROBATCHES:.1f} a microbatch: {dict(watch.launches)}")
+    assert sum(watch.launches.values()) <= MOST_LAUNCHES * MICROBATCHES
+    assert watch.launches["bitwise_xor"] == 0 and not watch.waits
+    with pytest.raises(Summed):
+        Validation([batch], 0, 1, 0.5, False)(network, loss, Accelerating(), SIZE)  # type: ignore[arg-type]
+
+
+def test_a_whole_step_asks_the_host_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A U-Net and trimmed captions, three of each sample, by plain draws; with clip, AdamW and moving average."""
+    optimizers = sys.modules["torch.optim.optimizer"]  # whose name torch.optim hides
+    monkeypatch.setattr(optimizers, "_get_fused_kernels_supported_devices", lambda: ["meta"])
+    unet = build_unet(UNET, None)
+    width, tokens = unet.config.cross_attention_dim, 5
+    adamw = make_adamw(unet.parameters(), OptimizerConfig())
+    optimizer = Optimizer(adamw, Accelerating(), OptimizerConfig(), ScheduleConfig(), 10)
+    ema, batch = Ema(EmaConfig(start_step=0)), data(width, tokens, captions=3)
+    ema.begin(unet.named_parameters())
+    run = a_run(unet, loss_of({}, True, width, tokens), optimizer)
+    run.loss.noised(batch.draw_captions(Draws(0, 0, batch.slots)).to(META), Draws(0, 0, batch.slots.to(META)))
+    watch = Watch()
+    with watch:
+        grad_norm = train_step(run, batch)
+        ema.update(unet.named_parameters(), 2)
+    assert grad_norm.device == META and watch.launches["convolution_backward"] and watch.launches["_fused_adamw_"]
+    assert not watch.waits
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.fx.GraphModule]]:
+    """The graphs that are compiled, which run as they are."""
+    found: list[torch.fx.GraphModule] = []
+
+    def keep(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+        found.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend=keep))
+    monkeypatch.setattr("train.data.draws.fused_philox", lambda: philox)
+    counters.clear()
+    yield found
+    torch.compiler.reset()
+
+
+def test_one_graph_for_each_shape(graphs: list[torch.fx.GraphModule]) -> None:
+    """Of trimmed captions: a step's microbatches, the last of them smaller, and validation in batches of another size;
+    then another shape."""
+    accelerator = Accelerator(mixed_precision="bf16", cpu=True)
+    unet = build_unet(UNET, 0)
+    compile_network(unet, num_shapes=2)
+    model = accelerator.prepare_model(unet, device_placement=False)
+    width, tokens, cpu = unet.config.cross_attention_dim, 5, torch.device("cpu")
+    loss = DiffusionLoss(ObjectiveConfig(), spec(torch.randn(tokens, width).half(), trim=True), cpu)
+    run = a_run(model, loss, SimpleNamespace(step=lambda *_: (None, None)), fused=True)
+    run.accelerator = accelerator
+    for number, shape in enumerate([(8, 8), (16, 4)], 1):
+        train_step(run, data(width, tokens, size=3, shape=shape))
+        held_out = [data(width, tokens, size=size, shape=shape) for size in (4, 1)]
+        found = Validation(held_out, 0, 1, 0.5, dealt=True)(unet, loss, accelerator, run.microbatch_size)
+        assert len(found["val_loss_by_timestep"]) == 8
+        assert len(graphs) == number and not counters["graph_break"]
+
+
+def test_ddp_cuts_stable_diffusion_2_in_eight(monkeypatch: pytest.MonkeyPatch) -> None:
+    """71 at DDP's own 25 MB. Dynamo asks DDP for its cap, and cuts where so many bytes of weights are full."""
+    handler = DdpConfig().handler().to_kwargs()
+    assert handler["gradient_as_bucket_view"] and 250 <= handler["bucket_cap_mb"] <= 500
+    cutter = DDPOptimizer(handler["bucket_cap_mb"] * 2**20, lambda graph, inputs: graph.forward)
+    monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend=cutter.compile_fn))
+    unet = build_unet(Path("configs/unet/sd2-base.json"), None)
+    compile_network(unet, num_shapes=1)
+    latents, text = torch.empty(2, 4, 32, 32, device=META), torch.empty(2, 77, 1024, device=META)
+    unet(latents, timestep=torch.empty(2, device=META), encoder_hidden_states=text, return_dict=False)
+    assert 4 < len(cutter.buckets) <= 8, [bucket.size for bucket in cutter.buckets]
+    torch.compiler.reset()
+
+
+def test_the_watch_sees_a_question() -> None:
+    with pytest.raises(RuntimeError, match="meta"):
+        torch.ones(3, device=META).sum().item()
+    watch = Watch()
+    with watch:
+        torch.ones(3).to(META)
+        torch.ones(3).to(META, non_blocking=True)
+    assert watch.waits == ["_to_copy"]
