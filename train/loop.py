@@ -19,11 +19,11 @@ from train.objective.alignment import Aligned
 from train.objective.loss import DiffusionLoss
 from train.objective.sums import LossSums
 from train.objective.validation import Validation
-from train.run.checkpoint import CheckpointWriter, Snapshot, average_files, take_snapshot, too_slow_to_leave
 from train.run.launches import Launch
 from train.run.log import Log
 from train.run.meter import Interval, Meter, peak_memory
 from train.run.processes import Leaving, lost_processes_named
+from train.run.saving.writer import CheckpointWriter, Snapshot, average_files, take_snapshot, too_slow_to_leave
 from train.run.state import StepResults, TrainState
 
 
@@ -174,18 +174,18 @@ def alignment_fields(run: Run) -> dict[str, float | None]:
 
 
 def save(run: Run, last: bool) -> None:
-    """Write a checkpoint of the step just done; it is there on return if it is the `last`, or not `asynchronous`."""
+    """Write a checkpoint of the step just done; it is there on return if it is the `last`."""
     run.results.collect(run.state)
-    run.log.keep()
+    lines = run.log.keep()
     if run.accelerator.scaler is not None:
         run.state.scaler = run.accelerator.scaler.state_dict()
     head = run.aligned.head if run.aligned else None
-    run.writer.write(take_snapshot(run.state, run.unet, run.optimizer.adamw, run.averages, head))
+    run.writer.write(take_snapshot(run.state, run.unet, run.optimizer.adamw, run.averages, head, lines))
     if last:
         run.writer.finish()
         run.snapshots.finish()
     hold_against_grace(run)
-    if last or not run.writer.config.asynchronous:
+    if last:
         run.accelerator.wait_for_everyone()
 
 

@@ -15,7 +15,7 @@ from accelerate import Accelerator
 
 from shards.base.errors import RequestError, WorkError
 from shards.base.stop import StopSignal
-from train.run.launches import Launch, superseded
+from train.run.launches import Launch
 
 LAUNCHER = "LATENTMILL_LAUNCHER"
 """Environment variable: the process id of `python -m train.launch`, for the processes that it starts."""
@@ -93,7 +93,7 @@ class Leaving:
         said = [float(self.stop.received), float(self.launch.superseded), float(interval)]
         total = self.accelerator.reduce(torch.tensor(said, device=self.accelerator.device), "sum").tolist()
         if total[1]:
-            raise superseded(self.launch.folder)
+            raise self.launch.taken_over()
         # sums of whole numbers are exact: the same on every process
         self.looked, self.next = step, step + int(total[2]) // self.accelerator.num_processes
         self.since = time.monotonic()
