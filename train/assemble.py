@@ -137,7 +137,7 @@ def tell_start(config: TrainConfig, prepared: Prepared, accelerator: Accelerator
         accelerator.print(f"resuming {config.run_dir} after step {own.state.step} ({own.tag}, {own.folder.name})")
     elif prepared.start is not None:
         accelerator.print(f"starting {config.run_dir} from {prepared.start}")
-    warning = too_slow_to_leave(launch.save_seconds, config.checkpoint)
+    warning = too_slow_to_leave(launch.pace, config.checkpoint)
     if warning is not None:
         accelerator.print(warning)
     for stream in prepared.spec.streams:

@@ -181,10 +181,23 @@ def write_record(folder: Path, record: dict[str, Any]) -> None:
     write_file(folder / f".{RECORD}", json.dumps(record, indent=2).encode()).replace(folder / RECORD)
 
 
-def last_save_seconds(run_dir: Path) -> float | None:
-    """What a checkpoint took the newest of the earlier launches that wrote one; None: not known."""
+class Pace(NamedTuple):
+    """Seconds of what leaving consists of."""
+
+    save: float
+    """Until a checkpoint was written."""
+    step: float
+
+
+def last_pace(run_dir: Path) -> Pace | None:
+    """Of the newest of the earlier launches that wrote a checkpoint; None: not known."""
     records = [json.loads(path.read_bytes()) for path in sorted((run_dir / "launches").glob("*.json"))]
-    return next((record["save_seconds"] for record in reversed(records) if "save_seconds" in record), None)
+    return next((found for record in reversed(records) if (found := pace_of(record))), None)
+
+
+def pace_of(record: dict[str, Any]) -> Pace | None:
+    """What a launch has noted of itself."""
+    return Pace(record["save_seconds"], record.get("step_seconds", 0.0)) if "save_seconds" in record else None
 
 
 class Elsewhere(Protocol):
@@ -203,8 +216,8 @@ class Launch:
     def __init__(self, folder: Path, main: bool = True, away: Elsewhere | None = None):
         """`folder`: what `take` returned. Every process of the launch has one; the `main` one's gives the signs."""
         self.folder, self.run_dir, self.main, self.away = folder, folder.parents[1], main, away
-        self.save_seconds = last_save_seconds(self.run_dir)
-        """That the newest checkpoint took to write, of this launch or of one before; None: not known."""
+        self.pace = last_pace(self.run_dir)
+        """Of the newest checkpoint, of this launch or of one before; None: not known."""
         self.superseded = False
         """Whether another has taken over, as far as the last sign of life found."""
         self.left = threading.Event()
@@ -244,7 +257,7 @@ class Launch:
             FileNotFoundError: another launch has taken over.
         """
         record = read_record(self.run_dir, int(self.folder.name)) | fields
-        self.save_seconds = record.get("save_seconds", self.save_seconds)
+        self.pace = pace_of(record) or self.pace
         write_record(self.folder, record)
 
     def _beat(self) -> None:

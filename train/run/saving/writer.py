@@ -20,7 +20,7 @@ from shards.base.durable import fsync_tree, sha256_file, write_sealed_json
 from shards.base.errors import WorkError
 from train.model.ema import Ema
 from train.model.tensors import HostCopies, bytes_of, free_memory, write_tensors
-from train.run.launches import publish, remove
+from train.run.launches import Pace, publish, remove
 from train.run.saving.away import Away
 from train.run.saving.checkpoint import (
     HEAD_NAME,
@@ -54,20 +54,20 @@ class CheckpointConfig(KeepConfig):
     """The phase's name, in the checkpoint and in messages; null: the run folder's name."""
 
 
-def too_slow_to_leave(seconds: float | None, config: CheckpointConfig) -> str | None:
-    """What to tell of a save of so many seconds, where it may not fit between the signal to leave and the kill."""
-    if seconds is None:
+def too_slow_to_leave(pace: Pace | None, config: CheckpointConfig) -> str | None:
+    """What to tell of a run of this pace, where a step and a save may not fit between the signal and the kill."""
+    if pace is None:
         return None
     grace = min(config.grace, float(os.environ.get("PET_SHUTDOWN_TIMEOUT", config.grace)))
     # one may be under way, which the last one waits for
-    needed = seconds * (2 if config.asynchronous else 1) + AGREED_SECONDS
+    needed = 2 * pace.save + max(AGREED_SECONDS, pace.step)
     if needed <= grace:
         return None
     return (
-        f"warning: to leave takes {needed:.0f} s and the rest of a step, as a checkpoint takes {seconds:.0f} s to "
-        f"write, but {grace:g} s pass before the kill (the lesser of checkpoint.grace and the launcher's LEAVE). What "
-        f"was done since the last checkpoint would be lost. Ask the scheduler for more time and raise both, or lower "
-        f"checkpoint.every."
+        f"warning: to leave may take {needed:.0f} s, as a step takes {pace.step:.1f} s and a checkpoint is written in "
+        f"{pace.save:.0f} s, maybe behind another one, but {grace:g} s pass before the kill (the lesser of "
+        f"checkpoint.grace and the launcher's LEAVE). What was done since the last checkpoint would be lost. Ask the "
+        f"scheduler for more time and raise both, or lower checkpoint.every."
     )
 
 
