@@ -60,7 +60,11 @@ def assemble(
         accelerator.scaler.load_state_dict(state.scaler)
     spec, world = prepared.spec, prepared.world
     slots = global_slots(
-        config.global_batch_size // world.size, accelerator.process_index, world.size, world.local_size
+        config.global_batch_size // world.size,
+        accelerator.process_index,
+        world.size,
+        world.local_size,
+        config.data.num_canonical_nodes,
     )
     peak = device_peak(config, accelerator.device)
     shapes = {stream.latent_hw for stream in spec.streams} if peak else set()

@@ -77,7 +77,7 @@ def preflight(config: TrainConfig, accelerator: Accelerator | None) -> World:
     world = World.launched()
     check_tracker(config.log.tracker)
     check_launch(accelerator, world)
-    world.check(config.num_processes, config.global_batch_size, config.data.num_canonical_nodes)
+    world.check(config.num_processes, config.global_batch_size)
     return world
 
 

@@ -393,15 +393,6 @@ def test_the_same_bucket_twice_is_refused(latents: Path, tmp_path: Path, capsys:
     assert "names" in refused(tmp_path, train_fields(latents, tmp_path / "run", data={"streams": streams}), capsys)
 
 
-def test_three_nodes_cannot_share_four_slices(
-    latents: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "3")
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
-    message = refused(tmp_path, train_fields(latents, tmp_path / "run", global_batch_size=12), capsys)
-    assert "3 nodes cannot share data.num_canonical_nodes 4 evenly" in message
-
-
 def test_all_checkpoints_damaged_is_no_quiet_restart(
     reference: Path, latents: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -114,17 +114,17 @@ def on_an_empty_machine(folder: Path, config: Path, server: str = "", at: int = 
     return code
 
 
-@pytest.mark.parametrize("every", [37, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [40, pytest.param(3, marks=pytest.mark.slow)])
 def test_killed_at_any_request_a_run_goes_on_on_an_empty_machine(
     failing_s3: str, latents: Path, tmp_path: Path, every: int
 ) -> None:
     """Request after request of one run that is begun again each time; no checkpoint is ever seen in pieces."""
-    steps, kept = 24, {"every": 1, "keep": 2}
+    steps, kept = 16, {"every": 1, "keep": 2}
     undisturbed = train(latents, tmp_path, tmp_path / "undisturbed", max_steps=steps, checkpoint=kept)
     config = write_config(tmp_path, train_fields(latents, "s3://mill/run", max_steps=steps, checkpoint=kept))
     store, codes = open_store("s3://mill/run"), []
     faults = ["kill before", "kill after"] if every > 3 else list(FAULTS)
-    for number in range(12, 120, every):
+    for number in range(10, 100, every):
         codes.append(on_an_empty_machine(tmp_path, config, failing_s3, number, faults[number // every % len(faults)]))
         assert codes[-1] in (0, -signal.SIGKILL), (tmp_path / "log").read_text()[-3000:]
         for name in find_checkpoints(store):
