@@ -1,14 +1,17 @@
-"""`python -m bench.checkpoint`: what saving a checkpoint adds to a run's memory, at SD2's full size.
+"""`python -m bench.checkpoint`: how long a save keeps training waiting, and what it adds to a run's memory.
 
-It takes 20 GB: weights, gradients, AdamW's two moments and the moving average, float32 each. The network takes two
-steps on one 64x64 picture; the peak of memory is read, set back, and read again after a save.
+By default at a tenth of SD2's size; `--widths 320 640 1280 1280` is SD2, and takes 33 GB (20 with `--synchronous`). The
+network takes steps on one 64x64 picture. A step is timed, the saves after it, and the steps beside which
+they are written; the peak of memory is read, set back, and read again after a save.
 """
 
 import argparse
+import json
 import sys
 import tempfile
 import time
 from pathlib import Path
+from statistics import median
 
 from accelerate import Accelerator
 
@@ -20,16 +23,27 @@ from train.loop import save, take_step
 from train.prepare import prepare, take_run
 from train.run.launches import Launch
 
+SD2 = Path("configs/unet/sd2-base.json")
+STEPS, HEAD = 2, 32
+
+
+def network(folder: Path, widths: list[int]) -> Path:
+    """SD2's U-Net with other widths."""
+    heads = [width // HEAD for width in widths]
+    config = json.loads(SD2.read_text()) | {"block_out_channels": widths, "attention_head_dim": heads}
+    path = folder / "unet.json"
+    path.write_text(json.dumps(config))
+    return path
+
 
 def main() -> None:
     """Measure, and print a section of the figures."""
     parser = argparse.ArgumentParser(prog="bench.checkpoint", description=__doc__)
-    parser.add_argument("--unet", type=Path, default=Path("configs/unet/sd2-base.json"))
-    parser.add_argument("--text", type=int, nargs=2, default=(77, 1024), help="tokens and width of a caption")
-    parser.add_argument("--asynchronous", action="store_true", help="copy first, and write in the background")
+    parser.add_argument("--widths", type=int, nargs=4, default=[96, 192, 384, 384], help="channels of blocks")
+    parser.add_argument("--synchronous", action="store_true", help="checkpoint.asynchronous: false")
     options = parser.parse_args(sys.argv[1:])
     with tempfile.TemporaryDirectory(prefix="latentmill-") as folder:
-        root = make_root(Path(folder) / "root", {"64x64": [4]}, text=tuple(options.text))
+        root = make_root(Path(folder) / "root", {"64x64": [64]}, text=(77, 1024))
         config = TrainConfig.model_validate(
             {
                 "run_dir": f"{folder}/run",
@@ -37,28 +51,51 @@ def main() -> None:
                 "global_batch_size": 1,
                 "microbatch_size": 1,
                 "data": {"streams": [{"root": root, "bucket": "64x64"}], "num_workers": 0, "num_canonical_nodes": 1},
-                "unet": options.unet,
+                "unet": network(Path(folder), options.widths),
                 "ema": {"start_step": 1},
                 "log": {"tracker": "none"},
-                "checkpoint": {"asynchronous": options.asynchronous},
+                "checkpoint": {"asynchronous": not options.synchronous},
             }
         )
         accelerator = Accelerator(cpu=True, mixed_precision="bf16")
         prepared = prepare(config, accelerator)
         run = assemble(config, prepared, accelerator, Launch(take_run(config, prepared)))
         batches = iter(run.loader)
-        for _ in range(2):
-            take_step(run, next(batches))
-        step = status_mb("VmHWM")
+
+        def steps() -> float:
+            """Seconds of one, of a few."""
+            start = time.perf_counter()
+            for _ in range(STEPS):
+                take_step(run, next(batches))
+            return (time.perf_counter() - start) / STEPS
+
+        steps()
+        alone, held = steps(), status_mb("VmRSS")
         Path("/proc/self/clear_refs").write_text("5")  # sets the peak back to what is held now
-        start = time.perf_counter()
-        save(run, last=True)
-        seconds, peak = time.perf_counter() - start, status_mb("VmHWM")
-        size = sum(path.stat().st_size for path in Path(config.run_dir).rglob("*") if path.is_file()) / 2**30
-    rows = [["a step", f"{step / 1024:.2f}"], ["a save", f"{peak / 1024:.2f}"]]
-    kind = "asynchronous" if options.asynchronous else "synchronous"
-    body = f"A {kind} save of {size:.1f} GB took {seconds:.0f} s.\n\n" + table(["peak of", "GB"], rows)
-    print(section("Memory of a checkpoint", "bench.checkpoint", body))
+        steps()
+        peak_of_steps = status_mb("VmHWM")
+        stalls, beside, whole = [], [], []
+        for _ in range(4):
+            start = time.perf_counter()
+            save(run, last=False)
+            stalls.append(time.perf_counter() - start)
+            beside.append(steps())
+            run.writer.finish()
+            whole.append(run.writer.seconds or 0.0)
+        size = sum(path.stat().st_size for path in max(config.work.glob("checkpoints/*")).rglob("*") if path.is_file())
+        rows = [
+            ["a step, nothing being written", f"{alone:.2f} s"],
+            ["a step, the first of a few while one is written", f"{median(beside):.2f} s"],
+            ["training waits for the first save", f"{stalls[0]:.2f} s"],
+            ["for a later one", f"{median(stalls[1:]):.2f} s"],
+            ["until it is on the disk", f"{median(whole):.1f} s"],
+            ["memory held after steps", f"{held / 1024:.2f} GB"],
+            ["its peak in steps", f"{peak_of_steps / 1024:.2f} GB"],
+            ["its peak in steps and saves", f"{status_mb('VmHWM') / 1024:.2f} GB"],
+        ]
+    kind = "synchronous" if options.synchronous else "asynchronous"
+    body = f"Saves are {kind}. A checkpoint is {size / 2**30:.2f} GB.\n\n" + table(["", ""], rows)
+    print(section("A checkpoint", "bench.checkpoint", body))
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ UNET = Path(__file__).with_name("tiny_unet.json")
 PYTHON = (sys.executable,)
 
 
-def train_fields(latents: Path, run_dir: Path, **changes: Any) -> dict[str, Any]:
+def train_fields(latents: Path, run_dir: Path | str, **changes: Any) -> dict[str, Any]:
     """A small run: global batch 8 of the 64x64 bucket, 6 steps, a line of metrics per step."""
     fields: dict[str, Any] = {
         "run_dir": str(run_dir),

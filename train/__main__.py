@@ -31,7 +31,7 @@ from train.export.pipeline import export
 from train.export.posthoc import rebuild_average
 from train.loop import train
 from train.model.sharding import launched_sharding
-from train.prepare import on_main_process, prepare, take_run
+from train.prepare import on_main_process, prepare, take_address, take_run
 from train.run.launches import Launch
 from train.run.plot import plot_run
 from train.run.processes import die_with_launcher, join_processes, lost_processes_named
@@ -73,17 +73,19 @@ def train_here(config: TrainConfig) -> None:
             mixed_precision=ACCELERATE_PRECISION[config.precision],
             cpu=not torch.cuda.is_available(),
             log_with=config.log.tracker if config.log.tracker in LOGGER_TYPE_TO_CLASS else None,
-            project_dir=config.run_dir,
+            project_dir=config.work,
             kwargs_handlers=[config.ddp.handler()],
         )
         prepared = prepare(config, accelerator)
         if prepared.checkpoint is not None and prepared.checkpoint.state.step >= config.max_steps:
             accelerator.print(f"{config.run_dir} has done its {config.max_steps} steps; there is nothing to do.")
             return
-        folder = on_main_process(accelerator, lambda: take_run(config, prepared))
-    with Launch(folder, accelerator.is_main_process) as launch:
+        folder, away = on_main_process(
+            accelerator, lambda: (take_run(config, prepared), take_address(config, prepared))
+        )
+    with Launch(folder, accelerator.is_main_process, away) as launch:
         with lost_processes_named(lambda: "Before the first step", config.collective_timeout):
-            run = assemble(config, prepared, accelerator, launch)
+            run = assemble(config, prepared, accelerator, launch, away)
         train(run)
 
 

@@ -22,15 +22,19 @@ from train.model.unet import compile_network
 from train.objective.loss import DiffusionLoss
 from train.prepare import Prepared
 from train.run.alarm import Alarm
-from train.run.checkpoint import SNAPSHOTS, CheckpointWriter, drop_later, restore, too_slow_to_leave
 from train.run.launches import Launch, publish
 from train.run.log import Log
 from train.run.meter import Meter
+from train.run.saving.away import Away
+from train.run.saving.checkpoint import SNAPSHOTS, drop_later, restore
+from train.run.saving.writer import CheckpointWriter, too_slow_to_leave
 from train.run.state import StepResults, TrainState
 
 
-def assemble(config: TrainConfig, prepared: Prepared, accelerator: Accelerator, launch: Launch) -> Run:
-    """The run, standing after the last step that it has done; writes the run folder's config."""
+def assemble(
+    config: TrainConfig, prepared: Prepared, accelerator: Accelerator, launch: Launch, away: Away | None = None
+) -> Run:
+    """The run, standing after the last step that it has done; writes the run folder's config. `away`: its address."""
     is_split = config.sharding != "none" and accelerator.num_processes > 1
     unet_json = prepared.unet.to_json_string()  # splitting weights renames the class
     unet, aligned = place_unet(config, prepared.unet, accelerator, is_split), prepared.aligned
@@ -48,7 +52,7 @@ def assemble(config: TrainConfig, prepared: Prepared, accelerator: Accelerator, 
     tell_start(config, prepared, accelerator, launch)
     write_config(config, accelerator, launch.folder)
     if accelerator.is_main_process:
-        drop_later(config.run_dir / SNAPSHOTS, state.step, launch.folder)
+        drop_later(config.work / SNAPSHOTS, state.step, launch.folder)
     if config.compile:
         compile_network(unet, len({stream.latent_hw for stream in prepared.spec.streams}))
     # what is split is wrapped for autocast alone: DDP would hold it whole
@@ -58,7 +62,11 @@ def assemble(config: TrainConfig, prepared: Prepared, accelerator: Accelerator, 
         accelerator.scaler.load_state_dict(state.scaler)
     spec, world = prepared.spec, prepared.world
     slots = global_slots(
-        config.global_batch_size // world.size, accelerator.process_index, world.size, world.local_size
+        config.global_batch_size // world.size,
+        accelerator.process_index,
+        world.size,
+        world.local_size,
+        config.data.num_canonical_nodes,
     )
     peak = device_peak(config, accelerator.device)
     shapes = {stream.latent_hw for stream in spec.streams} if peak else set()
@@ -85,21 +93,23 @@ def assemble(config: TrainConfig, prepared: Prepared, accelerator: Accelerator, 
             accelerator, config.global_batch_size, config.optimizer.max_skipped_steps, Alarm(config.alarm)
         ),
         writer=CheckpointWriter(
-            config.run_dir,
+            config.work,
             launch.folder,
             unet_json,
             prepared.fingerprint,
             config.checkpoint,
             accelerator.is_main_process,
+            away,
         ),
         snapshots=CheckpointWriter(
-            config.run_dir / SNAPSHOTS,
+            config.work / SNAPSHOTS,
             launch.folder,
             unet_json,
             prepared.fingerprint,
             # each is kept
             config.checkpoint.model_copy(update={"every": config.ema.snapshot_every or 1, "keep_every": 1}),
             accelerator.is_main_process,
+            away,
         ),
         log=Log(config.log, launch.folder, state.step, config.max_steps, accelerator),
         meter=Meter({shape: training_flops(on_meta(unet, prepared.backbone, spec, shape)[1]) for shape in shapes}),
@@ -134,7 +144,7 @@ def tell_start(config: TrainConfig, prepared: Prepared, accelerator: Accelerator
         accelerator.print(f"resuming {config.run_dir} after step {own.state.step} ({own.tag}, {own.folder.name})")
     elif prepared.start is not None:
         accelerator.print(f"starting {config.run_dir} from {prepared.start}")
-    warning = too_slow_to_leave(launch.save_seconds, config.checkpoint)
+    warning = too_slow_to_leave(launch.pace, config.checkpoint)
     if warning is not None:
         accelerator.print(warning)
     for stream in prepared.spec.streams:
@@ -150,7 +160,7 @@ def write_config(config: TrainConfig, accelerator: Accelerator, folder: Path) ->
     """Put the config into the run folder, as it was resolved. `folder`: the launch's own."""
     if accelerator.is_main_process:
         save_config(config, folder / "config.yaml")
-        publish(folder / "config.yaml", config.run_dir / "config.yaml", folder)
+        publish(folder / "config.yaml", config.work / "config.yaml", folder)
     accelerator.wait_for_everyone()
 
 

@@ -6,6 +6,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from shards.base.config import Config
+from shards.base.store import Place
 from train.data.spec import DataConfig
 from train.model.backbone import BackboneConfig
 from train.model.ema import EmaConfig
@@ -15,8 +16,9 @@ from train.objective.alignment import RepaConfig
 from train.objective.paths import ObjectiveConfig
 from train.objective.validation import ValidationConfig
 from train.run.alarm import AlarmConfig
-from train.run.checkpoint import CheckpointConfig
 from train.run.log import LogConfig
+from train.run.saving.away import work_folder
+from train.run.saving.writer import CheckpointConfig
 
 
 class RequestConfig(Config):
@@ -29,8 +31,8 @@ class RequestConfig(Config):
 class TrainConfig(Config):
     """Stage 2: train a U-Net on the latents of one or more buckets."""
 
-    run_dir: Path
-    """The run folder: config, metrics, checkpoints. A run that it holds is resumed."""
+    run_dir: Place
+    """The run folder, or its address (s3://…): config, metrics, checkpoints. A run that it holds is resumed."""
     seed: int = Field(0, ge=0, lt=2**32)
     """Of the first weights, the order of samples and every draw."""
     max_steps: int = Field(ge=1)
@@ -39,8 +41,8 @@ class TrainConfig(Config):
     """Samples per optimizer step over all processes."""
     microbatch_size: int = Field(16, ge=1)
     """Samples per forward pass of one process; gradients are accumulated over the rest of its share."""
-    init_from: Path | None = None
-    """A run folder whose newest checkpoint this run starts from, with a new optimizer."""
+    init_from: Place | None = None
+    """A run folder, or its address, whose newest checkpoint this run starts from, with a new optimizer."""
     init_weights: Literal["auto", "raw", "ema"] = "auto"
     """Which of its weights; auto: the moving average where it has one."""
     init_unet: str | None = None
@@ -104,9 +106,14 @@ class TrainConfig(Config):
             raise ValueError("sharding with precision float16 needs a loss scaler of its own; use bfloat16")
         if self.init_from is not None and self.init_unet is not None:
             raise ValueError("init_from and init_unet are two starts; give one")
-        if self.init_from is not None and self.init_from.resolve() == self.run_dir.resolve():
+        if self.init_from is not None and work_folder(self.init_from).resolve() == self.work.resolve():
             raise ValueError("init_from is the run's own run_dir; resuming needs no init_from")
         return self
+
+    @property
+    def work(self) -> Path:
+        """Where this machine has the run: `run_dir`, or a temporary folder for one at an address."""
+        return work_folder(self.run_dir)
 
     @property
     def network(self) -> Path:

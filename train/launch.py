@@ -9,9 +9,11 @@ Each is told by Slurm's variables who it is, and becomes the trainer.
 
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 
 from accelerate.commands.launch import launch_command, launch_command_parser
 from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -29,6 +31,17 @@ DEFAULTS = {
 """Which signals are passed on, and how many seconds the processes then have to save."""
 
 
+def pass_on(number: int, *_: object) -> None:
+    """Send a signal to those child processes that listen to it; one that does not yet would die of it (Linux)."""
+    for status in Path("/proc").glob("[0-9]*/status"):
+        try:
+            fields = dict(line.split(":", 1) for line in status.read_text().splitlines())
+        except (FileNotFoundError, ProcessLookupError):  # it ended meanwhile
+            continue
+        if int(fields["PPid"]) == os.getpid() and int(fields["SigCgt"], 16) >> (number - 1) & 1:
+            os.kill(int(fields["Pid"]), number)
+
+
 def launch(arguments: list[str]) -> int:
     """Start the processes, again where some is lost; returns the exit code that the first one to fail had.
 
@@ -38,6 +51,7 @@ def launch(arguments: list[str]) -> int:
     for name, value in DEFAULTS.items():
         os.environ.setdefault(name, value)
     os.environ[LAUNCHER] = str(os.getpid())
+    signal.signal(signal.SIGUSR2, pass_on)
     try:
         parser = launch_command_parser()
         parser.epilog = EXAMPLE
@@ -64,6 +78,7 @@ def become_slurm_task(arguments: list[str]) -> None:
     if not arguments:
         raise RequestError(f"--slurm needs what to start: {SLURM_EXAMPLE}")
     os.environ.update(slurm_variables(os.environ))
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # until the trainer listens
     os.execv(sys.executable, [sys.executable, *arguments])
 
 

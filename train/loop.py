@@ -1,5 +1,6 @@
 """The whole of stage 2 in one loop."""
 
+import signal
 from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +11,7 @@ from accelerate.utils import AutocastKwargs
 from torch import Tensor
 
 from shards.base.errors import Preempted
-from shards.base.stop import StopSignal
+from shards.base.stop import Heard, StopSignal
 from train.data.batch import Batch
 from train.data.draws import Draws
 from train.data.loader import Loader
@@ -20,11 +21,11 @@ from train.objective.alignment import Aligned
 from train.objective.loss import DiffusionLoss
 from train.objective.sums import LossSums
 from train.objective.validation import Validation
-from train.run.checkpoint import CheckpointWriter, Snapshot, average_files, take_snapshot, too_slow_to_leave
-from train.run.launches import Launch
+from train.run.launches import Launch, Pace
 from train.run.log import Log
 from train.run.meter import Interval, Meter, peak_memory
 from train.run.processes import Leaving, lost_processes_named
+from train.run.saving.writer import CheckpointWriter, Snapshot, average_files, take_snapshot, too_slow_to_leave
 from train.run.state import StepResults, TrainState
 
 
@@ -73,7 +74,7 @@ def train(run: Run) -> None:
         WorkError: a batch did not come, too many steps were not finite, or a process was lost.
     """
     state = run.state
-    leaving = Leaving(run.accelerator, run.launch, StopSignal(), state.step)
+    leaving = Leaving(run.accelerator, run.launch, StopSignal(), Heard(signal.SIGUSR2), state.step)
     with (
         lost_processes_named(lambda: f"After step {state.step}", run.collective_timeout),
         closing(iter(run.loader)) as batches,
@@ -87,11 +88,15 @@ def train(run: Run) -> None:
             run.snapshots.check()
             if state.step % run.snapshots.config.every == 0:
                 snapshot_averages(run)
-            leave = leaving.agreed(state.step)
-            last = leave or state.step == run.max_steps
-            if last or state.step % run.writer.config.every == 0:
-                save(run, last)
-            if leave and state.step < run.max_steps:
+            told = leaving.agreed(state.step)
+            last = told.leave or state.step == run.max_steps
+            if told.save:
+                run.accelerator.print(f"told to save (SIGUSR2): a checkpoint of step {state.step} is written.")
+            if last or told.save or state.step % run.writer.config.every == 0:
+                with leaving.aside():
+                    save(run, last)
+                hold_against_grace(run, leaving.step_seconds)
+            if told.leave and state.step < run.max_steps:
                 raise Preempted(f"told to leave, saved after step {state.step}. The same command again resumes.")
     run.log.close()
 
@@ -182,27 +187,26 @@ def alignment_fields(run: Run) -> dict[str, float | None]:
 
 
 def save(run: Run, last: bool) -> None:
-    """Write a checkpoint of the step just done; it is there on return if it is the `last`, or not `asynchronous`."""
+    """Write a checkpoint of the step just done; it is there on return if it is the `last`."""
     run.results.collect(run.state)
-    run.log.keep()
+    lines = run.log.keep()
     if run.accelerator.scaler is not None:
         run.state.scaler = run.accelerator.scaler.state_dict()
     head = run.aligned.head if run.aligned else None
-    run.writer.write(take_snapshot(run.state, run.unet, run.optimizer.adamw, run.averages, head))
+    run.writer.write(take_snapshot(run.state, run.unet, run.optimizer.adamw, run.averages, head, lines))
     if last:
         run.writer.finish()
         run.snapshots.finish()
-    hold_against_grace(run)
-    if last or not run.writer.config.asynchronous:
+    if last:
         run.accelerator.wait_for_everyone()
 
 
-def hold_against_grace(run: Run) -> None:
-    """Note what a checkpoint took to write, for the next launch too; warn where it is the first that takes too long."""
-    seconds, known = run.writer.seconds, run.launch.save_seconds
-    if seconds is not None and seconds != known:
-        run.launch.note(save_seconds=seconds)
-        warning = too_slow_to_leave(seconds, run.writer.config)
+def hold_against_grace(run: Run, step_seconds: float) -> None:
+    """Note what leaving would take, for the next launch too; warn where it is the first time that it is too long."""
+    if run.writer.seconds is not None:
+        known, now = run.launch.pace, Pace(run.writer.seconds, step_seconds)
+        run.launch.note(save_seconds=now.save, step_seconds=now.step)
+        warning = too_slow_to_leave(now, run.writer.config)
         if warning is not None and not too_slow_to_leave(known, run.writer.config):
             run.accelerator.print(warning)
 

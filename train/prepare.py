@@ -1,15 +1,18 @@
 """What a run is asked for, opened and held against each other; nothing is written before all of it is found to fit."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 
+from shards.base.durable import locked
 from shards.base.errors import RequestError, WorkError
+from shards.base.store import Place
 from shards.format.encoding import EncodingRecord
+from shards.open import open_store
 from train.config import TrainConfig
 from train.data.spec import DataSpec, only_read
 from train.data.streams import Found, find_data, open_data
@@ -18,10 +21,30 @@ from train.model.fit import check_fit, on_meta
 from train.model.unet import build_unet, load_pretrained
 from train.objective.alignment import Aligned, find_features, hear, make_head
 from train.objective.validation import Validation, open_validation
-from train.run.checkpoint import Checkpoint, Seen, checkpoints_seen, load_head, load_weights, newest_checkpoint
 from train.run.fingerprint import check_resume, check_same_everywhere, make_fingerprint
 from train.run.launches import Sign, take, wait_until_free
 from train.run.preflight import World, check_launch, check_run_dir, check_tracker
+from train.run.saving import away
+from train.run.saving.checkpoint import (
+    Checkpoint,
+    Seen,
+    checkpoints_seen,
+    load_head,
+    load_weights,
+    newest_checkpoint,
+)
+
+
+@dataclass(frozen=True)
+class Held:
+    """Which launch held the run until now, and the checkpoints as they were then."""
+
+    sign: Sign = field(default_factory=Sign)
+    seen: list[Seen] = field(default_factory=list)
+    number: int = 0
+    """Of the launch at the run's address, where it lies at one; 0: there was none."""
+    found: dict[str, str] = field(default_factory=dict)
+    """Folders of the checkpoints at the address → SHA-256 of their state.json."""
 
 
 @dataclass(frozen=True)
@@ -42,8 +65,7 @@ class Prepared:
     validation: Validation | None
     aligned: Aligned | None = None
     """`unet` with its projection head, where a layer is aligned."""
-    held: tuple[Sign, list[Seen]] = (Sign(), [])
-    """Which launch held the run until now, and the checkpoints as they were then."""
+    held: Held = field(default_factory=Held)
 
 
 def preflight(config: TrainConfig, accelerator: Accelerator | None) -> World:
@@ -55,7 +77,7 @@ def preflight(config: TrainConfig, accelerator: Accelerator | None) -> World:
     world = World.launched()
     check_tracker(config.log.tracker)
     check_launch(accelerator, world)
-    world.check(config.num_processes, config.global_batch_size, config.data.num_canonical_nodes)
+    world.check(config.num_processes, config.global_batch_size)
     return world
 
 
@@ -69,6 +91,9 @@ def prepare(config: TrainConfig, accelerator: Accelerator | None = None) -> Prep
     """
     world = preflight(config, accelerator)
     held, checkpoint, start, found = on_main_process(accelerator, lambda: find_all(config))
+    checkpoint = on_each_node(accelerator, config.run_dir, config.work, checkpoint)
+    if config.init_from is not None:
+        start = on_each_node(accelerator, config.init_from, away.work_folder(config.init_from, "read"), start)
     spec = open_data(config.data, config.global_batch_size, found)
     backbone = config.backbone.resolved(spec.texts)
     check_fit(build_unet(config.network, None), spec, backbone)
@@ -113,15 +138,34 @@ def make_aligned(config: TrainConfig, spec: DataSpec, unet: Any, backbone: Backb
     return Aligned(unet, make_head(config.repa, shapes, features.tower.width, config.seed), config.repa, features)
 
 
-def find_all(config: TrainConfig) -> tuple[tuple[Sign, list[Seen]], Checkpoint | None, Checkpoint | None, Found]:
+def on_each_node(
+    accelerator: Accelerator | None, place: Place, work: Path, checkpoint: Checkpoint | None
+) -> Checkpoint | None:
+    """The checkpoint that the main process found; where it lies at an address, each other node copies it to `work`."""
+    if checkpoint is None or isinstance(place, Path):
+        return checkpoint
+    if accelerator is not None:
+        if accelerator.is_local_main_process and not accelerator.is_main_process:
+            with locked(work.with_name(".lock")):
+                away.fetch(open_store(place), work, checkpoint.folder.name)
+        accelerator.wait_for_everyone()
+    return replace(checkpoint, folder=work / "checkpoints" / checkpoint.folder.name)
+
+
+def find_all(config: TrainConfig) -> tuple[Held, Checkpoint | None, Checkpoint | None, Found]:
     """What changes with time and is looked up once per run: who held it, `find_start`'s, and the indexes, to which the
     run's own checkpoint pins it.
 
     Raises:
         RequestError: another launch holds the run, or what `find_start` and `find_data` raise.
     """
-    check_run_dir(config.run_dir)
-    held = wait_until_free(config.run_dir, config.takeover_after), checkpoints_seen(config.run_dir)
+    check_run_dir(config.work)
+    sign, number, there = wait_until_free(config.work, config.takeover_after), 0, dict[str, str]()
+    if isinstance(config.run_dir, str):
+        store = open_store(config.run_dir)
+        number = away.wait_until_free(store, config.takeover_after)
+        there = away.bring(store, config.work)
+    held = Held(sign, checkpoints_seen(config.work), number, there)
     own, start = find_start(config)
     return held, own, start, find_data(config.data, own.fingerprint["streams"] if own else ())
 
@@ -133,14 +177,26 @@ def take_run(config: TrainConfig, prepared: Prepared) -> Path:
         RequestError: another launch holds the run.
         WorkError: one that slept went on while this one was being prepared.
     """
-    sign, seen = prepared.held
-    folder = take(config.run_dir, config.takeover_after, sign)
-    if checkpoints_seen(config.run_dir) != seen:
+    held = prepared.held
+    folder = take(config.work, config.takeover_after, held.sign)
+    if checkpoints_seen(config.work) != held.seen:
         raise WorkError(
             f"The checkpoints of {config.run_dir} changed while this launch was starting: the one before it was not "
             f"dead. It can write no more. The same command again goes on from its newest checkpoint."
         )
     return folder
+
+
+def take_address(config: TrainConfig, prepared: Prepared) -> away.Away | None:
+    """The same at the run's address, where it lies at one.
+
+    Raises:
+        RequestError: another launch holds the run.
+        WorkError: one that slept went on while this one was being prepared.
+    """
+    if isinstance(config.run_dir, Path):
+        return None
+    return away.take(config.run_dir, prepared.held.number, prepared.held.found)
 
 
 def find_start(config: TrainConfig) -> tuple[Checkpoint | None, Checkpoint | None]:
@@ -149,7 +205,7 @@ def find_start(config: TrainConfig) -> tuple[Checkpoint | None, Checkpoint | Non
     Raises:
         RequestError: there are no weights at `init_from`.
     """
-    own = newest_checkpoint(config.run_dir)
+    own = newest_checkpoint(config.work)
     if own is not None:
         return own, None
     if config.init_from is None:
@@ -159,13 +215,17 @@ def find_start(config: TrainConfig) -> tuple[Checkpoint | None, Checkpoint | Non
     return None, start
 
 
-def finished_run(run_dir: Path) -> Checkpoint:
+def finished_run(run_dir: Place) -> Checkpoint:
     """An earlier run's newest checkpoint.
 
     Raises:
         RequestError: it has none.
     """
-    found = newest_checkpoint(run_dir)
+    work = away.work_folder(run_dir, "read")
+    if isinstance(run_dir, str):
+        with locked(work.with_name(".lock")):
+            away.bring(open_store(run_dir), work)
+    found = newest_checkpoint(work)
     if found is None:
         raise RequestError(
             f"init_from: {run_dir} has no complete checkpoint. Train that phase first (`make train PHASE=1`), or set "

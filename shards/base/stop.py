@@ -1,20 +1,17 @@
 """Being told to leave."""
 
 import signal
+from typing import Self
 
 
-class StopSignal:
-    """Whether this process was told to leave by SIGTERM or SIGUSR1, as schedulers do before they take a machine.
+class Heard:
+    """Whether this process got one of some signals. It listens from its making on; as a context manager, until left."""
 
-    It listens from its making on; as a context manager, until it is left.
-    """
-
-    def __init__(self, *more: signal.Signals) -> None:
+    def __init__(self, *numbers: signal.Signals) -> None:
         self.received = False
-        numbers = (signal.SIGTERM, signal.SIGUSR1, *more)
         self.before = {number: signal.signal(number, self._receive) for number in numbers}
 
-    def __enter__(self) -> "StopSignal":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -23,3 +20,10 @@ class StopSignal:
 
     def _receive(self, *_: object) -> None:
         self.received = True
+
+
+class StopSignal(Heard):
+    """Whether this process was told to leave by SIGTERM or SIGUSR1, as schedulers do before they take a machine."""
+
+    def __init__(self, *more: signal.Signals) -> None:
+        super().__init__(signal.SIGTERM, signal.SIGUSR1, *more)

@@ -21,9 +21,10 @@ import pytest
 from tests import ranks
 from tests.runs import curve, environment, launcher, rank_processes, train_fields, write_config
 from train.__main__ import run as command
-from train.run import checkpoint, launches
-from train.run.checkpoint import list_checkpoints, verify_checkpoint
+from train.run import launches
 from train.run.metrics import read_json_lines
+from train.run.saving import writer as checkpoint
+from train.run.saving.checkpoint import list_checkpoints, verify_checkpoint
 
 FIGURES = Path(__file__).parents[2] / "runs" / "faults" / "train.json"
 STAGES = [

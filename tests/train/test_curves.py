@@ -1,5 +1,6 @@
 """One curve for every number of processes, nodes and workers, and any microbatch, at one global batch of 32."""
 
+import random
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,8 @@ LAYOUTS = [
     (4, 2, 0, 8),
 ]
 SHORT = [0, 3, 4, 8]
+SIZES = [(1, 1), (2, 1), (3, 1), (3, 3), (4, 2), (6, 3), (6, 6), (12, 12)]
+"""Processes and machines that share a global batch of 12, of 4 canonical nodes."""
 
 
 BUCKETS = {
@@ -85,3 +88,25 @@ def test_one_curve(steps: int, layouts: list[int], root: Path, tmp_path: Path) -
             f"largest relative difference {first:.1e} over 20 steps, {all_of_them:.1e} over {steps}"
         )
         assert first <= 1e-5 and all_of_them <= 1e-3
+
+
+@pytest.mark.parametrize("launches", [4, pytest.param(24, marks=pytest.mark.slow)])
+def test_a_run_that_is_requeued_at_random_sizes_is_one_run(launches: int, root: Path, tmp_path: Path) -> None:
+    """Each launch has other processes and machines; 3 machines among them, which 4 canonical nodes do not divide by."""
+    rng = random.Random(launches)
+    sizes = [(3, 3), *(rng.choice(SIZES[:-2] if launches == 4 else SIZES) for _ in range(launches - 1))]
+    if not ranks.nodes_can_be_simulated():
+        sizes = [(processes, 1) for processes, _ in sizes]
+    streams = [{"root": str(root), "bucket": name, "weight": weight} for name, (_, weight) in BUCKETS.items()]
+    changes = {"global_batch_size": 12, "microbatch_size": 3, "data": {"streams": streams}, "collective_timeout": 120.0}
+    steps, curves = 2 * launches, []
+    for name, schedule in (("alone", [(1, 1)]), ("requeued", sizes)):
+        for number, (processes, nodes) in enumerate(schedule, start=1):
+            max_steps = steps * number // len(schedule)
+            fields = train_fields(root, tmp_path / name, max_steps=max_steps, **changes)
+            ranks.run(tmp_path / f"{name}.log", ["--config", str(write_config(tmp_path, fields))], processes, nodes)
+        curves.append(curve(tmp_path / name))
+    assert len(curves[0][0]) == steps and curves[0][1] == curves[1][1]
+    difference = largest_difference(curves[1][0], curves[0][0])
+    print(f"{launches} launches of {sizes}: largest relative difference {difference:.1e} over {steps} steps")
+    assert difference <= 1e-5

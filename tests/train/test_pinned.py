@@ -19,9 +19,9 @@ from shards.root.publish import Publisher
 from tests.golden.make import HERE as GOLDEN
 from tests.growing import put_back, set_aside
 from tests.runs import PYTHON, curve, environment, run_module, train_fields, write_config
-from train.run.checkpoint import newest_checkpoint
 from train.run.fingerprint import check_resume
 from train.run.metrics import read_json_lines
+from train.run.saving.checkpoint import newest_checkpoint
 
 PARTS = [13, 29, 17, 23, 19, 11]
 LATER = ("00000", "00003", "00005")

@@ -23,8 +23,8 @@ from train.data.draws import Draws
 from train.data.loader import Loader
 from train.data.streams import open_data
 from train.objective.latents import StoredLatents
-from train.run.checkpoint import list_checkpoints, newest_checkpoint, step_folder, step_of, verify_checkpoint
 from train.run.metrics import read_json_lines
+from train.run.saving.checkpoint import list_checkpoints, newest_checkpoint, step_folder, step_of, verify_checkpoint
 
 VERSION_1 = Path(__file__).parents[1] / "golden" / "roots" / "float16"
 STEPS = 8
@@ -391,15 +391,6 @@ def test_several_buckets_in_one_order_on_one_and_two_ranks(latents: Path, tmp_pa
 def test_the_same_bucket_twice_is_refused(latents: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     streams = [{"root": str(latents), "bucket": "64x64"}] * 2
     assert "names" in refused(tmp_path, train_fields(latents, tmp_path / "run", data={"streams": streams}), capsys)
-
-
-def test_three_nodes_cannot_share_four_slices(
-    latents: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "3")
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
-    message = refused(tmp_path, train_fields(latents, tmp_path / "run", global_batch_size=12), capsys)
-    assert "3 nodes cannot share data.num_canonical_nodes 4 evenly" in message
 
 
 def test_all_checkpoints_damaged_is_no_quiet_restart(

@@ -120,12 +120,20 @@ class Draws:
         return self.words(purpose, count) < round(probability * 2**32)
 
 
-def global_slots(local_batch_size: int, rank: int, world_size: int, local_world_size: int) -> Tensor:
+def global_slots(
+    local_batch_size: int, rank: int, world_size: int, local_world_size: int, num_canonical_nodes: int = 1
+) -> Tensor:
     """(local_batch_size,) places in the global batch of the samples that `rank` gets, in its loader's order.
 
-    Together the ranks have every place once. Those of a node are node, node + num_nodes, …: of `train/data/order.py`'s
-    canonical nodes it sees its own share alone, as long as num_nodes divides their number.
+    Together the ranks have every place once. Where one number of nodes, of machines or canonical ones, divides the
+    other, the places of a machine are node, node + num_nodes, …: of `train/data/order.py`'s canonical nodes it sees
+    its own share alone. Otherwise the places are put in the order of their canonical nodes, and machines take equal
+    runs of that: ⌈canonical nodes / machines⌉ + 1 of them at most, of which its first and last are others' too.
     """
     num_nodes = world_size // local_world_size
     node, local_rank = divmod(rank, local_world_size)
-    return torch.arange(local_batch_size) * world_size + local_rank * num_nodes + node
+    if num_canonical_nodes % num_nodes == 0 or num_nodes % num_canonical_nodes == 0:
+        return torch.arange(local_batch_size) * world_size + local_rank * num_nodes + node
+    each = local_batch_size * world_size // num_canonical_nodes
+    ordered = (node * local_batch_size + torch.arange(local_batch_size)) * local_world_size + local_rank
+    return ordered % each * num_canonical_nodes + ordered // each

@@ -29,7 +29,7 @@ from train.export.card import model_card
 from train.export.components import network_name, pipeline_texts, recorded_parts, write_index
 from train.model.backbone import PipelineConfig
 from train.objective.paths import ObjectiveConfig, noise_scheduler
-from train.run.checkpoint import Checkpoint, newest_checkpoint, step_folder, verify_checkpoint
+from train.run.saving.checkpoint import Checkpoint, newest_checkpoint, step_folder, verify_checkpoint
 
 PIPELINE_FILE = Path(__file__).with_name("trimmed_pipeline.py")
 

@@ -21,7 +21,14 @@ from shards.base.durable import fsync_tree, sha256_file, write_sealed_json
 from shards.base.errors import RequestError, WorkError
 from train.model.ema import Width, average_name, posthoc_coefficients
 from train.model.tensors import write_tensors
-from train.run.checkpoint import SNAPSHOTS, WEIGHTS_NAME, Checkpoint, list_checkpoints, step_of, verify_checkpoint
+from train.run.saving.checkpoint import (
+    SNAPSHOTS,
+    WEIGHTS_NAME,
+    Checkpoint,
+    list_checkpoints,
+    step_of,
+    verify_checkpoint,
+)
 
 RECORD = "average.json"
 

@@ -2,8 +2,10 @@
 
 import hashlib
 import json
+import re
 import struct
 from collections.abc import Mapping
+from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 
@@ -23,6 +25,7 @@ DTYPES = {
     torch.bool: "BOOL",
 }
 """In the order in which the library lays them out."""
+MEMINFO, CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
 
 
 def write_tensors(path: Path | None, tensors: Mapping[str, Tensor]) -> str:
@@ -34,7 +37,7 @@ def write_tensors(path: Path | None, tensors: Mapping[str, Tensor]) -> str:
     Raises:
         OSError: the file could not be written.
     """
-    order = sorted(tensors, key=lambda name: (list(DTYPES).index(tensors[name].dtype), name))
+    order = laid_out(tensors)
     if path is None:
         for name in order:
             whole(tensors[name].detach())
@@ -51,6 +54,11 @@ def write_tensors(path: Path | None, tensors: Mapping[str, Tensor]) -> str:
     except OSError as error:  # of a write it names no file
         raise OSError(error.errno, error.strerror, str(path)) from error
     return digest.hexdigest()
+
+
+def laid_out(tensors: Mapping[str, Tensor]) -> list[str]:
+    """Their names, in the order of a file."""
+    return sorted(tensors, key=lambda name: (list(DTYPES).index(tensors[name].dtype), name))
 
 
 def header(tensors: Mapping[str, Tensor]) -> bytes:
@@ -70,11 +78,60 @@ def as_bytes(tensor: Tensor) -> bytes | memoryview:
     return memoryview(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
-def copied(tensors: Mapping[str, Tensor], keep: bool) -> dict[str, Tensor]:
-    """Copies in the CPU's memory, gathered one by one; every process calls this, and gets its own where it `keep`s."""
-    copies = {}
-    for name, tensor in tensors.items():
-        gathered = whole(tensor.detach())
-        if keep:
-            copies[name] = gathered.to("cpu", copy=True).contiguous()
-    return copies
+def bytes_of(tensors: Mapping[str, Tensor]) -> int:
+    """Of all of them, whole."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+
+
+class HostCopies:
+    """Room in the CPU's memory for one copy of what is saved. Every save uses it again.
+
+    Fresh memory would cost more than the copy: the kernel finds each page, and page-locks it for copies from a GPU.
+    """
+
+    def __init__(self) -> None:
+        self.rooms: dict[tuple[str, str], Tensor] = {}
+        self.devices: set[torch.device] = set()
+
+    @property
+    def bytes(self) -> int:
+        """That are held."""
+        return sum(room.numel() * room.element_size() for room in self.rooms.values())
+
+    def take(self, file: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Copies of a file's tensors, once `wait` has returned; they hold until the next `take`.
+
+        Parts are gathered as `write_tensors` does it, in its order: other processes may call that one.
+        """
+        copies = {}
+        for name in laid_out(tensors):
+            source = whole(tensors[name].detach())
+            room = self.rooms.get((file, name))
+            if room is None or (room.shape, room.dtype) != (source.shape, source.dtype):
+                room = torch.empty(source.shape, dtype=source.dtype, pin_memory=source.is_cuda)
+                self.rooms[file, name] = room
+            copies[name] = room.copy_(source, non_blocking=True)
+            self.devices |= {source.device} if source.is_cuda else set()
+        return copies
+
+    def wait(self) -> None:
+        """Until GPUs have done the copies that were begun."""
+        for device in self.devices:
+            torch.cuda.synchronize(device)
+
+
+def free_memory() -> int:
+    """Bytes that this process may still take: of the machine, and of its control group (cgroup v2), where one is set.
+
+    Where neither is known, as off Linux, there is no bound.
+    """
+    found = [2**63]
+    with suppress(FileNotFoundError):
+        found += [int(kilobytes) * 1024 for kilobytes in re.findall(r"MemAvailable: +(\d+)", MEMINFO.read_text())]
+    with suppress(FileNotFoundError):
+        limit = (CGROUP / "memory.max").read_text().strip()
+        # of what is counted, the page cache gives way
+        inactive = re.search(r"^inactive_file (\d+)", (CGROUP / "memory.stat").read_text(), re.MULTILINE)
+        if limit != "max" and inactive:
+            found.append(int(limit) - int((CGROUP / "memory.current").read_text()) + int(inactive[1]))
+    return min(found)

@@ -18,15 +18,18 @@ import time
 import uuid
 from contextlib import suppress
 from datetime import UTC, datetime
+from itertools import count
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from shards.base.durable import fsync_folder, make_folder, write_file
-from shards.base.errors import RequestError
+from shards.base.errors import Outage, RequestError, say
 
 BEAT = 1.0
 """Seconds between signs of life."""
 RECORD = "launch.json"
+BEATS_AWAY = 5
+"""Signs of life here to one at the run's address."""
 
 
 class Sign(NamedTuple):
@@ -178,20 +181,43 @@ def write_record(folder: Path, record: dict[str, Any]) -> None:
     write_file(folder / f".{RECORD}", json.dumps(record, indent=2).encode()).replace(folder / RECORD)
 
 
-def last_save_seconds(run_dir: Path) -> float | None:
-    """What a checkpoint took the newest of the earlier launches that wrote one; None: not known."""
+class Pace(NamedTuple):
+    """Seconds of what leaving consists of."""
+
+    save: float
+    """Until a checkpoint was written."""
+    step: float
+
+
+def last_pace(run_dir: Path) -> Pace | None:
+    """Of the newest of the earlier launches that wrote a checkpoint; None: not known."""
     records = [json.loads(path.read_bytes()) for path in sorted((run_dir / "launches").glob("*.json"))]
-    return next((record["save_seconds"] for record in reversed(records) if "save_seconds" in record), None)
+    return next((found for record in reversed(records) if (found := pace_of(record))), None)
+
+
+def pace_of(record: dict[str, Any]) -> Pace | None:
+    """What a launch has noted of itself."""
+    return Pace(record["save_seconds"], record.get("step_seconds", 0.0)) if "save_seconds" in record else None
+
+
+class Elsewhere(Protocol):
+    """The address at which a run lies whose launch works in a folder of this machine."""
+
+    def sign(self, **fields: Any) -> None: ...
+
+    def check(self) -> None: ...
+
+    def share(self, work: Path) -> None: ...
 
 
 class Launch:
     """This launch, which has taken the run. A context manager: it gives signs of life while it is open."""
 
-    def __init__(self, folder: Path, main: bool = True):
+    def __init__(self, folder: Path, main: bool = True, away: Elsewhere | None = None):
         """`folder`: what `take` returned. Every process of the launch has one; the `main` one's gives the signs."""
-        self.folder, self.run_dir, self.main = folder, folder.parents[1], main
-        self.save_seconds = last_save_seconds(self.run_dir)
-        """That the newest checkpoint took to write, of this launch or of one before; None: not known."""
+        self.folder, self.run_dir, self.main, self.away = folder, folder.parents[1], main, away
+        self.pace = last_pace(self.run_dir)
+        """Of the newest checkpoint, of this launch or of one before; None: not known."""
         self.superseded = False
         """Whether another has taken over, as far as the last sign of life found."""
         self.left = threading.Event()
@@ -207,12 +233,22 @@ class Launch:
             return
         self.left.set()
         self.thread.join()
+        if self.away is not None and not self.superseded:
+            self._leave_address(self.away)
         if not self.folder.is_dir():
             if error is not None:
                 raise superseded(self.folder) from error
         else:
             with suppress(FileNotFoundError):  # another took over just now
                 self.note(ended=now())
+
+    def _leave_address(self, away: Elsewhere) -> None:
+        try:
+            away.check()
+            away.share(self.run_dir)
+            away.sign(ended=now())
+        except (RequestError, Outage) as error:  # all that the run goes on from is there
+            say(error)
 
     def note(self, **fields: Any) -> None:
         """Add to this launch's record.
@@ -221,18 +257,32 @@ class Launch:
             FileNotFoundError: another launch has taken over.
         """
         record = read_record(self.run_dir, int(self.folder.name)) | fields
-        self.save_seconds = record.get("save_seconds", self.save_seconds)
+        self.pace = pace_of(record) or self.pace
         write_record(self.folder, record)
 
     def _beat(self) -> None:
-        while not self.left.wait(BEAT):
+        for beat in count(1):
+            if self.left.wait(BEAT):
+                return
             try:
                 os.utime(self.folder / RECORD)
-            except FileNotFoundError:
+                if self.away is not None and beat % BEATS_AWAY == 0:
+                    self.away.check()
+                    self.away.sign()
+            except (FileNotFoundError, RequestError):
                 self.superseded = True
                 return
-            except OSError as error:  # storage that is slow to answer: others decide whether it was too slow
+            except (OSError, Outage) as error:  # slow storage: others decide whether it was too slow
                 print(f"{self.folder / RECORD}: {error}", flush=True)
+
+    def taken_over(self) -> RequestError:
+        """That another launch has taken over, for people."""
+        if self.away is not None and self.folder.is_dir():
+            try:
+                self.away.check()
+            except RequestError as error:
+                return error
+        return superseded(self.folder)
 
 
 def superseded(folder: Path) -> RequestError:

@@ -81,11 +81,14 @@ class Log:
             self.progress.show(step, text.format(**shown), figures)
         self.accelerator.log(flat_numbers(finite(fields)), step=step)
 
-    def keep(self) -> None:
-        """Have what was written survive a power cut: a checkpoint goes on from its step, and writes no line again."""
-        for lines in (self.metrics, self.sample_lines):
-            if lines is not None:
-                lines.keep()
+    def keep(self) -> dict[str, int]:
+        """Have what was written survive a power cut: a checkpoint goes on from its step, and writes no line again.
+
+        Returns:
+            File of the run folder → its bytes.
+        """
+        files = {"metrics.jsonl": self.metrics, "samples.jsonl": self.sample_lines}
+        return {name: lines.keep() for name, lines in files.items() if lines is not None}
 
     def close(self) -> None:
         """Finish the tracker and draw loss.png."""

@@ -23,9 +23,10 @@ class JsonLines:
         publish(write_file(folder / path.name, whole), path, folder)
         self.file = path.open("a", buffering=1)
 
-    def keep(self) -> None:
-        """Have what was written survive a power cut."""
+    def keep(self) -> int:
+        """Have what was written survive a power cut; returns its bytes."""
         os.fsync(self.file.fileno())
+        return os.fstat(self.file.fileno()).st_size
 
     def write(self, **fields: Any) -> None:
         """Append one object; a line reaches the file as soon as it is whole. What is not finite is null."""

@@ -38,11 +38,11 @@ class World:
         size = int(os.environ.get("WORLD_SIZE", "1"))
         return cls(size, int(os.environ.get("LOCAL_WORLD_SIZE", str(size))))
 
-    def check(self, asked_for: int | None, global_batch_size: int, num_canonical_nodes: int) -> None:
-        """Hold it against what the config wants shared: the batch over processes, the canonical nodes over nodes.
+    def check(self, asked_for: int | None, global_batch_size: int) -> None:
+        """Hold it against the batch that the processes share.
 
         Raises:
-            RequestError: another number was asked for, or something cannot be shared evenly.
+            RequestError: another number was asked for, or the batch cannot be shared evenly.
         """
         if asked_for not in (None, self.size):
             raise RequestError(
@@ -53,13 +53,6 @@ class World:
             raise RequestError(
                 f"global_batch_size {global_batch_size} cannot be shared evenly by {self.size} processes. Choose a "
                 f"multiple."
-            )
-        num_nodes = self.size // self.local_size
-        if num_canonical_nodes % num_nodes and num_nodes % num_canonical_nodes:
-            raise RequestError(
-                f"{num_nodes} nodes cannot share data.num_canonical_nodes {num_canonical_nodes} evenly: one would read "
-                f"the files of others'. Use a number of nodes that divides it, or start a new run with another one (it "
-                f"must divide global_batch_size too)."
             )
 
 

@@ -8,14 +8,15 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 
 from shards.base.errors import RequestError, WorkError
-from shards.base.stop import StopSignal
-from train.run.launches import Launch, superseded
+from shards.base.stop import Heard
+from train.run.launches import Launch
 
 LAUNCHER = "LATENTMILL_LAUNCHER"
 """Environment variable: the process id of `python -m train.launch`, for the processes that it starts."""
@@ -69,35 +70,55 @@ def join_processes(timeout: float) -> None:
     )
 
 
+class Told(NamedTuple):
+    """What a run was told by signals."""
+
+    leave: bool = False
+    save: bool = False
+
+
 class Leaving:
-    """Whether the run is to leave, as all its processes agree.
+    """Whether the run is to leave, or to save and go on, as all its processes agree.
 
     A look makes the host wait for the device. So there is one in as many steps as take a second. All processes look
     after the same step, so they agree on the next one too.
     """
 
-    def __init__(self, accelerator: Accelerator, launch: Launch, stop: StopSignal, step: int):
-        """`step`: after which the run stands."""
-        self.accelerator, self.launch, self.stop = accelerator, launch, stop
+    def __init__(self, accelerator: Accelerator, launch: Launch, stop: Heard, save: Heard, step: int):
+        """`stop` and `save`: what to listen to; `step`: after which the run stands."""
+        self.accelerator, self.launch, self.stop, self.save = accelerator, launch, stop, save
         self.looked, self.next, self.since = step, step + 1, time.monotonic()
+        self.step_seconds = 0.0
+        """What a step took before the last look."""
 
-    def agreed(self, step: int) -> bool:
-        """Whether any process was told to leave, after `step` steps; all get the same answer.
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Around what is no part of a step."""
+        began = time.monotonic()
+        yield
+        self.since += time.monotonic() - began
+
+    def agreed(self, step: int) -> Told:
+        """What any process was told, after `step` steps; all get the same answer.
 
         Raises:
             RequestError: another launch has taken the run over.
         """
         if step < self.next:
-            return False
-        interval = look_interval((time.monotonic() - self.since) / (step - self.looked))
-        said = [float(self.stop.received), float(self.launch.superseded), float(interval)]
+            return Told()
+        self.step_seconds = (time.monotonic() - self.since) / (step - self.looked)
+        interval = look_interval(self.step_seconds)
+        heard = (self.stop.received, self.save.received, self.launch.superseded)
+        said = [*map(float, heard), float(interval)]
         total = self.accelerator.reduce(torch.tensor(said, device=self.accelerator.device), "sum").tolist()
-        if total[1]:
-            raise superseded(self.launch.folder)
+        if total[2]:
+            raise self.launch.taken_over()
         # sums of whole numbers are exact: the same on every process
-        self.looked, self.next = step, step + int(total[2]) // self.accelerator.num_processes
+        self.looked, self.next = step, step + int(total[3]) // self.accelerator.num_processes
         self.since = time.monotonic()
-        return bool(total[0])
+        if total[1]:
+            self.save.received = False
+        return Told(bool(total[0]), bool(total[1]))
 
 
 def look_interval(seconds_per_step: float) -> int:

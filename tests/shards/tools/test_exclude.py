@@ -20,7 +20,7 @@ from tests.roots import part_of
 from tests.runs import curve, run_module, train_fields, write_config
 from train.data.spec import DataConfig
 from train.data.streams import open_data
-from train.run.checkpoint import newest_checkpoint
+from train.run.saving.checkpoint import newest_checkpoint
 
 
 @pytest.fixture

@@ -1,5 +1,8 @@
 """Keyed random numbers: the published test vectors, distributions, independence, and slots under every layout."""
 
+import math
+from itertools import product
+
 import numpy as np
 import pytest
 import torch
@@ -86,6 +89,27 @@ def test_a_slot_does_not_depend_on_who_draws_it() -> None:
         torch.testing.assert_close(
             draws(slots=range(start, stop)).normal(Purpose.NOISE, (3, 5)), whole[start:stop], rtol=0, atol=0
         )
+
+
+@pytest.mark.parametrize("canonical_nodes", [1, 2, 4, 6, 64])
+def test_any_number_of_machines_shares_out_the_slots_in_runs_of_canonical_nodes(canonical_nodes: int) -> None:
+    """All machines of one to three ranks; 16 and 15 of eight, too. Canonical nodes are shared at their ends alone."""
+    for nodes, ranks in [*product(range(1, 13), (1, 2, 3)), (16, 8), (15, 8)]:
+        batch = math.lcm(nodes * ranks, canonical_nodes)
+        local = batch // (nodes * ranks)
+        slots = [
+            global_slots(local, rank, nodes * ranks, ranks, canonical_nodes).tolist() for rank in range(nodes * ranks)
+        ]
+        assert sorted(slot for share in slots for slot in share) == list(range(batch))
+        seen = [
+            {slot % canonical_nodes for share in slots[node * ranks : (node + 1) * ranks] for slot in share}
+            for node in range(nodes)
+        ]
+        if canonical_nodes % nodes == 0 or nodes % canonical_nodes == 0:
+            assert max(map(len, seen)) == max(canonical_nodes // nodes, 1)
+        else:
+            assert max(map(len, seen)) <= -(-canonical_nodes // nodes) + 1
+            assert all(found == set(range(min(found), max(found) + 1)) for found in seen)
 
 
 @pytest.mark.parametrize("nodes", [1, 2, 4])

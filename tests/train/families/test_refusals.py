@@ -26,7 +26,7 @@ def refusal(small: Small, network: dict[str, Any], inputs: dict[str, Any], **cha
     config = TrainConfig.model_validate(fields | {"backbone": backbone | {"config": path}})
     with pytest.raises(RequestError) as raised:
         prepare(config)
-    assert not config.run_dir.exists()
+    assert not config.work.exists()
     return str(raised.value)
 
 

@@ -114,7 +114,7 @@ def test_it_trains_as_online_and_is_exported(name: str, small: Callable[[str], S
     print(f"\n| {name} | {max(differences):.1e} | {np.mean(differences):.1e} |")
     assert len(losses) == STEPS and max(differences) < 1e-4
     save(run, last=True)
-    folder = write_pipeline(config.run_dir, ExportConfig())
+    folder = write_pipeline(config.work, ExportConfig())
     class_name = config.backbone.pipeline.class_name
     exported = getattr(diffusers, class_name).from_pretrained(folder)
     assert type(exported).__name__ == class_name

@@ -18,8 +18,8 @@ from train.__main__ import run as command
 from train.export.pipeline import ExportConfig, write_pipeline
 from train.export.posthoc import RECORD, RebuildConfig, combine, write_average
 from train.model.ema import EmaConfig, correlation, make_averages, posthoc_coefficients, power_exponent
-from train.run.checkpoint import WEIGHTS_NAME, list_checkpoints, newest_checkpoint, step_folder
 from train.run.metrics import read_json_lines
+from train.run.saving.checkpoint import WEIGHTS_NAME, list_checkpoints, newest_checkpoint, step_folder
 
 widths = st.floats(0.02, 0.25)
 lengths = st.floats(10.0, 1000.0)

@@ -15,8 +15,8 @@ from train.data.batch import Batch
 from train.data.draws import Draws
 from train.model.sharding import launched_sharding
 from train.objective.latents import StoredLatents
-from train.run.checkpoint import step_folder, verify_checkpoint
 from train.run.metrics import read_json_lines
+from train.run.saving.checkpoint import step_folder, verify_checkpoint
 
 STEPS = 8
 FILES = ("unet/diffusion_pytorch_model.safetensors", "ema/diffusion_pytorch_model.safetensors", "optimizer.safetensors")

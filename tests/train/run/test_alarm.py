@@ -16,8 +16,9 @@ from train.data.batch import Batch
 from train.data.draws import Draws
 from train.objective.latents import StoredLatents
 from train.run.alarm import Alarm, AlarmConfig, AlarmState, robust_z
-from train.run.checkpoint import before_alarms, list_checkpoints, newest_checkpoint, step_of
 from train.run.metrics import read_json_lines
+from train.run.saving.checkpoint import list_checkpoints, newest_checkpoint, step_of
+from train.run.saving.keep import before_alarms
 
 LEAP = 11
 STEPS = 600

@@ -16,21 +16,17 @@ from tests import ranks
 from tests.runs import UNET, curve, train_fields, write_config
 from train.model.ema import EmaConfig, make_averages
 from train.model.unet import build_unet, read_unet_config
-from train.run import checkpoint
-from train.run.checkpoint import (
-    CheckpointConfig,
-    CheckpointWriter,
-    Snapshot,
+from train.run.launches import Launch, Pace, take
+from train.run.saving import writer as checkpoint
+from train.run.saving.checkpoint import (
     list_checkpoints,
     load_weights,
     newest_checkpoint,
     restore,
     step_folder,
-    take_snapshot,
-    too_slow_to_leave,
     verify_checkpoint,
 )
-from train.run.launches import Launch, take
+from train.run.saving.writer import CheckpointConfig, CheckpointWriter, Snapshot, take_snapshot, too_slow_to_leave
 from train.run.state import TrainState
 
 
@@ -242,13 +238,13 @@ def test_an_average_begun_too_early_is_not_gone_on_with(unet: UNet2DConditionMod
 def test_a_save_that_does_not_fit_before_the_kill_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
     config = CheckpointConfig(grace=60)
     assert too_slow_to_leave(None, config) is None
-    assert too_slow_to_leave(58.0, config) is None
-    warning = too_slow_to_leave(58.1, config)
-    assert warning is not None and "to leave takes 60 s and the rest of a step" in warning
+    assert too_slow_to_leave(Pace(29.0, 1.0), config) is None
+    warning = too_slow_to_leave(Pace(29.1, 1.0), config)
+    assert warning is not None and "to leave may take 60 s, as a step takes 1.0 s" in warning
     assert "but 60 s pass before the kill" in warning
-    assert too_slow_to_leave(30.0, CheckpointConfig(grace=60, asynchronous=True)) is not None
+    assert too_slow_to_leave(Pace(26.0, 7.0), config) is None and too_slow_to_leave(Pace(27.0, 7.0), config)
     monkeypatch.setenv("PET_SHUTDOWN_TIMEOUT", "20")
-    assert too_slow_to_leave(30.0, config) is not None
+    assert too_slow_to_leave(Pace(10.0, 0.0), config) is not None
 
 
 def test_a_launch_knows_what_saving_took_the_one_before(latents: Path, tmp_path: Path) -> None:

@@ -5,19 +5,26 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext, suppress
+from itertools import repeat
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import psutil
 import pytest
 import torch
 
-from shards.base.errors import WorkError
+from shards.base.errors import Preempted, WorkError
 from tests import ranks
 from tests.runs import curve, environment, launcher, rank_processes, train_fields, write_config
+from train.loop import train
+from train.run.launches import Pace
 from train.run.metrics import read_json_lines
 from train.run.processes import LAUNCHER, LOOK_SECONDS, MOST_STEPS, Leaving, die_with_launcher, look_interval
+from train.run.saving.writer import CheckpointConfig
 
 
 def lines(run_dir: Path) -> int:
@@ -75,16 +82,22 @@ def test_the_launcher_starts_a_job_again_whose_process_was_killed(latents: Path,
 
 
 def test_a_signal_to_the_launcher_alone_saves_the_run(latents: Path, tmp_path: Path) -> None:
-    """SIGUSR1 reaches the processes too, and they have time to save."""
+    """Of SIGUSR2 it goes on; SIGUSR1 reaches the processes too, and they have time to save."""
     fields = train_fields(latents, tmp_path / "run", max_steps=100_000, checkpoint={"every": 100_000})
     command = [*launcher(2), "-m", "train", "--config", str(write_config(tmp_path, fields))]
     with (tmp_path / "log").open("w") as log:
         process = subprocess.Popen(command, env=environment(), stdout=log, stderr=subprocess.STDOUT)
     wait_for_lines(tmp_path / "run", 2, process)
+    process.send_signal(signal.SIGUSR2)
+    while not (saved := list((tmp_path / "run" / "checkpoints").glob("step-*"))):
+        assert process.poll() is None, (tmp_path / "log").read_text()
+        time.sleep(0.01)
+    wait_for_lines(tmp_path / "run", int(saved[0].name[5:]) + 10, process)
     process.send_signal(signal.SIGUSR1)
     assert process.wait(300) == 75
     assert "told to leave, saved after step" in " ".join((tmp_path / "log").read_text().split())
-    assert list((tmp_path / "run" / "checkpoints").glob("step-*"))
+    assert (tmp_path / "log").read_text().count("told to save (SIGUSR2)") == 1
+    assert len(list((tmp_path / "run" / "checkpoints").glob("step-*"))) == 2
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process that its parent died")
@@ -128,10 +141,11 @@ def test_leaving_is_agreed_in_time_whatever_a_step_takes(monkeypatch: pytest.Mon
     clock, looking = [0.0, 0.0], 0
     monkeypatch.setattr("train.run.processes.time.monotonic", lambda: clock[looking])
     states = [SimpleNamespace(received=False), SimpleNamespace(received=False)]
+    never = SimpleNamespace(received=False)
     said: list[torch.Tensor] = []
     accelerator: Any = SimpleNamespace(device="cpu", num_processes=2, reduce=lambda mine, _: torch.stack(said).sum(0))
     launch: Any = SimpleNamespace(superseded=False)
-    both = [Leaving(accelerator, launch, state, step=5) for state in states]  # type: ignore[arg-type]
+    both = [Leaving(accelerator, launch, state, never, step=5) for state in states]  # type: ignore[arg-type]
     told, waits = 0.0, []
     for step in range(6, 4000):
         seconds = 0.02 if step < 3000 else 3.0
@@ -144,12 +158,111 @@ def test_leaving_is_agreed_in_time_whatever_a_step_takes(monkeypatch: pytest.Mon
         said = []
         for looking, (state, leaving) in enumerate(zip(states, both, strict=True)):
             interval = look_interval((clock[looking] - leaving.since) / (step - leaving.looked))
-            said.append(torch.tensor([float(state.received), 0.0, float(interval)]))
+            said.append(torch.tensor([float(state.received), 0.0, 0.0, float(interval)]))
         answers = []
         for looking, leaving in enumerate(both):  # noqa: B007
-            answers.append(leaving.agreed(step))
+            answers.append(leaving.agreed(step).leave)
         assert answers == [states[1].received] * 2
         if answers[0]:
             waits.append((clock[0] - told, seconds))
             states[1].received = False
     assert len(waits) == 2 and all(wait <= max(2.0, seconds) for wait, seconds in waits)
+
+
+class SimulatedRun:
+    """What `train` needs of a run of one process, on a simulated clock: a step takes 7 s, a checkpoint `save` seconds.
+
+    It is told to leave by `number` at second `told`.
+    """
+
+    def __init__(self, save: float, asynchronous: bool, told: float, number: signal.Signals = signal.SIGTERM):
+        self.clock, self.save_seconds, self.asynchronous, self.told, self.number = 0.0, save, asynchronous, told, number
+        self.written: dict[int, float] = {}
+        """Step → second at which its checkpoint was there."""
+        self.said: list[str] = []
+        self.state, self.max_steps, self.collective_timeout = SimpleNamespace(step=0), 1000, 1.0
+        self.launch = SimpleNamespace(superseded=False, pace=None, note=self.note)
+        self.accelerator = SimpleNamespace(
+            device="cpu", num_processes=1, scaler=None, reduce=lambda said, _: said, print=self.said.append,
+            wait_for_everyone=lambda: None,
+        )  # fmt: skip
+        self.log, self.results = MagicMock(), MagicMock()
+        self.loader, self.meter, self.snapshots = repeat(None), MagicMock(), MagicMock(config=SimpleNamespace(every=9))
+        self.unet = self.aligned = None
+        self.averages: dict[str, Any] = {}
+        self.optimizer = SimpleNamespace(adamw=None)
+        self.writer = self
+        self.config = CheckpointConfig(every=3, grace=60, asynchronous=asynchronous)
+        self.seconds: float | None = None
+
+    def step(self, *_: Any) -> None:
+        """A step."""
+        self.wait_until(self.clock + 7)
+        self.state.step += 1
+
+    def wait_until(self, second: float) -> None:
+        """Let time pass; the signal comes meanwhile, or not."""
+        if self.clock < self.told <= second:
+            os.kill(os.getpid(), self.number)
+        self.clock = max(self.clock, second)
+
+    def write(self, *_: Any) -> None:
+        """Begin to write a checkpoint, behind the one before."""
+        self.finish()
+        self.written[self.state.step], self.seconds = self.clock + self.save_seconds, self.save_seconds
+        if not self.asynchronous:
+            self.finish()
+
+    def check(self) -> None:
+        """Nothing ever goes wrong."""
+
+    def finish(self) -> None:
+        """Wait for what is being written."""
+        self.wait_until(max(self.written.values(), default=0.0))
+
+    def note(self, save_seconds: float, step_seconds: float) -> None:
+        """As a launch does."""
+        self.launch.pace = Pace(save_seconds, step_seconds)
+
+
+@pytest.fixture
+def simulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., SimulatedRun]]:
+    """Makes a simulated run and trains until it leaves."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)}
+
+    def trained(*arguments: Any) -> SimulatedRun:
+        run = SimulatedRun(*arguments)
+        monkeypatch.setattr("train.run.processes.time.monotonic", lambda: run.clock)
+        monkeypatch.setattr("train.loop.take_step", run.step)
+        monkeypatch.setattr("train.loop.take_snapshot", lambda *_: None)
+        monkeypatch.setattr("train.loop.closing", lambda batches: nullcontext(batches))
+        with suppress(Preempted):
+            train(run)  # type: ignore[arg-type]
+        return run
+
+    yield trained
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_steps_of_7_seconds_and_60_of_grace_end_in_a_checkpoint_or_were_warned_of(
+    simulated: Callable[..., SimulatedRun], asynchronous: bool
+) -> None:
+    """Told at any second of three steps, whatever a checkpoint takes; what fits is not warned of."""
+    warned = set()
+    for save in (1, 13, 25, 26, 27, 28, 40):
+        for told in range(100, 200, 7):
+            run = simulated(float(save), asynchronous, float(told))
+            last = run.written[run.state.step]
+            assert last == max(run.written.values()) == run.clock
+            said = any("60 s pass before the kill" in line for line in run.said)
+            assert last <= told + 60 or said
+            warned |= {save} if said else set()
+    assert warned == {27, 28, 40}  # a step, and two saves, as one may be under way
+
+
+def test_told_to_save_a_run_saves_and_goes_on(simulated: Callable[..., SimulatedRun]) -> None:
+    run = simulated(1.0, True, 30.0, signal.SIGUSR2)
+    assert run.state.step == run.max_steps
+    assert [step for step in run.written if step % 3] == [5, 1000]  # the step after second 30, once; and the last
