@@ -17,7 +17,8 @@ from collections.abc import Sequence
 from precompute.cluster.ray_cluster import start_ray
 from precompute.config import PrecomputeConfig, describe_encoding, make_recipe, with_absolute_paths
 from precompute.input.tars import Named, choose_tars, list_tars, say_what_is_unchecked
-from precompute.job import Ledger, announce, conclude, not_committed, run_job
+from precompute.job.ledger import Ledger
+from precompute.job.run import announce, conclude, not_committed, run_job
 from shards.base.config import load_config
 from shards.base.errors import exit_code_of
 from shards.base.scratch import sweep_attempts

@@ -55,6 +55,7 @@ class Done(Generic[Result]):
 
     key: str
     node: str | None
+    """Its address."""
     result: Result
 
 
@@ -88,6 +89,8 @@ class UnderWay:
 
     attempts: int
     reported: int
+    paused: bool = False
+    """Whether the job waits for an outage to end."""
 
 
 @dataclass(frozen=True)
@@ -128,7 +131,7 @@ class Fleet(Generic[Work, Result]):
                     yield from self._settle(attempt)
                 self._take_back_stranded()
                 at_work = {(running.unit.key, running.unit.number) for running in self.running.values()}
-                yield UnderWay(len(self.running), self.cluster.reported(at_work))
+                yield UnderWay(len(self.running), self.cluster.reported(at_work), self.breaker.is_open)
                 if not self.running:
                     due = POLL_SECONDS if self.breaker.is_open else self.queue.seconds_until_due()
                     time.sleep(min(POLL_SECONDS, due))
@@ -160,7 +163,8 @@ class Fleet(Generic[Work, Result]):
             again = unit.fail(failure.is_lost, node, self.config) and not failure.is_final
             if again:
                 self.queue.put_back(unit)
-            yield Failed(unit.key, node, unit.last(failure.is_lost, self.config), failure, again, number)
+            which = unit.last(failure.is_lost, self.config)
+            yield Failed(unit.key, self.watch.name(node), which, failure, again, number)
             if not failure.is_final:  # damaged work says nothing of the node
                 yield from self._suspect(node)
         else:
@@ -168,7 +172,7 @@ class Fleet(Generic[Work, Result]):
             if news := self.breaker.succeeded(node, running.began):
                 self.nodes = Nodes(self.config.node_failures)  # what they failed in was the outage
                 yield News(news)
-            yield Done(unit.key, node, result)
+            yield Done(unit.key, self.watch.name(node), result)
 
     def _outage(
         self, running: _Running[Work], node: str | None, failure: Failure, outage: Outage
@@ -184,10 +188,10 @@ class Fleet(Generic[Work, Result]):
         try:
             news = self.breaker.failed(unit.key, node, self.watch.able, running.began, outage)
         except WorkError:
-            yield Failed(unit.key, node, which, failure, again, number, in_pause=True)
+            yield Failed(unit.key, self.watch.name(node), which, failure, again, number, in_pause=True)
             yield from self._drain()
             raise
-        yield Failed(unit.key, node, which, failure, again, number, in_pause=self.breaker.is_open)
+        yield Failed(unit.key, self.watch.name(node), which, failure, again, number, in_pause=self.breaker.is_open)
         if news:
             yield News(news)
         elif not self.breaker.is_open:
@@ -195,7 +199,8 @@ class Fleet(Generic[Work, Result]):
 
     def _suspect(self, node: str | None) -> Iterator[News]:
         if self.nodes.failed(node):
-            yield News(f"node {node} failed {self.config.node_failures} attempts in a row, and is avoided")
+            name = self.watch.name(node)
+            yield News(f"node {name} failed {self.config.node_failures} attempts in a row, and is avoided")
 
     def _take_back_stranded(self) -> None:
         """Cancel attempts for which every node that they may go to is gone: they would wait for ever."""

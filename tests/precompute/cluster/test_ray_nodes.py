@@ -19,7 +19,8 @@ from ray.cluster_utils import Cluster
 from precompute.cluster.ray_cluster import NODE_ID, start_ray
 from precompute.config import describe_encoding, make_recipe
 from precompute.input.tars import list_tars
-from precompute.job import Ledger, run_job
+from precompute.job.ledger import Ledger
+from precompute.job.run import run_job
 from shards.base.errors import WorkError
 from shards.open import open_store
 from shards.root.index import write_indexes
