@@ -5,6 +5,7 @@ import ctypes
 import functools
 import gc
 import os
+import threading
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,7 @@ import torch
 
 from precompute.encode.encoders import FeatureEncoder, ImageEncoder, TextEncoder
 from precompute.encode.networks import Precision
-from precompute.encode.overlap import Stuck
+from precompute.encode.overlap import Stuck, Turns
 from precompute.encode.provenance import check_source
 from precompute.encode.recipe import Recipe
 from precompute.encode.tar import encode_tar
@@ -33,6 +34,8 @@ from shards.root.shared import has_uncond, load_uncond, write_uncond
 
 MALLOC_OPTIONS = ((-3, 32 << 20), (-1, 1 << 30), (-8, 1))
 """As mallopt(3) numbers them: M_MMAP_THRESHOLD and M_TRIM_THRESHOLD in bytes, M_ARENA_MAX."""
+TURNS, LOADING = Turns(), threading.Lock()
+"""Of this process, which has several tars in hand at once, each in a thread."""
 
 
 def encode_on_worker(
@@ -59,9 +62,11 @@ def encode_on_worker(
     check_shared_root(store, recipe.encoding)
     try:
         if isinstance(tar, SourceTar):
-            return derive_tar(tar, with_fresh_towers(recipe, store, device), attempt, report)
-        towers = load_towers(recipe, device)
-        return encode_tar(tar, recipe, store, towers, attempt, report)
+            with TURNS.device:
+                return derive_tar(tar, with_fresh_towers(recipe, store, device), attempt, report)
+        with LOADING:
+            towers = load_towers(recipe, device)
+        return encode_tar(tar, recipe, store, towers, attempt, report, TURNS)
     except RuntimeError as error:
         if "CUDA error" not in str(error) and not isinstance(error, Stuck):
             raise

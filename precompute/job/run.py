@@ -38,7 +38,7 @@ def run_job(tars: Sequence[Named], recipe: Recipe, output: Path | str, workers: 
         source=source_sha256(),
     )
     with FailureLog(output) as failures, Ledger(len(tars), failures) as ledger:
-        for event in Fleet(workers, work, ((tar.name, tar) for tar in tars)):
+        for event in Fleet(workers, work, ((tar.name, tar) for tar in tars), recipe.worker.tars_at_once):
             ledger.record(event)
     return ledger
 
