@@ -32,8 +32,8 @@ class WorkerConfig(Config):
     that is being committed. Each takes room in scratch for its latents, and for its copy until it is encoded; pictures
     of two at most are in memory. 1: one after the other."""
     scratch: Path | None = None
-    """Local folder of attempts at tars, each as large as its latents, where `output` is an address; the system's
-    temporary folder if not given."""
+    """Local folder of all that workers need for a while: copies of tars that come from an address, and attempts, each
+    as large as its latents, where `output` is an address; the system's temporary folder if not given."""
     isolate_from: int = Field(2, ge=1)
     """Attempt from which pictures are decoded in child processes, so that one that kills its decoder is found and
     rejected as `decoder_crash`; 1: always."""

@@ -55,7 +55,7 @@ def encode_tar(
         if not has_uncond(store):
             write_uncond(store, towers.empty_caption(), recipe.encoding)
 
-    with attempt_folder(store, tar.name, recipe.worker.scratch) as folder:
+    with attempt_folder(store, tar.name) as folder:
         with (
             turns.pictures,
             opened(tar, recipe, stopwatch) as (members, source),

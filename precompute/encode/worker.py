@@ -22,6 +22,7 @@ from precompute.encode.tar import encode_tar
 from precompute.encode.towers import TextTowers, Towers
 from precompute.input.tars import InputTar
 from shards.base.errors import RequestError, UnfitNode
+from shards.base.scratch import use_scratch
 from shards.base.store import Store
 from shards.derive.part import Captions, Derivation, Settings, SourceTar, derive_tar, kept_uncond
 from shards.format.encoding import EncodingRecord
@@ -56,6 +57,8 @@ def encode_on_worker(
             or it has other models.
     """
     check_source(source)
+    with LOADING:
+        scratch_of_process(recipe.worker.scratch)
     # encoders on the CPU share its cores; beside a GPU, torch scales pictures in the decoding threads, one core each
     torch.set_num_threads(1 if device == "cuda" else max(1, int(num_cpus)))
     store = open_store(output)
@@ -73,6 +76,12 @@ def encode_on_worker(
         # this process cannot use its GPU again, or has a thread that never ends: Ray starts another one
         traceback.print_exc()
         os._exit(1)
+
+
+@functools.cache
+def scratch_of_process(scratch: Path | None) -> None:
+    """Once in a process, before anything is written."""
+    use_scratch(scratch)
 
 
 def check_shared_root(store: Store, encoding: EncodingRecord) -> None:
@@ -149,7 +158,7 @@ def with_fresh_towers(recipe: Recipe, store: Store, device: str) -> Derivation:
     on = torch.device(device)
     settings: Settings = {"device": made_by(on).gpu, **recipe.batches}
     settings = {f"derived.{name}": value for name, value in settings.items()}
-    return Derivation(source, store, how, encode, on, worker.scratch, settings)
+    return Derivation(source, store, how, encode, on, settings)
 
 
 @functools.lru_cache(maxsize=1)

@@ -159,9 +159,9 @@ class RemoteStore(Store):
                     self.fs.get(sources, [f"{copy}/{name}" for name in wanted])
             yield Path(copy)
 
-    def attempts(self, scratch: Path | None) -> Path:
+    def attempts(self) -> Path:
         root = hashlib.sha256(self.address.encode()).hexdigest()[:12]
-        return (scratch or Path(tempfile.gettempdir())) / f"latentmill-attempts-{root}"
+        return Path(tempfile.gettempdir()) / f"latentmill-attempts-{root}"
 
     def _path(self, name: str) -> str:
         return f"{self.path}/{name}" if name else self.path
