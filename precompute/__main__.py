@@ -17,10 +17,11 @@ from collections.abc import Sequence
 from precompute.cluster.ray_cluster import start_ray
 from precompute.config import PrecomputeConfig, describe_encoding, make_recipe, with_absolute_paths
 from precompute.input.tars import Named, choose_tars, list_tars, say_what_is_unchecked
-from precompute.job import Ledger, announce, conclude, not_committed, run_job
+from precompute.job.ledger import Ledger
+from precompute.job.run import announce, conclude, not_committed, run_job
 from shards.base.config import load_config
 from shards.base.errors import exit_code_of
-from shards.base.scratch import sweep_attempts
+from shards.base.scratch import sweep_attempts, sweep_scratch
 from shards.base.store import Store
 from shards.derive.conversion import Conversion
 from shards.derive.job import missing, prepare
@@ -58,7 +59,8 @@ def run(arguments: list[str]) -> None:
             recipe = make_recipe(config, encoding, how)
             ledger = run_job(waiting, recipe, config.output, config.workers) if waiting else Ledger(0)
         finally:
-            sweep_attempts(store, config.workers.scratch)
+            sweep_attempts(store)
+            sweep_scratch(config.workers.scratch)
         # who tells a job to leave does not wait until all is listed: what was published last stays
         manifest = newest_manifest(store) if ledger.left else publishing.finish()
     if manifest is not None and not ledger.left:

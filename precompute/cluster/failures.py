@@ -48,6 +48,7 @@ class FailureLog:
             "attempts": failed.number,
             "outcome": failed.which,
             "final": not failed.again,
+            "log": failed.log,
             "trace": COLOURS.sub("", failed.failure.trace),
         }
         self.waiting.append(f"{json.dumps(line)}\n")

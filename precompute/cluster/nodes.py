@@ -81,6 +81,8 @@ class Watch:
         """Ids of the nodes that are alive and large enough."""
         self.slots = 0
         """Workers that they hold at once."""
+        self.names: dict[str, str] = {}
+        """Id → address, of every node that was ever alive."""
         self.short: dict[str, str] = {}
         """Node → what was said of GPUs that it cannot use."""
         self.looked = self.reminded = -float("inf")
@@ -91,6 +93,10 @@ class Watch:
         """Whether it is time to look again."""
         return time.monotonic() - self.looked >= LOOK_SECONDS
 
+    def name(self, node: str | None) -> str | None:
+        """A node's address, for people; its id where it was never seen alive."""
+        return None if node is None else self.names.get(node, node)
+
     def look(self, alive: dict[str, Resources]) -> str | None:
         """Take in which nodes are alive; returns what there is to say.
 
@@ -98,6 +104,7 @@ class Watch:
             WorkError: no node could take a worker for `wait_for_resources` seconds.
         """
         now = self.looked = time.monotonic()
+        self.names |= {node: name_of(node, has) for node, has in alive.items()}
         self.able = {node for node, resources in alive.items() if not missing(resources, self.needs)}
         self.slots = sum(min(slots(alive[node], self.needs).values()) for node in self.able)
         if self.able:

@@ -1,8 +1,11 @@
-"""All that is asked of Ray: joining or starting a cluster, attempts as its tasks, and the board they write on."""
+"""All that is asked of Ray: joining or starting a cluster, workers as its actors, and attempts as their calls."""
 
 import logging
 import os
+import sys
+import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -10,6 +13,8 @@ from typing import Generic, TypeVar
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from precompute.cluster.board import BOARD_SECONDS, Board, Reported, Reporter
+from precompute.cluster.hands import Attempt, Worker, seat, surplus, wanted
 from precompute.cluster.nodes import Resources, ResourcesConfig, describe, missing
 from shards.base.errors import DamagedInput, Outage, RequestError, WorkError, is_storage_error
 
@@ -21,18 +26,15 @@ Function = Callable[[Work, int, Report], Result]
 """What workers do: (unit of work, number of the attempt from 1, report) → result. It goes to them by name or by value,
 once."""
 
-TASK_NAME = "attempt"
 NODE_ID = "ray.io/node-id"
-BOARD_SECONDS = 20.0
-REPORT_SECONDS = 2.0
 GRACE_SECONDS = 10
-CLUSTER_ERRORS = (ray.exceptions.RuntimeEnvSetupError, ray.exceptions.TaskUnschedulableError)
+CLUSTER_ERRORS = (ray.exceptions.RuntimeEnvSetupError, ray.exceptions.ActorUnschedulableError)
 # What a launcher left in the environment makes `streaming` believe that it is one of several ranks.
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 class Cancelled(Exception):
-    """The attempt was cancelled before it began, or while it ran."""
+    """The attempt was cancelled before it began."""
 
 
 @dataclass(eq=False)
@@ -100,79 +102,173 @@ def first_line(error: Exception) -> str:
     return lines[0] if lines else f"{type(error).__name__}."
 
 
+class Hands(Generic[Work, Result]):
+    """A worker's process, as an actor: it keeps what it has loaded, and makes attempts in threads."""
+
+    def __init__(self, function: Function[Work, Result], board: ray.actor.ActorHandle):
+        forget_ranks()
+        self.function, self.board = function, board
+        self.leaving = threading.Event()
+
+    def node(self) -> str:
+        """Where it is."""
+        return str(ray.get_runtime_context().get_node_id())
+
+    def attempt(self, key: str, work: Work, number: int) -> Result:
+        """Make one."""
+        report = Reporter(self.board, key, number, self.leaving)
+        print(f"{key}: attempt {number} begins", file=sys.stderr, flush=True)
+        try:
+            result = self.function(work, number, report)
+        except BaseException as error:
+            print(f"{key}: attempt {number} failed: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+            raise
+        print(f"{key}: attempt {number} is done", file=sys.stderr, flush=True)
+        return result
+
+    def leave(self) -> None:
+        """Have attempts give up, each at its next report."""
+        self.leaving.set()
+
+
 class RayCluster(Generic[Work, Result]):
-    """The cluster that `start_ray` joined or started, for one function: its nodes, its attempts, their reports."""
+    """The cluster that `start_ray` joined or started, for one function: its nodes, its attempts, their reports.
 
-    def __init__(self, config: ResourcesConfig, function: Function[Work, Result]):
-        def attempt(key: str, work: Work, number: int, board: ray.actor.ActorHandle) -> Result:
-            """Runs in a Ray worker."""
-            forget_ranks()
-            return function(work, number, Reporter(board, key, number))
+    Attempts wait here, until a worker has a hand free. The fleet counts retries, not Ray.
+    """
 
-        # A process is kept between tasks (Ray drops a GPU task's after each by default), and with it the models that it
-        # has loaded. The fleet counts retries, not Ray.
-        self.task = ray.remote(
+    def __init__(self, config: ResourcesConfig, function: Function[Work, Result], at_once: int = 1):
+        """`at_once`: attempts that a worker has in hand, each in a thread of its own."""
+        self.at_once = at_once
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        self.board = ray.remote(Board).options(num_cpus=0, scheduling_strategy=here).remote()
+        self.function = ray.put(function)
+        self.hands = ray.remote(
             num_gpus=config.num_gpus,
             num_cpus=config.num_cpus,
             resources=config.resources,
-            max_retries=0,
-            max_calls=0,
+            max_concurrency=at_once + 1,  # and to be told to leave
             scheduling_strategy="SPREAD",
-        )(attempt)
-        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-        self.board = ray.remote(Board).options(num_cpus=0, scheduling_strategy=here).remote()
+        )(Hands)
         self.reading = self.board.read.remote()
         self.reports: dict[tuple[str, int], Reported] = {}
+        self.slots, self.most = 0, 1
+        self.workers: list[Worker] = []
+        self.waiting: deque[Attempt[Work]] = deque()
+        self.running: dict[ray.ObjectRef, Attempt[Work]] = {}
 
     def alive(self) -> dict[str, Resources]:
         """The nodes that are alive, and what each has in all."""
-        return {node["NodeID"]: node["Resources"] for node in ray.nodes() if node["Alive"]}
+        alive = {node["NodeID"]: node["Resources"] for node in ray.nodes() if node["Alive"]}
+        for worker in [worker for worker in self.workers if not worker.in_hand]:
+            if worker.node and worker.node not in alive:
+                self._dismiss(worker)  # or the next attempt would be lost with it
+        return alive
 
-    def start(self, key: str, work: Work, number: int, avoid: list[str]) -> ray.ObjectRef:
-        """Begin an attempt, on none of the nodes in `avoid`."""
-        options = {"label_selector": {NODE_ID: f"!in({','.join(avoid)})"}} if avoid else {}
-        return self.task.options(name=TASK_NAME, **options).remote(key, work, number, self.board)
+    def hold(self, slots: int, most: int) -> None:
+        """Have a worker on each of the cluster's `slots`, and ask for up to `most`, for which an autoscaler may add
+        nodes; as far as there is work."""
+        self.slots, self.most = slots, most
 
-    def ended(self, attempts: list[ray.ObjectRef], seconds: float) -> list[ray.ObjectRef]:
+    def start(self, key: str, work: Work, number: int, avoid: list[str]) -> Attempt[Work]:
+        """Begin an attempt as soon as there is a worker for it, on none of the nodes in `avoid`."""
+        attempt = Attempt(key, work, number, frozenset(avoid))
+        self.waiting.append(attempt)
+        return attempt
+
+    def ended(self, attempts: list[Attempt[Work]], seconds: float) -> list[Attempt[Work]]:
         """Those of the attempts that have ended, once there is one; waits for at most `seconds`."""
-        if not attempts:
-            return []
-        ready: list[ray.ObjectRef] = ray.wait(attempts, num_returns=1, timeout=seconds)[0]
-        return ready
+        until = time.monotonic() + seconds
+        while attempts:
+            self._man()
+            if cancelled := [attempt for attempt in attempts if attempt.cancelled]:
+                return cancelled
+            coming = {worker.arrival: worker for worker in self.workers if worker.node is None}
+            left = max(0.0, until - time.monotonic())
+            ready = ray.wait([*self.running, *coming], num_returns=1, timeout=left)[0]
+            for arrival in (ref for ref in ready if ref in coming):
+                self._arrived(coming[arrival])
+            found = [self.running[ref] for ref in ready if ref in self.running]
+            if found or not ready:
+                return found
+        return []
 
-    def result(self, attempt: ray.ObjectRef) -> Result:
+    def _man(self) -> None:
+        """See to it that there are workers, and that they have their hands full."""
+        for worker in surplus(self.waiting, len(self.running), self.workers):
+            self._dismiss(worker)
+        for avoid in wanted(self.waiting, len(self.running), self.workers, self.most):
+            where = {"label_selector": {NODE_ID: f"!in({','.join(sorted(avoid))})"}} if avoid else {}
+            actor = self.hands.options(**where).remote(self.function, self.board)
+            self.workers.append(Worker(actor, actor.node.remote()))
+        for attempt, worker in seat(self.waiting, self.workers, self.at_once, self.slots):
+            outcome = worker.actor.attempt.remote(attempt.key, attempt.work, attempt.number)
+            attempt.outcome = outcome
+            self.running[outcome] = attempt
+
+    def _arrived(self, worker: Worker) -> None:
+        """A worker has begun; or it cannot, and an attempt that waits has met that."""
+        try:
+            worker.node = ray.get(worker.arrival)
+        except ray.exceptions.RayError:
+            self._dismiss(worker)
+            if self.waiting:
+                attempt = self.waiting.popleft()
+                attempt.outcome = worker.arrival
+                self.running[worker.arrival] = attempt
+
+    def _dismiss(self, worker: Worker) -> None:
+        if worker in self.workers:
+            self.workers.remove(worker)
+            ray.kill(worker.actor)
+
+    def result(self, attempt: Attempt[Work]) -> Result:
         """What an attempt that has ended came to.
 
         Raises:
             Cancelled: it was cancelled.
             Failure: it raised, or went away with its process or node.
         """
+        if attempt.cancelled:
+            raise Cancelled
+        self.running.pop(attempt.outcome)
+        if attempt.worker:
+            attempt.worker.in_hand -= 1
         try:
-            result: Result = ray.get(attempt)
+            result: Result = ray.get(attempt.outcome)
             return result
-        except ray.exceptions.TaskCancelledError:
-            raise Cancelled from None
         except ray.exceptions.RayError as error:
-            raise failure(error) from None
+            found = failure(error)
+            if found.is_lost and attempt.worker:
+                self._dismiss(attempt.worker)
+            raise found from None
 
-    def cancel(self, attempt: ray.ObjectRef) -> None:
-        """Interrupt an attempt, or take it back where it has not begun."""
-        ray.cancel(attempt)
+    def cancel(self, attempt: Attempt[Work]) -> None:
+        """Take an attempt back that waits for a worker."""
+        if attempt in self.waiting:
+            self.waiting.remove(attempt)
+            attempt.cancelled = True
 
-    def drain(self, attempts: list[ray.ObjectRef]) -> list[ray.ObjectRef]:
-        """Interrupt attempts and wait until they have tidied up; end those that take too long.
+    def drain(self, attempts: list[Attempt[Work]]) -> list[Attempt[Work]]:
+        """Interrupt attempts and wait until they have tidied up; end those that take too long, and all workers.
 
         Returns:
             Those that have ended.
         """
-        for force in (False, True):
-            pending = ray.wait(attempts, num_returns=len(attempts), timeout=0)[1] if attempts else []
-            for attempt in pending:
-                ray.cancel(attempt, force=force)
-            if pending:
-                ray.wait(pending, num_returns=len(pending), timeout=GRACE_SECONDS)
-        ended: list[ray.ObjectRef] = ray.wait(attempts, num_returns=len(attempts), timeout=0)[0] if attempts else []
-        return ended
+        self.waiting.clear()
+        begun = list(self.running)
+        for worker in self.workers if begun else []:
+            worker.actor.leave.remote()
+        if begun:
+            ray.wait(begun, num_returns=len(begun), timeout=GRACE_SECONDS)
+        ended = set(ray.wait(begun, num_returns=len(begun), timeout=0)[0]) if begun else set()
+        for worker in list(self.workers):
+            self._dismiss(worker)
+        if begun:
+            ray.wait(
+                begun, num_returns=len(begun), timeout=GRACE_SECONDS
+            )  # what they leave is swept once they are gone
+        return [attempt for attempt in attempts if attempt.outcome in ended]
 
     def reported(self, running: set[tuple[str, int]]) -> int:
         """What the running attempts (key, number) have done, as far as is known; never waits."""
@@ -184,13 +280,13 @@ class RayCluster(Generic[Work, Result]):
             self.reading = self.board.read.remote()
         return sum(report.done for attempt, report in self.reports.items() if attempt in running)
 
-    def node_of(self, key: str, number: int) -> str | None:
-        """The node of an attempt that has ended; None where it is not known."""
+    def last_report(self, key: str, number: int) -> Reported | None:
+        """Of an attempt that has ended; None where it is not known."""
         try:
-            report = ray.get(self.board.take.remote(key, number), timeout=BOARD_SECONDS)
+            report: Reported | None = ray.get(self.board.take.remote(key, number), timeout=BOARD_SECONDS)
+            return report
         except ray.exceptions.RayError:
             return None
-        return report.node if report else None
 
 
 def failure(error: ray.exceptions.RayError) -> Failure:
@@ -209,46 +305,3 @@ def failure(error: ray.exceptions.RayError) -> Failure:
         trace=str(error),
         outage=cause if isinstance(cause, Outage) else Outage(line) if is_cluster or is_storage_error(cause) else None,
     )
-
-
-@dataclass(frozen=True)
-class Reported:
-    """What an attempt said last."""
-
-    node: str
-    done: int = 0
-
-
-class Board:
-    """An actor on the driver's node. Workers write where they are and how far; the fleet reads."""
-
-    def __init__(self) -> None:
-        self.reports: dict[tuple[str, int], Reported] = {}
-
-    def write(self, key: str, number: int, report: Reported) -> None:
-        """What the attempt says now."""
-        self.reports[key, number] = report
-
-    def read(self) -> dict[tuple[str, int], Reported]:
-        """All of it, by key and number of the attempt."""
-        return self.reports
-
-    def take(self, key: str, number: int) -> Reported | None:
-        """The last report of an attempt that ended."""
-        return self.reports.pop((key, number), None)
-
-
-class Reporter:
-    """A worker's end of the board: its node when it begins, and what it has done every few seconds."""
-
-    def __init__(self, board: ray.actor.ActorHandle, key: str, number: int):
-        self.board, self.key, self.number = board, key, number
-        self.node = ray.get_runtime_context().get_node_id()
-        self.written = time.monotonic()
-        # known, whatever happens next
-        ray.wait([board.write.remote(key, number, Reported(self.node))], timeout=BOARD_SECONDS)
-
-    def __call__(self, done: int) -> None:
-        if time.monotonic() - self.written >= REPORT_SECONDS:
-            self.written = time.monotonic()
-            self.board.write.remote(self.key, self.number, Reported(self.node, done))

@@ -2,11 +2,12 @@
 
 import queue
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import Any, Generic, TypeVar
 
 from shards.base.errors import WorkError
@@ -151,3 +152,29 @@ def in_background(items: Iterable[Item], ahead: int) -> Generator[Item, None, No
     finally:
         stopped.set()
         thread.join()
+
+
+class Turns:
+    """What the tars that a process has in hand at once take turns at.
+
+    One is at the device, the next one has its first batches ready, and others are being committed: so the memory for
+    pictures is that of two, however many there are.
+    """
+
+    def __init__(self) -> None:
+        self.pictures = threading.BoundedSemaphore(2)
+        self.device, self.empty_caption = threading.Lock(), threading.Lock()
+        self.lapped = time.monotonic()
+
+    def at_device(self, items: Generator[Item, None, None]) -> Generator[Item, None, None]:
+        """`items`: the first is made before the device is waited for, which is this one's until there are no more."""
+        with closing(items):
+            for first in items:
+                with self.device:
+                    yield first
+                    yield from items
+
+    def lap(self) -> float:
+        """Seconds since the last call, or since the process began with this."""
+        before, self.lapped = self.lapped, time.monotonic()
+        return self.lapped - before

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
+import torch
+
 from shards.base.errors import UnfitNode
 from shards.root.provenance import source_sha256
 
@@ -65,3 +67,31 @@ class Stopwatch:
             except StopIteration:
                 return
             yield item
+
+
+class DeviceClock:
+    """Seconds in which a device is at work: of a GPU by its own events, else of the calls that do the work."""
+
+    def __init__(self, device: torch.device, stopwatch: Stopwatch):
+        self.is_cuda, self.stopwatch = device.type == "cuda", stopwatch
+        self.begun: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        """What is handed to the device inside counts."""
+        if not self.is_cuda:
+            with self.stopwatch("device"):
+                yield
+            return
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        yield
+        end.record()
+        self.begun.append((begin, end))
+
+    def stop(self) -> None:
+        """Add up what all batches took, which were waited for."""
+        for begin, end in self.begun:
+            end.synchronize()
+            self.stopwatch.seconds["device"] += begin.elapsed_time(end) / 1000
+        self.begun.clear()

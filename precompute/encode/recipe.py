@@ -27,9 +27,13 @@ class WorkerConfig(Config):
     compile: bool = False
     """Compile the towers with torch.compile: a minute for each bucket when a worker starts, then faster on a GPU.
     It changes latents by rounding alone, as the kind of GPU does, so it is in the receipts and not in encoding.json."""
+    tars_at_once: int = Field(3, ge=1, le=4)
+    """Tars that a worker has in hand at once: one at the device, the next, whose first batches are made ready, and one
+    that is being committed. Each takes room in scratch for its latents, and for its copy until it is encoded; pictures
+    of two at most are in memory. 1: one after the other."""
     scratch: Path | None = None
-    """Local folder of attempts at tars, each as large as its latents, where `output` is an address; the system's
-    temporary folder if not given."""
+    """Local folder of all that workers need for a while: copies of tars that come from an address, and attempts, each
+    as large as its latents, where `output` is an address; the system's temporary folder if not given."""
     isolate_from: int = Field(2, ge=1)
     """Attempt from which pictures are decoded in child processes, so that one that kills its decoder is found and
     rejected as `decoder_crash`; 1: always."""

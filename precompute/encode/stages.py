@@ -8,6 +8,7 @@ from typing import NoReturn
 
 from precompute.encode.overlap import Later, map_in_order, threads
 from precompute.encode.parts import Parts
+from precompute.encode.provenance import DeviceClock
 from precompute.encode.recipe import Decode, Recipe
 from precompute.encode.samples import (
     About,
@@ -110,14 +111,15 @@ def batched_by_bucket(
 
 
 def start_batches(
-    batches: Generator[tuple[Bucket, list[Cut]], None, None], towers: Towers
+    batches: Generator[tuple[Bucket, list[Cut]], None, None], towers: Towers, clock: DeviceClock
 ) -> Generator[StartedBatch, None, None]:
     """Hand each batch to the device and go on with the next."""
     captions = CaptionsOnce(towers)
     with closing(batches):
         for bucket, cuts in batches:
-            begun = captions.start(cuts)
-            latents = towers.start_pictures(bucket, [cut.pixels for cut in cuts])
+            with clock():
+                begun = captions.start(cuts)
+                latents = towers.start_pictures(bucket, [cut.pixels for cut in cuts])
             samples = [Started(cut.about, cut.corner, later) for cut, later in zip(cuts, begun, strict=True)]
             yield StartedBatch(bucket, samples, latents)
 

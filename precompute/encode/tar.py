@@ -6,9 +6,9 @@ from contextlib import ExitStack, closing, contextmanager
 from datetime import UTC, datetime
 from importlib.metadata import version
 
-from precompute.encode.overlap import in_background, threads
+from precompute.encode.overlap import Turns, in_background, threads
 from precompute.encode.parts import Parts
-from precompute.encode.provenance import Stopwatch
+from precompute.encode.provenance import DeviceClock, Stopwatch
 from precompute.encode.recipe import Recipe
 from precompute.encode.stages import batched_by_bucket, decoding, start_batches
 from precompute.encode.towers import Towers
@@ -30,11 +30,13 @@ def encode_tar(
     towers: Towers,
     attempt: int = 1,
     report: Callable[[int], None] = lambda samples_in: None,
+    turns: Turns | None = None,
 ) -> TarBooks:
     """Encode one tar into every bucket of `recipe` that it has no receipt for yet, and commit it.
 
     `report` hears after each batch how many samples have been taken in. From attempt `workers.isolate_from` on,
-    pictures are decoded in child processes.
+    pictures are decoded in child processes. Calls with the same `turns`, in threads of one process, overlap: the device
+    has the next tar's batches while this one is being committed.
 
     Returns:
         The receipts in force afterwards; those that were there where there was nothing to do.
@@ -43,35 +45,42 @@ def encode_tar(
         DamagedInput: the tar is damaged, or its samples are not those that img2dataset counted.
         Stuck: a picture was decoded in a thread and did not end. The process should.
     """
-    started, stopwatch = datetime.now(UTC), Stopwatch()
+    started, stopwatch, turns = datetime.now(UTC), Stopwatch(), turns or Turns()
     earlier = {str(bucket): current(store, str(bucket), tar.name)[1] for bucket in recipe.buckets.all}
     committed = {bucket: receipt for bucket, receipt in earlier.items() if receipt}
     fresh = [bucket for bucket in recipe.buckets.all if str(bucket) not in committed]
     if not fresh:
         return TarBooks(tar.name, committed)
-    if not has_uncond(store):
-        write_uncond(store, towers.empty_caption(), recipe.encoding)
+    with turns.empty_caption:
+        if not has_uncond(store):
+            write_uncond(store, towers.empty_caption(), recipe.encoding)
 
-    with (
-        opened(tar, recipe, stopwatch) as (members, source),
-        attempt_folder(store, tar.name, recipe.worker.scratch) as folder,
-        decoding(recipe, fresh, isolate=attempt >= recipe.worker.isolate_from) as decoded,
-    ):
-        parts = Parts(folder, recipe.encoding, fresh, recipe.buckets)
-        # tar members => raw samples => pixels, in the tar's order, running ahead of the encoders
-        accepted = parts.accept(stopwatch.waiting("decode", decoded(members.samples())))
-        batches = in_background(batched_by_bucket(accepted, parts, recipe.worker.batch_size), ahead=1)
-        # pixels => latents, begun on the device while the batch before is being written
-        with closing(in_background(start_batches(batches, towers), ahead=1)) as on_device:
-            # latents => parts
-            for batch in on_device:
-                for sample in stopwatch.waiting("encode", batch.encoded()):
-                    with stopwatch("write"):
-                        parts.add(sample)
-                report(len(parts.keys))
-        # parts => committed
-        with stopwatch("write"):
-            written = parts.finish()
+    with attempt_folder(store, tar.name) as folder:
+        with (
+            turns.pictures,
+            opened(tar, recipe, stopwatch) as (members, source),
+            decoding(recipe, fresh, isolate=attempt >= recipe.worker.isolate_from) as decoded,
+        ):
+            parts = Parts(folder, recipe.encoding, fresh, recipe.buckets)
+            report(0)
+            # tar members => raw samples => pixels, in the tar's order, running ahead of the encoders
+            accepted = parts.accept(stopwatch.waiting("decode", decoded(members.samples())))
+            batches = in_background(batched_by_bucket(accepted, parts, recipe.worker.batch_size), ahead=1)
+            # pixels => latents, begun on the device while the batch before is being written
+            clock = DeviceClock(towers.device, stopwatch)
+            started_batches = start_batches(turns.at_device(batches), towers, clock)
+            with closing(in_background(started_batches, ahead=1)) as on_device:
+                # latents => parts
+                for batch in on_device:
+                    for sample in stopwatch.waiting("encode", batch.encoded()):
+                        with stopwatch("write"):
+                            parts.add(sample)
+                    report(len(parts.keys))
+            clock.stop()
+            with stopwatch("write"):
+                written = parts.finish()
+            record = source.result()
+        # parts => committed, while the device has the next tar
         maker = made_by(towers.device)
         made = Attempt(
             tar=tar.name,
@@ -81,13 +90,13 @@ def encode_tar(
             samples_in=len(parts.keys),
             parts=written,
             rules={str(bucket): rule for bucket, rule in recipe.buckets.rules.items()},
-            source=source.result(),
+            source=record,
             software={name: version(name) for name in SOFTWARE},
             settings={"device": maker.gpu, **recipe.settings},
             made_by=maker,
             number=attempt,
             started=started.isoformat(timespec="seconds"),
-            seconds=dict(stopwatch.seconds),
+            seconds={**stopwatch.seconds, "worker": turns.lap()},
             clock=stopwatch.began,
         )
         return TarBooks(tar.name, committed | commit(store, made))

@@ -5,6 +5,7 @@ import ctypes
 import functools
 import gc
 import os
+import threading
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -14,13 +15,14 @@ import torch
 
 from precompute.encode.encoders import FeatureEncoder, ImageEncoder, TextEncoder
 from precompute.encode.networks import Precision
-from precompute.encode.overlap import Stuck
+from precompute.encode.overlap import Stuck, Turns
 from precompute.encode.provenance import check_source
 from precompute.encode.recipe import Recipe
 from precompute.encode.tar import encode_tar
 from precompute.encode.towers import TextTowers, Towers
 from precompute.input.tars import InputTar
 from shards.base.errors import RequestError, UnfitNode
+from shards.base.scratch import use_scratch
 from shards.base.store import Store
 from shards.derive.part import Captions, Derivation, Settings, derive_tar, kept_uncond
 from shards.derive.source import SourceTar
@@ -34,6 +36,8 @@ from shards.root.shared import has_uncond, load_uncond, write_uncond
 
 MALLOC_OPTIONS = ((-3, 32 << 20), (-1, 1 << 30), (-8, 1))
 """As mallopt(3) numbers them: M_MMAP_THRESHOLD and M_TRIM_THRESHOLD in bytes, M_ARENA_MAX."""
+TURNS, LOADING = Turns(), threading.Lock()
+"""Of this process, which has several tars in hand at once, each in a thread."""
 
 
 def encode_on_worker(
@@ -54,21 +58,31 @@ def encode_on_worker(
             or it has other models.
     """
     check_source(source)
+    with LOADING:
+        scratch_of_process(recipe.worker.scratch)
     # encoders on the CPU share its cores; beside a GPU, torch scales pictures in the decoding threads, one core each
     torch.set_num_threads(1 if device == "cuda" else max(1, int(num_cpus)))
     store = open_store(output)
     check_shared_root(store, recipe.encoding)
     try:
         if isinstance(tar, SourceTar):
-            return derive_tar(tar, with_fresh_towers(recipe, store, device), attempt, report)
-        towers = load_towers(recipe, device)
-        return encode_tar(tar, recipe, store, towers, attempt, report)
+            with TURNS.device:
+                return derive_tar(tar, with_fresh_towers(recipe, store, device), attempt, report)
+        with LOADING:
+            towers = load_towers(recipe, device)
+        return encode_tar(tar, recipe, store, towers, attempt, report, TURNS)
     except RuntimeError as error:
         if "CUDA error" not in str(error) and not isinstance(error, Stuck):
             raise
         # this process cannot use its GPU again, or has a thread that never ends: Ray starts another one
         traceback.print_exc()
         os._exit(1)
+
+
+@functools.cache
+def scratch_of_process(scratch: Path | None) -> None:
+    """Once in a process, before anything is written."""
+    use_scratch(scratch)
 
 
 def check_shared_root(store: Store, encoding: EncodingRecord) -> None:
@@ -145,7 +159,7 @@ def with_fresh_towers(recipe: Recipe, store: Store, device: str) -> Derivation:
     on = torch.device(device)
     settings: Settings = {"device": made_by(on).gpu, **recipe.batches}
     settings = {f"derived.{name}": value for name, value in settings.items()}
-    return Derivation(source, store, how, encode, on, worker.scratch, settings)
+    return Derivation(source, store, how, encode, on, settings)
 
 
 @functools.lru_cache(maxsize=1)

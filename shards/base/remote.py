@@ -26,6 +26,8 @@ EXISTS, CONFLICTS = "PreconditionFailed", ("ConditionalRequestConflict", "Operat
 """What S3 answers where there is an object, and to two that create one in the same moment: to be asked again."""
 MODIFIED = ("LastModified", "mtime", "updated", "last_modified", "created")
 TRIES, PAUSE_SECONDS = 8, 0.2
+PIECES = {"chunksize": 16 << 20, "max_concurrency": 4}
+"""How a file goes up to S3, from the disk: 64 MiB of it in memory at a time, of one file."""
 
 
 class RemoteStore(Store):
@@ -117,8 +119,10 @@ class RemoteStore(Store):
         return False
 
     def put(self, files: Mapping[str, Path]) -> None:
-        with self._explained(next(iter(files), "")):
-            self.fs.put([str(path) for path in files.values()], [self._path(name) for name in files])
+        pieces = PIECES if S3.intersection(protocols(self.fs)) else {}
+        for name, path in files.items():
+            with self._explained(name):
+                self.fs.put_file(str(path), self._path(name), **pieces)
 
     def remove(self, names: Sequence[str]) -> None:
         with self._explained(next(iter(names), "")), suppress(FileNotFoundError):
@@ -155,9 +159,9 @@ class RemoteStore(Store):
                     self.fs.get(sources, [f"{copy}/{name}" for name in wanted])
             yield Path(copy)
 
-    def attempts(self, scratch: Path | None) -> Path:
+    def attempts(self) -> Path:
         root = hashlib.sha256(self.address.encode()).hexdigest()[:12]
-        return (scratch or Path(tempfile.gettempdir())) / f"latentmill-attempts-{root}"
+        return Path(tempfile.gettempdir()) / f"latentmill-attempts-{root}"
 
     def _path(self, name: str) -> str:
         return f"{self.path}/{name}" if name else self.path

@@ -131,8 +131,8 @@ class Store(ABC):
         """A folder as a local one for reading: itself, or a copy (of the files `names`) that is gone afterwards."""
 
     @abstractmethod
-    def attempts(self, scratch: Path | None) -> Path:
-        """The local folder under which attempts are made; `scratch` is where the root itself is not local."""
+    def attempts(self) -> Path:
+        """The local folder under which attempts are made: in the temporary folder where the root is not local."""
 
 
 class LocalStore(Store):
@@ -209,7 +209,7 @@ class LocalStore(Store):
     def local(self, folder: str, names: Sequence[str] | None = None) -> Iterator[Path]:
         yield self.root / folder
 
-    def attempts(self, scratch: Path | None) -> Path:
+    def attempts(self) -> Path:
         return self.root / ".attempts"  # one file system: what is done there is renamed into place
 
     def _unfinished(self) -> Path:

@@ -54,7 +54,6 @@ class Derivation:
     conversion: Conversion
     encode: Encode | None = None
     device: torch.device = CPU
-    scratch: Path | None = None
     settings: Settings = field(default_factory=dict)
 
 
@@ -74,7 +73,7 @@ def derive_tar(
     committed = {bucket: receipt for bucket, receipt in in_force.items() if receipt}
     excluded = [load_exclusion(how.source, id) for id in exclusion_ids(how.source)]
     done = 0
-    with attempt_folder(how.target, tar.name, how.scratch) as folder:
+    with attempt_folder(how.target, tar.name) as folder:
         for receipt in receipts:
             if receipt.bucket in committed:
                 continue

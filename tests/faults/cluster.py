@@ -78,7 +78,7 @@ class TwoNodes:
                 title = " ".join(process.cmdline()[:1])
             except psutil.Error:
                 continue
-            if title.startswith(("ray::attempt", "ray::IDLE")):
+            if title.startswith("ray::Hands"):
                 found.append(process)
         return found
 

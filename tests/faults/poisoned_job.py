@@ -4,7 +4,7 @@ import sys
 from dataclasses import replace
 from typing import Any
 
-import precompute.job
+import precompute.job.run
 from precompute.__main__ import main
 from precompute.cluster.ray_cluster import Report
 from precompute.encode.recipe import Recipe
@@ -21,5 +21,5 @@ def encode_with_poison(tar: InputTar, attempt: int, report: Report, recipe: Reci
 
 if __name__ == "__main__":
     assert sys.argv[0].endswith("poisoned_job.py")
-    setattr(precompute.job, "encode_on_worker", encode_with_poison)  # noqa: B010
+    setattr(precompute.job.run, "encode_on_worker", encode_with_poison)  # noqa: B010
     main()

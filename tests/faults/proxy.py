@@ -3,15 +3,17 @@
 The proxy counts requests. In place of one of them it resets the connection, or answers 503, or does the request and
 loses the reply, or kills the process that sent it, before or after. Conditional PUTs of one key go one after the other:
 moto looks first and writes then, and would let two win. `GET /-/set?at=7&fault=lost&pid=0` begins to count anew, and
-answers with the number so far.
+answers with the number so far. With `delay` each request waits so many seconds, and with `rate` all bytes, of both
+directions, share so many a second.
 """
 
 import asyncio
+import math
 import os
 import signal
 import urllib.request
 from collections import defaultdict
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import parse_qs, urlencode, urlsplit
 
 from moto.server import ThreadedMotoServer
 
@@ -25,6 +27,7 @@ class Proxy:
     def __init__(self, host: str, port: int):
         self.upstream = host, port
         self.count, self.at, self.fault, self.pid = 0, 0, "", 0
+        self.bytes, self.delay, self.rate, self.free_at = 0, 0.0, math.inf, 0.0
         self.keys: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -47,6 +50,8 @@ class Proxy:
         if "expect" in fields:
             writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         body = await read_body(reader, fields)
+        await asyncio.sleep(self.delay)
+        await self._carry(len(body))
         kept = [line for line in lines[1:] if line.partition(":")[0].lower() not in DROPPED]
         request = "\r\n".join([lines[0], *kept, f"Content-Length: {len(body)}", "Connection: close", "", ""])
         self.count += 1
@@ -70,8 +75,15 @@ class Proxy:
         if fault in ("lost", "kill after"):
             writer.transport.abort()
             return
+        await self._carry(len(reply))
         writer.write(reply)
         await writer.drain()
+
+    async def _carry(self, size: int) -> None:
+        self.bytes += size
+        now = asyncio.get_running_loop().time()
+        self.free_at = max(now, self.free_at) + size / self.rate
+        await asyncio.sleep(self.free_at - now)
 
     async def _forward(self, request: bytes) -> bytes:
         reader, writer = await asyncio.open_connection(*self.upstream)
@@ -82,8 +94,9 @@ class Proxy:
 
     def _set(self, path: str) -> bytes:
         given = {name: values[0] for name, values in parse_qs(urlsplit(path).query, keep_blank_values=True).items()}
-        so_far = str(self.count).encode()
+        so_far = f"{self.count} {self.bytes}".encode()
         self.count, self.at, self.fault, self.pid = 0, int(given["at"]), given["fault"], int(given["pid"])
+        self.bytes, self.delay, self.rate = 0, float(given["delay"]), float(given["rate"])
         return b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\nConnection: close\r\n\r\n%b" % (len(so_far), so_far)
 
 
@@ -104,9 +117,18 @@ async def read_body(reader: asyncio.StreamReader, fields: dict[str, str]) -> byt
 
 def set_fault(address: str, at: int = 0, fault: str = "", pid: int = 0) -> int:
     """Have request number `at` from now on meet `fault`; returns how many there were since it was last set."""
-    query = f"at={at}&fault={fault.replace(' ', '+')}&pid={pid}"
+    return _set(address, at=at, fault=fault, pid=pid)[0]
+
+
+def throttle(address: str, delay: float = 0.0, rate: float = math.inf) -> int:
+    """Have each request wait `delay` seconds, and all share `rate` bytes/s; returns how many bytes there were."""
+    return _set(address, delay=delay, rate=rate)[1]
+
+
+def _set(address: str, **given: float | str) -> list[int]:
+    query = urlencode({"at": 0, "fault": "", "pid": 0, "delay": 0.0, "rate": math.inf} | given)
     with urllib.request.urlopen(f"{address}/-/set?{query}", timeout=60) as reply:
-        return int(reply.read())
+        return [int(number) for number in reply.read().split()]
 
 
 async def main() -> None:

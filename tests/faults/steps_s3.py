@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from precompute.config import PrecomputeConfig
+from shards.base.scratch import SWEEPER, sweep_scratch, use_scratch
 from shards.format.receipts import names_in_force
 from shards.open import open_store
 from shards.root.committed import list_commits, load_receipts
@@ -25,6 +26,8 @@ from tests.faults.world import TIMED, make_world
 from tests.roots import tree
 
 BUCKET = "s3://mill"
+SCRATCH = "STEPS_SCRATCH"
+"""Variable with the scratch of all attempts."""
 
 
 @contextmanager
@@ -49,7 +52,12 @@ def make_bucket() -> None:
 
 def encode(encoding: Encoding, root: str) -> int:
     """The process that runs stage 1 into `root`."""
-    return fork(lambda: encoding.encode(config_of(encoding, root)), root)
+
+    def work() -> None:
+        use_scratch(Path(os.environ[SCRATCH]))
+        encoding.encode(config_of(encoding, root))
+
+    return fork(work, root)
 
 
 def config_of(encoding: Encoding, root: str) -> PrecomputeConfig:
@@ -113,7 +121,7 @@ def race(encoding: Encoding, rounds: int) -> None:
 def main(folder: Path, models: Path, every: int) -> None:
     """Every fault at every `every`-th request, and two runs at once."""
     encoding = Encoding(make_world(folder, models, num_shards=1, num_samples=5))
-    os.environ["TMPDIR"] = str(folder)
+    os.environ[SCRATCH] = str(folder / "scratch")
     with served() as server:
         set_fault(server)
         assert wait_for(encode(encoding, f"{BUCKET}/counted")) == OK
@@ -123,6 +131,8 @@ def main(folder: Path, models: Path, every: int) -> None:
             at = range(1 + number * every // len(FAULTS), requests + 1, every)
             figures[fault] = {"faults": len(at), "came through": sum(break_at(encoding, server, n, fault) for n in at)}
         race(encoding, max(2, 20 // every))
+        sweep_scratch(folder / "scratch")  # forks end without tidying up
+        assert [path.name for path in (folder / "scratch").glob("*/*")] == [SWEEPER]
         figures["two at once"] = {"rounds": max(2, 20 // every)}
     print(json.dumps(figures))
 

@@ -8,7 +8,7 @@ import pytest
 
 from precompute.__main__ import run as command
 from precompute.input.tars import InputTar, choose_tars
-from precompute.job import Ledger
+from precompute.job.ledger import Ledger
 from shards.base.errors import RequestError, exit_code_of
 from tests.roots import precompute_arguments, tree
 from tests.runs import run_module

@@ -13,7 +13,7 @@ SHOW = """
 import sys
 from precompute.cluster.fleet import Done, Failed, UnderWay
 from precompute.cluster.ray_cluster import Failure
-from precompute.job import Ledger
+from precompute.job.ledger import Ledger
 from shards.root.committed import load_books
 from shards.open import open_store
 

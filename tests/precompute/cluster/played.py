@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import pytest
 
 from precompute.cluster import fleet as fleet_module
+from precompute.cluster.board import Reported
 from precompute.cluster.fleet import Done, Failed, Fleet, FleetConfig, News, UnderWay
 from precompute.cluster.nodes import Resources
 from precompute.cluster.ray_cluster import Cancelled, Failure, Report
@@ -49,6 +50,13 @@ class Cluster:
             return outcome
         assert outcome is not None
         raise outcome
+
+    def hold(self, slots: int, most: int) -> None:
+        pass
+
+    def last_report(self, key: str, number: int) -> Reported | None:
+        node = self.node_of(key, number)
+        return Reported(node, "worker.err") if node else None
 
     def cancel(self, attempt: int) -> None:
         self.cancelled.add(attempt)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -19,7 +20,8 @@ from ray.cluster_utils import Cluster
 from precompute.cluster.ray_cluster import NODE_ID, start_ray
 from precompute.config import describe_encoding, make_recipe
 from precompute.input.tars import list_tars
-from precompute.job import Ledger, run_job
+from precompute.job.ledger import Ledger
+from precompute.job.run import run_job
 from shards.base.errors import WorkError
 from shards.open import open_store
 from shards.root.index import write_indexes
@@ -62,7 +64,7 @@ def scrape() -> dict[str, float]:
             with urllib.request.urlopen(f"http://127.0.0.1:{node['MetricsExportPort']}/metrics", timeout=10) as page:
                 text = page.read().decode()
             for name, labels, value in re.findall(r"^ray_(latentmill_\w+)\{(.*?)\} (\S+)$", text, re.MULTILINE):
-                told = ",".join(re.findall(r'(?:reason|outcome)="\w+"', labels))
+                told = ",".join(re.findall(r'(?:reason|outcome|cause|stage)="\w+"', labels))
                 sums[f"{name}{{{told}}}"] = sums.get(f"{name}{{{told}}}", 0) + float(value)
     return sums
 
@@ -117,12 +119,16 @@ def test_a_late_node_gets_work_and_a_lost_one_loses_none(
 
     expected = {
         "latentmill_images_in_total{}": 320.0,
+        'latentmill_attempts_total{cause="none"}': 4.0,
+        'latentmill_attempts_total{cause="lost"}': float(log.count("an attempt was lost")),
         "latentmill_images_accepted_total{}": float(lines[-1]["accepted"]),
         'latentmill_images_rejected_total{reason="too_small"}': float(lines[-1]["rejected"]),
         'latentmill_shards_total{outcome="done"}': 4.0,
     }
     wait_until(lambda: expected.items() <= scrape().items(), 60)
-    assert scrape()["latentmill_encoding_seconds_total{}"] > 0
+    seconds = {name: value for name, value in scrape().items() if "stage_seconds" in name}
+    stages = {re.findall(r'stage="(\w+)"', name)[0] for name in seconds}
+    assert stages >= {"fetch", "decode", "encode", "write", "upload", "device", "worker", "total"}, stages
 
 
 def test_a_job_that_no_node_can_take_ends(
@@ -139,23 +145,25 @@ def test_a_job_that_no_node_can_take_ends(
 
 
 def test_a_node_that_is_avoided_gets_none(cluster: Cluster) -> None:
-    """The selector that the job gives its tasks, as Ray understands it."""
+    """The selector that the job gives its workers, as Ray understands it."""
     cluster.add_node(num_cpus=1)
     ray.init(log_to_driver=False)
     nodes = [node["NodeID"] for node in ray.nodes()]
     assert len(nodes) == 2
 
-    @ray.remote(num_cpus=1, scheduling_strategy="SPREAD", max_retries=0)
-    def where() -> str:
-        return str(ray.get_runtime_context().get_node_id())
+    @ray.remote(num_cpus=1, scheduling_strategy="SPREAD")
+    class Where:
+        def node(self) -> str:
+            return str(ray.get_runtime_context().get_node_id())
 
-    def apart_from(avoided: list[str]) -> ray.ObjectRef:
-        return where.options(label_selector={NODE_ID: f"!in({','.join(avoided)})"}).remote()
+    def apart_from(avoided: list[str]) -> Any:
+        return Where.options(label_selector={NODE_ID: f"!in({','.join(avoided)})"}).remote()
 
     for avoided in nodes:
-        assert avoided not in ray.get([apart_from([avoided]) for _ in range(4)], timeout=240)
+        for _ in range(3):
+            actor = apart_from([avoided])
+            assert ray.get(actor.node.remote(), timeout=240) != avoided
+            ray.kill(actor)
     stuck = apart_from(nodes)
-    assert not ray.wait([stuck], timeout=3)[0]
-    ray.cancel(stuck)
-    with pytest.raises(ray.exceptions.TaskCancelledError):
-        ray.get(stuck, timeout=60)
+    assert not ray.wait([stuck.node.remote()], timeout=3)[0]
+    ray.kill(stuck)

@@ -172,7 +172,7 @@ class Handing(Store):
         raise AssertionError("nothing here reads a part")
         yield Path()
 
-    def attempts(self, scratch: Path | None) -> Path:
+    def attempts(self) -> Path:
         raise AssertionError("attempts are local")
 
 

@@ -1,0 +1,95 @@
+"""What came of each tar of a job so far: on stderr, in failures.jsonl, and for Prometheus."""
+
+from types import TracebackType
+
+from precompute.cluster.failures import FailureLog
+from precompute.cluster.fleet import Done, Failed, News, UnderWay
+from precompute.job.metrics import Metrics
+from precompute.job.rate import Rate, eta
+from shards.base.progress import Progress
+from shards.root.committed import TarBooks
+
+
+class Ledger:
+    """What came of each tar so far; it shows it on stderr, and in Ray's metrics."""
+
+    def __init__(self, total: int, failures: FailureLog | None = None):
+        self.total, self.failures = total, failures
+        self.done = self.samples_in = self.encoded = 0
+        self.failed: dict[str, str] = {}
+        """Tar → the last attempt's error."""
+        self.under_way = UnderWay(0, 0)
+        self.rate = Rate()
+        self.metrics = Metrics()
+        self.progress = Progress("precompute", "tars", total)
+
+    def __enter__(self) -> "Ledger":
+        self.progress.__enter__()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.progress.__exit__(kind, error, tb)
+
+    @property
+    def where_failures(self) -> str:
+        """A sentence on where each failed attempt is."""
+        return f" Each failed attempt is in {self.failures.where}, with its trace." if self.failures else ""
+
+    @property
+    def left(self) -> int:
+        """Tars that were neither done nor given up, where the job was told to leave."""
+        return self.total - self.done - len(self.failed)
+
+    def record(self, event: Done[TarBooks] | Failed | News | UnderWay) -> None:
+        """Enter what the fleet says."""
+        match event:
+            case Done(result=books, node=node):
+                self.done += 1
+                self.samples_in += books.samples_in
+                self.encoded += books.encoded
+                self.metrics.tar_done(books, node)
+                self._show()
+            case Failed(key=tar, which=which, failure=failure, again=again):
+                self.metrics.attempt_failed(event)
+                if self.failures:
+                    self.failures.record(event)
+                if not event.in_pause:
+                    self.progress.say(f"tar {tar}: {which}: {failure.text}")
+                if not again:
+                    self.failed[tar] = failure.line
+                    self._show()
+            case News(text=text):
+                self.progress.say(text)
+            case UnderWay():
+                self.under_way = event
+                self.rate.add(self.samples_in + event.reported)
+                self.metrics.under_way_now(event)
+                self.metrics.speed(self.rate.per_second, self._eta)
+                if self.progress.is_due:
+                    self._show()
+
+    def _show(self) -> None:
+        figures = self.figures()
+        text = "{images_per_second} img/s  {accepted} accepted  {rejected} rejected".format(**figures)
+        self.progress.show(self.done + len(self.failed), text, figures)
+
+    def figures(self) -> dict[str, int | float | None]:
+        """All of it. Tars under way count for the share of a mean tar that they have taken in."""
+        seconds = self._eta
+        return {
+            "shards_done": self.done,
+            "shards_failed": len(self.failed),
+            "shards_in_flight": self.under_way.attempts,
+            "shards": self.total,
+            "accepted": self.encoded,
+            "rejected": self.samples_in - self.encoded,
+            "under_way": self.under_way.reported,
+            "images_per_second": round(self.rate.per_second, 1),
+            "eta_seconds": None if seconds is None else round(seconds),
+        }
+
+    @property
+    def _eta(self) -> float | None:
+        mean = self.samples_in / self.done if self.done else 0.0
+        finished = self.done + len(self.failed)
+        return eta(self.total, finished, mean, self.under_way.reported, self.rate.per_second)

@@ -1,0 +1,53 @@
+"""A worker behind a slow store: `python -m tests.faults.overlap FOLDER MODELS` prints its device's share of the time.
+
+Tars come from S3 and parts go there, at 30 ms a request, and 1.3 times the bytes per second that the device's pace
+needs. The device sleeps. With one tar at a time, and with three.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import psutil
+
+from precompute.config import PrecomputeConfig
+from shards.open import open_store
+from tests.conftest import precompute_config
+from tests.faults.proxy import throttle
+from tests.faults.steps_s3 import BUCKET, served
+from tests.sleeping import Device, encode_asleep
+from tests.tiny import make_samples, make_tar
+
+NUM_SAMPLES, BATCH, SECONDS, DELAY = 32, 8, 1.2, 0.03
+
+
+def main(folder: Path, models: Path, num_tars: int) -> None:
+    """Fill three roots: one to count the bytes, and two to measure."""
+    for number in range(num_tars):
+        make_tar(folder / "tars", f"{number:05d}", make_samples(number, NUM_SAMPLES, [(256, 256)]))
+    figures: dict[str, object] = {"tars": num_tars}
+    with served() as server:
+        store = open_store(BUCKET)
+        for path in (folder / "tars").iterdir():
+            store.put({f"tars/{path.name}": path})
+
+        def config(root: str) -> PrecomputeConfig:
+            fields = precompute_config(models, folder / "tars", f"{BUCKET}/{root}", buckets=["256x256"])
+            return fields.model_copy(update={"input": f"{BUCKET}/tars"})
+
+        throttle(server)
+        encode_asleep(config("counted"), Device(0.0), 1)
+        size = throttle(server) / num_tars
+        pace = size / (SECONDS * NUM_SAMPLES / BATCH)
+        for at_once in (1, 3):
+            throttle(server, DELAY, 1.3 * pace)
+            before, device = psutil.Process().memory_info().rss, Device(SECONDS)
+            encode_asleep(config(f"root-{at_once}"), device, at_once)
+            grown = (psutil.Process().memory_info().rss - before) / 2**20
+            figures[f"{at_once} at once"] = {"device": round(device.busy, 4), "grown_mib": round(grown, 1)}
+        figures["bytes_per_tar"] = round(size)
+    print(json.dumps(figures))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]))

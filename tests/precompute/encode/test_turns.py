@@ -1,0 +1,72 @@
+"""Several tars in one worker's hands: the device has no rest between them, and one at a time has it."""
+
+import threading
+from collections.abc import Generator
+from pathlib import Path
+
+import pytest
+
+from precompute.encode.overlap import Turns, in_background
+from shards.open import open_store
+from shards.root.index import write_indexes
+from shards.tools.verify import verify_root
+from tests.conftest import SIZES, precompute_config
+from tests.sleeping import Device, encode_asleep
+from tests.tiny import make_samples, make_tar
+
+NUM_TARS = 5
+
+
+def test_the_device_works_on_while_tars_begin_and_end(models: Path, tmp_path: Path) -> None:
+    for number in range(NUM_TARS):
+        make_tar(tmp_path / "tars", f"{number:05d}", make_samples(number, 24, SIZES))
+    shares = {}
+    for at_once in (1, 3):
+        config = precompute_config(models, tmp_path / "tars", tmp_path / f"root-{at_once}", buckets=["64x64"])
+        device = Device(0.25)
+        books = encode_asleep(config, device, at_once)
+        write_indexes(open_store(config.output))
+        assert list(verify_root(open_store(config.output))) == []
+        assert len(device.work) == 3 * NUM_TARS and sum(tar.encoded for tar in books) == 18 * NUM_TARS
+        shares[at_once] = device.busy
+    assert shares[3] >= 0.99 > shares[1], shares
+
+
+def test_a_turn_ends_with_its_items_and_with_who_stops_early() -> None:
+    turns, made = Turns(), threading.Semaphore(0)
+
+    def items(name: str) -> Generator[str, None, None]:
+        for number in range(3):
+            made.release()
+            yield f"{name}{number}"
+
+    first = turns.at_device(items("a"))
+    assert next(first) == "a0"
+    second = in_background(turns.at_device(items("b")), ahead=1)
+    waiting = threading.Thread(target=lambda: seen.append(next(second)))
+    seen: list[str] = []
+    made.acquire()
+    waiting.start()
+    assert made.acquire(timeout=60)  # the second one's first item is made …
+    waiting.join(0.2)
+    assert not seen  # … and waits for the device
+    assert list(first) == ["a1", "a2"]
+    waiting.join(60)
+    assert seen == ["b0"] and turns.device.locked()
+    second.close()
+    assert not turns.device.locked()
+    assert list(turns.at_device(items("c"))) == ["c0", "c1", "c2"]
+
+
+def test_what_a_turn_raises_frees_the_device() -> None:
+    turns = Turns()
+
+    def items() -> Generator[int, None, None]:
+        yield 1
+        raise ValueError("no")
+
+    with pytest.raises(ValueError, match="no"):
+        list(turns.at_device(items()))
+    assert not turns.device.locked()
+    empty: list[int] = []
+    assert list(turns.at_device(i for i in empty)) == []

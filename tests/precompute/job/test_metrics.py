@@ -1,0 +1,113 @@
+"""What Prometheus reads: each name is documented, and alert rules name nothing else."""
+
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import yaml
+from ray.util.metrics import Counter, Metric
+
+from precompute.cluster.fleet import Failed, UnderWay
+from precompute.cluster.ray_cluster import Failure
+from precompute.job.metrics import Metrics, cause
+from shards.base.errors import Outage
+
+ROOT = Path(__file__).parents[3]
+RULES = yaml.safe_load((ROOT / "deploy" / "prometheus" / "alerts.yml").read_text())["groups"][0]["rules"]
+
+
+def exported() -> dict[str, set[str]]:
+    """Name, as Prometheus has it, → labels."""
+    metrics = [metric for metric in vars(Metrics()).values() if isinstance(metric, Metric)]
+    return {
+        f"ray_{metric.info['name']}{'_total' if isinstance(metric, Counter) else ''}": set(metric.info["tag_keys"])
+        for metric in metrics
+    }
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule["alert"])
+def test_a_rule_names_what_the_code_exports(rule: dict[str, Any]) -> None:
+    known = exported()
+    named = re.findall(r"(ray_\w+)(?:\{([^}]*)\})?", rule["expr"])
+    assert named
+    for name, labels in named:
+        assert name in known, f"{rule['alert']}: {name}"
+        assert set(re.findall(r"(\w+)(?:=~|!=|=)", labels)) <= known[name], f"{rule['alert']}: {name}"
+    for label in re.findall(r"by \((\w+)\)", rule["expr"]):
+        assert all(label in known[name] for name, _ in named), rule["alert"]
+
+
+def test_the_reference_names_every_metric_and_alert_and_no_other() -> None:
+    page = (ROOT / "docs" / "reference" / "metrics.md").read_text()
+    rows = re.findall(r"^\| `ray_(\w+?)(?:\{([\w, ]+)\})?` \|", page, re.MULTILINE)
+    assert {f"ray_{name}": set(filter(None, labels.split(", "))) for name, labels in rows} == exported()
+    assert re.findall(r"^\| (Latentmill\w+) \|", page, re.MULTILINE) == [rule["alert"] for rule in RULES]
+
+
+def test_every_alert_is_tested() -> None:
+    tests = yaml.safe_load((ROOT / "deploy" / "prometheus" / "alerts_test.yml").read_text())["tests"]
+    cases = [case for test in tests for case in test["alert_rule_test"]]
+    for fires in (True, False):
+        assert {case["alertname"] for case in cases if bool(case.get("exp_alerts")) == fires} == {
+            rule["alert"] for rule in RULES
+        }
+
+
+def test_each_failed_attempt_has_a_cause(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted: list[tuple[str, float, dict[str, str]]] = []
+    monkeypatch.setattr(Counter, "inc", lambda self, value, tags: counted.append((self.info["name"], value, tags)))
+
+    def failed(again: bool = True, outage: Outage | None = None, lost: bool = False, final: bool = False) -> Failed:
+        return Failed("00000", None, "", Failure(lost, final, "", "", outage=outage), again)
+
+    assert cause(failed(outage=Outage("no"), lost=True)) == "outage"
+    assert [cause(failed(lost=True)), cause(failed(final=True)), cause(failed())] == ["lost", "damaged", "error"]
+    Metrics().attempt_failed(failed(again=False))
+    assert counted == [
+        ("latentmill_attempts", 1, {"cause": "error", "node": "unknown"}),
+        ("latentmill_shards", 1, {"outcome": "failed"}),
+    ]
+
+
+def test_a_tar_counts_by_node_and_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted: dict[tuple[str, str], float] = {}
+
+    def inc(self: Counter, value: float, tags: dict[str, str]) -> None:
+        counted[self.info["name"], ",".join(tags.values())] = value
+
+    monkeypatch.setattr(Counter, "inc", inc)
+    parts = {
+        "64x64": SimpleNamespace(seconds={"fetch": 1.0, "upload": 2.0, "total": 8.0}, token="b"),
+        "128x128": SimpleNamespace(seconds={"fetch": 1.0, "upload": 3.0, "total": 11.0}, token="b"),
+        "32x32": SimpleNamespace(seconds={"upload": 9.0, "total": 10.0}, token="a"),  # another attempt's
+    }
+    books: Any = SimpleNamespace(samples_in=20, encoded=15, rejected={"too_small": 5}, parts=parts)
+    metrics = Metrics()
+    metrics.tar_done(books, "10.0.0.7")
+    assert counted == {
+        ("latentmill_images_in", "10.0.0.7"): 20,
+        ("latentmill_images_accepted", "10.0.0.7"): 15,
+        ("latentmill_images_rejected", "too_small"): 5,
+        ("latentmill_stage_seconds", "fetch,10.0.0.7"): 1.0,
+        ("latentmill_stage_seconds", "upload,10.0.0.7"): 5.0,
+        ("latentmill_stage_seconds", "total,10.0.0.7"): 11.0,
+        ("latentmill_attempts", "none,10.0.0.7"): 1,
+        ("latentmill_shards", "done"): 1,
+    }
+
+
+def test_a_pause_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    gauges: dict[str, float] = {}
+    monkeypatch.setattr("ray.util.metrics.Gauge.set", lambda self, value: gauges.update({self.info["name"]: value}))
+    metrics = Metrics()
+    metrics.under_way_now(UnderWay(3, 70, paused=True))
+    metrics.speed(0.0, None)
+    assert gauges == {
+        "latentmill_shards_in_flight": 3,
+        "latentmill_images_under_way": 70,
+        "latentmill_paused": 1,
+        "latentmill_images_per_second": 0,
+        "latentmill_eta_seconds": -1,
+    }

@@ -1,0 +1,80 @@
+"""Temporaries of processes that are killed: the next process that starts removes them, and nobody else's."""
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from precompute.input.tars import local_copy
+from shards.base.scratch import SWEEPER, attempt_folder, sweep_scratch, use_scratch
+from shards.base.store import Store
+from shards.open import open_store
+from tests.runs import environment
+
+KILLS = 20
+
+
+def begin(scratch: Path, ready: Path) -> None:
+    """A copy of a tar, an attempt at it, and whatever else: left as they are."""
+    folder = use_scratch(scratch)
+    store: Store = open_store("memory://root")
+    store.write("tars/00000.tar", bytes(1 << 16))
+    with local_copy("memory://root/tars/00000.tar", ".tar") as copy, attempt_folder(store, "00000") as attempt:
+        (attempt / "shard.00000.mds").write_bytes(bytes(1 << 16))
+        assert folder in copy.parents and folder in attempt.parents
+        assert folder in Path(tempfile.mkdtemp()).parents and os.environ["TMPDIR"] == str(folder)
+        ready.touch()
+        time.sleep(600)
+
+
+def fork(work: Callable[[], None]) -> int:
+    if child := os.fork():
+        return child
+    try:
+        work()
+    finally:
+        os._exit(1)
+
+
+def test_twenty_kills_leave_nothing_behind(tmp_path: Path) -> None:
+    scratch = tmp_path / "scratch"
+    held = []
+    for number in range(KILLS):
+        ready = tmp_path / f"ready-{number}"
+        child = fork(lambda ready=ready: begin(scratch, ready))  # type: ignore[misc]
+        until = time.monotonic() + 120
+        while number % 2 and not ready.exists():  # each other one dies before it is through
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        os.kill(child, signal.SIGKILL)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+        held.append(len([folder for folder in scratch.glob("*/*.*") if folder.is_dir()]))
+    assert max(held) == 1  # each removed what the one before had left
+    alive = fork(lambda: begin(scratch, tmp_path / "alive"))
+    while not (tmp_path / "alive").exists():
+        time.sleep(0.01)
+    sweep_scratch(scratch)
+    (top,) = scratch.iterdir()
+    assert {path.name for path in top.iterdir()} == {SWEEPER, next(path.name for path in top.glob(f"{alive}.*"))}
+    assert list(top.rglob("*.tar")) and list(top.rglob("*.mds"))
+    os.kill(alive, signal.SIGKILL)
+    os.waitpid(alive, 0)
+    sweep_scratch(scratch)
+    assert [path.name for path in top.iterdir()] == [SWEEPER]
+
+
+def test_who_ends_well_leaves_nothing(tmp_path: Path) -> None:
+    code = "import sys; from pathlib import Path; from shards.base.scratch import use_scratch; "
+    code += "print(use_scratch(Path(sys.argv[1])))"
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, env=environment(), timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    folder = Path(done.stdout.strip())
+    assert tmp_path in folder.parents and not folder.exists()
+    sweep_scratch(tmp_path / "absent")  # where no worker was there is nothing to do
+    assert not (tmp_path / "absent").exists()

@@ -1,0 +1,82 @@
+"""Towers whose device sleeps in place of arithmetic, and knows how long it was at work; and tars encoded on it."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from precompute.config import PrecomputeConfig, describe_encoding, make_recipe
+from precompute.encode.overlap import Turns
+from precompute.encode.tar import encode_tar
+from precompute.encode.towers import EncodedCaptions, PictureLatents, Towers
+from precompute.input.tars import list_tars
+from shards.format.buckets import Bucket
+from shards.format.text import TextLatents
+from shards.open import open_store
+from shards.root.committed import TarBooks
+from shards.root.shared import agree_on_rules, create_root
+from tests.conftest import make_towers
+
+
+@dataclass
+class Device:
+    """One thing at a time, in the order in which it was asked for, as a GPU's stream does."""
+
+    seconds: float
+    """A batch takes."""
+    thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
+    work: list[tuple[float, float]] = field(default_factory=list)
+    """Begin and end of each batch."""
+
+    def start(self) -> Future[None]:
+        return self.thread.submit(self._sleep)
+
+    def _sleep(self) -> None:
+        began = time.monotonic()
+        time.sleep(self.seconds)
+        self.work.append((began, time.monotonic()))
+
+    @property
+    def busy(self) -> float:
+        """Share of the time, from the first batch's begin to the last one's end."""
+        return sum(end - began for began, end in self.work) / (self.work[-1][1] - self.work[0][0])
+
+
+class SleepingTowers(Towers):
+    """What they make of pictures is noise, and of captions what they make of the empty one."""
+
+    def __init__(self, towers: Towers, device: Device):
+        super().__init__(towers.image, towers.texts, towers.features, towers.batch_size)
+        self.sleeper = device
+        self.empty = towers.empty_caption()
+
+    def empty_caption(self) -> dict[str, TextLatents]:
+        return self.empty
+
+    def start_captions(self, texts: list[str]) -> Iterator[Callable[[], EncodedCaptions]]:
+        return iter([lambda: EncodedCaptions(self.empty, False)] * len(texts))
+
+    def start_pictures(self, bucket: Bucket, pictures: list[np.ndarray]) -> Callable[[], Iterator[PictureLatents]]:
+        asleep = self.sleeper.start()
+        # big parts of small pictures: what goes up is noise, which nothing compresses
+        latents = torch.randn(len(pictures), 8, bucket.height // 8, bucket.width // 8).half()
+
+        def waited() -> Iterator[PictureLatents]:
+            asleep.result()
+            return (PictureLatents(rows, {}) for rows in latents)
+
+        return waited
+
+
+def encode_asleep(config: PrecomputeConfig, device: Device, at_once: int) -> Sequence[TarBooks]:
+    """All tars of a config, `at_once` in hand as a worker has them."""
+    store = open_store(config.output)
+    encoding = create_root(store, describe_encoding(config))
+    agree_on_rules(store, config.to_fill.rules)
+    recipe, towers, turns = make_recipe(config, encoding), SleepingTowers(make_towers(config), device), Turns()
+    with ThreadPoolExecutor(at_once) as hands:
+        calls = [hands.submit(encode_tar, tar, recipe, store, towers, turns=turns) for tar in list_tars(config.input)]
+        return [call.result() for call in calls]
