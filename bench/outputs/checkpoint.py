@@ -1,4 +1,4 @@
-"""`python -m bench.checkpoint`: what saving a checkpoint adds to a run's memory, at SD2's full size.
+"""`python -m bench.outputs.checkpoint`: what saving a checkpoint adds to a run's memory, at SD2's full size.
 
 It takes 20 GB: weights, gradients, AdamW's two moments and the moving average, float32 each. The network takes two
 steps on one 64x64 picture; the peak of memory is read, set back, and read again after a save.
@@ -23,7 +23,7 @@ from train.run.launches import Launch
 
 def main() -> None:
     """Measure, and print a section of the figures."""
-    parser = argparse.ArgumentParser(prog="bench.checkpoint", description=__doc__)
+    parser = argparse.ArgumentParser(prog="bench.outputs.checkpoint", description=__doc__)
     parser.add_argument("--unet", type=Path, default=Path("configs/unet/sd2-base.json"))
     parser.add_argument("--text", type=int, nargs=2, default=(77, 1024), help="tokens and width of a caption")
     parser.add_argument("--asynchronous", action="store_true", help="copy first, and write in the background")
@@ -58,7 +58,7 @@ def main() -> None:
     rows = [["a step", f"{step / 1024:.2f}"], ["a save", f"{peak / 1024:.2f}"]]
     kind = "asynchronous" if options.asynchronous else "synchronous"
     body = f"A {kind} save of {size:.1f} GB took {seconds:.0f} s.\n\n" + table(["peak of", "GB"], rows)
-    print(section("Memory of a checkpoint", "bench.checkpoint", body))
+    print(section("Memory of a checkpoint", "bench.outputs.checkpoint", body))
 
 
 if __name__ == "__main__":
