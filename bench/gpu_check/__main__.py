@@ -28,6 +28,8 @@ from shards.base.errors import RequestError, WorkError, exit_code_of
 
 TAIL = 15
 """Lines of its output by which a part that failed is shown."""
+MINUTES = 10.0
+"""For which the parts' shares are made."""
 LEAST_SECONDS = 10.0
 """With less than this left, a part is not begun."""
 
@@ -39,8 +41,14 @@ class Run:
     device: str
     small: bool
     output: Path
-    ends: float
-    """By the monotonic clock: no part goes on for longer."""
+    minutes: float
+    begun: float
+    """By the monotonic clock."""
+
+    def seconds_for(self, name: str) -> float:
+        """What a part may take: its own share of the time, and no more than is left."""
+        left = 60 * self.minutes - (time.monotonic() - self.begun)
+        return min(PARTS[name].seconds * self.minutes / MINUTES, left)
 
 
 def check(arguments: list[str]) -> None:
@@ -55,13 +63,12 @@ def check(arguments: list[str]) -> None:
         raise RequestError("torch sees no GPU here. `--device cpu --small` rehearses the check without one.")
     if unknown := sorted(set(options.parts) - set(PARTS)):
         raise RequestError(f"there is no part {', '.join(unknown)}; there are {', '.join(PARTS)}")
-    begun = time.monotonic()
-    run = Run(options.device, options.small, options.output, begun + 60 * options.minutes)
+    run = Run(options.device, options.small, options.output, options.minutes, time.monotonic())
     parts = dict(run_parts(run, options.parts or list(PARTS)))
     bench = bench_file(parts)
     run.output.mkdir(parents=True, exist_ok=True)
     (run.output / "gpu-check.json").write_text(bench.model_dump_json(indent=2, exclude_none=True) + "\n")
-    text = page(bench, options.predicted, time.monotonic() - begun)
+    text = page(bench, options.predicted, time.monotonic() - run.begun)
     (run.output / "gpu-check.md").write_text(text)
     print(text)
     wrong = [name for name, part in parts.items() if part["outcome"] != "done" or not right(part)]
@@ -76,7 +83,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--output", type=Path, default=Path("runs/gpu-check"))
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--small", action="store_true", help="small networks, and no compiler: a rehearsal")
-    parser.add_argument("--minutes", type=float, default=10.0, help="for all of it")
+    parser.add_argument("--minutes", type=float, default=MINUTES, help="for all of it; a slow machine needs more")
     parser.add_argument(
         "--predicted", nargs="*", default=[], help="benchmark files with a model's rates to compare with"
     )
@@ -96,7 +103,7 @@ def run_part(run: Run, name: str) -> dict[str, Any]:
     """One part in a process of its own: what it found, how it ended, and how long it took."""
     begun, path = time.monotonic(), run.output / "parts" / f"{name}.json"
     path.unlink(missing_ok=True)
-    seconds = min(PARTS[name].seconds, run.ends - begun)
+    seconds = run.seconds_for(name)
     outcome = "not begun: no time was left"
     if seconds > LEAST_SECONDS:
         print(f"{name} …", file=sys.stderr, flush=True)

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 import transformers
+from diffusers.models.attention_processor import Attention, AttnProcessor
 from torch import Tensor, nn
 
 from precompute.encode.networks import Network, Precision, filled, model_class
@@ -18,6 +19,9 @@ from shards.base.errors import WorkError
 from shards.format.buckets import Bucket
 from shards.format.text import TextLatents
 from shards.format.towers import FeatureTower, ImageTower, TextTower
+
+WIDEST_FUSED_HEAD = 256
+"""Channels of a head that flash attention and cuDNN take at most."""
 
 
 class ImageEncoder(Network):
@@ -29,6 +33,8 @@ class ImageEncoder(Network):
         # float32 whatever the file holds: autocast lowers what may be lowered
         load = getattr(diffusers, tower.class_name).from_pretrained
         vae = load(folder, use_safetensors=True, torch_dtype=torch.float32).to(memory_format=torch.channels_last)
+        if attends_by_products(device):
+            attend_by_products(vae)
         super().__init__(vae, self.encode, device, precision, "encoder" if compiled else None)
         self.tower = tower
 
@@ -51,6 +57,21 @@ class ImageEncoder(Network):
     def __call__(self, pictures: list[np.ndarray], batch_size: int) -> Tensor:
         """N pictures (H, W, 3) uint8 → (N, planes, h, w) float16 on the CPU."""
         return self.start_batch(self.stack(pictures, batch_size), len(pictures))()
+
+
+def attends_by_products(device: torch.device) -> bool:
+    """Whether wide heads attend by plain products there: on a GPU. A CPU's fused kernel takes any width."""
+    return device.type == "cuda"
+
+
+def attend_by_products(model: nn.Module) -> None:
+    """Have attention whose heads are too wide for a GPU's fast kernels, as in the middle of a VAE, be plain products.
+
+    They differ from the fused kernel by rounding.
+    """
+    for module in model.modules():
+        if isinstance(module, Attention) and module.inner_dim // module.heads > WIDEST_FUSED_HEAD:
+            module.set_processor(AttnProcessor())
 
 
 @dataclass(frozen=True)

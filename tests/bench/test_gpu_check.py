@@ -104,7 +104,7 @@ def test_parts_that_fail_or_do_not_end_lose_nothing(tmp_path: Path, monkeypatch:
     assert parts["machine"]["outcome"].startswith("ended after")
     assert parts["loader"]["outcome"] == "done"
     assert [part["checks"][0]["what"] for part in parts.values()] == ["of draws", "of machine", "of loader"]
-    late = gpu_check.Run("cpu", True, tmp_path, time.monotonic())
+    late = gpu_check.Run("cpu", True, tmp_path, 0.0, time.monotonic())
     assert gpu_check.run_part(late, "loader")["outcome"] == "not begun: no time was left"
 
 
