@@ -151,7 +151,7 @@ def mixture(small: Work, large: Work) -> list[Work]:
 
 
 def measure(options: argparse.Namespace, sizes: Sizes, device: torch.device) -> dict[str, tuple[float, float]]:
-    """Rates per second and TFLOP/s by bucket, `mixed` and `text`."""
+    """Rates per second and TFLOP/s by bucket, `mixed` and `text`; `ids`, of captions, on one core of the host."""
     flops = count_flops(sizes)
     with tempfile.TemporaryDirectory() as folder:
         save_models(sizes, Path(folder))
@@ -160,7 +160,9 @@ def measure(options: argparse.Namespace, sizes: Sizes, device: torch.device) -> 
     captions = [f"picture {i} of nothing in particular, in many colours" for i in range(options.batch_size)]
     caption_work = Work(lambda: text.start_batch(captions, len(captions)), len(captions), len(captions) * flops["text"])
     mixed = mixture(small, large)
+    ids = Work(lambda: partial(text.tokenize, captions, len(captions)), len(captions), 0)
     return {
+        "ids": rates_of([ids], 10 * options.batches),
         str(sizes.buckets[0]): rates_of([small], options.batches),
         str(sizes.buckets[1]): rates_of([large], options.batches),
         "mixed": rates_of(mixed, len(mixed) * max(1, options.batches // len(mixed))),
@@ -173,7 +175,7 @@ def bench_file(rates: dict[str, tuple[float, float]], device: str, typed: str) -
     measurements = [
         Measurement(stage="encode", bucket=name, images_per_second_per_gpu=items)
         for name, (items, _) in rates.items()
-        if name not in ("mixed", "text")
+        if name not in ("mixed", "text", "ids")
     ]
     measurements.append(Measurement(stage="text", images_per_second_per_gpu=rates["text"][0]))
     return BenchFile(device=device, gpus=1, date=str(date.today()), command=typed, measurements=measurements)
@@ -198,6 +200,7 @@ def main() -> None:
     # afterwards, on the warm device
     matrix = matmul_tflops(device, torch.bfloat16)
     titles = {"mixed": f"VAE, {sizes.buckets[0]} and {sizes.buckets[1]} as {MIX[0]} to {MIX[1]}", "text": "captions"}
+    titles["ids"] = "captions to ids, on the host"
     rows = [
         (titles.get(name, f"VAE at {name}"), f"{items:,.1f}", f"{tflops:,.3g}", f"{tflops / matrix:.0%}")
         for name, (items, tflops) in rates.items()

@@ -166,7 +166,7 @@ def measurements(parts: dict[str, dict[str, Any]]) -> Iterator[Measurement]:
     for row in (row for table in tables for row in table.get("encoders", []) if row.get("per_second")):
         if row["what"] == "text":
             yield Measurement(stage="text", images_per_second_per_gpu=row["per_second"])
-        elif row["what"] != "mixed":
+        elif row["what"] not in ("mixed", "ids"):
             yield Measurement(stage="encode", bucket=row["what"], images_per_second_per_gpu=row["per_second"])
 
 

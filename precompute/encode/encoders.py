@@ -120,18 +120,10 @@ class TextEncoder(Network):
 
     def start_batch(self, captions: list[str], batch_size: int) -> Callable[[], list[EncodedCaption]]:
         """Begin with N captions; the function returned waits for what `__call__` returns."""
-        texts = [self.tower.prompt(caption) for caption in captions]
-        tokens = self.tokenizer(texts, verbose=False).input_ids
-        fitted = [self._fitted(text, row) for text, row in zip(texts, tokens, strict=True)]
-        ids = self.copies.buffer((batch_size, self.tower.max_tokens), torch.long).fill_(self.tokenizer.pad_token_id)
-        mask = self.copies.buffer(tuple(ids.shape), torch.long).zero_()
-        for i, row in enumerate(filled(fitted, batch_size)):
-            ids[i, : len(row)] = torch.tensor(row)
-            mask[i, : len(row)] = 1
+        ids, mask, truncated = self.tokenize(captions, batch_size)
         wait = self.start((ids, mask) if self.tower.masked else (ids,), len(captions))
         # of a caption that ends before the tokens that are kept, the first of these stands for it
         num_tokens = mask[: len(captions), self.kept].sum(dim=1).clamp(min=1).tolist()
-        truncated = [len(row) > self.tower.max_tokens for row in tokens]
         return lambda: [
             EncodedCaption(self._latents(row, number), cut)
             for *row, number, cut in zip(*wait(), num_tokens, truncated, strict=True)
@@ -140,6 +132,20 @@ class TextEncoder(Network):
     def __call__(self, captions: list[str], batch_size: int) -> list[EncodedCaption]:
         """Captions → one `EncodedCaption` each, padded to one length as diffusers' pipelines pad prompts."""
         return self.start_batch(captions, batch_size)()
+
+    def tokenize(self, captions: list[str], batch_size: int) -> tuple[Tensor, Tensor, list[bool]]:
+        """(batch_size, max_tokens) ids and which of them are real, on the host; and which captions were cut to fit."""
+        texts = [self.tower.prompt(caption) for caption in captions]
+        tokens = self.tokenizer(texts, verbose=False).input_ids
+        fitted = [self._fitted(text, row) for text, row in zip(texts, tokens, strict=True)]
+        ids = self.copies.buffer((batch_size, self.tower.max_tokens), torch.long).fill_(self.tokenizer.pad_token_id)
+        mask = self.copies.buffer(tuple(ids.shape), torch.long).zero_()
+        # rows of arrays take a list in a tenth of the time that rows of tensors do
+        id_rows, mask_rows = ids.numpy(), mask.numpy()
+        for i, row in enumerate(filled(fitted, batch_size)):
+            id_rows[i, : len(row)] = row
+            mask_rows[i, : len(row)] = 1
+        return ids, mask, [len(row) > self.tower.max_tokens for row in tokens]
 
     def _fitted(self, text: str, tokens: list[int]) -> list[int]:
         """Cut to the tower's length as the tokenizer does it, where that is needed."""

@@ -172,6 +172,30 @@ def test_captions_are_cut_and_padded_as_the_tokenizer_does_it(models: Path) -> N
     ]
 
 
+def odd_captions(number: int) -> list[str]:
+    """Of any characters there are: scripts, emoji, control characters, long runs, nothing."""
+    random = np.random.default_rng(7)
+    ranges = [(32, 127), (0, 0x250), (0x370, 0x600), (0x900, 0xE00), (0x3040, 0xD7A4), (0x1F300, 0x1FAFF), (32, 34)]
+    captions = []
+    for _ in range(number):
+        first, last = ranges[random.integers(len(ranges))]
+        captions.append("".join(map(chr, random.integers(first, last, random.integers(0, 60)))))
+    return captions
+
+
+def test_ids_are_the_tokenizers_own_on_odd_captions() -> None:
+    encoder, captions = text_encoder("float32"), odd_captions(10_000)
+    tokenizer = CLIPTokenizer.from_pretrained(MODELS / "tokenizer")
+    length = encoder.tower.max_tokens
+    for first in range(0, len(captions), 64):
+        batch = captions[first : first + 64]
+        expected = tokenizer(batch, padding="max_length", max_length=length, truncation=True, return_tensors="pt")
+        ids, mask, truncated = encoder.tokenize(batch, 64)
+        assert torch.equal(ids[: len(batch)], expected.input_ids)
+        assert torch.equal(mask[: len(batch)], expected.attention_mask)
+        assert truncated == [len(row) > length for row in tokenizer(batch, verbose=False).input_ids]
+
+
 def test_a_compiled_encoder_gives_the_same(
     pictures: list[np.ndarray], captions: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
