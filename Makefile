@@ -31,7 +31,7 @@ $(call needs,study,A,say which sample sets: make study A=runs/a/evaluations/… 
 $(call needs,study,B,say which sample sets: make study A=$(A) B=runs/b/evaluations/… [C=… D=…] [OUT=runs/study] [CONFIG=path.yaml] [ARGS="--a.b value"])
 $(if $(filter train,$(MAKECMDGOALS)),$(if $(wildcard $(PHASE_CONFIG)),,$(error there is no $(PHASE_CONFIG): say PHASE=1 or PHASE=2, or CONFIG=path.yaml)))
 
-.PHONY: help setup demo test test-browser test-faults test-alerts test-families test-install test-oldest bench lint docs select download precompute train sample evaluate watch report study plan lock clean
+.PHONY: help setup demo test test-browser test-faults test-alerts test-families test-install test-oldest bench gpu-check lint docs select download precompute train sample evaluate watch report study plan lock clean
 
 help:
 	@echo "make demo                                     everything, on a picture world of its own (no GPU; under 20 minutes)"
@@ -43,6 +43,7 @@ help:
 	@echo "make test-install [PYTHONS=\"3.11 3.12 3.13\"]  the wheel with every extra, in fresh environments"
 	@echo "make test-oldest                              the oldest versions allowed, in .venv-oldest"
 	@echo "make bench                                    the benchmarks of both stages, into runs/benchmarks.md (idle machine)"
+	@echo "make gpu-check [OUT=runs/gpu-check]           ten minutes on a new GPU: is it right, how fast, where does time go"
 	@echo "make select METADATA=laion/ [OUT=runs/data/selected]"
 	@echo "                                              LAION metadata -> filtered rows"
 	@echo "make download [IN=runs/data/selected] [OUT=runs/data/tars]"
@@ -121,6 +122,9 @@ test-oldest: .venv-oldest/.installed
 
 bench: setup
 	$(BIN)/python -m bench --output runs/benchmarks.md $(ARGS)
+
+gpu-check: setup
+	$(BIN)/python -m bench.gpu_check --output $(or $(OUT),runs/gpu-check) $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check .

@@ -24,13 +24,14 @@ import numpy as np
 import torch
 from diffusers import AutoencoderKL
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import CLIPTextConfig, CLIPTextModel
+from transformers import AutoTokenizer, CLIPTextConfig, CLIPTextModel
 
 from bench.kit.common import command, matmul_tflops, section, table
 from examples.shapes.models import MODELS
 from plan.measured import BenchFile, Measurement
 from precompute.describe import TextConfig, TextTowerConfig, describe_image, describe_text
 from precompute.encode.encoders import ImageEncoder, TextEncoder
+from precompute.encode.networks import Precision
 from precompute.encode.towers import batch_size_of
 from shards.format.buckets import Bucket
 
@@ -71,10 +72,27 @@ def sizes_for(device: torch.device) -> Sizes:
 
 
 def save_models(sizes: Sizes, folder: Path) -> None:
-    """Random weights under the two architectures."""
+    """Random weights under the two architectures, and the demo's tokenizer, filled up to the text encoder's length."""
     torch.manual_seed(0)
     AutoencoderKL.from_config(sizes.vae).save_pretrained(folder / "vae")
-    CLIPTextModel(CLIPTextConfig(**sizes.text_encoder)).save_pretrained(folder / "text_encoder")
+    config = CLIPTextConfig(**sizes.text_encoder)
+    CLIPTextModel(config).save_pretrained(folder / "text_encoder")
+    tokenizer = AutoTokenizer.from_pretrained(MODELS / "tokenizer", model_max_length=config.max_position_embeddings)
+    tokenizer.save_pretrained(folder / "tokenizer")
+
+
+def load_encoders(
+    folder: Path, device: torch.device, precision: Precision, compiled: bool
+) -> tuple[ImageEncoder, TextEncoder]:
+    """Those of `save_models`, as a worker loads them."""
+    vae, text, tokenizer = (folder / name for name in ("vae", "text_encoder", "tokenizer"))
+    pixels = dict.fromkeys(("crop", "resampling", "decoder", "resampler", "color"), "")
+    tower = describe_text("text", TextTowerConfig(model=str(text), tokenizer=str(tokenizer)), TextConfig())
+    how = device, precision, compiled
+    return (
+        ImageEncoder(vae, describe_image(str(vae), None, **pixels), *how),
+        TextEncoder(text, tokenizer, tower, *how),
+    )
 
 
 def count_flops(sizes: Sizes) -> dict[str, int]:
@@ -133,21 +151,18 @@ def mixture(small: Work, large: Work) -> list[Work]:
 
 
 def measure(options: argparse.Namespace, sizes: Sizes, device: torch.device) -> dict[str, tuple[float, float]]:
-    """Rates per second and TFLOP/s by bucket, `mixed` and `text`."""
+    """Rates per second and TFLOP/s by bucket, `mixed` and `text`; `ids`, of captions, on one core of the host."""
     flops = count_flops(sizes)
     with tempfile.TemporaryDirectory() as folder:
         save_models(sizes, Path(folder))
-        vae, text_encoder, how = Path(folder) / "vae", Path(folder) / "text_encoder", (device, options.precision)
-        pixels = dict.fromkeys(("crop", "resampling", "decoder", "resampler", "color"), "")
-        image = ImageEncoder(vae, describe_image(str(vae), None, **pixels), *how, options.compile)
-        asked = TextTowerConfig(model=str(text_encoder), tokenizer=str(MODELS / "tokenizer"), max_tokens=77)
-        tower = describe_text("text", asked, TextConfig())
-        text = TextEncoder(text_encoder, MODELS / "tokenizer", tower, *how, options.compile)
+        image, text = load_encoders(Path(folder), device, options.precision, options.compile)
     small, large = (picture_work(image, b, options.batch_size, flops[str(b)]) for b in sizes.buckets)
     captions = [f"picture {i} of nothing in particular, in many colours" for i in range(options.batch_size)]
     caption_work = Work(lambda: text.start_batch(captions, len(captions)), len(captions), len(captions) * flops["text"])
     mixed = mixture(small, large)
+    ids = Work(lambda: partial(text.tokenize, captions, len(captions)), len(captions), 0)
     return {
+        "ids": rates_of([ids], 10 * options.batches),
         str(sizes.buckets[0]): rates_of([small], options.batches),
         str(sizes.buckets[1]): rates_of([large], options.batches),
         "mixed": rates_of(mixed, len(mixed) * max(1, options.batches // len(mixed))),
@@ -160,7 +175,7 @@ def bench_file(rates: dict[str, tuple[float, float]], device: str, typed: str) -
     measurements = [
         Measurement(stage="encode", bucket=name, images_per_second_per_gpu=items)
         for name, (items, _) in rates.items()
-        if name not in ("mixed", "text")
+        if name not in ("mixed", "text", "ids")
     ]
     measurements.append(Measurement(stage="text", images_per_second_per_gpu=rates["text"][0]))
     return BenchFile(device=device, gpus=1, date=str(date.today()), command=typed, measurements=measurements)
@@ -185,6 +200,7 @@ def main() -> None:
     # afterwards, on the warm device
     matrix = matmul_tflops(device, torch.bfloat16)
     titles = {"mixed": f"VAE, {sizes.buckets[0]} and {sizes.buckets[1]} as {MIX[0]} to {MIX[1]}", "text": "captions"}
+    titles["ids"] = "captions to ids, on the host"
     rows = [
         (titles.get(name, f"VAE at {name}"), f"{items:,.1f}", f"{tflops:,.3g}", f"{tflops / matrix:.0%}")
         for name, (items, tflops) in rates.items()

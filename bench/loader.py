@@ -20,8 +20,6 @@ import numpy as np
 import torch
 import yaml
 from diffusers import UNet2DConditionModel
-from streaming import StreamingDataset
-from streaming.base.util import clean_stale_shared_memory
 from torch.utils.data import DataLoader
 
 from bench.kit.common import section, table, timed_in_turn
@@ -152,6 +150,9 @@ def against_plain_reading(root: Path, cores: int) -> str:
 
 def against_streaming(root: Path, cores: int) -> str:
     """Samples of SD2's size: an epoch of the loader's batches against one of StreamingDataset's under a DataLoader."""
+    from streaming import StreamingDataset  # which a machine that checks its GPU need not have
+    from streaming.base.util import clean_stale_shared_memory
+
     rows = []
     for num_workers in (0, 1, cores):
         reading = Reading(root, SD2_BUCKET, num_workers)

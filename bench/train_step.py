@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -172,9 +173,16 @@ def release(device: torch.device) -> None:
 
 @contextmanager
 def trainer(
-    setting: Setting, options: argparse.Namespace, accelerator: Accelerator, unet: UNet2DConditionModel
+    setting: Setting,
+    options: argparse.Namespace,
+    accelerator: Accelerator,
+    unet: UNet2DConditionModel,
+    **fields: Any,
 ) -> Iterator[tuple[Run, Callable[[], None]]]:
-    """A run on a batch in memory, and one step of it as `train` does it: draws, optimizer, log."""
+    """A run on a batch in memory, and one step of it as `train` does it: draws, optimizer, log.
+
+    `fields`: further ones of the training config.
+    """
     with tempfile.TemporaryDirectory() as folder:
         config = TrainConfig.model_validate(
             {
@@ -189,6 +197,7 @@ def trainer(
                 "low_precision_norms": setting.low_precision_norms,
                 "compile": setting.compile,
                 "log": {"tracker": "none", "every": 50},
+                **fields,
             }
         )
         # nothing to resume, to start from or to validate on

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, ValidationError, model_validator
 
@@ -48,6 +48,8 @@ class BenchFile(Config):
     published: bool = False
     """Taken from a publication, not measured here."""
     measurements: list[Measurement]
+    details: dict[str, Any] = Field({})
+    """What else the run found; a plan leaves it aside."""
 
 
 @dataclass(frozen=True)

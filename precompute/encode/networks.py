@@ -17,9 +17,13 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+from shards.format.buckets import Bucket
+
 Item = TypeVar("Item")
 Model = TypeVar("Model", bound=nn.Module)
 Precision = Literal["float32", "float16", "bfloat16"]
+MOST_SHAPES = 64
+"""For which one network is compiled: buckets of an aspect table are many."""
 
 
 def model_class(name: str) -> Any:
@@ -128,11 +132,15 @@ class Network:
         self.model = model.eval().requires_grad_(False).to(device)
         self.lowered = lowered(self.model, precision)
         if compiled is not None:
+            # or further shapes would quietly run as they are
+            torch._dynamo.config.recompile_limit = MOST_SHAPES
             self.lowered.get_submodule(compiled).compile(dynamic=False)
         self.compute = compute
         self.device = device
         self.precision = precision
         self.copies = Copies(device)
+        self.warm: set[Bucket | None] = set()
+        """What it was warmed up for: buckets; None for captions."""
 
     def stack(self, pictures: list[np.ndarray], batch_size: int) -> Tensor:
         """Pictures (H, W, 3) uint8 as a full batch, (batch_size, H, W, 3), on the host."""

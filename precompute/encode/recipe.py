@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
 from pydantic import Field
 
 from precompute.input.tars import TarsConfig
@@ -24,8 +25,8 @@ class WorkerConfig(Config):
     """Threads that decode pictures, in each worker."""
     batch_size: int = Field(64, ge=1)
     """Pictures of up to 512x512 that are encoded together; the last batch of a tar is smaller."""
-    compile: bool = False
-    """Compile the towers with torch.compile: a minute for each bucket when a worker starts, then faster on a GPU.
+    compile: bool | None = None
+    """Compile the towers with torch.compile: a minute for each bucket when a worker starts, then faster; null: on GPUs.
     It changes latents by rounding alone, as the kind of GPU does, so it is in the receipts and not in encoding.json."""
     tars_at_once: int = Field(3, ge=1, le=4)
     """Tars that a worker has in hand at once: one at the device, the next, whose first batches are made ready, and one
@@ -37,6 +38,10 @@ class WorkerConfig(Config):
     isolate_from: int = Field(2, ge=1)
     """Attempt from which pictures are decoded in child processes, so that one that kills its decoder is found and
     rejected as `decoder_crash`; 1: always."""
+
+    def compiles(self, device: torch.device) -> bool:
+        """Whether the towers are compiled there."""
+        return device.type == "cuda" if self.compile is None else self.compile
 
 
 @dataclass(frozen=True)
@@ -63,17 +68,15 @@ class Recipe:
     """A root whose parts are encoded again, in place of tars."""
     decode: Decode = decode
 
-    @property
-    def batches(self) -> dict[str, int | bool]:
-        """How batches go through the towers, which decides over rounding."""
+    def batches(self, device: torch.device) -> dict[str, int | bool]:
+        """How batches go through the towers on `device`, which decides over rounding."""
         own = {f"batch_size.{name}": size for name, size in self.batch_sizes.items()}
-        return {"batch_size": self.worker.batch_size, **own, "compile": self.worker.compile}
+        return {"batch_size": self.worker.batch_size, **own, "compile": self.worker.compiles(device)}
 
-    @property
-    def settings(self) -> dict[str, str | int | float | bool]:
-        """What a receipt says of it besides the encoding."""
+    def settings(self, device: torch.device) -> dict[str, str | int | float | bool]:
+        """What a receipt says of it besides the encoding, for towers on `device`."""
         return {
-            **self.batches,
+            **self.batches(device),
             "tars": self.tars.policy,
             "check_sha256": self.tars.check_sha256,
             **self.limits.model_dump(mode="json", exclude={"formats"}),

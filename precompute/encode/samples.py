@@ -6,7 +6,7 @@ A sample that is in one bucket's batch and waits for another's holds only what i
 bucket, and its captions in memory of their own.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -119,7 +119,7 @@ class StartedBatch:
             yield sample.encoded(self.bucket, latents)
 
 
-def with_latents(clean: list[CleanCaption | None], encoded: list[Callable[[], EncodedCaptions] | None]) -> Captions:
+def with_latents(clean: list[CleanCaption | None], encoded: Sequence[Callable[[], EncodedCaptions] | None]) -> Captions:
     """A sample's clean captions with their text latents, waited for, in memory of their own: what waits for another
     bucket's batch must not hold this batch's page-locked memory."""
     stored: list[Caption | None] = []

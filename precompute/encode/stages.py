@@ -1,6 +1,7 @@
 """The stages of a worker between a tar's members and its parts: decode, batch by bucket, begin on the device."""
 
 import hashlib
+from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing, contextmanager
 from functools import partial
@@ -20,7 +21,7 @@ from precompute.encode.samples import (
     StartedBatch,
     with_latents,
 )
-from precompute.encode.towers import Towers, batch_size_of
+from precompute.encode.towers import EncodedCaptions, Towers, batch_size_of
 from precompute.input.captions import read_captions, read_scores, valid_text
 from precompute.input.reject import Reject
 from precompute.input.tars import RawSample, TarPolicy, is_as_served
@@ -113,34 +114,76 @@ def batched_by_bucket(
 def start_batches(
     batches: Generator[tuple[Bucket, list[Cut]], None, None], towers: Towers, clock: DeviceClock
 ) -> Generator[StartedBatch, None, None]:
-    """Hand each batch to the device and go on with the next."""
+    """Hand each batch to the device and go on with the next; a batch comes out once all its captions are begun."""
     captions = CaptionsOnce(towers)
+    held: deque[tuple[StartedBatch, int]] = deque()
     with closing(batches):
         for bucket, cuts in batches:
             with clock():
                 begun = captions.start(cuts)
                 latents = towers.start_pictures(bucket, [cut.pixels for cut in cuts])
             samples = [Started(cut.about, cut.corner, later) for cut, later in zip(cuts, begun, strict=True)]
-            yield StartedBatch(bucket, samples, latents)
+            held.append((StartedBatch(bucket, samples, latents), captions.num_asked))
+            while held and held[0][1] <= captions.num_begun:
+                yield held.popleft()[0]
+    captions.start_rest()
+    yield from (batch for batch, _ in held)
+
+
+class CaptionToCome:
+    """A caption's place in a batch that may still have to fill up."""
+
+    wait: Callable[[], EncodedCaptions]
+    """Is set when that batch is begun."""
+
+    def __call__(self) -> EncodedCaptions:
+        return self.wait()
 
 
 class CaptionsOnce:
-    """Has each sample's captions encoded once for all buckets: with the batch of the first that it comes to."""
+    """Has each sample's captions encoded once for all buckets, in full batches, in the order in which they first come.
+
+    A batch of captions is begun when it is full: a bucket's batch brings as many as were not begun with another's.
+    """
 
     def __init__(self, towers: Towers):
         self.towers = towers
         self.begun: dict[str, tuple[Later[Captions], int]] = {}
         """Key → captions, and how many buckets' batches are still to come that need them."""
+        self.waiting: deque[tuple[str, CaptionToCome]] = deque()
+        self.num_asked = 0
+        """Captions that were asked for so far."""
+
+    @property
+    def num_begun(self) -> int:
+        """Of those that were asked for, in their order."""
+        return self.num_asked - len(self.waiting)
 
     def start(self, cuts: list[Cut]) -> list[Later[Captions]]:
-        """Begin with every caption of a batch that was not begun with another bucket's."""
-        fresh = [cut for cut in cuts if cut.about.key not in self.begun]
-        texts = [caption.text for cut in fresh for caption in cut.about.captions if caption is not None]
-        encoded = self.towers.start_captions(texts)
-        for cut in fresh:
-            own = [next(encoded) if caption else None for caption in cut.about.captions]
-            self.begun[cut.about.key] = Later(partial(with_latents, cut.about.captions, own)), cut.num_buckets
+        """Ask for every caption of a batch that was not asked for with another bucket's; begin with full batches."""
+        for cut in cuts:
+            if cut.about.key not in self.begun:
+                own = [caption and self._ask(caption.text) for caption in cut.about.captions]
+                self.begun[cut.about.key] = Later(partial(with_latents, cut.about.captions, own)), cut.num_buckets
+        while len(self.waiting) >= self.towers.caption_batch:
+            self._begin(self.towers.caption_batch)
         return [self._take(cut.about.key) for cut in cuts]
+
+    def start_rest(self) -> None:
+        """Begin with what is left, in a batch that is not full."""
+        self._begin(len(self.waiting))
+
+    def _ask(self, text: str) -> CaptionToCome:
+        to_come = CaptionToCome()
+        self.waiting.append((text, to_come))
+        self.num_asked += 1
+        return to_come
+
+    def _begin(self, number: int) -> None:
+        batch = [self.waiting.popleft() for _ in range(number)]
+        encoded = self.towers.start_captions([text for text, _ in batch])
+        for (_, to_come), wait in zip(batch, encoded, strict=True):
+            to_come.wait = wait
 
     def _take(self, key: str) -> Later[Captions]:
         captions, left = self.begun.pop(key)

@@ -6,6 +6,7 @@ from contextlib import ExitStack, closing, contextmanager
 from datetime import UTC, datetime
 from importlib.metadata import version
 
+from precompute.encode.encoders import attends_by_products
 from precompute.encode.overlap import Turns, in_background, threads
 from precompute.encode.parts import Parts
 from precompute.encode.provenance import DeviceClock, Stopwatch
@@ -92,7 +93,11 @@ def encode_tar(
             rules={str(bucket): rule for bucket, rule in recipe.buckets.rules.items()},
             source=record,
             software={name: version(name) for name in SOFTWARE},
-            settings={"device": maker.gpu, **recipe.settings},
+            settings={
+                "device": maker.gpu,
+                "attention_by_products": attends_by_products(towers.device),
+                **recipe.settings(towers.device),
+            },
             made_by=maker,
             number=attempt,
             started=started.isoformat(timespec="seconds"),

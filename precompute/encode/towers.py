@@ -1,6 +1,6 @@
 """All of a job's towers as one: what a batch of pictures and its captions go through."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -40,15 +40,31 @@ class TextTowers:
         self.batch_size = batch_size
         self.batch_sizes = batch_sizes or {}
 
+    @property
+    def caption_batch(self) -> int:
+        """Captions that make a full batch of every tower: the largest one's."""
+        return max((self.size_of(name) for name in self.texts), default=self.batch_size)
+
+    def size_of(self, name: str) -> int:
+        """Captions of a batch of the text tower `name`."""
+        return self.batch_sizes.get(f"texts.{name}", self.batch_size)
+
     def empty_caption(self) -> dict[str, TextLatents]:
         """What each makes of no caption."""
         return next(self.start_captions([""]))().latents
+
+    def warm_up(self, buckets: Iterable[Bucket] = ()) -> None:
+        """Run what was not run yet, so that it is compiled, and its kernels chosen, before a tar's time counts."""
+        for name, tower in self.texts.items():
+            if None not in tower.warm:
+                TextTowers({name: tower}, self.batch_size, self.batch_sizes).empty_caption()
+                tower.warm.add(None)
 
     def start_captions(self, texts: list[str]) -> Iterator[Callable[[], "EncodedCaptions"]]:
         """Begin with any number of captions; each function returned waits for one's latents."""
         waits: list[dict[str, Callable[[], EncodedCaption]]] = [{} for _ in texts]
         for name, tower in self.texts.items():
-            size = self.batch_sizes.get(f"texts.{name}", self.batch_size)
+            size = self.size_of(name)
             for first in range(0, len(texts), size):
                 batch = texts[first : first + size]
                 encoded = Later(tower.start_batch(batch, size))
@@ -75,6 +91,14 @@ class Towers(TextTowers):
     def device(self) -> torch.device:
         """Where they are."""
         return self.image.device
+
+    def warm_up(self, buckets: Iterable[Bucket] = ()) -> None:
+        """As `TextTowers.warm_up`, of pictures of `buckets` too."""
+        super().warm_up()
+        for bucket in buckets:
+            if bucket not in self.image.warm:
+                list(self.start_pictures(bucket, [np.zeros((bucket.height, bucket.width, 3), np.uint8)])())
+                self.image.warm.add(bucket)
 
     def start_pictures(self, bucket: Bucket, pictures: list[np.ndarray]) -> Callable[[], Iterator[PictureLatents]]:
         """Begin with pictures of `bucket`, (height, width, 3) uint8 each; the function returned waits for their

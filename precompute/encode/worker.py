@@ -7,11 +7,12 @@ import gc
 import os
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pyarrow as pa
 import torch
+from torch._dynamo.exc import TorchDynamoException
 
 from precompute.encode.encoders import FeatureEncoder, ImageEncoder, TextEncoder
 from precompute.encode.networks import Precision
@@ -26,6 +27,7 @@ from shards.base.scratch import use_scratch
 from shards.base.store import Store
 from shards.derive.part import Captions, Derivation, Settings, derive_tar, kept_uncond
 from shards.derive.source import SourceTar
+from shards.format.buckets import Bucket
 from shards.format.encoding import EncodingRecord
 from shards.format.models import hash_weights, model_folder
 from shards.format.towers import TextTower, Weights
@@ -111,8 +113,27 @@ def load_towers(recipe: Recipe, device: str) -> Towers:
     Raises:
         UnfitNode: this node has not what was recorded under a name.
     """
-    networks = _kept_networks(recipe.encoding.sealed(), device, recipe.worker.compile)
-    return Towers(*networks, recipe.worker.batch_size, recipe.batch_sizes)
+    compiled = recipe.worker.compiles(torch.device(device))
+    networks = _kept_networks(recipe.encoding.sealed(), device, compiled)
+    towers = Towers(*networks, recipe.worker.batch_size, recipe.batch_sizes)
+    if compiled:
+        compile_now(towers, recipe.buckets.all)
+    return towers
+
+
+def compile_now(towers: TextTowers, buckets: Iterable[Bucket] = ()) -> None:
+    """Have what is compiled when it is first run be compiled, before a tar's time counts.
+
+    Raises:
+        UnfitNode: it cannot be compiled here.
+    """
+    try:
+        towers.warm_up(buckets)
+    except TorchDynamoException as error:
+        raise UnfitNode(
+            f"torch.compile fails on {os.uname().nodename} ({' '.join(str(error).split())[:300]}). On GPUs it needs a "
+            f"C compiler beside torch's triton. Install one there, or set workers.compile to false."
+        ) from error
 
 
 @functools.lru_cache(maxsize=1)
@@ -146,8 +167,11 @@ def with_fresh_towers(recipe: Recipe, store: Store, device: str) -> Derivation:
     """How the source's parts become the job's: by the text towers that encode its captions. Raises as `load_towers`."""
     assert recipe.source is not None
     how, worker = recipe.source.conversion, recipe.worker
-    texts = _kept_texts(recipe.encoding.sealed(), how.fresh, device, worker.compile)
+    on = torch.device(device)
+    texts = _kept_texts(recipe.encoding.sealed(), how.fresh, device, worker.compiles(on))
     towers = TextTowers(texts, worker.batch_size, recipe.batch_sizes)
+    if worker.compiles(on):
+        compile_now(towers)
     source = open_store(recipe.source.place)
     if not has_uncond(store):
         write_uncond(store, kept_uncond(load_uncond(source).items(), how) | towers.empty_caption(), recipe.encoding)
@@ -156,8 +180,7 @@ def with_fresh_towers(recipe: Recipe, store: Store, device: str) -> Derivation:
         made = (wait() for wait in towers.start_captions(captions))
         return ((caption.latents, caption.truncated) for caption in made)
 
-    on = torch.device(device)
-    settings: Settings = {"device": made_by(on).gpu, **recipe.batches}
+    settings: Settings = {"device": made_by(on).gpu, **recipe.batches(on)}
     settings = {f"derived.{name}": value for name, value in settings.items()}
     return Derivation(source, store, how, encode, on, settings)
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from diffusers import AutoencoderKL
+from diffusers.models.attention_processor import Attention, AttnProcessor2_0
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 from transformers import CLIPTokenizer
@@ -16,8 +17,19 @@ from examples.shapes.encoders.text import labelled_captions
 from examples.shapes.encoders.vae import draw_pictures
 from examples.shapes.models import MODELS
 from precompute.describe import TextConfig, TextTowerConfig, describe_image, describe_text
-from precompute.encode.encoders import EncodedCaption, ImageEncoder, TextEncoder
+from precompute.encode.encoders import (
+    EncodedCaption,
+    ImageEncoder,
+    TextEncoder,
+    attend_by_products,
+    attends_by_products,
+)
 from precompute.encode.networks import Precision, autocast
+from precompute.encode.recipe import WorkerConfig
+from precompute.encode.towers import TextTowers, Towers
+from precompute.encode.worker import compile_now
+from shards.base.errors import UnfitNode
+from shards.format.buckets import Bucket
 
 CPU = torch.device("cpu")
 BATCH = 8
@@ -160,6 +172,30 @@ def test_captions_are_cut_and_padded_as_the_tokenizer_does_it(models: Path) -> N
     ]
 
 
+def odd_captions(number: int) -> list[str]:
+    """Of any characters there are: scripts, emoji, control characters, long runs, nothing."""
+    random = np.random.default_rng(7)
+    ranges = [(32, 127), (0, 0x250), (0x370, 0x600), (0x900, 0xE00), (0x3040, 0xD7A4), (0x1F300, 0x1FAFF), (32, 34)]
+    captions = []
+    for _ in range(number):
+        first, last = ranges[random.integers(len(ranges))]
+        captions.append("".join(map(chr, random.integers(first, last, random.integers(0, 60)))))
+    return captions
+
+
+def test_ids_are_the_tokenizers_own_on_odd_captions() -> None:
+    encoder, captions = text_encoder("float32"), odd_captions(10_000)
+    tokenizer = CLIPTokenizer.from_pretrained(MODELS / "tokenizer")
+    length = encoder.tower.max_tokens
+    for first in range(0, len(captions), 64):
+        batch = captions[first : first + 64]
+        expected = tokenizer(batch, padding="max_length", max_length=length, truncation=True, return_tensors="pt")
+        ids, mask, truncated = encoder.tokenize(batch, 64)
+        assert torch.equal(ids[: len(batch)], expected.input_ids)
+        assert torch.equal(mask[: len(batch)], expected.attention_mask)
+        assert truncated == [len(row) > length for row in tokenizer(batch, verbose=False).input_ids]
+
+
 def test_a_compiled_encoder_gives_the_same(
     pictures: list[np.ndarray], captions: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -179,11 +215,19 @@ def test_a_compiled_encoder_gives_the_same(
     assert 0 < num_image_graphs < len(seen)
 
 
-def test_attention_takes_the_fused_kernel(models: Path, captions: list[str], tmp_path: Path) -> None:
-    """In CLIP, and in the middle of a VAE that attends there, as Stable Diffusion's does."""
+def attending_vae(folder: Path, channels: int) -> Path:
+    """A VAE that attends in its middle, over all channels with one head, as Stable Diffusion's does."""
     torch.manual_seed(0)
-    vae = AutoencoderKL(block_out_channels=[8], norm_num_groups=4, layers_per_block=1, mid_block_add_attention=True)
-    vae.save_pretrained(tmp_path / "vae")
+    vae = AutoencoderKL(
+        block_out_channels=[channels], norm_num_groups=4, layers_per_block=1, mid_block_add_attention=True
+    )
+    vae.save_pretrained(folder / "vae")
+    return folder
+
+
+def test_attention_takes_the_fused_kernel(models: Path, captions: list[str], tmp_path: Path) -> None:
+    """In CLIP, and in the middle of a VAE."""
+    attending_vae(tmp_path, 8)
     image = image_encoder_of(tmp_path / "vae", "bfloat16")
     text = text_encoder_of(models, "bfloat16")
     for encode in (lambda: image([np.zeros((16, 16, 3), np.uint8)], 1), lambda: text(captions, BATCH)):
@@ -192,6 +236,79 @@ def test_attention_takes_the_fused_kernel(models: Path, captions: list[str], tmp
         kernels = {event.name for event in profiler.events()}
         assert "aten::_scaled_dot_product_flash_attention_for_cpu" in kernels, kernels
         assert not kernels & {"aten::baddbmm", "aten::_scaled_dot_product_attention_math"}
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_wide_heads_attend_by_products_within_rounding(
+    pictures: list[np.ndarray], precision: Precision, tmp_path: Path
+) -> None:
+    """As on a GPU, whose fast kernels take up to 256 channels; the middle of Stable Diffusion's VAE has 512."""
+    vae = attending_vae(tmp_path, 264) / "vae"
+    fused, products = image_encoder_of(vae, precision), image_encoder_of(vae, precision)
+    attend_by_products(products.model)
+    attend_by_products(products.lowered)
+    small = [picture[::4, ::4] for picture in pictures[:2]]
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        found = products(small, 2)
+    kernels = {event.name for event in profiler.events()}
+    assert "aten::baddbmm" in kernels and not any("scaled_dot_product" in name for name in kernels)
+    assert share_of_deviation(found, fused(small, 2)) < LARGEST[precision]
+
+
+def test_narrow_heads_keep_the_fused_kernel_and_a_cpu_every_head(tmp_path: Path) -> None:
+    narrow = AutoencoderKL.from_pretrained(attending_vae(tmp_path / "narrow", 8) / "vae")
+    before = [type(module.processor) for module in narrow.modules() if isinstance(module, Attention)]
+    attend_by_products(narrow)
+    after = [type(module.processor) for module in narrow.modules() if isinstance(module, Attention)]
+    assert before == after and before
+    assert attends_by_products(torch.device("cuda")) and not attends_by_products(CPU)
+    wide = image_encoder_of(attending_vae(tmp_path / "wide", 264) / "vae", "float32")
+    assert {type(module.processor) for module in wide.model.modules() if isinstance(module, Attention)} == {
+        AttnProcessor2_0
+    }
+
+
+def test_a_network_is_compiled_for_every_shape(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.compile itself gives up after eight, and says so in a log alone."""
+    seen = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> object:
+        seen.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
+    image = image_encoder_of(models / "vae", "float32", compiled=True)
+    for width in range(1, 13):
+        image([np.zeros((8, 8 * width, 3), np.uint8)], 1)
+    assert len(seen) == 12
+
+
+def test_towers_are_warmed_up_once_for_every_bucket_and_for_captions(models: Path) -> None:
+    image, text = image_encoder_of(models / "vae", "float32"), text_encoder_of(models, "float32")
+    towers, started = Towers(image, {"text": text}, {}, batch_size=2), []
+    for network in (image, text):
+        start = network.start
+        network.start = lambda inputs, count, start=start: started.append(inputs[0].shape) or start(inputs, count)  # type: ignore
+    buckets = [Bucket(8, 8), Bucket(16, 8)]
+    for _ in range(2):
+        towers.warm_up(buckets)
+    assert [tuple(shape) for shape in started] == [(2, 16), (2, 8, 8, 3), (2, 8, 16, 3)]
+
+
+def test_a_node_that_cannot_compile_says_what_it_lacks(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> object:
+        raise RuntimeError("Failed to find C compiler. Please specify via CC environment variable.")
+
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
+    text = text_encoder_of(models, "float32", compiled=True)
+    with pytest.raises(UnfitNode, match=r"torch\.compile fails on .*Failed to find C compiler.*workers\.compile to"):
+        compile_now(TextTowers({"text": text}, batch_size=2))
+
+
+def test_towers_are_compiled_on_gpus_where_nothing_else_is_said() -> None:
+    cuda = torch.device("cuda")
+    assert [WorkerConfig(compile=said).compiles(cuda) for said in (None, True, False)] == [True, True, False]
+    assert [WorkerConfig(compile=said).compiles(CPU) for said in (None, True, False)] == [False, True, False]
 
 
 def test_autocast_is_off_in_float32() -> None:

@@ -1,4 +1,4 @@
-"""`python -m bench.checkpoint`: how long a save keeps training waiting, and what it adds to a run's memory.
+"""`python -m bench.outputs.checkpoint`: how long a save keeps training waiting, and what it adds to a run's memory.
 
 By default at a tenth of SD2's size; `--widths 320 640 1280 1280` is SD2, and takes 33 GB (20 with `--synchronous`). The
 network takes steps on one 64x64 picture. A step is timed, the saves after it, and the steps beside which
@@ -38,7 +38,7 @@ def network(folder: Path, widths: list[int]) -> Path:
 
 def main() -> None:
     """Measure, and print a section of the figures."""
-    parser = argparse.ArgumentParser(prog="bench.checkpoint", description=__doc__)
+    parser = argparse.ArgumentParser(prog="bench.outputs.checkpoint", description=__doc__)
     parser.add_argument("--widths", type=int, nargs=4, default=[96, 192, 384, 384], help="channels of blocks")
     parser.add_argument("--synchronous", action="store_true", help="checkpoint.asynchronous: false")
     options = parser.parse_args(sys.argv[1:])
@@ -95,7 +95,7 @@ def main() -> None:
         ]
     kind = "synchronous" if options.synchronous else "asynchronous"
     body = f"Saves are {kind}. A checkpoint is {size / 2**30:.2f} GB.\n\n" + table(["", ""], rows)
-    print(section("A checkpoint", "bench.checkpoint", body))
+    print(section("A checkpoint", "bench.outputs.checkpoint", body))
 
 
 if __name__ == "__main__":

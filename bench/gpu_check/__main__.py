@@ -1,0 +1,174 @@
+"""`python -m bench.gpu_check --output runs/gpu-check`: is this GPU right, how fast is it, where does its time go?
+
+Ten minutes; each part in a process of its own, so that one that fails or takes too long loses nothing of the others.
+Writes gpu-check.json, which `make plan ARGS="--measured FILE"` reads, and gpu-check.md. It exits with 1 where a check
+does not hold or a part did not end. `--device cpu --small` rehearses it without a GPU.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.gpu_check.page import page
+from bench.gpu_check.parts import PARTS
+from bench.kit.common import command
+from plan.measured import BenchFile, Measurement
+from shards.base.errors import RequestError, WorkError, exit_code_of
+
+TAIL = 15
+"""Lines of its output by which a part that failed is shown."""
+MINUTES = 10.0
+"""For which the parts' shares are made."""
+LEAST_SECONDS = 10.0
+"""With less than this left, a part is not begun."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """What all parts share."""
+
+    device: str
+    small: bool
+    output: Path
+    minutes: float
+    begun: float
+    """By the monotonic clock."""
+
+    def seconds_for(self, name: str) -> float:
+        """What a part may take: its own share of the time, and no more than is left."""
+        left = 60 * self.minutes - (time.monotonic() - self.begun)
+        return min(PARTS[name].seconds * self.minutes / MINUTES, left)
+
+
+def check(arguments: list[str]) -> None:
+    """Run the parts, and write what they found.
+
+    Raises:
+        RequestError: there is no GPU, or no such part.
+        WorkError: a check does not hold, or a part did not end.
+    """
+    options = parse(arguments)
+    if options.device.startswith("cuda") and not torch.cuda.is_available():
+        raise RequestError("torch sees no GPU here. `--device cpu --small` rehearses the check without one.")
+    if unknown := sorted(set(options.parts) - set(PARTS)):
+        raise RequestError(f"there is no part {', '.join(unknown)}; there are {', '.join(PARTS)}")
+    run = Run(options.device, options.small, options.output, options.minutes, time.monotonic())
+    parts = dict(run_parts(run, options.parts or list(PARTS)))
+    bench = bench_file(parts)
+    run.output.mkdir(parents=True, exist_ok=True)
+    (run.output / "gpu-check.json").write_text(bench.model_dump_json(indent=2, exclude_none=True) + "\n")
+    text = page(bench, options.predicted, time.monotonic() - run.begun)
+    (run.output / "gpu-check.md").write_text(text)
+    print(text)
+    wrong = [name for name, part in parts.items() if part["outcome"] != "done" or not right(part)]
+    if wrong:
+        raise WorkError(f"not right, or not ended: {', '.join(wrong)}. {run.output / 'gpu-check.md'} says what.")
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    """The options."""
+    parser = argparse.ArgumentParser(prog="bench.gpu_check", description=__doc__)
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; default: all")
+    parser.add_argument("--output", type=Path, default=Path("runs/gpu-check"))
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--small", action="store_true", help="small networks, and no compiler: a rehearsal")
+    parser.add_argument("--minutes", type=float, default=MINUTES, help="for all of it; a slow machine needs more")
+    parser.add_argument(
+        "--predicted", nargs="*", default=[], help="benchmark files with a model's rates to compare with"
+    )
+    return parser.parse_args(arguments)
+
+
+def run_parts(run: Run, names: list[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Those whose times do not matter side by side, then the others one by one."""
+    together = [name for name in names if not PARTS[name].alone]
+    cores = len(os.sched_getaffinity(0))
+    with ThreadPoolExecutor(max(1, cores // 3)) as pool:
+        yield from zip(together, pool.map(lambda name: run_part(run, name), together), strict=True)
+    yield from ((name, run_part(run, name)) for name in names if PARTS[name].alone)
+
+
+def run_part(run: Run, name: str) -> dict[str, Any]:
+    """One part in a process of its own: what it found, how it ended, and how long it took."""
+    begun, path = time.monotonic(), run.output / "parts" / f"{name}.json"
+    path.unlink(missing_ok=True)
+    seconds = run.seconds_for(name)
+    outcome = "not begun: no time was left"
+    if seconds > LEAST_SECONDS:
+        print(f"{name} …", file=sys.stderr, flush=True)
+        outcome = outcome_of(run, name, seconds, path)
+    found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    took = round(time.monotonic() - begun, 1)
+    return {"checks": [], "tables": {}, "figures": {}, **found, "outcome": outcome, "seconds": took}
+
+
+def outcome_of(run: Run, name: str, seconds: float, path: Path) -> str:
+    """Run it; `done`, or what became of it."""
+    words = [sys.executable, "-W", "ignore", "-m", "bench.gpu_check.parts", name, "--device", run.device]
+    words += ["--seconds", f"{seconds:.0f}", "--output", str(path), *(["--small"] if run.small else [])]
+    log = path.with_suffix(".log")
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("w") as file:
+        try:
+            code = subprocess.run(words, stdout=file, stderr=subprocess.STDOUT, timeout=seconds).returncode
+        except subprocess.TimeoutExpired:
+            return f"ended after {seconds:.0f} s"
+    tail = "\n".join(log.read_text(errors="replace").splitlines()[-TAIL:])
+    return "done" if code == 0 else f"failed with exit code {code}:\n{tail}"
+
+
+def right(part: dict[str, Any]) -> bool:
+    """Whether all of a part's checks hold."""
+    return all(line["right"] for line in part["checks"])
+
+
+def bench_file(parts: dict[str, dict[str, Any]]) -> BenchFile:
+    """Of each stage and bucket the best rate, as a plan reads it; and all that was found, which it leaves aside."""
+    best: dict[tuple[str, str | None], Measurement] = {}
+    for measurement in measurements(parts):
+        key = measurement.stage, measurement.bucket
+        known = best.get(key)
+        if known is None or measurement.images_per_second_per_gpu > known.images_per_second_per_gpu:
+            best[key] = measurement
+    figures = parts.get("machine", {}).get("figures", {})
+    return BenchFile(
+        device=figures.get("device", "unknown"),
+        gpus=1,
+        date=str(date.today()),
+        command=command("bench.gpu_check"),
+        measurements=list(best.values()),
+        details=parts,
+    )
+
+
+def measurements(parts: dict[str, dict[str, Any]]) -> Iterator[Measurement]:
+    """Every rate that a part found."""
+    tables = [part["tables"] for part in parts.values()]
+    for row in (row for table in tables for row in table.get("steps", []) if row.get("per_second")):
+        yield Measurement(
+            stage="train",
+            bucket=row["bucket"],
+            images_per_second_per_gpu=row["per_second"],
+            global_batch_size=row["batch"],
+            microbatch_size=row["microbatch"],
+        )
+    for row in (row for table in tables for row in table.get("encoders", []) if row.get("per_second")):
+        if row["what"] == "text":
+            yield Measurement(stage="text", images_per_second_per_gpu=row["per_second"])
+        elif row["what"] not in ("mixed", "ids"):
+            yield Measurement(stage="encode", bucket=row["what"], images_per_second_per_gpu=row["per_second"])
+
+
+if __name__ == "__main__":
+    sys.exit(exit_code_of(lambda: check(sys.argv[1:])))

@@ -1,0 +1,129 @@
+"""Every attention kernel that torch has, on the shapes of the U-Net and of the VAE's middle: right, and how fast."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from diffusers.models.attention_processor import Attention, AttnProcessor, AttnProcessor2_0
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from bench.gpu_check.findings import Findings
+from bench.gpu_check.setup import Setup
+from bench.kit.common import synchronize
+
+BACKENDS = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+LOWERED = 0.02
+"""Largest error of bfloat16, as a share of the exact values: root mean squares of both."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One attention: (N, heads, tokens, head_dim) queries, and as many keys and values of `keys` tokens."""
+
+    name: str
+    batch: int
+    heads: int
+    tokens: int
+    keys: int
+    head_dim: int
+
+
+def shapes(setup: Setup) -> list[Shape]:
+    """Of Stable Diffusion 2's U-Net at 512 px, its two largest self-attentions and its captions."""
+    if setup.small:
+        return [Shape("self", 2, 2, 16, 16, 8), Shape("captions", 2, 2, 16, 7, 8)]
+    return [
+        Shape("self, 64 × 64", 32, 5, 4096, 4096, 64),
+        Shape("self, 32 × 32", 32, 10, 1024, 1024, 64),
+        Shape("captions, 64 × 64", 32, 5, 4096, 77, 64),
+    ]
+
+
+def attention(setup: Setup, found: Findings) -> None:
+    """Forward and backward by each kernel in bfloat16 against float32 by plain products; a kernel that refuses a shape
+    is a row."""
+    for shape in shapes(setup):
+        made = torch.Generator(setup.device).manual_seed(0)
+        sizes = [(shape.batch, shape.heads, n, shape.head_dim) for n in (shape.tokens, shape.keys, shape.keys)]
+        inputs = [torch.randn(size, generator=made, device=setup.device) for size in sizes]
+        few = [tensor[:2] for tensor in inputs]
+        exact = both_ways(SDPBackend.MATH, few)
+        for name, backend in BACKENDS.items():
+            compare(setup, found, shape.name, name, backend, inputs, exact)
+    middle(setup, found)
+
+
+def compare(
+    setup: Setup,
+    found: Findings,
+    shape: str,
+    name: str,
+    backend: SDPBackend,
+    inputs: list[Tensor],
+    exact: list[Tensor],
+) -> None:
+    """One kernel on one shape."""
+    lowered = [tensor.to(torch.bfloat16) for tensor in inputs]
+    try:
+        results = both_ways(backend, [tensor[:2] for tensor in lowered])
+    except RuntimeError as error:
+        found.row("attention", shape=shape, kernel=name, ms=None, note=str(error).splitlines()[0][:80])
+        return
+    error = max(error_of(result, reference) for result, reference in zip(results, exact, strict=True))
+    found.check(f"attention {shape}, {name}: error of values and gradients", error, LOWERED)
+    ms = 1e3 * seconds_of(lambda: both_ways(backend, lowered), setup)
+    found.row("attention", shape=shape, kernel=name, ms=round(ms, 3), note="forward and backward")
+
+
+def both_ways(backend: SDPBackend, inputs: list[Tensor]) -> list[Tensor]:
+    """Values, and the gradients of their squares' sum with respect to queries, keys and values."""
+    leaves = [tensor.detach().requires_grad_() for tensor in inputs]
+    with sdpa_kernel(backend):
+        values = F.scaled_dot_product_attention(*leaves)
+        return [values.detach(), *torch.autograd.grad(values, leaves, values.detach())]
+
+
+def middle(setup: Setup, found: Findings) -> None:
+    """The attention in the middle of the VAE's encoder, one head over all channels: as products, and as one call."""
+    channels, tokens, batch = (64, 64, 2) if setup.small else (512, 4096, 32)
+    torch.manual_seed(0)
+    module: Any = Attention(channels, heads=1, dim_head=channels, bias=True)
+    module = module.to(setup.device).requires_grad_(False)
+    states = torch.randn(batch, tokens, channels, device=setup.device)
+    module.set_processor(AttnProcessor())
+    with torch.inference_mode():
+        exact = module(states[:2])
+        for name, processor in (("plain products", AttnProcessor()), ("one call", AttnProcessor2_0())):
+            module.set_processor(processor)
+            with torch.autocast(setup.device.type, torch.bfloat16):
+                error = error_of(module(states[:2]), exact)
+                ms = 1e3 * seconds_of(lambda: module(states), setup)
+            found.check(f"attention in the VAE's middle, {name}: error", error, LOWERED)
+            found.row("attention", shape="the VAE's middle", kernel=name, ms=round(ms, 3), note="forward")
+
+
+def error_of(result: Tensor, reference: Tensor) -> float:
+    """Root mean square of the difference over that of the reference."""
+    return float((result.float() - reference).norm() / reference.norm())
+
+
+def seconds_of(function: Callable[[], object], setup: Setup, rounds: int = 10) -> float:
+    """Of one call, after two that do not count."""
+    rounds = 2 if setup.small else rounds
+    for _ in range(2):
+        function()
+    synchronize(setup.device)
+    start = time.perf_counter()
+    for _ in range(rounds):
+        function()
+    synchronize(setup.device)
+    return (time.perf_counter() - start) / rounds

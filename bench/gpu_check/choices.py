@@ -1,0 +1,66 @@
+"""What only a GPU can choose, timed and chosen nowhere: a pass forward and back of the bare, compiled U-Net."""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from bench.gpu_check.findings import Findings
+from bench.gpu_check.setup import Setup
+from bench.kit.common import synchronize
+from bench.train_step import TEXT_LENGTH, latent_hw
+from train.model.norms import use_low_precision_norms
+from train.model.unet import build_unet
+
+
+def choices(setup: Setup, found: Findings) -> None:
+    """As the trainer has it; then with one thing changed at a time, the longest to compile last."""
+    base = passes(setup, {}, lowered=False)
+    found.row("choices", what="as the trainer has it", ms=timed(setup, base))
+    torch.backends.cudnn.benchmark = True
+    found.row("choices", what="cudnn.benchmark", ms=timed(setup, base))
+    torch.backends.cudnn.benchmark = False
+    variants: list[tuple[str, dict[str, Any], bool]] = [
+        ("bfloat16 weights (a float32 master would be the optimizer's)", {}, True),
+        ("max-autotune-no-cudagraphs", {"mode": "max-autotune-no-cudagraphs"}, False),
+    ]
+    for what, how, lowered in variants:
+        ms = timed(setup, passes(setup, how, lowered)) if found.has_time else None
+        found.row("choices", what=what if ms else f"{what}: left out, no time", ms=ms)
+
+
+def passes(setup: Setup, how: dict[str, Any], lowered: bool) -> Callable[[], None]:
+    """Forward and backward of one microbatch at the larger size; `how`: options of torch.compile."""
+    torch.compiler.reset()
+    unet = build_unet(setup.unet, 0)
+    use_low_precision_norms(unet)
+    dtype = torch.bfloat16 if lowered else torch.float32
+    unet.to(setup.device, dtype=dtype, memory_format=torch.channels_last)
+    unet.compile(**how)
+    bucket = setup.buckets[1]
+    size = setup.microbatches(bucket)[0]
+    latents = torch.randn(size, unet.config.in_channels, *latent_hw(bucket), device=setup.device, dtype=dtype)
+    states = torch.randn(size, TEXT_LENGTH, unet.config.cross_attention_dim, device=setup.device, dtype=dtype)
+    timesteps = torch.arange(size, device=setup.device)
+
+    def run() -> None:
+        with torch.autocast(setup.device.type, torch.bfloat16, enabled=not lowered):
+            prediction = unet(latents, timesteps, states).sample
+        prediction.float().square().mean().backward()
+        unet.zero_grad(set_to_none=True)
+
+    return run
+
+
+def timed(setup: Setup, run: Callable[[], None]) -> float:
+    """Milliseconds of one, after three that do not count."""
+    rounds = 1 if setup.small else 10
+    for _ in range(3):
+        run()
+    synchronize(setup.device)
+    start = time.perf_counter()
+    for _ in range(rounds):
+        run()
+    synchronize(setup.device)
+    return 1e3 * (time.perf_counter() - start) / rounds

@@ -1,0 +1,130 @@
+"""Whether training computes on this device what it computes elsewhere: precisions, compiling, splitting, draws."""
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from bench.gpu_check.findings import Findings
+from bench.gpu_check.setup import Setup
+from bench.train_step import DTYPES, Setting, make_batch
+from train.data.draws import Draws, Purpose
+from train.loop import Run
+from train.model.optimizer import OptimizerConfig, make_adamw
+from train.model.sharding import split_weights
+from train.model.unet import build_unet
+
+BUCKET, BATCH, MICROBATCH = "64x64", 16, 8
+FAST = {"optimizer": {"lr": 1e-3}, "schedule": {"warmup_steps": 5}}
+"""A small network's losses are to fall within some tens of steps."""
+LOWERED, ROUNDED = 0.02, 1e-3
+"""Largest difference of a curve, as a share of its first loss: of a lower precision, and of another order of sums."""
+PURPOSES = (Purpose.NOISE, Purpose.TIMESTEP, Purpose.POSTERIOR)
+
+
+def curves(setup: Setup, found: Findings) -> None:
+    """The trainer's losses in each precision against float32's, and float32's on the device against the CPU's."""
+    exact = losses(setup, "float32")
+    found.figure("float32", exact)
+    middle = len(exact) // 2
+    found.check("float32: the losses fall (last half over first)", mean(exact[middle:]) / mean(exact[:middle]), 1.0)
+    for precision in setup.precisions[1:]:
+        lowered = losses(setup, precision)
+        found.figure(precision, lowered)
+        found.check(f"{precision}: largest difference from float32's curve", apart(lowered, exact), LOWERED)
+    if setup.device.type != "cpu":
+        on_cpu = losses(Setup(torch.device("cpu"), setup.small), "float32")
+        found.check("float32: largest difference from the CPU's curve", apart(exact, on_cpu), ROUNDED)
+
+
+def compiling(setup: Setup, found: Findings) -> None:
+    """The compiled step's losses against the eager one's."""
+    cases = (("float32", ROUNDED, False), ("bfloat16", LOWERED, True))
+    for precision, most, low_norms in cases[setup.small :]:
+        eager, compiled = losses(setup, precision), losses(setup, precision, True, low_norms)
+        how = precision + " and low precision norms" * low_norms
+        found.check(f"{how}: largest difference of the compiled curve from the eager one", apart(compiled, eager), most)
+
+
+def losses(setup: Setup, precision: str, compiled: bool = False, low_precision_norms: bool = False) -> list[float]:
+    """Of `setup.steps` of the trainer's own steps on one batch, whose draws differ from step to step."""
+    torch.compiler.reset()
+    setting = Setting(BUCKET, MICROBATCH, setup.device.type == "cuda", low_precision_norms, compiled)
+    with setup.training(setting, precision, setup.curve_unet, BATCH, **FAST) as (run, step):
+        for _ in range(setup.steps):
+            step()
+        run.results.collect(run.state)
+        found = list(run.state.losses)
+    return found  # where float16's scaler skips steps until it has found its scale, their losses too
+
+
+def apart(curve: list[float], reference: list[float]) -> float:
+    """The largest difference at a step, as a share of the reference's first loss; infinite where one is shorter."""
+    if len(curve) != len(reference):
+        return float("inf")
+    return max(abs(a - b) for a, b in zip(curve, reference, strict=True)) / reference[0]
+
+
+def mean(values: list[float]) -> float:
+    """Of a few numbers."""
+    return sum(values) / len(values)
+
+
+def splitting(setup: Setup, found: Findings) -> None:
+    """Weights split by FSDP2 over one process, against whole ones: the same losses."""
+    with tempfile.TemporaryDirectory() as folder:
+        store = dist.FileStore(str(Path(folder) / "store"), 1)
+        dist.init_process_group("nccl" if setup.device.type == "cuda" else "gloo", store=store, rank=0, world_size=1)
+        try:
+            for precision, most in (("float32", ROUNDED), ("bfloat16", LOWERED)):
+                whole, split = (plain_losses(setup, precision, split) for split in (False, True))
+                found.check(f"{precision}: largest difference of the split curve", apart(split, whole), most)
+        finally:
+            dist.destroy_process_group()
+
+
+def plain_losses(setup: Setup, precision: Any, split: bool) -> list[float]:
+    """As `losses`, without accelerate, which on one process splits nothing."""
+    setting = Setting(BUCKET, MICROBATCH)
+    with setup.training(setting, "float32", setup.curve_unet, BATCH, **FAST) as (run, _):
+        return list(plain_steps(setup, run, precision, split))
+
+
+def plain_steps(setup: Setup, run: Run, precision: Any, split: bool) -> list[float]:
+    """The run's loss over a network of its own."""
+    unet = build_unet(setup.curve_unet, 0).to(setup.device)
+    batch = make_batch(BUCKET, BATCH, unet).to(setup.device)
+    if split:
+        split_weights(unet, "full", precision)
+    adamw = make_adamw(unet.parameters(), OptimizerConfig(lr=1e-3))
+    found = []
+    for step in range(setup.steps):
+        with torch.autocast(setup.device.type, DTYPES[precision], enabled=precision != "float32"):
+            loss = run.loss(unet, batch, Draws(0, step, batch.slots)).total.mean()
+        loss.backward()
+        adamw.step()
+        adamw.zero_grad()
+        found.append(float(loss.detach()))
+    return found
+
+
+def draws(setup: Setup, found: Findings) -> None:
+    """Random words and uniforms are bit-equal to the CPU's; normals differ by what its logarithms and sines round."""
+    slots = torch.arange(64)
+    here, there = (Draws(1234, 567, slots.to(device)) for device in ("cpu", setup.device))
+    for purpose in PURPOSES:
+        same = torch.equal(here.words(purpose, 4096), there.words(purpose, 4096).cpu())
+        found.check(f"{purpose.name}: words that differ from the CPU's", float(not same), 0)
+    same = torch.equal(here.uniform(Purpose.TIMESTEP), there.uniform(Purpose.TIMESTEP).cpu())
+    found.check("uniforms that differ from the CPU's", float(not same), 0)
+    shape = (4, 32, 32)
+    ours, theirs = (each.normal(Purpose.NOISE, shape).cpu() for each in (here, there))
+    found.check("normals: largest difference from the CPU's", largest(ours - theirs), 1e-5)
+
+
+def largest(differences: Tensor) -> float:
+    """Of all, without sign."""
+    return float(differences.abs().max())

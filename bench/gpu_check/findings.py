@@ -1,0 +1,47 @@
+"""What a part of the check found: saved with every line, so that a part which dies loses only what it had not done."""
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+Row = dict[str, str | int | float | bool | None]
+
+
+class Findings:
+    """Checks that hold or not, rows of tables, and figures, of one part."""
+
+    def __init__(self, path: Path, seconds: float = float("inf")):
+        """`seconds`: from now on, after which nothing long should be begun."""
+        self.path = path
+        self.ends = time.monotonic() + seconds
+        self.checks: list[Row] = []
+        self.tables: dict[str, list[Row]] = {}
+        self.figures: dict[str, Any] = {}
+        self.save()
+
+    def check(self, what: str, value: float, at_most: float) -> None:
+        """One thing that is right where `value` is at most `at_most`; one that is not finite is not."""
+        self.checks.append({"what": what, "value": value, "at_most": at_most, "right": value <= at_most})
+        self.save()
+
+    def row(self, table: str, **cells: str | int | float | bool | None) -> None:
+        """One more line of a table."""
+        self.tables.setdefault(table, []).append(cells)
+        self.save()
+
+    def figure(self, name: str, value: Any) -> None:
+        """A number, or a few, that later parts or the page use."""
+        self.figures[name] = value
+        self.save()
+
+    @property
+    def has_time(self) -> bool:
+        """Whether something long may still be begun."""
+        return time.monotonic() < self.ends
+
+    def save(self) -> None:
+        """Put what there is into the file."""
+        content = {"checks": self.checks, "tables": self.tables, "figures": self.figures}
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.path.write_text(json.dumps(content, indent=1) + "\n")

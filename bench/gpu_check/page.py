@@ -1,0 +1,139 @@
+"""The page: what is not right, how fast it is beside what was predicted, and where the time goes."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from bench.kit.common import table
+from plan.facts import GPU_KINDS
+from plan.measured import BenchFile, Measurement, Rate, read_rates
+
+Parts = dict[str, dict[str, Any]]
+
+
+def page(bench: BenchFile, predicted: list[str], seconds: float) -> str:
+    """Markdown of a whole check.
+
+    Args:
+        predicted: benchmark files, of a model or of others' machines, whose rates stand beside the measured ones.
+
+    Raises:
+        RequestError: one of these is missing, or is no benchmark file.
+    """
+    parts = bench.details
+    sections = [
+        f"# GPU check: {bench.device}\n\n`{bench.command}`, {bench.date}, {seconds:.0f} s.",
+        verdict(parts),
+        *filter(None, (make(parts) for make in (unfinished, wrong))),
+        rates(bench, predicted),
+        *filter(None, (make(parts) for make in (step, memory))),
+        *tables(parts),
+    ]
+    return "\n\n".join(sections) + "\n"
+
+
+def verdict(parts: Parts) -> str:
+    """In a sentence."""
+    checks = [line for part in parts.values() for line in part["checks"]]
+    done = sum(part["outcome"] == "done" for part in parts.values())
+    held = sum(line["right"] for line in checks)
+    return f"**{held} of {len(checks)} checks hold; {done} of {len(parts)} parts ended by themselves.**"
+
+
+def unfinished(parts: Parts) -> str | None:
+    """Parts that did not end, and their last words."""
+    rest = [(name, part) for name, part in parts.items() if part["outcome"] != "done"]
+    said = [f"**{name}**, after {part['seconds']:.0f} s:\n\n```\n{part['outcome']}\n```" for name, part in rest]
+    return "\n\n".join(["## Parts that did not end", *said]) if rest else None
+
+
+def wrong(parts: Parts) -> str | None:
+    """Checks that do not hold."""
+    rows = [(name, *line) for name, *line, right in checked(parts) if not right]
+    return "## What is not right\n\n" + table(("part", "what", "found", "at most"), rows) if rows else None
+
+
+def checked(parts: Parts) -> Iterator[tuple[Any, ...]]:
+    """Every check: part, what, found, at most, whether it holds."""
+    for name, part in parts.items():
+        for line in part["checks"]:
+            yield name, line["what"], f"{line['value']:.3g}", f"{line['at_most']:.3g}", line["right"]
+
+
+def rates(bench: BenchFile, predicted: list[str]) -> str:
+    """Each stage's best rate on this one GPU, beside the predicted one."""
+    kind = next((kind for kind in GPU_KINDS if kind.lower() in bench.device.lower()), bench.device)
+    models = read_rates(predicted, kind)
+    rows = [rate_row(item, models.of(item.stage, item.bucket)) for item in bench.measurements]
+    text = "## How fast\n\n" + table(("stage", "bucket", "microbatch", "per second", "predicted", "of it", "by"), rows)
+    aside = f"\n\nOf another kind of device, and left aside: {', '.join(models.left_aside)}." * bool(models.left_aside)
+    return text + aside
+
+
+def rate_row(item: Measurement, models: list[Rate]) -> list[object]:
+    """`models`: what was predicted of it, by rising GPUs."""
+    found = item.images_per_second_per_gpu
+    start = [item.stage, item.bucket or "", item.microbatch_size or "", f"{found:,.1f}"]
+    if not models:
+        return [*start, "", "", ""]
+    per_gpu = models[0].images_per_second_per_gpu
+    return [*start, f"{per_gpu:,.1f}", f"{found / per_gpu:.0%}", models[0].source]
+
+
+def step(parts: Parts) -> str | None:
+    """Where the time of a step goes, and what its arithmetic alone would take."""
+    part = parts.get("profile", {})
+    whole, rows = part.get("figures", {}).get("step"), part.get("tables", {}).get("kernels")
+    if not whole or not rows:
+        return None
+    total = 1e3 * whole["seconds"]
+    ideal = sum(row["at_the_matrix_rate_ms"] for row in rows)
+    cells = [
+        (
+            row["what"],
+            row["launches"],
+            f"{row['ms']:.2f}",
+            f"{row['ms'] / total:.1%}",
+            f"{row['at_the_matrix_rate_ms']:.2f}",
+            f"{(row['ms'] - row['at_the_matrix_rate_ms']) / total:.1%}",
+        )
+        for row in sorted(rows, key=lambda row: -row["ms"])
+    ]
+    head = ("kernels", "launches", "ms", "of the step", "at the matrix rate, ms", "lost, of the step")
+    return (
+        f"## Where a step's time goes\n\nA step of {whole['images']} images takes {total:.1f} ms, "
+        f"{whole['images'] / whole['seconds']:.1f} images/s. Its arithmetic takes {ideal:.1f} ms at the "
+        f"{whole['matrix TFLOP/s']:.4g} TFLOP/s of a large bfloat16 product in the same run: **{ideal / total:.1%} of "
+        f"the limit**.\n\n" + table(head, cells)
+    )
+
+
+def memory(parts: Parts) -> str | None:
+    """What the profiled step held."""
+    figures = parts.get("profile", {}).get("figures", {})
+    if "memory GB" not in figures:
+        return None
+    most, weights = figures["memory GB"], figures["weights and optimizer GB"]
+    return f"At most {most:.2f} GB were held, {weights:.2f} GB of them weights, gradients and optimizer."
+
+
+def tables(parts: Parts) -> Iterator[str]:
+    """What else was found, as it stands, and all checks."""
+    for name, part in parts.items():
+        for title, rows in part["tables"].items():
+            if title != "kernels":
+                head = list(dict.fromkeys(key for row in rows for key in row))
+                yield f"## {title.capitalize()} ({name})\n\n" + table(
+                    head, ([cell(row.get(k)) for k in head] for row in rows)
+                )
+    figures = [(name, key, cell(value)) for name, part in parts.items() for key, value in part["figures"].items()]
+    yield "## Figures\n\n" + table(("part", "what", "value"), figures)
+    yield "## All checks\n\n" + table(("part", "what", "found", "at most", "right"), checked(parts))
+
+
+def cell(value: Any) -> str:
+    """A value in four digits."""
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, list):
+        return ", ".join(map(cell, value))
+    return "" if value is None else str(value)

@@ -1,0 +1,93 @@
+"""What the check runs: Stable Diffusion 2's sizes on a GPU, and sizes for a rehearsal without one."""
+
+from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+
+from bench.encode import Sizes, sizes_for
+from bench.train_step import Setting, trainer
+from train.__main__ import ACCELERATE_PRECISION
+from train.loop import Run
+from train.model.unet import build_unet
+
+REHEARSED = Path(__file__).with_name("rehearsal_unet.json")
+PRECISIONS = ("float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True)
+class Setup:
+    """Where the check runs, and how large."""
+
+    device: torch.device
+    small: bool
+    """A rehearsal: the same code on small networks, compiled without a compiler of C++."""
+
+    @property
+    def unet(self) -> Path:
+        """Whose speed is measured."""
+        return REHEARSED if self.small else Path("configs/unet/sd2-base.json")
+
+    @property
+    def curve_unet(self) -> Path:
+        """Whose losses are compared."""
+        return REHEARSED if self.small else Path("examples/shapes/unet.json")
+
+    @property
+    def buckets(self) -> tuple[str, str]:
+        """The two phases'."""
+        return ("64x64", "128x128") if self.small else ("256x256", "512x512")
+
+    def microbatches(self, bucket: str) -> tuple[int, ...]:
+        """Those that are timed; the likely best first."""
+        if self.small:
+            return (4,)
+        return (256, 128) if bucket == self.buckets[0] else (64, 32)
+
+    @property
+    def batch(self) -> int:
+        """Images of a step."""
+        return 8 if self.small else 256
+
+    @property
+    def steps(self) -> int:
+        """Of a curve."""
+        return 4 if self.small else 40
+
+    @property
+    def encoders(self) -> Sizes:
+        """VAE and text encoder."""
+        return sizes_for(torch.device("cpu" if self.small else "cuda"))
+
+    @property
+    def precisions(self) -> tuple[str, ...]:
+        """That the device trains in; accelerate refuses float16 on a CPU."""
+        return PRECISIONS if self.device.type == "cuda" else PRECISIONS[:2]
+
+    @contextmanager
+    def training(
+        self, setting: Setting, precision: str, unet: Path, batch: int, **fields: Any
+    ) -> Iterator[tuple[Run, Any]]:
+        """The trainer's own step, on a batch in memory. `fields`: of the training config."""
+        AcceleratorState._reset_state(reset_partial_state=True)
+        accelerator = Accelerator(mixed_precision=ACCELERATE_PRECISION[precision], cpu=self.device.type == "cpu")
+        options = Namespace(batch=batch, unet=unet, precision=precision)
+        fields.setdefault("log", {"tracker": "none", "every": 10**6})
+        with trainer(setting, options, accelerator, build_unet(unet, 0), **fields) as running:
+            yield running
+
+
+def use_no_compiler() -> None:
+    """Have torch.compile trace, and run what it traced as it stands: as far as a rehearsal can go in seconds."""
+    compile_with = torch.compile
+
+    def traced(*arguments: Any, **options: Any) -> Any:
+        return compile_with(*arguments, **{**options, "backend": "eager", "mode": None})
+
+    torch.compile = traced  # type: ignore[assignment]

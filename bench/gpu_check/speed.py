@@ -1,0 +1,182 @@
+"""How fast the machine is, the trainer's step on it, and the loader that feeds it; where a step's time goes."""
+
+import platform
+import re
+import tempfile
+import time
+from argparse import Namespace
+from collections import Counter
+from collections.abc import Iterable
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from torch.autograd.profiler_util import FunctionEvent
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.flop_counter import FlopCounterMode
+
+from bench.gpu_check.findings import Findings
+from bench.gpu_check.setup import Setup
+from bench.kit.common import matmul_tflops, synchronize
+from bench.kit.roots import encoding_record, make_root
+from bench.loader import BATCH, SD2_TEXT, Reading
+from bench.train_step import TEXT_LENGTH, Setting, latent_hw, measure
+from train.model.backbone import BackboneConfig
+from train.model.fit import on_meta
+from train.model.flops import TRAIN_OVER_FORWARD
+from train.model.unet import build_unet
+from train.run.meter import peak_memory
+
+PACKAGES = ("torch", "triton", "transformers", "diffusers", "accelerate", "numpy")
+CLASSES = (
+    ("norms", r"^triton_(red|per)"),
+    ("elementwise", r"^triton_poi"),
+    ("optimizer", r"multi_tensor|adam|foreach"),
+    ("copies", r"memcpy|memset|::(copy_|to|_to_copy|clone|contiguous)$"),
+    ("attention", r"flash|fmha|attention|sdpa"),
+    ("convolutions", r"conv|implicit|fprop|dgrad|wgrad|cudnn"),
+    ("products", r"gemm|nvjet|cutlass|cublas|mm$|::linear|matmul|triton_tem"),
+    ("norms", r"norm"),
+    ("elementwise", r"elementwise|::(add|mul|div|silu|gelu|sub|pow|sum|mean|cat)"),
+)
+"""Class of kernels, and what their names hold; the first that fits."""
+ARITHMETIC = {"convolutions": "convolution", "products": "mm|linear", "attention": "bmm|attention"}
+"""Class of kernels → operators of torch's FLOP counter, where it counts any."""
+
+
+def machine(setup: Setup, found: Findings) -> None:
+    """What a large matrix product and a copy reach here, and which versions run."""
+    device = setup.device
+    found.figure("device", torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU {platform.machine()}")
+    found.figure("versions", {name: installed(name) for name in PACKAGES} | {"python": platform.python_version()})
+    for name in ("bfloat16", "float16", "float32"):
+        found.figure(f"{name} TFLOP/s", matmul_tflops(device, getattr(torch, name), 256 if setup.small else None))
+    source = torch.empty(1 << (20 if setup.small else 32), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    target.copy_(source)
+    synchronize(device)
+    start = time.perf_counter()
+    for _ in range(5):
+        target.copy_(source)
+    synchronize(device)
+    found.figure("copy GB/s, read and written", 10 * len(source) / (time.perf_counter() - start) / 1e9)
+
+
+def installed(name: str) -> str | None:
+    """A package's version."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def training(setup: Setup, found: Findings, which: int) -> None:
+    """Whole steps of bucket number `which`, compiled, at each microbatch; then not compiled."""
+    bucket = setup.buckets[which]
+    sizes = setup.microbatches(bucket)
+    settings = [Setting(bucket, size, True, True, True) for size in sizes] + [Setting(bucket, sizes[0], True, True)]
+    options = Namespace(batch=setup.batch, unet=setup.unet, precision="bfloat16", seconds=0.1 if setup.small else 8)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    accelerator = Accelerator(mixed_precision="bf16", cpu=setup.device.type == "cpu")
+    for number, setting in enumerate(settings):
+        said: dict[str, Any] = {"bucket": bucket, "microbatch": setting.microbatch_size, "with": setting.words}
+        said["batch"] = setup.batch
+        if number and not found.has_time:
+            found.row("steps", **said, note="left out: no time")
+            continue
+        start = time.perf_counter()
+        result = measure(setting, options, accelerator, build_unet(setup.unet, 0))
+        note = "out of memory" if result.images_per_second is None else f"{time.perf_counter() - start:.0f} s in all"
+        rates = {"per_second": result.images_per_second, "tflops": result.tflops, "memory_gb": result.memory_gb}
+        found.row("steps", **said, **rates, note=note)
+
+
+def loading(setup: Setup, found: Findings) -> None:
+    """The loader alone: samples of the first phase's size from the page cache, in batches."""
+    samples = 2 * BATCH if setup.small else 16 * BATCH
+    with tempfile.TemporaryDirectory() as folder:
+        root = make_root(Path(folder) / "root", {setup.buckets[0]: [samples // 2] * 2}, SD2_TEXT)
+        for workers in (0,) if setup.small else (1, 8):
+            reading = Reading(root, setup.buckets[0], workers)
+            reading()
+            start = time.perf_counter()
+            reading()
+            per_second = reading.spec.steps_per_epoch * BATCH / (time.perf_counter() - start)
+            reading.batches.close()
+            found.row("loader", processes=workers, per_second=per_second)
+
+
+def profiling(setup: Setup, found: Findings) -> None:
+    """One step at the larger size, kernel by kernel, beside what its arithmetic would take at the matrix rate."""
+    bucket, device = setup.buckets[1], setup.device
+    setting = Setting(bucket, setup.microbatches(bucket)[0], True, True, True)
+    batch = setting.microbatch_size * (1 if setup.small else 2)
+    activity = ProfilerActivity.CUDA if device.type == "cuda" else ProfilerActivity.CPU
+    with setup.training(setting, "bfloat16", setup.unet, batch) as (run, step):
+        for _ in range(3):
+            step()
+        synchronize(device)
+        start = time.perf_counter()
+        step()
+        synchronize(device)
+        seconds = time.perf_counter() - start
+        with profile(activities=[activity]) as profiler:
+            step()
+            synchronize(device)
+        found.figure("memory GB", peak_memory(device) / 2**30)
+        found.figure("weights and optimizer GB", 16 * sum(p.numel() for p in run.unet.parameters()) / 2**30)
+    describe_step(setup, found, profiler.events() or [], seconds, batch)
+
+
+def describe_step(setup: Setup, found: Findings, events: Iterable[FunctionEvent], seconds: float, batch: int) -> None:
+    """Rows by class of kernels, what they should have taken, and the gaps between them."""
+    rate = matmul_tflops(setup.device, side=256 if setup.small else None)
+    counted = step_flops(setup, batch)
+    on_gpu = setup.device.type == "cuda"
+    kernels = [event for event in events if event.device_type.name == ("CUDA" if on_gpu else "CPU")]
+    times, launches = Counter[str](), Counter[str]()
+    for event in kernels:
+        name = class_of(event.name)
+        times[name] += event.time_range.elapsed_us() if on_gpu else event.self_cpu_time_total
+        launches[name] += 1
+    busy = sum(times.values()) / 1e6
+    found.figure("step", {"seconds": seconds, "images": batch, "matrix TFLOP/s": rate})
+    for name, microseconds in times.most_common():
+        ideal = counted.get(name, 0) / rate / 1e12
+        found.row(
+            "kernels", what=name, ms=microseconds / 1e3, launches=launches[name], at_the_matrix_rate_ms=ideal * 1e3
+        )
+    found.row("kernels", what="gaps", ms=max(0.0, seconds - busy) * 1e3, launches=0, at_the_matrix_rate_ms=0.0)
+    slowest = Counter[str]()
+    for event in kernels:
+        slowest[event.name] += event.time_range.elapsed_us() if on_gpu else event.self_cpu_time_total
+    for kernel, microseconds in slowest.most_common(20):
+        found.row("slowest kernels", kernel=kernel[:100], ms=microseconds / 1e3)
+
+
+def class_of(kernel: str) -> str:
+    """Of a kernel, or on a CPU an operator, by its name."""
+    return next((name for name, pattern in CLASSES if re.search(pattern, kernel.lower())), "other")
+
+
+def step_flops(setup: Setup, batch: int) -> dict[str, float]:
+    """FLOPs of a step by class, three times the forward pass's, counted without numbers."""
+    unet = build_unet(setup.unet, None)
+    record = encoding_record(TEXT_LENGTH, unet.config.cross_attention_dim)
+    backbone = BackboneConfig().resolved(record.texts)
+    _, call = on_meta(unet, backbone, record, latent_hw(setup.buckets[1]))
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        call()
+    counts = counter.get_flop_counts()["Global"].items()
+    # without numbers, attention is two batched products
+    fits = partial(re.search, flags=re.IGNORECASE)
+    found: Counter[str] = Counter()
+    for operator, flops in counts:
+        kind = "attention" if fits(ARITHMETIC["attention"], str(operator)) else None
+        kind = kind or next((name for name, pattern in ARITHMETIC.items() if fits(pattern, str(operator))), "other")
+        found[kind] += TRAIN_OVER_FORWARD * batch * flops
+    return dict(found)

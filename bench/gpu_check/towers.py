@@ -1,0 +1,81 @@
+"""The two encoders: a sample's numbers do not depend on its batch, and how fast they are."""
+
+import tempfile
+from argparse import Namespace
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import bench.encode
+from bench.encode import load_encoders, save_models
+from bench.gpu_check.findings import Findings
+from bench.gpu_check.setup import Setup
+from precompute.encode.encoders import TextEncoder
+from precompute.encode.networks import Precision
+
+LARGEST: dict[Precision, float] = {"float32": 3e-3, "float16": 0.05, "bfloat16": 0.05}
+"""Of a difference, as a share of the values' standard deviation."""
+
+
+def batches(setup: Setup, found: Findings) -> None:
+    """Each picture and caption of a full batch, against the same one alone in a batch that its copies fill up."""
+    size, alone = (4, (0, 3)) if setup.small else (16, (0, 7, 15))
+    precisions: tuple[Precision, ...] = ("bfloat16",) if setup.small else ("float32", "bfloat16", "float16")
+    random = np.random.default_rng(0)
+    buckets = setup.encoders.buckets
+    pictures = {b: list(random.integers(0, 256, (size, b.height, b.width, 3), np.uint8)) for b in buckets}
+    captions = [f"picture {i} of nothing in particular, in many colours" for i in range(size)]
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        save_models(setup.encoders, folder)
+        for precision in precisions:
+            eager: dict[str, Tensor] = {}
+            for compiled in (False, True):
+                image, text = load_encoders(folder, setup.device, precision, compiled)
+                how = f"{precision}{', compiled' * compiled}"
+                made = {f"VAE {bucket}": image(of_bucket, size) for bucket, of_bucket in pictures.items()}
+                made["captions"] = states_of(text, captions, size)
+                equal = dict.fromkeys(made, 0)
+                for i in alone:
+                    again = {f"VAE {b}": image([of_b[i]], size) for b, of_b in pictures.items()}
+                    again["captions"] = states_of(text, [captions[i]], size)
+                    for name, rows in again.items():
+                        apart = share(rows[0], made[name][i])
+                        found.check(f"{name}, {how}: number {i} alone against in its batch", apart, LARGEST[precision])
+                        equal[name] += bool(rows[0].equal(made[name][i]))
+                for name, count in equal.items():
+                    found.row("bit-equal", what=name, how=how, equal=count, of=len(alone))
+                for name, rows in made.items() if compiled else ():
+                    found.check(
+                        f"{name}, {precision}: compiled against eager", share(rows, eager[name]), LARGEST[precision]
+                    )
+                eager = made
+
+
+def states_of(text: TextEncoder, captions: list[str], size: int) -> Tensor:
+    """(N, tokens, width)."""
+    made = [caption.latents.states for caption in text(captions, size)]
+    return torch.stack([states for states in made if states is not None])
+
+
+def share(found: Tensor, expected: Tensor) -> float:
+    """The largest difference over the values' standard deviation."""
+    return float((found.float() - expected.float()).abs().max() / expected.float().std())
+
+
+def rates(setup: Setup, found: Findings) -> None:
+    """Pictures of both sizes, of their mixture, and captions, per second; compiled first."""
+    precision = "bfloat16" if setup.small else "float16"
+    for compiled in (True, False):
+        if not found.has_time:
+            found.row("encoders", what="left out: no time", compiled=compiled, per_second=None, tflops=None)
+            continue
+        torch.compiler.reset()
+        options = Namespace(precision=precision, compile=compiled, batch_size=64, batches=33)
+        if setup.small:
+            options.batch_size, options.batches = 2, 2
+        measured = bench.encode.measure(options, setup.encoders, setup.device)
+        for what, (per_second, tflops) in measured.items():
+            found.row("encoders", what=what, compiled=compiled, per_second=per_second, tflops=tflops)

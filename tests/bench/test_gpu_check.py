@@ -1,0 +1,163 @@
+"""The GPU check, rehearsed on the CPU; and that a part which fails, or takes too long, loses nothing of the others."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import bench.gpu_check.__main__ as gpu_check
+from bench.gpu_check import speed
+from bench.gpu_check.correctness import apart
+from bench.gpu_check.findings import Findings
+from bench.gpu_check.page import page
+from bench.gpu_check.parts import PARTS
+from bench.gpu_check.setup import Setup, use_no_compiler
+from plan.measured import read_rates
+from shards.base.errors import RequestError, WorkError
+
+SETUP = Setup(torch.device("cpu"), small=True)
+QUICK = ("draws", "curves", "splitting", "batches", "machine", "encoders", "profile", "attention", "loader")
+"""What else there is compiles the U-Net: `make gpu-check ARGS="--device cpu --small"` runs it too."""
+WHAT_IT_IS_GIVEN = """
+import sys
+for name in ("streaming", "ray"):
+    sys.modules[name] = None
+import bench.gpu_check.__main__
+"""
+
+
+@pytest.fixture(scope="module")
+def rehearsed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, object]]:
+    """What each quick part found, in this process."""
+    folder, found = tmp_path_factory.mktemp("parts"), {}
+    compile_with = torch.compile
+    use_no_compiler()
+    try:
+        for name in QUICK:
+            path = folder / f"{name}.json"
+            PARTS[name].run(SETUP, Findings(path))
+            found[name] = {**json.loads(path.read_text()), "outcome": "done", "seconds": 1.0}
+    finally:
+        torch.compile = compile_with  # type: ignore[assignment]
+    return found
+
+
+def test_every_part_finds_that_the_cpu_is_right(rehearsed: dict[str, dict[str, object]]) -> None:
+    for name, part in rehearsed.items():
+        assert gpu_check.right(part), (name, part["checks"])
+        assert part["checks"] or part["tables"] or part["figures"], name
+    assert {line["kernel"] for line in rehearsed["attention"]["tables"]["attention"]} >= {"flash", "cudnn", "math"}  # type: ignore[index]
+
+
+def test_a_plan_reads_the_file_and_the_page_says_where_the_time_goes(
+    rehearsed: dict[str, dict[str, object]], tmp_path: Path
+) -> None:
+    file = gpu_check.bench_file(rehearsed)
+    (tmp_path / "gpu-check.json").write_text(file.model_dump_json(exclude_none=True))
+    read = read_rates([str(tmp_path / "gpu-check.json")], "CPU")
+    assert read.of("encode", "128x128")[0].images_per_second_per_gpu > 0 and read.of("text", None)
+    model = file.model_copy(update={"command": "a model", "details": {}})
+    (tmp_path / "model.json").write_text(model.model_dump_json(exclude_none=True))
+    text = page(file, [str(tmp_path / "model.json")], 60.0)
+    assert "checks hold; 9 of 9 parts ended by themselves." in text
+    assert "100%" in text and "a model" in text  # measured over predicted
+    for said in ("of the limit**", "| convolutions |", "| gaps |", "GB were held"):
+        assert said in text
+
+
+def test_what_is_wrong_leads_the_page_and_fails_the_check(tmp_path: Path) -> None:
+    found = Findings(tmp_path / "part.json")
+    found.check("a curve", float("nan"), 0.1)
+    found.check("another", 0.05, 0.1)
+    part = {**json.loads((tmp_path / "part.json").read_text()), "outcome": "done", "seconds": 1.0}
+    assert not gpu_check.right(part)
+    text = page(gpu_check.bench_file({"curves": part}), [], 1.0)
+    assert (
+        "**1 of 2 checks hold" in text and "## What is not right\n\n" in text and "| curves | a curve | nan |" in text
+    )
+
+
+def test_parts_that_fail_or_do_not_end_lose_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process of one fails, that of one is ended, one has no time left; what a part had found by then counts."""
+
+    def stand_in(words: list[str], **how: object) -> subprocess.CompletedProcess[str]:
+        name, output = words[words.index("bench.gpu_check.parts") + 1], Path(words[words.index("--output") + 1])
+        Findings(output).check(f"of {name}", 0.0, 1.0)
+        code = {
+            "draws": "print('said'); raise SystemExit(3)",
+            "machine": "import time; time.sleep(60)",
+            "loader": "",
+        }[name]
+        how["timeout"] = 0.5 if name == "machine" else 60.0
+        return run([sys.executable, "-c", code], **how)  # type: ignore[call-overload, no-any-return]
+
+    run = subprocess.run
+    monkeypatch.setattr(subprocess, "run", stand_in)
+    with pytest.raises(WorkError, match=r"not right, or not ended: draws, machine\. .*gpu-check\.md says what"):
+        gpu_check.check(["draws", "machine", "loader", "--device", "cpu", "--small", "--output", str(tmp_path)])
+    parts = json.loads((tmp_path / "gpu-check.json").read_text())["details"]
+    assert parts["draws"]["outcome"] == "failed with exit code 3:\nsaid"
+    assert parts["machine"]["outcome"].startswith("ended after")
+    assert parts["loader"]["outcome"] == "done"
+    assert [part["checks"][0]["what"] for part in parts.values()] == ["of draws", "of machine", "of loader"]
+    late = gpu_check.Run("cpu", True, tmp_path, 0.0, time.monotonic())
+    assert gpu_check.run_part(late, "loader")["outcome"] == "not begun: no time was left"
+
+
+def test_what_is_asked_for_must_be_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(RequestError, match="there is no part drawing; there are draws, curves"):
+        gpu_check.check(["drawing", "--device", "cpu", "--output", str(tmp_path)])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(RequestError, match=r"torch sees no GPU here\. `--device cpu --small` rehearses"):
+        gpu_check.check(["--output", str(tmp_path)])
+
+
+def test_a_setting_is_left_out_where_time_is_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first is always begun."""
+    timed = []
+    result = speed.measure.__annotations__["return"]
+    monkeypatch.setattr(speed, "measure", lambda setting, *_: timed.append(setting) or result(setting, 10.0, 1.0, 0.5))
+    found = Findings(tmp_path / "part.json", seconds=0.0)
+    speed.training(SETUP, found, 1)
+    assert len(timed) == 1 and [row["note"] for row in found.tables["steps"]][1:] == ["left out: no time"]
+
+
+def test_curves_of_different_lengths_are_infinitely_apart() -> None:
+    assert apart([1.0, 2.0], [1.0]) == float("inf")
+    assert apart([2.0, 1.5], [2.0, 1.0]) == 0.25
+
+
+@pytest.mark.parametrize(
+    ("kernel", "kind"),
+    [
+        ("sm90_xmma_fprop_implicit_gemm_bf16bf16_bf16f32_f32_nhwckrsc_nhwc_tilesize128x128x64", "convolutions"),
+        ("cutlass__5x_cudnn::Kernel<cutlass_tensorop_bf16_s16816dgrad_optimized>", "convolutions"),
+        ("nvjet_tst_192x192_64x4_2x1_v_bz_coopB_TNT", "products"),
+        ("void pytorch_flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel", "attention"),
+        ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16", "attention"),
+        ("triton_red_fused_native_group_norm_silu_12", "norms"),
+        ("triton_poi_fused__to_copy_add_7", "elementwise"),
+        ("void at::native::(anonymous namespace)::multi_tensor_apply_kernel<FusedAdam>", "optimizer"),
+        ("Memcpy HtoD (Pinned -> Device)", "copies"),
+        ("a_kernel_of_tomorrow", "other"),
+    ],
+)
+def test_kernels_have_classes(kernel: str, kind: str) -> None:
+    assert speed.class_of(kernel) == kind
+
+
+def test_the_arithmetic_of_stable_diffusion_2_by_class() -> None:
+    """Of 32 images at 512 px: what was counted elsewhere, op by op, in TFLOP."""
+    counted = speed.step_flops(Setup(torch.device("cpu"), small=False), 32)
+    found = {name: round(flops / 1e12, 1) for name, flops in counted.items()}
+    assert sum(found.values()) == pytest.approx(32 * 3 * 0.8043, rel=0.01)
+    assert found["convolutions"] == pytest.approx(40.2, rel=0.03)
+    assert found["attention"] < found["products"] < found["convolutions"]
+
+
+def test_it_is_imported_without_streaming_and_ray() -> None:
+    subprocess.run([sys.executable, "-c", WHAT_IT_IS_GIVEN], check=True, timeout=300)
