@@ -11,6 +11,7 @@ import yaml
 
 from tests.forked import server
 from train.run.metrics import read_json_lines
+from train.run.saving.checkpoint import list_checkpoints, verify_checkpoint
 
 UNET = Path(__file__).with_name("tiny_unet.json")
 PYTHON = (sys.executable,)
@@ -74,6 +75,23 @@ def curve(run_dir: Path) -> tuple[list[float], list[list[str]]]:
     """Losses and sample keys per step."""
     losses = [row["loss"] for row in read_json_lines(run_dir / "metrics.jsonl")]
     return losses, [row["keys"] for row in read_json_lines(run_dir / "samples.jsonl")]
+
+
+def compare(run: Path, undisturbed: Path) -> dict[str, Any]:
+    """Hold a finished run against the undisturbed one; what is equal, as figures."""
+    found, expected = curve(run), curve(undisturbed)
+    assert found == expected
+    last = [list_checkpoints(folder)[-1] for folder in (run, undisturbed)]
+    assert last[0].name == last[1].name
+    assert verify_checkpoint(last[0]).content["files"] == verify_checkpoint(last[1]).content["files"]
+    difference = max(abs(a - b) for a, b in zip(found[0], expected[0], strict=True))
+    return {"steps": len(found[0]), "largest_difference": difference, "sample_lines_equal": len(found[1])}
+
+
+def last_step(run: Path) -> int:
+    """The step of the last whole line of metrics.jsonl."""
+    rows = read_json_lines(run / "metrics.jsonl")
+    return int(rows[-1]["step"]) if rows else 0
 
 
 def rank_processes(pid: int) -> list[psutil.Process]:

@@ -19,12 +19,10 @@ from typing import Any
 import pytest
 
 from tests import ranks
-from tests.runs import curve, environment, launcher, rank_processes, train_fields, write_config
+from tests.runs import compare, environment, last_step, launcher, rank_processes, train_fields, write_config
 from train.__main__ import run as command
 from train.run import launches
-from train.run.metrics import read_json_lines
 from train.run.saving import writer as checkpoint
-from train.run.saving.checkpoint import list_checkpoints, verify_checkpoint
 
 FIGURES = Path(__file__).parents[2] / "runs" / "faults" / "train.json"
 STAGES = [
@@ -110,23 +108,6 @@ def run_fields(latents: Path, run_dir: Path, max_steps: int, **changes: Any) -> 
     """A checkpoint after every second step: about half of the time goes into writing them."""
     changes = {"checkpoint": {"every": 2, "keep": 2}, "collective_timeout": 120.0} | changes
     return train_fields(latents, run_dir, max_steps=max_steps, **changes)
-
-
-def compare(run: Path, undisturbed: Path) -> dict[str, Any]:
-    """Hold a finished run against the undisturbed one; what is equal, as figures."""
-    found, expected = curve(run), curve(undisturbed)
-    assert found == expected
-    last = [list_checkpoints(folder)[-1] for folder in (run, undisturbed)]
-    assert last[0].name == last[1].name
-    assert verify_checkpoint(last[0]).content["files"] == verify_checkpoint(last[1]).content["files"]
-    difference = max(abs(a - b) for a, b in zip(found[0], expected[0], strict=True))
-    return {"steps": len(found[0]), "largest_difference": difference, "sample_lines_equal": len(found[1])}
-
-
-def last_step(run: Path) -> int:
-    """The step of the last whole line of metrics.jsonl."""
-    rows = read_json_lines(run / "metrics.jsonl")
-    return int(rows[-1]["step"]) if rows else 0
 
 
 def kill_at_random(latents: Path, folder: Path, name: str, undisturbed: Path, rng: random.Random) -> dict[str, Any]:

@@ -1,0 +1,142 @@
+"""deploy/ as far as it can be held without a cloud: schemas, and each command by the program that will read it."""
+
+import json
+import re
+import shlex
+import subprocess
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from ray.autoscaler._private.util import prepare_config, validate_config
+
+from precompute.config import PrecomputeConfig
+from shards.base.config import load_config
+from tests.deploy.crds import MANIFESTS, problems, strict
+from train.__main__ import read_config
+from train.launch import launch_command_parser
+
+ROOT = Path(__file__).parents[2]
+DEPLOY = ROOT / "deploy"
+IMAGE = "latentmill:" + metadata.version("latentmill")
+
+
+def manifest(name: str) -> Any:
+    """One of deploy/kubernetes."""
+    return yaml.safe_load((MANIFESTS / name).read_text())
+
+
+def values_of(tree: Any, key: str) -> list[Any]:
+    """Every value of that key, at any depth."""
+    if isinstance(tree, list):
+        return [value for item in tree for value in values_of(item, key)]
+    if not isinstance(tree, dict):
+        return []
+    here = [tree[key]] if key in tree else []
+    return here + [value for item in tree.values() for value in values_of(item, key)]
+
+
+def precompute_config(words: list[str]) -> PrecomputeConfig:
+    """Of `python -m precompute --config FILE …`."""
+    assert words[:4] == ["python", "-m", "precompute", "--config"]
+    return load_config(PrecomputeConfig, str(ROOT / words[4]), words[5:], "precompute", "")
+
+
+def test_ray_accepts_the_cluster_and_its_job() -> None:
+    """By the function that `ray up` calls before it asks the cloud."""
+    config = prepare_config(yaml.safe_load((DEPLOY / "ray" / "aws.yaml").read_text()))
+    validate_config(config)
+    workers = config["available_node_types"]["gpu"]
+    assert (workers["min_workers"], workers["max_workers"]) == (0, 16)
+    with pytest.raises(Exception, match="max_worker"):
+        validate_config(config | {"max_worker": 1})
+
+
+def test_pods_are_the_image_of_this_version_and_not_root() -> None:
+    for path in MANIFESTS.glob("*.yaml"):
+        tree = manifest(path.name)
+        assert set(values_of(tree, "image")) <= {IMAGE}, path
+        assert len(values_of(tree, "containers")) == len(values_of(tree, "securityContext")), path
+        assert all(context == {"runAsNonRoot": True, "runAsUser": 1000, "fsGroup": 1000}
+                   for context in values_of(tree, "securityContext")), path  # fmt: skip
+
+
+def test_the_cluster_is_of_the_ray_in_the_image_and_scales_from_nothing() -> None:
+    spec = manifest("raycluster.yaml")["spec"]
+    locked = re.search(r"^ray\[?.*==([\d.]+)", (ROOT / "requirements.lock").read_text(), re.MULTILINE)
+    assert locked is not None and spec["rayVersion"] == locked[1]
+    assert spec["authOptions"] == {"mode": "token"} and spec["enableInTreeAutoscaling"]
+    (workers,) = spec["workerGroupSpecs"]
+    assert workers["minReplicas"] == 0 < workers["maxReplicas"]
+    limits = workers["template"]["spec"]["containers"][0]["resources"]["limits"]
+    defaults = PrecomputeConfig.model_fields["workers"].annotation()  # type: ignore[misc]
+    assert limits["cpu"] >= limits["nvidia.com/gpu"] * defaults.num_cpus  # or GPUs would be idle
+
+
+def test_the_rayjob_asks_for_what_stage_1_understands() -> None:
+    job = manifest("rayjob.yaml")["spec"]
+    assert job["clusterSelector"]["ray.io/cluster"] == manifest("raycluster.yaml")["metadata"]["name"]
+    config = precompute_config(shlex.split(job["entrypoint"]))
+    assert (config.shards, str(config.output)) == ("all", "s3://bucket/latents")
+
+
+def test_the_jobset_launches_what_stage_2_understands() -> None:
+    tree = manifest("jobset.yaml")
+    (job,) = tree["spec"]["replicatedJobs"]
+    spec = job["template"]["spec"]
+    (container,) = spec["template"]["spec"]["containers"]
+    assert container["command"] == ["python", "-m", "train.launch"]
+    words = [word.replace("$(JOB_COMPLETION_INDEX)", "1") for word in container["args"]]
+    flags, trainer = words[: words.index("-m")], words[words.index("-m") + 2 :]
+    launched = launch_command_parser().parse_args([*flags, "-m", "train"])
+    nodes, gpus = spec["completions"], container["resources"]["limits"]["nvidia.com/gpu"]
+    assert (launched.num_machines, launched.num_processes, launched.machine_rank) == (nodes, nodes * gpus, 1)
+    first_pod = f"{tree['metadata']['name']}-{job['name']}-0-0.{tree['metadata']['name']}"
+    assert launched.main_process_ip == first_pod and spec["parallelism"] == nodes
+    config = read_config([f"--config={ROOT / 'configs/phase1.yaml'}", *trainer[1:]])
+    pod = spec["template"]["spec"]
+    assert str(config.run_dir).startswith("/runs/") and pod["terminationGracePeriodSeconds"] > config.checkpoint.grace
+
+
+def test_the_jobset_begins_again_on_75_and_not_on_2() -> None:
+    """As JobSet decides: the first rule whose reason and pattern fit the Job's failure."""
+    tree = manifest("jobset.yaml")["spec"]
+    (exits, disrupted) = tree["replicatedJobs"][0]["template"]["spec"]["podFailurePolicy"]["rules"]
+    assert exits["onExitCodes"]["values"] == [2, 75] and disrupted["onPodConditions"][0]["type"] == "DisruptionTarget"
+
+    def action(message: str) -> str:
+        return next(
+            rule["action"]
+            for rule in tree["failurePolicy"]["rules"]
+            if any(re.search(pattern, message) for pattern in rule.get("onJobFailureMessagePatterns", [""]))
+        )
+
+    said = "Container trainer for pod default/latentmill-train-x failed with exit code {} matching FailJob rule"
+    assert action(said.format(2)) == "FailJobSet"
+    assert action(said.format(75)) == "RestartJobSetAndIgnoreMaxRestarts"
+    assert (
+        action("Pod default/x has condition DisruptionTarget matching FailJob") == "RestartJobSetAndIgnoreMaxRestarts"
+    )
+
+
+@pytest.mark.parametrize("script", sorted(DEPLOY.glob("slurm/*.sbatch")), ids=lambda path: path.name)
+def test_sbatch_scripts_parse(script: Path) -> None:
+    found = subprocess.run(["bash", "-n", str(script)], capture_output=True, text=True, timeout=30)
+    assert found.returncode == 0, found.stderr
+    lines = script.read_text().splitlines()
+    last = max(i for i, line in enumerate(lines) if line.startswith("#SBATCH"))
+    assert all(line.startswith("#") for line in lines[: last + 1])  # sbatch reads no further than the first command
+
+
+def test_what_a_schema_does_not_have_is_found() -> None:
+    """Of tests/deploy/crds.py."""
+    spec = {"type": "object", "required": ["size"], "properties": {"size": {"x-kubernetes-int-or-string": True}}}
+    known = {("a/v1", "B"): strict({"type": "object", "properties": {
+        "apiVersion": {"type": "string"}, "kind": {"type": "string"}, "spec": spec}})}  # fmt: skip
+    sound = {"apiVersion": "a/v1", "kind": "B", "spec": {"size": "1Gi"}}
+    assert list(problems(sound, known)) == [] == list(problems(sound | {"spec": {"size": 1}}, known))
+    wrong = list(problems(sound | {"spec": {"sizes": [1]}}, known))
+    assert any("'sizes' was unexpected" in line for line in wrong) and any("'size' is a required" in w for w in wrong)
+    assert json.dumps(list(problems(sound | {"kind": "C"}, known))) == '["no schema of a/v1 C"]'

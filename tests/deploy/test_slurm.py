@@ -1,0 +1,194 @@
+"""The recipes of deploy/slurm under Debian's Slurm, on two nodes of one machine: `make test-slurm`.
+
+Whatever Slurm does to a training, its curve and last checkpoint are those of the undisturbed one, bit for bit.
+"""
+
+import json
+import random
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shards.open import open_store
+from shards.root.committed import load_books, load_receipts
+from shards.tools.verify import verify_root
+from tests import ranks
+from tests.deploy.machines import missing, wait_until
+from tests.deploy.slurm import PROGRAMS, Slurm
+from tests.faults.world import make_world
+from tests.roots import precompute_arguments, tree
+from tests.runs import PYTHON, compare, environment, last_step, train_fields, write_config
+
+pytestmark = [pytest.mark.slow, pytest.mark.slurm]
+REPOSITORY = Path(__file__).parents[2]
+TRAIN, PRECOMPUTE = "deploy/slurm/train.sbatch", "deploy/slurm/precompute.sbatch"
+SMALL = ["--nodes", "2", "--ntasks-per-node", "1", "--cpus-per-task", "1"]
+"""What is said otherwise than in the scripts: sixteen ranks would not fit this machine."""
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
+    if missing(*PROGRAMS):
+        pytest.fail(f"These tests need {', '.join(missing(*PROGRAMS))}: make test-slurm, as root")
+    variables = environment(PYTHONPATH=str(REPOSITORY), PYTHON=PYTHON[0], GLOO_SOCKET_IFNAME="eth0")
+    with Slurm(tmp_path_factory.mktemp("slurm"), REPOSITORY, variables) as cluster:
+        yield cluster
+
+
+class Training:
+    """A job of deploy/slurm/train.sbatch, on two nodes of one rank each, and what is done to it."""
+
+    def __init__(self, slurm: Slurm, latents: Path, folder: Path, max_steps: int, every: int):
+        self.slurm, self.folder, self.run = slurm, folder, folder / "run"
+        changes = {"checkpoint": {"every": every, "keep": 2}, "collective_timeout": 60.0, "takeover_after": 5.0}
+        self.config = write_config(folder, train_fields(latents, self.run, max_steps=max_steps, **changes))
+        undisturbed = train_fields(latents, folder / "undisturbed", max_steps=max_steps, **changes)
+        self.undisturbed = write_config(folder, undisturbed)
+        self.log = folder / "log"
+        self.job = slurm.submit(*SMALL, "--output", str(self.log), TRAIN, "--config", str(self.config))
+        self.events: list[str] = []
+        self.lost = 0
+        """Steps that were done, and are not kept."""
+
+    def reach(self, step: int) -> None:
+        """Wait until a step is done."""
+        wait_until(lambda: last_step(self.run) >= step, 300)
+
+    def requeue(self) -> None:
+        """As an administrator, or a preemption, does it: SIGTERM, and SIGKILL 30 s later."""
+        self.slurm.login.run("scontrol", "requeue", str(self.job))
+        self._again()
+
+    def usr1(self) -> None:
+        """As `--signal` has it before the time limit."""
+        self.slurm.login.run("scancel", "--signal", "USR1", str(self.job))
+        self._again()
+
+    def power_cut(self) -> None:
+        """The second node goes without a word, and comes back."""
+        node = self.slurm.machines["node2"]
+        node.power_cut()
+        wait_until(lambda: self.slurm.state(self.job)["JobState"] != "RUNNING", 120)
+        node.start()
+        self.slurm.slurmd(node.name)
+        self._again()
+
+    def slurmd(self) -> None:
+        """The daemon dies, and is started again; the step's processes are not its own."""
+        node = self.slurm.machines["node2"]
+        node.kill("slurmd")
+        self.slurm.slurmd(node.name)
+
+    def rank(self) -> None:
+        """A rank dies; the script starts the next step in the same allocation."""
+        self.slurm.machines["node2"].kill("python")
+
+    def _again(self) -> None:
+        self.slurm.start_now(self.job)
+
+    def disturb(self, event: str) -> None:
+        """Do it, and count the steps that it cost."""
+        before = self.log.read_text().count("resuming ")
+        self.events.append(event)
+        getattr(self, event)()
+        if event == "slurmd":
+            return
+        stood = last_step(self.run)
+        wait_until(lambda: self.log.read_text().count("resuming ") > before, 120)
+        self.lost += stood - int(re.findall(r"resuming \S+ after step (\d+)", self.log.read_text())[-1])
+
+    def finish(self) -> dict[str, Any]:
+        """Wait for the job's end, and hold it against the undisturbed run."""
+        state = self.slurm.finish(self.job)
+        assert (state["JobState"], state["ExitCode"]) == ("COMPLETED", "0:0"), self.log.read_text()[-5000:]
+        ranks.run(self.folder / "undisturbed.log", ["--config", str(self.undisturbed)], 2)
+        return compare(self.run, self.folder / "undisturbed") | {"restarts": int(state["Restarts"])}
+
+
+def test_variables_are_those_that_the_launcher_reads(slurm: Slurm) -> None:
+    """Of the real Slurm: names, counts, and a master that the second node finds."""
+    code = (
+        "import json, os, socket; from train.launch import slurm_variables; found = slurm_variables(os.environ); "
+        "print(json.dumps([socket.gethostname(), socket.gethostbyname(found['MASTER_ADDR']), found]))"
+    )
+    said = slurm.login.run("srun", "--nodes", "2", "--ntasks", "3", PYTHON[0], "-c", code).stdout
+    tasks = sorted((json.loads(line) for line in said.splitlines()), key=lambda task: int(task[2]["RANK"]))
+    assert [task[2]["RANK"] for task in tasks] == ["0", "1", "2"]
+    assert [(task[0], task[2]["LOCAL_RANK"], task[2]["LOCAL_WORLD_SIZE"]) for task in tasks] == [
+        ("node1", "0", "2"),
+        ("node1", "1", "2"),
+        ("node2", "0", "1"),
+    ]
+    assert {task[1] for task in tasks} == {"10.213.77.2"}
+    assert {(task[2]["MASTER_ADDR"], task[2]["WORLD_SIZE"], task[2]["MASTER_PORT"]) for task in tasks} == {
+        ("node1", "3", tasks[0][2]["MASTER_PORT"])
+    }
+
+
+def test_a_wrong_request_is_told_once_and_not_queued_again(slurm: Slurm, tmp_path: Path) -> None:
+    job = slurm.submit(*SMALL, "--output", str(tmp_path / "log"), TRAIN, "--config", "absent.yaml")
+    state = slurm.finish(job)
+    assert (state["JobState"], state["ExitCode"], state["Restarts"]) == ("FAILED", "2:0", "0")
+    assert (tmp_path / "log").read_text().count("error:") == 1
+
+
+def test_whatever_slurm_does_the_curve_is_the_undisturbed_one(slurm: Slurm, latents: Path, tmp_path: Path) -> None:
+    """scontrol requeue, SIGUSR1, a slurmd that dies, a rank that dies, a node that goes without a word."""
+    training = Training(slurm, latents, tmp_path, max_steps=700, every=20)
+    for number, event in enumerate(("requeue", "usr1", "slurmd", "rank", "power_cut")):
+        training.reach(100 * (number + 1))
+        training.disturb(event)
+    figures = training.finish()
+    assert figures["restarts"] == 3, figures
+    print(json.dumps(figures))
+
+
+def test_goodput_at_one_preemption_in_ten_minutes(slurm: Slurm, latents: Path, tmp_path: Path) -> None:
+    """A step stands for a second: a preemption in every 600, of any kind, and a checkpoint in every 60."""
+    rng, preemptions = random.Random(0), ["requeue", "usr1", "power_cut"] * 2
+    rng.shuffle(preemptions)
+    training = Training(slurm, latents, tmp_path, max_steps=600 * len(preemptions), every=60)
+    for number, event in enumerate(preemptions):
+        training.reach(600 * number + rng.randint(60, 540))
+        training.disturb(event)
+    figures = training.finish() | {"preemptions": training.events, "lost": training.lost}
+    goodput = figures["steps"] / (figures["steps"] + training.lost)
+    print(json.dumps(figures | {"goodput": round(goodput, 4)}))
+    assert figures["restarts"] == len(preemptions) and goodput >= 0.97
+
+
+def test_stage_1_is_a_ray_cluster_of_the_jobs_nodes(slurm: Slurm, models: Path, tmp_path: Path) -> None:
+    """Told to leave in its midst, it is queued again, and the root is that of an undisturbed job."""
+    world = make_world(tmp_path, models, num_shards=6, num_samples=100)
+    root = tmp_path / "root"
+    words = precompute_arguments(models, world.tars, root, "--workers.decode_threads", "1", "--workers.batch_size", "8")
+    job = slurm.submit(*SMALL, "--output", str(tmp_path / "log"), PRECOMPUTE, *words)
+    wait_until(lambda: any(root.glob("commits/*/*.json")), 300)
+    slurm.login.run("scancel", "--signal", "USR1", str(job))
+    slurm.start_now(job)
+    state = slurm.finish(job)
+    assert (state["JobState"], state["ExitCode"], state["Restarts"]) == ("COMPLETED", "0:0", "1")
+    log = (tmp_path / "log").read_text()
+    assert "told to leave" in log and "6 tars encoded" not in log
+    receipts = load_receipts(open_store(root))
+    assert {receipt.made_by.host for receipt in receipts if receipt.made_by} == {"node1", "node2"}
+    assert parts_of(root) == parts_of(world.reference) and list(verify_root(open_store(root))) == []
+
+
+def parts_of(root: Path) -> dict[str, bytes]:
+    """All files but the receipts, which say by whom and when."""
+    return {name: content for name, content in tree(root).items() if not name.startswith("commits/")}
+
+
+def test_an_array_of_small_jobs_shares_the_tars(slurm: Slurm, models: Path, tars: Path, tmp_path: Path) -> None:
+    words = precompute_arguments(models, tars, tmp_path / "root")
+    flags = [*SMALL, "--nodes", "1", "--array", "0-1", "--output", str(tmp_path / "log-%a")]
+    job = slurm.submit(*flags, PRECOMPUTE, *words, SHARDS="00000-00001", TARS_PER_TASK="1")
+    for task in range(2):
+        state = slurm.finish(f"{job}_{task}")
+        assert (state["JobState"], state["ExitCode"]) == ("COMPLETED", "0:0"), (tmp_path / f"log-{task}").read_text()
+        assert "1 tars encoded" in (tmp_path / f"log-{task}").read_text()
+    assert len(load_books(open_store(tmp_path / "root"))) == 2
