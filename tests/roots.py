@@ -10,7 +10,7 @@ from shards.root.committed import load_books
 
 
 def precompute_arguments(models: Path, tars: Path, root: Path, *more: str) -> list[str]:
-    """Stage 1's command line on the CPU."""
+    """Stage 1's command line on the CPU; as `precompute_config`, stored without rounding."""
     fields = {
         "config": Path(__file__).parents[1] / "configs" / "precompute.yaml",
         "input": tars,
@@ -20,6 +20,8 @@ def precompute_arguments(models: Path, tars: Path, root: Path, *more: str) -> li
         "tokenizer": models / "tokenizer",
         "buckets": '["64x64", "128x128"]',
         "precision": "float32",
+        "image.storage": "float16",
+        "text.storage": "float16",
         "workers.num_gpus": 0,
         "workers.num_cpus": 1,
         "workers.decode_threads": 2,
