@@ -24,13 +24,19 @@ LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR
 
 
 def start(
-    log: Path, arguments: list[str], num_processes: int = 1, num_nodes: int = 1, program: str = "train.__main__:run"
+    log: Path,
+    arguments: list[str],
+    num_processes: int = 1,
+    num_nodes: int = 1,
+    program: str = "train.__main__:run",
+    errors: Path | None = None,
 ) -> list[ForkServerProcess]:
     """Start `python -m train ARGUMENTS` on so many processes; a `Process` for each rank, or for each of several nodes.
 
     Args:
         log: for what they print.
         program: `module:function` to call with the arguments instead of the trainer's.
+        errors: for standard error alone.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     local = num_processes // num_nodes
@@ -44,7 +50,10 @@ def start(
         ]
         for group in [ranks] if num_nodes > 1 else [[rank] for rank in ranks]:
             shared = Path(tempfile.mkdtemp(prefix="node-")) if num_nodes > 1 else None
-            process = SERVER.Process(target=_run_ranks, args=(log, program, arguments, group, shared))
+            here = (os.getcwd(), dict(os.environ))
+            process = SERVER.Process(
+                target=_run_ranks, args=(log, errors or log, here, program, arguments, group, shared)
+            )
             process.start()
             processes.append(process)
     return processes
@@ -56,6 +65,15 @@ def run(log: Path, arguments: list[str], num_processes: int = 1, num_nodes: int 
     codes = wait(processes, seconds)
     assert codes == [0] * len(processes), f"exit codes {codes}:\n{log.read_text()[-5000:]}"
     return log.read_text()
+
+
+def run_alone(arguments: list[str], seconds: float = 600) -> tuple[int, str, str]:
+    """Exit code, standard output and standard error of one process."""
+    with tempfile.TemporaryDirectory() as folder:
+        output, errors = Path(folder) / "output", Path(folder) / "errors"
+        (code,) = wait(start(output, arguments, errors=errors), seconds)
+        assert code is not None, f"killed after {seconds:g} s:\n{output.read_text()}\n{errors.read_text()}"
+        return code, output.read_text(), errors.read_text()
 
 
 def wait(processes: list[ForkServerProcess], seconds: float = 600) -> list[int | None]:
@@ -85,13 +103,23 @@ def nodes_can_be_simulated() -> bool:
     return process.exitcode == 0
 
 
-def _run_ranks(log: Path, program: str, arguments: list[str], ranks: list[dict[str, str]], node: Path | None) -> None:
+def _run_ranks(
+    log: Path,
+    errors: Path,
+    here: tuple[str, dict[str, str]],
+    program: str,
+    arguments: list[str],
+    ranks: list[dict[str, str]],
+    node: Path | None,
+) -> None:
     os.setsid()
+    os.chdir(here[0])
+    os.environ.clear()
+    os.environ.update(here[1])
     set_start_method("fork", force=True)  # of loader workers, as in a process that was not itself forked by a server
-    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(output, 1)
-    os.dup2(output, 2)
-    sys.stdout = sys.stderr = os.fdopen(output, "w", buffering=1)
+    for number, path in ((1, log), (2, errors)):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+    sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1) for number in (1, 2))
     if node is not None:
         _own_shared_memory()
         os.environ["TMPDIR"] = str(node)

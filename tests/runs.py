@@ -9,7 +9,7 @@ from typing import Any
 import psutil
 import yaml
 
-from tests.forked import server
+from tests import ranks
 from train.run.metrics import read_json_lines
 from train.run.saving.checkpoint import list_checkpoints, verify_checkpoint
 
@@ -55,11 +55,10 @@ def environment(**variables: str) -> dict[str, str]:
 def run_module(
     *arguments: str, launcher: tuple[str, ...] = PYTHON, **variables: str
 ) -> subprocess.CompletedProcess[str]:
-    """`python -m …` in a process of its own; if nothing else is asked for, in one that has imported the libraries."""
-    if launcher == PYTHON and not variables:
-        code, out, err = server().run([*arguments], environment(), timeout=600)
-        return subprocess.CompletedProcess([*launcher, "-m", *arguments], code, out, err)
+    """`python -m …` in a process of its own; the trainer's, if nothing else is asked for, has imported everything."""
     command = [*launcher, "-m", *arguments]
+    if (*launcher, arguments[0]) == (*PYTHON, "train") and not variables:
+        return subprocess.CompletedProcess(command, *ranks.run_alone(list(arguments[1:])))
     return subprocess.run(command, capture_output=True, text=True, env=environment(**variables), timeout=600)
 
 
