@@ -105,7 +105,7 @@ def fake_tensors() -> Iterator[None]:
 
     def attention(q: Tensor, k: Tensor, v: Tensor, *_: Any, scale: float | None = None, **__: Any) -> Tensor:
         flash = torch.ops.aten._scaled_dot_product_flash_attention
-        return flash(q, k, v, 0.0, False, scale=scale)[0]  # type: ignore[no-any-return]
+        return flash(q, k, v, 0.0, False, scale=scale)[0]
 
     with (
         FakeTensorMode(allow_non_fake_inputs=True),
@@ -118,7 +118,8 @@ def without_values(network: nn.Module) -> nn.Module:
     """A network of the meta device with fake weights on the CPU, as they lay; to be called under `fake_tensors`."""
     for module in network.modules():
         module.__class__ = FLOAT32.get(type(module), type(module))
-        for store in (module._parameters, module._buffers):
+        stores: list[dict[str, Any]] = [module._parameters, module._buffers]
+        for store in stores:
             for name, value in store.items():
                 if value is not None:
                     fake = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cpu")
@@ -129,6 +130,7 @@ def without_values(network: nn.Module) -> nn.Module:
 def _schedule(graph: torch.fx.GraphModule, inputs: list[Any], is_backward: bool, is_inference: bool) -> list[Kernel]:
     _move(graph)
     mode = torch._guards.detect_fake_mode(inputs)
+    assert mode is not None
     with mode:
         moved = [
             torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=GPU)
@@ -154,7 +156,7 @@ def _schedule(graph: torch.fx.GraphModule, inputs: list[Any], is_backward: bool,
             context = torch._guards.TracingContext.try_get()
             if context is not None and not is_backward:
                 # what the backward pass is traced with, as Inductor tells it
-                context.output_strides = [_strides(output) for output in lowering.graph_outputs]
+                context.output_strides = list(map(_strides, lowering.graph_outputs))
             lowering._update_scheduler()
             return [_kernel(node) for node in lowering.scheduler.nodes if _is_launched(node)]
 
@@ -188,13 +190,15 @@ def _kernel(node: Any) -> Kernel:
     return Kernel(kind, num_bytes, len(others))
 
 
-def _layout(buffer: Any) -> tuple[list[int], list[int]]:
-    return ([int(n) for n in buffer.get_size()], _strides(buffer) or []) if hasattr(buffer, "get_size") else ([], [])
+def _layout(buffer: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    if not hasattr(buffer, "get_size"):
+        return (), ()
+    return tuple(int(n) for n in buffer.get_size()), _strides(buffer) or ()
 
 
-def _strides(buffer: Any) -> list[int] | None:
+def _strides(buffer: Any) -> tuple[int, ...] | None:
     try:
-        return [int(n) for n in buffer.get_stride()]
+        return tuple(int(n) for n in buffer.get_stride())
     except (AttributeError, NotImplementedError):  # no tensor, such as a size
         return None
 
