@@ -1,4 +1,5 @@
-"""Benchmark files: what `bench/encode.py` and `bench/train_step.py` write, or what somebody published."""
+"""Benchmark files: what `bench/encode.py` and `bench/train_step.py` write, what somebody published, or what
+`bench/roofline` models where there is neither."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -47,6 +48,8 @@ class BenchFile(Config):
     """What was run; for a published figure, where it stands."""
     published: bool = False
     """Taken from a publication, not measured here."""
+    modelled: bool = False
+    """Worked out, not measured; it stands where nothing else says how fast a stage is, and counts as assumed."""
     measurements: list[Measurement]
     details: dict[str, Any] = Field({})
     """What else the run found; a plan leaves it aside."""
@@ -62,6 +65,8 @@ class Rate:
     global_batch_size: int | None = None
     microbatch_size: int | None = None
     assumed: bool = False
+    modelled: bool = False
+    """Assumed, too, but worked out of more than a utilisation."""
 
 
 @dataclass(frozen=True)
@@ -84,14 +89,16 @@ def read_rates(paths: Iterable[str], gpu_kind: str) -> Rates:
     """
     by_stage: dict[tuple[str, str | None], list[Rate]] = {}
     left_aside = []
-    for path in paths:
-        bench = _read(path)
+    benches = [(path, _read(path)) for path in paths]
+    for path, bench in sorted(benches, key=lambda pair: pair[1].modelled):
         if gpu_kind.lower() not in bench.device.lower():
             left_aside.append(f"{path} (measured on {bench.device})")
             continue
-        verb = "published" if bench.published else "measured"
+        verb = "modelled" if bench.modelled else "published" if bench.published else "measured"
         for item in bench.measurements:
             rates = by_stage.setdefault((item.stage, item.bucket), [])
+            if bench.modelled and any(not rate.modelled for rate in rates):
+                continue
             gpus = item.gpus or bench.gpus
             if any(rate.gpus == gpus for rate in rates):
                 raise RequestError(
@@ -100,7 +107,15 @@ def read_rates(paths: Iterable[str], gpu_kind: str) -> Rates:
                 )
             source = f"{verb} {bench.date}: {bench.command}"
             rates.append(
-                Rate(item.images_per_second_per_gpu, gpus, source, item.global_batch_size, item.microbatch_size)
+                Rate(
+                    item.images_per_second_per_gpu,
+                    gpus,
+                    source,
+                    item.global_batch_size,
+                    item.microbatch_size,
+                    assumed=bench.modelled,
+                    modelled=bench.modelled,
+                )
             )
     return Rates(by_stage, left_aside)
 

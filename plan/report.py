@@ -143,7 +143,8 @@ def _used_rates(inputs: Inputs) -> dict[str, Rate]:
 
 def _used_facts(inputs: Inputs) -> list[Fact]:
     """The plan's facts, without those that nothing in this plan depends on."""
-    assumed = {stage.split()[0] for stage, rate in _used_rates(inputs).items() if rate.assumed}
+    used = _used_rates(inputs).items()
+    assumed = {stage.split()[0] for stage, rate in used if rate.assumed and not rate.modelled}
     idle = {
         "gpu.train_utilisation": "train" not in assumed,
         "gpu.encode_utilisation": "encode" not in assumed,

@@ -52,7 +52,8 @@ def _throughput(axes: Axes, report: Report) -> None:
             style = {"marker": "o", "markersize": 6.5} if measured else {"marker": MARKERS[phase.bottleneck]}
             face = colour if measured else "white"
             axes.plot(count, phase.images_per_second, color=colour, markerfacecolor=face, zorder=3, **style)
-        speed = "assumed utilisation" if first.basis == "assumed" else f"{first.source.split()[0]} speeds"
+        word = first.source.split()[0]
+        speed = f"{word} speeds" if word == "modelled" or first.basis != "assumed" else "assumed utilisation"
         _say(axes, 0.03, 0.97 - 0.06 * number, f"{first.bucket}, {speed}", color=colour)
     axes.set_xscale("log", base=2)
     axes.set(yscale="log", xlabel="GPUs")
@@ -111,7 +112,7 @@ def _entry(label: str, line: Any, marker: str | None, filled: bool = False) -> L
 
 
 def _footer(report: Report) -> str:
-    modelled = [name for name, rate in report.rates.items() if rate.assumed]
+    modelled = [name for name, rate in report.rates.items() if rate.assumed and not rate.modelled]
     assumed = [f"{fact.field} {fact.value:,g} {fact.unit}" for fact in report.facts if fact.assumed]
     assumed += [f"speeds modelled from an assumed utilisation: {', '.join(modelled)}"] if modelled else []
     text = "Assumed: " + "; ".join(assumed or ["nothing"]) + "."

@@ -103,7 +103,7 @@ class Silent(nn.Module):
                     return torch.empty_like(latents)
 
             @staticmethod
-            def backward(context: Any, gradient: Tensor) -> tuple[None, Tensor]:  # type: ignore[override]
+            def backward(context: Any, gradient: Tensor) -> tuple[None, Tensor]:
                 with watch.aside():
                     return None, torch.empty((), device=META)
 
@@ -190,7 +190,7 @@ def test_few_launches_and_no_question(objective: dict[str, Any], trim: bool, mon
     assert sum(watch.launches.values()) <= MOST_LAUNCHES * MICROBATCHES
     assert watch.launches["bitwise_xor"] == 0 and not watch.waits
     with pytest.raises(Summed):
-        Validation([batch], 0, 1, 0.5, False)(network, loss, Accelerating(), SIZE)  # type: ignore[arg-type]
+        Validation([batch], 0, 1, 0.5, False)(network, loss, Accelerating(), SIZE)
 
 
 def test_a_whole_step_asks_the_host_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,6 +227,45 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.fx.GraphModul
     counters.clear()
     yield found
     torch.compiler.reset()
+
+
+class Casts(TorchDispatchMode):
+    """Counts copies of weights in bfloat16."""
+
+    def __init__(self, weights: list[nn.Parameter]):
+        super().__init__()
+        self.weights, self.count = {weight.data_ptr() for weight in weights}, 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function._overloadpacket.__name__ == "_to_copy" and (kwargs or {}).get("dtype") == torch.bfloat16:
+            self.count += args[0].data_ptr() in self.weights
+        return function(*args, **(kwargs or {}))
+
+
+def test_weights_are_cast_once_a_step() -> None:
+    """And the gradients are those of microbatches that each cast them anew, bit for bit."""
+    accelerator, cpu = Accelerator(mixed_precision="bf16", cpu=True), torch.device("cpu")
+    width, tokens = 12, 5
+    gradients, counts = [], []
+    for again in (True, False):
+        unet = build_unet(UNET, 0)
+        width = unet.config.cross_attention_dim
+        loss = DiffusionLoss(ObjectiveConfig(), spec(torch.ones(tokens, width).half()), cpu)
+        model = accelerator.prepare_model(unet, device_placement=False)
+        run = a_run(model, loss, SimpleNamespace(step=lambda *_: (None, None)))
+        run.accelerator = SimpleNamespace(
+            device=cpu,
+            no_sync=lambda model: nullcontext(),
+            backward=accelerator.backward,
+            autocast=(lambda handler: nullcontext()) if again else accelerator.autocast,
+        )
+        torch.manual_seed(5)
+        with Casts(list(unet.parameters())) as casts:
+            train_step(run, data(width, tokens, size=3))
+        counts.append(casts.count)
+        gradients.append([weight.grad for weight in unet.parameters()])
+    assert counts[0] == 2 * counts[1] > 0
+    assert all(a is not None and b is not None and a.equal(b) for a, b in zip(*gradients, strict=True))
 
 
 def test_one_graph_for_each_shape(graphs: list[torch.fx.GraphModule]) -> None:

@@ -40,9 +40,7 @@ class DdpConfig(Config):
         would spare is the search for unused weights, which is off.
         """
         hook = DDPCommunicationHookType.BF16 if self.gradients == "bfloat16" else DDPCommunicationHookType.NO
-        return DistributedDataParallelKwargs(
-            bucket_cap_mb=self.bucket_mb, gradient_as_bucket_view=True, comm_hook=hook, broadcast_buffers=False
-        )
+        return DistributedDataParallelKwargs(bucket_cap_mb=self.bucket_mb, gradient_as_bucket_view=True, comm_hook=hook)
 
 
 def launched_sharding() -> Sharding | None:

@@ -1,4 +1,4 @@
-"""What a selection costs per row: `python -m bench.select --rows 1000000 20000000 --folder runs/bench`.
+"""What a selection costs per row: `python -m bench.outputs.select --rows 1000000 20000000 --folder runs/bench`.
 
 Run it as a module: as a script its folder would come first in the import path, and Python has a module `select` too.
 Synthetic rows of the LAION schema, 20 % of the URLs twice. Each stage runs in a fresh process with one Arrow thread, so

@@ -1,0 +1,193 @@
+"""`python -m bench.roofline`: what a GPU would be asked to do, and how long that would take it, without one.
+
+Each network is traced and lowered as Inductor would for an H200, in minutes. The one number that no trace gives, what
+share of a matrix product's rate a network reaches, is calibrated on a published throughput.
+"""
+
+import argparse
+import sys
+from dataclasses import replace
+from datetime import date
+from pathlib import Path
+
+from bench.kit.common import command, section, table
+from bench.roofline.kernels import Class, Rates, Work
+from bench.roofline.networks import Step, encoder_work, training_work
+from plan.arithmetic.scaling import ADAMW_BYTES
+from plan.config import Networks
+from plan.measured import BenchFile, Measurement
+
+RATES = {"H200": Rates(790.0, 1.0, 4.3), "A100": Rates(250.0, 1.0, 1.83)}
+"""Large bfloat16 products (0.8 of the datasheet's), and 0.9 of the datasheet's bandwidth."""
+PUBLISHED = {
+    "H200": [(Step("512x512", 64, compiled=True), 129.25)],
+    "A100": [
+        (Step("512x512", 16, low_precision_norms=True), 36.25),
+        (Step("256x256", 64, low_precision_norms=True), 137.5),
+    ],
+}
+"""Images per second and GPU on 8 of them (configs/plan): of each kind the first is calibrated on, the others predicted.
+MosaicML's microbatches are not published."""
+GIGA, TERA = 1e9, 1e12
+OTHER_BYTES_PER_PARAMETER = 22
+"""On a GPU beside activations: weight, gradient, two moments and an average in float32, and a bfloat16 weight."""
+
+
+def main() -> None:
+    """Print a section of docs/evidence/roofline.md, and write the plan's file where asked."""
+    options = parse(sys.argv[1:])
+    steps = [
+        Step(bucket, size, options.compile) for bucket, size in zip(options.buckets, options.microbatches, strict=True)
+    ]
+    works = {step: training_work(options.unet, step) for step in steps}
+    lines = [describe(works)]
+    rates = RATES[options.gpu]
+    if options.calibrate:
+        found, text = calibrated(options.unet, options.gpu)
+        rates, lines = replace(rates, efficiency=found), [*lines, text]
+    else:
+        rates = replace(rates, efficiency=options.efficiency)
+    encoders = encoder_work(Networks(), options.buckets) if options.encoders else {}
+    lines += [predicted(works, rates, options), *([encoders_predicted(encoders, rates)] if encoders else [])]
+    print(section("The device's work", "bench.roofline", "\n\n".join(lines)))
+    if options.json:
+        write_plan_file(options.json, options, works, encoders, rates)
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    """The options."""
+    parser = argparse.ArgumentParser(prog="bench.roofline", description=__doc__)
+    parser.add_argument("--unet", type=Path, default=Path("configs/unet/sd2-base.json"))
+    parser.add_argument("--buckets", nargs="*", default=["512x512", "256x256"])
+    parser.add_argument("--microbatches", nargs="*", type=int, default=[64, 256], help="of each bucket")
+    parser.add_argument("--gpu", choices=RATES, default="H200")
+    parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True, help="as Inductor fuses")
+    parser.add_argument("--encoders", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--calibrate", action="store_true", help="on the published throughput")
+    parser.add_argument("--efficiency", type=float, default=0.52, help="where it is not; see docs/evidence/roofline.md")
+    parser.add_argument("--batch", type=int, default=256, help="images of one optimizer step on one GPU")
+    parser.add_argument("--json", type=Path, help="a file for `measured` of the plan's config, marked as modelled")
+    return parser.parse_args(arguments)
+
+
+def describe(works: dict[Step, Work]) -> str:
+    """Kernels, bytes and arithmetic of each class."""
+    rows = []
+    for step, work in works.items():
+        parts: dict[str, Class | Work] = {**work.classes, "all": work}
+        for kind, part in parts.items():
+            size = [f"{part.kernels:,}", f"{part.bytes / GIGA:.1f}", f"{part.flops / TERA:.1f}"]
+            rows.append([step.words, kind, *size])
+    notes = [
+        f"{step.words}: {work.other_layouts} tensors of convolutions are not channels last"
+        + (f"; {work.saved_bytes / GIGA:.1f} GB wait for the backward pass." if work.saved_bytes else ".")
+        for step, work in works.items()
+    ]
+    return table(["step of", "class", "kernels", "GB", "TFLOP"], rows) + "\n\n" + "\n".join(notes)
+
+
+def calibrated(unet: Path, gpu: str) -> tuple[float, str]:
+    """The efficiency at which the model gives back the first published throughput, and how it does on the others."""
+    (first, rate), *others = PUBLISHED[gpu]
+    efficiency = efficiency_of(RATES[gpu], training_work(unet, first), rate)
+    text = f"At an efficiency of {efficiency:.3f} the model gives the published {rate:g} img/s of {first.words}."
+    for step, published in others:
+        found = replace(RATES[gpu], efficiency=efficiency).images_per_second(training_work(unet, step))
+        off = f"{found / published - 1:+.0%}"
+        text += f" With it {step.words} would be {found:.1f} img/s; published are {published:g} ({off})."
+    return efficiency, text
+
+
+def efficiency_of(rates: Rates, work: Work, images_per_second: float) -> float:
+    """By halving: the higher the efficiency, the faster.
+
+    Raises:
+        ValueError: the bytes alone take longer.
+    """
+    low, high = 0.0, 2.0
+    if replace(rates, efficiency=high).images_per_second(work) < images_per_second:
+        raise ValueError(
+            f"{images_per_second} img/s are more than {rates.terabytes} TB/s allow: no efficiency gives it"
+        )
+    for _ in range(60):
+        middle = (low + high) / 2
+        too_slow = replace(rates, efficiency=middle).images_per_second(work) < images_per_second
+        low, high = (middle, high) if too_slow else (low, middle)
+    return high
+
+
+def step_rate(work: Work, rates: Rates, num_parameters: int, batch: int) -> float:
+    """Images per second of whole optimizer steps of `batch` images on a GPU."""
+    optimizer = num_parameters * ADAMW_BYTES / (rates.terabytes * TERA)
+    return batch / (batch / work.images * rates.seconds(work) + optimizer)
+
+
+def predicted(works: dict[Step, Work], rates: Rates, options: argparse.Namespace) -> str:
+    """Rates, bounds and memory of each step."""
+    rows = []
+    for step, work in works.items():
+        parameters = step.num_parameters(options.unet)
+        bound = replace(rates, efficiency=1.0).images_per_second(work)
+        memory = (work.saved_bytes + OTHER_BYTES_PER_PARAMETER * parameters) / GIGA
+        fits = [
+            f"{int((size * 0.92 * GIGA - OTHER_BYTES_PER_PARAMETER * parameters) / (work.saved_bytes / work.images))}"
+            for size in (40, 80, 141)
+            if work.saved_bytes
+        ]
+        rate = step_rate(work, rates, parameters, options.batch)
+        rows.append([step.words, f"{bound:.0f}", f"{rate:.0f}", f"{memory:.0f}", " / ".join(fits)])
+    header = ["step of", "bound, img/s", "predicted, img/s", "GB", "most images on 40 / 80 / 141 GB"]
+    return table(header, rows) + (
+        f"\n\nPredicted for one {options.gpu}: {rates.tflops:g} TFLOP/s × {rates.efficiency:.3f} for products, "
+        f"convolutions and attention, {rates.terabytes:g} TB/s for the rest; bound: at an efficiency of 1. Not in it: "
+        f"the host, communication, and workspaces beyond 8 % of the memory."
+    )
+
+
+def encoders_predicted(encoders: dict[str, Work], rates: Rates) -> str:
+    """Rates of each encoder, eager."""
+    rows = []
+    for name, work in encoders.items():
+        size = [f"{work.kernels:,}", f"{work.bytes / GIGA:.1f}", f"{work.flops / TERA:.1f}"]
+        rows.append([name, work.images, *size, f"{rates.images_per_second(work):.0f}"])
+    return table(["encoder", "batch", "kernels", "GB", "TFLOP", "predicted, per second"], rows)
+
+
+def write_plan_file(
+    path: Path, options: argparse.Namespace, works: dict[Step, Work], encoders: dict[str, Work], rates: Rates
+) -> None:
+    """The predictions, as plan/measured.py reads them."""
+    trained = [
+        Measurement(
+            stage="train",
+            bucket=step.bucket,
+            images_per_second_per_gpu=round(
+                step_rate(work, rates, step.num_parameters(options.unet), options.batch), 3
+            ),
+            global_batch_size=options.batch,
+            microbatch_size=step.microbatch_size,
+        )
+        for step, work in works.items()
+    ]
+    encoded = [
+        Measurement(
+            stage="text" if name == "captions" else "encode",
+            bucket=None if name == "captions" else name,
+            images_per_second_per_gpu=round(rates.images_per_second(work), 3),
+        )
+        for name, work in encoders.items()
+    ]
+    content = BenchFile(
+        device=f"NVIDIA {options.gpu}",
+        gpus=1,
+        date=str(date.today()),
+        command=command("bench.roofline"),
+        modelled=True,
+        measurements=trained + encoded,
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(content.model_dump_json(indent=2, exclude_none=True) + "\n")
+
+
+if __name__ == "__main__":
+    main()

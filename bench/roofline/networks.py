@@ -1,0 +1,106 @@
+"""The networks whose work is counted: the one that is trained, as the trainer sets it up, and both encoders."""
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import torch
+import transformers
+from torch import Tensor
+
+from bench.roofline.eager import operations
+from bench.roofline.kernels import Work, add_up
+from bench.roofline.lowering import fake_tensors, lowered, without_values
+from bench.roofline.pretend import cudnn_layouts
+from plan.config import Networks
+from shards.format.buckets import Bucket
+from train.model.layout import keep_channels_last
+from train.model.norms import use_low_precision_norms
+from train.model.unet import build_unet
+
+TEXT_LENGTH, DOWNSAMPLING, ENCODED = 77, 8, 64
+
+
+@dataclass(frozen=True)
+class Step:
+    """A microbatch, there and back."""
+
+    bucket: str
+    microbatch_size: int
+    compiled: bool = False
+    low_precision_norms: bool = False
+
+    @property
+    def words(self) -> str:
+        """What it is of."""
+        how = "compiled" if self.compiled else "eager"
+        return f"{self.microbatch_size} at {self.bucket}, {how}{', low precision norms' * self.low_precision_norms}"
+
+    def num_parameters(self, unet: Path) -> int:
+        """Of the network."""
+        return sum(weight.numel() for weight in _unet(unet).parameters())
+
+
+@cache
+def _unet(path: Path) -> Any:
+    return build_unet(path, None)
+
+
+@cache
+def training_work(path: Path, step: Step) -> Work:
+    """Of a U-Net in bfloat16 autocast."""
+    unet = build_unet(path, None)
+    keep_channels_last(unet)
+    if step.low_precision_norms:
+        use_low_precision_norms(unet)
+    size, hw = step.microbatch_size, Bucket.parse(step.bucket).latent_hw(DOWNSAMPLING)
+    with fake_tensors():
+        without_values(unet)
+        latents = torch.empty(size, unet.config.in_channels, *hw)
+        times = torch.zeros(size, dtype=torch.int64)
+        text = torch.empty(size, TEXT_LENGTH, unet.config.cross_attention_dim)
+
+        def call() -> Tensor:
+            with torch.autocast("cpu", torch.bfloat16):
+                (answer,) = unet(latents, timestep=times, encoder_hidden_states=text, return_dict=False)
+                return answer.float()
+
+        with cudnn_layouts():
+            eager = operations(call, training=True)
+        if not step.compiled:
+            return add_up(size, eager.kernels, eager.flops)
+        kernels, saved = lowered(unet, call, training=True)
+    return add_up(size, kernels, eager.flops, saved)
+
+
+def encoder_work(networks: Networks, buckets: Iterable[str]) -> dict[str, Work]:
+    """Bucket → the autoencoder's, and `captions` → the text model's; eager, in bfloat16."""
+    found = {}
+    with torch.device("meta"):
+        vae = diffusers.AutoencoderKL.from_config(json.loads(Path(networks.vae).read_text()))
+        config = transformers.CLIPTextConfig(**json.loads(Path(networks.text_encoder).read_text()))
+        text_model = transformers.CLIPTextModel(config)
+    vae.to(memory_format=torch.channels_last)
+    with fake_tensors(), cudnn_layouts():
+        for model in (vae, text_model):
+            without_values(model)
+        tokens = torch.zeros(ENCODED, TEXT_LENGTH, dtype=torch.int64)
+        for bucket in buckets:
+            parsed = Bucket.parse(bucket)
+            pixels = torch.empty(ENCODED, 3, parsed.height, parsed.width)
+            found[bucket] = _encoding(lambda pixels=pixels: vae.encode(pixels).latent_dist.parameters)
+        found["captions"] = _encoding(lambda: text_model(tokens).last_hidden_state)
+    return found
+
+
+def _encoding(call: Any) -> Work:
+    def autocast() -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return call()
+
+    watch = operations(autocast, training=False)
+    return add_up(ENCODED, watch.kernels, watch.flops)
