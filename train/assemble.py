@@ -113,7 +113,7 @@ def assemble(
             Writers(accelerator.process_index),
             away,
         ),
-        log=Log(config.log, launch.folder, state.step, config.max_steps, accelerator),
+        log=Log(config.log, launch.folder, state.step, config.max_steps, accelerator, config.model_dump(mode="json")),
         meter=Meter({shape: training_flops(on_meta(unet, prepared.backbone, spec, shape)[1]) for shape in shapes}),
         peak_tflops=peak,
     )
