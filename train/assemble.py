@@ -27,7 +27,7 @@ from train.run.log import Log
 from train.run.meter import Meter
 from train.run.saving.away import Away
 from train.run.saving.checkpoint import SNAPSHOTS, drop_later, restore
-from train.run.saving.writer import CheckpointWriter, too_slow_to_leave
+from train.run.saving.writer import CheckpointWriter, Writers, too_slow_to_leave
 from train.run.state import StepResults, TrainState
 
 
@@ -98,7 +98,12 @@ def assemble(
             unet_json,
             prepared.fingerprint,
             config.checkpoint,
-            accelerator.is_main_process,
+            # machines share a folder, in which each process may write its part
+            Writers(
+                accelerator.process_index,
+                accelerator.num_processes if is_split and away is None else 1,
+                config.collective_timeout,
+            ),
             away,
         ),
         snapshots=CheckpointWriter(
@@ -108,10 +113,10 @@ def assemble(
             prepared.fingerprint,
             # each is kept
             config.checkpoint.model_copy(update={"every": config.ema.snapshot_every or 1, "keep_every": 1}),
-            accelerator.is_main_process,
+            Writers(accelerator.process_index),
             away,
         ),
-        log=Log(config.log, launch.folder, state.step, config.max_steps, accelerator),
+        log=Log(config.log, launch.folder, state.step, config.max_steps, accelerator, config.model_dump(mode="json")),
         meter=Meter({shape: training_flops(on_meta(unet, prepared.backbone, spec, shape)[1]) for shape in shapes}),
         peak_tflops=peak,
     )

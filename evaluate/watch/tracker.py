@@ -26,21 +26,22 @@ MOST_STEPS, SIDE = 12, 256
 """Of a strip, and of a picture in pixels."""
 EVENTS = "tracker/evaluations/events.out.tfevents.{step:010d}.{names}"
 WANDB_PROJECT = "tracker"
-"""As the trainer's."""
+"""Of runs whose config names none."""
 
 Track = Callable[[int, list[Evaluation]], None]
 
 
 def open_tracker(run: Store, output: Path | str) -> Track:
     """What tells the tracker of the run's own config (`log.tracker`) of a step, given all evaluations."""
-    name = run_config(run).get("log", {}).get("tracker", "none")
+    log = run_config(run).get("log", {})
+    name = log.get("tracker", "none")
     if name in ("tensorboard", "wandb") and find_spec(name) is None:
         print(f"{name} is told nothing of evaluations: it is not installed here. They are in the report.")
         return lambda step, found: None
     if name == "tensorboard":
         return lambda step, found: to_tensorboard(open_store(output), step, found)
     if name == "wandb":
-        return Wandb(run.where())
+        return Wandb(run.where(), log.get("project", WANDB_PROJECT))
     if name != "none":
         print(f"{name} is told nothing of evaluations: only tensorboard and wandb are. They are in the report.")
     return lambda step, found: None
@@ -97,16 +98,16 @@ def to_tensorboard(store: Store, step: int, found: list[Evaluation]) -> None:
 class Wandb:
     """A run of wandb's for this watcher, begun at the first step that it tells of."""
 
-    def __init__(self, group: str):
+    def __init__(self, group: str, project: str):
         """`group`: the training's run folder."""
-        self.group = group
+        self.group, self.project = group, project
         self.run: Any = None
 
     def __call__(self, step: int, found: list[Evaluation]) -> None:
         import wandb
 
         if self.run is None:
-            self.run = wandb.init(project=WANDB_PROJECT, group=self.group, job_type="evaluate")
+            self.run = wandb.init(project=self.project, group=self.group, job_type="evaluate")
             self.run.define_metric("evaluation/*", step_metric="evaluation/step")
         pictures = {name: wandb.Image(picture) for name, picture in images(step, found).items()}
         self.run.log({"evaluation/step": step, **scalars(step, found), **pictures})

@@ -59,9 +59,9 @@ def train_until_stage(arguments: list[str]) -> None:
     written, calls = Counter[str](), Counter[str]()
     write = checkpoint.CheckpointWriter._write
 
-    def counted_write(self: Any, snapshot: Any) -> None:
+    def counted_write(self: Any, *arguments: Any) -> None:
         written["checkpoints"] += 1
-        write(self, snapshot)
+        write(self, *arguments)
 
     def deadly(function: Callable[..., Any]) -> Callable[..., Any]:
         def called(*args: Any, **keywords: Any) -> Any:
@@ -81,7 +81,7 @@ def train_until_stage(arguments: list[str]) -> None:
 
         return called
 
-    checkpoint.CheckpointWriter._write = counted_write  # type: ignore[method-assign]
+    checkpoint.CheckpointWriter._write = counted_write  # type: ignore[assignment, method-assign]
     owner: Any = {"rmtree": checkpoint.shutil, "fsync_folder": launches}.get(name, checkpoint)
     setattr(owner, name, deadly(getattr(owner, name)))
     command(arguments[1:])

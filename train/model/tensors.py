@@ -4,12 +4,13 @@ import hashlib
 import json
 import re
 import struct
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from train.model.sharding import whole
@@ -28,8 +29,8 @@ DTYPES = {
 MEMINFO, CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
 
 
-def write_tensors(path: Path | None, tensors: Mapping[str, Tensor]) -> str:
-    """Write the bytes that safetensors' `save_file` would; returns their SHA-256.
+def write_tensors(path: Path | None, tensors: Mapping[str, Tensor], mine: Collection[str] | None = None) -> str:
+    """Write the bytes that safetensors' `save_file` would, of those that are `mine`, or all; returns their SHA-256.
 
     Tensors of which every process holds a part are gathered one at a time, so all processes call this; those whose
     `path` is None only take part in that.
@@ -43,11 +44,12 @@ def write_tensors(path: Path | None, tensors: Mapping[str, Tensor]) -> str:
             whole(tensors[name].detach())
         return ""
     digest = hashlib.sha256()
+    gathered = ((name, whole(tensors[name].detach())) for name in order)
     try:
         with path.open("wb") as file:
             for data in chain(
-                [header({name: tensors[name] for name in order})],
-                (as_bytes(whole(tensors[name].detach())) for name in order),
+                [header({name: tensors[name] for name in order if mine is None or name in mine})],
+                (as_bytes(tensor) for name, tensor in gathered if mine is None or name in mine),
             ):
                 digest.update(data)
                 file.write(data)
@@ -78,6 +80,42 @@ def as_bytes(tensor: Tensor) -> bytes | memoryview:
     return memoryview(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
+def owners(tensors: Mapping[str, Tensor], count: int) -> dict[str, int]:
+    """Name → which of `count` processes writes it: consecutive ones of a file, of about as many bytes for each."""
+    total, before, found = max(bytes_of(tensors), 1), 0, {}
+    for name in laid_out(tensors):
+        found[name] = before * count // total
+        before += tensors[name].numel() * tensors[name].element_size()
+    return {name: min(owner, count - 1) for name, owner in found.items()}
+
+
+def part_name(path: Path, number: int, count: int) -> Path:
+    """`x.safetensors` => `x-00002-of-00004.safetensors`, as diffusers names parts."""
+    return path.with_name(f"{path.stem}-{number + 1:05d}-of-{count:05d}{path.suffix}")
+
+
+def write_index(path: Path, parts: Mapping[str, str]) -> Path:
+    """Beside the parts of `path`, which part each tensor is in, as diffusers wants it; returns its path."""
+    index = path.with_name(f"{path.name}.index.json")
+    content = {"metadata": {}, "weight_map": dict(sorted(parts.items()))}
+    index.write_text(json.dumps(content, indent=2) + "\n")
+    return index
+
+
+def file_of(path: Path) -> Path:
+    """`path`, or, where it is not there, the index of its parts."""
+    return path if path.is_file() else path.with_name(f"{path.name}.index.json")
+
+
+def load_tensors(path: Path) -> dict[str, Tensor]:
+    """All tensors of a safetensors file, or of the parts that the index at `path`, or the one beside it, names."""
+    path = file_of(path)
+    if path.suffix != ".json":
+        return load_file(path)
+    names = set(json.loads(path.read_text())["weight_map"].values())
+    return {key: value for name in sorted(names) for key, value in load_file(path.with_name(name)).items()}
+
+
 def bytes_of(tensors: Mapping[str, Tensor]) -> int:
     """Of all of them, whole."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
@@ -98,14 +136,16 @@ class HostCopies:
         """That are held."""
         return sum(room.numel() * room.element_size() for room in self.rooms.values())
 
-    def take(self, file: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Copies of a file's tensors, once `wait` has returned; they hold until the next `take`.
+    def take(self, file: str, tensors: Mapping[str, Tensor], mine: Collection[str]) -> dict[str, Tensor]:
+        """Copies of those of a file's tensors that are `mine`, once `wait` has returned; good until the next `take`.
 
         Parts are gathered as `write_tensors` does it, in its order: other processes may call that one.
         """
         copies = {}
         for name in laid_out(tensors):
             source = whole(tensors[name].detach())
+            if name not in mine:
+                continue
             room = self.rooms.get((file, name))
             if room is None or (room.shape, room.dtype) != (source.shape, source.dtype):
                 room = torch.empty(source.shape, dtype=source.dtype, pin_memory=source.is_cuda)

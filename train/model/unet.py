@@ -10,10 +10,10 @@ import diffusers
 import torch
 import yaml
 from safetensors import SafetensorError
-from safetensors.torch import load_file
 
 from shards.base.errors import RequestError
 from shards.format.models import model_folder, read_model_config
+from train.model.tensors import load_tensors
 
 PRETRAINED_FILES = (
     "diffusion_pytorch_model.safetensors",
@@ -134,9 +134,7 @@ def load_matching(unet: Any, path: Path, theirs: Mapping[str, Any]) -> None:
             f"like {path.parent}/config.json."
         )
     try:
-        names = set(json.loads(path.read_text())["weight_map"].values()) if path.suffix == ".json" else {path.name}
-        tensors = {key: value for name in sorted(names) for key, value in load_file(path.with_name(name)).items()}
-        unet.load_state_dict({key: value.float() for key, value in tensors.items()})
+        unet.load_state_dict({key: value.float() for key, value in load_tensors(path).items()})
     except (SafetensorError, FileNotFoundError) as error:
         raise RequestError(f"{path} is damaged: {error}. Fetch it again.") from error
     except RuntimeError as error:

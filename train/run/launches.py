@@ -28,6 +28,8 @@ from shards.base.errors import Outage, RequestError, say
 BEAT = 1.0
 """Seconds between signs of life."""
 RECORD = "launch.json"
+TRACKER_ID = "tracker.json"
+"""File of the run folder: what the run is called in its tracker."""
 BEATS_AWAY = 5
 """Signs of life here to one at the run's address."""
 

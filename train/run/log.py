@@ -1,6 +1,9 @@
 """What a run says while it trains: metrics.jsonl, samples.jsonl, the tracker and the progress bar."""
 
+import json
+import subprocess
 import time
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +12,11 @@ from accelerate.utils import gather_object
 from pydantic import Field
 
 from shards.base.config import Config, flatten
+from shards.base.durable import write_file
+from shards.base.errors import Preempted
 from shards.base.progress import Progress
 from train.data.batch import Batch
+from train.run.launches import TRACKER_ID, publish
 from train.run.metrics import JsonLines, finite
 from train.run.plot import plot_run
 
@@ -24,6 +30,12 @@ class LogConfig(Config):
     """Write samples.jsonl: the keys of each global batch, in global order."""
     tracker: str = "tensorboard"
     """none, or one that accelerate knows: tensorboard, wandb, mlflow, comet_ml, aim, clearml, dvclive, …"""
+    project: str = "latentmill"
+    """The tracker's project, or experiment; tensorboard has none."""
+    name: str | None = None
+    """The run's name in the tracker; null: the run folder's."""
+    tags: tuple[str, ...] = ()
+    """Of the run in the tracker."""
     peak_tflops: float | None = Field(None, gt=0)
     """What one device does at most, in TFLOP/s, for `mfu`; null: bfloat16's by the device's name, where it is known."""
 
@@ -31,8 +43,21 @@ class LogConfig(Config):
 class Log:
     """Every process has one; the main one writes."""
 
-    def __init__(self, config: LogConfig, folder: Path, step: int, max_steps: int, accelerator: Accelerator):
-        """Goes on after `step`; what an interrupted run wrote of later steps is dropped. `folder`: the launch's own."""
+    def __init__(
+        self,
+        config: LogConfig,
+        folder: Path,
+        step: int,
+        max_steps: int,
+        accelerator: Accelerator,
+        settings: dict[str, Any],
+    ):
+        """Goes on after `step`; what an interrupted run wrote of later steps is dropped.
+
+        Args:
+            folder: the launch's own.
+            settings: of the run, for the tracker.
+        """
         run_dir = folder.parents[1]
         self.config, self.run_dir, self.max_steps, self.accelerator = config, run_dir, max_steps, accelerator
         self.main = accelerator.is_main_process
@@ -41,16 +66,39 @@ class Log:
         self.progress = Progress("train", "steps", max_steps, step) if self.main else None
         self.first_step, self.start = step, time.monotonic()
         if config.tracker != "none":
-            accelerator.init_trackers("tracker")
+            self._start_tracker(settings, tracker_id(folder) if self.main else "")
 
     def __enter__(self) -> "Log":
         if self.progress:
             self.progress.__enter__()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         if self.progress:
             self.progress.__exit__()
+        if isinstance(error, Preempted):  # the next launch goes on with the tracker's run
+            self.accelerator.end_training()
+
+    def _start_tracker(self, settings: dict[str, Any], run_id: str) -> None:
+        name, settings = self.config.name or self.run_dir.name, flatten(settings) | {"source": source_state()}
+        options: dict[str, dict[str, Any]] = {
+            "wandb": {
+                "name": name,
+                "id": run_id,
+                "resume": "allow",
+                "tags": self.config.tags,
+                "dir": str(self.run_dir),
+            },
+            "mlflow": {"run_name": name, "tags": dict.fromkeys(self.config.tags, "true")},
+        }
+        if self.config.tracker == "tensorboard":  # a folder of the run folder, which `evaluate` writes to as well
+            self.accelerator.init_trackers("tracker")
+            if self.main:
+                writer = self.accelerator.get_tracker("tensorboard", unwrap=True)
+                writer.add_text("config", "\n".join(f"    {key}: {value}" for key, value in settings.items()))
+            return
+        own = {name: value for name, value in options.items() if name == self.config.tracker}
+        self.accelerator.init_trackers(self.config.project, config=settings, init_kwargs=own)
 
     def advance(self) -> None:
         """One more step is done."""
@@ -95,6 +143,24 @@ class Log:
         self.accelerator.end_training()
         if self.main:
             plot_run(self.run_dir)
+
+
+def tracker_id(folder: Path) -> str:
+    """The one id of a run in its tracker: made by its first launch, kept in the run folder. `folder`: the launch's."""
+    run_dir = folder.parents[1]
+    path = run_dir / TRACKER_ID
+    if not path.is_file():
+        publish(write_file(folder / path.name, json.dumps({"id": uuid.uuid4().hex[:12]}).encode()), path, folder)
+    return str(json.loads(path.read_bytes())["id"])
+
+
+def source_state() -> str | None:
+    """The product's commit, with `-dirty` where files differ from it; None: it was not run from a repository."""
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
 
 
 def flat_numbers(fields: dict[str, Any]) -> dict[str, float]:

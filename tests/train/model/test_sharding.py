@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from diffusers import UNet2DConditionModel
 
 from shards.base.errors import RequestError
 from tests import ranks
@@ -14,6 +14,7 @@ from train.__main__ import run as command
 from train.data.batch import Batch
 from train.data.draws import Draws
 from train.model.sharding import launched_sharding
+from train.model.tensors import load_tensors
 from train.objective.latents import StoredLatents
 from train.run.metrics import read_json_lines
 from train.run.saving.checkpoint import step_folder, verify_checkpoint
@@ -46,7 +47,7 @@ def full(latents: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def same_weights(one: Path, other: Path, step: int) -> None:
     """Checkpoints of the same names, shapes and types, and of values that differ by rounding."""
     for name in FILES:
-        a, b = (load_file(step_folder(run, step) / name) for run in (one, other))
+        a, b = (load_tensors(step_folder(run, step) / name) for run in (one, other))
         assert {key: (value.shape, value.dtype) for key, value in a.items()} == {
             key: (value.shape, value.dtype) for key, value in b.items()
         }
@@ -66,6 +67,13 @@ def test_full_sharding_gives_the_curve_the_norms_and_the_checkpoints_of_ddp(whol
     assert curve(full)[0] == pytest.approx(curve(whole)[0], rel=1e-5)
     assert rows(full, "grad_norm") == pytest.approx(rows(whole, "grad_norm"), rel=1e-4)  # over all parts
     same_weights(whole, full, STEPS)
+    # each process wrote a part, in a layout that diffusers loads
+    files = set(verify_checkpoint(step_folder(full, STEPS)).content["files"])
+    parts = {f"{name[:-12]}-0000{number}-of-00002.safetensors" for name in FILES for number in (1, 2)}
+    assert files == parts | {f"{name}.index.json" for name in FILES} | {"unet/config.json", "ema/config.json"}
+    loaded = UNet2DConditionModel.from_pretrained(step_folder(full, STEPS) / "unet").state_dict()
+    saved = load_tensors(step_folder(full, STEPS) / FILES[0])
+    assert saved.keys() == loaded.keys() and all(torch.equal(saved[name], loaded[name]) for name in saved)
 
 
 def test_grad_op_gives_the_curve_and_the_checkpoints_of_ddp(whole: Path, latents: Path, tmp_path: Path) -> None:

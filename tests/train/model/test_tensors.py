@@ -3,10 +3,21 @@
 import hashlib
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import save_file
 
-from train.model.tensors import write_tensors
+from train.model import tensors as module
+from train.model.tensors import (
+    HostCopies,
+    bytes_of,
+    free_memory,
+    load_tensors,
+    owners,
+    part_name,
+    write_index,
+    write_tensors,
+)
 
 
 def test_bytes_are_those_of_save_file(tmp_path: Path) -> None:
@@ -34,3 +45,52 @@ def test_bytes_are_those_of_save_file(tmp_path: Path) -> None:
     data = (tmp_path / "ours").read_bytes()
     assert data == (tmp_path / "theirs").read_bytes()
     assert sha256 == hashlib.sha256(data).hexdigest()
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 7, 40])
+def test_parts_of_a_file_are_about_equal_and_make_it_up(count: int, tmp_path: Path) -> None:
+    """Each process writes its own, one after the other here, and gathers all."""
+    sizes = [5, 1, 700, 3, 0, 300, 250, 41, 8, 90]
+    tensors = {f"w{number}": torch.arange(float(size)) for number, size in enumerate(sizes)}
+    found = owners(tensors, count)
+    assert found.keys() == tensors.keys() and set(found.values()) <= set(range(count))
+    shares = [sum(tensors[name].numel() for name in found if found[name] == rank) for rank in range(count)]
+    assert max(shares) <= sum(sizes) / count + max(sizes)
+    path = tmp_path / "x.safetensors"
+    for rank in range(count):
+        mine = [name for name in found if found[name] == rank]
+        copies = HostCopies()
+        taken = copies.take(path.name, tensors, mine)
+        assert sorted(taken) == mine and copies.bytes == bytes_of(taken)
+        hashes = {
+            write_tensors(part_name(path, rank, count), source, names)
+            for source, names in ((tensors, mine), (taken, mine), (taken, None))
+        }
+        assert len(hashes) == 1
+    write_index(path, {name: part_name(path, rank, count).name for name, rank in found.items()})
+    loaded = load_tensors(path)
+    assert loaded.keys() == tensors.keys() and all(torch.equal(loaded[name], tensors[name]) for name in tensors)
+
+
+def test_copies_are_made_into_the_same_memory_again() -> None:
+    copies, source = HostCopies(), {"a": torch.zeros(2, 3, 4, 4).to(memory_format=torch.channels_last)}
+    first = copies.take("x", source, ["a"])["a"]
+    source["a"] += 1
+    second = copies.take("x", source, ["a"])["a"]
+    assert second.data_ptr() == first.data_ptr() and second.is_contiguous() and bool((second == 1).all())
+    assert copies.take("x", {"a": torch.zeros(5)}, ["a"])["a"].shape == (5,)
+
+
+def test_memory_that_is_free_is_the_least_of_the_machines_and_the_control_groups(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(module, "CGROUP", tmp_path)
+    assert free_memory() == 2**63
+    (tmp_path / "meminfo").write_text("MemTotal:  900 kB\nMemAvailable:    500 kB\n")
+    assert free_memory() == 500 * 1024
+    for name, text in {"max": "max", "current": "90000", "stat": "anon 5\ninactive_file 10000\n"}.items():
+        (tmp_path / f"memory.{name}").write_text(text)
+    assert free_memory() == 500 * 1024
+    (tmp_path / "memory.max").write_text("100000\n")
+    assert free_memory() == 20000

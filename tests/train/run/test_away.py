@@ -273,7 +273,7 @@ def test_a_store_that_is_out_of_reach_for_a_while_ends_nothing(
     store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     work, launch, left = tmp_path / "work", launched(store), [3]
-    put, pauses = LocalStore.put, []
+    put, pauses = LocalStore.put, list[float]()
 
     def failing(self: LocalStore, files: dict[str, Path]) -> None:
         left[0] -= 1

@@ -26,6 +26,7 @@ from train.run.saving.checkpoint import (
     step_folder,
     verify_checkpoint,
 )
+from train.run.saving.keep import superfluous
 from train.run.saving.writer import CheckpointConfig, CheckpointWriter, Snapshot, take_snapshot, too_slow_to_leave
 from train.run.state import TrainState
 
@@ -254,3 +255,21 @@ def test_a_launch_knows_what_saving_took_the_one_before(latents: Path, tmp_path:
     fields |= {"max_steps": 4, "checkpoint": {"every": 2, "grace": 1.0}}
     said = ranks.run(tmp_path / "log-2", ["--config", str(write_config(tmp_path, fields))])
     assert said.count("but 1 s pass before the kill") == 1
+
+
+def test_the_young_stay_too() -> None:
+    ages = {10: 9000.0, 20: 7201.0, 30: 7199.0, 40: 3600.0, 50: 0.0}
+    assert superfluous(ages, CheckpointConfig(keep=1), []) == [10, 20, 30, 40]
+    assert superfluous(ages, CheckpointConfig(keep=1, keep_hours=2), []) == [10, 20]
+    assert superfluous(ages, CheckpointConfig(keep=2, keep_every=20), [12]) == [30]
+    assert superfluous({}, CheckpointConfig(), []) == []
+
+
+def test_a_machine_without_room_for_a_copy_writes_at_once(
+    unet: UNet2DConditionModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(checkpoint, "free_memory", lambda: 100)
+    writing = writer(tmp_path, unet)
+    writing.write(snapshot(unet, 1))
+    assert writing.pending is None and [folder.name for folder in list_checkpoints(tmp_path)] == ["step-00000001"]
+    assert "training waits while this checkpoint is written" in capsys.readouterr().out

@@ -20,6 +20,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from shards.base.durable import DamagedFile, canonical_json, fsync_tree, parse_s
 from shards.base.errors import Outage, RequestError, WorkError
 from shards.base.store import Place, Store
 from shards.open import open_store
-from train.run.launches import described, is_over, now, who_is_this
+from train.run.launches import TRACKER_ID, described, is_over, now, who_is_this
 from train.run.saving.checkpoint import LINES, STATE_NAME, Checkpoint, list_checkpoints, step_of, verify_checkpoint
 
 PRIVATE = {"checkpoints", "launches", "posthoc"}
@@ -118,6 +119,7 @@ def bring(store: Store, work: Path) -> dict[str, str]:
     """
     found = find_checkpoints(store)
     work.mkdir(parents=True, exist_ok=True)
+    bring_tracker_id(store, work)
     for folder in list_checkpoints(work):
         if sha256_of_state(folder) != found.get(folder.name):
             shutil.rmtree(folder)
@@ -138,6 +140,12 @@ def bring(store: Store, work: Path) -> dict[str, str]:
     for path in work.glob("*.jsonl"):
         path.unlink()
     return found
+
+
+def bring_tracker_id(store: Store, work: Path) -> None:
+    """The run's id in its tracker, where it has one."""
+    with suppress(FileNotFoundError):
+        store.get(TRACKER_ID, work / TRACKER_ID)
 
 
 def sha256_of_state(folder: Path) -> str | None:

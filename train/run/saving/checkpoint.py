@@ -5,6 +5,9 @@ checkpoints/step-00001000/unet/         config.json, diffusion_pytorch_model.saf
                          /optimizer.safetensors, and repa.safetensors, the projection head where there is one
                          /lines/        of a run at an address: metrics.jsonl and samples.jsonl, up to this step
                          /state.json    tag, step, fingerprint, SHA-256 of every file; sealed with its own
+
+Of a run whose weights are split, each process writes a part: x-00001-of-00004.safetensors; x.safetensors.index.json
+says which tensor is in which.
 """
 
 import json
@@ -14,7 +17,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -22,6 +24,7 @@ from shards.base.durable import DamagedFile, read_sealed_json, sha256_file
 from shards.base.errors import RequestError
 from train.model.ema import Ema
 from train.model.sharding import part_like
+from train.model.tensors import file_of, load_tensors
 from train.model.unet import load_matching
 from train.run.launches import remove
 from train.run.state import TrainState
@@ -74,7 +77,7 @@ class Checkpoint:
             RequestError: it holds no moving average, and that was asked for; or there are no weights in that folder.
         """
         if which not in ("auto", "raw", "ema"):
-            if not (Path(which) / WEIGHTS_NAME).is_file():
+            if not file_of(Path(which) / WEIGHTS_NAME).is_file():
                 raise RequestError(
                     f"weights {which} is neither auto, raw, ema nor a folder with {WEIGHTS_NAME}, as `python -m train "
                     f"ema RUN --std 0.05` writes one."
@@ -162,13 +165,13 @@ def restore(
     head: nn.Module | None = None,
 ) -> TrainState:
     """Load what a checkpoint holds besides weights: into the optimizer and the moving averages, in place."""
-    unflatten(trained(unet, head), optimizer, load_file(checkpoint.folder / OPTIMIZER_NAME))
+    unflatten(trained(unet, head), optimizer, load_tensors(checkpoint.folder / OPTIMIZER_NAME))
     state = checkpoint.state
     for folder, ema in averages.items():
         # one from before `start_step` was begun under an earlier one: it is dropped, and begun anew there
         if ema.has_begun(state.step) and (checkpoint.folder / folder).is_dir():
             average = ema.begin(unet.named_parameters())
-            saved = load_file(checkpoint.folder / folder / WEIGHTS_NAME)
+            saved = load_tensors(checkpoint.folder / folder / WEIGHTS_NAME)
             for name, value in average.items():
                 value.copy_(part_like(saved[name].to(value.device), value))
     return state
@@ -187,7 +190,7 @@ def load_head(head: nn.Module, folder: Path) -> bool:
     """Load the projection head of the checkpoint in `folder`, where it has one of the same shapes; whether it has."""
     if not (folder / HEAD_NAME).is_file():
         return False
-    saved = load_file(folder / HEAD_NAME)
+    saved = load_tensors(folder / HEAD_NAME)
     fits = {name: value.shape for name, value in saved.items()} == {
         name: value.shape for name, value in head.state_dict().items()
     }

@@ -1,25 +1,26 @@
 """Snapshots of a run, and the writer that makes checkpoints of them while training goes on."""
 
+import json
 import os
 import shutil
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from pydantic import Field
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shards.base.durable import fsync_tree, sha256_file, write_sealed_json
+from shards.base.durable import fsync_file, fsync_tree, sha256_file, write_atomically, write_sealed_json
 from shards.base.errors import WorkError
 from train.model.ema import Ema
-from train.model.tensors import HostCopies, bytes_of, free_memory, write_tensors
+from train.model.tensors import HostCopies, bytes_of, free_memory, owners, part_name, write_index, write_tensors
 from train.run.launches import Pace, publish, remove
 from train.run.saving.away import Away
 from train.run.saving.checkpoint import (
@@ -82,11 +83,6 @@ class Snapshot:
     lines: Mapping[str, int] = field(default_factory=dict)
     """Logs of the run folder → their bytes up to this step."""
 
-    @property
-    def bytes(self) -> int:
-        """Of all tensors, whole."""
-        return sum(bytes_of(tensors) for tensors in self.files.values())
-
 
 def take_snapshot(
     state: TrainState,
@@ -115,10 +111,33 @@ def average_files(
     return files
 
 
+Mine = Mapping[str, Collection[str]]
+Owned = Mapping[str, Mapping[str, int]]
+
+
+class Writers(NamedTuple):
+    """Which processes write a checkpoint: the first `total` of them, each a part."""
+
+    rank: int = 0
+    """This process's."""
+    total: int = 1
+    patience: float = 600.0
+    """Seconds that the main one waits for the parts of the others."""
+
+
+ALONE = Writers()
+
+
+def receipt_name(rank: int) -> str:
+    """What says that the part of `rank` is on the disk."""
+    return f"part-{rank:05d}.json"
+
+
 class CheckpointWriter:
     """Writes snapshots into a run folder, one at a time; while training goes on, where `asynchronous`.
 
-    Every process has one, as parts of weights are gathered; only the main one's writes.
+    Every process has one, as parts of weights are gathered. The main one's writes; the others', too, where weights are
+    split and so is the writing.
     """
 
     def __init__(
@@ -128,12 +147,12 @@ class CheckpointWriter:
         unet_json: str,
         fingerprint: dict[str, Any],
         config: CheckpointConfig,
-        main: bool = True,
+        writers: Writers = ALONE,
         away: Away | None = None,
     ):
         """`folder`: the launch's own; `unet_json`: the diffusers config of the U-Net; `away`: the run's address."""
-        self.folder = folder
-        self.run_dir, self.unet_json, self.config, self.main, self.away = run_dir, unet_json, config, main, away
+        self.folder, self.writers, self.main = folder, writers, writers.rank == 0
+        self.run_dir, self.unet_json, self.config, self.away = run_dir, unet_json, config, away
         self.content: dict[str, Any] = {"tag": config.tag or run_dir.name, "fingerprint": fingerprint}
         if away is not None:
             self.content["launch"] = away.number
@@ -150,19 +169,23 @@ class CheckpointWriter:
             WorkError: the checkpoint could not be written.
         """
         self.finish()
-        if not self.main:
+        count = self.writers.total
+        owned = {file: owners(tensors, count if file != HEAD_NAME else 1) for file, tensors in snapshot.files.items()}
+        mine = {file: [name for name in names if names[name] == self.writers.rank] for file, names in owned.items()}
+        if self.writers.rank >= count:
             for tensors in snapshot.files.values():
                 write_tensors(None, tensors)
-        elif self._copies_fit(snapshot):
-            files = {file: self.copies.take(file, tensors) for file, tensors in snapshot.files.items()}
+        elif self._copies_fit(snapshot, mine):
+            files = {file: self.copies.take(file, tensors, mine[file]) for file, tensors in snapshot.files.items()}
             self.copies.wait()
-            self.pending = self.thread.submit(self._write, replace(snapshot, files=files))
+            self.pending = self.thread.submit(self._write, replace(snapshot, files=files), mine, owned)
         else:
             with self._explained():
-                self._write(snapshot)
+                self._write(snapshot, mine, owned)
 
-    def _copies_fit(self, snapshot: Snapshot) -> bool:
-        needed, free = snapshot.bytes - self.copies.bytes, free_memory()
+    def _copies_fit(self, snapshot: Snapshot, mine: Mine) -> bool:
+        wanted = ({name: tensors[name] for name in mine[file]} for file, tensors in snapshot.files.items())
+        needed, free = sum(map(bytes_of, wanted)) - self.copies.bytes, free_memory()
         if self.config.asynchronous and needed > free:
             print(
                 f"warning: a copy of the run would take {needed / 2**30:.1f} GiB more of this machine's memory, of "
@@ -201,16 +224,31 @@ class CheckpointWriter:
                 f"room or mend the storage; the same command again resumes from the newest."
             ) from error
 
-    def _write(self, snapshot: Snapshot) -> None:
-        """Write a checkpoint durably, then drop the older ones that are not to be kept."""
+    def _write(self, snapshot: Snapshot, mine: Mine, owned: Owned) -> None:
+        """Write a checkpoint durably, or this process's part of it; then drop the older ones that are not to be kept.
+
+        Args:
+            mine: file → names of the tensors that this process writes.
+            owned: file → name → who does.
+        """
         step, began = snapshot.state.step, time.monotonic()
         target = step_folder(self.run_dir, step)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        private = self.folder / f"{target.name}.{uuid.uuid4().hex[:8]}"
-        private.mkdir()
+        private = self.folder / f"{target.name}.{'parts' if self.writers.total > 1 else uuid.uuid4().hex[:8]}"
+        private.mkdir(exist_ok=self.writers.total > 1)
+        hashes = self._write_tensors(snapshot, private, mine, owned)
+        if not self.main:
+            write_atomically(private / receipt_name(self.writers.rank), json.dumps(hashes).encode())
+            return
         try:
-            self._write_files(snapshot, private)
+            for rank in range(1, self.writers.total):
+                hashes |= self._await_part(private / receipt_name(rank), rank)
+            hashes |= self._write_configs(private, owned)
+            content = self.content | {"state": snapshot.state.to_json(), "files": dict(sorted(hashes.items()))}
+            if self.away is not None:
+                content["lines"] = self._write_lines(snapshot.lines, private / LINES)
+            write_sealed_json(private / STATE_NAME, content)
             fsync_tree(private)
+            target.parent.mkdir(parents=True, exist_ok=True)
             publish(private, target, self.folder)  # in place of a damaged one, or of this step saved before
         finally:
             shutil.rmtree(private, ignore_errors=True)
@@ -219,20 +257,49 @@ class CheckpointWriter:
         self.seconds = time.monotonic() - began
         self._drop_old(step, snapshot.state.alarm.steps)
 
-    def _write_files(self, snapshot: Snapshot, folder: Path) -> None:
+    def _write_tensors(self, snapshot: Snapshot, folder: Path, mine: Mine, owned: Owned) -> dict[str, str]:
+        """This process's part of each file; returns file → SHA-256."""
         hashes = {}
         for name, tensors in snapshot.files.items():
+            path = self._part(folder / name, owned[name], self.writers.rank)
+            path.parent.mkdir(exist_ok=True)
+            if not mine[name] and not (self.main and path.name == Path(name).name):
+                write_tensors(None, tensors)
+                continue
+            hashes[path.relative_to(folder).as_posix()] = write_tensors(path, tensors, mine[name])
+            fsync_file(path)  # by the machine that wrote it
+        return hashes
+
+    def _write_configs(self, folder: Path, owned: Owned) -> dict[str, str]:
+        """The networks' configs, in the layout that `Any.from_pretrained` loads, and indexes of parts; as above."""
+        written = []
+        for name, names in owned.items():
             path = folder / name
-            if path.parent != folder:  # in the layout that `Any.from_pretrained` loads
-                path.parent.mkdir()
-                config = path.with_name("config.json")
-                config.write_text(self.unet_json)
-                hashes[str(config.relative_to(folder))] = sha256_file(config)
-            hashes[name] = write_tensors(path, tensors)
-        content = self.content | {"state": snapshot.state.to_json(), "files": dict(sorted(hashes.items()))}
-        if self.away is not None:
-            content["lines"] = self._write_lines(snapshot.lines, folder / LINES)
-        write_sealed_json(folder / STATE_NAME, content)
+            if path.parent != folder:
+                written.append(path.with_name("config.json"))
+                written[-1].write_text(self.unet_json)
+            parts = {key: self._part(path, names, rank).name for key, rank in names.items()}
+            if set(parts.values()) - {path.name}:
+                written.append(write_index(path, parts))
+        return {path.relative_to(folder).as_posix(): sha256_file(path) for path in written}
+
+    def _part(self, path: Path, names: Mapping[str, int], rank: int) -> Path:
+        """The file of a process; the whole one where one process writes all of it."""
+        return part_name(path, rank, self.writers.total) if max(names.values(), default=0) > 0 else path
+
+    def _await_part(self, receipt: Path, rank: int) -> dict[str, str]:
+        deadline = time.monotonic() + self.writers.patience
+        while not receipt.is_file():
+            if time.monotonic() > deadline:
+                raise WorkError(
+                    f"A checkpoint of {self.run_dir} is not complete: process {rank} has not written its part of it in "
+                    f"{self.writers.patience:g} s (collective_timeout). The ones before it are whole. See that all "
+                    f"machines share run_dir; the same command again resumes from the newest."
+                )
+            time.sleep(0.05)
+        hashes: dict[str, str] = json.loads(receipt.read_bytes())
+        receipt.unlink()
+        return hashes
 
     def _write_lines(self, lines: Mapping[str, int], folder: Path) -> dict[str, str]:
         """Copies of the logs up to the snapshot's step, as an empty machine needs them to go on; returns hashes."""

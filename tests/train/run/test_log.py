@@ -1,0 +1,77 @@
+"""Trackers: one run of theirs however often it is requeued, with its config and source, and ended when it leaves."""
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from shards.base.errors import Preempted
+from tests.runs import train_fields, write_config
+from train import loop
+from train.__main__ import run as command
+from train.run import log
+from train.run.log import source_state
+
+
+def leaves_after(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
+    """The run is told to leave in its step of that number."""
+    take_step = loop.take_step
+
+    def told(run: loop.Run, batch: Any) -> None:
+        take_step(run, batch)
+        if run.state.step == step:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(loop, "take_step", told)
+
+
+def test_three_launches_are_one_run_of_wandbs(latents: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Offline; the first two are preempted, and what they logged is complete."""
+    wandb = pytest.importorskip("wandb")
+    for name, value in {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}.items():
+        monkeypatch.setenv(name, value)
+    begun, init = [], wandb.init
+    monkeypatch.setattr(wandb, "init", lambda **options: begun.append((options, init(**options))) or begun[-1][1])
+    settings = {"tracker": "wandb", "project": "mill", "name": "small", "tags": ["a", "b"]}
+    fields = train_fields(latents, tmp_path / "run", log=settings)
+    before = signal.getsignal(signal.SIGTERM)
+    for step in (2, 4):
+        leaves_after(monkeypatch, step)
+        with pytest.raises(Preempted):
+            command(["--config", str(write_config(tmp_path, fields))])
+        assert wandb.run is None  # ended
+    command(["--config", str(write_config(tmp_path, fields))])
+    signal.signal(signal.SIGTERM, before)
+    (run_id,) = {options["id"] for options, _ in begun}
+    assert json.loads((tmp_path / "run" / "tracker.json").read_text()) == {"id": run_id}
+    assert len(begun) == 3 and all(options["resume"] == "allow" for options, _ in begun)
+    for options, run in begun:
+        assert (options["project"], options["name"], run.id, run.tags) == ("mill", "small", run_id, ("a", "b"))
+        assert run.config["global_batch_size"] == 8 and run.config["source"] == source_state()
+    assert len(list((tmp_path / "run" / "wandb").glob(f"offline-run-*-{run_id}/*.wandb"))) == 3
+
+
+def test_tensorboard_has_every_step_once_and_the_settings(
+    latents: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fields = train_fields(latents, tmp_path / "run", log={"tracker": "tensorboard"})
+    before = signal.getsignal(signal.SIGTERM)
+    leaves_after(monkeypatch, 3)
+    with pytest.raises(Preempted):
+        command(["--config", str(write_config(tmp_path, fields))])
+    command(["--config", str(write_config(tmp_path, fields))])
+    signal.signal(signal.SIGTERM, before)
+    events = EventAccumulator(str(tmp_path / "run" / "tracker")).Reload()
+    assert [event.step for event in events.Scalars("loss")] == [1, 2, 3, 4, 5, 6]
+    said = events.Tensors("config/text_summary")[0].tensor_proto.string_val[0].decode()
+    assert "    global_batch_size: 8" in said and f"    source: {source_state()}" in said
+
+
+def test_the_source_is_known_from_a_repository_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(log, "__file__", str(tmp_path / "log.py"))
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    assert source_state() is None
