@@ -29,7 +29,7 @@ from shards.derive.part import Captions, Derivation, Settings, derive_tar, kept_
 from shards.derive.source import SourceTar
 from shards.format.buckets import Bucket
 from shards.format.encoding import EncodingRecord
-from shards.format.models import hash_weights, model_folder
+from shards.format.models import recorded_folder
 from shards.format.towers import TextTower, Weights
 from shards.open import open_store
 from shards.root.committed import TarBooks
@@ -197,15 +197,9 @@ def _kept_texts(encoding_json: bytes, names: frozenset[str], device: str, compil
 def _recorded(weights: Weights) -> Path:
     """The folder on this node of what encoding.json recorded."""
     try:
-        folder = model_folder(weights.name)
-        found = hash_weights(weights.name, folder)
+        return recorded_folder(weights)
     except RequestError as error:
         raise UnfitNode(f"{error} (on {os.uname().nodename})") from error
-    if found.sha256 != weights.sha256:
-        raise UnfitNode(
-            f"{weights.name} on {os.uname().nodename} ({folder}) has other content than encoding.json recorded."
-        )
-    return folder
 
 
 def warm_up() -> None:

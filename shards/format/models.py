@@ -11,6 +11,7 @@ from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
 
 from shards.base.durable import canonical_json, sha256_file
 from shards.base.errors import RequestError, is_storage_error
+from shards.base.fetched import alone, fetch_folder, newest_copy
 from shards.format.towers import Weights
 
 WEIGHT_FILES = ("diffusion_pytorch_model.safetensors", "model.safetensors")
@@ -35,19 +36,83 @@ NORMALISATION = {"shift_factor", "latents_mean", "latents_std"}
 
 
 def model_folder(name: str, files: Sequence[str] = TO_FETCH) -> Path:
-    """The folder of a model: `name` itself where it is one, else `org/repo[@revision][/sub/folder]` from the hub.
+    """The folder of a model: `name` itself where it is one; else a copy, in this machine's cache, of that at an address
+    such as s3://bucket/vae, or of `org/repo[@revision][/sub/folder]` on the hub. One process of a machine fetches it.
 
     Raises:
-        RequestError: neither, or the hub does not give it and its cache does not hold it.
+        Outage: the object store, or the way to it, failed.
+        RequestError: there is none, or the hub does not give it and its cache does not hold it.
         OSError: the disk does not take it.
     """
     if Path(name).is_dir():
         return Path(name)
+    with alone(name, _cache()):
+        return _fetch(name, files)
+
+
+def recorded_folder(weights: Weights) -> Path:
+    """The folder of the model that was recorded, with that content: what is in this machine's cache, where it is that;
+    else one process of the machine fetches it, for all.
+
+    Raises: as `model_folder`; and
+        RequestError: what is found has other content.
+    """
+    before = _cached(weights.name)
+    if before and _holds(before, weights):
+        return before
+    with alone(weights.name, _cache()):
+        folder = _cached(weights.name)
+        if folder is None or folder == before:  # no other process has fetched it meanwhile
+            folder = _fetch(weights.name, TO_FETCH)
+    if hash_weights(weights.name, folder).sha256 != weights.sha256:
+        raise RequestError(f"{weights.name} ({folder}) has other content than encoding.json recorded.")
+    return folder
+
+
+def _cache() -> Path:
+    return Path(constants.HF_HOME) / "latentmill"
+
+
+def _holds(folder: Path, weights: Weights) -> bool:
+    try:
+        return hash_weights(weights.name, folder).sha256 == weights.sha256
+    except RequestError:
+        return False  # half of it was fetched
+
+
+def _cached(name: str) -> Path | None:
+    """What is on this machine, without asking anybody."""
+    if Path(name).is_dir():
+        return Path(name)
+    if "://" in name:
+        return newest_copy(name, _cache())
+    try:
+        repo, revision, folder = _parse(name)
+        snapshot = Path(snapshot_download(repo, revision=revision or None, local_files_only=True))
+    except (OSError, ValueError):  # RequestError is one; so is what the hub's client says of what is not there
+        return None
+    return snapshot / folder if (snapshot / folder).is_dir() else None
+
+
+def _parse(name: str) -> tuple[str, str, str]:
+    """Repository, revision and folder of a hub name.
+
+    Raises:
+        RequestError: it is none.
+    """
     parts = name.split("/")
     if len(parts) < 2 or not all(parts):
         raise RequestError(f"There is no model folder {name}, and it is no hub name (org/repo/folder) either.")
     repo, _, revision = "/".join(parts[:2]).partition("@")
-    folder = "/".join(parts[2:])
+    return repo, revision, "/".join(parts[2:])
+
+
+def _fetch(name: str, files: Sequence[str]) -> Path:
+    if Path(name).is_dir():
+        return Path(name)
+    if "://" in name:
+        return fetch_folder(name, files, _cache())
+    repo, revision, folder = _parse(name)
     patterns = [f"{folder}/{file}" if folder else file for file in files]
     try:
         snapshot = Path(snapshot_download(repo, revision=revision or None, allow_patterns=patterns))

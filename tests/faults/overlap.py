@@ -18,7 +18,7 @@ from tests.faults.steps_s3 import BUCKET, served
 from tests.sleeping import Device, encode_asleep
 from tests.tiny import make_samples, make_tar
 
-NUM_SAMPLES, BATCH, SECONDS, DELAY = 32, 8, 1.2, 0.03
+NUM_SAMPLES, BATCH, SECONDS, DELAY = 32, 8, 3.0, 0.03
 
 
 def main(folder: Path, models: Path, num_tars: int) -> None:

@@ -38,7 +38,7 @@ def test_some_requests_to_s3(models: Path, tmp_path: Path, report: dict[str, obj
 
 @pytest.mark.slow
 def test_a_slow_store_costs_the_device_nothing(models: Path, tmp_path: Path, report: dict[str, object]) -> None:
-    figures = steps(tmp_path, models, every=6, module="overlap")
+    figures = steps(tmp_path, models, every=4, module="overlap")
     report["overlap with a slow S3"] = figures
     assert figures["3 at once"]["device"] >= 0.95 > figures["1 at once"]["device"]
     assert figures["3 at once"]["grown_mib"] < 128

@@ -151,13 +151,16 @@ def test_a_node_that_is_avoided_gets_none(cluster: Cluster) -> None:
     nodes = [node["NodeID"] for node in ray.nodes()]
     assert len(nodes) == 2
 
-    @ray.remote(num_cpus=1, scheduling_strategy="SPREAD")
     class Where:
         def node(self) -> str:
             return str(ray.get_runtime_context().get_node_id())
 
     def apart_from(avoided: list[str]) -> Any:
-        return Where.options(label_selector={NODE_ID: f"!in({','.join(avoided)})"}).remote()
+        return (
+            ray.remote(num_cpus=1, scheduling_strategy="SPREAD")(Where)
+            .options(label_selector={NODE_ID: f"!in({','.join(avoided)})"})
+            .remote()
+        )
 
     for avoided in nodes:
         for _ in range(3):

@@ -1,0 +1,70 @@
+"""64 workers on 8 machines start at once, and need a model that lies behind a slow store."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from shards.format.models import hash_weights
+from shards.format.towers import Weights
+from tests.fake_hub import fake_hub
+from tests.faults.proxy import throttle
+from tests.faults.steps_s3 import BUCKET, served
+from tests.runs import environment
+
+NODES, WORKERS, DELAY = 8, 8, 0.03
+WORKER = """
+import json, sys, time
+from concurrent.futures import ThreadPoolExecutor
+from shards.format.models import recorded_folder
+from shards.format.towers import Weights
+
+weights = Weights(**json.loads(sys.argv[1]))
+import s3fs
+time.sleep(max(0, float(sys.argv[2]) - time.time()))  # all begin at once
+with ThreadPoolExecutor(int(sys.argv[3])) as workers:
+    folders = set(workers.map(lambda _: recorded_folder(weights), range(int(sys.argv[3]))))
+(folder,) = folders
+print(json.dumps([str(folder), time.time()]))
+"""
+
+
+def start_all(weights: Weights, folder: Path, **variables: str) -> float:
+    """64 workers on 8 machines, each of which has a cache of its own; seconds until the last one has its model."""
+    begin = time.time() + 60
+    arguments = [weights.model_dump_json(), str(begin), str(WORKERS)]
+    nodes = [
+        subprocess.Popen(
+            [sys.executable, "-c", WORKER, *arguments],
+            stdout=subprocess.PIPE,
+            env=environment(HF_HOME=str(folder / f"node-{node}"), HF_HUB_OFFLINE="0", **variables),
+        )
+        for node in range(NODES)
+    ]
+    ended = [json.loads(node.communicate(timeout=300)[0]) for node in nodes]
+    assert len({path for path, _ in ended}) == NODES
+    return max(at for _, at in ended) - begin
+
+
+@pytest.mark.slow
+def test_sixty_four_workers_fetch_eight_times(
+    models: Path, tmp_path: Path, report: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vae = models / "vae"
+    size = sum(path.stat().st_size for path in vae.iterdir())
+    for name in ("AWS_ENDPOINT_URL", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_DEFAULT_REGION"):
+        monkeypatch.setenv(name, "")  # and back afterwards
+    with served() as server:
+        put = "import sys; from pathlib import Path; from shards.base.remote import RemoteStore; "
+        put += "RemoteStore(sys.argv[1]).put({path.name: path for path in Path(sys.argv[2]).iterdir()})"
+        subprocess.run([sys.executable, "-c", put, f"{BUCKET}/vae", str(vae)], check=True, env=environment())
+        throttle(server, DELAY)
+        seconds = start_all(hash_weights(f"{BUCKET}/vae", vae), tmp_path)
+        fetched = throttle(server) / size
+    assert NODES <= fetched < NODES + 0.5, fetched
+    report["64 workers, 8 nodes"] = {"fetches": round(fetched, 2), "seconds": round(seconds, 1)}
+    with fake_hub(models) as hub:
+        start_all(hash_weights("org/repo/vae", vae), tmp_path / "hub", HF_ENDPOINT=hub, NO_PROXY="127.0.0.1")
