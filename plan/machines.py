@@ -47,6 +47,8 @@ class Links(Config):
 
     gradient_bytes: Literal[2, 4] = 4
     """Bytes per parameter that the gradient all-reduce sends: 4 in float32."""
+    bucket_mb: float = Field(25, gt=0)
+    """Gradients that travel together, in MB, as torch's DDP has them; nothing hides the last bucket's traffic."""
     efficiency: float = fact("of link and network bandwidth", 0.8, gt=0, le=1)
     """What an all-reduce reaches."""
     data_gbit_per_node: float = fact("Gbit/s per node", 20, gt=0)

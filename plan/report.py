@@ -12,6 +12,8 @@ from plan.rows import Inputs, PhaseRow, phase_row
 
 UNEXPLAINED = 0.1
 """A measurement this far below the prediction from fewer GPUs is pointed out."""
+SPLITTING_PAYS = 1.05
+"""A step faster by more than this is pointed out."""
 FEW_IMAGES = 8
 """Per GPU and step: with fewer, the arithmetic no longer keeps a GPU busy."""
 
@@ -168,6 +170,16 @@ def _notes(inputs: Inputs, rows: list[Row]) -> list[str]:
                     f"{row.gpus} GPUs, {phase.bucket}: measured {gap:.0%} below what another number of GPUs predicts; "
                     f"the stated bandwidths do not explain it, so what bounds it is uncertain."
                 )
+    split = [
+        f"{phase.bucket} on {row.gpus} GPUs by {phase.split_speedup - 1:.0%}"
+        for row in rows
+        for phase in row.phases
+        if phase.split_speedup > SPLITTING_PAYS
+    ]
+    if split:
+        notes.append(
+            f"Weights split within each node (HSDP), which the trainer has not, would speed up {'; '.join(split)}."
+        )
     thin = [row for row in rows if any(phase.images_per_gpu < FEW_IMAGES for phase in row.phases)]
     if thin:
         notes.append(

@@ -13,7 +13,7 @@ from plan.measured import Rate, Rates
 from shards.base.errors import RequestError
 from shards.format.towers import TextTower
 
-BITS = 8
+BITS, MEGA = 8, 1e6
 Basis = Literal["measured", "predicted", "assumed"]
 """A throughput measured on this number of GPUs; predicted from another number; or from an assumed utilisation."""
 
@@ -86,6 +86,8 @@ class Inputs:
             self.work.num_parameters,
             self.plan.links.gradient_bytes,
             data.picture_bytes + data.string_bytes if online else self.sample_bytes(phase.bucket),
+            self.plan.links.bucket_mb * MEGA,
+            self.work.backward[phase.bucket],
         )
 
 
@@ -102,6 +104,8 @@ class PhaseRow:
     predicted_images_per_second: float
     """From another number of GPUs, also where this one was measured."""
     step: StepTime
+    split_speedup: float
+    """Of weights split within each node (HSDP), which the trainer has not."""
     bottleneck: str
     days: float
     read_per_node: float
@@ -141,6 +145,7 @@ def phase_row(inputs: Inputs, phase: Phase, gpus: int, online: bool) -> PhaseRow
         source=rate.source,
         predicted_images_per_second=phase.global_batch_size / _predict(inputs, phase, of_another, gpus, online).total,
         step=time,
+        split_speedup=time.total / _predict(inputs, phase, rate, gpus, online, is_split=True).total,
         bottleneck=time.bottleneck,
         days=days,
         read_per_node=read * min(gpus, inputs.plan.gpu.gpus_per_node) / gpus,
@@ -157,7 +162,7 @@ def _basis_for(rates: list[Rate], gpus: int) -> Rate:
     return next((rate for rate in reversed(rates) if rate.gpus <= gpus), rates[0])
 
 
-def _predict(inputs: Inputs, phase: Phase, rate: Rate, gpus: int, online: bool) -> StepTime:
+def _predict(inputs: Inputs, phase: Phase, rate: Rate, gpus: int, online: bool, is_split: bool = False) -> StepTime:
     machine = inputs.machine
     try:
         seconds = calibrate(rate.images_per_second_per_gpu, inputs.step(phase, rate), rate.gpus, machine)
@@ -167,7 +172,7 @@ def _predict(inputs: Inputs, phase: Phase, rate: Rate, gpus: int, online: bool) 
             f"({rate.source})."
         ) from None
     encode_seconds = inputs.encode_seconds(phase.bucket) if online else 0.0
-    return step_time(seconds, inputs.step(phase, online=online), gpus, machine, encode_seconds)
+    return step_time(seconds, inputs.step(phase, online=online), gpus, machine, encode_seconds, is_split=is_split)
 
 
 def _restarts(inputs: Inputs, phase: Phase, step_seconds: float, gpus: int) -> tuple[int, float, float]:

@@ -75,8 +75,8 @@ def compare(
     lowered = [tensor.to(torch.bfloat16) for tensor in inputs]
     try:
         results = both_ways(backend, [tensor[:2] for tensor in lowered])
-    except RuntimeError as error:
-        found.row("attention", shape=shape, kernel=name, ms=None, note=str(error).splitlines()[0][:80])
+    except RuntimeError as refusal:
+        found.row("attention", shape=shape, kernel=name, ms=None, note=str(refusal).splitlines()[0][:80])
         return
     error = max(error_of(result, reference) for result, reference in zip(results, exact, strict=True))
     found.check(f"attention {shape}, {name}: error of values and gradients", error, LOWERED)
@@ -86,9 +86,9 @@ def compare(
 
 def both_ways(backend: SDPBackend, inputs: list[Tensor]) -> list[Tensor]:
     """Values, and the gradients of their squares' sum with respect to queries, keys and values."""
-    leaves = [tensor.detach().requires_grad_() for tensor in inputs]
+    query, key, value = leaves = [tensor.detach().requires_grad_() for tensor in inputs]
     with sdpa_kernel(backend):
-        values = F.scaled_dot_product_attention(*leaves)
+        values = F.scaled_dot_product_attention(query, key, value)
         return [values.detach(), *torch.autograd.grad(values, leaves, values.detach())]
 
 

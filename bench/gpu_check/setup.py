@@ -90,4 +90,4 @@ def use_no_compiler() -> None:
     def traced(*arguments: Any, **options: Any) -> Any:
         return compile_with(*arguments, **{**options, "backend": "eager", "mode": None})
 
-    torch.compile = traced  # type: ignore[assignment]
+    torch.compile = traced

@@ -113,7 +113,7 @@ def loading(setup: Setup, found: Findings) -> None:
 def profiling(setup: Setup, found: Findings) -> None:
     """One step at the larger size, kernel by kernel, beside what its arithmetic would take at the matrix rate."""
     bucket, device = setup.buckets[1], setup.device
-    setting = Setting(bucket, setup.microbatches(bucket)[0], True, True, True)
+    setting = Setting(bucket, setup.microbatches(bucket)[0], True, True, compile=not setup.small)
     batch = setting.microbatch_size * (1 if setup.small else 2)
     activity = ProfilerActivity.CUDA if device.type == "cuda" else ProfilerActivity.CPU
     with setup.training(setting, "bfloat16", setup.unet, batch) as (run, step):

@@ -1,13 +1,14 @@
 """How much arithmetic one image, caption or step is, counted on the meta device: no weights, no GPU, no data."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
+from torch.utils.flop_counter import FlopCounterMode
 
 from plan.config import Networks, TextNetwork
 from shards.base.errors import RequestError
@@ -27,6 +28,8 @@ class Work:
     """Of the network that is trained."""
     train: dict[str, int]
     """Bucket → FLOPs of one image's training step."""
+    backward: dict[str, tuple[tuple[float, float], ...]]
+    """Bucket → shares of the weights and of the arithmetic, block by block, as a backward pass comes past them."""
     encode: dict[str, int]
     """Bucket → FLOPs of one picture's encoding."""
     caption: int
@@ -66,9 +69,11 @@ def count_work(networks: Networks, buckets: Iterable[str]) -> Work:
     data = DataSpec(image, texts, {}, {}, (), 1)
     backbone = backbone.resolved(texts)
     check_fit(unet, data, backbone)
+    calls = {name: on_meta(unet, backbone, data, hw) for name, hw in shapes.items()}
     return Work(
         num_parameters=sum(parameter.numel() for parameter in unet.parameters()),
-        train={name: training_flops(on_meta(unet, backbone, data, hw)[1]) for name, hw in shapes.items()},
+        train={name: training_flops(call) for name, (_, call) in calls.items()},
+        backward={name: backward_order(*call) for name, call in calls.items()},
         encode=encode,
         caption=caption,
         latent_hw=shapes,
@@ -76,6 +81,31 @@ def count_work(networks: Networks, buckets: Iterable[str]) -> Work:
         has_posterior=image.posterior != "deterministic",
         texts=texts,
     )
+
+
+def backward_order(network: torch.nn.Module, call: Callable[[], Any]) -> tuple[tuple[float, float], ...]:
+    """Shares of a network's weights and of its arithmetic, by blocks, from the last that `call` runs to the first;
+    blocks below a ten thousandth of both are left out."""
+    blocks: dict[str, torch.nn.Module] = {}
+    for name, child in network.named_children():
+        parts = child.named_children() if isinstance(child, torch.nn.ModuleList) else [("", child)]
+        blocks |= {f"{name}.{part}".rstrip("."): module for part, module in parts}
+    order: list[str] = []
+    hooks = [
+        block.register_forward_pre_hook(lambda *_, name=name: order.append(name)) for name, block in blocks.items()
+    ]
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        call()
+    for hook in hooks:
+        hook.remove()
+    flops = {
+        name: sum(counter.get_flop_counts().get(f"{type(network).__name__}.{name}", {}).values()) for name in order
+    }
+    weights = {name: sum(parameter.numel() for parameter in blocks[name].parameters()) for name in order}
+    total_weights, total_flops = sum(weights.values()), sum(flops.values())
+    run_backward = reversed(dict.fromkeys(order))
+    shares = [(round(weights[name] / total_weights, 4), round(flops[name] / total_flops, 4)) for name in run_backward]
+    return tuple(share for share in shares if any(share))
 
 
 def _backbone(networks: Networks) -> tuple[Any, str]:

@@ -163,7 +163,7 @@ class CaptionsOnce:
         """Ask for every caption of a batch that was not asked for with another bucket's; begin with full batches."""
         for cut in cuts:
             if cut.about.key not in self.begun:
-                own = [caption and self._ask(caption.text) for caption in cut.about.captions]
+                own = [None if caption is None else self._ask(caption.text) for caption in cut.about.captions]
                 self.begun[cut.about.key] = Later(partial(with_latents, cut.about.captions, own)), cut.num_buckets
         while len(self.waiting) >= self.towers.caption_batch:
             self._begin(self.towers.caption_batch)

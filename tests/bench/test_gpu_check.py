@@ -16,6 +16,7 @@ from bench.gpu_check.findings import Findings
 from bench.gpu_check.page import page
 from bench.gpu_check.parts import PARTS
 from bench.gpu_check.setup import Setup, use_no_compiler
+from bench.train_step import Result, Setting
 from plan.measured import read_rates
 from shards.base.errors import RequestError, WorkError
 
@@ -42,7 +43,7 @@ def rehearsed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, o
             PARTS[name].run(SETUP, Findings(path))
             found[name] = {**json.loads(path.read_text()), "outcome": "done", "seconds": 1.0}
     finally:
-        torch.compile = compile_with  # type: ignore[assignment]
+        torch.compile = compile_with
     return found
 
 
@@ -93,7 +94,7 @@ def test_parts_that_fail_or_do_not_end_lose_nothing(tmp_path: Path, monkeypatch:
             "loader": "",
         }[name]
         how["timeout"] = 0.5 if name == "machine" else 60.0
-        return run([sys.executable, "-c", code], **how)  # type: ignore[call-overload, no-any-return]
+        return run([sys.executable, "-c", code], **how)  # type: ignore[call-overload]
 
     run = subprocess.run
     monkeypatch.setattr(subprocess, "run", stand_in)
@@ -119,8 +120,12 @@ def test_what_is_asked_for_must_be_there(tmp_path: Path, monkeypatch: pytest.Mon
 def test_a_setting_is_left_out_where_time_is_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first is always begun."""
     timed = []
-    result = speed.measure.__annotations__["return"]
-    monkeypatch.setattr(speed, "measure", lambda setting, *_: timed.append(setting) or result(setting, 10.0, 1.0, 0.5))
+
+    def measure(setting: Setting, *_: object) -> Result:
+        timed.append(setting)
+        return Result(setting, 10.0, 1.0, 0.5)
+
+    monkeypatch.setattr(speed, "measure", measure)
     found = Findings(tmp_path / "part.json", seconds=0.0)
     speed.training(SETUP, found, 1)
     assert len(timed) == 1 and [row["note"] for row in found.tables["steps"]][1:] == ["left out: no time"]

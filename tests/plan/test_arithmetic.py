@@ -35,6 +35,8 @@ steps = st.builds(
     num_parameters=st.integers(10**6, 10**10),
     gradient_bytes=st.sampled_from([2, 4]),
     sample_bytes=st.floats(1e3, 1e6),
+    bucket_bytes=st.floats(1e8, 1e12),
+    backward=st.sampled_from([((1.0, 1.0),), ((0.1, 0.6), (0.9, 0.4)), ((0.5, 0.0), (0.0, 0.5), (0.5, 0.5))]),
 )
 image_seconds = st.floats(1e-4, 1)
 
@@ -77,12 +79,50 @@ def test_slower_images_never_make_faster_steps(
     assert times[0] <= times[1] * (1 + 1e-9)
 
 
+@pytest.mark.parametrize(
+    "backward, traffic, num_buckets, exposed",
+    [
+        (3.0, 0.0, 4, 0.0),
+        (3.0, 2.0, 1, 2.0),  # all of it is ready when the backward pass ends, and no sooner
+        (3.0, 2.0, 4, 0.5),  # hidden but for the last bucket
+        (3.0, 3.0, 3, 1.0),  # each bucket goes as the next is made
+        (2.0, 8.0, 4, 6.5),  # the network is busy from the first bucket on
+    ],
+)
+def test_what_overlap_leaves_of_the_traffic(backward: float, traffic: float, num_buckets: int, exposed: float) -> None:
+    step = scaling.Step(64, 8, 100, 4, 1.0, bucket_bytes=400 / num_buckets)
+    assert scaling.exposed_seconds(backward, traffic, step) == pytest.approx(exposed)
+
+
+def test_weights_that_the_backward_pass_comes_to_late_travel_unhidden() -> None:
+    early, late = (
+        scaling.Step(64, 8, 100, 4, 1.0, bucket_bytes=40, backward=blocks)
+        for blocks in (((1.0, 0.1), (0.0, 0.9)), ((0.0, 0.9), (1.0, 0.1)))
+    )
+    assert scaling.exposed_seconds(1.0, 0.5, early) == 0
+    assert scaling.exposed_seconds(1.0, 0.5, late) == pytest.approx(0.41)
+    assert [scaling.passed_at(late.backward, share) for share in (0.0, 0.5, 1.0)] == pytest.approx([0.9, 0.95, 1.0])
+
+
+def test_splitting_weights_within_a_node_pays_where_the_optimizer_is_a_large_part() -> None:
+    """AdamW's traffic falls to an eighth; gathers hide behind the arithmetic, while there is any."""
+    machine = scaling.Machine(8, link=2e11, network=1e11, memory=1e12, data_per_node=1e12, data_total=1e14)
+    step = scaling.Step(2048, 64, 10**9, 4, 1.0)
+    for gpus, seconds in ((128, 0.01), (2048, 0.0001)):
+        whole, split = (scaling.step_time(seconds, step, gpus, machine, is_split=on) for on in (False, True))
+        saved = 7 / 8 * 28e9 / 1e12
+        beyond = max(0.0, 7 / 8 * 8e9 / 2e11 - 2048 / gpus * seconds)
+        assert whole.total - split.total == pytest.approx(saved - beyond)
+    one_node = scaling.step_time(0.01, step, 8, machine, is_split=True)
+    assert one_node.gradients == one_node.exposed == 0
+
+
 def test_encoding_online_hides_no_gradients() -> None:
     machine = scaling.Machine(8, link=1e9, network=1e9, memory=1e12, data_per_node=1e12, data_total=1e12)
     step = scaling.Step(64, 8, 10**6, 4, 1e5)
     plain, online = (scaling.step_time(0.01, step, 8, machine, encode_seconds=seconds) for seconds in (0, 0.02))
     assert online.compute - plain.compute == pytest.approx(8 * 0.02)
-    assert online.hidden == plain.hidden
+    assert online.exposed == plain.exposed
 
 
 def test_calibrating_refuses_what_the_bandwidths_forbid() -> None:

@@ -3,6 +3,7 @@
 import pytest
 
 from plan.arithmetic.costs import days_of, gpu_hours_of, sample_bytes
+from plan.arithmetic.scaling import calibrate, step_time
 from plan.arithmetic.work import Work
 from plan.latents import precompute_hours
 from plan.measured import read_rates
@@ -32,6 +33,30 @@ def test_throughput_table(report: MakeReport, gpus: int, rate256: int, rate512: 
     # To the digits given:
     assert round(row.training_days, 2) == days
     assert row.training_hours * 2 == pytest.approx(cost, abs=1)
+
+
+PUBLISHED = {
+    "256x256": {8: 1100, 16: 2180, 32: 4080, 64: 8530, 128: 11600},
+    "512x512": {8: 290, 16: 585, 32: 1195, 64: 2340, 128: 4590},
+}
+
+
+def test_one_bandwidth_predicts_every_row_from_that_of_8_gpus(plan: MakePlan, sd2: Work) -> None:
+    """Also the fall at 256 px on 128 GPUs, to 11,600 img/s where 16 times that of 8 would be 17,600."""
+    inputs = Inputs(plan("--gpu.network_gbit_per_s", "700"), sd2, read_rates([], "A100"))
+    predicted = {}
+    for phase in inputs.plan.phases:
+        step, rates = inputs.step(phase), PUBLISHED[phase.bucket]
+        seconds = calibrate(rates[8] / 8, step, 8, inputs.machine)
+        for gpus, rate in rates.items():
+            found = step.global_batch_size / step_time(seconds, step, gpus, inputs.machine).total
+            assert found == pytest.approx(rate, rel=0.06), (phase.bucket, gpus)
+            predicted[phase.bucket, gpus] = found
+    assert predicted["256x256", 128] == pytest.approx(11_600, rel=0.03)
+    unlimited = Inputs(plan("--gpu.network_gbit_per_s", "1600"), sd2, read_rates([], "A100"))
+    step = unlimited.step(unlimited.plan.phases[0])
+    seconds = calibrate(1100 / 8, step, 8, unlimited.machine)
+    assert step.global_batch_size / step_time(seconds, step, 128, unlimited.machine).total > 1.35 * 11_600
 
 
 def test_images_follow_from_steps_and_batch(plan: MakePlan) -> None:

@@ -83,7 +83,7 @@ def test_captions_are_begun_once_for_all_buckets_and_kept_until_the_last() -> No
 def test_the_captions_of_all_buckets_go_in_full_batches() -> None:
     """As in a tar of which a third of the pictures are in the large bucket too; each batch waits for its captions."""
     text, size, large = Text(), 4, [number for number in range(50) if number % 3 == 0]
-    towers = Towers(Pictures(), {"text": text}, {}, batch_size=size)  # type: ignore[arg-type]
+    towers = Towers(Pictures(), {"text": text}, {}, batch_size=size)  # type: ignore
 
     def batches() -> Generator[tuple[Bucket, list[Cut]], None, None]:
         waiting: dict[Bucket, list[Cut]] = {Bucket(8, 8): [], Bucket(16, 16): []}

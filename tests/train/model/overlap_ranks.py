@@ -1,0 +1,41 @@
+"""One rank of data parallel training, which writes down in which order gradients are ready and travel."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.runs import UNET
+from train.model.unet import build_unet
+
+BUCKET_MB = 0.05
+
+
+def record(arguments: list[str]) -> None:
+    """Two steps of two microbatches, of which the first keeps its gradients; the second step's events, as JSON."""
+    dist.init_process_group("gloo")
+    unet, events = build_unet(UNET, 0), list[tuple[str, float]]()
+    for parameter in unet.parameters():
+        size = parameter.numel() * parameter.element_size()
+        parameter.register_post_accumulate_grad_hook(lambda _, size=size: events.append(("ready", size)))
+
+    def travel(_: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        buffer = bucket.buffer().div_(dist.get_world_size())
+        events.append(("sent", buffer.numel() * buffer.element_size()))
+        work: Any = dist.all_reduce(buffer, async_op=True)
+        return work.get_future().then(lambda done: done.value()[0])
+
+    model = DistributedDataParallel(unet, bucket_cap_mb=BUCKET_MB)
+    model.register_comm_hook(None, travel)
+    inputs = torch.randn(2, 4, 16, 16), torch.zeros(2), torch.randn(2, 8, unet.config.cross_attention_dim)
+    for _ in range(2):  # in the first, buckets are made anew in the order in which gradients come
+        events.clear()
+        with model.no_sync():
+            model(*inputs).sample.square().mean().backward()
+        events.append(("last microbatch", 0))
+        model(*inputs).sample.square().mean().backward()
+    Path(arguments[0], f"{dist.get_rank()}.json").write_text(json.dumps(events))
+    dist.destroy_process_group()

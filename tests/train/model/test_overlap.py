@@ -1,0 +1,33 @@
+"""What the plan's model of scaling takes for granted, on gloo ranks: when gradients travel, and in which order."""
+
+import json
+from itertools import accumulate, pairwise
+from pathlib import Path
+
+import pytest
+
+from tests import ranks
+
+
+@pytest.mark.parametrize("num_processes", [2, 4])
+def test_buckets_travel_one_after_the_other_while_the_backward_pass_goes_on(num_processes: int, tmp_path: Path) -> None:
+    program = "tests.train.model.overlap_ranks:record"
+    processes = ranks.start(tmp_path / "log", [str(tmp_path)], num_processes, program=program)
+    codes = ranks.wait(processes, 300)
+    assert codes == [0] * num_processes, (tmp_path / "log").read_text()
+    recorded = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(num_processes)]
+    assert all(events == recorded[0] for events in recorded)
+    kinds = [kind for kind, _ in recorded[0]]
+    border = kinds.index("last microbatch")
+    assert "sent" not in kinds[:border]  # gradients of the first microbatch stay where they are
+    last = recorded[0][border + 1 :]
+    ready = list(accumulate(size if kind == "ready" else 0 for kind, size in last))
+    sent = list(accumulate(size if kind == "sent" else 0 for kind, size in last))
+    places = [place for place, (kind, _) in enumerate(last) if kind == "sent"]
+    assert len(places) > 4 and sent[-1] == ready[-1]
+    # the first goes long before the backward pass ends, each once its weights are passed
+    assert ready[places[0]] < 0.5 * ready[-1] and ready[places[-1]] == ready[-1]
+    for place in places:
+        assert sent[place] <= ready[place]
+    for before, after in pairwise(places):
+        assert ready[after] > ready[before]
