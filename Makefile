@@ -31,7 +31,7 @@ $(call needs,study,A,say which sample sets: make study A=runs/a/evaluations/… 
 $(call needs,study,B,say which sample sets: make study A=$(A) B=runs/b/evaluations/… [C=… D=…] [OUT=runs/study] [CONFIG=path.yaml] [ARGS="--a.b value"])
 $(if $(filter train,$(MAKECMDGOALS)),$(if $(wildcard $(PHASE_CONFIG)),,$(error there is no $(PHASE_CONFIG): say PHASE=1 or PHASE=2, or CONFIG=path.yaml)))
 
-.PHONY: help setup demo test test-browser test-faults test-alerts test-slurm test-families test-install test-oldest bench gpu-check lint docs select download precompute train sample evaluate watch report study plan lock clean
+.PHONY: help setup demo test test-browser test-faults test-alerts test-slurm test-container test-families test-install test-oldest bench gpu-check lint docs select download precompute train sample evaluate watch report study plan lock clean
 
 help:
 	@echo "make demo                                     everything, on a picture world of its own (no GPU; under 20 minutes)"
@@ -40,6 +40,7 @@ help:
 	@echo "make test-faults                              the long suites: kills, full disks, flipped bits, hostile pictures"
 	@echo "make test-alerts                              the alert rules, and a live job under Prometheus (apt-get install prometheus)"
 	@echo "make test-slurm                               both stages under Debian's Slurm, in namespaces (root; installs it)"
+	@echo "make test-container                           the image, built and both stages run in it (root; installs buildah)"
 	@echo "make test-families                            each model family: as its pipeline, as online, on 1, 2 and 4 processes"
 	@echo "make test-install [PYTHONS=\"3.11 3.12 3.13\"]  the wheel with every extra, in fresh environments"
 	@echo "make test-oldest                              the oldest versions allowed, in .venv-oldest"
@@ -89,7 +90,7 @@ test: setup
 
 # the figures that it prints go into docs/evidence/reliability.md
 test-faults: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s -m "(slow or faults) and not (browser or prometheus or slurm)" $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s -m "(slow or faults) and not (browser or container or prometheus or slurm)" $(ARGS)
 
 test-alerts: setup
 	@command -v promtool prometheus >/dev/null || \
@@ -108,6 +109,10 @@ test-slurm: setup
 	@PATH=$$PATH:/usr/sbin:/sbin; for name in slurmctld slurmd sbatch munged ip; do command -v $$name >/dev/null || missing=1; done; \
 	  test -z "$$missing" || { apt-get update -q && DEBIAN_FRONTEND=noninteractive apt-get install -y -q --no-install-recommends $(SLURM); }
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s -m slurm $(ARGS)
+
+test-container: setup
+	@command -v buildah mmdebstrap >/dev/null || { apt-get update -q && DEBIAN_FRONTEND=noninteractive apt-get install -y -q --no-install-recommends buildah mmdebstrap; }
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s -m container $(ARGS)
 
 # every family, small, on 1, 2 and 4 processes
 test-families: setup

@@ -69,9 +69,10 @@ def start_ray(config: ResourcesConfig) -> None:
             ray.init(log_to_driver=False, logging_level=logging.ERROR)
         except (ray.exceptions.RayError, ConnectionError, RuntimeError, ValueError) as error:
             raise RequestError(
-                f"The Ray cluster at RAY_ADDRESS={address} cannot be joined: {first_line(error)} If its nodes were "
-                f"started with a token, this machine needs the same one: RAY_AUTH_MODE=token, and the token in "
-                f"~/.ray/auth_token or at RAY_AUTH_TOKEN_PATH (docs/how-to/cluster.md)."
+                f"The Ray cluster at RAY_ADDRESS={address} cannot be joined: {first_line(error)} This machine must be "
+                f"a node of it; from another, send the job there with `ray job submit`. If its nodes were started with "
+                f"a token, this machine needs the same one: RAY_AUTH_MODE=token, and the token in ~/.ray/auth_token or "
+                f"at RAY_AUTH_TOKEN_PATH (docs/how-to/cluster.md)."
             ) from error
         return
     ray.init(

@@ -107,7 +107,7 @@ class Machines:
         """`environment`: of commands; they are run in the folder `repository`."""
         self.folder, self.repository, self.names = folder, repository, names
         self.tag = f"lm{os.getpid() % 100_000}"
-        own = {"TMPDIR": "/mnt", "RAY_TMPDIR": "/mnt", "PATH": f"{os.environ['PATH']}:/usr/sbin:/sbin"}
+        own = {"TMPDIR": "/mnt", "RAY_TMPDIR": "/mnt", "PATH": f"{environment['PATH']}:/usr/sbin:/sbin"}
         self.environment = environment | own
         self.machines: dict[str, Machine] = {}
 

@@ -147,12 +147,12 @@ def test_whatever_slurm_does_the_curve_is_the_undisturbed_one(slurm: Slurm, late
 
 
 def test_goodput_at_one_preemption_in_ten_minutes(slurm: Slurm, latents: Path, tmp_path: Path) -> None:
-    """A step stands for a second: a preemption in every 600, of any kind, and a checkpoint in every 60."""
+    """A step stands for six seconds, as SD2 takes at 512 px on 8 A100s: a preemption in 100, a checkpoint in 10."""
     rng, preemptions = random.Random(0), ["requeue", "usr1", "power_cut"] * 2
     rng.shuffle(preemptions)
-    training = Training(slurm, latents, tmp_path, max_steps=600 * len(preemptions), every=60)
+    training = Training(slurm, latents, tmp_path, max_steps=100 * len(preemptions), every=10)
     for number, event in enumerate(preemptions):
-        training.reach(600 * number + rng.randint(60, 540))
+        training.reach(100 * number + rng.randint(10, 90))
         training.disturb(event)
     figures = training.finish() | {"preemptions": training.events, "lost": training.lost}
     goodput = figures["steps"] / (figures["steps"] + training.lost)
@@ -162,19 +162,21 @@ def test_goodput_at_one_preemption_in_ten_minutes(slurm: Slurm, latents: Path, t
 
 def test_stage_1_is_a_ray_cluster_of_the_jobs_nodes(slurm: Slurm, models: Path, tmp_path: Path) -> None:
     """Told to leave in its midst, it is queued again, and the root is that of an undisturbed job."""
-    world = make_world(tmp_path, models, num_shards=6, num_samples=100)
+    world = make_world(tmp_path, models, num_shards=8, num_samples=100)
     root = tmp_path / "root"
+
+    def hosts() -> set[str]:
+        return {receipt.made_by.host for receipt in load_receipts(open_store(root)) if receipt.made_by}
+
     words = precompute_arguments(models, world.tars, root, "--workers.decode_threads", "1", "--workers.batch_size", "8")
     job = slurm.submit(*SMALL, "--output", str(tmp_path / "log"), PRECOMPUTE, *words)
-    wait_until(lambda: any(root.glob("commits/*/*.json")), 300)
+    wait_until(lambda: root.is_dir() and hosts() == {"node1", "node2"}, 300)
     slurm.login.run("scancel", "--signal", "USR1", str(job))
     slurm.start_now(job)
     state = slurm.finish(job)
     assert (state["JobState"], state["ExitCode"], state["Restarts"]) == ("COMPLETED", "0:0", "1")
     log = (tmp_path / "log").read_text()
-    assert "told to leave" in log and "6 tars encoded" not in log
-    receipts = load_receipts(open_store(root))
-    assert {receipt.made_by.host for receipt in receipts if receipt.made_by} == {"node1", "node2"}
+    assert "told to leave" in log and "8 tars encoded" not in log
     assert parts_of(root) == parts_of(world.reference) and list(verify_root(open_store(root))) == []
 
 

@@ -1,0 +1,114 @@
+"""The image of deploy/container, built by buildah on a base of mmdebstrap, and both stages run in it; as root.
+
+$LATENTMILL_STORAGE names a folder in which the base and the image stay from one time to the next.
+"""
+
+import os
+import shlex
+import shutil
+import subprocess
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+import yaml
+
+from shards.open import open_store
+from shards.root.committed import load_books
+from tests.roots import precompute_arguments
+from tests.runs import UNET, train_fields, write_config
+
+pytestmark = [pytest.mark.slow, pytest.mark.container]
+ROOT = Path(__file__).parents[2]
+IMAGE = f"latentmill:{metadata.version('latentmill')}"
+USER = 1000
+
+
+class Image:
+    """The image, and a container of it that commands are run in, one after the other."""
+
+    def __init__(self, storage: Path, data: Path):
+        self.buildah = ["buildah", "--root", str(storage / "root"), "--runroot", str(storage / "run")]
+        self.data = data
+        if "localhost/latentmill-base" not in self.call("images", "--format", "{{.Name}}"):
+            self.make_base(storage)
+        cache = Path.home() / ".cache" / "uv"
+        volume = ["--volume", f"{cache}:/root/.cache/uv"] if cache.is_dir() else []
+        words = ["--isolation", "chroot", "--layers", "--build-arg", "BASE=localhost/latentmill-base", *volume]
+        self.call("bud", *words, "-f", str(ROOT / "deploy/container/Dockerfile"), "-t", IMAGE, str(ROOT))
+        self.container = self.call("from", f"localhost/{IMAGE}").strip()
+
+    def make_base(self, storage: Path) -> None:
+        """Debian's least, and what this machine needs to reach a package index: certificates, pip's config."""
+        here = storage / "here"
+        (here / "etc/ssl/certs").mkdir(parents=True)
+        (here / "etc/uv").mkdir()
+        shutil.copy("/etc/ssl/certs/ca-certificates.crt", here / "etc/ssl/certs")
+        (here / "etc/pip.conf").write_text("[global]\ncert = /etc/ssl/certs/ca-certificates.crt\n")
+        (here / "etc/uv/uv.toml").write_text("system-certs = true\n")
+        words = ["mmdebstrap", "--quiet", "--variant=minbase", "--include=ca-certificates", "bookworm"]
+        subprocess.run([*words, str(storage / "base.tar")], check=True, timeout=900)
+        container = self.call("from", "scratch").strip()
+        self.call("add", container, str(storage / "base.tar"), "/")
+        self.call("add", container, str(here), "/")
+        self.call("commit", container, "latentmill-base")
+        self.call("rm", container)
+
+    def call(self, *words: str) -> str:
+        """A command of buildah's; what it said."""
+        found = subprocess.run([*self.buildah, *words], capture_output=True, text=True, timeout=2400)
+        assert found.returncode == 0, f"{words}: {found.stdout[-3000:]}{found.stderr[-3000:]}"
+        return found.stdout
+
+    def run(self, *command: str) -> str:
+        """A command in the container, as its own user, with `data` where it is outside."""
+        own = [f"{self.data}:{self.data}", "/dev/shm:/dev/shm"]
+        volumes = [word for volume in own for word in ("--volume", volume)]
+        variables = ["--env", "HF_HUB_OFFLINE=1", "--env", "OMP_NUM_THREADS=1"]
+        return self.call("run", "--isolation", "chroot", *variables, *volumes, self.container, "--", *command)
+
+
+@pytest.fixture(scope="module")
+def image(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Image]:
+    missing = [name for name in ("buildah", "mmdebstrap") if shutil.which(name) is None]
+    if missing or os.geteuid():
+        pytest.fail(f"These tests need root, and {' and '.join(missing)}: apt-get install buildah mmdebstrap")
+    storage = Path(os.environ.get("LATENTMILL_STORAGE") or tmp_path_factory.mktemp("images"))
+    image = Image(storage, tmp_path_factory.mktemp("data"))
+    yield image
+    image.call("rm", image.container)
+
+
+def test_it_is_not_root_and_carries_no_tools(image: Image) -> None:
+    assert image.run("id", "-u").strip() == str(USER)
+    assert image.run("sh", "-c", "command -v pip uv git || echo none").strip() == "none"
+    assert "precompute.yaml" in image.run("ls", "configs")
+    versions = "import torch, ray, diffusers; print(torch.__version__.split('+')[0], ray.__version__)"
+    locked = dict(
+        line.split("==")[:2] for line in (ROOT / "requirements.lock").read_text().splitlines() if "==" in line
+    )
+    assert image.run("python", "-c", versions).split() == [locked["torch"].split()[0], locked["ray"].split()[0]]
+
+
+def test_both_stages_run_in_it(image: Image, models: Path, tars: Path) -> None:
+    """By the commands of the manifests, with this machine's paths and sizes."""
+    data = image.data
+    shutil.copytree(models, data / "models")
+    shutil.copytree(tars, data / "tars")
+    shutil.copy(UNET, data / "unet.json")
+    root, run = data / "latents", data / "runs" / "phase1"
+    fields = train_fields(root, run, unet=str(data / "unet.json"), max_steps=4)
+    config = write_config(data, fields)
+    for path in [data, *data.rglob("*")]:
+        shutil.chown(path, USER, USER)
+    data.chmod(0o755)
+    job = yaml.safe_load((ROOT / "deploy/kubernetes/rayjob.yaml").read_text())["spec"]["entrypoint"]
+    words = precompute_arguments(data / "models", data / "tars", root)[2:]
+    said = image.run(*shlex.split(job)[:5], *words)
+    assert "2 tars encoded (46 samples in, 30 accepted, 16 rejected)" in said
+    assert len(load_books(open_store(root))) == 2
+    flags = ["--num_machines=1", "--num_processes=2", "--main_process_port=0", "--multi_gpu", "--mixed_precision=no"]
+    image.run("python", "-m", "train.launch", *flags, "--dynamo_backend=no", "-m", "train", f"--config={config}")
+    assert len((run / "metrics.jsonl").read_text().splitlines()) == 4
+    assert {path.stat().st_uid for path in [*root.rglob("*"), *run.rglob("*")]} == {USER}
