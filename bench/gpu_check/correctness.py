@@ -103,7 +103,7 @@ def plain_steps(setup: Setup, run: Run, precision: Any, split: bool) -> list[flo
     found = []
     for step in range(setup.steps):
         with torch.autocast(setup.device.type, DTYPES[precision], enabled=precision != "float32"):
-            loss = run.loss(unet, batch, Draws(0, step, batch.slots)).total.mean()
+            loss = run.loss(unet, run.loss.noised(batch, Draws(0, step, batch.slots))).total.mean()
         loss.backward()
         adamw.step()
         adamw.zero_grad()

@@ -166,13 +166,17 @@ class Turns:
         self.device, self.empty_caption = threading.Lock(), threading.Lock()
         self.lapped = time.monotonic()
 
-    def at_device(self, items: Generator[Item, None, None]) -> Generator[Item, None, None]:
-        """`items`: the first is made before the device is waited for, which is this one's until there are no more."""
+    def at_device(
+        self, items: Generator[Item, None, None], at_end: Callable[[], None] = lambda: None
+    ) -> Generator[Item, None, None]:
+        """`items`: the first is made before the device is waited for, which is this one's until there are no more, and
+        `at_end` has been called."""
         with closing(items):
             for first in items:
                 with self.device:
                     yield first
                     yield from items
+                    at_end()
 
     def lap(self) -> float:
         """Seconds since the last call, or since the process began with this."""

@@ -7,7 +7,7 @@ from contextlib import closing, contextmanager
 from functools import partial
 from typing import NoReturn
 
-from precompute.encode.overlap import Later, map_in_order, threads
+from precompute.encode.overlap import Later, Turns, map_in_order, threads
 from precompute.encode.parts import Parts
 from precompute.encode.provenance import DeviceClock
 from precompute.encode.recipe import Decode, Recipe
@@ -112,13 +112,18 @@ def batched_by_bucket(
 
 
 def start_batches(
-    batches: Generator[tuple[Bucket, list[Cut]], None, None], towers: Towers, clock: DeviceClock
+    batches: Generator[tuple[Bucket, list[Cut]], None, None], towers: Towers, clock: DeviceClock, turns: Turns
 ) -> Generator[StartedBatch, None, None]:
     """Hand each batch to the device and go on with the next; a batch comes out once all its captions are begun."""
     captions = CaptionsOnce(towers)
     held: deque[tuple[StartedBatch, int]] = deque()
-    with closing(batches):
-        for bucket, cuts in batches:
+
+    def start_rest() -> None:
+        with clock():
+            captions.start_rest()
+
+    with closing(turns.at_device(batches, start_rest)) as at_device:
+        for bucket, cuts in at_device:
             with clock():
                 begun = captions.start(cuts)
                 latents = towers.start_pictures(bucket, [cut.pixels for cut in cuts])
@@ -126,7 +131,6 @@ def start_batches(
             held.append((StartedBatch(bucket, samples, latents), captions.num_asked))
             while held and held[0][1] <= captions.num_begun:
                 yield held.popleft()[0]
-    captions.start_rest()
     yield from (batch for batch, _ in held)
 
 

@@ -69,7 +69,7 @@ def encode_tar(
             batches = in_background(batched_by_bucket(accepted, parts, recipe.worker.batch_size), ahead=1)
             # pixels => latents, begun on the device while the batch before is being written
             clock = DeviceClock(towers.device, stopwatch)
-            started_batches = start_batches(turns.at_device(batches), towers, clock)
+            started_batches = start_batches(batches, towers, clock, turns)
             with closing(in_background(started_batches, ahead=1)) as on_device:
                 # latents => parts
                 for batch in on_device:

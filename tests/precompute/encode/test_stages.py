@@ -8,7 +8,8 @@ import numpy as np
 import torch
 
 from precompute.encode.encoders import EncodedCaption
-from precompute.encode.overlap import Later
+from precompute.encode.overlap import Later, Turns
+from precompute.encode.provenance import DeviceClock, Stopwatch
 from precompute.encode.samples import About, Cut
 from precompute.encode.stages import CaptionsOnce, start_batches
 from precompute.encode.towers import Towers
@@ -98,7 +99,7 @@ def test_the_captions_of_all_buckets_go_in_full_batches() -> None:
         yield from waiting.items()
 
     seen: dict[Bucket, list[str | None]] = {Bucket(8, 8): [], Bucket(16, 16): []}
-    for batch in start_batches(batches(), towers):
+    for batch in start_batches(batches(), towers, DeviceClock(torch.device("cpu"), Stopwatch()), Turns()):
         for sample in batch.samples:
             caption = sample.captions().stored[0]
             assert caption is not None and caption.text == f"caption {int(sample.about.key)}"
