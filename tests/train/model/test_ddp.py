@@ -45,7 +45,7 @@ def present(gradients: list[Tensor | None]) -> list[Tensor]:
 
 @pytest.mark.slow
 def test_bfloat16_gradients_train_as_well(tmp_path: Path) -> None:
-    """500 steps on two processes: what bfloat16 changes is less than a seed (docs/evidence/curves.md)."""
+    """500 steps on two processes: what bfloat16 changes is less than what a seed does."""
     root = make_root(tmp_path / "root", {"64x64": [64, 64]})
     means = {}
     for name, seed, gradients in [("float32", 0, "float32"), ("bfloat16", 0, "bfloat16"), ("seed 1", 1, "float32")]:
