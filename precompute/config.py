@@ -54,7 +54,7 @@ class PrecomputeConfig(Config):
     """WIDTHxHEIGHT in pixels; a picture goes to each that it covers without being enlarged."""
     aspect: AspectConfig = AspectConfig()
     vae: str
-    """Folder, or org/repo[@revision]/folder on the hub, of a diffusers autoencoder."""
+    """Folder, org/repo[@revision]/folder on the hub, or address such as s3://bucket/vae, of a diffusers autoencoder."""
     text_encoder: str | None = None
     """Folder, or hub name, of the one text model, a transformers CLIPTextModel used as Stable Diffusion uses it."""
     tokenizer: str | None = None
