@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
 
 from shards.base.errors import Preempted
 from tests.runs import train_fields, write_config
@@ -34,8 +34,14 @@ def test_three_launches_are_one_run_of_wandbs(latents: Path, tmp_path: Path, mon
     wandb = pytest.importorskip("wandb")
     for name, value in {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}.items():
         monkeypatch.setenv(name, value)
-    begun, init = [], wandb.init
-    monkeypatch.setattr(wandb, "init", lambda **options: begun.append((options, init(**options))) or begun[-1][1])
+    begun: list[tuple[dict[str, Any], Any]] = []
+    init = wandb.init
+
+    def recorded(**options: Any) -> Any:
+        begun.append((options, init(**options)))
+        return begun[-1][1]
+
+    monkeypatch.setattr(wandb, "init", recorded)
     settings = {"tracker": "wandb", "project": "mill", "name": "small", "tags": ["a", "b"]}
     fields = train_fields(latents, tmp_path / "run", log=settings)
     before = signal.getsignal(signal.SIGTERM)
