@@ -29,6 +29,7 @@ $(call needs,report,RUN,say which runs: make report RUN="runs/phase1 runs/phase2
 $(call needs,sample,PROMPTS,say which prompts: make sample RUN=$(RUN) PROMPTS=prompts.txt [CONFIG=path.yaml] [ARGS="--a.b value"])
 $(call needs,study,A,say which sample sets: make study A=runs/a/evaluations/… B=runs/b/evaluations/… [C=… D=…] [OUT=runs/study] [CONFIG=path.yaml] [ARGS="--a.b value"])
 $(call needs,study,B,say which sample sets: make study A=$(A) B=runs/b/evaluations/… [C=… D=…] [OUT=runs/study] [CONFIG=path.yaml] [ARGS="--a.b value"])
+$(if $(filter train,$(MAKECMDGOALS)),$(if $(filter-out 1,$(NODES)),$(if $(SLURM_JOB_ID),,$(error NODES=$(NODES) needs an allocation of Slurm (salloc -N $(NODES), or in an sbatch script); elsewhere type on each machine: make train NPROC=... LAUNCH="--num_machines $(NODES) --machine_rank ...", as docs/how-to/cluster.md has it))))
 $(if $(filter train,$(MAKECMDGOALS)),$(if $(wildcard $(PHASE_CONFIG)),,$(error there is no $(PHASE_CONFIG): say PHASE=1 or PHASE=2, or CONFIG=path.yaml)))
 
 .PHONY: help setup demo test test-browser test-faults test-alerts test-slurm test-container test-families test-install test-oldest bench gpu-check lint docs select download precompute train sample evaluate watch report study plan lock clean
@@ -165,11 +166,14 @@ precompute: setup
 RESTARTS ?= 3
 LEAVE ?= 120
 LAUNCH ?= $(if $(filter-out 1,$(NPROC)),--num_machines 1 --num_processes $(NPROC) --multi_gpu)
+# Of several machines Slurm starts a task for each process: NODES of them with NPROC each, in its allocation.
+NODES ?= 1
+SRUN = srun --nodes $(NODES) --ntasks-per-node $(NPROC) --kill-on-bad-exit=1
+LAUNCHER = $(if $(filter-out 1,$(NODES)),-m train.launch --slurm,$(if $(LAUNCH),-m train.launch $(LAUNCH) --max_restarts $(RESTARTS) --mixed_precision no --dynamo_backend no --quiet))
 train: setup
 	$(BIN)/python -m train check --config $(PHASE_CONFIG) $(ARGS)
-	PET_SHUTDOWN_TIMEOUT=$(LEAVE) exec $(BIN)/python \
-	  $(if $(LAUNCH),-m train.launch $(LAUNCH) --max_restarts $(RESTARTS) --mixed_precision no --dynamo_backend no --quiet) \
-	  -m train --config $(PHASE_CONFIG) --num_processes $(NPROC) $(ARGS)
+	PET_SHUTDOWN_TIMEOUT=$(LEAVE) exec $(if $(filter-out 1,$(NODES)),$(SRUN)) $(BIN)/python $(LAUNCHER) \
+	  -m train --config $(PHASE_CONFIG) --num_processes $$(($(NODES) * $(NPROC))) $(ARGS)
 
 EVALUATE = --config $(or $(CONFIG),configs/evaluate.yaml) --model $(RUN) $(if $(PROMPTS),--prompts.file $(PROMPTS)) $(if $(OUT),--output $(OUT))
 sample: setup

@@ -71,4 +71,17 @@ def test_what_a_target_runs() -> None:
     study = make("--dry-run", "study", "A=a", "B=b", "C=c", "OUT=o", "ARGS=--protocol.seed 1").stdout
     assert "-m evaluate.study prepare --sets a,b,c --config configs/study.yaml --output o --protocol.seed 1" in study
     assert "-m evaluate.study serve --config configs/study.yaml --output o --protocol.seed 1" in study
-    assert launch.endswith("-m train --config configs/phase1.yaml --num_processes 2 --max_steps 5")
+    assert launch.endswith("-m train --config configs/phase1.yaml --num_processes $((1 * 2)) --max_steps 5")
+
+
+def test_several_machines_are_one_number_under_slurm() -> None:
+    refused = make("train", "PHASE=1", "NODES=2")
+    assert refused.returncode == 2 and "NODES=2 needs an allocation of Slurm" in refused.stderr
+    result = make("--dry-run", "train", "PHASE=1", "NODES=2", "NPROC=8", "SLURM_JOB_ID=7")
+    check, launch = (line for line in result.stdout.replace("\\\n", "").splitlines() if "-m train" in line)
+    assert "srun" not in check
+    assert (
+        "exec srun --nodes 2 --ntasks-per-node 8 --kill-on-bad-exit=1 .venv/bin/python -m train.launch --slurm"
+        in launch
+    )
+    assert launch.rstrip().endswith("-m train --config configs/phase1.yaml --num_processes $((2 * 8))")

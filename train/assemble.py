@@ -51,6 +51,8 @@ def assemble(
         state = restore(prepared.checkpoint, unet, adamw, averages, aligned and aligned.head)
     tell_start(config, prepared, accelerator, launch)
     write_config(config, accelerator, launch.folder)
+    if away is not None and accelerator.is_main_process:
+        away.share(config.work)
     if accelerator.is_main_process:
         drop_later(config.work / SNAPSHOTS, state.step, launch.folder)
     if config.compile:

@@ -37,11 +37,11 @@ def test_three_launches_are_one_run_of_wandbs(latents: Path, tmp_path: Path, mon
     begun: list[tuple[dict[str, Any], Any]] = []
     init = wandb.init
 
-    def begin(**options: Any) -> Any:
+    def recorded(**options: Any) -> Any:
         begun.append((options, init(**options)))
         return begun[-1][1]
 
-    monkeypatch.setattr(wandb, "init", begin)
+    monkeypatch.setattr(wandb, "init", recorded)
     settings = {"tracker": "wandb", "project": "mill", "name": "small", "tags": ["a", "b"]}
     fields = train_fields(latents, tmp_path / "run", log=settings)
     before = signal.getsignal(signal.SIGTERM)

@@ -235,11 +235,11 @@ class CheckpointWriter:
         target = step_folder(self.run_dir, step)
         private = self.folder / f"{target.name}.{'parts' if self.writers.total > 1 else uuid.uuid4().hex[:8]}"
         private.mkdir(exist_ok=self.writers.total > 1)
-        hashes = self._write_tensors(snapshot, private, mine, owned)
-        if not self.main:
-            write_atomically(private / receipt_name(self.writers.rank), json.dumps(hashes).encode())
-            return
         try:
+            hashes = self._write_tensors(snapshot, private, mine, owned)
+            if not self.main:
+                write_atomically(private / receipt_name(self.writers.rank), json.dumps(hashes).encode())
+                return
             for rank in range(1, self.writers.total):
                 hashes |= self._await_part(private / receipt_name(rank), rank)
             hashes |= self._write_configs(private, owned)
@@ -251,7 +251,8 @@ class CheckpointWriter:
             target.parent.mkdir(parents=True, exist_ok=True)
             publish(private, target, self.folder)  # in place of a damaged one, or of this step saved before
         finally:
-            shutil.rmtree(private, ignore_errors=True)
+            if self.main:
+                shutil.rmtree(private, ignore_errors=True)
         if self.away is not None:
             self.away.put(target, self.folder.parents[1])
         self.seconds = time.monotonic() - began
