@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch._dynamo import device_interface
 from torch._prims_common import suggest_memory_format
+from torch.utils._triton import has_triton
 
 H200 = SimpleNamespace(
     name="NVIDIA H200",
@@ -65,6 +66,8 @@ def pretended_gpu() -> Iterator[None]:
             stack.enter_context(patch.object(interface, name, staticmethod(ANSWERS[name])))
         stack.enter_context(patch.dict(device_interface.caching_worker_device_properties, {"cuda": [H200]}))
         stack.enter_context(patch.dict(device_interface.caching_worker_current_devices, {"cuda": 0}))
+        stack.callback(has_triton.cache_clear)  # who asked without a GPU got another answer, which is kept
+        has_triton.cache_clear()
         yield
 
 

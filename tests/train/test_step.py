@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from torch import Tensor, nn
 from torch._dynamo.backends.distributed import DDPOptimizer
 from torch._dynamo.utils import counters
@@ -229,6 +230,14 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.fx.GraphModul
     torch.compiler.reset()
 
 
+@pytest.fixture
+def accelerator() -> Iterator[Accelerator]:
+    """In bfloat16. Accelerate keeps the precision for the whole process, where others have their own."""
+    AcceleratorState._reset_state()
+    yield Accelerator(mixed_precision="bf16", cpu=True)
+    AcceleratorState._reset_state()
+
+
 class Casts(TorchDispatchMode):
     """Counts copies of weights in bfloat16."""
 
@@ -242,9 +251,9 @@ class Casts(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def test_weights_are_cast_once_a_step() -> None:
+def test_weights_are_cast_once_a_step(accelerator: Accelerator) -> None:
     """And the gradients are those of microbatches that each cast them anew, bit for bit."""
-    accelerator, cpu = Accelerator(mixed_precision="bf16", cpu=True), torch.device("cpu")
+    cpu = torch.device("cpu")
     width, tokens = 12, 5
     gradients, counts = [], []
     for again in (True, False):
@@ -268,10 +277,9 @@ def test_weights_are_cast_once_a_step() -> None:
     assert all(a is not None and b is not None and a.equal(b) for a, b in zip(*gradients, strict=True))
 
 
-def test_one_graph_for_each_shape(graphs: list[torch.fx.GraphModule]) -> None:
+def test_one_graph_for_each_shape(graphs: list[torch.fx.GraphModule], accelerator: Accelerator) -> None:
     """Of trimmed captions: a step's microbatches, the last of them smaller, and validation in batches of another size;
     then another shape."""
-    accelerator = Accelerator(mixed_precision="bf16", cpu=True)
     unet = build_unet(UNET, 0)
     compile_network(unet, num_shapes=2)
     model = accelerator.prepare_model(unet, device_placement=False)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from precompute.config import PrecomputeConfig, describe_encoding, make_recipe
-from precompute.encode.worker import encode_on_worker
+from precompute.encode import worker
 from shards.__main__ import run as shards
 from shards.base.errors import RequestError, WorkError
 from shards.base.store import LocalStore
@@ -235,7 +235,9 @@ def derive_by_config(config: PrecomputeConfig, source: Path) -> Path:
     how, tars = prepare(LocalStore(source), LocalStore(out), encoding, rules, may_encode=True)
     recipe = make_recipe(config, encoding, how)
     for tar in missing(LocalStore(out), tars):
-        encode_on_worker(tar, 1, lambda samples: None, recipe, out, "cpu", 1, source_sha256())
+        with pytest.MonkeyPatch.context() as patch:  # this process keeps its temporary folder
+            patch.setattr(worker, "scratch_of_process", lambda scratch: None)
+            worker.encode_on_worker(tar, 1, lambda samples: None, recipe, out, "cpu", 1, source_sha256())
     write_indexes(LocalStore(out))
     return out
 
