@@ -13,12 +13,13 @@ from shards.base.errors import Preempted
 from tests.runs import train_fields, write_config
 from train import loop
 from train.__main__ import run as command
-from train.run import log
+from train.run import log, processes
 from train.run.log import source_state
 
 
 def leaves_after(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
-    """The run is told to leave in its step of that number."""
+    """The run is told to leave in its step of that number, and hears of it after it."""
+    monkeypatch.setattr(processes, "LOOK_SECONDS", 0.0)
     take_step = loop.take_step
 
     def told(run: loop.Run, batch: Any) -> None:
