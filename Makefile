@@ -87,7 +87,7 @@ demo: setup
 
 # one thread per process, two processes: most tests start commands and wait for them
 test: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 # the figures that it prints go into docs/evidence/reliability.md
 test-faults: setup

@@ -31,16 +31,22 @@ os.environ["RAY_agent_register_timeout_ms"] = "300000"  # noqa: SIM112
 os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112
 
 LONGEST_FIRST = (
-    "test_kills.py",
-    "test_end_to_end.py",
-    "test_s3.py",
-    "test_train_faults.py",
     "test_run.py",
-    "test_curves.py",
+    "test_kills.py",
     "test_processes.py",
+    "test_alignment.py",
+    "test_steps.py",
+    "test_scoring.py",
+    "test_sampling.py",
     "test_sharding.py",
-    "test_job.py",
+    "test_s3.py",
+    "test_files.py",
+    "test_curves.py",
     "test_cached_equals_online.py",
+    "test_models.py",
+    "test_end_to_end.py",
+    "test_train_faults.py",
+    "test_away.py",
 )
 """Files that take a minute or more. Processes take a file each: none of these should be the last."""
 

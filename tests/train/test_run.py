@@ -61,7 +61,8 @@ def reference(latents: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         (1, {"data": {"num_workers": 2}}, True),
         (1, {"microbatch_size": 8}, False),
         (2, {"microbatch_size": 3}, False),
-        (4, {"microbatch_size": 2, "data": {"num_workers": 1}}, False),
+        # four ranks in `make test` are those of test_curves
+        pytest.param(4, {"microbatch_size": 2, "data": {"num_workers": 1}}, False, marks=pytest.mark.slow),
     ],
     ids=["2-workers", "microbatch-8", "2-ranks", "4-ranks-with-workers"],
 )
