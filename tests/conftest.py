@@ -48,7 +48,7 @@ LONGEST_FIRST = (
     "test_train_faults.py",
     "test_away.py",
 )
-"""Files that take a minute or more. Processes take a file each: none of these should be the last."""
+"""Files that take half a minute or more. Processes take a file each: none of these should be the last."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
