@@ -105,6 +105,7 @@ def assemble(
                 accelerator.process_index,
                 accelerator.num_processes if is_split and away is None else 1,
                 config.collective_timeout,
+                world.local_size if is_split and away is None else 1,
             ),
             away,
         ),

@@ -35,11 +35,11 @@ def pass_on(number: int, *_: object) -> None:
     """Send a signal to those child processes that listen to it; one that does not yet would die of it (Linux)."""
     for status in Path("/proc").glob("[0-9]*/status"):
         try:
-            fields = dict(line.split(":", 1) for line in status.read_text().splitlines())
+            fields = dict(re.findall(r"^(\w+):\s*(\w+)", status.read_text(errors="replace"), re.MULTILINE))
+            if int(fields["PPid"]) == os.getpid() and int(fields["SigCgt"], 16) >> (number - 1) & 1:
+                os.kill(int(fields["Pid"]), number)
         except (FileNotFoundError, ProcessLookupError):  # it ended meanwhile
             continue
-        if int(fields["PPid"]) == os.getpid() and int(fields["SigCgt"], 16) >> (number - 1) & 1:
-            os.kill(int(fields["Pid"]), number)
 
 
 def launch(arguments: list[str]) -> int:

@@ -10,7 +10,7 @@ from accelerate import Accelerator
 from accelerate.utils import AutocastKwargs
 from torch import Tensor
 
-from shards.base.errors import Preempted
+from shards.base.errors import Preempted, RequestError, WorkError, say
 from shards.base.stop import Heard, StopSignal
 from train.data.batch import Batch
 from train.data.draws import Draws
@@ -73,6 +73,18 @@ def train(run: Run) -> None:
         RequestError: another launch took the run over, since this one was silent for too long.
         WorkError: a batch did not come, too many steps were not finite, or a process was lost.
     """
+    try:
+        _train(run)
+    except BaseException:
+        for writer in (run.writer, run.snapshots):
+            try:
+                writer.finish()  # while the run is still held: what is on its way arrives
+            except (RequestError, WorkError) as error:
+                say(error)
+        raise
+
+
+def _train(run: Run) -> None:
     state = run.state
     leaving = Leaving(run.accelerator, run.launch, StopSignal(), Heard(signal.SIGUSR2), state.step)
     with (

@@ -150,7 +150,7 @@ class Fleet(Generic[Work, Result]):
         room = self.config.in_flight(self.watch.slots, self.at_once) - len(self.running)
         for unit in self.queue.take_due(self.breaker.room(room, (running.began for running in self.running.values()))):
             avoided = self.nodes.avoid(unit.failed_on, self.watch.able)
-            attempt = self.cluster.start(unit.key, unit.work, unit.number, avoided)
+            attempt = self.cluster.start(unit.key, unit.work, unit.number, avoided, alone=unit.lost > 1)
             self.running[attempt] = _Running(unit, frozenset(avoided), time.monotonic())
 
     def _settle(self, attempt: Attempt[Work]) -> Iterator[Done[Result] | Failed | News]:

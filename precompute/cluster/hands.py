@@ -19,6 +19,8 @@ class Worker:
     """None before it has begun."""
     in_hand: int = 0
     """Attempts."""
+    alone: bool = False
+    """What it has in hand must not be lost with others."""
 
 
 @dataclass(eq=False)
@@ -30,6 +32,8 @@ class Attempt(Generic[Work]):
     number: int
     avoid: frozenset[str]
     """Nodes that it may not go to."""
+    alone: bool = False
+    """It was lost before, maybe with its process: others are not in hand beside it, to be lost again and again."""
     worker: Worker | None = None
     outcome: Any = None
     """What Ray says when it has ended."""
@@ -45,13 +49,20 @@ def seat(
     """
     begun = [worker for worker in workers if worker.node is not None]
     coming = min(len(workers), slots) - len(begun)
-    free = [worker for worker in begun if worker.in_hand < at_once]
+    free = [worker for worker in begun if worker.in_hand < at_once and not (worker.in_hand and worker.alone)]
     for attempt in list(waiting) if free else []:
         to_spare = len(waiting) > coming
-        may = [w for w in free if w.node not in attempt.avoid and (to_spare or not w.in_hand) and w.in_hand < at_once]
+        shares = to_spare and not attempt.alone
+        may = [
+            worker
+            for worker in free
+            if worker.node not in attempt.avoid
+            and (not worker.in_hand or (shares and not worker.alone and worker.in_hand < at_once))
+        ]
         if may:
             worker = min(may, key=lambda worker: worker.in_hand)
             worker.in_hand += 1
+            worker.alone = attempt.alone
             attempt.worker = worker
             waiting.remove(attempt)
             yield attempt, worker
@@ -67,4 +78,7 @@ def wanted(waiting: deque[Attempt[Work]], running: int, workers: list[Worker], m
 def surplus(waiting: deque[Attempt[Work]], running: int, workers: list[Worker]) -> list[Worker]:
     """Workers that have not begun, and that nothing waits for."""
     coming = [worker for worker in workers if worker.node is None]
-    return coming[: max(0, len(workers) - len(waiting) - running)]
+    begun = {worker.node for worker in workers if worker.node is not None}
+    # the last that was asked for is for one that may go to nobody who has begun
+    kept = int(bool(begun) and any(attempt.avoid >= begun for attempt in waiting))
+    return coming[: max(0, min(len(workers) - len(waiting) - running, len(coming) - kept))]

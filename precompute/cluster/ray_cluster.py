@@ -16,6 +16,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from precompute.cluster.board import BOARD_SECONDS, Board, Reported, Reporter
 from precompute.cluster.hands import Attempt, Worker, seat, surplus, wanted
 from precompute.cluster.nodes import Resources, ResourcesConfig, describe, missing
+from shards.base.durable import DamagedFile
 from shards.base.errors import DamagedInput, Outage, RequestError, WorkError, is_storage_error
 
 Work = TypeVar("Work")
@@ -171,9 +172,10 @@ class RayCluster(Generic[Work, Result]):
         nodes; as far as there is work."""
         self.slots, self.most = slots, most
 
-    def start(self, key: str, work: Work, number: int, avoid: list[str]) -> Attempt[Work]:
-        """Begin an attempt as soon as there is a worker for it, on none of the nodes in `avoid`."""
-        attempt = Attempt(key, work, number, frozenset(avoid))
+    def start(self, key: str, work: Work, number: int, avoid: list[str], alone: bool = False) -> Attempt[Work]:
+        """Begin an attempt as soon as there is a worker for it, on none of the nodes in `avoid`; `alone`: one that has
+        nothing else in hand meanwhile."""
+        attempt = Attempt(key, work, number, frozenset(avoid), alone)
         self.waiting.append(attempt)
         return attempt
 
@@ -300,7 +302,7 @@ def failure(error: ray.exceptions.RayError) -> Failure:
     is_cluster = isinstance(error, CLUSTER_ERRORS)
     return Failure(
         is_lost=not is_cluster and not isinstance(error, ray.exceptions.RayTaskError),
-        is_final=isinstance(cause, DamagedInput),
+        is_final=isinstance(cause, DamagedInput | DamagedFile),
         line=line,
         text=line if for_people else str(error),
         trace=str(error),

@@ -57,13 +57,13 @@ def encode_tar(
             write_uncond(store, towers.empty_caption(), recipe.encoding)
 
     with attempt_folder(store, tar.name) as folder:
-        with (
-            turns.pictures,
-            opened(tar, recipe, stopwatch) as (members, source),
-            decoding(recipe, fresh, isolate=attempt >= recipe.worker.isolate_from) as decoded,
-        ):
+        with ExitStack() as held:
+            held.enter_context(turns.pictures)
+            report(0)  # who was told to leave while it waited fetches nothing
+            members, source = held.enter_context(opened(tar, recipe, stopwatch))
+            isolate = attempt >= recipe.worker.isolate_from
+            decoded = held.enter_context(decoding(recipe, fresh, isolate=isolate))
             parts = Parts(folder, recipe.encoding, fresh, recipe.buckets)
-            report(0)
             # tar members => raw samples => pixels, in the tar's order, running ahead of the encoders
             accepted = parts.accept(stopwatch.waiting("decode", decoded(members.samples())))
             batches = in_background(batched_by_bucket(accepted, parts, recipe.worker.batch_size), ahead=1)

@@ -15,7 +15,7 @@ import torch
 from torch._dynamo.exc import TorchDynamoException
 
 from precompute.encode.encoders import FeatureEncoder, ImageEncoder, TextEncoder
-from precompute.encode.networks import Precision
+from precompute.encode.networks import MOST_SHAPES, Precision
 from precompute.encode.overlap import Stuck, Turns
 from precompute.encode.provenance import check_source
 from precompute.encode.recipe import Recipe
@@ -127,6 +127,7 @@ def compile_now(towers: TextTowers, buckets: Iterable[Bucket] = ()) -> None:
     Raises:
         UnfitNode: it cannot be compiled here.
     """
+    torch._dynamo.config.recompile_limit = MOST_SHAPES  # is a thread's own: another one may have loaded the networks
     try:
         towers.warm_up(buckets)
     except TorchDynamoException as error:

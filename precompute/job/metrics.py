@@ -33,7 +33,7 @@ class Metrics:
         where = {"node": node or UNKNOWN}
         _add(self.images_in, books.samples_in, where)
         _add(self.accepted, books.encoded, where)
-        last = max(books.parts.values(), key=lambda part: part.seconds["total"])
+        last = max(books.parts.values(), key=lambda part: (part.started, part.seconds["total"]))
         uploads = [part.seconds.get("upload", 0.0) for part in books.parts.values() if part.token == last.token]
         for stage, seconds in {**last.seconds, "upload": sum(uploads)}.items():
             _add(self.seconds, seconds, {"stage": stage, **where})

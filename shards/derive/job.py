@@ -15,7 +15,7 @@ import torch
 
 from shards.base.errors import Preempted, RequestError, WorkError
 from shards.base.progress import Progress
-from shards.base.scratch import sweep_attempts
+from shards.base.scratch import sweep_attempts, sweep_scratch, use_scratch
 from shards.base.stop import StopSignal
 from shards.base.store import Store
 from shards.derive.conversion import Changes, Conversion, changed, conversion
@@ -53,8 +53,14 @@ def derive(source: Store, target: Store, changes: Changes, buckets: list[str] | 
     with Publishing(target, PUBLISH_SECONDS) as publishing:
         try:
             failed = _run(source, target, how, left, processes)
+        except BrokenProcessPool as error:
+            raise WorkError(
+                "A process was killed while tars were derived; for want of memory, perhaps. What is committed stays: "
+                "the same command with fewer --processes goes on."
+            ) from error
         finally:
             sweep_attempts(target)
+            sweep_scratch(None)
         manifest = publishing.finish()
     write_streaming(target, manifest)
     if failed:
@@ -135,8 +141,8 @@ def _run(source: Store, target: Store, how: Conversion, tars: list[SourceTar], p
     """Derive each; returns what failed, in words.
 
     Raises:
+        BrokenProcessPool: a process was killed.
         Preempted: this process was told to leave.
-        WorkError: a process was killed.
     """
     failed: list[str] = []
     context = multiprocessing.get_context("spawn")
@@ -156,10 +162,7 @@ def _run(source: Store, target: Store, how: Conversion, tars: list[SourceTar], p
                 tar, error = running.pop(future), future.exception()
                 progress.advance()
                 if isinstance(error, BrokenProcessPool):
-                    raise WorkError(
-                        f"A process was killed while tars were derived, {tar.name} or one beside it; for want of "
-                        f"memory, perhaps. What is committed stays: the same command with fewer --processes goes on."
-                    ) from error
+                    raise error
                 if isinstance(error, RequestError | WorkError | OSError):
                     failed.append(f"{tar.name}: {error}")
                     progress.say(failed[-1])
@@ -175,6 +178,7 @@ def _run(source: Store, target: Store, how: Conversion, tars: list[SourceTar], p
 
 
 def _begin(alive: Connection) -> None:
+    use_scratch(None)  # copies of parts that are cut off are swept
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all; the first process decides
     threading.Thread(target=_leave_at_end, args=(alive,), daemon=True).start()
     torch.set_num_threads(1)

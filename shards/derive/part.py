@@ -77,6 +77,7 @@ def derive_tar(
         for receipt in receipts:
             if receipt.bucket in committed:
                 continue
+            report(done)  # who was told to leave copies no further part
             began, started = time.monotonic(), datetime.now(UTC)
             with how.source.local(receipt.folder) as part:
                 check_part(part, receipt)

@@ -157,6 +157,10 @@ class Aligned(nn.Module):
             self.heard.clear()
         return answer
 
+    def forget(self) -> None:
+        """Drop what lies ready for `loss`, and the graph behind it."""
+        self.__dict__.pop("projected", None)
+
     def loss(self, batch: Batch) -> Tensor:
         """(N,) of the batch that the network was last called with."""
         height, width = batch.columns["image_latents"].shape[2:]

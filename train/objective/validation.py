@@ -126,7 +126,12 @@ class Validation:
             return loss.squared_error(unet, noised)
         # a graph that was compiled for training is one with gradients
         with torch.enable_grad():
-            return torch.cat([loss.squared_error(unet, part).detach() for part in noised.microbatches(size, True)])
+            errors = []
+            for part in noised.microbatches(size, True):
+                errors.append(loss.squared_error(unet, part).detach())
+                if loss.aligned is not None:
+                    loss.aligned.forget()
+            return torch.cat(errors)
 
 
 def open_validation(config: ValidationConfig, training: EncodingRecord, seed: int) -> Validation:

@@ -249,7 +249,7 @@ class Launch:
             away.check()
             away.share(self.run_dir)
             away.sign(ended=now())
-        except (RequestError, Outage) as error:  # all that the run goes on from is there
+        except (RequestError, OSError, Outage) as error:  # all that the run goes on from is there
             say(error)
 
     def note(self, **fields: Any) -> None:

@@ -33,7 +33,7 @@ class Cluster:
     def alive(self) -> dict[str, Resources]:
         return dict(self.nodes)
 
-    def start(self, key: str, work: str, number: int, avoid: list[str]) -> int:
+    def start(self, key: str, work: str, number: int, avoid: list[str], alone: bool = False) -> int:
         self.attempts.append((key, number, avoid))
         return len(self.attempts) - 1
 
@@ -122,7 +122,7 @@ class TimedCluster(Cluster):
         self.nodes = {node: {"CPU": float(cpus)} for node, cpus in nodes.items()}
         self.given: list[Attempt] = []
 
-    def start(self, key: str, work: str, number: int, avoid: list[str]) -> int:
+    def start(self, key: str, work: str, number: int, avoid: list[str], alone: bool = False) -> int:
         self.given.append(Attempt(key, number, avoid))
         return len(self.given) - 1
 

@@ -81,3 +81,28 @@ def test_everyone_has_work_or_none_waits(free: int, picky: int, on_a: int, on_b:
     assert not any(worker.node not in attempt.avoid for worker in idle for attempt in waiting)
     if slots <= on_a + on_b and any(not attempt.avoid for attempt in waiting):  # nobody is coming: all hands are full
         assert all(worker.in_hand == at_once for worker in there[:-2])
+
+
+def test_who_may_go_to_nobody_that_has_begun_gets_a_worker_that_stays() -> None:
+    """Asked for and given up in turns, it would never begin."""
+    on_x = Worker(None, None, node="X")
+    workers, waiting = [on_x], deque([Attempt("a", None, 2, frozenset({"X"}))])
+    for _ in range(5):
+        assert surplus(waiting, 0, workers) == []
+        workers += [Worker(None, None) for _ in wanted(waiting, 0, workers, 4)]
+    assert len(workers) == 2
+    workers[1].node = "Y"
+    ((attempt, worker),) = seat(waiting, workers, 3, 2)
+    assert worker is workers[1] and attempt.key == "a"
+
+
+def test_who_was_lost_goes_alone() -> None:
+    """Or it would take those beside it with it, each time."""
+    worker = Worker(None, None, node="X")
+    waiting = deque([Attempt("bad", None, 3, frozenset(), alone=True), Attempt("good", None, 1, frozenset())])
+    assert [attempt.key for attempt, _ in seat(waiting, [worker], 3, 1)] == ["bad"]
+    assert list(seat(waiting, [worker], 3, 1)) == []
+    worker.in_hand -= 1
+    assert [attempt.key for attempt, _ in seat(waiting, [worker], 3, 1)] == ["good"]
+    waiting.append(Attempt("bad", None, 4, frozenset(), alone=True))
+    assert list(seat(waiting, [worker], 3, 1)) == []

@@ -79,9 +79,9 @@ def test_a_tar_counts_by_node_and_stage(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(Counter, "inc", inc)
     parts = {
-        "64x64": SimpleNamespace(seconds={"fetch": 1.0, "upload": 2.0, "total": 8.0}, token="b"),
-        "128x128": SimpleNamespace(seconds={"fetch": 1.0, "upload": 3.0, "total": 11.0}, token="b"),
-        "32x32": SimpleNamespace(seconds={"upload": 9.0, "total": 10.0}, token="a"),  # another attempt's
+        "64x64": SimpleNamespace(started="", seconds={"fetch": 1.0, "upload": 2.0, "total": 8.0}, token="b"),
+        "128x128": SimpleNamespace(started="", seconds={"fetch": 1.0, "upload": 3.0, "total": 11.0}, token="b"),
+        "32x32": SimpleNamespace(started="", seconds={"upload": 9.0, "total": 10.0}, token="a"),  # another attempt's
     }
     books: Any = SimpleNamespace(samples_in=20, encoded=15, rejected={"too_small": 5}, parts=parts)
     metrics = Metrics()

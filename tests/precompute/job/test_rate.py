@@ -42,7 +42,10 @@ class Job:
 def books() -> Any:
     seconds = {"total": SIZE / SPEED}
     return SimpleNamespace(
-        samples_in=SIZE, encoded=SIZE, rejected={}, parts={"256x256": SimpleNamespace(seconds=seconds, token="")}
+        samples_in=SIZE,
+        encoded=SIZE,
+        rejected={},
+        parts={"256x256": SimpleNamespace(started="", seconds=seconds, token="")},
     )
 
 

@@ -248,17 +248,22 @@ class Away:
                 self.store.put(files)
                 self.check()
                 self.store.write(f"{name}/{STATE_NAME}", state.read_bytes())
-                return self.share(work)
+                break
             except Outage as error:
                 if time.monotonic() + pause > deadline:
                     raise
                 print(f"{name} is not at {self.address} yet: {error} Tried again in {pause:g} s.", flush=True)
                 time.sleep(pause)
                 pause = min(2 * pause, LONGEST_PAUSE)
+        try:
+            self.share(work)
+        except Outage as error:  # the checkpoint is there; the next one brings the rest along
+            print(f"{self.address} has no newer logs yet: {error}", flush=True)
 
     def share(self, work: Path) -> None:
         """Config, metrics, plot and tracker's files, as they are now."""
-        shared = [path for path in files_below(work) if path.relative_to(work).parts[0] not in PRIVATE]
+        tops = [path for path in work.iterdir() if path.name not in PRIVATE]  # in those, others write meanwhile
+        shared = [path for top in tops for path in (files_below(top) if top.is_dir() else [top])]
         self.store.put({path.relative_to(work).as_posix(): path for path in shared})
 
     def drop_old(self, step: int, choose: Callable[[dict[int, float]], list[int]]) -> None:

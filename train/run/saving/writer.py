@@ -17,8 +17,8 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shards.base.durable import fsync_file, fsync_tree, sha256_file, write_atomically, write_sealed_json
-from shards.base.errors import WorkError
+from shards.base.durable import fsync_file, fsync_tree, sha256_file, write_file, write_sealed_json
+from shards.base.errors import Outage, WorkError
 from train.model.ema import Ema
 from train.model.tensors import HostCopies, bytes_of, free_memory, owners, part_name, write_index, write_tensors
 from train.run.launches import Pace, publish, remove
@@ -123,6 +123,8 @@ class Writers(NamedTuple):
     total: int = 1
     patience: float = 600.0
     """Seconds that the main one waits for the parts of the others."""
+    beside: int = 1
+    """How many write on this machine, and share its memory."""
 
 
 ALONE = Writers()
@@ -185,7 +187,7 @@ class CheckpointWriter:
 
     def _copies_fit(self, snapshot: Snapshot, mine: Mine) -> bool:
         wanted = ({name: tensors[name] for name in mine[file]} for file, tensors in snapshot.files.items())
-        needed, free = sum(map(bytes_of, wanted)) - self.copies.bytes, free_memory()
+        needed, free = sum(map(bytes_of, wanted)) - self.copies.bytes, free_memory() // self.writers.beside
         if self.config.asynchronous and needed > free:
             print(
                 f"warning: a copy of the run would take {needed / 2**30:.1f} GiB more of this machine's memory, of "
@@ -238,7 +240,9 @@ class CheckpointWriter:
         try:
             hashes = self._write_tensors(snapshot, private, mine, owned)
             if not self.main:
-                write_atomically(private / receipt_name(self.writers.rank), json.dumps(hashes).encode())
+                name = receipt_name(self.writers.rank)
+                # and nothing after the rename: the main process may give the folder its name from then on
+                write_file(private / f".{name}", json.dumps(hashes).encode()).replace(private / name)
                 return
             for rank in range(1, self.writers.total):
                 hashes |= self._await_part(private / receipt_name(rank), rank)
@@ -312,7 +316,10 @@ class CheckpointWriter:
 
     def _drop_old(self, step: int, alarms: Iterable[int]) -> None:
         if self.away is not None and self.run_dir == self.folder.parents[1]:  # and not its SNAPSHOTS
-            self.away.drop_old(step, lambda ages: superfluous(ages, self.config, alarms))
+            try:
+                self.away.drop_old(step, lambda ages: superfluous(ages, self.config, alarms))
+            except Outage as error:  # the next one removes them
+                print(f"older checkpoints stay for now: {error}", flush=True)
         # damaged ones of later steps, which this run passed over, do not count among the newest
         whole = {step_of(folder): folder for folder in list_checkpoints(self.run_dir) if step_of(folder) <= step}
         ages = {step: time.time() - folder.stat().st_mtime for step, folder in whole.items()}
