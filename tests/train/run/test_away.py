@@ -291,3 +291,43 @@ def test_a_store_that_is_out_of_reach_for_a_while_ends_nothing(
     monkeypatch.setattr(away.time, "monotonic", lambda: float(next(clock)))
     with pytest.raises(Outage):
         launch.put(checkpoint(work, 2, 1), work)
+
+
+def test_logs_that_do_not_get_there_undo_no_checkpoint(
+    store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    work, launch, put = tmp_path / "work", launched(store), LocalStore.put
+
+    def without_logs(self: LocalStore, files: dict[str, Path]) -> None:
+        if "metrics.jsonl" in files:
+            raise Outage("the store is away.")
+        put(self, files)
+
+    monkeypatch.setattr(LocalStore, "put", without_logs)
+    monkeypatch.setattr(LocalStore, "remove", lambda self, names: pytest.fail(f"{names} removed"))
+    folder = checkpoint(work, 1, 1)
+    (work / "metrics.jsonl").write_text("{}\n")
+    launch.put(folder, work)
+    assert list(find_checkpoints(store)) == ["step-00000001"]
+    assert "has no newer logs yet: the store is away." in capsys.readouterr().out
+
+
+def test_what_others_write_meanwhile_is_not_looked_at(store: LocalStore, tmp_path: Path) -> None:
+    """Folders of checkpoints come and go while a run's files are listed."""
+    work, launch, left = tmp_path / "work", launched(store), threading.Event()
+    (work / "tracker").mkdir(parents=True)
+    (work / "tracker" / "events").write_text("1")
+
+    def come_and_go() -> None:
+        while not left.is_set():
+            shutil.rmtree(checkpoint(work, 7, 1))
+
+    thread = threading.Thread(target=come_and_go)
+    thread.start()
+    try:
+        for _ in range(200):
+            launch.share(work)
+    finally:
+        left.set()
+        thread.join()
+    assert store.read("tracker/events") == b"1" and not any("checkpoints" in name for name in store.entries())
