@@ -185,6 +185,8 @@ def test_bad_requests(runs: tuple[Path, Path], latents: Path, tmp_path: Path) ->
         write_average(tmp_path, RebuildConfig(std=0.07))
     with pytest.raises(RequestError, match="name the run first"):
         command(["ema", "--std", "0.07"])
+    with pytest.raises(RequestError, match="train ema reads a run folder of this machine, not s3://bucket/run"):
+        command(["ema", "s3://bucket/run", "--std", "0.1"])
     with pytest.raises(RequestError, match="holds something else than an average"):
         write_average(runs[0], RebuildConfig(std=0.07, output=runs[0]))
     with pytest.raises(RequestError, match="is neither auto, raw, ema nor a folder with"):
