@@ -9,6 +9,7 @@ from typing import Any
 import fsspec
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 from moto.server import ThreadedMotoServer
 
 from precompute.config import PrecomputeConfig, describe_encoding, make_recipe
@@ -55,6 +56,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Long files first, the others in their order."""
     place = {name: i for i, name in enumerate(LONGEST_FIRST)}
     items.sort(key=lambda item: place.get(item.path.name, len(place)))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _precision_of_its_own() -> Iterator[None]:
+    """Accelerate keeps the first precision that it was given for the whole process."""
+    yield
+    AcceleratorState._reset_state()
 
 
 SIZES = [(80, 64), (200, 150), (140, 300), (40, 90)]

@@ -20,6 +20,7 @@ class TellTale:
     """A loss that is an error that tells the sample and the timestep."""
 
     path = noise_path(ObjectiveConfig(prediction="flow_matching"), torch.device("cpu"))
+    aligned = None
 
     def noised_at(self, batch: Batch, timesteps: Tensor, dropped: Tensor, draws: Draws) -> Noised:
         assert not dropped.any() and draws.slots.equal(batch.slots)
