@@ -1,7 +1,5 @@
 """Every attention kernel that torch has, on the shapes of the U-Net and of the VAE's middle: right, and how fast."""
 
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,8 +10,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bench.gpu_check.findings import Findings
-from bench.gpu_check.setup import Setup
-from bench.kit.common import synchronize
+from bench.gpu_check.setup import Setup, seconds_of
 
 BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -114,16 +111,3 @@ def middle(setup: Setup, found: Findings) -> None:
 def error_of(result: Tensor, reference: Tensor) -> float:
     """Root mean square of the difference over that of the reference."""
     return float((result.float() - reference).norm() / reference.norm())
-
-
-def seconds_of(function: Callable[[], object], setup: Setup, rounds: int = 10) -> float:
-    """Of one call, after two that do not count."""
-    rounds = 2 if setup.small else rounds
-    for _ in range(2):
-        function()
-    synchronize(setup.device)
-    start = time.perf_counter()
-    for _ in range(rounds):
-        function()
-    synchronize(setup.device)
-    return (time.perf_counter() - start) / rounds

@@ -1,14 +1,12 @@
 """What only a GPU can choose, timed and chosen nowhere: a pass forward and back of the bare, compiled U-Net."""
 
-import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from bench.gpu_check.findings import Findings
-from bench.gpu_check.setup import Setup
-from bench.kit.common import synchronize
+from bench.gpu_check.setup import Setup, seconds_of
 from bench.train_step import TEXT_LENGTH, latent_hw
 from train.model.norms import use_low_precision_norms
 from train.model.unet import build_unet
@@ -17,16 +15,16 @@ from train.model.unet import build_unet
 def choices(setup: Setup, found: Findings) -> None:
     """As the trainer has it; then with one thing changed at a time, the longest to compile last."""
     base = passes(setup, {}, lowered=False)
-    found.row("choices", what="as the trainer has it", ms=timed(setup, base))
+    found.row("choices", what="as the trainer has it", ms=1e3 * seconds_of(base, setup))
     torch.backends.cudnn.benchmark = True
-    found.row("choices", what="cudnn.benchmark", ms=timed(setup, base))
+    found.row("choices", what="cudnn.benchmark", ms=1e3 * seconds_of(base, setup))
     torch.backends.cudnn.benchmark = False
     variants: list[tuple[str, dict[str, Any], bool]] = [
         ("bfloat16 weights (a float32 master would be the optimizer's)", {}, True),
         ("max-autotune-no-cudagraphs", {"mode": "max-autotune-no-cudagraphs"}, False),
     ]
     for what, how, lowered in variants:
-        ms = timed(setup, passes(setup, how, lowered)) if found.has_time else None
+        ms = 1e3 * seconds_of(passes(setup, how, lowered), setup) if found.has_time else None
         found.row("choices", what=what if ms else f"{what}: left out, no time", ms=ms)
 
 
@@ -51,16 +49,3 @@ def passes(setup: Setup, how: dict[str, Any], lowered: bool) -> Callable[[], Non
         unet.zero_grad(set_to_none=True)
 
     return run
-
-
-def timed(setup: Setup, run: Callable[[], None]) -> float:
-    """Milliseconds of one, after three that do not count."""
-    rounds = 1 if setup.small else 10
-    for _ in range(3):
-        run()
-    synchronize(setup.device)
-    start = time.perf_counter()
-    for _ in range(rounds):
-        run()
-    synchronize(setup.device)
-    return 1e3 * (time.perf_counter() - start) / rounds

@@ -1,7 +1,8 @@
 """What the check runs: Stable Diffusion 2's sizes on a GPU, and sizes for a rehearsal without one."""
 
+import time
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 
 from bench.encode import Sizes, sizes_for
+from bench.kit.common import synchronize
 from bench.train_step import Setting, trainer
 from train.__main__ import ACCELERATE_PRECISION
 from train.loop import Run
@@ -91,3 +93,16 @@ def use_no_compiler() -> None:
         return compile_with(*arguments, **{**options, "backend": "eager", "mode": None})
 
     torch.compile = traced
+
+
+def seconds_of(function: Callable[[], object], setup: Setup, rounds: int = 10) -> float:
+    """Of one call, after two that do not count."""
+    rounds = 2 if setup.small else rounds
+    for _ in range(2):
+        function()
+    synchronize(setup.device)
+    start = time.perf_counter()
+    for _ in range(rounds):
+        function()
+    synchronize(setup.device)
+    return (time.perf_counter() - start) / rounds
