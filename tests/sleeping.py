@@ -30,14 +30,19 @@ class Device:
     thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
     work: list[tuple[float, float]] = field(default_factory=list)
     """Begin and end of each batch."""
+    asked: int = 0
+    rests: int = 0
+    """Batches at whose end no other was waiting; the last one is one of them."""
 
     def start(self) -> Future[None]:
+        self.asked += 1
         return self.thread.submit(self._sleep)
 
     def _sleep(self) -> None:
         began = time.monotonic()
         time.sleep(self.seconds)
         self.work.append((began, time.monotonic()))
+        self.rests += self.asked == len(self.work)
 
     @property
     def busy(self) -> float:
