@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -17,7 +17,8 @@ from precompute.cluster.board import BOARD_SECONDS, Board, Reported, Reporter
 from precompute.cluster.hands import Attempt, Worker, seat, surplus, wanted
 from precompute.cluster.nodes import Resources, ResourcesConfig, describe, missing
 from shards.base.durable import DamagedFile
-from shards.base.errors import DamagedInput, Outage, RequestError, WorkError, is_storage_error
+from shards.base.errors import DamagedInput, Outage, Preempted, RequestError, WorkError, is_storage_error
+from shards.base.stop import leave_when_told
 
 Work = TypeVar("Work")
 Result = TypeVar("Result")
@@ -29,6 +30,7 @@ once."""
 
 NODE_ID = "ray.io/node-id"
 GRACE_SECONDS = 10
+TOLD_TO_LEAVE = "told to leave. What is committed stays; the same command again goes on."
 CLUSTER_ERRORS = (ray.exceptions.RuntimeEnvSetupError, ray.exceptions.ActorUnschedulableError)
 # What a launcher left in the environment makes `streaming` believe that it is one of several ranks.
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -59,7 +61,10 @@ class Failure(Exception):
 def start_ray(config: ResourcesConfig) -> None:
     """Join the cluster at RAY_ADDRESS, or start one on this machine that listens to nobody else.
 
+    From then on this process leaves with code 75 when it is told to, but where a fleet listens itself.
+
     Raises:
+        Preempted: the process was told to leave; also at any time later.
         RequestError: the cluster cannot be joined, or this machine has not what one worker takes.
     """
     forget_ranks()
@@ -67,7 +72,7 @@ def start_ray(config: ResourcesConfig) -> None:
         return
     if address := os.environ.get("RAY_ADDRESS"):
         try:
-            ray.init(log_to_driver=False, logging_level=logging.ERROR)
+            _init()
         except (ray.exceptions.RayError, ConnectionError, RuntimeError, ValueError) as error:
             raise RequestError(
                 f"The Ray cluster at RAY_ADDRESS={address} cannot be joined: {first_line(error)} This machine must be "
@@ -76,11 +81,9 @@ def start_ray(config: ResourcesConfig) -> None:
                 f"at RAY_AUTH_TOKEN_PATH (docs/how-to/cluster.md)."
             ) from error
         return
-    ray.init(
-        "local",  # without it, any cluster that runs on this machine
+    _init(
+        address="local",  # without it, any cluster that runs on this machine
         include_dashboard=False,
-        log_to_driver=False,
-        logging_level=logging.ERROR,
         object_store_memory=256 << 20,  # work goes by name; only small results come back
     )
     here = ray.cluster_resources()
@@ -90,6 +93,15 @@ def start_ray(config: ResourcesConfig) -> None:
             f"workers.num_gpus (0 encodes on the CPU), workers.num_cpus and workers.resources, or join a cluster with "
             f"RAY_ADDRESS."
         )
+
+
+def _init(**options: Any) -> None:
+    """`ray.init`, which has SIGTERM end the process with code 15 and without a word."""
+    try:
+        ray.init(log_to_driver=False, logging_level=logging.ERROR, **options)
+    except SystemExit as told:
+        raise Preempted(TOLD_TO_LEAVE) from told
+    leave_when_told(TOLD_TO_LEAVE)
 
 
 def forget_ranks() -> None:

@@ -1,7 +1,9 @@
 """Being told to leave."""
 
 import signal
-from typing import Self
+from typing import NoReturn, Self
+
+from shards.base.errors import Preempted
 
 
 class Heard:
@@ -27,3 +29,13 @@ class StopSignal(Heard):
 
     def __init__(self, *more: signal.Signals) -> None:
         super().__init__(signal.SIGTERM, signal.SIGUSR1, *more)
+
+
+def leave_when_told(message: str) -> None:
+    """From now on SIGTERM and SIGUSR1 raise Preempted with `message` in the main thread, whatever it is at."""
+
+    def leave(*_: object) -> NoReturn:
+        raise Preempted(message)
+
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, leave)

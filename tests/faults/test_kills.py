@@ -58,6 +58,7 @@ def storm(world: World, folder: Path, kills: dict[str, int], seed: int) -> dict[
                         driver.terminate()
                         if driver.wait() in (0, -signal.SIGTERM):
                             continue  # it was at its end, or had not begun
+                        assert driver.returncode == Preempted.exit_code
                         assert "the same command again goes on" in log.read_text().replace("\n", " ")
                         if not done["raylet"]:  # a worker whose raylet was killed may go on for a while
                             assert not attempts(root)

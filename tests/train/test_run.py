@@ -87,12 +87,12 @@ def test_the_curve_does_not_depend_on_the_machine(
 
 
 def test_killed_and_resumed_with_the_newest_checkpoint_damaged(reference: Path, latents: Path, tmp_path: Path) -> None:
-    """SIGKILL somewhere after step 5, damage to the newest checkpoint, then the same command again."""
+    """SIGKILL somewhere after step 5 and the second save, damage to the newest checkpoint, then the command again."""
     fields = train_fields(latents, tmp_path / "run", max_steps=STEPS)
     config = write_config(tmp_path, fields)
     command = [*PYTHON, "-m", "train", "--config", str(config)]
     process = subprocess.Popen(command, env=environment(), stderr=subprocess.DEVNULL)
-    while len(read_json_lines(tmp_path / "run" / "metrics.jsonl")) < 5:
+    while len(read_json_lines(tmp_path / "run" / "metrics.jsonl")) < 5 or len(list_checkpoints(tmp_path / "run")) < 2:
         assert process.poll() is None or process.returncode == 0
         time.sleep(0.005)
     process.send_signal(signal.SIGKILL)

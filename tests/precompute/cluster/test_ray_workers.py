@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -12,6 +14,7 @@ import ray
 
 from precompute.cluster.fleet import Done, Failed, Fleet, FleetConfig, UnderWay
 from precompute.cluster.ray_cluster import Function, start_ray
+from shards.base.errors import Preempted
 
 AT_ONCE = 3
 CONFIG = FleetConfig(num_gpus=0, num_cpus=1, backoff=0)
@@ -27,6 +30,40 @@ def one_slot() -> Iterator[None]:
         start_ray(CONFIG)
     yield
     ray.shutdown()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_told_to_leave_before_or_after_the_fleet_listens(number: signal.Signals) -> None:
+    """Ray has SIGTERM end a process with code 15 and without a word; a scheduler requeues 75."""
+    program = """
+import time
+from precompute.cluster.fleet import FleetConfig
+from precompute.cluster.ray_cluster import start_ray
+from shards.base.errors import exit_code_of
+
+def publish():
+    start_ray(FleetConfig(num_gpus=0, num_cpus=1))
+    print("publishing", flush=True)
+    time.sleep(600)
+
+raise SystemExit(exit_code_of(publish))
+"""
+    variables = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    command = [sys.executable, "-c", program]
+    process = subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stdout.readline() == "publishing\n"
+    process.send_signal(number)
+    said = process.communicate(timeout=60)[1]
+    assert process.returncode == 75
+    assert "error: told to leave. What is committed stays; the same command again goes on." in said
+
+
+def test_told_to_leave_while_ray_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr("ray.is_initialized", lambda: False)
+    monkeypatch.setattr("ray.init", lambda **_: sys.exit(signal.SIGTERM))
+    with pytest.raises(Preempted, match="told to leave"):
+        start_ray(CONFIG)
 
 
 def fleet(function: Function[str, int], keys: str) -> Fleet[str, int]:
