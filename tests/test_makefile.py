@@ -10,8 +10,8 @@ ROOT = Path(__file__).parents[1]
 
 
 def make(*words: str) -> subprocess.CompletedProcess[str]:
-    """`make …`, as from a shell: `make test` itself would hand its flags down."""
-    environment = {key: value for key, value in os.environ.items() if not key.startswith(("MAKE", "MFLAGS"))}
+    """`make …`, as from a shell: `make test` itself would hand its flags and ARGS down."""
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(("MAKE", "MFLAGS", "ARGS"))}
     return subprocess.run(["make", *words], cwd=ROOT, capture_output=True, text=True, timeout=60, env=environment)
 
 

@@ -254,7 +254,9 @@ class RayCluster(Generic[Work, Result]):
             return result
         except ray.exceptions.RayError as error:
             found = failure(error)
-            if found.is_lost and attempt.worker:
+            if attempt.worker is None:  # it waited, and is not to pay for a node on which nothing can start
+                found.outage = found.outage or Outage(f"a worker could not start: {found.line}")
+            elif found.is_lost:
                 self._dismiss(attempt.worker)
             raise found from None
 

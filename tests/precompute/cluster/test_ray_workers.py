@@ -99,6 +99,27 @@ def test_a_worker_has_several_in_hand_and_is_lost_with_them(one_slot: None, tmp_
     assert "b: attempt 3 is done" in log
 
 
+def test_a_worker_that_cannot_start_costs_no_attempt(one_slot: None, tmp_path: Path) -> None:
+    """Its process ends while it is handed the function, once."""
+    tried = tmp_path / "tried"
+
+    def hand_over() -> Function[str, int]:
+        if not tried.exists():
+            tried.touch()
+            os._exit(1)
+        return lambda key, number, report: number
+
+    class Fatal:
+        def __reduce__(self) -> tuple[object, ...]:
+            return hand_over, ()
+
+    events = list(Fleet(CONFIG, Fatal(), [("a", "a")], AT_ONCE))  # type: ignore[arg-type]
+    (failed,) = (event for event in events if isinstance(event, Failed))
+    assert failed.which == "an outage, which counts for no attempt" and failed.again
+    assert str(failed.failure.outage).startswith("a worker could not start: ActorDiedError: ")
+    assert [event.result for event in events if isinstance(event, Done)] == [1]
+
+
 def test_told_to_leave_each_gives_up_at_its_next_report_and_tidies_up(one_slot: None, tmp_path: Path) -> None:
     place = str(tmp_path)
 
