@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import ray
@@ -113,7 +114,8 @@ def test_a_worker_that_cannot_start_costs_no_attempt(one_slot: None, tmp_path: P
         def __reduce__(self) -> tuple[object, ...]:
             return hand_over, ()
 
-    events = list(Fleet(CONFIG, Fatal(), [("a", "a")], AT_ONCE))  # type: ignore[arg-type]
+    function: Any = Fatal()
+    events = list(Fleet(CONFIG, function, [("a", "a")], AT_ONCE))
     (failed,) = (event for event in events if isinstance(event, Failed))
     assert failed.which == "an outage, which counts for no attempt" and failed.again
     assert str(failed.failure.outage).startswith("a worker could not start: ActorDiedError: ")
