@@ -12,11 +12,11 @@ from itertools import combinations
 import numpy as np
 from scipy.stats import t
 
-GROUPS = 16
+GROUPS = 12
 COVERAGE = 0.95
 LEAST_SHARE = 0.6
 """Of the plain jackknife's variance that is kept: a half would do (it holds the second-order part twice), but that both
-are noisy over 16 groups. `python -m bench.outputs.intervals` shows what it is good for."""
+are noisy over 12 groups. `python -m bench.outputs.intervals` shows what it is good for."""
 
 Statistic = Callable[[tuple[int, ...]], float]
 """Groups that are left out → its value over the others."""
