@@ -16,7 +16,6 @@ commands, each with a --help of its own:
 """
 
 import argparse
-import sys
 from collections.abc import Callable
 from itertools import takewhile
 from pathlib import Path
@@ -34,9 +33,9 @@ from evaluate.scoring import choose_metrics, score, table
 from evaluate.study.__main__ import run as study
 from evaluate.watch.follow import Follower, read_wants
 from evaluate.watch.tracker import open_tracker
-from shards.base.config import ConfigT, load_config
+from shards.base.config import load_asked, load_config
 from shards.base.durable import write_atomically
-from shards.base.errors import RequestError, exit_code_of
+from shards.base.errors import RequestError, console
 from shards.base.store import parse_place
 from shards.open import open_store
 
@@ -56,13 +55,13 @@ def run(arguments: list[str]) -> None:
 
 def sample(arguments: list[str]) -> None:
     """Draw the pictures of every setting."""
-    config = read_config(EvaluateConfig, arguments, "evaluate sample")
+    config = load_asked(EvaluateConfig, arguments, "evaluate sample", __doc__)
     draw(config, config.step, output_of(config))
 
 
 def score_sets(arguments: list[str]) -> None:
     """Draw what is missing of every setting's pictures, and print and write each set's metrics."""
-    config = read_config(EvaluateConfig, arguments, "evaluate score")
+    config = load_asked(EvaluateConfig, arguments, "evaluate score", __doc__)
     names = choose_metrics(config.metrics, config.extractors)
     draw_and_score(config, names, config.step, output_of(config))
 
@@ -70,7 +69,7 @@ def score_sets(arguments: list[str]) -> None:
 def watch(arguments: list[str]) -> None:
     """The same for each checkpoint of a run, as they appear."""
     named = ["--model", *arguments[:1]] if arguments and not arguments[0].startswith("-") else []
-    config = read_config(WatchConfig, [*named, *arguments[len(named) // 2 :]], "evaluate watch RUN")
+    config = load_asked(WatchConfig, [*named, *arguments[len(named) // 2 :]], "evaluate watch RUN", __doc__)
     if config.step is not None:
         raise RequestError("evaluate watch takes many steps: say which with --every and --until, and leave --step out.")
     names, run, output = choose_metrics(config.metrics, config.extractors), open_store(config.model), base_of(config)
@@ -124,14 +123,6 @@ def draw(config: EvaluateConfig, step: int | None, output: Path | str) -> list[P
     return places
 
 
-def read_config(model: type[ConfigT], arguments: list[str], prog: str) -> ConfigT:
-    """The config file with its overrides."""
-    parser = argparse.ArgumentParser(prog=prog, add_help=False, allow_abbrev=False)
-    parser.add_argument("--config")
-    options, overrides = parser.parse_known_args(arguments)
-    return load_config(model, options.config, overrides, prog, __doc__)
-
-
 def base_of(config: EvaluateConfig) -> Path | str:
     """What holds evaluations/: the run, or the output that was given; a local one as an absolute path, for workers."""
     place = config.output or parse_place(config.model)
@@ -161,11 +152,7 @@ COMMANDS: dict[str, Callable[[list[str]], object]] = {
     "study": study,
 }
 
-
-def main() -> None:
-    """Console entry point."""
-    sys.exit(exit_code_of(lambda: run(sys.argv[1:])))
-
+main = console(run)
 
 if __name__ == "__main__":
     main()

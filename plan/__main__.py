@@ -1,7 +1,6 @@
 """`python -m plan`: what a training will take, as text, and as JSON and a plot with `--out`."""
 
 import argparse
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from plan.output.text import render
 from plan.report import Report, make_report
 from shards.base.config import load_config
 from shards.base.durable import canonical_json, write_atomically
-from shards.base.errors import exit_code_of
+from shards.base.errors import console
 
 PROG = "python -m plan"
 
@@ -51,10 +50,7 @@ def as_json(report: Report) -> dict[str, Any]:
     return {**asdict(report), "facts": facts}
 
 
-def main() -> None:
-    """Console entry point."""
-    sys.exit(exit_code_of(lambda: run(sys.argv[1:])))
-
+main = console(run)
 
 if __name__ == "__main__":
     main()

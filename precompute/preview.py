@@ -9,7 +9,6 @@ examples:
 
 import argparse
 import math
-import sys
 import textwrap
 from itertools import islice
 from pathlib import Path
@@ -20,7 +19,7 @@ import numpy as np
 import torch
 from PIL import Image, ImageDraw, ImageFont
 
-from shards.base.errors import RequestError, exit_code_of
+from shards.base.errors import RequestError, console
 from shards.base.store import Store
 from shards.format.encoding import EncodingRecord
 from shards.format.models import hash_weights, model_folder
@@ -136,10 +135,7 @@ def first_bucket(store: Store) -> str:
     raise RequestError(f"{store.where()} holds no sample yet: run `make precompute` first.")
 
 
-def main() -> None:
-    """Console entry point."""
-    sys.exit(exit_code_of(lambda: run(sys.argv[1:])))
-
+main = console(run)
 
 if __name__ == "__main__":
     main()

@@ -8,13 +8,12 @@ examples:
 import argparse
 import json
 import os
-import sys
 from pathlib import Path
 
 from pydantic import ValidationError
 
 from shards.base.durable import DamagedFile
-from shards.base.errors import RequestError, WorkError, exit_code_of
+from shards.base.errors import RequestError, WorkError, console
 from shards.derive.conversion import Changes
 from shards.derive.job import derive
 from shards.format.encoding import EncodingRecord
@@ -239,11 +238,7 @@ COMMANDS = {
     "derive": derive_root,
 }
 
-
-def main() -> None:
-    """Console entry point."""
-    sys.exit(exit_code_of(lambda: run(sys.argv[1:])))
-
+main = console(run)
 
 if __name__ == "__main__":
     main()

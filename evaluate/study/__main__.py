@@ -17,7 +17,6 @@ commands, each with a --help of its own:
 """
 
 import argparse
-import sys
 from collections.abc import Callable
 
 from evaluate.study.config import StudyConfig
@@ -25,7 +24,7 @@ from evaluate.study.protocol import check_pictures, read_study
 from evaluate.study.schedule import Draws, make_schedule
 from evaluate.study.votes import open_votes
 from shards.base.config import load_config
-from shards.base.errors import RequestError, exit_code_of
+from shards.base.errors import RequestError, console
 
 PROG = "evaluate.study"
 
@@ -142,11 +141,7 @@ COMMANDS: dict[str, Callable[[StudyConfig, argparse.Namespace], None]] = {
     "analyse": analyse,
 }
 
-
-def main() -> None:
-    """Console entry point."""
-    sys.exit(exit_code_of(lambda: run(sys.argv[1:])))
-
+main = console(run)
 
 if __name__ == "__main__":
     main()

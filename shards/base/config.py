@@ -1,5 +1,6 @@
 """Config files: YAML, with every field open to `--a.b value` on the command line, checked by pydantic models."""
 
+import argparse
 import difflib
 import json
 from collections.abc import Iterator
@@ -49,6 +50,14 @@ def load_config(
         source = f"{path} with its overrides" if path else "the command line"
         wrong = [_no_json(overrides, _place(item)) or _explain(model, item) for item in error.errors()]
         raise RequestError(f"{source}: {'; '.join(dict.fromkeys(wrong))}.") from None
+
+
+def load_asked(model: type[ConfigT], arguments: list[str], prog: str, about: str | None) -> ConfigT:
+    """What `load_config` makes of the file that `--config` names, and of all other arguments as overrides."""
+    parser = argparse.ArgumentParser(prog=prog, add_help=False, allow_abbrev=False)
+    parser.add_argument("--config")
+    options, overrides = parser.parse_known_args(arguments)
+    return load_config(model, options.config, overrides, prog, about)
 
 
 def load_named(model: type[ConfigT], arguments: list[str], command: str, about: str | None) -> tuple[Path, ConfigT]:
