@@ -5,7 +5,7 @@ from pathlib import Path
 from streaming import StreamingDataset
 
 from shards.base.store import LocalStore
-from shards.format.tables import read_books
+from shards.format.tables import list_rejects, read_tables
 from shards.root.committed import load_books
 
 
@@ -42,8 +42,9 @@ def part_of(root: Path, bucket: str, tar: str) -> Path:
 
 def rejects(root: Path, tar: str) -> list[dict[str, str]]:
     """key, url, bucket (empty: in none), reason and detail of what a tar lost, by the tables of its parts."""
-    (books,) = load_books(LocalStore(root), [tar])
-    listed = read_books({bucket: root / part.folder for bucket, part in books.parts.items()}).rejects
+    store = LocalStore(root)
+    (books,) = load_books(store, [tar])
+    listed = list_rejects({name: read_tables(store, part.folder, part.files) for name, part in books.parts.items()})
     return [dict(zip(("key", "url", "bucket", "reason", "detail"), row, strict=True)) for row in listed]
 
 
