@@ -33,7 +33,7 @@ from evaluate.scoring import choose_metrics, score, table
 from evaluate.study.__main__ import run as study
 from evaluate.watch.follow import Follower, read_wants
 from evaluate.watch.tracker import open_tracker
-from shards.base.config import load_asked, load_config
+from shards.base.config import first_word, load_asked, load_config
 from shards.base.durable import write_atomically
 from shards.base.errors import RequestError, console
 from shards.base.store import parse_place
@@ -42,14 +42,7 @@ from shards.open import open_store
 
 def run(arguments: list[str]) -> None:
     """Dispatch on the first word."""
-    command, *rest = arguments or ["--help"]
-    if command in ("-h", "--help"):
-        parser = argparse.ArgumentParser(
-            "python -m evaluate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-        )
-        parser.parse_args(["--help"])
-    if command not in COMMANDS:
-        raise RequestError(f"python -m evaluate has no command {command}; it has {', '.join(COMMANDS)}.")
+    command, rest = first_word(COMMANDS, arguments, "evaluate", __doc__)
     COMMANDS[command](rest)
 
 

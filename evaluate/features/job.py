@@ -24,9 +24,9 @@ from evaluate.features.extractors import (
 )
 from evaluate.features.sources import ReferenceConfig, SampleUnit, Taken, Unit, reference_units
 from evaluate.fleet import lost_with_its_gpu, run_units
-from evaluate.parts import Receipt, commit_part, read_part, read_receipt, write_once
+from evaluate.parts import Receipt, commit_part, read_part, read_receipt, read_sealed, write_once
 from precompute.cluster.fleet import FleetConfig
-from shards.base.durable import canonical_json, parse_sealed_json
+from shards.base.durable import canonical_json
 from shards.base.errors import RequestError, WorkError
 from shards.base.store import Store
 from shards.open import open_store
@@ -172,10 +172,9 @@ def reference_features(
         write_once(store, RECORD, content, lambda found: _another(store, found, content))
         found = extract(units, kind, extractors, config.place, workers)
     else:
-        try:
-            content = parse_sealed_json(store.read(RECORD), store.where(RECORD))
-        except FileNotFoundError:
-            raise RequestError(f"{store.where()} is no reference. Make it: set reference.pictures, too.") from None
+        content = read_sealed(store, RECORD)
+        if content is None:
+            raise RequestError(f"{store.where()} is no reference. Make it: set reference.pictures, too.")
         if any(content[key] != value for key, value in record.items()):
             raise _another(store, content, record)
         description = describe_extractor(kind, extractors)

@@ -23,7 +23,7 @@ from evaluate.study.config import StudyConfig
 from evaluate.study.protocol import check_pictures, read_study
 from evaluate.study.schedule import Draws, make_schedule
 from evaluate.study.votes import open_votes
-from shards.base.config import load_config
+from shards.base.config import first_word, load_config
 from shards.base.errors import RequestError, console
 
 PROG = "evaluate.study"
@@ -31,14 +31,7 @@ PROG = "evaluate.study"
 
 def run(arguments: list[str]) -> None:
     """Dispatch on the first word."""
-    command, *rest = arguments or ["--help"]
-    if command in ("-h", "--help"):
-        parser = argparse.ArgumentParser(
-            f"python -m {PROG}", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-        )
-        parser.parse_args(["--help"])
-    if command not in COMMANDS:
-        raise RequestError(f"python -m {PROG} has no command {command}; it has {', '.join(COMMANDS)}.")
+    command, rest = first_word(COMMANDS, arguments, PROG, __doc__)
     parser = argparse.ArgumentParser(prog=f"{PROG} {command}", add_help=False, allow_abbrev=False)
     parser.add_argument("--config")
     if command == "invite":

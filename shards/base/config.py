@@ -3,7 +3,7 @@
 import argparse
 import difflib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
@@ -58,6 +58,21 @@ def load_asked(model: type[ConfigT], arguments: list[str], prog: str, about: str
     parser.add_argument("--config")
     options, overrides = parser.parse_known_args(arguments)
     return load_config(model, options.config, overrides, prog, about)
+
+
+def first_word(known: Iterable[str], arguments: list[str], prog: str, about: str | None) -> tuple[str, list[str]]:
+    """The subcommand that the first argument names, and the arguments behind it; none, or `--help`, prints `about`.
+
+    Raises:
+        RequestError: there is no such subcommand.
+    """
+    word, *rest = arguments or ["--help"]
+    if word in ("-h", "--help"):
+        raw = argparse.RawDescriptionHelpFormatter
+        argparse.ArgumentParser(f"python -m {prog}", description=about, formatter_class=raw).parse_args(["--help"])
+    if word not in known:
+        raise RequestError(f"python -m {prog} has no command {word}; it has {', '.join(known)}.")
+    return word, rest
 
 
 def load_named(model: type[ConfigT], arguments: list[str], command: str, about: str | None) -> tuple[Path, ConfigT]:
