@@ -8,7 +8,7 @@ import hashlib
 import io
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +62,7 @@ class Taken:
 
     input: str = ""
     """SHA-256 of its bytes."""
-    rejected: Counter[str] | None = None
+    rejected: Counter[str] = field(default_factory=Counter)
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,6 @@ def reference_units(config: ReferenceConfig) -> list[TarUnit] | list[FilesUnit]:
 
 def _cut(data: bytes | None, config: ReferenceConfig, taken: Taken) -> Iterator[np.ndarray]:
     bucket = Bucket.parse(config.size)
-    taken.rejected = taken.rejected if taken.rejected is not None else Counter()
     try:
         if data is None:
             raise Reject("no_image", "the sample has no picture")

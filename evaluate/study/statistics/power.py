@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pydantic import Field
 from scipy.stats import nct, t
 
-from evaluate.study.statistics.preference import COVERAGE
+from evaluate.metrics.intervals import COVERAGE
 from evaluate.study.statistics.simulation import NODES, WEIGHTS, Leanings, expected, tied
 from shards.base.config import Config
 
