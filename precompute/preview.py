@@ -45,19 +45,23 @@ def load_decoder(encoding: EncodingRecord, name: str | None) -> Any:
     return vae.eval().to("cuda" if torch.cuda.is_available() else "cpu", torch.float32)
 
 
-def pick_samples(store: Store, bucket: str, count: int) -> list[dict[str, Any]]:
-    """Samples from all over the bucket: of each committed part as many, its first ones, up to `count`.
+def pick_samples(store: Store, bucket: str | None, count: int) -> tuple[str, list[dict[str, Any]]]:
+    """A bucket, by default the first that holds samples, and samples from all over it: of each committed part as many,
+    its first ones, up to `count`.
 
     Raises:
-        RequestError: the bucket holds none.
+        RequestError: the bucket, or every one, holds none.
     """
-    holding = [receipt.part for receipt in load_receipts(store) if receipt.bucket == bucket and receipt.samples]
+    holding, root = [receipt for receipt in load_receipts(store) if receipt.samples], store.where()
     if not holding:
-        root = store.where()
+        raise RequestError(f"{root} holds no sample yet: run `make precompute` first.")
+    bucket = bucket or holding[0].bucket
+    parts = [receipt.part for receipt in holding if receipt.bucket == bucket]
+    if not parts:
         raise RequestError(f"{root} holds no sample in {bucket}. `python -m shards stats {root}` lists its buckets.")
-    chosen = holding[:: max(1, len(holding) // count)]
+    chosen = parts[:: max(1, len(parts) // count)]
     each = -(-count // len(chosen))
-    return list(islice(read_parts(store, bucket, chosen, each), count))
+    return bucket, list(islice(read_parts(store, bucket, chosen, each), count))
 
 
 @torch.inference_mode()
@@ -114,25 +118,12 @@ def run(arguments: list[str]) -> None:
         raise RequestError(f"--samples {options.samples}: give 1 or more.")
     store = open_store(options.root)
     encoding = EncodingRecord.load(store)
-    bucket = options.bucket or first_bucket(store)
-    samples = pick_samples(store, bucket, options.samples)
+    bucket, samples = pick_samples(store, options.bucket, options.samples)
     pictures = decode_pictures(samples, encoding, load_decoder(encoding, options.vae))
     labels = [f"{sample['key']}\n{' | '.join(captions(sample, encoding))}" for sample in samples]
     title = f"{bucket} of {Path(store.where()).name}, decoded from its latents by {encoding.image.weights.name}"
     contact_sheet(pictures, labels, title).save(options.output)
     print(f"{options.output}: {len(samples)} samples of {bucket}")
-
-
-def first_bucket(store: Store) -> str:
-    """The first bucket that holds samples, by the receipts.
-
-    Raises:
-        RequestError: none does.
-    """
-    for receipt in load_receipts(store):
-        if receipt.samples:
-            return receipt.bucket
-    raise RequestError(f"{store.where()} holds no sample yet: run `make precompute` first.")
 
 
 main = console(run)
