@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 from PIL import Image
-from pydantic import Field, field_validator
+from pydantic import Field
 
 from evaluate.parts import Receipt, read_part
 from evaluate.sampling.job import SampleSet
@@ -25,7 +25,7 @@ from precompute.pixels.decode import LimitsConfig, PixelsConfig, decode
 from shards.base.config import Config
 from shards.base.errors import RequestError
 from shards.base.store import Place
-from shards.format.buckets import Bucket
+from shards.format.buckets import Bucket, BucketName
 from shards.open import open_store
 
 FILES_PER_UNIT = 500
@@ -38,17 +38,12 @@ class ReferenceConfig(Config):
     """Where its features are kept, or are to be: a folder or an address."""
     pictures: str | None = None
     """A folder or address of tars, or a folder of pictures; null: the features are there already."""
-    size: str = "512x512"
+    size: BucketName = "512x512"
     """WIDTHxHEIGHT in pixels, that of the samples. Smaller pictures are left out."""
     pixels: PixelsConfig = PixelsConfig()
     limits: LimitsConfig = LimitsConfig()
     batch_size: int = Field(64, ge=1)
     """Pictures at a time."""
-
-    @field_validator("size")
-    @classmethod
-    def _parse_size(cls, size: str) -> str:
-        return str(Bucket.parse(size))
 
     def record(self) -> dict[str, Any]:
         """How pictures become pixels."""
