@@ -18,23 +18,19 @@ from shards.format.tables import MENDED, TOO_SMALL, Columns, read_recorded, read
 
 
 class Part(Config):
-    """What one input shard put into one bucket."""
+    """What one input shard put into one bucket; the same holds of its fields."""
 
     samples: int
     refused: dict[str, int]
-    """Reason → count, of the input shard's samples that are not in this bucket."""
     rule: str = COVERS
-    """Which pictures the bucket holds: `covers`, all that cover it, or `nearest, ` and the aspect table in which it is
-    the bucket of their ratio."""
     files: dict[str, FileRecord]
-    """Path relative to the part's folder → record."""
     settings: dict[str, str | int | float | bool] | None = None
     software: dict[str, str] | None = None
     """The receipt's, of the attempt that made this part; None in the first receipts, where they are the receipt's."""
 
 
 class Receipt(Config):
-    """The commit of one input shard."""
+    """The commit of one input shard. What has the name that it has in version 2 means the same."""
 
     shard: str
     encoding_id: str
@@ -44,18 +40,11 @@ class Receipt(Config):
     rejected: dict[str, int]
     """Reason → count, of the samples that are in no bucket: the rows of rejects/SHARD.parquet."""
     captions: dict[str, int]
-    """Captions `stored`, and of these: with `invalid_utf8`, with `control_characters`, `too_long` for
-    `limits.max_caption_characters`, and `truncated` by the tokenizer. All were mended or cut."""
     input: dict[str, str | int | None]
-    """The tar: its address, bytes, and SHA-256."""
     parts: dict[str, Part]
     shared_files: dict[str, FileRecord]
-    """uncond.safetensors and encoding.json, by path relative to the root."""
     software: dict[str, str]
-    """Package → version."""
     settings: dict[str, str | int | float | bool]
-    """What else decided over the stored bytes, by rounding (device, batch size, compilation) or by what was refused
-    (limits). All that changes what the numbers mean is in encoding.json."""
     attempts: int
     """Like `software`, `settings` and the times, of the last attempt; each part has its own `settings`, `software`."""
     started: str
