@@ -12,7 +12,7 @@ from shards.format import image
 from shards.format.encoding import EncodingRecord
 from shards.format.text import current_name, pad_tokens, unpack
 from shards.open import open_store
-from shards.root.reading import captions, decoded
+from shards.root.reading import captions, decoded, image_latents
 
 
 class LatentDataset(StreamingDataset):
@@ -75,8 +75,7 @@ class LatentDataset(StreamingDataset):
 
     def _latents(self, columns: dict[str, Any]) -> Tensor:
         tower = self.encoding.image
-        scales = torch.tensor(columns["image_scales"]) if "image_scales" in columns else None
-        latents = image.unpack(torch.tensor(columns["image_latents"]), scales)
+        latents = torch.from_numpy(image_latents(columns))
         if tower.posterior == "moments":
             mean = latents[: tower.channels]
             latents = mean if self.posterior_mean else image.draw(latents, torch.randn_like(mean))
