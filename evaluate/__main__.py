@@ -41,7 +41,6 @@ from shards.open import open_store
 
 
 def run(arguments: list[str]) -> None:
-    """Dispatch on the first word."""
     command, rest = first_word(COMMANDS, arguments, "evaluate", __doc__)
     COMMANDS[command](rest)
 
@@ -80,7 +79,6 @@ def watch(arguments: list[str]) -> None:
 
 
 def report(arguments: list[str]) -> None:
-    """Write the page of some runs."""
     names = list(takewhile(lambda word: not word.startswith("-"), arguments))
     config = load_config(ReportConfig, None, arguments[len(names) :], "evaluate report RUN…", __doc__)
     if not names:
@@ -92,7 +90,6 @@ def report(arguments: list[str]) -> None:
 
 
 def compare_runs(arguments: list[str]) -> None:
-    """Print the newest numbers of two runs."""
     parser = argparse.ArgumentParser("python -m evaluate compare", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("runs", nargs=2, metavar="RUN")

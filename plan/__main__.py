@@ -17,7 +17,6 @@ PROG = "python -m plan"
 
 
 def run(arguments: list[str]) -> None:
-    """Plan, print, and write what was asked for."""
     parser = argparse.ArgumentParser(PROG, description=__doc__, allow_abbrev=False)
     parser.add_argument("--config", default="configs/plan.yaml", help="the plan; any field follows as --a.b VALUE")
     parser.add_argument("--gpus", nargs="?", help="a number of GPUs to add to the table and to point out")

@@ -102,7 +102,6 @@ def wrapped(label: str, characters: int) -> list[str]:
 
 
 def run(arguments: list[str]) -> None:
-    """Parse, decode, draw."""
     parser = argparse.ArgumentParser(
         prog="python -m precompute.preview",
         description=__doc__,

@@ -36,7 +36,6 @@ RAW = argparse.RawDescriptionHelpFormatter
 
 
 def run(arguments: list[str]) -> None:
-    """Parse, and do what was asked."""
     parser = argparse.ArgumentParser(prog="python -m shards", description=__doc__, formatter_class=RAW)
     commands = parser.add_subparsers(dest="command", required=True)
     for name, (do, example) in COMMANDS.items():

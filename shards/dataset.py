@@ -53,7 +53,6 @@ class LatentDataset(StreamingDataset):
         return self.decode(stored) if isinstance(stored, dict) else stored
 
     def decode(self, stored: dict[str, Any]) -> dict[str, Any]:
-        """One sample from its columns."""
         columns = {current_name(name): value for name, value in stored.items()}
         sample = {name: columns[name] for name in ("key", "size", "scores")}
         sample |= {"captions": captions(columns, self.encoding), "image_latents": self._latents(columns)}

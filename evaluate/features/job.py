@@ -38,8 +38,6 @@ FEATURES, TEXTS = "features.npy", "texts.npy"
 
 @dataclass(frozen=True)
 class Recipe:
-    """What a worker needs to know."""
-
     kind: ExtractorName
     weights: Path | None
     folder: str
@@ -142,13 +140,11 @@ def batches(pictures: Iterable[np.ndarray], batch_size: int) -> Iterator[np.ndar
 
 @functools.lru_cache(maxsize=1)
 def cached_extractor(kind: ExtractorName, weights: Path | None, device: str) -> Extractor:
-    """Kept for the next unit."""
     return load_extractor(kind, weights, device)
 
 
 @functools.lru_cache(maxsize=1)
 def cached_texts(weights: Path, device: str) -> Callable[[list[str]], torch.Tensor]:
-    """Kept for the next unit."""
     return load_text_features(weights, device)
 
 

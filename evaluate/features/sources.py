@@ -80,8 +80,6 @@ class SampleUnit:
 
 @dataclass(frozen=True)
 class TarUnit:
-    """A tar of a reference."""
-
     name: str
     tar: InputTar
     config: ReferenceConfig
@@ -98,8 +96,6 @@ class TarUnit:
 
 @dataclass(frozen=True)
 class FilesUnit:
-    """Some files of a reference's folder."""
-
     name: str
     paths: tuple[Path, ...]
     config: ReferenceConfig
@@ -118,7 +114,6 @@ Unit = SampleUnit | TarUnit | FilesUnit
 
 
 def sample_units(found: SampleSet) -> list[SampleUnit]:
-    """The parts of a sample set."""
     texts = {prompt.id: prompt.text for prompt in found.prompts}
     return [
         SampleUnit(name, found.place, receipt, tuple(texts[prompt_id] for prompt_id, _ in receipt["samples"]))

@@ -28,8 +28,6 @@ _numbers = count()
 
 @dataclass(frozen=True)
 class Series:
-    """A line."""
-
     name: str
     points: Sequence[tuple[float, float]]
     intervals: Sequence[tuple[float, float]] = ()

@@ -17,7 +17,6 @@ TABLE_ROWS = 12
 
 
 def section(name: str, title: str, *parts: str) -> str:
-    """With a heading of its own."""
     heading = f'<h2 id="{name}-h">{html.escape(title)}</h2>'
     return f'<section id="{name}" aria-labelledby="{name}-h">{heading}{"".join(parts)}</section>'
 

@@ -175,7 +175,6 @@ def same_prompts(runs: Sequence[Run], config: ReportConfig) -> str:
 
 
 def speed(runs: Sequence[Run]) -> str:
-    """Throughput and utilisation."""
     fields = ("images_per_second", "images_per_second_per_gpu", "mfu", "data_wait", "memory_gb")
     header = ["run", "images/s", "per process", "MFU", "share of time waiting for data", "GiB at most"]
     rows = [[run.name, *(run.middle(field) for field in fields)] for run in runs]

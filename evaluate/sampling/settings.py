@@ -79,7 +79,6 @@ class Drawing:
     codec: Codec
 
     def as_json(self) -> dict[str, Any]:
-        """For sampling.json."""
         return {"version": VERSION, **asdict(self)}
 
     @property

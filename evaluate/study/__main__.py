@@ -30,7 +30,6 @@ PROG = "evaluate.study"
 
 
 def run(arguments: list[str]) -> None:
-    """Dispatch on the first word."""
     command, rest = first_word(COMMANDS, arguments, PROG, __doc__)
     parser = argparse.ArgumentParser(prog=f"{PROG} {command}", add_help=False, allow_abbrev=False)
     parser.add_argument("--config")
@@ -45,7 +44,6 @@ def run(arguments: list[str]) -> None:
 
 
 def power(config: StudyConfig, options: argparse.Namespace) -> None:
-    """Print the table."""
     from evaluate.study.statistics.power import power_table, render
 
     rows = power_table(config.power, config.protocol.votes_per_item, config.protocol.margin)
@@ -53,7 +51,6 @@ def power(config: StudyConfig, options: argparse.Namespace) -> None:
 
 
 def prepare(config: StudyConfig, options: argparse.Namespace) -> None:
-    """Write the study's folder."""
     from evaluate.study.prepare import prepare as write  # diffusers, which the other commands do without
 
     protocol = write(config.sets, config.protocol, config.output)
@@ -91,7 +88,6 @@ def invite(config: StudyConfig, options: argparse.Namespace) -> None:
 
 
 def serve(config: StudyConfig, options: argparse.Namespace) -> None:
-    """Serve until a signal."""
     from evaluate.study.serving.server import serve as serve_page
 
     study = read_study(config.output)
@@ -114,7 +110,6 @@ def status(config: StudyConfig, options: argparse.Namespace) -> None:
 
 
 def analyse(config: StudyConfig, options: argparse.Namespace) -> None:
-    """Analyse, print, and write the three files."""
     from evaluate.study.analysis import analyse as count_votes
     from evaluate.study.output.files import render, write_results
 

@@ -31,8 +31,6 @@ class Answer:
 
 @dataclass(frozen=True)
 class Rater:
-    """What is known of one."""
-
     number: int
     done: int
     showings: int

@@ -51,8 +51,6 @@ class FollowConfig(Config):
 
 @dataclass
 class Follower:
-    """A run that is followed."""
-
     run: Store
     output: Path | str
     """Holds evaluations/: the run itself, or a place of its own."""

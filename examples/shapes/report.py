@@ -131,7 +131,6 @@ def draw_samples(folder: Path) -> None:
 
 
 def print_table(folder: Path, metrics: dict[str, Any]) -> None:
-    """The demo in a few lines."""
     adherence, stored = metrics["adherence"], metrics["buckets"].items()
     counts = f"{metrics['images_in']} / {metrics['accepted']} / {metrics['rejected']}"
     speeds = ", ".join(f"{phase} {speed} img/s" for phase, speed in metrics["train_images_per_second"].items())

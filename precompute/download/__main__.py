@@ -18,7 +18,6 @@ from shards.base.errors import WorkError, console
 
 
 def run(arguments: list[str]) -> None:
-    """Plan, fetch what is missing, report."""
     config = load_asked(DownloadConfig, arguments, "precompute.download", __doc__)
     require_img2dataset()
 

@@ -16,7 +16,6 @@ from shards.base.errors import WorkError, console
 
 
 def run(arguments: list[str]) -> None:
-    """Select, and print the funnel."""
     config = load_asked(SelectConfig, arguments, "precompute.select", __doc__)
     start = time.monotonic()
     try:

@@ -72,7 +72,6 @@ def _histograms(name: str, num_bins: int, before: Counter[str], after: Counter[s
 
 
 def describe(funnel: dict[str, Any]) -> str:
-    """The funnel as a table for the terminal."""
     rows_in = funnel["rows_in"]
     lines = [f"{'rule':<14}{'dropped':>16}{'no value':>16}{'left':>16}{'':>9}  keeps"]
     lines.append(f"{'rows in':<14}{'':>16}{'':>16}{rows_in:>16,}{100:>8.1f} %")

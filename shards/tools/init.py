@@ -42,7 +42,6 @@ def write_configs(folder: Path) -> Path:
 
 
 def run(arguments: list[str]) -> None:
-    """Parse, and do what was asked."""
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(prog="latentmill", description=__doc__, formatter_class=raw)
     commands = parser.add_subparsers(dest="command", required=True)
