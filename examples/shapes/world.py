@@ -6,6 +6,7 @@
 import argparse
 import io
 import json
+import sys
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,10 +15,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from PIL import Image
+from rich.console import Console
+from rich.progress import track
 
 from examples.shapes.captions import write_caption
 from examples.shapes.scenes import BACKGROUNDS, Scene, draw_scene, sample_scene
-from shards.base.progress import tracked
 
 NUM_PICTURES = 4000
 # The part of the pictures of each unusual kind; there is at least one of each, and all others are "plain".
@@ -160,7 +162,8 @@ def write_world(folder: Path | str, num_pictures: int = NUM_PICTURES, seed: int 
     """Write the pictures and `world.json` (how many of each kind) under `folder`; gives the pictures in order."""
     folder = Path(folder)
     pictures = plan_world(num_pictures, seed)
-    for index, picture in enumerate(tracked(pictures, "draw")):
+    console, is_log = Console(stderr=True), not sys.stderr.isatty()
+    for index, picture in enumerate(track(pictures, "draw", console=console, transient=True, disable=is_log)):
         if picture.kind != "missing":
             path = folder / picture.path
             path.parent.mkdir(parents=True, exist_ok=True)
