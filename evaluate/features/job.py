@@ -166,8 +166,8 @@ def reference_features(
         write_once(store, RECORD, content, lambda found: _another(store, found, content))
         found = extract(units, kind, extractors, config.place, workers)
     else:
-        content = read_sealed(store, RECORD)
-        if content is None:
+        content = read_sealed(store, RECORD) or {}
+        if not content:
             raise RequestError(f"{store.where()} is no reference. Make it: set reference.pictures, too.")
         if any(content[key] != value for key, value in record.items()):
             raise _another(store, content, record)
