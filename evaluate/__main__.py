@@ -16,7 +16,6 @@ commands, each with a --help of its own:
 """
 
 import argparse
-import sys
 from collections.abc import Callable
 from itertools import takewhile
 from pathlib import Path
@@ -34,35 +33,27 @@ from evaluate.scoring import choose_metrics, score, table
 from evaluate.study.__main__ import run as study
 from evaluate.watch.follow import Follower, read_wants
 from evaluate.watch.tracker import open_tracker
-from shards.base.config import ConfigT, load_config
+from shards.base.config import first_word, load_asked, load_config
 from shards.base.durable import write_atomically
-from shards.base.errors import RequestError, exit_code_of
+from shards.base.errors import RequestError, console
 from shards.base.store import parse_place
 from shards.open import open_store
 
 
 def run(arguments: list[str]) -> None:
-    """Dispatch on the first word."""
-    command, *rest = arguments or ["--help"]
-    if command in ("-h", "--help"):
-        parser = argparse.ArgumentParser(
-            "python -m evaluate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-        )
-        parser.parse_args(["--help"])
-    if command not in COMMANDS:
-        raise RequestError(f"python -m evaluate has no command {command}; it has {', '.join(COMMANDS)}.")
+    command, rest = first_word(COMMANDS, arguments, "evaluate", __doc__)
     COMMANDS[command](rest)
 
 
 def sample(arguments: list[str]) -> None:
     """Draw the pictures of every setting."""
-    config = read_config(EvaluateConfig, arguments, "evaluate sample")
+    config = load_asked(EvaluateConfig, arguments, "evaluate sample", __doc__)
     draw(config, config.step, output_of(config))
 
 
 def score_sets(arguments: list[str]) -> None:
     """Draw what is missing of every setting's pictures, and print and write each set's metrics."""
-    config = read_config(EvaluateConfig, arguments, "evaluate score")
+    config = load_asked(EvaluateConfig, arguments, "evaluate score", __doc__)
     names = choose_metrics(config.metrics, config.extractors)
     draw_and_score(config, names, config.step, output_of(config))
 
@@ -70,7 +61,7 @@ def score_sets(arguments: list[str]) -> None:
 def watch(arguments: list[str]) -> None:
     """The same for each checkpoint of a run, as they appear."""
     named = ["--model", *arguments[:1]] if arguments and not arguments[0].startswith("-") else []
-    config = read_config(WatchConfig, [*named, *arguments[len(named) // 2 :]], "evaluate watch RUN")
+    config = load_asked(WatchConfig, [*named, *arguments[len(named) // 2 :]], "evaluate watch RUN", __doc__)
     if config.step is not None:
         raise RequestError("evaluate watch takes many steps: say which with --every and --until, and leave --step out.")
     names, run, output = choose_metrics(config.metrics, config.extractors), open_store(config.model), base_of(config)
@@ -88,7 +79,6 @@ def watch(arguments: list[str]) -> None:
 
 
 def report(arguments: list[str]) -> None:
-    """Write the page of some runs."""
     names = list(takewhile(lambda word: not word.startswith("-"), arguments))
     config = load_config(ReportConfig, None, arguments[len(names) :], "evaluate report RUN…", __doc__)
     if not names:
@@ -100,7 +90,6 @@ def report(arguments: list[str]) -> None:
 
 
 def compare_runs(arguments: list[str]) -> None:
-    """Print the newest numbers of two runs."""
     parser = argparse.ArgumentParser("python -m evaluate compare", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("runs", nargs=2, metavar="RUN")
@@ -122,14 +111,6 @@ def draw(config: EvaluateConfig, step: int | None, output: Path | str) -> list[P
     for place in places:
         print(f"{place}: {len(prompts) * config.sampling.images_per_prompt} pictures", flush=True)
     return places
-
-
-def read_config(model: type[ConfigT], arguments: list[str], prog: str) -> ConfigT:
-    """The config file with its overrides."""
-    parser = argparse.ArgumentParser(prog=prog, add_help=False, allow_abbrev=False)
-    parser.add_argument("--config")
-    options, overrides = parser.parse_known_args(arguments)
-    return load_config(model, options.config, overrides, prog, __doc__)
 
 
 def base_of(config: EvaluateConfig) -> Path | str:
@@ -161,11 +142,7 @@ COMMANDS: dict[str, Callable[[list[str]], object]] = {
     "study": study,
 }
 
-
-def main() -> None:
-    """Console entry point."""
-    sys.exit(exit_code_of(lambda: run(sys.argv[1:])))
-
+main = console(run)
 
 if __name__ == "__main__":
     main()

@@ -3,9 +3,9 @@
 import os
 import random
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from precompute.cluster.fleet import Done, Failed, Fleet, FleetConfig, News, UnderWay
 from precompute.cluster.ray_cluster import Function, start_ray
@@ -13,17 +13,12 @@ from shards.base.errors import Preempted, WorkError
 from shards.base.progress import Progress
 
 Work = TypeVar("Work")
-Result = TypeVar("Result")
 
 
 def run_units(
-    units: Sequence[tuple[str, Work]],
-    function: Function[Work, Result],
-    workers: FleetConfig,
-    what: str,
-    record: Callable[[Result], None] = lambda result: None,
+    units: Sequence[tuple[str, Work]], function: Function[Work, Any], workers: FleetConfig, what: str
 ) -> None:
-    """`function` on every unit (key, work); `record` hears each result. Starts Ray where there is anything to do.
+    """`function` on every unit (key, work). Starts Ray where there is anything to do.
 
     Raises:
         Preempted: the job was told to leave before its end.
@@ -38,9 +33,8 @@ def run_units(
         # in an order of its own: two jobs at once on the same parts then share them, but for those under way
         for event in Fleet(workers, function, iter(random.sample(units, len(units)))):
             match event:
-                case Done(result=result):
+                case Done():
                     done += 1
-                    record(result)
                 case Failed(key=key, which=which, failure=failure, again=again):
                     progress.say(f"{what} {key}: {which}: {failure.text}")
                     if not again:

@@ -32,8 +32,10 @@ def commit_part(store: Store, folder: str, name: str, make: Callable[[Path], Rec
     As stage 1 commits: the part's folder is named by its content, and of two attempts at once the one that creates the
     receipt has made the part.
     """
-    if (found := read_receipt(store, folder, name)) is not None:
-        return found
+    return create_once(store, _receipt(folder, name), lambda: _put(store, folder, name, make))
+
+
+def _put(store: Store, folder: str, name: str, make: Callable[[Path], Receipt]) -> Receipt:
     with attempt_folder(store, f"{folder}-{name}".replace("/", "-")) as private:
         part = private / "part"
         part.mkdir()
@@ -42,11 +44,7 @@ def commit_part(store: Store, folder: str, name: str, make: Callable[[Path], Rec
         files = record_files(part, {})
         place_name = f"{folder}/{name}.{content_hash(files)}"
         place(store, part, place_name, files)
-        hashes = {file: record.sha256 for file, record in files.items()}
-        store.create(_receipt(folder, name), sealed_json({**about, "part": place_name, "files": hashes}))
-    committed = read_receipt(store, folder, name)
-    assert committed is not None
-    return committed
+        return {**about, "part": place_name, "files": {file: record.sha256 for file, record in files.items()}}
 
 
 def seconds_of_parts(store: Store) -> float:

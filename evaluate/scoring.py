@@ -103,7 +103,6 @@ def _row(name: MetricName, number: str, found: SampleSet, ours: Features, theirs
 
 
 def table(rows: Sequence[Row]) -> str:
-    """For people: a line each."""
     shown = (
         "{metric:<13} {value:10.4f}  [{low:.4f}, {high:.4f}]  N {n}  id {id}  ({better} is better; 95 % of: {estimand})"
     )

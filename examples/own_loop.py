@@ -56,7 +56,6 @@ def train(root: str, bucket: str, steps: int, unet_config: Path = UNET) -> list[
 
 
 def main() -> None:
-    """Parse, train."""
     parser = argparse.ArgumentParser(prog="examples.own_loop", description=__doc__)
     parser.add_argument("root", help="a latents root, folder or address")
     parser.add_argument("bucket", help="such as 64x64")

@@ -1,7 +1,6 @@
 """`python -m plan`: what a training will take, as text, and as JSON and a plot with `--out`."""
 
 import argparse
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -12,13 +11,12 @@ from plan.output.text import render
 from plan.report import Report, make_report
 from shards.base.config import load_config
 from shards.base.durable import canonical_json, write_atomically
-from shards.base.errors import exit_code_of
+from shards.base.errors import console
 
 PROG = "python -m plan"
 
 
 def run(arguments: list[str]) -> None:
-    """Plan, print, and write what was asked for."""
     parser = argparse.ArgumentParser(PROG, description=__doc__, allow_abbrev=False)
     parser.add_argument("--config", default="configs/plan.yaml", help="the plan; any field follows as --a.b VALUE")
     parser.add_argument("--gpus", nargs="?", help="a number of GPUs to add to the table and to point out")
@@ -51,10 +49,7 @@ def as_json(report: Report) -> dict[str, Any]:
     return {**asdict(report), "facts": facts}
 
 
-def main() -> None:
-    """Console entry point."""
-    sys.exit(exit_code_of(lambda: run(sys.argv[1:])))
-
+main = console(run)
 
 if __name__ == "__main__":
     main()

@@ -163,7 +163,6 @@ class Plan(Config):
 
     @property
     def phases(self) -> list[Phase]:
-        """In order."""
         return [self.phase1, *([self.phase2] if self.phase2 else [])]
 
     @property

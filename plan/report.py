@@ -48,8 +48,6 @@ class Row:
 
 @dataclass(frozen=True)
 class Report:
-    """Everything that is shown."""
-
     title: str
     gpu: str
     encoding: str

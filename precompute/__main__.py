@@ -10,8 +10,6 @@ further commands, each with a --help of its own:
   python -m precompute.preview     a root's latents → pictures on a contact sheet
 """
 
-import argparse
-import sys
 from collections.abc import Sequence
 
 from precompute.cluster.ray_cluster import start_ray
@@ -19,8 +17,8 @@ from precompute.config import PrecomputeConfig, describe_encoding, make_recipe, 
 from precompute.input.tars import Named, choose_tars, list_tars, say_what_is_unchecked
 from precompute.job.ledger import Ledger
 from precompute.job.run import announce, conclude, not_committed, run_job
-from shards.base.config import load_config
-from shards.base.errors import exit_code_of
+from shards.base.config import load_asked
+from shards.base.errors import console
 from shards.base.scratch import sweep_attempts, sweep_scratch
 from shards.base.store import Store
 from shards.derive.conversion import Conversion
@@ -35,10 +33,7 @@ from shards.root.shared import agree_on_rules, check_root, check_rules, create_r
 
 def run(arguments: list[str]) -> None:
     """Stage 1 for the tars asked for."""
-    parser = argparse.ArgumentParser(prog="precompute", add_help=False, allow_abbrev=False)
-    parser.add_argument("--config")
-    options, overrides = parser.parse_known_args(arguments)
-    config = with_absolute_paths(load_config(PrecomputeConfig, options.config, overrides, "precompute", __doc__))
+    config = with_absolute_paths(load_asked(PrecomputeConfig, arguments, "precompute", __doc__))
 
     # all that can be wrong with the request is found before anything is written
     encoding, store = describe_encoding(config), open_store(config.output)
@@ -87,10 +82,7 @@ def find_work(
     return how, sources, missing(store, sources)
 
 
-def main() -> None:
-    """Console entry point."""
-    sys.exit(exit_code_of(lambda: run(sys.argv[1:])))
-
+main = console(run)
 
 if __name__ == "__main__":
     main()

@@ -9,7 +9,6 @@ examples:
 
 import argparse
 import math
-import sys
 import textwrap
 from itertools import islice
 from pathlib import Path
@@ -20,7 +19,7 @@ import numpy as np
 import torch
 from PIL import Image, ImageDraw, ImageFont
 
-from shards.base.errors import RequestError, exit_code_of
+from shards.base.errors import RequestError, console
 from shards.base.store import Store
 from shards.format.encoding import EncodingRecord
 from shards.format.models import hash_weights, model_folder
@@ -46,19 +45,23 @@ def load_decoder(encoding: EncodingRecord, name: str | None) -> Any:
     return vae.eval().to("cuda" if torch.cuda.is_available() else "cpu", torch.float32)
 
 
-def pick_samples(store: Store, bucket: str, count: int) -> list[dict[str, Any]]:
-    """Samples from all over the bucket: of each committed part as many, its first ones, up to `count`.
+def pick_samples(store: Store, bucket: str | None, count: int) -> tuple[str, list[dict[str, Any]]]:
+    """A bucket, by default the first that holds samples, and samples from all over it: of each committed part as many,
+    its first ones, up to `count`.
 
     Raises:
-        RequestError: the bucket holds none.
+        RequestError: the bucket, or every one, holds none.
     """
-    holding = [receipt.part for receipt in load_receipts(store) if receipt.bucket == bucket and receipt.samples]
+    holding, root = [receipt for receipt in load_receipts(store) if receipt.samples], store.where()
     if not holding:
-        root = store.where()
+        raise RequestError(f"{root} holds no sample yet: run `make precompute` first.")
+    bucket = bucket or holding[0].bucket
+    parts = [receipt.part for receipt in holding if receipt.bucket == bucket]
+    if not parts:
         raise RequestError(f"{root} holds no sample in {bucket}. `python -m shards stats {root}` lists its buckets.")
-    chosen = holding[:: max(1, len(holding) // count)]
+    chosen = parts[:: max(1, len(parts) // count)]
     each = -(-count // len(chosen))
-    return list(islice(read_parts(store, bucket, chosen, each), count))
+    return bucket, list(islice(read_parts(store, bucket, chosen, each), count))
 
 
 @torch.inference_mode()
@@ -99,7 +102,6 @@ def wrapped(label: str, characters: int) -> list[str]:
 
 
 def run(arguments: list[str]) -> None:
-    """Parse, decode, draw."""
     parser = argparse.ArgumentParser(
         prog="python -m precompute.preview",
         description=__doc__,
@@ -115,8 +117,7 @@ def run(arguments: list[str]) -> None:
         raise RequestError(f"--samples {options.samples}: give 1 or more.")
     store = open_store(options.root)
     encoding = EncodingRecord.load(store)
-    bucket = options.bucket or first_bucket(store)
-    samples = pick_samples(store, bucket, options.samples)
+    bucket, samples = pick_samples(store, options.bucket, options.samples)
     pictures = decode_pictures(samples, encoding, load_decoder(encoding, options.vae))
     labels = [f"{sample['key']}\n{' | '.join(captions(sample, encoding))}" for sample in samples]
     title = f"{bucket} of {Path(store.where()).name}, decoded from its latents by {encoding.image.weights.name}"
@@ -124,22 +125,7 @@ def run(arguments: list[str]) -> None:
     print(f"{options.output}: {len(samples)} samples of {bucket}")
 
 
-def first_bucket(store: Store) -> str:
-    """The first bucket that holds samples, by the receipts.
-
-    Raises:
-        RequestError: none does.
-    """
-    for receipt in load_receipts(store):
-        if receipt.samples:
-            return receipt.bucket
-    raise RequestError(f"{store.where()} holds no sample yet: run `make precompute` first.")
-
-
-def main() -> None:
-    """Console entry point."""
-    sys.exit(exit_code_of(lambda: run(sys.argv[1:])))
-
+main = console(run)
 
 if __name__ == "__main__":
     main()

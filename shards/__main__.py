@@ -8,13 +8,13 @@ examples:
 import argparse
 import json
 import os
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from pydantic import ValidationError
 
 from shards.base.durable import DamagedFile
-from shards.base.errors import RequestError, WorkError, exit_code_of
+from shards.base.errors import RequestError, WorkError, console
 from shards.derive.conversion import Changes
 from shards.derive.job import derive
 from shards.format.encoding import EncodingRecord
@@ -33,34 +33,20 @@ from shards.tools.verify import verify_root
 from shards.tools.where import describe_sample, find_sample
 
 RAW = argparse.RawDescriptionHelpFormatter
-DERIVED = " runs/data/small --image.storage int8 --text.storage float8 --text.trim true"
 
 
 def run(arguments: list[str]) -> None:
-    """Parse, and do what was asked."""
     parser = argparse.ArgumentParser(prog="python -m shards", description=__doc__, formatter_class=RAW)
     commands = parser.add_subparsers(dest="command", required=True)
-    for name, about, example in (
-        ("verify", "check every byte, shape and count; exit code 1 if anything is wrong", ""),
-        ("stats", "counts, bytes, rejects and latent statistics", " --json"),
-        ("index", "write every bucket's index.json anew from the receipts", ""),
-        ("card", "a dataset card: what it is, what made it, how to read it", " --output runs/data/latents/README.md"),
-        ("exclude", "add a list of samples on which no later run trains", " --urls --file takedowns.txt"),
-        ("where", "of one sample: its tar, part, weights and settings, or why it was rejected", " 000420017"),
-        ("by-node", "of each machine and GPU: parts, samples, rates and rejects", " --json"),
-        ("recall", "take back what a machine made; the next job makes it anew", " --node gpu-17 --dry-run"),
-        ("clean", "remove parts that were never committed, when no job is at work", " --older-than 7d"),
-        ("derive", "make a new root of it: other storage, fewer towers; no picture is decoded", DERIVED),
-        ("upgrade", "let a root of version 1 go on: receipts anew, parts as they are", ""),
-    ):
-        example = f"example: python -m shards {name} runs/data/latents{example}"
-        command = commands.add_parser(name, help=about, description=about, epilog=example, formatter_class=RAW)
+    for name, (do, example) in COMMANDS.items():
+        epilog = f"example: python -m shards {name} runs/data/latents{example}"
+        command = commands.add_parser(name, help=do.__doc__, description=do.__doc__, epilog=epilog, formatter_class=RAW)
         command.add_argument("root", help="folder, or address such as s3://bucket/latents")
         add_options(name, command)
     options = parser.parse_args(arguments)
     options.root = open_store(options.root)  # not by argparse, which would keep the reason to itself
     try:
-        COMMANDS[options.command](options)
+        COMMANDS[options.command][0](options)
     except DamagedFile as error:
         raise WorkError(str(error)) from error
 
@@ -109,7 +95,7 @@ def add_changes(command: argparse.ArgumentParser) -> None:
 
 
 def verify(options: argparse.Namespace) -> None:
-    """Print what is wrong, or that nothing is."""
+    """Check every byte, shape and count; exit code 1 if anything is wrong."""
     wrong = 0
     for line in verify_root(options.root):
         wrong += 1
@@ -120,7 +106,7 @@ def verify(options: argparse.Namespace) -> None:
 
 
 def stats(options: argparse.Namespace) -> None:
-    """Print the table or JSON; draw the plot."""
+    """Counts, bytes, rejects and latent statistics."""
     found = root_stats(options.root, options.max_samples)
     print(json.dumps(found, indent=2) if options.json else stats_table(found))
     if options.plot:
@@ -128,14 +114,14 @@ def stats(options: argparse.Namespace) -> None:
 
 
 def index(options: argparse.Namespace) -> None:
-    """Write the indexes."""
+    """Write every bucket's index.json anew from the receipts."""
     EncodingRecord.load(options.root)
     for bucket, samples in write_indexes(options.root).items():
         print(f"{bucket}: {samples} samples")
 
 
 def card(options: argparse.Namespace) -> None:
-    """Print the card, or write it."""
+    """A dataset card: what it is, what made it, how to read it."""
     text = dataset_card(options.root)
     if options.output:
         options.output.write_text(text)
@@ -144,19 +130,19 @@ def card(options: argparse.Namespace) -> None:
 
 
 def where(options: argparse.Namespace) -> None:
-    """Print what made a sample."""
+    """Of one sample: its tar, part, weights and settings, or why it was rejected."""
     found = find_sample(options.root, options.key)
     print(json.dumps(found, indent=2, allow_nan=False) if options.json else "\n\n".join(map(describe_sample, found)))
 
 
 def by_node(options: argparse.Namespace) -> None:
-    """Print the table or JSON."""
+    """Of each machine and GPU: parts, samples, rates and rejects."""
     found = nodes(options.root)
     print(json.dumps(found, indent=2) if options.json else nodes_table(found))
 
 
 def recall_parts(options: argparse.Namespace) -> None:
-    """Recall, or say what would be."""
+    """Take back what a machine made; the next job makes it anew."""
     suspicion = Suspicion(options.node, options.gpu, options.since)
     found = suspects(options.root, suspicion)
     for receipt in found:
@@ -172,7 +158,7 @@ def recall_parts(options: argparse.Namespace) -> None:
 
 
 def clean_up(options: argparse.Namespace) -> None:
-    """Clean, and say what went."""
+    """Remove parts that were never committed, when no job is at work."""
     gone = clean(options.root, parse_age(options.older_than))
     for folder in gone:
         print(folder)
@@ -180,13 +166,13 @@ def clean_up(options: argparse.Namespace) -> None:
 
 
 def upgrade_root(options: argparse.Namespace) -> None:
-    """Upgrade, and say so."""
+    """Let a root of version 1 go on: receipts anew, parts as they are."""
     count = upgrade(options.root)
     print(f"{count} parts have receipts of version 2. {options.root.where()} can be encoded into again.")
 
 
 def derive_root(options: argparse.Namespace) -> None:
-    """Derive, and say what there is."""
+    """Make a new root of it: other storage, fewer towers; no picture is decoded."""
     try:
         changes = Changes.model_validate(
             {
@@ -215,7 +201,7 @@ def by_tower(values: list[str]) -> dict[str, str]:
 
 
 def exclude(options: argparse.Namespace) -> None:
-    """Add the list, and print what it matches."""
+    """Add a list of samples on which no later run trains."""
     try:
         lines = options.file.read_text().splitlines() if options.file else []
     except OSError as error:
@@ -225,25 +211,22 @@ def exclude(options: argparse.Namespace) -> None:
     print(describe_matches(exclusion, *add_and_match(options.root, exclusion)))
 
 
-COMMANDS = {
-    "verify": verify,
-    "stats": stats,
-    "index": index,
-    "card": card,
-    "where": where,
-    "by-node": by_node,
-    "recall": recall_parts,
-    "clean": clean_up,
-    "upgrade": upgrade_root,
-    "exclude": exclude,
-    "derive": derive_root,
+COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], None], str]] = {
+    "verify": (verify, ""),
+    "stats": (stats, " --json"),
+    "index": (index, ""),
+    "card": (card, " --output runs/data/latents/README.md"),
+    "exclude": (exclude, " --urls --file takedowns.txt"),
+    "where": (where, " 000420017"),
+    "by-node": (by_node, " --json"),
+    "recall": (recall_parts, " --node gpu-17 --dry-run"),
+    "clean": (clean_up, " --older-than 7d"),
+    "derive": (derive_root, " runs/data/small --image.storage int8 --text.storage float8 --text.trim true"),
+    "upgrade": (upgrade_root, ""),
 }
+"""Word → what it does, which is also its help, and an example's words behind the root."""
 
-
-def main() -> None:
-    """Console entry point."""
-    sys.exit(exit_code_of(lambda: run(sys.argv[1:])))
-
+main = console(run)
 
 if __name__ == "__main__":
     main()

@@ -12,7 +12,7 @@ from shards.format import image
 from shards.format.encoding import EncodingRecord
 from shards.format.text import current_name, pad_tokens, unpack
 from shards.open import open_store
-from shards.root.reading import captions, decoded
+from shards.root.reading import captions, decoded, image_latents
 
 
 class LatentDataset(StreamingDataset):
@@ -53,7 +53,6 @@ class LatentDataset(StreamingDataset):
         return self.decode(stored) if isinstance(stored, dict) else stored
 
     def decode(self, stored: dict[str, Any]) -> dict[str, Any]:
-        """One sample from its columns."""
         columns = {current_name(name): value for name, value in stored.items()}
         sample = {name: columns[name] for name in ("key", "size", "scores")}
         sample |= {"captions": captions(columns, self.encoding), "image_latents": self._latents(columns)}
@@ -75,8 +74,7 @@ class LatentDataset(StreamingDataset):
 
     def _latents(self, columns: dict[str, Any]) -> Tensor:
         tower = self.encoding.image
-        scales = torch.tensor(columns["image_scales"]) if "image_scales" in columns else None
-        latents = image.unpack(torch.tensor(columns["image_latents"]), scales)
+        latents = torch.from_numpy(image_latents(columns))
         if tower.posterior == "moments":
             mean = latents[: tower.channels]
             latents = mean if self.posterior_mean else image.draw(latents, torch.randn_like(mean))

@@ -5,8 +5,8 @@ from pathlib import Path
 from streaming import StreamingDataset
 
 from shards.base.store import LocalStore
-from shards.format.tables import read_books
-from shards.root.committed import load_books
+from shards.format.tables import list_rejects, read_tables
+from shards.root.committed import TarBooks, load_books
 
 
 def precompute_arguments(models: Path, tars: Path, root: Path, *more: str) -> list[str]:
@@ -37,13 +37,17 @@ def tree(root: Path) -> dict[str, bytes]:
 
 def part_of(root: Path, bucket: str, tar: str) -> Path:
     """The folder of a tar's part, as its receipt names it."""
-    return root / load_books(LocalStore(root), [tar])[0].parts[bucket].folder
+    return root / books_of(root, tar).parts[bucket].folder
+
+
+def books_of(root: Path, tar: str) -> TarBooks:
+    return next(books for books in load_books(LocalStore(root)) if books.tar == tar)
 
 
 def rejects(root: Path, tar: str) -> list[dict[str, str]]:
     """key, url, bucket (empty: in none), reason and detail of what a tar lost, by the tables of its parts."""
-    (books,) = load_books(LocalStore(root), [tar])
-    listed = read_books({bucket: root / part.folder for bucket, part in books.parts.items()}).rejects
+    parts = books_of(root, tar).parts.items()
+    listed = list_rejects({name: read_tables(LocalStore(root), part.folder, part.files) for name, part in parts})
     return [dict(zip(("key", "url", "bucket", "reason", "detail"), row, strict=True)) for row in listed]
 
 

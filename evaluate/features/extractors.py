@@ -7,7 +7,7 @@ import hashlib
 import pickle
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,12 +15,12 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn.functional import adaptive_avg_pool2d, interpolate
 
+from evaluate.metrics.table import ExtractorName
 from shards.base.config import Config
 from shards.base.durable import canonical_json, sha256_file
 from shards.base.errors import RequestError
 from shards.format.models import FILES, read_model_config
 
-Kind = Literal["inception", "clip", "dinov2", "toy"]
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 DINOV2_SIDE = 224
@@ -57,7 +57,7 @@ class ExtractorsConfig(Config):
     """Pictures at a time."""
 
 
-def describe_extractor(kind: Kind, config: ExtractorsConfig) -> dict[str, Any]:
+def describe_extractor(kind: ExtractorName, config: ExtractorsConfig) -> dict[str, Any]:
     """What its features depend on, by content.
 
     Raises:
@@ -79,12 +79,7 @@ def describe_extractor(kind: Kind, config: ExtractorsConfig) -> dict[str, Any]:
             f"{given.weights} hashes to {sha256}, and extractors.{kind}.sha256 asks for {given.sha256}: other weights "
             f"give other numbers. Put the right file there, or drop the sha256."
         )
-    resize = {
-        "inception": "bilinear as TensorFlow 1",
-        "clip": "bicubic antialias, center",
-        "dinov2": "bicubic antialias",
-    }
-    return {"kind": kind, "sha256": sha256, "resize": resize[kind]}
+    return {"kind": kind, "sha256": sha256, "resize": RESIZE[kind]}
 
 
 def extractor_id(description: dict[str, Any]) -> str:
@@ -92,7 +87,7 @@ def extractor_id(description: dict[str, Any]) -> str:
     return f"{description['kind']}-{hashlib.sha256(canonical_json(description)).hexdigest()[:12]}"
 
 
-def load_extractor(kind: Kind, weights: Path | None, device: str) -> Extractor:
+def load_extractor(kind: ExtractorName, weights: Path | None, device: str) -> Extractor:
     """The network on `device`, in float32."""
     if kind == "toy":
         return lambda pixels: adaptive_avg_pool2d(_floats(pixels, device), TOY_CELLS).flatten(1)

@@ -3,6 +3,7 @@
 import functools
 import hashlib
 import io
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +17,6 @@ import torch
 from evaluate.features.extractors import (
     Extractor,
     ExtractorsConfig,
-    Kind,
     describe_extractor,
     extractor_id,
     load_extractor,
@@ -24,9 +24,10 @@ from evaluate.features.extractors import (
 )
 from evaluate.features.sources import ReferenceConfig, SampleUnit, Taken, Unit, reference_units
 from evaluate.fleet import lost_with_its_gpu, run_units
-from evaluate.parts import Receipt, commit_part, read_part, read_receipt, write_once
+from evaluate.metrics.table import ExtractorName
+from evaluate.parts import Receipt, commit_part, read_part, read_receipt, read_sealed, write_once
 from precompute.cluster.fleet import FleetConfig
-from shards.base.durable import canonical_json, parse_sealed_json
+from shards.base.durable import canonical_json
 from shards.base.errors import RequestError, WorkError
 from shards.base.store import Store
 from shards.open import open_store
@@ -37,9 +38,7 @@ FEATURES, TEXTS = "features.npy", "texts.npy"
 
 @dataclass(frozen=True)
 class Recipe:
-    """What a worker needs to know."""
-
-    kind: Kind
+    kind: ExtractorName
     weights: Path | None
     folder: str
     """Of the features, in `place`."""
@@ -64,7 +63,7 @@ class Features:
 
 
 def extract(
-    units: Sequence[Unit], kind: Kind, config: ExtractorsConfig, place: Path | str, workers: FleetConfig
+    units: Sequence[Unit], kind: ExtractorName, config: ExtractorsConfig, place: Path | str, workers: FleetConfig
 ) -> Features:
     """Features of all units, those that are missing computed on Ray and kept at `place`.
 
@@ -101,10 +100,7 @@ def read_features(store: Store, folder: str, names: Sequence[str], description: 
         [np.load(io.BytesIO(part[name]), allow_pickle=False) for part in parts if name in part]
         for name in (FEATURES, TEXTS)
     )
-    rejected: dict[str, int] = {}
-    for receipt in receipts.values():
-        for reason, count in receipt["rejected"].items():
-            rejected[reason] = rejected.get(reason, 0) + count
+    rejected = sum((Counter(receipt["rejected"]) for receipt in receipts.values()), Counter[str]())
     inputs = {name: receipt["input"] for name, receipt in receipts.items()}
     joined = np.concatenate(texts) if texts else None
     return Features(np.concatenate(values), joined, description, inputs, rejected)
@@ -132,7 +128,7 @@ def extract_part(unit: Unit, recipe: Recipe, report: Callable[[int], None], fold
         starts = range(0, len(unit.texts), recipe.batch_size)
         texts = [encode(list(unit.texts[start : start + recipe.batch_size])).cpu().numpy() for start in starts]
         np.save(folder / TEXTS, np.concatenate(texts))
-    return {"count": sum(map(len, rows)), "rejected": dict(taken.rejected or {}), "input": taken.input}
+    return {"count": sum(map(len, rows)), "rejected": dict(taken.rejected), "input": taken.input}
 
 
 def batches(pictures: Iterable[np.ndarray], batch_size: int) -> Iterator[np.ndarray]:
@@ -143,19 +139,17 @@ def batches(pictures: Iterable[np.ndarray], batch_size: int) -> Iterator[np.ndar
 
 
 @functools.lru_cache(maxsize=1)
-def cached_extractor(kind: Kind, weights: Path | None, device: str) -> Extractor:
-    """Kept for the next unit."""
+def cached_extractor(kind: ExtractorName, weights: Path | None, device: str) -> Extractor:
     return load_extractor(kind, weights, device)
 
 
 @functools.lru_cache(maxsize=1)
 def cached_texts(weights: Path, device: str) -> Callable[[list[str]], torch.Tensor]:
-    """Kept for the next unit."""
     return load_text_features(weights, device)
 
 
 def reference_features(
-    config: ReferenceConfig, kind: Kind, extractors: ExtractorsConfig, workers: FleetConfig
+    config: ReferenceConfig, kind: ExtractorName, extractors: ExtractorsConfig, workers: FleetConfig
 ) -> tuple[Features, str]:
     """Features of the reference, and its id: of its pictures and of how they become pixels.
 
@@ -172,10 +166,9 @@ def reference_features(
         write_once(store, RECORD, content, lambda found: _another(store, found, content))
         found = extract(units, kind, extractors, config.place, workers)
     else:
-        try:
-            content = parse_sealed_json(store.read(RECORD), store.where(RECORD))
-        except FileNotFoundError:
-            raise RequestError(f"{store.where()} is no reference. Make it: set reference.pictures, too.") from None
+        content = read_sealed(store, RECORD) or {}
+        if not content:
+            raise RequestError(f"{store.where()} is no reference. Make it: set reference.pictures, too.")
         if any(content[key] != value for key, value in record.items()):
             raise _another(store, content, record)
         description = describe_extractor(kind, extractors)

@@ -8,13 +8,13 @@ import hashlib
 import io
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from PIL import Image
-from pydantic import Field, field_validator
+from pydantic import Field
 
 from evaluate.parts import Receipt, read_part
 from evaluate.sampling.job import SampleSet
@@ -25,7 +25,7 @@ from precompute.pixels.decode import LimitsConfig, PixelsConfig, decode
 from shards.base.config import Config
 from shards.base.errors import RequestError
 from shards.base.store import Place
-from shards.format.buckets import Bucket
+from shards.format.buckets import Bucket, BucketName
 from shards.open import open_store
 
 FILES_PER_UNIT = 500
@@ -38,17 +38,12 @@ class ReferenceConfig(Config):
     """Where its features are kept, or are to be: a folder or an address."""
     pictures: str | None = None
     """A folder or address of tars, or a folder of pictures; null: the features are there already."""
-    size: str = "512x512"
+    size: BucketName = "512x512"
     """WIDTHxHEIGHT in pixels, that of the samples. Smaller pictures are left out."""
     pixels: PixelsConfig = PixelsConfig()
     limits: LimitsConfig = LimitsConfig()
     batch_size: int = Field(64, ge=1)
     """Pictures at a time."""
-
-    @field_validator("size")
-    @classmethod
-    def _parse_size(cls, size: str) -> str:
-        return str(Bucket.parse(size))
 
     def record(self) -> dict[str, Any]:
         """How pictures become pixels."""
@@ -62,7 +57,7 @@ class Taken:
 
     input: str = ""
     """SHA-256 of its bytes."""
-    rejected: Counter[str] | None = None
+    rejected: Counter[str] = field(default_factory=Counter)
 
 
 @dataclass(frozen=True)
@@ -85,8 +80,6 @@ class SampleUnit:
 
 @dataclass(frozen=True)
 class TarUnit:
-    """A tar of a reference."""
-
     name: str
     tar: InputTar
     config: ReferenceConfig
@@ -103,8 +96,6 @@ class TarUnit:
 
 @dataclass(frozen=True)
 class FilesUnit:
-    """Some files of a reference's folder."""
-
     name: str
     paths: tuple[Path, ...]
     config: ReferenceConfig
@@ -123,7 +114,6 @@ Unit = SampleUnit | TarUnit | FilesUnit
 
 
 def sample_units(found: SampleSet) -> list[SampleUnit]:
-    """The parts of a sample set."""
     texts = {prompt.id: prompt.text for prompt in found.prompts}
     return [
         SampleUnit(name, found.place, receipt, tuple(texts[prompt_id] for prompt_id, _ in receipt["samples"]))
@@ -153,7 +143,6 @@ def reference_units(config: ReferenceConfig) -> list[TarUnit] | list[FilesUnit]:
 
 def _cut(data: bytes | None, config: ReferenceConfig, taken: Taken) -> Iterator[np.ndarray]:
     bucket = Bucket.parse(config.size)
-    taken.rejected = taken.rejected if taken.rejected is not None else Counter()
     try:
         if data is None:
             raise Reject("no_image", "the sample has no picture")

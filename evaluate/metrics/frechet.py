@@ -52,11 +52,11 @@ def frechet_distance(first: Moments, second: Moments) -> float:
 class GroupSums:
     """Counts, sums and products of features by group, from which the moments without some groups follow."""
 
-    def __init__(self, features: np.ndarray, groups: np.ndarray, num_groups: int = GROUPS):
+    def __init__(self, features: np.ndarray, groups: np.ndarray):
         """`features`: (N, D); `groups`: (N,)."""
         features = features.astype(np.float64)
         self.origin = features.mean(0)  # sums of squares far from it would lose digits
-        parts = [features[groups == group] - self.origin for group in range(num_groups)]
+        parts = [features[groups == group] - self.origin for group in range(GROUPS)]
         self.counts = np.array([len(part) for part in parts])
         self.sums = np.stack([part.sum(0) for part in parts])
         self.products = np.stack([part.T @ part for part in parts])

@@ -8,6 +8,7 @@ jackknife's what second-order terms put into it twice. Near equality of two dist
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import combinations
+from typing import Any
 
 import numpy as np
 from scipy.stats import t
@@ -41,16 +42,15 @@ class Jackknife:
     value: float
     unbiased: float
     variance: float
-    num_groups: int
 
     def interval(self, estimand: str, unbiased: bool = False) -> Estimate:
         """By Student's t over the groups."""
         value = self.unbiased if unbiased else self.value
-        half = t.ppf((1 + COVERAGE) / 2, self.num_groups - 1) * self.variance**0.5
+        half = t.ppf((1 + COVERAGE) / 2, GROUPS - 1) * self.variance**0.5
         return Estimate(value, value - half, value + half, estimand)
 
 
-def jackknife(statistic: Statistic, num_groups: int = GROUPS) -> Jackknife:
+def jackknife(statistic: Statistic) -> Jackknife:
     """Leave out each group, and each pair of groups: 1 + G + G(G − 1)/2 values of the statistic.
 
     With S₍ᵢ₎ and S₍ᵢⱼ₎ for these,
@@ -59,7 +59,7 @@ def jackknife(statistic: Statistic, num_groups: int = GROUPS) -> Jackknife:
         variance   (G − 1)/G·Σᵢ(S₍ᵢ₎ − mean)² − 1/(G(G − 1))·Σᵢ﹤ⱼ(Qᵢⱼ − mean Q)²
         Qᵢⱼ        G·S − (G − 1)·(S₍ᵢ₎ + S₍ⱼ₎) + (G − 2)·S₍ᵢⱼ₎
     """
-    count = num_groups
+    count = GROUPS
     whole = statistic(())
     without = np.array([statistic((i,)) for i in range(count)])
     pairs = np.array(
@@ -71,7 +71,7 @@ def jackknife(statistic: Statistic, num_groups: int = GROUPS) -> Jackknife:
     first = (count - 1) / count * ((without - without.mean()) ** 2).sum()
     second = ((pairs - pairs.mean()) ** 2).sum() / (count * (count - 1))
     variance = max(first - second, LEAST_SHARE * first)
-    return Jackknife(whole, count * whole - (count - 1) * without.mean(), variance, count)
+    return Jackknife(whole, count * whole - (count - 1) * without.mean(), variance)
 
 
 def groups_of(clusters: np.ndarray, num_groups: int = GROUPS) -> np.ndarray:
@@ -106,6 +106,15 @@ def share_interval(hits: np.ndarray, clusters: np.ndarray, estimand: str) -> Est
     z = t.ppf((1 + COVERAGE) / 2, count - 1)
     variance = ((plain.high - plain.low) / 2 / z) ** 2
     effective = min(len(hits), share * (1 - share) / variance) if variance else count
-    middle = (share + z**2 / (2 * effective)) / (1 + z**2 / effective)
-    half = z / (1 + z**2 / effective) * np.sqrt(share * (1 - share) / effective + z**2 / (4 * effective**2))
-    return Estimate(share, float(middle - half), float(middle + half), estimand)
+    low, high = wilson(share, effective, z)
+    return Estimate(share, float(low), float(high), estimand)
+
+
+def wilson(share: Any, count: Any, quantile: Any) -> tuple[Any, Any]:
+    """Wilson's interval (1927) of a share p of n independent samples, at the quantile q: it stays within [0, 1].
+
+    (p + q²/2n ± q·√(p(1 − p)/n + q²/4n²)) / (1 + q²/n)
+    """
+    q2 = quantile**2 / count
+    middle, half = share + q2 / 2, np.sqrt(q2 * (share * (1 - share) + q2 / 4))
+    return (middle - half) / (1 + q2), (middle + half) / (1 + q2)

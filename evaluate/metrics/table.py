@@ -29,8 +29,6 @@ ExtractorName = Literal["inception", "clip", "dinov2", "toy"]
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a metric is computed from."""
-
     features: np.ndarray
     """(N, D) of the samples."""
     clusters: np.ndarray
@@ -43,8 +41,6 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Metric:
-    """A metric."""
-
     extractor: ExtractorName
     compute: Callable[[Inputs], Estimate]
     better: Literal["lower", "higher"]

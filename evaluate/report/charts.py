@@ -28,8 +28,6 @@ _numbers = count()
 
 @dataclass(frozen=True)
 class Series:
-    """A line."""
-
     name: str
     points: Sequence[tuple[float, float]]
     intervals: Sequence[tuple[float, float]] = ()
@@ -59,11 +57,11 @@ def line_chart(title: str, x_name: str, y_name: str, series: Sequence[Series], l
             html.escape(f"{y_name} over {x_name}: {described}. The values are in the table below."),
             "</desc>",
             *(
-                _grid(LEFT, down(y), WIDTH - RIGHT, down(y)) + _text(LEFT - 6, down(y) + 4, "end", _tick(y))
+                _grid(LEFT, down(y), WIDTH - RIGHT, down(y)) + _text(LEFT - 6, down(y) + 4, "end", tick(y))
                 for y in y_ticks
             ),
             *(_grid(across(x), TOP, across(x), HEIGHT - BOTTOM) for x in x_ticks),
-            *(_text(across(x), HEIGHT - BOTTOM + 17, "middle", _tick(x)) for x in x_ticks),
+            *(_text(across(x), HEIGHT - BOTTOM + 17, "middle", tick(x)) for x in x_ticks),
             _text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 8, "middle", x_name),
             f'<text {y_place} text-anchor="middle">{html.escape(y_name)}{" (log)" if log else ""}</text>',
             *(_line(line, style, across, down) for line, style in zip(series, styles, strict=True)),
@@ -123,5 +121,6 @@ def _text(x: float, y: float, anchor: str, what: str) -> str:
     return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{html.escape(what)}</text>'
 
 
-def _tick(value: float) -> str:
+def tick(value: float) -> str:
+    """A number for people."""
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"

@@ -9,7 +9,7 @@ from typing import Any
 
 from PIL import Image
 
-from evaluate.report.charts import Series, line_chart
+from evaluate.report.charts import Series, line_chart, tick
 from evaluate.report.pictures import spread
 
 TABLE_ROWS = 12
@@ -17,7 +17,6 @@ TABLE_ROWS = 12
 
 
 def section(name: str, title: str, *parts: str) -> str:
-    """With a heading of its own."""
     heading = f'<h2 id="{name}-h">{html.escape(title)}</h2>'
     return f'<section id="{name}" aria-labelledby="{name}-h">{heading}{"".join(parts)}</section>'
 
@@ -46,7 +45,7 @@ def cell(value: Any) -> str:
     if value is None:
         return "–"
     if isinstance(value, float):
-        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+        return tick(value)
     return f"{value:,}" if isinstance(value, int) else html.escape(str(value))
 
 

@@ -1,7 +1,6 @@
 """The report of one or more runs: its sections, in order, and the page around them."""
 
 import html
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from string import Template
@@ -175,7 +174,6 @@ def same_prompts(runs: Sequence[Run], config: ReportConfig) -> str:
 
 
 def speed(runs: Sequence[Run]) -> str:
-    """Throughput and utilisation."""
     fields = ("images_per_second", "images_per_second_per_gpu", "mfu", "data_wait", "memory_gb")
     header = ["run", "images/s", "per process", "MFU", "share of time waiting for data", "GiB at most"]
     rows = [[run.name, *(run.middle(field) for field in fields)] for run in runs]
@@ -231,13 +229,13 @@ def _root(root: str, users: list[str]) -> list[str]:
         return [heading, text(f"The root cannot be read from here, so nothing is said of its samples: {error}")]
     samples, encoded = sum(tar.samples_in for tar in books), sum(tar.encoded for tar in books)
     counts = [["in the tars", samples], ["encoded", encoded], ["rejected", samples - encoded], ["tars", len(books)]]
-    rejected = Counter(rejected_samples(books)).most_common()
+    rejected = [list(row) for row in rejected_samples(books).items()]
     buckets = [[name, size["samples"], size["bytes_per_sample"]] for name, size in bucket_sizes(books).items()]
     return [
         heading,
         text(f"Encoding {encoding.id}: {encoding.image.weights.name}, {encoding.image.posterior}."),
         table("Samples", ["", "samples"], counts),
-        table("Rejected because", ["reason", "samples"], [list(row) for row in rejected]) if rejected else "",
+        table("Rejected because", ["reason", "samples"], rejected) if rejected else "",
         table("Stored", ["bucket", "samples", "bytes per sample on disk"], buckets),
     ]
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from evaluate.fleet import run_units
-from evaluate.parts import Receipt, read_receipt, write_once
+from evaluate.parts import Receipt, read_receipt, read_sealed, write_once
 from evaluate.sampling.model import Model, opened
 from evaluate.sampling.pipeline import Sample, describe, load_scheduler, sampler_of
 from evaluate.sampling.prompts import Prompt, prompts_sha256
@@ -14,7 +14,6 @@ from evaluate.sampling.settings import Drawing, SamplingConfig, Setting
 from evaluate.sampling.worker import PICTURES, Part, Recipe, draw_on_worker
 from precompute.cluster.fleet import FleetConfig
 from shards.base.config import flatten
-from shards.base.durable import parse_sealed_json
 from shards.base.errors import RequestError, WorkError
 from shards.base.store import Store
 from shards.open import open_store
@@ -129,10 +128,8 @@ def read_set(place: Path | str) -> SampleSet:
         WorkError: parts of it are missing.
     """
     store = open_store(place)
-    try:
-        content = parse_sealed_json(store.read(RECORD), store.where(RECORD))
-    except FileNotFoundError:
-        raise RequestError(f"{store.where()} is no sample set: it has no {RECORD}.") from None
+    if (content := read_sealed(store, RECORD)) is None:
+        raise RequestError(f"{store.where()} is no sample set: it has no {RECORD}.")
     count, size = content["drawing"]["num_samples"], content["part_size"]
     names = [f"{number:05d}" for number in range(-(-count // size))]
     receipts = {name: read_receipt(store, PICTURES, name) for name in names}

@@ -10,20 +10,21 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from shards.base.durable import canonical_json, parse_sealed_json, sealed_json, sha256_file
+from evaluate.parts import read_sealed
+from shards.base.durable import canonical_json, sealed_json, sha256_file
 from shards.base.errors import RequestError, WorkError
 from shards.base.store import Store
 from shards.format.models import model_folder
 from shards.open import open_store
 
 INDEX = "model_index.json"
-EXPORTED, RECORD = "model", "model.json"
+EXPORTED, RECORD, STATE = "model", "model.json", "state.json"
 HUB_FILES = (INDEX, "*/*.json", "*/*.safetensors", "*/*.txt", "*/*.model")
 CONTENT = (".json", ".safetensors", ".txt", ".model")
 Weights = Literal["auto", "raw", "ema"]
@@ -47,10 +48,18 @@ def is_run(name: str) -> bool:
     return "://" in name or (Path(name) / "config.yaml").is_file()
 
 
-def checkpoint_steps(run: Store) -> list[int]:
-    """Steps of the checkpoints that are in place, oldest first."""
-    found = (re.fullmatch(r"step-(\d{8,})/state\.json", name) for name in run.files("checkpoints"))
-    return sorted(int(match[1]) for match in found if match)
+def folder_of(step: int) -> str:
+    """A checkpoint's, below the run."""
+    return f"checkpoints/step-{step:08d}"
+
+
+def checkpoints_in(names: Iterable[str]) -> dict[int, list[str]]:
+    """Step → its files, of the names below checkpoints/, where STATE, which is written last, is among them."""
+    found: dict[int, list[str]] = {}
+    for name in names:
+        if match := re.match(r"step-(\d{8,})/", name):
+            found.setdefault(int(match[1]), []).append(name)
+    return {step: files for step, files in found.items() if f"step-{step:08d}/{STATE}" in files}
 
 
 def chosen_step(run: Store, step: int | None) -> int:
@@ -59,7 +68,7 @@ def chosen_step(run: Store, step: int | None) -> int:
     Raises:
         RequestError: there is none.
     """
-    steps = checkpoint_steps(run)
+    steps = sorted(checkpoints_in(run.files("checkpoints")))
     if not steps or (step is not None and step not in steps):
         there = f"It has {', '.join(map(str, steps))}" if steps else "It has no complete checkpoint yet"
         raise RequestError(f"{run.where()} has no checkpoint{f' of step {step}' if step is not None else ''}. {there}.")
@@ -73,10 +82,7 @@ def make_ready(name: str, step: int | None, weights: Weights, output: Store) -> 
         RequestError: there is no such model, or `output` was begun with another.
         WorkError: the checkpoint is damaged, or vanished while it was read.
     """
-    try:
-        found = Model(**parse_sealed_json(output.read(RECORD), output.where(RECORD)))
-    except FileNotFoundError:
-        found = None
+    found = Model(**record) if (record := read_sealed(output, RECORD)) else None
     name = str(Path(name).absolute()) if Path(name).is_dir() else name
     if not is_run(name):
         model = Model(name, None, weights, hash_pipeline(pipeline_folder(name)))
@@ -117,7 +123,7 @@ def _local_run(run: Store, step: int, scratch: Path) -> Iterator[Path]:
     if Path(run.where()).is_dir():
         yield Path(run.where())
         return
-    folder = f"checkpoints/step-{step:08d}"
+    folder = folder_of(step)
     for name in ("config.yaml", *(f"{folder}/{file}" for file in run.files(folder))):
         target = scratch / "run" / name
         target.parent.mkdir(parents=True, exist_ok=True)

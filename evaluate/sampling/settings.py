@@ -5,11 +5,11 @@ from dataclasses import asdict, dataclass
 from itertools import product
 from typing import Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
 from shards.base.config import Config
 from shards.base.durable import canonical_json
-from shards.format.buckets import Bucket
+from shards.format.buckets import BucketName
 
 SamplerName = Literal["own", "ddim", "ddpm", "dpm_solver", "euler", "euler_ancestral", "heun", "unipc"]
 Precision = Literal["float32", "bfloat16", "float16"]
@@ -24,7 +24,7 @@ class SamplingConfig(Config):
     """With a prompt's id and the picture's index it keys the noise."""
     images_per_prompt: int = Field(1, ge=1)
     """Pictures of each prompt, each from noise of its own."""
-    size: str = "512x512"
+    size: BucketName = "512x512"
     """WIDTHxHEIGHT in pixels."""
     guidance: list[float] = Field([8.0], min_length=1)
     """Guidance scales; 1 is none."""
@@ -42,11 +42,6 @@ class SamplingConfig(Config):
     """Pictures of a part, the unit of work, retry and commit."""
     codec: Codec = "png"
     """Both keep every pixel."""
-
-    @field_validator("size")
-    @classmethod
-    def _parse_size(cls, size: str) -> str:
-        return str(Bucket.parse(size))
 
     @property
     def grid(self) -> list["Setting"]:
@@ -84,7 +79,6 @@ class Drawing:
     codec: Codec
 
     def as_json(self) -> dict[str, Any]:
-        """For sampling.json."""
         return {"version": VERSION, **asdict(self)}
 
     @property

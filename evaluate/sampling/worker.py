@@ -37,8 +37,6 @@ class Part:
 
 @dataclass(frozen=True)
 class Recipe:
-    """What a worker needs to know besides."""
-
     model: Model
     output: Path | str
     """Where a run's exported model is."""
@@ -89,7 +87,6 @@ def filled_up(batch: Sequence[Sample], batch_size: int) -> list[Sample]:
 
 
 def file_name(number: int, codec: Codec) -> str:
-    """A picture's file within its part."""
     return f"{number:07d}.{codec}"
 
 

@@ -17,29 +17,20 @@ commands, each with a --help of its own:
 """
 
 import argparse
-import sys
 from collections.abc import Callable
 
 from evaluate.study.config import StudyConfig
 from evaluate.study.protocol import check_pictures, read_study
 from evaluate.study.schedule import Draws, make_schedule
 from evaluate.study.votes import open_votes
-from shards.base.config import load_config
-from shards.base.errors import RequestError, exit_code_of
+from shards.base.config import first_word, load_config
+from shards.base.errors import RequestError, console
 
 PROG = "evaluate.study"
 
 
 def run(arguments: list[str]) -> None:
-    """Dispatch on the first word."""
-    command, *rest = arguments or ["--help"]
-    if command in ("-h", "--help"):
-        parser = argparse.ArgumentParser(
-            f"python -m {PROG}", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-        )
-        parser.parse_args(["--help"])
-    if command not in COMMANDS:
-        raise RequestError(f"python -m {PROG} has no command {command}; it has {', '.join(COMMANDS)}.")
+    command, rest = first_word(COMMANDS, arguments, PROG, __doc__)
     parser = argparse.ArgumentParser(prog=f"{PROG} {command}", add_help=False, allow_abbrev=False)
     parser.add_argument("--config")
     if command == "invite":
@@ -53,7 +44,6 @@ def run(arguments: list[str]) -> None:
 
 
 def power(config: StudyConfig, options: argparse.Namespace) -> None:
-    """Print the table."""
     from evaluate.study.statistics.power import power_table, render
 
     rows = power_table(config.power, config.protocol.votes_per_item, config.protocol.margin)
@@ -61,7 +51,6 @@ def power(config: StudyConfig, options: argparse.Namespace) -> None:
 
 
 def prepare(config: StudyConfig, options: argparse.Namespace) -> None:
-    """Write the study's folder."""
     from evaluate.study.prepare import prepare as write  # diffusers, which the other commands do without
 
     protocol = write(config.sets, config.protocol, config.output)
@@ -99,7 +88,6 @@ def invite(config: StudyConfig, options: argparse.Namespace) -> None:
 
 
 def serve(config: StudyConfig, options: argparse.Namespace) -> None:
-    """Serve until a signal."""
     from evaluate.study.serving.server import serve as serve_page
 
     study = read_study(config.output)
@@ -122,7 +110,6 @@ def status(config: StudyConfig, options: argparse.Namespace) -> None:
 
 
 def analyse(config: StudyConfig, options: argparse.Namespace) -> None:
-    """Analyse, print, and write the three files."""
     from evaluate.study.analysis import analyse as count_votes
     from evaluate.study.output.files import render, write_results
 
@@ -142,11 +129,7 @@ COMMANDS: dict[str, Callable[[StudyConfig, argparse.Namespace], None]] = {
     "analyse": analyse,
 }
 
-
-def main() -> None:
-    """Console entry point."""
-    sys.exit(exit_code_of(lambda: run(sys.argv[1:])))
-
+main = console(run)
 
 if __name__ == "__main__":
     main()

@@ -7,9 +7,10 @@ from typing import Any
 
 import numpy as np
 
+from evaluate.metrics.intervals import COVERAGE
 from evaluate.study.protocol import Protocol, Study
 from evaluate.study.schedule import Draws, Showing, make_schedule
-from evaluate.study.statistics.preference import COVERAGE, preference
+from evaluate.study.statistics.preference import preference
 from evaluate.study.statistics.strengths import strengths
 from evaluate.study.votes import Vote
 from shards.base.errors import RequestError
@@ -30,8 +31,6 @@ class Answer:
 
 @dataclass(frozen=True)
 class Rater:
-    """What is known of one."""
-
     number: int
     done: int
     showings: int

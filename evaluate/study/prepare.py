@@ -95,7 +95,6 @@ def check_fit(sets: Sequence[SampleSet], config: ProtocolConfig) -> None:
 
 
 def copy_pictures(found: SampleSet, folder: Path, secret: bytes) -> Pictures:
-    """Every picture of a set into the study."""
     samples = iter(list_samples(found.prompts, found.drawing["images_per_prompt"]))
     names = {}
     for receipt in found.parts.values():

@@ -104,7 +104,6 @@ class Protocol:
     gold: list[Item]
 
     def as_json(self) -> dict[str, Any]:
-        """For protocol.json."""
         in_order = [[name, text] for name, text in self.questions.items()]  # JSON's keys are sorted
         return {"version": VERSION, **asdict(self), "questions": in_order}
 
@@ -194,7 +193,6 @@ def check_pictures(study: Study) -> None:
 
 
 def pictures_of(items: Iterable[Item]) -> set[str]:
-    """Names of their files."""
     return {name for item in items for name in item.pictures}
 
 

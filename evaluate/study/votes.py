@@ -41,8 +41,6 @@ SCHEMA = (
 
 @dataclass(frozen=True)
 class Vote:
-    """One answer."""
-
     rater: int
     showing: int
     question: str

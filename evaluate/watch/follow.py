@@ -9,7 +9,6 @@ created by one of them alone; the other takes what is there.
 
 import hashlib
 import json
-import re
 import signal
 import time
 from collections import Counter
@@ -23,15 +22,14 @@ from pydantic import Field
 from evaluate.parts import create_once, read_sealed
 from evaluate.report.records import FOLDER, STEP_FOLDER, Evaluation, run_config, step_place, write_lines
 from evaluate.sampling.job import below
-from evaluate.sampling.model import EXPORTED, drop_export, is_exported
+from evaluate.sampling.model import EXPORTED, STATE, checkpoints_in, drop_export, folder_of, is_exported
 from shards.base.config import Config
-from shards.base.durable import DamagedFile, canonical_json, parse_sealed_json
+from shards.base.durable import DamagedFile, canonical_json
 from shards.base.errors import Preempted, RequestError, WorkError, say
 from shards.base.stop import StopSignal
 from shards.base.store import Store
 from shards.open import open_store
 
-STATE = "state.json"
 TRIES = 3
 """At a checkpoint as it lies there; one that is written anew has as many again."""
 
@@ -53,8 +51,6 @@ class FollowConfig(Config):
 
 @dataclass
 class Follower:
-    """A run that is followed."""
-
     run: Store
     output: Path | str
     """Holds evaluations/: the run itself, or a place of its own."""
@@ -140,7 +136,7 @@ class Follower:
             if self._is_done(step):  # by another watcher, which tidied up after itself
                 write_lines(self.output)
                 return True
-            if self.run.size(state_of(step)) is None and not self._is_exported(step):
+            if self.run.size(f"{folder_of(step)}/{STATE}") is None and not self._is_exported(step):
                 self.failed.pop(step, None)
                 print(f"step {step} of {self.run.where()} was removed while it was read: skipped.", flush=True)
                 return False
@@ -206,25 +202,10 @@ def read_wants(run: Store) -> Wants:
     return Wants((content.get("evaluate") or {}).get("every") or 1, content["max_steps"])
 
 
-def checkpoints_in(names: list[str]) -> dict[int, list[str]]:
-    """Step → its files, of checkpoints that have a name of their own: what is being written has none."""
-    found: dict[int, list[str]] = {}
-    for name in names:
-        if match := re.match(r"step-(\d{8,})/", name):
-            found.setdefault(int(match[1]), []).append(name)
-    return {step: files for step, files in found.items() if state_of(step).removeprefix("checkpoints/") in files}
-
-
 def is_whole(run: Store, step: int) -> bool:
     """Whether every file that a checkpoint names is there. What they hold is checked when it is exported."""
-    folder = state_of(step).removesuffix(f"/{STATE}")
     try:
-        content = parse_sealed_json(run.read(state_of(step)), run.where(state_of(step)))
-    except (FileNotFoundError, DamagedFile):
+        content = read_sealed(run, f"{folder_of(step)}/{STATE}")
+    except DamagedFile:
         return False
-    return set(content["files"]) <= set(run.files(folder))
-
-
-def state_of(step: int) -> str:
-    """The file of a checkpoint that is written last."""
-    return f"checkpoints/step-{step:08d}/{STATE}"
+    return content is not None and set(content["files"]) <= set(run.files(folder_of(step)))

@@ -76,7 +76,6 @@ class Demo:
             )
 
     def precompute(self) -> None:
-        """Stage 1."""
         config = str(CONFIGS / "precompute.yaml")
         call("precompute", "--config", config, "--input", str(self.folder / "tars"), "--output", self.latents)
 
@@ -95,7 +94,6 @@ class Demo:
 
     @property
     def latents(self) -> str:
-        """The latents root."""
         return str(self.folder / "latents")
 
     def evaluate(self) -> None:
@@ -112,7 +110,6 @@ class Demo:
         judge_phases(self.folder)
 
     def report(self) -> None:
-        """samples.png, report.html and metrics.json."""
         write_report(self.folder, self.seconds)
 
 
@@ -129,7 +126,6 @@ def call(*arguments: str) -> None:
 
 
 def main() -> None:
-    """All steps in order."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--folder", type=Path, default=Path("runs/demo"))
     parser.add_argument("--num-pictures", type=int, default=NUM_PICTURES)

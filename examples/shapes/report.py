@@ -3,7 +3,6 @@
 import html
 import json
 import textwrap
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from evaluate.report.runs import Run, read_runs
 from examples.shapes.adherence import PHASES, newest_pictures, prompt_lists
 from shards.open import open_store
 from shards.root.committed import load_committed
-from shards.tools.stats import bucket_sizes
+from shards.tools.stats import bucket_sizes, rejected_samples
 
 GRID = {"seen": 16, "held_out": 8}
 """How many prompts of each list samples.png shows: the first ones."""
@@ -54,13 +53,12 @@ def gather_metrics(folder: Path, runs: list[Run], seconds: dict[str, float]) -> 
     adherence = json.loads((folder / "adherence.json").read_text())
     final = adherence["phase2"]["seen"]
     downloaded, accepted = sum(tar.samples_in for tar in books), sum(tar.encoded for tar in books)
-    rejected = sum((Counter(tar.rejected) for tar in books), Counter())
     return {
         "seconds": seconds | {"total": round(sum(seconds.values()), 1)},
         "images_in": downloaded,
         "accepted": accepted,
         "rejected": downloaded - accepted,
-        "rejected_by_reason": dict(sorted(rejected.items())),
+        "rejected_by_reason": dict(sorted(rejected_samples(books).items())),
         "buckets": bucket_sizes(books),
         "precompute_images_per_second": round(downloaded / seconds["precompute"], 1),
         "train_images_per_second": {run.name: round(run.middle("images_per_second") or 0, 1) for run in runs},
@@ -131,7 +129,6 @@ def draw_samples(folder: Path) -> None:
 
 
 def print_table(folder: Path, metrics: dict[str, Any]) -> None:
-    """The demo in a few lines."""
     adherence, stored = metrics["adherence"], metrics["buckets"].items()
     counts = f"{metrics['images_in']} / {metrics['accepted']} / {metrics['rejected']}"
     speeds = ", ".join(f"{phase} {speed} img/s" for phase, speed in metrics["train_images_per_second"].items())

@@ -1,6 +1,5 @@
 """Serve a folder over HTTP on this machine alone, on a port that is free."""
 
-import argparse
 import functools
 import http.server
 import sys
@@ -26,14 +25,10 @@ class _Server(http.server.ThreadingHTTPServer):
 
 
 @contextmanager
-def serve(folder: Path | str, port: int = 0) -> Iterator[str]:
-    """Serve `folder` while the context is open; gives its address without a final slash (port 0: any free one)."""
-    if not Path(folder).is_dir():
-        raise ValueError(
-            f"{folder} is not a folder: there is nothing to serve. `python -m examples.shapes.world` makes one."
-        )
+def serve(folder: Path) -> Iterator[str]:
+    """Serve `folder` while the context is open; gives its address without a final slash."""
     handler = functools.partial(_QuietHandler, directory=str(folder))
-    with _Server(("127.0.0.1", port), handler) as server:
+    with _Server(("127.0.0.1", 0), handler) as server:
         thread = threading.Thread(target=server.serve_forever, daemon=True)
         thread.start()
         try:
@@ -41,21 +36,3 @@ def serve(folder: Path | str, port: int = 0) -> Iterator[str]:
         finally:
             server.shutdown()
             thread.join()
-
-
-def main() -> None:
-    """`python -m examples.shapes.serve FOLDER`: serve until Ctrl-C."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--port", type=int, default=0)
-    arguments = parser.parse_args()
-    with serve(arguments.folder, arguments.port) as address:
-        print(f"serving {arguments.folder} at {address}; Ctrl-C ends it", flush=True)
-        try:
-            threading.Event().wait()
-        except KeyboardInterrupt:
-            return
-
-
-if __name__ == "__main__":
-    main()

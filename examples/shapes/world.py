@@ -1,23 +1,18 @@
-"""The demo's stand-in for the web: a folder of captioned pictures, most good, some bad, and a LAION-like table.
+"""The demo's stand-in for the web: a folder of captioned pictures, most good, some bad, and a LAION-like table."""
 
-`python -m examples.shapes.world FOLDER` writes the pictures and `metadata.parquet`; `examples.shapes.serve` serves it.
-"""
-
-import argparse
 import io
-import json
-from collections import Counter
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 from PIL import Image
+from rich.console import Console
+from rich.progress import track
 
 from examples.shapes.captions import write_caption
 from examples.shapes.scenes import BACKGROUNDS, Scene, draw_scene, sample_scene
-from shards.base.progress import tracked
 
 NUM_PICTURES = 4000
 # The part of the pictures of each unusual kind; there is at least one of each, and all others are "plain".
@@ -156,18 +151,15 @@ def _save(image: Image.Image, format: str, **options: object) -> bytes:
     return buffer.getvalue()
 
 
-def write_world(folder: Path | str, num_pictures: int = NUM_PICTURES, seed: int = 0) -> list[Picture]:
-    """Write the pictures and `world.json` (how many of each kind) under `folder`; gives the pictures in order."""
-    folder = Path(folder)
+def write_world(folder: Path, num_pictures: int, seed: int) -> list[Picture]:
+    """Write the pictures under `folder`; gives them in order."""
     pictures = plan_world(num_pictures, seed)
-    for index, picture in enumerate(tracked(pictures, "draw")):
+    console, is_log = Console(stderr=True), not sys.stderr.isatty()
+    for index, picture in enumerate(track(pictures, "draw", console=console, transient=True, disable=is_log)):
         if picture.kind != "missing":
             path = folder / picture.path
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(encode_picture(picture, np.random.default_rng([seed, index, 1])))
-    kinds = dict(Counter(picture.kind for picture in pictures))
-    summary = {"num_pictures": num_pictures, "seed": seed, "kinds": kinds}
-    (folder / "world.json").write_text(json.dumps(summary, indent=2, sort_keys=True) + "\n")
     return pictures
 
 
@@ -189,19 +181,3 @@ def metadata(pictures: list[Picture], address: str, seed: int = 0) -> pa.Table:
             "aesthetic": rng.normal(5.6, 0.5, num_rows),
         }
     )
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--num-pictures", type=int, default=NUM_PICTURES)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--address", default="http://127.0.0.1:8000", help="where the folder will be served")
-    arguments = parser.parse_args()
-    pictures = write_world(arguments.folder, arguments.num_pictures, arguments.seed)
-    pq.write_table(metadata(pictures, arguments.address, arguments.seed), arguments.folder / "metadata.parquet")
-    print(f"wrote {len(pictures)} pictures and metadata.parquet to {arguments.folder}")
-
-
-if __name__ == "__main__":
-    main()

@@ -19,12 +19,10 @@ _SCALE = 4
 
 
 def days_of(num_images: float, images_per_second: float) -> float:
-    """Days for `num_images`."""
     return num_images / images_per_second / SECONDS_PER_DAY
 
 
 def gpu_hours_of(days: float, gpus: int) -> float:
-    """GPU-hours that `gpus` GPUs take in `days`."""
     return days * 24 * gpus
 
 

@@ -135,10 +135,11 @@ def step_time(
         encode_seconds: per image, before its training step: VAE and text encoder, where encoding is online.
         is_split: weights, gradients and optimizer over the GPUs of a node (HSDP).
     """
-    images, microbatches = step.global_batch_size / gpus, _num_microbatches(step, gpus)
+    images = step.global_batch_size / gpus
+    microbatches = math.ceil(images / step.microbatch_size)
     training, local = images * seconds_per_image, min(gpus, machine.gpus_per_node)
     gradients = all_reduce_seconds(step.num_parameters * step.gradient_bytes, gpus, machine)
-    optimizer, further = _optimizer_seconds(step, machine), 0.0
+    optimizer, further = step.num_parameters * ADAMW_BYTES / machine.memory, 0.0
     if is_split:
         optimizer /= local
         # within the node for each microbatch, beside its arithmetic; between nodes as without
@@ -178,11 +179,3 @@ def calibrate(images_per_second_per_gpu: float, step: Step, gpus: int, machine: 
         time = step_time(middle, step, gpus, machine)
         low, high = (middle, high) if time.compute + time.exposed < measured else (low, middle)
     return high
-
-
-def _optimizer_seconds(step: Step, machine: Machine) -> float:
-    return step.num_parameters * ADAMW_BYTES / machine.memory
-
-
-def _num_microbatches(step: Step, gpus: int) -> int:
-    return math.ceil(step.global_batch_size / gpus / step.microbatch_size)

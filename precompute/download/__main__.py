@@ -5,8 +5,6 @@ examples:
   python -m precompute.download --config configs/download.yaml --recheck true
 """
 
-import argparse
-import sys
 import time
 
 from precompute.download.config import DownloadConfig
@@ -14,17 +12,13 @@ from precompute.download.fetch import require_img2dataset
 from precompute.download.job import fetch_missing
 from precompute.download.report import describe, write_report
 from precompute.download.rows import plan_download
-from shards.base.config import load_config
+from shards.base.config import load_asked
 from shards.base.durable import locked
-from shards.base.errors import WorkError, exit_code_of
+from shards.base.errors import WorkError, console
 
 
 def run(arguments: list[str]) -> None:
-    """Plan, fetch what is missing, report."""
-    parser = argparse.ArgumentParser(prog="precompute.download", add_help=False)
-    parser.add_argument("--config")
-    options, overrides = parser.parse_known_args(arguments)
-    config = load_config(DownloadConfig, options.config, overrides, "precompute.download", __doc__)
+    config = load_asked(DownloadConfig, arguments, "precompute.download", __doc__)
     require_img2dataset()
 
     start = time.monotonic()
@@ -41,10 +35,7 @@ def run(arguments: list[str]) -> None:
         )
 
 
-def main() -> None:
-    """Console entry point."""
-    sys.exit(exit_code_of(lambda: run(sys.argv[1:])))
-
+main = console(run)
 
 if __name__ == "__main__":
     main()

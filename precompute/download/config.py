@@ -7,8 +7,6 @@ from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from shards.base.config import Config
 
-Share = Annotated[float, Field(ge=0, le=1)]
-
 
 class ImagesConfig(Config):
     """What is stored of a picture."""
@@ -64,7 +62,7 @@ class DownloadConfig(Config):
     """Connections per process."""
     shard_attempts: PositiveInt = 2
     """Tries of a shard within one run."""
-    min_success_share: Share = 0.02
+    min_success_share: Annotated[float, Field(ge=0, le=1)] = 0.02
     """A shard with a smaller share of successes failed (the network was out), and is not published."""
     recheck: bool = False
     """Read and hash the tars of earlier runs again, instead of comparing their sizes."""

@@ -12,9 +12,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+
 from precompute.download import opener
 from precompute.download.config import DownloadConfig
-from precompute.download.rows import PlannedTar, read_rows, write_arrow
+from precompute.download.rows import PlannedTar, read_rows
 from precompute.download.verify import check_tar
 from shards.base.durable import fsync_folder, fsync_tree, write_atomically
 from shards.base.errors import RequestError, WorkError
@@ -99,7 +101,8 @@ def _download(config: DownloadConfig, shard: PlannedTar, folder: Path) -> None:
     downloader_class, resizer_class, writer_class = _import_img2dataset()
     opener.install(config.requests)
     table = read_rows(shard, config.extra_columns)
-    write_arrow(table, folder / "rows.arrow")
+    with pa.OSFile(str(folder / "rows.arrow"), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
+        writer.write_table(table)
     downloader = downloader_class(
         sample_writer_class=writer_class,
         resizer=resizer_class(

@@ -14,8 +14,8 @@ from precompute.download.fetch import ATTEMPTS_NAME, RECEIPT, fetch_tar
 from precompute.download.report import stats_path
 from precompute.download.rows import PlannedTar
 from precompute.download.verify import check_tar
-from precompute.select.parallel import start_pool
 from shards.base.errors import WorkError
+from shards.base.pool import start_pool
 
 SHARDS_PER_WORKER = 20  # then a fresh process, so that leaks stay small
 WORKER_DIED = "a worker process died (out of memory, or killed)"

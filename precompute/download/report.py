@@ -77,7 +77,6 @@ def stats_path(output: Path, shard: PlannedTar) -> Path:
 
 
 def describe(report: dict[str, Any]) -> str:
-    """The report in a few lines for the terminal."""
     shards, count = report["shards"], report["published_rows"]
     lines = [
         f"{shards['published']} of {shards['planned']} shards are published, {shards['fetched_now']} of them now "

@@ -196,9 +196,3 @@ def _row_groups(metadata: pq.FileMetaData, shard: PlannedTar) -> tuple[list[int]
     first = np.searchsorted(starts[1:], shard.first_row, side="right")
     end = np.searchsorted(starts[:-1], shard.first_row + shard.num_rows)
     return list(range(first, end)), int(starts[first])
-
-
-def write_arrow(table: pa.Table, path: Path) -> None:
-    """Write the file that img2dataset's downloader reads."""
-    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
-        writer.write_table(table)

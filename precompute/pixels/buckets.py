@@ -36,8 +36,6 @@ class AspectConfig(Config):
 
 @dataclass(frozen=True)
 class Buckets:
-    """The buckets of a job."""
-
     covering: tuple[Bucket, ...]
     """Each holds every picture that covers it."""
     tables: tuple[AspectTable, ...] = ()

@@ -128,7 +128,6 @@ class Child:
         return result
 
     def _receive(self, seconds: float) -> Any:
-        """What the child sends next."""
         poll = select.poll()
         poll.register(self.replies)
         if not poll.poll(1000 * seconds):
@@ -140,7 +139,6 @@ class Child:
             raise ChildDied(self._epitaph()) from None
 
     def kill(self) -> None:
-        """End the process, whatever it is doing."""
         self.process.kill()
         self.process.wait()
         for pipe in (self.requests, self.replies):

@@ -5,24 +5,18 @@ examples:
   python -m precompute.select --config configs/select.yaml --metadata laion/ --filters.min_side 512
 """
 
-import argparse
 import errno
-import sys
 import time
 
 from precompute.select.config import SelectConfig
 from precompute.select.funnel import describe
 from precompute.select.job import FUNNEL_NAME, select
-from shards.base.config import load_config
-from shards.base.errors import WorkError, exit_code_of
+from shards.base.config import load_asked
+from shards.base.errors import WorkError, console
 
 
 def run(arguments: list[str]) -> None:
-    """Select, and print the funnel."""
-    parser = argparse.ArgumentParser(prog="precompute.select", add_help=False)
-    parser.add_argument("--config")
-    options, overrides = parser.parse_known_args(arguments)
-    config = load_config(SelectConfig, options.config, overrides, "precompute.select", __doc__)
+    config = load_asked(SelectConfig, arguments, "precompute.select", __doc__)
     start = time.monotonic()
     try:
         funnel = select(config)
@@ -37,10 +31,7 @@ def run(arguments: list[str]) -> None:
     print(f"{files} files in {config.output}, {time.monotonic() - start:.1f} s; see {config.output / FUNNEL_NAME}.")
 
 
-def main() -> None:
-    """Console entry point."""
-    sys.exit(exit_code_of(lambda: run(sys.argv[1:])))
-
+main = console(run)
 
 if __name__ == "__main__":
     main()

@@ -3,16 +3,12 @@
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import AfterValidator, Field, NonNegativeInt, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveInt
 
 from shards.base.config import Config
-from shards.format.buckets import Bucket
+from shards.format.buckets import BucketName
 
 Probability = Annotated[float, Field(ge=0, le=1)]
-
-
-def _check_bucket(name: str) -> str:
-    return str(Bucket.parse(name))
 
 
 class FiltersConfig(Config):
@@ -58,7 +54,7 @@ class SelectConfig(Config):
     """Folder of the selected rows: selected-00000.parquet and so on, funnel.json, funnel.png."""
     filters: FiltersConfig = FiltersConfig()
     urls: UrlsConfig = UrlsConfig()
-    buckets: tuple[Annotated[str, AfterValidator(_check_bucket)], ...] = ("256x256", "512x512")
+    buckets: tuple[BucketName, ...] = ("256x256", "512x512")
     """Resolution buckets to count the selected rows for."""
     rows_per_file: PositiveInt = 1_000_000
     """Rows of each output file; the last has the rest."""

@@ -72,7 +72,6 @@ def _histograms(name: str, num_bins: int, before: Counter[str], after: Counter[s
 
 
 def describe(funnel: dict[str, Any]) -> str:
-    """The funnel as a table for the terminal."""
     rows_in = funnel["rows_in"]
     lines = [f"{'rule':<14}{'dropped':>16}{'no value':>16}{'left':>16}{'':>9}  keeps"]
     lines.append(f"{'rows in':<14}{'':>16}{'':>16}{rows_in:>16,}{100:>8.1f} %")
@@ -131,13 +130,15 @@ def _draw_steps(axes: Any, funnel: dict[str, Any]) -> None:
 
 
 def _draw_histogram(axes: Any, histogram: dict[str, Any], title: str, every: int) -> None:
+    from matplotlib.ticker import EngFormatter
+
     edges = [index * histogram["bin"] for index in range(len(histogram["in"]))]
     axes.bar(edges, histogram["in"], width=histogram["bin"], align="edge", color=PALE, label="rows in")
     axes.bar(edges, histogram["out"], width=histogram["bin"], align="edge", color=KEPT, label="selected")
     ticks = edges[::every]
     axes.set_xticks(ticks, [f"{tick:g}{'+' if tick == edges[-1] else ''}" for tick in ticks])
     axes.set_title(title)
-    axes.yaxis.set_major_formatter(_short)
+    axes.yaxis.set_major_formatter(EngFormatter(sep=""))  # 1500000 → 1.5M
     axes.legend(frameon=False)
 
 
@@ -157,11 +158,3 @@ def _share(rows: int, of: int) -> str:
 
 def _shorten(label: str) -> str:
     return label if len(label) <= 40 else f"{label[:39]}…"
-
-
-def _short(value: float, _: int) -> str:
-    """1500000 → 1.5M."""
-    for size, unit in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if value >= size:
-            return f"{value / size:g}{unit}"
-    return f"{value:g}"

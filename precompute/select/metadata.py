@@ -37,8 +37,6 @@ BUFFER_BYTES = 2**22  # read at once of each column: whole row groups may be gig
 
 @dataclass(frozen=True)
 class MetadataFile:
-    """A parquet file of metadata."""
-
     address: str
     num_rows: int
     num_bytes: int

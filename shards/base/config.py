@@ -1,8 +1,9 @@
 """Config files: YAML, with every field open to `--a.b value` on the command line, checked by pydantic models."""
 
+import argparse
 import difflib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
@@ -49,6 +50,29 @@ def load_config(
         source = f"{path} with its overrides" if path else "the command line"
         wrong = [_no_json(overrides, _place(item)) or _explain(model, item) for item in error.errors()]
         raise RequestError(f"{source}: {'; '.join(dict.fromkeys(wrong))}.") from None
+
+
+def load_asked(model: type[ConfigT], arguments: list[str], prog: str, about: str | None) -> ConfigT:
+    """What `load_config` makes of the file that `--config` names, and of all other arguments as overrides."""
+    parser = argparse.ArgumentParser(prog=prog, add_help=False, allow_abbrev=False)
+    parser.add_argument("--config")
+    options, overrides = parser.parse_known_args(arguments)
+    return load_config(model, options.config, overrides, prog, about)
+
+
+def first_word(known: Iterable[str], arguments: list[str], prog: str, about: str | None) -> tuple[str, list[str]]:
+    """The subcommand that the first argument names, and the arguments behind it; none, or `--help`, prints `about`.
+
+    Raises:
+        RequestError: there is no such subcommand.
+    """
+    word, *rest = arguments or ["--help"]
+    if word in ("-h", "--help"):
+        raw = argparse.RawDescriptionHelpFormatter
+        argparse.ArgumentParser(f"python -m {prog}", description=about, formatter_class=raw).parse_args(["--help"])
+    if word not in known:
+        raise RequestError(f"python -m {prog} has no command {word}; it has {', '.join(known)}.")
+    return word, rest
 
 
 def load_named(model: type[ConfigT], arguments: list[str], command: str, about: str | None) -> tuple[Path, ConfigT]:

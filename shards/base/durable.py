@@ -23,7 +23,6 @@ class DamagedFile(WorkError):
 
 
 def sha256_file(path: Path) -> str:
-    """SHA-256 of the file's bytes, as hex."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

@@ -4,6 +4,7 @@ import errno
 import sys
 import textwrap
 from collections.abc import Callable
+from typing import NoReturn
 
 
 class RequestError(ValueError):
@@ -64,6 +65,11 @@ def exit_code_of(command: Callable[[], int | None]) -> int:
             raise
         say(WorkError(f"{error}. What was finished stays valid: mend that, and give the same command again."))
         return WorkError.exit_code
+
+
+def console(run: Callable[[list[str]], int | None]) -> Callable[[], NoReturn]:
+    """A command's console entry point: `run` is given the command line's words, and its exit code ends the process."""
+    return lambda: sys.exit(exit_code_of(lambda: run(sys.argv[1:])))
 
 
 def say(error: Exception) -> None:

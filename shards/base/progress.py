@@ -3,14 +3,11 @@
 import json
 import sys
 import time
-from collections.abc import Iterable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn, track
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
-
-Item = TypeVar("Item")
 
 LINE_SECONDS = 30.0
 """Between JSON lines, while nothing ends."""
@@ -72,8 +69,3 @@ class Progress:
             self.bar.update(self.task, completed=completed, description=text)
         else:
             print(json.dumps(figures), file=sys.stderr, flush=True)
-
-
-def tracked(items: Sequence[Item], what: str) -> Iterable[Item]:
-    """`items`, with a bar on a terminal for as long as they last, and nothing elsewhere."""
-    return track(items, what, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty())

@@ -150,13 +150,11 @@ class RemoteStore(Store):
             yield from page.get("Uploads", [])
 
     @contextmanager
-    def local(self, folder: str, names: Sequence[str] | None = None) -> Iterator[Path]:
+    def local(self, folder: str) -> Iterator[Path]:
         with tempfile.TemporaryDirectory(prefix="latentmill-") as copy:
-            wanted = self.files(folder) if names is None else names
-            with self._explained(folder):
-                if wanted:
-                    sources = [self._path(f"{folder}/{name}") for name in wanted]
-                    self.fs.get(sources, [f"{copy}/{name}" for name in wanted])
+            if names := self.files(folder):
+                with self._explained(folder):
+                    self.fs.get([self._path(f"{folder}/{name}") for name in names], [f"{copy}/{n}" for n in names])
             yield Path(copy)
 
     def attempts(self) -> Path:

@@ -127,8 +127,8 @@ class Store(ABC):
         return []
 
     @abstractmethod
-    def local(self, folder: str, names: Sequence[str] | None = None) -> AbstractContextManager[Path]:
-        """A folder as a local one for reading: itself, or a copy (of the files `names`) that is gone afterwards."""
+    def local(self, folder: str) -> AbstractContextManager[Path]:
+        """A folder as a local one for reading: itself, or a copy that is gone afterwards."""
 
     @abstractmethod
     def attempts(self) -> Path:
@@ -206,7 +206,7 @@ class LocalStore(Store):
                 (self.root / folder).rmdir()
 
     @contextmanager
-    def local(self, folder: str, names: Sequence[str] | None = None) -> Iterator[Path]:
+    def local(self, folder: str) -> Iterator[Path]:
         yield self.root / folder
 
     def attempts(self) -> Path:

@@ -21,8 +21,6 @@ CHOSEN = {
 
 @dataclass(frozen=True)
 class Conversion:
-    """From one encoding to another."""
-
     source: EncodingRecord
     target: EncodingRecord
     fresh: frozenset[str]

@@ -1,19 +1,17 @@
 """`python -m shards derive ROOT OUT`: all of a root's parts, made of another root's by several processes."""
 
 import multiprocessing
-import os
 import signal
-import threading
 from collections.abc import Mapping
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from itertools import islice
-from multiprocessing.connection import Connection
 
 import torch
 
 from shards.base.errors import Preempted, RequestError, WorkError
+from shards.base.pool import start_pool
 from shards.base.progress import Progress
 from shards.base.scratch import sweep_attempts, sweep_scratch, use_scratch
 from shards.base.stop import StopSignal
@@ -145,12 +143,10 @@ def _run(source: Store, target: Store, how: Conversion, tars: list[SourceTar], p
         Preempted: this process was told to leave.
     """
     failed: list[str] = []
-    context = multiprocessing.get_context("spawn")
-    alive, until_told = context.Pipe(duplex=False)  # its end is the end of the processes: that of this one closes it
     with (
         StopSignal(signal.SIGINT) as stop,
         Progress("derive", "tars", len(tars)) as progress,
-        ProcessPoolExecutor(min(processes, len(tars)) or 1, context, _begin, (alive,)) as pool,
+        start_pool(min(processes, len(tars)) or 1, begin=_begin) as pool,
     ):
         left, running = iter(tars), dict[Future[TarBooks], SourceTar]()
         while True:
@@ -170,23 +166,18 @@ def _run(source: Store, target: Store, how: Conversion, tars: list[SourceTar], p
                     pool.shutdown(wait=False, cancel_futures=True)
                     raise error
             if stop.received:
-                until_told.close()
+                for process in multiprocessing.active_children():
+                    process.terminate()  # in the middle of a tar, as an attempt may be cut off anywhere
                 raise Preempted(
                     "told to leave before all tars were derived. What is committed stays; the same command again goes "
                     "on."
                 )
 
 
-def _begin(alive: Connection) -> None:
+def _begin() -> None:
     use_scratch(None)  # copies of parts that are cut off are swept
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all; the first process decides
-    threading.Thread(target=_leave_at_end, args=(alive,), daemon=True).start()
     torch.set_num_threads(1)
-
-
-def _leave_at_end(alive: Connection) -> None:
-    alive.poll(None)  # in the middle of a tar, as an attempt may be cut off anywhere
-    os._exit(1)
 
 
 def _derive_in_process(source: str, target: str, how: Conversion, tar: SourceTar) -> TarBooks:

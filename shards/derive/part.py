@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import version
-from itertools import islice
+from itertools import islice, repeat
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ from shards.root.committed import TarBooks, load_commits
 from shards.root.exclusions import Exclusion, exclusion_ids, load_exclusion
 from shards.root.provenance import made_by
 from shards.root.reading import captions, decoded, image_latents, read_part
-from shards.root.writing import PartWriter, WrittenPart
+from shards.root.writing import PartWriter
 
 EXCLUDED, NON_FINITE = "excluded", "non_finite"
 CPU = torch.device("cpu")
@@ -84,7 +84,7 @@ def derive_tar(
                 writing = _Writing(part, receipt, folder / receipt.bucket, how, excluded)
                 for count in writing.write():
                     report(done := done + count)
-                written = writing.finish()
+                written = writing.writer.finish()
             committed |= commit(
                 how.target,
                 Attempt(
@@ -162,7 +162,8 @@ class _Writing:
     def _append(self, group: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
         samples = [{current_name(name): value for name, value in sample.items()} for sample, _ in group]
         texts = [captions(sample, self.conversion.source) for sample in samples]
-        fresh = self._encoded([caption for of_sample in texts for caption in of_sample])
+        every = [caption for of_sample in texts for caption in of_sample]
+        fresh: Captions = self.how.encode(every) if self.how.encode else repeat(({}, False))
         for sample, of_sample, (_, row) in zip(samples, texts, group, strict=True):
             made = [next(fresh) for _ in of_sample]
             if not all(map(_is_finite, (latents for of_caption, _ in made for latents in of_caption.values()))):
@@ -173,15 +174,6 @@ class _Writing:
             columns = {name: sample[name] for name in ("key", "caption", "size", "scores")}
             columns |= converted(sample, of_sample, [latents for latents, _ in made], self.conversion)
             self.writer.append(columns, tuple(values.get(name, "") for name in SAMPLES_SCHEMA.names))
-
-    def _encoded(self, texts: list[str]) -> Captions:
-        if self.how.encode is None:
-            return (({}, False) for _ in texts)
-        return self.how.encode(texts)
-
-    def finish(self) -> WrittenPart:
-        """Close the part's files."""
-        return self.writer.finish()
 
 
 def _is_finite(latents: TextLatents) -> bool:

@@ -6,6 +6,9 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
 from itertools import count
+from typing import Annotated
+
+from pydantic import AfterValidator
 
 COVERS = "covers"
 NEAREST = "nearest, "
@@ -46,6 +49,10 @@ class Bucket:
         if self.width % downsampling or self.height % downsampling:
             raise ValueError(f"bucket {self} is not a multiple of the VAE's downsampling, {downsampling}")
         return self.height // downsampling, self.width // downsampling
+
+
+BucketName = Annotated[str, AfterValidator(lambda name: str(Bucket.parse(name)))]
+"""A config field for a bucket."""
 
 
 @dataclass(frozen=True)

@@ -34,8 +34,6 @@ DTYPES = ("float16", "float32", "int32", "int8", "uint8")
 
 @dataclass(frozen=True)
 class Column:
-    """One column of a sample."""
-
     name: str
     encoding: str
     """`str`; `ndarray:float16:8,32,32`; or `ndarray:float16`, where each sample's array says its own shape."""
@@ -100,7 +98,6 @@ class MdsIndex:
 
     @property
     def num_samples(self) -> int:
-        """Samples in all files."""
         return int(self.samples.sum())
 
     def save(self, folder: Path) -> None:
@@ -222,7 +219,6 @@ class Decoder:
         self.sizes = struct.Struct(f"<{sum(column.size is None for column in columns)}I")
 
     def __call__(self, data: bytes) -> dict[str, Any]:
-        """One sample, column by column."""
         varying = iter(self.sizes.unpack_from(data))
         position = self.sizes.size
         sample: dict[str, Any] = {}

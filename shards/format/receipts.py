@@ -153,7 +153,6 @@ class Receipt(Config):
         return unpack_bits(self.rejects[reason], self.samples_in)
 
     def sealed(self) -> bytes:
-        """Its file."""
         return sealed_json(self.model_dump(mode="json"))
 
 

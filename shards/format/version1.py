@@ -1,14 +1,11 @@
 """Receipts of version 1, commits/TAR.json: one for all buckets of a tar, replaced when a bucket was added."""
 
-import hashlib
-import io
 import json
 from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
-import pyarrow.parquet as pq
 from pydantic import ValidationError, model_validator
 
 from shards.base.config import Config
@@ -17,27 +14,23 @@ from shards.base.store import Store
 from shards.format import receipts
 from shards.format.buckets import COVERS
 from shards.format.receipts import INDEX_NAME, FileRecord
-from shards.format.tables import MENDED, REFUSED_NAME, SAMPLES_NAME, TOO_SMALL
+from shards.format.tables import MENDED, TOO_SMALL, Columns, read_recorded, read_tables
 
 
 class Part(Config):
-    """What one input shard put into one bucket."""
+    """What one input shard put into one bucket; the same holds of its fields."""
 
     samples: int
     refused: dict[str, int]
-    """Reason → count, of the input shard's samples that are not in this bucket."""
     rule: str = COVERS
-    """Which pictures the bucket holds: `covers`, all that cover it, or `nearest, ` and the aspect table in which it is
-    the bucket of their ratio."""
     files: dict[str, FileRecord]
-    """Path relative to the part's folder → record."""
     settings: dict[str, str | int | float | bool] | None = None
     software: dict[str, str] | None = None
     """The receipt's, of the attempt that made this part; None in the first receipts, where they are the receipt's."""
 
 
 class Receipt(Config):
-    """The commit of one input shard."""
+    """The commit of one input shard. What has the name that it has in version 2 means the same."""
 
     shard: str
     encoding_id: str
@@ -47,18 +40,11 @@ class Receipt(Config):
     rejected: dict[str, int]
     """Reason → count, of the samples that are in no bucket: the rows of rejects/SHARD.parquet."""
     captions: dict[str, int]
-    """Captions `stored`, and of these: with `invalid_utf8`, with `control_characters`, `too_long` for
-    `limits.max_caption_characters`, and `truncated` by the tokenizer. All were mended or cut."""
     input: dict[str, str | int | None]
-    """The tar: its address, bytes, and SHA-256."""
     parts: dict[str, Part]
     shared_files: dict[str, FileRecord]
-    """uncond.safetensors and encoding.json, by path relative to the root."""
     software: dict[str, str]
-    """Package → version."""
     settings: dict[str, str | int | float | bool]
-    """What else decided over the stored bytes, by rounding (device, batch size, compilation) or by what was refused
-    (limits). All that changes what the numbers mean is in encoding.json."""
     attempts: int
     """Like `software`, `settings` and the times, of the last attempt; each part has its own `settings`, `software`."""
     started: str
@@ -108,30 +94,20 @@ def parse_version1(store: Store, data: bytes, name: str) -> list[receipts.Receip
     """
     where = store.where(name)
     old = _parse(data, where)
-    tables = {bucket: _read_tables(store, old, bucket) for bucket in old.parts}
-    listed = {key for stored, refused, _ in tables.values() for key in (*stored["key"], *refused["key"])}
+    folders = {bucket: (f"{bucket}/{old.shard}", part.files) for bucket, part in old.parts.items()}
+    tables = {bucket: read_tables(store, *folder) for bucket, folder in folders.items()}
+    listed = {key for stored, refused in tables.values() for key in (*stored["key"], *refused["key"])}
     if len(listed) != old.samples_in:
         raise DamagedFile(f"{where} counts {old.samples_in} samples; its parts' tables list {len(listed)}.")
     place = {key: number for number, key in enumerate(sorted(listed))}
-    return [_adapt(old, bucket, place, *tables[bucket]) for bucket in sorted(old.parts)]
+    indexes = {bucket: _read_index(store, *folder) for bucket, folder in folders.items()}
+    return [_adapt(old, bucket, place, *tables[bucket], indexes[bucket]) for bucket in sorted(old.parts)]
 
 
-Columns = dict[str, list[Any]]
-
-
-def _read_tables(store: Store, old: Receipt, bucket: str) -> tuple[Columns, Columns, list[dict[str, Any]]]:
-    """The columns of a part's two tables, and the entries of its index."""
-    files = old.parts[bucket].files
-    names = {name: f"{bucket}/{old.shard}/{name}" for name in (SAMPLES_NAME, REFUSED_NAME, INDEX_NAME) if name in files}
-    found = store.read_many(list(names.values()))
-    for name, path in names.items():
-        if path not in found or hashlib.sha256(found[path]).hexdigest() != files[name].sha256:
-            raise DamagedFile(
-                f"{store.where(path)} is missing or damaged: it is not the file that its receipt recorded."
-            )
-    stored, refused = (pq.read_table(io.BytesIO(found[names[name]])) for name in (SAMPLES_NAME, REFUSED_NAME))
-    index = json.loads(found[names[INDEX_NAME]])["shards"] if INDEX_NAME in names else []
-    return stored.to_pydict(), refused.to_pydict(), index
+def _read_index(store: Store, folder: str, files: dict[str, FileRecord]) -> list[dict[str, Any]]:
+    """The entries of a part's index; a part without samples has none."""
+    found = read_recorded(store, folder, files, [INDEX_NAME] if INDEX_NAME in files else [])
+    return [entry for data in found.values() for entry in json.loads(data)["shards"]]
 
 
 def _adapt(

@@ -53,15 +53,14 @@ def load_commits(store: Store, etags: Mapping[str, str]) -> list[Committed]:
     return found
 
 
-def load_receipts(store: Store, tars: Iterable[str] | None = None) -> list[Receipt]:
-    """The receipts in force, or those of `tars`, by tar and bucket.
+def load_receipts(store: Store) -> list[Receipt]:
+    """The receipts in force, by tar and bucket.
 
     Raises:
         DamagedFile: the bytes of one are not those that were written.
     """
-    wanted, etags = None if tars is None else set(tars), list_commits(store)
-    names = [name for name in names_in_force(etags) if wanted is None or tar_of(name) in wanted]
-    loaded = load_commits(store, {name: etags[name] for name in names})
+    etags = list_commits(store)
+    loaded = load_commits(store, {name: etags[name] for name in names_in_force(etags)})
     return sorted((committed.receipt for committed in loaded), key=lambda receipt: (receipt.tar, receipt.bucket))
 
 
@@ -116,9 +115,9 @@ def by_tar(receipts: Iterable[Receipt]) -> list[TarBooks]:
     return [TarBooks(tar, parts[tar]) for tar in sorted(parts)]
 
 
-def load_books(store: Store, tars: Iterable[str] | None = None) -> list[TarBooks]:
-    """The books of every tar, or of `tars`, by name."""
-    return by_tar(load_receipts(store, tars))
+def load_books(store: Store) -> list[TarBooks]:
+    """The books of every tar, by name."""
+    return by_tar(load_receipts(store))
 
 
 def load_committed(store: Store) -> list[TarBooks]:

@@ -35,15 +35,12 @@ KINDS = {
 
 @dataclass(frozen=True)
 class Exclusion:
-    """One list."""
-
     kind: str
     """The column of samples.parquet that it is about: one of KINDS."""
     values: pa.Array
 
     @property
     def data(self) -> bytes:
-        """Its file."""
         return "".join(f"{value}\n" for value in self.values.to_pylist()).encode()
 
     @property

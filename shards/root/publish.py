@@ -8,7 +8,6 @@ creates the next manifest; where another was faster, it looks again. A kill leav
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from types import TracebackType
 
 import pyarrow as pa
 from pydantic import Field
@@ -169,7 +168,7 @@ class Publishing:
         self.thread.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.over.set()
         # it leaves nothing half done, but a process must not end while it is in the middle of Arrow's code
         self.thread.join(LEAVE_SECONDS)

@@ -67,7 +67,6 @@ def _parts(store: Store, bucket: str, id: str) -> NDArray[np.void]:
 
 
 def describe_matches(exclusion: Exclusion, is_new: bool, found: list[Matches]) -> str:
-    """The same for a person."""
     lines = [
         f"{len(exclusion.values):,} lines, by {exclusion.kind}: exclusions/{exclusion.id}.txt"
         f"{'' if is_new else ', which was there already'}. Runs that begin from now on leave these samples out."

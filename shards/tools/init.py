@@ -13,10 +13,9 @@ latentmill-select, latentmill-download, latentmill-evaluate, latentmill-shards a
 
 import argparse
 import shutil
-import sys
 from pathlib import Path
 
-from shards.base.errors import RequestError, exit_code_of
+from shards.base.errors import RequestError, console
 
 PACKAGED = Path(__file__).with_name("configs")
 """Where a wheel has them."""
@@ -43,7 +42,6 @@ def write_configs(folder: Path) -> Path:
 
 
 def run(arguments: list[str]) -> None:
-    """Parse, and do what was asked."""
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(prog="latentmill", description=__doc__, formatter_class=raw)
     commands = parser.add_subparsers(dest="command", required=True)
@@ -57,6 +55,4 @@ def run(arguments: list[str]) -> None:
     )
 
 
-def main() -> None:
-    """Console entry point."""
-    sys.exit(exit_code_of(lambda: run(sys.argv[1:])))
+main = console(run)

@@ -56,7 +56,6 @@ def _node(host: str, gpu: str, uuid: str, receipts: list[Receipt]) -> dict[str, 
 
 
 def nodes_table(found: list[dict[str, Any]]) -> str:
-    """The same for a person."""
     lines = [f"{'host':20} {'gpu':28} {'parts':>8} {'samples':>12} {'in/s':>8}  rejects, sources"]
     for node in found:
         gpu = f"{node['gpu']} {node['gpu_uuid'][:12]}".strip()
@@ -89,7 +88,6 @@ class Suspicion:
         return (not self.node or self.node == host) and (not self.gpu or self.gpu in (gpu, gpu_uuid))
 
     def hits(self, receipt: Receipt) -> bool:
-        """Whether it applies to a part."""
         return any(self._fits(*who) for who in makers(receipt)) and (
             not self.since or _time(receipt.started) >= _time(self.since)
         )

@@ -85,7 +85,6 @@ def bucket_sizes(books: list[TarBooks]) -> dict[str, dict[str, Any]]:
 
 
 def stats_table(stats: dict[str, Any]) -> str:
-    """The same for a person."""
     counts = stats["captions"]
     mended = ", ".join(f"{name.replace('_', ' ')} {counts[name]:,}" for name in MENDED)
     lines = [

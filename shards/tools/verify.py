@@ -1,15 +1,12 @@
 """`python -m shards verify ROOT`: is every byte of a latents root what was written, and does all of it fit together?"""
 
-import hashlib
 import io
-import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow.parquet as pq
 
 from shards.base.durable import DamagedFile, parse_sealed_json
 from shards.base.errors import RequestError
@@ -18,7 +15,7 @@ from shards.format import version1
 from shards.format.buckets import Bucket
 from shards.format.encoding import EncodingRecord
 from shards.format.receipts import FileRecord, Receipt, is_version1, names_in_force, parse_name
-from shards.format.tables import OTHER_BUCKET, REFUSED_NAME, REJECTS_SCHEMA, SAMPLES_NAME, read_books, write_rows
+from shards.format.tables import MENDED, OTHER_BUCKET, REJECTS_SCHEMA, list_rejects, read_tables, write_rows
 from shards.format.towers import TextTower
 from shards.root.commit import content_hash
 from shards.root.committed import TarBooks, by_tar, list_commits, load_commits
@@ -102,14 +99,10 @@ def verify_receipt(store: Store, name: str, receipt: Receipt, encoding: Encoding
 
 def verify_books(store: Store, books: TarBooks) -> Iterator[str]:
     """What a tar's receipts count, and which samples, against the tables of its parts."""
-    tables = {}
-    for bucket, part in books.parts.items():
-        names = [f"{part.folder}/{name}" for name in (SAMPLES_NAME, REFUSED_NAME)]
-        found = store.read_many(names)
-        hashes = [hashlib.sha256(found.get(name, b"")).hexdigest() for name in names]
-        if hashes != [part.files[name].sha256 for name in (SAMPLES_NAME, REFUSED_NAME)]:
-            return  # has been said
-        tables[bucket] = [pq.read_table(io.BytesIO(found[name])).to_pydict() for name in names]
+    try:
+        tables = {bucket: read_tables(store, part.folder, part.files) for bucket, part in books.parts.items()}
+    except DamagedFile:
+        return  # has been said
     keys = sorted({key for stored, refused in tables.values() for key in stored["key"] + refused["key"]})
     if len(keys) != books.samples_in and not any(OTHER_BUCKET in part.refused for part in books.parts.values()):
         yield f"the receipts of tar {books.tar} count {books.samples_in} samples; its parts' tables list {len(keys)}"
@@ -135,22 +128,23 @@ def _tells(part: Receipt, keys: list[str], stored: dict[str, list[Any]], refused
 def verify_rejects(store: Store, name: str) -> Iterator[str]:
     """rejects/TAR.parquet, of version 1, against the tables of the parts that its receipt names."""
     try:
-        receipt = version1.read_receipt(store, name)
+        old = version1.read_receipt(store, name)
+        tables = {bucket: read_tables(store, f"{bucket}/{old.shard}", part.files) for bucket, part in old.parts.items()}
     except DamagedFile:
         return  # has been said
-    table = f"rejects/{receipt.shard}.parquet"
-    with tempfile.TemporaryDirectory() as folder:
-        for bucket in receipt.parts:
-            (Path(folder) / bucket).mkdir()
-            for file in (SAMPLES_NAME, REFUSED_NAME):
-                store.get(f"{bucket}/{receipt.shard}/{file}", Path(folder) / bucket / file)
-        books = read_books({bucket: Path(folder) / bucket for bucket in receipt.parts})
-        expected = Path(folder) / "rejects.parquet"
-        write_rows(expected, REJECTS_SCHEMA, list(books.rejects))
-        if (receipt.encoded, receipt.captions, receipt.rejected) != (books.encoded, books.captions, books.rejected):
-            yield f"{store.where(name)} does not add up to its parts' tables"
-        if store.read_many([table]).get(table) != expected.read_bytes():
-            yield f"{store.where(table)} is not what the parts' tables give"
+    rejects, table = list_rejects(tables), f"rejects/{old.shard}.parquet"
+    counts: dict[str, tuple[int, ...]] = {}
+    for stored, _ in tables.values():
+        counts |= zip(stored["key"], zip(*(stored[name] for name in ("captions", *MENDED)), strict=True), strict=True)
+    totals = [sum(column) for column in zip(*counts.values(), strict=True)] or [0] * (1 + len(MENDED))
+    captions = dict(zip(("stored", *MENDED), totals, strict=True))
+    rejected = Counter(reason for _, _, bucket, reason, _ in rejects if not bucket)
+    if (old.encoded, old.captions, old.rejected) != (len(counts), captions, rejected):
+        yield f"{store.where(name)} does not add up to its parts' tables"
+    expected = io.BytesIO()
+    write_rows(expected, REJECTS_SCHEMA, rejects)
+    if store.read_many([table]).get(table) != expected.getvalue():
+        yield f"{store.where(table)} is not what the parts' tables give"
 
 
 def verify_rules(store: Store, receipts: list[Receipt]) -> Iterator[str]:

@@ -79,7 +79,6 @@ def _row(store: Store, table: str, key: str) -> tuple[int, dict[str, Any]] | Non
 
 
 def describe_sample(entry: dict[str, Any]) -> str:
-    """The same for a person."""
     lines = (f"  {name.replace('_', ' '):15} {value}" for name, value in _lines(entry))
     return "\n".join([f"sample {entry['key']} of shard {entry['shard']}", *lines])
 

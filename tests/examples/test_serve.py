@@ -20,8 +20,3 @@ def test_serves_a_folder_while_open(tmp_path: Path) -> None:
             urllib.request.urlopen(f"{address}/000/missing.jpg")
     with pytest.raises(urllib.error.URLError):
         urllib.request.urlopen(f"{address}/000/a.jpg", timeout=2)
-
-
-def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="is not a folder"), serve(tmp_path / "nowhere"):
-        pass

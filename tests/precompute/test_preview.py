@@ -37,7 +37,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_what_went_in_comes_back(root: Path) -> None:
     encoding = EncodingRecord.load(open_store(root))
-    samples = pick_samples(open_store(root), "64x64", 12)
+    _, samples = pick_samples(open_store(root), "64x64", 12)
     assert [sample["caption"] for sample in samples] == [f"number {i}" for i in range(12)]
     decoded = np.stack([np.asarray(p) for p in decode_pictures(samples, encoding, load_decoder(encoding, None))])
     error = decoded.astype(float) - np.load(root.parent / "pictures.npy")
@@ -46,13 +46,13 @@ def test_what_went_in_comes_back(root: Path) -> None:
 
 def test_samples_are_of_all_parts(root: Path) -> None:
     store = open_store(root)
-    assert [sample["key"][:5] for sample in pick_samples(store, "64x64", 4)] == [
+    assert [sample["key"][:5] for sample in pick_samples(store, "64x64", 4)[1]] == [
         "00000",
         "00000",
         "00001",
         "00001",
     ]
-    assert len(pick_samples(store, "64x64", 100)) == 12
+    assert len(pick_samples(store, "64x64", 100)[1]) == 12
 
 
 def test_the_command(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,7 +16,6 @@ Panel = Callable[[Axes, str, list[str], dict[str, Any]], None]
 
 
 def draw(results: dict[str, Any]) -> bytes:
-    """PNG."""
     questions, letters = list(results["questions"]), [model["letter"] for model in results["models"]]
     categories = _categories(results)
     tall = 0.32 * len(categories) + 1.2 if categories else 0

@@ -22,7 +22,6 @@ def write_results(results: dict[str, Any], folder: Path) -> None:
 
 
 def render(results: dict[str, Any]) -> str:
-    """For the terminal."""
     lines = [f"{model['letter']}: {model['place']}" for model in results["models"]]
     for row in results["preferences"]:
         lines.append(
@@ -66,7 +65,6 @@ def partial(results: dict[str, Any]) -> str:
 
 
 def page(results: dict[str, Any], picture: bytes) -> str:
-    """One self-contained page."""
     names = {model["letter"]: f"{model['letter']}: {model['place']}" for model in results["models"]}
     said = [
         f"{results['questions'][question]} "

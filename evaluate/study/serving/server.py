@@ -99,7 +99,6 @@ class Server:
         self.files = {path: ((PAGE / name).read_bytes(), kind) for path, (name, kind) in FILES.items()}
 
     def app(self) -> web.Application:
-        """The application."""
         app = web.Application(client_max_size=MOST_BYTES, middlewares=[self._guarded])
         for path in self.files:
             app.router.add_get(path, self.page_file, allow_head=False)
@@ -131,7 +130,6 @@ class Server:
         return response
 
     async def state(self, request: web.Request) -> web.Response:
-        """What is next."""
         return self._state(*self._rater(request))
 
     async def picture(self, request: web.Request) -> web.Response:

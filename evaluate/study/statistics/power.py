@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pydantic import Field
 from scipy.stats import nct, t
 
-from evaluate.study.statistics.preference import COVERAGE
+from evaluate.metrics.intervals import COVERAGE
 from evaluate.study.statistics.simulation import NODES, WEIGHTS, Leanings, expected, tied
 from shards.base.config import Config
 
@@ -33,8 +33,6 @@ class PowerConfig(Config):
 
 @dataclass(frozen=True)
 class Power:
-    """Of one study."""
-
     raters: int
     prompts: int
     votes_per_rater: float
@@ -96,7 +94,6 @@ def power_table(config: PowerConfig, votes_per_item: int, margin: float) -> list
 
 
 def render(rows: list[Power], margin: float, wanted: float) -> str:
-    """For people."""
     head = (
         f"{'raters':>6} {'prompts':>7} {'votes of each':>13} {'half-width':>10} {'difference':>10} {'equivalence':>11}"
     )

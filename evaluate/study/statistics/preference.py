@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 from scipy.stats import t
 
-COVERAGE = 0.95
+from evaluate.metrics.intervals import COVERAGE, wilson
+
 NEXT_TO_NOTHING = 1e-12
 Array = np.ndarray[Any, np.dtype[np.float64]]
 
@@ -29,23 +30,15 @@ class Preference:
     """As many independent votes would vary as much."""
 
     def interval(self, coverage: float = COVERAGE) -> tuple[Array, Array]:
-        """Wilson's (1927) at the effective number of votes and Student's quantile: it stays within [0, 1].
+        """Wilson's, at the effective number of votes and Student's quantile."""
+        return wilson(self.value, self.effective, t.ppf((1 + coverage) / 2, self.degrees))
 
-        With p the share, n the effective number and q the quantile,
-
-            (p + q²/2n ± q·√(p(1 − p)/n + q²/4n²)) / (1 + q²/n)
-        """
-        q2 = t.ppf((1 + coverage) / 2, self.degrees) ** 2 / self.effective
-        middle = (self.value + q2 / 2) / (1 + q2)
-        half = np.sqrt(q2 * (self.value * (1 - self.value) + q2 / 4)) / (1 + q2)
-        return middle - half, middle + half
-
-    def is_within(self, margin: float, coverage: float = COVERAGE) -> np.ndarray:
+    def is_within(self, margin: float) -> np.ndarray:
         """Two one-sided tests (Schuirmann, 1987): whether the share is shown to be within `margin` of a half.
 
-        Both reject at 1 − coverage where the interval of 2·coverage − 1 lies within the margin.
+        Both reject at 1 − COVERAGE where the interval of 2·COVERAGE − 1 lies within the margin.
         """
-        low, high = self.interval(2 * coverage - 1)
+        low, high = self.interval(2 * COVERAGE - 1)
         return np.asarray((low > 0.5 - margin) & (high < 0.5 + margin))
 
 

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from evaluate.metrics.intervals import COVERAGE
+
 PRIOR = 0.5
 REPLICATES = 2000
-COVERAGE = 0.95
 TOLERANCE, MOST_STEPS = 1e-10, 10_000
 
 

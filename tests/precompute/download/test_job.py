@@ -14,8 +14,8 @@ from precompute.download.config import DownloadConfig
 from precompute.download.fetch import require_img2dataset
 from precompute.download.job import fetch_missing
 from precompute.download.rows import PlannedTar
-from precompute.select.parallel import start_pool
 from shards.base.errors import RequestError, WorkError
+from shards.base.pool import start_pool
 
 
 def config(folder: Path, **fields: Any) -> DownloadConfig:

@@ -8,7 +8,7 @@ import pytest
 from pydantic import Field
 
 from shards.base.config import Config, load_config, save_config
-from shards.base.errors import RequestError, WorkError, exit_code_of
+from shards.base.errors import RequestError
 
 
 class Leaf(Config):
@@ -118,16 +118,6 @@ def test_a_list_of_words_needs_no_quotes_and_is_not_blamed(file: Path) -> None:
 def test_missing_file(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="There is no config file"):
         load_config(Outer, tmp_path / "absent.yaml", [], "t")
-
-
-@pytest.mark.parametrize(("error", "code"), [(RequestError("bad"), 2), (WorkError("broke"), 1), (None, 0)])
-def test_exit_codes(error: Exception | None, code: int, capsys: pytest.CaptureFixture[str]) -> None:
-    def command() -> None:
-        if error:
-            raise error
-
-    assert exit_code_of(command) == code
-    assert capsys.readouterr().err == (f"error: {error}\n" if error else "")
 
 
 def test_a_file_says_what_differs_from_its_base(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ import errno
 
 import pytest
 
-from shards.base.errors import Preempted, RequestError, WorkError, exit_code_of
+from shards.base.errors import Preempted, RequestError, WorkError, console, exit_code_of
 
 
 @pytest.mark.parametrize(
@@ -22,11 +22,20 @@ from shards.base.errors import Preempted, RequestError, WorkError, exit_code_of
     ],
 )
 def test_errors_for_people(error: Exception, code: int, said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    def command() -> None:
+    def command(words: list[str]) -> None:
         raise error
 
-    assert exit_code_of(command) == code
+    with pytest.raises(SystemExit) as left:
+        console(command)()
+    assert left.value.code == code
     assert said in capsys.readouterr().err
+
+
+def test_a_command_is_given_the_words_of_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["command", "--a", "b"])
+    with pytest.raises(SystemExit) as left:
+        console(lambda words: 0 if words == ["--a", "b"] else 9)()
+    assert left.value.code == 0
 
 
 def test_a_bug_keeps_its_traceback() -> None:

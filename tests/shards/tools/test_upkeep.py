@@ -18,7 +18,7 @@ from shards.base.errors import RequestError, exit_code_of
 from shards.base.store import LocalStore
 from shards.format.encoding import EncodingRecord
 from shards.format.receipts import UPGRADED, names_in_force
-from shards.format.tables import REJECTS_SCHEMA, read_books, write_rows
+from shards.format.tables import REJECTS_SCHEMA, list_rejects, read_tables, write_rows
 from shards.open import open_store
 from shards.root.committed import list_commits, load_receipts
 from shards.root.shared import check_root
@@ -141,8 +141,8 @@ def as_version1(config: PrecomputeConfig, root: Path) -> Path:
     }
     write_sealed_json(root / "commits" / "00000.json", old)
     (root / "rejects").mkdir()
-    books = read_books({bucket: root / bucket / "00000" for bucket in parts})
-    write_rows(root / "rejects" / "00000.parquet", REJECTS_SCHEMA, list(books.rejects))
+    tables = {bucket: read_tables(LocalStore(root), f"{bucket}/00000", part.files) for bucket, part in parts.items()}
+    write_rows(root / "rejects" / "00000.parquet", REJECTS_SCHEMA, list_rejects(tables))
     return root
 
 
