@@ -14,7 +14,7 @@ import transformers
 from diffusers.models.attention_processor import Attention, AttnProcessor
 from torch import Tensor, nn
 
-from precompute.encode.networks import Network, Precision, Seat, filled, model_class
+from precompute.encode.networks import Network, Precision, Seat, filled, model_class, quantised
 from shards.base.errors import WorkError
 from shards.format.buckets import Bucket
 from shards.format.text import TextLatents
@@ -106,8 +106,10 @@ class TextEncoder(Network):
         if self.tokenizer.pad_token_id is None:
             raise WorkError(f"The tokenizer in {tokenizer_folder} names no pad_token, with which captions are filled.")
         load = model_class(tower.class_name).from_pretrained
-        model = load(folder, use_safetensors=True)  # with torch's fused attention, where it has it
-        super().__init__(model.to(torch.float32), self.encode, device, precision, "" if compiled else None, seat)
+        model = load(folder, use_safetensors=True).to(torch.float32)  # with torch's fused attention, where it has it
+        if tower.quantised:
+            model = quantised(model, tower.quantised)
+        super().__init__(model, self.encode, device, precision, "" if compiled else None, seat)
         self.tower = tower
         self.kept = torch.tensor(tower.kept)
 

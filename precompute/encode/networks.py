@@ -9,6 +9,7 @@ once; calling what it returned waits for the latents. On a CPU, `start` does all
 
 import copy
 import importlib
+import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -19,7 +20,9 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+from shards.base.errors import UnfitNode
 from shards.format.buckets import Bucket
+from shards.format.towers import Quantised
 
 Item = TypeVar("Item")
 Model = TypeVar("Model", bound=nn.Module)
@@ -53,6 +56,24 @@ def lowered(model: Model, precision: Precision) -> Model:
     for module in model.modules():
         if isinstance(module, nn.Conv2d | nn.Linear):
             module.to(getattr(torch, precision))
+    return model
+
+
+def quantised(model: Model, to: Quantised) -> Model:
+    """The network, in float32, with the weights of its linear layers in int8 or float8; products are taken in the
+    precision of their inputs.
+
+    Raises:
+        UnfitNode: torchao is not installed here.
+    """
+    try:
+        from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig, quantize_
+    except ImportError as error:
+        raise UnfitNode(
+            f"{os.uname().nodename} has no torchao ({error}), which makes a text tower's {to} weights. Install it "
+            f"there: pip install 'latentmill[quantised]'."
+        ) from error
+    quantize_(model, Int8WeightOnlyConfig() if to == "int8" else Float8WeightOnlyConfig())
     return model
 
 

@@ -8,6 +8,7 @@ import os
 import threading
 import traceback
 from collections.abc import Callable, Iterable
+from importlib.metadata import version
 from pathlib import Path
 
 import pyarrow as pa
@@ -187,6 +188,8 @@ def with_fresh_towers(recipe: Recipe, store: Store, device: str) -> Derivation:
         return ((caption.latents, caption.truncated) for caption in made)
 
     settings: Settings = {"device": made_by(on).gpu, **recipe.batches(on)}
+    if any(tower.tower.quantised for tower in texts.values()):
+        settings["torchao"] = version("torchao")
     settings = {f"derived.{name}": value for name, value in settings.items()}
     return Derivation(source, store, how, encode, on, settings)
 
