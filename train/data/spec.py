@@ -1,6 +1,6 @@
 """What a run reads: the config of its data, and what `streams.py` found at the places that it names."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -59,7 +59,8 @@ class DataConfig(Config):
     """`pinned`: a run goes on with the parts and exclusions that it began with, whatever was added to its roots or
     recalled since. `newest`: it goes on from here with what the roots hold now."""
     towers: list[str] | None = None
-    """Which of the roots' towers to read, such as [texts.clip, features.dinov2]; null: all."""
+    """Which of the roots' towers there are for the run, such as [texts.clip, features.dinov2]; null: all. It reads
+    those that its network is told of, and the one that a layer is aligned with."""
     filter: FilterConfig | None = None
     """Which samples of every stream to train on, by their stored scores and sizes."""
     cache: Path | None = None
@@ -111,6 +112,14 @@ class DataSpec:
     steps_per_epoch: int
     look: Look | None = None
     """At the local files' sizes, by one process of each machine."""
+
+    def of_towers(self, texts: list[str], features: list[str]) -> "DataSpec":
+        """With these towers alone."""
+        return replace(
+            self,
+            texts={name: tower for name, tower in self.texts.items() if name in texts},
+            features={name: tower for name, tower in self.features.items() if name in features},
+        )
 
     @property
     def lengths(self) -> dict[str, int | None]:
