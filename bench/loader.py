@@ -1,6 +1,6 @@
 """The loader against a training step and against plain reading; a real run's wait; the first batch after a resume.
 
-python -m bench.loader [--samples 2048]
+python -m bench.loader [--samples 2048] [--only families repa]
 """
 
 import argparse
@@ -12,23 +12,33 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable
-from functools import partial
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import yaml
+from accelerate import Accelerator
 from diffusers import UNet2DConditionModel
 from torch.utils.data import DataLoader
 
 from bench.kit.common import section, table, timed_in_turn
+from bench.kit.families import FAMILIES, GPUS_OF_A_NODE, read_family
 from bench.kit.roots import make_root
 from shards.base.store import LocalStore
-from train.data.loader import Loader
+from shards.format.towers import FeatureTower, Weights
+from train.__main__ import ACCELERATE_PRECISION
+from train.assemble import assemble
+from train.config import TrainConfig
+from train.data.loader import MOST_AHEAD, Loader
 from train.data.selection import FilterConfig, Range, select
 from train.data.spec import DataConfig, DataSpec
 from train.data.streams import open_data
+from train.loop import take_step
+from train.prepare import prepare, take_run
+from train.run.launches import Launch
 from train.run.metrics import read_json_lines
 
 UNET = Path("examples/shapes/unet.json")
@@ -38,27 +48,44 @@ BATCH = 64
 PARTS = 8
 ROUNDS = 5
 BLOCK = 1 << 22
+COPIED = 1 << 29
+FAMILY_SAMPLES, FAMILY_STEPS = 256, 24
+FEATURES = FeatureTower(
+    class_name="Dinov2Model",
+    weights=Weights(name="none", sha256="0" * 64),
+    resize=0.875,
+    mean=(0.5,) * 3,
+    std=(0.5,) * 3,
+    patch=14,
+    width=768,
+    storage="float16",
+)
+"""DINOv2-base's."""
 
 
 def main() -> None:
     """Measure, and print a section of docs/evidence/benchmarks.md."""
     parser = argparse.ArgumentParser(prog="bench.loader", description=__doc__)
     parser.add_argument("--samples", type=int, default=2048, help="of each root; 174 kB each of the one of SD2's size")
-    options = parser.parse_args()
     cores = len(os.sched_getaffinity(0))
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
+        parts: dict[str, Callable[[], str]] = {
+            "unet": lambda: against_the_unet(demo(), cores),
+            "plain": lambda: against_plain_reading(sd2(), cores),
+            "streaming": lambda: against_streaming(sd2(), cores),
+            "first": lambda: first_batch(sd2()),
+            "filter": lambda: table_reading(demo()),
+            "wait": lambda: wait_of_a_run(demo(), folder / "run", cores),
+            "families": lambda: of_families(folder, cores),
+            "repa": lambda: reading_features(folder / "features", per_part),
+        }
+        parser.add_argument("--only", nargs="*", choices=parts, default=list(parts))
+        options = parser.parse_args()
         per_part = [options.samples // PARTS] * PARTS
-        demo = make_root(Path(folder) / "demo", {DEMO_BUCKET: per_part}, DEMO_TEXT)
-        sd2 = make_root(Path(folder) / "sd2", {SD2_BUCKET: per_part}, SD2_TEXT)
-        parts = [
-            against_the_unet(demo, cores),
-            against_plain_reading(sd2, cores),
-            against_streaming(sd2, cores),
-            first_batch(sd2),
-            table_reading(demo),
-            wait_of_a_run(demo, Path(folder) / "run", cores),
-        ]
-    print(section("The loader", "bench.loader", "\n\n".join(parts)))
+        demo = cache(lambda: make_root(folder / "demo", {DEMO_BUCKET: per_part}, DEMO_TEXT))
+        sd2 = cache(lambda: make_root(folder / "sd2", {SD2_BUCKET: per_part}, SD2_TEXT))
+        print(section("The loader", "bench.loader", "\n\n".join(parts[name]() for name in options.only)))
 
 
 def open_stream(root: Path, bucket: str, num_workers: int) -> tuple[DataConfig, DataSpec]:
@@ -239,6 +266,92 @@ def wait_of_a_run(root: Path, run_dir: Path, cores: int) -> str:
     return (
         f"**Data wait** of a run (the demo's U-Net at {rate:,.0f} img/s on {cores} cores, 1 loader process): "
         f"{np.mean(waits):.2%} of the time from step 10 on, {max(waits):.2%} at most over 10 steps."
+    )
+
+
+def of_families(folder: Path, cores: int) -> str:
+    """Samples of each family's size in its first phase, beside what a node would take and what memory would give."""
+    rows = []
+    for name in FAMILIES:
+        family = read_family(name)
+        print(f"{name}: {family.node_rate:,.0f} img/s …", file=sys.stderr, flush=True)
+        root = folder / name
+        make_root(root, {family.bucket: [FAMILY_SAMPLES]}, encoding=family.encoding, num_tokens=family.num_tokens)
+        config, spec = open_stream(root, family.bucket, cores)
+        loader = Loader(config, spec, BATCH, 0, 0, torch.arange(BATCH))
+        batches, copied = iter(loader), [copy_rate(cores)]
+        for _ in range(2 * MOST_AHEAD * cores):  # until they come as fast as they are made
+            next(batches)
+        rate = FAMILY_STEPS * BATCH / seconds(lambda batches=batches: [next(batches) for _ in range(FAMILY_STEPS)])  # type: ignore[misc]
+        batches.close()
+        copied.append(copy_rate(cores))
+        size, stored = spec.sample_bytes(family.bucket), sum(file.stat().st_size for file in root.glob("*/*/*.mds"))
+        wanted = min(3 * family.node_rate, np.mean(copied) / size)
+        shutil.rmtree(root)
+        rows.append(
+            [
+                f"{name} ({family.bucket})",
+                f"{stored / FAMILY_SAMPLES:,.0f}",
+                f"{size:,}",
+                f"{rate:,.0f}",
+                f"{rate * size / 1e9:.2f}",
+                f"{np.mean(copied) / 1e9:.1f}",
+                f"{family.node_rate:,.0f}",
+                f"{rate / wanted:.2f}",
+                f"{cores * wanted / rate:.1f}",
+            ]
+        )
+    header = ["family", "bytes stored", "in a batch", "samples/s", "GB/s", "copy GB/s", "a node's img/s"]
+    return (
+        f"**Samples of each family** in batches of {BATCH}, from the page cache, by {cores} loader processes; beside "
+        f"it a plain copy in as many threads, and the img/s that the planner expects of {GPUS_OF_A_NODE} H200s. What "
+        f"is wanted is 3 × those, or what the copy gives, if that is less; the last column says for how many cores "
+        f"that is work.\n\n" + table([*header, "of what is wanted", "cores for it"], rows)
+    )
+
+
+def copy_rate(cores: int) -> float:
+    """Bytes per second of plain copies in as many threads."""
+    blocks = [(np.ones(COPIED // cores, np.uint8), np.empty(COPIED // cores, np.uint8)) for _ in range(cores)]
+    with ThreadPoolExecutor(cores) as pool:
+
+        def copy() -> None:
+            list(pool.map(lambda block: np.copyto(block[1], block[0]), blocks))
+
+        copy()
+        return COPIED / float(np.median([seconds(copy) for _ in range(ROUNDS)]))
+
+
+def reading_features(root: Path, per_part: list[int]) -> str:
+    """A step with an aligned layer: its features read with the batch, or lying in memory."""
+    make_root(root, {DEMO_BUCKET: per_part}, DEMO_TEXT, features={"dino": FEATURES})
+    config = yaml.safe_load(Path("examples/shapes/configs/phase1.yaml").read_text()) | {
+        "run_dir": str(root / "run"),
+        "data": {"root": str(root), "bucket": DEMO_BUCKET, "num_workers": 0, "num_canonical_nodes": 8},
+        "repa": {"layer": "mid_block"},
+        "log": {"tracker": "none", "every": 10_000},
+    }
+    train_config = TrainConfig.model_validate(config)
+    accelerator = Accelerator(mixed_precision=ACCELERATE_PRECISION[train_config.precision], cpu=True)
+    prepared = prepare(train_config, accelerator)
+    run = assemble(train_config, prepared, accelerator, Launch(take_run(train_config, prepared)))
+    slots, without = run.loader.loader.dataset.slots, prepared.spec.of_towers(list(prepared.spec.texts), [])
+    alone = iter(Loader(train_config.data, without, len(slots), 0, 0, torch.from_numpy(slots)))
+    batches = iter(run.loader)
+    held = {name: column for name, column in next(batches).columns.items() if name not in without.lengths}
+
+    def from_memory() -> None:
+        batch = next(alone)
+        batch.columns |= held
+        take_step(run, batch)
+
+    pair = timed_in_turn(lambda: take_step(run, next(batches)), from_memory, 2 * ROUNDS)
+    size = prepared.spec.sample_bytes(DEMO_BUCKET) - without.sample_bytes(DEMO_BUCKET)
+    return (
+        f"**Reading features** (REPA; {size:,} bytes a sample, beside {without.sample_bytes(DEMO_BUCKET):,}): a step "
+        f"of {len(slots)} samples of the demo's U-Net, read in the training process itself, so that nothing hides it, "
+        f"runs at **{pair.ratio:.3f} ×** the rate of the same step whose features lie in memory ({pair.spread}, "
+        f"{2 * ROUNDS} rounds in turn)."
     )
 
 
