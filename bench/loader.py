@@ -25,7 +25,7 @@ from diffusers import UNet2DConditionModel
 from torch.utils.data import DataLoader
 
 from bench.kit.common import section, table, timed_in_turn
-from bench.kit.families import FAMILIES, GPUS_OF_A_NODE, read_family
+from bench.kit.families import FAMILIES, GPUS_OF_A_NODE, Family, read_family
 from bench.kit.roots import make_root
 from shards.base.store import LocalStore
 from shards.format.towers import FeatureTower, Weights
@@ -49,7 +49,7 @@ PARTS = 8
 ROUNDS = 5
 BLOCK = 1 << 22
 COPIED = 1 << 29
-FAMILY_SAMPLES, FAMILY_STEPS = 256, 24
+FAMILY_SAMPLES, FAMILY_STEPS = 128, 24
 FEATURES = FeatureTower(
     class_name="Dinov2Model",
     weights=Weights(name="none", sha256="0" * 64),
@@ -271,36 +271,7 @@ def wait_of_a_run(root: Path, run_dir: Path, cores: int) -> str:
 
 def of_families(folder: Path, cores: int) -> str:
     """Samples of each family's size in its first phase, beside what a node would take and what memory would give."""
-    rows = []
-    for name in FAMILIES:
-        family = read_family(name)
-        print(f"{name}: {family.node_rate:,.0f} img/s …", file=sys.stderr, flush=True)
-        root = folder / name
-        make_root(root, {family.bucket: [FAMILY_SAMPLES]}, encoding=family.encoding, num_tokens=family.num_tokens)
-        config, spec = open_stream(root, family.bucket, cores)
-        loader = Loader(config, spec, BATCH, 0, 0, torch.arange(BATCH))
-        batches, copied = iter(loader), [copy_rate(cores)]
-        for _ in range(2 * MOST_AHEAD * cores):  # until they come as fast as they are made
-            next(batches)
-        rate = FAMILY_STEPS * BATCH / seconds(lambda batches=batches: [next(batches) for _ in range(FAMILY_STEPS)])  # type: ignore[misc]
-        batches.close()
-        copied.append(copy_rate(cores))
-        size, stored = spec.sample_bytes(family.bucket), sum(file.stat().st_size for file in root.glob("*/*/*.mds"))
-        wanted = min(3 * family.node_rate, np.mean(copied) / size)
-        shutil.rmtree(root)
-        rows.append(
-            [
-                f"{name} ({family.bucket})",
-                f"{stored / FAMILY_SAMPLES:,.0f}",
-                f"{size:,}",
-                f"{rate:,.0f}",
-                f"{rate * size / 1e9:.2f}",
-                f"{np.mean(copied) / 1e9:.1f}",
-                f"{family.node_rate:,.0f}",
-                f"{rate / wanted:.2f}",
-                f"{cores * wanted / rate:.1f}",
-            ]
-        )
+    rows = [family_row(read_family(name), folder / name, cores) for name in FAMILIES]
     header = ["family", "bytes stored", "in a batch", "samples/s", "GB/s", "copy GB/s", "a node's img/s"]
     return (
         f"**Samples of each family** in batches of {BATCH}, from the page cache, by {cores} loader processes; beside "
@@ -308,6 +279,39 @@ def of_families(folder: Path, cores: int) -> str:
         f"is wanted is 3 × those, or what the copy gives, if that is less; the last column says for how many cores "
         f"that is work.\n\n" + table([*header, "of what is wanted", "cores for it"], rows)
     )
+
+
+def family_row(family: Family, root: Path, cores: int) -> list[object]:
+    """One family's line."""
+    print(f"{family.name} …", file=sys.stderr, flush=True)
+    make_root(root, {family.bucket: [FAMILY_SAMPLES]}, encoding=family.encoding, num_tokens=family.num_tokens)
+    stored = sum(file.stat().st_size for file in root.glob("*/*/*.mds")) / FAMILY_SAMPLES
+    config, spec = open_stream(root, family.bucket, cores)
+    batches = iter(Loader(config, spec, BATCH, 0, 0, torch.arange(BATCH)))
+
+    def read(number: int) -> None:
+        for _ in range(number):
+            next(batches)
+
+    read(MOST_AHEAD * cores)
+    before = copy_rate(cores)
+    read(2 * MOST_AHEAD * cores)  # until they come as fast as they are made
+    rate = FAMILY_STEPS * BATCH / seconds(lambda: read(FAMILY_STEPS))
+    batches.close()
+    shutil.rmtree(root)
+    copied, size = (before + copy_rate(cores)) / 2, spec.sample_bytes(family.bucket)
+    wanted = min(3 * family.node_rate, copied / size)
+    return [
+        f"{family.name} ({family.bucket})",
+        f"{stored:,.0f}",
+        f"{size:,}",
+        f"{rate:,.0f}",
+        f"{rate * size / 1e9:.2f}",
+        f"{copied / 1e9:.1f}",
+        f"{family.node_rate:,.0f}",
+        f"{rate / wanted:.2f}",
+        f"{cores * wanted / rate:.1f}",
+    ]
 
 
 def copy_rate(cores: int) -> float:
@@ -335,8 +339,8 @@ def reading_features(root: Path, per_part: list[int]) -> str:
     accelerator = Accelerator(mixed_precision=ACCELERATE_PRECISION[train_config.precision], cpu=True)
     prepared = prepare(train_config, accelerator)
     run = assemble(train_config, prepared, accelerator, Launch(take_run(train_config, prepared)))
-    slots, without = run.loader.loader.dataset.slots, prepared.spec.of_towers(list(prepared.spec.texts), [])
-    alone = iter(Loader(train_config.data, without, len(slots), 0, 0, torch.from_numpy(slots)))
+    size, without = train_config.global_batch_size, prepared.spec.of_towers(list(prepared.spec.texts), [])
+    alone = iter(Loader(train_config.data, without, size, 0, 0, torch.arange(size)))
     batches = iter(run.loader)
     held = {name: column for name, column in next(batches).columns.items() if name not in without.lengths}
 
@@ -346,10 +350,11 @@ def reading_features(root: Path, per_part: list[int]) -> str:
         take_step(run, batch)
 
     pair = timed_in_turn(lambda: take_step(run, next(batches)), from_memory, 2 * ROUNDS)
-    size = prepared.spec.sample_bytes(DEMO_BUCKET) - without.sample_bytes(DEMO_BUCKET)
+    others = without.sample_bytes(DEMO_BUCKET)
+    features = prepared.spec.sample_bytes(DEMO_BUCKET) - others
     return (
-        f"**Reading features** (REPA; {size:,} bytes a sample, beside {without.sample_bytes(DEMO_BUCKET):,}): a step "
-        f"of {len(slots)} samples of the demo's U-Net, read in the training process itself, so that nothing hides it, "
+        f"**Reading features** (REPA; {features:,} bytes a sample, beside {others:,}): a step "
+        f"of {size} samples of the demo's U-Net, read in the training process itself, so that nothing hides it, "
         f"runs at **{pair.ratio:.3f} ×** the rate of the same step whose features lie in memory ({pair.spread}, "
         f"{2 * ROUNDS} rounds in turn)."
     )
