@@ -12,7 +12,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,7 @@ from shards.format.towers import FeatureTower, Weights
 from train.__main__ import ACCELERATE_PRECISION
 from train.assemble import assemble
 from train.config import TrainConfig
-from train.data.loader import MOST_AHEAD, Loader
+from train.data.loader import Loader
 from train.data.selection import FilterConfig, Range, select
 from train.data.spec import DataConfig, DataSpec
 from train.data.streams import open_data
@@ -48,8 +47,8 @@ BATCH = 64
 PARTS = 8
 ROUNDS = 5
 BLOCK = 1 << 22
-COPIED = 1 << 29
-FAMILY_SAMPLES, FAMILY_STEPS = 128, 24
+COPIED = 1 << 28
+FAMILY_SAMPLES = 128
 FEATURES = FeatureTower(
     class_name="Dinov2Model",
     weights=Weights(name="none", sha256="0" * 64),
@@ -77,7 +76,7 @@ def main() -> None:
             "first": lambda: first_batch(sd2()),
             "filter": lambda: table_reading(demo()),
             "wait": lambda: wait_of_a_run(demo(), folder / "run", cores),
-            "families": lambda: of_families(folder, cores),
+            "families": lambda: of_families(folder),
             "repa": lambda: reading_features(folder / "features", per_part),
         }
         parser.add_argument("--only", nargs="*", choices=parts, default=list(parts))
@@ -269,38 +268,29 @@ def wait_of_a_run(root: Path, run_dir: Path, cores: int) -> str:
     )
 
 
-def of_families(folder: Path, cores: int) -> str:
+def of_families(folder: Path) -> str:
     """Samples of each family's size in its first phase, beside what a node would take and what memory would give."""
-    rows = [family_row(read_family(name), folder / name, cores) for name in FAMILIES]
+    rows = [family_row(read_family(name), folder / name) for name in FAMILIES]
     header = ["family", "bytes stored", "in a batch", "samples/s", "GB/s", "copy GB/s", "a node's img/s"]
     return (
-        f"**Samples of each family** in batches of {BATCH}, from the page cache, by {cores} loader processes; beside "
-        f"it a plain copy in as many threads, and the img/s that the planner expects of {GPUS_OF_A_NODE} H200s. What "
-        f"is wanted is 3 × those, or what the copy gives, if that is less; the last column says for how many cores "
-        f"that is work.\n\n" + table([*header, "of what is wanted", "cores for it"], rows)
+        f"**Samples of each family** in batches of {BATCH}, from the page cache, in the process itself, and a plain "
+        f"copy: for each second of processor time, so other work on the machine counts for little. Beside it the img/s "
+        f"that the planner expects of {GPUS_OF_A_NODE} H200s, and how many cores 3 × those are work for.\n\n"
+        + table([*header, "cores for 3 ×"], rows)
     )
 
 
-def family_row(family: Family, root: Path, cores: int) -> list[object]:
+def family_row(family: Family, root: Path) -> list[object]:
     """One family's line."""
     print(f"{family.name} …", file=sys.stderr, flush=True)
     make_root(root, {family.bucket: [FAMILY_SAMPLES]}, encoding=family.encoding, num_tokens=family.num_tokens)
     stored = sum(file.stat().st_size for file in root.glob("*/*/*.mds")) / FAMILY_SAMPLES
-    config, spec = open_stream(root, family.bucket, cores)
-    batches = iter(Loader(config, spec, BATCH, 0, 0, torch.arange(BATCH)))
-
-    def read(number: int) -> None:
-        for _ in range(number):
-            next(batches)
-
-    read(MOST_AHEAD * cores)
-    before = copy_rate(cores)
-    read(2 * MOST_AHEAD * cores)  # until they come as fast as they are made
-    rate = FAMILY_STEPS * BATCH / seconds(lambda: read(FAMILY_STEPS))
-    batches.close()
+    reading = Reading(root, family.bucket, 0)
+    block, target = np.ones(COPIED, np.uint8), np.empty(COPIED, np.uint8)
+    pair = timed_in_turn(reading, lambda: np.copyto(target, block), ROUNDS, time.process_time)
     shutil.rmtree(root)
-    copied, size = (before + copy_rate(cores)) / 2, spec.sample_bytes(family.bucket)
-    wanted = min(3 * family.node_rate, copied / size)
+    rate = reading.spec.steps_per_epoch * BATCH / float(np.median(pair.first_seconds))
+    size, copied = reading.spec.sample_bytes(family.bucket), COPIED / float(np.median(pair.second_seconds))
     return [
         f"{family.name} ({family.bucket})",
         f"{stored:,.0f}",
@@ -309,21 +299,8 @@ def family_row(family: Family, root: Path, cores: int) -> list[object]:
         f"{rate * size / 1e9:.2f}",
         f"{copied / 1e9:.1f}",
         f"{family.node_rate:,.0f}",
-        f"{rate / wanted:.2f}",
-        f"{cores * wanted / rate:.1f}",
+        f"{3 * family.node_rate / rate:.1f}",
     ]
-
-
-def copy_rate(cores: int) -> float:
-    """Bytes per second of plain copies in as many threads."""
-    blocks = [(np.ones(COPIED // cores, np.uint8), np.empty(COPIED // cores, np.uint8)) for _ in range(cores)]
-    with ThreadPoolExecutor(cores) as pool:
-
-        def copy() -> None:
-            list(pool.map(lambda block: np.copyto(block[1], block[0]), blocks))
-
-        copy()
-        return COPIED / float(np.median([seconds(copy) for _ in range(ROUNDS)]))
 
 
 def reading_features(root: Path, per_part: list[int]) -> str:
@@ -349,14 +326,14 @@ def reading_features(root: Path, per_part: list[int]) -> str:
         batch.columns |= held
         take_step(run, batch)
 
-    pair = timed_in_turn(lambda: take_step(run, next(batches)), from_memory, 2 * ROUNDS)
+    pair = timed_in_turn(lambda: take_step(run, next(batches)), from_memory, 2 * ROUNDS, time.process_time)
     others = without.sample_bytes(DEMO_BUCKET)
     features = prepared.spec.sample_bytes(DEMO_BUCKET) - others
     return (
         f"**Reading features** (REPA; {features:,} bytes a sample, beside {others:,}): a step "
         f"of {size} samples of the demo's U-Net, read in the training process itself, so that nothing hides it, "
-        f"runs at **{pair.ratio:.3f} ×** the rate of the same step whose features lie in memory ({pair.spread}, "
-        f"{2 * ROUNDS} rounds in turn)."
+        f"runs by processor time at **{pair.ratio:.3f} ×** the rate of the same step whose features lie in memory "
+        f"({pair.spread}, {2 * ROUNDS} rounds in turn)."
     )
 
 

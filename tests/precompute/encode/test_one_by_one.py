@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import T5EncoderModel
 
-from precompute.config import PrecomputeConfig
+from precompute.config import PrecomputeConfig, describe_encoding, make_recipe
 from precompute.encode import networks
 from precompute.encode.networks import Network, Seat
 from precompute.encode.provenance import DeviceClock
+from precompute.encode.worker import load_towers
 from tests.conftest import encode_all, folder_of
 from tests.tiny_towers import config_of, make_towers, texts
 
@@ -199,3 +200,12 @@ def test_weights_that_come_back_find_the_graph_that_was_compiled(
         other.start((inputs,), 2)()
         torch.testing.assert_close(found.float(), models[0](inputs), rtol=0.02, atol=0.02)
     assert len(graphs) == 1 and len(memory.seated) == 6
+
+
+def test_a_workers_towers_share_one_seat(models: Path, tars: Path, tmp_path: Path, towers: Path) -> None:
+    for how in ("together", "one_by_one"):
+        asked = config(models, tars, tmp_path / "none", towers, how)
+        loaded = load_towers(make_recipe(asked, describe_encoding(asked)), "cpu")
+        networks = [loaded.image, *loaded.texts.values(), *loaded.features.values()]
+        seats = {network.seat for network in networks}
+        assert len(seats) == 1 and (None in seats) == (how == "together") and loaded.one_by_one == (None not in seats)
