@@ -32,7 +32,7 @@ $(call needs,study,B,say which sample sets: make study A=$(A) B=runs/b/evaluatio
 $(if $(filter train,$(MAKECMDGOALS)),$(if $(filter-out 1,$(NODES)),$(if $(SLURM_JOB_ID),,$(error NODES=$(NODES) needs an allocation of Slurm (salloc -N $(NODES), or in an sbatch script); elsewhere type on each machine: make train NPROC=... LAUNCH="--num_machines $(NODES) --machine_rank ...", as docs/how-to/cluster.md has it))))
 $(if $(filter train,$(MAKECMDGOALS)),$(if $(wildcard $(PHASE_CONFIG)),,$(error there is no $(PHASE_CONFIG): say PHASE=1 or PHASE=2, or CONFIG=path.yaml)))
 
-.PHONY: help setup demo test test-browser test-faults test-alerts test-slurm test-container test-families test-install test-oldest bench gpu-check lint docs select download precompute train sample evaluate watch report study plan lock clean
+.PHONY: help setup demo test test-browser test-faults test-alerts test-slurm test-container test-families test-quantised test-install test-oldest bench gpu-check lint docs select download precompute train sample evaluate watch report study plan lock clean
 
 help:
 	@echo "make demo                                     everything, on a picture world of its own (no GPU; under 20 minutes)"
@@ -43,6 +43,7 @@ help:
 	@echo "make test-slurm                               both stages under Debian's Slurm, in namespaces (root; installs it)"
 	@echo "make test-container                           the image, built and both stages run in it (root; installs buildah)"
 	@echo "make test-families                            each model family: as its pipeline, as online, on 1, 2 and 4 processes"
+	@echo "make test-quantised                           text towers in int8 and float8 (installs torchao into .torchao)"
 	@echo "make test-install [PYTHONS=\"3.11 3.12 3.13\"]  the wheel with every extra, in fresh environments"
 	@echo "make test-oldest                              the oldest versions allowed, in .venv-oldest"
 	@echo "make bench                                    the benchmarks of both stages, into runs/benchmarks.md (idle machine)"
@@ -77,7 +78,7 @@ $(STAMP): requirements.lock pyproject.toml
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps --editable .
 	@touch $@
 
-LOCK = $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --all-extras --no-emit-index-url pyproject.toml
+LOCK = $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --all-extras --no-emit-package torchao --no-emit-index-url pyproject.toml
 lock:
 	$(LOCK) -o requirements.lock
 	$(LOCK) --resolution lowest-direct -o requirements.oldest.lock
@@ -91,7 +92,7 @@ test: setup
 
 # the figures that it prints go into docs/evidence/reliability.md
 test-faults: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s -m "(slow or faults) and not (browser or container or prometheus or slurm)" $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s -m "(slow or faults) and not (browser or container or prometheus or quantised or slurm)" $(ARGS)
 
 test-alerts: setup
 	@command -v promtool prometheus >/dev/null || \
@@ -118,6 +119,12 @@ test-container: setup
 # every family, small, on 1, 2 and 4 processes
 test-families: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s -m "slow or not slow" tests/train/families $(ARGS)
+
+# beside .venv: where torchao is, diffusers loads it in every process
+TORCHAO = torchao==0.18.0
+test-quantised: setup
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps --target .torchao $(TORCHAO)
+	PYTHONPATH=.torchao OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s -m quantised tests/precompute/encode $(ARGS)
 
 PYTHONS ?= 3.11 3.12 3.13
 test-install: setup

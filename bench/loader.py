@@ -1,6 +1,6 @@
 """The loader against a training step and against plain reading; a real run's wait; the first batch after a resume.
 
-python -m bench.loader [--samples 2048]
+python -m bench.loader [--samples 2048] [--only families repa]
 """
 
 import argparse
@@ -12,23 +12,32 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import yaml
+from accelerate import Accelerator
 from diffusers import UNet2DConditionModel
 from torch.utils.data import DataLoader
 
 from bench.kit.common import section, table, timed_in_turn
+from bench.kit.families import FAMILIES, GPUS_OF_A_NODE, Family, read_family
 from bench.kit.roots import make_root
 from shards.base.store import LocalStore
+from shards.format.towers import FeatureTower, Weights
+from train.__main__ import ACCELERATE_PRECISION
+from train.assemble import assemble
+from train.config import TrainConfig
 from train.data.loader import Loader
 from train.data.selection import FilterConfig, Range, select
 from train.data.spec import DataConfig, DataSpec
 from train.data.streams import open_data
+from train.loop import take_step
+from train.prepare import prepare, take_run
+from train.run.launches import Launch
 from train.run.metrics import read_json_lines
 
 UNET = Path("examples/shapes/unet.json")
@@ -38,27 +47,44 @@ BATCH = 64
 PARTS = 8
 ROUNDS = 5
 BLOCK = 1 << 22
+COPIED = 1 << 28
+FAMILY_SAMPLES = 128
+FEATURES = FeatureTower(
+    class_name="Dinov2Model",
+    weights=Weights(name="none", sha256="0" * 64),
+    resize=0.875,
+    mean=(0.5,) * 3,
+    std=(0.5,) * 3,
+    patch=14,
+    width=768,
+    storage="float16",
+)
+"""DINOv2-base's."""
 
 
 def main() -> None:
     """Measure, and print a section of docs/evidence/benchmarks.md."""
     parser = argparse.ArgumentParser(prog="bench.loader", description=__doc__)
     parser.add_argument("--samples", type=int, default=2048, help="of each root; 174 kB each of the one of SD2's size")
-    options = parser.parse_args()
     cores = len(os.sched_getaffinity(0))
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
+        parts: dict[str, Callable[[], str]] = {
+            "unet": lambda: against_the_unet(demo(), cores),
+            "plain": lambda: against_plain_reading(sd2(), cores),
+            "streaming": lambda: against_streaming(sd2(), cores),
+            "first": lambda: first_batch(sd2()),
+            "filter": lambda: table_reading(demo()),
+            "wait": lambda: wait_of_a_run(demo(), folder / "run", cores),
+            "families": lambda: of_families(folder),
+            "repa": lambda: reading_features(folder / "features", per_part),
+        }
+        parser.add_argument("--only", nargs="*", choices=parts, default=list(parts))
+        options = parser.parse_args()
         per_part = [options.samples // PARTS] * PARTS
-        demo = make_root(Path(folder) / "demo", {DEMO_BUCKET: per_part}, DEMO_TEXT)
-        sd2 = make_root(Path(folder) / "sd2", {SD2_BUCKET: per_part}, SD2_TEXT)
-        parts = [
-            against_the_unet(demo, cores),
-            against_plain_reading(sd2, cores),
-            against_streaming(sd2, cores),
-            first_batch(sd2),
-            table_reading(demo),
-            wait_of_a_run(demo, Path(folder) / "run", cores),
-        ]
-    print(section("The loader", "bench.loader", "\n\n".join(parts)))
+        demo = cache(lambda: make_root(folder / "demo", {DEMO_BUCKET: per_part}, DEMO_TEXT))
+        sd2 = cache(lambda: make_root(folder / "sd2", {SD2_BUCKET: per_part}, SD2_TEXT))
+        print(section("The loader", "bench.loader", "\n\n".join(parts[name]() for name in options.only)))
 
 
 def open_stream(root: Path, bucket: str, num_workers: int) -> tuple[DataConfig, DataSpec]:
@@ -239,6 +265,75 @@ def wait_of_a_run(root: Path, run_dir: Path, cores: int) -> str:
     return (
         f"**Data wait** of a run (the demo's U-Net at {rate:,.0f} img/s on {cores} cores, 1 loader process): "
         f"{np.mean(waits):.2%} of the time from step 10 on, {max(waits):.2%} at most over 10 steps."
+    )
+
+
+def of_families(folder: Path) -> str:
+    """Samples of each family's size in its first phase, beside what a node would take and what memory would give."""
+    rows = [family_row(read_family(name), folder / name) for name in FAMILIES]
+    header = ["family", "bytes stored", "in a batch", "samples/s", "GB/s", "copy GB/s", "a node's img/s"]
+    return (
+        f"**Samples of each family** in batches of {BATCH}, from the page cache, in the process itself, and a plain "
+        f"copy: for each second of processor time, so other work on the machine counts for little. Beside it the img/s "
+        f"that the planner expects of {GPUS_OF_A_NODE} H200s, and how many cores 3 × those are work for.\n\n"
+        + table([*header, "cores for 3 ×"], rows)
+    )
+
+
+def family_row(family: Family, root: Path) -> list[object]:
+    """One family's line."""
+    print(f"{family.name} …", file=sys.stderr, flush=True)
+    make_root(root, {family.bucket: [FAMILY_SAMPLES]}, encoding=family.encoding, num_tokens=family.num_tokens)
+    stored = sum(file.stat().st_size for file in root.glob("*/*/*.mds")) / FAMILY_SAMPLES
+    reading = Reading(root, family.bucket, 0)
+    block, target = np.ones(COPIED, np.uint8), np.empty(COPIED, np.uint8)
+    pair = timed_in_turn(reading, lambda: np.copyto(target, block), ROUNDS, time.process_time)
+    shutil.rmtree(root)
+    rate = reading.spec.steps_per_epoch * BATCH / float(np.median(pair.first_seconds))
+    size, copied = reading.spec.sample_bytes(family.bucket), COPIED / float(np.median(pair.second_seconds))
+    return [
+        f"{family.name} ({family.bucket})",
+        f"{stored:,.0f}",
+        f"{size:,}",
+        f"{rate:,.0f}",
+        f"{rate * size / 1e9:.2f}",
+        f"{copied / 1e9:.1f}",
+        f"{family.node_rate:,.0f}",
+        f"{3 * family.node_rate / rate:.1f}",
+    ]
+
+
+def reading_features(root: Path, per_part: list[int]) -> str:
+    """A step with an aligned layer: its features read with the batch, or lying in memory."""
+    make_root(root, {DEMO_BUCKET: per_part}, DEMO_TEXT, features={"dino": FEATURES})
+    config = yaml.safe_load(Path("examples/shapes/configs/phase1.yaml").read_text()) | {
+        "run_dir": str(root / "run"),
+        "data": {"root": str(root), "bucket": DEMO_BUCKET, "num_workers": 0, "num_canonical_nodes": 8},
+        "repa": {"layer": "mid_block"},
+        "log": {"tracker": "none", "every": 10_000},
+    }
+    train_config = TrainConfig.model_validate(config)
+    accelerator = Accelerator(mixed_precision=ACCELERATE_PRECISION[train_config.precision], cpu=True)
+    prepared = prepare(train_config, accelerator)
+    run = assemble(train_config, prepared, accelerator, Launch(take_run(train_config, prepared)))
+    size, without = train_config.global_batch_size, prepared.spec.of_towers(list(prepared.spec.texts), [])
+    alone = iter(Loader(train_config.data, without, size, 0, 0, torch.arange(size)))
+    batches = iter(run.loader)
+    held = {name: column for name, column in next(batches).columns.items() if name not in without.lengths}
+
+    def from_memory() -> None:
+        batch = next(alone)
+        batch.columns |= held
+        take_step(run, batch)
+
+    pair = timed_in_turn(lambda: take_step(run, next(batches)), from_memory, 2 * ROUNDS, time.process_time)
+    others = without.sample_bytes(DEMO_BUCKET)
+    features = prepared.spec.sample_bytes(DEMO_BUCKET) - others
+    return (
+        f"**Reading features** (REPA; {features:,} bytes a sample, beside {others:,}): a step "
+        f"of {size} samples of the demo's U-Net, read in the training process itself, so that nothing hides it, "
+        f"runs by processor time at **{pair.ratio:.3f} ×** the rate of the same step whose features lie in memory "
+        f"({pair.spread}, {2 * ROUNDS} rounds in turn)."
     )
 
 

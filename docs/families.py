@@ -1,15 +1,24 @@
-"""Writes the table of docs/how-to/families.md from the configs and the plan: `python docs/families.py` (a minute)."""
+"""Writes the tables of the families from the configs and the plan: `python docs/families.py` (a minute).
+
+That of docs/how-to/families.md, and that of docs/how-to/towers.md, of the memory that towers take.
+"""
 
 import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs" / "how-to" / "families.md"
+HOW_TO = ROOT / "docs" / "how-to"
 ORDER = ("sd2", "sd15", "sdxl", "pixart-sigma", "sd3", "flux1", "sana", "prx")
 GPUS = 64
 HEAD = (
     "| FAMILY | network | parameters | towers | phases | bytes per sample | cost |",
     "| --- | --- | --- | --- | --- | --- | --- |",
+)
+
+
+MEMORY_HEAD = (
+    "| FAMILY | together | one by one | for what overflows | together, int8 | one by one, int8 |",
+    "| --- | --- | --- | --- | --- | --- |",
 )
 
 
@@ -35,13 +44,51 @@ def row(name: str) -> str:
     return f"| {name} | {network} | {parameters:.3f} B | {towers} | {phases} | {sizes} | ${cost:,.0f} |"
 
 
-def main() -> None:
-    """Put the table in place of the one that is there."""
-    before, after = PAGE.read_text().split(f"{HEAD[0]}\n")
+def memory_row(name: str) -> str:
+    """One family's line: GB of weights on the device, in bfloat16 with the float32 ones beside or waiting."""
+    import torch
+
+    from plan.arithmetic.work import _image_tower, _text_tower
+    from plan.config import Plan, TextNetwork
+    from precompute.encode.networks import lowered
+    from shards.base.config import load_config
+
+    networks = load_config(Plan, ROOT / "configs" / name / "plan.yaml", [], "plan").networks
+    texts = networks.texts or {"text": TextNetwork(config=networks.text_encoder, class_name="CLIPTextModel")}
+    with torch.device("meta"):
+        vae, towers = _image_tower(networks.vae)[0], [_text_tower(*item)[0] for item in texts.items()]
+
+    def size(model: torch.nn.Module, linear: int = 0) -> int:
+        """Bytes, with so many for each weight of a linear layer; 0: as it is."""
+        weights = {module.weight for module in model.modules() if isinstance(module, torch.nn.Linear) and linear}
+        held = {*model.parameters(), *model.buffers()}
+        return sum(tensor.numel() * linear if tensor in weights else tensor.nbytes for tensor in held)
+
+    full, low = [size(model) for model in (vae, *towers)], [size(lowered(m, "bfloat16")) for m in (vae, *towers)]
+    rounded = [size(tower, linear=1) for tower in towers]
+    numbers = (
+        sum(full) + sum(low),
+        max(low),
+        max(full),
+        full[0] + low[0] + 2 * sum(rounded),
+        max(low[0], *rounded),
+    )
+    return f"| {name} | {' | '.join(f'{number / 1e9:.1f}' for number in numbers)} |"
+
+
+def put(page: str, head: tuple[str, str], rows: list[str]) -> None:
+    """Put a table in place of the one that is there."""
+    path = HOW_TO / page
+    before, after = path.read_text().split(f"{head[0]}\n")
     rest = after.splitlines(keepends=True)
     end = next(i for i, line in enumerate(rest) if not line.startswith("|"))
-    table = "\n".join([*HEAD, *map(row, ORDER)])
-    PAGE.write_text(f"{before}{table}\n{''.join(rest[end:])}")
+    path.write_text("\n".join([f"{before}{head[0]}", head[1], *rows, "".join(rest[end:])]))
+
+
+def main() -> None:
+    """Write both."""
+    put("families.md", HEAD, list(map(row, ORDER)))
+    put("towers.md", MEMORY_HEAD, list(map(memory_row, ORDER)))
 
 
 if __name__ == "__main__":

@@ -97,6 +97,11 @@ class PrecomputeConfig(Config):
     def _check_towers(self) -> "PrecomputeConfig":
         if self.texts and (self.text_encoder or self.tokenizer):
             raise ValueError("text_encoder and tokenizer are short for one of `texts`; give these two, or `texts`")
+        rounded = [name for name, tower in self.texts.items() if tower.weights == "int8"]
+        if rounded and self.precision == "float16":
+            raise ValueError(
+                f"texts.{rounded[0]}.weights: products with int8 weights overflow float16; give precision: bfloat16"
+            )
         if not self.texts and not (self.text_encoder and self.tokenizer):
             raise ValueError("no text tower: give text_encoder and tokenizer, or `texts`")
         return self

@@ -2,6 +2,7 @@
 
 import json
 import re
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -14,7 +15,16 @@ from precompute.encode.networks import model_class
 from shards.base.config import Config
 from shards.base.errors import RequestError
 from shards.format.models import hash_weights, model_folder, read_model_config
-from shards.format.towers import CAUSAL, FeatureTower, ImageStorage, ImageTower, Slice, TextStorage, TextTower
+from shards.format.towers import (
+    CAUSAL,
+    FeatureTower,
+    ImageStorage,
+    ImageTower,
+    Quantised,
+    Slice,
+    TextStorage,
+    TextTower,
+)
 
 VOCABULARIES = (("vocab.json", "merges.txt"), ("tokenizer.json",), ("spiece.model",), ("tokenizer.model",))
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
@@ -81,6 +91,9 @@ class TextTowerConfig(Config):
     """In place of `text.storage`."""
     trim: bool | None = None
     """In place of `text.trim`."""
+    weights: Literal["as_stored"] | Quantised = "as_stored"
+    """`int8` or `float8`: the weights of its linear layers take a byte each on the device, by torchao. The root then
+    holds what such a tower makes of captions, under an encoding id of its own."""
     batch_size: int | None = Field(None, ge=1)
     """Captions that it encodes together, in place of `workers.batch_size`."""
 
@@ -176,6 +189,13 @@ def describe_text(name: str, asked: TextTowerConfig, default: TextConfig) -> Tex
     if longest is not None and max_tokens > longest:
         raise RequestError(f"texts.{name}.max_tokens: {class_name} in {folder} takes {longest}, not {max_tokens}.")
     _try_text(name, folder, class_name, architecture, asked)
+    quantised = None if asked.weights == "as_stored" else asked.weights
+    if quantised and find_spec("torchao") is None:
+        raise RequestError(
+            f"texts.{name}.weights: {quantised} weights are made by torchao, which is not installed. Install it here "
+            f"and on the workers (pip install 'latentmill[quantised]'), or leave `weights` out: the tower is then used "
+            f"as it is stored, and workers.towers: one_by_one saves memory without rounding."
+        )
     _check_tokenizer(tokenizer, longest if is_clip else None)
     if asked.beyond_template:
         own = transformers.AutoTokenizer.from_pretrained(tokenizer)(asked.template.replace("{}", "")).input_ids
@@ -210,6 +230,7 @@ def describe_text(name: str, asked: TextTowerConfig, default: TextConfig) -> Tex
         pooled=pooled,
         storage=asked.storage or default.storage,
         trim=trim and asked.states,
+        quantised=quantised,
     )
 
 

@@ -123,9 +123,11 @@ def folder_of(config: PrecomputeConfig) -> Path:
 
 def make_towers(config: PrecomputeConfig) -> Towers:
     """The towers of a config, on the CPU."""
-    encoding = describe_encoding(config)
-    batch_sizes = make_recipe(config, encoding).batch_sizes
-    return Towers(*load_networks(encoding, "cpu"), config.workers.batch_size, batch_sizes)
+    encoding, one_by_one = describe_encoding(config), config.workers.one_by_one
+    networks = load_networks(encoding, "cpu", one_by_one=one_by_one)
+    towers = Towers(*networks, config.workers.batch_size, make_recipe(config, encoding).batch_sizes)
+    towers.one_by_one = one_by_one
+    return towers
 
 
 def encode_all(config: PrecomputeConfig, models: Path, attempt: int = 1, decode: Decode = decode_picture) -> None:

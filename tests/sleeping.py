@@ -61,8 +61,8 @@ class SleepingTowers(Towers):
     def empty_caption(self) -> dict[str, TextLatents]:
         return self.empty
 
-    def start_captions(self, texts: list[str]) -> Iterator[Callable[[], EncodedCaptions]]:
-        return iter([lambda: EncodedCaptions(self.empty, False)] * len(texts))
+    def start_captions(self, groups: list[list[str]]) -> Iterator[list[Callable[[], EncodedCaptions]]]:
+        return ([lambda: EncodedCaptions(self.empty, False)] * len(texts) for texts in groups)
 
     def start_pictures(self, bucket: Bucket, pictures: list[np.ndarray]) -> Callable[[], Iterator[PictureLatents]]:
         asleep = self.sleeper.start()

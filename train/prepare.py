@@ -103,6 +103,7 @@ def prepare(config: TrainConfig, accelerator: Accelerator | None = None) -> Prep
     fingerprint = make_fingerprint(
         config.seed, config.global_batch_size, config.data, spec, config.objective, unet, config.backbone, repa
     )
+    spec = spec.of_towers(backbone.text_towers, [] if aligned is None else [aligned.features.name])
     check_same_everywhere(accelerator, fingerprint, spec.look.problem if spec.look else None)
     if checkpoint is not None:
         check_resume(checkpoint.folder, checkpoint.fingerprint, fingerprint, config.data.index == "newest")
@@ -119,7 +120,7 @@ def prepare(config: TrainConfig, accelerator: Accelerator | None = None) -> Prep
         load_pretrained(unet, config.init_unet)
     validation = None
     if config.validation.root is not None:
-        training = only_read(EncodingRecord.load(spec.streams[0].store), config.data.towers)
+        training = only_read(EncodingRecord.load(spec.streams[0].store), [f"texts.{name}" for name in spec.texts])
         validation = open_validation(config.validation, training, config.seed)
     return Prepared(world, spec, unet, backbone, checkpoint, words, fingerprint, validation, aligned, held)
 

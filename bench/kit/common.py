@@ -51,16 +51,22 @@ class Pair:
         return f"{min(self.ratios):.2f} to {max(self.ratios):.2f}"
 
 
-def timed_in_turn(first: Callable[[], object], second: Callable[[], object], rounds: int) -> Pair:
-    """Run both once unmeasured, then in turn `rounds` times, so that a noisy machine disturbs both alike."""
+def timed_in_turn(
+    first: Callable[[], object],
+    second: Callable[[], object],
+    rounds: int,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Pair:
+    """Run both once unmeasured, then in turn `rounds` times, so that a noisy machine disturbs both alike; one that is
+    busy with other work does not disturb time.process_time."""
     first()
     second()
     seconds: tuple[list[float], list[float]] = ([], [])
     for _ in range(rounds):
         for times, function in zip(seconds, (first, second), strict=True):
-            start = time.perf_counter()
+            start = clock()
             function()
-            times.append(time.perf_counter() - start)
+            times.append(clock() - start)
     return Pair(*seconds)
 
 

@@ -51,11 +51,19 @@ def make_root(
     text: tuple[int, int] = (16, 16),
     missing_every: int = 0,
     features: Mapping[str, FeatureTower] = MappingProxyType({}),
+    encoding: EncodingRecord | None = None,
+    num_tokens: int | None = None,
 ) -> Path:
-    """A root of `buckets`, each with as many samples per part as listed, and text latents of `text` (tokens, width)."""
-    encoding = encoding_record(*text).model_copy(update={"features": dict(features)})
+    """A root of `buckets`, each with as many samples per part as listed, and text latents of `text` (tokens, width).
+
+    Args:
+        encoding: in place of `text` and `features`.
+        num_tokens: real ones of each caption; None: all.
+    """
+    encoding = encoding or encoding_record(*text).model_copy(update={"features": dict(features)})
     create_root(open_store(root), encoding)
-    write_uncond(open_store(root), {ONLY_TEXT: TextLatents(torch.zeros(text), 2)}, encoding)
+    empty = {name: random_text(np.random.default_rng(0), tower, 2) for name, tower in encoding.texts.items()}
+    write_uncond(open_store(root), empty, encoding)
     rng = np.random.default_rng(0)
     for part in range(max(map(len, buckets.values()))):
         shard = f"{part:05d}"
@@ -67,7 +75,7 @@ def make_root(
                 writer = PartWriter(folder / name, encoding, Bucket.parse(name))
                 for number, key in enumerate(keys):
                     if number < num_samples:
-                        writer.write(make_sample(rng, key, name, encoding, number, missing_every))
+                        writer.write(make_sample(rng, key, name, encoding, number, missing_every, num_tokens))
                     else:
                         writer.refuse(key, "", "too_small", "")
                 parts[name] = writer.finish()
@@ -93,19 +101,31 @@ def make_root(
     return root
 
 
+def random_text(rng: np.random.Generator, tower: TextTower, num_tokens: int | None = None) -> TextLatents:
+    """As a text tower makes them of a caption of so many tokens; None: of all."""
+    states = torch.from_numpy(rng.standard_normal((tower.length, tower.width), np.float32)) if tower.states else None
+    pooled = torch.from_numpy(rng.standard_normal(tower.pooled, np.float32)) if tower.pooled else None
+    return TextLatents(states, num_tokens or tower.length, pooled)
+
+
 def make_sample(
-    rng: np.random.Generator, key: str, bucket: str, encoding: EncodingRecord, number: int, missing_every: int
+    rng: np.random.Generator,
+    key: str,
+    bucket: str,
+    encoding: EncodingRecord,
+    number: int,
+    missing_every: int,
+    num_tokens: int | None,
 ) -> Sample:
     """One sample of random latents, sizes and scores."""
-    height, width = Bucket.parse(bucket).latent_hw(8)
+    height, width = Bucket.parse(bucket).latent_hw(encoding.image.downsampling)
     scores = rng.random(4).astype(np.float32) * np.array([10, 1, 1, 1], np.float32)
     if missing_every and number % missing_every == 0:
         scores[:] = np.nan
-    tower = encoding.texts[ONLY_TEXT]
-    states = torch.from_numpy(rng.standard_normal((tower.length, tower.width), np.float32))
+    captions = {name: random_text(rng, tower, num_tokens) for name, tower in encoding.texts.items()}
     return Sample(
         key=key,
-        captions=[Caption("random", {ONLY_TEXT: TextLatents(states, tower.length)}, frozenset())],
+        captions=[Caption("random", captions, frozenset())],
         image_latents=torch.from_numpy(rng.standard_normal((encoding.image.num_planes, height, width), np.float32)),
         size=(int(rng.integers(64, 300)), int(rng.integers(64, 300)), 0, 0),
         scores=scores,

@@ -9,7 +9,10 @@ once; calling what it returned waits for the latents. On a CPU, `start` does all
 
 import copy
 import importlib
-from collections.abc import Callable
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any, Literal, TypeVar
 
 import numpy as np
@@ -17,7 +20,9 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+from shards.base.errors import UnfitNode
 from shards.format.buckets import Bucket
+from shards.format.towers import Quantised
 
 Item = TypeVar("Item")
 Model = TypeVar("Model", bound=nn.Module)
@@ -51,6 +56,24 @@ def lowered(model: Model, precision: Precision) -> Model:
     for module in model.modules():
         if isinstance(module, nn.Conv2d | nn.Linear):
             module.to(getattr(torch, precision))
+    return model
+
+
+def quantised(model: Model, to: Quantised) -> Model:
+    """The network, in float32, with the weights of its linear layers in int8 or float8; products are taken in the
+    precision of their inputs.
+
+    Raises:
+        UnfitNode: torchao is not installed here.
+    """
+    try:
+        from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig, quantize_
+    except ImportError as error:
+        raise UnfitNode(
+            f"{os.uname().nodename} has no torchao ({error}), which makes a text tower's {to} weights. Install it "
+            f"there: pip install 'latentmill[quantised]'."
+        ) from error
+    quantize_(model, Int8WeightOnlyConfig() if to == "int8" else Float8WeightOnlyConfig())
     return model
 
 
@@ -112,6 +135,60 @@ class Copies:
         return wait
 
 
+class Seat:
+    """A device that has the weights of one network at a time; those of the others wait in the host's memory.
+
+    Weights do not change, so nothing is copied back. What a network leaves is free for the next one at once: all of
+    them are launched into one stream, whichever thread does it.
+    """
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.lock = threading.RLock()
+        self.waiting: dict[nn.Module, dict[str, Tensor]] = {}
+        """Network → its weights and buffers on the host."""
+        self.seated: nn.Module | None = None
+
+    def add(self, model: nn.Module) -> None:
+        """A network, which is on the host."""
+        both = (model.named_parameters, model.named_buffers)
+        self.waiting[model] = {name: tensor for named in both for name, tensor in named(remove_duplicate=False)}
+
+    @contextmanager
+    def of(self, model: nn.Module) -> Iterator[None]:
+        """`model` is on the device, and stays there while its work is launched."""
+        with self.lock:
+            if self.seated is not model:
+                if self.seated is not None:
+                    put(self.seated, self.waiting[self.seated])
+                self.seated = None
+                put(model, self._moved(self.waiting[model]))
+                self.seated = model
+            yield
+
+    @torch.inference_mode(False)
+    def _moved(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        moved: dict[int, Tensor] = {}
+        for tensor in tensors.values():
+            if id(tensor) not in moved:  # some have two names
+                there = to_device(tensor, self.device)
+                is_weight = isinstance(tensor, nn.Parameter)
+                moved[id(tensor)] = nn.Parameter(there, requires_grad=False) if is_weight else there
+        return {name: moved[id(tensor)] for name, tensor in tensors.items()}
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """On a CPU it is there."""
+    return tensor.to(device)
+
+
+def put(model: nn.Module, tensors: dict[str, Tensor]) -> None:
+    """Have `model` compute with these weights and buffers, by name."""
+    for name, tensor in tensors.items():
+        owner, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(owner), leaf, tensor)
+
+
 class Network:
     """A frozen network, held in float32 and with its products lowered."""
 
@@ -122,15 +199,23 @@ class Network:
         device: torch.device,
         precision: Precision,
         compiled: str | None = None,
+        seat: Seat | None = None,
     ):
         """Args:
         model: in float32, on the CPU.
         compute: (the network, a batch's inputs on the device) → its results, (batch, …) floats each.
         compiled: the part of the network to compile, for each shape; `""` for all of it. What is encoded again in
             float32 is not worth compiling for.
+        seat: that it takes on the device to run; None: it is always there.
         """
-        self.model = model.eval().requires_grad_(False).to(device)
+        self.model = model.eval().requires_grad_(False)
+        self.seat = seat
+        if seat is None:
+            self.model.to(device)
         self.lowered = lowered(self.model, precision)
+        if seat is not None:
+            for held in {self.model, self.lowered}:
+                seat.add(held)
         if compiled is not None:
             # or further shapes would quietly run as they are
             torch._dynamo.config.recompile_limit = MOST_SHAPES
@@ -177,5 +262,5 @@ class Network:
 
     def _run(self, inputs: list[Tensor], precision: Precision) -> tuple[Tensor, ...]:
         model = self.lowered if precision == self.precision else self.model
-        with autocast(self.device, precision):
+        with self.seat.of(model) if self.seat else nullcontext(), autocast(self.device, precision):
             return tuple(result.float() for result in self.compute(model, *inputs))

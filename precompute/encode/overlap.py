@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import closing, contextmanager
+from itertools import chain, islice
 from typing import Any, Generic, TypeVar
 
 from shards.base.errors import WorkError
@@ -166,17 +167,13 @@ class Turns:
         self.device, self.empty_caption = threading.Lock(), threading.Lock()
         self.lapped = time.monotonic()
 
-    def at_device(
-        self, items: Generator[Item, None, None], at_end: Callable[[], None] = lambda: None
-    ) -> Generator[Item, None, None]:
-        """`items`: the first is made before the device is waited for, which is this one's until there are no more, and
-        `at_end` has been called."""
+    @contextmanager
+    def at_device(self, items: Generator[Item, None, None]) -> Iterator[Iterator[Item]]:
+        """`items`: the first is made before the device is waited for, which then is this one's to the end."""
         with closing(items):
-            for first in items:
-                with self.device:
-                    yield first
-                    yield from items
-                    at_end()
+            first = list(islice(items, 1))
+            with self.device:
+                yield chain(first, items)
 
     def lap(self) -> float:
         """Seconds since the last call, or since the process began with this."""

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 import torch
 from pydantic import Field
@@ -28,6 +29,9 @@ class WorkerConfig(Config):
     compile: bool | None = None
     """Compile the towers with torch.compile: a minute for each bucket when a worker starts, then faster; null: on GPUs.
     It changes latents by rounding alone, as the kind of GPU does, so it is in the receipts and not in encoding.json."""
+    towers: Literal["together", "one_by_one"] = "together"
+    """`together`: all towers' weights are on the device. `one_by_one`: one tower's at a time, the others' in the host's
+    memory; a tar's pictures are encoded first, then its captions by each text tower in turn. The bytes are the same."""
     tars_at_once: int = Field(3, ge=1, le=4)
     """Tars that a worker has in hand at once: one at the device, the next, whose first batches are made ready, and one
     that is being committed. Each takes room in scratch for its latents, and for its copy until it is encoded; pictures
@@ -38,6 +42,11 @@ class WorkerConfig(Config):
     isolate_from: int = Field(2, ge=1)
     """Attempt from which pictures are decoded in child processes, so that one that kills its decoder is found and
     rejected as `decoder_crash`; 1: always."""
+
+    @property
+    def one_by_one(self) -> bool:
+        """Whether towers share a seat on the device."""
+        return self.towers == "one_by_one"
 
     def compiles(self, device: torch.device) -> bool:
         """Whether the towers are compiled there."""

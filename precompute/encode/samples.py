@@ -6,7 +6,7 @@ A sample that is in one bucket's batch and waits for another's holds only what i
 bucket, and its captions in memory of their own.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -110,7 +110,7 @@ class StartedBatch:
 
     bucket: Bucket
     samples: list[Started]
-    latents: Callable[[], Iterator[PictureLatents]]
+    latents: Callable[[], Iterable[PictureLatents]]
     """Waits for the pictures'."""
 
     def encoded(self) -> Iterator[Encoded]:

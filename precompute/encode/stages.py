@@ -3,9 +3,9 @@
 import hashlib
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from functools import partial
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 from precompute.encode.overlap import Later, Turns, map_in_order, threads
 from precompute.encode.parts import Parts
@@ -29,6 +29,7 @@ from precompute.pixels.isolation import CLOCK_PER_PROCESSOR_SECOND, maybe_isolat
 from shards.base.errors import DamagedInput
 from shards.format.buckets import Bucket
 
+Item = TypeVar("Item")
 LOST = "lost_in_tar"
 MAX_DETAIL, MAX_URL = 1000, 4096
 """Characters that a refusal keeps."""
@@ -114,24 +115,40 @@ def batched_by_bucket(
 def start_batches(
     batches: Generator[tuple[Bucket, list[Cut]], None, None], towers: Towers, clock: DeviceClock, turns: Turns
 ) -> Generator[StartedBatch, None, None]:
-    """Hand each batch to the device and go on with the next; a batch comes out once all its captions are begun."""
+    """Hand each batch to the device and go on with the next; a batch comes out once all its captions are begun.
+
+    Where towers run one by one, all pictures are encoded before any caption.
+    """
     captions = CaptionsOnce(towers)
     held: deque[tuple[StartedBatch, int]] = deque()
+    before: Callable[[], object] = list
 
-    def start_rest() -> None:
-        with clock():
-            captions.start_rest()
+    def begun() -> Iterator[StartedBatch]:
+        while held and held[0][1] <= captions.num_begun:
+            yield held.popleft()[0]
 
-    with closing(turns.at_device(batches, start_rest)) as at_device:
+    with turns.at_device(batches) as at_device:
         for bucket, cuts in at_device:
             with clock():
-                begun = captions.start(cuts)
-                latents = towers.start_pictures(bucket, [cut.pixels for cut in cuts])
-            samples = [Started(cut.about, cut.corner, later) for cut, later in zip(cuts, begun, strict=True)]
+                asked = captions.start(cuts)
+                latents = Later(listed(towers.start_pictures(bucket, [cut.pixels for cut in cuts])))
+            samples = [Started(cut.about, cut.corner, later) for cut, later in zip(cuts, asked, strict=True)]
             held.append((StartedBatch(bucket, samples, latents), captions.num_asked))
-            while held and held[0][1] <= captions.num_begun:
-                yield held.popleft()[0]
-    yield from (batch for batch, _ in held)
+            if towers.one_by_one:  # a batch's pixels are held until it was waited for
+                before()
+                before = latents
+            yield from begun()
+        before()
+        while captions.num_begun < captions.num_asked:
+            yield from begun()
+            with clock():
+                captions.start_more()
+    yield from begun()
+
+
+def listed(items: Callable[[], Iterable[Item]]) -> Callable[[], list[Item]]:
+    """The same function, that makes a list."""
+    return lambda: list(items())
 
 
 class CaptionToCome:
@@ -148,6 +165,7 @@ class CaptionsOnce:
     """Has each sample's captions encoded once for all buckets, in full batches, in the order in which they first come.
 
     A batch of captions is begun when it is full: a bucket's batch brings as many as were not begun with another's.
+    Where towers run one by one the batches are the same, and are begun when all captions were asked for.
     """
 
     def __init__(self, towers: Towers):
@@ -155,6 +173,7 @@ class CaptionsOnce:
         self.begun: dict[str, tuple[Later[Captions], int]] = {}
         """Key → captions, and how many buckets' batches are still to come that need them."""
         self.waiting: deque[tuple[str, CaptionToCome]] = deque()
+        self.rest: Iterator[list[Callable[[], EncodedCaptions]]] | None = None
         self.num_asked = 0
         """Captions that were asked for so far."""
 
@@ -169,25 +188,24 @@ class CaptionsOnce:
             if cut.about.key not in self.begun:
                 own = [None if caption is None else self._ask(caption.text) for caption in cut.about.captions]
                 self.begun[cut.about.key] = Later(partial(with_latents, cut.about.captions, own)), cut.num_buckets
-        while len(self.waiting) >= self.towers.caption_batch:
-            self._begin(self.towers.caption_batch)
+        while not self.towers.one_by_one and len(self.waiting) >= self.towers.caption_batch:
+            self.start_more()
         return [self._take(cut.about.key) for cut in cuts]
 
-    def start_rest(self) -> None:
-        """Begin with what is left, in a batch that is not full."""
-        self._begin(len(self.waiting))
+    def start_more(self) -> None:
+        """Begin with the next batch of captions, which is not full where there are no more."""
+        if self.rest is None or not self.towers.one_by_one:
+            size, texts = self.towers.caption_batch, [text for text, _ in self.waiting]
+            firsts = range(0, len(texts), size) if self.towers.one_by_one else range(1)
+            self.rest = self.towers.start_captions([texts[first : first + size] for first in firsts])
+        for wait in next(self.rest):
+            self.waiting.popleft()[1].wait = wait
 
     def _ask(self, text: str) -> CaptionToCome:
         to_come = CaptionToCome()
         self.waiting.append((text, to_come))
         self.num_asked += 1
         return to_come
-
-    def _begin(self, number: int) -> None:
-        batch = [self.waiting.popleft() for _ in range(number)]
-        encoded = self.towers.start_captions([text for text, _ in batch])
-        for (_, to_come), wait in zip(batch, encoded, strict=True):
-            to_come.wait = wait
 
     def _take(self, key: str) -> Later[Captions]:
         captions, left = self.begun.pop(key)

@@ -83,6 +83,7 @@ def encode_tar(
             record = source.result()
         # parts => committed, while the device has the next tar
         maker = made_by(towers.device)
+        libraries = (*SOFTWARE, *(["torchao"] if any(t.quantised for t in recipe.encoding.texts.values()) else []))
         made = Attempt(
             tar=tar.name,
             folder=folder,
@@ -92,7 +93,7 @@ def encode_tar(
             parts=written,
             rules={str(bucket): rule for bucket, rule in recipe.buckets.rules.items()},
             source=record,
-            software={name: version(name) for name in SOFTWARE},
+            software={name: version(name) for name in libraries},
             settings={
                 "device": maker.gpu,
                 "attention_by_products": attends_by_products(towers.device),

@@ -1,8 +1,10 @@
 """All of a job's towers as one: what a batch of pictures and its captions go through."""
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 
 import numpy as np
 import torch
@@ -14,6 +16,8 @@ from shards.format.buckets import Bucket
 from shards.format.text import TextLatents
 
 PIXELS_PER_BATCH_ITEM = 512 * 512
+Waits = dict[str, Callable[[], EncodedCaption]]
+"""Tower → waits for what it made of a caption."""
 
 
 def batch_size_of(bucket: Bucket, batch_size: int) -> int:
@@ -34,6 +38,9 @@ class PictureLatents:
 class TextTowers:
     """Any number of text towers. Every batch is filled up to one size."""
 
+    one_by_one = False
+    """A tower is done with all that waits before the next one begins: they share a seat."""
+
     def __init__(self, texts: dict[str, TextEncoder], batch_size: int, batch_sizes: dict[str, int] | None = None):
         """`batch_sizes`: of towers that have their own, `texts.NAME` or `features.NAME`."""
         self.texts = texts
@@ -51,7 +58,7 @@ class TextTowers:
 
     def empty_caption(self) -> dict[str, TextLatents]:
         """What each makes of no caption."""
-        return next(self.start_captions([""]))().latents
+        return next(self.start_captions([[""]]))[0]().latents
 
     def warm_up(self, buckets: Iterable[Bucket] = ()) -> None:
         """Run what was not run yet, so that it is compiled, and its kernels chosen, before a tar's time counts."""
@@ -60,17 +67,50 @@ class TextTowers:
                 TextTowers({name: tower}, self.batch_size, self.batch_sizes).empty_caption()
                 tower.warm.add(None)
 
-    def start_captions(self, texts: list[str]) -> Iterator[Callable[[], "EncodedCaptions"]]:
-        """Begin with any number of captions; each function returned waits for one's latents."""
-        waits: list[dict[str, Callable[[], EncodedCaption]]] = [{} for _ in texts]
-        for name, tower in self.texts.items():
+    def start_captions(self, groups: list[list[str]]) -> Iterator[list[Callable[[], "EncodedCaptions"]]]:
+        """Begin with groups of captions, one each time; each function returned waits for a caption's latents.
+
+        Where towers run one by one, all but the last are done with all groups before the first comes out. The last is
+        that of the most numbers, which so need not be held.
+        """
+        turns = [[name] for name in sorted(self.texts, key=self._size)] if self.one_by_one else [list(self.texts)]
+        waits = deque([Waits() for _ in texts] for texts in groups)
+        for names in turns[:-1]:
+            self._finish(names, groups, waits)
+        for texts in groups:
+            yield self._start_last(turns[-1], texts, waits.popleft())
+
+    def _size(self, name: str) -> int:
+        """Numbers that a tower makes of a caption."""
+        tower = self.texts[name].tower
+        return tower.length * tower.width * tower.states + tower.pooled
+
+    def _start(self, names: list[str], texts: list[str], waits: list[Waits]) -> list[Later[list[EncodedCaption]]]:
+        """Have these towers begin with captions, in batches."""
+        batches = []
+        for name in names:
             size = self.size_of(name)
             for first in range(0, len(texts), size):
                 batch = texts[first : first + size]
-                encoded = Later(tower.start_batch(batch, size))
+                batches.append(Later(self.texts[name].start_batch(batch, size)))
                 for row in range(len(batch)):
-                    waits[first + row][name] = partial(_row, encoded, row)
-        return (partial(EncodedCaptions.of, wait) for wait in waits)
+                    waits[first + row][name] = partial(_row, batches[-1], row)
+        return batches
+
+    def _finish(self, names: list[str], groups: list[list[str]], waits: Iterable[list[Waits]]) -> None:
+        """Have these towers encode all groups, a group ahead of the one that is waited for."""
+        before: list[Later[list[EncodedCaption]]] = []
+        for group in chain(zip(groups, waits, strict=True), [([], [])]):
+            begun = self._start(names, *group)
+            for batch in before:
+                batch()
+            before = begun
+
+    def _start_last(
+        self, names: list[str], texts: list[str], waits: list[Waits]
+    ) -> list[Callable[[], "EncodedCaptions"]]:
+        self._start(names, texts, waits)
+        return [partial(EncodedCaptions.of, wait) for wait in waits]
 
 
 class Towers(TextTowers):
@@ -133,9 +173,9 @@ class EncodedCaptions:
     truncated: bool
 
     @classmethod
-    def of(cls, waits: dict[str, Callable[[], EncodedCaption]]) -> "EncodedCaptions":
+    def of(cls, waits: Waits) -> "EncodedCaptions":
         """Wait for each tower."""
-        encoded = {name: wait() for name, wait in waits.items()}
+        encoded = {name: waits[name]() for name in sorted(waits)}
         return cls(
             {name: caption.latents for name, caption in encoded.items()},
             any(caption.truncated for caption in encoded.values()),

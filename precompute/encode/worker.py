@@ -8,6 +8,7 @@ import os
 import threading
 import traceback
 from collections.abc import Callable, Iterable
+from importlib.metadata import version
 from pathlib import Path
 
 import pyarrow as pa
@@ -15,7 +16,7 @@ import torch
 from torch._dynamo.exc import TorchDynamoException
 
 from precompute.encode.encoders import FeatureEncoder, ImageEncoder, TextEncoder
-from precompute.encode.networks import MOST_SHAPES, Precision
+from precompute.encode.networks import MOST_SHAPES, Precision, Seat
 from precompute.encode.overlap import Stuck, Turns
 from precompute.encode.provenance import check_source
 from precompute.encode.recipe import Recipe
@@ -114,8 +115,9 @@ def load_towers(recipe: Recipe, device: str) -> Towers:
         UnfitNode: this node has not what was recorded under a name.
     """
     compiled = recipe.worker.compiles(torch.device(device))
-    networks = _kept_networks(recipe.encoding.sealed(), device, compiled)
+    networks = _kept_networks(recipe.encoding.sealed(), device, compiled, recipe.worker.one_by_one)
     towers = Towers(*networks, recipe.worker.batch_size, recipe.batch_sizes)
+    towers.one_by_one = recipe.worker.one_by_one
     if compiled:
         compile_now(towers, recipe.buckets.all)
     return towers
@@ -138,15 +140,17 @@ def compile_now(towers: TextTowers, buckets: Iterable[Bucket] = ()) -> None:
 
 
 @functools.lru_cache(maxsize=1)
-def _kept_networks(encoding_json: bytes, device: str, compiled: bool) -> Networks:
-    networks = load_networks(EncodingRecord.parse(encoding_json, "this job's encoding record"), device, compiled)
+def _kept_networks(encoding_json: bytes, device: str, compiled: bool, one_by_one: bool) -> Networks:
+    encoding = EncodingRecord.parse(encoding_json, "this job's encoding record")
+    networks = load_networks(encoding, device, compiled, one_by_one)
     warm_up()
     return networks
 
 
-def load_networks(encoding: EncodingRecord, device: str, compiled: bool = False) -> Networks:
-    """Each tower's network on `device`. Raises as `load_towers`."""
-    how = (torch.device(device), encoding.compute_dtype, compiled)
+def load_networks(encoding: EncodingRecord, device: str, compiled: bool = False, one_by_one: bool = False) -> Networks:
+    """Each tower's network on `device`, or all with one seat there. Raises as `load_towers`."""
+    seat = Seat(torch.device(device)) if one_by_one else None
+    how = (torch.device(device), encoding.compute_dtype, compiled, seat)
     texts = load_texts(encoding.texts, *how)
     features = {
         name: FeatureEncoder(_recorded(tower.weights), tower, *how) for name, tower in encoding.features.items()
@@ -155,11 +159,12 @@ def load_networks(encoding: EncodingRecord, device: str, compiled: bool = False)
 
 
 def load_texts(
-    towers: dict[str, TextTower], device: torch.device, precision: Precision, compiled: bool
+    towers: dict[str, TextTower], device: torch.device, precision: Precision, compiled: bool, seat: Seat | None
 ) -> dict[str, TextEncoder]:
     """The networks of text towers. Raises as `load_towers`."""
+    how = (device, precision, compiled, seat)
     return {
-        name: TextEncoder(_recorded(tower.weights), _recorded(tower.tokenizer), tower, device, precision, compiled)
+        name: TextEncoder(_recorded(tower.weights), _recorded(tower.tokenizer), tower, *how)
         for name, tower in towers.items()
     }
 
@@ -169,8 +174,9 @@ def with_fresh_towers(recipe: Recipe, store: Store, device: str) -> Derivation:
     assert recipe.source is not None
     how, worker = recipe.source.conversion, recipe.worker
     on = torch.device(device)
-    texts = _kept_texts(recipe.encoding.sealed(), how.fresh, device, worker.compiles(on))
+    texts = _kept_texts(recipe.encoding.sealed(), how.fresh, device, worker.compiles(on), worker.one_by_one)
     towers = TextTowers(texts, worker.batch_size, recipe.batch_sizes)
+    towers.one_by_one = worker.one_by_one
     if worker.compiles(on):
         compile_now(towers)
     source = open_store(recipe.source.place)
@@ -178,19 +184,24 @@ def with_fresh_towers(recipe: Recipe, store: Store, device: str) -> Derivation:
         write_uncond(store, kept_uncond(load_uncond(source).items(), how) | towers.empty_caption(), recipe.encoding)
 
     def encode(captions: list[str]) -> Captions:
-        made = (wait() for wait in towers.start_captions(captions))
+        made = (wait() for wait in next(towers.start_captions([captions])))
         return ((caption.latents, caption.truncated) for caption in made)
 
     settings: Settings = {"device": made_by(on).gpu, **recipe.batches(on)}
+    if any(tower.tower.quantised for tower in texts.values()):
+        settings["torchao"] = version("torchao")
     settings = {f"derived.{name}": value for name, value in settings.items()}
     return Derivation(source, store, how, encode, on, settings)
 
 
 @functools.lru_cache(maxsize=1)
-def _kept_texts(encoding_json: bytes, names: frozenset[str], device: str, compiled: bool) -> dict[str, TextEncoder]:
+def _kept_texts(
+    encoding_json: bytes, names: frozenset[str], device: str, compiled: bool, one_by_one: bool
+) -> dict[str, TextEncoder]:
     encoding = EncodingRecord.parse(encoding_json, "this job's encoding record")
     towers = {name: encoding.texts[name] for name in sorted(names)}
-    texts = load_texts(towers, torch.device(device), encoding.compute_dtype, compiled)
+    on = torch.device(device)
+    texts = load_texts(towers, on, encoding.compute_dtype, compiled, Seat(on) if one_by_one else None)
     warm_up()
     return texts
 

@@ -14,6 +14,7 @@ from shards.format.buckets import Bucket
 from shards.format.towers import ONLY_TEXT, FeatureTower, ImageTower, TextTower, Weights
 
 FILE_NAME = "encoding.json"
+SIZE_TYPE = "ndarray:int32:4"
 ADDED_LATER = {"resampler": "pillow", "color": "as_stored"}
 """Fields of `image` that the first roots do not have; so filled in, they mean the same, and have no part in the id."""
 
@@ -74,7 +75,7 @@ class EncodingRecord(Config):
             columns |= text.columns(name, tower, several=self.several)
         for name, feature_tower in self.features.items():
             columns |= image.feature_columns(name, feature_tower, bucket)
-        columns |= {"size": "ndarray:int32:4", "scores": "ndarray:float32:4"}
+        columns |= {"size": SIZE_TYPE, "scores": "ndarray:float32:4"}
         if self.schema_version == 1 and not (self.several and self.texts[ONLY_TEXT].trim):
             columns.pop(f"num_tokens.{ONLY_TEXT}", None)
         return columns

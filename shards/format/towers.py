@@ -10,6 +10,7 @@ from shards.format.buckets import Bucket
 
 TextStorage = Literal["float16", "float8"]
 ImageStorage = Literal["float16", "int8"]
+Quantised = Literal["int8", "float8"]
 Posterior = Literal["moments", "mean", "deterministic"]
 Slice = tuple[int | None, int | None]
 CAUSAL = re.compile(
@@ -92,6 +93,8 @@ class TextTower(Config):
     """Numbers in the pooled output, which stands for a whole caption; 0: it is not stored."""
     storage: TextStorage
     trim: bool
+    quantised: Quantised | None = None
+    """What the weights of the tower's linear layers were rounded to, with a scale for each row; None: they were not."""
 
     @property
     def kept(self) -> list[int]:

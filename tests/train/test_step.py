@@ -21,15 +21,18 @@ from torch._dynamo.backends.distributed import DDPOptimizer
 from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from shards.format.text import quantise
 from tests.runs import UNET
 from tests.train.specs import CHANNELS, make_batch, spec
 from train.data.batch import Batch
 from train.data.draws import Draws, philox
 from train.loop import train_step
 from train.model.ema import Ema, EmaConfig
+from train.model.inputs import Conditioning
 from train.model.optimizer import Optimizer, OptimizerConfig, ScheduleConfig, make_adamw
 from train.model.sharding import DdpConfig
 from train.model.unet import build_unet, compile_network
+from train.objective.latents import StoredLatents
 from train.objective.loss import DiffusionLoss
 from train.objective.paths import ObjectiveConfig
 from train.objective.validation import Validation
@@ -192,6 +195,26 @@ def test_few_launches_and_no_question(objective: dict[str, Any], trim: bool, mon
     assert watch.launches["bitwise_xor"] == 0 and not watch.waits
     with pytest.raises(Summed):
         Validation([batch], 0, 1, 0.5, False)(network, loss, Accelerating(), SIZE)
+
+
+def test_captions_are_decoded_for_a_microbatch_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """T5's of a rank's share, decoded at once, would be gigabytes: they wait as they are stored."""
+    decoded, decode = [], StoredLatents.conditioning
+
+    def conditioning(self: StoredLatents, batch: Batch, dropped: Tensor) -> Conditioning:
+        assert batch.columns["text_latents.text"].dtype == torch.uint8
+        decoded.append((len(batch), len(dropped)))
+        return decode(self, batch, dropped)
+
+    monkeypatch.setattr(StoredLatents, "conditioning", conditioning)
+    tokens, width = 16, 12
+    codes, scales = quantise(torch.randn(MICROBATCHES * SIZE, tokens, width))
+    latents, slots = torch.randn(len(codes), 2 * CHANNELS, SIDE, SIDE).half(), torch.arange(len(codes))
+    batch = make_batch([""] * len(codes), slots, latents, codes, text_scales=scales)
+    train_step(
+        a_run(Silent(Watch()), loss_of({}, False, width, tokens), SimpleNamespace(step=lambda *_: (None, None))), batch
+    )
+    assert decoded == [(SIZE, SIZE)] * MICROBATCHES
 
 
 def test_a_whole_step_asks_the_host_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,6 +30,8 @@ from train.data.watchdog import Watchdog, diagnose, end_process
 
 GRACE_SECONDS = 120
 """How long a loader's process outlives a SIGTERM."""
+MOST_AHEAD = 4
+"""Batches that each loader process may have made, or be at, before they are asked for."""
 STEPS_AHEAD = 4
 """How many of its own batches ahead a loader process has files fetched and hashed."""
 
@@ -110,6 +112,19 @@ def make_files(config: DataConfig, spec: DataSpec) -> SampleReader:
     return SampleReader(buckets)
 
 
+def make_ahead(batch_bytes: int, config: DataConfig) -> tuple[int, int | None]:
+    """Loader processes, and how many batches each makes ahead, of which `data.prefetch_gb` holds all.
+
+    W processes with F batches each hold W·F of them, W times what a batch is made of, the one that is in use, and the
+    one that is being page-locked.
+    """
+    if not config.num_workers:
+        return 0, None
+    room = int(config.prefetch_gb * 1e9 / batch_bytes) - 2
+    workers = max(1, min(config.num_workers, room // 2))
+    return workers, max(1, min(MOST_AHEAD, room // workers - 1))
+
+
 class Loader:
     """One rank's share of the global batches from a step on, epoch after epoch, without end.
 
@@ -125,6 +140,8 @@ class Loader:
             step: how many global batches of the run are behind it. No loader state is ever saved.
             slots: (n,) this rank's places in the global batch; n is its share of it.
         """
+        batch_bytes = len(slots) * max(spec.sample_bytes(stream.config.bucket) for stream in spec.streams)
+        self.num_workers, factor = make_ahead(batch_bytes, config)
         order, files = make_order(config, spec, global_batch_size, seed), make_files(config, spec)
         self.config, self.spec, self.step = config, spec, step
         self.loader = DataLoader(
@@ -132,12 +149,12 @@ class Loader:
             sampler=Steps(step),
             batch_size=None,
             collate_fn=as_it_is,
-            num_workers=config.num_workers,
-            timeout=config.first_timeout if config.num_workers else 0,
-            persistent_workers=config.num_workers > 0,
+            num_workers=self.num_workers,
+            timeout=config.first_timeout if self.num_workers else 0,
+            persistent_workers=self.num_workers > 0,
             pin_memory=torch.cuda.is_available(),
             worker_init_fn=start_worker,
-            prefetch_factor=4 if config.num_workers else None,
+            prefetch_factor=factor,
         )
 
     def __iter__(self) -> Generator[Batch, None, None]:
@@ -147,14 +164,14 @@ class Loader:
             WorkError: no batch came in time, or not the right one: a file is missing or damaged, or storage stalls.
         """
         # without processes of its own this one waits, and nothing but its end can interrupt it
-        watchdog = None if self.config.num_workers else Watchdog(lambda: what_is_wrong(self.spec))
+        watchdog = None if self.num_workers else Watchdog(lambda: what_is_wrong(self.spec))
         batches, patience, num_batches = iter(self.loader), self.config.first_timeout, 0
         try:
             while True:
                 with watchdog.watching(patience) if watchdog else nullcontext():
                     batch = self._next(batches)
                 num_batches += 1
-                if num_batches >= self.config.num_workers:  # each loader process has a first one
+                if num_batches >= self.num_workers:  # each loader process has a first one
                     patience = self.config.timeout
                     batches._timeout = patience
                 yield batch

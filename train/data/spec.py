@@ -1,15 +1,18 @@
 """What a run reads: the config of its data, and what `streams.py` found at the places that it names."""
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+import numpy as np
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from shards.base.config import GIVEN, Config
 from shards.base.store import Place, Store
+from shards.format import image, text
 from shards.format.buckets import Bucket
-from shards.format.encoding import EncodingRecord
+from shards.format.encoding import SIZE_TYPE, EncodingRecord
 from shards.format.mds import MdsIndex
 from shards.format.text import TextLatents
 from shards.format.towers import FeatureTower, ImageTower, TextTower
@@ -48,7 +51,11 @@ class DataConfig(Config):
     bucket: str | None = Field(None, exclude=True)
     """Short for its `bucket`."""
     num_workers: int = Field(8, ge=0)
-    """Loader processes per rank; the order of samples does not depend on it."""
+    """Loader processes per rank, where `prefetch_gb` has room for as many; the order of samples does not depend on
+    it."""
+    prefetch_gb: float = Field(8.0, gt=0)
+    """GB of host memory for the batches of a rank that are made ahead: ready ones, what processes make them of, and the
+    one in use. Where that is less than four batches, there are four."""
     num_canonical_nodes: int = Field(64, ge=1)
     """Slices into which an epoch's order is cut, on any number of nodes; divides the global batch."""
     shuffle: bool = True
@@ -59,7 +66,8 @@ class DataConfig(Config):
     """`pinned`: a run goes on with the parts and exclusions that it began with, whatever was added to its roots or
     recalled since. `newest`: it goes on from here with what the roots hold now."""
     towers: list[str] | None = None
-    """Which of the roots' towers to read, such as [texts.clip, features.dinov2]; null: all."""
+    """Which of the roots' towers there are for the run, such as [texts.clip, features.dinov2]; null: all. It reads
+    those that its network is told of, and the one that a layer is aligned with."""
     filter: FilterConfig | None = None
     """Which samples of every stream to train on, by their stored scores and sizes."""
     cache: Path | None = None
@@ -109,13 +117,40 @@ class DataSpec:
     """The empty caption's, of each text tower."""
     streams: tuple["OpenStream", ...]
     steps_per_epoch: int
+    num_captions: int = 1
+    """Most that a sample has."""
     look: Look | None = None
     """At the local files' sizes, by one process of each machine."""
+
+    def of_towers(self, texts: list[str], features: list[str]) -> "DataSpec":
+        """With these towers alone."""
+        return replace(
+            self,
+            texts={name: tower for name, tower in self.texts.items() if name in texts},
+            features={name: tower for name, tower in self.features.items() if name in features},
+        )
+
+    def sample_bytes(self, bucket: str) -> int:
+        """Of a sample in a batch, all its captions among them; trimmed ones are padded there."""
+        size = Bucket.parse(bucket)
+        types = list(image.columns(self.image, size).values())
+        for name, tower in self.texts.items():
+            whole = text.columns(name, tower.model_copy(update={"trim": False}))
+            types += list(whole.values()) * self.num_captions
+        for name, feature_tower in self.features.items():
+            types += image.feature_columns(name, feature_tower, size).values()
+        return sum(array_bytes(kind) for kind in [*types, SIZE_TYPE])
 
     @property
     def lengths(self) -> dict[str, int | None]:
         """The columns of a batch: those of tokens → how many of an untrimmed caption, others → None."""
         return column_lengths(self.image, self.texts, self.features)
+
+
+def array_bytes(kind: str) -> int:
+    """Of a column of this MDS type, which says its shape: `ndarray:float16:77,1024`."""
+    _, dtype, shape = kind.split(":")
+    return np.dtype(dtype).itemsize * math.prod(map(int, shape.split(",")))
 
 
 def column_lengths(

@@ -141,6 +141,7 @@ def open_data(config: DataConfig, global_batch_size: int, found: Found | None = 
         uncond=found.uncond,
         streams=streams,
         steps_per_epoch=sum(stream.chosen for stream in streams) // global_batch_size,
+        num_captions=max(len(theirs.encoding.captions) for theirs in found.streams),
         look=look,
     )
 

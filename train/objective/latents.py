@@ -27,6 +27,9 @@ class StoredLatents:
         )
         self.texts = {name: spec.texts[name] for name in backbone.text_towers}
         self.empty = {name: self._stand_in(spec.uncond[name], backbone.dropped, device) for name in self.texts}
+        # (tokens,) made once: a microbatch would begin with making them
+        self.places = {name: torch.arange(tower.length, device=device) for name, tower in self.texts.items()}
+        self.num_empty = {name: torch.tensor(empty.num_tokens, device=device) for name, empty in self.empty.items()}
         self.backbone = backbone
 
     def size(self, batch: Batch) -> int:
@@ -87,9 +90,8 @@ class StoredLatents:
         if states is not None and empty.states is not None:
             states = torch.where(dropped[:, None, None], empty.states, states)
             if tower.hides_padding:
-                num_tokens = torch.where(dropped, empty.num_tokens, batch.columns[f"num_tokens.{name}"])
-                places = torch.arange(states.shape[1], device=states.device)
-                mask = (places < num_tokens[:, None]).float()
+                num_tokens = torch.where(dropped, self.num_empty[name], batch.columns[f"num_tokens.{name}"])
+                mask = (self.places[name] < num_tokens[:, None]).float()
         if empty.pooled is not None:
             pooled = torch.where(dropped[:, None], empty.pooled, batch.columns[f"pooled.{name}"].float())
         return TextConditioning(states, mask, pooled)

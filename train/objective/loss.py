@@ -11,7 +11,6 @@ from train.data.batch import Batch
 from train.data.draws import Draws, Purpose
 from train.data.spec import DataSpec
 from train.model.backbone import BackboneConfig
-from train.model.inputs import Conditioning
 from train.objective.alignment import Aligned
 from train.objective.latents import StoredLatents
 from train.objective.paths import ObjectiveConfig, noise_path
@@ -42,8 +41,8 @@ class Noised:
 
     batch: Batch
     """As stored."""
-    told: Conditioning
-    """What the network is told beside the latents."""
+    dropped: Tensor
+    """(N,) or (N, towers): where the empty caption stands in."""
     latents: Tensor
     """(N, C, h, w) float32, noised."""
     target: Tensor
@@ -77,7 +76,7 @@ class Noised:
         return replace(
             self,
             batch=self.batch.part(rows),
-            told=self.told.part(rows),
+            dropped=self.dropped[rows],
             latents=self.latents[rows],
             target=self.target[rows],
             timesteps=self.timesteps[rows],
@@ -127,8 +126,7 @@ class DiffusionLoss:
         # latents => noisy latents, and what is to be predicted
         noise = self.noise(tuple(latents.shape[1:]), draws)
         noisy, target = self.path.add_noise(latents, noise, timesteps), self.path.target(latents, noise, timesteps)
-        # captions => what the network is told
-        return Noised(batch, self.latents.conditioning(batch, dropped), noisy, target, timesteps)
+        return Noised(batch, dropped, noisy, target, timesteps)
 
     def __call__(self, unet: nn.Module, noised: Noised) -> Losses:
         """The losses of those samples that count."""
@@ -142,7 +140,9 @@ class DiffusionLoss:
 
     def squared_error(self, unet: nn.Module, noised: Noised) -> Tensor:
         """(N,) float32, unweighted, of those samples that count."""
-        prediction = self.backbone.predict(unet, noised.latents, noised.timesteps, noised.told).float()
+        # captions => what the network is told, of this microbatch alone: as float32 they are the most of a batch
+        told = self.latents.conditioning(noised.batch, noised.dropped)
+        prediction = self.backbone.predict(unet, noised.latents, noised.timesteps, told).float()
         target = noised.target
         if noised.num_real is not None:
             prediction, target = prediction[: noised.num_real], target[: noised.num_real]

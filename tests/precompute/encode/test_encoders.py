@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -50,20 +51,20 @@ def captions() -> list[str]:
     return [caption or "nothing" for caption in labelled_captions(BATCH, np.random.default_rng(5))[0]]
 
 
-def image_encoder(precision: Precision, **options: bool) -> ImageEncoder:
+def image_encoder(precision: Precision, **options: Any) -> ImageEncoder:
     return image_encoder_of(MODELS / "vae", precision, **options)
 
 
-def image_encoder_of(folder: Path, precision: Precision, **options: bool) -> ImageEncoder:
+def image_encoder_of(folder: Path, precision: Precision, **options: Any) -> ImageEncoder:
     how = dict.fromkeys(("crop", "resampling", "decoder", "resampler", "color"), "")
     return ImageEncoder(folder, describe_image(str(folder), None, **how), CPU, precision, **options)
 
 
-def text_encoder(precision: Precision, **options: bool) -> TextEncoder:
+def text_encoder(precision: Precision, **options: Any) -> TextEncoder:
     return text_encoder_of(MODELS, precision, **options)
 
 
-def text_encoder_of(models: Path, precision: Precision, **options: bool) -> TextEncoder:
+def text_encoder_of(models: Path, precision: Precision, **options: Any) -> TextEncoder:
     folder, tokenizer = models / "text_encoder", models / "tokenizer"
     asked = TextTowerConfig(model=str(folder), tokenizer=str(tokenizer), class_name="CLIPTextModel")
     return TextEncoder(folder, tokenizer, describe_text("text", asked, TextConfig()), CPU, precision, **options)

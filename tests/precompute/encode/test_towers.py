@@ -33,6 +33,7 @@ from train.data.loader import Loader
 from train.data.streams import open_data
 from train.model.unet import build_unet
 from train.objective.paths import ObjectiveConfig
+from train.prepare import prepare
 from train.run.fingerprint import check_resume, make_fingerprint
 from train.run.metrics import read_json_lines
 
@@ -331,6 +332,31 @@ def test_a_run_says_which_tower_it_trains_on(root: Path, tmp_path: Path) -> None
     run(towers=["texts.t5"])
     losses = [row["loss"] for row in read_json_lines(tmp_path / "run" / "metrics.jsonl")]
     assert len(losses) == 2 and np.isfinite(losses).all()
+
+
+def test_a_run_reads_the_towers_that_it_uses(root: Path, tmp_path: Path) -> None:
+    """Of two texts and features: the text that its network is told of, and features only where a layer is aligned."""
+    fields = train_fields(root, tmp_path / "run")
+    unet = tmp_path / "unet.json"
+    unet.write_text(json.dumps(json.loads(Path(fields["unet"]).read_text()) | {"cross_attention_dim": T5_WIDTH}))
+    states = {"kind": "states", "towers": [["t5"]], "mask": "encoder_attention_mask"}
+    held_out = {"root": str(root), "bucket": BUCKET, "samples": 8, "batch_size": 8, "every": 5}
+    for repa, of_features in ({}, set()), ({"layer": "mid_block", "hidden": 8}, {"features.dino"}):
+        config = TrainConfig.model_validate(
+            {
+                **fields,
+                "unet": str(unet),
+                "backbone": {"inputs": {"encoder_hidden_states": states}},
+                "repa": repa,
+                "validation": held_out,
+                "log": {"every": 5},
+            }
+        )
+        prepared = prepare(config)
+        of_text = {"text_latents.t5", "num_tokens.t5"}
+        assert prepared.spec.lengths.keys() == {"image_latents", "size"} | of_text | of_features
+        assert prepared.validation is not None
+        assert prepared.validation.batches[0].columns.keys() == {"image_latents", "size"} | of_text
 
 
 def test_a_run_goes_on_with_the_tower_that_it_began_with(root: Path, tmp_path: Path) -> None:

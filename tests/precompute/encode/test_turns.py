@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Generator
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 
@@ -15,6 +16,12 @@ from tests.sleeping import Device, encode_asleep
 from tests.tiny import make_samples, make_tar
 
 NUM_TARS = 5
+Item = TypeVar("Item")
+
+
+def at_device(turns: Turns, items: Generator[Item, None, None]) -> Generator[Item, None, None]:
+    with turns.at_device(items) as held:
+        yield from held
 
 
 def test_the_device_works_on_while_tars_begin_and_end(models: Path, tmp_path: Path) -> None:
@@ -40,9 +47,9 @@ def test_a_turn_ends_with_its_items_and_with_who_stops_early() -> None:
             made.release()
             yield f"{name}{number}"
 
-    first = turns.at_device(items("a"))
+    first = at_device(turns, items("a"))
     assert next(first) == "a0"
-    second = in_background(turns.at_device(items("b")), ahead=1)
+    second = in_background(at_device(turns, items("b")), ahead=1)
     waiting = threading.Thread(target=lambda: seen.append(next(second)))
     seen: list[str] = []
     made.acquire()
@@ -55,7 +62,7 @@ def test_a_turn_ends_with_its_items_and_with_who_stops_early() -> None:
     assert seen == ["b0"] and turns.device.locked()
     second.close()
     assert not turns.device.locked()
-    assert list(turns.at_device(items("c"))) == ["c0", "c1", "c2"]
+    assert list(at_device(turns, items("c"))) == ["c0", "c1", "c2"]
 
 
 def test_what_a_turn_raises_frees_the_device() -> None:
@@ -66,7 +73,7 @@ def test_what_a_turn_raises_frees_the_device() -> None:
         raise ValueError("no")
 
     with pytest.raises(ValueError, match="no"):
-        list(turns.at_device(items()))
+        list(at_device(turns, items()))
     assert not turns.device.locked()
     empty: list[int] = []
-    assert list(turns.at_device(i for i in empty)) == []
+    assert list(at_device(turns, (i for i in empty))) == []

@@ -242,16 +242,22 @@ def derive_by_config(config: PrecomputeConfig, source: Path) -> Path:
     return out
 
 
+@pytest.mark.parametrize(("before", "how"), [("text", "together"), ("t5", "one_by_one")])
 def test_a_text_tower_is_added_without_a_picture(
-    latents: Path, models: Path, tars: Path, tmp_path: Path, towers: Path, monkeypatch: pytest.MonkeyPatch
+    before: str, how: str, models: Path, tars: Path, tmp_path: Path, towers: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Whichever was there before: the root is that of both at once."""
     one = {"text": {"model": str(models / "text_encoder"), "tokenizer": str(models / "tokenizer")}}
     asked: dict[str, Any] = {"texts": {**one, "t5": texts(towers, models)["t5"]}, "features": {}}
     asked["buckets"] = ["64x64", "128x128"]
+    first = config_of(models, tars, tmp_path / "first", towers, **asked | {"texts": {before: asked["texts"][before]}})
+    encode_all(first, models)
     direct = config_of(models, tars, tmp_path / "direct", towers, **asked)
     encode_all(direct, models)
     monkeypatch.setattr("precompute.encode.worker.ImageEncoder", None)  # the VAE is not even loaded
-    derived = derive_by_config(config_of(models, tars, tmp_path / "derived", towers, **asked), latents)
+    config = config_of(models, tars, tmp_path / "derived", towers, **asked)
+    workers = config.workers.model_copy(update={"towers": how})
+    derived = derive_by_config(config.model_copy(update={"workers": workers}), folder_of(first))
     check_sound(derived)
     ours, theirs = LocalStore(derived), LocalStore(folder_of(direct))
     encoding = EncodingRecord.load(ours)

@@ -1,6 +1,9 @@
 """Each family, trained: on stored latents as online; over a stop as without; exported as its weights are in memory."""
 
 import copy
+import signal
+import subprocess
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -17,7 +20,7 @@ from evaluate.sampling.settings import SamplingConfig
 from tests import ranks
 from tests.evaluate.sets import PROMPTS
 from tests.families import FAMILIES, Small, stir
-from tests.runs import curve, write_config
+from tests.runs import PYTHON, compare, curve, environment, last_step, run_module, write_config
 from tests.train.families.calls import picture
 from tests.train.families.online import Online
 from train.assemble import assemble
@@ -26,6 +29,7 @@ from train.export.pipeline import ExportConfig, write_pipeline
 from train.loop import Run, save, train_step
 from train.prepare import prepare, take_run
 from train.run.launches import Launch
+from train.run.saving.checkpoint import list_checkpoints
 
 IN_MAKE_TEST = ("flux1",)
 """Families whose ranks `make test` compares; `make test-families` does so for all."""
@@ -146,6 +150,27 @@ def test_a_run_that_stopped_goes_on_bit_by_bit(name: str, small: Callable[[str],
     assert whole.averages["ema"].average is not None and second.averages["ema"].average is not None
     for name_of, tensor in whole.averages["ema"].average.items():
         assert torch.equal(tensor, second.averages["ema"].average[name_of]), name_of
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_run_that_is_killed_goes_on_bit_by_bit(name: str, small: Callable[[str], Small]) -> None:
+    """SIGKILL somewhere behind the first checkpoint, and the command again: curve, samples, weights, all files."""
+    made = small(name)
+    fields = {run: made.train_fields(made.folder / run, max_steps=30) for run in ("undisturbed", "killed")}
+    configs = {run: str(write_config(made.folder, fields[run])) for run in fields}
+    killed = made.folder / "killed"
+    process = subprocess.Popen([*PYTHON, "-m", "train", "--config", configs["killed"]], env=environment())
+    while last_step(killed) < 5 or not list_checkpoints(killed):
+        assert process.poll() is None
+        time.sleep(0.005)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL and last_step(killed) < 30
+    for run in configs:
+        result = run_module("train", "--config", configs[run])
+        assert result.returncode == 0, result.stderr
+    assert f"resuming {killed} after step" in result.stdout
+    print(f"\n{name}: {compare(killed, made.folder / 'undisturbed')}")
 
 
 @pytest.mark.parametrize(

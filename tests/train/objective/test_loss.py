@@ -126,8 +126,9 @@ def test_microbatches_are_slices() -> None:
     assert [len(part) for part in parts] == [4, 2]
     for name in ("latents", "target", "timesteps", "weight"):
         assert torch.cat([getattr(part, name) for part in parts]).equal(getattr(noised, name))
-    states, *of_parts = (one.told.texts["text"].states for one in (noised, *parts))
-    assert states is not None and torch.cat([part for part in of_parts if part is not None]).equal(states)
+    told = [loss.latents.conditioning(one.batch, one.dropped).texts["text"].states for one in (noised, *parts)]
+    states, *of_parts = (states for states in told if states is not None)
+    assert torch.cat(of_parts).equal(states) and len(of_parts) == 2
     stored = [part.batch.columns["image_latents"] for part in parts]
     assert torch.cat(stored).equal(batch().columns["image_latents"])
     assert [key for part in parts for key in part.batch.keys] == batch().keys

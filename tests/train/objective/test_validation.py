@@ -8,7 +8,6 @@ from torch import Tensor
 from tests.train.specs import CHANNELS, TOKENS, WIDTH, make_batch
 from train.data.batch import Batch
 from train.data.draws import Draws
-from train.model.inputs import Conditioning
 from train.objective.loss import Noised
 from train.objective.paths import ObjectiveConfig, noise_path
 from train.objective.validation import PLACES, Validation
@@ -24,7 +23,7 @@ class TellTale:
 
     def noised_at(self, batch: Batch, timesteps: Tensor, dropped: Tensor, draws: Draws) -> Noised:
         assert not dropped.any() and draws.slots.equal(batch.slots)
-        return Noised(batch, Conditioning({}, batch.columns["size"], (1, 1)), timesteps, timesteps, timesteps)
+        return Noised(batch, dropped, timesteps, timesteps, timesteps)
 
     def squared_error(self, unet: object, noised: Noised) -> Tensor:
         return (noised.batch.slots.float() ** 2 + noised.timesteps)[: noised.num_real]

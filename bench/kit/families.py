@@ -1,0 +1,56 @@
+"""The families' samples, as their plans say: what a root of each holds, and how many a node of H200s would take."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from bench.kit.roots import encoding_record
+from plan.arithmetic.work import UNKNOWN, count_work
+from plan.config import Plan
+from plan.measured import Rates
+from plan.rows import Inputs, phase_row
+from shards.base.config import load_config
+from shards.format.encoding import EncodingRecord
+from shards.format.towers import ImageTower
+
+CONFIGS = Path("configs")
+FAMILIES = sorted(path.parent.name for path in CONFIGS.glob("*/plan.yaml"))
+GPUS_OF_A_NODE = 8
+
+
+@dataclass(frozen=True)
+class Family:
+    """Of its first phase, whose samples are the smallest, and taken the fastest."""
+
+    name: str
+    encoding: EncodingRecord
+    bucket: str
+    num_tokens: int
+    """Of a caption that is trimmed."""
+    node_rate: float
+    """Samples per second that the planner expects of a node."""
+
+
+def read_family(name: str) -> Family:
+    """By configs/NAME/plan.yaml, on H200s."""
+    plan = load_config(Plan, CONFIGS / name / "plan.yaml", ["--gpu.kind", "H200"], "plan")
+    phase, work = plan.phase1, count_work(plan.networks, [plan.phase1.bucket])
+    inputs = Inputs(plan, work, Rates({}, []))
+    posterior = plan.data.posterior if work.has_posterior else "deterministic"
+    width = int(phase.bucket.partition("x")[0])
+    image = ImageTower(
+        class_name="none",
+        weights=UNKNOWN,
+        posterior=posterior,
+        channels=work.latent_channels,
+        downsampling=width // work.latent_hw[phase.bucket][1],
+        scale=(1.0,) * work.latent_channels,
+        shift=(0.0,) * work.latent_channels,
+        crop="",
+        resampling="",
+        decoder="",
+        storage=plan.image.storage,
+    )
+    texts = dict(zip(work.texts, inputs.texts, strict=True))
+    encoding = encoding_record(1, 1).model_copy(update={"image": image, "texts": texts})
+    rate = phase_row(inputs, phase, GPUS_OF_A_NODE, online=False).images_per_second
+    return Family(name, encoding, phase.bucket, round(plan.text.tokens), rate)

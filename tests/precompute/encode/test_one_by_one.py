@@ -1,0 +1,211 @@
+"""Towers that take turns on the device: the bytes are the same, and one tower's weights are there at a time."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from transformers import T5EncoderModel
+
+from precompute.config import PrecomputeConfig, describe_encoding, make_recipe
+from precompute.encode import networks
+from precompute.encode.networks import Network, Seat
+from precompute.encode.provenance import DeviceClock
+from precompute.encode.worker import load_towers
+from tests.conftest import encode_all, folder_of
+from tests.tiny_towers import config_of, make_towers, texts
+
+
+@dataclass
+class Memory:
+    """Stands in for a device's: knows which copies of weights are alive."""
+
+    copies: list[tuple[StorageWeakRef, int]] = field(default_factory=list)
+    peak: int = 0
+    sizes: dict[nn.Module, int] = field(default_factory=dict)
+    """Network → bytes of its weights and buffers."""
+    seated: list[nn.Module] = field(default_factory=list)
+    """In turn."""
+
+    def to_device(self, tensor: Tensor, device: torch.device) -> Tensor:
+        copied = tensor.detach().clone()
+        self.copies.append((StorageWeakRef(copied.untyped_storage()), copied.nbytes))
+        self.copies = [(ref, size) for ref, size in self.copies if not ref.expired()]
+        self.peak = max(self.peak, sum(size for _, size in self.copies))
+        return copied
+
+
+@pytest.fixture
+def memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Memory]:
+    held = Memory()
+    add, move = Seat.add, Seat._moved
+
+    def added(self: Seat, model: nn.Module) -> None:
+        add(self, model)
+        held.sizes[model] = sum(tensor.nbytes for tensor in {id(t): t for t in self.waiting[model].values()}.values())
+
+    def moved(self: Seat, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        held.seated += [model for model, waiting in self.waiting.items() if waiting is tensors]
+        return move(self, tensors)
+
+    monkeypatch.setattr(networks, "to_device", held.to_device)
+    monkeypatch.setattr(Seat, "add", added)
+    monkeypatch.setattr(Seat, "_moved", moved)
+    yield held
+
+
+@pytest.fixture(scope="module")
+def towers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_towers(tmp_path_factory.mktemp("towers"))
+
+
+def encoded(config: PrecomputeConfig, models: Path) -> dict[str, bytes]:
+    """Every byte that is stored of samples, by its place; a part's folder is named by its content."""
+    encode_all(config, models)
+    files = [path for bucket in config.buckets for path in (folder_of(config) / bucket).glob("*.*/*")]
+    assert len({path.parent.name for path in files}) == 4
+    return {str(path.relative_to(folder_of(config))): path.read_bytes() for path in files}
+
+
+def config(models: Path, tars: Path, root: Path, towers: Path, how: str, **changes: object) -> PrecomputeConfig:
+    """Both buckets, several captions, and towers whose batches are of three sizes."""
+    workers = {"num_gpus": 0, "num_cpus": 1, "decode_threads": 2, "batch_size": 8, "towers": how}
+    fields = {
+        "buckets": ["64x64", "128x128"],
+        "captions": ["txt", "json:url"],
+        "precision": "bfloat16",
+        "texts": texts(towers, models, batch_size=3),
+        "features": {"dino": {"model": str(towers / "dino"), "batch_size": 5}},
+    }
+    return config_of(models, tars, root, towers, workers=workers, **(fields | changes))
+
+
+def test_the_bytes_are_the_same_and_one_tower_is_on_the_device(
+    models: Path, tars: Path, tmp_path: Path, towers: Path, memory: Memory
+) -> None:
+    together = encoded(config(models, tars, tmp_path / "together", towers, "together"), models)
+    assert not memory.seated
+    assert encoded(config(models, tars, tmp_path / "one", towers, "one_by_one"), models) == together
+    assert memory.peak == max(memory.sizes[model] for model in memory.seated)
+
+
+def test_a_tar_changes_towers_once_for_each(
+    models: Path, tars: Path, tmp_path: Path, towers: Path, memory: Memory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pictures, then captions by the tower of the fewest numbers, then by the other; moves are the device's time."""
+    counted = moved_under(DeviceClock, memory, monkeypatch)
+    encoded(config(models, tars, tmp_path / "root", towers, "one_by_one", features={}), models)
+    order = ["T5EncoderModel", "CLIPTextModelWithProjection"]  # 24 × 12 numbers, and 16 × 20 with 10
+    of_a_tar = ["AutoencoderKL", *order]
+    assert [type(model).__name__ for model in memory.seated] == [*order, *of_a_tar, *of_a_tar]
+    assert counted == [False, False, *[True] * 6]  # the empty caption is the root's and no tar's
+
+
+def moved_under(clock: type[DeviceClock], memory: Memory, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Of each move, whether the device's time was counted."""
+    running, counted, call, move = [], [], clock.__call__, Seat._moved
+
+    class Counted:
+        def __init__(self, inner: object):
+            self.inner = inner
+
+        def __enter__(self) -> None:
+            running.append(self.inner.__enter__())  # type: ignore[attr-defined]
+
+        def __exit__(self, *raised: object) -> None:
+            running.pop()
+            self.inner.__exit__(*raised)  # type: ignore[attr-defined]
+
+    def moved(self: Seat, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        counted.append(bool(running))
+        return move(self, tensors)
+
+    monkeypatch.setattr(clock, "__call__", lambda self: Counted(call(self)))
+    monkeypatch.setattr(Seat, "_moved", moved)
+    return counted
+
+
+def test_what_overflows_takes_the_seat_in_float32(
+    models: Path, tars: Path, tmp_path: Path, towers: Path, memory: Memory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Network._run
+
+    def overflow(self: Network, inputs: list[Tensor], precision: str) -> tuple[Tensor, ...]:
+        results = run(self, inputs, precision)  # type: ignore[arg-type]
+        if precision == "bfloat16" and inputs[0].dtype == torch.long:
+            results[0][1] = 1e6  # beyond float16
+        return results
+
+    monkeypatch.setattr(Network, "_run", overflow)
+    together = encoded(config(models, tars, tmp_path / "together", towers, "together"), models)
+    assert encoded(config(models, tars, tmp_path / "one", towers, "one_by_one"), models) == together
+    both = {model for model in memory.seated if isinstance(model, T5EncoderModel)}
+    assert len(both) == 2 and memory.peak == max(memory.sizes[model] for model in memory.seated)
+
+
+def test_tied_weights_move_once_and_come_back_as_they_were() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.BatchNorm1d(4)).eval().requires_grad_(False)
+    model[1].weight = model[0].weight
+    before, inputs = dict(model.named_parameters(remove_duplicate=False)), torch.randn(2, 4)
+    expected, seat = model(inputs), Seat(torch.device("meta"))
+    other = nn.Linear(1, 1)
+    seat.add(model)
+    seat.add(other)
+    with seat.of(model):
+        assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+        assert model[1].weight is model[0].weight and not model[0].weight.requires_grad
+    with seat.of(other):
+        assert all(model.get_parameter(name) is weight for name, weight in before.items())
+        assert torch.equal(model(inputs), expected) and other.weight.is_meta
+
+
+def test_a_move_that_fails_leaves_the_seat_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_room(tensor: Tensor, device: torch.device) -> Tensor:
+        raise torch.OutOfMemoryError("no room")
+
+    seat, model = Seat(torch.device("cpu")), nn.Linear(2, 2)
+    seat.add(model)
+    moved: Callable[..., Tensor] = networks.to_device
+    monkeypatch.setattr(networks, "to_device", no_room)
+    with pytest.raises(torch.OutOfMemoryError), seat.of(model):
+        pass
+    assert seat.seated is None and model.weight is seat.waiting[model]["weight"]
+    monkeypatch.setattr(networks, "to_device", moved)
+    with seat.of(model):
+        assert seat.seated is model
+
+
+def test_weights_that_come_back_find_the_graph_that_was_compiled(
+    memory: Memory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graphs = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> object:
+        graphs.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+    cpu, inputs = torch.device("cpu"), torch.randn(2, 4)
+    seat, models = Seat(cpu), [nn.Linear(4, 4) for _ in range(2)]
+    compiled, other = (
+        Network(model, lambda m, x: (m(x),), cpu, "bfloat16", part, seat)
+        for model, part in zip(models, ("", None), strict=True)
+    )
+    for _ in range(3):
+        (found,) = compiled.start((inputs,), 2)()
+        other.start((inputs,), 2)()
+        torch.testing.assert_close(found.float(), models[0](inputs), rtol=0.02, atol=0.02)
+    assert len(graphs) == 1 and len(memory.seated) == 6
+
+
+def test_a_workers_towers_share_one_seat(models: Path, tars: Path, tmp_path: Path, towers: Path) -> None:
+    for how in ("together", "one_by_one"):
+        asked = config(models, tars, tmp_path / "none", towers, how)
+        loaded = load_towers(make_recipe(asked, describe_encoding(asked)), "cpu")
+        networks = [loaded.image, *loaded.texts.values(), *loaded.features.values()]
+        seats = {network.seat for network in networks}
+        assert len(seats) == 1 and (None in seats) == (how == "together") and loaded.one_by_one == (None not in seats)

@@ -1,0 +1,94 @@
+"""The memory of batches that are made ahead: what is reckoned is what they are, and it keeps to its bound."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bench.kit.roots import make_root
+from shards.format.towers import FeatureTower, Weights
+from train.data.batch import Batch, Collate
+from train.data.loader import MOST_AHEAD, Loader, make_ahead
+from train.data.spec import DataConfig
+from train.data.streams import open_data
+
+BUCKET, SAMPLES, BATCH = "64x64", 64, 8
+DINO = FeatureTower(
+    class_name="Dinov2Model",
+    weights=Weights(name="none", sha256="0" * 64),
+    resize=0.875,
+    mean=(0.5,) * 3,
+    std=(0.5,) * 3,
+    patch=14,
+    width=12,
+    storage="float8",
+)
+
+
+def batch_bytes(batch: Batch) -> int:
+    return sum(tensor.nbytes for name, tensor in batch.columns.items() if not name.startswith("num_tokens"))
+
+
+def config(root: Path, **changes: Any) -> DataConfig:
+    streams = [{"root": root, "bucket": BUCKET}]
+    return DataConfig.model_validate({"streams": streams, "num_canonical_nodes": 1, **changes})
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_root(tmp_path_factory.mktemp("root"), {BUCKET: [SAMPLES]}, (16, 12), features={"dino": DINO})
+
+
+@pytest.mark.parametrize("num_workers", [1, 2, 8, 64])
+def test_all_that_is_ahead_fits(num_workers: int) -> None:
+    """And nothing more is held back than must be."""
+    for batches in range(1, 400):
+        workers, factor = make_ahead(1, config(Path(), prefetch_gb=(batches + 0.5) / 1e9, num_workers=num_workers))
+        assert factor is not None and 1 <= workers <= num_workers and 1 <= factor <= MOST_AHEAD
+        held = workers * factor + workers + 2
+        assert held <= max(4, batches)
+        assert workers == num_workers or held + 2 > batches
+        assert factor == MOST_AHEAD or workers < num_workers or held + workers > batches
+    assert make_ahead(1, config(Path(), num_workers=0)) == (0, None)
+
+
+def test_what_is_reckoned_is_what_a_batch_holds(root: Path) -> None:
+    alone = config(root, num_workers=0)
+    spec = open_data(alone, BATCH)
+    batch = next(iter(Loader(alone, spec, BATCH, 0, 0, torch.arange(BATCH))))
+    assert spec.sample_bytes(BUCKET) * BATCH == batch_bytes(batch)
+
+
+@pytest.mark.parametrize(("room", "workers"), [(4, 1), (6, 2), (9, 3)])
+def test_no_more_is_made_than_there_is_room_for(
+    root: Path, tmp_path: Path, room: int, workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each batch that a process makes is noted, with its bytes; some are taken, and then nobody takes any."""
+    made, stack = tmp_path / "made", Collate.__call__
+
+    def noted(self: Collate, samples: list[dict[str, Any]]) -> Batch:
+        batch = stack(self, samples)
+        with made.open("a") as file:
+            file.write(f"{batch_bytes(batch)}\n")
+        return batch
+
+    monkeypatch.setattr(Collate, "__call__", noted)
+    spec = open_data(config(root), BATCH)
+    bound = (room + 0.5) * spec.sample_bytes(BUCKET) * BATCH
+    loader = Loader(config(root, prefetch_gb=bound / 1e9), spec, BATCH, 0, 0, torch.arange(BATCH))
+    assert loader.num_workers == workers
+    batches = iter(loader)
+    for _ in range(5):
+        next(batches)
+    ahead = room - 2 - workers
+    until = time.monotonic() + 60
+    while (lines := made.read_text().splitlines()) and len(lines) < 5 + workers * (ahead // workers):
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    time.sleep(0.3)  # for one too many
+    sizes = list(map(int, made.read_text().splitlines()))
+    batches.close()
+    held = sum(sizes[5:]) + sizes[4] * (workers + 2)  # ready, what they are made of, in use, and on its way
+    assert held <= bound and len(sizes) == 5 + workers * (ahead // workers)
