@@ -36,6 +36,11 @@ class LogConfig(Config):
     """The run's name in the tracker; null: the run folder's."""
     tags: tuple[str, ...] = ()
     """Of the run in the tracker."""
+    keep_output: int = Field(20, ge=0)
+    """Launches of which it is kept what each process printed, in RUN/logs; 0: none."""
+    metrics_at: str | None = Field(None, pattern=r"^[^\s:]+:\d+$")
+    """HOST:PORT at which the main process serves figures to Prometheus (0.0.0.0:9400); null: nowhere. Whoever reaches
+    it may read them."""
     peak_tflops: float | None = Field(None, gt=0)
     """What one device does at most, in TFLOP/s, for `mfu`; null: bfloat16's by the device's name, where it is known."""
 
@@ -65,6 +70,8 @@ class Log:
         self.sample_lines = JsonLines(run_dir / "samples.jsonl", step, folder) if self.main and config.samples else None
         self.progress = Progress("train", "steps", max_steps, step) if self.main else None
         self.first_step, self.start = step, time.monotonic()
+        self.newest: dict[str, Any] = {}
+        """Fields of the last line."""
         if config.tracker != "none":
             self._start_tracker(settings, tracker_id(folder) if self.main else "")
 
@@ -119,6 +126,7 @@ class Log:
 
     def write(self, step: int, fields: dict[str, Any]) -> None:
         """A line of metrics.jsonl, and the same to the tracker; now and then, how far the run is."""
+        self.newest = finite(fields)
         if self.metrics:
             self.metrics.write(step=step, **fields)
         if self.progress and (self.progress.is_due or step == self.max_steps):
@@ -127,7 +135,7 @@ class Log:
             text = "loss {loss:.4f}  {images_per_second:.1f} img/s" if fields["loss"] is not None else "loss not finite"
             figures = {"step": step, "steps": self.max_steps, **finite(shown), "eta_seconds": round(seconds)}
             self.progress.show(step, text.format(**shown), figures)
-        self.accelerator.log(flat_numbers(finite(fields)), step=step)
+        self.accelerator.log(flat_numbers(self.newest), step=step)
 
     def keep(self) -> dict[str, int]:
         """Have what was written survive a power cut: a checkpoint goes on from its step, and writes no line again.
