@@ -73,7 +73,7 @@ class Log:
         self.newest: dict[str, Any] = {}
         """Fields of the last line."""
         if config.tracker != "none":
-            self._start_tracker(settings, tracker_id(folder) if self.main else "")
+            self._start_tracker(settings, folder)
 
     def __enter__(self) -> "Log":
         if self.progress:
@@ -86,17 +86,22 @@ class Log:
         if isinstance(error, Preempted):  # the next launch goes on with the tracker's run
             self.accelerator.end_training()
 
-    def _start_tracker(self, settings: dict[str, Any], run_id: str) -> None:
+    def _start_tracker(self, settings: dict[str, Any], folder: Path) -> None:
         name, settings = self.config.name or self.run_dir.name, flatten(settings) | {"source": source_state()}
+        known = tracker_ids(folder) if self.main else {}
         options: dict[str, dict[str, Any]] = {
             "wandb": {
                 "name": name,
-                "id": run_id,
+                "id": known.get("id"),
                 "resume": "allow",
                 "tags": self.config.tags,
                 "dir": str(self.run_dir),
             },
-            "mlflow": {"run_name": name, "tags": dict.fromkeys(self.config.tags, "true")},
+            "mlflow": {
+                "run_name": name,
+                "run_id": known.get("mlflow"),
+                "tags": dict.fromkeys(self.config.tags, "true"),
+            },
         }
         if self.config.tracker == "tensorboard":  # a folder of the run folder, which `evaluate` writes to as well
             self.accelerator.init_trackers("tracker")
@@ -105,7 +110,10 @@ class Log:
                 writer.add_text("config", "\n".join(f"    {key}: {value}" for key, value in settings.items()))
             return
         own = {name: value for name, value in options.items() if name == self.config.tracker}
-        self.accelerator.init_trackers(self.config.project, config=settings, init_kwargs=own)
+        again = "mlflow" in own and "mlflow" in known  # whose settings may not change
+        self.accelerator.init_trackers(self.config.project, config=None if again else settings, init_kwargs=own)
+        if self.main and "mlflow" in own and not again:
+            tracker_ids(folder, mlflow=self.accelerator.get_tracker("mlflow", unwrap=True).info.run_id)
 
     def advance(self) -> None:
         """One more step is done."""
@@ -153,13 +161,19 @@ class Log:
             plot_run(self.run_dir)
 
 
-def tracker_id(folder: Path) -> str:
-    """The one id of a run in its tracker: made by its first launch, kept in the run folder. `folder`: the launch's."""
-    run_dir = folder.parents[1]
-    path = run_dir / TRACKER_ID
-    if not path.is_file():
-        publish(write_file(folder / path.name, json.dumps({"id": uuid.uuid4().hex[:12]}).encode()), path, folder)
-    return str(json.loads(path.read_bytes())["id"])
+def tracker_ids(folder: Path, **more: str) -> dict[str, str]:
+    """What a run is called in its tracker, by its first launch: `id`, and in mlflow, which makes its own, `mlflow`.
+
+    Args:
+        folder: the launch's own; the ids are kept in the run folder.
+        more: to be kept, too.
+    """
+    path = folder.parents[1] / TRACKER_ID
+    known = json.loads(path.read_bytes()) if path.is_file() else {}
+    found: dict[str, str] = {"id": uuid.uuid4().hex[:12]} | known | more
+    if found != known:
+        publish(write_file(folder / path.name, json.dumps(found).encode()), path, folder)
+    return found
 
 
 def source_state() -> str | None:
