@@ -37,8 +37,6 @@ DEFAULTS = {
     "PET_SHUTDOWN_TIMEOUT": "120",
 }
 """Which signals are passed on, and how many seconds the processes then have to save."""
-
-
 HOSTS_EXAMPLE = "python -m train.launch --hosts hosts.txt 2 8 -m train --config configs/phase1.yaml"
 SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ServerAliveInterval=15")
 NOT_REACHED = 255
@@ -160,7 +158,9 @@ def launch_on_hosts(arguments: list[str]) -> int:
     running = {}
     for rank, host in enumerate(hosts):
         words = shlex.join(launcher_on(hosts, rank, processes) + arguments[3:])
-        running[host] = subprocess.Popen([*SSH, host, f"cd {shlex.quote(os.getcwd())} && exec {words}"], stdin=-1)
+        command = [*SSH, host, f"cd {shlex.quote(os.getcwd())} && exec {words}"]
+        # in a session of its own: a terminal's Ctrl-C would end ssh, and not what it started
+        running[host] = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
 
     def tell(number: int, *_: object) -> None:
         for process in running.values():
@@ -197,7 +197,7 @@ def read_hosts(path: Path) -> list[str]:
     """A host to a line, as ssh takes it; `#` begins a remark.
 
     Raises:
-        RequestError: there is no such file, or a line is no host.
+        RequestError: there is no such file, or a line is no host, or the same as another.
     """
     try:
         lines = [line.partition("#")[0].strip() for line in path.read_text().splitlines()]
@@ -207,8 +207,8 @@ def read_hosts(path: Path) -> list[str]:
         ) from None
     hosts = [line for line in lines if line]
     for host in hosts:
-        if not re.fullmatch(r"[\w.@:-]+", host) or host.startswith("-"):
-            raise RequestError(f"{path} names {host!r}, which is no host. A line is a host's name, and no more.")
+        if not re.fullmatch(r"[\w.@:-]+", host) or host.startswith("-") or hosts.count(host) > 1:
+            raise RequestError(f"{path} names {host!r}, which is no host, or twice. A line is a host's name, no more.")
     return hosts
 
 

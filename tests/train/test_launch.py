@@ -129,6 +129,7 @@ def machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PET_SHUTDOWN_TIMEOUT", "7")
     (tmp_path / "hosts").write_text("# two of ours\nme@gpu1\n\ngpu2 # new\n")
     (tmp_path / "away").write_text("gpu1\naway\n")
+    (tmp_path / "twice").write_text("gpu1\ngpu1\n")
     return tmp_path
 
 
@@ -210,6 +211,7 @@ def test_a_launcher_hears_by_its_pipe_and_leaves_at_its_end(monkeypatch: pytest.
         ("hosts", ["2", "1"], "--hosts needs a file of hosts"),
         ("absent", ["2", "1", "x"], "absent cannot be read: No such file or directory"),
         ("ssh", ["2", "1", "x"], "names 'test .*, which is no host"),
+        ("twice", ["2", "1", "x"], "names 'gpu1', which is no host, or twice"),
     ],
 )
 def test_what_is_no_file_of_hosts_is_refused(machines: Path, file: str, words: list[str], message: str) -> None:
