@@ -29,7 +29,8 @@ $(call needs,report,RUN,say which runs: make report RUN="runs/phase1 runs/phase2
 $(call needs,sample,PROMPTS,say which prompts: make sample RUN=$(RUN) PROMPTS=prompts.txt [CONFIG=path.yaml] [ARGS="--a.b value"])
 $(call needs,study,A,say which sample sets: make study A=runs/a/evaluations/… B=runs/b/evaluations/… [C=… D=…] [OUT=runs/study] [CONFIG=path.yaml] [ARGS="--a.b value"])
 $(call needs,study,B,say which sample sets: make study A=$(A) B=runs/b/evaluations/… [C=… D=…] [OUT=runs/study] [CONFIG=path.yaml] [ARGS="--a.b value"])
-$(if $(filter train,$(MAKECMDGOALS)),$(if $(filter-out 1,$(NODES)),$(if $(SLURM_JOB_ID),,$(error NODES=$(NODES) needs an allocation of Slurm (salloc -N $(NODES), or in an sbatch script); elsewhere type on each machine: make train NPROC=... LAUNCH="--num_machines $(NODES) --machine_rank ...", as docs/how-to/cluster.md has it))))
+$(if $(filter train,$(MAKECMDGOALS)),$(if $(filter-out 1,$(NODES)),$(if $(SLURM_JOB_ID)$(HOSTS),,$(error NODES=$(NODES) needs an allocation of Slurm (salloc -N $(NODES), or in an sbatch script), or HOSTS=hosts.txt, a host to a line, which ssh reaches. docs/how-to/cluster.md has both, and what to type where there is neither))))
+$(if $(filter train,$(MAKECMDGOALS)),$(if $(HOSTS),$(if $(wildcard $(HOSTS)),,$(error there is no $(HOSTS): HOSTS is a file with a host to a line))))
 $(if $(filter train,$(MAKECMDGOALS)),$(if $(wildcard $(PHASE_CONFIG)),,$(error there is no $(PHASE_CONFIG): say PHASE=1 or PHASE=2, or CONFIG=path.yaml)))
 
 .PHONY: help setup demo test test-browser test-faults test-alerts test-slurm test-container test-families test-quantised test-install test-oldest bench gpu-check lint docs select download precompute train sample evaluate watch report study plan lock clean
@@ -53,7 +54,8 @@ help:
 	@echo "make download [IN=runs/data/selected] [OUT=runs/data/tars]"
 	@echo "                                              rows -> verified tars of pictures and captions"
 	@echo "make precompute SHARD=00000-00099             tars -> latents (a Ray job; RAY_ADDRESS joins a cluster)"
-	@echo "make train PHASE=1 [CONFIG=...] [NPROC=8]     latents -> U-Net; the same command again resumes"
+	@echo "make train PHASE=1 [CONFIG=...] [NPROC=8] [NODES=2] [HOSTS=hosts.txt]"
+	@echo "                                              latents -> U-Net; the same command again resumes"
 	@echo "make sample RUN=runs/phase2 PROMPTS=prompts.txt"
 	@echo "                                              a checkpoint, an export or a hub pipeline -> pictures (a Ray job)"
 	@echo "make evaluate RUN=runs/phase2 [PROMPTS=...]   the same, and metrics with 95 % intervals against a reference"
@@ -174,12 +176,15 @@ RESTARTS ?= 3
 LEAVE ?= 120
 LAUNCH ?= $(if $(filter-out 1,$(NPROC)),--num_machines 1 --num_processes $(NPROC) --multi_gpu)
 # Of several machines Slurm starts a task for each process: NODES of them with NPROC each, in its allocation.
-NODES ?= 1
+# Without Slurm a launcher is started on each machine of HOSTS by ssh, or on the first NODES of them.
+NODES ?= $(if $(HOSTS),$(shell grep -cEv '^[[:space:]]*(#|$$)' $(HOSTS)),1)
 SRUN = srun --nodes $(NODES) --ntasks-per-node $(NPROC) --kill-on-bad-exit=1
-LAUNCHER = $(if $(filter-out 1,$(NODES)),-m train.launch --slurm,$(if $(LAUNCH),-m train.launch $(LAUNCH) --max_restarts $(RESTARTS) --mixed_precision no --dynamo_backend no --quiet))
+STARTER = $(if $(HOSTS),--hosts $(HOSTS) $(NODES) $(NPROC),$(LAUNCH))
+LAUNCHER = $(if $(BY_SRUN),-m train.launch --slurm,$(if $(STARTER),-m train.launch $(STARTER) --max_restarts $(RESTARTS) --mixed_precision no --dynamo_backend no --quiet))
+BY_SRUN = $(if $(HOSTS),,$(filter-out 1,$(NODES)))
 train: setup
 	$(BIN)/python -m train check --config $(PHASE_CONFIG) $(ARGS)
-	PET_SHUTDOWN_TIMEOUT=$(LEAVE) exec $(if $(filter-out 1,$(NODES)),$(SRUN)) $(BIN)/python $(LAUNCHER) \
+	PET_SHUTDOWN_TIMEOUT=$(LEAVE) exec $(if $(BY_SRUN),$(SRUN)) $(BIN)/python $(LAUNCHER) \
 	  -m train --config $(PHASE_CONFIG) --num_processes $$(($(NODES) * $(NPROC))) $(ARGS)
 
 EVALUATE = --config $(or $(CONFIG),configs/evaluate.yaml) --model $(RUN) $(if $(PROMPTS),--prompts.file $(PROMPTS)) $(if $(OUT),--output $(OUT))

@@ -43,8 +43,8 @@ from train.model.fit import on_meta
 from train.model.flops import peak_tflops, training_flops
 from train.model.unet import build_unet
 from train.prepare import Prepared, take_run
+from train.run.health.meter import peak_memory
 from train.run.launches import Launch
-from train.run.meter import peak_memory
 from train.run.preflight import World
 
 TEXT_LENGTH = 77

@@ -85,3 +85,15 @@ def test_several_machines_are_one_number_under_slurm() -> None:
         in launch
     )
     assert launch.rstrip().endswith("-m train --config configs/phase1.yaml --num_processes $((2 * 8))")
+
+
+def test_several_machines_are_one_number_with_a_file_of_hosts(tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text("# ours\na\n\nb\nc # new\n")
+    hosts = f"HOSTS={tmp_path / 'hosts'}"
+    for words, machines in (([], 3), (["NODES=2", "SLURM_JOB_ID=7"], 2)):
+        result = make("--dry-run", "train", "PHASE=1", "NPROC=8", hosts, *words)
+        launch = result.stdout.replace("\\\n", "").splitlines()[-1]
+        assert "srun" not in launch and f"-m train.launch --hosts {tmp_path / 'hosts'} {machines} 8 --max_re" in launch
+        assert launch.rstrip().endswith(f"-m train --config configs/phase1.yaml --num_processes $(({machines} * 8))")
+    refused = make("train", "PHASE=1", "HOSTS=absent")
+    assert refused.returncode == 2 and "there is no absent: HOSTS is a file with a host to a line" in refused.stderr

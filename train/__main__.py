@@ -17,6 +17,7 @@ further commands, each with a --help of its own:
 
 import argparse
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import torch
@@ -32,6 +33,8 @@ from train.export.posthoc import rebuild_average
 from train.loop import train
 from train.model.sharding import launched_sharding
 from train.prepare import on_main_process, prepare, take_address, take_run
+from train.run.health.heartbeat import Heart
+from train.run.health.output import kept
 from train.run.launches import Launch
 from train.run.plot import plot_run
 from train.run.processes import die_with_launcher, join_processes, lost_processes_named
@@ -67,8 +70,12 @@ def train_here(config: TrainConfig) -> None:
         raise RequestError(
             "The launcher asks for FSDP, which float16 does not go with here. Set precision to bfloat16."
         )
-    with lost_processes_named(lambda: "Before the first step", config.collective_timeout):
-        join_processes(config.collective_timeout)
+    with closing(join_processes(config.start_timeout)) as heart:
+        _train_here(config, heart)
+
+
+def _train_here(config: TrainConfig, heart: Heart) -> None:
+    with lost_processes_named(heart):
         accelerator = Accelerator(
             mixed_precision=ACCELERATE_PRECISION[config.precision],
             cpu=not torch.cuda.is_available(),
@@ -83,9 +90,10 @@ def train_here(config: TrainConfig) -> None:
         folder, away = on_main_process(
             accelerator, lambda: (take_run(config, prepared), take_address(config, prepared))
         )
-    with Launch(folder, accelerator.is_main_process, away) as launch:
-        with lost_processes_named(lambda: "Before the first step", config.collective_timeout):
-            run = assemble(config, prepared, accelerator, launch, away)
+    rank, launches = accelerator.process_index, config.log.keep_output
+    with kept(folder, rank, launches), Launch(folder, accelerator.is_main_process, away) as launch:
+        with lost_processes_named(heart):
+            run = assemble(config, prepared, accelerator, launch, away, heart)
         train(run)
 
 

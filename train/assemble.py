@@ -22,9 +22,10 @@ from train.model.unet import compile_network
 from train.objective.loss import DiffusionLoss
 from train.prepare import Prepared
 from train.run.alarm import Alarm
+from train.run.health.heartbeat import Heart
+from train.run.health.meter import Meter
 from train.run.launches import Launch, publish
 from train.run.log import Log
-from train.run.meter import Meter
 from train.run.saving.away import Away
 from train.run.saving.checkpoint import SNAPSHOTS, drop_later, restore
 from train.run.saving.writer import CheckpointWriter, Writers, too_slow_to_leave
@@ -32,9 +33,19 @@ from train.run.state import StepResults, TrainState
 
 
 def assemble(
-    config: TrainConfig, prepared: Prepared, accelerator: Accelerator, launch: Launch, away: Away | None = None
+    config: TrainConfig,
+    prepared: Prepared,
+    accelerator: Accelerator,
+    launch: Launch,
+    away: Away | None = None,
+    heart: Heart | None = None,
 ) -> Run:
-    """The run, standing after the last step that it has done; writes the run folder's config. `away`: its address."""
+    """The run, standing after the last step that it has done; writes the run folder's config.
+
+    Args:
+        away: the run's address, where it lies at one.
+        heart: what tells the others what this process is at, where there are others.
+    """
     is_split = config.sharding != "none" and accelerator.num_processes > 1
     unet_json = prepared.unet.to_json_string()  # splitting weights renames the class
     unet, aligned = place_unet(config, prepared.unet, accelerator, is_split), prepared.aligned
@@ -70,11 +81,14 @@ def assemble(
         world.local_size,
         config.data.num_canonical_nodes,
     )
+    patience = config.patience(config.data.timeout, world.size)
+    data = config.data.model_copy(update={"timeout": patience})
     peak = device_peak(config, accelerator.device)
     shapes = {stream.latent_hw for stream in spec.streams} if peak else set()
     return Run(
         accelerator=accelerator,
         launch=launch,
+        heart=heart or Heart(),
         seed=config.seed,
         max_steps=config.max_steps,
         global_batch_size=config.global_batch_size,
@@ -87,7 +101,7 @@ def assemble(
         optimizer=optimizer,
         averages=averages,
         loss=DiffusionLoss(config.objective, spec, accelerator.device, prepared.backbone, aligned=aligned),
-        loader=Loader(config.data, spec, config.global_batch_size, config.seed, state.step, slots),
+        loader=Loader(data, spec, config.global_batch_size, config.seed, state.step, slots),
         steps_per_epoch=spec.steps_per_epoch,
         validation=prepared.validation,
         state=state,

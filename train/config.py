@@ -71,7 +71,8 @@ class TrainConfig(Config):
     """Over several processes: each holds all (DDP), parts of gradients and optimizer state, or of the weights too."""
     ddp: DdpConfig = DdpConfig()
     collective_timeout: float = Field(600.0, gt=0)
-    """Seconds after which a process that does not answer the others ends the run; longer than writing a checkpoint."""
+    """Seconds after which a process that does not answer the others ends the run; longer than writing a checkpoint.
+    Of several processes each waits for its storage at most 0.8 of it."""
     takeover_after: float = Field(60.0, gt=0)
     """Seconds without a sign of life after which a launch that may still hold the run folder counts as dead."""
     channels_last: bool | None = None
@@ -109,6 +110,15 @@ class TrainConfig(Config):
         if self.init_from is not None and work_folder(self.init_from).resolve() == self.work.resolve():
             raise ValueError("init_from is the run's own run_dir; resuming needs no init_from")
         return self
+
+    @property
+    def start_timeout(self) -> float:
+        """Seconds that collectives may take until a step is done: a first batch may take `data.first_timeout`."""
+        return max(self.collective_timeout, self.data.first_timeout + self.data.timeout)
+
+    def patience(self, seconds: float, num_processes: int) -> float:
+        """What a process waits for storage at most: less than the others wait for it, so that it can say why."""
+        return seconds if num_processes == 1 else min(seconds, 0.8 * self.collective_timeout)
 
     @property
     def work(self) -> Path:

@@ -5,14 +5,22 @@ passing it on, leaves its processes 30 s after a SIGTERM, and ends with 1 whatev
 
 `srun python -m train.launch --slurm -m train --config …` starts nothing: Slurm has started a task for each process.
 Each is told by Slurm's variables who it is, and becomes the trainer.
+
+`python -m train.launch --hosts hosts.txt 2 8 FLAGS -m train --config …` starts a launcher of eight processes on each of
+the file's first two machines, by ssh. Through ssh's pipe each is told of signals, and that this one is gone.
 """
 
 import os
 import re
+import shlex
+import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from accelerate.commands.launch import launch_command, launch_command_parser
@@ -29,6 +37,11 @@ DEFAULTS = {
     "PET_SHUTDOWN_TIMEOUT": "120",
 }
 """Which signals are passed on, and how many seconds the processes then have to save."""
+HOSTS_EXAMPLE = "python -m train.launch --hosts hosts.txt 2 8 -m train --config configs/phase1.yaml"
+SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ServerAliveInterval=15")
+NOT_REACHED = 255
+"""ssh's exit code where it is ssh that failed."""
+TOLD = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 def pass_on(number: int, *_: object) -> None:
@@ -125,6 +138,116 @@ def first_host(nodes: str) -> str:
     return re.sub(r"\[(\d+)[^\]]*\]", r"\1", first[0])
 
 
+def launch_on_hosts(arguments: list[str]) -> int:
+    """Start a launcher on each machine by ssh, in this folder; returns the exit code of the first one to fail.
+
+    Args:
+        arguments: the file of hosts, how many of them, processes on each, and what a launcher there is to be given.
+
+    Raises:
+        RequestError: they are something else, or a machine cannot be reached.
+    """
+    if len(arguments) < 4 or not all(word.isdecimal() and int(word) for word in arguments[1:3]):
+        raise RequestError(f"--hosts needs a file of hosts, how many, processes on each: {HOSTS_EXAMPLE}")
+    file, machines, processes = arguments[0], int(arguments[1]), int(arguments[2])
+    hosts = read_hosts(Path(file))[:machines]
+    if len(hosts) < machines:
+        raise RequestError(f"{file} names {len(hosts)} hosts, and {machines} are asked for.")
+    if shutil.which(SSH[0]) is None:
+        raise RequestError("--hosts needs ssh, which is not here. Install OpenSSH's client.")
+    running = {}
+    for rank, host in enumerate(hosts):
+        words = shlex.join(launcher_on(hosts, rank, processes) + arguments[3:])
+        command = [*SSH, host, f"cd {shlex.quote(os.getcwd())} && exec {words}"]
+        # in a session of its own: a terminal's Ctrl-C would end ssh, and not what it started
+        running[host] = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+
+    def tell(number: int, *_: object) -> None:
+        for process in running.values():
+            with suppress(BrokenPipeError):  # it has ended
+                os.write(process.stdin.fileno(), f"{signal.Signals(number).name}\n".encode())  # type: ignore[union-attr]
+
+    before = {number: signal.signal(number, tell) for number in TOLD}
+    try:
+        return first_failure(running, tell)
+    finally:
+        for process in running.values():
+            process.communicate()
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def launcher_on(hosts: Sequence[str], rank: int, processes: int) -> list[str]:
+    """What is typed on one of the machines, but for the flags that all have."""
+    leave = os.environ.get("PET_SHUTDOWN_TIMEOUT", DEFAULTS["PET_SHUTDOWN_TIMEOUT"])
+    master = os.environ.get("MASTER_ADDR", hosts[0].rpartition("@")[2])
+    several = {
+        "num_machines": len(hosts),
+        "machine_rank": rank,
+        "main_process_ip": master,
+        "main_process_port": os.environ.get("MASTER_PORT", "29500"),
+        "num_processes": len(hosts) * processes,
+    }
+    flags = [word for name, value in several.items() for word in (f"--{name}", str(value))]
+    multi = ["--multi_gpu"] if len(hosts) * processes > 1 else []
+    return ["env", f"PET_SHUTDOWN_TIMEOUT={leave}", sys.executable, "-m", "train.launch", "--told", *flags, *multi]
+
+
+def read_hosts(path: Path) -> list[str]:
+    """A host to a line, as ssh takes it; `#` begins a remark.
+
+    Raises:
+        RequestError: there is no such file, or a line is no host, or the same as another.
+    """
+    try:
+        lines = [line.partition("#")[0].strip() for line in path.read_text().splitlines()]
+    except OSError as error:
+        raise RequestError(
+            f"The file of hosts {path} cannot be read: {error.strerror}. It has a host to a line."
+        ) from None
+    hosts = [line for line in lines if line]
+    for host in hosts:
+        if not re.fullmatch(r"[\w.@:-]+", host) or host.startswith("-") or hosts.count(host) > 1:
+            raise RequestError(f"{path} names {host!r}, which is no host, or twice. A line is a host's name, no more.")
+    return hosts
+
+
+def first_failure(running: Mapping[str, subprocess.Popen[bytes]], tell: Callable[[int], None]) -> int:
+    """Wait for all; where one fails, the others are told to leave, but when it left because it was told itself.
+
+    Raises:
+        RequestError: a machine could not be reached.
+    """
+    failed: tuple[str, int] | None = None
+    while True:
+        codes = {host: process.poll() for host, process in running.items()}
+        wrong = next(((host, code) for host, code in codes.items() if code), None)
+        if failed is None and wrong is not None:
+            failed = wrong
+            if wrong[1] != Preempted.exit_code:
+                tell(signal.SIGTERM)
+        if None not in codes.values():
+            break
+        time.sleep(0.1)
+    if failed is not None and failed[1] == NOT_REACHED:
+        raise RequestError(
+            f"{failed[0]} was not reached, or lost, by ssh (see above). `ssh {failed[0]} true` must work without a "
+            f"password, and this folder must be there under the same path. The same command again resumes."
+        )
+    return 0 if failed is None else code_of(failed[1])
+
+
+def hear_launcher() -> None:
+    """Send this process the signals that come by its standard input, and SIGTERM at its end."""
+
+    def listen() -> None:
+        for line in sys.stdin:
+            os.kill(os.getpid(), signal.Signals[line.strip()])
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=listen, daemon=True, name="told").start()
+
+
 def code_of(returncode: int) -> int:
     """A process's exit code; 1 where a signal ended it."""
     return returncode if returncode > 0 else WorkError.exit_code
@@ -135,6 +258,11 @@ def main() -> None:
     arguments = sys.argv[1:]
     if arguments[:1] == ["--slurm"]:
         sys.exit(exit_code_of(lambda: become_slurm_task(arguments[1:])))
+    if arguments[:1] == ["--hosts"]:
+        sys.exit(exit_code_of(lambda: launch_on_hosts(arguments[1:])))
+    if arguments[:1] == ["--told"]:
+        hear_launcher()
+        arguments = arguments[1:]
     sys.exit(exit_code_of(lambda: launch(arguments)))
 
 

@@ -21,10 +21,12 @@ from train.objective.alignment import Aligned
 from train.objective.loss import DiffusionLoss
 from train.objective.sums import LossSums
 from train.objective.validation import Validation
+from train.run.health.endpoint import Figures, served
+from train.run.health.heartbeat import Heart
+from train.run.health.meter import Interval, Meter, peak_memory
 from train.run.launches import Launch, Pace
 from train.run.log import Log
-from train.run.meter import Interval, Meter, peak_memory
-from train.run.processes import Leaving, lost_processes_named
+from train.run.processes import Leaving, expect_answers, lost_processes_named
 from train.run.saving.writer import CheckpointWriter, Snapshot, average_files, take_snapshot, too_slow_to_leave
 from train.run.state import StepResults, TrainState
 
@@ -35,6 +37,7 @@ class Run:
 
     accelerator: Accelerator
     launch: Launch
+    heart: Heart
     seed: int
     max_steps: int
     global_batch_size: int
@@ -43,6 +46,7 @@ class Run:
     compiled: bool
     """The network runs as a graph for each shape: microbatches, and those of validation, are all of one size."""
     collective_timeout: float
+    """Of all steps but the first."""
     unet: Any
     aligned: Aligned | None
     """`unet` with its projection head, where a layer is aligned (REPA)."""
@@ -85,17 +89,23 @@ def train(run: Run) -> None:
 
 
 def _train(run: Run) -> None:
-    state = run.state
+    state, first = run.state, run.state.step
+    metrics_at = run.log.config.metrics_at if run.log.main else None
     leaving = Leaving(run.accelerator, run.launch, StopSignal(), Heard(signal.SIGUSR2), state.step)
     with (
-        lost_processes_named(lambda: f"After step {state.step}", run.collective_timeout),
+        lost_processes_named(run.heart),
         closing(iter(run.loader)) as batches,
         run.log,
+        served(metrics_at, Figures(run.heart, run.log, run.writer, state.step)),
     ):
         while state.step < run.max_steps:
+            run.heart.at(state.step, "loading")
             with run.meter.waiting_for_data():
                 batch = next(batches)
+            run.heart.at(state.step, "training")
             take_step(run, batch)
+            if state.step == first + 1:
+                expect_answers(run.heart, run.collective_timeout)
             run.writer.check()
             run.snapshots.check()
             if state.step % run.snapshots.config.every == 0:
@@ -153,6 +163,7 @@ def train_step(run: Run, batch: Batch) -> Tensor:
 def write_line(run: Run, grad_norm: Tensor) -> None:
     """Log the steps since the last line. Only here does the host wait for the device."""
     run.results.collect(run.state)
+    run.heart.at(run.state.step, "logging")
     fields = describe(run, run.meter.close(), float(grad_norm))
     if run.validation is not None and run.state.step % run.validation.every == 0:
         with run.validation.averaged(run.averages["ema"], run.unet):
@@ -200,6 +211,7 @@ def alignment_fields(run: Run) -> dict[str, float | None]:
 
 def save(run: Run, last: bool) -> None:
     """Write a checkpoint of the step just done; it is there on return if it is the `last`."""
+    run.heart.at(run.state.step, "saving")
     run.results.collect(run.state)
     lines = run.log.keep()
     if run.accelerator.scaler is not None:
@@ -209,7 +221,7 @@ def save(run: Run, last: bool) -> None:
     if last:
         run.writer.finish()
         run.snapshots.finish()
-    if last:
+        run.heart.at(run.state.step, "saved")
         run.accelerator.wait_for_everyone()
 
 

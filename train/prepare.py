@@ -197,7 +197,8 @@ def take_address(config: TrainConfig, prepared: Prepared) -> away.Away | None:
     """
     if isinstance(config.run_dir, Path):
         return None
-    return away.take(config.run_dir, prepared.held.number, prepared.held.found)
+    patience = config.patience(away.PATIENCE, prepared.world.size)
+    return away.take(config.run_dir, prepared.held.number, prepared.held.found, patience)
 
 
 def find_start(config: TrainConfig) -> tuple[Checkpoint | None, Checkpoint | None]:

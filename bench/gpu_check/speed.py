@@ -29,7 +29,7 @@ from train.model.backbone import BackboneConfig
 from train.model.fit import on_meta
 from train.model.flops import TRAIN_OVER_FORWARD
 from train.model.unet import build_unet
-from train.run.meter import peak_memory
+from train.run.health.meter import peak_memory
 
 PACKAGES = ("torch", "triton", "transformers", "diffusers", "accelerate", "numpy")
 CLASSES = (

@@ -1,4 +1,4 @@
-"""The short way to say what is read."""
+"""The short way to say what is read; time limits that fit each other."""
 
 from pathlib import Path
 
@@ -82,3 +82,15 @@ def test_streams_take_the_place_of_what_was_short_for_them(tmp_path: Path) -> No
     words = ["--data.streams", '[{"root": "c", "bucket": "64x64"}]']
     (typed,) = load_config(TrainConfig, tmp_path / "short.yaml", words, "train").data.streams
     assert (str(typed.root), typed.bucket) == ("c", "64x64")
+
+
+def test_nobody_waits_longer_for_storage_than_the_others_wait(tmp_path: Path) -> None:
+    """Alone it may; until a step is done, the others wait for as long as a first batch may take."""
+    usual = config(tmp_path, ONE)
+    assert [usual.patience(seconds, 8) for seconds in (900.0, 300.0)] == [480.0, 300.0]
+    assert usual.patience(900.0, 1) == 900.0 and usual.start_timeout == 2100.0
+    words = ("--collective_timeout", "50", "--data.first_timeout", "20", "--data.timeout", "100")
+    short = config(tmp_path, ONE, *words)
+    assert short.patience(short.data.timeout, 2) == 40.0 and short.start_timeout == 120.0
+    long = config(tmp_path, ONE, "--collective_timeout", "9000")
+    assert long.patience(long.data.timeout, 2) == 300.0 and long.start_timeout == 9000.0

@@ -1,13 +1,20 @@
-"""Slurm's variables as the launcher reads them; without a launcher, several tasks are refused."""
+"""Slurm's variables as the launcher reads them; without a launcher, several tasks are refused. Launchers by ssh."""
 
+import io
+import json
 import os
+import signal
+import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
 
 from shards.base.errors import RequestError, exit_code_of
-from tests.runs import train_fields, write_config
+from tests import ranks
+from tests.runs import PYTHON, compare, environment, last_step, train_fields, write_config
 from train import launch
 from train.__main__ import run
 
@@ -88,3 +95,155 @@ def test_tasks_that_know_nothing_of_each_other_are_refused(
     assert "srun started 7 tasks, but WORLD_SIZE is not set: each would train alone, in one run folder" in message
     assert "`srun python -m train.launch --slurm -m train --config" in message
     assert not (tmp_path / "run").exists()
+
+
+SSH = """#!/bin/sh
+test "$1 $3" = "-o -o" || exit 9
+shift 4
+test "$1" = away && exit 255
+exec sh -c "$2"
+"""
+LAUNCHER = """#!{python}
+import json, pathlib, sys
+folder, rank = pathlib.Path(sys.argv[0]).parent, sys.argv[sys.argv.index("--machine_rank") + 1]
+(folder / f"words-{{rank}}").write_text(json.dumps([str(pathlib.Path.cwd()), *sys.argv[1:]]))
+if "code-" + rank in sys.argv:
+    sys.exit(1)
+if "wait" in sys.argv:
+    for line in sys.stdin:
+        with (folder / f"told-{{rank}}").open("a") as file:
+            file.write(line)
+        if line != "SIGUSR2\\n":
+            sys.exit(75)
+"""
+
+
+@pytest.fixture
+def machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with an ssh that stays here, a launcher that writes down what it is told, and files of hosts."""
+    for name, text in (("ssh", SSH), ("python", LAUNCHER.format(python=sys.executable))):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setenv("PET_SHUTDOWN_TIMEOUT", "7")
+    (tmp_path / "hosts").write_text("# two of ours\nme@gpu1\n\ngpu2 # new\n")
+    (tmp_path / "away").write_text("gpu1\naway\n")
+    (tmp_path / "twice").write_text("gpu1\ngpu1\n")
+    return tmp_path
+
+
+def wait_for(*paths: Path) -> None:
+    """Until all are there, and not empty."""
+    end = time.monotonic() + 60
+    while not all(path.exists() and path.read_text() for path in paths):
+        assert time.monotonic() < end, paths
+        time.sleep(0.01)
+
+
+def test_each_host_gets_a_launcher_of_its_own(machines: Path) -> None:
+    assert (
+        launch.launch_on_hosts([str(machines / "hosts"), "2", "8", "--quiet", "-m", "train", "--run_dir", "a b"]) == 0
+    )
+    for rank in range(2):
+        folder, *words = json.loads((machines / f"words-{rank}").read_text())
+        assert folder == os.getcwd()
+        several = f"--num_machines 2 --machine_rank {rank} --main_process_ip gpu1 --main_process_port 29500"
+        assert words[:3] == ["-m", "train.launch", "--told"]
+        assert words[3:] == [
+            *several.split(),
+            "--num_processes",
+            "16",
+            "--multi_gpu",
+            "--quiet",
+            "-m",
+            "train",
+            "--run_dir",
+            "a b",
+        ]
+
+
+def test_signals_reach_the_launchers_and_one_that_fails_takes_the_others_along(machines: Path) -> None:
+    before = [signal.getsignal(number) for number in launch.TOLD]
+
+    def signals() -> None:
+        wait_for(machines / "words-0", machines / "words-1")
+        os.kill(os.getpid(), signal.SIGUSR2)
+        wait_for(machines / "told-0", machines / "told-1")
+        os.kill(os.getpid(), signal.SIGUSR1)
+
+    sender = threading.Thread(target=signals)
+    sender.start()
+    assert launch.launch_on_hosts([str(machines / "hosts"), "2", "8", "wait"]) == 75
+    sender.join()
+    assert [(machines / f"told-{rank}").read_text() for rank in range(2)] == ["SIGUSR2\nSIGUSR1\n"] * 2
+    (machines / "told-0").unlink()
+    assert launch.launch_on_hosts([str(machines / "hosts"), "2", "8", "wait", "code-1"]) == 1
+    assert (machines / "told-0").read_text() == "SIGTERM\n"
+    assert [signal.getsignal(number) for number in launch.TOLD] == before
+
+
+def test_a_launcher_hears_by_its_pipe_and_leaves_at_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[int] = []
+    monkeypatch.setattr(os, "kill", lambda pid, number: sent.append(number))
+    monkeypatch.setattr(sys, "stdin", io.StringIO("SIGUSR2\nSIGUSR1\n"))
+    launch.hear_launcher()
+    for thread in threading.enumerate():
+        if thread.name == "told":
+            thread.join()
+    assert sent == [signal.SIGUSR2, signal.SIGUSR1, signal.SIGTERM]
+
+
+@pytest.mark.parametrize(
+    ("file", "words", "message"),
+    [
+        (
+            "away",
+            ["2", "1", "wait"],
+            "away was not reached, or lost, by ssh .* `ssh away true` must work without a pass",
+        ),
+        ("hosts", ["3", "1", "x"], "names 2 hosts, and 3 are asked for"),
+        (
+            "hosts",
+            ["0", "1", "x"],
+            "--hosts needs a file of hosts, how many, processes on each: python -m train.launch",
+        ),
+        ("hosts", ["2", "1"], "--hosts needs a file of hosts"),
+        ("absent", ["2", "1", "x"], "absent cannot be read: No such file or directory"),
+        ("ssh", ["2", "1", "x"], "names 'test .*, which is no host"),
+        ("twice", ["2", "1", "x"], "names 'gpu1', which is no host, or twice"),
+    ],
+)
+def test_what_is_no_file_of_hosts_is_refused(machines: Path, file: str, words: list[str], message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        launch.launch_on_hosts([str(machines / file), *words])
+
+
+@pytest.mark.slow
+def test_two_machines_of_a_file_of_hosts_train_leave_and_go_on(latents: Path, tmp_path: Path) -> None:
+    """Real launchers, by an ssh that stays here. A signal to the first, a kill of it, and the curve is one."""
+    (tmp_path / "ssh").write_text(SSH)
+    (tmp_path / "ssh").chmod(0o755)
+    (tmp_path / "hosts").write_text("localhost\n127.0.0.1\n")
+    fields = train_fields(latents, tmp_path / "run", max_steps=300, checkpoint={"every": 20}, collective_timeout=60.0)
+    command = [*PYTHON, "-m", "train.launch", "--hosts", str(tmp_path / "hosts"), "2", "1", "--mixed_precision", "no"]
+    command += ["--dynamo_backend", "no", "--quiet", "-m", "train", "--config", str(write_config(tmp_path, fields))]
+    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    for number, step, code in ((signal.SIGUSR1, 50, 75), (signal.SIGKILL, 120, -9), (None, 300, 0)):
+        with (tmp_path / "log").open("a") as log:
+            variables = environment(PATH=path, MASTER_PORT=str(ranks.free_port()))
+            process = subprocess.Popen(command, env=variables, stdout=log, stderr=subprocess.STDOUT)
+        if number is not None:
+            while last_step(tmp_path / "run") < step:
+                assert process.poll() is None, (tmp_path / "log").read_text()
+                time.sleep(0.1)
+            process.send_signal(number)
+        assert process.wait(300) == code, (tmp_path / "log").read_text()
+    said = (tmp_path / "log").read_text()
+    assert said.count("resuming") == 4, said  # once on each machine
+    ranks.run(
+        tmp_path / "whole.log",
+        ["--config", str(write_config(tmp_path, fields | {"run_dir": str(tmp_path / "whole")}))],
+        2,
+    )
+    compare(tmp_path / "run", tmp_path / "whole")

@@ -78,7 +78,7 @@ class DataConfig(Config):
     """Seconds to wait for a batch before the run stops with an error."""
     first_timeout: float = Field(1800.0, gt=0)
     """The same for each loader process's first batch: until then a machine fetches and hashes a good part of a block of
-    every slice. Other processes wait for the slowest only for `collective_timeout`."""
+    every slice. Until a step is done, other processes wait as long for the slowest."""
 
     @model_validator(mode="before")
     @classmethod

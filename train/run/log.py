@@ -36,6 +36,11 @@ class LogConfig(Config):
     """The run's name in the tracker; null: the run folder's."""
     tags: tuple[str, ...] = ()
     """Of the run in the tracker."""
+    keep_output: int = Field(20, ge=0)
+    """Launches of which it is kept what each process printed, in RUN/logs; 0: none."""
+    metrics_at: str | None = Field(None, pattern=r"^[^\s:]+:\d+$")
+    """HOST:PORT at which the main process serves figures to Prometheus (0.0.0.0:9400); null: nowhere. Whoever reaches
+    it may read them."""
     peak_tflops: float | None = Field(None, gt=0)
     """What one device does at most, in TFLOP/s, for `mfu`; null: bfloat16's by the device's name, where it is known."""
 
@@ -65,8 +70,10 @@ class Log:
         self.sample_lines = JsonLines(run_dir / "samples.jsonl", step, folder) if self.main and config.samples else None
         self.progress = Progress("train", "steps", max_steps, step) if self.main else None
         self.first_step, self.start = step, time.monotonic()
+        self.newest: dict[str, Any] = {}
+        """Fields of the last line."""
         if config.tracker != "none":
-            self._start_tracker(settings, tracker_id(folder) if self.main else "")
+            self._start_tracker(settings, folder)
 
     def __enter__(self) -> "Log":
         if self.progress:
@@ -79,17 +86,22 @@ class Log:
         if isinstance(error, Preempted):  # the next launch goes on with the tracker's run
             self.accelerator.end_training()
 
-    def _start_tracker(self, settings: dict[str, Any], run_id: str) -> None:
+    def _start_tracker(self, settings: dict[str, Any], folder: Path) -> None:
         name, settings = self.config.name or self.run_dir.name, flatten(settings) | {"source": source_state()}
+        known = tracker_ids(folder) if self.main else {}
         options: dict[str, dict[str, Any]] = {
             "wandb": {
                 "name": name,
-                "id": run_id,
+                "id": known.get("id"),
                 "resume": "allow",
                 "tags": self.config.tags,
                 "dir": str(self.run_dir),
             },
-            "mlflow": {"run_name": name, "tags": dict.fromkeys(self.config.tags, "true")},
+            "mlflow": {
+                "run_name": name,
+                "run_id": known.get("mlflow"),
+                "tags": dict.fromkeys(self.config.tags, "true"),
+            },
         }
         if self.config.tracker == "tensorboard":  # a folder of the run folder, which `evaluate` writes to as well
             self.accelerator.init_trackers("tracker")
@@ -98,7 +110,10 @@ class Log:
                 writer.add_text("config", "\n".join(f"    {key}: {value}" for key, value in settings.items()))
             return
         own = {name: value for name, value in options.items() if name == self.config.tracker}
-        self.accelerator.init_trackers(self.config.project, config=settings, init_kwargs=own)
+        again = "mlflow" in own and "mlflow" in known  # whose settings may not change
+        self.accelerator.init_trackers(self.config.project, config=None if again else settings, init_kwargs=own)
+        if self.main and "mlflow" in own and not again:
+            tracker_ids(folder, mlflow=self.accelerator.get_tracker("mlflow", unwrap=True).info.run_id)
 
     def advance(self) -> None:
         """One more step is done."""
@@ -119,6 +134,7 @@ class Log:
 
     def write(self, step: int, fields: dict[str, Any]) -> None:
         """A line of metrics.jsonl, and the same to the tracker; now and then, how far the run is."""
+        self.newest = finite(fields)
         if self.metrics:
             self.metrics.write(step=step, **fields)
         if self.progress and (self.progress.is_due or step == self.max_steps):
@@ -127,7 +143,7 @@ class Log:
             text = "loss {loss:.4f}  {images_per_second:.1f} img/s" if fields["loss"] is not None else "loss not finite"
             figures = {"step": step, "steps": self.max_steps, **finite(shown), "eta_seconds": round(seconds)}
             self.progress.show(step, text.format(**shown), figures)
-        self.accelerator.log(flat_numbers(finite(fields)), step=step)
+        self.accelerator.log(flat_numbers(self.newest), step=step)
 
     def keep(self) -> dict[str, int]:
         """Have what was written survive a power cut: a checkpoint goes on from its step, and writes no line again.
@@ -145,13 +161,19 @@ class Log:
             plot_run(self.run_dir)
 
 
-def tracker_id(folder: Path) -> str:
-    """The one id of a run in its tracker: made by its first launch, kept in the run folder. `folder`: the launch's."""
-    run_dir = folder.parents[1]
-    path = run_dir / TRACKER_ID
-    if not path.is_file():
-        publish(write_file(folder / path.name, json.dumps({"id": uuid.uuid4().hex[:12]}).encode()), path, folder)
-    return str(json.loads(path.read_bytes())["id"])
+def tracker_ids(folder: Path, **more: str) -> dict[str, str]:
+    """What a run is called in its tracker, by its first launch: `id`, and in mlflow, which makes its own, `mlflow`.
+
+    Args:
+        folder: the launch's own; the ids are kept in the run folder.
+        more: to be kept, too.
+    """
+    path = folder.parents[1] / TRACKER_ID
+    known = json.loads(path.read_bytes()) if path.is_file() else {}
+    found: dict[str, str] = {"id": uuid.uuid4().hex[:12]} | known | more
+    if found != known:
+        publish(write_file(folder / path.name, json.dumps(found).encode()), path, folder)
+    return found
 
 
 def source_state() -> str | None:

@@ -5,7 +5,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import NamedTuple
@@ -16,6 +16,7 @@ from accelerate import Accelerator
 
 from shards.base.errors import RequestError, WorkError
 from shards.base.stop import Heard
+from train.run.health.heartbeat import STARTING, Heart
 from train.run.launches import Launch
 
 LAUNCHER = "LATENTMILL_LAUNCHER"
@@ -46,7 +47,7 @@ def die_with_launcher() -> None:
         )
 
 
-def join_processes(timeout: float) -> None:
+def join_processes(timeout: float) -> Heart:
     """Start the process group, before accelerate would, so that a restarted job meets nothing of the one before it.
 
     The launcher's store outlives the processes that it starts again (`--max_restarts`), and with them the addresses of
@@ -55,19 +56,25 @@ def join_processes(timeout: float) -> None:
 
     Args:
         timeout: seconds after which a collective that some process does not join is an error.
+
+    Returns:
+        What tells the others what this process is at.
+
+    Raises:
+        WorkError: some process does not come.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1 or dist.is_initialized():
-        return
+        return Heart()
     patience = timedelta(seconds=timeout)
     store, rank, world_size = next(dist.rendezvous("env://", timeout=patience))
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    dist.init_process_group(
-        "nccl" if torch.cuda.is_available() else "gloo",
-        store=dist.PrefixStore(f"latentmill/attempt-{attempt}", store),
-        rank=rank,
-        world_size=world_size,
-        timeout=patience,
-    )
+    shared = dist.PrefixStore(f"latentmill/attempt-{attempt}", store)
+    # a connection of its own: the group's waits for others
+    heart = Heart(rank, world_size, shared.clone(), timeout).start()
+    with lost_processes_named(heart):
+        backend = "nccl" if torch.cuda.is_available() else "gloo"
+        dist.init_process_group(backend, store=shared, rank=rank, world_size=world_size, timeout=patience)
+    return heart
 
 
 class Told(NamedTuple):
@@ -127,26 +134,34 @@ def look_interval(seconds_per_step: float) -> int:
 
 
 @contextmanager
-def lost_processes_named(moment: Callable[[], str], timeout: float) -> Iterator[None]:
-    """Turn the failure of a collective into an error for people.
-
-    Args:
-        moment: when it happened, for the message; asked after the failure.
+def lost_processes_named(heart: Heart) -> Iterator[None]:
+    """Turn the failure of a collective into an error for people; tell the others of any other that ends this process.
 
     Raises:
-        WorkError: a process died, or did not answer for `timeout` seconds.
+        WorkError: a process died, or did not answer for as long as a collective may take.
     """
     try:
         yield
-    except (RequestError, WorkError):
-        raise
-    except RuntimeError as error:
+    except BaseException as error:
         # gloo raises plain RuntimeErrors, which begin with its source file's path
-        if not isinstance(error, dist.DistError) and "gloo" not in str(error):
+        is_lost = isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
+        if not is_lost or isinstance(error, RequestError | WorkError):
+            heart.fail(error)
             raise
+        moment = "Before the first step" if heart.beat.at == STARTING else f"After step {heart.beat.step}"
+        who = heart.explained()
+        heart.fail(None)
         raise WorkError(
-            f"{moment()}, a collective failed: another process died, or did not answer for {timeout:g} s "
-            f"(collective_timeout). What is saved stays valid: the same command again resumes, and `--max_restarts` of "
-            f"accelerate's launcher does so by itself. If every process was only slow, raise collective_timeout. "
-            f"({str(error).splitlines()[0]})"
+            f"{moment}, a collective failed: another process died, or did not answer for {heart.limit:g} s "
+            f"(collective_timeout; before the first step, data.first_timeout). {who}What is saved stays valid: the "
+            f"same command again resumes, and `--max_restarts` of accelerate's launcher does so by itself. If every "
+            f"process was only slow, raise collective_timeout. ({str(error).splitlines()[0]})"
         ) from error
+
+
+def expect_answers(heart: Heart, timeout: float) -> None:
+    """From here on a collective that some process does not join is an error after `timeout` seconds."""
+    heart.limit = timeout
+    if heart.store is not None:
+        set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout  # before torch 2.15
+        set_timeout(timedelta(seconds=timeout))

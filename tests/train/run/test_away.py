@@ -289,8 +289,12 @@ def test_a_store_that_is_out_of_reach_for_a_while_ends_nothing(
     left[0] = 10**6
     clock = iter(range(0, 10**6, 100))
     monkeypatch.setattr(away.time, "monotonic", lambda: float(next(clock)))
-    with pytest.raises(Outage):
-        launch.put(checkpoint(work, 2, 1), work)
+    folder = checkpoint(work, 2, 1)
+    for launch.patience, tries in ((900.0, 8), (480.0, 4)):  # the latter of several processes, which wait for it
+        pauses.clear()
+        with pytest.raises(Outage):
+            launch.put(folder, work)
+        assert len(pauses) == tries
 
 
 def test_logs_that_do_not_get_there_undo_no_checkpoint(

@@ -62,6 +62,39 @@ def test_three_launches_are_one_run_of_wandbs(latents: Path, tmp_path: Path, mon
     assert len(list((tmp_path / "run" / "wandb").glob(f"offline-run-*-{run_id}/*.wandb"))) == 3
 
 
+def test_three_launches_are_one_run_of_mlflows(latents: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a folder; the first two are preempted, and settings change in between, which mlflow does not take."""
+    mlflow = pytest.importorskip("mlflow")
+    for name in ("MLFLOW_RUN_ID", "MLFLOW_EXPERIMENT_NAME", "MLFLOW_TAGS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    before = signal.getsignal(signal.SIGTERM)
+    address, known = f"file://{tmp_path / 'mlruns'}", mlflow.get_tracking_uri()
+    mlflow.set_tracking_uri(address)
+    settings = {"tracker": "mlflow", "project": "mill", "name": "small", "tags": ["a", "b"]}
+    states = []
+    for last in (2, 4, 6):
+        fields = train_fields(latents, tmp_path / "run", log=settings, microbatch_size=last)
+        arguments = ["--config", str(write_config(tmp_path, fields))]
+        if last < 6:
+            leaves_after(monkeypatch, last)
+            with pytest.raises(Preempted):
+                command(arguments)
+        else:
+            command(arguments)
+        assert mlflow.active_run() is None  # ended
+        (run,) = mlflow.search_runs(experiment_names=["mill"], output_format="list")
+        states.append(run.info.status)
+    signal.signal(signal.SIGTERM, before)
+    assert states == ["FINISHED"] * 3 and run.info.run_name == "small"
+    assert json.loads((tmp_path / "run" / "tracker.json").read_text())["mlflow"] == run.info.run_id
+    assert {"a": "true", "b": "true"}.items() <= run.data.tags.items()
+    assert run.data.params["global_batch_size"] == "8" and run.data.params["source"] == source_state()
+    history = mlflow.MlflowClient().get_metric_history(run.info.run_id, "loss")
+    assert sorted(metric.step for metric in history) == [1, 2, 3, 4, 5, 6]
+    mlflow.set_tracking_uri(known)
+
+
 def test_tensorboard_has_every_step_once_and_the_settings(
     latents: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,6 +1,7 @@
 """Processes that die or fall silent, and the launcher that starts them again."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from shards.base.errors import Preempted, WorkError
 from tests import ranks
 from tests.runs import curve, environment, launcher, rank_processes, train_fields, write_config
 from train.loop import train
+from train.run.health.heartbeat import Heart
 from train.run.launches import Pace
 from train.run.metrics import read_json_lines
 from train.run.processes import LAUNCHER, LOOK_SECONDS, MOST_STEPS, Leaving, die_with_launcher, look_interval
@@ -39,27 +41,37 @@ def wait_for_lines(run_dir: Path, count: int, process: Any) -> None:
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL], ids=["stopped", "killed"])
+@pytest.mark.parametrize(
+    ("rank", "number"),
+    [(1, signal.SIGSTOP), (1, signal.SIGKILL), (0, signal.SIGSTOP)],
+    ids=["stopped", "killed", "with the store"],
+)
 def test_a_process_that_does_not_answer_ends_the_run_with_an_error(
-    latents: Path, tmp_path: Path, number: signal.Signals
+    latents: Path, tmp_path: Path, rank: int, number: signal.Signals
 ) -> None:
-    """The other one neither hangs nor trains on; what it saved goes on on one process."""
+    """The other one neither hangs nor trains on, and names it; what it saved goes on on one process."""
     # at the end of an epoch a loader without processes of its own waits too, for which `data.timeout` is there
     streams = [{"root": str(latents), "bucket": "64x64", "weight": 1000.0}]
     fields = train_fields(
-        latents, tmp_path / "run", max_steps=100_000, data={"streams": streams}, collective_timeout=15.0
+        latents, tmp_path / "run", max_steps=100_000, data={"streams": streams}, collective_timeout=10.0
     )
     config = write_config(tmp_path, fields)
-    first, second = ranks.start(tmp_path / "log", ["--config", str(config)], 2)
-    wait_for_lines(tmp_path / "run", 3, first)
-    assert second.pid is not None
-    os.kill(second.pid, number)
-    assert ranks.wait([first], 120) == [1], (tmp_path / "log").read_text()
-    second.kill()
-    second.join()
+    processes = ranks.start(tmp_path / "log", ["--config", str(config)], 2)
+    wait_for_lines(tmp_path / "run", 3, processes[0])
+    lost = processes.pop(rank)
+    assert lost.pid is not None
+    os.kill(lost.pid, number)
+    assert ranks.wait(processes, 120) == [1], (tmp_path / "log").read_text()
+    lost.kill()
+    lost.join()
     message = " ".join((tmp_path / "log").read_text().split())
     assert "error: After step" in message and "a collective failed: another process died, or did not answer" in message
     assert "the same command again resumes" in message
+    if rank:
+        named = rf"Rank 1 \(host \S+, process {lost.pid}\) has given no sign of life for \d+ s; it was after step \d+,"
+        assert re.search(named, message), message
+    else:
+        assert "The store at 127.0.0.1:" in message and "look at that machine, rank 0's" in message
     steps = lines(tmp_path / "run")
     fields |= {"max_steps": steps + 2}
     assert "resuming" in ranks.run(tmp_path / "again", ["--config", str(write_config(tmp_path, fields))])
@@ -181,12 +193,13 @@ class SimulatedRun:
         """Step → second at which its checkpoint was there."""
         self.said: list[str] = []
         self.state, self.max_steps, self.collective_timeout = SimpleNamespace(step=0), 1000, 1.0
+        self.heart = Heart()
         self.launch = SimpleNamespace(superseded=False, pace=None, note=self.note)
         self.accelerator = SimpleNamespace(
             device="cpu", num_processes=1, scaler=None, reduce=lambda said, _: said, print=self.said.append,
             wait_for_everyone=lambda: None,
         )  # fmt: skip
-        self.log, self.results = MagicMock(), MagicMock()
+        self.log, self.results = MagicMock(main=False), MagicMock()
         self.loader, self.meter, self.snapshots = repeat(None), MagicMock(), MagicMock(config=SimpleNamespace(every=9))
         self.unet = self.aligned = None
         self.averages: dict[str, Any] = {}

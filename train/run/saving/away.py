@@ -180,17 +180,18 @@ def fetch(store: Store, work: Path, name: str) -> Checkpoint:
     return verify_checkpoint(target)
 
 
-def take(address: str, number: int, found: dict[str, str]) -> "Away":
+def take(address: str, number: int, found: dict[str, str], patience: float = PATIENCE) -> "Away":
     """Take the run over from the launch of this number; of several at once, one does.
 
     Args:
         found: what `bring` returned.
+        patience: seconds of an outage after which a checkpoint counts as not put.
 
     Raises:
         RequestError: another launch did.
         WorkError: the launch before, which slept, changed the checkpoints meanwhile.
     """
-    store, away, token = open_store(address), Away(address, number + 1), uuid.uuid4().hex
+    store, away, token = open_store(address), Away(address, number + 1, patience), uuid.uuid4().hex
     name = f"launches/{away.number:04d}.json"
     created = store.create(name, canonical_json(who_is_this() | {"token": token}))
     # where the reply was lost and the request made again, the winner too is told that it is there
@@ -209,8 +210,8 @@ def take(address: str, number: int, found: dict[str, str]) -> "Away":
 class Away:
     """The run's address, for the launch that holds it."""
 
-    def __init__(self, address: str, number: int):
-        self.address, self.number, self.store = address, number, open_store(address)
+    def __init__(self, address: str, number: int, patience: float = PATIENCE):
+        self.address, self.number, self.store, self.patience = address, number, open_store(address), patience
 
     def sign(self, **fields: Any) -> None:
         """Give a sign of life, or of its end."""
@@ -234,10 +235,10 @@ class Away:
         """A checkpoint of the folder `work` => the address, in place of what has its name; state.json last.
 
         Raises:
-            Outage: the store was out of reach for PATIENCE seconds.
+            Outage: the store was out of reach for `patience` seconds.
             RequestError: another launch has taken over.
         """
-        name, pause, deadline = folder.relative_to(work).as_posix(), FIRST_PAUSE, time.monotonic() + PATIENCE
+        name, pause, deadline = folder.relative_to(work).as_posix(), FIRST_PAUSE, time.monotonic() + self.patience
         while True:
             try:
                 before = self._files(name)

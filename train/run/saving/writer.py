@@ -163,6 +163,8 @@ class CheckpointWriter:
         self.pending: Future[None] | None = None
         self.seconds: float | None = None
         """That the last checkpoint took to write; of the main process, and None before the first."""
+        self.saved: tuple[int, float] | None = None
+        """Its step, and when it was there."""
 
     def write(self, snapshot: Snapshot) -> None:
         """Copy, and begin to write once the one before is done; or write at once, tensor by tensor.
@@ -259,7 +261,7 @@ class CheckpointWriter:
                 shutil.rmtree(private, ignore_errors=True)
         if self.away is not None:
             self.away.put(target, self.folder.parents[1])
-        self.seconds = time.monotonic() - began
+        self.seconds, self.saved = time.monotonic() - began, (step, time.time())
         self._drop_old(step, snapshot.state.alarm.steps)
 
     def _write_tensors(self, snapshot: Snapshot, folder: Path, mine: Mine, owned: Owned) -> dict[str, str]:

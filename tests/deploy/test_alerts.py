@@ -1,0 +1,74 @@
+"""What Prometheus reads of both stages: each name is documented, alert rules name nothing else, and each is tested."""
+
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import yaml
+from prometheus_client.core import Metric as Family
+from ray.util.metrics import Counter, Metric
+
+from precompute.job.metrics import Metrics
+from train.run.health.endpoint import OF_LINES, OF_RANKS, OF_RUN, PREFIX, Figures
+from train.run.health.heartbeat import Heart
+
+ROOT = Path(__file__).parents[2]
+GROUPS = yaml.safe_load((ROOT / "deploy" / "prometheus" / "alerts.yml").read_text())["groups"]
+RULES = [rule for group in GROUPS for rule in group["rules"]]
+NAME = r"(?:ray_)?latentmill_\w+"
+
+
+def of_stage_1() -> dict[str, set[str]]:
+    """Name, as Prometheus has it, → labels."""
+    metrics = [metric for metric in vars(Metrics()).values() if isinstance(metric, Metric)]
+    return {
+        f"ray_{metric.info['name']}{'_total' if isinstance(metric, Counter) else ''}": set(metric.info["tag_keys"])
+        for metric in metrics
+    }
+
+
+def of_stage_2() -> dict[str, set[str]]:
+    """The same of a run that has written a line."""
+    line = {name.removesuffix("_total"): 1.0 for name in OF_LINES} | {"lr": 1e-4, "val_loss": 1.0}
+    log: Any = SimpleNamespace(max_steps=9, newest=line)
+    writer: Any = SimpleNamespace(saved=None, seconds=None, config=SimpleNamespace(every=3))
+    families: list[Family] = list(Figures(Heart(), log, writer, 0).collect())
+    assert len({family.name for family in families}) == len(families)
+    return {sample.name: set(sample.labels) for family in families for sample in family.samples}
+
+
+EXPORTED = of_stage_1() | of_stage_2()
+
+
+def test_each_figure_of_a_run_is_served() -> None:
+    assert {name.removeprefix(PREFIX) for name in of_stage_2()} == OF_LINES.keys() | OF_RUN.keys() | OF_RANKS.keys()
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule["alert"])
+def test_a_rule_names_what_the_code_exports(rule: dict[str, Any]) -> None:
+    named = re.findall(rf"({NAME})(?:\{{([^}}]*)\}})?", rule["expr"])
+    assert named
+    for name, labels in named:
+        assert name in EXPORTED, f"{rule['alert']}: {name}"
+        assert set(re.findall(r"(\w+)(?:=~|!=|=)", labels)) <= EXPORTED[name], f"{rule['alert']}: {name}"
+    for labels in re.findall(r"(?:by|on) \(([\w, ]+)\)", rule["expr"]):
+        for label in set(labels.split(", ")) - {"instance"}:  # which is Prometheus's own
+            assert all(label in EXPORTED[name] for name, _ in named), rule["alert"]
+
+
+def test_the_reference_names_every_metric_and_alert_and_no_other() -> None:
+    page = (ROOT / "docs" / "reference" / "metrics.md").read_text()
+    rows = re.findall(rf"^\| `({NAME}?)(?:\{{([\w, ]+)\}})?` \|", page, re.MULTILINE)
+    assert {name: set(filter(None, labels.split(", "))) for name, labels in rows} == EXPORTED
+    assert re.findall(r"^\| (Latentmill\w+) \|", page, re.MULTILINE) == [rule["alert"] for rule in RULES]
+
+
+def test_every_alert_is_tested() -> None:
+    tests = yaml.safe_load((ROOT / "deploy" / "prometheus" / "alerts_test.yml").read_text())["tests"]
+    cases = [case for test in tests for case in test["alert_rule_test"]]
+    for fires in (True, False):
+        assert {case["alertname"] for case in cases if bool(case.get("exp_alerts")) == fires} == {
+            rule["alert"] for rule in RULES
+        }

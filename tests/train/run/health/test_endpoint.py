@@ -1,0 +1,67 @@
+"""What Prometheus gets of a run while it trains, and what an address that cannot be had is answered with."""
+
+import itertools
+import math
+import socket
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from shards.base.errors import RequestError
+from tests.ranks import free_port
+from tests.runs import train_fields, write_config
+from train import loop
+from train.__main__ import run as command
+from train.run.health.endpoint import PREFIX
+from train.run.metrics import read_json_lines
+
+
+def scrape(port: int) -> dict[str, float]:
+    """Name, without what all have in front, → value."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as reply:
+        families = list(text_string_to_metric_families(reply.read().decode()))
+    return {sample.name.removeprefix(PREFIX): sample.value for family in families for sample in family.samples}
+
+
+def test_a_run_tells_prometheus_what_it_writes_to_its_log(
+    latents: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    port, seen, take_step = free_port(), list[dict[str, float]](), loop.take_step
+
+    def watched(run: loop.Run, batch: Any) -> None:
+        seen.append(scrape(port))
+        take_step(run, batch)
+
+    monkeypatch.setattr(loop, "take_step", watched)
+    fields = train_fields(latents, tmp_path / "run", log={"metrics_at": f"127.0.0.1:{port}"})
+    fields["checkpoint"] |= {"asynchronous": False}
+    command(["--config", str(write_config(tmp_path, fields))])
+    assert "loss" not in seen[0] and seen[0]["max_steps"] == 6
+    assert [each["step"] for each in seen] == [0, 1, 2, 3, 4, 5]
+    assert [each["checkpoint_step"] for each in seen] == [0, 0, 2, 2, 4, 4]
+    assert [math.isnan(each["checkpoint_seconds"]) for each in seen] == [True, True, False, False, False, False]
+    lines = read_json_lines(tmp_path / "run" / "metrics.jsonl")
+    for line, each in zip(lines, seen[1:], strict=False):
+        for name in ("loss", "grad_norm", "images_per_second", "data_wait"):
+            assert each[name] == line[name]
+        assert each["skipped_steps_total"] == line["skipped_steps"] and each["alarms_total"] == line["alarms"]
+    stages = [each["rank_stages_total"] for each in seen]
+    assert all(b > a for a, b in itertools.pairwise(stages))
+    assert 0 <= seen[5]["heartbeat_age_seconds"] < 60 and seen[5]["checkpoint_age_seconds"] < 600
+    with pytest.raises(OSError):
+        scrape(port)  # nobody listens any more
+
+
+def test_an_address_that_is_taken_is_refused(latents: Path, tmp_path: Path) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        address = f"127.0.0.1:{other.getsockname()[1]}"
+        fields = train_fields(latents, tmp_path / "run", log={"metrics_at": address})
+        with pytest.raises(RequestError, match=rf"log.metrics_at {address} cannot be listened at: .*Give another port"):
+            command(["--config", str(write_config(tmp_path, fields))])
+    with pytest.raises(RequestError, match=r"log\.metrics_at"):
+        command(["--config", str(write_config(tmp_path, fields | {"log": {"metrics_at": "9400"}}))])
