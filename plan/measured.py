@@ -15,12 +15,13 @@ from shards.base.errors import RequestError
 class Measurement(Config):
     """One rate on one number of GPUs."""
 
-    stage: Literal["train", "encode", "text"]
-    """`train`: images through training steps; `encode`: pictures from tar bytes to moments; `text`: captions."""
+    stage: Literal["train", "encode", "text", "decode", "decode_on_gpu"]
+    """`train`: images through training steps; `encode`: pictures from tar bytes to moments; `text`: captions; `decode`:
+    pictures from their files to every bucket's pixels, by one core; `decode_on_gpu`: JPEGs to pixels, by the GPU."""
     bucket: str | None = None
-    """WIDTHxHEIGHT; none for `text`."""
+    """WIDTHxHEIGHT, of `train` and `encode`."""
     images_per_second_per_gpu: float = Field(gt=0)
-    """Captions per second for `text`."""
+    """Captions per second for `text`; per core for `decode`."""
     gpus: int | None = Field(None, gt=0)
     """Where it differs from the file's."""
     global_batch_size: int | None = Field(None, gt=0)
@@ -30,8 +31,9 @@ class Measurement(Config):
 
     @model_validator(mode="after")
     def _has_a_bucket(self) -> "Measurement":
-        if (self.stage == "text") != (self.bucket is None):
-            raise ValueError(f"a {self.stage} measurement {'has no' if self.stage == 'text' else 'needs a'} bucket")
+        of_bucket = self.stage in ("train", "encode")
+        if of_bucket != (self.bucket is not None):
+            raise ValueError(f"a {self.stage} measurement {'needs a' if of_bucket else 'has no'} bucket")
         return self
 
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from plan.arithmetic.costs import GIGA, TERA, checkpoint_bytes, gpu_hours_of, speedup_per_doubling
+from plan.arithmetic.costs import GIGA, SECONDS_PER_HOUR, TERA, checkpoint_bytes, gpu_hours_of, speedup_per_doubling
 from plan.arithmetic.work import Work, count_work
 from plan.config import Plan
 from plan.facts import Fact
@@ -178,6 +178,7 @@ def _notes(inputs: Inputs, rows: list[Row]) -> list[str]:
         notes.append(
             f"Weights split within each node (HSDP), which the trainer has not, would speed up {'; '.join(split)}."
         )
+    notes += _decoding(inputs)
     thin = [row for row in rows if any(phase.images_per_gpu < FEW_IMAGES for phase in row.phases)]
     if thin:
         notes.append(
@@ -185,3 +186,17 @@ def _notes(inputs: Inputs, rows: list[Row]) -> list[str]:
             f"below the calibrated rate, so these rows are bounds from below on days and cost."
         )
     return notes
+
+
+def _decoding(inputs: Inputs) -> list[str]:
+    """What keeps a GPU's encoders fed, where somebody measured it."""
+    on_core, on_gpu = (inputs.rates.of(stage, None) for stage in ("decode", "decode_on_gpu"))
+    if not on_core or inputs.plan.encoding == "online":
+        return []
+    wanted = inputs.plan.data.pictures / (precompute_hours(inputs) * SECONDS_PER_HOUR)
+    cores = wanted / on_core[0].images_per_second_per_gpu
+    said = f"A GPU encodes {wanted:,.0f} pictures/s, which take {cores:.1f} cores to decode ({on_core[0].source})."
+    if on_gpu:
+        share = wanted / on_gpu[0].images_per_second_per_gpu
+        said += f" Decoding them itself would take {share:.0%} of the GPU's time, and give other pixels."
+    return [said]

@@ -22,6 +22,7 @@ import torch
 
 from bench.gpu_check.page import page
 from bench.gpu_check.parts import PARTS
+from bench.gpu_check.prediction import with_prediction
 from bench.kit.common import command
 from plan.measured import BenchFile, Measurement
 from shards.base.errors import RequestError, WorkError, exit_code_of
@@ -64,7 +65,7 @@ def check(arguments: list[str]) -> None:
     if unknown := sorted(set(options.parts) - set(PARTS)):
         raise RequestError(f"there is no part {', '.join(unknown)}; there are {', '.join(PARTS)}")
     run = Run(options.device, options.small, options.output, options.minutes, time.monotonic())
-    parts = dict(run_parts(run, options.parts or list(PARTS)))
+    parts = with_prediction(dict(run_parts(run, options.parts or list(PARTS))))
     bench = bench_file(parts)
     run.output.mkdir(parents=True, exist_ok=True)
     (run.output / "gpu-check.json").write_text(bench.model_dump_json(indent=2, exclude_none=True) + "\n")
@@ -119,9 +120,12 @@ def outcome_of(run: Run, name: str, seconds: float, path: Path) -> str:
     words += ["--seconds", f"{seconds:.0f}", "--output", str(path), *(["--small"] if run.small else [])]
     log = path.with_suffix(".log")
     log.parent.mkdir(parents=True, exist_ok=True)
+    hidden = {"CUDA_VISIBLE_DEVICES": ""} if PARTS[name].on_host else {}
     with log.open("w") as file:
         try:
-            code = subprocess.run(words, stdout=file, stderr=subprocess.STDOUT, timeout=seconds).returncode
+            code = subprocess.run(
+                words, stdout=file, stderr=subprocess.STDOUT, timeout=seconds, env=os.environ | hidden
+            ).returncode
         except subprocess.TimeoutExpired:
             return f"ended after {seconds:.0f} s"
     tail = "\n".join(log.read_text(errors="replace").splitlines()[-TAIL:])
@@ -163,6 +167,8 @@ def measurements(parts: dict[str, dict[str, Any]]) -> Iterator[Measurement]:
             global_batch_size=row["batch"],
             microbatch_size=row["microbatch"],
         )
+    for row in (row for table in tables for row in table.get("decoding", []) if row.get("per_second")):
+        yield Measurement(stage=row["what"], images_per_second_per_gpu=row["per_second"])
     for row in (row for table in tables for row in table.get("encoders", []) if row.get("per_second")):
         if row["what"] == "text":
             yield Measurement(stage="text", images_per_second_per_gpu=row["per_second"])

@@ -6,6 +6,10 @@ from pathlib import Path
 from typing import Any
 
 Row = dict[str, str | int | float | bool | None]
+Parts = dict[str, dict[str, Any]]
+"""Name → what a part found, and how it ended."""
+COPY_RATE = "copy GB/s, read and written"
+"""A figure that one part finds and another needs."""
 
 
 class Findings:

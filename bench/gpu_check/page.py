@@ -3,11 +3,11 @@
 from collections.abc import Iterator
 from typing import Any
 
+from bench.gpu_check.findings import Parts
 from bench.kit.common import table
+from bench.roofline.kernels import ASSUMED_EFFICIENCY
 from plan.facts import GPU_KINDS
 from plan.measured import BenchFile, Measurement, Rate, read_rates
-
-Parts = dict[str, dict[str, Any]]
 
 
 def page(bench: BenchFile, predicted: list[str], seconds: float) -> str:
@@ -95,15 +95,23 @@ def step(parts: Parts) -> str | None:
             f"{row['ms'] / total:.1%}",
             f"{row['at_the_matrix_rate_ms']:.2f}",
             f"{(row['ms'] - row['at_the_matrix_rate_ms']) / total:.1%}",
+            f"{row['predicted_ms']:.2f}" if "predicted_ms" in row else "",
+            row.get("predicted_launches") or "",
         )
         for row in sorted(rows, key=lambda row: -row["ms"])
     ]
-    head = ("kernels", "launches", "ms", "of the step", "at the matrix rate, ms", "lost, of the step")
+    head = ["kernels", "launches", "ms", "of the step", "at the matrix rate, ms", "lost, of the step"]
+    head += ["predicted, ms", "predicted launches"]
+    predicted = sum(row.get("predicted_ms", 0) for row in rows)
+    model = (
+        f" The model of the step predicts {predicted:.1f} ms, {predicted / total:.0%} of that: "
+        f"{ASSUMED_EFFICIENCY} of the matrix rate for convolutions, products and attention, and a copy's for the rest."
+    ) * bool(predicted)
     return (
         f"## Where a step's time goes\n\nA step of {whole['images']} images takes {total:.1f} ms, "
         f"{whole['images'] / whole['seconds']:.1f} images/s. Its arithmetic takes {ideal:.1f} ms at the "
         f"{whole['matrix TFLOP/s']:.4g} TFLOP/s of a large bfloat16 product in the same run: **{ideal / total:.1%} of "
-        f"the limit**.\n\n" + table(head, cells)
+        f"the limit**.{model}\n\n" + table(head, cells)
     )
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from bench.gpu_check import attention, choices, correctness, speed, towers
+from bench.gpu_check import attention, choices, correctness, prediction, speed, towers
 from bench.gpu_check.findings import Findings
 from bench.gpu_check.setup import Setup, use_no_compiler
 
@@ -26,6 +26,8 @@ class Part:
     """It may take; then it is ended, and what it had found by then counts."""
     alone: bool = True
     """Nothing else runs beside it, as it takes times."""
+    on_host: bool = False
+    """It is not shown the device."""
 
 
 PARTS = {
@@ -34,11 +36,13 @@ PARTS = {
     "splitting": Part(correctness.splitting, 120, alone=False),
     "compiling": Part(correctness.compiling, 150, alone=False),
     "batches": Part(towers.batches, 150, alone=False),
+    "prediction": Part(prediction.predicting, 240, alone=False, on_host=True),
     "machine": Part(speed.machine, 40),
     "training-large": Part(partial(speed.training, which=1), 130),
     "training-small": Part(partial(speed.training, which=0), 110),
     "encoders": Part(towers.rates, 90),
     "profile": Part(speed.profiling, 70),
+    "decoding": Part(towers.decoding, 40),
     "attention": Part(attention.attention, 40),
     "loader": Part(speed.loading, 60),
     "choices": Part(choices.choices, 150),

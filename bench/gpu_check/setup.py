@@ -53,6 +53,13 @@ class Setup:
         return (256, 128) if bucket == self.buckets[0] else (64, 32)
 
     @property
+    def profiled(self) -> tuple[Setting, int]:
+        """The step whose time is taken apart, and its images: at the larger size."""
+        bucket = self.buckets[1]
+        setting = Setting(bucket, self.microbatches(bucket)[0], True, True, compile=not self.small)
+        return setting, setting.microbatch_size * (1 if self.small else 2)
+
+    @property
     def batch(self) -> int:
         """Images of a step."""
         return 8 if self.small else 256

@@ -1,13 +1,11 @@
 """How fast the machine is, the trainer's step on it, and the loader that feeds it; where a step's time goes."""
 
 import platform
-import re
 import tempfile
 import time
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Iterable
-from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -19,11 +17,12 @@ from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
-from bench.gpu_check.findings import Findings
+from bench.gpu_check.findings import COPY_RATE, Findings
 from bench.gpu_check.setup import Setup
 from bench.kit.common import matmul_tflops, synchronize
 from bench.kit.roots import encoding_record, make_root
 from bench.loader import BATCH, SD2_TEXT, Reading
+from bench.roofline.kernels import kind_of
 from bench.train_step import TEXT_LENGTH, Setting, latent_hw, measure
 from train.model.backbone import BackboneConfig
 from train.model.fit import on_meta
@@ -32,20 +31,6 @@ from train.model.unet import build_unet
 from train.run.health.meter import peak_memory
 
 PACKAGES = ("torch", "triton", "transformers", "diffusers", "accelerate", "numpy")
-CLASSES = (
-    ("norms", r"^triton_(red|per)"),
-    ("elementwise", r"^triton_poi"),
-    ("optimizer", r"multi_tensor|adam|foreach"),
-    ("copies", r"memcpy|memset|::(copy_|to|_to_copy|clone|contiguous)$"),
-    ("attention", r"flash|fmha|attention|sdpa"),
-    ("convolutions", r"conv|implicit|fprop|dgrad|wgrad|cudnn"),
-    ("products", r"gemm|nvjet|cutlass|cublas|mm$|::linear|matmul|triton_tem"),
-    ("norms", r"norm"),
-    ("elementwise", r"elementwise|::(add|mul|div|silu|gelu|sub|pow|sum|mean|cat)"),
-)
-"""Class of kernels, and what their names hold; the first that fits."""
-ARITHMETIC = {"convolutions": "convolution", "products": "mm|linear", "attention": "bmm|attention"}
-"""Class of kernels → operators of torch's FLOP counter, where it counts any."""
 
 
 def machine(setup: Setup, found: Findings) -> None:
@@ -63,7 +48,7 @@ def machine(setup: Setup, found: Findings) -> None:
     for _ in range(5):
         target.copy_(source)
     synchronize(device)
-    found.figure("copy GB/s, read and written", 10 * len(source) / (time.perf_counter() - start) / 1e9)
+    found.figure(COPY_RATE, 10 * len(source) / (time.perf_counter() - start) / 1e9)
 
 
 def installed(name: str) -> str | None:
@@ -112,9 +97,7 @@ def loading(setup: Setup, found: Findings) -> None:
 
 def profiling(setup: Setup, found: Findings) -> None:
     """One step at the larger size, kernel by kernel, beside what its arithmetic would take at the matrix rate."""
-    bucket, device = setup.buckets[1], setup.device
-    setting = Setting(bucket, setup.microbatches(bucket)[0], True, True, compile=not setup.small)
-    batch = setting.microbatch_size * (1 if setup.small else 2)
+    device, (setting, batch) = setup.device, setup.profiled
     activity = ProfilerActivity.CUDA if device.type == "cuda" else ProfilerActivity.CPU
     with setup.training(setting, "bfloat16", setup.unet, batch) as (run, step):
         for _ in range(3):
@@ -140,7 +123,7 @@ def describe_step(setup: Setup, found: Findings, events: Iterable[FunctionEvent]
     kernels = [event for event in events if event.device_type.name == ("CUDA" if on_gpu else "CPU")]
     times, launches = Counter[str](), Counter[str]()
     for event in kernels:
-        name = class_of(event.name)
+        name = kind_of(event.name)
         times[name] += event.time_range.elapsed_us() if on_gpu else event.self_cpu_time_total
         launches[name] += 1
     busy = sum(times.values()) / 1e6
@@ -158,11 +141,6 @@ def describe_step(setup: Setup, found: Findings, events: Iterable[FunctionEvent]
         found.row("slowest kernels", kernel=kernel[:100], ms=microseconds / 1e3)
 
 
-def class_of(kernel: str) -> str:
-    """Of a kernel, or on a CPU an operator, by its name."""
-    return next((name for name, pattern in CLASSES if re.search(pattern, kernel.lower())), "other")
-
-
 def step_flops(setup: Setup, batch: int) -> dict[str, float]:
     """FLOPs of a step by class, three times the forward pass's, counted without numbers."""
     unet = build_unet(setup.unet, None)
@@ -171,12 +149,8 @@ def step_flops(setup: Setup, batch: int) -> dict[str, float]:
     _, call = on_meta(unet, backbone, record, latent_hw(setup.buckets[1]))
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         call()
-    counts = counter.get_flop_counts()["Global"].items()
-    # without numbers, attention is two batched products
-    fits = partial(re.search, flags=re.IGNORECASE)
     found: Counter[str] = Counter()
-    for operator, flops in counts:
-        kind = "attention" if fits(ARITHMETIC["attention"], str(operator)) else None
-        kind = kind or next((name for name, pattern in ARITHMETIC.items() if fits(pattern, str(operator))), "other")
-        found[kind] += TRAIN_OVER_FORWARD * batch * flops
+    for operator, flops in counter.get_flop_counts()["Global"].items():
+        # without numbers, attention is two batched products
+        found["attention" if "bmm" in str(operator) else kind_of(str(operator))] += TRAIN_OVER_FORWARD * batch * flops
     return dict(found)

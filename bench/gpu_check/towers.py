@@ -1,4 +1,4 @@
-"""The two encoders: a sample's numbers do not depend on its batch, and how fast they are."""
+"""The two encoders: a sample's numbers do not depend on its batch, and how fast they, and what feeds them, are."""
 
 import tempfile
 from argparse import Namespace
@@ -7,13 +7,16 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor
+from torchvision.io import ImageReadMode, decode_jpeg
 
 import bench.encode
 from bench.encode import load_encoders, save_models
 from bench.gpu_check.findings import Findings
-from bench.gpu_check.setup import Setup
+from bench.gpu_check.setup import Setup, seconds_of
+from bench.pixels import BUCKETS, make_corpus
 from precompute.encode.encoders import TextEncoder
 from precompute.encode.networks import Precision
+from precompute.pixels.decode import LimitsConfig, PixelsConfig, decode
 
 LARGEST: dict[Precision, float] = {"float32": 3e-3, "float16": 0.05, "bfloat16": 0.05}
 """Of a difference, as a share of the values' standard deviation."""
@@ -79,3 +82,23 @@ def rates(setup: Setup, found: Findings) -> None:
         measured = bench.encode.measure(options, setup.encoders, setup.device)
         for what, (per_second, tflops) in measured.items():
             found.row("encoders", what=what, compiled=compiled, per_second=per_second, tflops=tflops)
+
+
+def decoding(setup: Setup, found: Findings) -> None:
+    """JPEGs of the web's sizes per second: by one core, as stage 1 has them decoded and cut for both buckets; and by
+    the device, decoded and no more."""
+    corpus = make_corpus(4 if setup.small else 64, seed=0)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    seconds = seconds_of(
+        lambda: [decode(data, BUCKETS, PixelsConfig(), LimitsConfig()) for data in corpus], setup, rounds=3
+    )
+    torch.set_num_threads(threads)
+    found.row("decoding", what="decode", per_second=len(corpus) / seconds, note="one core, for both buckets")
+    files = [torch.from_numpy(np.frombuffer(data, np.uint8).copy()) for data in corpus]
+    try:
+        seconds = seconds_of(lambda: decode_jpeg(files, ImageReadMode.RGB, str(setup.device)), setup)
+    except RuntimeError as refusal:
+        found.row("decoding", what="decode_on_gpu", per_second=None, note=str(refusal).splitlines()[0][:80])
+        return
+    found.row("decoding", what="decode_on_gpu", per_second=len(corpus) / seconds, note="the device, decoded alone")

@@ -11,23 +11,22 @@ from datetime import date
 from pathlib import Path
 
 from bench.kit.common import command, section, table
-from bench.roofline.kernels import Class, Rates, Work
+from bench.roofline.kernels import ASSUMED_EFFICIENCY, Class, Rates, Work
 from bench.roofline.networks import Step, encoder_work, training_work
-from plan.arithmetic.scaling import ADAMW_BYTES
 from plan.config import Networks
 from plan.measured import BenchFile, Measurement
 
 RATES = {"H200": Rates(790.0, 1.0, 4.3), "A100": Rates(250.0, 1.0, 1.83)}
 """Large bfloat16 products (0.8 of the datasheet's), and 0.9 of the datasheet's bandwidth."""
 PUBLISHED = {
-    "H200": [(Step("512x512", 64, compiled=True), 129.25)],
+    "H200": [(Step("512x512", 64, compiled=True), 64, 129.25)],
     "A100": [
-        (Step("512x512", 16, low_precision_norms=True), 36.25),
-        (Step("256x256", 64, low_precision_norms=True), 137.5),
+        (Step("512x512", 16, low_precision_norms=True), 256, 36.25),
+        (Step("256x256", 64, low_precision_norms=True), 256, 137.5),
     ],
 }
-"""Images per second and GPU on 8 of them (configs/plan): of each kind the first is calibrated on, the others predicted.
-MosaicML's microbatches are not published."""
+"""Microbatch, images of a step on one GPU, and images per second and GPU, on 8 of them (configs/plan): of each kind the
+first is calibrated on, the others predicted. MosaicML's microbatches are not published."""
 GIGA, TERA = 1e9, 1e12
 OTHER_BYTES_PER_PARAMETER = 22
 """On a GPU beside activations: weight, gradient, two moments and an average in float32, and a bfloat16 weight."""
@@ -64,7 +63,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True, help="as Inductor fuses")
     parser.add_argument("--encoders", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--calibrate", action="store_true", help="on the published throughput")
-    parser.add_argument("--efficiency", type=float, default=0.52, help="where it is not; see docs/evidence/roofline.md")
+    parser.add_argument("--efficiency", type=float, default=ASSUMED_EFFICIENCY, help="where it is not")
     parser.add_argument("--batch", type=int, default=256, help="images of one optimizer step on one GPU")
     parser.add_argument("--json", type=Path, help="a file for `measured` of the plan's config, marked as modelled")
     return parser.parse_args(arguments)
@@ -88,11 +87,13 @@ def describe(works: dict[Step, Work]) -> str:
 
 def calibrated(unet: Path, gpu: str) -> tuple[float, str]:
     """The efficiency at which the model gives back the first published throughput, and how it does on the others."""
-    (first, rate), *others = PUBLISHED[gpu]
-    efficiency = efficiency_of(RATES[gpu], training_work(unet, first), rate)
+    (first, batch, rate), *others = PUBLISHED[gpu]
+    parameters = first.num_parameters(unet)
+    efficiency = efficiency_of(RATES[gpu], training_work(unet, first).step_of(batch, parameters), rate)
     text = f"At an efficiency of {efficiency:.3f} the model gives the published {rate:g} img/s of {first.words}."
-    for step, published in others:
-        found = replace(RATES[gpu], efficiency=efficiency).images_per_second(training_work(unet, step))
+    for step, batch, published in others:
+        rates = replace(RATES[gpu], efficiency=efficiency)
+        found = step_rate(training_work(unet, step), rates, parameters, batch)
         off = f"{found / published - 1:+.0%}"
         text += f" With it {step.words} would be {found:.1f} img/s; published are {published:g} ({off})."
     return efficiency, text
@@ -118,8 +119,7 @@ def efficiency_of(rates: Rates, work: Work, images_per_second: float) -> float:
 
 def step_rate(work: Work, rates: Rates, num_parameters: int, batch: int) -> float:
     """Images per second of whole optimizer steps of `batch` images on a GPU."""
-    optimizer = num_parameters * ADAMW_BYTES / (rates.terabytes * TERA)
-    return batch / (batch / work.images * rates.seconds(work) + optimizer)
+    return rates.images_per_second(work.step_of(batch, num_parameters))
 
 
 def predicted(works: dict[Step, Work], rates: Rates, options: argparse.Namespace) -> str:

@@ -13,7 +13,6 @@ from torch.utils.flop_counter import flop_registry
 from bench.roofline.kernels import Kernel, kind_of
 
 NO_KERNEL = ("device", "empty", "empty_like", "empty_strided", "new_empty_strided", "detach", "_unsafe_view", "alias")
-REDUCTIONS = ("sum", "mean", "native_group_norm", "native_layer_norm", "_softmax", "native_group_norm_backward")
 
 
 class Operations(TorchDispatchMode):
@@ -34,8 +33,7 @@ class Operations(TorchDispatchMode):
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         kind = kind_of(name)
-        if kind == "other":
-            kind = "reduction" if name in REDUCTIONS else "pointwise"
+        kind = "pointwise" if kind == "other" else kind
         planes = [tensor for tensor in given if tensor.dim() == 4 and tensor.shape[1] > 1 and tensor.shape[2] > 1]
         others = [tensor for tensor in planes if not tensor.is_contiguous(memory_format=torch.channels_last)]
         moved = sum(map(num_bytes, given + made))

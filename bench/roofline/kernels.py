@@ -1,10 +1,28 @@
 """What a device is asked to do: kernels by their class, with bytes and arithmetic."""
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from plan.arithmetic.scaling import ADAMW_BYTES
+
 MATRIX = ("convolution", "product", "attention")
 """Classes whose arithmetic counts; the others move bytes alone."""
+CLASSES = (
+    ("reduction", r"^triton_(red|per)"),
+    ("pointwise", r"^triton_poi"),
+    ("optimizer", r"multi_tensor|adam|foreach"),
+    ("copy", r"memcpy|memset|direct_copy|^(copy_?|to|_to_copy|clone|contiguous)$"),
+    ("attention", r"flash|fmha|attention|sdpa"),
+    ("convolution", r"conv|implicit|fprop|dgrad|wgrad|cudnn"),
+    ("product", r"gemm|nvjet|cutlass|cublas|mm$|^linear|matmul|triton_tem"),
+    ("reduction", r"norm|softmax|reduce|^(sum|mean)$"),
+    ("pointwise", r"elementwise|^(add|mul|div|silu|gelu|sub|pow|cat|neg|exp|where|fill)_?(_backward)?$"),
+)
+"""Class, and what the names of its kernels hold, or of operators of aten and Inductor; the first that fits. Norms and
+softmax are reductions; a change of type is a copy, where it is a kernel of its own."""
+ASSUMED_EFFICIENCY = 0.52
+"""Share of a large product's rate that a network's reach: what NVIDIA's record implies, on a rough count."""
 
 
 @dataclass(frozen=True)
@@ -12,7 +30,7 @@ class Kernel:
     """One launch, or a library's call."""
 
     kind: str
-    """Of `MATRIX`, or `pointwise`, `reduction` or `other`."""
+    """One of `CLASSES`, or `other`."""
     bytes: int
     """Read and written, each tensor once."""
     other_layout: int = 0
@@ -54,6 +72,16 @@ class Work:
         """Of all classes."""
         return sum(part.kernels for part in self.classes.values())
 
+    def step_of(self, images: int, num_parameters: int) -> "Work":
+        """So many images in microbatches such as this one, and then the optimizer's reading and writing."""
+        times = images / self.images
+        scaled = {
+            kind: Class(*(round(times * of) for of in (part.kernels, part.bytes, part.flops)))
+            for kind, part in self.classes.items()
+        }
+        optimizer = Class(0, num_parameters * ADAMW_BYTES, 0)
+        return Work(images, {**scaled, "optimizer": optimizer}, self.saved_bytes, self.other_layouts)
+
 
 @dataclass(frozen=True)
 class Rates:
@@ -66,12 +94,13 @@ class Rates:
     terabytes: float
     """Per second, to and from its memory."""
 
+    def seconds_of(self, part: Class) -> float:
+        """A class takes as long as the slower of its arithmetic and its bytes."""
+        return max(part.flops / (self.tflops * 1e12 * self.efficiency), part.bytes / (self.terabytes * 1e12))
+
     def seconds(self, work: Work) -> float:
-        """A class takes as long as the slower of its arithmetic and its bytes; classes follow each other."""
-        flops_per_second = self.tflops * 1e12 * self.efficiency
-        return sum(
-            max(part.flops / flops_per_second, part.bytes / (self.terabytes * 1e12)) for part in work.classes.values()
-        )
+        """Classes follow each other."""
+        return sum(map(self.seconds_of, work.classes.values()))
 
     def images_per_second(self, work: Work) -> float:
         """Of one device."""
@@ -93,13 +122,7 @@ def add_up(images: int, kernels: Iterable[Kernel], flops: dict[str, int], saved_
     return Work(images, classes, saved_bytes, sum(kernel.other_layout for kernel in found))
 
 
-def kind_of(operator: str) -> str:
-    """The class of an operator, by its name in aten or Inductor."""
-    name = operator.lower()
-    if "conv" in name:
-        return "convolution"
-    if "scaled_dot_product" in name or "attention" in name:
-        return "attention"
-    if "mm" in name:
-        return "product"
-    return "other"
+def kind_of(name: str) -> str:
+    """The class of a kernel, or of an operator, by its name."""
+    bare = name.lower().removeprefix("aten::").removeprefix("aten.").removesuffix(".default")
+    return next((kind for kind, pattern in CLASSES if re.search(pattern, bare)), "other")

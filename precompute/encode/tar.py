@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack, closing, contextmanager
 from datetime import UTC, datetime
-from importlib.metadata import version
 
 from precompute.encode.encoders import attends_by_products
 from precompute.encode.overlap import Turns, in_background, threads
@@ -18,7 +17,7 @@ from shards.base.scratch import attempt_folder
 from shards.base.store import Store
 from shards.root.commit import Attempt, commit, current
 from shards.root.committed import TarBooks
-from shards.root.provenance import made_by
+from shards.root.provenance import made_by, versions
 from shards.root.shared import has_uncond, write_uncond
 
 SOFTWARE = ("diffusers", "mosaicml-streaming", "numpy", "pillow", "torch", "transformers")
@@ -93,7 +92,7 @@ def encode_tar(
             parts=written,
             rules={str(bucket): rule for bucket, rule in recipe.buckets.rules.items()},
             source=record,
-            software={name: version(name) for name in libraries},
+            software=versions(libraries),
             settings={
                 "device": maker.gpu,
                 "attention_by_products": attends_by_products(towers.device),

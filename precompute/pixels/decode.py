@@ -126,9 +126,9 @@ def decode(
             raise Reject("undecodable", f"it says that it is {size[0]}x{size[1]}, and is {image.width}x{image.height}")
         rgb = to_srgb(image)
         pixels = {}
-        for bucket, placement in placements.items():
-            # cut and scaled as it is stored, then turned: less to turn
-            cut = resample(rgb, placement.as_stored(flip_x, flip_y, turned), scale, config.resampling)
+        # cut and scaled as it is stored, then turned: less to turn
+        places = (placement.as_stored(flip_x, flip_y, turned) for placement in placements.values())
+        for bucket, cut in zip(placements, resample(rgb, places, scale, config.resampling), strict=True):
             cut = cut[:: -1 if flip_y else 1, :: -1 if flip_x else 1]
             pixels[bucket] = np.ascontiguousarray(cut.swapaxes(0, 1) if turned else cut)
     return Picture(width, height, pixels, {bucket: at.corner for bucket, at in placements.items()})

@@ -5,6 +5,7 @@ cut out, at whole pixels. What lies right of the bucket or below it is not compu
 """
 
 import math
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -73,22 +74,33 @@ def _rounded(a: int, b: int) -> int:
     return (2 * a + b) // (2 * b)
 
 
-def resample(image: Image.Image, at: Placement, decoded_scale: int, filter: Filter) -> np.ndarray:
-    """(height, width, 3) uint8 of the bucket, from a picture that was decoded at 1/decoded_scale."""
+def resample(
+    image: Image.Image, places: Iterable[Placement], decoded_scale: int, filter: Filter
+) -> Iterator[np.ndarray]:
+    """(height, width, 3) uint8 of each bucket, from a picture that was decoded at 1/decoded_scale."""
     if filter == "lanczos":
-        left, top, right, bottom = (edge / decoded_scale for edge in at.box)
-        box = left, top, min(right, image.width), min(bottom, image.height)
-        size = (at.bucket.width, at.bucket.height)
-        return np.asarray(image.resize(size, Image.Resampling.LANCZOS, box))
+        yield from (_by_pillow(image, at, decoded_scale) for at in places)
+    else:
+        pixels = _pixels(image)  # once: of a small picture it takes as long as the rest
+        yield from (_by_torch(pixels, at, decoded_scale, filter) for at in places)
+
+
+def _by_pillow(image: Image.Image, at: Placement, decoded_scale: int) -> np.ndarray:
+    left, top, right, bottom = (edge / decoded_scale for edge in at.box)
+    box = left, top, min(right, image.width), min(bottom, image.height)
+    size = (at.bucket.width, at.bucket.height)
+    return np.asarray(image.resize(size, Image.Resampling.LANCZOS, box))
+
+
+def _by_torch(pixels: Tensor, at: Placement, decoded_scale: int, filter: Filter) -> np.ndarray:
     # scaled pixels per decoded pixel; a last column or row that the decoder rounded up to does not change it
     scale_x = at.scaled_width * decoded_scale / at.width
     scale_y = at.scaled_height * decoded_scale / at.height
     right, bottom = at.left + at.bucket.width, at.top + at.bucket.height
     rows = math.ceil((bottom + SUPPORT[filter]) / scale_y) + 1
-    pixels = _pixels(image)[:, :, :rows]
     # Pillow's filters to a level, in vector instructions; what is right of and below the bucket is not computed
     shrink = torch.ops.aten._upsample_bicubic2d_aa if filter == "bicubic" else torch.ops.aten._upsample_bilinear2d_aa
-    scaled: Tensor = shrink(pixels, [bottom, right], False, scale_y, scale_x)
+    scaled: Tensor = shrink(pixels[:, :, :rows], [bottom, right], False, scale_y, scale_x)
     return _rgb(scaled[0, :, at.top :, at.left :].permute(1, 2, 0).numpy())
 
 
@@ -104,7 +116,7 @@ def _pixels(image: Image.Image) -> Tensor:
     """(1, channels, height, width) uint8 of an RGB picture, channels last in memory: Pillow's own memory where it is in
     one piece (four bytes to a pixel), a copy otherwise."""
     try:
-        values = torch.from_dlpack(pa.array(image).flatten()).view(1, image.height, image.width, 4)
+        values = torch.from_dlpack(pa.array(image).values).view(1, image.height, image.width, 4)
     except ValueError:  # larger than one of Pillow's blocks, 16 MB
         values = torch.from_numpy(np.array(image))[None]
     return values.permute(0, 3, 1, 2)

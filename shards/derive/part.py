@@ -5,7 +5,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from importlib.metadata import version
 from itertools import islice, repeat
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,7 @@ from shards.format.towers import TextTower
 from shards.root.commit import Attempt, commit, current, record_file
 from shards.root.committed import TarBooks, load_commits
 from shards.root.exclusions import Exclusion, exclusion_ids, load_exclusion
-from shards.root.provenance import made_by
+from shards.root.provenance import made_by, versions
 from shards.root.reading import captions, decoded, image_latents, read_part
 from shards.root.writing import PartWriter
 
@@ -96,7 +95,7 @@ def derive_tar(
                     parts={receipt.bucket: written},
                     rules={receipt.bucket: receipt.rule},
                     source=receipt.input,
-                    software=receipt.software | {name: version(name) for name in SOFTWARE},
+                    software=receipt.software | versions(SOFTWARE),
                     settings=receipt.settings | how.settings | _origin(receipt),
                     made_by=made_by(how.device),
                     number=attempt,

@@ -30,6 +30,13 @@ def source_sha256() -> str:
     return digest.hexdigest()
 
 
+@functools.cache
+def versions(packages: tuple[str, ...]) -> dict[str, str]:
+    """Package → its version. (To look six up takes as long as a dozen small pictures.)"""
+    return {name: version(name) for name in packages}
+
+
+@functools.cache
 def made_by(device: torch.device) -> MadeBy:
     """This process, on `device`."""
     gpu = torch.cuda.get_device_properties(device) if device.type == "cuda" else None

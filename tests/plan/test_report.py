@@ -204,3 +204,25 @@ def test_measurements_need_the_right_bucket(stage: str, bucket: str | None) -> N
 def test_a_text_without_notes_ends_with_its_numbers(report: MakeReport) -> None:
     assert "Notes" not in render(replace(report(), notes=[]))
     assert ASSUMED.upper() in render(report())
+
+
+def test_what_keeps_a_gpus_encoders_fed(report: MakeReport, tmp_path: Path) -> None:
+    """Where it was measured: cores for each GPU, and what it would cost the GPU to do it itself."""
+    encoding = [("encode", "256x256", 1000.0), ("encode", "512x512", 250.0), ("text", None, 4000.0)]
+    on_core, on_gpu = ("decode", None, 100.0), ("decode_on_gpu", None, 2000.0)
+
+    def notes(measured: list[tuple[str, str | None, float]], *overrides: str) -> list[str]:
+        rows = [{"stage": a, "bucket": b, "images_per_second_per_gpu": rate} for a, b, rate in measured]
+        path = bench(tmp_path / "bench.json", device="NVIDIA H200", measurements=rows, published=False, command="a run")
+        samples = '{"256x256": 4000, "512x512": 1000}'
+        made = report(
+            "--measured", path, "--gpu.kind", "H200", "--data.samples", samples, "--data.pictures", "4000", *overrides
+        )
+        return [note for note in made.notes if "cores" in note]
+
+    # 4,000 captions, 4,000 and 1,000 pictures: 1 + 4 + 4 s of a GPU
+    (fed,) = notes([*encoding, on_core])
+    assert fed.startswith("A GPU encodes 444 pictures/s, which take 4.4 cores to decode (measured 20")
+    share = " Decoding them itself would take 22% of the GPU's time, and give other pixels."
+    assert notes([*encoding, on_core, on_gpu]) == [fed + share]
+    assert notes([*encoding, on_gpu]) == [] and notes([*encoding, on_core], "--encoding", "online") == []

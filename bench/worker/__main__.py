@@ -1,17 +1,15 @@
-"""What a stage 1 worker adds to decoding, and whether it keeps its encoders busy: `python -m bench.worker`.
+"""What a stage 1 worker adds to decoding, whether it keeps its encoders busy, and how it does beside a plain script.
 
-The worker is `encode_tar` itself, on tars of JPEGs, into 256 and 512 px buckets with Stable Diffusion 2's shapes. Its
-encoders are stand-ins: one costs nothing, the other works like a GPU, in its own time beside the worker's threads, and
-takes a fixed time per picture. No GPU is needed, and no weights.
+`python -m bench.worker`. The worker is `encode_tar` itself, on tars of JPEGs, into 256 and 512 px buckets with Stable
+Diffusion 2's shapes. Its encoders are stand-ins: one costs nothing, the other works like a GPU, in its own time beside
+the worker's threads, and takes a fixed time per picture. `--only beside` runs the comparison with the plain script
+alone. No GPU is needed, and no weights.
 """
 
 import argparse
-import io
-import json
 import multiprocessing
 import os
 import shutil
-import tarfile
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -25,17 +23,18 @@ import torch
 from streaming import MDSWriter
 
 from bench.kit.common import section, status_mb, table, timed_in_turn
-from bench.kit.roots import encoding_record
 from bench.pixels import make_corpus
+from bench.worker import beside
+from bench.worker.inputs import jpegs, make_tars
+from bench.worker.standins import FreeImageEncoder, SleepingImageEncoder, free_encoders, sd2_record
 from precompute.config import PrecomputeConfig, make_recipe
-from precompute.encode.encoders import EncodedCaption
 from precompute.encode.tar import encode_tar
 from precompute.encode.towers import Towers
 from precompute.encode.worker import warm_up
 from precompute.input.tars import InputTar, Tar, list_tars
 from precompute.pixels.decode import decode
+from shards.format import image, text
 from shards.format.buckets import Bucket
-from shards.format.encoding import EncodingRecord
 from shards.format.mds_writer import PartMDSWriter
 from shards.format.text import TextLatents
 from shards.format.towers import ONLY_TEXT
@@ -43,102 +42,13 @@ from shards.open import open_store
 from shards.root.shared import create_root
 
 BUCKETS = ("256x256", "512x512")
-PLANES, DOWNSAMPLING, TEXT_LENGTH, TEXT_WIDTH = 8, 8, 77, 1024
 DISTINCT_PICTURES = 100
 MIXED, SMALL = (300, 1600), (400, 600)
 """Longer sides in pixels: the corpus of the pixel path's benchmark, and one where decoding costs least beside what is
 stored."""
-
-
-class Zeros:
-    """Batches of float16 zeros, made once: as page-locked memory is, into which a device's results are copied."""
-
-    def __init__(self) -> None:
-        self.made: dict[tuple[int, ...], torch.Tensor] = {}
-
-    def __call__(self, number: int, *shape: int) -> torch.Tensor:
-        """(number, *shape)."""
-        if number > len(self.made.get(shape, ())):
-            self.made[shape] = torch.zeros(number, *shape, dtype=torch.float16).clone()
-        return self.made[shape][:number]
-
-
-class FreeImageEncoder:
-    """Stands in for `ImageEncoder`: zeros, at once."""
-
-    def __init__(self) -> None:
-        self.zeros = Zeros()
-        self.device = torch.device("cpu")
-
-    def stack(self, pictures: list[np.ndarray], batch_size: int) -> torch.Tensor:
-        """As `Network.stack`, without the copy: a batch of which nobody reads a number."""
-        return torch.empty((batch_size, *pictures[0].shape), dtype=torch.uint8)
-
-    def start_batch(self, pixels: torch.Tensor, count: int) -> Callable[[], torch.Tensor]:
-        """(count, 8, h, w) zeros."""
-        _, height, width, _ = pixels.shape
-        return lambda: self.zeros(count, PLANES, height // DOWNSAMPLING, width // DOWNSAMPLING)
-
-
-class FreeTextEncoder:
-    """Stands in for `TextEncoder`: zeros, at once."""
-
-    def __init__(self) -> None:
-        self.zeros = Zeros()
-
-    def start_batch(self, captions: list[str], batch_size: int) -> Callable[[], list[EncodedCaption]]:
-        """(77, 1024) zeros for each caption."""
-        states = self.zeros(len(captions), TEXT_LENGTH, TEXT_WIDTH)
-        return lambda: [EncodedCaption(TextLatents(row, TEXT_LENGTH), False) for row in states]
-
-
-class SleepingImageEncoder(FreeImageEncoder):
-    """As a GPU: takes one batch at a time, in the order they were started, `seconds_per_picture` for each picture."""
-
-    def __init__(self, seconds_per_picture: float):
-        super().__init__()
-        self.seconds_per_picture = seconds_per_picture
-        self.one_at_a_time = ThreadPoolExecutor(1)
-        self.busy = 0.0
-
-    def start_batch(self, pixels: torch.Tensor, count: int) -> Callable[[], torch.Tensor]:
-        """Queue the batch; the function returned waits for its zeros."""
-        zeros = super().start_batch(pixels, count)
-        done = self.one_at_a_time.submit(self._sleep, count * self.seconds_per_picture)
-
-        def wait() -> torch.Tensor:
-            done.result()
-            return zeros()
-
-        return wait
-
-    def _sleep(self, seconds: float) -> None:
-        time.sleep(seconds)
-        self.busy += seconds  # what was asked for: waking up late is not work
-
-
-def sd2_record() -> EncodingRecord:
-    """Stable Diffusion 2's shapes under no weights at all."""
-    return encoding_record(TEXT_LENGTH, TEXT_WIDTH)
-
-
-def make_tars(folder: Path, num_shards: int, num_images: int, pictures: list[bytes]) -> list[InputTar]:
-    """Tars as img2dataset writes them, of `pictures` that come round again."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for shard in range(num_shards):
-        with tarfile.open(folder / f"{shard:05d}.tar", "w") as tar:
-            for i in range(num_images):
-                key = f"{shard:05d}{i:04d}"
-                caption = f"picture {key} of nothing in particular, in many colours and at several scales"
-                metadata = {"key": key, "url": f"http://example.org/{key}", "caption": caption, "punsafe": 0.01}
-                members = {"jpg": pictures[i % len(pictures)], "txt": caption.encode()}
-                for suffix, data in (members | {"json": json.dumps(metadata).encode()}).items():
-                    member = tarfile.TarInfo(f"{key}.{suffix}")
-                    member.size = len(data)
-                    tar.addfile(member, io.BytesIO(data))
-        counts = {"count": num_images, "successes": num_images}
-        (folder / f"{shard:05d}_stats.json").write_text(json.dumps(counts))
-    return list_tars(str(folder))
+IMAGES = 2000
+BESIDE = {"demo": 4000, "photographs": 600}
+"""Pictures that the plain script gets, too."""
 
 
 def worker_config(tars: Path, output: Path, threads: int) -> PrecomputeConfig:
@@ -152,11 +62,17 @@ def worker_config(tars: Path, output: Path, threads: int) -> PrecomputeConfig:
     )
 
 
+def free_image_encoder() -> FreeImageEncoder:
+    """Of Stable Diffusion 2's sizes."""
+    return free_encoders(sd2_record())[0]
+
+
 def encode(shards: Iterable[InputTar], config: PrecomputeConfig, image_encoder: FreeImageEncoder) -> None:
     """What a worker does, one tar after the other, into a root of its own."""
     store, recipe = open_store(config.output), make_recipe(config, sd2_record())
     create_root(store, recipe.encoding)
-    towers = Towers(image_encoder, {ONLY_TEXT: FreeTextEncoder()}, {}, config.workers.batch_size)  # type: ignore
+    _, texts = free_encoders(recipe.encoding)
+    towers = Towers(image_encoder, texts, {}, config.workers.batch_size)  # type: ignore[arg-type]
     for shard in shards:
         encode_tar(shard, recipe, store, towers)
 
@@ -193,6 +109,11 @@ def fresh_config(options: Options, name: str) -> PrecomputeConfig:
     return worker_config(options.folder / "tars", root, options.threads)
 
 
+def sleeping_encoder(options: Options) -> SleepingImageEncoder:
+    """Of Stable Diffusion 2's sizes."""
+    return SleepingImageEncoder(sd2_record().image, options.seconds_per_picture)
+
+
 def overhead(options: Options, number: int) -> list[float]:
     """Rounds of (bare seconds, worker's seconds, bare CPU seconds, worker's CPU seconds), in one flat list."""
     torch.set_num_threads(1)
@@ -210,7 +131,7 @@ def overhead(options: Options, number: int) -> list[float]:
 
     def worker() -> None:
         start = time.process_time()
-        encode([shard], next(roots), FreeImageEncoder())
+        encode([shard], next(roots), free_image_encoder())
         cpu["worker"].append(time.process_time() - start)
 
     warm_up()
@@ -222,7 +143,7 @@ def overhead(options: Options, number: int) -> list[float]:
 def busy(options: Options, number: int) -> list[float]:
     """Share of the time that the sleeping encoder worked: in each of three shards, and from the first to the last."""
     torch.set_num_threads(1)
-    config, encoder = fresh_config(options, f"busy{number}"), SleepingImageEncoder(options.seconds_per_picture)
+    config, encoder = fresh_config(options, f"busy{number}"), sleeping_encoder(options)
     shards, shares = list_tars(config.input)[:3], []
     warm_up()  # as a worker does when it loads its encoders
     start = time.perf_counter()
@@ -236,7 +157,7 @@ def busy(options: Options, number: int) -> list[float]:
 def one_of_two(options: Options, number: int) -> list[float]:
     """Encode every other shard from `number` on, or shard after shard where it is negative; when it began and ended."""
     torch.set_num_threads(1)
-    config, encoder = fresh_config(options, f"two{number}"), SleepingImageEncoder(options.seconds_per_picture)
+    config, encoder = fresh_config(options, f"two{number}"), sleeping_encoder(options)
     shards = list_tars(config.input)[:2]
     warm_up()
     start = time.time()
@@ -258,7 +179,7 @@ def memory(options: Options, number: int) -> list[float]:
     warm_up()
     config, resident = fresh_config(options, "memory"), []
     for _, shard in zip(range(options.shards), cycle(list_tars(config.input)), strict=False):
-        encode([shard], config, FreeImageEncoder())
+        encode([shard], config, free_image_encoder())
         resident.append(status_mb("VmRSS"))
         shutil.rmtree(config.output)
     return [*resident, status_mb("VmHWM")]
@@ -282,11 +203,13 @@ def writing_row(options: Options) -> tuple[str, str]:
     bucket, encoding = Bucket.parse(BUCKETS[0]), sd2_record()
     rng, folders = np.random.default_rng(0), count()
     columns = encoding.columns(bucket)
+    caption = TextLatents(torch.from_numpy(rng.standard_normal((77, 1024), np.float32)), 77)
+    latents = torch.from_numpy(rng.standard_normal((8, *bucket.latent_hw(8)), np.float32))
     sample = {
         "key": "000420017",
         "caption": "a picture of nothing in particular",
-        "image_latents": rng.standard_normal((PLANES, 32, 32)).astype(np.float16),
-        f"text_latents.{ONLY_TEXT}": rng.standard_normal((TEXT_LENGTH, TEXT_WIDTH)).astype(np.float16),
+        **image.pack(encoding.image, latents),
+        **text.pack(ONLY_TEXT, encoding.texts[ONLY_TEXT], [caption], several=False),
         "size": np.zeros(4, np.int32),
         "scores": np.zeros(4, np.float32),
     }
@@ -312,11 +235,11 @@ def writing_row(options: Options) -> tuple[str, str]:
 def report(options: Options) -> str:
     """Measure all of it; Markdown."""
     mixed, small = (make_corpus(DISTINCT_PICTURES, 0, *sides) for sides in (MIXED, SMALL))
-    make_tars(options.folder / "tars", 3, options.images, mixed)
+    make_tars(options.folder / "tars", jpegs(mixed, 3 * options.images), options.images)
     of_small = replace(options, folder=options.folder / "small")
-    make_tars(of_small.folder / "tars", 1, options.images, small)
+    make_tars(of_small.folder / "tars", jpegs(small, options.images), options.images)
     many_short = replace(options, folder=options.folder / "short")
-    make_tars(many_short.folder / "tars", 3, options.images // 10, mixed)
+    make_tars(many_short.folder / "tars", jpegs(mixed, 3 * (options.images // 10)), options.images // 10)
 
     free = [overhead_row(options, MIXED), overhead_row(of_small, SMALL)]
     *shares, over_all = in_new_process(busy, options)
@@ -349,19 +272,34 @@ def report(options: Options) -> str:
     )
 
 
+def beside_report(options: Options) -> str:
+    """The plain script and the worker in turn; Markdown."""
+    pictures = {name: max(1, int(number * options.images / IMAGES)) for name, number in BESIDE.items()}
+    body = beside.report(options.folder / "beside", pictures, options.threads, options.rounds)
+    return section(
+        "A worker beside a plain script",
+        "bench.worker",
+        f"{body}\n\nThe load of the machine was {os.getloadavg()[0]:.1f} at the end.",
+    )
+
+
 def main() -> None:
     """Make the tars, measure, print."""
     parser = argparse.ArgumentParser(prog="bench.worker", description=__doc__)
+    parser.add_argument("--only", choices=("alone", "beside"), help="one of the two sections")
     parser.add_argument("--folder", type=Path, default=Path("runs/bench/worker"))
-    parser.add_argument("--images", type=int, default=2000, help="in a shard; a tenth of it where memory is measured")
+    parser.add_argument("--images", type=int, default=IMAGES, help="in a shard; a tenth of it where memory is measured")
     parser.add_argument("--shards", type=int, default=240, help="one after the other, where memory is measured")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="that decode")
-    parser.add_argument("--rounds", type=int, default=2, help="of bare decoding and of the worker, in turn")
+    parser.add_argument("--rounds", type=int, default=2, help="of what is run in turn")
     parser.add_argument("--seconds-per-picture", type=float, default=0.01, help="of the sleeping encoder")
-    options = Options(**vars(parser.parse_args()))
+    arguments = vars(parser.parse_args())
+    only, options = arguments.pop("only"), Options(**arguments)
     shutil.rmtree(options.folder, ignore_errors=True)
     try:
-        print(report(options))
+        for name, make in (("alone", report), ("beside", beside_report)):
+            if only in (None, name):
+                print(make(options))
     finally:
         shutil.rmtree(options.folder)
 

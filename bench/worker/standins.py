@@ -1,0 +1,104 @@
+"""Encoders that cost nothing, or work like a GPU, of any sizes; and encodings of which nobody has the weights."""
+
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import torch
+
+from bench.kit.roots import encoding_record
+from precompute.encode.encoders import EncodedCaption
+from shards.format.encoding import EncodingRecord
+from shards.format.text import TextLatents
+from shards.format.towers import ImageTower, TextTower
+
+TEXT_LENGTH, TEXT_WIDTH = 77, 1024
+
+
+class Zeros:
+    """Batches of float16 zeros, made once: as page-locked memory is, into which a device's results are copied."""
+
+    def __init__(self) -> None:
+        self.made: dict[tuple[int, ...], torch.Tensor] = {}
+
+    def __call__(self, number: int, *shape: int) -> torch.Tensor:
+        """(number, *shape)."""
+        if number > len(self.made.get(shape, ())):
+            self.made[shape] = torch.zeros(number, *shape, dtype=torch.float16).clone()
+        return self.made[shape][:number]
+
+
+class FreeImageEncoder:
+    """Stands in for `ImageEncoder`: zeros, at once."""
+
+    def __init__(self, tower: ImageTower):
+        self.tower = tower
+        self.zeros = Zeros()
+        self.device = torch.device("cpu")
+
+    def stack(self, pictures: list[np.ndarray], batch_size: int) -> torch.Tensor:
+        """As `Network.stack`, without the copy: a batch of which nobody reads a number."""
+        return torch.empty((batch_size, *pictures[0].shape), dtype=torch.uint8)
+
+    def start_batch(self, pixels: torch.Tensor, count: int) -> Callable[[], torch.Tensor]:
+        """(count, planes, h, w) zeros."""
+        height, width = (side // self.tower.downsampling for side in pixels.shape[1:3])
+        return lambda: self.zeros(count, self.tower.num_planes, height, width)
+
+
+class FreeTextEncoder:
+    """Stands in for `TextEncoder`: zeros, at once."""
+
+    def __init__(self, tower: TextTower):
+        self.tower = tower
+        self.zeros = Zeros()
+
+    def start_batch(self, captions: list[str], batch_size: int) -> Callable[[], list[EncodedCaption]]:
+        """(tokens, width) zeros for each caption."""
+        length = self.tower.length
+        states = self.zeros(len(captions), length, self.tower.width)
+        return lambda: [EncodedCaption(TextLatents(row, length), False) for row in states]
+
+
+class SleepingImageEncoder(FreeImageEncoder):
+    """As a GPU: takes one batch at a time, in the order they were started, `seconds_per_picture` for each picture."""
+
+    def __init__(self, tower: ImageTower, seconds_per_picture: float):
+        super().__init__(tower)
+        self.seconds_per_picture = seconds_per_picture
+        self.one_at_a_time = ThreadPoolExecutor(1)
+        self.busy = 0.0
+
+    def start_batch(self, pixels: torch.Tensor, count: int) -> Callable[[], torch.Tensor]:
+        """Queue the batch; the function returned waits for its zeros."""
+        zeros = super().start_batch(pixels, count)
+        done = self.one_at_a_time.submit(self._sleep, count * self.seconds_per_picture)
+
+        def wait() -> torch.Tensor:
+            done.result()
+            return zeros()
+
+        return wait
+
+    def _sleep(self, seconds: float) -> None:
+        time.sleep(seconds)
+        self.busy += seconds  # what was asked for: waking up late is not work
+
+
+def sd2_record() -> EncodingRecord:
+    """Stable Diffusion 2's shapes under no weights at all, stored as stage 1 stores them where nothing is said."""
+    return stored_as(encoding_record(TEXT_LENGTH, TEXT_WIDTH), exact=False)
+
+
+def stored_as(record: EncodingRecord, exact: bool) -> EncodingRecord:
+    """The same towers, stored as float16 where `exact`, and else as int8 and float8, the default."""
+    image = record.image.model_copy(update={"storage": "float16" if exact else "int8"})
+    storage = {"storage": "float16" if exact else "float8"}
+    texts = {name: tower.model_copy(update=storage) for name, tower in record.texts.items()}
+    return record.model_copy(update={"image": image, "texts": texts})
+
+
+def free_encoders(record: EncodingRecord) -> tuple[FreeImageEncoder, dict[str, FreeTextEncoder]]:
+    """Stand-ins for a record's image tower and its text towers."""
+    return FreeImageEncoder(record.image), {name: FreeTextEncoder(tower) for name, tower in record.texts.items()}

@@ -1,0 +1,57 @@
+"""The plain script beside which the worker is timed does the same work; and what is timed is run in turn."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from streaming import LocalDataset
+
+from bench.worker.beside import Case, Running, Way, demo_case, photograph_case, row
+from bench.worker.inputs import demo_pictures
+from shards.root.reading import image_latents, read_part, text_latents
+
+PICTURES = 2
+WAYS: tuple[tuple[Way, float, float], ...] = (("exact", 0.02, 1e-3), ("default", 0.03, 0.04))
+"""And how far the worker may be off: of pictures a level of 255 here and there, and by what storage rounds."""
+
+
+def test_the_worker_stores_what_the_plain_script_does(tmp_path: Path) -> None:
+    """Which knows nothing of the product but the columns' names."""
+    case = Case("", photograph_case(tmp_path, PICTURES), ("256x256", "512x512"), free=False, threads=1, batch_size=2)
+    Running(case, "plain").encode(tmp_path / "plain")
+    for way, latents_off, states_off in WAYS:
+        worker = Running(case, way)
+        worker.encode(tmp_path / way)
+        for bucket in case.buckets:
+            parts = (tmp_path / way / bucket).iterdir()
+            ours = {sample["key"]: sample for part in parts for sample in read_part(part)}
+            theirs = {sample["key"]: sample for sample in LocalDataset(str(tmp_path / "plain" / bucket))}
+            assert ours.keys() == theirs.keys() and ours
+            for key, sample in theirs.items():
+                assert (
+                    ours[key]["caption"] == sample["caption"] and ours[key]["size"].tolist() == sample["size"].tolist()
+                )
+                assert apart(image_latents(ours[key])[:4], sample["image_latents"][:4]) < latents_off
+                (states,) = text_latents(ours[key], worker.record)
+                assert apart(states["text"], sample["text_latents.text"]) < states_off
+
+
+def apart(found: np.ndarray, expected: np.ndarray) -> float:
+    """Root mean square of the difference over that of what was expected."""
+    return float(np.linalg.norm(found - expected.astype(np.float32)) / np.linalg.norm(expected.astype(np.float32)))
+
+
+def test_every_way_is_timed_on_the_demos_pictures(tmp_path: Path) -> None:
+    pictures = 60
+    case = Case("demo", demo_case(tmp_path, pictures), ("64x64", "128x128"), free=True, threads=1)
+    found = {way: np.array([Running(case, way)()]) for way in ("plain", "exact", "default")}
+    seconds, processor, written = (np.stack(list(found.values()))[:, 0, column] for column in range(3))
+    assert (seconds > 0).all() and (processor > 0).all()
+    # float16 takes as many bytes by either way, but for odd pictures that one of them refuses
+    assert written[0] == pytest.approx(written[1], rel=0.1) and written[2] < 0.6 * written[1]
+    assert len(row(case, pictures, found)) == 6 and not list(tmp_path.glob("exact"))  # type: ignore[arg-type]
+
+
+def test_the_demos_pictures_are_the_ones_it_serves() -> None:
+    suffixes = {suffix for _, suffix, _ in demo_pictures(60)}
+    assert suffixes == {"jpg", "png", "webp"}
