@@ -33,7 +33,9 @@ CLUSTER = {
     "auth": {},
     **{name: {} for name in ("docker", "file_mounts")},
     **{name: [] for name in ("cluster_synced_files", "initialization_commands", "rsync_exclude", "rsync_filter")},
-    **{f"{name}_commands": [] for name in ("setup", "head_setup", "worker_setup", "head_start_ray", "worker_start_ray")},
+    **{
+        f"{name}_commands": [] for name in ("setup", "head_setup", "worker_setup", "head_start_ray", "worker_start_ray")
+    },
     "available_node_types": {
         "ray.head.default": {"resources": {"CPU": 0}, "node_config": {}, "max_workers": 0},
         "worker": {"resources": {"CPU": 1}, "node_config": {}, "min_workers": 0, "max_workers": 3},
