@@ -223,7 +223,7 @@ def report(folder: Path, pictures: dict[str, int], threads: int, rounds: int) ->
         made = make(folder / name, pictures[name])
         for free in (False, True):
             case = Case(f"{name}, {'free' if free else 'small'} encoders", made, buckets, free, threads, batch_size)
-            print(f"{case.name} …", file=sys.stderr, flush=True)
             rows.append(row(case, pictures[name], compare(case, rounds)))
+            print(" | ".join(rows[-1]), file=sys.stderr, flush=True)
     head = ["pictures", "plain, per second", "worker, float16", "by CPU time", "worker, int8 and float8", "by CPU time"]
     return table(head, rows)
