@@ -21,7 +21,7 @@ from tests.growing import put_back, set_aside
 from tests.runs import PYTHON, curve, environment, run_module, train_fields, write_config
 from train.run.fingerprint import check_resume
 from train.run.metrics import read_json_lines
-from train.run.saving.checkpoint import newest_checkpoint
+from train.run.saving.checkpoint import list_checkpoints, newest_checkpoint
 
 PARTS = [13, 29, 17, 23, 19, 11]
 LATER = ("00000", "00003", "00005")
@@ -61,7 +61,7 @@ def test_a_run_that_is_killed_while_its_root_grows_goes_on_to_the_same_curve(roo
 
     config = write_config(tmp_path, train_fields(root, tmp_path / "run", max_steps=STEPS))
     process = subprocess.Popen([*PYTHON, "-m", "train", "--config", str(config)], env=environment())
-    while len(read_json_lines(tmp_path / "run" / "metrics.jsonl")) < 3:
+    while len(read_json_lines(tmp_path / "run" / "metrics.jsonl")) < 3 or not list_checkpoints(tmp_path / "run"):
         assert process.poll() is None
         time.sleep(0.005)
     grow(root)
