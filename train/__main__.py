@@ -16,7 +16,6 @@ further commands, each with a --help of its own:
 """
 
 import argparse
-import sys
 from contextlib import closing
 from pathlib import Path
 
@@ -24,8 +23,8 @@ import torch
 from accelerate import Accelerator
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
-from shards.base.config import load_config
-from shards.base.errors import RequestError, exit_code_of
+from shards.base.config import load_asked
+from shards.base.errors import RequestError, console
 from train.assemble import assemble
 from train.config import TrainConfig
 from train.export.pipeline import export
@@ -57,9 +56,9 @@ def run(arguments: list[str]) -> None:
     elif arguments[:1] == ["ema"]:
         print(rebuild_average(arguments[1:]))
     elif arguments[:1] == ["check"]:
-        prepare(read_config(arguments[1:]))
+        prepare(load_asked(TrainConfig, arguments[1:], "train", __doc__))
     else:
-        train_here(read_config(arguments))
+        train_here(load_asked(TrainConfig, arguments, "train", __doc__))
 
 
 def train_here(config: TrainConfig) -> None:
@@ -97,18 +96,7 @@ def _train_here(config: TrainConfig, heart: Heart) -> None:
         train(run)
 
 
-def read_config(arguments: list[str]) -> TrainConfig:
-    """The config file with its overrides."""
-    parser = argparse.ArgumentParser(prog="train", add_help=False, allow_abbrev=False)
-    parser.add_argument("--config")
-    options, overrides = parser.parse_known_args(arguments)
-    return load_config(TrainConfig, options.config, overrides, "train", __doc__)
-
-
-def main() -> None:
-    """Console entry point."""
-    sys.exit(exit_code_of(lambda: run(sys.argv[1:])))
-
+main = console(run)
 
 if __name__ == "__main__":
     main()

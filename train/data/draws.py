@@ -111,12 +111,8 @@ class Draws:
         """(N,) integers in [0, high), uniform but for a bias below high / 2^32; `high`: one for all, or (N,)."""
         return (self.words(purpose, 1)[:, 0] * high) >> 32
 
-    def chance(self, purpose: Purpose, probability: float) -> Tensor:
-        """(N,) booleans, each true with `probability`."""
-        return self.chances(purpose, probability, 1)[:, 0]
-
     def chances(self, purpose: Purpose, probability: float, count: int) -> Tensor:
-        """(N, count) of them; the first is `chance`'s."""
+        """(N, count) booleans, each true with `probability`; the first of a sample is the same for any `count`."""
         return self.words(purpose, count) < round(probability * 2**32)
 
 

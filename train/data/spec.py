@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import numpy as np
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import Field, ValidationInfo, model_validator
 
 from shards.base.config import GIVEN, Config
 from shards.base.store import Place, Store
 from shards.format import image, text
-from shards.format.buckets import Bucket
+from shards.format.buckets import Bucket, BucketName
 from shards.format.encoding import SIZE_TYPE, EncodingRecord
 from shards.format.mds import MdsIndex
 from shards.format.text import TextLatents
@@ -25,7 +25,7 @@ class StreamConfig(Config):
 
     root: Place
     """The latents root that stage 1 wrote: a folder, or an address such as s3://bucket/latents."""
-    bucket: str
+    bucket: BucketName
     """WIDTHxHEIGHT in pixels."""
     weight: float = Field(1.0, gt=0, le=10_000)
     """Passes over the samples that pass the filter, per epoch."""
@@ -33,11 +33,6 @@ class StreamConfig(Config):
     """Which samples; in place of data.filter."""
     cache: Path | None = None
     """Local folder for copies of its files; in place of data.cache."""
-
-    @field_validator("bucket")
-    @classmethod
-    def _parse_bucket(cls, name: str) -> str:
-        return str(Bucket.parse(name))
 
 
 class DataConfig(Config):

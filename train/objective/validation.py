@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from shards.base.config import Config
 from shards.base.errors import RequestError
 from shards.base.store import Place
+from shards.format.buckets import BucketName
 from shards.format.encoding import EncodingRecord
 from shards.open import open_store
 from shards.root.committed import load_receipts
@@ -36,7 +37,7 @@ class ValidationConfig(Config):
 
     root: Place | None = None
     """The latents root, a folder or an address; null: no validation."""
-    bucket: str = "256x256"
+    bucket: BucketName = "256x256"
     """WIDTHxHEIGHT in pixels."""
     samples: int = Field(1024, ge=1)
     """How many, from the root's first on."""
