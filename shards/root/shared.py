@@ -30,8 +30,9 @@ def check_root(store: Store, encoding: EncodingRecord) -> None:
     Raises:
         RequestError: the fields that differ, named.
     """
+    lie_there = [name for name in store.entries() if not name.startswith(".")]  # first: another job may make the root
     if store.size(FILE_NAME) is None:
-        if any(not name.startswith(".") for name in store.entries()):
+        if lie_there:
             raise RequestError(
                 f"{store.where()} is not empty and not a latents root (it has no {FILE_NAME}). Give another `output`."
             )

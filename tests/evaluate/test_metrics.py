@@ -82,9 +82,9 @@ def test_the_bias_law_and_no_bias_at_infinity() -> None:
 
 def test_too_few_samples_are_refused() -> None:
     x, reference = features(0, count=20, dimensions=18), features(1, count=200, dimensions=18)
-    with pytest.raises(RequestError, match="features of 18 dimensions needs 22 pictures or more, and there are 20"):
+    with pytest.raises(RequestError, match="features of 18 dimensions needs 23 pictures or more, and there are 20"):
         frechet_at_n(x, np.arange(20), Moments.of(reference))
-    with pytest.raises(RequestError, match="needs 22 pictures"):
+    with pytest.raises(RequestError, match="needs 23 pictures"):
         frechet_infinity(reference, np.arange(200), x)
 
 

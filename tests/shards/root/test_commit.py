@@ -224,6 +224,24 @@ def test_a_store_that_ignores_the_condition_is_refused(latents: Path, monkeypatc
     assert store.files() == []
 
 
+@pytest.mark.parametrize("moment", ["entries", "size"])
+def test_another_job_may_make_the_root_while_it_is_checked(latents: Path, tmp_path: Path, moment: str) -> None:
+    from shards.format.encoding import EncodingRecord
+
+    encoding = EncodingRecord.load(open_store(latents))
+    store, other = LocalStore(tmp_path / "root"), LocalStore(tmp_path / "root")
+    ask = getattr(store, moment)
+
+    def ask_and_be_overtaken(*arguments: str) -> object:
+        found = ask(*arguments)
+        create_root(other, encoding)
+        other.create("rules/64x64.json", b"{}")
+        return found
+
+    setattr(store, moment, ask_and_be_overtaken)
+    assert create_root(store, encoding) == encoding
+
+
 def test_of_two_creators_one_is_told_so_without_hard_links_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise PermissionError(1, "no hard links here")
