@@ -88,9 +88,9 @@ lock:
 demo: setup
 	$(BIN)/python -m examples.shapes.demo $(ARGS)
 
-# one thread per process, two processes: most tests start commands and wait for them
+# one thread per process; three of them keep two cores busy, as most tests start commands and wait for them
 test: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 # the figures that it prints go into docs/evidence/reliability.md
 test-faults: setup

@@ -43,7 +43,7 @@ def wait_for_lines(run_dir: Path, count: int, process: Any) -> None:
 
 @pytest.mark.parametrize(
     ("rank", "number"),
-    [(1, signal.SIGSTOP), (1, signal.SIGKILL), (0, signal.SIGSTOP)],
+    [(1, signal.SIGSTOP), (1, signal.SIGKILL), pytest.param(0, signal.SIGSTOP, marks=pytest.mark.slow)],
     ids=["stopped", "killed", "with the store"],
 )
 def test_a_process_that_does_not_answer_ends_the_run_with_an_error(
