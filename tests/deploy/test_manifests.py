@@ -13,9 +13,9 @@ import yaml
 from ray.autoscaler._private.util import prepare_config, validate_config
 
 from precompute.config import PrecomputeConfig
-from shards.base.config import load_config
+from shards.base.config import load_asked, load_config
 from tests.deploy.crds import MANIFESTS, problems, strict
-from train.__main__ import read_config
+from train.config import TrainConfig
 from train.launch import launch_command_parser
 
 ROOT = Path(__file__).parents[2]
@@ -95,7 +95,7 @@ def test_the_jobset_launches_what_stage_2_understands() -> None:
     assert (launched.num_machines, launched.num_processes, launched.machine_rank) == (nodes, nodes * gpus, 1)
     first_pod = f"{tree['metadata']['name']}-{job['name']}-0-0.{tree['metadata']['name']}"
     assert launched.main_process_ip == first_pod and spec["parallelism"] == nodes
-    config = read_config([f"--config={ROOT / 'configs/phase1.yaml'}", *trainer[1:]])
+    config = load_asked(TrainConfig, [f"--config={ROOT / 'configs/phase1.yaml'}", *trainer[1:]], "train", None)
     pod = spec["template"]["spec"]
     assert str(config.run_dir).startswith("/runs/") and pod["terminationGracePeriodSeconds"] > config.checkpoint.grace
 
