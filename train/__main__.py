@@ -90,7 +90,11 @@ def _train_here(config: TrainConfig, heart: Heart) -> None:
             accelerator, lambda: (take_run(config, prepared), take_address(config, prepared))
         )
     rank, launches = accelerator.process_index, config.log.keep_output
-    with kept(folder, rank, launches), Launch(folder, accelerator.is_main_process, away) as launch:
+    number = folder.name if away is None else f"{away.number:04d}"
+    with (
+        kept(config.work / "logs" / number, rank, launches),
+        Launch(folder, accelerator.is_main_process, away) as launch,
+    ):
         with lost_processes_named(heart):
             run = assemble(config, prepared, accelerator, launch, away, heart)
         train(run)

@@ -17,7 +17,7 @@ from precompute.cluster.board import BOARD_SECONDS, Board, Reported, Reporter
 from precompute.cluster.hands import Attempt, Worker, seat, surplus, wanted
 from precompute.cluster.nodes import Resources, ResourcesConfig, describe, missing
 from shards.base.durable import DamagedFile
-from shards.base.errors import DamagedInput, Outage, Preempted, RequestError, WorkError, is_storage_error
+from shards.base.errors import DamagedInput, Outage, Preempted, RequestError, WorkError, is_storage_error, say
 from shards.base.stop import leave_when_told
 
 Work = TypeVar("Work")
@@ -64,7 +64,6 @@ def start_ray(config: ResourcesConfig) -> None:
     From then on this process leaves with code 75 when it is told to, but where a fleet listens itself.
 
     Raises:
-        Preempted: the process was told to leave; also at any time later.
         RequestError: the cluster cannot be joined, or this machine has not what one worker takes.
     """
     forget_ranks()
@@ -99,8 +98,9 @@ def _init(**options: Any) -> None:
     """`ray.init`, which has SIGTERM end the process with code 15 and without a word."""
     try:
         ray.init(log_to_driver=False, logging_level=logging.ERROR, **options)
-    except SystemExit as told:
-        raise Preempted(TOLD_TO_LEAVE) from told
+    except SystemExit:
+        say(Preempted(TOLD_TO_LEAVE))
+        sys.exit(Preempted.exit_code)
     leave_when_told(TOLD_TO_LEAVE)
 
 

@@ -1,9 +1,10 @@
 """Being told to leave."""
 
 import signal
+import sys
 from typing import NoReturn, Self
 
-from shards.base.errors import Preempted
+from shards.base.errors import Preempted, say
 
 
 class Heard:
@@ -32,10 +33,14 @@ class StopSignal(Heard):
 
 
 def leave_when_told(message: str) -> None:
-    """From now on SIGTERM and SIGUSR1 raise Preempted with `message` in the main thread, whatever it is at."""
+    """From now on SIGTERM and SIGUSR1 end the process with `message` and Preempted's code, whatever it is at.
+
+    By SystemExit: Preempted itself would be taken for an error of the store, or of the cluster, that it interrupts.
+    """
 
     def leave(*_: object) -> NoReturn:
-        raise Preempted(message)
+        say(Preempted(message))
+        sys.exit(Preempted.exit_code)
 
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, leave)

@@ -100,6 +100,9 @@ class EncodingRecord(Config):
     def sealed(self) -> bytes:
         """The bytes of ROOT/encoding.json, sealed."""
         fields = as_version_1(self) if self.schema_version == 1 else self.model_dump(mode="json")
+        for tower in fields.get("texts", {}).values():
+            if tower["quantised"] is None:  # which earlier programs do not know
+                del tower["quantised"]
         return sealed_json({**fields, "id": self.id})
 
     def save(self, store: Store) -> None:

@@ -66,7 +66,8 @@ def join_processes(timeout: float) -> Heart:
     if int(os.environ.get("WORLD_SIZE", "1")) == 1 or dist.is_initialized():
         return Heart()
     patience = timedelta(seconds=timeout)
-    store, rank, world_size = next(dist.rendezvous("env://", timeout=patience))
+    with lost_processes_named(Heart(limit=timeout)):
+        store, rank, world_size = next(dist.rendezvous("env://", timeout=patience))
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     shared = dist.PrefixStore(f"latentmill/attempt-{attempt}", store)
     # a connection of its own: the group's waits for others

@@ -15,7 +15,6 @@ import ray
 
 from precompute.cluster.fleet import Done, Failed, Fleet, FleetConfig, UnderWay
 from precompute.cluster.ray_cluster import Function, start_ray
-from shards.base.errors import Preempted
 
 AT_ONCE = 3
 CONFIG = FleetConfig(num_gpus=0, num_cpus=1, backoff=0)
@@ -41,11 +40,13 @@ import time
 from precompute.cluster.fleet import FleetConfig
 from precompute.cluster.ray_cluster import start_ray
 from shards.base.errors import exit_code_of
+from shards.base.remote import RemoteStore
 
 def publish():
     start_ray(FleetConfig(num_gpus=0, num_cpus=1))
-    print("publishing", flush=True)
-    time.sleep(600)
+    store = RemoteStore("memory://latents")
+    store.fs.cat_file = lambda *_, **__: [print("publishing", flush=True), time.sleep(600)]
+    store.read("x")
 
 raise SystemExit(exit_code_of(publish))
 """
@@ -59,12 +60,18 @@ raise SystemExit(exit_code_of(publish))
     assert "error: told to leave. What is committed stays; the same command again goes on." in said
 
 
-def test_told_to_leave_while_ray_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("address", [None, "10.0.0.1:6379"])
+def test_told_to_leave_while_ray_starts(
+    address: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    if address:
+        monkeypatch.setenv("RAY_ADDRESS", address)
     monkeypatch.setattr("ray.is_initialized", lambda: False)
     monkeypatch.setattr("ray.init", lambda **_: sys.exit(signal.SIGTERM))
-    with pytest.raises(Preempted, match="told to leave"):
+    with pytest.raises(SystemExit) as ended:
         start_ray(CONFIG)
+    assert ended.value.code == 75 and "error: told to leave." in capsys.readouterr().err
 
 
 def fleet(function: Function[str, int], keys: str) -> Fleet[str, int]:

@@ -15,6 +15,7 @@ from precompute.config import PrecomputeConfig, describe_encoding, make_recipe
 from precompute.encode import networks
 from precompute.encode.networks import Network, Seat
 from precompute.encode.provenance import DeviceClock
+from precompute.encode.towers import TextTowers
 from precompute.encode.worker import load_towers
 from tests.conftest import encode_all, folder_of
 from tests.tiny_towers import config_of, make_towers, texts
@@ -209,3 +210,9 @@ def test_a_workers_towers_share_one_seat(models: Path, tars: Path, tmp_path: Pat
         networks = [loaded.image, *loaded.texts.values(), *loaded.features.values()]
         seats = {network.seat for network in networks}
         assert len(seats) == 1 and (None in seats) == (how == "together") and loaded.one_by_one == (None not in seats)
+
+
+def test_a_job_that_encodes_no_caption_has_no_turns() -> None:
+    towers = TextTowers({}, 8)
+    towers.one_by_one = True
+    assert towers.empty_caption() == {}

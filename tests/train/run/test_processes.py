@@ -25,7 +25,15 @@ from train.loop import train
 from train.run.health.heartbeat import Heart
 from train.run.launches import Pace
 from train.run.metrics import read_json_lines
-from train.run.processes import LAUNCHER, LOOK_SECONDS, MOST_STEPS, Leaving, die_with_launcher, look_interval
+from train.run.processes import (
+    LAUNCHER,
+    LOOK_SECONDS,
+    MOST_STEPS,
+    Leaving,
+    die_with_launcher,
+    join_processes,
+    look_interval,
+)
 from train.run.saving.writer import CheckpointConfig
 
 
@@ -279,3 +287,13 @@ def test_told_to_save_a_run_saves_and_goes_on(simulated: Callable[..., Simulated
     run = simulated(1.0, True, 30.0, signal.SIGUSR2)
     assert run.state.step == run.max_steps
     assert [step for step in run.written if step % 3] == [5, 1000]  # the step after second 30, once; and the last
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_a_rank_that_meets_nobody_says_so(rank: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    where = {"RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(ranks.free_port())}
+    for name, value in where.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    with pytest.raises(WorkError, match="Before the first step, a collective failed: another process died, or did not"):
+        join_processes(1.0)

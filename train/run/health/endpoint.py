@@ -70,7 +70,7 @@ class Figures(Collector):
             "heartbeat_age_seconds": lambda beat: max(0.0, now - beat.told),
             "rank_stages": lambda beat: beat.passed,
             "rank_still_seconds": lambda beat: max(0.0, now - beat.began),
-            "rank_loading_seconds": lambda beat: beat.loading + (now - beat.began) * (beat.at == "loading"),
+            "rank_loading_seconds": lambda beat: beat.loading + (beat.told - beat.began) * (beat.at == "loading"),
         }.items():
             yield family(
                 OF_RANKS, name, ("rank", "host"), {(str(beat.rank), beat.host): of_rank(beat) for beat in beats}
@@ -103,7 +103,7 @@ def served(address: str | None, figures: Figures) -> Iterator[None]:
     registry.register(figures)
     try:
         server, thread = start_http_server(int(port), host, registry)
-    except OSError as error:
+    except (OSError, OverflowError) as error:
         raise RequestError(
             f"log.metrics_at {address} cannot be listened at: {error}. Give another port, an address of this machine "
             f"(0.0.0.0: all), or null."

@@ -76,7 +76,9 @@ def who_is_missing(beats: Sequence[Beat | None], silent: Collection[int], now: f
         if beat.at.startswith(FAILED):
             said[beat.rank] = f"{beat.name} ended after step {beat.step}: {beat.at.removeprefix(FAILED)}"
         elif beat.rank in silent and beat.at != LEFT:
-            said[beat.rank] = f"{beat.name} has given no sign of life for {now - beat.told:.0f} s; it was {beat.place}"
+            said[beat.rank] = (
+                f"{beat.name} has given no sign of life for {max(0.0, now - beat.told):.0f} s; it was {beat.place}"
+            )
     if not said:
         least = min(beat.passed for beat in known)
         behind = [beat for beat in known if beat.passed == least]
@@ -84,7 +86,7 @@ def who_is_missing(beats: Sequence[Beat | None], silent: Collection[int], now: f
             longest = now - min(beat.began for beat in known)
             place = f"{known[0].place}, for up to {longest:.0f} s"
             return Missing((), f"all {len(known)} ranks live, and are {place}: a device or the network is stuck")
-        said = {beat.rank: f"{beat.name} is {beat.place}, since {now - beat.began:.0f} s" for beat in behind}
+        said = {beat.rank: f"{beat.name} is {beat.place}, since {max(0.0, now - beat.began):.0f} s" for beat in behind}
     more = f" and {len(said) - NAMED} more" if len(said) > NAMED else ""
     waiting = [beat for beat in known if beat.rank not in said]
     others = f"; the others are {max(waiting, key=lambda beat: beat.passed).place}" if waiting else ""
@@ -112,6 +114,8 @@ class Heart:
     def close(self) -> None:
         """Beat no more."""
         self.stopped.set()
+        if self.thread.is_alive():
+            self.thread.join(BEAT)  # a process must not end while it is in the middle of torch's code
 
     def at(self, step: int, what: str) -> None:
         """Note what this rank is at, after so many steps; all ranks note the same, one after the other."""

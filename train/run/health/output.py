@@ -17,19 +17,20 @@ LAST_WORDS = 5.0
 
 
 @contextmanager
-def kept(launch: Path, rank: int, launches: int) -> Iterator[None]:
+def kept(folder: Path, rank: int, launches: int) -> Iterator[None]:
     """Copy what this process and its children print, and the error that ends it.
 
-    What goes to a terminal is copied too, but for the main process's, where the bar is.
+    What goes to a terminal is copied too, but for the main process's, where the bar is. The first process of a
+    container copies nothing: its end is that of whoever copies, before the last words.
 
     Args:
-        launch: its own folder.
+        folder: of the launch, RUN/logs/0004.
         launches: how many launches' are kept, with this one; 0: none.
     """
-    if launches == 0:
+    if launches == 0 or os.getpid() == 1:
         yield
         return
-    path = launch.parents[1] / "logs" / launch.name / f"rank-{rank:05d}.log"
+    path = folder / f"rank-{rank:05d}.log"
     path.parent.mkdir(parents=True, exist_ok=True)
     if rank == 0:
         for old in sorted(path.parents[1].iterdir())[:-launches]:
@@ -47,7 +48,8 @@ def kept(launch: Path, rank: int, launches: int) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        with path.open("a") as file:  # whoever reads the rank's log misses it, if it is said later
+        # whoever reads the rank's log misses it, if it is said later; the folder may be gone, or the disk full
+        with suppress(OSError), path.open("a") as file:
             traceback.print_exc(file=file)
         raise
     finally:

@@ -17,7 +17,7 @@ import os, signal, subprocess, sys
 from pathlib import Path
 from train.run.health.output import kept
 print("before", flush=True)
-with kept(Path(sys.argv[1]) / "launches" / "0007", int(sys.argv[2]), 2):
+with kept(Path(sys.argv[1]) / "logs" / "0007", int(sys.argv[2]), 2):
     print("python", flush=True)
     print("warns", file=sys.stderr, flush=True)
     os.system("echo a child")
@@ -97,3 +97,9 @@ def test_a_terminal_stays_a_terminal(tmp_path: Path) -> None:
     logs = tmp_path / "logs" / "0007"
     assert (logs / "rank-00000.log").exists() is False or (logs / "rank-00000.log").read_text() == ""
     assert "False False" in (logs / "rank-00001.log").read_text()
+
+
+def test_the_error_that_ends_a_rank_stays_what_it_is_where_its_folder_is_gone(tmp_path: Path) -> None:
+    end = "import shutil; shutil.rmtree(sys.argv[1]); raise SystemExit(75)"
+    code, output, errors = run(tmp_path / "run", 3, end)
+    assert code == 75 and output == "before\npython\na child\ntold\n" and errors == "warns\n"
