@@ -73,8 +73,8 @@ class TextTowers:
         Where towers run one by one, all but the last are done with all groups before the first comes out. The last is
         that of the most numbers, which so need not be held.
         """
-        names = sorted(self.texts, key=self._size)
-        turns = [[name] for name in names] if self.one_by_one and names else [names]
+        apart = self.one_by_one and self.texts  # without captions to encode there is one turn, of none
+        turns = [[name] for name in sorted(self.texts, key=self._size)] if apart else [list(self.texts)]
         waits = deque([Waits() for _ in texts] for texts in groups)
         for names in turns[:-1]:
             self._finish(names, groups, waits)
