@@ -25,9 +25,8 @@ from torch.utils.data import DataLoader
 
 from bench.kit.common import section, table, timed_in_turn
 from bench.kit.families import FAMILIES, GPUS_OF_A_NODE, Family, read_family
-from bench.kit.roots import make_root
+from bench.kit.roots import feature_tower, make_root
 from shards.base.store import LocalStore
-from shards.format.towers import FeatureTower, Weights
 from train.__main__ import ACCELERATE_PRECISION
 from train.assemble import assemble
 from train.config import TrainConfig
@@ -49,16 +48,7 @@ ROUNDS = 5
 BLOCK = 1 << 22
 COPIED = 1 << 28
 FAMILY_SAMPLES = 128
-FEATURES = FeatureTower(
-    class_name="Dinov2Model",
-    weights=Weights(name="none", sha256="0" * 64),
-    resize=0.875,
-    mean=(0.5,) * 3,
-    std=(0.5,) * 3,
-    patch=14,
-    width=768,
-    storage="float16",
-)
+FEATURES = feature_tower(768)
 """DINOv2-base's."""
 
 

@@ -5,7 +5,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -21,6 +21,20 @@ from shards.root.commit import Attempt, commit
 from shards.root.index import write_indexes
 from shards.root.shared import create_root, write_uncond
 from shards.root.writing import Caption, PartWriter, Sample
+
+
+def feature_tower(width: int, storage: Literal["float16", "float8"] = "float16") -> FeatureTower:
+    """A DINOv2 that nobody has, of so many numbers a patch."""
+    return FeatureTower(
+        class_name="Dinov2Model",
+        weights=Weights(name="none", sha256="0" * 64),
+        resize=0.875,
+        mean=(0.5,) * 3,
+        std=(0.5,) * 3,
+        patch=14,
+        width=width,
+        storage=storage,
+    )
 
 
 def encoding_record(text_length: int, text_width: int, **text: Any) -> EncodingRecord:

@@ -7,24 +7,14 @@ from typing import Any
 import pytest
 import torch
 
-from bench.kit.roots import make_root
-from shards.format.towers import FeatureTower, Weights
+from bench.kit.roots import feature_tower, make_root
 from train.data.batch import Batch, Collate
 from train.data.loader import MOST_AHEAD, Loader, make_ahead
 from train.data.spec import DataConfig
 from train.data.streams import open_data
 
 BUCKET, SAMPLES, BATCH = "64x64", 64, 8
-DINO = FeatureTower(
-    class_name="Dinov2Model",
-    weights=Weights(name="none", sha256="0" * 64),
-    resize=0.875,
-    mean=(0.5,) * 3,
-    std=(0.5,) * 3,
-    patch=14,
-    width=12,
-    storage="float8",
-)
+DINO = feature_tower(12, "float8")
 
 
 def batch_bytes(batch: Batch) -> int:

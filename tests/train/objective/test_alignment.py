@@ -13,11 +13,10 @@ from diffusers import FluxTransformer2DModel, SD3Transformer2DModel, UNet2DCondi
 from safetensors.torch import load_file
 from torch import nn
 
-from bench.kit.roots import make_root
+from bench.kit.roots import feature_tower, make_root
 from shards.base.errors import RequestError
 from shards.format.buckets import Bucket
 from shards.format.text import quantise
-from shards.format.towers import FeatureTower, Weights
 from tests import ranks
 from tests.runs import UNET, curve, train_fields, write_config
 from tests.train.specs import CHANNELS, TOKENS, WIDTH, Answer, make_batch, spec
@@ -43,16 +42,7 @@ from train.run.metrics import read_json_lines
 from train.run.saving.checkpoint import HEAD_NAME, newest_checkpoint, step_folder
 
 FEATURES = 10
-TOWER = FeatureTower(
-    class_name="Dinov2Model",
-    weights=Weights(name="none", sha256="0" * 64),
-    resize=0.875,
-    mean=(0.0,) * 3,
-    std=(1.0,) * 3,
-    patch=14,
-    width=FEATURES,
-    storage="float16",
-)
+TOWER = feature_tower(FEATURES)
 """A 64x64 picture is 56x56 to it: 4x4 tokens."""
 OF = FeaturesOf("dino", TOWER, 8)
 LAYER = "down_blocks.1"
