@@ -1,15 +1,17 @@
-"""Training processes without a launcher, forked from a server that has imported everything: a start costs a second.
+"""Commands forked from a server that has imported everything: a start costs a second. Several are a run's ranks.
 
 Each is a process of its own with an environment, a session, a log and a resource tracker of its own, as one started by
 `python -m train` would be; only the imports are shared. Nodes are simulated: each has a private /dev/shm and temporary
 folder, so that nothing but the network is shared.
 """
 
+import atexit
 import ctypes
 import os
 import socket
 import sys
 import tempfile
+from collections.abc import Mapping
 from multiprocessing import get_context, resource_tracker, set_start_method
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -17,10 +19,19 @@ from pathlib import Path
 from shards.base.errors import exit_code_of
 
 SERVER = get_context("forkserver")
-SERVER.set_forkserver_preload(["tests.ranks", "train.__main__", "torch.distributed.tensor", "torch._dynamo"])
+COMMANDS = ("precompute.__main__", "evaluate.__main__", "train.__main__")
+SERVER.set_forkserver_preload(
+    ["tests.ranks", *COMMANDS, "tests.evaluate.watching", "torch.distributed.tensor", "torch._dynamo"]
+)
 
 CLONE_NEWNS, MS_REC, MS_PRIVATE = 0x00020000, 0x4000, 1 << 18
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def environment(**variables: str) -> dict[str, str]:
+    """This process's environment without a launcher's or a cluster's variables."""
+    kept = {key: value for key, value in os.environ.items() if key not in (*LAUNCHER, "RAY_ADDRESS")}
+    return kept | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"} | variables
 
 
 def start(
@@ -30,6 +41,7 @@ def start(
     num_nodes: int = 1,
     program: str = "train.__main__:run",
     errors: Path | None = None,
+    variables: Mapping[str, str] = {},
 ) -> list[ForkServerProcess]:
     """Start `python -m train ARGUMENTS` on so many processes; a `Process` for each rank, or for each of several nodes.
 
@@ -37,6 +49,7 @@ def start(
         log: for what they print.
         program: `module:function` to call with the arguments instead of the trainer's.
         errors: for standard error alone.
+        variables: of the environment, besides those that are set here.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     local = num_processes // num_nodes
@@ -50,7 +63,7 @@ def start(
         ]
         for group in [ranks] if num_nodes > 1 else [[rank] for rank in ranks]:
             shared = Path(tempfile.mkdtemp(prefix="node-")) if num_nodes > 1 else None
-            here = (os.getcwd(), dict(os.environ))
+            here = (os.getcwd(), environment(**variables))
             process = SERVER.Process(
                 target=_run_ranks, args=(log, errors or log, here, program, arguments, group, shared)
             )
@@ -67,13 +80,17 @@ def run(log: Path, arguments: list[str], num_processes: int = 1, num_nodes: int 
     return log.read_text()
 
 
-def run_alone(arguments: list[str], seconds: float = 600) -> tuple[int, str, str]:
-    """Exit code, standard output and standard error of one process."""
+def run_command(
+    program: str, arguments: list[str], num_processes: int = 1, seconds: float = 600, variables: Mapping[str, str] = {}
+) -> tuple[int, str, str]:
+    """Exit code, the worst of several processes', standard output and standard error."""
     with tempfile.TemporaryDirectory() as folder:
         output, errors = Path(folder) / "output", Path(folder) / "errors"
-        (code,) = wait(start(output, arguments, errors=errors), seconds)
-        assert code is not None, f"killed after {seconds:g} s:\n{output.read_text()}\n{errors.read_text()}"
-        return code, output.read_text(), errors.read_text()
+        processes = start(output, arguments, num_processes, program=program, errors=errors, variables=variables)
+        codes = [code for code in wait(processes, seconds) if code is not None]
+        said = output.read_text(), errors.read_text()
+        assert len(codes) == num_processes, f"killed after {seconds:g} s:\n{said[0]}\n{said[1]}"
+        return (max(codes, key=abs), *said)
 
 
 def wait(processes: list[ForkServerProcess], seconds: float = 600) -> list[int | None]:
@@ -147,7 +164,9 @@ def _run_rank(program: str, arguments: list[str], variables: dict[str, str]) -> 
     resource_tracker._resource_tracker._pid = None  # type: ignore[attr-defined]
     module, _, function = program.partition(":")
     called = getattr(__import__(module, fromlist=[function]), function)
-    return exit_code_of(lambda: called(arguments))
+    code = exit_code_of(lambda: called(arguments))
+    atexit._run_exitfuncs()  # which a forked process leaves out
+    return code
 
 
 def _own_shared_memory() -> None:

@@ -1,8 +1,8 @@
 """Training runs for tests: configs, and the command in a process of its own."""
 
-import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ import psutil
 import yaml
 
 from tests import ranks
+from tests.ranks import environment as environment
 from train.run.metrics import read_json_lines
 from train.run.saving.checkpoint import list_checkpoints, verify_checkpoint
 
@@ -45,21 +46,26 @@ def write_config(folder: Path, fields: dict[str, Any]) -> Path:
     return path
 
 
-def environment(**variables: str) -> dict[str, str]:
-    """This process's environment without a launcher's or a cluster's variables."""
-    dropped = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "RAY_ADDRESS")
-    kept = {key: value for key, value in os.environ.items() if key not in dropped}
-    return kept | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"} | variables
-
-
 def run_module(
-    *arguments: str, launcher: tuple[str, ...] = PYTHON, **variables: str
+    module: str,
+    *arguments: str,
+    num_processes: int = 1,
+    launcher: tuple[str, ...] = (),
+    variables: Mapping[str, str] = {},
 ) -> subprocess.CompletedProcess[str]:
-    """`python -m …` in a process of its own; the trainer's, if nothing else is asked for, has imported everything."""
-    command = [*launcher, "-m", *arguments]
-    if (*launcher, arguments[0]) == (*PYTHON, "train") and not variables:
-        return subprocess.CompletedProcess(command, *ranks.run_alone(list(arguments[1:])))
-    return subprocess.run(command, capture_output=True, text=True, env=environment(**variables), timeout=600)
+    """`python -m MODULE …` in processes of their own, which have imported everything unless a launcher starts them.
+
+    Args:
+        num_processes: of the trainer, as a launcher would start them.
+        launcher: what stands before `-m`.
+        variables: of the environment.
+    """
+    command = [*(launcher or PYTHON), "-m", module, *arguments]
+    if launcher:
+        return subprocess.run(command, capture_output=True, text=True, env=environment(**variables), timeout=600)
+    program = f"{module if '.' in module else f'{module}.__main__'}:run"
+    told = ranks.run_command(program, list(arguments), num_processes, variables=variables)
+    return subprocess.CompletedProcess(command, *told)
 
 
 def launcher(num_processes: int) -> tuple[str, ...]:

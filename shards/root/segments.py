@@ -5,6 +5,7 @@ of their tars, so that merging tables gives the same whatever the pieces were.
 """
 
 import hashlib
+import io
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -134,10 +135,10 @@ def parts_of(rows: pa.Table) -> NDArray[np.void]:
 
 def save_segment(store: Store, rows: pa.Table) -> str:
     """Store a table under its own SHA-256, which is returned."""
-    sink = pa.BufferOutputStream()
+    sink = io.BytesIO()  # whose value is not copied
     with pa.ipc.new_file(sink, SCHEMA) as writer:
         writer.write_table(rows)
-    data = sink.getvalue().to_pybytes()
+    data = sink.getvalue()
     sha256 = hashlib.sha256(data).hexdigest()
     store.create(segment_name(sha256), data)
     return sha256

@@ -3,8 +3,6 @@
 import io
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -23,8 +21,9 @@ from evaluate.sampling.pipeline import draw, load_pipeline, sampler_of, to_bytes
 from evaluate.sampling.prompts import Prompt
 from evaluate.sampling.settings import SamplerName, SamplingConfig
 from shards.base.errors import RequestError, WorkError, exit_code_of
+from tests import ranks
 from tests.evaluate.sets import PROMPTS, draw_here, pictures, sampling
-from tests.runs import environment
+from tests.runs import run_module
 
 STEP = 1 / 255
 """Of a pixel's levels."""
@@ -138,18 +137,14 @@ def test_killed_and_given_again_with_other_workers(pipeline: Path, tmp_path: Pat
     """Four workers at once, the whole job killed after a part or more; then one at a time: as in one process."""
     expected = pictures(draw_here(pipeline, tmp_path / "here", sampling(part_size=2, guidance=[1.0])))
     words = arguments(pipeline, tmp_path / "out", "--sampling.guidance", "1,4")
-    four = [sys.executable, "-m", "evaluate", *words, "--workers.num_cpus", "0.5"]
     receipts = tmp_path / "out" / "g1-s2-own" / "receipts" / "pictures"
-    with subprocess.Popen(four, env=environment(), start_new_session=True) as job:
-        while job.poll() is None and not list(receipts.glob("*.json")):
-            time.sleep(0.05)
-        os.killpg(job.pid, signal.SIGKILL)
-    one = subprocess.run(
-        [sys.executable, "-m", "evaluate", *words, "--workers.max_in_flight", "1"],
-        env=environment(),
-        capture_output=True,
-        text=True,
-    )
+    (four,) = ranks.start(tmp_path / "log", [*words, "--workers.num_cpus", "0.5"], program="evaluate.__main__:run")
+    while four.exitcode is None and not list(receipts.glob("*.json")):
+        time.sleep(0.05)
+    assert four.pid is not None
+    os.killpg(four.pid, signal.SIGKILL)
+    four.join()
+    one = run_module("evaluate", *words, "--workers.max_in_flight", "1")
     assert one.returncode == 0, one.stderr
     assert pictures(tmp_path / "out" / "g1-s2-own") == expected
     guided = pictures(tmp_path / "out" / "g4-s2-own")

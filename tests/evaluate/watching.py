@@ -1,6 +1,5 @@
 """`evaluate watch` without Ray and without further processes: here, or in a process of its own that can be killed."""
 
-import multiprocessing
 import os
 import subprocess
 from collections.abc import Callable, Sequence
@@ -12,11 +11,8 @@ import pytest
 
 from evaluate.__main__ import run as command
 from shards.base.errors import RequestError, WorkError, exit_code_of
+from tests.ranks import SERVER
 from train.export.pipeline import ExportConfig, write_pipeline
-
-# a server that has imported all and computed nothing: what it forks begins at once, and is whole
-PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload([__name__])
 
 
 def run_here(units: Sequence[tuple[str, Any]], function: Callable[..., Any], *rest: object) -> None:
@@ -50,7 +46,7 @@ def watch(run_dir: Path | str, words: list[str], *more: str) -> int:
 
 def watcher(run_dir: Path, words: list[str], dies_at: str | None = None) -> BaseProcess:
     """The same in a process, which has begun; `dies_at`: the function at whose call it is gone."""
-    process = PROCESSES.Process(target=_watch, args=(run_dir, words, dies_at))
+    process = SERVER.Process(target=_watch, args=(run_dir, words, dies_at))
     process.start()
     return process
 

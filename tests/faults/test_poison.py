@@ -9,7 +9,7 @@ from shards.root.committed import load_books
 from shards.tools.verify import verify_root
 from tests.conftest import SIZES
 from tests.roots import precompute_arguments
-from tests.runs import run_module
+from tests.runs import PYTHON, run_module
 from tests.tiny import make_samples, make_tar
 
 
@@ -25,7 +25,7 @@ def test_a_job_finds_the_pictures_that_kill_its_workers(
     arguments = precompute_arguments(
         models, tmp_path / "tars", tmp_path / "root", "--limits.decode_seconds", "2", "--workers.num_cpus", "2"
     )
-    result = run_module("tests.faults.poisoned_job", *arguments)
+    result = run_module("tests.faults.poisoned_job", *arguments, launcher=PYTHON)
     assert result.returncode == 0, result.stderr
     assert list(verify_root(open_store(tmp_path / "root"))) == []
     receipts = load_books(open_store(tmp_path / "root"))

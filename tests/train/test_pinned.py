@@ -2,7 +2,6 @@
 
 import shutil
 import signal
-import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -16,9 +15,10 @@ from shards.base.store import LocalStore
 from shards.format.receipts import tombstone_name
 from shards.root.index import write_indexes
 from shards.root.publish import Publisher
+from tests import ranks
 from tests.golden.make import HERE as GOLDEN
 from tests.growing import put_back, set_aside
-from tests.runs import PYTHON, curve, environment, run_module, train_fields, write_config
+from tests.runs import curve, run_module, train_fields, write_config
 from train.run.fingerprint import check_resume
 from train.run.metrics import read_json_lines
 from train.run.saving.checkpoint import list_checkpoints, newest_checkpoint
@@ -60,14 +60,14 @@ def test_a_run_that_is_killed_while_its_root_grows_goes_on_to_the_same_curve(roo
     before = (root / "64x64" / "index.json").read_bytes()
 
     config = write_config(tmp_path, train_fields(root, tmp_path / "run", max_steps=STEPS))
-    process = subprocess.Popen([*PYTHON, "-m", "train", "--config", str(config)], env=environment())
+    (process,) = ranks.start(tmp_path / "log", ["--config", str(config)])
     while len(read_json_lines(tmp_path / "run" / "metrics.jsonl")) < 3 or not list_checkpoints(tmp_path / "run"):
-        assert process.poll() is None
+        assert process.exitcode is None
         time.sleep(0.005)
     grow(root)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    assert process.returncode == -signal.SIGKILL and (root / "64x64" / "index.json").read_bytes() != before
+    process.kill()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL and (root / "64x64" / "index.json").read_bytes() != before
     # parts that it reads are recalled, too
     store = LocalStore(root)
     store.create(tombstone_name("64x64", "00004", 0), b"")

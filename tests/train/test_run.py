@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from shards.base.errors import WorkError, exit_code_of
+from tests import ranks
 from tests.roots import part_of
 from tests.runs import PYTHON, curve, environment, launcher, run_module, train_fields, write_config
 from train.__main__ import run as command
@@ -31,9 +32,8 @@ STEPS = 8
 
 
 def run(folder: Path, fields: dict[str, Any], num_processes: int = 1) -> subprocess.CompletedProcess[str]:
-    config = write_config(folder, fields)
-    launch = launcher(num_processes) if num_processes > 1 else PYTHON
-    return run_module("train", "--config", str(config), "--num_processes", str(num_processes), launcher=launch)
+    words = ("--config", str(write_config(folder, fields)), "--num_processes", str(num_processes))
+    return run_module("train", *words, num_processes=num_processes)
 
 
 def refused(folder: Path, fields: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> str:
@@ -90,13 +90,12 @@ def test_killed_and_resumed_with_the_newest_checkpoint_damaged(reference: Path, 
     """SIGKILL somewhere after step 5 and the second save, damage to the newest checkpoint, then the command again."""
     fields = train_fields(latents, tmp_path / "run", max_steps=STEPS)
     config = write_config(tmp_path, fields)
-    command = [*PYTHON, "-m", "train", "--config", str(config)]
-    process = subprocess.Popen(command, env=environment(), stderr=subprocess.DEVNULL)
+    (process,) = ranks.start(tmp_path / "log", ["--config", str(config)])
     while len(read_json_lines(tmp_path / "run" / "metrics.jsonl")) < 5 or len(list_checkpoints(tmp_path / "run")) < 2:
-        assert process.poll() is None or process.returncode == 0
+        assert process.exitcode in (None, 0)
         time.sleep(0.005)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    process.kill()
+    process.join()
     newest = list_checkpoints(tmp_path / "run")[-1]
     weights = newest / "unet" / "diffusion_pytorch_model.safetensors"
     data = bytearray(weights.read_bytes())
@@ -293,9 +292,9 @@ def test_told_to_leave_it_saves_and_leaves(
     fields = train_fields(
         latents, tmp_path / "run", max_steps=4000, checkpoint={"every": 10_000}, data={"num_workers": num_workers}
     )
-    config = write_config(tmp_path, fields)
     launch = launcher(num_processes) if num_processes > 1 else PYTHON
-    command = [*launch, "-m", "train", "--config", str(config), "--num_processes", str(num_processes)]
+    words = ["--config", str(write_config(tmp_path, fields)), "--num_processes", str(num_processes)]
+    command = [*launch, "-m", "train", *words]
     process = subprocess.Popen(
         command, env=environment(), stderr=subprocess.PIPE, text=True, start_new_session=True, stdout=subprocess.DEVNULL
     )

@@ -80,7 +80,9 @@ def test_the_token_and_a_submitted_job(head: Head, models: Path, tars: Path, tmp
     (tmp_path / "wrong").write_text("f" * 64)
     wrong_token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(tmp_path / "wrong")}
     for variables in (no_token, wrong_token):
-        result = run_module("precompute", *arguments, launcher=PYTHON, RAY_ADDRESS=head.address, **variables)
+        result = run_module(
+            "precompute", *arguments, launcher=PYTHON, variables={"RAY_ADDRESS": head.address, **variables}
+        )
         assert result.returncode == 2, result.stderr
         error = result.stderr.replace("\n", " ")
         assert f"error: The Ray cluster at RAY_ADDRESS={head.address} cannot be joined" in error
@@ -93,7 +95,9 @@ def test_the_token_and_a_submitted_job(head: Head, models: Path, tars: Path, tmp
     assert submitted.returncode == 0, submitted.stdout + submitted.stderr
     assert "2 tars encoded (46 samples in, 30 accepted, 16 rejected)" in submitted.stdout + submitted.stderr
     assert len(load_books(open_store(tmp_path / "root"))) == 2
-    again = run_module("precompute", *arguments, launcher=PYTHON, RAY_ADDRESS=head.address, **head.allowed)
+    again = run_module(
+        "precompute", *arguments, launcher=PYTHON, variables={"RAY_ADDRESS": head.address, **head.allowed}
+    )
     assert again.returncode == 0 and "2 had been done before" in again.stdout
 
 

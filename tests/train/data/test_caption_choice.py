@@ -13,7 +13,7 @@ from shards.open import open_store
 from shards.root.reading import read_part, text_latents
 from tests.conftest import encode_all, precompute_config
 from tests.roots import part_of
-from tests.runs import PYTHON, launcher, run_module, train_fields, write_config
+from tests.runs import run_module, train_fields, write_config
 from tests.tiny import TEXT_LENGTH, make_samples, make_tar
 from train.data.batch import Batch, Collate
 from train.data.draws import Draws, Purpose
@@ -106,9 +106,8 @@ def test_undrawn_batches_are_not_cut() -> None:
 
 
 def curve(folder: Path, fields: dict[str, Any], num_processes: int = 1) -> tuple[list[float], list[list[str]]]:
-    config = write_config(folder, fields)
-    launch = launcher(num_processes) if num_processes > 1 else PYTHON
-    result = run_module("train", "--config", str(config), "--num_processes", str(num_processes), launcher=launch)
+    words = ("--config", str(write_config(folder, fields)), "--num_processes", str(num_processes))
+    result = run_module("train", *words, num_processes=num_processes)
     assert result.returncode == 0, result.stderr
     run_dir = Path(fields["run_dir"])
     losses = [row["loss"] for row in read_json_lines(run_dir / "metrics.jsonl")]

@@ -2,7 +2,6 @@
 
 import copy
 import signal
-import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,7 +19,7 @@ from evaluate.sampling.settings import SamplingConfig
 from tests import ranks
 from tests.evaluate.sets import PROMPTS
 from tests.families import FAMILIES, Small, stir
-from tests.runs import PYTHON, compare, curve, environment, last_step, run_module, write_config
+from tests.runs import compare, curve, last_step, run_module, write_config
 from tests.train.families.calls import picture
 from tests.train.families.online import Online
 from train.assemble import assemble
@@ -160,12 +159,13 @@ def test_a_run_that_is_killed_goes_on_bit_by_bit(name: str, small: Callable[[str
     fields = {run: made.train_fields(made.folder / run, max_steps=30) for run in ("undisturbed", "killed")}
     configs = {run: str(write_config(made.folder, fields[run])) for run in fields}
     killed = made.folder / "killed"
-    process = subprocess.Popen([*PYTHON, "-m", "train", "--config", configs["killed"]], env=environment())
+    (process,) = ranks.start(made.folder / "log", ["--config", configs["killed"]])
     while last_step(killed) < 5 or not list_checkpoints(killed):
-        assert process.poll() is None
+        assert process.exitcode is None
         time.sleep(0.005)
-    process.send_signal(signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL and last_step(killed) < 30
+    process.kill()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL and last_step(killed) < 30
     for run in configs:
         result = run_module("train", "--config", configs[run])
         assert result.returncode == 0, result.stderr
