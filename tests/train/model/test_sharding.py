@@ -5,11 +5,13 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.utils.launch import prepare_multi_gpu_env
 from diffusers import UNet2DConditionModel
 
 from shards.base.errors import RequestError
 from tests import ranks
-from tests.runs import curve, launcher, run_module, train_fields, write_config
+from tests.runs import curve, run_module, train_fields, write_config
 from train.__main__ import run as command
 from train.data.batch import Batch
 from train.data.draws import Draws
@@ -141,9 +143,11 @@ def test_a_step_that_is_not_finite_on_one_process_is_skipped_by_both(latents: Pa
 
 
 def test_fsdp_from_the_launcher_is_refused_without_a_gpu(latents: Path, tmp_path: Path) -> None:
+    """The environment that accelerate's launcher makes of the config."""
+    words = ["--config_file", "configs/accelerate/fsdp2_full_shard.yaml", "--num_processes", "2", "x.py"]
+    variables = prepare_multi_gpu_env(_validate_launch_command(launch_command_parser().parse_args(words))[0])
     config = write_config(tmp_path, train_fields(latents, tmp_path / "run"))
-    launch = (*launcher(1)[:3], "--config_file", "configs/accelerate/fsdp2_full_shard.yaml", "--num_processes", "2")
-    result = run_module("train", "--config", str(config), launcher=(*launch, "--main_process_port", "0"))
+    result = run_module("train", "--config", str(config), num_processes=2, variables=variables)
     assert result.returncode != 0
     assert "error: The launcher asks for FSDP, which is for GPUs, and there is none." in result.stderr
     assert not (tmp_path / "run").exists()
