@@ -16,7 +16,7 @@ from shards.root.committed import list_commits, load_commits
 
 UNITS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
 LEAST_AGE = QUIET = 3600.0
-"""Seconds. An attempt puts its part into place and creates its receipt within less."""
+"""Seconds. From an attempt that puts its part into place to the last request of its that arrives it takes less."""
 PART = re.compile(r"(\d+x\d+/[^/]+)/.+")
 
 

@@ -23,7 +23,7 @@ from shards.format.receipts import names_in_force, parse_name, receipt_name, tom
 
 TAR, BUCKET = "00042", "64x64"
 AGE = 100.0
-"""Seconds after which `clean` may remove; no attempt, nor a request of one that died, takes as long."""
+"""Seconds after which `clean` may remove; no attempt takes as long, with all that it sent before it died."""
 FILES = ("data", "index.json")
 Call = tuple[str, Any]
 Program = Generator[Call, Any, Any]
@@ -288,7 +288,7 @@ class ProtocolMachine(RuleBasedStateMachine):
         if sent == "done":
             self.shared.do(running.call)
         if sent == "late" and running.kind != "clean":
-            self.late.append((self.shared.now, running.call))
+            self.late.append((running.began, running.call))
         running.program.close()
 
     @precondition(lambda self: self.late)
@@ -302,7 +302,7 @@ class ProtocolMachine(RuleBasedStateMachine):
     def time_passes(self, share: float) -> None:
         """Nothing that was begun lasts as long as `clean` waits."""
         self.shared.now += share * AGE
-        self.late = [(sent, call) for sent, call in self.late if self.shared.now - sent < AGE]
+        self.late = [(began, call) for began, call in self.late if self.shared.now - began < AGE]
         for running in [r for r in self.running if self.shared.now - r.began >= AGE]:
             running.program.close()
             self.running.remove(running)
