@@ -1,6 +1,7 @@
 """The model of the commit protocol, and the product's code, through the same machine; and that the machine can fail."""
 
 import json
+import math
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -112,7 +113,7 @@ class Product(ProtocolMachine):
         return InThread(lambda store: recall(store, load_receipts(store), "suspect"), self.moves).program()
 
     def clean(self) -> Program:
-        return InThread(lambda store: clean.clean(store, AGE, quiet=-1.0), self.moves).program()
+        return InThread(lambda store: clean.clean(store, AGE, quiet=-math.inf), self.moves).program()
 
     def right(self, folder: str) -> dict[str, bytes]:
         for content in "ab":
