@@ -52,6 +52,7 @@ def run_module(
     num_processes: int = 1,
     launcher: tuple[str, ...] = (),
     variables: Mapping[str, str] = {},
+    seconds: float = 600,
 ) -> subprocess.CompletedProcess[str]:
     """`python -m MODULE …` in processes of their own, which have imported everything unless a launcher starts them.
 
@@ -59,12 +60,13 @@ def run_module(
         num_processes: of the trainer, as a launcher would start them.
         launcher: what stands before `-m`.
         variables: of the environment.
+        seconds: after which it is killed.
     """
     command = [*(launcher or PYTHON), "-m", module, *arguments]
     if launcher:
-        return subprocess.run(command, capture_output=True, text=True, env=environment(**variables), timeout=600)
+        return subprocess.run(command, capture_output=True, text=True, env=environment(**variables), timeout=seconds)
     program = f"{module if '.' in module else f'{module}.__main__'}:run"
-    told = ranks.run_command(program, list(arguments), num_processes, variables=variables)
+    told = ranks.run_command(program, list(arguments), num_processes, seconds, variables)
     return subprocess.CompletedProcess(command, *told)
 
 

@@ -137,5 +137,10 @@ def main(folder: Path, models: Path, every: int) -> None:
     print(json.dumps(figures))
 
 
+def run(arguments: list[str]) -> None:
+    folder, models, every = arguments
+    main(Path(folder), Path(models), int(every))
+
+
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]))
+    run(sys.argv[1:])

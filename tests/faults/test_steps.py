@@ -1,19 +1,16 @@
 """Real kills, and errors of the disk and of S3, between each two steps of a commit; a full disk; two runs at once."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.runs import environment
+from tests.runs import run_module
 
 
 def steps(folder: Path, models: Path, every: int, module: str = "steps") -> dict[str, dict]:
     """What `tests.faults.MODULE` found; it fails where anything is not as it should be."""
-    command = [sys.executable, "-m", f"tests.faults.{module}", str(folder), str(models), str(every)]
-    result = subprocess.run(command, capture_output=True, text=True, env=environment())
+    result = run_module(f"tests.faults.{module}", str(folder), str(models), str(every), seconds=7200)
     assert result.returncode == 0, result.stderr[-3000:]
     return json.loads(result.stdout.splitlines()[-1])
 
