@@ -39,6 +39,12 @@ TEMPLATE = "draw: {}"
 SIZES = [(80, 64), (90, 120), (64, 64), (200, 150)]
 
 
+def laid(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+    """A config's values over those of its base, section by section."""
+    both = {key for key in below.keys() & above.keys() if isinstance(below[key], dict) and isinstance(above[key], dict)}
+    return below | above | {key: laid(below[key], above[key]) for key in both}
+
+
 @dataclass(frozen=True)
 class Family:
     """A folder of configs/, and what is small of it."""
@@ -51,15 +57,23 @@ class Family:
     """Fields of its backbone.json that are small."""
     text: dict[str, Any] = field(default_factory=dict)
     """Fields of its text towers that differ."""
+    configs: Path = CONFIGS
 
     def read(self, name: str) -> dict[str, Any]:
         """One of its YAML files, with what it is based on."""
-        path = CONFIGS / self.name / name
+        path = self.configs / self.name / name
         values: dict[str, Any] = yaml.safe_load(path.read_text())
         while base := values.pop("base", None):
             path = path.parent / base
-            values = {**yaml.safe_load(path.read_text()), **values}
+            values = laid(yaml.safe_load(path.read_text()), values)
         return values
+
+    @property
+    def network(self) -> dict[str, Any]:
+        """Its network's diffusers config, small."""
+        full = self.read("phase1.yaml").get("unet") or f"configs/{self.name}/backbone.json"
+        fields: dict[str, Any] = json.loads((self.configs.parent / full).read_text())
+        return fields | self.backbone
 
 
 UNET = {
@@ -227,9 +241,8 @@ class Small:
         return pipeline
 
 
-def make_small(name: str, folder: Path) -> Small:
+def make_small(family: Family, folder: Path) -> Small:
     """The models, a tar of 12 samples with captions of several lengths, and the latents."""
-    family = FAMILIES[name]
     small = Small(family, folder)
     make_models(folder / "sd")
     torch.manual_seed(7)
@@ -242,9 +255,7 @@ def make_small(name: str, folder: Path) -> Small:
         if kind not in ("clip", "projected"):
             source = character_tokenizer("t5" if kind == "t5" else "gemma")
         source.save_pretrained(folder / f"{tower}_tokenizer")
-    shipped = Path(family.read("phase1.yaml").get("unet") or CONFIGS / name / "backbone.json")
-    fields = json.loads((CONFIGS.parent / shipped).read_text())
-    (folder / "backbone.json").write_text(json.dumps(fields | family.backbone))
+    (folder / "backbone.json").write_text(json.dumps(family.network))
     samples = make_samples(0, 12, SIZES)
     for i, (_, members) in enumerate(samples):
         members["txt"] = (f"{i} round blobs" + " of clay" * (i % 3)).encode()

@@ -27,6 +27,8 @@ OWN: dict[str, dict[str, Any]] = {
         "skip_text_cleaning": True,
     },
 }
+TOLD = {"sdxl": (80, 64, 0, 8)}
+"""Width and height, and the crop's top and left, that a pipeline tells its network of all samples."""
 
 
 def arguments(name: str, prompts: list[str], steps: int = 3) -> dict[str, Any]:

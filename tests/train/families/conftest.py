@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 import diffusers.pipelines.prx.pipeline_prx as with_ftfy
 import pytest
 
-from tests.families import Small, make_small
+from tests.families import FAMILIES, Small, make_small
 
 
 @pytest.fixture(scope="session")
@@ -15,7 +15,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Small]:
 
     def make(name: str) -> Small:
         if name not in made:
-            made[name] = make_small(name, tmp_path_factory.mktemp(name))
+            made[name] = make_small(FAMILIES[name], tmp_path_factory.mktemp(name))
         return made[name]
 
     return make

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tests.families import FAMILIES, Small, stir
-from tests.train.families.calls import arguments
+from tests.train.families.calls import TOLD, arguments
 from train.config import TrainConfig
 from train.data.draws import Draws
 from train.data.loader import Loader
@@ -25,8 +25,6 @@ from train.objective.paths import noise_path
 from train.prepare import prepare
 
 STEPS = 3
-BATCH = {name: 1 if name == "prx" else 4 for name in FAMILIES}
-"""PRXPipeline guides one prompt at a time: it gives the network two times, whatever the batch."""
 CPU = torch.device("cpu")
 
 
@@ -76,16 +74,22 @@ class Case:
 @pytest.fixture(scope="module", params=FAMILIES)
 def case(request: pytest.FixtureRequest, small: Callable[[str], Small]) -> Case:
     """Of each family."""
-    name = request.param
-    made = small(name)
-    changes = {"global_batch_size": BATCH[name], "data": {"shuffle": False, "num_canonical_nodes": 1}}
+    return make_case(small(request.param))
+
+
+def make_case(made: Small) -> Case:
+    """Run the family's pipeline on its stored samples' captions."""
+    name = made.family.name
+    # PRXPipeline guides one prompt at a time: it gives the network two times, whatever the batch
+    batch_size = 1 if name == "prx" else 4
+    changes = {"global_batch_size": batch_size, "data": {"shuffle": False, "num_canonical_nodes": 1}}
     config = TrainConfig.model_validate(made.train_fields(made.folder / "steps", **changes))
     prepared = prepare(config)
     stir(prepared.unet)
-    batch = next(iter(Loader(config.data, prepared.spec, BATCH[name], 0, 0, torch.arange(BATCH[name]))))
+    batch = next(iter(Loader(config.data, prepared.spec, batch_size, 0, 0, torch.arange(batch_size))))
     captions = captions_of(made)
-    if name == "sdxl":  # the pipeline takes one original size for all
-        batch.columns["size"][:] = torch.tensor([80, 64, 0, 8])
+    if name in TOLD:
+        batch.columns["size"][:] = torch.tensor(TOLD[name])
     scheduler, recorder = scheduler_of(config.backbone.pipeline, config.objective), Recorder()
     pipeline = made.pipeline(prepared.unet, scheduler)
     recorder.attach(prepared.unet, scheduler)
