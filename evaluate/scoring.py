@@ -1,6 +1,6 @@
 """A sample set → its metrics, each with its interval, N and id."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 
 from evaluate.features.extractors import ExtractorsConfig, describe_extractor
-from evaluate.features.job import Features, extract, reference_features
+from evaluate.features.job import Features, extract, reference_features, reference_moments
 from evaluate.features.sources import ReferenceConfig, sample_units
+from evaluate.metrics.frechet import Moments
 from evaluate.metrics.identity import metric_id
 from evaluate.metrics.table import METRICS, ExtractorName, Inputs, MetricName
 from evaluate.parts import create_once
@@ -69,25 +70,33 @@ def score(
     rows, store = list[Row](), open_store(found.place)
     for kind, its in by_extractor.items():
         ours = extract(sample_units(found), kind, extractors, found.place, workers)
-        theirs, reference_id = None, None
+        theirs, reference_id, moments = None, None, None
         if any(METRICS[name].has_reference for name in its):
             theirs, reference_id = reference_features(reference, kind, extractors, workers)
+            moments = partial(reference_moments, reference, theirs, reference_id)
         for name in its:
             number = metric_id(
                 name, ours.extractor, found.drawing, reference_id if METRICS[name].has_reference else None
             )
-            make = partial(_row, name, number, found, ours, theirs)
+            make = partial(_row, name, number, found, ours, theirs, moments)
             rows.append(create_once(store, f"{RECORDS}/{name}-{number}.json", make))
     rows.sort(key=lambda row: list(METRICS).index(row["metric"]))
     store.write(RESULT, sealed_json({"metrics": rows}))
     return rows
 
 
-def _row(name: MetricName, number: str, found: SampleSet, ours: Features, theirs: Features | None) -> Row:
+def _row(
+    name: MetricName,
+    number: str,
+    found: SampleSet,
+    ours: Features,
+    theirs: Features | None,
+    moments: Callable[[], Moments] | None,
+) -> Row:
     metric = METRICS[name]
     reference = theirs.values if theirs is not None and metric.has_reference else None
     clusters = np.unique([prompt for receipt in found.parts.values() for prompt, _ in receipt["samples"]], False, True)
-    estimate = metric.compute(Inputs(ours.values, clusters[1], reference, ours.texts))
+    estimate = metric.compute(Inputs(ours.values, clusters[1], reference, ours.texts, moments))
     return {
         "metric": name,
         **asdict(estimate),

@@ -24,6 +24,7 @@ from evaluate.features.extractors import (
 )
 from evaluate.features.sources import ReferenceConfig, SampleUnit, Taken, Unit, reference_units
 from evaluate.fleet import lost_with_its_gpu, run_units
+from evaluate.metrics.frechet import Moments
 from evaluate.metrics.table import ExtractorName
 from evaluate.parts import Receipt, commit_part, read_part, read_receipt, read_sealed, write_once
 from precompute.cluster.fleet import FleetConfig
@@ -33,7 +34,7 @@ from shards.base.store import Store
 from shards.open import open_store
 
 RECORD = "reference.json"
-FEATURES, TEXTS = "features.npy", "texts.npy"
+FEATURES, TEXTS, MOMENTS = "features.npy", "texts.npy", "moments.npz"
 
 
 @dataclass(frozen=True)
@@ -175,6 +176,25 @@ def reference_features(
         found = read_features(store, f"features/{extractor_id(description)}", content["units"], description)
     named = {key: content[key] for key in record} | {"inputs": found.inputs}
     return found, hashlib.sha256(canonical_json(named)).hexdigest()[:16]
+
+
+def reference_moments(config: ReferenceConfig, found: Features, reference_id: str) -> Moments:
+    """The Gaussian of a reference's features, computed once: `mu` and `sigma` of an npz, as pytorch-fid has them.
+
+    Raises:
+        DamagedInput: the file is not as it was written.
+    """
+
+    def make(folder: Path) -> Receipt:
+        moments = Moments.of(found.values)
+        np.savez(folder / MOMENTS, mu=moments.mean, sigma=moments.covariance)
+        return {"reference": reference_id, "count": len(found.values)}
+
+    assert config.place is not None
+    store = open_store(config.place)
+    receipt = commit_part(store, f"moments/{extractor_id(found.extractor)}", reference_id, make)
+    arrays = np.load(io.BytesIO(read_part(store, receipt)[MOMENTS]), allow_pickle=False)
+    return Moments(arrays["mu"], arrays["sigma"])
 
 
 def _another(store: Store, found: dict[str, Any], wanted: dict[str, Any]) -> RequestError:

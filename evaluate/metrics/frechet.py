@@ -90,14 +90,14 @@ def frechet_infinity(features: np.ndarray, clusters: np.ndarray, reference: np.n
         RequestError: fewer samples than a covariance needs, on either side.
     """
     check_enough(features)
-    check_enough(reference)
+    check_enough(reference, "in the reference")
     sums = GroupSums(features, groups_of(clusters))
     theirs = GroupSums(reference, groups_of(np.arange(len(reference))))
     jack = jackknife(lambda left_out: frechet_distance(sums.without(left_out), theirs.without(left_out)))
     return jack.interval("distance between all that the model draws and all that the reference is drawn from", True)
 
 
-def check_enough(features: np.ndarray) -> None:
+def check_enough(features: np.ndarray, where: str = "drawn") -> None:
     """Refuse a covariance of more dimensions than samples, when the groups that the interval leaves out are gone.
 
     Raises:
@@ -108,6 +108,6 @@ def check_enough(features: np.ndarray) -> None:
     if count < needed:
         raise RequestError(
             f"A Fréchet distance over features of {dimensions} dimensions needs {needed} pictures or more, and there "
-            f"are {count}: below that the covariance is singular, and the number says more of N than of the model. "
-            f"Draw more, or take kid or cmmd, which have no such bound."
+            f"are {count} {where}: below that the covariance is singular, and the number says more of N than of the "
+            f"model. Take more, or kid or cmmd, which have no such bound."
         )

@@ -6,7 +6,7 @@ from typing import Literal
 
 import numpy as np
 
-from evaluate.metrics.frechet import Moments, frechet_at_n, frechet_infinity
+from evaluate.metrics.frechet import Moments, check_enough, frechet_at_n, frechet_infinity
 from evaluate.metrics.intervals import Estimate, mean_interval
 from evaluate.metrics.kernels import cmmd, kid
 from evaluate.metrics.manifold import precision, recall
@@ -37,6 +37,8 @@ class Inputs:
     """(M, D)."""
     texts: np.ndarray | None
     """(N, D) of the prompts."""
+    moments: Callable[[], Moments] | None = None
+    """Of the reference."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,9 @@ def cosines(x: np.ndarray, y: np.ndarray) -> np.ndarray:
 
 
 def _fid(inputs: Inputs) -> Estimate:
-    return frechet_at_n(inputs.features, inputs.clusters, Moments.of(_reference(inputs)))
+    assert inputs.moments is not None
+    check_enough(_reference(inputs), "in the reference")
+    return frechet_at_n(inputs.features, inputs.clusters, inputs.moments())
 
 
 def _with_reference(compute: Callable[[np.ndarray, np.ndarray, np.ndarray], Estimate]) -> Callable[[Inputs], Estimate]:

@@ -12,10 +12,10 @@ from scipy.stats import binomtest
 
 from evaluate.metrics.frechet import GroupSums, Moments, frechet_at_n, frechet_distance, frechet_infinity
 from evaluate.metrics.identity import check_comparable, metric_id
-from evaluate.metrics.intervals import GROUPS, groups_of, jackknife, mean_interval, share_interval
+from evaluate.metrics.intervals import GROUPS, groups_of, jackknife, mean_interval, share_interval, wilson
 from evaluate.metrics.kernels import cmmd, kid
 from evaluate.metrics.manifold import precision, recall
-from evaluate.metrics.table import Inputs, clip_score
+from evaluate.metrics.table import METRICS, Inputs, clip_score
 from shards.base.errors import RequestError
 
 seeds = st.integers(0, 2**32 - 1)
@@ -84,8 +84,39 @@ def test_too_few_samples_are_refused() -> None:
     x, reference = features(0, count=20, dimensions=18), features(1, count=200, dimensions=18)
     with pytest.raises(RequestError, match="features of 18 dimensions needs 23 pictures or more, and there are 20"):
         frechet_at_n(x, np.arange(20), Moments.of(reference))
-    with pytest.raises(RequestError, match="needs 23 pictures"):
-        frechet_infinity(reference, np.arange(200), x)
+    few = Inputs(reference, np.arange(200), x, None, lambda: Moments.of(x))
+    for name in ("fid", "fid_infinity"):
+        with pytest.raises(RequestError, match="needs 23 pictures or more, and there are 20 in the reference"):
+            METRICS[name].compute(few)
+
+
+# --- laws of them all ---
+
+
+@settings(max_examples=3, deadline=None)
+@given(seeds)
+def test_no_metric_knows_an_order_or_a_direction(seed: int) -> None:
+    """The same of rotated features; and of pictures in another order, but for what deals them to groups."""
+    rng = np.random.default_rng(seed)
+    x, y, texts = features(seed), features(seed + 1, count=100, shift=0.2), features(seed + 2)
+    clusters = np.repeat(np.arange(60), 2)
+    turned, _ = np.linalg.qr(rng.normal(size=(5, 5)))
+    rows, others = rng.permutation(120), rng.permutation(100)
+    for name, metric in METRICS.items():
+        found = metric.compute(Inputs(x, clusters, y, texts, lambda: Moments.of(y)))
+        assert found.low <= found.value <= found.high, name
+        rotated = metric.compute(
+            Inputs(x @ turned, clusters, y @ turned, texts @ turned, lambda: Moments.of(y @ turned))
+        )
+        ends = [found.value, found.low, found.high]
+        assert [rotated.value, rotated.low, rotated.high] == pytest.approx(ends, rel=1e-6, abs=1e-9), name
+        if name != "fid_infinity":
+            mixed = metric.compute(
+                Inputs(x[rows], clusters[rows], y[others], texts[rows], lambda: Moments.of(y[others]))
+            )
+            assert mixed.value == pytest.approx(found.value, rel=1e-9, abs=1e-12), name
+        if metric.better == "higher":
+            assert 0 <= found.value <= (100 if name == "clip_score" else 1), name
 
 
 # --- kernels ---
@@ -157,6 +188,15 @@ def test_a_share_has_wilsons_interval(hits: int) -> None:
     values = np.arange(2000) < hits
     found, expected = share_interval(values, np.arange(2000), ""), binomtest(hits, 2000).proportion_ci(method="wilson")
     assert (found.low, found.high) == (pytest.approx(expected.low, abs=1e-4), pytest.approx(expected.high, abs=1e-4))
+
+
+@pytest.mark.parametrize(
+    ("hits", "count", "low", "high"),
+    [(81, 263, 0.2553, 0.3662), (15, 148, 0.0624, 0.1605), (0, 20, 0.0, 0.1611), (1, 29, 0.0061, 0.1718)],
+)
+def test_wilsons_interval_as_published(hits: int, count: int, low: float, high: float) -> None:
+    """Newcombe, "Two-sided confidence intervals for the single proportion", Statistics in Medicine, 1998, table I."""
+    assert wilson(hits / count, count, 1.959964) == (pytest.approx(low, abs=5e-5), pytest.approx(high, abs=5e-5))
 
 
 @settings(max_examples=20, deadline=None)

@@ -13,7 +13,7 @@ from transformers import CLIPConfig, CLIPModel, CLIPTokenizer, Dinov2Config, Din
 
 from evaluate.__main__ import run as command
 from evaluate.features.extractors import ExtractorConfig, ExtractorsConfig, load_extractor, load_text_features
-from evaluate.features.job import extract
+from evaluate.features.job import extract, reference_features
 from evaluate.features.sources import ReferenceConfig, sample_units
 from evaluate.metrics.frechet import Moments, frechet_distance
 from evaluate.sampling.job import read_set
@@ -86,6 +86,16 @@ def test_metrics_come_with_interval_n_and_id_and_features_are_taken_once(
     monkeypatch.setattr("evaluate.features.job.load_extractor", None)
     again = score(read_set(drawn), ["toy_fid"], TOY, reference(tmp_path / "reference", None), WORKERS)
     assert again == rows[:1]
+
+    (path,) = (tmp_path / "reference" / "moments").rglob("moments.npz")
+    theirs, number = reference_features(reference(tmp_path / "reference", None), "toy", TOY, WORKERS)
+    assert path.parent.name.startswith(number)
+    np.testing.assert_array_equal(np.load(path)["mu"], theirs.values.astype(np.float64).mean(0))
+    np.testing.assert_allclose(np.load(path)["sigma"], np.cov(theirs.values.T.astype(np.float64)))
+    monkeypatch.setattr(Moments, "of", None)  # read, and not computed again
+    for record in (drawn / "metrics").glob("toy_fid-*"):
+        record.unlink()
+    assert score(read_set(drawn), ["toy_fid"], TOY, reference(tmp_path / "reference", None), WORKERS) == again
 
 
 def test_a_reference_from_files_is_the_one_from_tars(drawn: Path, references: Path, tmp_path: Path) -> None:

@@ -199,6 +199,23 @@ def test_strengths_are_scipys_maximum(seed: int, count: int) -> None:
     assert cost(found) <= cost(best) + 1e-9
 
 
+def test_strengths_as_published() -> None:
+    """Of the American League's teams in 1987: Agresti, "Categorical Data Analysis" (2002), section 10.6."""
+    wins = np.array(
+        [
+            [0, 7, 9, 7, 7, 9, 11],  # Milwaukee, against the columns' teams in this order
+            [6, 0, 7, 5, 11, 9, 9],  # Detroit
+            [4, 6, 0, 7, 7, 8, 12],  # Toronto
+            [6, 8, 6, 0, 6, 7, 10],  # New York
+            [6, 2, 6, 7, 0, 7, 12],  # Boston
+            [4, 4, 5, 6, 6, 0, 6],  # Cleveland
+            [2, 4, 1, 3, 1, 7, 0],  # Baltimore
+        ]
+    )
+    found = bradley_terry(wins - PRIOR)
+    assert found - found[-1] == pytest.approx([1.58, 1.44, 1.29, 1.25, 1.11, 0.68, 0], abs=0.005)
+
+
 def test_two_models_in_closed_form() -> None:
     """Haldane and Anscombe's log odds; and one that lost every vote has a strength too."""
     for won, lost in ((30.5, 10), (20, 0)):
