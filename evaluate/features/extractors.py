@@ -73,6 +73,9 @@ def describe_extractor(kind: ExtractorName, config: ExtractorsConfig) -> dict[st
             f"The weights of {kind} {what}. Give their local path as {option}; nothing is downloaded here "
             f"(docs/evaluation.md says where others have them from)."
         )
+    if given.weights.is_file() != (kind == "inception"):
+        what = "torch-fidelity's file" if kind == "inception" else "a transformers folder, with config.json and weights"
+        raise RequestError(f"{given.weights} is not what {kind} is read from, {what}. Give its path as {option}.")
     sha256 = _hash(given.weights)
     if given.sha256 is not None and sha256 != given.sha256:
         raise RequestError(

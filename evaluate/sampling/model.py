@@ -93,6 +93,8 @@ def make_ready(name: str, step: int | None, weights: Weights, output: Store) -> 
         model = _export(name, chosen_step(open_store(name), step), weights, output)
     if found is None:
         output.write(RECORD, sealed_json(asdict(model)))
+    elif found.step is not None and found == replace(model, name=found.name):
+        return found  # the run lies elsewhere now, or is called otherwise
     elif found != model:
         raise RequestError(
             f"{output.where()} holds samples of another model ({found.name}, step {found.step}, {found.weights}, "

@@ -100,7 +100,11 @@ def test_absent_and_other_weights_are_named(tmp_path: Path) -> None:
         describe_extractor("inception", ExtractorsConfig(inception=ExtractorConfig(weights=path)))
     with pytest.raises(RequestError, match=r"are not given. Give their local path as extractors\.inception\.weights"):
         describe_extractor("inception", ExtractorsConfig())
+    with pytest.raises(RequestError, match="is not what inception is read from, torch-fidelity's file"):
+        describe_extractor("inception", ExtractorsConfig(inception=ExtractorConfig(weights=tmp_path)))
     path.write_bytes(b"other")
+    with pytest.raises(RequestError, match="is not what clip is read from, a transformers folder"):
+        describe_extractor("clip", ExtractorsConfig(clip=ExtractorConfig(weights=path)))
     with pytest.raises(RequestError, match=r"hashes to d9298a10.* asks for 0000"):
         config = ExtractorsConfig(inception=ExtractorConfig(weights=path, sha256="0000"))
         describe_extractor("inception", config)

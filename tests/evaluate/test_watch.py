@@ -183,6 +183,15 @@ def test_a_checkpoint_that_goes_while_it_is_read(
     assert [row["step"] for row in written(run_dir)] == [2, 2, 6, 6]
 
 
+def test_a_run_that_was_moved_is_evaluated_on(run_dir: Path, words: list[str], alone: Path) -> None:
+    """Its checkpoints are the same by content, wherever the folder lies; the evaluation was under way."""
+    process = watcher(run_dir, words, dies_at="evaluate.__main__.table")
+    process.join(120)
+    assert process.exitcode == 9
+    assert watch(run_dir.rename(run_dir.with_name("moved")), words) == 0
+    assert numbers(run_dir.with_name("moved")) == numbers(alone)
+
+
 def test_a_step_that_was_begun_is_finished_without_its_checkpoint(run_dir: Path, words: list[str]) -> None:
     """The watcher died, and the trainer dropped the checkpoint before the next one came."""
     process = watcher(run_dir, words, dies_at="evaluate.parts.place")
