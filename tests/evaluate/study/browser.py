@@ -30,7 +30,7 @@ FLAGS = (
     "about:blank",
 )
 PATIENCE = 60.0
-KEYS = {"Enter": 13, "ArrowLeft": 37, "ArrowUp": 38, "ArrowRight": 39, "ArrowDown": 40}
+KEYS = {"Tab": 9, "Enter": 13, "ArrowLeft": 37, "ArrowUp": 38, "ArrowRight": 39, "ArrowDown": 40}
 
 
 def chromium() -> str | None:
