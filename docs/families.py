@@ -3,7 +3,10 @@
 That of docs/how-to/families.md, and that of docs/how-to/towers.md, of the memory that towers take.
 """
 
+import re
+import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -11,10 +14,9 @@ HOW_TO = ROOT / "docs" / "how-to"
 ORDER = ("sd2", "sd15", "sdxl", "pixart-sigma", "sd3", "flux1", "sana", "prx")
 GPUS = 64
 HEAD = (
-    "| FAMILY | network | parameters | towers | phases | bytes per sample | cost |",
-    "| --- | --- | --- | --- | --- | --- | --- |",
+    "| FAMILY | network | parameters | towers | phases | bytes per sample | cost | tests |",
+    "| --- | --- | --- | --- | --- | --- | --- | --- |",
 )
-
 
 MEMORY_HEAD = (
     "| FAMILY | together | one by one | for what overflows | together, int8 | one by one, int8 |",
@@ -22,7 +24,14 @@ MEMORY_HEAD = (
 )
 
 
-def row(name: str) -> str:
+def count_tests() -> Counter[str]:
+    """Family → tests of `make test-families` that are of it."""
+    words = ["-m", "pytest", "--collect-only", "-q", "-m", "slow or not slow", "tests/train/families"]
+    listed = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    return Counter(re.findall(rf"\[({'|'.join(ORDER)})[\]-]", listed))
+
+
+def row(name: str, tests: int) -> str:
     """One family's line."""
     from plan.config import Plan
     from plan.report import make_report
@@ -41,7 +50,7 @@ def row(name: str) -> str:
     network = class_name(read_unet_config(ROOT / config.network)).removesuffix("Model")
     # 12 bytes a parameter
     parameters = report.checkpoint_gb[0] / 12
-    return f"| {name} | {network} | {parameters:.3f} B | {towers} | {phases} | {sizes} | ${cost:,.0f} |"
+    return f"| {name} | {network} | {parameters:.3f} B | {towers} | {phases} | {sizes} | ${cost:,.0f} | {tests} |"
 
 
 def memory_row(name: str) -> str:
@@ -87,7 +96,8 @@ def put(page: str, head: tuple[str, str], rows: list[str]) -> None:
 
 def main() -> None:
     """Write both."""
-    put("families.md", HEAD, list(map(row, ORDER)))
+    tests = count_tests()
+    put("families.md", HEAD, [row(name, tests[name]) for name in ORDER])
     put("towers.md", MEMORY_HEAD, list(map(memory_row, ORDER)))
 
 

@@ -26,6 +26,7 @@ IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 DINOV2_SIDE = 224
 RESIZE = {"inception": "bilinear as TensorFlow 1", "clip": "bicubic antialias, center", "dinov2": "bicubic antialias"}
 TOY_CELLS = 4
+WEIGHTS_NAME = "model.safetensors"
 
 Pixels = np.ndarray
 """(N, height, width, 3) uint8."""
@@ -73,8 +74,9 @@ def describe_extractor(kind: ExtractorName, config: ExtractorsConfig) -> dict[st
             f"The weights of {kind} {what}. Give their local path as {option}; nothing is downloaded here "
             f"(docs/evaluation.md says where others have them from)."
         )
-    if given.weights.is_file() != (kind == "inception"):
-        what = "torch-fidelity's file" if kind == "inception" else "a transformers folder, with config.json and weights"
+    is_a_file = kind == "inception"
+    if not (given.weights if is_a_file else given.weights / WEIGHTS_NAME).is_file():
+        what = "torch-fidelity's file" if is_a_file else f"a transformers folder with config.json and {WEIGHTS_NAME}"
         raise RequestError(f"{given.weights} is not what {kind} is read from, {what}. Give its path as {option}.")
     sha256 = _hash(given.weights)
     if given.sha256 is not None and sha256 != given.sha256:

@@ -9,7 +9,7 @@ from itertools import count
 from matplotlib.ticker import LogLocator, MaxNLocator
 
 WIDTH, HEIGHT = 560, 320
-LEFT, RIGHT, TOP, BOTTOM = 70, 150, 12, 48
+LEFT, RIGHT, TOP, BOTTOM = 86, 150, 12, 48
 LINE_HEIGHT, LABEL = 19, 13
 """Of a line's name: pixels, and characters."""
 MARKED = 8

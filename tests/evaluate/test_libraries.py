@@ -103,8 +103,9 @@ def test_absent_and_other_weights_are_named(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="is not what inception is read from, torch-fidelity's file"):
         describe_extractor("inception", ExtractorsConfig(inception=ExtractorConfig(weights=tmp_path)))
     path.write_bytes(b"other")
-    with pytest.raises(RequestError, match="is not what clip is read from, a transformers folder"):
-        describe_extractor("clip", ExtractorsConfig(clip=ExtractorConfig(weights=path)))
+    for weights in (path, tmp_path):  # a file; a folder that has other files
+        with pytest.raises(RequestError, match="is not what clip is read from, a transformers folder"):
+            describe_extractor("clip", ExtractorsConfig(clip=ExtractorConfig(weights=weights)))
     with pytest.raises(RequestError, match=r"hashes to d9298a10.* asks for 0000"):
         config = ExtractorsConfig(inception=ExtractorConfig(weights=path, sha256="0000"))
         describe_extractor("inception", config)

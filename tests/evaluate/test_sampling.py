@@ -16,6 +16,7 @@ from PIL import Image
 
 from evaluate.__main__ import run as command
 from evaluate.sampling.job import describe_drawing, list_samples, read_set, split
+from evaluate.sampling.model import hash_pipeline
 from evaluate.sampling.noise import initial_noise
 from evaluate.sampling.pipeline import draw, load_pipeline, sampler_of, to_bytes
 from evaluate.sampling.prompts import Prompt
@@ -23,10 +24,19 @@ from evaluate.sampling.settings import SamplerName, SamplingConfig
 from shards.base.errors import RequestError, WorkError, exit_code_of
 from tests import ranks
 from tests.evaluate.sets import PROMPTS, draw_here, pictures, sampling
+from tests.fake_hub import fake_hub
 from tests.runs import run_module
+from tests.shards.format.test_models import ask
 
 STEP = 1 / 255
 """Of a pixel's levels."""
+HASH = """
+import sys
+
+from evaluate.sampling.model import hash_pipeline, pipeline_folder
+
+print(hash_pipeline(pipeline_folder(sys.argv[1])))
+"""
 
 
 def drawn(pipeline: Path, batch_size: int, **changes: object) -> torch.Tensor:
@@ -186,3 +196,19 @@ def test_each_prompt_is_in_exactly_one_part_as_often_as_asked(count: int, per_pr
     assert drawn == [(str(i), index) for i in range(count) for index in range(per_prompt)]
     assert [sample.number for part in parts for sample in part] == list(range(len(drawn)))
     assert max(map(len, parts)) <= part_size
+
+
+def test_mlperfs_30000_prompts_are_each_drawn_once() -> None:
+    """On any number of workers, which take parts: the last is shorter, and nothing fills it up."""
+    prompts = [Prompt(str(i), "x") for i in range(30_000)]
+    parts = [part for _, part in split(list_samples(prompts, 1), SamplingConfig().part_size)]
+    assert len(parts) == 118 and len(parts[-1]) == 48
+    for workers in (1, 2, 4, 8, 7):
+        drawn = [sample for worker in range(workers) for part in parts[worker::workers] for sample in part]
+        assert sorted(int(sample.prompt.id) for sample in drawn) == list(range(30_000))
+        assert sorted(sample.number for sample in drawn) == list(range(30_000))
+
+
+def test_a_pipeline_of_the_hub_is_the_one_of_the_folder(pipeline: Path, tmp_path: Path) -> None:
+    with fake_hub(pipeline) as hub:
+        assert ask(HASH, hub, tmp_path, "someone/a-pipeline").strip() == hash_pipeline(pipeline)
