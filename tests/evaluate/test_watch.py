@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import yaml
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
 
 from evaluate.report import records
 from evaluate.report.records import evaluations, lines
@@ -128,6 +129,18 @@ def test_each_step_once_until_the_runs_last(
     assert after == before  # what the trainer wrote is as it was
     events = sorted((run_dir / "tracker" / "evaluations").iterdir())
     assert [path.name[:31] for path in events] == [f"events.out.tfevents.{step:010d}." for step in STEPS]
+    seen = EventAccumulator(str(run_dir / "tracker" / "evaluations"), {"images": 0, "scalars": 0}).Reload()
+    for row in rows:
+        for end in ("value", "low", "high"):
+            name = f"evaluation/{row['metric']}/g8-s1-own {row['id'][:8]}{'' if end == 'value' else f' {end}'}"
+            (found,) = (event.value for event in seen.Scalars(name) if event.step == row["step"])
+            assert found == pytest.approx(row[end], rel=1e-6)
+    assert sorted(name.rpartition("/")[0] for name in seen.Tags()["images"]) == [
+        "evaluation/samples",
+        *["evaluation/strips/g8-s1-own"] * 4,
+    ]
+    for name in seen.Tags()["images"]:
+        assert [event.step for event in seen.Images(name)] == list(STEPS)
 
     capsys.readouterr()
     changed = {path: path.stat().st_mtime_ns for path in run_dir.rglob("step-*/**/*") if path.is_file()}
