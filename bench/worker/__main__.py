@@ -194,7 +194,8 @@ def overhead_row(options: Options, corpus: tuple[int, int]) -> tuple[str, str]:
         f"encoders that cost nothing, pictures of {corpus[0]} to {corpus[1]} px: rate over that of bare decoding, "
         f"{options.threads} threads each",
         f"{np.median(rates):.0%} ({min(rates):.0%} to {max(rates):.0%}); by CPU time "
-        f"{np.median(bare_cpu / worker_cpu):.0%}; bare {options.images / np.median(bare):.0f} pictures/s",
+        f"{np.median(bare_cpu / worker_cpu):.0%}; bare {options.images / np.median(bare):.0f} pictures/s; the worker "
+        f"{options.images / np.median(worker_cpu):.0f} pictures per second of processor time",
     )
 
 
