@@ -28,7 +28,8 @@ from train.run.launches import Launch, publish
 from train.run.log import Log
 from train.run.saving.away import Away
 from train.run.saving.checkpoint import SNAPSHOTS, drop_later, restore
-from train.run.saving.writer import CheckpointWriter, Writers, too_slow_to_leave
+from train.run.saving.parts import Writers
+from train.run.saving.writer import CheckpointWriter, too_slow_to_leave
 from train.run.state import StepResults, TrainState
 
 
@@ -85,7 +86,7 @@ def assemble(
     data = config.data.model_copy(update={"timeout": patience})
     peak = device_peak(config, accelerator.device)
     shapes = {stream.latent_hw for stream in spec.streams} if peak else set()
-    return Run(
+    run = Run(
         accelerator=accelerator,
         launch=launch,
         heart=heart or Heart(),
@@ -114,12 +115,11 @@ def assemble(
             unet_json,
             prepared.fingerprint,
             config.checkpoint,
-            # machines share a folder, in which each process may write its part
             Writers(
                 accelerator.process_index,
-                accelerator.num_processes if is_split and away is None else 1,
+                accelerator.num_processes if is_split else 1,
                 config.collective_timeout,
-                world.local_size if is_split and away is None else 1,
+                world.local_size if is_split else 1,
             ),
             away,
         ),
@@ -137,6 +137,10 @@ def assemble(
         meter=Meter({shape: training_flops(on_meta(unet, prepared.backbone, spec, shape)[1]) for shape in shapes}),
         peak_tflops=peak,
     )
+    if accelerator.is_main_process:
+        for folder in prepared.ahead:
+            run.writer.put_again(folder)
+    return run
 
 
 def place_unet(config: TrainConfig, unet: Any, accelerator: Accelerator, is_split: bool) -> Any:

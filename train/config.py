@@ -17,7 +17,7 @@ from train.objective.paths import ObjectiveConfig
 from train.objective.validation import ValidationConfig
 from train.run.alarm import AlarmConfig
 from train.run.log import LogConfig
-from train.run.saving.away import work_folder
+from train.run.saving.fetch import work_folder
 from train.run.saving.writer import CheckpointConfig
 
 

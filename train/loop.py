@@ -27,7 +27,8 @@ from train.run.health.meter import Interval, Meter, peak_memory
 from train.run.launches import Launch, Pace
 from train.run.log import Log
 from train.run.processes import Leaving, expect_answers, lost_processes_named
-from train.run.saving.writer import CheckpointWriter, Snapshot, average_files, take_snapshot, too_slow_to_leave
+from train.run.saving.snapshot import Snapshot, average_files, take_snapshot
+from train.run.saving.writer import CheckpointWriter, too_slow_to_leave
 from train.run.state import StepResults, TrainState
 
 

@@ -24,7 +24,7 @@ from train.objective.validation import Validation, open_validation
 from train.run.fingerprint import check_resume, check_same_everywhere, make_fingerprint
 from train.run.launches import Sign, take, wait_until_free
 from train.run.preflight import World, check_launch, check_run_dir, check_tracker
-from train.run.saving import away
+from train.run.saving import away, fetch
 from train.run.saving.checkpoint import (
     Checkpoint,
     Seen,
@@ -67,6 +67,13 @@ class Prepared:
     """`unet` with its projection head, where a layer is aligned."""
     held: Held = field(default_factory=Held)
 
+    @property
+    def ahead(self) -> list[Path]:
+        """The folder of `checkpoint`, where this machine has it and the run's address has not."""
+        if not self.held.number or self.checkpoint is None or self.checkpoint.folder.name in self.held.found:
+            return []
+        return [self.checkpoint.folder]
+
 
 def preflight(config: TrainConfig, accelerator: Accelerator | None) -> World:
     """What can be said of the request before anything is opened.
@@ -90,10 +97,10 @@ def prepare(config: TrainConfig, accelerator: Accelerator | None = None) -> Prep
         RequestError: what does not fit, and the remedy.
     """
     world = preflight(config, accelerator)
-    held, checkpoint, start, found = on_main_process(accelerator, lambda: find_all(config))
+    held, checkpoint, start, found = on_main_process(accelerator, lambda: find_all(config, world))
     checkpoint = on_each_node(accelerator, config.run_dir, config.work, checkpoint)
     if config.init_from is not None:
-        start = on_each_node(accelerator, config.init_from, away.work_folder(config.init_from, "read"), start)
+        start = on_each_node(accelerator, config.init_from, fetch.work_folder(config.init_from, "read"), start)
     spec = open_data(config.data, config.global_batch_size, found)
     backbone = config.backbone.resolved(spec.texts)
     check_fit(build_unet(config.network, None), spec, backbone)
@@ -148,12 +155,12 @@ def on_each_node(
     if accelerator is not None:
         if accelerator.is_local_main_process and not accelerator.is_main_process:
             with locked(work.with_name(".lock")):
-                away.fetch(open_store(place), work, checkpoint.folder.name)
+                fetch.fetch(open_store(place), work, checkpoint.folder.name)
         accelerator.wait_for_everyone()
     return replace(checkpoint, folder=work / "checkpoints" / checkpoint.folder.name)
 
 
-def find_all(config: TrainConfig) -> tuple[Held, Checkpoint | None, Checkpoint | None, Found]:
+def find_all(config: TrainConfig, world: World) -> tuple[Held, Checkpoint | None, Checkpoint | None, Found]:
     """What changes with time and is looked up once per run: who held it, `find_start`'s, and the indexes, to which the
     run's own checkpoint pins it.
 
@@ -165,7 +172,7 @@ def find_all(config: TrainConfig) -> tuple[Held, Checkpoint | None, Checkpoint |
     if isinstance(config.run_dir, str):
         store = open_store(config.run_dir)
         number = away.wait_until_free(store, config.takeover_after)
-        there = away.bring(store, config.work)
+        there = fetch.bring(store, config.work, world.size == world.local_size)
     held = Held(sign, checkpoints_seen(config.work), number, there)
     own, start = find_start(config)
     return held, own, start, find_data(config.data, own.fingerprint["streams"] if own else ())
@@ -197,8 +204,9 @@ def take_address(config: TrainConfig, prepared: Prepared) -> away.Away | None:
     """
     if isinstance(config.run_dir, Path):
         return None
-    patience = config.patience(away.PATIENCE, prepared.world.size)
-    return away.take(config.run_dir, prepared.held.number, prepared.held.found, patience)
+    held, patience = prepared.held, config.patience(away.PATIENCE, prepared.world.size)
+    ahead = {folder.name: fetch.sha256_of_state(folder) or "" for folder in prepared.ahead}
+    return away.take(config.run_dir, held.number, held.found, patience, ahead)
 
 
 def find_start(config: TrainConfig) -> tuple[Checkpoint | None, Checkpoint | None]:
@@ -223,10 +231,10 @@ def finished_run(run_dir: Place) -> Checkpoint:
     Raises:
         RequestError: it has none.
     """
-    work = away.work_folder(run_dir, "read")
+    work = fetch.work_folder(run_dir, "read")
     if isinstance(run_dir, str):
         with locked(work.with_name(".lock")):
-            away.bring(open_store(run_dir), work)
+            fetch.bring(open_store(run_dir), work)
     found = newest_checkpoint(work)
     if found is None:
         raise RequestError(

@@ -1,5 +1,6 @@
 """A run folder at an address: the run of a folder, bit for bit, on any machine, killed wherever it may be killed."""
 
+import hashlib
 import json
 import os
 import shutil
@@ -10,6 +11,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +27,10 @@ from tests.faults.proxy import FAULTS, set_fault
 from tests.runs import curve, train_fields, write_config
 from train.__main__ import run as command
 from train.run.saving import away
-from train.run.saving.away import Away, bring, fetch, find_checkpoints, take, wait_until_free, work_folder
+from train.run.saving.away import Away, take, wait_until_free
 from train.run.saving.checkpoint import list_checkpoints, step_folder, verify_checkpoint
+from train.run.saving.fetch import bring, fetch, find_checkpoints, sha256_of_state, work_folder
+from train.run.saving.parts import AtAddress, Writers
 
 STEPS = 6
 
@@ -74,6 +78,21 @@ def test_a_run_goes_on_on_an_empty_machine_bit_for_bit(
     empty_machine(tmp_path, monkeypatch)
     train(latents, tmp_path, tmp_path / "next", max_steps=1, init_from=f"{s3}/run")
     assert f"starting {tmp_path}/next from run after step 6" in capsys.readouterr().out
+
+
+def test_a_machine_goes_on_from_what_it_has_and_puts_it_there(
+    s3: str, whole: Path, latents: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    address, state = f"{s3}/ahead", "checkpoints/step-00000004/state.json"
+    train(latents, tmp_path, address, max_steps=4)
+    store = open_store(address)
+    store.remove([state])  # as if the launch had been killed before it came
+    work = train(latents, tmp_path, address, max_steps=STEPS)
+    said = capsys.readouterr().out
+    assert "step-00000004 is whole on this machine and not at s3" in said
+    assert f"resuming {address} after step 4" in said
+    assert curve(work) == curve(whole)
+    assert sorted(find_checkpoints(store)) == ["step-00000004", "step-00000006"]
 
 
 @pytest.fixture
@@ -138,6 +157,31 @@ def test_killed_at_any_request_a_run_goes_on_on_an_empty_machine(
     assert ours == theirs
 
 
+def test_machines_put_their_parts_and_empty_ones_go_on_bit_for_bit(
+    failing_s3: str, latents: Path, tmp_path: Path
+) -> None:
+    """Two machines of a process each hold parts of the weights; each has nothing but what the address has."""
+    if not ranks.nodes_can_be_simulated():
+        pytest.skip("this process may not make a /dev/shm of its own for each machine")
+    changes: dict[str, Any] = {"sharding": "full", "checkpoint": {"every": 3}}
+    near = train_fields(latents, tmp_path / "near", max_steps=STEPS, **changes)
+    ranks.run(tmp_path / "near.log", ["--config", str(write_config(tmp_path, near))], 2)
+    variables = json.dumps({name: value for name, value in os.environ.items() if name.startswith("AWS_")})
+    store, program = open_store("s3://mill/parts"), "tests.train.run.test_away:elsewhere"
+    for max_steps in (3, STEPS):
+        fields = near | {"run_dir": "s3://mill/parts", "max_steps": max_steps}
+        words = [variables, "--config", str(write_config(tmp_path, fields))]
+        codes = ranks.wait(ranks.start(tmp_path / "log", words, 2, 2, program=program))
+        assert codes == [0, 0], (tmp_path / "log").read_text()[-3000:]
+    assert "resuming s3://mill/parts after step 3" in (tmp_path / "log").read_text()
+    bring(store, tmp_path / "copy")
+    assert curve(tmp_path / "copy") == curve(tmp_path / "near")
+    ours, theirs = (verify_checkpoint(step_folder(tmp_path / run, STEPS)).content["files"] for run in ("copy", "near"))
+    assert ours == theirs and "unet/diffusion_pytorch_model-00002-of-00002.safetensors" in ours
+    lying = {name for name in store.files("checkpoints/step-00000006") if not name.startswith("lines/")}
+    assert lying == {*ours, "state.json"}  # and no receipts
+
+
 @pytest.mark.slow
 def test_each_node_fetches_the_checkpoint_once(failing_s3: str, latents: Path, tmp_path: Path) -> None:
     if not ranks.nodes_can_be_simulated():
@@ -158,18 +202,19 @@ def test_each_node_fetches_the_checkpoint_once(failing_s3: str, latents: Path, t
 # what follows needs no S3: a store is a store
 
 
-def checkpoint(work: Path, step: int, launch: int, text: str = "weights") -> Path:
+def checkpoint(work: Path, step: int, launch: int, text: str = "weights", token: str = "") -> Path:
     """One of a single file."""
     folder = step_folder(work, step)
     (folder / "unet").mkdir(parents=True)
     (folder / "unet" / "weights").write_text(text)
-    write_sealed_json(folder / "state.json", {"launch": launch, "files": {"unet/weights": away_sha(folder)}})
+    content = {"launch": launch, "token": token, "files": {"unet/weights": away_sha(folder)}}
+    write_sealed_json(folder / "state.json", content)
     return folder
 
 
 def away_sha(folder: Path) -> str:
     """Of its one file."""
-    return away.hashlib.sha256((folder / "unet" / "weights").read_bytes()).hexdigest()
+    return hashlib.sha256((folder / "unet" / "weights").read_bytes()).hexdigest()
 
 
 @pytest.fixture
@@ -267,6 +312,98 @@ def test_a_damaged_checkpoint_is_passed_over_and_one_here_that_is_not_there_is_d
     store.remove(["checkpoints/step-00000001/unet/weights"])
     with pytest.raises(RequestError, match=r"Every checkpoint of .* is damaged \(step-00000001, step-00000002\)"):
         bring(store, tmp_path / "third")
+
+
+def test_one_that_is_whole_here_and_not_there_yet_is_gone_on_from(store: LocalStore, tmp_path: Path) -> None:
+    work, launch = tmp_path / "work", launched(store)
+    launch.put(checkpoint(work, 1, 1, token=launch.token), work)
+    ahead = checkpoint(work, 2, 1, token=launch.token)
+    damaged = checkpoint(work, 3, 1, token=launch.token)
+    (damaged / "unet" / "weights").write_text("flipped")
+    checkpoint(tmp_path / "other", 2, 1, token="another run's, which lay at the address before")
+    for folder, alone, expected in (
+        (tmp_path / "other", True, "step-00000001"),
+        (work, True, ahead.name),
+        (work, True, ahead.name),  # and again: a launch may be refused, or die, before it has taken the run
+        (work, False, "step-00000001"),  # other machines would lack it
+    ):
+        found = bring(store, folder, alone)
+        assert list(found) == ["step-00000001"]
+        assert list_checkpoints(folder)[-1].name == expected
+    checkpoint(work, 2, 1, token=launch.token)
+    bring(store, work, alone=True)
+    second = take(launch.address, 1, found, ahead={ahead.name: sha256_of_state(ahead) or ""})
+    assert list(find_checkpoints(store)) == ["step-00000001"]
+    second.put(ahead, work)
+    assert list(find_checkpoints(store)) == ["step-00000001", ahead.name]
+    # from here on the run goes another way
+    checkpoint(work, 3, 1, token=launch.token)
+    bring(store, work, alone=True)
+    assert list_checkpoints(work)[-1].name == ahead.name
+
+
+class Killed(BaseException):
+    """A process is no more."""
+
+
+def test_killed_at_any_request_parts_are_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two processes put theirs; one of their requests is the last of both. A later launch does the step again."""
+    left, sound = [0], 0
+
+    def counted(name: str) -> None:
+        method = getattr(LocalStore, name)
+
+        def until_killed(self: LocalStore, *arguments: Any) -> Any:
+            left[0] -= 1
+            if left[0] < 0:
+                raise Killed
+            return method(self, *arguments)
+
+        monkeypatch.setattr(LocalStore, name, until_killed)
+
+    for name in ("put", "write", "remove"):
+        counted(name)
+    for last in range(12):
+        left[0], store = 100, LocalStore(tmp_path / f"there-{last}")
+        first = launched(store)
+        first.put(checkpoint(tmp_path / f"work-{last}", 1, 1), tmp_path / f"work-{last}")
+        left[0] = last
+        with suppress(Killed):
+            put_in_parts(tmp_path / f"first-{last}", first, "one")
+        left[0] = 100
+        found = find_checkpoints(store)
+        for name in found:
+            fetch(store, tmp_path / f"copy-{last}", name)  # whole, or it raises
+        sound += len(found) - 1
+        if len(found) == 1:
+            second = launched(store)
+            put_in_parts(tmp_path / f"second-{last}", second, "another")
+            assert list(find_checkpoints(store)) == ["step-00000001", "step-00000002"]
+            fetched = fetch(store, tmp_path / f"second-copy-{last}", "step-00000002")
+            assert (fetched.folder / "unet-2").read_text() == "another" and fetched.content["launch"] == 2
+    assert 0 < sound < 12
+
+
+def put_in_parts(work: Path, launch: Away, text: str) -> None:
+    """A checkpoint of step 2 by two processes, the second of which is done first."""
+    target = step_folder(work, 2)
+    meetings = [AtAddress(work, Writers(rank, 2), launch) for rank in (0, 1)]
+    hashes = {}
+    for rank in (1, 0):
+        private = meetings[rank].private(target)
+        (private / f"unet-{rank + 1}").write_text(text)
+        hashes = {f"unet-{rank + 1}": hashlib.sha256(text.encode()).hexdigest()}
+        meetings[rank].hand_in(private, target, hashes)
+    hashes |= meetings[0].wait_for(private, target, 1)
+    meetings[0].publish(private, target, {"launch": launch.number, "lines": {}, "files": hashes})
+
+
+def test_a_part_that_does_not_come_is_named(store: LocalStore, tmp_path: Path) -> None:
+    meeting = AtAddress(tmp_path, Writers(0, 2, patience=0.1), launched(store))
+    target = step_folder(tmp_path, 2)
+    store.write("checkpoints/step-00000002/part-00001-of-an-earlier-launch.json", b"{}")
+    with pytest.raises(WorkError, match=r"process 1 has not written its part of it in 0.1 s .* or reach its address"):
+        meeting.wait_for(meeting.private(target), target, 1)
 
 
 def test_a_store_that_is_out_of_reach_for_a_while_ends_nothing(

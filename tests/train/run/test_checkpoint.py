@@ -27,7 +27,8 @@ from train.run.saving.checkpoint import (
     verify_checkpoint,
 )
 from train.run.saving.keep import superfluous
-from train.run.saving.writer import CheckpointConfig, CheckpointWriter, Snapshot, take_snapshot, too_slow_to_leave
+from train.run.saving.snapshot import Snapshot, take_snapshot
+from train.run.saving.writer import CheckpointConfig, CheckpointWriter, too_slow_to_leave
 from train.run.state import TrainState
 
 

@@ -12,41 +12,25 @@ checkpoints are removed. Launch 5 accepts after it was created, so what 4 remove
 then.
 """
 
-import hashlib
 import json
-import os
-import shutil
-import tempfile
 import time
 import uuid
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from shards.base.durable import DamagedFile, canonical_json, fsync_tree, parse_sealed_json
+from shards.base.durable import canonical_json
 from shards.base.errors import Outage, RequestError, WorkError
-from shards.base.store import Place, Store
+from shards.base.store import Store
 from shards.open import open_store
-from train.run.launches import TRACKER_ID, described, is_over, now, who_is_this
-from train.run.saving.checkpoint import LINES, STATE_NAME, Checkpoint, list_checkpoints, step_of, verify_checkpoint
+from train.run.launches import described, is_over, now, who_is_this
+from train.run.saving.checkpoint import STATE_NAME, step_of
+from train.run.saving.fetch import find_checkpoints
 
 PRIVATE = {"checkpoints", "launches", "posthoc"}
 """Of a run folder: what is not put as it lies there."""
 FIRST_PAUSE, LONGEST_PAUSE, PATIENCE = 2.0, 60.0, 900.0
 """Seconds: between tries to put a checkpoint while the store is out of reach, and until that ends the run."""
-
-
-def work_folder(place: Place, shelf: str = "runs") -> Path:
-    """Where this machine has a run: in its run folder, or, of one at an address, in the temporary folder.
-
-    Args:
-        shelf: `runs`, of the launch that holds it; `read`, of those who only take its weights.
-    """
-    if isinstance(place, Path):
-        return place
-    name = hashlib.sha256(place.encode()).hexdigest()[:12]
-    return Path(tempfile.gettempdir()) / f"latentmill-{shelf}-{os.getuid()}" / name / place.rpartition("/")[2]
 
 
 def wait_until_free(store: Store, patience: float) -> int:
@@ -88,110 +72,25 @@ def in_use(store: Store, number: int, record: dict[str, Any]) -> RequestError:
     )
 
 
-def find_checkpoints(store: Store) -> dict[str, str]:
-    """The checkpoints that make up the run: those that its newest launch accepted, and those that it put.
-
-    Returns:
-        Their folders' names → SHA-256 of their state.json.
-    """
-    accepting = [int(name[:-14]) for name in store.files("launches") if name.endswith(".accepted.json")]
-    number = max(accepting, default=0)
-    accepted = json.loads(store.read(f"launches/{number:04d}.accepted.json")) if number else {}
-    states = [f"checkpoints/{name}" for name in store.files("checkpoints") if name.endswith(f"/{STATE_NAME}")]
-    found = {}
-    for name, data in store.read_many(states).items():
-        folder, sha256 = name.split("/")[1], hashlib.sha256(data).hexdigest()
-        try:
-            launch = parse_sealed_json(data, store.where(name)).get("launch")
-        except DamagedFile as error:
-            print(f"checkpoint {folder} is damaged and passed over: {error}", flush=True)
-            continue
-        if launch == number or accepted.get(folder) == sha256 or number == 0:
-            found[folder] = sha256
-    return found
-
-
-def bring(store: Store, work: Path) -> dict[str, str]:
-    """Have the newest sound checkpoint of the run in `work`, and no other; returns what `find_checkpoints` does.
-
-    Raises:
-        RequestError: there are checkpoints, and all are damaged.
-    """
-    found = find_checkpoints(store)
-    work.mkdir(parents=True, exist_ok=True)
-    bring_tracker_id(store, work)
-    for folder in list_checkpoints(work):
-        if sha256_of_state(folder) != found.get(folder.name):
-            shutil.rmtree(folder)
-    for name in sorted(found, key=lambda name: step_of(Path(name)), reverse=True):
-        try:
-            checkpoint = fetch(store, work, name)
-        except DamagedFile as error:
-            print(f"checkpoint {name} is damaged and passed over: {error}", flush=True)
-            continue
-        for path in sorted((checkpoint.folder / LINES).glob("*")):
-            shutil.copyfile(path, work / path.name)
-        return found
-    if found:
-        raise RequestError(
-            f"Every checkpoint of {store.where()} is damaged ({', '.join(sorted(found))}). Restore one from a copy; or "
-            f"give another run_dir to train from the start."
-        )
-    for path in work.glob("*.jsonl"):
-        path.unlink()
-    return found
-
-
-def bring_tracker_id(store: Store, work: Path) -> None:
-    """The run's id in its tracker, where it has one."""
-    with suppress(FileNotFoundError):
-        store.get(TRACKER_ID, work / TRACKER_ID)
-
-
-def sha256_of_state(folder: Path) -> str | None:
-    """Of a checkpoint's state.json; None where there is none."""
-    path = folder / STATE_NAME
-    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
-
-
-def fetch(store: Store, work: Path, name: str) -> Checkpoint:
-    """The checkpoint `step-…` in the folder of this machine, whole; copied there unless it is there already.
-
-    Raises:
-        DamagedFile: what is missing at the address, or differs.
-    """
-    target = work / "checkpoints" / name
-    try:
-        return verify_checkpoint(target)
-    except DamagedFile:
-        shutil.rmtree(target, ignore_errors=True)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f"{name}.", dir=target.parent) as private:
-        copy = Path(private) / name
-        for file in store.files(f"checkpoints/{name}"):
-            (copy / file).parent.mkdir(parents=True, exist_ok=True)
-            try:
-                store.get(f"checkpoints/{name}/{file}", copy / file)
-            except FileNotFoundError:
-                continue  # it went meanwhile; whether it is missed, its state.json says
-        verify_checkpoint(copy)
-        fsync_tree(copy)
-        copy.rename(target)
-    return verify_checkpoint(target)
-
-
-def take(address: str, number: int, found: dict[str, str], patience: float = PATIENCE) -> "Away":
+def take(
+    address: str,
+    number: int,
+    found: Mapping[str, str],
+    patience: float = PATIENCE,
+    ahead: Mapping[str, str] | None = None,
+) -> "Away":
     """Take the run over from the launch of this number; of several at once, one does.
 
     Args:
         found: what `bring` returned.
         patience: seconds of an outage after which a checkpoint counts as not put.
+        ahead: the like of `found`, of a checkpoint that is accepted before it is there.
 
     Raises:
         RequestError: another launch did.
         WorkError: the launch before, which slept, changed the checkpoints meanwhile.
     """
-    store, away, token = open_store(address), Away(address, number + 1, patience), uuid.uuid4().hex
+    store, away = open_store(address), Away(address, number + 1, patience, token := uuid.uuid4().hex)
     name = f"launches/{away.number:04d}.json"
     created = store.create(name, canonical_json(who_is_this() | {"token": token}))
     # where the reply was lost and the request made again, the winner too is told that it is there
@@ -203,15 +102,17 @@ def take(address: str, number: int, found: dict[str, str], patience: float = PAT
             f"The checkpoints of {address} changed while this launch was starting: the one before it was not dead. The "
             f"same command again goes on from its newest checkpoint."
         )
-    store.write(f"launches/{away.number:04d}.accepted.json", canonical_json(found))
+    store.write(f"launches/{away.number:04d}.accepted.json", canonical_json({**found, **(ahead or {})}))
     return away
 
 
 class Away:
     """The run's address, for the launch that holds it."""
 
-    def __init__(self, address: str, number: int, patience: float = PATIENCE):
+    def __init__(self, address: str, number: int, patience: float = PATIENCE, token: str = ""):
         self.address, self.number, self.store, self.patience = address, number, open_store(address), patience
+        self.token = token
+        """Which no other launch has, of this run or of another one that lay here."""
 
     def sign(self, **fields: Any) -> None:
         """Give a sign of life, or of its end."""
@@ -238,24 +139,65 @@ class Away:
             Outage: the store was out of reach for `patience` seconds.
             RequestError: another launch has taken over.
         """
-        name, pause, deadline = folder.relative_to(work).as_posix(), FIRST_PAUSE, time.monotonic() + self.patience
+        name = folder.relative_to(work).as_posix()
+
+        def put() -> None:
+            before = self._files(name)
+            self.check()
+            self._remove(before)
+            self._put_below(name, folder)
+            self.check()
+            self.store.write(f"{name}/{STATE_NAME}", (folder / STATE_NAME).read_bytes())
+
+        self._patiently(name, put)
+        self._share_if_possible(work)
+
+    def put_part(self, name: str, folder: Path, receipt: str, hashes: Mapping[str, str]) -> None:
+        """What one of several processes wrote of a checkpoint => the address; then its receipt, which has `hashes`.
+
+        Raises: as `put`.
+        """
+
+        def put() -> None:
+            self.check()
+            self._put_below(name, folder)
+            self.store.write(f"{name}/{receipt}", canonical_json(hashes))
+
+        self._patiently(name, put)
+
+    def complete(self, name: str, files: Collection[str], state: bytes, work: Path) -> None:
+        """Make a checkpoint of the `files` that several processes put: whatever else is there goes, state.json comes.
+
+        Raises: as `put`.
+        """
+
+        def put() -> None:
+            others = [file for file in self._files(name) if file.removeprefix(f"{name}/") not in files]
+            self.check()
+            self._remove(others)
+            self.check()
+            self.store.write(f"{name}/{STATE_NAME}", state)
+
+        self._patiently(name, put)
+        self._share_if_possible(work)
+
+    def _patiently(self, name: str, put: Callable[[], None]) -> None:
+        pause, deadline = FIRST_PAUSE, time.monotonic() + self.patience
         while True:
             try:
-                before = self._files(name)
-                self.check()
-                self._remove(before)
-                files = {f"{name}/{path.relative_to(folder).as_posix()}": path for path in files_below(folder)}
-                state = files.pop(f"{name}/{STATE_NAME}")
-                self.store.put(files)
-                self.check()
-                self.store.write(f"{name}/{STATE_NAME}", state.read_bytes())
-                break
+                return put()
             except Outage as error:
                 if time.monotonic() + pause > deadline:
                     raise
                 print(f"{name} is not at {self.address} yet: {error} Tried again in {pause:g} s.", flush=True)
                 time.sleep(pause)
                 pause = min(2 * pause, LONGEST_PAUSE)
+
+    def _put_below(self, name: str, folder: Path) -> None:
+        paths = {path.relative_to(folder).as_posix(): path for path in files_below(folder)}
+        self.store.put({f"{name}/{file}": path for file, path in paths.items() if file != STATE_NAME})
+
+    def _share_if_possible(self, work: Path) -> None:
         try:
             self.share(work)
         except Outage as error:  # the checkpoint is there; the next one brings the rest along

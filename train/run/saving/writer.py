@@ -1,42 +1,26 @@
-"""Snapshots of a run, and the writer that makes checkpoints of them while training goes on."""
+"""The writer that makes checkpoints of a run's snapshots while training goes on."""
 
-import json
 import os
 import shutil
 import time
-import uuid
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
 from pydantic import Field
-from torch import Tensor, nn
-from torch.optim import Optimizer
 
-from shards.base.durable import fsync_file, fsync_tree, sha256_file, write_file, write_sealed_json
+from shards.base.durable import fsync_file, sha256_file
 from shards.base.errors import Outage, WorkError
-from train.model.ema import Ema
 from train.model.tensors import HostCopies, bytes_of, free_memory, owners, part_name, write_index, write_tensors
-from train.run.launches import Pace, publish, remove
+from train.run.launches import Pace, remove
 from train.run.saving.away import Away
-from train.run.saving.checkpoint import (
-    HEAD_NAME,
-    LINES,
-    OPTIMIZER_NAME,
-    STATE_NAME,
-    WEIGHTS_NAME,
-    flatten,
-    list_checkpoints,
-    step_folder,
-    step_of,
-    trained,
-)
+from train.run.saving.checkpoint import HEAD_NAME, LINES, list_checkpoints, step_folder, step_of
 from train.run.saving.keep import KeepConfig, superfluous
-from train.run.state import TrainState
+from train.run.saving.parts import ALONE, Writers, meeting
+from train.run.saving.snapshot import Snapshot
 
 AGREED_SECONDS = 2.0
 """Within which the processes agree to leave."""
@@ -72,67 +56,8 @@ def too_slow_to_leave(pace: Pace | None, config: CheckpointConfig) -> str | None
     )
 
 
-@dataclass(frozen=True)
-class Snapshot:
-    """What a checkpoint holds: the run's own tensors, or copies of them, beside which the run may go on."""
-
-    state: TrainState
-    files: dict[str, dict[str, Tensor]]
-    """File below the checkpoint's folder → its tensors, by name."""
-
-    lines: Mapping[str, int] = field(default_factory=dict)
-    """Logs of the run folder → their bytes up to this step."""
-
-
-def take_snapshot(
-    state: TrainState,
-    unet: Any,
-    optimizer: Optimizer,
-    averages: dict[str, Ema],
-    head: nn.Module | None = None,
-    lines: Mapping[str, int] | None = None,
-) -> Snapshot:
-    """The run as it stands; nothing is copied yet. `head`: the projection head, where a layer is aligned."""
-    files = {f"unet/{WEIGHTS_NAME}": unet.state_dict(), OPTIMIZER_NAME: flatten(trained(unet, head), optimizer)}
-    if head is not None:
-        files[HEAD_NAME] = head.state_dict()
-    return Snapshot(state.copy(), files | average_files(unet, averages), lines or {})
-
-
-def average_files(
-    unet: Any, averages: dict[str, Ema], dtype: torch.dtype = torch.float32
-) -> dict[str, dict[str, Tensor]]:
-    """File → tensors, of those averages that are held, as `dtype`; and buffers, which are not averaged, as they are."""
-    files = {}
-    for folder, ema in averages.items():
-        if ema.average is not None:
-            average = {name: value.to(dtype) for name, value in ema.average.items()}
-            files[f"{folder}/{WEIGHTS_NAME}"] = unet.state_dict() | average
-    return files
-
-
 Mine = Mapping[str, Collection[str]]
 Owned = Mapping[str, Mapping[str, int]]
-
-
-class Writers(NamedTuple):
-    """Which processes write a checkpoint: the first `total` of them, each a part."""
-
-    rank: int = 0
-    """This process's."""
-    total: int = 1
-    patience: float = 600.0
-    """Seconds that the main one waits for the parts of the others."""
-    beside: int = 1
-    """How many write on this machine, and share its memory."""
-
-
-ALONE = Writers()
-
-
-def receipt_name(rank: int) -> str:
-    """What says that the part of `rank` is on the disk."""
-    return f"part-{rank:05d}.json"
 
 
 class CheckpointWriter:
@@ -157,7 +82,8 @@ class CheckpointWriter:
         self.run_dir, self.unet_json, self.config, self.away = run_dir, unet_json, config, away
         self.content: dict[str, Any] = {"tag": config.tag or run_dir.name, "fingerprint": fingerprint}
         if away is not None:
-            self.content["launch"] = away.number
+            self.content |= {"launch": away.number, "token": away.token}
+        self.meeting = meeting(run_dir, folder, writers, away)
         self.copies = HostCopies()
         self.thread = ThreadPoolExecutor(1, "checkpoint")
         self.pending: Future[None] | None = None
@@ -237,32 +163,30 @@ class CheckpointWriter:
         """
         step, began = snapshot.state.step, time.monotonic()
         target = step_folder(self.run_dir, step)
-        private = self.folder / f"{target.name}.{'parts' if self.writers.total > 1 else uuid.uuid4().hex[:8]}"
-        private.mkdir(exist_ok=self.writers.total > 1)
+        private = self.meeting.private(target)
         try:
             hashes = self._write_tensors(snapshot, private, mine, owned)
+            content = self.content | {"state": snapshot.state.to_json()}
+            if self.main:
+                hashes |= self._write_configs(private, owned)
+                if self.away is not None:
+                    content["lines"] = self._write_lines(snapshot.lines, private / LINES)
+            self.meeting.hand_in(private, target, hashes)
             if not self.main:
-                name = receipt_name(self.writers.rank)
-                # and nothing after the rename: the main process may give the folder its name from then on
-                write_file(private / f".{name}", json.dumps(hashes).encode()).replace(private / name)
                 return
             for rank in range(1, self.writers.total):
-                hashes |= self._await_part(private / receipt_name(rank), rank)
-            hashes |= self._write_configs(private, owned)
-            content = self.content | {"state": snapshot.state.to_json(), "files": dict(sorted(hashes.items()))}
-            if self.away is not None:
-                content["lines"] = self._write_lines(snapshot.lines, private / LINES)
-            write_sealed_json(private / STATE_NAME, content)
-            fsync_tree(private)
-            target.parent.mkdir(parents=True, exist_ok=True)
-            publish(private, target, self.folder)  # in place of a damaged one, or of this step saved before
+                hashes |= self.meeting.wait_for(private, target, rank)
+            self.meeting.publish(private, target, content | {"files": dict(sorted(hashes.items()))})
         finally:
-            if self.main:
+            if self.main or self.away is not None:
                 shutil.rmtree(private, ignore_errors=True)
-        if self.away is not None:
-            self.away.put(target, self.folder.parents[1])
         self.seconds, self.saved = time.monotonic() - began, (step, time.time())
         self._drop_old(step, snapshot.state.alarm.steps)
+
+    def put_again(self, folder: Path) -> None:
+        """Have a checkpoint of an earlier launch put at the address, in the background."""
+        assert self.away is not None
+        self.pending = self.thread.submit(self.away.put, folder, self.run_dir)
 
     def _write_tensors(self, snapshot: Snapshot, folder: Path, mine: Mine, owned: Owned) -> dict[str, str]:
         """This process's part of each file; returns file → SHA-256."""
@@ -293,20 +217,6 @@ class CheckpointWriter:
     def _part(self, path: Path, names: Mapping[str, int], rank: int) -> Path:
         """The file of a process; the whole one where one process writes all of it."""
         return part_name(path, rank, self.writers.total) if max(names.values(), default=0) > 0 else path
-
-    def _await_part(self, receipt: Path, rank: int) -> dict[str, str]:
-        deadline = time.monotonic() + self.writers.patience
-        while not receipt.is_file():
-            if time.monotonic() > deadline:
-                raise WorkError(
-                    f"A checkpoint of {self.run_dir} is not complete: process {rank} has not written its part of it in "
-                    f"{self.writers.patience:g} s (collective_timeout). The ones before it are whole. See that all "
-                    f"machines share run_dir; the same command again resumes from the newest."
-                )
-            time.sleep(0.05)
-        hashes: dict[str, str] = json.loads(receipt.read_bytes())
-        receipt.unlink()
-        return hashes
 
     def _write_lines(self, lines: Mapping[str, int], folder: Path) -> dict[str, str]:
         """Copies of the logs up to the snapshot's step, as an empty machine needs them to go on; returns hashes."""

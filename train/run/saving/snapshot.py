@@ -1,0 +1,52 @@
+"""What a checkpoint holds, as it is in memory."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from train.model.ema import Ema
+from train.run.saving.checkpoint import HEAD_NAME, OPTIMIZER_NAME, WEIGHTS_NAME, flatten, trained
+from train.run.state import TrainState
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What a checkpoint holds: the run's own tensors, or copies of them, beside which the run may go on."""
+
+    state: TrainState
+    files: dict[str, dict[str, Tensor]]
+    """File below the checkpoint's folder → its tensors, by name."""
+
+    lines: Mapping[str, int] = field(default_factory=dict)
+    """Logs of the run folder → their bytes up to this step."""
+
+
+def take_snapshot(
+    state: TrainState,
+    unet: Any,
+    optimizer: Optimizer,
+    averages: dict[str, Ema],
+    head: nn.Module | None = None,
+    lines: Mapping[str, int] | None = None,
+) -> Snapshot:
+    """The run as it stands; nothing is copied yet. `head`: the projection head, where a layer is aligned."""
+    files = {f"unet/{WEIGHTS_NAME}": unet.state_dict(), OPTIMIZER_NAME: flatten(trained(unet, head), optimizer)}
+    if head is not None:
+        files[HEAD_NAME] = head.state_dict()
+    return Snapshot(state.copy(), files | average_files(unet, averages), lines or {})
+
+
+def average_files(
+    unet: Any, averages: dict[str, Ema], dtype: torch.dtype = torch.float32
+) -> dict[str, dict[str, Tensor]]:
+    """File → tensors, of those averages that are held, as `dtype`; and buffers, which are not averaged, as they are."""
+    files = {}
+    for folder, ema in averages.items():
+        if ema.average is not None:
+            average = {name: value.to(dtype) for name, value in ema.average.items()}
+            files[f"{folder}/{WEIGHTS_NAME}"] = unet.state_dict() | average
+    return files
