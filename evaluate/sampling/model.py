@@ -104,10 +104,9 @@ def make_ready(name: str, step: int | None, weights: Weights, output: Store) -> 
 
 
 def _export(name: str, step: int, weights: Weights, output: Store) -> Model:
-    run = open_store(name)
-    with tempfile.TemporaryDirectory(prefix="latentmill-") as scratch, _local_run(run, step, Path(scratch)) as folder:
+    with tempfile.TemporaryDirectory(prefix="latentmill-") as scratch:
         target = Path(scratch) / EXPORTED
-        words = ["export", str(folder), "--step", str(step), "--weights", weights, "--output", str(target)]
+        words = ["export", name, "--step", str(step), "--weights", weights, "--output", str(target)]
         result = subprocess.run([sys.executable, "-m", "train", *words], capture_output=True, text=True)
         if result.returncode:
             said = " ".join(result.stderr.split()).rpartition("error: ")[2]
@@ -117,23 +116,6 @@ def _export(name: str, step: int, weights: Weights, output: Store) -> Model:
         files.sort(key=lambda path: path.name == INDEX)  # last: who finds it finds all
         output.put({f"{EXPORTED}/{path.relative_to(target).as_posix()}": path for path in files})
     return Model(name, step, weights, content)
-
-
-@contextmanager
-def _local_run(run: Store, step: int, scratch: Path) -> Iterator[Path]:
-    """The run folder, or a copy of what an export reads of it."""
-    if Path(run.where()).is_dir():
-        yield Path(run.where())
-        return
-    folder = folder_of(step)
-    for name in ("config.yaml", *(f"{folder}/{file}" for file in run.files(folder))):
-        target = scratch / "run" / name
-        target.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            run.get(name, target)
-        except FileNotFoundError:
-            raise WorkError(f"{run.where(name)} was removed while it was read.") from None
-    yield scratch / "run"
 
 
 def is_exported(output: Store) -> bool:

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 from pydantic_settings import BaseSettings, CliSettingsSource, SettingsError
 
 from shards.base.errors import RequestError
+from shards.base.store import Place, parse_place
 
 
 class Config(BaseModel):
@@ -75,19 +76,17 @@ def first_word(known: Iterable[str], arguments: list[str], prog: str, about: str
     return word, rest
 
 
-def load_named(model: type[ConfigT], arguments: list[str], command: str, about: str | None) -> tuple[Path, ConfigT]:
+def load_named(model: type[ConfigT], arguments: list[str], command: str, about: str | None) -> tuple[Place, ConfigT]:
     """The run that the first argument names, and the options behind it, for `python -m COMMAND RUN --a.b value`.
 
     Raises:
-        RequestError: it begins with an option, or is an address, or as `load_config`.
+        RequestError: it begins with an option, or as `load_config`.
     """
     if not arguments or arguments[0].startswith("-"):
         if set(arguments) & {"-h", "--help"}:
             load_config(model, None, ["--help"], f"{command} RUN", about)
         raise RequestError(f"{command}: name the run first: `python -m {command} RUN …`; --help lists the options.")
-    if "://" in arguments[0]:
-        raise RequestError(f"{command} reads a run folder of this machine, not {arguments[0]}: copy that here first.")
-    return Path(arguments[0]), load_config(model, None, arguments[1:], f"{command} RUN")
+    return parse_place(arguments[0]), load_config(model, None, arguments[1:], f"{command} RUN")
 
 
 def flatten(values: dict[str, Any], separator: str = ".") -> dict[str, Any]:

@@ -20,14 +20,17 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from evaluate.report import records
 from evaluate.report.records import evaluations, lines
+from evaluate.sampling.model import hash_pipeline
 from evaluate.watch import follow
 from shards.base.durable import read_sealed_json
+from shards.base.errors import RequestError
 from shards.open import open_store
 from tests.conftest import as_in_a_fresh_process
 from tests.evaluate.watching import export_here, stay_here, watch, watcher
 from tests.runs import environment, train_fields, write_config
 from tests.tiny import make_samples, make_tar
 from train.__main__ import run as train
+from train.export.pipeline import export
 
 STEPS = (2, 4, 6)
 PROMPT = hashlib.sha256(b"picture 0").hexdigest()[:16]
@@ -292,7 +295,7 @@ def test_two_commands_on_ray_and_one_of_them_killed(run_dir: Path, words: list[s
     assert numbers(run_dir) == numbers(alone)
 
 
-def test_a_run_at_an_address(trained: Path, words: list[str], s3: str) -> None:
+def test_a_run_at_an_address(trained: Path, words: list[str], s3: str, tmp_path: Path) -> None:
     """A copy of a run folder, of which pictures and records lie beside the checkpoints."""
     store = open_store(f"{s3}/run")
     store.put({path.relative_to(trained).as_posix(): path for path in trained.rglob("*") if path.is_file()})
@@ -302,6 +305,17 @@ def test_a_run_at_an_address(trained: Path, words: list[str], s3: str) -> None:
     assert [(row["step"], row["metric"]) for row in found] == [(s, m) for s in (4, 6) for m in ("toy_fid", "toy_kid")]
     assert store.listing("checkpoints") == before
     assert len(store.files("tracker/evaluations")) == 2 and not store.files("evaluations/step-00000004-auto/model")
+    # and exported by hand
+    there, here = (
+        export([str(run), "--output", str(tmp_path / f"{at}")]) for at, run in enumerate((f"{s3}/run", trained))
+    )
+    assert hash_pipeline(there) == hash_pipeline(here)
+    with pytest.raises(RequestError, match=r"is an address, and a pipeline a folder. Give --output FOLDER"):
+        export([f"{s3}/run"])
+    with pytest.raises(RequestError, match=r"has no checkpoint step-00000005. It has step-00000002, step-"):
+        export([f"{s3}/run", "--step", "5", "--output", str(tmp_path / "c")])
+    with pytest.raises(RequestError, match=r"nothing holds no run: it has no config.yaml"):
+        export([f"{s3}/nothing", "--output", str(tmp_path / "c")])
 
 
 def test_wandb_gets_a_run_of_its_own_with_the_checkpoints_step(

@@ -12,7 +12,7 @@ import pytest
 from evaluate.__main__ import run as command
 from shards.base.errors import RequestError, WorkError, exit_code_of
 from tests.ranks import SERVER
-from train.export.pipeline import ExportConfig, write_pipeline
+from train.export.pipeline import export
 
 
 def run_here(units: Sequence[tuple[str, Any]], function: Callable[..., Any], *rest: object) -> None:
@@ -23,10 +23,9 @@ def run_here(units: Sequence[tuple[str, Any]], function: Callable[..., Any], *re
 
 def export_here(words: list[str], **options: object) -> subprocess.CompletedProcess[str]:
     """In place of `python -m train export`."""
-    _, _, _, _, folder, *rest = words
-    fields = {name.removeprefix("--"): value for name, value in zip(rest[::2], rest[1::2], strict=True)}
+    _, _, _, _, *arguments = words
     try:
-        write_pipeline(Path(folder), ExportConfig.model_validate(fields))
+        export(arguments)
     except (RequestError, WorkError) as error:
         return subprocess.CompletedProcess(words, 1, "", f"error: {error}")
     return subprocess.CompletedProcess(words, 0, "", "")

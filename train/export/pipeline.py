@@ -4,6 +4,7 @@ examples:
   python -m train export runs/phase2
   python -m train export runs/phase2 --weights raw --output runs/phase2/raw
   python -m train export runs/phase2 --step 100000 --output runs/phase2/export-100000
+  python -m train export s3://bucket/phase2 --output runs/phase2/export
   python -m train export runs/phase2 --vae models/vae --text_encoder models/text_encoder --tokenizer models/tokenizer
 """
 
@@ -19,6 +20,7 @@ from pydantic import Field
 
 from shards.base.config import Config, load_config, load_named
 from shards.base.errors import RequestError, WorkError
+from shards.base.store import Place
 from shards.format.buckets import Bucket
 from shards.format.encoding import EncodingRecord
 from shards.format.models import hash_weights, model_folder
@@ -30,6 +32,7 @@ from train.export.components import network_name, pipeline_texts, recorded_parts
 from train.model.backbone import PipelineConfig
 from train.objective.paths import ObjectiveConfig, noise_scheduler
 from train.run.saving.checkpoint import Checkpoint, newest_checkpoint, step_folder, verify_checkpoint
+from train.run.saving.fetch import copied
 
 PIPELINE_FILE = Path(__file__).with_name("trimmed_pipeline.py")
 
@@ -42,7 +45,7 @@ class ExportConfig(Config):
     weights: str = "auto"
     """raw, ema, or auto, the moving average where the run has one; or a folder that `train ema RUN` wrote."""
     output: Path | None = None
-    """Default: RUN/export."""
+    """Default: RUN/export; of a run at an address it is to be given."""
     vae: str | None = None
     """Folder or hub name; default: as the latents root recorded it. Its content must be the recorded one's."""
     text_encoder: str | None = None
@@ -58,13 +61,18 @@ def export(arguments: list[str]) -> Path:
     return write_pipeline(*load_named(ExportConfig, arguments, "train export", __doc__))
 
 
-def write_pipeline(run_dir: Path, options: ExportConfig) -> Path:
+def write_pipeline(run_dir: Place, options: ExportConfig) -> Path:
     """Assemble the pipeline folder from a checkpoint; it appears whole.
 
     Raises:
         RequestError: no checkpoint, or an encoder that is not the one the latents were made with.
         WorkError: the checkpoint is damaged, or was removed meanwhile.
     """
+    if isinstance(run_dir, str):
+        if options.output is None:
+            raise RequestError(f"{run_dir} is an address, and a pipeline a folder. Give --output FOLDER for it.")
+        with copied(run_dir, options.step) as copy:
+            return write_pipeline(copy, options)
     target = options.output or run_dir / "export"
     if target.exists() and not target.is_dir():
         raise RequestError(f"{target} is a file, and a pipeline is a folder. Give another --output.")

@@ -46,7 +46,10 @@ class RebuildConfig(Config):
 
 def rebuild_average(arguments: list[str]) -> Path:
     """Parse the command line, and write the average. Returns its folder."""
-    return write_average(*load_named(RebuildConfig, arguments, "train ema", __doc__))
+    run_dir, options = load_named(RebuildConfig, arguments, "train ema", __doc__)
+    if isinstance(run_dir, str):
+        raise RequestError(f"train ema reads a run folder of this machine, not {run_dir}: copy that here first.")
+    return write_average(run_dir, options)
 
 
 def write_average(run_dir: Path, options: RebuildConfig) -> Path:

@@ -5,15 +5,24 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from shards.base.durable import DamagedFile, fsync_tree, parse_sealed_json
 from shards.base.errors import RequestError
 from shards.base.store import Place, Store
+from shards.open import open_store
 from train.run.launches import TRACKER_ID
-from train.run.saving.checkpoint import LINES, STATE_NAME, Checkpoint, list_checkpoints, step_of, verify_checkpoint
+from train.run.saving.checkpoint import (
+    LINES,
+    STATE_NAME,
+    Checkpoint,
+    list_checkpoints,
+    step_folder,
+    step_of,
+    verify_checkpoint,
+)
 
 
 def work_folder(place: Place, shelf: str = "runs") -> Path:
@@ -115,6 +124,33 @@ def copy_lines(folder: Path, work: Path) -> None:
     """The logs up to a checkpoint => the run folder of this machine."""
     for path in sorted((folder / LINES).glob("*")):
         shutil.copyfile(path, work / path.name)
+
+
+@contextmanager
+def copied(address: str, step: int | None) -> Iterator[Path]:
+    """A run at an address as a run folder here, with one checkpoint: of `step`, or the newest sound one; gone after.
+
+    Raises:
+        RequestError: there is no run, or no such checkpoint in it.
+        DamagedFile: the checkpoint of `step` is not as it was written.
+    """
+    store = open_store(address)
+    with tempfile.TemporaryDirectory(prefix="latentmill-") as scratch:
+        run = Path(scratch) / address.rpartition("/")[2]
+        run.mkdir()
+        try:
+            store.get("config.yaml", run / "config.yaml")
+        except FileNotFoundError:
+            raise RequestError(f"{address} holds no run: it has no config.yaml. Give a run's address.") from None
+        if step is None:
+            bring(store, run)
+        else:
+            name = step_folder(run, step).name
+            if name not in (found := find_checkpoints(store)):
+                there = f"It has {', '.join(sorted(found))}." if found else "It has no complete one yet."
+                raise RequestError(f"{address} has no checkpoint {name}. {there}")
+            fetch(store, run, name)
+        yield run
 
 
 def bring_tracker_id(store: Store, work: Path) -> None:
