@@ -92,8 +92,8 @@ def _train_here(config: TrainConfig, heart: Heart) -> None:
     rank, launches = accelerator.process_index, config.log.keep_output
     number = folder.name if away is None else f"{away.number:04d}"
     with (
+        Launch(folder, accelerator.is_main_process, away) as launch,  # which shares what was kept, to the last word
         kept(config.work / "logs" / number, rank, launches),
-        Launch(folder, accelerator.is_main_process, away) as launch,
     ):
         with lost_processes_named(heart):
             run = assemble(config, prepared, accelerator, launch, away, heart)

@@ -24,6 +24,7 @@ from train.prepare import Prepared
 from train.run.alarm import Alarm
 from train.run.health.heartbeat import Heart
 from train.run.health.meter import Meter
+from train.run.health.output import outdated
 from train.run.launches import Launch, publish
 from train.run.log import Log
 from train.run.saving.away import Away
@@ -65,6 +66,7 @@ def assemble(
     write_config(config, accelerator, launch.folder)
     if away is not None and accelerator.is_main_process:
         away.share(config.work)
+        away.drop_logs(lambda names: outdated(names, away.number, config.log.keep_output))
     if accelerator.is_main_process:
         drop_later(config.work / SNAPSHOTS, state.step, launch.folder)
     if config.compile:

@@ -113,7 +113,7 @@ class TrainConfig(Config):
 
     @property
     def start_timeout(self) -> float:
-        """Seconds that collectives may take until a step is done: a first batch may take `data.first_timeout`."""
+        """Seconds that collectives may take in the first steps, whose batches may take `data.first_timeout`."""
         return max(self.collective_timeout, self.data.first_timeout + self.data.timeout)
 
     def patience(self, seconds: float, num_processes: int) -> float:

@@ -41,6 +41,8 @@ HOSTS_EXAMPLE = "python -m train.launch --hosts hosts.txt 2 8 -m train --config 
 SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ServerAliveInterval=15")
 NOT_REACHED = 255
 """ssh's exit code where it is ssh that failed."""
+ENDED_BY = 128
+"""A shell's exit code for what a signal ended, less the signal's number."""
 TOLD = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
@@ -158,7 +160,8 @@ def launch_on_hosts(arguments: list[str]) -> int:
     running = {}
     for rank, host in enumerate(hosts):
         words = shlex.join(launcher_on(hosts, rank, processes) + arguments[3:])
-        command = [*SSH, host, f"cd {shlex.quote(os.getcwd())} && exec {words}"]
+        # by a shell, as ssh's own code is NOT_REACHED, too, for what a signal ended
+        command = [*SSH, host, f"cd {shlex.quote(os.getcwd())} && exec sh -c {shlex.quote(f'{words}; exit $?')}"]
         # in a session of its own: a terminal's Ctrl-C would end ssh, and not what it started
         running[host] = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
 
@@ -217,6 +220,7 @@ def first_failure(running: Mapping[str, subprocess.Popen[bytes]], tell: Callable
 
     Raises:
         RequestError: a machine could not be reached.
+        WorkError: a signal ended a launcher.
     """
     failed: tuple[str, int] | None = None
     while True:
@@ -233,6 +237,11 @@ def first_failure(running: Mapping[str, subprocess.Popen[bytes]], tell: Callable
         raise RequestError(
             f"{failed[0]} was not reached, or lost, by ssh (see above). `ssh {failed[0]} true` must work without a "
             f"password, and this folder must be there under the same path. The same command again resumes."
+        )
+    if failed is not None and failed[1] > ENDED_BY:
+        raise WorkError(
+            f"The launcher on {failed[0]} was ended by signal {failed[1] - ENDED_BY}; where that is 9, by the kernel "
+            f"for want of memory, perhaps. What is saved stays valid: the same command again resumes."
         )
     return 0 if failed is None else code_of(failed[1])
 

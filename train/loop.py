@@ -47,7 +47,7 @@ class Run:
     compiled: bool
     """The network runs as a graph for each shape: microbatches, and those of validation, are all of one size."""
     collective_timeout: float
-    """Of all steps but the first."""
+    """Of all steps but those whose batch is a loader process's first."""
     unet: Any
     aligned: Aligned | None
     """`unet` with its projection head, where a layer is aligned (REPA)."""
@@ -105,7 +105,7 @@ def _train(run: Run) -> None:
                 batch = next(batches)
             run.heart.at(state.step, "training")
             take_step(run, batch)
-            if state.step == first + 1:
+            if state.step == first + run.loader.num_first:
                 expect_answers(run.heart, run.collective_timeout)
             run.writer.check()
             run.snapshots.check()

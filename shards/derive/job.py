@@ -149,29 +149,31 @@ def _run(source: Store, target: Store, how: Conversion, tars: list[SourceTar], p
         start_pool(min(processes, len(tars)) or 1, begin=_begin) as pool,
     ):
         left, running = iter(tars), dict[Future[TarBooks], SourceTar]()
-        while True:
-            for tar in islice(left, 2 * processes - len(running)):
-                running[pool.submit(_derive_in_process, str(source.where()), str(target.where()), how, tar)] = tar
-            if not running:
-                return failed
-            for future in wait(running, POLL_SECONDS, FIRST_COMPLETED).done:
-                tar, error = running.pop(future), future.exception()
-                progress.advance()
-                if isinstance(error, BrokenProcessPool):
-                    raise error
-                if isinstance(error, RequestError | WorkError | OSError):
-                    failed.append(f"{tar.name}: {error}")
-                    progress.say(failed[-1])
-                elif error is not None:
-                    pool.shutdown(wait=False, cancel_futures=True)
-                    raise error
-            if stop.received:
-                for process in multiprocessing.active_children():
-                    process.terminate()  # in the middle of a tar, as an attempt may be cut off anywhere
-                raise Preempted(
-                    "told to leave before all tars were derived. What is committed stays; the same command again goes "
-                    "on."
-                )
+        try:
+            while not stop.received:
+                for tar in islice(left, 2 * processes - len(running)):
+                    running[pool.submit(_derive_in_process, str(source.where()), str(target.where()), how, tar)] = tar
+                if not running:
+                    return failed
+                for future in wait(running, POLL_SECONDS, FIRST_COMPLETED).done:
+                    tar, error = running.pop(future), future.exception()
+                    progress.advance()
+                    if isinstance(error, BrokenProcessPool):
+                        raise error
+                    if isinstance(error, RequestError | WorkError | OSError):
+                        failed.append(f"{tar.name}: {error}")
+                        progress.say(failed[-1])
+                    elif error is not None:
+                        pool.shutdown(wait=False, cancel_futures=True)
+                        raise error
+        except BrokenProcessPool:
+            if not stop.received:  # a scheduler signals every process of a job
+                raise
+        for process in multiprocessing.active_children():
+            process.terminate()  # in the middle of a tar, as an attempt may be cut off anywhere
+        raise Preempted(
+            "told to leave before all tars were derived. What is committed stays; the same command again goes on."
+        )
 
 
 def _begin() -> None:

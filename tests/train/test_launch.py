@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from shards.base.errors import RequestError, exit_code_of
+from shards.base.errors import RequestError, WorkError, exit_code_of
 from tests import ranks
 from tests.runs import PYTHON, compare, environment, last_step, train_fields, write_config
 from train import launch
@@ -104,9 +104,11 @@ test "$1" = away && exit 255
 exec sh -c "$2"
 """
 LAUNCHER = """#!{python}
-import json, pathlib, sys
+import json, os, pathlib, sys
 folder, rank = pathlib.Path(sys.argv[0]).parent, sys.argv[sys.argv.index("--machine_rank") + 1]
 (folder / f"words-{{rank}}").write_text(json.dumps([str(pathlib.Path.cwd()), *sys.argv[1:]]))
+if "killed-" + rank in sys.argv:
+    os.kill(os.getpid(), 9)
 if "code-" + rank in sys.argv:
     sys.exit(1)
 if "wait" in sys.argv:
@@ -181,6 +183,8 @@ def test_signals_reach_the_launchers_and_one_that_fails_takes_the_others_along(m
     assert launch.launch_on_hosts([str(machines / "hosts"), "2", "8", "wait", "code-1"]) == 1
     assert (machines / "told-0").read_text() == "SIGTERM\n"
     assert [signal.getsignal(number) for number in launch.TOLD] == before
+    with pytest.raises(WorkError, match=r"The launcher on gpu2 was ended by signal 9; where that is 9, by the kernel"):
+        launch.launch_on_hosts([str(machines / "hosts"), "2", "8", "wait", "killed-1"])
 
 
 def test_a_launcher_hears_by_its_pipe_and_leaves_at_its_end(monkeypatch: pytest.MonkeyPatch) -> None:

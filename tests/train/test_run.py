@@ -454,3 +454,14 @@ def test_a_log_line_says_it_all(latents: Path, tmp_path: Path) -> None:
     means = [value for value in second["loss_by_quarter"].values() if value is not None]
     assert len(second["loss_by_quarter"]) == 4 and min(means) <= second["loss"] <= max(means)
     assert list((tmp_path / "run" / "tracker").glob("events*"))
+
+
+def test_collectives_may_take_long_until_each_loader_process_gave_a_batch(
+    latents: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each one's first batch may take `data.first_timeout`, and other processes wait for it in that step."""
+    steps: list[int] = []
+    monkeypatch.setattr("train.loop.expect_answers", lambda heart, timeout: steps.append(heart.beat.step))
+    fields = train_fields(latents, tmp_path / "run", max_steps=4, data={"num_workers": 2})
+    command(["--config", str(write_config(tmp_path, fields))])
+    assert steps == [2]

@@ -142,6 +142,8 @@ class Loader:
         """
         batch_bytes = len(slots) * max(spec.sample_bytes(stream.config.bucket) for stream in spec.streams)
         self.num_workers, factor = make_ahead(batch_bytes, config)
+        self.num_first = max(1, self.num_workers)
+        """Batches that may take `first_timeout`: the first of each loader process."""
         order, files = make_order(config, spec, global_batch_size, seed), make_files(config, spec)
         self.config, self.spec, self.step = config, spec, step
         self.loader = DataLoader(
@@ -171,7 +173,7 @@ class Loader:
                 with watchdog.watching(patience) if watchdog else nullcontext():
                     batch = self._next(batches)
                 num_batches += 1
-                if num_batches >= self.num_workers:  # each loader process has a first one
+                if num_batches >= self.num_first:
                     patience = self.config.timeout
                     batches._timeout = patience
                 yield batch

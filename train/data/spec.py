@@ -73,7 +73,7 @@ class DataConfig(Config):
     """Seconds to wait for a batch before the run stops with an error."""
     first_timeout: float = Field(1800.0, gt=0)
     """The same for each loader process's first batch: until then a machine fetches and hashes a good part of a block of
-    every slice. Until a step is done, other processes wait as long for the slowest."""
+    every slice. So long other processes wait for the slowest, in the first `num_workers` steps."""
 
     @model_validator(mode="before")
     @classmethod

@@ -154,7 +154,7 @@ def lost_processes_named(heart: Heart) -> Iterator[None]:
         heart.fail(None)
         raise WorkError(
             f"{moment}, a collective failed: another process died, or did not answer for {heart.limit:g} s "
-            f"(collective_timeout; before the first step, data.first_timeout). {who}What is saved stays valid: the "
+            f"(collective_timeout; in the first steps, data.first_timeout). {who}What is saved stays valid: the "
             f"same command again resumes, and `--max_restarts` of accelerate's launcher does so by itself. If every "
             f"process was only slow, raise collective_timeout. ({str(error).splitlines()[0]})"
         ) from error

@@ -12,7 +12,7 @@ import pytest
 from precompute.config import PrecomputeConfig, describe_encoding, make_recipe
 from precompute.encode import worker
 from shards.__main__ import run as shards
-from shards.base.errors import RequestError, WorkError
+from shards.base.errors import Preempted, RequestError, WorkError
 from shards.base.store import LocalStore
 from shards.derive import job
 from shards.derive.job import missing, prepare
@@ -348,6 +348,20 @@ def test_a_process_that_is_killed_ends_the_command(
     monkeypatch.setattr(job, "_derive_in_process", kill_process)
     with pytest.raises(WorkError, match="A process was killed while tars were derived"):
         derive(latents, tmp_path / "out", "--processes", "1", in_processes=True)
+
+
+def test_a_signal_to_all_processes_is_one_to_leave(
+    latents: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Slurm and a service manager send it: a process dies of it, and the first one was told."""
+    monkeypatch.setattr(job, "_derive_in_process", signal_both)
+    with pytest.raises(Preempted, match="told to leave before all tars were derived"):
+        derive(latents, tmp_path / "out", "--processes", "1", in_processes=True)
+
+
+def signal_both(*arguments: object) -> None:
+    for process in (os.getppid(), os.getpid()):
+        os.kill(process, signal.SIGTERM)
 
 
 def kill_process(*arguments: object) -> None:

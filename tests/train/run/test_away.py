@@ -1,5 +1,6 @@
 """A run folder at an address: the run of a folder, bit for bit, on any machine, killed wherever it may be killed."""
 
+import errno
 import hashlib
 import json
 import os
@@ -26,6 +27,8 @@ from tests import ranks
 from tests.faults.proxy import FAULTS, set_fault
 from tests.runs import curve, train_fields, write_config
 from train.__main__ import run as command
+from train.run.health.output import outdated
+from train.run.metrics import JsonLines
 from train.run.saving import away
 from train.run.saving.away import Away, take, wait_until_free
 from train.run.saving.checkpoint import list_checkpoints, step_folder, verify_checkpoint
@@ -396,6 +399,36 @@ def put_in_parts(work: Path, launch: Away, text: str) -> None:
         meetings[rank].hand_in(private, target, hashes)
     hashes |= meetings[0].wait_for(private, target, 1)
     meetings[0].publish(private, target, {"launch": launch.number, "lines": {}, "files": hashes})
+
+
+def test_kept_output_of_old_launches_goes(store: LocalStore, tmp_path: Path) -> None:
+    launch = launched(store)
+    for name in ("0001", "0002", "0012"):
+        store.write(f"logs/{name}/rank-00000.log", b"")
+    launch.drop_logs(lambda names: outdated(names, 12, 11))
+    launch.drop_logs(lambda names: outdated(names, 12, 11))
+    assert store.files("logs") == ["0002/rank-00000.log", "0012/rank-00000.log"]
+
+
+def test_the_last_words_of_a_run_are_at_its_address(s3: str, latents: Path, tmp_path: Path) -> None:
+    """With their traceback: after the run's last checkpoint, and after all that the main process printed."""
+    fields = train_fields(latents, f"{s3}/failing", max_steps=3)
+    variables = {name: os.environ[name] for name in os.environ if name.startswith("AWS_")} | {"TMPDIR": str(tmp_path)}
+    words = [json.dumps(variables), "--config", str(write_config(tmp_path, fields))]
+    (code,) = ranks.wait(ranks.start(tmp_path / "log", words, program="tests.train.run.test_away:full"), 300)
+    assert code == 1, (tmp_path / "log").read_text()[-3000:]
+    said = open_store(f"{s3}/failing").read("logs/0001/rank-00000.log").decode()
+    assert "Traceback" in said and "No space left on device" in said
+
+
+def full(arguments: list[str]) -> None:
+    """The trainer on a disk that is full when a line is to be written."""
+
+    def write(self: JsonLines, **fields: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    JsonLines.write = write  # type: ignore[method-assign]
+    elsewhere(arguments)
 
 
 def test_a_part_that_does_not_come_is_named(store: LocalStore, tmp_path: Path) -> None:

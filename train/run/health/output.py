@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -33,8 +33,8 @@ def kept(folder: Path, rank: int, launches: int) -> Iterator[None]:
     path = folder / f"rank-{rank:05d}.log"
     path.parent.mkdir(parents=True, exist_ok=True)
     if rank == 0:
-        for old in sorted(path.parents[1].iterdir())[:-launches]:
-            shutil.rmtree(old, ignore_errors=True)
+        for old in outdated(os.listdir(path.parents[1]), int(folder.name), launches):
+            shutil.rmtree(path.parents[1] / old, ignore_errors=True)
     streams = [number for number in (1, 2) if rank or not os.isatty(number)]
     originals = {number: os.dup(number) for number in streams}
     copies: list[subprocess.Popen[bytes]] = []
@@ -60,6 +60,11 @@ def kept(folder: Path, rank: int, launches: int) -> Iterator[None]:
         for copy in copies:
             with suppress(subprocess.TimeoutExpired):
                 copy.communicate(timeout=LAST_WORDS)
+
+
+def outdated(names: Iterable[str], number: int, launches: int) -> list[str]:
+    """Which launches' folders go, where `launches` are kept, of which `number` is the newest."""
+    return [name for name in names if name.isdecimal() and int(name) <= number - launches]
 
 
 def copy_to(path: Path, stream: int) -> subprocess.Popen[bytes]:

@@ -209,6 +209,13 @@ class Away:
         shared = [path for top in tops for path in (files_below(top) if top.is_dir() else [top])]
         self.store.put({path.relative_to(work).as_posix(): path for path in shared})
 
+    def drop_logs(self, choose: Callable[[Collection[str]], list[str]]) -> None:
+        """Remove the kept output of those launches that are chosen of all, by their folders' names."""
+        names = self.store.files("logs")
+        old = choose({name.partition("/")[0] for name in names})
+        if files := [f"logs/{name}" for name in names if name.partition("/")[0] in old]:
+            self.store.remove(files)
+
     def drop_old(self, step: int, choose: Callable[[dict[int, float]], list[int]]) -> None:
         """Remove checkpoints up to `step`: what is not the run's, and what is chosen of step → age in seconds.
 

@@ -62,13 +62,13 @@ def test_what_a_killed_rank_said_last_is_kept_and_seen(tmp_path: Path) -> None:
 
 
 def test_the_error_is_kept_with_its_traceback_and_old_launches_go(tmp_path: Path) -> None:
-    for number in (3, 5, 6):
+    for number in (3, 5, 6, 12):
         (tmp_path / "logs" / f"{number:04d}").mkdir(parents=True)
     code, _, errors = run(tmp_path, 0, "raise MemoryError('full')")
     assert code == 1 and "MemoryError: full" in errors
     kept = (tmp_path / "logs" / "0007" / "rank-00000.log").read_text()
     assert "Traceback" in kept and "MemoryError: full" in kept
-    assert sorted(os.listdir(tmp_path / "logs")) == ["0006", "0007"]
+    assert sorted(os.listdir(tmp_path / "logs")) == ["0006", "0007", "0012"]
 
 
 def test_each_rank_of_a_run_has_its_own(latents: Path, tmp_path: Path) -> None:
