@@ -186,6 +186,34 @@ def test_machines_put_their_parts_and_empty_ones_go_on_bit_for_bit(
 
 
 @pytest.mark.slow
+def test_machines_killed_at_any_request_go_on_bit_for_bit(failing_s3: str, latents: Path, tmp_path: Path) -> None:
+    """Of two machines that each put their part one is killed, the one and the other in turn; then both begin again."""
+    if not ranks.nodes_can_be_simulated():
+        pytest.skip("this process may not make a /dev/shm of its own for each machine")
+    changes: dict[str, Any] = {"sharding": "full", "checkpoint": {"every": 1, "keep": 2}, "collective_timeout": 60.0}
+    near = train_fields(latents, tmp_path / "near", max_steps=16, **changes)
+    ranks.run(tmp_path / "near.log", ["--config", str(write_config(tmp_path, near))], 2)
+    variables = json.dumps({name: value for name, value in os.environ.items() if name.startswith("AWS_")})
+    words = [variables, "--config", str(write_config(tmp_path, near | {"run_dir": "s3://mill/killed"}))]
+    store, program, killed = open_store("s3://mill/killed"), "tests.train.run.test_away:elsewhere", 0
+    for turn, number in enumerate(range(12, 120, 12)):  # requests of both
+        processes = ranks.start(tmp_path / "log", words, 2, 2, program=program)
+        victim = processes[turn % 2]
+        assert victim.pid is not None
+        set_fault(failing_s3, number, ("kill before", "kill after")[turn // 2 % 2], victim.pid)
+        codes = ranks.wait(processes, 300)
+        killed += -signal.SIGKILL in codes
+        assert set(codes) <= {0, 1, -signal.SIGKILL}, (tmp_path / "log").read_text()[-3000:]
+        for name in find_checkpoints(store):
+            fetch(store, Path(tempfile.mkdtemp(dir=tmp_path)), name)  # whole, or it raises
+    assert ranks.wait(ranks.start(tmp_path / "log", words, 2, 2, program=program), 300) == [0, 0]
+    bring(store, tmp_path / "copy")
+    assert curve(tmp_path / "copy") == curve(tmp_path / "near")
+    ours, theirs = (verify_checkpoint(step_folder(tmp_path / run, 16)).content["files"] for run in ("copy", "near"))
+    assert ours == theirs and killed > 5
+
+
+@pytest.mark.slow
 def test_each_node_fetches_the_checkpoint_once(failing_s3: str, latents: Path, tmp_path: Path) -> None:
     if not ranks.nodes_can_be_simulated():
         pytest.skip("this process may not make a /dev/shm of its own for each machine")
