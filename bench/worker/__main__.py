@@ -209,8 +209,8 @@ def writing_row(options: Options) -> tuple[str, str]:
     sample = {
         "key": "000420017",
         "caption": "a picture of nothing in particular",
-        **image.pack(encoding.image, latents),
-        **text.pack(ONLY_TEXT, encoding.texts[ONLY_TEXT], [caption], several=False),
+        **next(image.pack(encoding.image, [latents])),
+        **next(text.pack(ONLY_TEXT, encoding.texts[ONLY_TEXT], [[caption]], several=False)),
         "size": np.zeros(4, np.int32),
         "scores": np.zeros(4, np.float32),
     }

@@ -10,7 +10,7 @@ from precompute.pixels.buckets import Buckets
 from shards.format.buckets import Bucket
 from shards.format.encoding import EncodingRecord
 from shards.format.tables import TOO_SMALL
-from shards.root.writing import PartWriter, Sample, WrittenPart
+from shards.root.writing import PartWriter, WrittenPart
 
 NON_FINITE = Reject("non_finite", "encoded in float32 too")
 
@@ -43,25 +43,15 @@ class Parts:
         else:
             self._refuse(bucket, about.key, about.url, Reject(TOO_SMALL, f"{about.width}x{about.height}"))
 
-    def add(self, sample: Encoded) -> None:
-        """Append one sample to its part, or refuse it as `non_finite`: its latents overflow float16, in float32 too."""
-        about = sample.about
-        if not sample.finite:
-            self._refuse(sample.bucket, about.key, about.url, NON_FINITE)
-            return
-        size = (about.width, about.height, *sample.corner)
-        latents = sample.latents
-        stored = Sample(
-            about.key,
-            sample.captions,
-            latents.image,
-            size,
-            about.scores,
-            latents.features,
-            url=about.url,
-            sha256=about.sha256,
-        )
-        self.writers[sample.bucket].write(stored)
+    def add(self, bucket: Bucket, samples: Iterable[Encoded]) -> None:
+        """Append samples to a part, or refuse them as `non_finite`: their latents overflow float16, in float32 too."""
+        finite = []
+        for sample in samples:
+            if sample.finite:
+                finite.append(sample.to_store)
+            else:
+                self._refuse(bucket, sample.about.key, sample.about.url, NON_FINITE)
+        self.writers[bucket].write(*finite)
 
     def finish(self) -> dict[str, WrittenPart]:
         """Close the files; bucket → what they hold."""

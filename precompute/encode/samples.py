@@ -18,7 +18,7 @@ from precompute.input.captions import CleanCaption
 from precompute.input.reject import Reject
 from precompute.pixels.decode import Picture
 from shards.format.buckets import Bucket
-from shards.root.writing import Caption
+from shards.root.writing import Caption, Sample
 
 
 @dataclass(frozen=True)
@@ -81,12 +81,19 @@ class Encoded:
     """A sample with all of its latents for one bucket, on the CPU."""
 
     about: About
-    bucket: Bucket
     corner: tuple[int, int]
     captions: list[Caption | None]
     latents: PictureLatents
     finite: bool
     """Whether nothing overflows float16."""
+
+    @property
+    def to_store(self) -> Sample:
+        """What its part keeps of it."""
+        about, latents = self.about, self.latents
+        size = (about.width, about.height, *self.corner)
+        named = {"url": about.url, "sha256": about.sha256}
+        return Sample(about.key, self.captions, latents.image, size, about.scores, latents.features, **named)
 
 
 @dataclass(frozen=True)
@@ -97,11 +104,11 @@ class Started:
     corner: tuple[int, int]
     captions: Later[Captions]
 
-    def encoded(self, bucket: Bucket, latents: PictureLatents) -> Encoded:
+    def encoded(self, latents: PictureLatents) -> Encoded:
         """With the picture's latents, waited for."""
         captions = self.captions()
         finite = captions.finite and all(map(all_finite, (latents.image, *latents.features.values())))
-        return Encoded(self.about, bucket, self.corner, captions.stored, latents, finite)
+        return Encoded(self.about, self.corner, captions.stored, latents, finite)
 
 
 @dataclass(frozen=True)
@@ -116,7 +123,7 @@ class StartedBatch:
     def encoded(self) -> Iterator[Encoded]:
         """Wait for the batch; its samples in order."""
         for sample, latents in zip(self.samples, self.latents(), strict=True):
-            yield sample.encoded(self.bucket, latents)
+            yield sample.encoded(latents)
 
 
 def with_latents(clean: list[CleanCaption | None], encoded: Sequence[Callable[[], EncodedCaptions] | None]) -> Captions:

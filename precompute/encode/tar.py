@@ -72,9 +72,10 @@ def encode_tar(
             with closing(in_background(started_batches, ahead=1)) as on_device:
                 # latents => parts
                 for batch in on_device:
-                    for sample in stopwatch.waiting("encode", batch.encoded()):
-                        with stopwatch("write"):
-                            parts.add(sample)
+                    with stopwatch("encode"):
+                        encoded = list(batch.encoded())
+                    with stopwatch("write"):
+                        parts.add(batch.bucket, encoded)
                     report(len(parts.keys))
             clock.stop()
             with stopwatch("write"):

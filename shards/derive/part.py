@@ -205,10 +205,10 @@ def converted(
             here = how.source.texts[name]
             counts = num_tokens(name, here, wanted, texts, rows)
             latents = [_text_latents(name, wanted, row, count) for row, count in zip(rows, counts, strict=True)]
-        columns |= text.pack(name, wanted, latents, how.target.several)
+        columns |= next(text.pack(name, wanted, [latents], how.target.several))
     for name, feature_tower in how.target.features.items():
         features = decoded(sample, f"features.{name}", f"feature_scales.{name}")
-        columns |= image.pack_features(name, feature_tower, torch.from_numpy(features))
+        columns |= next(image.pack_features(name, feature_tower, [torch.from_numpy(features)]))
     return columns
 
 
@@ -218,7 +218,7 @@ def image_columns(sample: dict[str, Any], how: Conversion) -> dict[str, np.ndarr
     if here.storage == wanted.storage:  # rounded a second time, their scales would differ in the last bit
         planes = {"image_latents": sample["image_latents"][: wanted.num_planes]}
         return planes | {name: sample[name] for name in ("image_scales",) if name in sample}
-    return image.pack(wanted, torch.from_numpy(image_latents(sample)[: wanted.num_planes]))
+    return next(image.pack(wanted, [torch.from_numpy(image_latents(sample)[: wanted.num_planes])]))
 
 
 def _text_latents(name: str, wanted: TextTower, row: dict[str, np.ndarray], count: int) -> TextLatents:

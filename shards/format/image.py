@@ -4,12 +4,15 @@ Image latents: exact float16; or int8, means with a scale per channel, log-varia
 `image_latents`, and `image_scales` beside int8. Features: `features.NAME`, and `feature_scales.NAME` beside e4m3 codes.
 """
 
+from collections.abc import Iterable, Iterator
+from functools import partial
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from shards.format.buckets import Bucket
-from shards.format.text import stored
+from shards.format.text import in_pieces, stored
 from shards.format.towers import FeatureTower, ImageTower
 
 LOG_VARIANCE_RANGE = (-30.0, 20.0)
@@ -42,12 +45,14 @@ def dequantise(codes: Tensor, scales: Tensor) -> Tensor:
     return torch.cat([means * scales[..., None, None], log_variances], dim=-3)
 
 
-def pack(tower: ImageTower, latents: Tensor) -> dict[str, np.ndarray]:
-    """(planes, h, w) latents of one picture, floats on the CPU → the columns of its sample."""
+def pack(tower: ImageTower, latents: Iterable[Tensor]) -> Iterator[dict[str, np.ndarray]]:
+    """(planes, h, w) latents of each picture, floats on the CPU → the columns of each one's sample."""
     if tower.storage == "float16":
-        return {"image_latents": latents.half().numpy()}
-    codes, scales = quantise(latents, tower.channels)
-    return {"image_latents": codes.numpy(), "image_scales": scales.numpy()}
+        yield from ({"image_latents": of_picture.half().numpy()} for of_picture in latents)
+        return
+    rows = (of_picture[None] for of_picture in latents)
+    for codes, scales in in_pieces(partial(quantise, channels=tower.channels), rows):
+        yield {"image_latents": codes[0], "image_scales": scales[0]}
 
 
 def unpack(latents: Tensor, scales: Tensor | None) -> Tensor:
@@ -69,9 +74,10 @@ def columns(tower: ImageTower, bucket: Bucket) -> dict[str, str]:
     return types | ({"image_scales": f"ndarray:float32:{tower.channels}"} if tower.storage == "int8" else {})
 
 
-def pack_features(name: str, tower: FeatureTower, features: Tensor) -> dict[str, np.ndarray]:
-    """(tokens, width) features of one picture, floats on the CPU → the columns of its sample."""
-    return dict(zip((f"features.{name}", f"feature_scales.{name}"), stored(features, tower.storage), strict=False))
+def pack_features(name: str, tower: FeatureTower, features: Iterable[Tensor]) -> Iterator[dict[str, np.ndarray]]:
+    """(tokens, width) features of each picture, floats on the CPU → the columns of each one's sample."""
+    for arrays in stored(features, tower.storage):
+        yield dict(zip((f"features.{name}", f"feature_scales.{name}"), arrays, strict=False))
 
 
 def feature_columns(name: str, tower: FeatureTower, bucket: Bucket) -> dict[str, str]:

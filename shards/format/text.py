@@ -8,8 +8,9 @@ A text tower NAME has the columns `text_latents.NAME`, `text_scales.NAME` beside
 is hidden, and `pooled.NAME`. Where a sample may have several captions, each has a leading axis.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice, repeat
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,9 @@ from shards.format.towers import ONLY_TEXT, TextStorage, TextTower
 
 FLOAT8_MAX = 448.0  # the largest finite e4m3 number
 SMALLEST_SCALE = float(np.finfo(np.float16).smallest_normal)
+PIECE = 1 << 14
+"""Numbers that are quantised at once: of fewer, beginning takes torch longer than the work; more leave a core's cache,
+and from 32,768 on torch divides them among threads, which wait for each other where others decode."""
 AXES = {"text_latents": 2, "text_scales": 1, "num_tokens": 0, "pooled": 1}
 """Kind of column → axes that one caption's array has."""
 
@@ -63,42 +67,75 @@ def dequantise(codes: Tensor, scales: Tensor) -> Tensor:
     return codes.view(torch.float8_e4m3fn).float() * scales.float().unsqueeze(-1)
 
 
-def stored(latents: Tensor, storage: TextStorage) -> tuple[np.ndarray, ...]:
-    """(…, tokens, width) → the array of them as float16; or their codes and scales."""
+Quantise = Callable[[Tensor], tuple[Tensor, Tensor]]
+"""(rows, …) floats → codes of the same shape and (rows, …) scales; each row by itself."""
+
+
+def in_pieces(quantise: Quantise, tensors: Iterable[Tensor]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """(rows, …) floats each → each one's codes and scales: small ones together, a large one a piece after the other."""
+    held: list[Tensor] = []
+    for tensor in tensors:
+        if held and (len(held) + 1) * tensor.numel() > PIECE:  # they are about as large as each other
+            yield from _together(quantise, held)
+            held = []
+        held.append(tensor)
+    if held:
+        yield from _together(quantise, held)
+
+
+def _together(quantise: Quantise, tensors: list[Tensor]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    rows = torch.cat(tensors) if len(tensors) > 1 else tensors[0]
+    pieces = [quantise(piece) for piece in rows.split(max(1, PIECE // rows[0].numel()))]
+    codes, scales = (np.concatenate([part.numpy() for part in parts]) for parts in zip(*pieces, strict=True))
+    end = 0
+    for tensor in tensors:
+        begin, end = end, end + len(tensor)
+        yield codes[begin:end], scales[begin:end]
+
+
+def stored(latents: Iterable[Tensor], storage: TextStorage) -> Iterator[tuple[np.ndarray, ...]]:
+    """(tokens, width) each → the array of each as float16; or its codes and scales."""
     if storage == "float16":
-        return (latents.half().numpy(),)
-    codes, scales = quantise(latents)
-    return codes.numpy(), scales.numpy()
+        return ((tensor.half().numpy(),) for tensor in latents)
+    return in_pieces(quantise, latents)
 
 
-def pack(name: str, tower: TextTower, captions: Sequence[TextLatents], several: bool) -> dict[str, np.ndarray]:
-    """A sample's captions, by the text tower `name` → its columns; of one caption, unless there may be `several`.
+def pack(
+    name: str, tower: TextTower, samples: Sequence[Sequence[TextLatents]], several: bool
+) -> Iterator[dict[str, np.ndarray]]:
+    """Samples' captions, by the text tower `name` → each sample's columns; of one caption, unless there may be
+    `several`.
 
     Trimmed captions of one sample are padded with zeros to the longest.
     """
-    columns: dict[str, list[np.ndarray]] = {}
-    for caption in captions:
-        for kind, array in _arrays(tower, caption):
-            columns.setdefault(f"{kind}.{name}", []).append(array)
-    if not several:
-        return {column: np.atleast_1d(arrays[0]) for column, arrays in columns.items()}
-    # (captions, …)
-    return {column: np.stack(_pad_to_longest(arrays)) for column, arrays in columns.items()}
+    of_captions = _arrays(tower, [caption for captions in samples for caption in captions])
+    for captions in samples:
+        columns: dict[str, list[np.ndarray]] = {}
+        for of_caption in islice(of_captions, len(captions)):
+            for kind, array in of_caption:
+                columns.setdefault(f"{kind}.{name}", []).append(array)
+        if several:  # (captions, …)
+            yield {column: np.stack(_pad_to_longest(arrays)) for column, arrays in columns.items()}
+        else:
+            yield {column: np.atleast_1d(arrays[0]) for column, arrays in columns.items()}
 
 
-def _arrays(tower: TextTower, caption: TextLatents) -> list[tuple[str, np.ndarray]]:
-    """One caption's columns, by their kind."""
-    arrays: list[tuple[str, np.ndarray]] = []
-    if tower.states:
-        assert caption.states is not None
-        kept = caption.states[: caption.num_tokens] if tower.trim else caption.states
-        arrays += zip(("text_latents", "text_scales"), stored(kept, tower.storage), strict=False)
-        if tower.hides_padding:
+def _arrays(tower: TextTower, captions: Sequence[TextLatents]) -> Iterator[list[tuple[str, np.ndarray]]]:
+    """Each caption's columns, by their kind."""
+    states = stored((_kept(tower, caption) for caption in captions), tower.storage) if tower.states else repeat(())
+    for caption, of_states in zip(captions, states, strict=False):
+        arrays: list[tuple[str, np.ndarray]] = [*zip(("text_latents", "text_scales"), of_states, strict=False)]
+        if tower.states and tower.hides_padding:
             arrays.append(("num_tokens", np.array(caption.num_tokens, np.int32)))
-    if tower.pooled:
-        assert caption.pooled is not None
-        arrays.append(("pooled", caption.pooled.half().numpy()))
-    return arrays
+        if tower.pooled:
+            assert caption.pooled is not None
+            arrays.append(("pooled", caption.pooled.half().numpy()))
+        yield arrays
+
+
+def _kept(tower: TextTower, caption: TextLatents) -> Tensor:
+    assert caption.states is not None
+    return caption.states[: caption.num_tokens] if tower.trim else caption.states
 
 
 def _pad_to_longest(arrays: list[np.ndarray]) -> list[np.ndarray]:

@@ -1,6 +1,7 @@
 """Writing one input shard's samples for one bucket into a private attempt folder: MDS files and the part's tables."""
 
 import json
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,11 @@ class Sample:
     sha256: str = ""
     """Of the picture's file, as it is in the tar."""
 
+    @property
+    def present(self) -> list[Caption]:
+        """The captions that there are."""
+        return [caption for caption in self.captions if caption is not None]
+
 
 @dataclass(frozen=True)
 class WrittenPart:
@@ -91,21 +97,21 @@ class PartWriter:
         self.elsewhere = 0
         self.writer = PartMDSWriter(folder, encoding, bucket)
 
-    def write(self, sample: Sample) -> None:
-        """Append one sample; order is kept."""
-        present = [caption for caption in sample.captions if caption is not None]
-        columns = {
-            "key": sample.key,
-            **image.pack(self.encoding.image, sample.image_latents),
-            "caption": self._caption_text(sample.captions),
-            **self._tower_columns(sample, present),
-            "size": np.array(sample.size, np.int32),
-            "scores": sample.scores.astype(np.float32),
-        }
-        counts = [sum(name in caption.mended for caption in present) for name in MENDED]
-        scores = sample.scores.tolist()
-        row = (sample.key, *sample.size[:2], *scores, len(present), *counts, sample.url, sample.sha256)
-        self.append(columns, row)
+    def write(self, *samples: Sample) -> None:
+        """Append samples; order is kept."""
+        for sample, *of_towers in zip(samples, *self._tower_columns(samples), strict=True):
+            columns = {
+                "key": sample.key,
+                "caption": self._caption_text(sample.captions),
+                "size": np.array(sample.size, np.int32),
+                "scores": sample.scores.astype(np.float32),
+            }
+            for of_tower in of_towers:
+                columns |= of_tower
+            counts = [sum(name in caption.mended for caption in sample.present) for name in MENDED]
+            scores = sample.scores.tolist()
+            row = (sample.key, *sample.size[:2], *scores, len(sample.present), *counts, sample.url, sample.sha256)
+            self.append(columns, row)
 
     def append(self, columns: dict[str, Any], row: tuple[Any, ...]) -> None:
         """Append one sample as it is stored: its columns, and its row of samples.parquet."""
@@ -116,13 +122,14 @@ class PartWriter:
         texts = [None if caption is None else caption.text for caption in captions]
         return json.dumps(texts, ensure_ascii=False) if self.encoding.several else str(texts[0])
 
-    def _tower_columns(self, sample: Sample, captions: list[Caption]) -> dict[str, Any]:
-        columns: dict[str, Any] = {}
+    def _tower_columns(self, samples: Sequence[Sample]) -> Iterator[Iterator[dict[str, np.ndarray]]]:
+        """Of each tower, its columns of each sample."""
+        yield image.pack(self.encoding.image, [sample.image_latents for sample in samples])
         for name, tower in self.encoding.texts.items():
-            columns |= text.pack(name, tower, [c.latents[name] for c in captions], self.encoding.several)
+            captions = [[caption.latents[name] for caption in sample.present] for sample in samples]
+            yield text.pack(name, tower, captions, self.encoding.several)
         for name, feature_tower in self.encoding.features.items():
-            columns |= image.pack_features(name, feature_tower, sample.features[name])
-        return columns
+            yield image.pack_features(name, feature_tower, [sample.features[name] for sample in samples])
 
     def refuse(self, key: str, url: str, reason: str, detail: str) -> None:
         """Record a sample of the input shard that is not in this bucket."""

@@ -69,7 +69,7 @@ def test_pack_fits_its_columns(posterior: Any, storage: Any) -> None:
     fields = encoding_record(4, 4).image.model_dump() | {"posterior": posterior, "storage": storage}
     tower, bucket = ImageTower.model_validate(fields), Bucket(64, 96)
     latents = torch.randn(tower.num_planes, 12, 8)
-    row, types = pack(tower, latents), columns(tower, bucket)
+    row, types = next(pack(tower, [latents])), columns(tower, bucket)
     assert row.keys() == types.keys()
     for name, array in row.items():
         _, dtype, shape = types[name].split(":")

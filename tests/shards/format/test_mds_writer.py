@@ -45,7 +45,7 @@ def samples(encoding: EncodingRecord, count: int) -> Iterator[dict]:
             "key": f"{i:09d}",
             "caption": "x" * int(random.integers(1, 100)),
             "image_latents": random.normal(size=(encoding.image.num_planes, 8, 8)).astype(np.float16),
-            **text.pack("text", stored, captions, encoding.several),
+            **next(text.pack("text", stored, [captions], encoding.several)),
             "size": np.array([64, 64, 0, 0], np.int32),
             "scores": np.array([5, 0.3, np.nan, np.nan], np.float32),
         }

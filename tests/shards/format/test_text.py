@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench.kit.roots import encoding_record
-from shards.format.text import TextLatents, columns, dequantise, pack, quantise, unpack
+from shards.format.text import TextLatents, columns, dequantise, in_pieces, pack, quantise, unpack
 from shards.format.towers import TextTower
 
 
@@ -55,7 +55,7 @@ def tower(storage: str, trim: bool) -> TextTower:
 
 
 def pack_one(latents: torch.Tensor, num_tokens: int, storage: str, trim: bool) -> dict[str, np.ndarray]:
-    return pack("text", tower(storage, trim), [TextLatents(latents, num_tokens)], several=False)
+    return next(pack("text", tower(storage, trim), [[TextLatents(latents, num_tokens)]], several=False))
 
 
 @settings(deadline=None)
@@ -85,10 +85,21 @@ def test_what_trimming_keeps_is_as_it_was(storage: str) -> None:
 
 
 @settings(deadline=None)
+@given(st.integers(0, 2**16), st.lists(st.integers(1, 40), max_size=8), st.sampled_from([8, 1000, 20_000]))
+def test_pieces_change_no_byte(seed: int, lengths: list[int], width: int) -> None:
+    """Tensors that share a piece, and ones that take several: as each at once."""
+    random = torch.Generator().manual_seed(seed)
+    tensors = [torch.randn(length, width, generator=random).half() for length in lengths]
+    for found, tensor in zip(in_pieces(quantise, tensors), tensors, strict=True):
+        for array, alone in zip(found, quantise(tensor), strict=True):
+            np.testing.assert_array_equal(array, alone.numpy())
+
+
+@settings(deadline=None)
 @given(st.lists(st.integers(1, 16), min_size=1, max_size=4), st.sampled_from(["float16", "float8"]), st.booleans())
 def test_several_captions_come_back_as_each_alone(lengths: list[int], storage: str, trim: bool) -> None:
     captions = [TextLatents(torch.randn(16, 8), num_tokens) for num_tokens in lengths]
-    row = pack("text", tower(storage, trim), captions, several=True)
+    row = next(pack("text", tower(storage, trim), [captions], several=True))
     assert row.keys() == columns("text", tower(storage, trim), several=True).keys()
     for found, caption in zip(unpack(row), captions, strict=True):
         assert caption.states is not None
