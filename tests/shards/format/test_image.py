@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from bench.kit.roots import encoding_record
 from shards.format.buckets import Bucket
-from shards.format.image import columns, dequantise, pack, quantise, unpack
+from shards.format.image import columns, dequantise, pack, quantise, rounded, unpack
 from shards.format.towers import ImageTower
 
 
@@ -35,6 +35,13 @@ def test_codes_are_those_of_a_plain_loop() -> None:
         log_variances = np.clip(latents[4 + c].double().numpy(), -30, 20)
         expected = np.rint((log_variances + 30) / 50 * 255) / 255 * 50 - 30
         np.testing.assert_allclose(decoded[4 + c], expected, atol=1e-5)
+
+
+def test_rounding_is_torch_s() -> None:
+    halves = torch.arange(-1024, 1024) / 2
+    beside = torch.nextafter(halves, torch.tensor(torch.inf)), torch.nextafter(halves, torch.tensor(-torch.inf))
+    for values in (halves, *beside, torch.randn(10_000) * 100):
+        assert torch.equal(rounded(values), values.round())
 
 
 @settings(deadline=None)
