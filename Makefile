@@ -33,7 +33,7 @@ $(if $(filter train,$(MAKECMDGOALS)),$(if $(filter-out 1,$(NODES)),$(if $(SLURM_
 $(if $(filter train,$(MAKECMDGOALS)),$(if $(HOSTS),$(if $(wildcard $(HOSTS)),,$(error there is no $(HOSTS): HOSTS is a file with a host to a line))))
 $(if $(filter train,$(MAKECMDGOALS)),$(if $(wildcard $(PHASE_CONFIG)),,$(error there is no $(PHASE_CONFIG): say PHASE=1 or PHASE=2, or CONFIG=path.yaml)))
 
-.PHONY: help setup demo test test-browser test-faults test-alerts test-slurm test-container test-families test-quantised test-install test-oldest bench gpu-check lint docs select download precompute train sample evaluate watch report study plan lock clean
+.PHONY: help setup demo test test-browser test-faults test-alerts test-slurm test-container test-families test-quantised test-install test-oldest test-gpu-check bench gpu-check lint docs select download precompute train sample evaluate watch report study plan lock clean
 
 help:
 	@echo "make demo                                     everything, on a picture world of its own (no GPU; under 20 minutes)"
@@ -47,6 +47,7 @@ help:
 	@echo "make test-quantised                           text towers in int8 and float8 (installs torchao into .torchao)"
 	@echo "make test-install [PYTHONS=\"3.11 3.12 3.13\"]  the wheel with every extra, in fresh environments"
 	@echo "make test-oldest                              the oldest versions allowed, in .venv-oldest"
+	@echo "make test-gpu-check [ARGS=\"--python 3.12\"]   the GPU check on the CPU, from a clean export, beside torch alone"
 	@echo "make bench                                    the benchmarks of both stages, into runs/benchmarks.md (idle machine)"
 	@echo "make gpu-check [OUT=runs/gpu-check]           ten minutes on a new GPU: is it right, how fast, where does time go"
 	@echo "make select METADATA=laion/ [OUT=runs/data/selected]"
@@ -142,6 +143,9 @@ test-oldest: .venv-oldest/.installed
 	$(BIN)/uv pip sync --quiet --python .venv-oldest/bin/python requirements.oldest.lock
 	$(BIN)/uv pip install --quiet --python .venv-oldest/bin/python --no-deps --editable .
 	@touch $@
+
+test-gpu-check: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.rehearsal $(ARGS)
 
 bench: setup
 	$(BIN)/python -m bench --output runs/benchmarks.md $(ARGS)

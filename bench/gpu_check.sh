@@ -9,8 +9,8 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-python3}
-LACKING=(annotated-types diffusers importlib-metadata pydantic pydantic-core pydantic-settings python-dotenv
-  typing-extensions typing-inspection zipp)
+LACKING=(annotated-types certifi charset-normalizer diffusers idna importlib-metadata pydantic pydantic-core
+  pydantic-settings python-dotenv requests typing-extensions typing-inspection urllib3 zipp)
 
 if [ "${1:-}" = wheels ]; then
   VERSION=${2:-3.12}

@@ -86,30 +86,33 @@ class PartMDSWriter:
         at = self.ends[-1]
         if at + size > len(self.buffer):  # one sample is more than a file
             self.buffer = np.concatenate([self.buffer[:at], np.empty(size, np.uint8)])
+        held = memoryview(self.buffer)
         for piece in pieces:
-            self.buffer[at : at + len(piece)] = piece
+            held[at : at + len(piece)] = piece
             at += len(piece)
         self.ends.append(at)
 
-    def _pieces(self, sample: dict[str, Any]) -> list[NDArray[np.uint8]]:
+    def _pieces(self, sample: dict[str, Any]) -> list[bytes | memoryview]:
         """The sizes of columns that vary, then each column's bytes."""
-        sizes, pieces = [], []
+        sizes: list[int] = []
+        pieces: list[bytes | memoryview] = []
         for name, column, dtype, shape in self.columns:
             value = sample[name]
+            parts: list[bytes | memoryview]
             if dtype is None:
-                parts = [np.frombuffer(value.encode(), np.uint8)]
+                parts = [value.encode()]
             elif value.dtype != dtype or shape not in (None, value.shape) or not value.size:
                 raise ValueError(
                     f"{column.name} has dtype {value.dtype} and shape {value.shape}; its column is {column.encoding}"
                 )
             else:
-                parts = [np.ascontiguousarray(value).reshape(-1).view(np.uint8)]
+                parts = [np.ascontiguousarray(value).data.cast("B")]
                 if shape is None:
-                    parts.insert(0, np.frombuffer(shape_head(value.shape), np.uint8))
+                    parts.insert(0, shape_head(value.shape))
             if column.size is None:
                 sizes.append(sum(map(len, parts)))
             pieces += parts
-        return [np.array(sizes, np.uint32).view(np.uint8), *pieces]
+        return [np.array(sizes, np.uint32).tobytes(), *pieces]
 
     def _write_file(self) -> None:
         """Write the samples held as one file."""

@@ -13,10 +13,13 @@ from bench.kit.roots import make_root
 from tests.runs import curve, launcher, run_module, train_fields, write_config
 from train.model.sharding import DdpConfig
 
-STEPS, LAST = 500, 200
+STEPS, LAST, SEEDS = 500, 200, 3
+GRADIENTS = ("float32", "bfloat16")
+LEARNT = 0.95
+"""Of a loss that begins at 1."""
 
 
-@pytest.mark.parametrize("gradients", ["float32", "bfloat16"])
+@pytest.mark.parametrize("gradients", GRADIENTS)
 def test_gradients_are_views_of_what_travels(gradients: str, tmp_path: Path) -> None:
     """One process, which so sends to itself: what arrives was rounded to bfloat16, or to nothing."""
     store = dist.FileStore(str(tmp_path / "store"), 1)
@@ -45,19 +48,31 @@ def present(gradients: list[Tensor | None]) -> list[Tensor]:
 
 @pytest.mark.slow
 def test_bfloat16_gradients_train_as_well(tmp_path: Path) -> None:
-    """500 steps on two processes: what bfloat16 changes is less than what a seed does."""
+    """500 steps on two processes, for each of SEEDS: what bfloat16 changes is far below what the seed does (measured:
+    1.1e-6, and 0.0083)."""
     root = make_root(tmp_path / "root", {"64x64": [64, 64]})
-    means = {}
-    for name, seed, gradients in [("float32", 0, "float32"), ("bfloat16", 0, "bfloat16"), ("seed 1", 1, "float32")]:
-        fields = train_fields(
-            root, tmp_path / name.replace(" ", "-"), seed=seed, max_steps=STEPS, ddp={"gradients": gradients}
-        )
-        fields["checkpoint"] = {"every": STEPS}
-        config = write_config(tmp_path, fields)
-        result = run_module("train", "--config", str(config), "--num_processes", "2", launcher=launcher(2))
-        assert result.returncode == 0, result.stderr
-        losses, _ = curve(Path(fields["run_dir"]))
-        means[name] = float(np.mean(losses[-LAST:]))
-    print(f"\nmean loss of the last {LAST} of {STEPS} steps: {means}")
-    off, seeds = abs(means["bfloat16"] - means["float32"]), abs(means["seed 1"] - means["float32"])
-    assert means["float32"] < 0.95 and 0 < off < seeds
+    # (seeds, 2): the mean loss of the last steps, with gradients in float32 and in bfloat16
+    means = np.array([[last_loss(root, tmp_path, seed, kind) for kind in GRADIENTS] for seed in range(SEEDS)])
+    exact, apart = means[:, 0], means[:, 1] - means[:, 0]
+    print(f"\nmean loss of the last {LAST} of {STEPS} steps, by seed: float32 {exact}, bfloat16 off by {apart}")
+    print(f"standard deviation over seeds {exact.std(ddof=1):.2g}; root mean square off {rms(apart):.2g}")
+    assert (exact < LEARNT).all()  # steps that do nothing would agree
+    assert 0 < rms(apart) < exact.std(ddof=1) / 100
+
+
+def last_loss(root: Path, folder: Path, seed: int, gradients: str) -> float:
+    """Mean loss of the last steps of a run."""
+    fields = train_fields(
+        root, folder / f"{gradients}-{seed}", seed=seed, max_steps=STEPS, ddp={"gradients": gradients}
+    )
+    fields["checkpoint"] = {"every": STEPS}
+    config = write_config(folder, fields)
+    result = run_module("train", "--config", str(config), "--num_processes", "2", launcher=launcher(2))
+    assert result.returncode == 0, result.stderr
+    losses, _ = curve(Path(fields["run_dir"]))
+    return float(np.mean(losses[-LAST:]))
+
+
+def rms(values: np.ndarray) -> float:
+    """Root mean square."""
+    return float(np.sqrt(np.square(values).mean()))

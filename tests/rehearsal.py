@@ -1,0 +1,78 @@
+"""bench/gpu_check.sh, rehearsed on the CPU from a clean export of HEAD, in an environment like a lent GPU machine's.
+
+    python -m tests.rehearsal [--python 3.12] [--minutes 40] [what bench.gpu_check takes]
+
+The environment has what such a machine has, and no more: `THERE`. What the check lacks there, `bench/gpu_check.sh
+wheels` carries along, at most `MOST_CARRIED`. Installing takes a package index; the check itself then takes none.
+"""
+
+import argparse
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from tests.install import ROOT, UV, run
+
+THERE = ("torch==2.11.0", "torchvision==0.26.0", "transformers==5.17.*", "accelerate==1.15.*", "numpy==2.5.*")
+THERE += ("pyarrow", "pillow", "xxhash", "pyyaml", "rich", "matplotlib")
+ABSENT = ("diffusers", "pydantic", "streaming", "ray")
+LOOK = """
+import importlib.util, sys
+print("{}.{}".format(*sys.version_info), *filter(importlib.util.find_spec, sys.argv[1:]))
+"""
+MOST_CARRIED = 64 << 20
+"""Bytes of wheels."""
+
+
+def main() -> None:
+    """Install, export, fetch, check; ends with the check's own code."""
+    parser = argparse.ArgumentParser(prog="tests.rehearsal", description=__doc__)
+    parser.add_argument("--python", default="3.12", help="a version or a path, as uv takes it")
+    parser.add_argument("--minutes", default="40", help="of the check")
+    options, more = parser.parse_known_args()
+    with tempfile.TemporaryDirectory(prefix="latentmill-rehearsal-") as folder:
+        place, clone = Path(folder), Path(folder) / "clone"
+        python, version = machine(place, options.python)
+        export(clone)
+        say(run("env", f"PYTHON={python}", "bash", "bench/gpu_check.sh", "wheels", version, cwd=clone))
+        carried = sum(wheel.stat().st_size for wheel in (clone / ".wheels").iterdir())
+        assert carried <= MOST_CARRIED, f"{carried} bytes of wheels"
+        words = ["bash", "bench/gpu_check.sh", "--output", str(place / "found"), "--device", "cpu", "--small"]
+        words += ["--minutes", options.minutes, *more]
+        check = subprocess.run(["env", "-u", "PYTHONPATH", f"PYTHON={python}", *words], cwd=clone)
+        page = place / "found" / "gpu-check.md"
+        if page.is_file():  # what is wrong with the request is said before there is one
+            say(page.read_text())
+    sys.exit(check.returncode)
+
+
+def machine(place: Path, version: str) -> tuple[Path, str]:
+    """Its interpreter, and that one's version."""
+    python = place / "venv" / "bin" / "python"
+    run(*UV, "venv", "--quiet", "--seed", "--python", version, str(place / "venv"), cwd=place)
+    run(*UV, "pip", "install", "--quiet", "--python", str(python), *THERE, cwd=place)
+    # a command line's typer may have brought it
+    run(*UV, "pip", "uninstall", "--quiet", "--python", str(python), "pydantic", "pydantic-core", cwd=place)
+    listed = run(*UV, "pip", "list", "--quiet", "--format", "freeze", "--python", str(python), cwd=place).split()
+    version, *found = run(str(python), "-c", LOOK, *ABSENT, cwd=place).split()
+    assert not found, f"the machine is to lack {found}"
+    names = [name.split("=")[0] for name in THERE]
+    say(f"A machine with Python {version}, {', '.join(line for line in listed if line.split('==')[0] in names)}.")
+    return python, version
+
+
+def export(clone: Path) -> None:
+    """HEAD's files and nothing else."""
+    clone.mkdir()
+    archive = subprocess.run(["git", "archive", "HEAD"], cwd=ROOT, check=True, capture_output=True).stdout
+    subprocess.run(["tar", "-x"], cwd=clone, input=archive, check=True)
+
+
+def say(text: str) -> None:
+    """At once: what follows takes long."""
+    print(text.strip(), flush=True)
+
+
+if __name__ == "__main__":
+    main()
