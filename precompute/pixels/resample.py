@@ -101,7 +101,7 @@ def _by_torch(pixels: Tensor, at: Placement, decoded_scale: int, filter: Filter)
     # Pillow's filters to a level, in vector instructions; what is right of and below the bucket is not computed
     shrink = torch.ops.aten._upsample_bicubic2d_aa if filter == "bicubic" else torch.ops.aten._upsample_bilinear2d_aa
     scaled: Tensor = shrink(pixels[:, :, :rows], [bottom, right], False, scale_y, scale_x)
-    return _rgb(scaled[0, :, at.top :, at.left :].permute(1, 2, 0).numpy())
+    return _rgb(scaled.numpy()[0, :, at.top :, at.left :].transpose(1, 2, 0))
 
 
 def _rgb(values: np.ndarray) -> np.ndarray:
