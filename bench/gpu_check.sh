@@ -10,7 +10,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-python3}
 LACKING=(annotated-types certifi charset-normalizer diffusers idna importlib-metadata pydantic pydantic-core
-  pydantic-settings python-dotenv requests typing-extensions typing-inspection urllib3 zipp)
+  pydantic-settings prometheus-client python-dotenv requests typing-extensions typing-inspection urllib3 zipp)
 
 if [ "${1:-}" = wheels ]; then
   VERSION=${2:-3.12}
