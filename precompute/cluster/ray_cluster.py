@@ -65,6 +65,7 @@ def start_ray(config: ResourcesConfig) -> None:
 
     Raises:
         RequestError: the cluster cannot be joined, or this machine has not what one worker takes.
+        WorkError: Ray does not start here.
     """
     forget_ranks()
     if ray.is_initialized():
@@ -80,11 +81,18 @@ def start_ray(config: ResourcesConfig) -> None:
                 f"at RAY_AUTH_TOKEN_PATH (docs/how-to/cluster.md)."
             ) from error
         return
-    _init(
-        address="local",  # without it, any cluster that runs on this machine
-        include_dashboard=False,
-        object_store_memory=256 << 20,  # work goes by name; only small results come back
-    )
+    try:
+        _init(
+            address="local",  # without it, any cluster that runs on this machine
+            include_dashboard=False,
+            object_store_memory=256 << 20,  # work goes by name; only small results come back
+        )
+    except Exception as error:  # Ray raises that very type where it waited in vain
+        raise WorkError(
+            f"Ray did not start on this machine: {first_line(error)} A machine that is busy, or short of memory or "
+            f"of room in /tmp, is the likeliest cause; Ray's own logs are in /tmp/ray/session_latest/logs. Give the "
+            f"same command again."
+        ) from error
     here = ray.cluster_resources()
     if missing(here, config.needs):
         raise RequestError(

@@ -15,6 +15,7 @@ import ray
 
 from precompute.cluster.fleet import Done, Failed, Fleet, FleetConfig, UnderWay
 from precompute.cluster.ray_cluster import Function, start_ray
+from shards.base.errors import WorkError
 
 AT_ONCE = 3
 CONFIG = FleetConfig(num_gpus=0, num_cpus=1, backoff=0)
@@ -72,6 +73,17 @@ def test_told_to_leave_while_ray_starts(
     with pytest.raises(SystemExit) as ended:
         start_ray(CONFIG)
     assert ended.value.code == 75 and "error: told to leave." in capsys.readouterr().err
+
+
+def test_a_machine_on_which_ray_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    def init(**_: object) -> None:
+        raise Exception("The current node timed out during startup.\nMore.")  # as Ray does
+
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr("ray.is_initialized", lambda: False)
+    monkeypatch.setattr("ray.init", init)
+    with pytest.raises(WorkError, match=r"did not start on this machine: The current node timed out during startup\."):
+        start_ray(CONFIG)
 
 
 def fleet(function: Function[str, int], keys: str) -> Fleet[str, int]:
