@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -9,6 +11,8 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 from urllib.parse import unquote, urlsplit
+
+from tests.runs import environment
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 FAULTS = {
@@ -85,3 +89,12 @@ def fake_hub(folder: Path, faulty: bool = True) -> Iterator[str]:
         server.shutdown()
         thread.join()
         server.server_close()
+
+
+def ask(code: str, hub: str, cache: Path, *arguments: str, **variables: str) -> str:
+    """Standard output of `code` in a process of its own, for which `hub` is the hub."""
+    here = {"HF_ENDPOINT": hub, "HF_HOME": str(cache), "HF_HUB_OFFLINE": "0", "NO_PROXY": "127.0.0.1"} | variables
+    command = [sys.executable, "-c", code, *arguments]
+    result = subprocess.run(command, capture_output=True, text=True, env=environment(**here), timeout=600)
+    assert result.returncode == 0, result.stderr
+    return result.stdout

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.evaluate.pages import add_evaluation, make_run, report
 from tests.evaluate.study.browser import browsing
-from tests.evaluate.test_report import add_evaluation, make_run, report
 
 pytestmark = [pytest.mark.slow, pytest.mark.browser]
 NARROW = "[...document.querySelectorAll('body *')].filter(e => !e.closest('.frame') && !e.closest('svg'))"

@@ -24,9 +24,8 @@ from evaluate.sampling.settings import SamplerName, SamplingConfig
 from shards.base.errors import RequestError, WorkError, exit_code_of
 from tests import ranks
 from tests.evaluate.sets import PROMPTS, draw_here, pictures, sampling
-from tests.fake_hub import fake_hub
+from tests.fake_hub import ask, fake_hub
 from tests.runs import run_module
-from tests.shards.format.test_models import ask
 
 STEP = 1 / 255
 """Of a pixel's levels."""

@@ -2,8 +2,6 @@
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,8 +9,7 @@ import pytest
 from precompute.config import describe_encoding
 from shards.format import models as hub_models
 from tests.conftest import precompute_config
-from tests.fake_hub import COMMIT, fake_hub
-from tests.runs import environment
+from tests.fake_hub import COMMIT, ask, fake_hub
 
 DESCRIBE = """
 import json, sys
@@ -38,15 +35,6 @@ for name in sys.argv[1:]:
 print(json.dumps(said))
 """
 NAMES = ("vae", "text_encoder", "tokenizer")
-
-
-def ask(code: str, hub: str, cache: Path, *arguments: str, **variables: str) -> str:
-    """Standard output of `code` in a process of its own, for which `hub` is the hub."""
-    here = {"HF_ENDPOINT": hub, "HF_HOME": str(cache), "HF_HUB_OFFLINE": "0", "NO_PROXY": "127.0.0.1"} | variables
-    command = [sys.executable, "-c", code, *arguments]
-    result = subprocess.run(command, capture_output=True, text=True, env=environment(**here), timeout=600)
-    assert result.returncode == 0, result.stderr
-    return result.stdout
 
 
 def options(tmp_path: Path, repo: str) -> list[str]:

@@ -12,7 +12,8 @@ from plan.config import Plan
 from precompute.config import PrecomputeConfig
 from shards.base.config import load_config
 from tests.families import CONFIGS, PIXART, TOKENS, Family, make_small
-from tests.train.families import calls, test_steps
+from tests.train.families import calls
+from tests.train.families.steps import check_loss, check_steps, make_case
 from train.config import TrainConfig
 from train.model.unet import class_of
 
@@ -64,9 +65,9 @@ def test_its_steps_and_its_loss_are_its_pipelines(
     monkeypatch.setitem(calls.OWN, NAME, calls.OWN["pixart-sigma"])
     monkeypatch.setitem(calls.TOLD, NAME, (64, 64, 0, 0))
     family = Family(NAME, "kl", {"t5": ("t5", 12)}, SMALL, {"max_tokens": TOKENS}, configs)
-    case = test_steps.make_case(make_small(family, tmp_path / "small"))
+    case = make_case(make_small(family, tmp_path / "small"))
     assert {"resolution", "aspect_ratio"} <= case.loss.backbone.arguments(
         case.loss.latents.conditioning(case.batch, torch.zeros(4, dtype=torch.bool)), (4, 4)
     )["added_cond_kwargs"].keys()
-    test_steps.test_each_step_is_the_pipelines(case)
-    test_steps.test_the_loss_is_of_the_pipelines_prediction(case, monkeypatch)
+    check_steps(case)
+    check_loss(case, monkeypatch)
