@@ -278,7 +278,10 @@ def test_nothing_that_a_superseded_launch_puts_is_read(store: LocalStore, tmp_pa
     shutil.rmtree(late)
     second.put(checkpoint(work, 2, 2, "others"), work)
     second.put(checkpoint(work, 3, 2), work)
+    for step in (0, 9):  # the one was cut off, the other is on its way
+        store.write(f"checkpoints/step-{step:08d}/unet/weights", b"")
     second.drop_old(3, lambda ages: [1] if sorted(ages) == [1, 2, 3] else [])
+    assert not store.files("checkpoints/step-00000000") and store.files("checkpoints/step-00000009")
     assert sorted(find_checkpoints(store)) == ["step-00000002", "step-00000003"]
     assert store.read("checkpoints/step-00000002/unet/weights") == b"others"
     assert sorted(find_checkpoints(open_store(launched(store).address))) == ["step-00000002", "step-00000003"]

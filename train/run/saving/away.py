@@ -13,6 +13,7 @@ then.
 """
 
 import json
+import re
 import time
 import uuid
 from collections.abc import Callable, Collection, Mapping
@@ -226,9 +227,11 @@ class Away:
         modified = {name.split("/")[0]: e.modified for name, e in entries.items() if name.endswith(f"/{STATE_NAME}")}
         ages = {step_of(Path(name)): time.time() - seconds for name, seconds in modified.items()}
         ours = {step_of(Path(name)) for name in find_checkpoints(self.store)}
-        past = {found: age for found, age in ages.items() if found <= step}
-        old = choose({found: past[found] for found in past.keys() & ours})
-        names = [self._files(f"checkpoints/step-{found:08d}") for found in sorted({*old} | past.keys() - ours)]
+        old = choose({found: age for found, age in ages.items() if found <= step and found in ours})
+        # whatever lies there, uploads that were cut off too
+        there = {int(match[1]) for name in entries if (match := re.match(r"step-(\d{8,})/", name))}
+        others = {found for found in there - ours if found <= step}
+        names = [self._files(f"checkpoints/step-{found:08d}") for found in sorted({*old} | others)]
         self.check()
         for files in names:
             self._remove(files)
