@@ -14,8 +14,10 @@ from pathlib import Path
 
 from tests.install import ROOT, UV, run
 
-THERE = ("torch==2.11.0", "torchvision==0.26.0", "transformers==5.17.*", "accelerate==1.15.*", "numpy==2.5.*")
-THERE += ("pyarrow", "pillow", "xxhash", "pyyaml", "rich", "matplotlib")
+THERE = [
+    *("torch==2.11.0", "torchvision==0.26.0", "transformers==5.17.*", "accelerate==1.15.*", "numpy==2.5.*"),
+    *("pyarrow", "pillow", "xxhash", "pyyaml", "rich", "matplotlib"),
+]
 ABSENT = ("diffusers", "pydantic", "streaming", "ray")
 LOOK = """
 import importlib.util, sys

@@ -86,7 +86,7 @@ class PartMDSWriter:
         at = self.ends[-1]
         if at + size > len(self.buffer):  # one sample is more than a file
             self.buffer = np.concatenate([self.buffer[:at], np.empty(size, np.uint8)])
-        held = memoryview(self.buffer)
+        held = self.buffer.data
         for piece in pieces:
             held[at : at + len(piece)] = piece
             at += len(piece)
