@@ -204,7 +204,9 @@ class SimulatedRun:
             wait_for_everyone=lambda: None,
         )  # fmt: skip
         self.log, self.results = MagicMock(main=False), MagicMock()
-        self.loader, self.meter, self.snapshots = repeat(None), MagicMock(), MagicMock(config=SimpleNamespace(every=9))
+        self.loader, self.meter = MagicMock(num_first=1), MagicMock()
+        self.loader.__iter__.return_value = repeat(None)
+        self.snapshots = MagicMock(config=SimpleNamespace(every=9))
         self.unet = self.aligned = None
         self.averages: dict[str, Any] = {}
         self.optimizer = SimpleNamespace(adamw=None)
