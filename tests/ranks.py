@@ -8,6 +8,7 @@ folder, so that nothing but the network is shared.
 import atexit
 import ctypes
 import os
+import random
 import socket
 import sys
 import tempfile
@@ -130,6 +131,7 @@ def _run_ranks(
     node: Path | None,
 ) -> None:
     os.setsid()
+    random.seed()  # or all of a server would draw the same, Ray its ports too
     os.chdir(here[0])
     os.environ.clear()
     os.environ.update(here[1])

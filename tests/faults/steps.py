@@ -156,9 +156,9 @@ class Encoding:
         write_indexes(store)
 
 
-def write_other(part: PartWriter, sample: Sample, write: Callable[..., None] = PartWriter.write) -> None:
+def write_other(part: PartWriter, *samples: Sample, write: Callable[..., None] = PartWriter.write) -> None:
     """In place of `PartWriter.write`: latents that are off by a little."""
-    write(part, replace(sample, image_latents=sample.image_latents + 0.25))
+    write(part, *(replace(sample, image_latents=sample.image_latents + 0.25) for sample in samples))
 
 
 def fork(work: Callable[[], None], about: str) -> int:

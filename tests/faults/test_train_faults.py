@@ -22,11 +22,12 @@ from tests import ranks
 from tests.runs import compare, environment, last_step, launcher, rank_processes, train_fields, write_config
 from train.__main__ import run as command
 from train.run import launches
+from train.run.saving import parts
 from train.run.saving import writer as checkpoint
 
 FIGURES = Path(__file__).parents[2] / "runs" / "faults" / "train.json"
 STAGES = [
-    # function that checkpoint.py or launches.py calls, which of its calls, when: before, halfway through or after it
+    # function that writer.py, parts.py or launches.py calls, which of its calls; before, halfway through or after it
     ("write_tensors", 1, "before"),  # the folder is there, and nothing in it but the U-Net's config
     ("write_tensors", 1, "half"),
     ("write_tensors", 2, "before"),
@@ -35,9 +36,9 @@ STAGES = [
     ("write_tensors", 3, "half"),  # the optimizer
     ("sha256_file", 1, "before"),
     ("sha256_file", 3, "after"),
-    ("write_sealed_json", 1, "before"),
-    ("write_sealed_json", 1, "half"),
-    ("write_sealed_json", 1, "after"),
+    ("write_file", 1, "before"),
+    ("write_file", 1, "half"),
+    ("write_file", 1, "after"),
     ("fsync_tree", 1, "after"),
     ("fsync_folder", 1, "before"),  # renamed
     ("fsync_folder", 1, "after"),
@@ -82,7 +83,8 @@ def train_until_stage(arguments: list[str]) -> None:
         return called
 
     checkpoint.CheckpointWriter._write = counted_write  # type: ignore[assignment, method-assign]
-    owner: Any = {"rmtree": checkpoint.shutil, "fsync_folder": launches}.get(name, checkpoint)
+    owners = {"rmtree": checkpoint.shutil, "fsync_folder": launches, "write_file": parts, "fsync_tree": parts}
+    owner: Any = owners.get(name, checkpoint)
     setattr(owner, name, deadly(getattr(owner, name)))
     command(arguments[1:])
 
