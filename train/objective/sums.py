@@ -52,8 +52,9 @@ class LossSums:
 
     def reduce(self, accelerator: Accelerator) -> "LossSums":
         """Over all ranks, in float64 on the CPU; every rank must call this."""
-        both = accelerator.reduce(torch.stack([self.sums, self.counts]), "sum")
-        return LossSums(*both.to("cpu", torch.float64))
+        # float32 of three ranks and more would depend on their order, which the number of steps at once changes
+        both = accelerator.reduce(torch.stack([self.sums, self.counts]).double(), "sum")
+        return LossSums(*both.cpu())
 
     def steps(self) -> list["LossSums"]:
         """Each of the (steps, 4) that were stacked."""

@@ -93,8 +93,8 @@ class StepResults:
                 if said := self.alarm.hear(state.alarm, number, loss):
                     self.accelerator.print(said)
         if self.aligned:
-            totals: Tensor = self.accelerator.reduce(torch.stack(self.aligned), "sum")
-            means = totals.to("cpu", torch.float64) / self.global_batch_size
+            totals: Tensor = self.accelerator.reduce(torch.stack(self.aligned).double(), "sum")
+            means = totals.cpu() / self.global_batch_size
             state.alignments += [mean for mean in means.tolist() if math.isfinite(mean)]
             self.aligned.clear()
         scaler = self.accelerator.scaler
