@@ -9,6 +9,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import AutocastKwargs
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from shards.base.errors import Preempted, RequestError, WorkError, say
 from shards.base.stop import Heard, StopSignal
@@ -18,7 +19,7 @@ from train.data.loader import Loader
 from train.model.ema import SNAPSHOT_DTYPES, Ema, ema_decay
 from train.model.optimizer import Optimizer
 from train.objective.alignment import Aligned
-from train.objective.loss import DiffusionLoss
+from train.objective.loss import DiffusionLoss, Noised
 from train.objective.sums import LossSums
 from train.objective.validation import Validation
 from train.run.health.endpoint import Figures, served
@@ -104,6 +105,8 @@ def _train(run: Run) -> None:
             with run.meter.waiting_for_data():
                 batch = next(batches)
             run.heart.at(state.step, "training")
+            if state.step == first:
+                order_buckets(run, batch)
             take_step(run, batch)
             if state.step == first + run.loader.num_first:
                 expect_answers(run.heart, run.collective_timeout)
@@ -137,13 +140,32 @@ def take_step(run: Run, batch: Batch) -> None:
         write_line(run, grad_norm)
 
 
+def order_buckets(run: Run, batch: Batch) -> None:
+    """Have DDP put gradients into the order in which they come, before the launch's first step.
+
+    It does so once, after the first backward pass, and on three processes and more another order adds up a gradient's
+    summands in another order. The first step after a resume would differ by a rounding from the same step of a run that
+    was never stopped; so that pass is one of which nothing is kept.
+    """
+    if isinstance(run.model, DistributedDataParallel):
+        part = next(noised(run, batch).microbatches(run.microbatch_size, filled=run.compiled))
+        with run.accelerator.autocast(AutocastKwargs(enabled=False)):
+            run.loss(run.model, part).total.sum().backward()
+        run.optimizer.forget_gradients()
+
+
+def noised(run: Run, batch: Batch) -> Noised:
+    """This rank's share of a global batch as the next step trains on it, on the device."""
+    # captions are drawn on the CPU, so that only the one that each sample is trained with moves to the device
+    batch = batch.draw_captions(Draws(run.seed, run.state.step, batch.slots)).to(run.accelerator.device)
+    return run.loss.noised(batch, Draws(run.seed, run.state.step, batch.slots, fused=run.compiled))
+
+
 def train_step(run: Run, batch: Batch) -> Tensor:
     """One optimizer step on this rank's share of a global batch; returns the gradient's norm before clipping."""
-    accelerator, step, device = run.accelerator, run.state.step, run.accelerator.device
-    # on the CPU, so that only the caption that each sample is trained with moves to the device
-    batch = batch.draw_captions(Draws(run.seed, step, batch.slots)).to(device)
-    noised = run.loss.noised(batch, Draws(run.seed, step, batch.slots, fused=run.compiled))
-    parts = list(noised.microbatches(run.microbatch_size, filled=run.compiled))
+    accelerator, step = run.accelerator, run.state.step
+    whole = noised(run, batch)
+    parts = list(whole.microbatches(run.microbatch_size, filled=run.compiled))
     done = []
     # around all of them, so that autocast's copies of the weights serve until these are stepped
     with accelerator.autocast(AutocastKwargs(enabled=False)):
@@ -154,7 +176,7 @@ def train_step(run: Run, batch: Batch) -> Tensor:
                 accelerator.backward(losses.total.sum() / len(batch))
             done.append(losses)
     errors = torch.cat([losses.per_sample.detach() for losses in done])
-    sums = LossSums.of(errors, noised.timesteps, run.loss.path.num_train_timesteps, run.microbatch_size)
+    sums = LossSums.of(errors, whole.timesteps, run.loss.path.num_train_timesteps, run.microbatch_size)
     aligned = [losses.aligned.detach().sum() for losses in done if losses.aligned is not None]
     grad_norm, skipped = run.optimizer.step(run.model, step)
     run.results.add(skipped, sums, sum(aligned[1:], aligned[0]) if aligned else None)

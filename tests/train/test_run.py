@@ -16,7 +16,7 @@ import torch
 from shards.base.errors import WorkError, exit_code_of
 from tests import ranks
 from tests.roots import part_of
-from tests.runs import PYTHON, curve, environment, launcher, run_module, train_fields, write_config
+from tests.runs import PYTHON, compare, curve, environment, launcher, run_module, train_fields, write_config
 from train.__main__ import run as command
 from train.config import DataConfig
 from train.data.batch import Batch
@@ -118,6 +118,17 @@ def test_killed_and_resumed_with_the_newest_checkpoint_damaged(reference: Path, 
 
     again = run_module("train", "--config", str(config))
     assert again.returncode == 0 and "has done its 8 steps; there is nothing to do" in again.stdout
+
+
+@pytest.mark.parametrize("sharding", ["none", "full"])
+def test_stopped_and_resumed_on_four_processes(latents: Path, tmp_path: Path, sharding: str) -> None:
+    """A gradient is four summands, which a launch's first step adds up in the order of every other step's."""
+    fields = train_fields(latents, tmp_path / "whole", max_steps=4, sharding=sharding)
+    ranks.run(tmp_path / "whole.log", ["--config", str(write_config(tmp_path, fields))], 4)
+    for max_steps in (2, 4):
+        stopped = write_config(tmp_path, fields | {"run_dir": str(tmp_path / "run"), "max_steps": max_steps})
+        ranks.run(tmp_path / "run.log", ["--config", str(stopped)], 4)
+    compare(tmp_path / "run", tmp_path / "whole")
 
 
 def test_training_touches_no_pixel_no_encoder_and_no_stage_1(latents: Path, tmp_path: Path) -> None:

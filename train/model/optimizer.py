@@ -98,5 +98,9 @@ class Optimizer:
         skipped = (~torch.isfinite(grad_norm)).float()
         self.adamw.found_inf = skipped  # type: ignore[attr-defined]
         self.prepared.step()
-        self.prepared.zero_grad(set_to_none=True)
+        self.forget_gradients()
         return grad_norm, skipped
+
+    def forget_gradients(self) -> None:
+        """Drop them, and their memory."""
+        self.prepared.zero_grad(set_to_none=True)

@@ -227,9 +227,7 @@ def test_each_node_fetches_the_checkpoint_once(failing_s3: str, latents: Path, t
         codes = ranks.wait(ranks.start(tmp_path / "log", words, 4, 2, program=program))
         assert codes == [0, 0], (tmp_path / "log").read_text()[-3000:]
     bring(open_store("s3://mill/nodes"), tmp_path / "copy")
-    (losses, keys), (expected, expected_keys) = (curve(tmp_path / name) for name in ("copy", "near"))
-    # DDP orders its buckets anew after a launch's first step: four summands of a gradient add up in another order
-    assert keys == expected_keys and losses == pytest.approx(expected, rel=1e-6)
+    assert curve(tmp_path / "copy") == curve(tmp_path / "near")
 
 
 # what follows needs no S3: a store is a store

@@ -207,7 +207,7 @@ class SimulatedRun:
         self.loader, self.meter = MagicMock(num_first=1), MagicMock()
         self.loader.__iter__.return_value = repeat(None)
         self.snapshots = MagicMock(config=SimpleNamespace(every=9))
-        self.unet = self.aligned = None
+        self.unet = self.aligned = self.model = None
         self.averages: dict[str, Any] = {}
         self.optimizer = SimpleNamespace(adamw=None)
         self.writer = self

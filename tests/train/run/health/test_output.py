@@ -100,6 +100,8 @@ def test_a_terminal_stays_a_terminal(tmp_path: Path) -> None:
 
 
 def test_the_error_that_ends_a_rank_stays_what_it_is_where_its_folder_is_gone(tmp_path: Path) -> None:
-    end = "import shutil; shutil.rmtree(sys.argv[1]); raise SystemExit(75)"
+    log = "(Path(sys.argv[1]) / 'logs' / '0007' / 'rank-00003.log')"
+    written = f"{log}.exists() and {{'told', 'warns'}} <= set({log}.read_text().split())"  # both copies have it open
+    end = f"import shutil\n    while not ({written}): pass\n    shutil.rmtree(sys.argv[1]); raise SystemExit(75)"
     code, output, errors = run(tmp_path / "run", 3, end)
     assert code == 75 and output == "before\npython\na child\ntold\n" and errors == "warns\n"
