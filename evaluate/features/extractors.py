@@ -15,18 +15,20 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn.functional import adaptive_avg_pool2d, interpolate
 
+from evaluate.features import open_clip
+from evaluate.features.open_clip import View
 from evaluate.metrics.table import ExtractorName
 from shards.base.config import Config
 from shards.base.durable import canonical_json, sha256_file
 from shards.base.errors import RequestError
-from shards.format.models import FILES, read_model_config
+from shards.format.models import FILES, OTHER_VOCABULARIES, TOKENIZER_FILES, read_model_config
 
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
-IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-DINOV2_SIDE = 224
-RESIZE = {"inception": "bilinear as TensorFlow 1", "clip": "bicubic antialias, center", "dinov2": "bicubic antialias"}
+DINOV2_VIEW = View(224, False, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+BILINEAR, CROPPED, SQUASHED = "bilinear as TensorFlow 1", "bicubic antialias, center", "bicubic antialias"
 TOY_CELLS = 4
 WEIGHTS_NAME = "model.safetensors"
+TRANSFORMERS_FOLDER = f"a transformers folder with config.json and {WEIGHTS_NAME}"
 
 Pixels = np.ndarray
 """(N, height, width, 3) uint8."""
@@ -38,7 +40,8 @@ class ExtractorConfig(Config):
     """A network by its local path; nothing is fetched."""
 
     weights: Path | None = None
-    """inception: torch-fidelity's file; clip, dinov2: a transformers folder; null: not used."""
+    """inception: torch-fidelity's file; clip: a folder of transformers or open_clip; dinov2: of transformers; null: not
+    used."""
     sha256: str | None = None
     """What the weights must hash to; null: whatever is there, and it is in the metric's id."""
 
@@ -74,17 +77,23 @@ def describe_extractor(kind: ExtractorName, config: ExtractorsConfig) -> dict[st
             f"The weights of {kind} {what}. Give their local path as {option}; nothing is downloaded here "
             f"(docs/evaluation.md says where others have them from)."
         )
-    is_a_file = kind == "inception"
-    if not (given.weights if is_a_file else given.weights / WEIGHTS_NAME).is_file():
-        what = "torch-fidelity's file" if is_a_file else f"a transformers folder with config.json and {WEIGHTS_NAME}"
-        raise RequestError(f"{given.weights} is not what {kind} is read from, {what}. Give its path as {option}.")
-    sha256 = _hash(given.weights)
+    of_open_clip = open_clip.weights_file(given.weights) if kind == "clip" else None
+    if not (of_open_clip or (given.weights if kind == "inception" else given.weights / WEIGHTS_NAME)).is_file():
+        what = "torch-fidelity's file" if kind == "inception" else TRANSFORMERS_FOLDER
+        other = f", or open_clip's with {open_clip.CONFIG_NAME} and its weights" if kind == "clip" else ""
+        raise RequestError(
+            f"{given.weights} is not what {kind} is read from, {what}{other}. Give its path as {option}."
+        )
+    sha256 = _hash(given.weights, of_open_clip)
     if given.sha256 is not None and sha256 != given.sha256:
         raise RequestError(
             f"{given.weights} hashes to {sha256}, and extractors.{kind}.sha256 asks for {given.sha256}: other weights "
             f"give other numbers. Put the right file there, or drop the sha256."
         )
-    return {"kind": kind, "sha256": sha256, "resize": RESIZE[kind]}
+    resize = {"inception": BILINEAR, "clip": CROPPED, "dinov2": SQUASHED}[kind]
+    if of_open_clip and not open_clip.read_view(given.weights).crop:
+        resize = SQUASHED
+    return {"kind": kind, "sha256": sha256, "resize": resize}
 
 
 def extractor_id(description: dict[str, Any]) -> str:
@@ -97,13 +106,16 @@ def load_extractor(kind: ExtractorName, weights: Path | None, device: str) -> Ex
     if kind == "toy":
         return lambda pixels: adaptive_avg_pool2d(_floats(pixels, device), TOY_CELLS).flatten(1)
     assert weights is not None
-    return {"inception": _inception, "clip": _clip, "dinov2": _dinov2}[kind](weights, device)
+    clip = _open_clip if open_clip.weights_file(weights) else _clip
+    return {"inception": _inception, "clip": clip, "dinov2": _dinov2}[kind](weights, device)
 
 
 def load_text_features(weights: Path, device: str) -> Callable[[list[str]], Tensor]:
     """Prompts → (N, D) float32, in the space of `clip`'s features. Prompts are cut where the tokenizer ends."""
     from transformers import AutoTokenizer, CLIPModel
 
+    if open_clip.weights_file(weights):
+        return open_clip.load_text_features(weights, device)
     model = CLIPModel.from_pretrained(weights, use_safetensors=True).eval().to(device)
     tokenizer = AutoTokenizer.from_pretrained(weights)
     length = model.config.text_config.max_position_embeddings
@@ -142,27 +154,27 @@ def _clip(weights: Path, device: str) -> Extractor:
     from transformers import CLIPModel
 
     model = CLIPModel.from_pretrained(weights, use_safetensors=True).eval().to(device)
-    side = model.config.vision_config.image_size
+    view = View(model.config.vision_config.image_size, True, CLIP_MEAN, CLIP_STD)
+    return _shown_to(lambda x: model.visual_projection(model.vision_model(pixel_values=x).pooler_output), view, device)
 
-    @torch.inference_mode()
-    def extract(pixels: Pixels) -> Tensor:
-        shown = _shown(_floats(pixels, device), side, crop=True, mean=CLIP_MEAN, std=CLIP_STD)
-        embeds: Tensor = model.visual_projection(model.vision_model(pixel_values=shown).pooler_output)
-        return embeds.float()
 
-    return extract
+def _open_clip(weights: Path, device: str) -> Extractor:
+    return _shown_to(open_clip.load_model(weights, device).encode_image, open_clip.read_view(weights), device)
 
 
 def _dinov2(weights: Path, device: str) -> Extractor:
     from transformers import Dinov2Model
 
     model = Dinov2Model.from_pretrained(weights, use_safetensors=True).eval().to(device)
+    return _shown_to(lambda x: model(pixel_values=x).pooler_output, DINOV2_VIEW, device)
+
+
+def _shown_to(encode: Callable[[Tensor], Tensor], view: View, device: str) -> Extractor:
+    """`encode`: (N, 3, side, side), normalised → (N, D)."""
 
     @torch.inference_mode()
     def extract(pixels: Pixels) -> Tensor:
-        shown = _shown(_floats(pixels, device), DINOV2_SIDE, crop=False, mean=IMAGENET_MEAN, std=IMAGENET_STD)
-        pooled: Tensor = model(pixel_values=shown).pooler_output
-        return pooled.float()
+        return encode(_shown(_floats(pixels, device), view)).float()
 
     return extract
 
@@ -172,24 +184,28 @@ def _floats(pixels: Pixels, device: str) -> Tensor:
     return torch.from_numpy(pixels).to(device).permute(0, 3, 1, 2).float() / 255
 
 
-def _shown(pictures: Tensor, side: int, crop: bool, mean: tuple[float, ...], std: tuple[float, ...]) -> Tensor:
+def _shown(pictures: Tensor, view: View) -> Tensor:
     """(N, 3, side, side): the shorter side resized and the middle cut, or both sides resized; normalised."""
-    height, width = pictures.shape[-2:]
+    (height, width), side = pictures.shape[-2:], view.side
     scale = side / min(height, width)
-    size = (max(side, round(height * scale)), max(side, round(width * scale))) if crop else (side, side)
+    size = (max(side, round(height * scale)), max(side, round(width * scale))) if view.crop else (side, side)
     if size != (height, width):
         pictures = interpolate(pictures, size, mode="bicubic", antialias=True).clamp(0, 1)
     top, left = (size[0] - side) // 2, (size[1] - side) // 2
     pictures = pictures[:, :, top : top + side, left : left + side]
-    return (pictures - pictures.new_tensor(mean)[:, None, None]) / pictures.new_tensor(std)[:, None, None]
+    return (pictures - pictures.new_tensor(view.mean)[:, None, None]) / pictures.new_tensor(view.std)[:, None, None]
 
 
-def _hash(weights: Path) -> str:
+def _hash(weights: Path, of_open_clip: Path | None) -> str:
+    """Of a file; of a folder's config, weights and tokenizer."""
     if weights.is_file():
         return sha256_file(weights)
-    read_model_config(weights)
+    if of_open_clip is None:
+        read_model_config(weights)
+    names = FILES if of_open_clip is None else (open_clip.CONFIG_NAME, of_open_clip.name, *TOKENIZER_FILES)
+    vocabularies = () if (weights / "vocab.json").is_file() else OTHER_VOCABULARIES
     digest = hashlib.sha256()
-    for name in FILES:
+    for name in (*names, *vocabularies):
         if (weights / name).is_file():
             digest.update(f"{name} {sha256_file(weights / name)}\n".encode())
     return digest.hexdigest()

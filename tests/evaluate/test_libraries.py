@@ -1,18 +1,34 @@
 """Metrics against those of torchmetrics and torch-fidelity, on random features in float64."""
 
+import json
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
+import open_clip
 import pytest
 import torch
+from open_clip.push_to_hf_hub import save_for_hf
+from open_clip.transform import PreprocessCfg, image_transform_v2
+from PIL import Image
 from torch import Tensor, nn
 from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3
 from torch_fidelity.metric_fid import fid_features_to_statistics, fid_statistics_to_metric
 from torch_fidelity.metric_prc import calculate_precision_recall_full
 from torchmetrics.image.fid import FrechetInceptionDistance
 from torchmetrics.image.kid import KernelInceptionDistance
+from transformers import CLIPConfig, CLIPModel
 
-from evaluate.features.extractors import ExtractorConfig, ExtractorsConfig, describe_extractor, load_extractor
+from evaluate.features.extractors import (
+    ExtractorConfig,
+    ExtractorsConfig,
+    describe_extractor,
+    load_extractor,
+    load_text_features,
+)
+from evaluate.features.open_clip import weights_file
 from evaluate.metrics.frechet import Moments, frechet_distance
 from evaluate.metrics.kernels import kid
 from evaluate.metrics.manifold import precision, recall
@@ -109,3 +125,81 @@ def test_absent_and_other_weights_are_named(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match=r"hashes to d9298a10.* asks for 0000"):
         config = ExtractorsConfig(inception=ExtractorConfig(weights=path, sha256="0000"))
         describe_extractor("inception", config)
+
+
+@pytest.fixture(scope="module")
+def theirs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, open_clip.CLIP]:
+    """A small random model in a folder as open_clip's `push_to_hf_hub` leaves it, and the model."""
+    folder = tmp_path_factory.mktemp("open_clip")
+    vision = {"image_size": 32, "layers": 2, "width": 32, "patch_size": 8, "head_width": 16}
+    text = {"context_length": 12, "vocab_size": 49408, "width": 32, "heads": 2, "layers": 2}
+    config = {"embed_dim": 16, "vision_cfg": vision, "text_cfg": text}
+    (folder / "open_clip_config.json").write_text(json.dumps({"model_cfg": config}))
+    torch.manual_seed(0)
+    model = open_clip.create_model(f"local-dir:{folder}", load_weights=False).eval()
+    save_for_hf(model, SimpleNamespace(save_pretrained=lambda _: None), config, str(folder))
+    return folder, model
+
+
+def with_preprocess(folder: Path, copy: Path, **changes: object) -> Path:
+    """A copy of the folder that shows pictures otherwise."""
+    shutil.copytree(folder, copy)
+    config = json.loads((copy / "open_clip_config.json").read_text())
+    config["preprocess_cfg"] |= changes
+    (copy / "open_clip_config.json").write_text(json.dumps(config))
+    return copy
+
+
+def described(weights: Path) -> dict[str, str]:
+    return describe_extractor("clip", ExtractorsConfig(clip=ExtractorConfig(weights=weights)))
+
+
+def test_open_clips_own_files_give_what_open_clip_gives(theirs: tuple[Path, open_clip.CLIP], tmp_path: Path) -> None:
+    folder, model = theirs
+    pixels = np.random.default_rng(0).integers(0, 256, (3, 32, 32, 3), dtype=np.uint8)
+    pictures = [Image.fromarray(each) for each in pixels]
+    captions = ["a red square", "two dogs and very many more words than there is room for, " * 3]
+    with torch.inference_mode():
+        shown = torch.stack([open_clip.image_transform(32, is_train=False)(each) for each in pictures])
+        images = model.encode_image(shown)
+        texts = model.encode_text(open_clip.get_tokenizer("ViT-B-32", context_length=12)(captions))
+    torch.testing.assert_close(load_extractor("clip", folder, "cpu")(pixels), images)
+    torch.testing.assert_close(load_text_features(folder, "cpu")(captions), texts)
+    pickled = tmp_path / "pickled"
+    shutil.copytree(folder, pickled)
+    (pickled / "open_clip_model.safetensors").unlink()
+    torch.testing.assert_close(load_extractor("clip", pickled, "cpu")(pixels), images)
+    found = described(folder)
+    assert found["resize"] == "bicubic antialias, center" and found["sha256"] != described(pickled)["sha256"]
+
+
+def test_pictures_are_squashed_where_open_clip_squashes(theirs: tuple[Path, open_clip.CLIP], tmp_path: Path) -> None:
+    changes: dict[str, Any] = {"resize_mode": "squash", "mean": [0.5] * 3, "std": [0.25] * 3}
+    folder = with_preprocess(theirs[0], tmp_path / "squash", **changes)
+    pixels = np.random.default_rng(0).integers(0, 256, (2, 48, 64, 3), dtype=np.uint8)
+    transform = image_transform_v2(PreprocessCfg(size=32, **changes), is_train=False)
+    with torch.inference_mode():
+        images = theirs[1].encode_image(torch.stack([transform(Image.fromarray(each)) for each in pixels]))
+    # Pillow rounds what it resized to whole steps of a pixel
+    torch.testing.assert_close(load_extractor("clip", folder, "cpu")(pixels), images, atol=0.02, rtol=0)
+    assert described(folder)["resize"] == "bicubic antialias"
+
+
+def test_a_folder_of_both_forms_is_read_as_transformers(theirs: tuple[Path, open_clip.CLIP], tmp_path: Path) -> None:
+    both = with_preprocess(theirs[0], tmp_path / "both")
+    CLIPModel(CLIPConfig(projection_dim=8)).vision_model.config.save_pretrained(both)
+    (both / "model.safetensors").write_bytes(b"")
+    assert described(both)["sha256"] != described(theirs[0])["sha256"] and weights_file(both) is None
+
+
+def test_open_clips_files_that_do_not_fit_are_named(theirs: tuple[Path, open_clip.CLIP], tmp_path: Path) -> None:
+    bilinear = with_preprocess(theirs[0], tmp_path / "bilinear", interpolation="bilinear")
+    with pytest.raises(RequestError, match="asks for pictures of 32 by bilinear, shortest"):
+        described(bilinear)
+    broken = with_preprocess(theirs[0], tmp_path / "broken")
+    (broken / "open_clip_model.safetensors").write_bytes(b"weights")
+    with pytest.raises(RequestError, match=r"is not what open_clip_config\.json beside it describes"):
+        load_extractor("clip", broken, "cpu")
+    (broken / "open_clip_config.json").write_text("{}")
+    with pytest.raises(RequestError, match="cannot be read as open_clip's config"):
+        described(broken)
