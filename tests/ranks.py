@@ -30,8 +30,12 @@ LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR
 
 
 def environment(**variables: str) -> dict[str, str]:
-    """This process's environment without a launcher's or a cluster's variables."""
-    kept = {key: value for key, value in os.environ.items() if key not in (*LAUNCHER, "RAY_ADDRESS")}
+    """This process's environment without a launcher's or a cluster's variables.
+
+    `ray.init` leaves RAY_AUTH_MODE=token in it; a Ray that was imported without it, as the server's was, would start a
+    cluster that asks for a token, and not give one.
+    """
+    kept = {key: value for key, value in os.environ.items() if key not in (*LAUNCHER, "RAY_ADDRESS", "RAY_AUTH_MODE")}
     return kept | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"} | variables
 
 
