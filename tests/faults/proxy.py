@@ -2,9 +2,9 @@
 
 The proxy counts requests. In place of one of them it resets the connection, or answers 503, or does the request and
 loses the reply, or kills the process that sent it, before or after. Conditional PUTs of one key go one after the other:
-moto looks first and writes then, and would let two win. `GET /-/set?at=7&fault=lost&pid=0` begins to count anew, and
-answers with the number so far. With `delay` each request waits so many seconds, and with `rate` all bytes, of both
-directions, share so many a second.
+moto looks first and writes then, and would let two win. `GET /-/set?at=7&fault=lost&pid=0` waits for the requests that
+have begun, begins to count anew, and answers with the number so far. With `delay` each request waits so many seconds,
+and with `rate` all bytes, of both directions, share so many a second.
 """
 
 import asyncio
@@ -29,6 +29,7 @@ class Proxy:
         self.count, self.at, self.fault, self.pid = 0, 0, "", 0
         self.bytes, self.delay, self.rate, self.free_at = 0, 0.0, math.inf, 0.0
         self.keys: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self.under_way: set[asyncio.Task[None]] = set()
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """One connection."""
@@ -45,8 +46,14 @@ class Proxy:
         fields = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines[1:])}
         path = lines[0].split()[1]
         if path.startswith("/-/set"):
+            # a killed process's last requests still arrive
+            await asyncio.gather(*self.under_way, return_exceptions=True)
             writer.write(self._set(path))
             return
+        task = asyncio.current_task()
+        assert task is not None
+        self.under_way.add(task)
+        task.add_done_callback(self.under_way.discard)
         if "expect" in fields:
             writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         body = await read_body(reader, fields)

@@ -132,6 +132,8 @@ def on_an_empty_machine(folder: Path, config: Path, server: str = "", at: int = 
         assert process.pid is not None
         set_fault(server, at, fault, process.pid)
     (code,) = ranks.wait([process], 300)
+    if fault:
+        set_fault(server)
     assert code is not None
     return code
 
