@@ -109,7 +109,9 @@ def _read_yaml(model: type[BaseModel], path: str | Path, above: tuple[Path, ...]
         values = yaml.safe_load(Path(path).read_text())
     except FileNotFoundError:
         remedy = f"{above[-1]} names it as its `base`: mend that" if above else "Give one with --config PATH"
-        raise RequestError(f"There is no config file {path}. {remedy}.") from None
+        others = [file for file in _files_about(path) if Path(file) not in above]
+        nearest = _nearest(str(path), others, cutoff=0.65)
+        raise RequestError(f"There is no config file {path}{nearest}. {remedy}.") from None
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise RequestError(f"The config file {path} cannot be read as YAML: {error}. Mend it and try again.") from None
     if not isinstance(values, dict):
@@ -205,9 +207,15 @@ def _explain(model: type[BaseModel], item: Any) -> str:
     return f"`{place}`{value}: {message[0].lower()}{message[1:]}"
 
 
-def _nearest(name: str, known: list[str]) -> str:
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+def _nearest(name: str, known: list[str], cutoff: float = 0.5) -> str:
+    close = difflib.get_close_matches(name, known, n=1, cutoff=cutoff)
     return f" (did you mean `{close[0]}`?)" if close else ""
+
+
+def _files_about(path: str | Path) -> list[str]:
+    """YAML files in the nearest folder that is there, and in the folders in it."""
+    folder = next(each for each in Path(path).parents if each.is_dir())
+    return [str(file) for pattern in ("*.yaml", "*/*.yaml") for file in sorted(folder.glob(pattern))]
 
 
 def _field_paths(model: type[BaseModel], prefix: str = "") -> list[str]:

@@ -116,8 +116,13 @@ def test_a_list_of_words_needs_no_quotes_and_is_not_blamed(file: Path) -> None:
 
 
 def test_missing_file(tmp_path: Path) -> None:
-    with pytest.raises(RequestError, match="There is no config file"):
-        load_config(Outer, tmp_path / "absent.yaml", [], "t")
+    with pytest.raises(RequestError, match=r"There is no config file /nowhere/absent\.yaml\. Give one"):
+        load_config(Outer, Path("/nowhere/absent.yaml"), [], "t")
+    (tmp_path / "sana").mkdir()
+    (tmp_path / "sana" / "phase1.yaml").write_text("")
+    for typed in ("sanna/phase1.yaml", "sana/phse1.yaml", "phase1.yaml"):
+        with pytest.raises(RequestError, match=rf"{typed} \(did you mean `{tmp_path}/sana/phase1\.yaml`\?\)\."):
+            load_config(Outer, tmp_path / typed, [], "t")
 
 
 def test_a_file_says_what_differs_from_its_base(tmp_path: Path) -> None:
