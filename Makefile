@@ -41,7 +41,7 @@ help:
 	@echo "make test-browser                             the study's page in Chromium (apt-get install chromium)"
 	@echo "make test-faults                              the long suites: kills, full disks, flipped bits, hostile pictures"
 	@echo "make test-alerts                              the alert rules, and a live job under Prometheus (apt-get install prometheus)"
-	@echo "make test-slurm                               both stages under Debian's Slurm, in namespaces (root; installs it)"
+	@echo "make test-slurm                               both stages under Debian's Slurm, in namespaces, and OpenSSH (root; installs them)"
 	@echo "make test-container                           the image, built and both stages run in it (root; installs buildah)"
 	@echo "make test-families                            each model family: as its pipeline, as online, on 1, 2 and 4 processes"
 	@echo "make test-quantised                           text towers in int8 and float8 (installs torchao into .torchao)"
@@ -109,9 +109,9 @@ test-browser: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m browser $(ARGS)
 
 # a controller and two nodes on this machine; their network and processes are their own
-SLURM = slurmctld slurmd slurm-client munge iproute2
+SLURM = slurmctld slurmd slurm-client munge iproute2 openssh-client openssh-server
 test-slurm: setup
-	@PATH=$$PATH:/usr/sbin:/sbin; for name in slurmctld slurmd sbatch munged ip; do command -v $$name >/dev/null || missing=1; done; \
+	@PATH=$$PATH:/usr/sbin:/sbin; for name in slurmctld slurmd sbatch munged ip sshd; do command -v $$name >/dev/null || missing=1; done; \
 	  test -z "$$missing" || { apt-get update -q && DEBIAN_FRONTEND=noninteractive apt-get install -y -q --no-install-recommends $(SLURM); }
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s -m slurm $(ARGS)
 

@@ -3,11 +3,13 @@
 import io
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -223,16 +225,47 @@ def test_what_is_no_file_of_hosts_is_refused(machines: Path, file: str, words: l
         launch.launch_on_hosts([str(machines / file), *words])
 
 
+@pytest.fixture(params=["here", pytest.param("sshd", marks=pytest.mark.slurm)])
+def ssh(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
+    """A folder with an ssh that stays here, or with OpenSSH's and what it needs to reach a server of this test's."""
+    program = tmp_path / "ssh"
+    if request.param == "here":
+        program.write_text(SSH)
+        program.chmod(0o755)
+        yield tmp_path
+        return
+    for name in ("server", "client"):
+        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", tmp_path / name], check=True)
+    port = ranks.free_port()
+    (tmp_path / "config").write_text(
+        f"Host *\n  Port {port}\n  IdentityFile {tmp_path}/client\n  StrictHostKeyChecking no\n"
+        f"  UserKnownHostsFile {tmp_path}/known\n"
+    )
+    program.write_text(f'#!/bin/sh\nexec {shutil.which("ssh")} -F {tmp_path}/config "$@"\n')
+    program.chmod(0o755)
+    Path("/run/sshd").mkdir(exist_ok=True)  # where it locks itself in
+    flags = [f"HostKey={tmp_path}/server", f"AuthorizedKeysFile={tmp_path}/client.pub", "StrictModes=no"]
+    flags += [f"Port={port}", f"PidFile={tmp_path}/pid", "ListenAddress=0.0.0.0", "ListenAddress=::"]
+    server = subprocess.Popen(["/usr/sbin/sshd", "-D", "-q", *(word for flag in flags for word in ("-o", flag))])
+    try:
+        end = time.monotonic() + 60
+        while subprocess.run([program, "localhost", "true"], check=False).returncode:
+            assert server.poll() is None and time.monotonic() < end
+            time.sleep(0.1)
+        yield tmp_path
+    finally:
+        server.terminate()
+        server.wait()
+
+
 @pytest.mark.slow
-def test_two_machines_of_a_file_of_hosts_train_leave_and_go_on(latents: Path, tmp_path: Path) -> None:
-    """Real launchers, by an ssh that stays here. A signal to the first, a kill of it, and the curve is one."""
-    (tmp_path / "ssh").write_text(SSH)
-    (tmp_path / "ssh").chmod(0o755)
+def test_two_machines_of_a_file_of_hosts_train_leave_and_go_on(ssh: Path, latents: Path, tmp_path: Path) -> None:
+    """Real launchers. A signal to the first, a kill of it, and the curve is one."""
     (tmp_path / "hosts").write_text("localhost\n127.0.0.1\n")
     fields = train_fields(latents, tmp_path / "run", max_steps=300, checkpoint={"every": 20}, collective_timeout=60.0)
     command = [*PYTHON, "-m", "train.launch", "--hosts", str(tmp_path / "hosts"), "2", "1", "--mixed_precision", "no"]
     command += ["--dynamo_backend", "no", "--quiet", "-m", "train", "--config", str(write_config(tmp_path, fields))]
-    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    path = f"{ssh}{os.pathsep}{os.environ['PATH']}"
     for number, step, code in ((signal.SIGUSR1, 50, 75), (signal.SIGKILL, 120, -9), (None, 300, 0)):
         with (tmp_path / "log").open("a") as log:
             variables = environment(PATH=path, MASTER_PORT=str(ranks.free_port()))
