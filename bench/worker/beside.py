@@ -217,10 +217,10 @@ def row(case: Case, pictures: int, found: dict[Way, np.ndarray]) -> list[str]:
 def report(folder: Path, pictures: dict[str, int], threads: int, rounds: int) -> str:
     """Both corpora, each with encoders and with ones that cost nothing; a table."""
     rows = []
-    # of the photographs' tars, a sixtieth of LAION's, the worker would fill up a fifth of batches of 64
+    # of the photographs' tars, a hundredth of LAION's, the worker would fill up a third of batches of 64
     for name, make, buckets, batch_size in (
         ("demo", demo_case, ("64x64", "128x128"), 64),
-        ("photographs", photograph_case, ("256x256", "512x512"), 16),
+        ("photographs", photograph_case, ("256x256", "512x512"), 8),
     ):
         for kind, number in ("small", max(1, pictures[name] // FREE_OVER_SMALL)), ("free", pictures[name]):
             made = make(folder / f"{name}-{kind}", number)

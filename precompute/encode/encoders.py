@@ -14,7 +14,7 @@ import transformers
 from diffusers.models.attention_processor import Attention, AttnProcessor
 from torch import Tensor, nn
 
-from precompute.encode.networks import Network, Precision, Seat, filled, model_class, quantised
+from precompute.encode.networks import Network, Placement, filled, model_class, quantised
 from shards.base.errors import WorkError
 from shards.format.buckets import Bucket
 from shards.format.text import TextLatents
@@ -27,21 +27,13 @@ WIDEST_FUSED_HEAD = 256
 class ImageEncoder(Network):
     """A diffusers autoencoder, as a function from pixels to what is stored of its latents."""
 
-    def __init__(
-        self,
-        folder: Path,
-        tower: ImageTower,
-        device: torch.device,
-        precision: Precision,
-        compiled: bool = False,
-        seat: Seat | None = None,
-    ):
+    def __init__(self, folder: Path, tower: ImageTower, placement: Placement):
         # float32 whatever the file holds: autocast lowers what may be lowered
         load = getattr(diffusers, tower.class_name).from_pretrained
         vae = load(folder, use_safetensors=True, torch_dtype=torch.float32).to(memory_format=torch.channels_last)
-        if attends_by_products(device):
+        if attends_by_products(placement.device):
             attend_by_products(vae)
-        super().__init__(vae, self.encode, device, precision, "encoder" if compiled else None, seat)
+        super().__init__(vae, self.encode, placement, "encoder")
         self.tower = tower
 
     def encode(self, vae: nn.Module, pixels: Tensor) -> tuple[Tensor]:
@@ -91,16 +83,7 @@ class EncodedCaption:
 class TextEncoder(Network):
     """A transformers text model and its tokenizer, as a function from captions to text latents."""
 
-    def __init__(
-        self,
-        folder: Path,
-        tokenizer_folder: Path,
-        tower: TextTower,
-        device: torch.device,
-        precision: Precision,
-        compiled: bool = False,
-        seat: Seat | None = None,
-    ):
+    def __init__(self, folder: Path, tokenizer_folder: Path, tower: TextTower, placement: Placement):
         """Raises WorkError where the tokenizer has no token to pad with."""
         self.tokenizer = transformers.AutoTokenizer.from_pretrained(tokenizer_folder)
         if self.tokenizer.pad_token_id is None:
@@ -109,7 +92,7 @@ class TextEncoder(Network):
         model = load(folder, use_safetensors=True).to(torch.float32)  # with torch's fused attention, where it has it
         if tower.quantised:
             model = quantised(model, tower.quantised)
-        super().__init__(model, self.encode, device, precision, "" if compiled else None, seat)
+        super().__init__(model, self.encode, placement)
         self.tower = tower
         self.kept = torch.tensor(tower.kept)
 
@@ -171,17 +154,9 @@ class TextEncoder(Network):
 class FeatureEncoder(Network):
     """A transformers vision model, as a function from pixels to the last hidden states of its patches."""
 
-    def __init__(
-        self,
-        folder: Path,
-        tower: FeatureTower,
-        device: torch.device,
-        precision: Precision,
-        compiled: bool = False,
-        seat: Seat | None = None,
-    ):
+    def __init__(self, folder: Path, tower: FeatureTower, placement: Placement):
         model = getattr(transformers, tower.class_name).from_pretrained(folder, use_safetensors=True)
-        super().__init__(model.to(torch.float32), self.encode, device, precision, "" if compiled else None, seat)
+        super().__init__(model.to(torch.float32), self.encode, placement)
         self.tower = tower
         # some models want to be told that a picture may have another size than in their training
         asked = "interpolate_pos_encoding" in inspect.signature(model.forward).parameters

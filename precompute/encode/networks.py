@@ -13,6 +13,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 import numpy as np
@@ -189,41 +190,44 @@ def put(model: nn.Module, tensors: dict[str, Tensor]) -> None:
         setattr(model.get_submodule(owner), leaf, tensor)
 
 
+@dataclass(frozen=True)
+class Placement:
+    """Where a network runs, and how."""
+
+    device: torch.device
+    precision: Precision
+    """Of its products."""
+    compiled: bool = False
+    """For each shape; what is encoded again in float32 is not worth it."""
+    seat: Seat | None = None
+    """That it takes on the device to run; None: it is always there."""
+
+
 class Network:
     """A frozen network, held in float32 and with its products lowered."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        compute: Callable[..., tuple[Tensor, ...]],
-        device: torch.device,
-        precision: Precision,
-        compiled: str | None = None,
-        seat: Seat | None = None,
+        self, model: nn.Module, compute: Callable[..., tuple[Tensor, ...]], placement: Placement, part: str = ""
     ):
         """Args:
         model: in float32, on the CPU.
         compute: (the network, a batch's inputs on the device) → its results, (batch, …) floats each.
-        compiled: the part of the network to compile, for each shape; `""` for all of it. What is encoded again in
-            float32 is not worth compiling for.
-        seat: that it takes on the device to run; None: it is always there.
+        part: of the network, which is compiled; `""` for all of it.
         """
         self.model = model.eval().requires_grad_(False)
-        self.seat = seat
-        if seat is None:
-            self.model.to(device)
-        self.lowered = lowered(self.model, precision)
-        if seat is not None:
+        self.device, self.precision, self.seat = placement.device, placement.precision, placement.seat
+        if self.seat is None:
+            self.model.to(self.device)
+        self.lowered = lowered(self.model, self.precision)
+        if self.seat is not None:
             for held in {self.model, self.lowered}:
-                seat.add(held)
-        if compiled is not None:
+                self.seat.add(held)
+        if placement.compiled:
             # or further shapes would quietly run as they are
             torch._dynamo.config.recompile_limit = MOST_SHAPES
-            self.lowered.get_submodule(compiled).compile(dynamic=False)
+            self.lowered.get_submodule(part).compile(dynamic=False)
         self.compute = compute
-        self.device = device
-        self.precision = precision
-        self.copies = Copies(device)
+        self.copies = Copies(self.device)
         self.warm: set[Bucket | None] = set()
         """What it was warmed up for: buckets; None for captions."""
 

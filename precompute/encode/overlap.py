@@ -85,26 +85,34 @@ def map_in_order(
     items: Iterable[Item],
     ahead: int,
     seconds: float | None = None,
+    together: int = 1,
 ) -> Iterator[Result]:
     """`map(function, items)` with up to `ahead` calls under way in `pool`.
+
+    Args:
+        together: calls that a thread makes in a row; to hand it one takes as long as to decode a small picture.
 
     Raises:
         Stuck: a call whose result is next did not end in `seconds`.
     """
-    running: deque[Future[Result]] = deque()
-    for item in items:
-        running.append(pool.submit(function, item))
-        if len(running) >= ahead:
-            yield _result(running.popleft(), seconds)
+    left, running, longest = iter(items), deque[Future[list[Result]]](), seconds and seconds * together
+
+    def in_a_row(some: list[Item]) -> list[Result]:
+        return [function(item) for item in some]
+
+    while some := list(islice(left, together)):
+        running.append(pool.submit(in_a_row, some))
+        if len(running) * together >= ahead:
+            yield from _result(running.popleft(), longest)
     while running:
-        yield _result(running.popleft(), seconds)
+        yield from _result(running.popleft(), longest)
 
 
 def _result(future: Future[Result], seconds: float | None) -> Result:
-    if not future.done():
-        wait([future], seconds)
-        if not future.done():
-            raise Stuck(f"a call took more than {seconds} s")
+    try:
+        future.exception(seconds)
+    except TimeoutError:
+        raise Stuck(f"a call took more than {seconds} s") from None
     return future.result()
 
 

@@ -24,7 +24,7 @@ from precompute.encode.samples import (
 from precompute.encode.towers import EncodedCaptions, Towers, batch_size_of
 from precompute.input.captions import read_captions, read_scores, valid_text
 from precompute.input.reject import Reject
-from precompute.input.tars import RawSample, TarPolicy, is_as_served
+from precompute.input.tars import RawSample, TarPolicy
 from precompute.pixels.isolation import CLOCK_PER_PROCESSOR_SECOND, maybe_isolated
 from shards.base.errors import DamagedInput
 from shards.format.buckets import Bucket
@@ -33,6 +33,8 @@ Item = TypeVar("Item")
 LOST = "lost_in_tar"
 MAX_DETAIL, MAX_URL = 1000, 4096
 """Characters that a refusal keeps."""
+MOST_TOGETHER = 8
+"""Pictures that a thread decodes in a row."""
 Decoding = Callable[[Iterable[RawSample]], Iterator[Decoded | Rejected]]
 
 
@@ -48,12 +50,13 @@ def decoding(recipe: Recipe, fresh: list[Bucket], isolate: bool) -> Iterator[Dec
     wanted = [bucket for bucket in recipe.buckets.covering if bucket in fresh]
     worker = recipe.worker
     ahead = max(worker.batch_size, 4 * worker.decode_threads)
+    together = min(MOST_TOGETHER, ahead // (4 * worker.decode_threads))
     with (
         maybe_isolated(recipe.decode, recipe.limits, isolate) as decode,
         threads(worker.decode_threads, longest) as pool,
     ):
         decode_one = partial(decode_sample, buckets=wanted, recipe=recipe, decode=decode)
-        yield lambda samples: map_in_order(pool, decode_one, samples, ahead, longest)
+        yield lambda samples: map_in_order(pool, decode_one, samples, ahead, longest, together)
 
 
 def decode_sample(raw: RawSample, buckets: list[Bucket], recipe: Recipe, decode: Decode) -> Decoded | Rejected:
@@ -72,14 +75,14 @@ def decode_sample(raw: RawSample, buckets: list[Bucket], recipe: Recipe, decode:
         captions = read_captions(raw, encoding.captions, encoding.max_characters)
         if raw.image is None:
             raise Reject("no_image", "the tar holds no picture under this key")
-        if recipe.tars.check_sha256 and not is_as_served(raw):
+        sha256 = hashlib.sha256(raw.image).hexdigest()
+        if recipe.tars.check_sha256 and (raw.metadata.get("sha256") or sha256) != sha256:
             refuse_changed(raw, recipe.tars.policy)
         picture = decode(raw.image, buckets, recipe.pixels, recipe.limits, recipe.buckets.tables)
     except Reject as reject:
         # it may name a member, whose name may be any bytes, and many
         return Rejected(raw.key, url, Reject(reject.reason, valid_text(str(reject)[:MAX_DETAIL])))
     scores = read_scores(raw.metadata)
-    sha256 = hashlib.sha256(raw.image).hexdigest()
     return Decoded(About(raw.key, url, scores, captions, picture.width, picture.height, sha256), picture)
 
 

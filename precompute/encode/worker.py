@@ -16,7 +16,7 @@ import torch
 from torch._dynamo.exc import TorchDynamoException
 
 from precompute.encode.encoders import FeatureEncoder, ImageEncoder, TextEncoder
-from precompute.encode.networks import MOST_SHAPES, Precision, Seat
+from precompute.encode.networks import MOST_SHAPES, Placement, Seat
 from precompute.encode.overlap import Stuck, Turns
 from precompute.encode.provenance import check_source
 from precompute.encode.recipe import Recipe
@@ -149,22 +149,23 @@ def _kept_networks(encoding_json: bytes, device: str, compiled: bool, one_by_one
 
 def load_networks(encoding: EncodingRecord, device: str, compiled: bool = False, one_by_one: bool = False) -> Networks:
     """Each tower's network on `device`, or all with one seat there. Raises as `load_towers`."""
-    seat = Seat(torch.device(device)) if one_by_one else None
-    how = (torch.device(device), encoding.compute_dtype, compiled, seat)
-    texts = load_texts(encoding.texts, *how)
+    placement = place(encoding, torch.device(device), compiled, one_by_one)
+    texts = load_texts(encoding.texts, placement)
     features = {
-        name: FeatureEncoder(_recorded(tower.weights), tower, *how) for name, tower in encoding.features.items()
+        name: FeatureEncoder(_recorded(tower.weights), tower, placement) for name, tower in encoding.features.items()
     }
-    return ImageEncoder(_recorded(encoding.image.weights), encoding.image, *how), texts, features
+    return ImageEncoder(_recorded(encoding.image.weights), encoding.image, placement), texts, features
 
 
-def load_texts(
-    towers: dict[str, TextTower], device: torch.device, precision: Precision, compiled: bool, seat: Seat | None
-) -> dict[str, TextEncoder]:
+def place(encoding: EncodingRecord, device: torch.device, compiled: bool, one_by_one: bool) -> Placement:
+    """Of all networks of an encoding, which share one seat where they run `one_by_one`."""
+    return Placement(device, encoding.compute_dtype, compiled, Seat(device) if one_by_one else None)
+
+
+def load_texts(towers: dict[str, TextTower], placement: Placement) -> dict[str, TextEncoder]:
     """The networks of text towers. Raises as `load_towers`."""
-    how = (device, precision, compiled, seat)
     return {
-        name: TextEncoder(_recorded(tower.weights), _recorded(tower.tokenizer), tower, *how)
+        name: TextEncoder(_recorded(tower.weights), _recorded(tower.tokenizer), tower, placement)
         for name, tower in towers.items()
     }
 
@@ -200,8 +201,7 @@ def _kept_texts(
 ) -> dict[str, TextEncoder]:
     encoding = EncodingRecord.parse(encoding_json, "this job's encoding record")
     towers = {name: encoding.texts[name] for name in sorted(names)}
-    on = torch.device(device)
-    texts = load_texts(towers, on, encoding.compute_dtype, compiled, Seat(on) if one_by_one else None)
+    texts = load_texts(towers, place(encoding, torch.device(device), compiled, one_by_one))
     warm_up()
     return texts
 

@@ -6,7 +6,6 @@ be those that img2dataset's own `NNNNN_stats.json` and parquet beside the tar co
 refused, or, where the config says so, what is sound of it is taken and every sample that is not is accounted for.
 """
 
-import hashlib
 import io
 import json
 import os
@@ -278,12 +277,6 @@ class Tar:
                 parsed = None
             if isinstance(parsed, dict):
                 sample.metadata = parsed
-
-
-def is_as_served(sample: RawSample) -> bool:
-    """Whether the picture has the `sha256` that img2dataset wrote into the sample's JSON; true where there is none."""
-    digest = sample.metadata.get("sha256")
-    return not digest or sample.image is None or hashlib.sha256(sample.image).hexdigest() == digest
 
 
 def counted_samples(tar: InputTar) -> Counted:

@@ -20,6 +20,11 @@ from shards.format.buckets import Bucket
 Filter = Literal["bilinear", "bicubic", "lanczos"]
 SUPPORT = {"bilinear": 1, "bicubic": 2}
 """Pixels of the smaller picture, either side."""
+SHRINK = {
+    "bilinear": torch.ops.aten._upsample_bilinear2d_aa.default,
+    "bicubic": torch.ops.aten._upsample_bicubic2d_aa.default,
+}
+"""Pillow's filters to a level, in vector instructions."""
 
 
 @dataclass(frozen=True)
@@ -98,9 +103,8 @@ def _by_torch(pixels: Tensor, at: Placement, decoded_scale: int, filter: Filter)
     scale_y = at.scaled_height * decoded_scale / at.height
     right, bottom = at.left + at.bucket.width, at.top + at.bucket.height
     rows = math.ceil((bottom + SUPPORT[filter]) / scale_y) + 1
-    # Pillow's filters to a level, in vector instructions; what is right of and below the bucket is not computed
-    shrink = torch.ops.aten._upsample_bicubic2d_aa if filter == "bicubic" else torch.ops.aten._upsample_bilinear2d_aa
-    scaled: Tensor = shrink(pixels[:, :, :rows], [bottom, right], False, scale_y, scale_x)
+    # what is right of and below the bucket is not computed
+    scaled: Tensor = SHRINK[filter](pixels[:, :, :rows], [bottom, right], False, scale_y, scale_x)
     return _rgb(scaled.numpy()[0, :, at.top :, at.left :].transpose(1, 2, 0))
 
 
