@@ -182,7 +182,8 @@ LAUNCH ?= $(if $(filter-out 1,$(NPROC)),--num_machines 1 --num_processes $(NPROC
 # Of several machines Slurm starts a task for each process: NODES of them with NPROC each, in its allocation.
 # Without Slurm a launcher is started on each machine of HOSTS by ssh, or on the first NODES of them.
 NODES ?= $(if $(HOSTS),$(shell grep -cEv '^[[:space:]]*(#|$$)' $(HOSTS)),1)
-SRUN = srun --nodes $(NODES) --ntasks-per-node $(NPROC) --kill-on-bad-exit=1
+# A task that is lost ends the step; --kill-on-bad-exit would cut off a main process that is told to leave, and saves.
+SRUN = srun --nodes $(NODES) --ntasks-per-node $(NPROC) --wait $(LEAVE)
 STARTER = $(if $(HOSTS),--hosts $(HOSTS) $(NODES) $(NPROC),$(LAUNCH))
 LAUNCHER = $(if $(BY_SRUN),-m train.launch --slurm,$(if $(STARTER),-m train.launch $(STARTER) --max_restarts $(RESTARTS) --mixed_precision no --dynamo_backend no --quiet))
 BY_SRUN = $(if $(HOSTS),,$(filter-out 1,$(NODES)))

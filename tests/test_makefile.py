@@ -80,10 +80,7 @@ def test_several_machines_are_one_number_under_slurm() -> None:
     result = make("--dry-run", "train", "PHASE=1", "NODES=2", "NPROC=8", "SLURM_JOB_ID=7")
     check, launch = (line for line in result.stdout.replace("\\\n", "").splitlines() if "-m train" in line)
     assert "srun" not in check
-    assert (
-        "exec srun --nodes 2 --ntasks-per-node 8 --kill-on-bad-exit=1 .venv/bin/python -m train.launch --slurm"
-        in launch
-    )
+    assert "exec srun --nodes 2 --ntasks-per-node 8 --wait 120 .venv/bin/python -m train.launch --slurm" in launch
     assert launch.rstrip().endswith("-m train --config configs/phase1.yaml --num_processes $((2 * 8))")
 
 

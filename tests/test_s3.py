@@ -1,12 +1,18 @@
 """Both stages on an S3: tars and latents at s3:// addresses, through the commands that a user types."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import fsspec
+import pytest
+import torch
 import yaml
+from streaming import StreamingDataset
+from streaming.base.util import clean_stale_shared_memory
 
+from shards.dataset import LatentDataset
 from shards.open import open_store
 from tests.conftest import precompute_config
 from tests.runs import curve, run_module, train_fields, write_config
@@ -58,3 +64,19 @@ def test_tars_and_latents_on_s3(s3: str, latents: Path, models: Path, tars: Path
         val_losses: list[Any] = [row.get("val_loss") for row in read_json_lines(tmp_path / name / "metrics.jsonl")]
         curves.append((*curve(tmp_path / name), val_losses))
     assert curves[0] == curves[1] and curves[0][-1][2] > 0
+
+
+def test_streamings_own_reader_reads_a_root_at_an_address(
+    s3: str, latents: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("S3_ENDPOINT_URL", os.environ["AWS_ENDPOINT_URL"])  # streaming's own name for it
+    fsspec.filesystem("s3").put(f"{latents}/", f"{s3}/read/", recursive=True)
+    clean_stale_shared_memory()
+    plain = StreamingDataset(remote=f"{s3}/read/64x64", local=str(tmp_path / "plain"), batch_size=1)
+    near = LatentDataset(latents, "64x64", posterior_mean=True, batch_size=1)
+    far = LatentDataset(f"{s3}/read", "64x64", posterior_mean=True, local=str(tmp_path / "far"), batch_size=1)
+    assert len(plain) == len(far) == len(near) == 30
+    for i in range(30):
+        assert plain[i]["key"] == far[i]["key"] == near[i]["key"]
+        torch.testing.assert_close(far[i]["image_latents"], near[i]["image_latents"], rtol=0, atol=0)
+        torch.testing.assert_close(far[i]["text.text"], near[i]["text.text"], rtol=0, atol=0)

@@ -106,7 +106,8 @@ def _train(run: Run) -> None:
                 batch = next(batches)
             run.heart.at(state.step, "training")
             if state.step == first:
-                order_buckets(run, batch)
+                with leaving.aside():
+                    order_buckets(run, batch)
             take_step(run, batch)
             if state.step == first + run.loader.num_first:
                 expect_answers(run.heart, run.collective_timeout)
@@ -147,7 +148,8 @@ def order_buckets(run: Run, batch: Batch) -> None:
     summands in another order. The first step after a resume would differ by a rounding from the same step of a run that
     was never stopped; so that pass is one of which nothing is kept.
     """
-    if isinstance(run.model, DistributedDataParallel):
+    # accelerate may have compiled what it wrapped
+    if isinstance(getattr(run.model, "_orig_mod", run.model), DistributedDataParallel):
         part = next(noised(run, batch).microbatches(run.microbatch_size, filled=run.compiled))
         with run.accelerator.autocast(AutocastKwargs(enabled=False)):
             run.loss(run.model, part).total.sum().backward()

@@ -28,6 +28,8 @@ DINOV2_VIEW = View(224, False, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 BILINEAR, CROPPED, SQUASHED = "bilinear as TensorFlow 1", "bicubic antialias, center", "bicubic antialias"
 TOY_CELLS = 4
 WEIGHTS_NAME = "model.safetensors"
+MODEL_TYPES = {"clip": "clip", "dinov2": "dinov2"}
+"""In a transformers folder's config.json."""
 TRANSFORMERS_FOLDER = f"a transformers folder with config.json and {WEIGHTS_NAME}"
 
 Pixels = np.ndarray
@@ -84,11 +86,17 @@ def describe_extractor(kind: ExtractorName, config: ExtractorsConfig) -> dict[st
         raise RequestError(
             f"{given.weights} is not what {kind} is read from, {what}{other}. Give its path as {option}."
         )
+    if kind in MODEL_TYPES and of_open_clip is None:
+        found = read_model_config(given.weights).get("model_type")
+        if found != MODEL_TYPES[kind]:  # transformers would load none of its weights, and go on with random ones
+            raise RequestError(
+                f"{given.weights} holds a model of type {found!r}, and not {kind}. Give its path as {option}."
+            )
     sha256 = _hash(given.weights, of_open_clip)
     if given.sha256 is not None and sha256 != given.sha256:
         raise RequestError(
-            f"{given.weights} hashes to {sha256}, and extractors.{kind}.sha256 asks for {given.sha256}: other weights "
-            f"give other numbers. Put the right file there, or drop the sha256."
+            f"{given.weights} hashes to {sha256}, and extractors.{kind}.sha256 asks for {given.sha256}: other "
+            f"weights, config or tokenizer give other numbers. Put the right files there, or drop the sha256."
         )
     resize = {"inception": BILINEAR, "clip": CROPPED, "dinov2": SQUASHED}[kind]
     if of_open_clip and not open_clip.read_view(given.weights).crop:
@@ -200,8 +208,6 @@ def _hash(weights: Path, of_open_clip: Path | None) -> str:
     """Of a file; of a folder's config, weights and tokenizer."""
     if weights.is_file():
         return sha256_file(weights)
-    if of_open_clip is None:
-        read_model_config(weights)
     names = FILES if of_open_clip is None else (open_clip.CONFIG_NAME, of_open_clip.name, *TOKENIZER_FILES)
     vocabularies = () if (weights / "vocab.json").is_file() else OTHER_VOCABULARIES
     digest = hashlib.sha256()

@@ -42,6 +42,8 @@ class Pool(ThreadPoolExecutor):
     def __init__(self, number: int):
         super().__init__(number)
         self.lock = threading.Lock()
+        self.left = threading.Event()
+        """Nobody waits for results any more."""
         self.calls: weakref.WeakSet[Future[Any]] = weakref.WeakSet()
 
     def submit(self, function: Callable[..., Result], /, *args: Any, **options: Any) -> Future[Result]:
@@ -53,6 +55,7 @@ class Pool(ThreadPoolExecutor):
 
     def ends(self, seconds: float | None) -> bool:
         """Take no more calls, cancel those that wait, and see whether the others end in `seconds`."""
+        self.left.set()
         self.shutdown(wait=False, cancel_futures=True)
         with self.lock:
             running = [call for call in self.calls if not call.done()]
@@ -70,6 +73,7 @@ def threads(number: int, seconds: float | None = None) -> Iterator[Pool]:
     try:
         yield pool
     except Stuck:
+        pool.left.set()
         pool.shutdown(wait=False, cancel_futures=True)
         raise
     except BaseException as error:
@@ -79,8 +83,40 @@ def threads(number: int, seconds: float | None = None) -> Iterator[Pool]:
     pool.shutdown()
 
 
+class Row(Generic[Item, Result]):
+    """Calls that a thread of a pool makes one after the other, until nobody waits for results any more."""
+
+    def __init__(self, pool: Pool, function: Callable[[Item], Result], items: list[Item]):
+        self.pool, self.function, self.items = pool, function, items
+        self.made: list[Result] = []
+        self.future = pool.submit(self._make)
+
+    def results(self, seconds: float | None) -> list[Result]:
+        """Wait for them, in order.
+
+        Raises:
+            Stuck: a call did not end in `seconds`; it is found in less than twice as many.
+        """
+        while True:
+            made = len(self.made)
+            try:
+                self.future.exception(seconds)
+            except TimeoutError:
+                if len(self.made) == made:
+                    raise Stuck(f"a call took more than {seconds} s") from None
+            else:
+                self.future.result()
+                return self.made
+
+    def _make(self) -> None:
+        for item in self.items:
+            if self.pool.left.is_set():
+                return
+            self.made.append(self.function(item))
+
+
 def map_in_order(
-    pool: ThreadPoolExecutor,
+    pool: Pool,
     function: Callable[[Item], Result],
     items: Iterable[Item],
     ahead: int,
@@ -95,25 +131,13 @@ def map_in_order(
     Raises:
         Stuck: a call whose result is next did not end in `seconds`.
     """
-    left, running, longest = iter(items), deque[Future[list[Result]]](), seconds and seconds * together
-
-    def in_a_row(some: list[Item]) -> list[Result]:
-        return [function(item) for item in some]
-
+    left, running = iter(items), deque[Row[Item, Result]]()
     while some := list(islice(left, together)):
-        running.append(pool.submit(in_a_row, some))
+        running.append(Row(pool, function, some))
         if len(running) * together >= ahead:
-            yield from _result(running.popleft(), longest)
+            yield from running.popleft().results(seconds)
     while running:
-        yield from _result(running.popleft(), longest)
-
-
-def _result(future: Future[Result], seconds: float | None) -> Result:
-    try:
-        future.exception(seconds)
-    except TimeoutError:
-        raise Stuck(f"a call took more than {seconds} s") from None
-    return future.result()
+        yield from running.popleft().results(seconds)
 
 
 def in_background(items: Iterable[Item], ahead: int) -> Generator[Item, None, None]:

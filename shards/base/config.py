@@ -4,7 +4,7 @@ import argparse
 import difflib
 import json
 from collections.abc import Iterable, Iterator
-from itertools import takewhile
+from itertools import chain, islice, takewhile
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -26,6 +26,8 @@ class Config(BaseModel):
 
 ConfigT = TypeVar("ConfigT", bound=BaseModel)
 
+MOST_FILES = 1000
+"""Looked at for the name that may be meant."""
 GIVEN = "given"
 """Under this key of its context a validator finds the paths of the fields that the command line gave."""
 
@@ -109,8 +111,7 @@ def _read_yaml(model: type[BaseModel], path: str | Path, above: tuple[Path, ...]
         values = yaml.safe_load(Path(path).read_text())
     except FileNotFoundError:
         remedy = f"{above[-1]} names it as its `base`: mend that" if above else "Give one with --config PATH"
-        others = [file for file in _files_about(path) if Path(file) not in above]
-        nearest = _nearest(str(path), others, cutoff=0.65)
+        nearest = _nearest_file(Path(path), above)
         raise RequestError(f"There is no config file {path}{nearest}. {remedy}.") from None
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise RequestError(f"The config file {path} cannot be read as YAML: {error}. Mend it and try again.") from None
@@ -207,15 +208,23 @@ def _explain(model: type[BaseModel], item: Any) -> str:
     return f"`{place}`{value}: {message[0].lower()}{message[1:]}"
 
 
-def _nearest(name: str, known: list[str], cutoff: float = 0.5) -> str:
-    close = difflib.get_close_matches(name, known, n=1, cutoff=cutoff)
+def _nearest(name: str, known: list[str]) -> str:
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     return f" (did you mean `{close[0]}`?)" if close else ""
 
 
-def _files_about(path: str | Path) -> list[str]:
-    """YAML files in the nearest folder that is there, and in the folders in it."""
-    folder = next(each for each in Path(path).parents if each.is_dir())
-    return [str(file) for pattern in ("*.yaml", "*/*.yaml") for file in sorted(folder.glob(pattern))]
+def _nearest_file(path: Path, above: tuple[Path, ...]) -> str:
+    """Of YAML files in the nearest folder that is there, and in the folders in it; none where these cannot be read."""
+    try:
+        folder = next(each for each in path.parents if each.is_dir())
+        if str(folder) == path.anchor:  # all that the machine has
+            return ""
+        found = islice(chain(folder.glob("*.yaml"), folder.glob("*/*.yaml")), MOST_FILES)
+        names = {str(file.relative_to(folder)): file for file in found if file not in above}
+    except OSError:
+        return ""
+    close = difflib.get_close_matches(str(path.relative_to(folder)), sorted(names), n=1, cutoff=0.65)
+    return f" (did you mean `{names[close[0]]}`?)" if close else ""
 
 
 def _field_paths(model: type[BaseModel], prefix: str = "") -> list[str]:

@@ -19,7 +19,7 @@ from torch_fidelity.metric_fid import fid_features_to_statistics, fid_statistics
 from torch_fidelity.metric_prc import calculate_precision_recall_full
 from torchmetrics.image.fid import FrechetInceptionDistance
 from torchmetrics.image.kid import KernelInceptionDistance
-from transformers import CLIPConfig, CLIPModel
+from transformers import CLIPConfig
 
 from evaluate.features.extractors import (
     ExtractorConfig,
@@ -28,7 +28,7 @@ from evaluate.features.extractors import (
     load_extractor,
     load_text_features,
 )
-from evaluate.features.open_clip import weights_file
+from evaluate.features.open_clip import read_view, weights_file
 from evaluate.metrics.frechet import Moments, frechet_distance
 from evaluate.metrics.kernels import kid
 from evaluate.metrics.manifold import precision, recall
@@ -187,19 +187,32 @@ def test_pictures_are_squashed_where_open_clip_squashes(theirs: tuple[Path, open
 
 def test_a_folder_of_both_forms_is_read_as_transformers(theirs: tuple[Path, open_clip.CLIP], tmp_path: Path) -> None:
     both = with_preprocess(theirs[0], tmp_path / "both")
-    CLIPModel(CLIPConfig(projection_dim=8)).vision_model.config.save_pretrained(both)
+    CLIPConfig(projection_dim=8).save_pretrained(both)
     (both / "model.safetensors").write_bytes(b"")
     assert described(both)["sha256"] != described(theirs[0])["sha256"] and weights_file(both) is None
+    (both / "config.json").write_text('{"architecture": "vit_base_patch16_clip_224"}')  # as timm's
+    assert weights_file(both) == both / "open_clip_model.safetensors"
+    (both / "open_clip_config.json").unlink()
+    with pytest.raises(RequestError, match="holds a model of type None, and not clip"):
+        described(both)
 
 
 def test_open_clips_files_that_do_not_fit_are_named(theirs: tuple[Path, open_clip.CLIP], tmp_path: Path) -> None:
     bilinear = with_preprocess(theirs[0], tmp_path / "bilinear", interpolation="bilinear")
     with pytest.raises(RequestError, match="asks for pictures of 32 by bilinear, shortest"):
         described(bilinear)
+    odd = with_preprocess(theirs[0], tmp_path / "odd", mean=None, fill="white")  # which open_clip leaves alone
+    assert read_view(odd) == read_view(theirs[0])
+    hub = with_preprocess(theirs[0], tmp_path / "hub")
+    config = json.loads((hub / "open_clip_config.json").read_text())
+    config["model_cfg"]["text_cfg"]["hf_model_name"] = "org/text"
+    (hub / "open_clip_config.json").write_text(json.dumps(config))
+    with pytest.raises(RequestError, match=r"takes its text model from the hub \(org/text\)"):
+        described(hub)
     broken = with_preprocess(theirs[0], tmp_path / "broken")
     (broken / "open_clip_model.safetensors").write_bytes(b"weights")
-    with pytest.raises(RequestError, match=r"is not what open_clip_config\.json beside it describes"):
+    with pytest.raises(RequestError, match=r"open_clip_model\.safetensors cannot be read by open_clip"):
         load_extractor("clip", broken, "cpu")
     (broken / "open_clip_config.json").write_text("{}")
-    with pytest.raises(RequestError, match="cannot be read as open_clip's config"):
+    with pytest.raises(RequestError, match=r"open_clip_config\.json cannot be read by open_clip"):
         described(broken)

@@ -239,14 +239,18 @@ def ssh(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
     port = ranks.free_port()
     (tmp_path / "config").write_text(
         f"Host *\n  Port {port}\n  IdentityFile {tmp_path}/client\n  StrictHostKeyChecking no\n"
+        f"  BatchMode yes\n  ConnectTimeout 10\n"
         f"  UserKnownHostsFile {tmp_path}/known\n"
     )
     program.write_text(f'#!/bin/sh\nexec {shutil.which("ssh")} -F {tmp_path}/config "$@"\n')
     program.chmod(0o755)
     Path("/run/sshd").mkdir(exist_ok=True)  # where it locks itself in
     flags = [f"HostKey={tmp_path}/server", f"AuthorizedKeysFile={tmp_path}/client.pub", "StrictModes=no"]
-    flags += [f"Port={port}", f"PidFile={tmp_path}/pid", "ListenAddress=0.0.0.0", "ListenAddress=::"]
-    server = subprocess.Popen(["/usr/sbin/sshd", "-D", "-q", *(word for flag in flags for word in ("-o", flag))])
+    flags += [f"Port={port}", f"PidFile={tmp_path}/pid", "ListenAddress=127.0.0.1", "ListenAddress=::1"]
+    flags += ["PasswordAuthentication=no", "KbdInteractiveAuthentication=no"]
+    server = subprocess.Popen(
+        ["/usr/sbin/sshd", "-D", "-q", "-f", "/dev/null", *(word for flag in flags for word in ("-o", flag))]
+    )
     try:
         end = time.monotonic() + 60
         while subprocess.run([program, "localhost", "true"], check=False).returncode:

@@ -3,7 +3,6 @@
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 
 import pytest
@@ -25,9 +24,10 @@ def test_order_is_kept_and_the_number_ahead_is_bounded() -> None:
             under_way -= 1
         return item * item
 
-    with ThreadPoolExecutor(8) as pool:
+    with threads(8) as pool:
         assert list(map_in_order(pool, work, range(40), ahead=4)) == [i * i for i in range(40)]
-    assert 1 < most <= 4
+        assert 1 < most <= 4
+        assert list(map_in_order(pool, work, range(41), ahead=6, together=3)) == [i * i for i in range(41)]
 
 
 def test_background_runs_ahead_by_its_depth_and_no_further() -> None:
@@ -87,6 +87,25 @@ def test_a_stage_that_is_stopped_stops_those_before_it() -> None:
             break
         time.sleep(0.05)
     assert threading.active_count() == before
+
+
+def test_calls_in_a_row_are_timed_one_by_one_and_end_with_those_who_wait() -> None:
+    made = []
+
+    def work(item: int) -> int:
+        time.sleep(0.1)
+        made.append(item)
+        return item
+
+    def items() -> Iterator[int]:
+        yield from range(8)
+        raise ValueError("broken tar")
+
+    with threads(1, 0.3) as pool:
+        assert list(map_in_order(pool, work, range(8), ahead=8, seconds=0.3, together=8)) == list(range(8))
+    with pytest.raises(ValueError, match="broken tar"), threads(1, 0.3) as pool:
+        list(map_in_order(pool, work, items(), ahead=16, seconds=0.3, together=8))
+    assert len(made) < 16
 
 
 def test_a_call_that_never_ends_does_not_hold_up_another_error() -> None:

@@ -202,6 +202,12 @@ def test_by_node_counts_what_each_made(root: Path, capsys: pytest.CaptureFixture
     assert {"fetch", "decode", "encode", "write", "upload", "total"} <= found["gpu-17"]["seconds"].keys()
     run(["by-node", str(root)])
     assert "gpu-17               H100 GPU-9" in capsys.readouterr().out
+    for gpu in ("H100", "GPU-9"):  # by name, and by UUID
+        run(["recall", str(root), "--gpu", gpu, "--dry-run"])
+        assert "1 parts of 15 samples would be recalled" in capsys.readouterr().out
+    run(["recall", str(root), "--gpu", "GPU-9"])
+    left = load_receipts(open_store(root))
+    assert len(left) == 3 and ("64x64", "00001") not in {(receipt.bucket, receipt.tar) for receipt in left}
 
 
 def aged(root: Path, seconds: float) -> Path:
