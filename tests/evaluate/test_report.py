@@ -15,6 +15,7 @@ from shards.base.durable import sealed_json
 from shards.base.errors import exit_code_of
 from shards.open import open_store
 from tests.evaluate.pages import add_evaluation, make_run, report
+from tests.runs import run_module, train_fields, write_config
 
 
 def test_a_page_of_two_phases(tmp_path: Path) -> None:
@@ -35,6 +36,19 @@ def test_a_page_of_two_phases(tmp_path: Path) -> None:
     strip = [image for image in page.all("img") if "step 10" in (image["alt"] or "")]
     assert len(strip) == 3 and strip[0]["alt"] == "step 10: a <b>shape</b> & 0"
     assert "phase1, step 40: a" in source and "Runs side by side" in source
+
+
+def test_a_page_of_a_real_run_accounts_for_its_data(latents: Path, tmp_path: Path) -> None:
+    config = write_config(tmp_path, train_fields(latents, tmp_path / "run", max_steps=4))
+    trained = run_module("train", "--config", str(config))
+    assert trained.returncode == 0, trained.stderr
+    source = report(tmp_path / "run", "--output", tmp_path / "page.html").source
+    assert "The root cannot be read" not in source and "run reads 64x64" in source
+    for row in (("in the tars", 46), ("encoded", 30), ("rejected", 16), ("tars", 2)):
+        assert '<th scope="row">{}</th><td>{}</td>'.format(*row) in source, row
+    assert "Rejected because" in source and '<th scope="row">not_an_image</th><td>2</td>' in source
+    assert '<th scope="row">64x64</th><td>30</td>' in source and '<th scope="row">128x128</th><td>20</td>' in source
+    assert len(read_runs([str(tmp_path / "run")])[0].curve("loss")) == 4
 
 
 def test_the_page_stands_alone_and_can_be_heard_and_walked(tmp_path: Path) -> None:
