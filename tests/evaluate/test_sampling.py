@@ -2,6 +2,7 @@
 
 import io
 import os
+import random
 import signal
 import time
 from pathlib import Path
@@ -159,6 +160,26 @@ def test_killed_and_given_again_with_other_workers(pipeline: Path, tmp_path: Pat
     guided = pictures(tmp_path / "out" / "g4-s2-own")
     assert guided.keys() == expected.keys() and guided != expected
     assert "g4-s2-own: 10 pictures" in one.stdout
+
+
+@pytest.mark.slow
+def test_killed_at_random_with_one_two_and_four_workers(pipeline: Path, tmp_path: Path) -> None:
+    expected = pictures(draw_here(pipeline, tmp_path / "here", sampling(part_size=2, guidance=[1.0])))
+    words = arguments(pipeline, tmp_path / "out", "--sampling.guidance", "1,4")
+    rng, kills = random.Random(0), 0
+    for num_cpus in ("0.5", "1", "2") * 3:  # 4, 2 and 1 workers at once on two cores
+        flags = [*words, "--workers.num_cpus", num_cpus]
+        (job,) = ranks.start(tmp_path / "log", flags, program="evaluate.__main__:run")
+        job.join(rng.uniform(3, 20))
+        if job.exitcode is None:
+            assert job.pid is not None
+            os.killpg(job.pid, signal.SIGKILL)
+            kills += 1
+        job.join()
+    assert kills > 1
+    done = run_module("evaluate", *words)
+    assert done.returncode == 0, done.stderr
+    assert pictures(tmp_path / "out" / "g1-s2-own") == expected
 
 
 @pytest.mark.parametrize(
