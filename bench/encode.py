@@ -31,7 +31,7 @@ from examples.shapes.models import MODELS
 from plan.measured import BenchFile, Measurement
 from precompute.describe import TextConfig, TextTowerConfig, describe_image, describe_text
 from precompute.encode.encoders import ImageEncoder, TextEncoder
-from precompute.encode.networks import Placement, Precision
+from precompute.encode.networks import Precision, Site
 from precompute.encode.towers import batch_size_of
 from shards.format.buckets import Bucket
 
@@ -88,10 +88,10 @@ def load_encoders(
     vae, text, tokenizer = (folder / name for name in ("vae", "text_encoder", "tokenizer"))
     pixels = dict.fromkeys(("crop", "resampling", "decoder", "resampler", "color"), "")
     tower = describe_text("text", TextTowerConfig(model=str(text), tokenizer=str(tokenizer)), TextConfig())
-    placement = Placement(device, precision, compiled)
+    site = Site(device, precision, compiled)
     return (
-        ImageEncoder(vae, describe_image(str(vae), None, **pixels), placement),
-        TextEncoder(text, tokenizer, tower, placement),
+        ImageEncoder(vae, describe_image(str(vae), None, **pixels), site),
+        TextEncoder(text, tokenizer, tower, site),
     )
 
 

@@ -28,9 +28,6 @@ DINOV2_VIEW = View(224, False, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 BILINEAR, CROPPED, SQUASHED = "bilinear as TensorFlow 1", "bicubic antialias, center", "bicubic antialias"
 TOY_CELLS = 4
 WEIGHTS_NAME = "model.safetensors"
-MODEL_TYPES = {"clip": "clip", "dinov2": "dinov2"}
-"""In a transformers folder's config.json."""
-TRANSFORMERS_FOLDER = f"a transformers folder with config.json and {WEIGHTS_NAME}"
 
 Pixels = np.ndarray
 """(N, height, width, 3) uint8."""
@@ -81,14 +78,18 @@ def describe_extractor(kind: ExtractorName, config: ExtractorsConfig) -> dict[st
         )
     of_open_clip = open_clip.weights_file(given.weights) if kind == "clip" else None
     if not (of_open_clip or (given.weights if kind == "inception" else given.weights / WEIGHTS_NAME)).is_file():
-        what = "torch-fidelity's file" if kind == "inception" else TRANSFORMERS_FOLDER
+        what = (
+            "torch-fidelity's file"
+            if kind == "inception"
+            else f"a transformers folder with config.json and {WEIGHTS_NAME}"
+        )
         other = f", or open_clip's with {open_clip.CONFIG_NAME} and its weights" if kind == "clip" else ""
         raise RequestError(
             f"{given.weights} is not what {kind} is read from, {what}{other}. Give its path as {option}."
         )
-    if kind in MODEL_TYPES and of_open_clip is None:
+    if kind != "inception" and of_open_clip is None:
         found = read_model_config(given.weights).get("model_type")
-        if found != MODEL_TYPES[kind]:  # transformers would load none of its weights, and go on with random ones
+        if found != kind:  # transformers would load none of its weights, and go on with random ones
             raise RequestError(
                 f"{given.weights} holds a model of type {found!r}, and not {kind}. Give its path as {option}."
             )

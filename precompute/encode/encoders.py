@@ -14,7 +14,7 @@ import transformers
 from diffusers.models.attention_processor import Attention, AttnProcessor
 from torch import Tensor, nn
 
-from precompute.encode.networks import Network, Placement, filled, model_class, quantised
+from precompute.encode.networks import Network, Site, filled, model_class, quantised
 from shards.base.errors import WorkError
 from shards.format.buckets import Bucket
 from shards.format.text import TextLatents
@@ -27,13 +27,13 @@ WIDEST_FUSED_HEAD = 256
 class ImageEncoder(Network):
     """A diffusers autoencoder, as a function from pixels to what is stored of its latents."""
 
-    def __init__(self, folder: Path, tower: ImageTower, placement: Placement):
+    def __init__(self, folder: Path, tower: ImageTower, site: Site):
         # float32 whatever the file holds: autocast lowers what may be lowered
         load = getattr(diffusers, tower.class_name).from_pretrained
         vae = load(folder, use_safetensors=True, torch_dtype=torch.float32).to(memory_format=torch.channels_last)
-        if attends_by_products(placement.device):
+        if attends_by_products(site.device):
             attend_by_products(vae)
-        super().__init__(vae, self.encode, placement, "encoder")
+        super().__init__(vae, self.encode, site, "encoder")
         self.tower = tower
 
     def encode(self, vae: nn.Module, pixels: Tensor) -> tuple[Tensor]:
@@ -83,7 +83,7 @@ class EncodedCaption:
 class TextEncoder(Network):
     """A transformers text model and its tokenizer, as a function from captions to text latents."""
 
-    def __init__(self, folder: Path, tokenizer_folder: Path, tower: TextTower, placement: Placement):
+    def __init__(self, folder: Path, tokenizer_folder: Path, tower: TextTower, site: Site):
         """Raises WorkError where the tokenizer has no token to pad with."""
         self.tokenizer = transformers.AutoTokenizer.from_pretrained(tokenizer_folder)
         if self.tokenizer.pad_token_id is None:
@@ -92,7 +92,7 @@ class TextEncoder(Network):
         model = load(folder, use_safetensors=True).to(torch.float32)  # with torch's fused attention, where it has it
         if tower.quantised:
             model = quantised(model, tower.quantised)
-        super().__init__(model, self.encode, placement)
+        super().__init__(model, self.encode, site)
         self.tower = tower
         self.kept = torch.tensor(tower.kept)
 
@@ -154,9 +154,9 @@ class TextEncoder(Network):
 class FeatureEncoder(Network):
     """A transformers vision model, as a function from pixels to the last hidden states of its patches."""
 
-    def __init__(self, folder: Path, tower: FeatureTower, placement: Placement):
+    def __init__(self, folder: Path, tower: FeatureTower, site: Site):
         model = getattr(transformers, tower.class_name).from_pretrained(folder, use_safetensors=True)
-        super().__init__(model.to(torch.float32), self.encode, placement)
+        super().__init__(model.to(torch.float32), self.encode, site)
         self.tower = tower
         # some models want to be told that a picture may have another size than in their training
         asked = "interpolate_pos_encoding" in inspect.signature(model.forward).parameters

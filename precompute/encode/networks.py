@@ -191,7 +191,7 @@ def put(model: nn.Module, tensors: dict[str, Tensor]) -> None:
 
 
 @dataclass(frozen=True)
-class Placement:
+class Site:
     """Where a network runs, and how."""
 
     device: torch.device
@@ -206,23 +206,21 @@ class Placement:
 class Network:
     """A frozen network, held in float32 and with its products lowered."""
 
-    def __init__(
-        self, model: nn.Module, compute: Callable[..., tuple[Tensor, ...]], placement: Placement, part: str = ""
-    ):
+    def __init__(self, model: nn.Module, compute: Callable[..., tuple[Tensor, ...]], site: Site, part: str = ""):
         """Args:
         model: in float32, on the CPU.
         compute: (the network, a batch's inputs on the device) → its results, (batch, …) floats each.
         part: of the network, which is compiled; `""` for all of it.
         """
         self.model = model.eval().requires_grad_(False)
-        self.device, self.precision, self.seat = placement.device, placement.precision, placement.seat
+        self.device, self.precision, self.seat = site.device, site.precision, site.seat
         if self.seat is None:
             self.model.to(self.device)
         self.lowered = lowered(self.model, self.precision)
         if self.seat is not None:
             for held in {self.model, self.lowered}:
                 self.seat.add(held)
-        if placement.compiled:
+        if site.compiled:
             # or further shapes would quietly run as they are
             torch._dynamo.config.recompile_limit = MOST_SHAPES
             self.lowered.get_submodule(part).compile(dynamic=False)

@@ -6,7 +6,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from contextlib import closing, contextmanager
 from itertools import chain, islice
 from typing import Any, Generic, TypeVar
@@ -111,7 +111,7 @@ class Row(Generic[Item, Result]):
     def _make(self) -> None:
         for item in self.items:
             if self.pool.left.is_set():
-                return
+                raise CancelledError
             self.made.append(self.function(item))
 
 

@@ -16,7 +16,7 @@ import torch
 from torch._dynamo.exc import TorchDynamoException
 
 from precompute.encode.encoders import FeatureEncoder, ImageEncoder, TextEncoder
-from precompute.encode.networks import MOST_SHAPES, Placement, Seat
+from precompute.encode.networks import MOST_SHAPES, Seat, Site
 from precompute.encode.overlap import Stuck, Turns
 from precompute.encode.provenance import check_source
 from precompute.encode.recipe import Recipe
@@ -149,23 +149,23 @@ def _kept_networks(encoding_json: bytes, device: str, compiled: bool, one_by_one
 
 def load_networks(encoding: EncodingRecord, device: str, compiled: bool = False, one_by_one: bool = False) -> Networks:
     """Each tower's network on `device`, or all with one seat there. Raises as `load_towers`."""
-    placement = place(encoding, torch.device(device), compiled, one_by_one)
-    texts = load_texts(encoding.texts, placement)
+    site = site_of(encoding, torch.device(device), compiled, one_by_one)
+    texts = load_texts(encoding.texts, site)
     features = {
-        name: FeatureEncoder(_recorded(tower.weights), tower, placement) for name, tower in encoding.features.items()
+        name: FeatureEncoder(_recorded(tower.weights), tower, site) for name, tower in encoding.features.items()
     }
-    return ImageEncoder(_recorded(encoding.image.weights), encoding.image, placement), texts, features
+    return ImageEncoder(_recorded(encoding.image.weights), encoding.image, site), texts, features
 
 
-def place(encoding: EncodingRecord, device: torch.device, compiled: bool, one_by_one: bool) -> Placement:
+def site_of(encoding: EncodingRecord, device: torch.device, compiled: bool, one_by_one: bool) -> Site:
     """Of all networks of an encoding, which share one seat where they run `one_by_one`."""
-    return Placement(device, encoding.compute_dtype, compiled, Seat(device) if one_by_one else None)
+    return Site(device, encoding.compute_dtype, compiled, Seat(device) if one_by_one else None)
 
 
-def load_texts(towers: dict[str, TextTower], placement: Placement) -> dict[str, TextEncoder]:
+def load_texts(towers: dict[str, TextTower], site: Site) -> dict[str, TextEncoder]:
     """The networks of text towers. Raises as `load_towers`."""
     return {
-        name: TextEncoder(_recorded(tower.weights), _recorded(tower.tokenizer), tower, placement)
+        name: TextEncoder(_recorded(tower.weights), _recorded(tower.tokenizer), tower, site)
         for name, tower in towers.items()
     }
 
@@ -201,7 +201,7 @@ def _kept_texts(
 ) -> dict[str, TextEncoder]:
     encoding = EncodingRecord.parse(encoding_json, "this job's encoding record")
     towers = {name: encoding.texts[name] for name in sorted(names)}
-    texts = load_texts(towers, place(encoding, torch.device(device), compiled, one_by_one))
+    texts = load_texts(towers, site_of(encoding, torch.device(device), compiled, one_by_one))
     warm_up()
     return texts
 

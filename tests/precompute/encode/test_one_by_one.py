@@ -13,7 +13,7 @@ from transformers import T5EncoderModel
 
 from precompute.config import PrecomputeConfig, describe_encoding, make_recipe
 from precompute.encode import networks
-from precompute.encode.networks import Network, Placement, Seat
+from precompute.encode.networks import Network, Seat, Site
 from precompute.encode.provenance import DeviceClock
 from precompute.encode.towers import TextTowers
 from precompute.encode.worker import load_towers
@@ -193,7 +193,7 @@ def test_weights_that_come_back_find_the_graph_that_was_compiled(
     cpu, inputs = torch.device("cpu"), torch.randn(2, 4)
     seat, models = Seat(cpu), [nn.Linear(4, 4) for _ in range(2)]
     compiled, other = (
-        Network(model, lambda m, x: (m(x),), Placement(cpu, "bfloat16", is_compiled, seat))
+        Network(model, lambda m, x: (m(x),), Site(cpu, "bfloat16", is_compiled, seat))
         for model, is_compiled in zip(models, (True, False), strict=True)
     )
     for _ in range(3):

@@ -11,7 +11,7 @@ from transformers import T5Config, T5EncoderModel
 
 from precompute import describe
 from precompute.config import PrecomputeConfig, describe_encoding
-from precompute.encode.networks import Network, Placement, Precision, quantised
+from precompute.encode.networks import Network, Precision, Site, quantised
 from shards.base.errors import RequestError, UnfitNode
 from shards.derive.conversion import conversion
 from shards.format.encoding import EncodingRecord
@@ -90,8 +90,8 @@ def t5() -> T5EncoderModel:
 
 def states_of(model: nn.Module, precision: Precision) -> tuple[Tensor, Network]:
     ids = torch.randint(0, 64, (4, 24), generator=torch.Generator().manual_seed(5))
-    placement = Placement(torch.device("cpu"), precision)
-    network = Network(model, lambda t5, ids: (t5(ids).last_hidden_state,), placement)
+    site = Site(torch.device("cpu"), precision)
+    network = Network(model, lambda t5, ids: (t5(ids).last_hidden_state,), site)
     return network.start((ids,), len(ids))()[0].float(), network
 
 
