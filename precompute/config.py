@@ -165,7 +165,7 @@ def describe_encoding(config: PrecomputeConfig) -> EncodingRecord:
             storage=config.image.storage,
         ),
         texts={name: describe_text(name, tower, config.text) for name, tower in config.text_towers.items()},
-        features={name: describe_features(name, tower) for name, tower in config.features.items()},
+        features={name: describe_features(name, tower, config.to_fill.all) for name, tower in config.features.items()},
         captions=tuple(config.captions),
         max_characters=config.limits.max_caption_characters,
         compute_dtype=config.precision,

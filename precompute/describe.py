@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -11,9 +12,10 @@ import torch
 import transformers
 from pydantic import AfterValidator, Field, model_validator
 
-from precompute.encode.networks import model_class
+from precompute.encode.networks import model_class, vision_options
 from shards.base.config import Config
 from shards.base.errors import RequestError
+from shards.format.buckets import Bucket
 from shards.format.models import hash_weights, model_folder, read_model_config
 from shards.format.towers import (
     CAUSAL,
@@ -29,6 +31,8 @@ from shards.format.towers import (
 VOCABULARIES = (("vocab.json", "merges.txt"), ("tokenizer.json",), ("spiece.model",), ("tokenizer.model",))
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 PIXELS_PER_TOKEN = 16
+MOST_OTHER_TOKENS = 32
+"""Of a vision model, besides those of patches: for the class, and registers."""
 PROBE_SIDE = 256
 
 
@@ -110,7 +114,8 @@ class FeatureTowerConfig(Config):
     """One frozen vision model whose features of each picture are stored, for a model in training to be aligned with."""
 
     model: str
-    """Folder, or hub name, of a transformers vision model of patches, such as DINOv2."""
+    """Folder, or hub name, of a transformers vision model that makes a token of each patch: DINOv2 and 3, ViT, I-JEPA;
+    by `class_name` the CLIPVisionModel of a CLIP, or SigLIP's."""
     class_name: str | None = None
     """Of the transformers model; null: the first of `architectures` in its config.json."""
     resize: float | None = Field(None, gt=0)
@@ -299,11 +304,11 @@ def _check_tokenizer(folder: Path, length: int | None) -> None:
         )
 
 
-def describe_features(name: str, asked: FeatureTowerConfig) -> FeatureTower:
-    """A feature tower.
+def describe_features(name: str, asked: FeatureTowerConfig, buckets: Sequence[Bucket]) -> FeatureTower:
+    """A feature tower, for pictures of these buckets.
 
     Raises:
-        RequestError: it is missing, or no vision model of patches.
+        RequestError: it is missing, or no vision model that makes a token of each patch; or a bucket does not fit it.
     """
     folder = model_folder(asked.model)
     config = read_model_config(folder)
@@ -317,7 +322,7 @@ def describe_features(name: str, asked: FeatureTowerConfig) -> FeatureTower:
     if (folder / "preprocessor_config.json").is_file():
         given = json.loads((folder / "preprocessor_config.json").read_text())
         mean, std = given.get("image_mean", mean), given.get("image_std", std)
-    return FeatureTower(
+    tower = FeatureTower(
         class_name=class_name,
         weights=hash_weights(asked.model, folder),
         resize=asked.resize or patch / PIXELS_PER_TOKEN,
@@ -327,3 +332,38 @@ def describe_features(name: str, asked: FeatureTowerConfig) -> FeatureTower:
         width=width,
         storage=asked.storage,
     )
+    try:
+        grids = [tower.grid(bucket) for bucket in buckets]
+    except ValueError as error:
+        raise RequestError(
+            f"features.{name}: {error}. Choose sides, or aspect.step, in steps of {patch / tower.resize:g}; or another "
+            f"features.{name}.resize."
+        ) from None
+    _try_features(name, folder, tower, architecture, grids[0])
+    return tower
+
+
+def _try_features(name: str, folder: Path, tower: FeatureTower, architecture: Any, grid: tuple[int, int]) -> None:
+    """Run the model without weights: of a picture it must make its patches' tokens, and before them few others.
+
+    Raises:
+        RequestError: it does not.
+    """
+    kind: Any = model_class(tower.class_name)
+    pixels, patches = [side * tower.patch for side in grid], grid[0] * grid[1]
+    wrong: Exception | None = None
+    try:
+        with torch.device("meta"):
+            model = kind(architecture)
+            _, tokens, width = model(torch.zeros(1, 3, *pixels), **vision_options(model)).last_hidden_state.shape
+        found = f"{tokens} tokens of {width} numbers"
+        if patches <= tokens <= patches + MOST_OTHER_TOKENS and width == tower.width:
+            return
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError, RuntimeError) as error:
+        wrong, found = error, "no hidden states"
+    raise RequestError(
+        f"features.{name}: {tower.class_name} in {folder} makes {found} of a picture of {pixels[1]}x{pixels[0]}, which "
+        f"has {patches} patches, and should make {tower.width} numbers of each"
+        f"{f' ({wrong})' if wrong else ''}. Give the `class_name` of a model that does, such as Dinov2Model, ViTModel "
+        f"or CLIPVisionModel."
+    ) from wrong

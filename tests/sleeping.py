@@ -11,7 +11,7 @@ import torch
 from precompute.config import PrecomputeConfig, describe_encoding, make_recipe
 from precompute.encode.overlap import Turns
 from precompute.encode.tar import encode_tar
-from precompute.encode.towers import EncodedCaptions, PictureLatents, Towers
+from precompute.encode.towers import EncodedCaptions, PictureLatents, Timer, Towers, untimed
 from precompute.input.tars import list_tars
 from shards.format.buckets import Bucket
 from shards.format.text import TextLatents
@@ -61,10 +61,14 @@ class SleepingTowers(Towers):
     def empty_caption(self) -> dict[str, TextLatents]:
         return self.empty
 
-    def start_captions(self, groups: list[list[str]]) -> Iterator[list[Callable[[], EncodedCaptions]]]:
+    def start_captions(
+        self, groups: list[list[str]], timer: Timer = untimed
+    ) -> Iterator[list[Callable[[], EncodedCaptions]]]:
         return ([lambda: EncodedCaptions(self.empty, False)] * len(texts) for texts in groups)
 
-    def start_pictures(self, bucket: Bucket, pictures: list[np.ndarray]) -> Callable[[], Iterator[PictureLatents]]:
+    def start_pictures(
+        self, bucket: Bucket, pictures: list[np.ndarray], timer: Timer = untimed
+    ) -> Callable[[], Iterator[PictureLatents]]:
         asleep = self.sleeper.start()
         # big parts of small pictures: what goes up is noise, which nothing compresses
         latents = torch.randn(len(pictures), 8, bucket.height // 8, bucket.width // 8).half()

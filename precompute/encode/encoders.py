@@ -1,6 +1,5 @@
 """The three kinds of towers: pictures → image latents, captions → text latents, pictures → features."""
 
-import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,7 @@ import transformers
 from diffusers.models.attention_processor import Attention, AttnProcessor
 from torch import Tensor, nn
 
-from precompute.encode.networks import Network, Site, filled, model_class, quantised
+from precompute.encode.networks import Network, Site, filled, model_class, quantised, vision_options
 from shards.base.errors import WorkError
 from shards.format.buckets import Bucket
 from shards.format.text import TextLatents
@@ -155,12 +154,10 @@ class FeatureEncoder(Network):
     """A transformers vision model, as a function from pixels to the last hidden states of its patches."""
 
     def __init__(self, folder: Path, tower: FeatureTower, site: Site):
-        model = getattr(transformers, tower.class_name).from_pretrained(folder, use_safetensors=True)
+        model = model_class(tower.class_name).from_pretrained(folder, use_safetensors=True)
         super().__init__(model.to(torch.float32), self.encode, site)
         self.tower = tower
-        # some models want to be told that a picture may have another size than in their training
-        asked = "interpolate_pos_encoding" in inspect.signature(model.forward).parameters
-        self.options = {"interpolate_pos_encoding": True} if asked else {}
+        self.options = vision_options(model)
 
     def encode(self, model: nn.Module, pixels: Tensor) -> tuple[Tensor]:
         """(N, H, W, 3) uint8 → (N, tokens, width), those of class and register tokens left out."""

@@ -9,6 +9,7 @@ once; calling what it returned waits for the latents. On a CPU, `start` does all
 
 import copy
 import importlib
+import inspect
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -41,6 +42,12 @@ def model_class(name: str) -> Any:
     module, _, class_name = name.rpartition(".")
     where = importlib.import_module(f"diffusers.pipelines.{module}") if module else transformers
     return getattr(where, class_name)
+
+
+def vision_options(model: nn.Module) -> dict[str, bool]:
+    """What some of transformers' vision models want to be told: a picture may have another size than in training."""
+    asked = "interpolate_pos_encoding" in inspect.signature(model.forward).parameters
+    return {"interpolate_pos_encoding": True} if asked else {}
 
 
 def autocast(device: torch.device, precision: Precision) -> torch.autocast:

@@ -21,7 +21,7 @@ from precompute.encode.samples import (
     StartedBatch,
     with_latents,
 )
-from precompute.encode.towers import EncodedCaptions, Towers, batch_size_of
+from precompute.encode.towers import EncodedCaptions, Timer, Towers, batch_size_of
 from precompute.input.captions import read_captions, read_scores, valid_text
 from precompute.input.reject import Reject
 from precompute.input.tars import RawSample, TarPolicy
@@ -122,7 +122,7 @@ def start_batches(
 
     Where towers run one by one, all pictures are encoded before any caption.
     """
-    captions = CaptionsOnce(towers)
+    captions = CaptionsOnce(towers, clock)
     held: deque[tuple[StartedBatch, int]] = deque()
     before: Callable[[], object] = list
 
@@ -132,9 +132,8 @@ def start_batches(
 
     with turns.at_device(batches) as at_device:
         for bucket, cuts in at_device:
-            with clock():
-                asked = captions.start(cuts)
-                latents = Later(listed(towers.start_pictures(bucket, [cut.pixels for cut in cuts])))
+            asked = captions.start(cuts)
+            latents = Later(listed(towers.start_pictures(bucket, [cut.pixels for cut in cuts], clock)))
             samples = [Started(cut.about, cut.corner, later) for cut, later in zip(cuts, asked, strict=True)]
             held.append((StartedBatch(bucket, samples, latents), captions.num_asked))
             if towers.one_by_one:  # a batch's pixels are held until it was waited for
@@ -144,8 +143,7 @@ def start_batches(
         before()
         while captions.num_begun < captions.num_asked:
             yield from begun()
-            with clock():
-                captions.start_more()
+            captions.start_more()
     yield from begun()
 
 
@@ -171,8 +169,8 @@ class CaptionsOnce:
     Where towers run one by one the batches are the same, and are begun when all captions were asked for.
     """
 
-    def __init__(self, towers: Towers):
-        self.towers = towers
+    def __init__(self, towers: Towers, clock: Timer):
+        self.towers, self.clock = towers, clock
         self.begun: dict[str, tuple[Later[Captions], int]] = {}
         """Key → captions, and how many buckets' batches are still to come that need them."""
         self.waiting: deque[tuple[str, CaptionToCome]] = deque()
@@ -200,7 +198,7 @@ class CaptionsOnce:
         if self.rest is None or not self.towers.one_by_one:
             size, texts = self.towers.caption_batch, [text for text, _ in self.waiting]
             firsts = range(0, len(texts), size) if self.towers.one_by_one else range(1)
-            self.rest = self.towers.start_captions([texts[first : first + size] for first in firsts])
+            self.rest = self.towers.start_captions([texts[first : first + size] for first in firsts], self.clock)
         for wait in next(self.rest):
             self.waiting.popleft()[1].wait = wait
 

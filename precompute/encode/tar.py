@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from precompute.encode.encoders import attends_by_products
 from precompute.encode.overlap import Turns, in_background, threads
 from precompute.encode.parts import Parts
-from precompute.encode.provenance import DeviceClock, Stopwatch
+from precompute.encode.provenance import DeviceClock
 from precompute.encode.recipe import Recipe
 from precompute.encode.stages import batched_by_bucket, decoding, start_batches
 from precompute.encode.towers import Towers
@@ -17,7 +17,7 @@ from shards.base.scratch import attempt_folder
 from shards.base.store import Store
 from shards.root.commit import Attempt, commit, current
 from shards.root.committed import TarBooks
-from shards.root.provenance import made_by, versions
+from shards.root.provenance import Stopwatch, made_by, versions
 from shards.root.shared import has_uncond, write_uncond
 
 SOFTWARE = ("diffusers", "mosaicml-streaming", "numpy", "pillow", "torch", "transformers")

@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -18,6 +19,13 @@ from shards.format.text import TextLatents
 PIXELS_PER_BATCH_ITEM = 512 * 512
 Waits = dict[str, Callable[[], EncodedCaption]]
 """Tower → waits for what it made of a caption."""
+Timer = Callable[[str], AbstractContextManager[None]]
+"""`image`, `texts.NAME` or `features.NAME` → what is handed to the device inside counts as that tower's time."""
+
+
+def untimed(tower: str) -> AbstractContextManager[None]:
+    """A `Timer` that counts nothing."""
+    return nullcontext()
 
 
 def batch_size_of(bucket: Bucket, batch_size: int) -> int:
@@ -67,7 +75,9 @@ class TextTowers:
                 TextTowers({name: tower}, self.batch_size, self.batch_sizes).empty_caption()
                 tower.warm.add(None)
 
-    def start_captions(self, groups: list[list[str]]) -> Iterator[list[Callable[[], "EncodedCaptions"]]]:
+    def start_captions(
+        self, groups: list[list[str]], timer: Timer = untimed
+    ) -> Iterator[list[Callable[[], "EncodedCaptions"]]]:
         """Begin with groups of captions, one each time; each function returned waits for a caption's latents.
 
         Where towers run one by one, all but the last are done with all groups before the first comes out. The last is
@@ -77,40 +87,43 @@ class TextTowers:
         turns = [[name] for name in sorted(self.texts, key=self._size)] if apart else [list(self.texts)]
         waits = deque([Waits() for _ in texts] for texts in groups)
         for names in turns[:-1]:
-            self._finish(names, groups, waits)
+            self._finish(names, groups, waits, timer)
         for texts in groups:
-            yield self._start_last(turns[-1], texts, waits.popleft())
+            yield self._start_last(turns[-1], texts, waits.popleft(), timer)
 
     def _size(self, name: str) -> int:
         """Numbers that a tower makes of a caption."""
         tower = self.texts[name].tower
         return tower.length * tower.width * tower.states + tower.pooled
 
-    def _start(self, names: list[str], texts: list[str], waits: list[Waits]) -> list[Later[list[EncodedCaption]]]:
+    def _start(
+        self, names: list[str], texts: list[str], waits: list[Waits], timer: Timer
+    ) -> list[Later[list[EncodedCaption]]]:
         """Have these towers begin with captions, in batches."""
         batches = []
         for name in names:
             size = self.size_of(name)
             for first in range(0, len(texts), size):
                 batch = texts[first : first + size]
-                batches.append(Later(self.texts[name].start_batch(batch, size)))
+                with timer(f"texts.{name}"):
+                    batches.append(Later(self.texts[name].start_batch(batch, size)))
                 for row in range(len(batch)):
                     waits[first + row][name] = partial(_row, batches[-1], row)
         return batches
 
-    def _finish(self, names: list[str], groups: list[list[str]], waits: Iterable[list[Waits]]) -> None:
+    def _finish(self, names: list[str], groups: list[list[str]], waits: Iterable[list[Waits]], timer: Timer) -> None:
         """Have these towers encode all groups, a group ahead of the one that is waited for."""
         before: list[Later[list[EncodedCaption]]] = []
         for group in chain(zip(groups, waits, strict=True), [([], [])]):
-            begun = self._start(names, *group)
+            begun = self._start(names, *group, timer)
             for batch in before:
                 batch()
             before = begun
 
     def _start_last(
-        self, names: list[str], texts: list[str], waits: list[Waits]
+        self, names: list[str], texts: list[str], waits: list[Waits], timer: Timer
     ) -> list[Callable[[], "EncodedCaptions"]]:
-        self._start(names, texts, waits)
+        self._start(names, texts, waits, timer)
         return [partial(EncodedCaptions.of, wait) for wait in waits]
 
 
@@ -141,13 +154,19 @@ class Towers(TextTowers):
                 list(self.start_pictures(bucket, [np.zeros((bucket.height, bucket.width, 3), np.uint8)])())
                 self.image.warm.add(bucket)
 
-    def start_pictures(self, bucket: Bucket, pictures: list[np.ndarray]) -> Callable[[], Iterator[PictureLatents]]:
+    def start_pictures(
+        self, bucket: Bucket, pictures: list[np.ndarray], timer: Timer = untimed
+    ) -> Callable[[], Iterator[PictureLatents]]:
         """Begin with pictures of `bucket`, (height, width, 3) uint8 each; the function returned waits for their
         latents."""
         batch_size = batch_size_of(bucket, self.batch_size)
         pixels = self.image.stack(pictures, batch_size)
-        image = self.image.start_batch(pixels, len(pictures))
-        features = {name: list(self._start_features(name, bucket, pixels, len(pictures))) for name in self.features}
+        with timer("image"):
+            image = self.image.start_batch(pixels, len(pictures))
+        features = {}
+        for name in self.features:
+            with timer(f"features.{name}"):
+                features[name] = list(self._start_features(name, bucket, pixels, len(pictures)))
 
         def waited() -> Iterator[PictureLatents]:
             made = {name: torch.cat([wait() for wait in waits]) for name, waits in features.items()}

@@ -18,7 +18,7 @@ from torch._dynamo.exc import TorchDynamoException
 from precompute.encode.encoders import FeatureEncoder, ImageEncoder, TextEncoder
 from precompute.encode.networks import MOST_SHAPES, Seat, Site
 from precompute.encode.overlap import Stuck, Turns
-from precompute.encode.provenance import check_source
+from precompute.encode.provenance import DeviceClock, check_source
 from precompute.encode.recipe import Recipe
 from precompute.encode.tar import encode_tar
 from precompute.encode.towers import TextTowers, Towers
@@ -34,7 +34,7 @@ from shards.format.models import recorded_folder
 from shards.format.towers import TextTower, Weights
 from shards.open import open_store
 from shards.root.committed import TarBooks
-from shards.root.provenance import made_by
+from shards.root.provenance import Stopwatch, made_by
 from shards.root.shared import has_uncond, load_uncond, write_uncond
 
 MALLOC_OPTIONS = ((-3, 32 << 20), (-1, 1 << 30), (-8, 1))
@@ -184,9 +184,17 @@ def with_fresh_towers(recipe: Recipe, store: Store, device: str) -> Derivation:
     if not has_uncond(store):
         write_uncond(store, kept_uncond(load_uncond(source).items(), how) | towers.empty_caption(), recipe.encoding)
 
-    def encode(captions: list[str]) -> Captions:
-        made = (wait() for wait in next(towers.start_captions([captions])))
-        return ((caption.latents, caption.truncated) for caption in made)
+    def encode(captions: list[str], stopwatch: Stopwatch) -> Captions:
+        clock = DeviceClock(on, stopwatch)
+        try:
+            with stopwatch("encode"):
+                waits = next(towers.start_captions([captions], clock))
+            for wait in waits:
+                with stopwatch("encode"):
+                    caption = wait()
+                yield caption.latents, caption.truncated
+        finally:
+            clock.stop()
 
     settings: Settings = {"device": made_by(on).gpu, **recipe.batches(on)}
     if any(tower.tower.quantised for tower in texts.values()):

@@ -1,11 +1,11 @@
 """One tar's parts, made of another root's: read, converted, written, committed as stage 1 commits them."""
 
 import functools
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from itertools import islice, repeat
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from shards.format.towers import TextTower
 from shards.root.commit import Attempt, commit, current, record_file
 from shards.root.committed import TarBooks, load_commits
 from shards.root.exclusions import Exclusion, exclusion_ids, load_exclusion
-from shards.root.provenance import made_by, versions
+from shards.root.provenance import Stopwatch, made_by, versions
 from shards.root.reading import captions, decoded, image_latents, read_part
 from shards.root.writing import PartWriter
 
@@ -39,9 +39,15 @@ AT_ONCE = 256
 """Samples whose captions are encoded together."""
 SOFTWARE = ("numpy", "torch", "transformers")
 Settings = dict[str, str | int | float | bool]
-Captions = Iterator[tuple[dict[str, TextLatents], bool]]
-Encode = Callable[[list[str]], Captions]
-"""Captions → of each, what the fresh towers make of it, and whether one cut it."""
+Captions = Generator[tuple[dict[str, TextLatents], bool], None, None]
+Encode = Callable[[list[str], Stopwatch], Captions]
+"""Captions → of each, what the fresh towers make of it, and whether one cut it; the time counts as `encode`, and as
+each tower's."""
+
+
+def nothing_fresh(captions: list[str], stopwatch: Stopwatch) -> Captions:
+    """An `Encode` without towers."""
+    yield from (({}, False) for _ in captions)
 
 
 @dataclass(frozen=True)
@@ -51,7 +57,7 @@ class Derivation:
     source: Store
     target: Store
     conversion: Conversion
-    encode: Encode | None = None
+    encode: Encode = nothing_fresh
     device: torch.device = CPU
     settings: Settings = field(default_factory=dict)
 
@@ -77,13 +83,16 @@ def derive_tar(
             if receipt.bucket in committed:
                 continue
             report(done)  # who was told to leave copies no further part
-            began, started = time.monotonic(), datetime.now(UTC)
-            with how.source.local(receipt.folder) as part:
-                check_part(part, receipt)
-                writing = _Writing(part, receipt, folder / receipt.bucket, how, excluded)
+            stopwatch, started = Stopwatch(), datetime.now(UTC)
+            with ExitStack() as held:
+                with stopwatch("fetch"):
+                    part = held.enter_context(how.source.local(receipt.folder))
+                    check_part(part, receipt)
+                writing = _Writing(part, receipt, folder / receipt.bucket, how, excluded, stopwatch)
                 for count in writing.write():
                     report(done := done + count)
-                written = writing.writer.finish()
+                with stopwatch("write"):
+                    written = writing.writer.finish()
             committed |= commit(
                 how.target,
                 Attempt(
@@ -100,8 +109,8 @@ def derive_tar(
                     made_by=made_by(how.device),
                     number=attempt,
                     started=started.isoformat(timespec="seconds"),
-                    seconds={},
-                    clock=began,
+                    seconds=stopwatch.seconds,
+                    clock=stopwatch.began,
                 ),
             )
     return TarBooks(tar.name, committed)
@@ -133,8 +142,16 @@ def check_part(folder: Path, receipt: Receipt) -> None:
 class _Writing:
     """A part on its way from one encoding to another."""
 
-    def __init__(self, part: Path, receipt: Receipt, folder: Path, how: Derivation, excluded: list[Exclusion]):
-        self.part, self.how, self.conversion = part, how, how.conversion
+    def __init__(
+        self,
+        part: Path,
+        receipt: Receipt,
+        folder: Path,
+        how: Derivation,
+        excluded: list[Exclusion],
+        stopwatch: Stopwatch,
+    ):
+        self.part, self.how, self.conversion, self.stopwatch = part, how, how.conversion, stopwatch
         self.writer = PartWriter(folder, self.conversion.target, Bucket.parse(receipt.bucket))
         table = pq.read_table(part / SAMPLES_NAME)
         self.rows = table.to_pylist()
@@ -162,16 +179,25 @@ class _Writing:
         samples = [{current_name(name): value for name, value in sample.items()} for sample, _ in group]
         texts = [captions(sample, self.conversion.source) for sample in samples]
         every = [caption for of_sample in texts for caption in of_sample]
-        fresh: Captions = self.how.encode(every) if self.how.encode else repeat(({}, False))
-        for sample, of_sample, (_, row) in zip(samples, texts, group, strict=True):
-            made = [next(fresh) for _ in of_sample]
+        with closing(self.how.encode(every, self.stopwatch)) as fresh:
+            for sample, of_sample, (_, row) in zip(samples, texts, group, strict=True):
+                self._append_one(sample, of_sample, row, [next(fresh) for _ in of_sample])
+
+    def _append_one(
+        self,
+        sample: dict[str, Any],
+        texts: list[str],
+        row: dict[str, Any],
+        made: list[tuple[dict[str, TextLatents], bool]],
+    ) -> None:
+        with self.stopwatch("write"):
             if not all(map(_is_finite, (latents for of_caption, _ in made for latents in of_caption.values()))):
                 self.writer.refuse(row["key"], row.get("url", ""), NON_FINITE, "encoded in float32 too")
-                continue
+                return
             cut = sum(was_cut for _, was_cut in made)
             values = row | {"truncated": max(row["truncated"], cut)}
             columns = {name: sample[name] for name in ("key", "caption", "size", "scores")}
-            columns |= converted(sample, of_sample, [latents for latents, _ in made], self.conversion)
+            columns |= converted(sample, texts, [latents for latents, _ in made], self.conversion)
             self.writer.append(columns, tuple(values.get(name, "") for name in SAMPLES_SCHEMA.names))
 
 

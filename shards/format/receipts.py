@@ -116,8 +116,9 @@ class Receipt(Config):
     attempts: int
     started: str
     seconds: dict[str, float]
-    """Stage → wall-clock seconds that were spent waiting for it: fetch, decode, encode, write, upload; and `total`, in
-    which stages overlap."""
+    """Stage → wall-clock seconds that were spent waiting for it: fetch, decode, encode, write, upload; those in which
+    the device was at work, `device`, and of them each tower's, `device.texts.NAME`; `worker`, since it committed the
+    tar before; and `total`, in which stages overlap."""
 
     @model_validator(mode="after")
     def _adds_up(self) -> "Receipt":

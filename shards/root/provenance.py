@@ -1,17 +1,24 @@
-"""Who makes a part, by which code: for its receipt."""
+"""Who makes a part, by which code, and how long each stage takes: for its receipt."""
 
 import functools
 import hashlib
 import os
 import platform
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
 from shards.format.receipts import MadeBy
 
+Item = TypeVar("Item")
 PACKAGES = ("precompute", "shards")
 """Those whose code decides over the bytes of a part."""
 
@@ -47,3 +54,32 @@ def made_by(device: torch.device) -> MadeBy:
         version=version("latentmill"),
         source_sha256=source_sha256(),
     )
+
+
+class Stopwatch:
+    """Seconds by stage, added up over whatever threads work on it."""
+
+    def __init__(self) -> None:
+        self.began = time.monotonic()
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+        self.lock = threading.Lock()
+
+    @contextmanager
+    def __call__(self, stage: str) -> Iterator[None]:
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            with self.lock:
+                self.seconds[stage] += time.monotonic() - began
+
+    def waiting(self, stage: str, items: Iterable[Item]) -> Iterator[Item]:
+        """`items`; the wait for each counts."""
+        iterator = iter(items)
+        while True:
+            try:
+                with self(stage):
+                    item = next(iterator)
+            except StopIteration:
+                return
+            yield item

@@ -125,7 +125,7 @@ def moved_under(clock: type[DeviceClock], memory: Memory, monkeypatch: pytest.Mo
         counted.append(bool(running))
         return move(self, tensors)
 
-    monkeypatch.setattr(clock, "__call__", lambda self: Counted(call(self)))
+    monkeypatch.setattr(clock, "__call__", lambda self, tower: Counted(call(self, tower)))
     monkeypatch.setattr(Seat, "_moved", moved)
     return counted
 

@@ -9,13 +9,14 @@ import torch
 
 from precompute.encode.encoders import EncodedCaption
 from precompute.encode.overlap import Later, Turns
-from precompute.encode.provenance import DeviceClock, Stopwatch
+from precompute.encode.provenance import DeviceClock
 from precompute.encode.samples import About, Cut
 from precompute.encode.stages import CaptionsOnce, start_batches
-from precompute.encode.towers import Towers
+from precompute.encode.towers import Towers, untimed
 from precompute.input.captions import CleanCaption
 from shards.format.buckets import Bucket
 from shards.format.text import TextLatents
+from shards.root.provenance import Stopwatch
 
 
 class Text:
@@ -65,7 +66,7 @@ def test_a_value_is_waited_for_once_and_what_it_took_is_let_go_of() -> None:
 
 def test_captions_are_begun_once_for_all_buckets_and_kept_until_the_last() -> None:
     text = Text()
-    captions = CaptionsOnce(Towers(None, {"text": text}, {}, batch_size=2))  # type: ignore
+    captions = CaptionsOnce(Towers(None, {"text": text}, {}, batch_size=2), untimed)  # type: ignore
     one = captions.start([cut("a", ["a0", None], 2), cut("b", ["b0", "b1"], 1)])
     assert text.calls == [["a0", "b0"]] and list(captions.begun) == ["a"]
     assert (captions.num_asked, captions.num_begun) == (3, 2)

@@ -1,6 +1,7 @@
 """Any frozen encoders: what each tower stores is what transformers and diffusers compute, under the same guarantees."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,20 +13,46 @@ import yaml
 from diffusers import AutoencoderDC
 from pydantic import ValidationError
 from torch import Tensor
-from transformers import AutoTokenizer, CLIPTextModelWithProjection, Dinov2Model, Gemma2Model, T5EncoderModel
+from transformers import (
+    AutoTokenizer,
+    CLIPConfig,
+    CLIPModel,
+    CLIPTextModelWithProjection,
+    Dinov2Config,
+    Dinov2Model,
+    Dinov2WithRegistersConfig,
+    Dinov2WithRegistersModel,
+    DINOv3ViTConfig,
+    DINOv3ViTModel,
+    Gemma2Model,
+    IJepaConfig,
+    IJepaModel,
+    PreTrainedModel,
+    SiglipVisionConfig,
+    SiglipVisionModel,
+    SwinConfig,
+    SwinModel,
+    T5EncoderModel,
+    ViTConfig,
+    ViTForImageClassification,
+    ViTMAEConfig,
+    ViTMAEModel,
+    ViTModel,
+)
 
 from precompute.config import describe_encoding
 from precompute.encode.networks import Network
 from shards.base.errors import RequestError
 from shards.format.encoding import EncodingRecord
 from shards.open import open_store
+from shards.root.committed import load_receipts
 from shards.root.reading import captions, features, read_part, text_latents
 from shards.root.shared import load_uncond
 from shards.tools.verify import verify_root
 from tests.conftest import encode_all, folder_of
 from tests.conftest import make_towers as towers_of
 from tests.runs import train_fields
-from tests.tiny_towers import BUCKET, DINO_WIDTH, PATCH, T5_LENGTH, T5_WIDTH, config_of, make_towers, texts
+from tests.tiny_towers import BUCKET, PATCH, T5_LENGTH, T5_WIDTH, config_of, make_towers, texts
 from train.__main__ import run as train
 from train.config import TrainConfig
 from train.data.draws import global_slots
@@ -100,10 +127,55 @@ def test_what_is_stored_is_what_the_pipelines_compute(root: Path, towers: Path, 
     assert list(verify_root(open_store(root))) == []
 
 
+IMAGENET, CLIPS, HALF = (
+    ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
+    ((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)),
+    ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5)),
+)
+
+
+def clip_in_two_halves() -> CLIPModel:
+    text = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
+    return CLIPModel(CLIPConfig(text_config=text | {"vocab_size": 32}, vision_config=VISION, projection_dim=4))
+
+
+VISION = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+VISION |= {"image_size": 32, "patch_size": 16}
+DINO2 = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "mlp_ratio": 2}
+DINO2 |= {"image_size": 56, "patch_size": PATCH}
+
+
+@pytest.mark.parametrize(
+    ("made", "class_name", "others", "means"),
+    [
+        (lambda: Dinov2Model(Dinov2Config(**DINO2)), None, 1, IMAGENET),
+        (lambda: Dinov2WithRegistersModel(Dinov2WithRegistersConfig(**DINO2)), None, 5, IMAGENET),
+        (lambda: DINOv3ViTModel(DINOv3ViTConfig(**VISION, num_register_tokens=4)), None, 5, IMAGENET),
+        (lambda: ViTModel(ViTConfig(**VISION)), None, 1, HALF),
+        (clip_in_two_halves, "CLIPVisionModel", 1, CLIPS),
+        (lambda: SiglipVisionModel(SiglipVisionConfig(**VISION)), None, 0, HALF),
+        (lambda: IJepaModel(IJepaConfig(**VISION)), None, 0, IMAGENET),
+    ],
+    ids=["dinov2", "dinov2 with registers", "dinov3", "vit", "clip", "siglip", "i-jepa"],
+)
 def test_features_are_the_vision_models_of_the_same_pixels(
-    models: Path, tars: Path, tmp_path: Path, towers: Path, monkeypatch: pytest.MonkeyPatch
+    made: Callable[[], PreTrainedModel],
+    class_name: str | None,
+    others: int,
+    means: tuple[tuple[float, ...], tuple[float, ...]],
+    models: Path,
+    tars: Path,
+    tmp_path: Path,
+    towers: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The pixels of a batch are looked at on their way in; 64 px become 56 and a grid of 4 × 4."""
+    """The pixels of a batch are looked at on their way in; 64 px become a grid of 4 × 4."""
+    torch.manual_seed(3)
+    whole = made().eval()
+    whole.save_pretrained(tmp_path / "vision")
+    if means != IMAGENET:
+        given = {"image_mean": means[0], "image_std": means[1]}
+        (tmp_path / "vision" / "preprocessor_config.json").write_text(json.dumps(given))
     seen: list[Tensor] = []
     start = Network.start
 
@@ -113,20 +185,57 @@ def test_features_are_the_vision_models_of_the_same_pixels(
         return start(self, inputs, count)
 
     monkeypatch.setattr(Network, "start", look)
-    features_config = {"dino": {"model": str(towers / "dino"), "batch_size": 3}}
+    features_config = {"eyes": {"model": str(tmp_path / "vision"), "batch_size": 3, "class_name": class_name}}
     config = config_of(models, tars, tmp_path / "root", towers, features=features_config)
     encode_all(config, models)
-    encoding, dino = describe_encoding(config), Dinov2Model.from_pretrained(towers / "dino").eval()
-    assert encoding.features["dino"].resize == PATCH / 16
-    mean, std = (torch.tensor(of)[:, None, None] for of in ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)))
-    batches = [pixels for pixels in seen if len(pixels) > 3]  # the image tower's, of up to 8; DINOv2's are of 3
+    encoding, model = describe_encoding(config), getattr(whole, "vision_model", whole)
+    side = 4 * encoding.features["eyes"].patch
+    mean, std = (torch.tensor(of)[:, None, None] for of in means)
+    options = {"interpolate_pos_encoding": True} if "dino" not in type(whole).__name__.lower() else {}
+    batches = [pixels for pixels in seen if len(pixels) > 3]  # the image tower's, of up to 8; the other's are of 3
     for pixels, sample in zip(torch.cat(batches)[:6], samples_of(folder_of(config)), strict=False):
         picture = pixels.permute(2, 0, 1)[None].double() / 255
-        scaled = F.interpolate(picture, (56, 56), mode="bicubic", antialias=True).clamp(0, 1)
+        scaled = F.interpolate(picture, (side, side), mode="bicubic", antialias=True).clamp(0, 1)
         with torch.no_grad():
-            states = dino(((scaled - mean) / std).float()).last_hidden_state[0, 1:]
-        close(features(sample, encoding)["dino"], states)
-        assert sample["features.dino"].shape == (16, DINO_WIDTH)
+            states = model(((scaled - mean) / std).float(), **options).last_hidden_state[0]
+        assert len(states) == others + 16
+        close(features(sample, encoding)["eyes"], states[others:])
+        assert sample["features.eyes"].shape == (16, 16)
+
+
+@pytest.mark.parametrize(
+    ("made", "class_name", "words"),
+    [
+        (lambda: ViTMAEModel(ViTMAEConfig(**VISION)), None, "ViTMAEModel .* makes 5 tokens of 16 .* has 16 patches"),
+        (lambda: SwinModel(SwinConfig(embed_dim=16, depths=[1, 1], num_heads=[2, 2], window_size=2)), None, "Swin"),
+        (lambda: ViTForImageClassification(ViTConfig(**VISION)), None, "makes no hidden states.*last_hidden_state"),
+        (clip_in_two_halves, None, "CLIPModel .* makes no hidden states"),
+        (clip_in_two_halves, "ViTModel", "ViTModel in"),
+    ],
+    ids=["leaves patches out", "merges patches", "with a head", "of pictures and words", "another class"],
+)
+def test_models_that_make_no_token_of_each_patch(
+    made: Callable[[], PreTrainedModel],
+    class_name: str | None,
+    words: str,
+    models: Path,
+    tars: Path,
+    tmp_path: Path,
+    towers: Path,
+) -> None:
+    """Before anything is loaded, and with the name of one that does."""
+    made().save_pretrained(tmp_path / "vision")
+    of = {"eyes": {"model": str(tmp_path / "vision"), "class_name": class_name}}
+    with pytest.raises(RequestError, match=f"features.eyes: .*{words}.*such as Dinov2Model"):
+        describe_encoding(config_of(models, tars, tmp_path / "root", towers, features=of))
+
+
+def test_each_towers_seconds_are_in_the_receipts(root: Path) -> None:
+    for receipt in load_receipts(open_store(root)):
+        towers = {"image", "texts.clip", "texts.t5", "features.dino"}
+        of = {stage.removeprefix("device."): spent for stage, spent in receipt.seconds.items() if "device." in stage}
+        assert of.keys() == towers and all(spent > 0 for spent in of.values())
+        assert receipt.seconds["device"] == pytest.approx(sum(of.values()), abs=0.003)  # of values in milliseconds
 
 
 @pytest.mark.parametrize("storage", ["float16", "float8"])
@@ -287,7 +396,8 @@ def test_what_makes_no_sense_is_refused_by_the_config(
 
 
 def test_a_bucket_that_is_no_whole_number_of_patches(models: Path, tars: Path, tmp_path: Path, towers: Path) -> None:
-    with pytest.raises(RequestError, match=r"bucket 72x64, resized to 0\.875 of it, is no multiple of 14"):
+    wrong = r"features.dino: bucket 72x64, resized to 0\.875 of it, is no multiple of 14\. Choose sides.* steps of 16"
+    with pytest.raises(RequestError, match=wrong):
         describe_encoding(config_of(models, tars, tmp_path, towers, buckets=["72x64"]))
 
 

@@ -264,6 +264,10 @@ def test_a_text_tower_is_added_without_a_picture(
     assert encoding.id == EncodingRecord.load(theirs).id
     for mine, other in zip(load_receipts(ours), load_receipts(theirs), strict=True):
         assert (mine.folder, mine.captions) == (other.folder, other.captions)
+        new = "t5" if before == "text" else "text"
+        assert {stage for stage in mine.seconds if stage.startswith("device.")} == {f"device.texts.{new}"}
+        assert 0 < mine.seconds["device"] <= mine.seconds["encode"] <= mine.seconds["total"]
+        assert {"fetch", "write", "upload"} < mine.seconds.keys()
     empty, reference = load_uncond(ours), load_uncond(theirs)
     assert empty["t5"].states is not None and reference["t5"].states is not None
     assert empty["t5"].states.equal(reference["t5"].states) and empty.keys() == {"text", "t5"}
