@@ -3,7 +3,7 @@
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -112,3 +112,8 @@ class ThinStore(LocalStore):
     def write(self, name: str, data: bytes) -> None:
         with self._call("put"):
             super().write(name, data)
+
+    def put(self, files: Mapping[str, Path]) -> None:
+        for name, path in files.items():
+            with self._call("put"):
+                super().put({name: path})

@@ -24,6 +24,12 @@ STORAGES: dict[str, dict[str, Any]] = {
     "float16, mean": {"posterior": "mean"},
     "int8, mean": {"posterior": "mean", "image": {"storage": "int8"}},
     "int8, mean, float8": {"posterior": "mean", "image": {"storage": "int8"}, "text": {"storage": "float8"}},
+    "int8, float8, trim": {"image": {"storage": "int8"}, "text": {"storage": "float8", "trim": True}},
+    "int8, mean, float8, trim": {
+        "posterior": "mean",
+        "image": {"storage": "int8"},
+        "text": {"storage": "float8", "trim": True},
+    },
 }
 
 

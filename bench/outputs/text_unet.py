@@ -107,6 +107,7 @@ def train_config(folder: Path, root: Path, steps: int, seed: int) -> TrainConfig
         "optimizer": {"lr": 2e-3, "betas": (0.9, 0.99)},
         "schedule": {"kind": "cosine", "warmup_steps": 20},
         "precision": "float32",
+        "log": {"tracker": "none"},
     }
     return TrainConfig.model_validate(fields)
 

@@ -6,15 +6,17 @@ import fcntl
 import hashlib
 import json
 import os
+import shutil
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from shards.base.errors import RequestError, WorkError
 
 NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
+PIECE_BYTES = 1 << 20
 AT_FDCWD, RENAME_NOREPLACE = -100, 1
 
 
@@ -66,15 +68,28 @@ def fsync_tree(folder: Path) -> None:
 
 def write_file(path: Path, data: bytes) -> Path:
     """A new file, on the disk; gone again where it cannot be written. Returns its path."""
+    with _new_file(path) as file:
+        file.write(data)
+    return path
+
+
+def copy_file(source: Path, path: Path) -> Path:
+    """A copy, as `write_file` writes; of a file that need not fit into memory."""
+    with source.open("rb") as whole, _new_file(path) as file:
+        shutil.copyfileobj(whole, file, PIECE_BYTES)
+    return path
+
+
+@contextmanager
+def _new_file(path: Path) -> Iterator[BinaryIO]:
     try:
         with path.open("wb") as file:
-            file.write(data)
+            yield file
             file.flush()
             os.fsync(file.fileno())
     except BaseException:
         path.unlink(missing_ok=True)
         raise
-    return path
 
 
 def write_atomically(path: Path, data: bytes) -> None:

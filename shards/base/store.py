@@ -22,7 +22,7 @@ from typing import Annotated, Any, NamedTuple
 
 from pydantic import PlainSerializer, PlainValidator
 
-from shards.base.durable import create_file, fsync_folder, fsync_tree, make_folder, sha256_file, write_file
+from shards.base.durable import copy_file, create_file, fsync_folder, fsync_tree, make_folder, sha256_file, write_file
 
 UNFINISHED = ".unfinished"
 """Folder of the root in which files are written that are then linked or renamed to where they belong."""
@@ -195,7 +195,8 @@ class LocalStore(Store):
 
     def put(self, files: Mapping[str, Path]) -> None:
         for name, path in files.items():
-            self.write(name, path.read_bytes())
+            copy_file(path, self._unfinished()).replace(self._place(name))
+            fsync_folder(self._place(name).parent)
 
     def remove(self, names: Sequence[str]) -> None:
         for name in names:

@@ -5,14 +5,14 @@ written here. The same parts always give the same bytes. In a root of version 1 
 """
 
 import hashlib
-import io
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pyarrow as pa
 
 from shards.base.durable import canonical_json
+from shards.base.scratch import attempt_folder
 from shards.base.store import Store
 from shards.format.buckets import Bucket
 from shards.format.encoding import EncodingRecord
@@ -42,8 +42,8 @@ def write_streaming(store: Store, manifest: Manifest) -> None:
     for bucket, size in manifest.buckets.items():
         index = read_index(store, bucket, size.id)
         assert isinstance(index, BucketIndex)
-        data = bucket_index(EncodingRecord.load(store), bucket, load_rows(store, size.id, index))
-        _write(store, bucket, data)
+        pieces = bucket_index(EncodingRecord.load(store), bucket, load_rows(store, size.id, index))
+        _write(store, bucket, pieces)
 
 
 def is_of_version1(store: Store) -> bool:
@@ -64,25 +64,26 @@ def compact_json(value: Any) -> bytes:
 
 def bucket_index(
     encoding: EncodingRecord, bucket: str, rows: pa.Table, dump: Callable[[Any], bytes] = compact_json
-) -> bytes:
-    """The bytes of ROOT/BUCKET/index.json over these parts, as `dump` would write it."""
+) -> Iterator[bytes]:
+    """ROOT/BUCKET/index.json over these parts, in pieces, as `dump` would write it: a whole one may have 600 MB."""
     # a million entries as Python objects would take gigabytes: two are dumped with their own values left open
     config = file_config(index_columns(encoding, bucket))
     raw_data = {"basename": HOLE, "bytes": HOLE, "hashes": {HASH: HOLE}}
     entry = config | {"raw_data": raw_data, "samples": HOLE, "zip_data": None}
     files, hole = files_of(rows), json.dumps(HOLE).encode()
     if not len(files):
-        return dump({"version": 2, "shards": []})
+        yield dump({"version": 2, "shards": []})
+        return
     head, *between, tail = dump({"version": 2, "shards": [entry, entry]}).split(hole)
     joints, next_head = [head, *between[:3]], between[3]
-    text = io.BytesIO()
     for batch in files.to_batches(max_chunksize=FILES_AT_ONCE):
+        piece: list[bytes] = []
         for values in zip(*(batch[name].to_pylist() for name in ("name", "bytes", "hash", "samples")), strict=True):
             for joint, value in zip(joints, _written(*values), strict=True):
-                text.write(joint + value)
+                piece += joint, value
             joints[0] = next_head
-    text.write(tail)
-    return text.getvalue()
+        yield b"".join(piece)
+    yield tail
 
 
 def _written(name: bytes, size: int, hash: int, samples: int) -> Iterable[bytes]:
@@ -97,7 +98,7 @@ def _written(name: bytes, size: int, hash: int, samples: int) -> Iterable[bytes]
 def sound_indexes(encoding: EncodingRecord, bucket: str, receipts: Iterable[Receipt]) -> list[bytes]:
     """The same over those of `receipts` that are of `bucket`, as version 1 wrote it, and as it is written now."""
     rows = make_rows((receipt, "") for receipt in receipts if receipt.bucket == bucket)
-    return [bucket_index(encoding, bucket, rows, dump) for dump in (canonical_json, compact_json)]
+    return [b"".join(bucket_index(encoding, bucket, rows, dump)) for dump in (canonical_json, compact_json)]
 
 
 def _write_version1(store: Store) -> dict[str, int]:
@@ -106,11 +107,17 @@ def _write_version1(store: Store) -> dict[str, int]:
     for receipt in receipts:
         samples[receipt.bucket] = samples.get(receipt.bucket, 0) + receipt.samples
     for bucket in samples:
-        _write(store, bucket, sound_indexes(encoding, bucket, receipts)[0])
+        _write(store, bucket, sound_indexes(encoding, bucket, receipts)[:1])
     return dict(sorted(samples.items()))
 
 
-def _write(store: Store, bucket: str, data: bytes) -> None:
-    name = f"{bucket}/index.json"
-    if store.size(name) != len(data) or store.sha256(name) != hashlib.sha256(data).hexdigest():
-        store.write(name, data)
+def _write(store: Store, bucket: str, pieces: Iterable[bytes]) -> None:
+    name, digest = f"{bucket}/index.json", hashlib.sha256()
+    with attempt_folder(store, f"{bucket}-index") as folder:
+        path = folder / "index.json"
+        with path.open("wb") as file:
+            for piece in pieces:
+                digest.update(piece)
+                file.write(piece)
+        if store.size(name) != path.stat().st_size or store.sha256(name) != digest.hexdigest():
+            store.put({name: path})

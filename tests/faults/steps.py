@@ -133,20 +133,21 @@ class Encoding:
         return wait_for(self.start(root, steps))
 
     def start(self, root: Path, steps: Steps, other: bool = False) -> int:
-        """The process that does it; `other` latents than the models', as another kind of GPU has."""
+        """The process that does it."""
 
         def work() -> None:
             config = self.world.config(root)
-            if other:
-                setattr(PartWriter, "write", write_other)  # noqa: B010
             steps.install()
-            self.encode(config)
+            self.encode(config, other)
             if steps.at == COUNT_ONLY:
                 (root.parent / "steps").write_text(str(steps.taken))
 
         return fork(work, f"step {steps.at}")
 
-    def encode(self, config: PrecomputeConfig) -> None:
+    def encode(self, config: PrecomputeConfig, other: bool = False) -> None:
+        """In this process; to `other` latents than the models', as another kind of GPU has."""
+        if other:
+            setattr(PartWriter, "write", write_other)  # noqa: B010
         encoding, store = describe_encoding(config), open_store(config.output)
         create_root(store, encoding)
         agree_on_rules(store, config.to_fill.rules)

@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,6 +27,8 @@ from tests.faults.world import TIMED, make_world
 from tests.roots import tree
 
 BUCKET = "s3://mill"
+LATER = 0.05
+"""Seconds, of a commit to S3 that takes one or two, by which the second of two begins later."""
 SCRATCH = "STEPS_SCRATCH"
 """Variable with the scratch of all attempts."""
 
@@ -50,12 +53,12 @@ def make_bucket() -> None:
     open_store(BUCKET).fs.makedirs("mill")  # type: ignore[attr-defined]
 
 
-def encode(encoding: Encoding, root: str) -> int:
-    """The process that runs stage 1 into `root`."""
+def encode(encoding: Encoding, root: str, other: bool = False) -> int:
+    """The process that runs stage 1 into `root`; to `other` latents than the models'."""
 
     def work() -> None:
         use_scratch(Path(os.environ[SCRATCH]))
-        encoding.encode(config_of(encoding, root))
+        encoding.encode(config_of(encoding, root), other)
 
     return fork(work, root)
 
@@ -109,13 +112,33 @@ def break_at(encoding: Encoding, server: str, at: int, fault: str) -> bool:
     return code == OK
 
 
-def race(encoding: Encoding, rounds: int) -> None:
-    """Two at one tar, at once: both end well, with one commit."""
+def race(encoding: Encoding, folder: Path, rounds: int) -> dict[str, int]:
+    """Two at one tar, the second a little later each round: both end well, with one commit.
+
+    Every other round they make different bytes of it: then each part in force is one of theirs, whole.
+    """
+    theirs = {receipt.part for receipt in load_receipts(open_store(encoding.world.reference))}
+    won = 0
     for number in range(rounds):
-        root = f"{BUCKET}/race-{number}"
-        children = [encode(encoding, root) for _ in range(2)]
-        assert [wait_for(child) for child in children] == [OK, OK]
-        assert wait_for(fork(lambda root=root: compare(root, encoding.world.reference), root)) == OK  # type: ignore[misc]
+        root, differ = f"{BUCKET}/race-{number}", bool(number % 2)
+        first = encode(encoding, root)
+        time.sleep(LATER * (number // 2 % 10))
+        second = encode(encoding, root, other=differ)
+        assert [wait_for(first), wait_for(second)] == [OK, OK]
+
+        def examine(root: str = root, differ: bool = differ) -> None:
+            if differ:
+                store = open_store(root)
+                assert list(verify_root(store)) == []
+                receipts = load_receipts(store)
+                assert len(receipts) == len(theirs)
+                (folder / "won").write_text(str(sum(receipt.part not in theirs for receipt in receipts)))
+            else:
+                compare(root, encoding.world.reference)
+
+        assert wait_for(fork(examine, root)) == OK
+        won += int((folder / "won").read_text()) if differ else 0
+    return {"rounds": rounds, "parts won by other bytes": won}
 
 
 def main(folder: Path, models: Path, every: int) -> None:
@@ -130,10 +153,9 @@ def main(folder: Path, models: Path, every: int) -> None:
         for number, fault in enumerate(FAULTS):
             at = range(1 + number * every // len(FAULTS), requests + 1, every)
             figures[fault] = {"faults": len(at), "came through": sum(break_at(encoding, server, n, fault) for n in at)}
-        race(encoding, max(2, 20 // every))
+        figures["two at once"] = race(encoding, folder, max(4, 200 // every))
         sweep_scratch(folder / "scratch")  # forks end without tidying up
         assert [path.name for path in (folder / "scratch").glob("*/*")] == [SWEEPER]
-        figures["two at once"] = {"rounds": max(2, 20 // every)}
     print(json.dumps(figures))
 
 
