@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import pytest
-import torch
 
 from bench.outputs import text_unet
 from bench.outputs.image_storage import STORAGES
@@ -12,7 +11,6 @@ from bench.outputs.text_unet import unet_table
 
 def test_losses_of_storages_in_a_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trimmed = "int8, mean, float8, trim"
-    torch.set_num_threads(1)  # as the benchmark does
     monkeypatch.setattr(text_unet, "VALIDATION_SAMPLES", 16)
     storages = {name: STORAGES[name] for name in ("float16", trimmed)}
     *_, exact, other = unet_table(tmp_path, storages, num_samples=32, steps=1, seeds=2).splitlines()

@@ -2,7 +2,9 @@
 
 import os
 import shutil
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -223,22 +225,57 @@ def test_a_store_that_ignores_the_condition_is_refused(latents: Path, monkeypatc
     assert store.files() == []
 
 
-@pytest.mark.parametrize("moment", ["entries", "size"])
-def test_another_job_may_make_the_root_while_it_is_checked(latents: Path, tmp_path: Path, moment: str) -> None:
+@pytest.mark.parametrize("same", [True, False])
+@pytest.mark.parametrize("moment", ["entries", "size", "create", "read"])
+def test_another_job_may_make_the_root_in_any_moment(
+    latents: Path, root: Path | str, monkeypatch: pytest.MonkeyPatch, moment: str, same: bool
+) -> None:
+    """With the same encoding both go on; with another one the first to write it does, and the other says which."""
     from shards.format.encoding import EncodingRecord
 
-    encoding = EncodingRecord.load(open_store(latents))
-    store, other = LocalStore(tmp_path / "root"), LocalStore(tmp_path / "root")
+    ours = EncodingRecord.load(open_store(latents))
+    theirs = ours if same else ours.model_copy(update={"max_characters": 7})
+    store, other = open_store(root), open_store(root)
     ask = getattr(store, moment)
+    overtaken: list[EncodingRecord] = []
 
-    def ask_and_be_overtaken(*arguments: str) -> object:
-        found = ask(*arguments)
-        create_root(other, encoding)
-        other.create("rules/64x64.json", b"{}")
-        return found
+    def ask_and_be_overtaken(*arguments: Any) -> object:
+        found = ask(*arguments) if moment != "create" else None  # what is found is of before
+        if not overtaken:
+            overtaken.append(create_root(other, theirs))
+            other.create("rules/64x64.json", b"{}")
+        return found if moment != "create" else ask(*arguments)
 
-    setattr(store, moment, ask_and_be_overtaken)
-    assert create_root(store, encoding) == encoding
+    monkeypatch.setattr(store, moment, ask_and_be_overtaken)
+    if same:
+        assert create_root(store, ours) == ours
+    else:
+        with pytest.raises(RequestError, match=r"written with another encoding: max_characters: 7 ≠ \d+ \(root ≠ this"):
+            create_root(store, ours)
+    assert overtaken == [theirs] and EncodingRecord.load(other) == theirs
+
+
+def test_of_jobs_with_different_encodings_at_once_one_kind_goes_on(latents: Path, tmp_path: Path) -> None:
+    from shards.format.encoding import EncodingRecord
+
+    record = EncodingRecord.load(open_store(latents))
+    records = [record.model_copy(update={"max_characters": 7 + number % 3}) for number in range(6)]
+    for number in range(40):
+        root, together = LocalStore(tmp_path / str(number)), threading.Barrier(len(records))
+
+        def job(asked: EncodingRecord, root: LocalStore = root, together: threading.Barrier = together) -> str:
+            together.wait()
+            try:
+                return create_root(root, asked).id
+            except RequestError as error:
+                assert "written with another encoding" in str(error)
+                return ""
+
+        with ThreadPoolExecutor(len(records)) as threads:
+            ids = list(threads.map(job, records))
+        winner = EncodingRecord.load(root)
+        assert ids == [record.id if record.max_characters == winner.max_characters else "" for record in records]
+        assert sorted(root.files()) == ["encoding.json"]
 
 
 def test_of_two_creators_one_is_told_so_without_hard_links_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

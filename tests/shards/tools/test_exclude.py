@@ -2,6 +2,8 @@
 
 import hashlib
 import shutil
+from contextlib import closing
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,8 @@ from shards.root.exclusions import exclusion_ids, load_exclusion, make_exclusion
 from tests.golden.make import HERE as GOLDEN
 from tests.roots import part_of
 from tests.runs import curve, run_module, train_fields, write_config
+from train.data.draws import global_slots
+from train.data.loader import Loader
 from train.data.spec import DataConfig
 from train.data.streams import open_data
 from train.run.saving.checkpoint import newest_checkpoint
@@ -40,12 +44,22 @@ def keys(root: Path, **fields: Any) -> set[str]:
     return set(rows[np.unpackbits(stream.selection.mask, count=len(rows)).view(bool)].tolist())
 
 
+def batch_keys(root: Path) -> set[str]:
+    """Of every sample of an epoch, in batches of one."""
+    streams = {"streams": [{"root": str(root), "bucket": "64x64"}]}
+    data = DataConfig.model_validate({**streams, "num_workers": 0, "num_canonical_nodes": 1})
+    spec = open_data(data, 1)
+    with closing(iter(Loader(data, spec, 1, 0, 0, global_slots(1, 0, 1, 1)))) as batches:
+        return {key for batch in islice(batches, spec.steps_per_epoch) for key in batch.keys}
+
+
 def table_keys(root: Path, part: str) -> np.ndarray:
     return np.array(pq.read_table(root / "64x64" / part / "samples.parquet")["key"].to_pylist())
 
 
 def test_by_key_url_and_hash(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     everything = keys(root)
+    assert batch_keys(root) == everything
     one, two, three, four = sorted(everything)[3:20:5]
     path = tmp_path / "urls.txt"
     path.write_text(f"http://example.org/{two}\n\n  http://example.org/nobody \n")
@@ -58,7 +72,7 @@ def test_by_key_url_and_hash(root: Path, tmp_path: Path, capsys: pytest.CaptureF
     table = pq.read_table(part_of(root, "64x64", three[:5]) / "samples.parquet").to_pylist()
     (hash,) = (row["sha256"] for row in table if row["key"] == three)
     shards(["exclude", str(root), "--hashes", hash.upper()])
-    assert keys(root) == everything - {one, two, three, four}
+    assert keys(root) == batch_keys(root) == everything - {one, two, three, four}
     assert len(exclusion_ids(LocalStore(root))) == 3
     # the same list again is the same list
     capsys.readouterr()
