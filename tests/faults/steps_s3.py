@@ -153,7 +153,7 @@ def main(folder: Path, models: Path, every: int) -> None:
         for number, fault in enumerate(FAULTS):
             at = range(1 + number * every // len(FAULTS), requests + 1, every)
             figures[fault] = {"faults": len(at), "came through": sum(break_at(encoding, server, n, fault) for n in at)}
-        figures["two at once"] = race(encoding, folder, max(4, 200 // every))
+        figures["two at once"] = race(encoding, folder, max(2, 200 // every))
         sweep_scratch(folder / "scratch")  # forks end without tidying up
         assert [path.name for path in (folder / "scratch").glob("*/*")] == [SWEEPER]
     print(json.dumps(figures))
