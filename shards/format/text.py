@@ -89,7 +89,7 @@ def _together(quantise: Quantise, tensors: list[Tensor]) -> Iterator[tuple[np.nd
     codes, scales = (np.concatenate([part.numpy() for part in parts]) for parts in zip(*pieces, strict=True))
     end = 0
     for tensor in tensors:
-        begin, end = end, end + len(tensor)
+        begin, end = end, end + tensor.shape[0]
         yield codes[begin:end], scales[begin:end]
 
 

@@ -108,9 +108,9 @@ class PartWriter:
             }
             for of_tower in of_towers:
                 columns |= of_tower
-            counts = [sum(name in caption.mended for caption in sample.present) for name in MENDED]
-            scores = sample.scores.tolist()
-            row = (sample.key, *sample.size[:2], *scores, len(sample.present), *counts, sample.url, sample.sha256)
+            present, scores = sample.present, sample.scores.tolist()
+            counts = [sum(name in caption.mended for caption in present) for name in MENDED]
+            row = (sample.key, *sample.size[:2], *scores, len(present), *counts, sample.url, sample.sha256)
             self.append(columns, row)
 
     def append(self, columns: dict[str, Any], row: tuple[Any, ...]) -> None:
