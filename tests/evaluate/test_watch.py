@@ -25,11 +25,8 @@ from evaluate.watch import follow
 from shards.base.durable import read_sealed_json
 from shards.base.errors import RequestError
 from shards.open import open_store
-from tests.conftest import as_in_a_fresh_process
-from tests.evaluate.watching import export_here, stay_here, watch, watcher
-from tests.runs import environment, train_fields, write_config
-from tests.tiny import make_samples, make_tar
-from train.__main__ import run as train
+from tests.evaluate.watching import export_here, numbers, stay_here, watch, watcher, written
+from tests.runs import environment
 from train.export.pipeline import export
 
 STEPS = (2, 4, 6)
@@ -42,53 +39,6 @@ def _in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def trained(latents: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run folder with checkpoints of steps 2, 4 and 6, whose tracker is TensorBoard. Not to be written to."""
-    folder = tmp_path_factory.mktemp("trained")
-    changes = {"checkpoint": {"keep": 3}, "log": {"tracker": "tensorboard"}, "optimizer": {"lr": 0.01}}
-    fields = train_fields(latents, folder / "run", **changes)
-    train(["--config", str(write_config(folder, fields))])
-    as_in_a_fresh_process()
-    return folder / "run"
-
-
-@pytest.fixture(scope="module")
-def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The reference's tars."""
-    folder = tmp_path_factory.mktemp("reference")
-    make_tar(folder, "00000", make_samples(0, 60, [(80, 64)]))
-    return folder
-
-
-@pytest.fixture
-def run_dir(trained: Path, tmp_path: Path) -> Path:
-    """A copy of the run, to be evaluated."""
-    return Path(shutil.copytree(trained, tmp_path / "run"))
-
-
-@pytest.fixture(scope="module")
-def words(pictures: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Options of `watch`: 60 pictures of 64 px in two parts, the toy's metrics."""
-    folder = tmp_path_factory.mktemp("words")
-    prompts = folder / "prompts.txt"
-    prompts.write_text("".join(f"picture {i}\n" for i in range(30)))
-    found = ["--prompts.file", str(prompts), "--sampling.size", "64x64", "--sampling.images_per_prompt", "2"]
-    found += ["--sampling.steps", "1", "--sampling.batch_size", "30", "--sampling.part_size", "30"]
-    found += [
-        "--workers.num_gpus",
-        "0",
-        "--workers.num_cpus",
-        "1",
-        "--extractors.toy",
-        "true",
-        "--reference.size",
-        "64x64",
-    ]
-    found += ["--reference.place", str(folder / "reference"), "--reference.pictures", str(pictures)]
-    return [*found, "--poll_seconds", "0.1"]
-
-
-@pytest.fixture(scope="module")
 def alone(trained: Path, words: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run, evaluated by one watcher that nobody disturbed. Not to be written to."""
     run_dir = Path(shutil.copytree(trained, tmp_path_factory.mktemp("alone") / "run"))
@@ -96,16 +46,6 @@ def alone(trained: Path, words: list[str], tmp_path_factory: pytest.TempPathFact
         stay_here(monkeypatch)
         assert watch(run_dir, words) == 0
     return run_dir
-
-
-def written(run_dir: Path) -> list[dict[str, Any]]:
-    """evaluations.jsonl."""
-    return [json.loads(line) for line in (run_dir / "evaluations.jsonl").read_text().splitlines()]
-
-
-def numbers(run_dir: Path) -> list[tuple[Any, ...]]:
-    """Of evaluations.jsonl, without where the run lay."""
-    return [tuple(row[name] for name in ("step", "set", "metric", "id", "value", "low")) for row in written(run_dir)]
 
 
 def listens_to(number: signal.Signals, pid: int) -> bool:
