@@ -23,7 +23,7 @@ from evaluate.report.records import evaluations, lines
 from evaluate.sampling.model import hash_pipeline
 from evaluate.watch import follow
 from shards.base.durable import read_sealed_json
-from shards.base.errors import RequestError
+from shards.base.errors import RequestError, WorkError
 from shards.open import open_store
 from tests.evaluate.watching import export_here, numbers, stay_here, watch, watcher, written
 from tests.runs import environment
@@ -258,22 +258,36 @@ def test_a_run_at_an_address(trained: Path, words: list[str], s3: str, tmp_path:
         export([f"{s3}/nothing", "--output", str(tmp_path / "c")])
 
 
-def test_wandb_gets_a_run_of_its_own_with_the_checkpoints_step(
-    run_dir: Path, words: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Two writers of one run of wandb's overwrite each other. Steps may come in any order: they are no steps of its."""
-    wandb = ModuleType("wandb")
-    wandb.__spec__ = ModuleSpec("wandb", None)
-    begun, logged, metrics = [], list[dict[str, Any]](), []
-    run = SimpleNamespace(log=logged.append, define_metric=lambda name, **options: metrics.append((name, options)))
-    wandb.init = lambda **options: begun.append(options) or run  # type: ignore[attr-defined,func-returns-value]
-    wandb.Image = lambda picture: picture.size  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "wandb", wandb)
+@pytest.fixture
+def wandb(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """A stand-in that the run's config names as its tracker: what runs were begun, and what each was told."""
+    seen = SimpleNamespace(begun=[], logged=[], metrics=[], at_init=lambda: None)
+
+    def init(**options: Any) -> SimpleNamespace:
+        seen.begun.append(options)
+        seen.logged.append(told := list[dict[str, Any]]())
+        seen.at_init()
+        return SimpleNamespace(
+            log=told.append, define_metric=lambda name, **options: seen.metrics.append((name, options))
+        )
+
+    module = ModuleType("wandb")
+    module.__spec__ = ModuleSpec("wandb", None)
+    module.init, module.Image = init, lambda picture: picture.size  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "wandb", module)
     config = yaml.safe_load((run_dir / "config.yaml").read_text())
     (run_dir / "config.yaml").write_text(yaml.safe_dump(config | {"log": {"tracker": "wandb"}}))
+    return seen
+
+
+def test_wandb_gets_a_run_of_its_own_with_the_checkpoints_step(
+    run_dir: Path, words: list[str], wandb: SimpleNamespace
+) -> None:
+    """Two writers of one run of wandb's overwrite each other. Steps may come in any order: they are no steps of its."""
     assert watch(run_dir, words) == 0
-    assert begun == [{"project": "tracker", "group": str(run_dir), "job_type": "evaluate"}]
-    assert metrics == [("evaluation/*", {"step_metric": "evaluation/step"})]
+    assert wandb.begun == [{"project": "tracker", "group": str(run_dir), "job_type": "evaluate"}]
+    assert wandb.metrics == [("evaluation/*", {"step_metric": "evaluation/step"})]
+    (logged,) = wandb.logged
     assert [line["evaluation/step"] for line in logged] == [2, 4, 6]
     values = [row["value"] for row in written(run_dir) if row["metric"] == "toy_fid"]
     (name,) = (name for name in logged[0] if re.fullmatch(r"evaluation/toy_fid/g8-s1-own \w{8}", name))
@@ -281,3 +295,24 @@ def test_wandb_gets_a_run_of_its_own_with_the_checkpoints_step(
     strips = [line[f"evaluation/strips/g8-s1-own/{prompt_id}"] for line in logged for prompt_id in [PROMPT]]
     assert strips == [(64, 84), (132, 84), (200, 84)]
     assert logged[0]["evaluation/samples/g8-s1-own"] == (268, 268)
+
+
+def test_each_step_is_told_to_wandb_by_one_of_two_watchers(
+    run_dir: Path, words: list[str], wandb: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second one comes while the first is about to tell of a step, and fails at a receipt before it goes on."""
+
+    def fail_once(*arguments: Any) -> Any:
+        monkeypatch.setattr(follow, "create_once", create_once)
+        raise WorkError("the receipt cannot be written.")
+
+    def come() -> None:
+        wandb.at_init = lambda: None
+        monkeypatch.setattr(follow, "create_once", fail_once)
+        assert watch(run_dir, words) == 0
+
+    create_once, wandb.at_init = follow.create_once, come
+    assert watch(run_dir, words) == 0
+    assert [[line["evaluation/step"] for line in told] for told in wandb.logged] == [[], [2, 4, 6]]
+    assert [options["group"] for options in wandb.begun] == [str(run_dir)] * 2
+    assert len(written(run_dir)) == 6
