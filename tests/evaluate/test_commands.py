@@ -10,7 +10,7 @@ import pytest
 
 from evaluate import __main__ as evaluate
 from evaluate.study import __main__ as study
-from tests.test_makefile import make
+from tests.makefile import make
 
 ROOT = Path(__file__).parents[2]
 PAGES = ("README.md", "docs/evaluation.md", "docs/how-to/study.md")

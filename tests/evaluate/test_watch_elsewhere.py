@@ -91,6 +91,7 @@ def test_nothing_of_the_trainers_is_touched(
 ) -> None:
     stay_here(monkeypatch)
     before = everything(run_dir)
+    words = [*words, "--until", "2"]
     assert watch(run_dir, words, "--output", str(tmp_path / "elsewhere")) == 0
     assert everything(run_dir) == before
     assert watch(run_dir, words) == 0
