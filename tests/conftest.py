@@ -40,6 +40,8 @@ LONGEST_FIRST = (
     "test_steps.py",
     "test_scoring.py",
     "test_sampling.py",
+    "test_watch.py",
+    "test_watch_elsewhere.py",
     "test_sharding.py",
     "test_s3.py",
     "test_files.py",

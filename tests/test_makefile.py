@@ -1,18 +1,10 @@
 """What `make` says to a person who left something out. None of these installs or runs anything."""
 
-import os
-import subprocess
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
-
-
-def make(*words: str) -> subprocess.CompletedProcess[str]:
-    """`make …`, as from a shell: `make test` itself would hand its flags and ARGS down."""
-    environment = {key: value for key, value in os.environ.items() if not key.startswith(("MAKE", "MFLAGS", "ARGS"))}
-    return subprocess.run(["make", *words], cwd=ROOT, capture_output=True, text=True, timeout=60, env=environment)
+from tests.makefile import make
 
 
 @pytest.mark.parametrize(

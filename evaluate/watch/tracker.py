@@ -2,11 +2,13 @@
 
 TensorBoard gets a file for each step, created if absent, in a folder of its own: it reads one file of a folder at a
 time, and would lose sight of the trainer's. wandb gets a run of its own for each watcher, in the group of the training:
-a second process that writes to a run overwrites what the first one wrote (wandb issues 10349 and 12269).
+a second process that writes to a run overwrites what the first one wrote (wandb issues 10349 and 12269). Which of them
+tells of a step, a file decides that is created if absent.
 """
 
 import hashlib
 import tempfile
+import uuid
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,6 +17,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from evaluate.parts import create_once, read_sealed
 from evaluate.report.pictures import first_pictures, grid, side_by_side, spread
 from evaluate.report.records import Evaluation, run_config
 from shards.base.store import Store
@@ -25,6 +28,7 @@ PROMPTS, GRID, COLUMNS = 4, 16, 4
 MOST_STEPS, SIDE = 12, 256
 """Of a strip, and of a picture in pixels."""
 EVENTS = "tracker/evaluations/events.out.tfevents.{step:010d}.{names}"
+TOLD = "tracker/evaluations/wandb.{step:010d}.{names}.json"
 WANDB_PROJECT = "tracker"
 """Of runs whose config names none."""
 
@@ -41,7 +45,7 @@ def open_tracker(run: Store, output: Path | str) -> Track:
     if name == "tensorboard":
         return lambda step, found: to_tensorboard(open_store(output), step, found)
     if name == "wandb":
-        return Wandb(run.where(), log.get("project", WANDB_PROJECT))
+        return Wandb(open_store(output), run.where(), log.get("project", WANDB_PROJECT))
     if name != "none":
         print(f"{name} is told nothing of evaluations: only tensorboard and wandb are. They are in the report.")
     return lambda step, found: None
@@ -84,7 +88,6 @@ def to_tensorboard(store: Store, step: int, found: list[Evaluation]) -> None:
     from torch.utils.tensorboard import SummaryWriter
 
     values = scalars(step, found)
-    names = hashlib.sha256(" ".join(sorted(values)).encode()).hexdigest()[:8]
     with tempfile.TemporaryDirectory(prefix="latentmill-") as folder:
         with SummaryWriter(folder) as writer:
             for name, value in values.items():
@@ -92,22 +95,34 @@ def to_tensorboard(store: Store, step: int, found: list[Evaluation]) -> None:
             for name, picture in images(step, found).items():
                 writer.add_image(name, np.asarray(picture), step, dataformats="HWC")
         (path,) = Path(folder).iterdir()
-        store.create(EVENTS.format(step=step, names=names), path.read_bytes())
+        store.create(EVENTS.format(step=step, names=hash_names(values)), path.read_bytes())
+
+
+def hash_names(values: dict[str, float]) -> str:
+    """Of the curves that a step is told of."""
+    return hashlib.sha256(" ".join(sorted(values)).encode()).hexdigest()[:8]
 
 
 class Wandb:
     """A run of wandb's for this watcher, begun at the first step that it tells of."""
 
-    def __init__(self, group: str, project: str):
-        """`group`: the training's run folder."""
-        self.group, self.project = group, project
+    def __init__(self, store: Store, group: str, project: str):
+        """`store`: holds evaluations/; `group`: the training's run folder."""
+        self.store, self.group, self.project = store, group, project
+        self.token = uuid.uuid4().hex
         self.run: Any = None
 
     def __call__(self, step: int, found: list[Evaluation]) -> None:
         import wandb
 
+        values = scalars(step, found)
+        told = TOLD.format(step=step, names=hash_names(values))
+        if read_sealed(self.store, told) is not None:
+            return
+        pictures = {name: wandb.Image(picture) for name, picture in images(step, found).items()}
         if self.run is None:
             self.run = wandb.init(project=self.project, group=self.group, job_type="evaluate")
             self.run.define_metric("evaluation/*", step_metric="evaluation/step")
-        pictures = {name: wandb.Image(picture) for name, picture in images(step, found).items()}
-        self.run.log({"evaluation/step": step, **scalars(step, found), **pictures})
+        # another watcher may have been faster; who is killed before this line has told nothing
+        if create_once(self.store, told, lambda: {"by": self.token})["by"] == self.token:
+            self.run.log({"evaluation/step": step, **values, **pictures})

@@ -1,6 +1,7 @@
-"""A pipeline of small random models, as an export has it."""
+"""A pipeline of small random models, as an export has it; a run, and how it is watched."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,10 @@ import torch
 from diffusers import AutoencoderKL, DDIMScheduler, StableDiffusionPipeline, UNet2DConditionModel
 from transformers import CLIPTextModel, CLIPTokenizer
 
-from tests.runs import UNET
+from tests.conftest import as_in_a_fresh_process
+from tests.runs import UNET, train_fields, write_config
+from tests.tiny import make_samples, make_tar
+from train.__main__ import run as train
 
 
 @pytest.fixture(scope="session")
@@ -28,3 +32,34 @@ def pipeline(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         requires_safety_checker=False,
     ).save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def trained(latents: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run folder with checkpoints of steps 2, 4 and 6, whose tracker is TensorBoard. Not to be written to."""
+    folder = tmp_path_factory.mktemp("trained")
+    changes = {"checkpoint": {"keep": 3}, "log": {"tracker": "tensorboard"}, "optimizer": {"lr": 0.01}}
+    fields = train_fields(latents, folder / "run", **changes)
+    train(["--config", str(write_config(folder, fields))])
+    as_in_a_fresh_process()
+    return folder / "run"
+
+
+@pytest.fixture
+def run_dir(trained: Path, tmp_path: Path) -> Path:
+    """A copy of the run, to be evaluated."""
+    return Path(shutil.copytree(trained, tmp_path / "run"))
+
+
+@pytest.fixture(scope="session")
+def words(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Options of `watch`: 60 pictures of 64 px in two parts, the toy's metrics."""
+    folder = tmp_path_factory.mktemp("words")
+    make_tar(folder / "tars", "00000", make_samples(0, 60, [(80, 64)]))
+    prompts = folder / "prompts.txt"
+    prompts.write_text("".join(f"picture {i}\n" for i in range(30)))
+    found = ["--prompts.file", str(prompts), "--sampling.size", "64x64", "--sampling.images_per_prompt", "2"]
+    found += ["--sampling.steps", "1", "--sampling.batch_size", "30", "--sampling.part_size", "30"]
+    found += ["--workers.num_gpus", "0", "--workers.num_cpus", "1", "--extractors.toy", "true"]
+    found += ["--reference.place", str(folder / "reference"), "--reference.pictures", str(folder / "tars")]
+    return [*found, "--reference.size", "64x64", "--poll_seconds", "0.1"]

@@ -14,6 +14,7 @@ from diffusers import DPMSolverMultistepScheduler
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
+from safetensors.torch import load_file
 
 from evaluate.__main__ import run as command
 from evaluate.sampling.job import describe_drawing, list_samples, read_set, split
@@ -24,18 +25,20 @@ from evaluate.sampling.prompts import Prompt
 from evaluate.sampling.settings import SamplerName, SamplingConfig
 from shards.base.errors import RequestError, WorkError, exit_code_of
 from tests import ranks
+from tests.conftest import as_in_a_fresh_process
 from tests.evaluate.sets import PROMPTS, draw_here, pictures, sampling
 from tests.fake_hub import ask, fake_hub
-from tests.runs import run_module
+from tests.runs import run_module, train_fields, write_config
+from train.__main__ import run as train
 
 STEP = 1 / 255
 """Of a pixel's levels."""
-HASH = """
+COMMAND = """
 import sys
 
-from evaluate.sampling.model import hash_pipeline, pipeline_folder
+from evaluate.__main__ import run
 
-print(hash_pipeline(pipeline_folder(sys.argv[1])))
+run(sys.argv[1:])
 """
 
 
@@ -229,6 +232,37 @@ def test_mlperfs_30000_prompts_are_each_drawn_once() -> None:
         assert sorted(sample.number for sample in drawn) == list(range(30_000))
 
 
-def test_a_pipeline_of_the_hub_is_the_one_of_the_folder(pipeline: Path, tmp_path: Path) -> None:
+def test_pictures_of_a_pipeline_of_the_hub(pipeline: Path, tmp_path: Path) -> None:
+    """Fetched by the command and opened by Ray's workers under its name: those of the same pipeline in a folder."""
     with fake_hub(pipeline) as hub:
-        assert ask(HASH, hub, tmp_path, "someone/a-pipeline").strip() == hash_pipeline(pipeline)
+        words = arguments(pipeline, tmp_path / "out", "--model", "someone/a-pipeline", "--sampling.guidance", "3")
+        assert "g3-s2-own: 10 pictures" in ask(COMMAND, hub, tmp_path / "cache", *words)
+    found = read_set(tmp_path / "out" / "g3-s2-own")
+    assert (found.model.name, found.model.content) == ("someone/a-pipeline", hash_pipeline(pipeline))
+    here = draw_here(pipeline, tmp_path / "here", sampling(part_size=2))
+    assert len(pictures(here)) == 10 and pictures(tmp_path / "out" / "g3-s2-own") == pictures(here)
+
+
+def test_pictures_of_an_average_that_was_rebuilt(latents: Path, tmp_path: Path) -> None:
+    """Those that the pipeline of the raw weights draws once it is given the average's in memory."""
+    run_dir = tmp_path / "run"
+    changes = {"ema": {"snapshot_every": 2}, "optimizer": {"lr": 1e-2}}
+    train(["--config", str(write_config(tmp_path, train_fields(latents, run_dir, **changes)))])
+    train(["ema", str(run_dir), "--std", "0.15"])
+    (average,) = (run_dir / "posthoc").glob("std-*")
+    drawn_of = {}
+    for name, weights in (("raw", "raw"), ("ema", "ema"), ("average", str(average))):
+        train(["export", str(run_dir), "--weights", weights, "--output", str(tmp_path / name)])
+        as_in_a_fresh_process()
+        drawn_of[name] = pictures(draw_here(tmp_path / name, tmp_path / f"{name}-drawn", sampling(part_size=2)))
+    expected = load_pipeline(tmp_path / "raw", "cpu", "float32")
+    expected.unet.load_state_dict(load_file(average / "diffusion_pytorch_model.safetensors"))
+    config = sampling()
+    drawing = describe_drawing(tmp_path / "raw", PROMPTS, config, config.grid[0])
+    for start in range(0, 10, 2):
+        batch = list_samples(PROMPTS, 2)[start : start + 2]
+        for sample, pixels in zip(batch, to_bytes(draw(expected, batch, drawing)).numpy(), strict=True):
+            data = drawn_of["average"].pop(f"{sample.number:07d}.png")
+            assert np.array_equal(np.asarray(Image.open(io.BytesIO(data))), pixels)
+            assert data not in (of[f"{sample.number:07d}.png"] for of in (drawn_of["raw"], drawn_of["ema"]))
+    assert drawn_of["average"] == {}

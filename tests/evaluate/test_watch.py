@@ -23,13 +23,10 @@ from evaluate.report.records import evaluations, lines
 from evaluate.sampling.model import hash_pipeline
 from evaluate.watch import follow
 from shards.base.durable import read_sealed_json
-from shards.base.errors import RequestError
+from shards.base.errors import RequestError, WorkError
 from shards.open import open_store
-from tests.conftest import as_in_a_fresh_process
-from tests.evaluate.watching import export_here, stay_here, watch, watcher
-from tests.runs import environment, train_fields, write_config
-from tests.tiny import make_samples, make_tar
-from train.__main__ import run as train
+from tests.evaluate.watching import export_here, numbers, stay_here, watch, watcher, written
+from tests.runs import environment
 from train.export.pipeline import export
 
 STEPS = (2, 4, 6)
@@ -42,53 +39,6 @@ def _in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def trained(latents: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run folder with checkpoints of steps 2, 4 and 6, whose tracker is TensorBoard. Not to be written to."""
-    folder = tmp_path_factory.mktemp("trained")
-    changes = {"checkpoint": {"keep": 3}, "log": {"tracker": "tensorboard"}, "optimizer": {"lr": 0.01}}
-    fields = train_fields(latents, folder / "run", **changes)
-    train(["--config", str(write_config(folder, fields))])
-    as_in_a_fresh_process()
-    return folder / "run"
-
-
-@pytest.fixture(scope="module")
-def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The reference's tars."""
-    folder = tmp_path_factory.mktemp("reference")
-    make_tar(folder, "00000", make_samples(0, 60, [(80, 64)]))
-    return folder
-
-
-@pytest.fixture
-def run_dir(trained: Path, tmp_path: Path) -> Path:
-    """A copy of the run, to be evaluated."""
-    return Path(shutil.copytree(trained, tmp_path / "run"))
-
-
-@pytest.fixture(scope="module")
-def words(pictures: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Options of `watch`: 60 pictures of 64 px in two parts, the toy's metrics."""
-    folder = tmp_path_factory.mktemp("words")
-    prompts = folder / "prompts.txt"
-    prompts.write_text("".join(f"picture {i}\n" for i in range(30)))
-    found = ["--prompts.file", str(prompts), "--sampling.size", "64x64", "--sampling.images_per_prompt", "2"]
-    found += ["--sampling.steps", "1", "--sampling.batch_size", "30", "--sampling.part_size", "30"]
-    found += [
-        "--workers.num_gpus",
-        "0",
-        "--workers.num_cpus",
-        "1",
-        "--extractors.toy",
-        "true",
-        "--reference.size",
-        "64x64",
-    ]
-    found += ["--reference.place", str(folder / "reference"), "--reference.pictures", str(pictures)]
-    return [*found, "--poll_seconds", "0.1"]
-
-
-@pytest.fixture(scope="module")
 def alone(trained: Path, words: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run, evaluated by one watcher that nobody disturbed. Not to be written to."""
     run_dir = Path(shutil.copytree(trained, tmp_path_factory.mktemp("alone") / "run"))
@@ -96,16 +46,6 @@ def alone(trained: Path, words: list[str], tmp_path_factory: pytest.TempPathFact
         stay_here(monkeypatch)
         assert watch(run_dir, words) == 0
     return run_dir
-
-
-def written(run_dir: Path) -> list[dict[str, Any]]:
-    """evaluations.jsonl."""
-    return [json.loads(line) for line in (run_dir / "evaluations.jsonl").read_text().splitlines()]
-
-
-def numbers(run_dir: Path) -> list[tuple[Any, ...]]:
-    """Of evaluations.jsonl, without where the run lay."""
-    return [tuple(row[name] for name in ("step", "set", "metric", "id", "value", "low")) for row in written(run_dir)]
 
 
 def listens_to(number: signal.Signals, pid: int) -> bool:
@@ -318,22 +258,36 @@ def test_a_run_at_an_address(trained: Path, words: list[str], s3: str, tmp_path:
         export([f"{s3}/nothing", "--output", str(tmp_path / "c")])
 
 
-def test_wandb_gets_a_run_of_its_own_with_the_checkpoints_step(
-    run_dir: Path, words: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Two writers of one run of wandb's overwrite each other. Steps may come in any order: they are no steps of its."""
-    wandb = ModuleType("wandb")
-    wandb.__spec__ = ModuleSpec("wandb", None)
-    begun, logged, metrics = [], list[dict[str, Any]](), []
-    run = SimpleNamespace(log=logged.append, define_metric=lambda name, **options: metrics.append((name, options)))
-    wandb.init = lambda **options: begun.append(options) or run  # type: ignore[attr-defined,func-returns-value]
-    wandb.Image = lambda picture: picture.size  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "wandb", wandb)
+@pytest.fixture
+def wandb(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """A stand-in that the run's config names as its tracker: what runs were begun, and what each was told."""
+    seen = SimpleNamespace(begun=[], logged=[], metrics=[], at_init=lambda: None)
+
+    def init(**options: Any) -> SimpleNamespace:
+        seen.begun.append(options)
+        seen.logged.append(told := list[dict[str, Any]]())
+        seen.at_init()
+        return SimpleNamespace(
+            log=told.append, define_metric=lambda name, **options: seen.metrics.append((name, options))
+        )
+
+    module = ModuleType("wandb")
+    module.__spec__ = ModuleSpec("wandb", None)
+    module.init, module.Image = init, lambda picture: picture.size  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "wandb", module)
     config = yaml.safe_load((run_dir / "config.yaml").read_text())
     (run_dir / "config.yaml").write_text(yaml.safe_dump(config | {"log": {"tracker": "wandb"}}))
+    return seen
+
+
+def test_wandb_gets_a_run_of_its_own_with_the_checkpoints_step(
+    run_dir: Path, words: list[str], wandb: SimpleNamespace
+) -> None:
+    """Two writers of one run of wandb's overwrite each other. Steps may come in any order: they are no steps of its."""
     assert watch(run_dir, words) == 0
-    assert begun == [{"project": "tracker", "group": str(run_dir), "job_type": "evaluate"}]
-    assert metrics == [("evaluation/*", {"step_metric": "evaluation/step"})]
+    assert wandb.begun == [{"project": "tracker", "group": str(run_dir), "job_type": "evaluate"}]
+    assert wandb.metrics == [("evaluation/*", {"step_metric": "evaluation/step"})]
+    (logged,) = wandb.logged
     assert [line["evaluation/step"] for line in logged] == [2, 4, 6]
     values = [row["value"] for row in written(run_dir) if row["metric"] == "toy_fid"]
     (name,) = (name for name in logged[0] if re.fullmatch(r"evaluation/toy_fid/g8-s1-own \w{8}", name))
@@ -341,3 +295,24 @@ def test_wandb_gets_a_run_of_its_own_with_the_checkpoints_step(
     strips = [line[f"evaluation/strips/g8-s1-own/{prompt_id}"] for line in logged for prompt_id in [PROMPT]]
     assert strips == [(64, 84), (132, 84), (200, 84)]
     assert logged[0]["evaluation/samples/g8-s1-own"] == (268, 268)
+
+
+def test_each_step_is_told_to_wandb_by_one_of_two_watchers(
+    run_dir: Path, words: list[str], wandb: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second one comes while the first is about to tell of a step, and fails at a receipt before it goes on."""
+
+    def fail_once(*arguments: Any) -> Any:
+        monkeypatch.setattr(follow, "create_once", create_once)
+        raise WorkError("the receipt cannot be written.")
+
+    def come() -> None:
+        wandb.at_init = lambda: None
+        monkeypatch.setattr(follow, "create_once", fail_once)
+        assert watch(run_dir, words) == 0
+
+    create_once, wandb.at_init = follow.create_once, come
+    assert watch(run_dir, words) == 0
+    assert [[line["evaluation/step"] for line in told] for told in wandb.logged] == [[], [2, 4, 6]]
+    assert [options["group"] for options in wandb.begun] == [str(run_dir)] * 2
+    assert len(written(run_dir)) == 6

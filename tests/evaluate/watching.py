@@ -1,5 +1,6 @@
 """`evaluate watch` without Ray and without further processes: here, or in a process of its own that can be killed."""
 
+import json
 import os
 import subprocess
 from collections.abc import Callable, Sequence
@@ -56,3 +57,13 @@ def _watch(run_dir: Path, words: list[str], dies_at: str | None) -> None:
     if dies_at is not None:
         monkeypatch.setattr(dies_at, lambda *_: os._exit(9))
     os._exit(watch(run_dir, words))
+
+
+def written(place: Path) -> list[dict[str, Any]]:
+    """evaluations.jsonl."""
+    return [json.loads(line) for line in (place / "evaluations.jsonl").read_text().splitlines()]
+
+
+def numbers(place: Path) -> list[tuple[Any, ...]]:
+    """Of evaluations.jsonl, without where the run lay."""
+    return [tuple(row[name] for name in ("step", "set", "metric", "id", "value", "low")) for row in written(place)]

@@ -52,9 +52,10 @@ class TwoNodes:
         # or every ray.init on this machine that names no address would join this cluster
         with patch("ray._private.utils.write_ray_address"), patient():
             self.cluster = Cluster(initialize_head=True, head_node_args=head | SAME)
-        self.node = self._add_node()
+        self.node = self.add_node()
 
-    def _add_node(self) -> Node:
+    def add_node(self) -> Node:
+        """Another one, with one worker's place."""
         with patient():
             return self.cluster.add_node(num_cpus=1, **SAME)
 
@@ -65,38 +66,47 @@ class TwoNodes:
         with patch("ray._common.utils.reset_ray_address"):
             self.cluster.shutdown()
 
-    @property
-    def raylet(self) -> psutil.Process:
-        """The raylet of the node that runs tasks."""
-        return psutil.Process(self.node.all_processes["raylet"][0].process.pid)
-
     def workers(self) -> list[psutil.Process]:
         """The node's worker processes, whatever they are doing."""
-        found = []
-        for process in self.raylet.children():
-            try:
-                title = " ".join(process.cmdline()[:1])
-            except psutil.Error:
-                continue
-            if title.startswith("ray::Hands"):
-                found.append(process)
-        return found
+        return workers_of(self.node)
 
     def kill_raylet(self) -> None:
         """SIGKILL; then another node takes its place."""
-        self.raylet.kill()
-        self.cluster.remove_node(self.node, allow_graceful=False)
-        self.node = self._add_node()
+        self.lose(self.node)
+        self.node = self.add_node()
 
-    def start_driver(self, config: Path, log: Path) -> subprocess.Popen[bytes]:
-        """`python -m precompute --config …` on this cluster."""
+    def lose(self, node: Node) -> None:
+        """SIGKILL to its raylet; nothing takes its place."""
+        raylet_of(node).kill()
+        self.cluster.remove_node(node, allow_graceful=False)
+
+    def start_driver(self, words: list[str], log: Path) -> subprocess.Popen[bytes]:
+        """`python -m WORDS` on this cluster."""
         with log.open("ab") as file:
             return subprocess.Popen(
-                [sys.executable, "-m", "precompute", "--config", str(config)],
+                [sys.executable, "-m", *words],
                 stdout=file,
                 stderr=file,
                 env=environment(RAY_ADDRESS=self.cluster.address),
             )
+
+
+def raylet_of(node: Node) -> psutil.Process:
+    """The raylet of a node that runs tasks."""
+    return psutil.Process(node.all_processes["raylet"][0].process.pid)
+
+
+def workers_of(node: Node, title: str = "ray::Hands") -> list[psutil.Process]:
+    """A node's worker processes, whatever they are doing; `ray::Hands.attempt`: those with something in hand."""
+    found = []
+    for process in raylet_of(node).children():
+        try:
+            is_one = " ".join(process.cmdline()[:1]).startswith(title)
+        except psutil.Error:
+            continue
+        if is_one:
+            found.append(process)
+    return found
 
 
 def wait_for_a_moment(rng: random.Random, root: Path, driver: subprocess.Popen[bytes], longest: float) -> bool:

@@ -43,10 +43,11 @@ def storm(world: World, folder: Path, kills: dict[str, int], seed: int) -> dict[
             fields = world.config(root).model_dump(mode="json")
             fields["workers"] |= {"attempts": 1000, "lost_attempts": 1000, "backoff": 0, "node_failures": 1000}
             (config := folder / f"root-{roots}.yaml").write_text(yaml.safe_dump(fields))
-            driver = nodes.start_driver(config, log)
+            words = ["precompute", "--config", str(config)]
+            driver = nodes.start_driver(words, log)
             while driver.poll() is None or driver.returncode in TOLD_TO_LEAVE:
                 if driver.poll() is not None:
-                    driver = nodes.start_driver(config, log)
+                    driver = nodes.start_driver(words, log)
                 if not waiting:
                     driver.wait(600)
                 elif wait_for_a_moment(rng, root, driver, LONGEST_WAIT):

@@ -1,0 +1,13 @@
+"""`make`, from tests."""
+
+import os
+import subprocess
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+
+def make(*words: str) -> subprocess.CompletedProcess[str]:
+    """`make …`, as from a shell: `make test` itself would hand its flags and ARGS down."""
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(("MAKE", "MFLAGS", "ARGS"))}
+    return subprocess.run(["make", *words], cwd=ROOT, capture_output=True, text=True, timeout=60, env=environment)
