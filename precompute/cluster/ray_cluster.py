@@ -5,6 +5,7 @@ import os
 import sys
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -137,15 +138,20 @@ class Hands(Generic[Work, Result]):
         return str(ray.get_runtime_context().get_node_id())
 
     def attempt(self, key: str, work: Work, number: int) -> Result:
-        """Make one."""
+        """Make one. The worker's log has its lines, each with key and number in front: others are in hand, too."""
         report = Reporter(self.board, key, number, self.leaving)
-        print(f"{key}: attempt {number} begins", file=sys.stderr, flush=True)
+
+        def tell(text: str) -> None:
+            lines = (f"{key}: attempt {number} {line}\n" for line in text.splitlines())
+            print("".join(lines), end="", file=sys.stderr, flush=True)
+
+        tell("begins")
         try:
             result = self.function(work, number, report)
         except BaseException as error:
-            print(f"{key}: attempt {number} failed: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+            tell(f"failed: {type(error).__name__}: {error}\n{traceback.format_exc()}")
             raise
-        print(f"{key}: attempt {number} is done", file=sys.stderr, flush=True)
+        tell("is done")
         return result
 
     def leave(self) -> None:

@@ -40,6 +40,23 @@ def test_much_is_quoted() -> None:
     assert len(QUOTED) >= 15
 
 
+def test_links_lead_to_headings() -> None:
+    links = re.findall(r"\]\(([\w./-]+\.md)#([\w-]+)\)", PAGE)
+    assert ("resume.md", "losing-machines") in links
+    for page, anchor in links:
+        headings = re.findall(r"^#+ (.+)$", (ROOT / "docs" / "how-to" / page).read_text(), re.MULTILINE)
+        assert anchor in {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}, page
+
+
+def test_what_a_run_does_by_itself_names_fields_that_there_are() -> None:
+    """And flags: the table of resume.md that the page sends its reader to."""
+    table = (ROOT / "docs" / "how-to" / "resume.md").read_text().split("## Losing machines")[1].split("\n## ")[0]
+    rows = "\n".join(line for line in table.splitlines() if line.startswith("|"))
+    named = re.findall(r"`(?:--)?([a-z_]+(?:\.[a-z_]+)*)(?:[: ][^`]*)?`", rows)
+    fields = (ROOT / "docs" / "reference" / "config.md").read_text() + (ROOT / "Makefile").read_text()
+    assert len(set(named)) >= 4 and not [name for name in named if name not in fields and name not in TEXTS]
+
+
 def test_alerts_are_those_of_the_rules() -> None:
     rules = [rule for path in ROOT.glob("deploy/prometheus/alerts.yml") for rule in alerts(path)]
     named = set(re.findall(r"^\| (Latentmill\w+) \|", PAGE, re.MULTILINE))

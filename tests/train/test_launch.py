@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -19,6 +20,8 @@ from tests import ranks
 from tests.runs import PYTHON, compare, environment, last_step, train_fields, write_config
 from train import launch
 from train.__main__ import run
+from train.data.spec import DataConfig
+from train.run.preflight import World
 
 STEP = {
     "SLURM_JOB_ID": "1234567",
@@ -97,6 +100,18 @@ def test_tasks_that_know_nothing_of_each_other_are_refused(
     assert "srun started 7 tasks, but WORLD_SIZE is not set: each would train alone, in one run folder" in message
     assert "`srun python -m train.launch --slurm -m train --config" in message
     assert not (tmp_path / "run").exists()
+
+
+def test_fifteen_of_sixteen_machines_need_a_batch_that_both_numbers_divide() -> None:
+    page = " ".join((Path(__file__).parents[2] / "docs" / "how-to" / "cluster.md").read_text().split())
+    (numbers,) = re.findall(r"`--global_batch_size (\d+)`, which 128, 120 and 64 divide, not (\d+)", page)
+    batch, other = map(int, numbers)
+    for machines in (16, 15):
+        World(8 * machines, 8).check(None, batch)
+    assert batch % DataConfig.model_fields["num_canonical_nodes"].default == 0
+    World(128, 8).check(None, other)
+    with pytest.raises(RequestError, match=f"{other} cannot be shared evenly by 120 processes. .* a multiple of 120."):
+        World(120, 8).check(None, other)
 
 
 SSH = """#!/bin/sh

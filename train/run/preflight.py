@@ -51,8 +51,8 @@ class World:
             )
         if global_batch_size % self.size:
             raise RequestError(
-                f"global_batch_size {global_batch_size} cannot be shared evenly by {self.size} processes. Choose a "
-                f"multiple."
+                f"global_batch_size {global_batch_size} cannot be shared evenly by {self.size} processes. Start a "
+                f"number that divides it: a run keeps its batch. A new run may take a multiple of {self.size}."
             )
 
 

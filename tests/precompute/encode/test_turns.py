@@ -36,6 +36,7 @@ def test_the_device_works_on_while_tars_begin_and_end(models: Path, tmp_path: Pa
         assert list(verify_root(open_store(config.output))) == []
         assert len(device.work) == 3 * NUM_TARS and sum(tar.encoded for tar in books) == 18 * NUM_TARS
         rests[at_once] = device.rests
+        print(f"{at_once} at once: {device.busy:.2%} busy, {device.rests} rests in {len(device.work)} batches")
     assert rests == {1: NUM_TARS, 3: 1}
 
 
