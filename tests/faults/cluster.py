@@ -4,7 +4,7 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -109,10 +109,15 @@ def workers_of(node: Node, title: str = "ray::Hands") -> list[psutil.Process]:
     return found
 
 
-def wait_for_a_moment(rng: random.Random, root: Path, driver: subprocess.Popen[bytes], longest: float) -> bool:
-    """Wait a random while, half of the times until an attempt is at work first; False where the driver ended before."""
-    at_work, left = rng.random() < 0.5, set(attempts(root))  # what a killed job left says nothing of this one
-    while at_work and left.issuperset(attempts(root)):
+def wait_for_a_moment(
+    rng: random.Random, attempts: Callable[[], list[Path]], driver: subprocess.Popen[bytes], longest: float
+) -> bool:
+    """Wait a random while, half of the times until an attempt is at work first; False where the driver ended before.
+
+    `attempts`: their folders.
+    """
+    at_work, left = rng.random() < 0.5, set(attempts())  # what a killed job left says nothing of this one
+    while at_work and left.issuperset(attempts()):
         if driver.poll() is not None:
             return False
         time.sleep(POLL_SECONDS)
@@ -122,8 +127,3 @@ def wait_for_a_moment(rng: random.Random, root: Path, driver: subprocess.Popen[b
             return False
         time.sleep(POLL_SECONDS)
     return driver.poll() is None
-
-
-def attempts(root: Path) -> list[Path]:
-    """Attempt folders."""
-    return list((root / ".attempts").glob("*"))

@@ -1,36 +1,108 @@
-"""SIGKILL of workers, drivers and raylets, and SIGTERM to drivers, at random moments; then the same command again."""
+"""SIGKILL of workers, drivers and raylets, and SIGTERM to drivers, at random moments; then the same command again.
+
+Into roots on a disk, and on S3.
+"""
 
 import random
 import signal
 import tempfile
 import time
 from collections import Counter
+from dataclasses import dataclass
+from functools import partial
+from glob import glob
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 from shards.base.errors import Preempted
-from tests.faults.cluster import TwoNodes, attempts, wait_for_a_moment
-from tests.faults.world import Tally, World, make_world
+from shards.base.scratch import SWEEPER, sweep_scratch
+from tests.faults.cluster import TwoNodes, wait_for_a_moment
+from tests.faults.steps_s3 import BUCKET, compare, served
+from tests.faults.world import Tally, World, make_world, stored_keys
+from tests.roots import tree
 
 TOLD_TO_LEAVE = (-signal.SIGKILL, -signal.SIGTERM, Preempted.exit_code)
 LONGEST_WAIT = 6.0
 """Seconds between kills, at most; a shard takes about one."""
 
 
+@dataclass
+class OnDisk:
+    """Roots in a folder."""
+
+    folder: Path
+
+    def fields(self, world: World, name: str) -> dict[str, Any]:
+        """The config of a job into a root."""
+        return world.config(self.folder / name).model_dump(mode="json")
+
+    def attempts(self, name: str) -> list[Path]:
+        """Folders of attempts that were begun and have not ended."""
+        return list((self.folder / name / ".attempts").glob("*"))
+
+    def left_by_leaving(self, name: str) -> list[Path]:
+        """What a job that was told to leave should have removed."""
+        return self.attempts(name)
+
+    def add(self, tally: Tally, name: str, reference: Path) -> None:
+        """Count a root that a job went through."""
+        tally.add(self.folder / name, reference)
+
+
+@dataclass
+class OnS3(OnDisk):
+    """Roots on S3; `folder` has the scratch of all workers."""
+
+    @property
+    def scratch(self) -> Path:
+        return self.folder / "scratch"
+
+    def fields(self, world: World, name: str) -> dict[str, Any]:
+        fields = super().fields(world, name)
+        return fields | {"output": f"{BUCKET}/{name}", "workers": fields["workers"] | {"scratch": str(self.scratch)}}
+
+    def attempts(self, name: str) -> list[Path]:
+        # no other root is being filled; pathlib's glob would raise where a folder goes meanwhile
+        return list(map(Path, glob(f"{self.scratch}/*/*/latentmill-attempts-*/*.*")))
+
+    def left_by_leaving(self, name: str) -> list[Path]:
+        return []  # what workers that were killed left goes when the next one starts
+
+    def add(self, tally: Tally, name: str, reference: Path) -> None:
+        compare(f"{BUCKET}/{name}", reference)  # fails where anything differs, is there twice, or is not there
+        tally.files += len(tree(reference))
+        tally.identical += len(tree(reference))
+        tally.samples += stored_keys(reference).total()
+
+
 @pytest.mark.slow
 def test_fifty_kills(models: Path, tmp_path: Path, report: dict[str, object], seed: int) -> None:
     world = make_world(tmp_path, models, num_shards=10, num_samples=24)
-    report["kills"] = storm(world, tmp_path, {"worker": 25, "driver": 13, "raylet": 12, "SIGTERM": 3}, seed)
+    report["kills"] = storm(world, OnDisk(tmp_path), {"worker": 25, "driver": 13, "raylet": 12, "SIGTERM": 3}, seed)
 
 
 def test_a_few_kills(models: Path, tmp_path: Path, report: dict[str, object], seed: int) -> None:
     world = make_world(tmp_path, models, num_shards=3, num_samples=12)
-    report["kills"] = storm(world, tmp_path, {"worker": 1, "raylet": 1, "SIGTERM": 1}, seed)
+    report["kills"] = storm(world, OnDisk(tmp_path), {"worker": 1, "raylet": 1, "SIGTERM": 1}, seed)
 
 
-def storm(world: World, folder: Path, kills: dict[str, int], seed: int) -> dict[str, object]:
+@pytest.mark.slow
+def test_kills_of_jobs_on_s3(
+    models: Path, tmp_path: Path, report: dict[str, object], seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("AWS_ENDPOINT_URL", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_DEFAULT_REGION"):
+        monkeypatch.setenv(name, "")  # and back afterwards
+    world, roots = make_world(tmp_path, models, num_shards=10, num_samples=24), OnS3(tmp_path)
+    with served():
+        report["kills on S3"] = storm(world, roots, {"worker": 12, "driver": 6, "raylet": 5, "SIGTERM": 2}, seed)
+    sweep_scratch(roots.scratch)  # of workers that nobody came after
+    assert [path.name for path in roots.scratch.glob("*/*")] == [SWEEPER]
+
+
+def storm(world: World, place: OnDisk, kills: dict[str, int], seed: int) -> dict[str, object]:
     """Kill, as often as `kills` says, while the command fills one root after another."""
     rng = random.Random(seed)
     waiting = [victim for victim, count in kills.items() for _ in range(count)]
@@ -39,10 +111,10 @@ def storm(world: World, folder: Path, kills: dict[str, int], seed: int) -> dict[
     tally, roots, started = Tally(), 0, time.monotonic()
     with tempfile.TemporaryDirectory(prefix="rf-") as short, TwoNodes(Path(short)) as nodes:
         while waiting or not roots:
-            root, log = folder / f"root-{roots}", folder / f"root-{roots}.log"
-            fields = world.config(root).model_dump(mode="json")
+            root, log = f"root-{roots}", place.folder / f"root-{roots}.log"
+            fields = place.fields(world, root)
             fields["workers"] |= {"attempts": 1000, "lost_attempts": 1000, "backoff": 0, "node_failures": 1000}
-            (config := folder / f"root-{roots}.yaml").write_text(yaml.safe_dump(fields))
+            (config := place.folder / f"{root}.yaml").write_text(yaml.safe_dump(fields))
             words = ["precompute", "--config", str(config)]
             driver = nodes.start_driver(words, log)
             while driver.poll() is None or driver.returncode in TOLD_TO_LEAVE:
@@ -50,8 +122,8 @@ def storm(world: World, folder: Path, kills: dict[str, int], seed: int) -> dict[
                     driver = nodes.start_driver(words, log)
                 if not waiting:
                     driver.wait(600)
-                elif wait_for_a_moment(rng, root, driver, LONGEST_WAIT):
-                    at_work = bool(attempts(root))
+                elif wait_for_a_moment(rng, partial(place.attempts, root), driver, LONGEST_WAIT):
+                    at_work = bool(place.attempts(root))
                     if waiting[-1] == "driver":
                         driver.kill()
                         driver.wait()
@@ -62,7 +134,7 @@ def storm(world: World, folder: Path, kills: dict[str, int], seed: int) -> dict[
                         assert driver.returncode == Preempted.exit_code
                         assert "the same command again goes on" in log.read_text().replace("\n", " ")
                         if not done["raylet"]:  # a worker whose raylet was killed may go on for a while
-                            assert not attempts(root)
+                            assert not place.left_by_leaving(root)
                     elif waiting[-1] == "raylet":
                         nodes.kill_raylet()
                     elif workers := nodes.workers():
@@ -73,8 +145,8 @@ def storm(world: World, folder: Path, kills: dict[str, int], seed: int) -> dict[
                     done["during an attempt"] += at_work
                     print(f"{time.monotonic() - started:.0f} s: {dict(done)}", flush=True)
             assert driver.returncode == 0, log.read_text()[-3000:]
-            tally.add(root, world.reference)
+            place.add(tally, root, world.reference)
             roots += 1
-            print(f"{root.name} is through: {tally.check()}", flush=True)
+            print(f"{root} is through: {tally.check()}", flush=True)
     assert {victim: done[victim] for victim in kills} == kills
     return dict(done) | {"roots": roots, "seconds": round(time.monotonic() - started)} | tally.check()
