@@ -110,18 +110,21 @@ def workers_of(node: Node, title: str = "ray::Hands") -> list[psutil.Process]:
 
 
 def wait_for_a_moment(
-    rng: random.Random, attempts: Callable[[], list[Path]], driver: subprocess.Popen[bytes], longest: float
+    rng: random.Random, attempts: Callable[[], list[Path]], driver: subprocess.Popen[bytes], longest: float, work: float
 ) -> bool:
     """Wait a random while, half of the times until an attempt is at work first; False where the driver ended before.
 
-    `attempts`: their folders.
+    Args:
+        attempts: their folders.
+        longest: seconds from now.
+        work: seconds from when one is at work; a job that takes no longer mostly ends before.
     """
     at_work, left = rng.random() < 0.5, set(attempts())  # what a killed job left says nothing of this one
     while at_work and left.issuperset(attempts()):
         if driver.poll() is not None:
             return False
         time.sleep(POLL_SECONDS)
-    until = time.monotonic() + rng.uniform(0, longest / 2 if at_work else longest)
+    until = time.monotonic() + rng.uniform(0, work if at_work else longest)
     while time.monotonic() < until:
         if driver.poll() is not None:
             return False

@@ -26,7 +26,9 @@ from tests.roots import tree
 
 TOLD_TO_LEAVE = (-signal.SIGKILL, -signal.SIGTERM, Preempted.exit_code)
 LONGEST_WAIT = 6.0
-"""Seconds between kills, at most; a shard takes about one."""
+"""Seconds between kills, at most."""
+WORK_ON_A_SHARD = 0.3
+"""Seconds, at least."""
 
 
 @dataclass
@@ -105,6 +107,7 @@ def test_kills_of_jobs_on_s3(
 def storm(world: World, place: OnDisk, kills: dict[str, int], seed: int) -> dict[str, object]:
     """Kill, as often as `kills` says, while the command fills one root after another."""
     rng = random.Random(seed)
+    work = WORK_ON_A_SHARD * len(list(world.tars.glob("*.tar")))
     waiting = [victim for victim, count in kills.items() for _ in range(count)]
     rng.shuffle(waiting)
     done: Counter[str] = Counter()
@@ -122,7 +125,7 @@ def storm(world: World, place: OnDisk, kills: dict[str, int], seed: int) -> dict
                     driver = nodes.start_driver(words, log)
                 if not waiting:
                     driver.wait(600)
-                elif wait_for_a_moment(rng, partial(place.attempts, root), driver, LONGEST_WAIT):
+                elif wait_for_a_moment(rng, partial(place.attempts, root), driver, LONGEST_WAIT, work):
                     at_work = bool(place.attempts(root))
                     if waiting[-1] == "driver":
                         driver.kill()
