@@ -230,6 +230,22 @@ def test_models_that_make_no_token_of_each_patch(
         describe_encoding(config_of(models, tars, tmp_path / "root", towers, features=of))
 
 
+def test_a_vision_model_that_looks_at_numbers_is_not_refused_for_it(
+    models: Path, tars: Path, tmp_path: Path, towers: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a model without weights there are none to look at."""
+    asked, forward = [], Dinov2Model.forward
+
+    def look(self: Dinov2Model, pixels: Tensor, **options: Any) -> Any:
+        asked.append(pixels.device.type)
+        float(pixels.max())
+        return forward(self, pixels, **options)
+
+    monkeypatch.setattr(Dinov2Model, "forward", look)
+    encoding = describe_encoding(config_of(models, tars, tmp_path / "root", towers))
+    assert asked == ["meta"] and encoding.features["dino"].class_name == "Dinov2Model"
+
+
 def test_each_towers_seconds_are_in_the_receipts(root: Path) -> None:
     for receipt in load_receipts(open_store(root)):
         towers = {"image", "texts.clip", "texts.t5", "features.dino"}
