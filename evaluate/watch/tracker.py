@@ -2,8 +2,8 @@
 
 TensorBoard gets a file for each step, created if absent, in a folder of its own: it reads one file of a folder at a
 time, and would lose sight of the trainer's. wandb gets a run of its own for each watcher, in the group of the training:
-a second process that writes to a run overwrites what the first one wrote (wandb issues 10349 and 12269). Which of them
-tells of a step, a file decides that is created if absent.
+a second process that writes to a run overwrites what the first one wrote, in wandb's shared mode too (its issues 10349
+and 12269). Which of them tells of a step, a file decides that is created if absent.
 """
 
 import hashlib
