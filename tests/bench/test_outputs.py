@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.outputs import text_unet
+from bench.outputs import defaults, text_unet
 from bench.outputs.image_storage import STORAGES
 from bench.outputs.text_unet import unet_table
 
@@ -17,3 +17,13 @@ def test_losses_of_storages_in_a_moment(tmp_path: Path, monkeypatch: pytest.Monk
     unchanged = "+0.00% (+0.00% to +0.00%)"
     assert exact == f"| float16 | {unchanged} | {unchanged} |"
     assert other.startswith(f"| {trimmed} | ") and other.count("%") == 6 and unchanged not in other
+
+
+def test_losses_of_the_defaults_in_a_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each way is trained as it says; what is compiled takes too long here."""
+    monkeypatch.setattr(defaults, "VALIDATION_SAMPLES", 16)
+    monkeypatch.setattr(text_unet, "VALIDATION_SAMPLES", 16)
+    ways = ("nothing of it", "image.storage int8, text.storage float8", "precision bfloat16")
+    monkeypatch.setattr(defaults, "WAYS", {way: defaults.WAYS[way] for way in ways})
+    found = defaults.losses_of(tmp_path, samples=32, steps=2, seeds=1)
+    assert list(found) == list(ways) and len({losses[0] for losses in found.values()}) == 3
