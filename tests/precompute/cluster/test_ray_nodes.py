@@ -127,7 +127,7 @@ def test_a_late_node_gets_work_and_a_lost_one_loses_none(
     }
     wait_until(lambda: expected.items() <= scrape().items(), 60)
     seconds = {name: value for name, value in scrape().items() if "stage_seconds" in name}
-    stages = {re.findall(r'stage="(\w+)"', name)[0] for name in seconds}
+    stages = {re.findall(r'stage="([\w.]+)"', name)[0] for name in seconds}
     assert stages >= {"fetch", "decode", "encode", "write", "upload", "device", "worker", "total"}, stages
 
 
