@@ -1,7 +1,7 @@
-"""How processes that each write a part of a checkpoint come together: in a run folder, or at the run's address.
+"""How processes that each write a share of a checkpoint come together: in a run folder, or at the run's address.
 
 A process that is done leaves a receipt, the hashes of its files. The main one waits for all receipts, and then makes a
-checkpoint of the parts by one rename, or, at an address, by the state.json that comes last.
+checkpoint of the shares by one rename, or, at an address, by the state.json that comes last.
 """
 
 import json
@@ -20,13 +20,13 @@ from train.run.saving.checkpoint import STATE_NAME
 
 
 class Writers(NamedTuple):
-    """Which processes write a checkpoint: the first `total` of them, each a part."""
+    """Which processes write a checkpoint: the first `total` of them, each a share."""
 
     rank: int = 0
     """This process's."""
     total: int = 1
     patience: float = 600.0
-    """Seconds that the main one waits for the parts of the others."""
+    """Seconds that the main one waits for the shares of the others."""
     beside: int = 1
     """How many write on this machine, and share its memory."""
 
@@ -35,7 +35,7 @@ ALONE = Writers()
 
 
 class Meeting(ABC):
-    """Where the processes' parts come together."""
+    """Where the processes' shares come together."""
 
     pause: float
     """Seconds between looks for a receipt."""
@@ -49,7 +49,7 @@ class Meeting(ABC):
 
     @abstractmethod
     def hand_in(self, private: Path, target: Path, hashes: dict[str, str]) -> None:
-        """Bring this process's part where it belongs; then tell the main one."""
+        """Bring this process's share where it belongs; then tell the main one."""
 
     @abstractmethod
     def receipt(self, private: Path, target: Path, rank: int) -> bytes | None:
@@ -57,7 +57,7 @@ class Meeting(ABC):
 
     @abstractmethod
     def publish(self, private: Path, target: Path, content: dict[str, Any]) -> None:
-        """All parts are there: make a checkpoint of them, durably. `content`: of its state.json."""
+        """All shares are there: make a checkpoint of them, durably. `content`: of its state.json."""
 
     def wait_for(self, private: Path, target: Path, rank: int) -> dict[str, str]:
         """File → SHA-256, of what another process wrote.
@@ -69,8 +69,8 @@ class Meeting(ABC):
         while not (found := self.receipt(private, target, rank)):
             if time.monotonic() > deadline:
                 raise WorkError(
-                    f"A checkpoint of {self.run_dir} is not complete: process {rank} has not written its part of it in "
-                    f"{self.writers.patience:g} s (collective_timeout). The ones before it are whole. See that all "
+                    f"A checkpoint of {self.run_dir} is not complete: process {rank} has not written its share of it "
+                    f"in {self.writers.patience:g} s (collective_timeout). The ones before it are whole. See that all "
                     f"machines share run_dir, or reach its address; the same command again resumes from the newest."
                 )
             time.sleep(self.pause)
@@ -118,7 +118,7 @@ class InFolder(Meeting):
 
 
 class AtAddress(Meeting):
-    """At the run's address: each process puts its part there, from a folder of its machine. No machine has all."""
+    """At the run's address: each process puts its share there, from a folder of its machine. No machine has all."""
 
     pause = 0.5
     away: Away
@@ -128,7 +128,7 @@ class AtAddress(Meeting):
         return Path(tempfile.mkdtemp(prefix=f"{target.name}.", dir=target.parent))
 
     def hand_in(self, private: Path, target: Path, hashes: dict[str, str]) -> None:
-        self.away.put_part(self._name(target), private, self._receipt_name(self.writers.rank), hashes)
+        self.away.put_share(self._name(target), private, self._receipt_name(self.writers.rank), hashes)
 
     def receipt(self, private: Path, target: Path, rank: int) -> bytes | None:
         try:
@@ -144,11 +144,11 @@ class AtAddress(Meeting):
         return target.relative_to(self.run_dir).as_posix()
 
     def _receipt_name(self, rank: int) -> str:
-        return f"part-{rank:05d}-{self.away.token}.json"  # one of an earlier launch says nothing of this one's part
+        return f"part-{rank:05d}-{self.away.token}.json"  # one of an earlier launch says nothing of this one's share
 
 
 def meeting(run_dir: Path, folder: Path, writers: Writers, away: Away | None) -> Meeting:
-    """Where the parts of a run's checkpoints come together. `folder`: the launch's own."""
+    """Where the shares of a run's checkpoints come together. `folder`: the launch's own."""
     if away is not None and writers.total > 1:
         return AtAddress(run_dir, writers, away)
     return InFolder(run_dir, folder, writers, away)
