@@ -10,9 +10,10 @@ from scipy.optimize import minimize
 from scipy.special import expit
 from scipy.stats import t
 
+from bench.kit.studies import Design, share_of, simulate
+from evaluate.study.statistics.leanings import Leanings
 from evaluate.study.statistics.power import PowerConfig, components, power_table, render, weigh
 from evaluate.study.statistics.preference import preference
-from evaluate.study.statistics.simulation import Design, Leanings, share_of, simulate
 from evaluate.study.statistics.strengths import PRIOR, bradley_terry, shares, strengths
 
 seeds = st.integers(0, 2**32 - 1)
