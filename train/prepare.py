@@ -11,11 +11,11 @@ from accelerate.utils import broadcast_object_list
 from shards.base.durable import locked
 from shards.base.errors import RequestError, WorkError
 from shards.base.store import Place
-from shards.format.encoding import EncodingRecord
 from shards.open import open_store
 from train.config import TrainConfig
 from train.data.spec import DataSpec, only_read
 from train.data.streams import Found, find_data, open_data
+from train.export.pipeline import check_pipeline
 from train.model.backbone import BackboneConfig
 from train.model.fit import check_fit, on_meta
 from train.model.unet import build_unet, load_pretrained
@@ -105,7 +105,7 @@ def prepare(config: TrainConfig, accelerator: Accelerator | None = None) -> Prep
     backbone = config.backbone.resolved(spec.texts)
     check_fit(build_unet(config.network, None), spec, backbone)
     unet = build_unet(config.network, config.seed)
-    aligned = make_aligned(config, spec, unet, backbone)
+    aligned = make_aligned(config, spec, unet, backbone, sorted(found.streams[0].encoding.features))
     repa = None if aligned is None else config.repa.model_dump(mode="json") | {"tower": aligned.features.name}
     fingerprint = make_fingerprint(
         config.seed, config.global_batch_size, config.data, spec, config.objective, unet, config.backbone, repa
@@ -127,20 +127,25 @@ def prepare(config: TrainConfig, accelerator: Accelerator | None = None) -> Prep
         load_pretrained(unet, config.init_unet)
     validation = None
     if config.validation.root is not None:
-        training = only_read(EncodingRecord.load(spec.streams[0].store), [f"texts.{name}" for name in spec.texts])
+        training = only_read(found.streams[0].encoding, [f"texts.{name}" for name in spec.texts])
         validation = open_validation(config.validation, training, config.seed)
     return Prepared(world, spec, unet, backbone, checkpoint, words, fingerprint, validation, aligned, held)
 
 
-def make_aligned(config: TrainConfig, spec: DataSpec, unet: Any, backbone: BackboneConfig) -> Aligned | None:
+def make_aligned(
+    config: TrainConfig, spec: DataSpec, unet: Any, backbone: BackboneConfig, stored: list[str]
+) -> Aligned | None:
     """The network with the projection head that the config asks for; None: it asks for none.
+
+    Args:
+        stored: the feature towers that the root has.
 
     Raises:
         RequestError: the tower, or the layer, is not there, is not read, or is not of tokens.
     """
     if config.repa.layer is None:
         return None
-    features = find_features(config.repa, spec, sorted(EncodingRecord.load(spec.streams[0].store).features))
+    features = find_features(config.repa, spec, stored)
     calls = {hw: on_meta(unet, backbone, spec, hw) for hw in sorted({stream.latent_hw for stream in spec.streams})}
     shapes = {hw: hear(network, config.repa, call) for hw, (network, call) in calls.items()}
     return Aligned(unet, make_head(config.repa, shapes, features.tower.width, config.seed), config.repa, features)
@@ -175,7 +180,9 @@ def find_all(config: TrainConfig, world: World) -> tuple[Held, Checkpoint | None
         there = fetch.bring(store, config.work, world.size == world.local_size)
     held = Held(sign, checkpoints_seen(config.work), number, there)
     own, start = find_start(config)
-    return held, own, start, find_data(config.data, own.fingerprint["streams"] if own else ())
+    found = find_data(config.data, own.fingerprint["streams"] if own else ())
+    check_pipeline(config, found.streams[0].encoding)  # now, and not when it was trained
+    return held, own, start, found
 
 
 def take_run(config: TrainConfig, prepared: Prepared) -> Path:

@@ -39,13 +39,11 @@ def main() -> None:
         Step(bucket, size, options.compile) for bucket, size in zip(options.buckets, options.microbatches, strict=True)
     ]
     works = {step: training_work(options.unet, step) for step in steps}
-    lines = [describe(works)]
-    rates = RATES[options.gpu]
+    rates, lines = replace(RATES[options.gpu], efficiency=options.efficiency), []
     if options.calibrate:
         found, text = calibrated(options.unet, options.gpu)
-        rates, lines = replace(rates, efficiency=found), [*lines, text]
-    else:
-        rates = replace(rates, efficiency=options.efficiency)
+        rates, lines = replace(rates, efficiency=found), [text]
+    lines.insert(0, describe(works, rates))
     encoders = encoder_work(Networks(), options.buckets) if options.encoders else {}
     lines += [predicted(works, rates, options), *([encoders_predicted(encoders, rates)] if encoders else [])]
     print(section("The device's work", "bench.roofline", "\n\n".join(lines)))
@@ -69,20 +67,21 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def describe(works: dict[Step, Work]) -> str:
-    """Kernels, bytes and arithmetic of each class."""
+def describe(works: dict[Step, Work], rates: Rates) -> str:
+    """Kernels, bytes, arithmetic and predicted time of each class."""
     rows = []
     for step, work in works.items():
         parts: dict[str, Class | Work] = {**work.classes, "all": work}
         for kind, part in parts.items():
             size = [f"{part.kernels:,}", f"{part.bytes / GIGA:.1f}", f"{part.flops / TERA:.1f}"]
-            rows.append([step.words, kind, *size])
+            seconds = rates.seconds(part) if isinstance(part, Work) else rates.seconds_of(part)
+            rows.append([step.words, kind, *size, f"{1000 * seconds:.1f}"])
     notes = [
         f"{step.words}: {work.other_layouts} tensors of convolutions are not channels last"
         + (f"; {work.saved_bytes / GIGA:.1f} GB wait for the backward pass." if work.saved_bytes else ".")
         for step, work in works.items()
     ]
-    return table(["step of", "class", "kernels", "GB", "TFLOP"], rows) + "\n\n" + "\n".join(notes)
+    return table(["step of", "class", "kernels", "GB", "TFLOP", "ms, predicted"], rows) + "\n\n" + "\n".join(notes)
 
 
 def calibrated(unet: Path, gpu: str) -> tuple[float, str]:
@@ -145,7 +144,7 @@ def predicted(works: dict[Step, Work], rates: Rates, options: argparse.Namespace
 
 
 def encoders_predicted(encoders: dict[str, Work], rates: Rates) -> str:
-    """Rates of each encoder, eager."""
+    """Rates of each encoder, compiled."""
     rows = []
     for name, work in encoders.items():
         size = [f"{work.kernels:,}", f"{work.bytes / GIGA:.1f}", f"{work.flops / TERA:.1f}"]

@@ -10,13 +10,15 @@ from typing import Any
 import diffusers
 import torch
 import transformers
-from torch import Tensor
+from torch import Tensor, nn
 
 from bench.roofline.eager import operations
 from bench.roofline.kernels import Work, add_up
 from bench.roofline.lowering import fake_tensors, lowered, without_values
 from bench.roofline.pretend import cudnn_layouts
 from plan.config import Networks
+from precompute.encode.encoders import attend_by_products
+from precompute.encode.networks import lowered as with_weights_in
 from shards.format.buckets import Bucket
 from train.model.layout import keep_channels_last
 from train.model.norms import use_low_precision_norms
@@ -78,13 +80,15 @@ def training_work(path: Path, step: Step) -> Work:
 
 
 def encoder_work(networks: Networks, buckets: Iterable[str]) -> dict[str, Work]:
-    """Bucket → the autoencoder's, and `captions` → the text model's; eager, in bfloat16."""
+    """Bucket → the autoencoder's, and `captions` → the text model's; compiled, in bfloat16, as stage 1 has them."""
     found = {}
     with torch.device("meta"):
         vae = diffusers.AutoencoderKL.from_config(json.loads(Path(networks.vae).read_text()))
         config = transformers.CLIPTextConfig(**json.loads(Path(networks.text_encoder).read_text()))
-        text_model = transformers.CLIPTextModel(config)
+        text_model = with_weights_in(transformers.CLIPTextModel(config), "bfloat16")
     vae.to(memory_format=torch.channels_last)
+    attend_by_products(vae)
+    vae = with_weights_in(vae, "bfloat16")
     with fake_tensors(), cudnn_layouts():
         for model in (vae, text_model):
             without_values(model)
@@ -92,15 +96,16 @@ def encoder_work(networks: Networks, buckets: Iterable[str]) -> dict[str, Work]:
         for bucket in buckets:
             parsed = Bucket.parse(bucket)
             pixels = torch.empty(ENCODED, 3, parsed.height, parsed.width)
-            found[bucket] = _encoding(lambda pixels=pixels: vae.encode(pixels).latent_dist.parameters)
-        found["captions"] = _encoding(lambda: text_model(tokens).last_hidden_state)
+            found[bucket] = _encoding(vae, lambda pixels=pixels: vae.encode(pixels).latent_dist.parameters)
+        found["captions"] = _encoding(text_model, lambda: text_model(tokens).last_hidden_state)
     return found
 
 
-def _encoding(call: Any) -> Work:
+def _encoding(model: nn.Module, call: Any) -> Work:
     def autocast() -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):
             return call()
 
-    watch = operations(autocast, training=False)
-    return add_up(ENCODED, watch.kernels, watch.flops)
+    flops = operations(autocast, training=False).flops
+    kernels, _ = lowered(model, autocast, training=False)
+    return add_up(ENCODED, kernels, flops)

@@ -187,13 +187,15 @@ class Small:
         """The pictures and captions."""
         return self.folder / "tars" / "00000.tar"
 
-    def encode(self, **stored: Any) -> None:
-        """Stage 1, under the shipped towers, in float32; captions untrimmed as float16, or as `stored` says."""
+    def encode(self, image: str = "float16", **stored: Any) -> None:
+        """Stage 1, under the shipped towers, in float32; captions untrimmed as float16, or as `stored` says, and
+        pictures as `image` says."""
         shipped = self.family.read("precompute.yaml")
         texts = {
             name: self._tower(name, shipped.get("texts", {}).get(name, {})) | stored for name in self.family.towers
         }
         changes: dict[str, Any] = {"vae": str(self.folder / "vae"), "buckets": ["64x64"], "texts": texts}
+        changes["image"] = {"storage": image}
         if texts.keys() == {"text"}:
             models = {"text_encoder": texts["text"]["model"], "tokenizer": texts["text"]["tokenizer"]}
             changes |= models | {"texts": {}}

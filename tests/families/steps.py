@@ -40,22 +40,37 @@ class Taken:
 
 
 @dataclass
-class Recorder:
-    """Takes down what a pipeline's network and scheduler are given."""
+class Scheduled:
+    """Takes down what a pipeline's scheduler is given: (output, time, latents) of each step."""
+
+    calls: list[tuple[Tensor, float, Tensor]] = field(default_factory=list)
+
+    def attach(self, scheduler: Any) -> None:
+        step = scheduler.step
+
+        def recorded(output: Tensor, time: Any, sample: Tensor, *rest: Any, **options: Any) -> Any:
+            self.heard(output.clone(), float(time), sample.clone())
+            return step(output, time, sample, *rest, **options)
+
+        scheduler.step = recorded
+
+    def heard(self, output: Tensor, time: float, sample: Tensor) -> None:
+        self.calls.append((output, time, sample))
+
+
+@dataclass
+class Recorder(Scheduled):
+    """Takes down what a pipeline's network is given, too."""
 
     steps: list[Taken] = field(default_factory=list)
     outputs: list[Tensor] = field(default_factory=list)
 
-    def attach(self, network: torch.nn.Module, scheduler: Any) -> None:
+    def watch(self, network: torch.nn.Module) -> None:
         network.register_forward_hook(lambda module, inputs, output: self.outputs.append(output[0].clone()))
-        step = scheduler.step
 
-        def recorded(output: Tensor, time: Any, sample: Tensor, *rest: Any, **options: Any) -> Any:
-            self.steps.append(Taken(float(time), sample.clone(), self.outputs))
-            self.outputs = []
-            return step(output, time, sample, *rest, **options)
-
-        scheduler.step = recorded
+    def heard(self, output: Tensor, time: float, sample: Tensor) -> None:
+        self.steps.append(Taken(time, sample, self.outputs))
+        self.outputs = []
 
 
 @dataclass
@@ -85,7 +100,8 @@ def make_case(made: Small) -> Case:
         batch.columns["size"][:] = torch.tensor(TOLD[name])
     scheduler, recorder = scheduler_of(config.backbone.pipeline, config.objective), Recorder()
     pipeline = made.pipeline(prepared.unet, scheduler)
-    recorder.attach(prepared.unet, scheduler)
+    recorder.attach(scheduler)
+    recorder.watch(prepared.unet)
     pipeline(**arguments(name, [captions[key] for key in batch.keys], STEPS), output_type="latent")
     prepared.unet._forward_hooks.clear()
     loss = DiffusionLoss(config.objective, prepared.spec, CPU, prepared.backbone)

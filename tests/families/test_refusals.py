@@ -93,6 +93,38 @@ def refusal(small: Small, network: dict[str, Any], inputs: dict[str, Any], **cha
         (FLUX, {"guidance_embeds": False}, {}, {}, "diffusers cannot call it on latents of (8, 8): TypeError"),
         ("sdxl", {}, {"added_cond_kwargs.time_ids": None}, {}, "cannot call it on latents of (8, 8): ValueError"),
         (FLUX, {"_class_name": "FluxTransformer2D"}, {}, {}, "(did you mean FluxTransformer2DModel?), which this"),
+        (FLUX, {"num_layerz": 9}, {}, {}, "has the field num_layerz (did you mean num_layers?), which diffusers'"),
+        ("pixart-sigma", {"patch_size": 0}, {}, {}, "cannot build a PixArtTransformer2DModel from"),
+        ("sdxl", {"transformer_layers_per_block": [1]}, {}, {}, "cannot build a UNet2DConditionModel from"),
+        (
+            "pixart-sigma",
+            {},
+            {"encoder_hidden_states": {"kind": "states", "towers": [["t5"]], "mask": "timestep"}},
+            {},
+            "its argument timestep is given already, and backbone.inputs names it",
+        ),
+        (
+            FLUX,
+            {},
+            {},
+            {"pipeline": {"class_name": "FluxPipeline", "towers": ["clip", "t6"]}},
+            "backbone.pipeline.towers names t6, and the latents have clip, t5",
+        ),
+        (FLUX, {}, {}, {"pipeline": {"class_name": "FluxPipelin"}}, "has no FluxPipelin (did you mean FluxPipeline?)"),
+        (
+            FLUX,
+            {},
+            {},
+            {"pipeline": {"class_name": "FluxPipeline", "towers": ["clip"]}},
+            "FluxPipeline has text_encoder, text_encoder_2, and backbone.pipeline.towers names 1 text towers",
+        ),
+        (
+            FLUX,
+            {},
+            {},
+            {"pipeline": {"scheduler": "FlowMatchEuler"}},
+            "backbone.pipeline.scheduler: FlowMatchEuler with {} cannot be made",
+        ),
     ],
 )
 def test_what_does_not_fit_is_said(

@@ -7,6 +7,7 @@ and `checkpoint/`; it is run again only where a change of the curve is meant, wi
 
 import json
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -104,8 +105,10 @@ def curve_of(run_dir: Path) -> dict[str, list[str]]:
 
 
 def machine() -> dict[str, str]:
-    """What the last bits of a curve depend on."""
-    return {"torch": torch.__version__, "cpu": torch.backends.cpu.get_cpu_capability()}
+    """What the last bits of a curve depend on: kernels are chosen by the processor's maker, too."""
+    cpuinfo = Path("/proc/cpuinfo").read_text()
+    (vendor,) = set(re.findall(r"^vendor_id\s*: (.+)$", cpuinfo, re.MULTILINE)) or {"unknown"}
+    return {"torch": torch.__version__, "cpu": torch.backends.cpu.get_cpu_capability(), "vendor": vendor}
 
 
 def make_curves(folder: Path) -> None:

@@ -53,6 +53,13 @@ OBJECTIVES = {
         "weighting": "sigma_sqrt",
     },
     "flow, mode": {"prediction": "flow_matching", "timestep_sampling": "mode", "weighting": "cosmap"},
+    "flow, cosmap": {"prediction": "flow_matching", "timestep_sampling": "cosmap", "weighting": "sigma_sqrt"},
+    "velocity, weighed, with offsets": {
+        "prediction": "v_prediction",
+        "zero_terminal_snr": True,
+        "min_snr_gamma": 5.0,
+        "offset_noise": 0.1,
+    },
 }
 objectives = pytest.mark.parametrize("objective", OBJECTIVES.values(), ids=OBJECTIVES.keys())
 trims = pytest.mark.parametrize("trim", [False, True], ids=["whole captions", "trimmed"])

@@ -32,6 +32,10 @@ class Purpose(IntEnum):
     SIZE_JITTER = 9
 
 
+NORMAL = (Purpose.POSTERIOR, Purpose.NOISE, Purpose.OFFSET_NOISE, Purpose.SIZE_JITTER)
+"""Of which normals are asked for, and so made together."""
+
+
 def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, int]) -> tuple[Tensor, ...]:
     """Four 32-bit words (in int64 tensors) for each counter of four 32-bit words; shapes broadcast.
 
@@ -76,6 +80,8 @@ class Draws:
         self.slots = slots
         self.drawn: dict[Purpose, Tensor] = {}
         """(N, words) of what was drawn so far."""
+        self.normals: dict[Purpose, Tensor] = {}
+        """(N, normals), an even number, of what was made of these so far."""
 
     def draw(self, counts: dict[Purpose, int]) -> None:
         """Draw what will be asked for, so many numbers of each, at once: a device takes as long to begin with few."""
@@ -87,6 +93,8 @@ class Draws:
         words = torch.stack(torch.broadcast_tensors(*made), dim=-1)
         for purpose, part in zip(blocks, words.split(list(blocks.values()), dim=1), strict=True):
             self.drawn[purpose] = part.flatten(1)
+        if normal := {purpose: count + count % 2 for purpose, count in counts.items() if purpose in NORMAL}:
+            self._make_normals(normal)
 
     def words(self, purpose: Purpose, count: int) -> Tensor:
         """(N, count) integers in [0, 2^32), as int64."""
@@ -95,13 +103,22 @@ class Draws:
         return self.drawn[purpose][:, :count]
 
     def normal(self, purpose: Purpose, shape: tuple[int, ...]) -> Tensor:
-        """(N, *shape) float32 standard normals, by the Box-Muller transform."""
+        """(N, *shape) float32 standard normals."""
         count = math.prod(shape)
-        uniform = (self.words(purpose, count + count % 2).float() + 0.5) * 2.0**-32  # (0, 1]
+        even = count + count % 2
+        if purpose not in self.normals or self.normals[purpose].shape[1] != even:
+            self._make_normals({purpose: even})
+        return self.normals[purpose][:, :count].reshape(-1, *shape)
+
+    def _make_normals(self, counts: dict[Purpose, int]) -> None:
+        """By the Box-Muller transform: of each purpose's words the first half are radii, the others angles."""
+        firsts, seconds = zip(*(self.words(*of).chunk(2, dim=1) for of in counts.items()), strict=True)
+        uniform = (torch.cat(firsts + seconds, dim=1).float() + 0.5) * 2.0**-32  # (0, 1]
         u1, u2 = uniform.chunk(2, dim=1)
         radius, angle = (-2.0 * u1.log()).sqrt(), 2.0 * math.pi * u2
-        normals = torch.cat([radius * angle.cos(), radius * angle.sin()], dim=1)
-        return normals[:, :count].reshape(-1, *shape)
+        sizes = [count // 2 for count in counts.values()]
+        pairs = zip((radius * angle.cos()).split(sizes, dim=1), (radius * angle.sin()).split(sizes, dim=1), strict=True)
+        self.normals |= {purpose: torch.cat(pair, dim=1) for purpose, pair in zip(counts, pairs, strict=True)}
 
     def uniform(self, purpose: Purpose) -> Tensor:
         """(N,) float32 in (0, 1]."""

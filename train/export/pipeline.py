@@ -117,6 +117,18 @@ def write_pipeline(run_dir: Place, options: ExportConfig) -> Path:
     return target
 
 
+def check_pipeline(config: TrainConfig, encoding: EncodingRecord) -> None:
+    """See that the pipeline which the config names can be made of a run over such latents.
+
+    Raises:
+        RequestError: it cannot: there is no such class, it has other text encoders, or its scheduler cannot be made.
+    """
+    pipeline = config.backbone.pipeline
+    if pipeline.class_name != PipelineConfig().class_name:  # a U-Net under any text tower is trained, and not exported
+        recorded_components(pipeline, encoding.image, pipeline_texts(encoding, config))
+    scheduler_of(pipeline, config.objective)
+
+
 def sampler(
     objective: ObjectiveConfig, latent_hw: tuple[int, int] = (64, 64)
 ) -> DDIMScheduler | DPMSolverMultistepScheduler:

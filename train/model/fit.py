@@ -12,7 +12,7 @@ from shards.format.towers import ImageTower, TextTower
 from train.data.spec import DataSpec
 from train.model.backbone import BackboneConfig
 from train.model.inputs import Pooled, example
-from train.model.unet import CLASSES, class_name, class_of, same
+from train.model.unet import CLASSES, NOT_BUILT, class_name, class_of, same
 
 FURTHER: dict[str, tuple[str | None, ...]] = {
     "class_embed_type": (None,),
@@ -21,6 +21,10 @@ FURTHER: dict[str, tuple[str | None, ...]] = {
     "encoder_hid_dim_type": (None, "text_proj"),
 }
 """Fields by which a U-Net may ask for further inputs, and the values with which it asks for none that is not there."""
+
+
+GIVEN = ("timestep", "return_dict")
+"""Arguments that every network is given, beside the latents."""
 
 
 class TowersRead(Protocol):
@@ -57,11 +61,14 @@ def _is_unet(config: Mapping[str, Any]) -> bool:
 def _wrong_inputs(unet: Any, backbone: BackboneConfig) -> list[str]:
     """Of the arguments: which it has not, or lacks."""
     config, arguments = unet.config, backbone.top_arguments
-    known = list(inspect.signature(type(unet).forward).parameters)
+    known = list(inspect.signature(type(unet).forward).parameters)[1:]
+    free = [name for name in known[1:] if name not in GIVEN]  # the first is the latents'
     wrong = [
-        f"it has no argument {name}, which backbone.inputs names (it has {', '.join(known[1:])})"
-        for name in arguments
+        f"it has no argument {name}, which backbone.inputs names (it has {', '.join(free)})"
         if name not in known
+        else f"its argument {name} is given already, and backbone.inputs names it"
+        for name in arguments
+        if name not in free
     ]
     for name, asked_by in (_row(unet).get("needs") or {}).items():
         asks = asked_by is None or any(config.get(field) == value for field, value in asked_by.items())
@@ -122,7 +129,7 @@ def _wrong_call(unet: Any, spec: DataSpec, backbone: BackboneConfig) -> list[str
             with torch.no_grad():
                 _, call = on_meta(unet, backbone, spec, hw)
                 shape = tuple(call().shape)
-        except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        except NOT_BUILT as error:
             return [f"diffusers cannot call it on latents of {hw}: {type(error).__name__}: {error}"]
         if shape != (1, spec.image.channels, *hw):
             return [f"it makes {shape} of latents of {(1, spec.image.channels, *hw)}"]

@@ -1,6 +1,7 @@
 """The network to train, of a diffusers class, from a config file or an earlier run."""
 
 import difflib
+import inspect
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -26,6 +27,8 @@ CLASSES: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("ba
 """Class → what must be known of it before it is called."""
 NOT_ARCHITECTURE = ("sample_size",)
 UNET = "UNet2DConditionModel"
+NOT_BUILT = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+"""What diffusers' classes raise of numbers that do not fit each other."""
 
 
 def build_unet(path: Path, seed: int | None) -> Any:
@@ -39,12 +42,14 @@ def build_unet(path: Path, seed: int | None) -> Any:
     """
     fields = read_unet_config(path)
     model_class = class_of(fields, path)
+    check_fields(fields, model_class, path)
     with torch.random.fork_rng(devices=[]), torch.device("cpu" if seed is not None else "meta"):
         torch.manual_seed(seed or 0)
         try:
             unet = model_class.from_config(fields)
-        except (TypeError, ValueError) as error:
-            raise RequestError(f"diffusers cannot build a {model_class.__name__} from {path}: {error}") from error
+        except NOT_BUILT as error:
+            why = f"{type(error).__name__}: {error}"
+            raise RequestError(f"diffusers cannot build a {model_class.__name__} from {path}: {why}") from error
     if unet.config.get("dropout"):
         raise RequestError(f"{path} sets dropout {unet.config.dropout}; its masks would depend on the number of ranks.")
     return unet
@@ -82,6 +87,22 @@ def class_of(fields: Mapping[str, Any], path: Path | str) -> Any:
     return getattr(diffusers, name)
 
 
+def check_fields(fields: Mapping[str, Any], model_class: Any, path: Path) -> None:
+    """Refuse what diffusers would leave out with a warning.
+
+    Raises:
+        RequestError: the class takes no argument of that name.
+    """
+    known = list(inspect.signature(model_class.__init__).parameters)[1:]
+    for name in fields:
+        if name not in known and not name.startswith("_"):
+            near = difflib.get_close_matches(name, known, n=1)
+            raise RequestError(
+                f"{path} has the field {name}{f' (did you mean {near[0]}?)' if near else ''}, which diffusers' "
+                f"{model_class.__name__} does not take: it would be left out, and another network trained. Take it out."
+            )
+
+
 def read_unet_config(path: Path) -> dict[str, object]:
     """The JSON at `path`.
 
@@ -108,7 +129,7 @@ def load_pretrained(unet: Any, name: str) -> None:
         try:
             fields = read_model_config(folder)
             theirs = class_of(fields, folder).from_config(fields).config
-        except (TypeError, ValueError) as error:
+        except NOT_BUILT as error:
             raise RequestError(f"init_unet: {folder}/config.json is not a U-Net's: {error}") from error
     path = next((folder / file for file in PRETRAINED_FILES if (folder / file).is_file()), None)
     if path is None:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from diffusers import DDPMScheduler, FlowMatchEulerDiscreteScheduler
 from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
+from diffusers.training_utils import compute_snr
 
 from shards.format.image import dequantise as dequantise_image
 from shards.format.image import quantise as quantise_image
@@ -177,6 +178,18 @@ def test_min_snr_weighs_the_error_in_the_latents(prediction: str) -> None:
         }[prediction]
         expected = min(float(a**2 / s**2), 5.0) * ((implied - latents[i]) ** 2).mean()
         torch.testing.assert_close(result[i].double(), expected, rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("prediction", ["epsilon", "v_prediction"])
+def test_min_snr_is_that_of_diffusers_training_script(prediction: str) -> None:
+    """As its train_text_to_image.py has it: min(SNR, γ) over SNR, or over SNR + 1 for a velocity."""
+    config, timesteps = ObjectiveConfig(prediction=prediction, min_snr_gamma=5.0), torch.arange(1000)
+    snr = compute_snr(noise_scheduler(config), timesteps)
+    expected = torch.stack([snr, torch.full_like(snr, 5.0)], dim=1).min(dim=1)[0]
+    expected = expected / (snr if prediction == "epsilon" else snr + 1)
+    found = noise_path(config, torch.device("cpu")).weight(timesteps)
+    assert found is not None
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=0)
 
 
 def test_offset_noise_is_one_number_per_channel() -> None:
