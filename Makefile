@@ -121,7 +121,7 @@ test-container: setup
 
 # every family, small, on 1, 2 and 4 processes
 test-families: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s -m "slow or not slow" tests/train/families $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s -m "slow or not slow" tests/families $(ARGS)
 
 # beside .venv: where torchao is, diffusers loads it in every process
 TORCHAO = torchao==0.18.0

@@ -26,7 +26,7 @@ MEMORY_HEAD = (
 
 def count_tests() -> Counter[str]:
     """Family → tests of `make test-families` that are of it."""
-    words = ["-m", "pytest", "--collect-only", "-q", "-m", "slow or not slow", "tests/train/families"]
+    words = ["-m", "pytest", "--collect-only", "-q", "-m", "slow or not slow", "tests/families"]
     listed = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     return Counter(re.findall(rf"\[({'|'.join(ORDER)})[\]-]", listed))
 

@@ -1,18 +1,16 @@
 """A model → pictures → metrics with their intervals.
 
 examples:
-  python -m evaluate sample --config configs/evaluate.yaml --model runs/phase2 --prompts.file prompts.txt
-  python -m evaluate sample --config configs/evaluate.yaml --model runs/phase2 --sampling.guidance 1,3,8
-  python -m evaluate score --config configs/evaluate.yaml --model runs/phase2 --extractors.inception.weights FILE
-  python -m evaluate watch runs/phase2 --config configs/evaluate.yaml --prompts.file prompts.txt --every 10000
+  python -m evaluate score --config configs/evaluate.yaml --model runs/phase2 --prompts.file prompts.txt
+  python -m evaluate report runs/phase1 runs/phase2
 
 commands, each with a --help of its own:
   python -m evaluate sample      draw pictures; the same command again resumes
   python -m evaluate score       the same, and the metrics of each sample set against the reference
   python -m evaluate study       a blind study of two or more sample sets, with commands of its own
   python -m evaluate watch       the same for each checkpoint of a run as it appears, while training goes on
-  python -m evaluate report      what is known of some runs, on one page   (python -m evaluate report runs/a runs/b)
-  python -m evaluate compare     the newest numbers of two runs            (python -m evaluate compare runs/a runs/b)
+  python -m evaluate report      what is known of some runs, on one page
+  python -m evaluate compare     the newest numbers of two runs
 """
 
 import argparse
@@ -46,22 +44,37 @@ def run(arguments: list[str]) -> None:
 
 
 def sample(arguments: list[str]) -> None:
-    """Draw the pictures of every setting."""
-    config = load_asked(EvaluateConfig, arguments, "evaluate sample", __doc__)
+    """Draw the pictures of every setting; the same command again resumes.
+
+    examples:
+      python -m evaluate sample --config configs/evaluate.yaml --model runs/phase2 --prompts.file prompts.txt
+      python -m evaluate sample --config configs/evaluate.yaml --model runs/phase2 --sampling.guidance 1,3,8
+    """
+    config = load_asked(EvaluateConfig, arguments, "evaluate sample", sample.__doc__)
     draw(config, config.step, output_of(config))
 
 
 def score_sets(arguments: list[str]) -> None:
-    """Draw what is missing of every setting's pictures, and print and write each set's metrics."""
-    config = load_asked(EvaluateConfig, arguments, "evaluate score", __doc__)
+    """Draw what is missing of every setting's pictures, and print and write each set's metrics.
+
+    examples:
+      python -m evaluate score --config configs/evaluate.yaml --model runs/phase2 --prompts.file prompts.txt
+      python -m evaluate score --config configs/evaluate.yaml --model runs/phase2 --extractors.inception.weights FILE
+    """
+    config = load_asked(EvaluateConfig, arguments, "evaluate score", score_sets.__doc__)
     names = choose_metrics(config.metrics, config.extractors)
     draw_and_score(config, names, config.step, output_of(config))
 
 
 def watch(arguments: list[str]) -> None:
-    """The same for each checkpoint of a run, as they appear."""
+    """Pictures and metrics of each checkpoint of a run as it appears, while training goes on.
+
+    examples:
+      python -m evaluate watch runs/phase2 --config configs/evaluate.yaml --prompts.file prompts.txt --every 10000
+      python -m evaluate watch s3://bucket/phase2 --config configs/evaluate.yaml --once true
+    """
     named = ["--model", *arguments[:1]] if arguments and not arguments[0].startswith("-") else []
-    config = load_asked(WatchConfig, [*named, *arguments[len(named) // 2 :]], "evaluate watch RUN", __doc__)
+    config = load_asked(WatchConfig, [*named, *arguments[len(named) // 2 :]], "evaluate watch RUN", watch.__doc__)
     if config.step is not None:
         raise RequestError("evaluate watch takes many steps: say which with --every and --until, and leave --step out.")
     names, run, output = choose_metrics(config.metrics, config.extractors), open_store(config.model), base_of(config)
@@ -79,8 +92,14 @@ def watch(arguments: list[str]) -> None:
 
 
 def report(arguments: list[str]) -> None:
+    """What is known of some runs, on one page.
+
+    examples:
+      python -m evaluate report runs/phase1 runs/phase2
+      python -m evaluate report runs/a runs/b --output runs/report.html --price_per_hour 2.5
+    """
     names = list(takewhile(lambda word: not word.startswith("-"), arguments))
-    config = load_config(ReportConfig, None, arguments[len(names) :], "evaluate report RUN…", __doc__)
+    config = load_config(ReportConfig, None, arguments[len(names) :], "evaluate report RUN…", report.__doc__)
     if not names:
         raise RequestError("evaluate report: name the runs first: `python -m evaluate report runs/phase1 runs/phase2`.")
     runs = read_runs(names)
@@ -90,8 +109,9 @@ def report(arguments: list[str]) -> None:
 
 
 def compare_runs(arguments: list[str]) -> None:
-    parser = argparse.ArgumentParser("python -m evaluate compare", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    """The newest numbers of two runs, side by side."""
+    epilog = "example: python -m evaluate compare runs/a runs/b"
+    parser = argparse.ArgumentParser("python -m evaluate compare", description=compare_runs.__doc__, epilog=epilog)
     parser.add_argument("runs", nargs=2, metavar="RUN")
     print(compare(*read_runs(parser.parse_args(arguments).runs)))
 

@@ -1,4 +1,10 @@
-"""`python -m plan`: what a training will take, as text, and as JSON and a plot with `--out`."""
+"""What a training will take: days, cost and storage, as text, and as JSON and a plot with `--out`.
+
+examples:
+  python -m plan --gpus 64
+  python -m plan --config configs/sana/plan.yaml --gpu.price_per_hour 2.5 --out runs/plan
+  python -m plan --compare configs/plan/h100.yaml configs/plan/h200.yaml
+"""
 
 import argparse
 from dataclasses import asdict
@@ -17,7 +23,8 @@ PROG = "python -m plan"
 
 
 def run(arguments: list[str]) -> None:
-    parser = argparse.ArgumentParser(PROG, description=__doc__, allow_abbrev=False)
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(PROG, description=__doc__, allow_abbrev=False, formatter_class=raw)
     parser.add_argument("--config", default="configs/plan.yaml", help="the plan; any field follows as --a.b VALUE")
     parser.add_argument("--gpus", nargs="?", help="a number of GPUs to add to the table and to point out")
     parser.add_argument("--compare", nargs="+", default=[], help="further plans, as they stand, for a comparison")

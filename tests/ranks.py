@@ -22,7 +22,7 @@ from shards.base.errors import exit_code_of
 SERVER = get_context("forkserver")
 COMMANDS = ("precompute.__main__", "evaluate.__main__", "train.__main__")
 SERVER.set_forkserver_preload(
-    ["tests.ranks", *COMMANDS, "tests.evaluate.watching", "torch.distributed.tensor", "torch._dynamo"]
+    ["tests.ranks", *COMMANDS, "tests.evaluate.watch.watching", "torch.distributed.tensor", "torch._dynamo"]
 )
 
 CLONE_NEWNS, MS_REC, MS_PRIVATE = 0x00020000, 0x4000, 1 << 18

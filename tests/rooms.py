@@ -42,6 +42,11 @@ def modules() -> dict[str, Path]:
     return found
 
 
+def folders(pattern: str, base: str) -> set[str]:
+    """Folders below `base` that hold files of this pattern."""
+    return {path.parent.relative_to(ROOT / base).as_posix() for path in ROOT.glob(pattern)}
+
+
 def imports(path: Path, known: dict[str, Path]) -> Iterator[str]:
     """The product's modules that a file imports, at its head or anywhere in it."""
     for node in ast.walk(ast.parse(path.read_text())):

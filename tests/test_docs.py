@@ -13,6 +13,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 TOPS = {path.name for path in ROOT.iterdir()} - {"runs"}
 MOST_WORDS = 25
+MOST_OF_README = 85
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 
 
@@ -103,7 +104,13 @@ def test_a_file_named_without_a_folder_lies_in_one_of_its_sections_heading() -> 
 
 
 def test_few_words() -> None:
-    assert (ROOT / "docs" / "words.md").read_text().count("\n- **") <= MOST_WORDS
+    count = (ROOT / "docs" / "words.md").read_text().count("\n- **")
+    assert count <= MOST_WORDS
+    assert f"the product's {count} terms" in (ROOT / "README.md").read_text()
+
+
+def test_the_readme_is_a_screen_and_a_half() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= MOST_OF_README
 
 
 def test_every_field_has_a_meaning() -> None:

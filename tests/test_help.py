@@ -1,52 +1,128 @@
-"""`--help` of every command lists its subcommands, and shows what to type."""
+"""`--help` of every command says what it does, and shows what to type; what it shows is understood."""
 
+import importlib
+import re
+import shlex
+import tomllib
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 import evaluate.__main__
 import evaluate.study.__main__
-import precompute.__main__
-import precompute.download.__main__
-import precompute.preview
-import precompute.select.__main__
 import shards.__main__
 import train.__main__
-import train.launch
 
-STAGE_1, STAGE_2 = precompute.__main__.run, train.__main__.run
+ROOT = Path(__file__).parents[1]
+SCRIPTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+WITHOUT_SCRIPT = ("evaluate.study", "precompute.preview", "train.launch")
+PROGRAMS = {
+    place.split(":")[0].removesuffix(".__main__") for name, place in SCRIPTS.items() if name != "latentmill"
+} | set(WITHOUT_SCRIPT)
+SUBCOMMANDS = {
+    "evaluate": set(evaluate.__main__.COMMANDS) - {"study"},  # which has a table of its own
+    "evaluate.study": set(evaluate.study.__main__.COMMANDS),
+    "shards": set(shards.__main__.COMMANDS),
+    "train": set(train.__main__.COMMANDS),
+}
+WORDS = [["latentmill"], ["latentmill", "init"]]
+WORDS += [["python", "-m", program] for program in sorted(PROGRAMS)]
+WORDS += [["python", "-m", program, name] for program, names in sorted(SUBCOMMANDS.items()) for name in sorted(names)]
+
+READ = [
+    *(f"{program}.__main__.load_asked" for program in ("evaluate", "precompute", "train")),
+    *(f"precompute.{name}.__main__.load_asked" for name in ("select", "download")),
+    *(f"{program}.__main__.load_config" for program in ("evaluate", "evaluate.study", "plan")),
+    *(f"train.export.{name}.load_named" for name in ("pipeline", "posthoc")),
+]
+"""Functions that read what was typed."""
+WORK = [
+    *("shards.__main__.open_store", "precompute.preview.open_store", "shards.tools.init.write_configs"),
+    *("train.__main__.plot_run", "train.launch.launch_command", "evaluate.__main__.read_runs"),
+]
+"""Functions with which work begins, where argparse reads."""
+
+
+class UnderstoodError(Exception):
+    """Arguments are read, and work would begin."""
+
+
+def call(words: list[str]) -> None:
+    """Run a command in this process."""
+    if words[0] == "latentmill":
+        importlib.import_module("shards.tools.init").run(words[1:])
+        return
+    name = words[2]
+    module = importlib.import_module(f"{name}.__main__" if hasattr(importlib.import_module(name), "__path__") else name)
+    (module.launch if name == "train.launch" else module.run)(words[3:])
+
+
+def help_of(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    with pytest.raises(SystemExit) as left:
+        call([*words, "--help"])
+    assert left.value.code == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("words", WORDS, ids=" ".join)
+def test_every_command_has_examples_that_are_understood(
+    words: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")  # accelerate's launcher folds lines
+    printed = help_of(words, capsys)
+    shown = re.search(r"^examples?:(.*?)(?:\n\n|\Z)", printed, re.DOTALL | re.MULTILINE)
+    assert shown is not None, printed
+    # a comment stands behind a wide gap
+    lines = [re.split(r" {3,}", line.strip())[0] for line in shown[1].splitlines()]
+    examples = [shlex.split(line) for line in lines if line]
+    assert examples[0][: len(words)] == words, "its own come first"
+
+    def then_stop(read: Callable[..., Any]) -> Callable[..., Any]:
+        def stop(*arguments: Any) -> Any:
+            read(*arguments)
+            raise UnderstoodError
+
+        return stop
+
+    monkeypatch.chdir(ROOT)
+    for place in READ:
+        module, _, name = place.rpartition(".")
+        monkeypatch.setattr(place, then_stop(getattr(importlib.import_module(module), name)))
+    for place in WORK:
+        monkeypatch.setattr(place, then_stop(lambda *_: None))
+    for example in examples:
+        with pytest.raises(UnderstoodError):
+            call(example)
 
 
 @pytest.mark.parametrize(
-    ("run", "words", "said"),
+    ("words", "said"),
     [
-        (STAGE_1, [], ["precompute.select", "precompute.download", "precompute.preview", "--workers.num_gpus"]),
-        (precompute.select.__main__.run, [], ["--metadata"]),
-        (precompute.download.__main__.run, [], ["--recheck"]),
-        (precompute.preview.run, [], ["--samples"]),
-        (STAGE_2, [], ["train check", "train plot", "train export", "train.launch", "--optimizer.lr"]),
-        (STAGE_2, ["check"], ["train check", "--optimizer.lr"]),
-        (STAGE_2, ["plot"], ["loss.png"]),
-        (STAGE_2, ["export"], ["train export RUN", "--weights"]),
-        (STAGE_2, ["ema"], ["train ema RUN", "--std"]),
-        (evaluate.__main__.run, [], ["evaluate sample", "evaluate score", "evaluate watch", "evaluate report"]),
-        (evaluate.__main__.run, ["watch"], ["evaluate watch RUN", "--every", "--once"]),
-        (evaluate.__main__.run, ["report"], ["evaluate report RUN", "--price_per_hour"]),
-        (evaluate.__main__.run, ["compare"], ["evaluate compare"]),
-        (evaluate.__main__.run, ["sample"], ["evaluate sample", "--sampling.guidance"]),
-        (evaluate.__main__.run, ["study"], ["evaluate.study prepare", "evaluate.study analyse"]),
-        (evaluate.study.__main__.run, ["serve"], ["evaluate.study invite", "--serve.port"]),
-        (train.launch.launch, [], ["--num_processes"]),
-        (shards.__main__.run, [], ["verify", "stats", "index", "card", "where"]),
-        *((shards.__main__.run, [name], ["root"]) for name in ("verify", "stats", "index", "card", "where")),
+        ("precompute", ["precompute.select", "precompute.download", "precompute.preview", "--workers.num_gpus"]),
+        ("precompute.select", ["--metadata"]),
+        ("precompute.download", ["--recheck"]),
+        ("precompute.preview", ["--samples"]),
+        ("plan", ["--gpus", "--compare"]),
+        ("train", ["train check", "train plot", "train export", "train ema", "train.launch", "--optimizer.lr"]),
+        ("train check", ["writes nothing", "--optimizer.lr"]),
+        ("train plot", ["loss.png"]),
+        ("train export", ["--weights"]),
+        ("train ema", ["--std"]),
+        ("train.launch", ["--num_processes"]),
+        ("evaluate", [f"evaluate {name}" for name in evaluate.__main__.COMMANDS]),
+        ("evaluate sample", ["--sampling.guidance"]),
+        ("evaluate score", ["--extractors.clip.weights"]),
+        ("evaluate watch", ["--every", "--once"]),
+        ("evaluate report", ["--price_per_hour"]),
+        ("evaluate study", [f"evaluate.study {name}" for name in evaluate.study.__main__.COMMANDS]),
+        ("evaluate.study serve", ["evaluate.study invite", "--serve.port"]),
+        ("shards", list(shards.__main__.COMMANDS)),
+        *((f"shards {name}", ["root"]) for name in shards.__main__.COMMANDS),
     ],
 )
-def test_help(
-    run: Callable[[list[str]], object], words: list[str], said: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as left:
-        run([*words, "--help"])
-    assert left.value.code == 0
-    printed = capsys.readouterr().out
-    for word in (*said, "example", "python -m "):
+def test_help_names(words: str, said: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    printed = help_of(["python", "-m", *words.split()], capsys)
+    for word in said:
         assert word in printed

@@ -4,7 +4,7 @@ import ast
 
 import pytest
 
-from tests.rooms import MAY_IMPORT, MOST_ROOMS, ROOT, circles, floors, modules
+from tests.rooms import MAY_IMPORT, MOST_ROOMS, PACKAGES, ROOT, circles, floors, folders, modules
 
 FLOORS = floors()
 WHOLE_CONFIG = {
@@ -50,6 +50,14 @@ def test_a_whole_config_stays_at_the_door(config: str, files: set[str]) -> None:
         if config in path.read_text() and name.split(".")[0] not in ("bench", "examples")
     }
     assert naming <= files
+
+
+def test_tests_mirror_the_folders() -> None:
+    """Every folder of tests is one of the product's; and every one of what is installed has tests."""
+    of_tests = {folder for folder in folders("tests/**/test_*.py", "tests") if folder.split("/")[0] in PACKAGES}
+    of_product = {folder for package in PACKAGES for folder in folders(f"{package}/**/*.py", ".")}
+    assert of_tests <= of_product
+    assert {folder for folder in of_product if not folder.startswith(("bench", "examples"))} <= of_tests
 
 
 def test_no_test_imports_another() -> None:

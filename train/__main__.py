@@ -7,15 +7,14 @@ examples:
 
 further commands, each with a --help of its own:
   python -m train check     is the request sound? data, U-Net and earlier run; writes nothing
-                            (python -m train check --config configs/phase1.yaml)
-  python -m train plot      draw RUN/loss.png from a run's metrics    (python -m train plot runs/phase1)
-  python -m train export    a run → a diffusers pipeline              (python -m train export runs/phase2)
+  python -m train plot      draw RUN/loss.png from a run's metrics
+  python -m train export    a run → a diffusers pipeline
   python -m train ema       a run's snapshots → an average of any width
-                            (python -m train ema runs/phase2 --std 0.07)
   python -m train.launch    several processes; accelerate's launcher and its flags
 """
 
 import argparse
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
@@ -43,22 +42,28 @@ ACCELERATE_PRECISION = {"float32": "no", "float16": "fp16", "bfloat16": "bf16"}
 
 def run(arguments: list[str]) -> None:
     """Dispatch on the first word."""
-    if arguments[:1] == ["plot"]:
-        parser = argparse.ArgumentParser(
-            prog="python -m train plot",
-            description="Draw RUN/loss.png from its metrics.",
-            epilog="example: python -m train plot runs/phase1",
-        )
-        parser.add_argument("run", type=Path)
-        print(plot_run(parser.parse_args(arguments[1:]).run))
-    elif arguments[:1] == ["export"]:
-        print(export(arguments[1:]))
-    elif arguments[:1] == ["ema"]:
-        print(rebuild_average(arguments[1:]))
-    elif arguments[:1] == ["check"]:
-        prepare(load_asked(TrainConfig, arguments[1:], "train", __doc__))
+    if arguments[:1] and arguments[0] in COMMANDS:
+        COMMANDS[arguments[0]](arguments[1:])
     else:
         train_here(load_asked(TrainConfig, arguments, "train", __doc__))
+
+
+def check(arguments: list[str]) -> None:
+    """Is the request sound? Looks at data, U-Net and earlier run, and writes nothing.
+
+    examples:
+      python -m train check --config configs/phase1.yaml
+      python -m train check --config configs/phase1.yaml --data.root s3://bucket/latents --num_processes 8
+    """
+    prepare(load_asked(TrainConfig, arguments, "train check", check.__doc__))
+
+
+def plot(arguments: list[str]) -> None:
+    """Draw RUN/loss.png from its metrics."""
+    epilog = "example: python -m train plot runs/phase1"
+    parser = argparse.ArgumentParser(prog="python -m train plot", description=plot.__doc__, epilog=epilog)
+    parser.add_argument("run", type=Path)
+    print(plot_run(parser.parse_args(arguments).run))
 
 
 def train_here(config: TrainConfig) -> None:
@@ -99,6 +104,13 @@ def _train_here(config: TrainConfig, heart: Heart) -> None:
             run = assemble(config, prepared, accelerator, launch, away, heart)
         train(run)
 
+
+COMMANDS: dict[str, Callable[[list[str]], None]] = {
+    "check": check,
+    "plot": plot,
+    "export": lambda arguments: print(export(arguments)),
+    "ema": lambda arguments: print(rebuild_average(arguments)),
+}
 
 main = console(run)
 

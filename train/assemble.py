@@ -29,7 +29,7 @@ from train.run.launches import Launch, publish
 from train.run.log import Log
 from train.run.saving.away import Away
 from train.run.saving.checkpoint import SNAPSHOTS, drop_later, restore
-from train.run.saving.parts import Writers
+from train.run.saving.shares import Writers
 from train.run.saving.writer import CheckpointWriter, too_slow_to_leave
 from train.run.state import StepResults, TrainState
 

@@ -36,7 +36,7 @@ class TrainConfig(Config):
     seed: int = Field(0, ge=0, lt=2**32)
     """Of the first weights, the order of samples and every draw."""
     max_steps: int = Field(ge=1)
-    """Optimizer steps of the whole run, resumed parts included."""
+    """Optimizer steps of the whole run, those before a resume included."""
     global_batch_size: int = Field(2048, ge=1)
     """Samples per optimizer step over all processes."""
     microbatch_size: int = Field(16, ge=1)
@@ -68,7 +68,7 @@ class TrainConfig(Config):
     compile: bool = False
     """torch.compile the U-Net."""
     sharding: Sharding = "none"
-    """Over several processes: each holds all (DDP), parts of gradients and optimizer state, or of the weights too."""
+    """Over several processes: each holds all (DDP), shares of gradients and optimizer state, or of the weights too."""
     ddp: DdpConfig = DdpConfig()
     collective_timeout: float = Field(600.0, gt=0)
     """Seconds after which a process that does not answer the others ends the run; longer than writing a checkpoint.

@@ -150,9 +150,9 @@ def order_buckets(run: Run, batch: Batch) -> None:
     """
     # accelerate may have compiled what it wrapped
     if isinstance(getattr(run.model, "_orig_mod", run.model), DistributedDataParallel):
-        part = next(noised(run, batch).microbatches(run.microbatch_size, filled=run.compiled))
+        microbatch = next(noised(run, batch).microbatches(run.microbatch_size, filled=run.compiled))
         with run.accelerator.autocast(AutocastKwargs(enabled=False)):
-            run.loss(run.model, part).total.sum().backward()
+            run.loss(run.model, microbatch).total.sum().backward()
         run.optimizer.forget_gradients()
 
 
@@ -167,14 +167,14 @@ def train_step(run: Run, batch: Batch) -> Tensor:
     """One optimizer step on this rank's share of a global batch; returns the gradient's norm before clipping."""
     accelerator, step = run.accelerator, run.state.step
     whole = noised(run, batch)
-    parts = list(whole.microbatches(run.microbatch_size, filled=run.compiled))
+    microbatches = list(whole.microbatches(run.microbatch_size, filled=run.compiled))
     done = []
     # around all of them, so that autocast's copies of the weights serve until these are stepped
     with accelerator.autocast(AutocastKwargs(enabled=False)):
-        for part in parts:
+        for microbatch in microbatches:
             # gradients cross ranks once, with the last microbatch; of weights that are split, with each
-            with nullcontext() if part is parts[-1] else accelerator.no_sync(run.model):
-                losses = run.loss(run.model, part)
+            with nullcontext() if microbatch is microbatches[-1] else accelerator.no_sync(run.model):
+                losses = run.loss(run.model, microbatch)
                 accelerator.backward(losses.total.sum() / len(batch))
             done.append(losses)
     errors = torch.cat([losses.per_sample.detach() for losses in done])

@@ -12,9 +12,10 @@ import numpy as np
 from scipy.stats import norm
 
 from bench.kit.common import section, table
+from bench.kit.studies import Design, share_of
+from evaluate.study.statistics.leanings import Leanings
 from evaluate.study.statistics.power import weigh
 from evaluate.study.statistics.preference import Preference, preference
-from evaluate.study.statistics.simulation import Design, Leanings, share_of
 from evaluate.study.statistics.strengths import strengths
 
 PROMPTS, RATERS, VOTES = 200, 15, 5

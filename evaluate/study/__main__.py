@@ -39,11 +39,17 @@ def run(arguments: list[str]) -> None:
             rest = ["--count", *rest]
         parser.add_argument("--count", type=int)
     options, overrides = parser.parse_known_args(rest)
-    config = load_config(StudyConfig, options.config, overrides, f"{PROG} {command}", __doc__)
+    config = load_config(StudyConfig, options.config, overrides, f"{PROG} {command}", COMMANDS[command].__doc__)
     COMMANDS[command](config, options)
 
 
 def power(config: StudyConfig, options: argparse.Namespace) -> None:
+    """How many raters and prompts a margin needs.
+
+    examples:
+      python -m evaluate.study power --protocol.margin 0.05
+      python -m evaluate.study power --protocol.margin 0.1 --power.raters 10,30 --power.prompts 200
+    """
     from evaluate.study.statistics.power import power_table, render
 
     rows = power_table(config.power, config.protocol.votes_per_item, config.protocol.margin)
@@ -51,6 +57,12 @@ def power(config: StudyConfig, options: argparse.Namespace) -> None:
 
 
 def prepare(config: StudyConfig, options: argparse.Namespace) -> None:
+    """Put pictures and the protocol into the study's folder.
+
+    examples:
+      python -m evaluate.study prepare --sets runs/a/samples/g8-s50-own,runs/b/samples/g8-s50-own --output runs/study
+      python -m evaluate.study prepare --config configs/study.yaml --sets a,b --protocol.raters 20
+    """
     from evaluate.study.prepare import prepare as write  # diffusers, which the other commands do without
 
     protocol = write(config.sets, config.protocol, config.output)
@@ -64,7 +76,12 @@ def prepare(config: StudyConfig, options: argparse.Namespace) -> None:
 
 
 def invite(config: StudyConfig, options: argparse.Namespace) -> None:
-    """Print links: they are stored nowhere."""
+    """Print links for so many further raters: they are stored nowhere. `--again 3` prints a new one for rater 3.
+
+    examples:
+      python -m evaluate.study invite 15 --output runs/study
+      python -m evaluate.study invite --again 3 --output runs/study
+    """
     study = read_study(config.output)
     num_raters = study.protocol.raters
     with open_votes(study) as votes:
@@ -88,6 +105,12 @@ def invite(config: StudyConfig, options: argparse.Namespace) -> None:
 
 
 def serve(config: StudyConfig, options: argparse.Namespace) -> None:
+    """Serve the page, until Ctrl-C. Links for raters: python -m evaluate.study invite 15.
+
+    examples:
+      python -m evaluate.study serve --output runs/study
+      python -m evaluate.study serve --output runs/study --serve.port 8770 --serve.origin https://study.example
+    """
     from evaluate.study.serving.server import serve as serve_page
 
     study = read_study(config.output)
@@ -99,7 +122,11 @@ def serve(config: StudyConfig, options: argparse.Namespace) -> None:
 
 
 def status(config: StudyConfig, options: argparse.Namespace) -> None:
-    """How far each rater is; nothing of what was voted."""
+    """How far each rater is; nothing of what was voted.
+
+    examples:
+      python -m evaluate.study status --output runs/study
+    """
     study = read_study(config.output)
     schedule = make_schedule(study.protocol, Draws(study.secret, study.protocol.seed))
     with open_votes(study) as votes:
@@ -110,6 +137,12 @@ def status(config: StudyConfig, options: argparse.Namespace) -> None:
 
 
 def analyse(config: StudyConfig, options: argparse.Namespace) -> None:
+    """Write results.json, results.html and results.png, and print the result.
+
+    examples:
+      python -m evaluate.study analyse --output runs/study
+      python -m evaluate.study analyse --output runs/study --partial true
+    """
     from evaluate.study.analysis import analyse as count_votes
     from evaluate.study.output.files import render, write_results
 

@@ -4,9 +4,10 @@ from collections.abc import Callable
 from typing import Any
 
 from plan.config import Plan
-from plan.output.text import aligned, stars_of
+from plan.output.text import stars_of
 from plan.report import Report, Row
 from shards.base.config import flatten
+from shards.base.table import aligned
 
 TOTALS: dict[str, tuple[str, Callable[[Report], str]]] = {
     "B per sample": ("size", lambda report: " + ".join(f"{bucket.sample_bytes:,.0f}" for bucket in report.buckets)),

@@ -8,6 +8,7 @@ from plan.facts import ASSUMED, Fact
 from plan.latents import BucketReport
 from plan.measured import Rate
 from plan.report import Report, Row
+from shards.base.table import aligned
 
 T = TypeVar("T")
 Columns = list[tuple[str, Callable[[T], str]]]
@@ -55,12 +56,6 @@ def render(report: Report) -> str:
 def table(rows: Iterable[T], columns: Columns[T]) -> str:
     """One line for each row, under the titles."""
     return aligned([[title for title, _ in columns], *([cell(row) for _, cell in columns] for row in rows)])
-
-
-def aligned(lines: list[list[str]]) -> str:
-    """Right-aligned columns, two spaces apart."""
-    widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
-    return "\n".join("  ".join(map(str.rjust, line, widths)) for line in lines)
 
 
 def stars_of(report: Report) -> dict[str, str]:
@@ -186,13 +181,11 @@ def _traffic(report: Report, stars: dict[str, str]) -> str:
 
 def _numbers(report: Report) -> str:
     rows = [
-        (name, f"{rate.images_per_second_per_gpu:,.1f}", "per second and GPU", _source(rate))
+        (f"  {name}", f"{rate.images_per_second_per_gpu:,.1f}", "per second and GPU", _source(rate))
         for name, rate in report.rates.items()
     ]
-    rows += [(fact.field, f"{fact.value:,g}", fact.unit, _source(fact)) for fact in report.facts]
-    names, values, units = (max(len(row[column]) for row in rows) for column in range(3))
-    lines = (f"  {name:{names}}  {value:>{values}}  {unit:{units}}  {source}" for name, value, unit, source in rows)
-    return "\n".join(["Numbers that this rests on", *lines])
+    rows += [(f"  {fact.field}", f"{fact.value:,g}", fact.unit, _source(fact)) for fact in report.facts]
+    return f"Numbers that this rests on\n{aligned(rows, '<><<')}"
 
 
 def _source(number: Fact | Rate) -> str:

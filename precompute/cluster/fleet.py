@@ -45,9 +45,9 @@ class FleetConfig(RetryConfig, OutageConfig, ResourcesConfig):
             raise ValueError("give a number from 1 on, or auto")
         return given
 
-    def in_flight(self, slots: int, at_once: int = 1) -> int:
-        """How many units, where the cluster holds `slots` workers with `at_once` in hand each."""
-        return max(LEAST_IN_FLIGHT, (at_once + 1) * slots) if self.max_in_flight == "auto" else self.max_in_flight
+    def in_flight(self, places: int, at_once: int = 1) -> int:
+        """How many units, where the cluster holds `places` workers with `at_once` in hand each."""
+        return max(LEAST_IN_FLIGHT, (at_once + 1) * places) if self.max_in_flight == "auto" else self.max_in_flight
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ class Fleet(Generic[Work, Result]):
             while (self.queue or self.running) and not stop.received:
                 if self.watch.is_due and (news := self.watch.look(self.cluster.alive())):
                     yield News(news)
-                self.cluster.hold(self.watch.slots, self.config.in_flight(self.watch.slots))
+                self.cluster.hold(self.watch.places, self.config.in_flight(self.watch.places))
                 self._start()
                 for attempt in self.cluster.ended(list(self.running), POLL_SECONDS):
                     yield from self._settle(attempt)
@@ -147,7 +147,7 @@ class Fleet(Generic[Work, Result]):
     def _start(self) -> None:
         """Hand units to the cluster, as far as there is room."""
         self.queue.put_last(self.breaker.probed)
-        room = self.config.in_flight(self.watch.slots, self.at_once) - len(self.running)
+        room = self.config.in_flight(self.watch.places, self.at_once) - len(self.running)
         for unit in self.queue.take_due(self.breaker.room(room, (running.began for running in self.running.values()))):
             avoided = self.nodes.avoid(unit.failed_on, self.watch.able)
             attempt = self.cluster.start(unit.key, unit.work, unit.number, avoided, alone=unit.lost > 1)

@@ -41,14 +41,14 @@ class Attempt(Generic[Work]):
 
 
 def seat(
-    waiting: deque[Attempt[Work]], workers: list[Worker], at_once: int, slots: int
+    waiting: deque[Attempt[Work]], workers: list[Worker], at_once: int, places: int
 ) -> Iterator[tuple[Attempt[Work], Worker]]:
     """Who of those that wait goes to whom: to the worker with the fewest in hand, of at most `at_once`.
 
-    Nobody gets a second one that a worker on its way could begin with: as many as have room on the cluster's `slots`.
+    Nobody gets a second one that a worker on its way could begin with: as many as have room on the cluster's `places`.
     """
     begun = [worker for worker in workers if worker.node is not None]
-    coming = min(len(workers), slots) - len(begun)
+    coming = min(len(workers), places) - len(begun)
     free = [worker for worker in begun if worker.in_hand < at_once and not (worker.in_hand and worker.alone)]
     for attempt in list(waiting) if free else []:
         to_spare = len(waiting) > coming

@@ -44,7 +44,7 @@ def missing(has: Resources, needs: Resources) -> bool:
     return any(has.get(name, 0) < amount for name, amount in needs.items())
 
 
-def slots(has: Resources, needs: Resources) -> dict[str, int]:
+def places(has: Resources, needs: Resources) -> dict[str, int]:
     """How many workers a node that `has` so much can hold at once, by each resource that one `needs`."""
     fit = {name: int(has.get(name, 0) / amount + EPSILON) for name, amount in needs.items() if amount}
     if 0 < needs.get("GPU", 0) < 1:  # a worker has a part of one GPU, never of two
@@ -54,7 +54,7 @@ def slots(has: Resources, needs: Resources) -> dict[str, int]:
 
 def shortage(has: Resources, needs: Resources) -> str | None:
     """`6 of 8 GPUs usable: CPUs`: which resources leave GPUs of a node unused, for people; None where none do."""
-    fit = slots(has, needs)
+    fit = places(has, needs)
     usable, by_gpu = min(fit.values()), fit.get("GPU", 0)
     short = [f"{name}{'s' if name.isupper() else ''}" for name, count in fit.items() if count < by_gpu]
     return f"{has['GPU'] * usable / by_gpu:g} of {has['GPU']:g} GPUs usable: {', '.join(short)}" if short else None
@@ -79,7 +79,7 @@ class Watch:
         self.needs, self.limit = config.needs, config.wait_for_resources
         self.able: set[str] = set()
         """Ids of the nodes that are alive and large enough."""
-        self.slots = 0
+        self.places = 0
         """Workers that they hold at once."""
         self.names: dict[str, str] = {}
         """Id → address, of every node that was ever alive."""
@@ -106,7 +106,7 @@ class Watch:
         now = self.looked = time.monotonic()
         self.names |= {node: name_of(node, has) for node, has in alive.items()}
         self.able = {node for node, resources in alive.items() if not missing(resources, self.needs)}
-        self.slots = sum(min(slots(alive[node], self.needs).values()) for node in self.able)
+        self.places = sum(min(places(alive[node], self.needs).values()) for node in self.able)
         if self.able:
             self.able_at, self.reminded = now, -float("inf")
             return self._new_shortages(alive)

@@ -180,7 +180,7 @@ class RayCluster(Generic[Work, Result]):
         )(Hands)
         self.reading = self.board.read.remote()
         self.reports: dict[tuple[str, int], Reported] = {}
-        self.slots, self.most = 0, 1
+        self.places, self.most = 0, 1
         self.workers: list[Worker] = []
         self.waiting: deque[Attempt[Work]] = deque()
         self.running: dict[ray.ObjectRef, Attempt[Work]] = {}
@@ -193,10 +193,10 @@ class RayCluster(Generic[Work, Result]):
                 self._dismiss(worker)  # or the next attempt would be lost with it
         return alive
 
-    def hold(self, slots: int, most: int) -> None:
-        """Have a worker on each of the cluster's `slots`, and ask for up to `most`, for which an autoscaler may add
+    def hold(self, places: int, most: int) -> None:
+        """Have a worker on each of the cluster's `places`, and ask for up to `most`, for which an autoscaler may add
         nodes; as far as there is work."""
-        self.slots, self.most = slots, most
+        self.places, self.most = places, most
 
     def start(self, key: str, work: Work, number: int, avoid: list[str], alone: bool = False) -> Attempt[Work]:
         """Begin an attempt as soon as there is a worker for it, on none of the nodes in `avoid`; `alone`: one that has
@@ -230,7 +230,7 @@ class RayCluster(Generic[Work, Result]):
             where = {"label_selector": {NODE_ID: f"!in({','.join(sorted(avoid))})"}} if avoid else {}
             actor = self.hands.options(**where).remote(self.function, self.board)
             self.workers.append(Worker(actor, actor.node.remote()))
-        for attempt, worker in seat(self.waiting, self.workers, self.at_once, self.slots):
+        for attempt, worker in seat(self.waiting, self.workers, self.at_once, self.places):
             outcome = worker.actor.attempt.remote(attempt.key, attempt.work, attempt.number)
             attempt.outcome = outcome
             self.running[outcome] = attempt

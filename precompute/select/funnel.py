@@ -9,6 +9,7 @@ import numpy as np
 
 from precompute.select.passes import FilteredFile, OutputFile
 from precompute.select.rules import NUM_SCORE_BINS, NUM_SIZE_BINS, SCORE_BIN, SIZE_BIN, Rule
+from shards.base.table import aligned
 
 INK, MUTED, PALE, LOST, KEPT = "#1f2933", "#6b7785", "#dde3ea", "#e07a5f", "#2a6f97"
 STYLE: Any = {
@@ -73,15 +74,12 @@ def _histograms(name: str, num_bins: int, before: Counter[str], after: Counter[s
 
 def describe(funnel: dict[str, Any]) -> str:
     rows_in = funnel["rows_in"]
-    lines = [f"{'rule':<14}{'dropped':>16}{'no value':>16}{'left':>16}{'':>9}  keeps"]
-    lines.append(f"{'rows in':<14}{'':>16}{'':>16}{rows_in:>16,}{100:>8.1f} %")
+    rows = [["rule", "dropped", "no value", "left", "", "keeps"], ["rows in", "", "", f"{rows_in:,}", "100.0 %", ""]]
     for step in funnel["rules"]:
-        share = 100 * step["left"] / max(rows_in, 1)
-        lines.append(
-            f"{step['rule']:<14}{step['by_value']:>16,}{step['no_value']:>16,}{step['left']:>16,}{share:>8.1f} %  "
-            f"{step['keeps']}"
-        )
-    lines.append(f"{'rows out':<14}{'':>16}{'':>16}{funnel['rows_out']:>16,}")
+        counts = [f"{step[name]:,}" for name in ("by_value", "no_value", "left")]
+        rows.append([step["rule"], *counts, f"{100 * step['left'] / max(rows_in, 1):.1f} %", step["keeps"]])
+    rows.append(["rows out", "", "", f"{funnel['rows_out']:,}", "", ""])
+    lines = [aligned(rows, "<>>>><")]
     lines += [f"large enough for {name}: {count:,}" for name, count in funnel["buckets"].items()]
     return "\n".join(lines)
 

@@ -2,6 +2,7 @@
 
 import argparse
 import difflib
+import inspect
 import json
 from collections.abc import Iterable, Iterator
 from itertools import chain, islice, takewhile
@@ -143,7 +144,7 @@ def _parse_overrides(
         )
         # by itself the usage lists every field, of which a screen is full before anything is said
         source.root_parser.usage = f"python -m {prog} [--FIELD VALUE …]"
-        source.root_parser.description = about or source.root_parser.description
+        source.root_parser.description = inspect.cleandoc(about) if about else source.root_parser.description
         return source(args=overrides)()
     except SettingsError as error:
         known = _field_paths(model)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from shards.base.store import Store
+from shards.base.table import aligned
 from shards.format.buckets import Bucket
 from shards.format.encoding import EncodingRecord
 from shards.format.tables import MENDED
@@ -93,18 +94,19 @@ def stats_table(stats: dict[str, Any]) -> str:
         f"captions: {counts['stored']:,} stored, of which mended or cut: {mended}",
         "rejected: " + (", ".join(f"{reason} {count:,}" for reason, count in stats["rejected"].items()) or "none"),
         "",
-        f"{'bucket':>12} {'samples':>12} {'B/sample':>9}  {'caption characters':>18}  scaled latents per channel",
-        f"{'':>12} {'':>12} {'':>9}  {'5 / 50 / 95 %':>18}  (std 1 is ideal)",
+    ]
+    rows = [
+        ["bucket", "samples", "B/sample", "caption characters", "scaled latents per channel"],
+        ["", "", "", "5 / 50 / 95 %", "(std 1 is ideal)"],
     ]
     for bucket, b in stats["buckets"].items():
-        row = f"{bucket:>12} {b['samples']:>12,} {b['bytes_per_sample']:>9,}"
+        rows.append([bucket, f"{b['samples']:,}", f"{b['bytes_per_sample']:,}", "", ""])
         if "latent_mean" in b:
             lengths = " / ".join(f"{length:.0f}" for length in b["caption_characters"].values())
             means = ", ".join(f"{value:+.3f}" for value in b["latent_mean"])
             deviations = ", ".join(f"{value:.3f}" for value in b["latent_std"])
-            row += f"  {lengths:>18}  mean {means}; std {deviations}; {b['measured_on']:,} samples"
-        lines.append(row)
-    return "\n".join(lines)
+            rows[-1][3:] = [lengths, f"mean {means}; std {deviations}; {b['measured_on']:,} samples"]
+    return "\n".join([*lines, aligned(rows, ">>>><")])
 
 
 def plot_stats(stats: dict[str, Any], path: Path) -> None:

@@ -1,7 +1,6 @@
 """Whole plans: what is marked, what a change changes, what is refused."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,9 +8,9 @@ from pydantic import ValidationError
 
 from plan.arithmetic.work import Work
 from plan.config import Plan
-from plan.facts import ASSUMED, GPU_KINDS
+from plan.facts import GPU_KINDS
 from plan.measured import BenchFile
-from plan.output.text import render, scaling_verdict
+from plan.output.text import render
 from plan.report import make_report
 from shards.base.errors import RequestError
 from tests.plan.conftest import MakePlan, MakeReport
@@ -109,12 +108,6 @@ def test_a_benchmark_without_the_store_does_not_hide_that_the_store_is_slow(repo
     assert phase.images_per_second == pytest.approx(0.5e9 / 8 / phase.read_per_node * phase.images_per_second)
 
 
-def test_scaling_stops_paying(report: MakeReport) -> None:
-    assert scaling_verdict(report()).startswith("Scaling stops paying at 512 GPUs: on 1024, training is 1.34x faster")
-    few = report("--gpu_counts", "[8, 16]")
-    assert scaling_verdict(few) == "Scaling pays up to 16 GPUs: each doubling makes training at least 1.5x faster."
-
-
 def test_float8_and_trim_shrink_what_is_stored(report: MakeReport) -> None:
     exact, small = report("--text.storage", "float16"), report("--text.storage", "float8", "--text.trim", "true")
     assert small.stored_tb < exact.stored_tb / 2.5
@@ -199,11 +192,6 @@ def test_measurements_need_the_right_bucket(stage: str, bucket: str | None) -> N
     item = {"stage": stage, "bucket": bucket, "images_per_second_per_gpu": 1}
     with pytest.raises(ValidationError, match="bucket"):
         BenchFile.model_validate({"device": "x", "gpus": 1, "date": "", "command": "", "measurements": [item]})
-
-
-def test_a_text_without_notes_ends_with_its_numbers(report: MakeReport) -> None:
-    assert "Notes" not in render(replace(report(), notes=[]))
-    assert ASSUMED.upper() in render(report())
 
 
 def test_what_keeps_a_gpus_encoders_fed(report: MakeReport, tmp_path: Path) -> None:

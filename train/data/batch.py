@@ -64,7 +64,7 @@ class Batch:
         chosen = replace(self, columns=columns, num_captions=None)
         return chosen.pin_memory() if self.slots.is_pinned() else chosen
 
-    def part(self, rows: slice | Tensor) -> "Batch":
+    def take(self, rows: slice | Tensor) -> "Batch":
         """Those samples of a batch with one caption per sample; keys where `rows` is a slice."""
         assert self.num_captions is None
         keys = self.keys[rows] if isinstance(rows, slice) else [""] * len(rows)

@@ -78,7 +78,7 @@ def network_name(pipeline: PipelineConfig) -> str:
     return "unet" if "unet" in constructor(pipeline) else "transformer"
 
 
-def recorded_parts(pipeline: PipelineConfig, image: ImageTower, texts: list[TextTower]) -> dict[str, Weights]:
+def recorded_components(pipeline: PipelineConfig, image: ImageTower, texts: list[TextTower]) -> dict[str, Weights]:
     """Component → the model that the latents were made with.
 
     Raises:
@@ -91,10 +91,10 @@ def recorded_parts(pipeline: PipelineConfig, image: ImageTower, texts: list[Text
             f"{pipeline.class_name} has {', '.join(encoders)}, and backbone.pipeline.towers names {len(texts)} text "
             f"towers. Name one for each, in this order."
         )
-    parts = {"vae": image.weights}
+    components = {"vae": image.weights}
     for name, text in zip(sorted(encoders), texts, strict=True):
-        parts |= {name: text.weights, name.replace("text_encoder", "tokenizer"): text.tokenizer}
-    return parts
+        components |= {name: text.weights, name.replace("text_encoder", "tokenizer"): text.tokenizer}
+    return components
 
 
 def write_index(folder: Path, pipeline: PipelineConfig, vae: str, texts: list[TextTower], scheduler: str) -> None:

@@ -28,7 +28,7 @@ from shards.format.towers import Weights
 from shards.open import open_store
 from train.config import TrainConfig
 from train.export.card import model_card
-from train.export.components import network_name, pipeline_texts, recorded_parts, write_index
+from train.export.components import network_name, pipeline_texts, recorded_components, write_index
 from train.model.backbone import PipelineConfig
 from train.objective.paths import ObjectiveConfig, noise_scheduler
 from train.run.saving.checkpoint import Checkpoint, newest_checkpoint, step_folder, verify_checkpoint
@@ -86,16 +86,16 @@ def write_pipeline(run_dir: Place, options: ExportConfig) -> Path:
     encoding = EncodingRecord.load(open_store(config.data.streams[0].root))
     texts = pipeline_texts(encoding, config)
     pipeline = config.backbone.pipeline
-    recorded = recorded_parts(pipeline, encoding.image, texts)
+    recorded = recorded_components(pipeline, encoding.image, texts)
     given = {"vae": options.vae, "text_encoder": options.text_encoder, "tokenizer": options.tokenizer} | options.models
     if unknown := sorted(set(options.models) - set(recorded)):
         raise RequestError(
             f"models names {', '.join(unknown)}; {pipeline.class_name} has {', '.join(recorded)} of them."
         )
-    parts = {name: _same_model(name, given.get(name), recorded) for name, recorded in recorded.items()}
+    components = {name: _same_model(name, given.get(name), recorded) for name, recorded in recorded.items()}
     private = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}")
     try:
-        for name, folder in parts.items():
+        for name, folder in components.items():
             _copy(folder, private / name)
         _copy(weights, private / network_name(pipeline))
         sizes = (Bucket.parse(stream.bucket).latent_hw(encoding.image.downsampling) for stream in config.data.streams)
@@ -125,7 +125,7 @@ def check_pipeline(config: TrainConfig, encoding: EncodingRecord) -> None:
     """
     pipeline = config.backbone.pipeline
     if pipeline.class_name != PipelineConfig().class_name:  # a U-Net under any text tower is trained, and not exported
-        recorded_parts(pipeline, encoding.image, pipeline_texts(encoding, config))
+        recorded_components(pipeline, encoding.image, pipeline_texts(encoding, config))
     scheduler_of(pipeline, config.objective)
 
 

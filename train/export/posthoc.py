@@ -62,10 +62,10 @@ def write_average(run_dir: Path, options: RebuildConfig) -> Path:
     """
     snapshots = [verify_checkpoint(folder) for folder in chosen_snapshots(run_dir, options.step)]
     step = snapshots[-1].state.step
-    parts = [(snapshot, name) for snapshot in snapshots for name in average_names(snapshot)]
-    steps, stds = [snapshot.state.step for snapshot, _ in parts], [float(name[4:]) for _, name in parts]
+    averages = [(snapshot, name) for snapshot in snapshots for name in average_names(snapshot)]
+    steps, stds = [snapshot.state.step for snapshot, _ in averages], [float(name[4:]) for _, name in averages]
     coefficients = posthoc_coefficients(steps, stds, step, options.std)
-    folders = [snapshot.folder / name for snapshot, name in parts]
+    folders = [snapshot.folder / name for snapshot, name in averages]
     target = options.output or run_dir / SNAPSHOTS / f"std-{average_name(options.std)[4:]}-step-{step:08d}"
     if target.exists() and not (target / RECORD).is_file():
         raise RequestError(

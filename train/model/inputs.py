@@ -26,7 +26,7 @@ class TextConditioning:
     pooled: Tensor | None
     """(N, pooled) float32."""
 
-    def part(self, rows: slice | Tensor) -> "TextConditioning":
+    def take(self, rows: slice | Tensor) -> "TextConditioning":
         """Of those samples."""
         parts = (None if value is None else value[rows] for value in (self.states, self.mask, self.pooled))
         return TextConditioning(*parts)
@@ -42,9 +42,9 @@ class Conditioning:
     target: tuple[int, int]
     """(height, width) of the bucket, in pixels."""
 
-    def part(self, rows: slice | Tensor) -> "Conditioning":
+    def take(self, rows: slice | Tensor) -> "Conditioning":
         """Of those samples."""
-        return Conditioning({name: text.part(rows) for name, text in self.texts.items()}, self.sizes[rows], self.target)
+        return Conditioning({name: text.take(rows) for name, text in self.texts.items()}, self.sizes[rows], self.target)
 
 
 @dataclass(frozen=True)

@@ -70,7 +70,7 @@ def launched_sharding() -> Sharding | None:
 
 
 def split_weights(unet: nn.Module, sharding: Sharding, precision: Precision) -> None:
-    """Leave to each process its part of every weight, in place; all of them must hold the same whole ones before.
+    """Leave to each process its share of every weight, in place; all of them must hold the same whole ones before.
 
     Blocks are gathered one by one; with `grad_op` they stay whole from the forward pass to
     the end of the backward pass. Gradients are averaged in float32 after each microbatch: none is to be held whole.
@@ -92,19 +92,19 @@ def gathered(unet: nn.Module) -> list[nn.Module]:
 
 
 def reshard(unet: nn.Module) -> None:
-    """After a forward pass without a backward pass, which leaves weights whole: back to the parts."""
+    """After a forward pass without a backward pass, which leaves weights whole: back to the shares."""
     for module in unet.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """The tensor that all processes hold parts of, or `tensor` where it is whole; every process must call this."""
+    """The tensor that all processes hold shares of, or `tensor` where it is whole; every process must call this."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def part_like(tensor: Tensor, model: Tensor) -> Tensor:
-    """This process's part of a whole tensor that all have, cut as `model` is; `tensor` where `model` is whole."""
+def share_like(tensor: Tensor, model: Tensor) -> Tensor:
+    """This process's share of a whole tensor that all have, cut as `model` is; `tensor` where `model` is whole."""
     if not isinstance(model, DTensor) or tensor.shape != model.shape:
         return tensor
     return distribute_tensor(tensor, model.device_mesh, model.placements, src_data_rank=None)

@@ -32,7 +32,7 @@ MEMINFO, CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
 def write_tensors(path: Path | None, tensors: Mapping[str, Tensor], mine: Collection[str] | None = None) -> str:
     """Write the bytes that safetensors' `save_file` would, of those that are `mine`, or all; returns their SHA-256.
 
-    Tensors of which every process holds a part are gathered one at a time, so all processes call this; those whose
+    Tensors of which every process holds a share are gathered one at a time, so all processes call this; those whose
     `path` is None only take part in that.
 
     Raises:
@@ -89,26 +89,26 @@ def owners(tensors: Mapping[str, Tensor], count: int) -> dict[str, int]:
     return {name: min(owner, count - 1) for name, owner in found.items()}
 
 
-def part_name(path: Path, number: int, count: int) -> Path:
-    """`x.safetensors` => `x-00002-of-00004.safetensors`, as diffusers names parts."""
+def share_name(path: Path, number: int, count: int) -> Path:
+    """`x.safetensors` => `x-00002-of-00004.safetensors`, as diffusers names files that belong together."""
     return path.with_name(f"{path.stem}-{number + 1:05d}-of-{count:05d}{path.suffix}")
 
 
-def write_index(path: Path, parts: Mapping[str, str]) -> Path:
-    """Beside the parts of `path`, which part each tensor is in, as diffusers wants it; returns its path."""
+def write_index(path: Path, shares: Mapping[str, str]) -> Path:
+    """Beside the shares of `path`, which of them each tensor is in, as diffusers wants it; returns its path."""
     index = path.with_name(f"{path.name}.index.json")
-    content = {"metadata": {}, "weight_map": dict(sorted(parts.items()))}
+    content = {"metadata": {}, "weight_map": dict(sorted(shares.items()))}
     index.write_text(json.dumps(content, indent=2) + "\n")
     return index
 
 
 def file_of(path: Path) -> Path:
-    """`path`, or, where it is not there, the index of its parts."""
+    """`path`, or, where it is not there, the index of its shares."""
     return path if path.is_file() else path.with_name(f"{path.name}.index.json")
 
 
 def load_tensors(path: Path) -> dict[str, Tensor]:
-    """All tensors of a safetensors file, or of the parts that the index at `path`, or the one beside it, names."""
+    """All tensors of a safetensors file, or of the shares that the index at `path`, or the one beside it, names."""
     path = file_of(path)
     if path.suffix != ".json":
         return load_file(path)
@@ -139,7 +139,7 @@ class HostCopies:
     def take(self, file: str, tensors: Mapping[str, Tensor], mine: Collection[str]) -> dict[str, Tensor]:
         """Copies of those of a file's tensors that are `mine`, once `wait` has returned; good until the next `take`.
 
-        Parts are gathered as `write_tensors` does it, in its order: other processes may call that one.
+        Shares are gathered as `write_tensors` does it, in its order: other processes may call that one.
         """
         copies = {}
         for name in laid_out(tensors):

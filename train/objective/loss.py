@@ -66,16 +66,16 @@ class Noised:
             filled: a slice that is smaller is filled up with its own samples over again, which do not count.
         """
         for start in range(0, len(self), size):
-            part = self._each(slice(start, start + size))
-            if filled and len(part) < size:
-                rows = torch.arange(size, device=self.latents.device) % len(part)
-                part = replace(part._each(rows), num_real=len(part))
-            yield part
+            found = self._each(slice(start, start + size))
+            if filled and len(found) < size:
+                rows = torch.arange(size, device=self.latents.device) % len(found)
+                found = replace(found._each(rows), num_real=len(found))
+            yield found
 
     def _each(self, rows: slice | Tensor) -> "Noised":
         return replace(
             self,
-            batch=self.batch.part(rows),
+            batch=self.batch.take(rows),
             dropped=self.dropped[rows],
             latents=self.latents[rows],
             target=self.target[rows],

@@ -102,7 +102,7 @@ class Validation:
         times = torch.tensor(timesteps, device=accelerator.device)
         sums, counts = torch.zeros(2, NUM_TIMESTEPS, device=accelerator.device)
         ranks = accelerator.num_processes
-        # all ranks go as often through a U-Net that they hold parts of; what one does over again does not count
+        # all ranks go as often through a U-Net that they hold shares of; what one does over again does not count
         for first in range(0, len(self.batches), ranks):
             place = first + accelerator.process_index
             moved = self.batches[place % len(self.batches)].to(accelerator.device)
@@ -128,8 +128,8 @@ class Validation:
         # a graph that was compiled for training is one with gradients
         with torch.enable_grad():
             errors = []
-            for part in noised.microbatches(size, True):
-                errors.append(loss.squared_error(unet, part).detach())
+            for microbatch in noised.microbatches(size, True):
+                errors.append(loss.squared_error(unet, microbatch).detach())
                 if loss.aligned is not None:
                     loss.aligned.forget()
             return torch.cat(errors)
@@ -162,8 +162,8 @@ def open_validation(config: ValidationConfig, training: EncodingRecord, seed: in
         )
     batches = []
     for start in range(0, len(samples), config.batch_size):
-        part = samples[start : start + config.batch_size]
-        slots = torch.arange(start, start + len(part))
-        batch = Collate(slots, column_lengths(training.image, training.texts, training.features))(part)
+        some = samples[start : start + config.batch_size]
+        slots = torch.arange(start, start + len(some))
+        batch = Collate(slots, column_lengths(training.image, training.texts, training.features))(some)
         batches.append(batch.with_captions(torch.zeros_like(slots)))
     return Validation(batches, seed, config.every, PLACES[config.timesteps], config.dealt, config.weights)

@@ -1,6 +1,6 @@
 """How many raters and prompts a margin needs, before the study.
 
-Variances are those that `preference` estimates, in closed form for the leanings of `simulation`. Quantiles are
+Variances are those that `preference` estimates, in closed form for the model of `leanings`. Quantiles are
 Student's.
 """
 
@@ -10,8 +10,9 @@ from pydantic import Field
 from scipy.stats import nct, t
 
 from evaluate.metrics.intervals import COVERAGE
-from evaluate.study.statistics.simulation import NODES, WEIGHTS, Leanings, expected, tied
+from evaluate.study.statistics.leanings import NODES, WEIGHTS, Leanings, expected, tied
 from shards.base.config import Config
+from shards.base.table import aligned
 
 
 class PowerConfig(Config):
@@ -94,14 +95,10 @@ def power_table(config: PowerConfig, votes_per_item: int, margin: float) -> list
 
 
 def render(rows: list[Power], margin: float, wanted: float) -> str:
-    head = (
-        f"{'raters':>6} {'prompts':>7} {'votes of each':>13} {'half-width':>10} {'difference':>10} {'equivalence':>11}"
-    )
-    lines = [
-        f"{row.raters:>6} {row.prompts:>7} {row.votes_per_rater:>13.0f} {row.half_width:>10.3f} "
-        f"{row.difference:>10.0%} {row.equivalence:>11.0%}"
-        for row in rows
-    ]
+    cells = [["raters", "prompts", "votes of each", "half-width", "difference", "equivalence"]]
+    for row in rows:
+        cells.append([str(row.raters), str(row.prompts), f"{row.votes_per_rater:.0f}", f"{row.half_width:.3f}"])
+        cells[-1] += [f"{row.difference:.0%}", f"{row.equivalence:.0%}"]
     purposes = {
         "difference": f"see a preference of {0.5 + margin:.0%}",
         "equivalence": f"show equal models to be within {0.5 - margin:.0%} and {0.5 + margin:.0%}",
@@ -114,4 +111,4 @@ def render(rows: list[Power], margin: float, wanted: float) -> str:
                 fewest[row.raters] = min(row.prompts, fewest.get(row.raters, row.prompts))
         enough = ", ".join(f"{raters} raters × {prompts} prompts" for raters, prompts in fewest.items())
         said.append(f"Enough to {purpose} with probability {wanted:.0%}: {enough or 'none of these'}.")
-    return "\n".join([head, *lines, "", *said])
+    return "\n".join([aligned(cells), "", *said])

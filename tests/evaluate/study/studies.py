@@ -88,3 +88,15 @@ def votes_of(study: Study, score: Callable[[int, Showing, str], float]) -> list[
                 worth = score(rater, showing, question)
                 votes.append(Vote(rater, showing.number, question, words[1 - worth if showing.swapped else worth], 2.5))
     return votes
+
+
+def random_score(seed: int, share: float = 0.5) -> Callable[[int, Showing, str], float]:
+    """The same for a repeat; gold is answered right."""
+
+    def score(rater: int, showing: Showing, question: str) -> float:
+        if showing.kind == "gold":
+            return 1.0
+        words = [seed, rater, *map(ord, showing.item.id + question)]
+        return float(np.random.default_rng(words).choice([0.0, 0.5, 1.0], p=[0.8 - share, 0.2, share]))
+
+    return score

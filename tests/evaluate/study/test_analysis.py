@@ -1,8 +1,6 @@
 """Votes to a result: sides undone, gold and repeats kept apart, rules applied, files written; the commands."""
 
-import json
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -10,14 +8,13 @@ import pytest
 
 from evaluate.study.__main__ import run
 from evaluate.study.analysis import analyse
-from evaluate.study.output.files import render, write_results
+from evaluate.study.output.files import render
 from evaluate.study.protocol import Study, read_study
 from evaluate.study.schedule import Showing
 from evaluate.study.statistics.preference import preference
 from evaluate.study.votes import Vote, open_votes
-from shards.base.durable import read_sealed_json
 from shards.base.errors import RequestError, exit_code_of
-from tests.evaluate.study.studies import make_set, make_study, schedule_of, votes_of
+from tests.evaluate.study.studies import make_set, make_study, random_score, schedule_of, votes_of
 
 
 @pytest.fixture(scope="module")
@@ -28,18 +25,6 @@ def study(tmp_path_factory: pytest.TempPathFactory) -> Study:
 @pytest.fixture(scope="module")
 def three(tmp_path_factory: pytest.TempPathFactory) -> Study:
     return make_study(tmp_path_factory.mktemp("three"), num_models=3)
-
-
-def random_score(seed: int, share: float = 0.5) -> Callable[[int, Showing, str], float]:
-    """The same for a repeat; gold is answered right."""
-
-    def score(rater: int, showing: Showing, question: str) -> float:
-        if showing.kind == "gold":
-            return 1.0
-        words = [seed, rater, *map(ord, showing.item.id + question)]
-        return float(np.random.default_rng(words).choice([0.0, 0.5, 1.0], p=[0.8 - share, 0.2, share]))
-
-    return score
 
 
 def test_sides_are_undone(study: Study) -> None:
@@ -167,22 +152,6 @@ def test_three_models(three: Study) -> None:
         assert rows[0]["value"] > rows[1]["value"] > rows[2]["value"]
         assert all(row["low"] - 1e-9 < row["value"] < row["high"] + 1e-9 for row in rows)  # B is always midway
     assert analyse(three, votes_of(three, score)) == results
-
-
-@pytest.mark.parametrize("which", ["study", "three"])
-def test_files(which: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
-    its: Study = request.getfixturevalue(which)
-    results = analyse(its, votes_of(its, random_score(4)))
-    write_results(results, tmp_path)
-    assert read_sealed_json(tmp_path / "results.json") == json.loads(json.dumps(results))
-    picture = (tmp_path / "results.png").read_bytes()
-    assert picture.startswith(b"\x89PNG") and b"Software" not in picture[:200]
-    page = (tmp_path / "results.html").read_text()
-    assert not re.search(r"(?:src|href)=\"(?!data:)|<script|\$\w", page)  # nothing from elsewhere, no field left open
-    assert its.protocol.sha256 in page and 'alt="Share of votes for each model.' in page
-    assert page.count("<table>") == (3 if which == "study" else 4)
-    write_results(results | {"name": "<b>&"}, tmp_path)
-    assert "<h1>&lt;b&gt;&amp;</h1>" in (tmp_path / "results.html").read_text()
 
 
 # --- the commands ---

@@ -51,7 +51,7 @@ class Cluster:
         assert outcome is not None
         raise outcome
 
-    def hold(self, slots: int, most: int) -> None:
+    def hold(self, places: int, most: int) -> None:
         pass
 
     def last_report(self, key: str, number: int) -> Reported | None:

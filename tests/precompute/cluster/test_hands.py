@@ -27,7 +27,7 @@ def test_each_has_one_before_any_has_two() -> None:
     waiting = attempts(20)
     there = workers("ab")
     assert nodes_of(waiting, there, 3, slots=2) == {"a": 3, "b": 3} and len(waiting) == 14
-    assert not list(seat(waiting, there, 3, slots=2))
+    assert not list(seat(waiting, there, 3, places=2))
     there[0].in_hand -= 1
     assert nodes_of(waiting, there, 3, slots=2) == {"a": 1}
 

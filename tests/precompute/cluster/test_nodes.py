@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from precompute.cluster.fleet import Done, FleetConfig, UnderWay
-from precompute.cluster.nodes import Resources, ResourcesConfig, Watch, shortage, slots
+from precompute.cluster.nodes import Resources, ResourcesConfig, Watch, places, shortage
 from tests.precompute.cluster.played import Clock, TimedCluster, make_fleet
 
 
@@ -41,7 +41,7 @@ def test_a_node_holds_as_many_as_are_put_on_it_one_by_one(
 ) -> None:
     has: Resources = {"GPU": gpus, "CPU": cpus, "encoder": 4}
     needs: Resources = {"GPU": gpu, "CPU": cpu, "encoder": encoders}
-    assert min(slots(has, needs).values()) == held(has, needs)
+    assert min(places(has, needs).values()) == held(has, needs)
 
 
 def test_what_leaves_gpus_unused() -> None:
@@ -61,12 +61,12 @@ def test_a_node_that_is_short_is_named_once_and_when_it_changes() -> None:
         "f00": {"GPU": 8, "CPU": 52, "node:10.0.0.7": 1, "node:__internal_head__": 1},
         "f01": {"GPU": 8, "CPU": 64},
     }
-    assert watch.look(alive) == "node 10.0.0.7: 6 of 8 GPUs usable: CPUs" and watch.slots == 14
+    assert watch.look(alive) == "node 10.0.0.7: 6 of 8 GPUs usable: CPUs" and watch.places == 14
     assert watch.look(alive) is None
     alive["f02"] = {"GPU": 4, "CPU": 8}
-    assert watch.look(alive) == "node f02: 1 of 4 GPUs usable: CPUs" and watch.slots == 15
+    assert watch.look(alive) == "node f02: 1 of 4 GPUs usable: CPUs" and watch.places == 15
     del alive["f00"]
-    assert watch.look(alive) is None and watch.slots == 9
+    assert watch.look(alive) is None and watch.places == 9
 
 
 def test_a_worker_has_whole_gpus_or_a_part_of_one() -> None:

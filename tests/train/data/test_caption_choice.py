@@ -102,7 +102,7 @@ def test_each_caption_is_as_likely() -> None:
 def test_undrawn_batches_are_not_cut() -> None:
     batch = Batch(["0"], torch.zeros(1), {"image_latents": torch.zeros(1)}, torch.tensor([2]))
     with pytest.raises(AssertionError):
-        batch.part(slice(0, 1))
+        batch.take(slice(0, 1))
 
 
 def curve(folder: Path, fields: dict[str, Any], num_processes: int = 1) -> tuple[list[float], list[list[str]]]:

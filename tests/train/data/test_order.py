@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from train.data.draws import global_slots
-from train.data.order import Order, StreamOrder, quotas
+from train.data.order import Order, StreamOrder, choose_per_epoch, quotas
 
 GLOBAL_BATCH = 24
 
@@ -218,3 +218,8 @@ def test_any_sizes(num_files: int, samples: int, weight: float, block: int, seed
     counts = epoch(make_order([each], block=block, seed=seed), 3)
     assert counts.total() == each.chosen and set(counts) <= passing_samples(each)
     assert max(counts.values()) <= int(np.ceil(weight))
+
+
+@pytest.mark.parametrize(("weight", "expected"), [(0.29, 29), (0.07, 7), (1.1, 110), (3.0, 300), (0.295, 29)])
+def test_a_weight_counts_as_it_was_written(weight: float, expected: int) -> None:
+    assert choose_per_epoch(weight, 100, 1) == expected

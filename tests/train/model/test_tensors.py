@@ -14,7 +14,7 @@ from train.model.tensors import (
     free_memory,
     load_tensors,
     owners,
-    part_name,
+    share_name,
     write_index,
     write_tensors,
 )
@@ -63,11 +63,11 @@ def test_parts_of_a_file_are_about_equal_and_make_it_up(count: int, tmp_path: Pa
         taken = copies.take(path.name, tensors, mine)
         assert sorted(taken) == mine and copies.bytes == bytes_of(taken)
         hashes = {
-            write_tensors(part_name(path, rank, count), source, names)
+            write_tensors(share_name(path, rank, count), source, names)
             for source, names in ((tensors, mine), (taken, mine), (taken, None))
         }
         assert len(hashes) == 1
-    write_index(path, {name: part_name(path, rank, count).name for name, rank in found.items()})
+    write_index(path, {name: share_name(path, rank, count).name for name, rank in found.items()})
     loaded = load_tensors(path)
     assert loaded.keys() == tensors.keys() and all(torch.equal(loaded[name], tensors[name]) for name in tensors)
 

@@ -152,7 +152,7 @@ def test_a_batch_on_paper(tmp_path: Path) -> None:
     """Two ranks' draws, by slot, are the one rank's."""
     loss = DiffusionLoss(ObjectiveConfig(), spec(), torch.device("cpu"))
     whole = loss(Recorder(), loss.noised(batch(), Draws(3, 11, torch.arange(N)))).per_sample
-    for part in (batch().part(slice(0, 4)), batch().part(slice(4, N))):
+    for part in (batch().take(slice(0, 4)), batch().take(slice(4, N))):
         found = loss(Recorder(), loss.noised(part, Draws(3, 11, part.slots))).per_sample
         torch.testing.assert_close(found, whole[part.slots])
 

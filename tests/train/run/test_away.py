@@ -33,7 +33,7 @@ from train.run.saving import away
 from train.run.saving.away import Away, take, wait_until_free
 from train.run.saving.checkpoint import list_checkpoints, step_folder, verify_checkpoint
 from train.run.saving.fetch import bring, fetch, find_checkpoints, sha256_of_state, work_folder
-from train.run.saving.parts import AtAddress, Writers
+from train.run.saving.shares import AtAddress, Writers
 
 STEPS = 6
 
@@ -468,7 +468,7 @@ def test_a_part_that_does_not_come_is_named(store: LocalStore, tmp_path: Path) -
     meeting = AtAddress(tmp_path, Writers(0, 2, patience=0.1), launched(store))
     target = step_folder(tmp_path, 2)
     store.write("checkpoints/step-00000002/part-00001-of-an-earlier-launch.json", b"{}")
-    with pytest.raises(WorkError, match=r"process 1 has not written its part of it in 0.1 s .* or reach its address"):
+    with pytest.raises(WorkError, match=r"process 1 has not written its share of it in 0.1 s .* or reach its address"):
         meeting.wait_for(meeting.private(target), target, 1)
 
 

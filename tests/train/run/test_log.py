@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
 
-from shards.base.errors import Preempted
+from shards.base.errors import Preempted, RequestError
 from tests.runs import train_fields, write_config
 from train import loop
 from train.__main__ import run as command
 from train.run import log, processes
-from train.run.log import source_state
+from train.run.log import flat_numbers, source_state
+from train.run.preflight import check_tracker
 
 
 def leaves_after(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
@@ -115,3 +116,18 @@ def test_the_source_is_known_from_a_repository_alone(tmp_path: Path, monkeypatch
     monkeypatch.setattr(log, "__file__", str(tmp_path / "log.py"))
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
     assert source_state() is None
+
+
+def test_trackers_get_numbers_alone() -> None:
+    fields = {"loss": 1.5, "mfu": None, "loss_by_quarter": {"0-249": 0.5, "250-499": None}, "ema": True}
+    assert flat_numbers(fields) == {"loss": 1.5, "loss_by_quarter/0-249": 0.5, "ema": True}
+
+
+def test_trackers_are_accelerates(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_tracker("none")
+    check_tracker("tensorboard")
+    with pytest.raises(RequestError, match=r"tensorbord is unknown\. Set it to none, or to one of aim, clearml"):
+        check_tracker("tensorbord")
+    monkeypatch.setattr("train.run.preflight.get_available_trackers", lambda: [])
+    with pytest.raises(RequestError, match="comet_ml needs a package that is not installed"):
+        check_tracker("comet_ml")

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from train.data.order import choose_per_epoch
 from train.run.launches import take
 from train.run.metrics import JsonLines, read_json_lines
 
@@ -33,6 +32,13 @@ def test_what_is_not_finite_is_null(tmp_path: Path) -> None:
     assert read_json_lines(path)[0]["by"] == {"a": None, "b": 1.0}
 
 
-@pytest.mark.parametrize(("weight", "expected"), [(0.29, 29), (0.07, 7), (1.1, 110), (3.0, 300), (0.295, 29)])
-def test_a_weight_counts_as_it_was_written(weight: float, expected: int) -> None:
-    assert choose_per_epoch(weight, 100, 1) == expected
+def test_a_resumed_log_goes_on_as_if_never_interrupted(tmp_path: Path) -> None:
+    path = tmp_path / "m.jsonl"
+    log = JsonLines(path, 0, tmp_path)
+    for step in range(1, 6):
+        log.write(step=step, loss=1.0 / step)
+    log.file.write('{"step": 6, "lo')  # killed while writing
+    log.file.close()
+    log = JsonLines(path, 3, tmp_path)
+    log.write(step=4, loss=0.25)
+    assert [row["step"] for row in read_json_lines(path)] == [1, 2, 3, 4]

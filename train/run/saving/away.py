@@ -153,7 +153,7 @@ class Away:
         self._patiently(name, put)
         self._share_if_possible(work)
 
-    def put_part(self, name: str, folder: Path, receipt: str, hashes: Mapping[str, str]) -> None:
+    def put_share(self, name: str, folder: Path, receipt: str, hashes: Mapping[str, str]) -> None:
         """What one of several processes wrote of a checkpoint => the address; then its receipt, which has `hashes`.
 
         Raises: as `put`.
@@ -242,9 +242,9 @@ class Away:
         return sorted(files, key=lambda file: Path(file).name != STATE_NAME)
 
     def _remove(self, files: list[str]) -> None:
-        for part in (files[:1], files[1:]):
-            if part:
-                self.store.remove(part)
+        for some in (files[:1], files[1:]):
+            if some:
+                self.store.remove(some)
 
 
 def files_below(folder: Path) -> list[Path]:

@@ -6,7 +6,7 @@ checkpoints/step-00001000/unet/         config.json, diffusion_pytorch_model.saf
                          /lines/        of a run at an address: metrics.jsonl and samples.jsonl, up to this step
                          /state.json    tag, step, fingerprint, SHA-256 of every file; sealed with its own
 
-Of a run whose weights are split, each process writes a part: x-00001-of-00004.safetensors; x.safetensors.index.json
+Of a run whose weights are split, each process writes a share: x-00001-of-00004.safetensors; x.safetensors.index.json
 says which tensor is in which.
 """
 
@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from shards.base.durable import DamagedFile, read_sealed_json, sha256_file
 from shards.base.errors import RequestError
 from train.model.ema import Ema
-from train.model.sharding import part_like
+from train.model.sharding import share_like
 from train.model.tensors import file_of, load_tensors
 from train.model.unet import load_matching
 from train.run.launches import remove
@@ -173,7 +173,7 @@ def restore(
             average = ema.begin(unet.named_parameters())
             saved = load_tensors(checkpoint.folder / folder / WEIGHTS_NAME)
             for name, value in average.items():
-                value.copy_(part_like(saved[name].to(value.device), value))
+                value.copy_(share_like(saved[name].to(value.device), value))
     return state
 
 
@@ -206,22 +206,22 @@ def trained(unet: Any, head: nn.Module | None) -> dict[str, nn.Parameter]:
 
 
 def flatten(parameters: dict[str, nn.Parameter], optimizer: Optimizer) -> dict[str, Tensor]:
-    """The optimizer's state, by `slot/name`."""
+    """The optimizer's state, by `kind/name`: AdamW's kinds are step, exp_avg and exp_avg_sq."""
     tensors = {}
     for name, parameter in parameters.items():
-        for slot, value in optimizer.state.get(parameter, {}).items():
-            tensors[f"{slot}/{name}"] = value
+        for kind, value in optimizer.state.get(parameter, {}).items():
+            tensors[f"{kind}/{name}"] = value
     return tensors
 
 
 def unflatten(parameters: dict[str, nn.Parameter], optimizer: Optimizer, tensors: dict[str, Tensor]) -> None:
     """What `flatten` gave, into the optimizer."""
     for key, value in tensors.items():
-        slot, _, name = key.partition("/")
+        kind, _, name = key.partition("/")
         parameter = parameters[name]
         # AdamW counts steps on the CPU unless it is fused
-        device = "cpu" if slot == "step" and not optimizer.defaults.get("fused") else parameter.device
-        tensor = part_like(value.to(device), parameter)
+        device = "cpu" if kind == "step" and not optimizer.defaults.get("fused") else parameter.device
+        tensor = share_like(value.to(device), parameter)
         if tensor.shape == parameter.shape:  # in the parameter's memory format
             tensor = torch.empty_like(parameter, dtype=tensor.dtype).copy_(tensor)
-        optimizer.state[parameter][slot] = tensor
+        optimizer.state[parameter][kind] = tensor

@@ -14,12 +14,12 @@ from pydantic import Field
 
 from shards.base.durable import fsync_file, sha256_file
 from shards.base.errors import Outage, WorkError
-from train.model.tensors import HostCopies, bytes_of, free_memory, owners, part_name, write_index, write_tensors
+from train.model.tensors import HostCopies, bytes_of, free_memory, owners, share_name, write_index, write_tensors
 from train.run.launches import Pace, remove
 from train.run.saving.away import Away
 from train.run.saving.checkpoint import HEAD_NAME, LINES, list_checkpoints, step_folder, step_of
 from train.run.saving.keep import KeepConfig, superfluous
-from train.run.saving.parts import ALONE, Writers, meeting
+from train.run.saving.shares import ALONE, Writers, meeting
 from train.run.saving.snapshot import Snapshot
 
 AGREED_SECONDS = 2.0
@@ -63,7 +63,7 @@ Owned = Mapping[str, Mapping[str, int]]
 class CheckpointWriter:
     """Writes snapshots into a run folder, one at a time; while training goes on, where `asynchronous`.
 
-    Every process has one, as parts of weights are gathered. The main one's writes; the others', too, where weights are
+    Every process has one, as shares of weights are gathered. The main one's writes; the others', too, where weights are
     split and so is the writing.
     """
 
@@ -155,7 +155,7 @@ class CheckpointWriter:
             ) from error
 
     def _write(self, snapshot: Snapshot, mine: Mine, owned: Owned) -> None:
-        """Write a checkpoint durably, or this process's part of it; then drop the older ones that are not to be kept.
+        """Write a checkpoint durably, or this process's share of it; then drop the older ones that are not to be kept.
 
         Args:
             mine: file → names of the tensors that this process writes.
@@ -189,10 +189,10 @@ class CheckpointWriter:
         self.pending = self.thread.submit(self.away.put, folder, self.run_dir)
 
     def _write_tensors(self, snapshot: Snapshot, folder: Path, mine: Mine, owned: Owned) -> dict[str, str]:
-        """This process's part of each file; returns file → SHA-256."""
+        """This process's share of each file; returns file → SHA-256."""
         hashes = {}
         for name, tensors in snapshot.files.items():
-            path = self._part(folder / name, owned[name], self.writers.rank)
+            path = self._share(folder / name, owned[name], self.writers.rank)
             path.parent.mkdir(exist_ok=True)
             if not mine[name] and not (self.main and path.name == Path(name).name):
                 write_tensors(None, tensors)
@@ -202,21 +202,21 @@ class CheckpointWriter:
         return hashes
 
     def _write_configs(self, folder: Path, owned: Owned) -> dict[str, str]:
-        """The networks' configs, in the layout that `Any.from_pretrained` loads, and indexes of parts; as above."""
+        """The networks' configs, in the layout that `Any.from_pretrained` loads, and indexes of shares; as above."""
         written = []
         for name, names in owned.items():
             path = folder / name
             if path.parent != folder:
                 written.append(path.with_name("config.json"))
                 written[-1].write_text(self.unet_json)
-            parts = {key: self._part(path, names, rank).name for key, rank in names.items()}
-            if set(parts.values()) - {path.name}:
-                written.append(write_index(path, parts))
+            shares = {key: self._share(path, names, rank).name for key, rank in names.items()}
+            if set(shares.values()) - {path.name}:
+                written.append(write_index(path, shares))
         return {path.relative_to(folder).as_posix(): sha256_file(path) for path in written}
 
-    def _part(self, path: Path, names: Mapping[str, int], rank: int) -> Path:
+    def _share(self, path: Path, names: Mapping[str, int], rank: int) -> Path:
         """The file of a process; the whole one where one process writes all of it."""
-        return part_name(path, rank, self.writers.total) if max(names.values(), default=0) > 0 else path
+        return share_name(path, rank, self.writers.total) if max(names.values(), default=0) > 0 else path
 
     def _write_lines(self, lines: Mapping[str, int], folder: Path) -> dict[str, str]:
         """Copies of the logs up to the snapshot's step, as an empty machine needs them to go on; returns hashes."""

@@ -1,0 +1,44 @@
+"""How each family's pipeline is called."""
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from tests.families.small import TEMPLATE, TOKENS
+
+OWN: dict[str, dict[str, Any]] = {
+    "sd2": {"guidance_scale": 2.0},
+    "sd15": {"guidance_scale": 2.0},
+    "sdxl": {"guidance_scale": 2.0, "original_size": (64, 80), "crops_coords_top_left": (0, 8)},
+    "pixart-sigma": {"guidance_scale": 2.0, "use_resolution_binning": False, "max_sequence_length": TOKENS},
+    "sd3": {"guidance_scale": 2.0, "max_sequence_length": TOKENS},
+    "flux1": {"guidance_scale": 3.5, "true_cfg_scale": 2.0, "negative_prompt": "", "max_sequence_length": TOKENS},
+    "sana": {
+        "guidance_scale": 2.0,
+        "use_resolution_binning": False,
+        "max_sequence_length": TOKENS,
+        "complex_human_instruction": [TEMPLATE.removesuffix("{}")],
+    },
+    "prx": {
+        "guidance_scale": 2.0,
+        "use_resolution_binning": False,
+        "tokenizer_max_length": TOKENS,
+        "skip_text_cleaning": True,
+    },
+}
+TOLD = {"sdxl": (80, 64, 0, 8)}
+"""Width and height, and the crop's top and left, that a pipeline tells its network of all samples."""
+
+
+def arguments(name: str, prompts: list[str], steps: int = 3) -> dict[str, Any]:
+    """With guidance, so that a pipeline shows both what it makes of a prompt and of none."""
+    common: dict[str, Any] = {"prompt": prompts, "num_inference_steps": steps, "height": 64, "width": 64}
+    return common | OWN[name] | {"generator": torch.Generator().manual_seed(3)}
+
+
+def picture(name: str, pipeline: Any) -> np.ndarray:
+    """(64, 64, 3) of one prompt."""
+    pipeline.set_progress_bar_config(disable=True)
+    drawn: np.ndarray = pipeline(**arguments(name, ["3 round blobs"], steps=2), output_type="np").images[0]
+    return drawn

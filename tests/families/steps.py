@@ -1,0 +1,186 @@
+"""What the trainer has a network predict is what the family's own pipeline has it predict, and so is the loss.
+
+The pipeline runs a few steps from noise, on prompts that are the captions of the stored samples. At each step its own
+input, time and output are taken down, and the trainer predicts at the same place from the latents root alone.
+"""
+
+import tarfile
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.families.calls import TOLD, arguments
+from tests.families.small import Small, stir
+from train.config import TrainConfig
+from train.data.draws import Draws
+from train.data.loader import Loader
+from train.export.pipeline import scheduler_of
+from train.model.backbone import pack, unpack
+from train.objective.loss import DiffusionLoss
+from train.objective.paths import noise_path
+from train.prepare import prepare
+
+STEPS = 3
+CPU = torch.device("cpu")
+
+
+@dataclass
+class Taken:
+    """Of one step of a pipeline."""
+
+    time: float
+    """As the scheduler counts it."""
+    sample: Tensor
+    """The latents before it."""
+    outputs: list[Tensor] = field(default_factory=list)
+    """Of the network's calls, in their order."""
+
+
+@dataclass
+class Scheduled:
+    """Takes down what a pipeline's scheduler is given: (output, time, latents) of each step."""
+
+    calls: list[tuple[Tensor, float, Tensor]] = field(default_factory=list)
+
+    def attach(self, scheduler: Any) -> None:
+        step = scheduler.step
+
+        def recorded(output: Tensor, time: Any, sample: Tensor, *rest: Any, **options: Any) -> Any:
+            self.heard(output.clone(), float(time), sample.clone())
+            return step(output, time, sample, *rest, **options)
+
+        scheduler.step = recorded
+
+    def heard(self, output: Tensor, time: float, sample: Tensor) -> None:
+        self.calls.append((output, time, sample))
+
+
+@dataclass
+class Recorder(Scheduled):
+    """Takes down what a pipeline's network is given, too."""
+
+    steps: list[Taken] = field(default_factory=list)
+    outputs: list[Tensor] = field(default_factory=list)
+
+    def watch(self, network: torch.nn.Module) -> None:
+        network.register_forward_hook(lambda module, inputs, output: self.outputs.append(output[0].clone()))
+
+    def heard(self, output: Tensor, time: float, sample: Tensor) -> None:
+        self.steps.append(Taken(time, sample, self.outputs))
+        self.outputs = []
+
+
+@dataclass
+class Case:
+    """A batch of the trainer's, and what the pipeline did with its captions."""
+
+    name: str
+    config: TrainConfig
+    unet: Any
+    loss: DiffusionLoss
+    batch: Any
+    steps: list[Taken]
+
+
+def make_case(made: Small) -> Case:
+    """Run the family's pipeline on its stored samples' captions."""
+    name = made.family.name
+    # PRXPipeline guides one prompt at a time: it gives the network two times, whatever the batch
+    batch_size = 1 if name == "prx" else 4
+    changes = {"global_batch_size": batch_size, "data": {"shuffle": False, "num_canonical_nodes": 1}}
+    config = TrainConfig.model_validate(made.train_fields(made.folder / "steps", **changes))
+    prepared = prepare(config)
+    stir(prepared.unet)
+    batch = next(iter(Loader(config.data, prepared.spec, batch_size, 0, 0, torch.arange(batch_size))))
+    captions = captions_of(made)
+    if name in TOLD:
+        batch.columns["size"][:] = torch.tensor(TOLD[name])
+    scheduler, recorder = scheduler_of(config.backbone.pipeline, config.objective), Recorder()
+    pipeline = made.pipeline(prepared.unet, scheduler)
+    recorder.attach(scheduler)
+    recorder.watch(prepared.unet)
+    pipeline(**arguments(name, [captions[key] for key in batch.keys], STEPS), output_type="latent")
+    prepared.unet._forward_hooks.clear()
+    loss = DiffusionLoss(config.objective, prepared.spec, CPU, prepared.backbone)
+    return Case(name, config, prepared.unet, loss, batch, recorder.steps)
+
+
+def captions_of(small: Small) -> dict[str, str]:
+    """Key → caption, as the tar has them."""
+    found = {}
+    with tarfile.open(small.tar) as tar:
+        for member in tar:
+            key, _, suffix = member.name.partition(".")
+            file = tar.extractfile(member)
+            if suffix == "txt" and file is not None:
+                found[key] = file.read().decode()
+    return found
+
+
+def halves(case: Case, step: Taken) -> tuple[Tensor, Tensor]:
+    """The network's outputs with the prompts and without: of two calls, or of one on both."""
+    if len(step.outputs) == 2:
+        return step.outputs[0], step.outputs[1]
+    without, within = step.outputs[0].chunk(2)
+    return within, without
+
+
+def latents_of(case: Case, step: Taken) -> Tensor:
+    """The step's latents, (N, C, h, w)."""
+    side = case.config.backbone.pack
+    return step.sample if side == 1 else unpack(step.sample, side, (8 // side, 8 // side))
+
+
+def like_network(case: Case, prediction: Tensor, output: Tensor) -> tuple[Tensor, Tensor]:
+    """A prediction, and the network's output, in one shape."""
+    side = case.config.backbone.pack
+    return (prediction, output[:, : prediction.shape[1]]) if side == 1 else (pack(prediction, side), output)
+
+
+def check_steps(case: Case) -> None:
+    """What the trainer predicts, with a prompt and without."""
+    assert len(case.steps) == STEPS
+    for step in case.steps:
+        noisy = latents_of(case, step)
+        times = torch.full((len(noisy),), step.time)
+        errors, pair = [], []
+        for dropped, output in zip((False, True), halves(case, step), strict=True):
+            given = case.loss.latents.conditioning(case.batch, torch.full((len(noisy),), dropped))
+            with torch.no_grad():
+                prediction = case.loss.backbone.predict(case.unet, noisy, times, given)
+            ours, theirs = like_network(case, prediction, output)
+            errors.append(float((ours - theirs).norm()))
+            pair.append(theirs)
+        # against what the captions change: stored as float16 they are off by some 2^-11 of themselves
+        effect = float((pair[0] - pair[1]).norm())
+        print(
+            f"{case.name} at {step.time:g}: {max(errors) / effect:.1e} of what captions change, "
+            f"{max(errors) / float(pair[0].norm()):.1e} of the prediction"
+        )
+        assert max(errors) < 5e-3 * effect
+
+
+def check_loss(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At a step of the pipeline: noise is chosen so that the sample's own latents, noised, are the pipeline's."""
+    step = case.steps[1]
+    noisy, draws = latents_of(case, step), Draws(5, 0, case.batch.slots)
+    latents = case.loss.latents.sample(case.batch, Draws(5, 0, case.batch.slots))
+    is_flow = case.config.objective.prediction == "flow_matching"
+    times = torch.full((len(noisy),), step.time if is_flow else int(step.time))
+    zero, one = torch.zeros_like(latents), torch.ones_like(latents)
+    path = noise_path(case.config.objective, CPU)
+    noise = (noisy - path.add_noise(latents, zero, times)) / path.add_noise(zero, one, times)
+    monkeypatch.setattr(case.loss, "noise", lambda shape, draws: noise)
+    with torch.no_grad():
+        nobody = torch.zeros(len(noisy), dtype=torch.bool)
+        found = case.loss.squared_error(case.unet, case.loss.noised_at(case.batch, times, nobody, draws))
+    output, _ = halves(case, step)
+    if case.config.backbone.pack > 1:
+        side = case.config.backbone.pack
+        output = unpack(output, side, (8 // side, 8 // side))
+    target = (noise - latents if is_flow else noise).double()
+    expected = ((output[:, : latents.shape[1]].double() - target) ** 2).flatten(1).mean(dim=1)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=0)

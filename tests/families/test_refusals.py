@@ -1,0 +1,152 @@
+"""Families that do not fit their latents: one paragraph, before anything is loaded or written."""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from shards.base.errors import RequestError
+from tests.families.small import Small
+from train.config import TrainConfig
+from train.prepare import prepare
+
+FLUX = "flux1"
+T5 = {"kind": "states", "towers": [["t5"]]}
+
+
+def refusal(small: Small, network: dict[str, Any], inputs: dict[str, Any], **changes: Any) -> str:
+    """What is said of a backbone whose JSON, or inputs, differ; an input of None is left out."""
+    fields = small.train_fields(small.folder / "refused", data=changes.pop("data", {}))
+    backbone = fields["backbone"] | changes
+    merged = backbone["inputs"] | inputs
+    backbone["inputs"] = {name: value for name, value in merged.items() if value is not None}
+    path = small.folder / "refused.json"
+    path.write_text(json.dumps(json.loads((small.folder / "backbone.json").read_text()) | network))
+    config = TrainConfig.model_validate(fields | {"backbone": backbone | {"config": path}})
+    with pytest.raises(RequestError) as raised:
+        prepare(config)
+    assert not config.work.exists()
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "network", "inputs", "changes", "words"),
+    [
+        (FLUX, {}, {}, {"data": {"towers": ["texts.clip"]}}, "reads the text tower t5, and the latents have clip"),
+        (
+            FLUX,
+            {},
+            {"pooled_projections": {"kind": "pooled", "towers": ["t5"]}},
+            {},
+            "pooled_projections is made of t5's pooled output, of which the latents hold none",
+        ),
+        (
+            FLUX,
+            {},
+            {"encoder_hidden_states": T5 | {"towers": [["clip"]]}},
+            {},
+            "encoder_hidden_states is made of clip's hidden states, of which the latents hold none",
+        ),
+        (
+            "sd3",
+            {},
+            {"encoder_hidden_states": T5 | {"towers": [["clip_l", "t5"]]}},
+            {},
+            "clip_l and t5 would stand side by side, of {'clip_l': (16, False), 't5': (24, False)}",
+        ),
+        (
+            FLUX,
+            {"joint_attention_dim": 16},
+            {},
+            {},
+            "of width 16; text latents have 12. Give another `backbone` or root.",
+        ),
+        (FLUX, {"pooled_projection_dim": 8}, {}, {}, "it takes pooled outputs of width 8; the text towers' have 16"),
+        (FLUX, {}, {}, {"pack": 1}, "it maps 16 to 16 channels; latents have 4"),
+        (FLUX, {"in_channels": 36}, {}, {"pack": 3}, "its patches are 3 × 3; latents of 64x64 are (8, 8)"),
+        ("sd3", {"patch_size": 3}, {}, {}, "its patches are 3 × 3; latents of 64x64 are (8, 8)"),
+        ("sd3", {"pos_embed_max_size": 2}, {}, {}, "cannot call it on latents of (8, 8): ValueError: Height"),
+        (
+            "pixart-sigma",
+            {},
+            {},
+            {"further_channels": False},
+            "it maps 4 to 8 channels; latents have 4 (backbone.",
+        ),
+        (
+            "prx",
+            {},
+            {"encoder_hidden_states": {"kind": "states", "towers": [["t5gemma"]]}},
+            {},
+            "t5gemma hides padding (masked or trim), and this network is given no mask",
+        ),
+        (
+            FLUX,
+            {},
+            {"pooled": {"kind": "pooled", "towers": ["clip"]}},
+            {},
+            "it has no argument pooled, which",
+        ),
+        (FLUX, {}, {"guidance": None}, {}, "its guidance_embeds True asks for inputs beside latents, timesteps and"),
+        (FLUX, {}, {"img_ids": None}, {}, "it asks for inputs beside latents, timesteps and text latents: img_ids"),
+        (FLUX, {"guidance_embeds": False}, {}, {}, "diffusers cannot call it on latents of (8, 8): TypeError"),
+        ("sdxl", {}, {"added_cond_kwargs.time_ids": None}, {}, "cannot call it on latents of (8, 8): ValueError"),
+        (FLUX, {"_class_name": "FluxTransformer2D"}, {}, {}, "(did you mean FluxTransformer2DModel?), which this"),
+        (FLUX, {"num_layerz": 9}, {}, {}, "has the field num_layerz (did you mean num_layers?), which diffusers'"),
+        ("pixart-sigma", {"patch_size": 0}, {}, {}, "cannot build a PixArtTransformer2DModel from"),
+        ("sdxl", {"transformer_layers_per_block": [1]}, {}, {}, "cannot build a UNet2DConditionModel from"),
+        (
+            "pixart-sigma",
+            {},
+            {"encoder_hidden_states": {"kind": "states", "towers": [["t5"]], "mask": "timestep"}},
+            {},
+            "its argument timestep is given already, and backbone.inputs names it",
+        ),
+        (
+            FLUX,
+            {},
+            {},
+            {"pipeline": {"class_name": "FluxPipeline", "towers": ["clip", "t6"]}},
+            "backbone.pipeline.towers names t6, and the latents have clip, t5",
+        ),
+        (FLUX, {}, {}, {"pipeline": {"class_name": "FluxPipelin"}}, "has no FluxPipelin (did you mean FluxPipeline?)"),
+        (
+            FLUX,
+            {},
+            {},
+            {"pipeline": {"class_name": "FluxPipeline", "towers": ["clip"]}},
+            "FluxPipeline has text_encoder, text_encoder_2, and backbone.pipeline.towers names 1 text towers",
+        ),
+        (
+            FLUX,
+            {},
+            {},
+            {"pipeline": {"scheduler": "FlowMatchEuler"}},
+            "backbone.pipeline.scheduler: FlowMatchEuler with {} cannot be made",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_said(
+    small: Callable[[str], Small],
+    name: str,
+    network: dict[str, Any],
+    inputs: dict[str, Any],
+    changes: dict[str, Any],
+    words: str,
+) -> None:
+    message = refusal(small(name), network, inputs, **changes)
+    assert words in message and "\n" not in message
+
+
+def test_one_network_is_named() -> None:
+    fields = {"run_dir": "r", "max_steps": 1, "data": {"streams": [{"root": "r", "bucket": "64x64"}]}}
+    for unet in ({}, {"unet": "a.json", "backbone": {"config": "b.json"}}):
+        with pytest.raises(ValueError, match="names the network to train; give one of them"):
+            TrainConfig.model_validate(fields | unet)
+
+
+def test_inputs_have_one_kind_of_states() -> None:
+    inputs = {"guidance": {"kind": "guidance"}}
+    with pytest.raises(ValueError, match="inputs must have one of kind `states`"):
+        TrainConfig.model_validate({"backbone": {"inputs": inputs}})

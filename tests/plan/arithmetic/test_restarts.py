@@ -1,0 +1,61 @@
+"""Checkpoint intervals and lost time, against brute force and simulation."""
+
+import math
+import random
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from plan.arithmetic import restarts
+
+
+@given(st.floats(1, 1200), st.floats(3600, 3e6), st.floats(0, 3600))
+def test_daly_interval_is_within_a_permille_of_the_best(checkpoint: float, between: float, restart: float) -> None:
+    assume(checkpoint < between / 10)
+
+    def cost(interval: float) -> float:
+        return restarts.expected_time(1, interval, checkpoint, restart, between)
+
+    daly = restarts.best_interval(checkpoint, between)
+    brute_force = min(cost(daly * 1.02**power) for power in range(-100, 101))
+    assert cost(daly) <= brute_force * 1.001
+    assert cost(daly) <= cost(restarts.young_interval(checkpoint, between)) * 1.001
+
+
+def test_daly_interval_where_checkpoints_outlast_the_machine() -> None:
+    assert restarts.best_interval(200, 100) == 100
+
+
+@pytest.mark.parametrize("checkpoint, between", [(0, 1), (1, 0), (-1, 1)])
+def test_intervals_need_positive_times(checkpoint: float, between: float) -> None:
+    with pytest.raises(ValueError, match="must be positive"):
+        restarts.best_interval(checkpoint, between)
+
+
+def test_expected_time_needs_work() -> None:
+    with pytest.raises(ValueError, match="work 0 and interval 1 must be positive"):
+        restarts.expected_time(0, 1, 1, 1, 1)
+
+
+def test_expected_time_is_what_a_simulation_finds() -> None:
+    interval, checkpoint, restart, between, segments = 50.0, 5.0, 10.0, 100.0, 40_000
+    rng = random.Random(0)
+
+    def span_without_failure(length: float) -> float:
+        """Time until a span of `length` passes uninterrupted, each failure costing a restart that may fail too."""
+        elapsed = 0.0
+        while (failure := rng.expovariate(1 / between)) < length:
+            elapsed += failure
+            while (failure := rng.expovariate(1 / between)) < restart:
+                elapsed += failure
+            elapsed += restart
+        return elapsed + length
+
+    simulated = sum(span_without_failure(interval + checkpoint) for _ in range(segments)) / segments
+    predicted = restarts.expected_time(interval, interval, checkpoint, restart, between)
+    assert simulated == pytest.approx(predicted, rel=0.02)
+
+
+def test_expected_time_can_be_for_ever() -> None:
+    assert restarts.expected_time(1, 1e6, 1, 1, 1) == math.inf

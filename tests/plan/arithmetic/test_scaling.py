@@ -1,0 +1,134 @@
+"""The time of a step on any number of GPUs: its laws, and its own inverse."""
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from plan.arithmetic import scaling
+
+counts = st.sampled_from([1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024])
+machines = st.builds(
+    scaling.Machine,
+    gpus_per_node=st.sampled_from([1, 4, 8]),
+    link=st.floats(1e10, 1e12),
+    network=st.floats(1e9, 1e12),
+    memory=st.floats(1e12, 1e13),
+    data_per_node=st.floats(1e8, 1e11),
+    data_total=st.floats(1e9, 1e12),
+)
+steps = st.builds(
+    scaling.Step,
+    global_batch_size=st.sampled_from([1024, 2048, 4096]),
+    microbatch_size=st.sampled_from([1, 4, 16, 64]),
+    num_parameters=st.integers(10**6, 10**10),
+    gradient_bytes=st.sampled_from([2, 4]),
+    sample_bytes=st.floats(1e3, 1e6),
+    bucket_bytes=st.floats(1e8, 1e12),
+    backward=st.sampled_from([((1.0, 1.0),), ((0.1, 0.6), (0.9, 0.4)), ((0.5, 0.0), (0.0, 0.5), (0.5, 0.5))]),
+)
+image_seconds = st.floats(1e-4, 1)
+
+
+@given(image_seconds, steps, counts, machines)
+def test_a_step_is_never_faster_than_its_bottleneck(
+    seconds: float, step: scaling.Step, gpus: int, machine: scaling.Machine
+) -> None:
+    time = scaling.step_time(seconds, step, gpus, machine)
+    busiest = {"compute": time.compute, "gradient traffic": time.gradients, "data rate": time.data}
+    assert busiest[time.bottleneck] == max(busiest.values())
+    assert time.total >= max(time.compute, time.data)
+    assert time.total <= time.compute + time.gradients + time.data
+
+
+@given(image_seconds, steps, counts, machines)
+def test_calibrating_undoes_predicting(seconds: float, step: scaling.Step, gpus: int, machine: scaling.Machine) -> None:
+    time = scaling.step_time(seconds, step, gpus, machine)
+    assume(time.data < time.total)  # else the rate says nothing about computing
+    rate = step.global_batch_size / gpus / time.total
+    assert scaling.calibrate(rate, step, gpus, machine) == pytest.approx(seconds, rel=1e-6)
+
+
+@given(image_seconds, steps, counts, machines)
+def test_twice_the_gpus_never_cost_less(
+    seconds: float, step: scaling.Step, gpus: int, machine: scaling.Machine
+) -> None:
+    one, two = (scaling.step_time(seconds, step, count, machine).total * count for count in (gpus, 2 * gpus))
+    # Within a node that is not full yet, two GPUs halve what each must read into it.
+    assume(gpus >= machine.gpus_per_node)
+    assume(machine.network <= machine.link)
+    assert two >= one * (1 - 1e-9)
+
+
+@given(image_seconds, st.floats(1, 10), steps, counts, machines)
+def test_slower_images_never_make_faster_steps(
+    seconds: float, factor: float, step: scaling.Step, gpus: int, machine: scaling.Machine
+) -> None:
+    times = [scaling.step_time(value, step, gpus, machine).total for value in (seconds, seconds * factor)]
+    assert times[0] <= times[1] * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(
+    "backward, traffic, num_buckets, exposed",
+    [
+        (3.0, 0.0, 4, 0.0),
+        (3.0, 2.0, 1, 2.0),  # all of it is ready when the backward pass ends, and no sooner
+        (3.0, 2.0, 4, 0.5),  # hidden but for the last bucket
+        (3.0, 3.0, 3, 1.0),  # each bucket goes as the next is made
+        (2.0, 8.0, 4, 6.5),  # the network is busy from the first bucket on
+    ],
+)
+def test_what_overlap_leaves_of_the_traffic(backward: float, traffic: float, num_buckets: int, exposed: float) -> None:
+    step = scaling.Step(64, 8, 100, 4, 1.0, bucket_bytes=400 / num_buckets)
+    assert scaling.exposed_seconds(backward, traffic, step) == pytest.approx(exposed)
+
+
+def test_weights_that_the_backward_pass_comes_to_late_travel_unhidden() -> None:
+    early, late = (
+        scaling.Step(64, 8, 100, 4, 1.0, bucket_bytes=40, backward=blocks)
+        for blocks in (((1.0, 0.1), (0.0, 0.9)), ((0.0, 0.9), (1.0, 0.1)))
+    )
+    assert scaling.exposed_seconds(1.0, 0.5, early) == 0
+    assert scaling.exposed_seconds(1.0, 0.5, late) == pytest.approx(0.41)
+    assert [scaling.passed_at(late.backward, share) for share in (0.0, 0.5, 1.0)] == pytest.approx([0.9, 0.95, 1.0])
+
+
+def test_splitting_weights_within_a_node_pays_where_the_optimizer_is_a_large_part() -> None:
+    """AdamW's traffic falls to an eighth; gathers hide behind the arithmetic, while there is any."""
+    machine = scaling.Machine(8, link=2e11, network=1e11, memory=1e12, data_per_node=1e12, data_total=1e14)
+    step = scaling.Step(2048, 64, 10**9, 4, 1.0)
+    for gpus, seconds in ((128, 0.01), (2048, 0.0001)):
+        whole, split = (scaling.step_time(seconds, step, gpus, machine, is_split=on) for on in (False, True))
+        saved = 7 / 8 * 28e9 / 1e12
+        beyond = max(0.0, 7 / 8 * 8e9 / 2e11 - 2048 / gpus * seconds)
+        assert whole.total - split.total == pytest.approx(saved - beyond)
+    one_node = scaling.step_time(0.01, step, 8, machine, is_split=True)
+    assert one_node.gradients == one_node.exposed == 0
+
+
+def test_encoding_online_hides_no_gradients() -> None:
+    machine = scaling.Machine(8, link=1e9, network=1e9, memory=1e12, data_per_node=1e12, data_total=1e12)
+    step = scaling.Step(64, 8, 10**6, 4, 1e5)
+    plain, online = (scaling.step_time(0.01, step, 8, machine, encode_seconds=seconds) for seconds in (0, 0.02))
+    assert online.compute - plain.compute == pytest.approx(8 * 0.02)
+    assert online.exposed == plain.exposed
+
+
+def test_calibrating_refuses_what_the_bandwidths_forbid() -> None:
+    machine = scaling.Machine(8, link=1e9, network=1e9, memory=1e12, data_per_node=1e12, data_total=1e12)
+    step = scaling.Step(512, 64, 10**9, 4, 1e5)
+    with pytest.raises(ValueError, match=r"512 images on 8 GPUs was measured at 0.064 s, and by the stated bandwidths"):
+        scaling.calibrate(1000, step, 8, machine)
+
+
+@pytest.mark.parametrize(
+    "gpus, seconds",
+    [
+        (1, 0),
+        (2, 1),  # each GPU sends half of the sum, twice: (n - 1) / n × 2
+        (8, 1.75),
+        (16, 18.75),  # 2 × 15 / 16 over the ten times slower network
+    ],
+)
+def test_all_reduce(gpus: int, seconds: float) -> None:
+    machine = scaling.Machine(8, link=1e9, network=1e8, memory=1, data_per_node=1, data_total=1)
+    assert scaling.all_reduce_seconds(1e9, gpus, machine) == pytest.approx(seconds)

@@ -1,0 +1,18 @@
+"""What a plan says in words."""
+
+from dataclasses import replace
+
+from plan.facts import ASSUMED
+from plan.output.text import render, scaling_verdict
+from tests.plan.conftest import MakeReport
+
+
+def test_scaling_stops_paying(report: MakeReport) -> None:
+    assert scaling_verdict(report()).startswith("Scaling stops paying at 512 GPUs: on 1024, training is 1.34x faster")
+    few = report("--gpu_counts", "[8, 16]")
+    assert scaling_verdict(few) == "Scaling pays up to 16 GPUs: each doubling makes training at least 1.5x faster."
+
+
+def test_a_text_without_notes_ends_with_its_numbers(report: MakeReport) -> None:
+    assert "Notes" not in render(replace(report(), notes=[]))
+    assert ASSUMED.upper() in render(report())

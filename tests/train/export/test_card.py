@@ -1,0 +1,50 @@
+"""What an export's model card says."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from diffusers import DPMSolverMultistepScheduler
+
+from bench.kit.roots import encoding_record
+
+
+def test_the_card_of_an_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it says, from a checkpoint's state; that its code runs is in tests/test_end_to_end.py."""
+    from train.config import TrainConfig
+    from train.export.card import model_card
+
+    encoding = encoding_record(16, 16)
+    fields: Any = {
+        "run_dir": tmp_path / "phase9",
+        "max_steps": 7,
+        "unet": "configs/unet/small.json",
+        "data": {
+            "streams": [{"root": "r", "bucket": "64x96"}],
+            "filter": {"aesthetic": {"min": 4.5}, "width": {"min": 64, "max": 99}},
+        },
+        "objective": {"prediction": "flow_matching", "timestep_sampling": "logit_normal", "logit_std": 0.8},
+        "ema": {"kind": "power", "start_step": 3},
+    }
+    stream = {"bucket": "64x96", "weight": 1.0, "samples": 1234, "index_sha256": 64 * "b", "encoding_id": "cafe"}
+    unet = {"block_out_channels": [1, 2], "cross_attention_dim": 16}
+    checkpoint = {
+        "state": {"step": 7},
+        "fingerprint": {"streams": [stream], "global_batch_size": 2048, "unet": unet},
+        "files": {"ema/diffusion_pytorch_model.safetensors": 64 * "c"},
+    }
+    config = TrainConfig.model_validate(fields)
+    described = (encoding, [encoding.texts["text"]], "ema", DPMSolverMultistepScheduler())
+    card = model_card(tmp_path / "phase9", tmp_path, config, checkpoint, *described)
+    for words in (
+        "# phase9",
+        "| steps | 7 of 2048 samples |",
+        "flow matching, logit_normal times of mean 0 and deviation 0.8",
+        "their moving average (power function of width 0.1, from step 3 on)",
+        "1,234 samples at 64x96 px with width ≥ 64 and width ≤ 99 and aesthetic ≥ 4.5 (missing: drop), 1 passes an "
+        "epoch; encoding `cafe`",
+        "height=96, width=64",
+        "`" + 64 * "c" + "`",
+        "**License:** to be filled in",
+    ):
+        assert words in card

@@ -1,0 +1,138 @@
+"""Averages of any width from snapshots of two: true averages of all that a run was, and exports of them."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from diffusers import UNet2DConditionModel
+from safetensors.torch import load_file, save_file
+
+from shards.base.durable import DamagedFile, read_sealed_json
+from shards.base.errors import RequestError, WorkError
+from tests.runs import curve, train_fields, write_config
+from train.__main__ import run as command
+from train.export.pipeline import ExportConfig, write_pipeline
+from train.export.posthoc import RECORD, RebuildConfig, combine, write_average
+from train.model.ema import EmaConfig
+from train.run.metrics import read_json_lines
+from train.run.saving.checkpoint import WEIGHTS_NAME, list_checkpoints, newest_checkpoint, step_folder
+
+
+@pytest.fixture(scope="module")
+def runs(latents: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """The same run in one go and in two, with a snapshot that the first part of the second had left behind."""
+    folder = tmp_path_factory.mktemp("posthoc")
+    validation = {"root": str(latents), "bucket": "64x64", "samples": 8, "batch_size": 8, "every": 4}
+    changes = {"ema": {"snapshot_every": 4}, "checkpoint": {"every": 6}, "optimizer": {"lr": 1e-2}}
+    for name, parts in (("whole", [12]), ("parts", [8, 12])):
+        for max_steps in parts:
+            averaged = validation | {"weights": "ema" if name == "whole" else "raw"}
+            fields = train_fields(latents, folder / name, max_steps=max_steps, validation=averaged, **changes)
+            command(["--config", str(write_config(folder, fields))])
+            if max_steps == 8:  # as if killed after step 8: only the checkpoint of step 6 was written, and a torn one
+                for path in (step_folder(folder / name, 8), step_folder(folder / name / "posthoc", 8)):
+                    path.rename(path.with_name("step-00000009"))
+                (step_folder(folder / name, 9) / "optimizer.safetensors").unlink()
+    return folder / "whole", folder / "parts"
+
+
+def test_killed_and_resumed_averages_and_snapshots_are_bit_equal(runs: tuple[Path, Path]) -> None:
+    whole, parts = (newest_checkpoint(run) for run in runs)
+    assert whole is not None and parts is not None and whole.content["files"] == parts.content["files"]
+    assert {f"ema-0.050/{WEIGHTS_NAME}", f"ema-0.100/{WEIGHTS_NAME}"} <= set(whole.content["files"])
+    for run in runs:
+        assert [folder.name[-2:] for folder in list_checkpoints(run / "posthoc")] == ["04", "08", "12"]
+    for step in (4, 8, 12):
+        files = [read_sealed_json(step_folder(run / "posthoc", step) / "state.json")["files"] for run in runs]
+        assert files[0] == files[1] and len(files[0]) == 4
+    half, full = (load_file(step_folder(runs[0] / place, 12) / "ema-0.050" / WEIGHTS_NAME) for place in ("posthoc", ""))
+    assert all(half[name].equal(value.half()) for name, value in full.items()) and len(half) > 50
+
+
+def test_the_command_rebuilds_and_export_takes_it(runs: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    run = runs[0]
+    command(["ema", str(run), "--std", "0.07"])
+    folder = Path(capsys.readouterr().out.strip())
+    assert folder == run / "posthoc" / "std-0.070-step-00000012"
+    made_of = read_sealed_json(folder / RECORD)["made_of"]
+    assert [(part["step"], part["std"]) for part in made_of] == [(s, w) for s in (4, 8, 12) for w in (0.05, 0.1)]
+    weights = UNet2DConditionModel.from_pretrained(folder).state_dict()
+    averages = [
+        load_file(step_folder(run / "posthoc", part["step"]) / f"ema-{part['std']:.3f}" / WEIGHTS_NAME)
+        for part in made_of
+    ]
+    for name, value in weights.items():
+        expected = torch.zeros_like(value, dtype=torch.float64)
+        for part, average in zip(made_of, averages, strict=True):
+            expected += part["coefficient"] * average[name].double()
+        torch.testing.assert_close(value.double(), expected, rtol=1e-6, atol=1e-7)
+    exported = write_pipeline(run, ExportConfig(weights=str(folder)))
+    assert load_file(exported / "unet" / WEIGHTS_NAME).keys() == weights.keys()
+    assert all(value.equal(weights[name]) for name, value in load_file(exported / "unet" / WEIGHTS_NAME).items())
+    # the widths that were kept are themselves, to float16
+    kept = write_average(run, RebuildConfig(std=0.1, step=8))
+    snapshot = load_file(step_folder(run / "posthoc", 8) / "ema-0.100" / WEIGHTS_NAME)
+    for name, value in load_file(kept / WEIGHTS_NAME).items():
+        torch.testing.assert_close(value, snapshot[name].float(), rtol=1e-6, atol=1e-8)
+
+
+def test_validation_of_the_average_and_the_run_as_if_there_was_none(runs: tuple[Path, Path]) -> None:
+    """Raw weights in one run and averages in the other: other values, and the same training, bit by bit."""
+    assert curve(runs[0]) == curve(runs[1])
+    averaged, raw = (
+        {row["step"]: row["val_loss"] for row in read_json_lines(run / "metrics.jsonl") if "val_loss" in row}
+        for run in runs
+    )
+    assert averaged.keys() == raw.keys() == {4, 8, 12}
+    assert averaged[12] != raw[12]
+
+
+def test_buffers_are_taken_as_they_are(tmp_path: Path) -> None:
+    table = torch.randn(5)
+    for number in (1.0, 2.0):
+        (tmp_path / str(number)).mkdir()
+        tensors = {
+            "a": torch.full((3,), number).half(),
+            "table": table,
+            "count": torch.tensor(7),
+            "still": table.half(),
+        }
+        save_file(tensors, tmp_path / str(number) / WEIGHTS_NAME)
+    found = combine([tmp_path / "1.0", tmp_path / "2.0"], np.array([-1.3, 2.3]))
+    torch.testing.assert_close(found["a"], torch.full((3,), 3.3))
+    assert found["table"].equal(table) and found["count"].equal(torch.tensor(7))
+    assert found["still"].equal(table.half().float())
+
+
+def test_bad_requests(runs: tuple[Path, Path], latents: Path, tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match=r"no snapshot of step 9; the nearest are 4, 8, 12"):
+        write_average(runs[0], RebuildConfig(std=0.07, step=9))
+    with pytest.raises(RequestError, match=r"holds no snapshots. Train with ema.snapshot_every"):
+        write_average(tmp_path, RebuildConfig(std=0.07))
+    with pytest.raises(RequestError, match="name the run first"):
+        command(["ema", "--std", "0.07"])
+    with pytest.raises(RequestError, match="train ema reads a run folder of this machine, not s3://bucket/run"):
+        command(["ema", "s3://bucket/run", "--std", "0.1"])
+    with pytest.raises(RequestError, match="holds something else than an average"):
+        write_average(runs[0], RebuildConfig(std=0.07, output=runs[0]))
+    with pytest.raises(RequestError, match="is neither auto, raw, ema nor a folder with"):
+        write_pipeline(runs[0], ExportConfig(weights="posthoc"))
+    with pytest.raises(ValueError, match="names a width twice"):
+        EmaConfig(std=[0.05, 0.0501])
+    fields = train_fields(latents, tmp_path, ema={"start_step": None}, validation={"weights": "ema"})
+    with pytest.raises(RequestError, match=r"validation\.weights ema has no average to read"):
+        command(["check", "--config", str(write_config(tmp_path, fields))])
+
+
+def test_damage_and_overflow_are_found(runs: tuple[Path, Path]) -> None:
+    path = step_folder(runs[1] / "posthoc", 4) / "ema-0.100" / WEIGHTS_NAME
+    sound = path.read_bytes()
+    data = bytearray(sound)
+    data[-2:] = b"\x00\x7c"  # float16's infinity
+    path.write_bytes(bytes(data))
+    with pytest.raises(DamagedFile, match="does not have the SHA-256"):
+        write_average(runs[1], RebuildConfig(std=0.07))
+    with pytest.raises(WorkError, match=r"not finite: they are beyond float16.*snapshot_dtype float32"):
+        combine([path.parent], np.ones(1))
+    path.write_bytes(sound)

@@ -1,0 +1,277 @@
+"""Checkpoints written in the background: apart from the run, one at a time, and no failure goes unheard."""
+
+import resource
+import shutil
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers import UNet2DConditionModel
+
+from shards.base.errors import RequestError, WorkError
+from tests import ranks
+from tests.runs import UNET, curve, train_fields, write_config
+from train.model.ema import EmaConfig, make_averages
+from train.model.unet import build_unet, read_unet_config
+from train.run.launches import Launch, Pace, take
+from train.run.saving import writer as checkpoint
+from train.run.saving.checkpoint import (
+    list_checkpoints,
+    load_weights,
+    newest_checkpoint,
+    restore,
+    step_folder,
+    verify_checkpoint,
+)
+from train.run.saving.keep import superfluous
+from train.run.saving.snapshot import Snapshot, take_snapshot
+from train.run.saving.writer import CheckpointConfig, CheckpointWriter, too_slow_to_leave
+from train.run.state import TrainState
+
+
+@pytest.fixture
+def unet() -> UNet2DConditionModel:
+    return build_unet(UNET, seed=0)
+
+
+def writer(folder: Path, unet: UNet2DConditionModel, **fields: Any) -> CheckpointWriter:
+    return CheckpointWriter(
+        folder, take(folder, 0.1), unet.to_json_string(), {"seed": 0}, CheckpointConfig(asynchronous=True, **fields)
+    )
+
+
+def snapshot(unet: UNet2DConditionModel, step: int) -> Snapshot:
+    return take_snapshot(TrainState(step=step), unet, torch.optim.AdamW(unet.parameters()), make_averages(EmaConfig()))
+
+
+def test_the_run_may_go_on_while_it_is_written(
+    unet: UNet2DConditionModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Held up before its first file: nothing is there; then what is written is what was, not what has become of it."""
+    go_on = threading.Event()
+    write = checkpoint.write_tensors
+    monkeypatch.setattr(checkpoint, "write_tensors", lambda *a: (go_on.wait(60), write(*a))[1])
+    writing = writer(tmp_path, unet)
+    before = {name: value.clone() for name, value in unet.state_dict().items()}
+    writing.write(snapshot(unet, 1))
+    with torch.no_grad():
+        for parameter in unet.parameters():
+            parameter.add_(1.0)
+    writing.check()
+    assert not list_checkpoints(tmp_path)
+    go_on.set()
+    writing.finish()
+    (folder,) = list_checkpoints(tmp_path)
+    verify_checkpoint(folder)
+    saved = UNet2DConditionModel.from_pretrained(folder / "unet").state_dict()
+    assert all(torch.equal(saved[name], value) for name, value in before.items())
+
+
+def test_at_most_one_is_being_written(
+    unet: UNet2DConditionModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    active, most = [], []
+    write = checkpoint.write_tensors
+
+    def counted(*arguments: Any) -> str:
+        active.append(1)
+        most.append(len(active))
+        sha256 = write(*arguments)
+        active.pop()
+        return sha256
+
+    monkeypatch.setattr(checkpoint, "write_tensors", counted)
+    writing = writer(tmp_path, unet, keep=2)
+    for step in range(1, 6):
+        writing.write(snapshot(unet, step))
+    writing.finish()
+    assert max(most) == 1
+    assert [folder.name for folder in list_checkpoints(tmp_path)] == ["step-00000004", "step-00000005"]
+
+
+def test_the_newest_stay_and_every_so_many_for_good(unet: UNet2DConditionModel, tmp_path: Path) -> None:
+    writing = writer(tmp_path, unet, keep=2, keep_every=3)
+    kept = []
+    for step in range(1, 9):
+        writing.write(snapshot(unet, step))
+        writing.finish()
+        kept.append([int(folder.name.removeprefix("step-")) for folder in list_checkpoints(tmp_path)])
+    assert kept == [[1], [1, 2], [2, 3], [3, 4], [3, 4, 5], [3, 5, 6], [3, 6, 7], [3, 6, 7, 8]]
+
+
+def test_a_file_that_cannot_grow_is_heard_of_at_the_next_step_and_leaves_the_one_before(
+    unet: UNet2DConditionModel, tmp_path: Path
+) -> None:
+    writing = writer(tmp_path, unet)
+    writing.write(snapshot(unet, 1))
+    writing.finish()
+
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))
+    try:
+        writing.write(snapshot(unet, 2))
+        with pytest.raises(
+            WorkError, match=r"could not be written: .*File too large.*safetensors.*The ones before it are whole"
+        ):
+            while True:
+                writing.check()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert [folder.name for folder in list_checkpoints(tmp_path)] == ["step-00000001"]
+    assert not list(tmp_path.glob("checkpoints/.step-*"))
+
+
+def test_in_the_background_or_not_the_run_is_the_same_and_says_its_phase(latents: Path, tmp_path: Path) -> None:
+    """Curve, samples, and every byte of the last checkpoint but its state; then the next phase says where it begins."""
+    for name, asynchronous in (("at_once", False), ("behind", True)):
+        kept = {"every": 2, "keep": 9, "asynchronous": asynchronous, "tag": "phase1"}
+        fields = train_fields(latents, tmp_path / name, checkpoint=kept)
+        ranks.run(tmp_path / "log", ["--config", str(write_config(tmp_path, fields))])
+    assert curve(tmp_path / "at_once") == curve(tmp_path / "behind")
+    files = [
+        [verify_checkpoint(f).content["files"] for f in list_checkpoints(tmp_path / n)] for n in ("at_once", "behind")
+    ]
+    assert len(files[0]) == 3 and files[0] == files[1]
+    newest = newest_checkpoint(tmp_path / "behind")
+    assert newest is not None and newest.tag == "phase1"
+
+    fields = train_fields(latents, tmp_path / "next", max_steps=1, init_from=str(tmp_path / "behind"))
+    said = ranks.run(tmp_path / "next.log", ["--config", str(write_config(tmp_path, fields))])
+    assert (
+        f"starting {tmp_path}/next from phase1 after step 6 ({tmp_path}/behind/checkpoints/step-00000006/ema)" in said
+    )
+    fields |= {"max_steps": 2}
+    said = ranks.run(tmp_path / "more.log", ["--config", str(write_config(tmp_path, fields))])
+    assert f"resuming {tmp_path}/next after step 1 (next, step-00000001)" in said
+
+
+def test_a_loss_scaler_that_finds_its_scale_is_no_skipped_step(latents: Path, tmp_path: Path) -> None:
+    """float16 on the CPU: an overflow halves the scale and changes nothing else; it counts only at a scale of 1."""
+    fields = train_fields(latents, tmp_path / "run", max_steps=4, checkpoint={"every": 1, "keep": 9})
+    arguments = ["--config", str(write_config(tmp_path, fields))]
+    codes = ranks.wait(
+        ranks.start(tmp_path / "log", arguments, program="tests.train.run.saving.test_checkpoint:with_a_scaler")
+    )
+    assert codes == [0], (tmp_path / "log").read_text()
+    contents = [verify_checkpoint(folder).content for folder in list_checkpoints(tmp_path / "run")]
+    assert [content["state"]["scaler"]["scale"] for content in contents] == [4.0, 4.0, 2.0, 1.0]
+    assert [content["state"]["skipped"] for content in contents] == [0, 0, 0, 1]
+    optimizers = [content["files"]["optimizer.safetensors"] for content in contents]
+    assert optimizers[0] != optimizers[1] == optimizers[2] == optimizers[3]
+
+
+def with_a_scaler(arguments: list[str]) -> None:
+    """The trainer with a loss scaler, which accelerate has on GPUs only; losses overflow from the third step on."""
+    from accelerate import Accelerator
+
+    from shards.base.config import load_asked
+    from train.assemble import assemble
+    from train.config import TrainConfig
+    from train.data.batch import Batch
+    from train.data.draws import Draws
+    from train.loop import train
+    from train.objective.loss import DiffusionLoss, Noised
+    from train.prepare import prepare, take_run
+
+    noised = DiffusionLoss.noised
+
+    def overflowing(self: DiffusionLoss, batch: Batch, draws: Draws) -> Noised:
+        found = noised(self, batch, draws)
+        return replace(found, target=found.target * (float("inf") if draws.step >= 2 else 1.0))
+
+    DiffusionLoss.noised = overflowing  # type: ignore[method-assign]
+    config = load_asked(TrainConfig, arguments, "train", None)
+    accelerator = Accelerator(cpu=True)
+    accelerator.native_amp = True
+    accelerator.state._mixed_precision = "fp16"
+    accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    prepared = prepare(config, accelerator)
+    train(assemble(config, prepared, accelerator, Launch(take_run(config, prepared))))
+
+
+def test_what_else_lies_among_checkpoints_is_left_alone(unet: UNet2DConditionModel, tmp_path: Path) -> None:
+    writing = writer(tmp_path, unet, keep=1)
+    writing.write(snapshot(unet, 1))
+    writing.finish()
+    shutil.copytree(step_folder(tmp_path, 1), tmp_path / "checkpoints" / "step-00000001.bak")
+    (tmp_path / "checkpoints" / "step-00000009.tar").write_bytes(b"")
+    writing.write(snapshot(unet, 2))
+    writing.finish()
+    assert [folder.name for folder in list_checkpoints(tmp_path)] == ["step-00000002"]
+    assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {
+        "step-00000001.bak", "step-00000002", "step-00000009.tar",
+    }  # fmt: skip
+    found = newest_checkpoint(tmp_path)
+    assert found is not None and found.folder.name == "step-00000002"
+
+
+@pytest.mark.parametrize("field", [{"attention_head_dim": 2}, {"act_fn": "gelu"}])
+def test_weights_of_another_architecture_of_equal_shapes_are_refused(
+    unet: UNet2DConditionModel, tmp_path: Path, field: dict[str, Any]
+) -> None:
+    writing = writer(tmp_path, unet)
+    writing.write(snapshot(unet, 1))
+    writing.finish()
+    other = UNet2DConditionModel.from_config({**read_unet_config(UNET), **field})
+    assert all(a.shape == b.shape for a, b in zip(unet.parameters(), other.parameters(), strict=True))
+    (name,) = field
+    with pytest.raises(RequestError, match=f"is another architecture than `unet`: {name}"):
+        load_weights(other, step_folder(tmp_path, 1) / "unet")
+
+
+def test_an_average_begun_too_early_is_not_gone_on_with(unet: UNet2DConditionModel, tmp_path: Path) -> None:
+    """On resuming with a later `start_step`: it would be kept as it is, and exported."""
+    optimizer = torch.optim.AdamW(unet.parameters())
+    writing = writer(tmp_path, unet)
+    begun = make_averages(EmaConfig(start_step=6))
+    begun["ema"].begin(unet.named_parameters())
+    writing.write(take_snapshot(TrainState(step=6), unet, optimizer, begun))
+    writing.finish()
+    found = newest_checkpoint(tmp_path)
+    assert found is not None and (found.folder / "ema").is_dir()
+    for start_step, goes_on in ((2, True), (6, True), (7, False), (None, False)):
+        averages = make_averages(EmaConfig(start_step=start_step))
+        restore(found, unet, optimizer, averages)
+        assert (averages["ema"].average is not None) == goes_on
+
+
+def test_a_save_that_does_not_fit_before_the_kill_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = CheckpointConfig(grace=60)
+    assert too_slow_to_leave(None, config) is None
+    assert too_slow_to_leave(Pace(29.0, 1.0), config) is None
+    warning = too_slow_to_leave(Pace(29.1, 1.0), config)
+    assert warning is not None and "to leave may take 60 s, as a step takes 1.0 s" in warning
+    assert "but 60 s pass before the kill" in warning
+    assert too_slow_to_leave(Pace(26.0, 7.0), config) is None and too_slow_to_leave(Pace(27.0, 7.0), config)
+    monkeypatch.setenv("PET_SHUTDOWN_TIMEOUT", "20")
+    assert too_slow_to_leave(Pace(10.0, 0.0), config) is not None
+
+
+def test_a_launch_knows_what_saving_took_the_one_before(latents: Path, tmp_path: Path) -> None:
+    """Measured in the first; the second says at its start that its scheduler gives too little time."""
+    fields = train_fields(latents, tmp_path / "run", max_steps=2)
+    assert "warning" not in ranks.run(tmp_path / "log", ["--config", str(write_config(tmp_path, fields))])
+    fields |= {"max_steps": 4, "checkpoint": {"every": 2, "grace": 1.0}}
+    said = ranks.run(tmp_path / "log-2", ["--config", str(write_config(tmp_path, fields))])
+    assert said.count("but 1 s pass before the kill") == 1
+
+
+def test_the_young_stay_too() -> None:
+    ages = {10: 9000.0, 20: 7201.0, 30: 7199.0, 40: 3600.0, 50: 0.0}
+    assert superfluous(ages, CheckpointConfig(keep=1), []) == [10, 20, 30, 40]
+    assert superfluous(ages, CheckpointConfig(keep=1, keep_hours=2), []) == [10, 20]
+    assert superfluous(ages, CheckpointConfig(keep=2, keep_every=20), [12]) == [30]
+    assert superfluous({}, CheckpointConfig(), []) == []
+
+
+def test_a_machine_without_room_for_a_copy_writes_at_once(
+    unet: UNet2DConditionModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(checkpoint, "free_memory", lambda: 100)
+    writing = writer(tmp_path, unet)
+    writing.write(snapshot(unet, 1))
+    assert writing.pending is None and [folder.name for folder in list_checkpoints(tmp_path)] == ["step-00000001"]
+    assert "training waits while this checkpoint is written" in capsys.readouterr().out
