@@ -64,7 +64,7 @@ def scrape() -> dict[str, float]:
             with urllib.request.urlopen(f"http://127.0.0.1:{node['MetricsExportPort']}/metrics", timeout=10) as page:
                 text = page.read().decode()
             for name, labels, value in re.findall(r"^ray_(latentmill_\w+)\{(.*?)\} (\S+)$", text, re.MULTILINE):
-                told = ",".join(re.findall(r'(?:reason|outcome|cause|stage)="\w+"', labels))
+                told = ",".join(re.findall(r'(?:reason|outcome|cause|stage)="[\w.]+"', labels))
                 sums[f"{name}{{{told}}}"] = sums.get(f"{name}{{{told}}}", 0) + float(value)
     return sums
 
