@@ -107,7 +107,9 @@ def test_a_job_outlives_a_killed_process_and_a_killed_launcher_leaves_none_behin
     assert len(orphans) == 2
     process.kill()
     process.wait()
+    killed = time.monotonic()
     _, left = psutil.wait_procs(orphans, timeout=5)
+    print(f"launcher killed: {len(orphans) - len(left)} of 2 ranks gone after {time.monotonic() - killed:.1f} s")
     alive = [each.pid for each in left if each.status() != psutil.STATUS_ZOMBIE]
     for each in left:
         each.kill()
@@ -269,7 +271,7 @@ def test_steps_of_7_seconds_and_60_of_grace_end_in_a_checkpoint_or_were_warned_o
     simulated: Callable[..., SimulatedRun], asynchronous: bool
 ) -> None:
     """Told at any second of three steps, whatever a checkpoint takes; what fits is not warned of."""
-    warned = set()
+    warned, runs, late, longest = set(), 0, 0, 0.0
     for save in (1, 13, 25, 26, 27, 28, 40):
         for told in range(100, 200, 7):
             run = simulated(float(save), asynchronous, float(told))
@@ -277,7 +279,10 @@ def test_steps_of_7_seconds_and_60_of_grace_end_in_a_checkpoint_or_were_warned_o
             assert last == max(run.written.values()) == run.clock
             said = any("60 s pass before the kill" in line for line in run.said)
             assert last <= told + 60 or said
+            runs, late = runs + 1, late + said
+            longest = longest if said else max(longest, last - told)
             warned |= {save} if said else set()
+    print(f"{runs} runs: {late} warned beforehand; the others saved, the last {longest:.0f} s after the signal")
     assert warned == {27, 28, 40}  # a step, and two saves, as one may be under way
 
 
