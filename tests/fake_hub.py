@@ -26,8 +26,11 @@ FAULTS = {
 
 
 @contextmanager
-def fake_hub(folder: Path, faulty: bool = True) -> Iterator[str]:
-    """Serve the files below `folder` as every repository's, at commit COMMIT and on branch main; the hub's address."""
+def fake_hub(folder: Path, faulty: bool = True, fetched: list[str] | None = None) -> Iterator[str]:
+    """Serve the files below `folder` as every repository's, at commit COMMIT and on branch main; the hub's address.
+
+    `fetched` gets the name of each file whose bytes were asked for.
+    """
     faults = FAULTS if faulty else {}
 
     class Hub(BaseHTTPRequestHandler):
@@ -55,6 +58,8 @@ def fake_hub(folder: Path, faulty: bool = True) -> Iterator[str]:
                 )
             if name not in files:
                 return self.answer(404, {"X-Error-Code": "EntryNotFound"})
+            if fetched is not None and self.command == "GET":
+                fetched.append(name)
             data, begin = files[name].read_bytes(), 0
             if wanted := self.headers.get("Range"):
                 begin = int(wanted.removeprefix("bytes=").split("-")[0])

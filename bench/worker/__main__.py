@@ -3,17 +3,16 @@
 `python -m bench.worker`. The worker is `encode_tar` itself, on tars of JPEGs, into 256 and 512 px buckets with Stable
 Diffusion 2's shapes. Its encoders are stand-ins: one costs nothing, the other works like a GPU, in its own time beside
 the worker's threads, and takes a fixed time per picture. `--only beside` runs the comparison with the plain script
-alone. No GPU is needed, and no weights.
+alone, and `--only cpus` what a picture takes of the processor. No GPU is needed, and no weights.
 """
 
 import argparse
-import multiprocessing
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import count, cycle
 from pathlib import Path
 from typing import Any
@@ -24,24 +23,28 @@ from streaming import MDSWriter
 
 from bench.kit.common import section, status_mb, table, timed_in_turn
 from bench.pixels import make_corpus
-from bench.worker import beside
+from bench.worker import beside, cpus
+from bench.worker.alone import (
+    BUCKETS,
+    Options,
+    bare_pixels,
+    encode,
+    free_image_encoder,
+    fresh_config,
+    in_new_process,
+    pictures_of,
+    worker_config,
+)
 from bench.worker.inputs import jpegs, make_tars
-from bench.worker.standins import FreeImageEncoder, SleepingImageEncoder, free_encoders, sd2_record
-from precompute.config import PrecomputeConfig, make_recipe
-from precompute.encode.tar import encode_tar
-from precompute.encode.towers import Towers
+from bench.worker.standins import SleepingImageEncoder, sd2_record
 from precompute.encode.worker import warm_up
-from precompute.input.tars import InputTar, Tar, list_tars
-from precompute.pixels.decode import decode
+from precompute.input.tars import list_tars
 from shards.format import image, text
 from shards.format.buckets import Bucket
 from shards.format.mds_writer import PartMDSWriter
 from shards.format.text import TextLatents
 from shards.format.towers import ONLY_TEXT
-from shards.open import open_store
-from shards.root.shared import create_root
 
-BUCKETS = ("256x256", "512x512")
 DISTINCT_PICTURES = 100
 MIXED, SMALL = (300, 1600), (400, 600)
 """Longer sides in pixels: the corpus of the pixel path's benchmark, and one where decoding costs least beside what is
@@ -49,64 +52,6 @@ stored."""
 IMAGES = 2000
 BESIDE = {"demo": 1500, "photographs": 288}
 """Pictures that the plain script gets, too, where encoders cost nothing: all of it takes some five minutes."""
-
-
-def worker_config(tars: Path, output: Path, threads: int) -> PrecomputeConfig:
-    """The defaults of configs/precompute.yaml with `threads` decoders and no models."""
-    return PrecomputeConfig.model_validate(
-        {
-            **{"input": str(tars), "output": output, "buckets": list(BUCKETS)},
-            **dict.fromkeys(("vae", "text_encoder", "tokenizer"), "stand-in"),
-            "workers": {"num_gpus": 0, "num_cpus": threads, "decode_threads": threads},
-        }
-    )
-
-
-def free_image_encoder() -> FreeImageEncoder:
-    """Of Stable Diffusion 2's sizes."""
-    return free_encoders(sd2_record())[0]
-
-
-def encode(shards: Iterable[InputTar], config: PrecomputeConfig, image_encoder: FreeImageEncoder) -> None:
-    """What a worker does, one tar after the other, into a root of its own."""
-    store, recipe = open_store(config.output), make_recipe(config, sd2_record())
-    create_root(store, recipe.encoding)
-    _, texts = free_encoders(recipe.encoding)
-    towers = Towers(image_encoder, texts, {}, config.workers.batch_size)  # type: ignore[arg-type]
-    for shard in shards:
-        encode_tar(shard, recipe, store, towers)
-
-
-def bare_pixels(members: list[bytes], config: PrecomputeConfig) -> int:
-    """Decode the same pictures with as many threads, and do nothing else; returns how many came out."""
-    with ThreadPoolExecutor(config.workers.decode_threads) as pool:
-        pictures = pool.map(lambda data: decode(data, config.to_fill.all, config.pixels, config.limits), members)
-        return sum(len(picture.pixels) for picture in pictures)
-
-
-@dataclass(frozen=True)
-class Options:
-    """What the command line says."""
-
-    folder: Path
-    images: int
-    shards: int
-    threads: int
-    rounds: int
-    seconds_per_picture: float
-
-
-def in_new_process(function: Callable[[Options, int], list[float]], options: Options, number: int = 0) -> list[float]:
-    """The function's result from a process of its own, so that memory and torch's threads are its own."""
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        return pool.apply(function, (options, number))
-
-
-def fresh_config(options: Options, name: str) -> PrecomputeConfig:
-    """A config with an empty latents root of that name."""
-    root = options.folder / name
-    shutil.rmtree(root, ignore_errors=True)
-    return worker_config(options.folder / "tars", root, options.threads)
 
 
 def sleeping_encoder(options: Options) -> SleepingImageEncoder:
@@ -120,8 +65,7 @@ def overhead(options: Options, number: int) -> list[float]:
     shard = list_tars(str(options.folder / "tars"))[0]
     config = worker_config(options.folder / "tars", options.folder / "free", options.threads)
     roots = iter([fresh_config(options, f"free{number}") for number in range(options.rounds + 1)])  # removed at the end
-    path = options.folder / "tars" / f"{shard.name}.tar"
-    members = [sample.image for sample in Tar(path, config.limits.max_bytes).samples() if sample.image]
+    members = pictures_of(shard, options)
     cpu: dict[str, list[float]] = {"bare": [], "worker": []}
 
     def bare() -> None:
@@ -284,10 +228,17 @@ def beside_report(options: Options) -> str:
     )
 
 
+def cpus_report(options: Options) -> str:
+    """A picture's processor time by both storages; Markdown."""
+    mixed = replace(options, folder=options.folder / "cpus")
+    make_tars(mixed.folder / "tars", jpegs(make_corpus(DISTINCT_PICTURES, 0, *MIXED), options.images), options.images)
+    return section("CPUs for a worker", "bench.worker", cpus.report(mixed, MIXED))
+
+
 def main() -> None:
     """Make the tars, measure, print."""
     parser = argparse.ArgumentParser(prog="bench.worker", description=__doc__)
-    parser.add_argument("--only", choices=("alone", "beside"), help="one of the two sections")
+    parser.add_argument("--only", choices=("alone", "cpus", "beside"), help="one of the sections")
     parser.add_argument("--folder", type=Path, default=Path("runs/bench/worker"))
     parser.add_argument("--images", type=int, default=IMAGES, help="in a shard; a tenth of it where memory is measured")
     parser.add_argument("--shards", type=int, default=240, help="one after the other, where memory is measured")
@@ -298,7 +249,7 @@ def main() -> None:
     only, options = arguments.pop("only"), Options(**arguments)
     shutil.rmtree(options.folder, ignore_errors=True)
     try:
-        for name, make in (("alone", report), ("beside", beside_report)):
+        for name, make in (("alone", report), ("cpus", cpus_report), ("beside", beside_report)):
             if only in (None, name):
                 print(make(options))
     finally:

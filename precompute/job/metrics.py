@@ -18,7 +18,7 @@ class Metrics:
     def __init__(self) -> None:
         self.images_in = Counter("latentmill_images_in", "Samples of committed tars", ("node",))
         self.accepted = Counter("latentmill_images_accepted", "Of these, in at least one bucket", ("node",))
-        self.rejected = Counter("latentmill_images_rejected", "Of these, in no bucket", ("reason",))
+        self.rejected = Counter("latentmill_images_rejected", "Of these, in no bucket", ("reason", "node"))
         self.tars = Counter("latentmill_shards", "Tars that are done with", ("outcome",))
         self.attempts = Counter("latentmill_attempts", "Attempts that have ended", ("cause", "node"))
         self.seconds = Counter("latentmill_stage_seconds", "Seconds of committed tars, by stage", ("stage", "node"))
@@ -38,7 +38,7 @@ class Metrics:
         for stage, seconds in {**last.seconds, "upload": sum(uploads)}.items():
             _add(self.seconds, seconds, {"stage": stage, **where})
         for reason, count in books.rejected.items():
-            _add(self.rejected, count, {"reason": reason})
+            _add(self.rejected, count, {"reason": reason, **where})
         _add(self.attempts, 1, {"cause": "none", **where})
         _add(self.tars, 1, {"outcome": "done"})
 

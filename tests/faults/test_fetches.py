@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -17,23 +18,26 @@ from tests.runs import environment
 
 NODES, WORKERS, DELAY = 8, 8, 0.03
 WORKER = """
-import json, sys, time
-from concurrent.futures import ThreadPoolExecutor
+import json, os, sys, time
+from multiprocessing import get_context
+import s3fs
 from shards.format.models import recorded_folder
 from shards.format.towers import Weights
 
 weights = Weights(**json.loads(sys.argv[1]))
-import s3fs
-time.sleep(max(0, float(sys.argv[2]) - time.time()))  # all begin at once
-with ThreadPoolExecutor(int(sys.argv[3])) as workers:
-    folders = set(workers.map(lambda _: recorded_folder(weights), range(int(sys.argv[3]))))
-(folder,) = folders
-print(json.dumps([str(folder), time.time()]))
+
+def work(_):
+    time.sleep(max(0, float(sys.argv[2]) - time.time()))  # all begin at once
+    return str(recorded_folder(weights)), os.getpid(), time.time()
+
+with get_context("fork").Pool(int(sys.argv[3])) as workers:  # forked once all is imported
+    print(json.dumps(workers.map(work, range(int(sys.argv[3])), chunksize=1)))
 """
+"""A machine's workers, each a process."""
 
 
 def start_all(weights: Weights, folder: Path, **variables: str) -> float:
-    """64 workers on 8 machines, each of which has a cache of its own; seconds until the last one has its model."""
+    """64 processes on 8 machines, each of which has a cache of its own; seconds until the last one has its model."""
     begin = time.time() + 60
     arguments = [weights.model_dump_json(), str(begin), str(WORKERS)]
     nodes = [
@@ -45,8 +49,11 @@ def start_all(weights: Weights, folder: Path, **variables: str) -> float:
         for node in range(NODES)
     ]
     ended = [json.loads(node.communicate(timeout=300)[0]) for node in nodes]
-    assert len({path for path, _ in ended}) == NODES
-    return max(at for _, at in ended) - begin
+    workers = [worker for node in ended for worker in node]
+    assert [len({path for path, _, _ in node}) for node in ended] == [1] * NODES
+    assert len({path for path, _, _ in workers}) == NODES
+    assert len({process for _, process, _ in workers}) == NODES * WORKERS
+    return float(max(at for _, _, at in workers) - begin)
 
 
 @pytest.mark.slow
@@ -66,5 +73,7 @@ def test_sixty_four_workers_fetch_eight_times(
         fetched = throttle(server) / size
     assert NODES <= fetched < NODES + 0.5, fetched
     report["64 workers, 8 nodes"] = {"fetches": round(fetched, 2), "seconds": round(seconds, 1)}
-    with fake_hub(models) as hub:
+    files: list[str] = []
+    with fake_hub(models, fetched=files) as hub:
         start_all(hash_weights("org/repo/vae", vae), tmp_path / "hub", HF_ENDPOINT=hub, NO_PROXY="127.0.0.1")
+    assert Counter(files) == {f"vae/{path.name}": NODES for path in vae.iterdir()}

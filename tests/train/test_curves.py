@@ -1,6 +1,7 @@
 """One curve for every number of processes, nodes and workers, and any microbatch, at one global batch of 32."""
 
 import random
+import re
 from pathlib import Path
 
 import pytest
@@ -104,9 +105,18 @@ def test_a_run_that_is_requeued_at_random_sizes_is_one_run(launches: int, root: 
         for number, (processes, nodes) in enumerate(schedule, start=1):
             max_steps = steps * number // len(schedule)
             fields = train_fields(root, tmp_path / name, max_steps=max_steps, **changes)
-            ranks.run(tmp_path / f"{name}.log", ["--config", str(write_config(tmp_path, fields))], processes, nodes)
+            said = ranks.run(
+                tmp_path / f"{name}.log", ["--config", str(write_config(tmp_path, fields))], processes, nodes
+            )
         curves.append(curve(tmp_path / name))
+    ends = [steps * number // launches for number in range(1, launches)]
+    begun = [int(step) for step in re.findall(r"resuming \S+ after step (\d+)", " ".join(said.split()))]
+    done = sum(end - begin for begin, end in zip([0, *begun], [*ends, steps], strict=True))
+    assert done == steps  # a launch that ends by itself loses none
     assert len(curves[0][0]) == steps and curves[0][1] == curves[1][1]
     difference = largest_difference(curves[1][0], curves[0][0])
-    print(f"{launches} launches of {sizes}: largest relative difference {difference:.1e} over {steps} steps")
+    print(
+        f"{launches} launches of {sizes}: goodput (steps kept ÷ steps done) {steps / done:.1%}, "
+        f"largest relative difference {difference:.1e} over {steps} steps"
+    )
     assert difference <= 1e-5

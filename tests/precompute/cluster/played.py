@@ -1,6 +1,8 @@
 """A cluster that a test plays, with a clock of its own, and the fleet on it."""
 
+import heapq
 import math
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -100,6 +102,23 @@ class Clock:
     def sleep(self, seconds: float) -> None:
         self.now += seconds
 
+    def until(self, second: float) -> None:
+        self.now = max(self.now, second)
+
+
+class RealClock(Clock):
+    """The machine's own."""
+
+    def __init__(self) -> None:
+        pass
+
+    @property
+    def now(self) -> float:  # type: ignore[override]
+        return time.monotonic()
+
+    def until(self, second: float) -> None:
+        time.sleep(max(0.0, second - self.now))
+
 
 @dataclass
 class Attempt:
@@ -121,33 +140,58 @@ class TimedCluster(Cluster):
         self.clock, self.act = clock, act
         self.nodes = {node: {"CPU": float(cpus)} for node, cpus in nodes.items()}
         self.given: list[Attempt] = []
+        self.waiting: list[Attempt] = []
+        self.begun: dict[tuple[str, int], Attempt] = {}
+        self.at_work: list[tuple[float, str]] = []
+        """A heap: when each attempt that was begun ends, and its node."""
+        self.at_work_on: Counter[str] = Counter()
+        self.most_busy = 0
 
     def start(self, key: str, work: str, number: int, avoid: list[str], alone: bool = False) -> int:
         self.given.append(Attempt(key, number, avoid))
+        self.waiting.append(self.given[-1])
         return len(self.given) - 1
 
-    def busy(self) -> Counter[str | None]:
-        return Counter(attempt.node for attempt in self.given if attempt.node and attempt.ends > self.clock.now)
+    def busy(self) -> Counter[str]:
+        """Node → attempts that are at work on it."""
+        while self.at_work and self.at_work[0][0] <= self.clock.now:
+            self.at_work_on[heapq.heappop(self.at_work)[1]] -= 1
+        return +self.at_work_on
 
     def _begin(self) -> None:
-        busy = self.busy()
-        for attempt in self.given:
-            if attempt.node is None:
-                free = [n for n, has in self.nodes.items() if n not in attempt.avoid and busy[n] < has["CPU"]]
-                if free:
-                    attempt.node = min(free, key=lambda n: busy[n])
-                    busy[attempt.node] += 1
-                    seconds, attempt.outcome = self.act(attempt.key, attempt.node, self.clock.now)
-                    attempt.ends = self.clock.now + seconds
+        """Have attempts that wait begin, the first ones first, each on the least busy node that it may go to."""
+        now, busy, waiting = (
+            self.clock.now,
+            self.busy(),
+            self.waiting,
+        )  # they begin at one moment, however long this takes
+        free = {node: has["CPU"] for node, has in self.nodes.items() if busy[node] < has["CPU"]}
+        self.waiting = []
+        for number, attempt in enumerate(waiting):
+            if not free:
+                self.waiting += waiting[number:]
+                break
+            if not (may := [node for node in free if node not in attempt.avoid]):
+                self.waiting.append(attempt)
+                continue
+            attempt.node = node = min(may, key=lambda node: busy[node])
+            seconds, attempt.outcome = self.act(attempt.key, node, now)
+            attempt.ends = now + seconds
+            self.begun[attempt.key, attempt.number] = attempt
+            heapq.heappush(self.at_work, (attempt.ends, node))
+            self.at_work_on[node] += 1
+            busy[node] += 1
+            if busy[node] >= free[node]:
+                del free[node]
+        self.most_busy = max(self.most_busy, busy.total())
 
     def ended(self, attempts: list[int], seconds: float) -> list[int]:
         if not attempts:
             return []
         self._begin()
-        self.clock.now = max(
-            self.clock.now, min(self.clock.now + seconds, *(self.given[attempt].ends for attempt in attempts))
-        )
-        return [attempt for attempt in attempts if self.given[attempt].ends <= self.clock.now][:1]
+        self.clock.until(min(self.clock.now + seconds, *(self.given[attempt].ends for attempt in attempts)))
+        now = self.clock.now
+        return [attempt for attempt in attempts if self.given[attempt].ends <= now][:1]
 
     def result(self, attempt: int) -> str:
         outcome = self.given[attempt].outcome
@@ -159,4 +203,4 @@ class TimedCluster(Cluster):
         return [attempt for attempt in attempts if self.given[attempt].ends <= self.clock.now]
 
     def node_of(self, key: str, number: int) -> str | None:
-        return next(a.node for a in reversed(self.given) if (a.key, a.number) == (key, number) and a.node)
+        return self.begun[key, number].node

@@ -61,7 +61,11 @@ def missing_model() -> Failure:
     ids=["503", "expired credentials", "of the input alone", "full disk"],
 )
 def test_five_minutes_of_an_outage_cost_nothing(
-    clock: Clock, monkeypatch: pytest.MonkeyPatch, outage: Failure, of_output: bool
+    clock: Clock,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
+    outage: Failure,
+    of_output: bool,
 ) -> None:
     begin, end = clock.now + 70, clock.now + 370
 
@@ -81,6 +85,10 @@ def test_five_minutes_of_an_outage_cost_nothing(
     assert "It works again: the job goes on, after" in said[-1] and len(said) == 7  # 0, 5, 15, 35, 75, 155; and over
     probes = [event for event in failed if event.key in {f.key for f in failed[-5:]}]
     assert len({event.key for event in probes}) >= 5, "each probe takes another tar"
+    print(
+        f"{request.node.callspec.id}: {len(KEYS)} tars on 8 slots done after {clock.now - 1000:.0f} s, {len(failed)} "
+        f"attempts met the outage, {len(said)} lines said"
+    )
     # eight slots, 20 s a tar, and the outage; the last probe's wait (160 s) is the longest idle time
     assert clock.now - 1000 <= 300 + 160 + 20 * (len(KEYS) / 8 + 3)
 
@@ -93,6 +101,7 @@ def test_a_missing_model_stops_the_job_within_a_minute(clock: Clock, monkeypatch
         WorkError, match=r"(?s)4 attempts in a row \(.*\) met an outage.*no model folder absent"
     ) as caught:
         told(iter(fleet))
+    print(f"a missing model: stopped after {clock.now - 1000:.0f} s")
     assert clock.now - 1000 < 60
     assert len(str(caught.value).split("(")[1].split(")")[0].split(", ")) == 4, "distinct tars"
     assert f"(on {os.uname().nodename})" in str(caught.value) and "give the same command again" in str(caught.value)
@@ -102,6 +111,7 @@ def test_an_outage_without_an_end_stops_the_job(clock: Clock, monkeypatch: pytes
     cluster = TimedCluster(clock, {"a": 8}, lambda *_: (1, EXPIRED))
     with pytest.raises(WorkError, match=r"16 attempts in a row .* token has expired"):
         told(iter(make_fleet(monkeypatch, cluster, KEYS, backoff=5)))
+    print(f"an outage without an end: stopped after {clock.now - 1000:.0f} s")
     assert 45 * 60 < clock.now - 1000 < 70 * 60
 
 

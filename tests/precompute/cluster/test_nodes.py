@@ -1,13 +1,15 @@
 """How many workers nodes hold, what leaves GPUs unused, and how many units a fleet hands out: without Ray."""
 
+import time
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from precompute.cluster.fleet import Done, FleetConfig, UnderWay
-from precompute.cluster.nodes import Resources, ResourcesConfig, Watch, places, shortage
-from tests.precompute.cluster.played import Clock, TimedCluster, make_fleet
+from precompute.cluster.nodes import LOOK_SECONDS, Resources, ResourcesConfig, Watch, places, shortage
+from tests.precompute.cluster.played import Clock, RealClock, TimedCluster, make_fleet
 
 
 def held(has: Resources, needs: Resources) -> int:
@@ -78,11 +80,12 @@ def test_a_worker_has_whole_gpus_or_a_part_of_one() -> None:
 def test_twice_as_many_are_under_way_as_there_are_slots_whatever_the_cluster_does(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """0 → 3 → 0 → 300 nodes' slots, as an autoscaler may have it."""
+    """0 → 3 → 0 → 300 nodes' slots, as an autoscaler may have it; a tar takes 20 simulated seconds."""
     clock = Clock(monkeypatch)
     cluster = TimedCluster(clock, {}, lambda *_: (20, "ok"))
     sizes = [(0, 0), (100, 3), (400, 0), (500, 300)]
     fleet = iter(make_fleet(monkeypatch, cluster, map(str, range(1200)), wait_for_resources=1000))
+    monkeypatch.setattr("precompute.cluster.nodes.LOOK_SECONDS", LOOK_SECONDS)
     seen: list[tuple[float, int, int]] = []
     done = 0
     for event in fleet:
@@ -98,11 +101,34 @@ def test_twice_as_many_are_under_way_as_there_are_slots_whatever_the_cluster_doe
     assert max(busy for at, _, busy in seen if 430 <= at < 500) == 0
     assert max(attempts for _, attempts, _ in seen) == 600
     first_full = min(at for at, _, busy in seen if busy == 300)
+    print(f"300 slots, tars of 20 s: 300 busy {first_full - 500:.0f} s after they came, 600 under way at most")
     assert first_full - 500 <= 5
+
+
+def test_300_slots_are_busy_with_tasks_of_20_ms(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the machine's clock: the fleet's loop is the product's, and settles them one by one; Ray's part is played."""
+    full: list[float] = []
+    cluster = TimedCluster(RealClock(), {str(node): 1 for node in range(300)}, lambda *_: (0.02, "ok"))
+    fleet = make_fleet(monkeypatch, cluster, map(str, range(3000)))
+    monkeypatch.setattr("precompute.cluster.nodes.LOOK_SECONDS", LOOK_SECONDS)
+    begun, done = time.monotonic(), set()
+    for event in fleet:
+        if cluster.most_busy == 300 and not full:
+            full.append(time.monotonic() - begun)
+        if isinstance(event, Done):
+            done.add(event.key)
+    rate = len(done) / (time.monotonic() - begun)
+    assert done == set(map(str, range(3000)))
+    assert cluster.most_busy == 300
+    print(
+        f"300 slots, tasks of 20 ms: 300 busy at once after {full[0]:.2f} s; the driver handles {rate:,.0f} tasks/s, "
+        f"which keeps 300 busy with tasks of {300 / rate:.2f} s"
+    )
 
 
 def test_in_flight_is_a_number_or_auto() -> None:
     assert FleetConfig(max_in_flight=3).in_flight(1000) == 3
     assert FleetConfig().in_flight(0) == 8 and FleetConfig().in_flight(1000) == 2000
+    assert FleetConfig().in_flight(1000, at_once=3) == 4000
     with pytest.raises(ValidationError, match="give a number from 1 on, or auto"):
         FleetConfig(max_in_flight=0)

@@ -46,7 +46,7 @@ def test_a_tar_counts_by_node_and_stage(monkeypatch: pytest.MonkeyPatch) -> None
     assert counted == {
         ("latentmill_images_in", "10.0.0.7"): 20,
         ("latentmill_images_accepted", "10.0.0.7"): 15,
-        ("latentmill_images_rejected", "too_small"): 5,
+        ("latentmill_images_rejected", "too_small,10.0.0.7"): 5,
         ("latentmill_stage_seconds", "fetch,10.0.0.7"): 1.0,
         ("latentmill_stage_seconds", "upload,10.0.0.7"): 5.0,
         ("latentmill_stage_seconds", "total,10.0.0.7"): 11.0,

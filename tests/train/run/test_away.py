@@ -138,23 +138,35 @@ def on_an_empty_machine(folder: Path, config: Path, server: str = "", at: int = 
     return code
 
 
-@pytest.mark.parametrize("every", [40, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [40, pytest.param(1, marks=pytest.mark.slow)])
 def test_killed_at_any_request_a_run_goes_on_on_an_empty_machine(
     failing_s3: str, latents: Path, tmp_path: Path, every: int
 ) -> None:
     """Request after request of one run that is begun again each time; no checkpoint is ever seen in pieces."""
-    steps, kept = 16, {"every": 1, "keep": 2}
-    undisturbed = train(latents, tmp_path, tmp_path / "undisturbed", max_steps=steps, checkpoint=kept)
-    config = write_config(tmp_path, train_fields(latents, "s3://mill/run", max_steps=steps, checkpoint=kept))
-    store, codes = open_store("s3://mill/run"), []
-    faults = ["kill before", "kill after"] if every > 3 else list(FAULTS)
-    for number in range(10, 100, every):
-        codes.append(on_an_empty_machine(tmp_path, config, failing_s3, number, faults[number // every % len(faults)]))
-        assert codes[-1] in (0, -signal.SIGKILL), (tmp_path / "log").read_text()[-3000:]
+    kept, store = {"every": 1, "keep": 2}, open_store("s3://mill/run")
+    faults = [
+        (number, FAULTS[3 + number // every % 2]) for number in range(10, 100, every)
+    ]  # killed before it, after it
+    if every == 1:
+        faults += [(number, FAULTS[number // 3 % 3]) for number in range(10, 100, 3)]  # none of which ends it
+
+    def last() -> int:
+        return max((int(name.removeprefix("step-")) for name in find_checkpoints(store)), default=0)
+
+    def config(run_dir: Path | str, steps: int) -> Path:
+        return write_config(tmp_path, train_fields(latents, run_dir, max_steps=steps, checkpoint=kept))
+
+    for number, fault in faults:
+        steps = last() + 8  # which are more than a hundred requests
+        code = on_an_empty_machine(tmp_path, config("s3://mill/run", steps), failing_s3, number, fault)
+        expected = -signal.SIGKILL if fault.startswith("kill") else 0
+        assert code == expected, f"{fault} at {number}: {(tmp_path / 'log').read_text()[-3000:]}"
         for name in find_checkpoints(store):
             fetch(store, Path(tempfile.mkdtemp(dir=tmp_path)), name)  # whole, or it raises
-    assert -signal.SIGKILL in codes
-    assert on_an_empty_machine(tmp_path, config) == 0
+    steps = last() + 1
+    assert on_an_empty_machine(tmp_path, config("s3://mill/run", steps)) == 0
+    print(f"{sum(fault.startswith('kill') for _, fault in faults)} kills, {len(faults)} faults in all, {steps} steps")
+    undisturbed = train(latents, tmp_path, tmp_path / "undisturbed", max_steps=steps, checkpoint=kept)
     work = Path(tempfile.mkdtemp(dir=tmp_path))
     bring(store, work)
     assert curve(work) == curve(undisturbed)

@@ -1,0 +1,87 @@
+"""The worker by itself, and bare decoding: what both are timed by."""
+
+import multiprocessing
+import shutil
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from bench.worker.standins import FreeImageEncoder, free_encoders, sd2_record, stored_as
+from precompute.config import PrecomputeConfig, make_recipe
+from precompute.encode.tar import encode_tar
+from precompute.encode.towers import Towers
+from precompute.input.tars import InputTar, Tar
+from precompute.pixels.decode import decode
+from shards.open import open_store
+from shards.root.shared import create_root
+
+BUCKETS = ("256x256", "512x512")
+
+
+def worker_config(tars: Path, output: Path, threads: int) -> PrecomputeConfig:
+    """The defaults of configs/precompute.yaml with `threads` decoders and no models."""
+    return PrecomputeConfig.model_validate(
+        {
+            **{"input": str(tars), "output": output, "buckets": list(BUCKETS)},
+            **dict.fromkeys(("vae", "text_encoder", "tokenizer"), "stand-in"),
+            "workers": {"num_gpus": 0, "num_cpus": threads, "decode_threads": threads},
+        }
+    )
+
+
+def free_image_encoder() -> FreeImageEncoder:
+    """Of Stable Diffusion 2's sizes."""
+    return free_encoders(sd2_record())[0]
+
+
+def encode(
+    shards: Iterable[InputTar], config: PrecomputeConfig, image_encoder: FreeImageEncoder, exact: bool = False
+) -> None:
+    """What a worker does, one tar after the other, into a root of its own: as float16 where `exact`, and else as int8
+    and float8."""
+    store, recipe = open_store(config.output), make_recipe(config, stored_as(sd2_record(), exact))
+    create_root(store, recipe.encoding)
+    _, texts = free_encoders(recipe.encoding)
+    towers = Towers(image_encoder, texts, {}, config.workers.batch_size)  # type: ignore[arg-type]
+    for shard in shards:
+        encode_tar(shard, recipe, store, towers)
+
+
+def bare_pixels(members: list[bytes], config: PrecomputeConfig) -> int:
+    """Decode the same pictures with as many threads, and do nothing else; returns how many came out."""
+    with ThreadPoolExecutor(config.workers.decode_threads) as pool:
+        pictures = pool.map(lambda data: decode(data, config.to_fill.all, config.pixels, config.limits), members)
+        return sum(len(picture.pixels) for picture in pictures)
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the command line says."""
+
+    folder: Path
+    images: int
+    shards: int
+    threads: int
+    rounds: int
+    seconds_per_picture: float
+
+
+def in_new_process(function: Callable[[Options, int], list[float]], options: Options, number: int = 0) -> list[float]:
+    """The function's result from a process of its own, so that memory and torch's threads are its own."""
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.apply(function, (options, number))
+
+
+def fresh_config(options: Options, name: str) -> PrecomputeConfig:
+    """A config with an empty latents root of that name."""
+    root = options.folder / name
+    shutil.rmtree(root, ignore_errors=True)
+    return worker_config(options.folder / "tars", root, options.threads)
+
+
+def pictures_of(shard: InputTar, options: Options) -> list[bytes]:
+    """A tar's pictures, still encoded."""
+    config = worker_config(options.folder / "tars", options.folder, options.threads)
+    path = options.folder / "tars" / f"{shard.name}.tar"
+    return [sample.image for sample in Tar(path, config.limits.max_bytes).samples() if sample.image]
