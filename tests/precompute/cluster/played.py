@@ -160,11 +160,8 @@ class TimedCluster(Cluster):
 
     def _begin(self) -> None:
         """Have attempts that wait begin, the first ones first, each on the least busy node that it may go to."""
-        now, busy, waiting = (
-            self.clock.now,
-            self.busy(),
-            self.waiting,
-        )  # they begin at one moment, however long this takes
+        # they begin at one moment, however long this takes
+        now, busy, waiting = self.clock.now, self.busy(), self.waiting
         free = {node: has["CPU"] for node, has in self.nodes.items() if busy[node] < has["CPU"]}
         self.waiting = []
         for number, attempt in enumerate(waiting):

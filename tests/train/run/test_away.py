@@ -144,9 +144,8 @@ def test_killed_at_any_request_a_run_goes_on_on_an_empty_machine(
 ) -> None:
     """Request after request of one run that is begun again each time; no checkpoint is ever seen in pieces."""
     kept, store = {"every": 1, "keep": 2}, open_store("s3://mill/run")
-    faults = [
-        (number, FAULTS[3 + number // every % 2]) for number in range(10, 100, every)
-    ]  # killed before it, after it
+    # killed before it, after it
+    faults = [(number, FAULTS[3 + number // every % 2]) for number in range(10, 100, every)]
     if every == 1:
         faults += [(number, FAULTS[number // 3 % 3]) for number in range(10, 100, 3)]  # none of which ends it
 
