@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,7 @@ def test_three_launches_are_one_run_of_wandbs(latents: Path, tmp_path: Path, mon
         with pytest.raises(Preempted):
             command(["--config", str(write_config(tmp_path, fields))])
         assert wandb.run is None  # ended
+        time.sleep(1.1)  # wandb names a launch's folder by the second, and a launch's imports alone take longer
     command(["--config", str(write_config(tmp_path, fields))])
     signal.signal(signal.SIGTERM, before)
     (run_id,) = {options["id"] for options, _ in begun}
