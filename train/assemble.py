@@ -101,6 +101,7 @@ def assemble(
         unet=unet,
         aligned=aligned,
         model=model,
+        casts=torch.autocast(accelerator.device.type, enabled=False),
         optimizer=optimizer,
         averages=averages,
         loss=DiffusionLoss(config.objective, spec, accelerator.device, prepared.backbone, aligned=aligned),

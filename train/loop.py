@@ -1,13 +1,12 @@
 """The whole of stage 2 in one loop."""
 
 import signal
-from contextlib import closing, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import AutocastKwargs
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -54,6 +53,8 @@ class Run:
     """`unet` with its projection head, where a layer is aligned (REPA)."""
     model: Any
     """`unet`, or `aligned`, as accelerate wrapped it, or split."""
+    casts: AbstractContextManager[object]
+    """Around all microbatches of a step, so that autocast's copies of the weights serve until these are stepped."""
     optimizer: Optimizer
     averages: dict[str, Ema]
     """`ema`, and those that snapshots are taken of."""
@@ -151,7 +152,7 @@ def order_buckets(run: Run, batch: Batch) -> None:
     # accelerate may have compiled what it wrapped
     if isinstance(getattr(run.model, "_orig_mod", run.model), DistributedDataParallel):
         microbatch = next(noised(run, batch).microbatches(run.microbatch_size, filled=run.compiled))
-        with run.accelerator.autocast(AutocastKwargs(enabled=False)):
+        with run.casts:
             run.loss(run.model, microbatch).total.sum().backward()
         run.optimizer.forget_gradients()
 
@@ -169,8 +170,7 @@ def train_step(run: Run, batch: Batch) -> Tensor:
     whole = noised(run, batch)
     microbatches = list(whole.microbatches(run.microbatch_size, filled=run.compiled))
     done = []
-    # around all of them, so that autocast's copies of the weights serve until these are stepped
-    with accelerator.autocast(AutocastKwargs(enabled=False)):
+    with run.casts:
         for microbatch in microbatches:
             # gradients cross ranks once, with the last microbatch; of weights that are split, with each
             with nullcontext() if microbatch is microbatches[-1] else accelerator.no_sync(run.model):

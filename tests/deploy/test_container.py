@@ -8,6 +8,7 @@ import shlex
 import shutil
 import subprocess
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
 from pathlib import Path
 
@@ -26,7 +27,7 @@ USER = 1000
 
 
 class Image:
-    """The image, and a container of it that commands are run in, one after the other."""
+    """The image, and two containers of it: a pod's each, for commands that run at once."""
 
     def __init__(self, storage: Path, data: Path):
         self.buildah = ["buildah", "--root", str(storage / "root"), "--runroot", str(storage / "run")]
@@ -37,7 +38,7 @@ class Image:
         volume = ["--volume", f"{cache}:/root/.cache/uv"] if cache.is_dir() else []
         words = ["--isolation", "chroot", "--layers", "--build-arg", "BASE=localhost/latentmill-base", *volume]
         self.call("bud", *words, "-f", str(ROOT / "deploy/container/Dockerfile"), "-t", IMAGE, str(ROOT))
-        self.container = self.call("from", f"localhost/{IMAGE}").strip()
+        self.pods = [self.call("from", f"localhost/{IMAGE}").strip() for _ in range(2)]
 
     def make_base(self, storage: Path) -> None:
         """Debian's least, and what this machine needs to reach a package index: certificates, pip's config."""
@@ -61,12 +62,12 @@ class Image:
         assert found.returncode == 0, f"{words}: {found.stdout[-3000:]}{found.stderr[-3000:]}"
         return found.stdout
 
-    def run(self, *command: str) -> str:
-        """A command in the container, as its own user, with `data` where it is outside."""
+    def run(self, *command: str, pod: int = 0) -> str:
+        """A command in a pod's container, as its own user, with `data` where it is outside."""
         own = [f"{self.data}:{self.data}", "/dev/shm:/dev/shm"]
         volumes = [word for volume in own for word in ("--volume", volume)]
         variables = ["--env", "HF_HUB_OFFLINE=1", "--env", "OMP_NUM_THREADS=1"]
-        return self.call("run", "--isolation", "chroot", *variables, *volumes, self.container, "--", *command)
+        return self.call("run", "--isolation", "chroot", *variables, *volumes, self.pods[pod], "--", *command)
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +78,7 @@ def image(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Image]:
     storage = Path(os.environ.get("LATENTMILL_STORAGE") or tmp_path_factory.mktemp("images"))
     image = Image(storage, tmp_path_factory.mktemp("data"))
     yield image
-    image.call("rm", image.container)
+    image.call("rm", *image.pods)
 
 
 def test_it_is_not_root_and_carries_no_tools(image: Image) -> None:
@@ -89,6 +90,32 @@ def test_it_is_not_root_and_carries_no_tools(image: Image) -> None:
         line.split("==")[:2] for line in (ROOT / "requirements.lock").read_text().splitlines() if "==" in line
     )
     assert image.run("python", "-c", versions).split() == [locked["torch"].split()[0], locked["ray"].split()[0]]
+
+
+def train_in_two_pods(image: Image, config: Path, root: Path, run: Path) -> None:
+    """By the JobSet's own words, but for addresses, paths and the GPUs of a machine: a process each here."""
+    (job,) = yaml.safe_load((ROOT / "deploy/kubernetes/jobset.yaml").read_text())["spec"]["replicatedJobs"]
+    (container,) = job["template"]["spec"]["template"]["spec"]["containers"]
+    here = {
+        "--main_process_ip=latentmill-train-node-0-0.latentmill-train": "--main_process_ip=127.0.0.1",
+        "--num_processes=16": "--num_processes=2",
+        "--config=configs/phase1.yaml": f"--config={config}",
+        "--data.root=s3://bucket/latents": f"--data.root={root}",
+        "--run_dir=/runs/phase1": f"--run_dir={run}",
+    }
+    words = [*container["command"], *container["args"]]
+    assert here.keys() <= set(words)
+    with ThreadPoolExecutor() as pods:
+        ends = [
+            pods.submit(
+                image.run,
+                *(here.get(word, word.replace("$(JOB_COMPLETION_INDEX)", str(index))) for word in words),
+                pod=index,
+            )
+            for index in range(job["template"]["spec"]["completions"])
+        ]
+    for end in ends:
+        end.result()
 
 
 def test_both_stages_run_in_it(image: Image, models: Path, tars: Path) -> None:
@@ -108,7 +135,6 @@ def test_both_stages_run_in_it(image: Image, models: Path, tars: Path) -> None:
     said = image.run(*shlex.split(job)[:5], *words)
     assert "2 tars encoded (46 samples in, 30 accepted, 16 rejected)" in said
     assert len(load_books(open_store(root))) == 2
-    flags = ["--num_machines=1", "--num_processes=2", "--main_process_port=0", "--multi_gpu", "--mixed_precision=no"]
-    image.run("python", "-m", "train.launch", *flags, "--dynamo_backend=no", "-m", "train", f"--config={config}")
+    train_in_two_pods(image, config, root, run)
     assert len((run / "metrics.jsonl").read_text().splitlines()) == 4
     assert {path.stat().st_uid for path in [*root.rglob("*"), *run.rglob("*")]} == {USER}

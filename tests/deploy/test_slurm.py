@@ -135,6 +135,18 @@ def test_a_wrong_request_is_told_once_and_not_queued_again(slurm: Slurm, tmp_pat
     assert (tmp_path / "log").read_text().count("error:") == 1
 
 
+def test_one_number_of_make_is_two_machines(slurm: Slurm, latents: Path, tmp_path: Path) -> None:
+    """`make train NODES=2`, typed in an allocation: the curve of two ranks of one machine."""
+    run, log = tmp_path / "run", tmp_path / "log"
+    config = write_config(tmp_path, train_fields(latents, run))
+    typed = f"make train PHASE=1 NODES=2 NPROC=1 CONFIG={config}"
+    state = slurm.finish(slurm.submit(*SMALL, "--output", str(log), "--wrap", typed))
+    assert (state["JobState"], state["ExitCode"]) == ("COMPLETED", "0:0"), log.read_text()
+    here = write_config(tmp_path, train_fields(latents, tmp_path / "here"))
+    ranks.run(tmp_path / "here.log", ["--config", str(here)], 2)
+    compare(run, tmp_path / "here")
+
+
 def test_whatever_slurm_does_the_curve_is_the_undisturbed_one(slurm: Slurm, latents: Path, tmp_path: Path) -> None:
     """scontrol requeue, SIGUSR1, a slurmd that dies, a rank that dies, a node that goes without a word."""
     training = Training(slurm, latents, tmp_path, max_steps=700, every=20)

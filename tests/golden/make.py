@@ -121,8 +121,10 @@ def make_curves(folder: Path) -> None:
 
 
 if __name__ == "__main__":
+    if sys.argv[1:] not in (["roots"], ["curves"]):
+        sys.exit("error: this writes the records anew, which is seldom meant: say which, `roots` or `curves`")
     with tempfile.TemporaryDirectory() as temporary:
-        if sys.argv[1:] == ["roots"]:
+        if sys.argv[1] == "roots":
             make_roots(Path(temporary))
             shutil.copytree(Path(temporary) / "roots", HERE / "roots")
         else:

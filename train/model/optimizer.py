@@ -103,4 +103,4 @@ class Optimizer:
 
     def forget_gradients(self) -> None:
         """Drop them, and their memory."""
-        self.prepared.zero_grad(set_to_none=True)
+        self.adamw.zero_grad(set_to_none=True)
