@@ -7,11 +7,12 @@ import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
+from urllib.error import URLError
 
 import pytest
 import ray
@@ -57,15 +58,16 @@ def wait_until(true: Callable[[], object], seconds: float = 240) -> None:
 
 
 def scrape() -> dict[str, float]:
-    """The job's figures on all nodes' metrics endpoints: name and labels → the sum."""
+    """The job's figures on those nodes' metrics endpoints that are up yet: name and labels → the sum."""
     sums: dict[str, float] = {}
-    for node in ray.nodes():
-        if node["Alive"]:
-            with urllib.request.urlopen(f"http://127.0.0.1:{node['MetricsExportPort']}/metrics", timeout=10) as page:
-                text = page.read().decode()
-            for name, labels, value in re.findall(r"^ray_(latentmill_\w+)\{(.*?)\} (\S+)$", text, re.MULTILINE):
-                told = ",".join(re.findall(r'(?:reason|outcome|cause|stage)="[\w.]+"', labels))
-                sums[f"{name}{{{told}}}"] = sums.get(f"{name}{{{told}}}", 0) + float(value)
+    for port in (node["MetricsExportPort"] for node in ray.nodes() if node["Alive"]):
+        text = ""
+        # on a busy machine a node's agent comes up after its first attempts
+        with suppress(URLError), urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as page:
+            text = page.read().decode()
+        for name, labels, value in re.findall(r"^ray_(latentmill_\w+)\{(.*?)\} (\S+)$", text, re.MULTILINE):
+            told = ",".join(re.findall(r'(?:reason|outcome|cause|stage)="[\w.]+"', labels))
+            sums[f"{name}{{{told}}}"] = sums.get(f"{name}{{{told}}}", 0) + float(value)
     return sums
 
 
