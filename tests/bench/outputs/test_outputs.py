@@ -1,10 +1,12 @@
-"""The benchmarks that train: their commands stand in docs, and rot unseen where nothing runs them."""
+"""Benchmarks whose commands stand in docs, and that would rot unseen where nothing runs them."""
 
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
 
 from bench.outputs import defaults, text_unet
+from bench.outputs.download import download, served
 from bench.outputs.image_storage import STORAGES
 from bench.outputs.text_unet import unet_table
 
@@ -27,3 +29,11 @@ def test_losses_of_the_defaults_in_a_moment(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(defaults, "WAYS", {way: defaults.WAYS[way] for way in ways})
     found = defaults.losses_of(tmp_path, samples=32, steps=2, seeds=1)
     assert list(found) == list(ways) and len({losses[0] for losses in found.values()}) == 3
+
+
+def test_every_picture_is_downloaded(tmp_path: Path) -> None:
+    with served(num_bytes=1000) as address:
+        seconds, processor = download(tmp_path, address, Namespace(pictures=20, threads=4))
+    assert seconds > 0 and processor > 0
+    (tar,) = (tmp_path / "tars").glob("*.tar")
+    assert tar.stat().st_size > 20 * 1000
