@@ -24,6 +24,7 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
 from shards.base.config import load_asked
 from shards.base.errors import RequestError, console
+from shards.base.pool import keep_memory
 from train.assemble import assemble
 from train.config import TrainConfig
 from train.export.pipeline import export
@@ -87,6 +88,8 @@ def _train_here(config: TrainConfig, heart: Heart) -> None:
             project_dir=config.work,
             kwargs_handlers=[config.ddp.handler()],
         )
+        if accelerator.device.type == "cpu":
+            keep_memory()
         prepared = prepare(config, accelerator)
         if prepared.checkpoint is not None and prepared.checkpoint.state.step >= config.max_steps:
             accelerator.print(f"{config.run_dir} has done its {config.max_steps} steps; there is nothing to do.")

@@ -1,7 +1,6 @@
 """What a worker process does: load the encoders once, then encode one tar after another."""
 
 import atexit
-import ctypes
 import functools
 import gc
 import os
@@ -24,6 +23,7 @@ from precompute.encode.tar import encode_tar
 from precompute.encode.towers import TextTowers, Towers
 from precompute.input.tars import InputTar
 from shards.base.errors import RequestError, UnfitNode
+from shards.base.pool import keep_memory
 from shards.base.scratch import use_scratch
 from shards.base.store import Store
 from shards.derive.part import Captions, Derivation, Settings, derive_tar, kept_uncond
@@ -37,8 +37,6 @@ from shards.root.committed import TarBooks
 from shards.root.provenance import Stopwatch, made_by
 from shards.root.shared import has_uncond, load_uncond, write_uncond
 
-MALLOC_OPTIONS = ((-3, 32 << 20), (-1, 1 << 30), (-8, 1))
-"""As mallopt(3) numbers them: M_MMAP_THRESHOLD and M_TRIM_THRESHOLD in bytes, M_ARENA_MAX."""
 TURNS, LOADING = Turns(), threading.Lock()
 """Of this process, which has several tars in hand at once, each in a thread."""
 
@@ -229,15 +227,3 @@ def warm_up() -> None:
     gc.collect()
     atexit.register(gc.unfreeze)  # libraries complain of objects that are never collected
     gc.freeze()  # or each collection would look through all that the libraries made when they were imported
-
-
-def keep_memory() -> None:
-    """Have glibc keep what is freed for what comes next, and make no heaps of their own for the threads to come.
-
-    Every picture takes some megabytes, in one thread, and gives them back in another. By default they go back to the
-    kernel as well, which takes longer to clear fresh pages than decoding takes to fill them.
-    """
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "mallopt"):  # other C libraries have none
-        for option, value in MALLOC_OPTIONS:
-            libc.mallopt(option, value)
