@@ -225,8 +225,8 @@ def test_it_trains_in_bfloat16_with_checkpointing(name: str, small: Callable[[st
             made, precision, precision=precision, gradient_checkpointing=lower, low_precision_norms=lower
         )
         run = started(TrainConfig.model_validate(fields))
-        with torch.autocast("cpu", torch.bfloat16, enabled=lower):
-            trained(run, 2)
+        run.casts = torch.autocast("cpu", torch.bfloat16, enabled=lower)
+        trained(run, 2)
         losses.append(run.state.losses)
     np.testing.assert_allclose(losses[1], losses[0], rtol=0.05)
     assert losses[1] != losses[0]

@@ -110,7 +110,7 @@ def put_root(latents: Path, address: str, parts: int) -> str:
 def test_first_step(num_ranks: int, parts: int, latents: Path, store: OneFile, tmp_path: Path) -> None:
     store.real = put_root(latents, "s3://million/root", parts)
     streams = [{"root": "s3://million/root", "bucket": BUCKET}]
-    data = {"streams": streams, "num_workers": 1, "cache": str(tmp_path / "cache")}
+    data = {"streams": streams, "num_workers": 1, "num_canonical_nodes": 2, "cache": str(tmp_path / "cache")}
     batch = {"global_batch_size": num_ranks, "microbatch_size": 1}
     fields = train_fields(latents, tmp_path / "run", max_steps=3, data=data, **batch)
     store.asked.clear()
