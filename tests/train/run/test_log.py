@@ -32,6 +32,29 @@ def leaves_after(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
     monkeypatch.setattr(loop, "take_step", told)
 
 
+def test_lines_are_durable_before_their_checkpoint_is(
+    latents: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or a power cut would leave a checkpoint whose lines are gone, which no launch writes again."""
+    happened: list[str] = []
+    fsync, replace = os.fsync, Path.replace
+
+    def synced(file: int) -> None:
+        happened.append(Path(os.readlink(f"/proc/self/fd/{file}")).name)
+        fsync(file)
+
+    def replaced(path: Path, target: Path) -> Path:
+        happened.append(f"in place: {Path(target).name}")
+        return replace(path, target)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(Path, "replace", replaced)
+    command(["--config", str(write_config(tmp_path, train_fields(latents, tmp_path / "run", max_steps=4)))])
+    first, second = (happened.index(f"in place: step-{step:08d}") for step in (2, 4))
+    for part in (happened[:first], happened[first:second]):
+        assert {"metrics.jsonl", "samples.jsonl"} <= set(part)
+
+
 def test_three_launches_are_one_run_of_wandbs(latents: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Offline; the first two are preempted, and what they logged is complete."""
     wandb = pytest.importorskip("wandb")
