@@ -37,7 +37,7 @@ from train.data.streams import open_data
 from train.loop import take_step
 from train.prepare import prepare, take_run
 from train.run.launches import Launch
-from train.run.metrics import read_json_lines
+from train.run.telling.json_lines import read_json_lines
 
 UNET = Path("examples/shapes/unet.json")
 DEMO_BUCKET, DEMO_TEXT = "64x64", (16, 64)

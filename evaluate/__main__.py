@@ -30,7 +30,7 @@ from evaluate.sampling.prompts import prompts_sha256, read_prompts
 from evaluate.scoring import choose_metrics, score, table
 from evaluate.study.__main__ import run as study
 from evaluate.watch.follow import Follower, read_wants
-from evaluate.watch.tracker import open_tracker
+from evaluate.watch.tracker import open_tracker, tell_rest
 from shards.base.config import first_word, load_asked, load_config
 from shards.base.durable import write_atomically
 from shards.base.errors import RequestError, console
@@ -88,6 +88,7 @@ def watch(arguments: list[str]) -> None:
         settings=settings | {"metrics": names, "prompts": prompts_sha256(read_prompts(config.prompts))},
         evaluate=lambda step, place: draw_and_score(config, names, step, place),
         track=open_tracker(run, output),
+        tell_rest=lambda: tell_rest(run, config.model),
     ).follow()
 
 

@@ -14,7 +14,7 @@ from shards.open import open_store
 from shards.root.committed import load_books
 from tests.roots import precompute_arguments
 from tests.runs import PYTHON, environment, run_module, train_fields, write_config
-from train.run.metrics import read_json_lines
+from train.run.telling.json_lines import read_json_lines
 
 
 def test_end_to_end(models: Path, tars: Path, tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ READ = [
     *(f"{program}.__main__.load_asked" for program in ("evaluate", "precompute", "train")),
     *(f"precompute.{name}.__main__.load_asked" for name in ("select", "download")),
     *(f"{program}.__main__.load_config" for program in ("evaluate", "evaluate.study", "plan")),
-    *(f"train.export.{name}.load_named" for name in ("pipeline", "posthoc")),
+    *(f"train.{name}.load_named" for name in ("export.pipeline", "export.posthoc", "run.telling.tell")),
 ]
 """Functions that read what was typed."""
 WORK = [
@@ -105,7 +105,7 @@ def test_every_command_has_examples_that_are_understood(
         ("precompute.download", ["--recheck"]),
         ("precompute.preview", ["--samples"]),
         ("plan", ["--gpus", "--compare"]),
-        ("train", ["train check", "train plot", "train export", "train ema", "train.launch", "--optimizer.lr"]),
+        ("train", ["train check", "train plot", "train export", "train ema", "train tell", "train.launch", "--optimizer.lr"]),
         ("train check", ["writes nothing", "--optimizer.lr"]),
         ("train plot", ["loss.png"]),
         ("train export", ["--weights"]),

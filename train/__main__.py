@@ -10,6 +10,7 @@ further commands, each with a --help of its own:
   python -m train plot      draw RUN/loss.png from a run's metrics
   python -m train export    a run → a diffusers pipeline
   python -m train ema       a run's snapshots → an average of any width
+  python -m train tell      evaluations that came after a run's end → its tracker
   python -m train.launch    several processes; accelerate's launcher and its flags
 """
 
@@ -35,8 +36,9 @@ from train.prepare import on_main_process, prepare, take_address, take_run
 from train.run.health.heartbeat import Heart
 from train.run.health.output import kept
 from train.run.launches import Launch
-from train.run.plot import plot_run
 from train.run.processes import die_with_launcher, join_processes, lost_processes_named
+from train.run.telling.plot import plot_run
+from train.run.telling.tell import tell_finished
 
 ACCELERATE_PRECISION = {"float32": "no", "float16": "fp16", "bfloat16": "bf16"}
 
@@ -113,6 +115,7 @@ COMMANDS: dict[str, Callable[[list[str]], None]] = {
     "plot": plot,
     "export": lambda arguments: print(export(arguments)),
     "ema": lambda arguments: print(rebuild_average(arguments)),
+    "tell": lambda arguments: print(tell_finished(arguments)),
 }
 
 main = console(run)

@@ -26,12 +26,12 @@ from train.run.health.heartbeat import Heart
 from train.run.health.meter import Meter
 from train.run.health.output import outdated
 from train.run.launches import Launch, publish
-from train.run.log import Log
 from train.run.saving.away import Away
 from train.run.saving.checkpoint import SNAPSHOTS, drop_later, restore
 from train.run.saving.shares import Writers
 from train.run.saving.writer import CheckpointWriter, too_slow_to_leave
 from train.run.state import StepResults, TrainState
+from train.run.telling.log import Log
 
 
 def assemble(
@@ -136,7 +136,15 @@ def assemble(
             Writers(accelerator.process_index),
             away,
         ),
-        log=Log(config.log, launch.folder, state.step, config.max_steps, accelerator, config.model_dump(mode="json")),
+        log=Log(
+            config.log,
+            config.run_dir,
+            launch.folder,
+            state.step,
+            config.max_steps,
+            accelerator,
+            config.model_dump(mode="json"),
+        ),
         meter=Meter({shape: training_flops(on_meta(unet, prepared.backbone, spec, shape)[1]) for shape in shapes}),
         peak_tflops=peak,
     )

@@ -16,9 +16,9 @@ from train.objective.alignment import RepaConfig
 from train.objective.paths import ObjectiveConfig
 from train.objective.validation import ValidationConfig
 from train.run.alarm import AlarmConfig
-from train.run.log import LogConfig
 from train.run.saving.fetch import work_folder
 from train.run.saving.writer import CheckpointConfig
+from train.run.telling.config import LogConfig
 
 
 class RequestConfig(Config):

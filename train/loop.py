@@ -25,11 +25,11 @@ from train.run.health.endpoint import Figures, served
 from train.run.health.heartbeat import Heart
 from train.run.health.meter import Interval, Meter, peak_memory
 from train.run.launches import Launch, Pace
-from train.run.log import Log
 from train.run.processes import Leaving, expect_answers, lost_processes_named
 from train.run.saving.snapshot import Snapshot, average_files, take_snapshot
 from train.run.saving.writer import CheckpointWriter, too_slow_to_leave
 from train.run.state import StepResults, TrainState
+from train.run.telling.log import Log
 
 
 @dataclass

@@ -62,6 +62,8 @@ class Follower:
     """Draw and measure a step at a place; what is there is not made again."""
     track: Callable[[int, list[Evaluation]], None]
     """Tell the tracker of a step, given all evaluations."""
+    tell_rest: Callable[[], None]
+    """Called once no step is left."""
     tried: Counter[tuple[int, str]] = field(default_factory=Counter)
     failed: dict[int, str] = field(default_factory=dict)
     said: set[str] = field(default_factory=set)
@@ -84,6 +86,7 @@ class Follower:
                     time.sleep(0.1)
             if stop.received:
                 raise Preempted(f"told to leave {self.run.where()}. The same command goes on.")
+        self.tell_rest()
         if self.failed:
             steps = "; ".join(f"step {step}: {reason}" for step, reason in sorted(self.failed.items()))
             raise WorkError(

@@ -1,23 +1,27 @@
 """What a run's tracker is told of evaluations: curves, and pictures of fixed prompts, at the checkpoint's own step.
 
 TensorBoard gets a file for each step, created if absent, in a folder of its own: it reads one file of a folder at a
-time, and would lose sight of the trainer's. wandb gets a run of its own for each watcher, in the group of the training:
-a second process that writes to a run overwrites what the first one wrote, in wandb's shared mode too (its issues 10349
-and 12269). Which of them tells of a step, a file decides that is created if absent.
+time, and would lose sight of the trainer's. For any other tracker a sheet is left in the run, created if absent, and
+the run tells its tracker (`train/run/telling/evaluations.py`): a second process that writes to a run of wandb's
+overwrites what the first one wrote, in wandb's shared mode too (its issues 10349 and 12269).
+
+    RUN/tracker/evaluations/0000001000.3f2a9c1d.zip    a sheet: values.json, with the step, and a PNG for each picture
 """
 
 import hashlib
+import json
+import subprocess
+import sys
 import tempfile
-import uuid
 from collections.abc import Callable
 from importlib.util import find_spec
+from io import BytesIO
 from pathlib import Path
-from typing import Any
+from zipfile import ZipFile
 
 import numpy as np
 from PIL import Image
 
-from evaluate.parts import create_once, read_sealed
 from evaluate.report.pictures import first_pictures, grid, side_by_side, spread
 from evaluate.report.records import Evaluation, run_config
 from shards.base.store import Store
@@ -28,27 +32,27 @@ PROMPTS, GRID, COLUMNS = 4, 16, 4
 MOST_STEPS, SIDE = 12, 256
 """Of a strip, and of a picture in pixels."""
 EVENTS = "tracker/evaluations/events.out.tfevents.{step:010d}.{names}"
-TOLD = "tracker/evaluations/wandb.{step:010d}.{names}.json"
-WANDB_PROJECT = "tracker"
-"""Of runs whose config names none."""
+SHEET, TOLD = "{step:010d}.{names}.zip", ".told.json"
+SHEETS = "tracker/evaluations"
 
 Track = Callable[[int, list[Evaluation]], None]
 
 
 def open_tracker(run: Store, output: Path | str) -> Track:
     """What tells the tracker of the run's own config (`log.tracker`) of a step, given all evaluations."""
-    log = run_config(run).get("log", {})
-    name = log.get("tracker", "none")
-    if name in ("tensorboard", "wandb") and find_spec(name) is None:
-        print(f"{name} is told nothing of evaluations: it is not installed here. They are in the report.")
+    name = run_config(run).get("log", {}).get("tracker", "none")
+    store = open_store(output)
+    if name == "none":
         return lambda step, found: None
     if name == "tensorboard":
-        return lambda step, found: to_tensorboard(open_store(output), step, found)
-    if name == "wandb":
-        return Wandb(open_store(output), run.where(), log.get("project", WANDB_PROJECT))
-    if name != "none":
-        print(f"{name} is told nothing of evaluations: only tensorboard and wandb are. They are in the report.")
-    return lambda step, found: None
+        if find_spec(name) is None:
+            print("tensorboard is told nothing of evaluations: it is not installed here. They are in the report.")
+            return lambda step, found: None
+        return lambda step, found: to_tensorboard(store, step, found)
+    if store.where() != run.where():
+        print(f"{name} is told nothing of evaluations: they lie outside of the run. They are in the report.")
+        return lambda step, found: None
+    return lambda step, found: leave_sheet(run, step, found)
 
 
 def scalars(step: int, found: list[Evaluation]) -> dict[str, float]:
@@ -98,31 +102,29 @@ def to_tensorboard(store: Store, step: int, found: list[Evaluation]) -> None:
         store.create(EVENTS.format(step=step, names=hash_names(values)), path.read_bytes())
 
 
+def leave_sheet(run: Store, step: int, found: list[Evaluation]) -> None:
+    """For the run's own launches, which tell its tracker."""
+    values, packed = scalars(step, found), BytesIO()
+    with ZipFile(packed, "w") as sheet:
+        sheet.writestr("values.json", json.dumps({"step": step, "values": values}))
+        for name, picture in images(step, found).items():
+            with sheet.open(f"{name}.png", "w") as member:
+                picture.save(member, "PNG")
+    run.create(f"{SHEETS}/{SHEET.format(step=step, names=hash_names(values))}", packed.getvalue())
+
+
+def tell_rest(run: Store, name: str) -> None:
+    """Have a launch of the run's own tell its tracker of sheets that came after training had ended, if there are any.
+
+    `name`: the run, as the user named it.
+    """
+    files = set(run.files(SHEETS))
+    if any(file.endswith(".zip") and file.removesuffix(".zip") + TOLD not in files for file in files):
+        words = [sys.executable, "-m", "train", "tell", name]
+        result = subprocess.run(words, capture_output=True, text=True)
+        print((result.stdout or result.stderr).strip(), flush=True)
+
+
 def hash_names(values: dict[str, float]) -> str:
     """Of the curves that a step is told of."""
     return hashlib.sha256(" ".join(sorted(values)).encode()).hexdigest()[:8]
-
-
-class Wandb:
-    """A run of wandb's for this watcher, begun at the first step that it tells of."""
-
-    def __init__(self, store: Store, group: str, project: str):
-        """`store`: holds evaluations/; `group`: the training's run folder."""
-        self.store, self.group, self.project = store, group, project
-        self.token = uuid.uuid4().hex
-        self.run: Any = None
-
-    def __call__(self, step: int, found: list[Evaluation]) -> None:
-        import wandb
-
-        values = scalars(step, found)
-        told = TOLD.format(step=step, names=hash_names(values))
-        if read_sealed(self.store, told) is not None:
-            return
-        pictures = {name: wandb.Image(picture) for name, picture in images(step, found).items()}
-        if self.run is None:
-            self.run = wandb.init(project=self.project, group=self.group, job_type="evaluate")
-            self.run.define_metric("evaluation/*", step_metric="evaluation/step")
-        # another watcher may have been faster; who is killed before this line has told nothing
-        if create_once(self.store, told, lambda: {"by": self.token})["by"] == self.token:
-            self.run.log({"evaluation/step": step, **values, **pictures})

@@ -24,8 +24,8 @@ from train.data.draws import Draws
 from train.data.loader import Loader
 from train.data.streams import open_data
 from train.objective.latents import StoredLatents
-from train.run.metrics import read_json_lines
 from train.run.saving.checkpoint import list_checkpoints, newest_checkpoint, step_folder, step_of, verify_checkpoint
+from train.run.telling.json_lines import read_json_lines
 
 VERSION_1 = Path(__file__).parents[1] / "golden" / "roots" / "float16"
 STEPS = 8

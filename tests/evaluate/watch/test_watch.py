@@ -9,9 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,10 +21,11 @@ from evaluate.report.records import evaluations, lines
 from evaluate.sampling.model import hash_pipeline
 from evaluate.watch import follow
 from shards.base.durable import read_sealed_json
-from shards.base.errors import RequestError, WorkError
+from shards.base.errors import RequestError
 from shards.open import open_store
-from tests.evaluate.watch.watching import export_here, numbers, stay_here, watch, watcher, written
+from tests.evaluate.watch.watching import numbers, stay_here, train_here, watch, watcher, written
 from tests.runs import environment
+from tests.train.run.telling.offline import go_offline, rows
 from train.export.pipeline import export
 
 STEPS = (2, 4, 6)
@@ -131,7 +130,7 @@ def test_a_checkpoint_that_goes_while_it_is_read(
     def go(command: list[str], **options: object) -> subprocess.CompletedProcess[str]:
         if command[command.index("--step") + 1] == "4":
             shutil.rmtree(run_dir / "checkpoints" / "step-00000004")
-        return export_here(command)
+        return train_here(command)
 
     monkeypatch.setattr("evaluate.sampling.model.subprocess.run", go)
     assert watch(run_dir, words) == 0
@@ -258,61 +257,49 @@ def test_a_run_at_an_address(trained: Path, words: list[str], s3: str, tmp_path:
         export([f"{s3}/nothing", "--output", str(tmp_path / "c")])
 
 
-@pytest.fixture
-def wandb(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """A stand-in that the run's config names as its tracker: what runs were begun, and what each was told."""
-    seen = SimpleNamespace(begun=[], logged=[], metrics=[], at_init=lambda: None)
-
-    def init(**options: Any) -> SimpleNamespace:
-        seen.begun.append(options)
-        seen.logged.append(told := list[dict[str, Any]]())
-        seen.at_init()
-        return SimpleNamespace(
-            log=told.append, define_metric=lambda name, **options: seen.metrics.append((name, options))
-        )
-
-    module = ModuleType("wandb")
-    module.__spec__ = ModuleSpec("wandb", None)
-    module.init, module.Image = init, lambda picture: picture.size  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "wandb", module)
+def name_wandb(run_dir: Path) -> None:
+    """As the tracker of the run's config."""
     config = yaml.safe_load((run_dir / "config.yaml").read_text())
-    (run_dir / "config.yaml").write_text(yaml.safe_dump(config | {"log": {"tracker": "wandb"}}))
-    return seen
+    log = config["log"] | {"tracker": "wandb"}
+    (run_dir / "config.yaml").write_text(yaml.safe_dump(config | {"log": log}))
 
 
-def test_wandb_gets_a_run_of_its_own_with_the_checkpoints_step(
-    run_dir: Path, words: list[str], wandb: SimpleNamespace
+def test_wandb_has_evaluations_in_the_trainings_own_run(
+    run_dir: Path, words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Two writers of one run of wandb's overwrite each other. Steps may come in any order: they are no steps of its."""
+    """Training has ended: once no step is left, a launch of the run's own tells of all. Two watch at once."""
+    go_offline(monkeypatch)
+    name_wandb(run_dir)
+    with monkeypatch.context() as patch:
+        patch.setattr("evaluate.__main__.tell_rest", lambda run, name: None)
+        assert watch(run_dir, words, "--until", "4") == 0
+    sheets = {path: path.read_bytes() for path in (run_dir / "tracker" / "evaluations").glob("*.zip")}
+    assert len(sheets) == 2 and not (run_dir / "wandb").exists()
+    for path in run_dir.glob("evaluations/step-00000002-auto/evaluated-*.json"):
+        path.unlink()  # as another watcher finds it that is about to conclude the step
     assert watch(run_dir, words) == 0
-    assert wandb.begun == [{"project": "tracker", "group": str(run_dir), "job_type": "evaluate"}]
-    assert wandb.metrics == [("evaluation/*", {"step_metric": "evaluation/step"})]
-    (logged,) = wandb.logged
-    assert [line["evaluation/step"] for line in logged] == [2, 4, 6]
+    assert f"{run_dir}: wandb was told of 3 evaluations." in capsys.readouterr().out
+    assert {path: path.read_bytes() for path in sheets} == sheets
+    told = rows(run_dir)
+    assert [row["evaluation/step"] for row in told] == [2, 4, 6]
     values = [row["value"] for row in written(run_dir) if row["metric"] == "toy_fid"]
-    (name,) = (name for name in logged[0] if re.fullmatch(r"evaluation/toy_fid/g8-s1-own \w{8}", name))
-    assert [line[name] for line in logged] == values
-    strips = [line[f"evaluation/strips/g8-s1-own/{prompt_id}"] for line in logged for prompt_id in [PROMPT]]
-    assert strips == [(64, 84), (132, 84), (200, 84)]
-    assert logged[0]["evaluation/samples/g8-s1-own"] == (268, 268)
+    (name,) = (name for name in told[0] if re.fullmatch(r"evaluation/toy_fid/g8-s1-own \w{8}", name))
+    assert [row[name] for row in told] == values
+    assert [row[f"evaluation/strips/g8-s1-own/{PROMPT}/width"] for row in told] == [64, 132, 200]
+    assert told[0]["evaluation/samples/g8-s1-own/width"] == 268
+    (run_id,) = {path.stem.removeprefix("run-") for path in run_dir.glob("wandb/offline-run-*/*.wandb")}
+    assert json.loads((run_dir / "tracker.json").read_text()) == {"id": run_id}
 
 
-def test_each_step_is_told_to_wandb_by_one_of_two_watchers(
-    run_dir: Path, words: list[str], wandb: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+def test_a_trainer_at_work_tells_by_itself(
+    run_dir: Path, words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The second one comes while the first is about to tell of a step, and fails at a receipt before it goes on."""
-
-    def fail_once(*arguments: Any) -> Any:
-        monkeypatch.setattr(follow, "create_once", create_once)
-        raise WorkError("the receipt cannot be written.")
-
-    def come() -> None:
-        wandb.at_init = lambda: None
-        monkeypatch.setattr(follow, "create_once", fail_once)
-        assert watch(run_dir, words) == 0
-
-    create_once, wandb.at_init = follow.create_once, come
-    assert watch(run_dir, words) == 0
-    assert [[line["evaluation/step"] for line in told] for told in wandb.logged] == [[], [2, 4, 6]]
-    assert [options["group"] for options in wandb.begun] == [str(run_dir)] * 2
-    assert len(written(run_dir)) == 6
+    """What the watcher leaves waits for it; nothing fails."""
+    name_wandb(run_dir)
+    config = yaml.safe_load((run_dir / "config.yaml").read_text())
+    (run_dir / "config.yaml").write_text(yaml.safe_dump(config | {"max_steps": 100}))
+    assert watch(run_dir, words, "--once", "true", "--every", "4") == 0
+    assert "has done 6 of its 100 steps. The launch that trains on tells the tracker" in capsys.readouterr().out
+    assert len(list((run_dir / "tracker" / "evaluations").glob("*.zip"))) == 1
+    assert watch(run_dir, words, "--until", "2", "--every", "2", "--output", str(run_dir.parent / "apart")) == 0
+    assert "wandb is told nothing of evaluations: they lie outside of the run" in capsys.readouterr().out

@@ -4,6 +4,8 @@ import json
 import os
 import subprocess
 from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout
+from io import StringIO
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ import pytest
 from evaluate.__main__ import run as command
 from shards.base.errors import RequestError, WorkError, exit_code_of
 from tests.ranks import SERVER
-from train.export.pipeline import export
+from train.__main__ import run as train
 
 
 def run_here(units: Sequence[tuple[str, Any]], function: Callable[..., Any], *rest: object) -> None:
@@ -22,21 +24,27 @@ def run_here(units: Sequence[tuple[str, Any]], function: Callable[..., Any], *re
         function(unit, 1, lambda count: None)
 
 
-def export_here(words: list[str], **options: object) -> subprocess.CompletedProcess[str]:
-    """In place of `python -m train export`."""
-    _, _, _, _, *arguments = words
+RUN_ELSEWHERE = subprocess.run
+
+
+def train_here(words: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
+    """In place of `python -m train …`; other commands run as ever."""
+    if words[1:3] != ["-m", "train"]:
+        return RUN_ELSEWHERE(words, **options)
+    said = StringIO()
     try:
-        export(arguments)
+        with redirect_stdout(said):
+            train(words[3:])
     except (RequestError, WorkError) as error:
         return subprocess.CompletedProcess(words, 1, "", f"error: {error}")
-    return subprocess.CompletedProcess(words, 0, "", "")
+    return subprocess.CompletedProcess(words, 0, said.getvalue(), "")
 
 
 def stay_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything in this process."""
     monkeypatch.setattr("evaluate.features.job.run_units", run_here)
     monkeypatch.setattr("evaluate.sampling.job.run_units", run_here)
-    monkeypatch.setattr("evaluate.sampling.model.subprocess.run", export_here)
+    monkeypatch.setattr("subprocess.run", train_here)
 
 
 def watch(run_dir: Path | str, words: list[str], *more: str) -> int:

@@ -21,7 +21,7 @@ from train.data.loader import Loader
 from train.data.spec import DataConfig, StreamConfig, column_lengths
 from train.data.streams import open_data
 from train.objective.validation import ValidationConfig, open_validation
-from train.run.metrics import read_json_lines
+from train.run.telling.json_lines import read_json_lines
 
 FIELDS = ["txt", "json:blip", "json:human"]
 

@@ -24,7 +24,6 @@ from tests.runs import curve, environment, launcher, rank_processes, train_field
 from train.loop import train
 from train.run.health.heartbeat import Heart
 from train.run.launches import Pace
-from train.run.metrics import read_json_lines
 from train.run.processes import (
     LAUNCHER,
     LOOK_SECONDS,
@@ -35,6 +34,7 @@ from train.run.processes import (
     look_interval,
 )
 from train.run.saving.writer import CheckpointConfig
+from train.run.telling.json_lines import read_json_lines
 
 
 def lines(run_dir: Path) -> int:

@@ -14,8 +14,8 @@ from prometheus_client.registry import Collector
 
 from shards.base.errors import RequestError
 from train.run.health.heartbeat import Heart
-from train.run.log import Log
 from train.run.saving.writer import CheckpointWriter
+from train.run.telling.log import Log
 
 OF_LINES = {
     "loss": "Mean since the line of metrics.jsonl before the last",

@@ -18,7 +18,7 @@ from train import loop
 from train.__main__ import run as command
 from train.run.health.endpoint import PREFIX, Figures
 from train.run.health.heartbeat import Heart
-from train.run.metrics import read_json_lines
+from train.run.telling.json_lines import read_json_lines
 
 
 def scrape(port: int) -> dict[str, float]:

@@ -12,24 +12,11 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from shards.base.errors import Preempted, RequestError
 from tests.runs import train_fields, write_config
-from train import loop
+from tests.train.run.telling.leaving import leaves_after
 from train.__main__ import run as command
-from train.run import log, processes
-from train.run.log import flat_numbers, source_state
 from train.run.preflight import check_tracker
-
-
-def leaves_after(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
-    """The run is told to leave in its step of that number, and hears of it after it."""
-    monkeypatch.setattr(processes, "LOOK_SECONDS", 0.0)
-    take_step = loop.take_step
-
-    def told(run: loop.Run, batch: Any) -> None:
-        take_step(run, batch)
-        if run.state.step == step:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    monkeypatch.setattr(loop, "take_step", told)
+from train.run.telling import tracker
+from train.run.telling.tracker import flat_numbers, source_state
 
 
 def test_lines_are_durable_before_their_checkpoint_is(
@@ -138,7 +125,7 @@ def test_tensorboard_has_every_step_once_and_the_settings(
 
 
 def test_the_source_is_known_from_a_repository_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(log, "__file__", str(tmp_path / "log.py"))
+    monkeypatch.setattr(tracker, "__file__", str(tmp_path / "tracker.py"))
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
     assert source_state() is None
 
