@@ -8,7 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-BENCHMARKS = ("pixels", "worker", "encode", "index.epoch_plan", "index.publishing", "loader", "train_step")
+BENCHMARKS = (
+    *("pixels", "worker", "encode", "index.epoch_plan", "index.publishing", "loader"),
+    *("outputs.alignment", "train_step"),
+)
 INTRODUCTION = """# Benchmarks
 
 Figures that compare two things were taken in turn in one run, on the machine that each section names; on another

@@ -1,6 +1,6 @@
 """The loader against a training step and against plain reading; a real run's wait; the first batch after a resume.
 
-python -m bench.loader [--samples 2048] [--only families repa]
+python -m bench.loader [--samples 2048] [--only families]
 """
 
 import argparse
@@ -19,24 +19,17 @@ from typing import Any
 import numpy as np
 import torch
 import yaml
-from accelerate import Accelerator
 from diffusers import UNet2DConditionModel
 from torch.utils.data import DataLoader
 
 from bench.kit.common import section, table, timed_in_turn
 from bench.kit.families import FAMILIES, GPUS_OF_A_NODE, Family, read_family
-from bench.kit.roots import feature_tower, make_root
+from bench.kit.roots import make_root
 from shards.base.store import LocalStore
-from train.__main__ import ACCELERATE_PRECISION
-from train.assemble import assemble
-from train.config import TrainConfig
 from train.data.loader import Loader
 from train.data.selection import FilterConfig, Range, select
 from train.data.spec import DataConfig, DataSpec
 from train.data.streams import open_data
-from train.loop import take_step
-from train.prepare import prepare, take_run
-from train.run.launches import Launch
 from train.run.telling.json_lines import read_json_lines
 
 UNET = Path("examples/shapes/unet.json")
@@ -48,8 +41,6 @@ ROUNDS = 5
 BLOCK = 1 << 22
 COPIED = 1 << 28
 FAMILY_SAMPLES = 128
-FEATURES = feature_tower(768)
-"""DINOv2-base's."""
 
 
 def main() -> None:
@@ -67,7 +58,6 @@ def main() -> None:
             "filter": lambda: table_reading(demo()),
             "wait": lambda: wait_of_a_run(demo(), folder / "run", cores),
             "families": lambda: of_families(folder),
-            "repa": lambda: reading_features(folder / "features", per_part),
         }
         parser.add_argument("--only", nargs="*", choices=parts, default=list(parts))
         options = parser.parse_args()
@@ -291,40 +281,6 @@ def family_row(family: Family, root: Path) -> list[object]:
         f"{family.node_rate:,.0f}",
         f"{3 * family.node_rate / rate:.1f}",
     ]
-
-
-def reading_features(root: Path, per_part: list[int]) -> str:
-    """A step with an aligned layer: its features read with the batch, or lying in memory."""
-    make_root(root, {DEMO_BUCKET: per_part}, DEMO_TEXT, features={"dino": FEATURES})
-    config = yaml.safe_load(Path("examples/shapes/configs/phase1.yaml").read_text()) | {
-        "run_dir": str(root / "run"),
-        "data": {"root": str(root), "bucket": DEMO_BUCKET, "num_workers": 0, "num_canonical_nodes": 8},
-        "repa": {"layer": "mid_block"},
-        "log": {"tracker": "none", "every": 10_000},
-    }
-    train_config = TrainConfig.model_validate(config)
-    accelerator = Accelerator(mixed_precision=ACCELERATE_PRECISION[train_config.precision], cpu=True)
-    prepared = prepare(train_config, accelerator)
-    run = assemble(train_config, prepared, accelerator, Launch(take_run(train_config, prepared)))
-    size, without = train_config.global_batch_size, prepared.spec.of_towers(list(prepared.spec.texts), [])
-    alone = iter(Loader(train_config.data, without, size, 0, 0, torch.arange(size)))
-    batches = iter(run.loader)
-    held = {name: column for name, column in next(batches).columns.items() if name not in without.lengths}
-
-    def from_memory() -> None:
-        batch = next(alone)
-        batch.columns |= held
-        take_step(run, batch)
-
-    pair = timed_in_turn(lambda: take_step(run, next(batches)), from_memory, 2 * ROUNDS, time.process_time)
-    others = without.sample_bytes(DEMO_BUCKET)
-    features = prepared.spec.sample_bytes(DEMO_BUCKET) - others
-    return (
-        f"**Reading features** (REPA; {features:,} bytes a sample, beside {others:,}): a step "
-        f"of {size} samples of the demo's U-Net, read in the training process itself, so that nothing hides it, "
-        f"runs by processor time at **{pair.ratio:.3f} ×** the rate of the same step whose features lie in memory "
-        f"({pair.spread}, {2 * ROUNDS} rounds in turn)."
-    )
 
 
 def seconds(function: Callable[[], object]) -> float:

@@ -105,7 +105,10 @@ def test_every_command_has_examples_that_are_understood(
         ("precompute.download", ["--recheck"]),
         ("precompute.preview", ["--samples"]),
         ("plan", ["--gpus", "--compare"]),
-        ("train", ["train check", "train plot", "train export", "train ema", "train tell", "train.launch", "--optimizer.lr"]),
+        (
+            "train",
+            ["train check", "train plot", "train export", "train ema", "train tell", "train.launch", "--optimizer.lr"],
+        ),
         ("train check", ["writes nothing", "--optimizer.lr"]),
         ("train plot", ["loss.png"]),
         ("train export", ["--weights"]),

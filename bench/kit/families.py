@@ -1,10 +1,13 @@
 """The families' samples, as their plans say: what a root of each holds, and how many a node of H200s would take."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from torch import nn
+
 from bench.kit.roots import encoding_record
-from plan.arithmetic.work import UNKNOWN, count_work
+from plan.arithmetic.work import UNKNOWN, count_work, network_calls
 from plan.config import Plan
 from plan.measured import Rates
 from plan.rows import Inputs, phase_row
@@ -28,6 +31,10 @@ class Family:
     """Of a caption that is trimmed."""
     node_rate: float
     """Samples per second that the planner expects of a node."""
+    network: nn.Module
+    """That is trained, without weights."""
+    call: Callable[[], object]
+    """Its forward pass for one sample, on the meta device."""
 
 
 def read_family(name: str) -> Family:
@@ -53,4 +60,6 @@ def read_family(name: str) -> Family:
     texts = dict(zip(work.texts, inputs.texts, strict=True))
     encoding = encoding_record(1, 1).model_copy(update={"image": image, "texts": texts})
     rate = phase_row(inputs, phase, GPUS_OF_A_NODE, online=False).images_per_second
-    return Family(name, encoding, phase.bucket, round(plan.text.tokens), rate)
+    shapes = {phase.bucket: work.latent_hw[phase.bucket]}
+    network, call = network_calls(plan.networks, shapes, image, encoding.texts)[phase.bucket]
+    return Family(name, encoding, phase.bucket, round(plan.text.tokens), rate, network, call)

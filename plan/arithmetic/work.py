@@ -1,7 +1,7 @@
 """How much arithmetic one image, caption or step is, counted on the meta device: no weights, no GPU, no data."""
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,17 +48,10 @@ def count_work(networks: Networks, buckets: Iterable[str]) -> Work:
         RequestError: a config file is missing or is no JSON, the network does not fit the encoders, or a bucket does
             not suit the VAE.
     """
-    from train.data.spec import DataSpec  # with torch's and diffusers' own, which a report alone does not need
-    from train.model.fit import check_fit, on_meta
-    from train.model.unet import class_of
-
-    backbone, path = _backbone(networks)
-    fields = _read_json(path)
     with torch.device("meta"), torch.no_grad():
         vae, image = _image_tower(networks.vae)
         towers = networks.texts or {ONLY_TEXT: TextNetwork(config=networks.text_encoder, class_name="CLIPTextModel")}
         encoders = {name: _text_tower(name, tower) for name, tower in towers.items()}
-        unet = class_of(fields, path).from_config(fields)
         shapes = {name: _latent_hw(name, image.downsampling) for name in buckets}
         pictures = {name: (Bucket.parse(name).height, Bucket.parse(name).width) for name in shapes}
         encode = {name: count_flops(vae.encode, torch.empty(1, 3, *hw)) for name, hw in pictures.items()}
@@ -66,12 +59,10 @@ def count_work(networks: Networks, buckets: Iterable[str]) -> Work:
             count_flops(model, torch.empty(1, tower.max_tokens, dtype=torch.long)) for model, tower in encoders.values()
         )
     texts = {name: tower for name, (_, tower) in encoders.items()}
-    data = DataSpec(image, texts, {}, {}, (), 1)
-    backbone = backbone.resolved(texts)
-    check_fit(unet, data, backbone)
-    calls = {name: on_meta(unet, backbone, data, hw) for name, hw in shapes.items()}
+    calls = network_calls(networks, shapes, image, texts)
+    network, _ = next(iter(calls.values()))
     return Work(
-        num_parameters=sum(parameter.numel() for parameter in unet.parameters()),
+        num_parameters=sum(parameter.numel() for parameter in network.parameters()),
         train={name: training_flops(call) for name, (_, call) in calls.items()},
         backward={name: backward_order(*call) for name, call in calls.items()},
         encode=encode,
@@ -81,6 +72,30 @@ def count_work(networks: Networks, buckets: Iterable[str]) -> Work:
         has_posterior=image.posterior != "deterministic",
         texts=texts,
     )
+
+
+def network_calls(
+    networks: Networks, shapes: Mapping[str, tuple[int, int]], image: ImageTower, texts: dict[str, TextTower]
+) -> dict[str, tuple[torch.nn.Module, Callable[[], torch.Tensor]]]:
+    """Bucket → the network that is trained, on the meta device, and a call of it for one sample.
+
+    Args:
+        shapes: bucket → its latents' height and width.
+
+    Raises:
+        RequestError: the network's config is missing or is no JSON, or does not fit the encoders.
+    """
+    from train.data.spec import DataSpec  # with torch's and diffusers' own, which a report alone does not need
+    from train.model.fit import check_fit, on_meta
+    from train.model.unet import class_of
+
+    backbone, path = _backbone(networks)
+    fields, data = _read_json(path), DataSpec(image, texts, {}, {}, (), 1)
+    with torch.device("meta"), torch.no_grad():
+        network = class_of(fields, path).from_config(fields)
+    backbone = backbone.resolved(texts)
+    check_fit(network, data, backbone)
+    return {name: on_meta(network, backbone, data, hw) for name, hw in shapes.items()}
 
 
 def backward_order(network: torch.nn.Module, call: Callable[[], Any]) -> tuple[tuple[float, float], ...]:
