@@ -4,6 +4,7 @@ $LATENTMILL_STORAGE names a folder in which the base and the image stay from one
 """
 
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -90,6 +91,15 @@ def test_it_is_not_root_and_carries_no_tools(image: Image) -> None:
         line.split("==")[:2] for line in (ROOT / "requirements.lock").read_text().splitlines() if "==" in line
     )
     assert image.run("python", "-c", versions).split() == [locked["torch"].split()[0], locked["ray"].split()[0]]
+
+
+def test_it_is_no_larger_than_the_page_says(image: Image) -> None:
+    page = (ROOT / "docs/how-to/container.md").read_text()
+    (ceiling,) = re.findall(r"at most ([\d.]+) GB", page)
+    listed = [line.split() for line in image.call("images", "--format", "{{.Name}}:{{.Tag}} {{.Size}}").splitlines()]
+    ((_, size, unit),) = (words for words in listed if words[0] == f"localhost/{IMAGE}")
+    print(f"the image has {size} {unit}")
+    assert unit == "GB" and float(size) <= float(ceiling)
 
 
 def train_in_two_pods(image: Image, config: Path, root: Path, run: Path) -> None:

@@ -1,12 +1,19 @@
 """docs/how-to/incidents.md quotes what the product says, and names every alert that there is a rule for."""
 
 import ast
+import os
 import re
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import yaml
 
+from precompute.cluster.failures import FailureLog
+from precompute.cluster.fleet import Failed
+from tests.precompute.cluster.played import error
 from tests.rooms import PACKAGES
 
 ROOT = Path(__file__).parents[2]
@@ -126,3 +133,48 @@ def test_alerts_are_those_of_the_rules() -> None:
 def alerts(path: Path) -> list[str]:
     """Names of a rules file's alerts."""
     return [rule["alert"] for group in yaml.safe_load(path.read_text())["groups"] for rule in group["rules"]]
+
+
+FIRST_LOOK = [line.split("  #")[0] for line in PAGE.split("```")[1].splitlines()]
+
+
+def first_look(begin: str, folder: Path) -> list[str]:
+    """The lines that the page's one command with this beginning prints in `folder`."""
+    (line,) = (line for line in FIRST_LOOK if line.startswith(begin))
+    if shutil.which(line.split()[0]) is None:
+        pytest.skip(f"{line.split()[0]} is not installed")
+    own = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+    found = subprocess.run(["bash", "-c", line], cwd=folder, env=os.environ | own, capture_output=True, text=True)
+    assert found.returncode == 0, found.stderr
+    return found.stdout.splitlines()
+
+
+def test_first_look_at_a_run(tmp_path: Path) -> None:
+    (tmp_path / "RUN" / "launches").mkdir(parents=True)
+    (tmp_path / "RUN" / "launches" / "000002").touch()
+    (tmp_path / "RUN" / "metrics.jsonl").write_text("".join(f'{{"step": {step}}}\n' for step in range(5)))
+    assert first_look("tail", tmp_path) == ['{"step": 2}', '{"step": 3}', '{"step": 4}']
+    assert first_look("ls", tmp_path) == ["000002"]
+
+
+def test_first_look_at_what_failed(tmp_path: Path) -> None:
+    """As a job writes it: final failures by node and cause, and where a tar's attempts were."""
+    log = FailureLog(tmp_path / "ROOT")
+    for key, node, number, again in [("00041", "a", 1, False), ("00042", "a", 1, True), ("00042", "b", 2, False)]:
+        log.record(Failed(key, node, "attempt", error(), again, number, log=f"worker-{node}.err"))
+    log.record(Failed("00043", "a", "attempt", error(), False, 1))
+    causes = [line.split(maxsplit=1) for line in first_look("jq -r 'select(.final)", tmp_path)]
+    assert [(count, words.split(" ", 1)[1]) for count, words in causes] == [
+        ("2", "a ValueError: no"),
+        ("1", "b ValueError: no"),
+    ]
+    assert first_look("jq -r 'select(.shard", tmp_path) == ["a 1 worker-a.err", "b 2 worker-b.err"]
+
+
+def test_first_look_at_an_attempt_and_a_root(latents: Path, tmp_path: Path) -> None:
+    lines = ["00042: attempt 1 begins", "00042: attempt 2 begins", "a library's", "00042: attempt 2 is done"]
+    (tmp_path / "LOG").write_text("\n".join(lines))
+    assert first_look("grep", tmp_path) == [lines[1], lines[3]]
+    (tmp_path / "ROOT").symlink_to(latents)
+    said = "\n".join(first_look("python -m shards stats", tmp_path))
+    assert "64x64" in said and "128x128" in said

@@ -128,6 +128,22 @@ def test_variables_are_those_that_the_launcher_reads(slurm: Slurm) -> None:
     }
 
 
+def test_tasks_without_the_launcher_are_refused(slurm: Slurm, latents: Path, tmp_path: Path) -> None:
+    """Plain `srun -n 2 python -m train …`: each task would train alone, in one run folder."""
+    run = tmp_path / "run"
+    config = write_config(tmp_path, train_fields(latents, run))
+    words = ["--nodes", "2", "--ntasks", "2", "--label", "sh", "-c"]
+    trainer = f"{PYTHON[0]} -m train --config {config}; echo left with $?"
+    found = slurm.login.run("srun", *words, trainer)
+    assert sorted(found.stdout.split("\n")) == ["", "0: left with 2", "1: left with 2"], found.stderr
+    for task in range(2):
+        lines = [line.removeprefix(f"{task}: ") for line in found.stderr.splitlines() if line.startswith(f"{task}: ")]
+        said = " ".join(" ".join(lines).split())
+        assert said.count("error:") == 1 and "srun started 2 tasks, but WORLD_SIZE is not set" in said, found.stderr
+        assert "(`srun python -m train.launch --slurm -m train --config …`)" in said
+    assert not run.exists()
+
+
 def test_a_wrong_request_is_told_once_and_not_queued_again(slurm: Slurm, tmp_path: Path) -> None:
     job = slurm.submit(*SMALL, "--output", str(tmp_path / "log"), TRAIN, "--config", "absent.yaml")
     state = slurm.finish(job)

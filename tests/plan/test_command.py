@@ -1,6 +1,7 @@
 """`python -m plan`: its options, its files, its exit codes."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -61,3 +62,17 @@ def test_wrong_requests_exit_with_2(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_documentation_shows_what_the_command_prints(report: MakeReport) -> None:
     assert render(report("--gpus", "64")).strip() in Path("docs/evidence/planning.md").read_text()
+
+
+def test_what_128_gpus_cost_on_the_page_is_what_its_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    page = Path("docs/how-to/cluster.md").read_text()
+    (words,) = re.findall(r'^costs is from `make plan GPUS=128 ARGS="(.*?)"`', page, re.MULTILINE)
+    run(["--gpus", "128", *words.split()])
+    (row,) = re.findall(r"^> +128 .*\d$", capsys.readouterr().out.split("Reading")[0], re.MULTILINE)
+    *_, uninterrupted, days, failing = row.split()
+    stated = re.findall(r"GPUs of both stages cost (\S+)\. The plan expects (\S+) and (\S+) days with", page)
+    assert stated == [(uninterrupted, failing, f"{float(days):.1f}")]
+    table = [line.split("|")[-2].strip() for line in page.splitlines() if re.match(r"\| [689] \|", line)]
+    costs = [int(cost.removeprefix("$").replace(",", "")) for cost in table]
+    # stage 1 and the phases are rounded apart
+    assert len(costs) == 3 and abs(sum(costs) - int(uninterrupted[1:].replace(",", ""))) <= 2

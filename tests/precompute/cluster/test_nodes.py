@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from precompute.cluster.fleet import Done, FleetConfig, UnderWay
+from precompute.cluster.fleet import Done, Failed, FleetConfig, UnderWay
 from precompute.cluster.nodes import LOOK_SECONDS, Resources, ResourcesConfig, Watch, places, shortage
-from tests.precompute.cluster.played import Clock, RealClock, TimedCluster, make_fleet
+from tests.precompute.cluster.played import Clock, Outcome, RealClock, TimedCluster, error, make_fleet
 
 
 def held(has: Resources, needs: Resources) -> int:
@@ -103,6 +103,37 @@ def test_twice_as_many_are_under_way_as_there_are_slots_whatever_the_cluster_doe
     first_full = min(at for at, _, busy in seen if busy == 300)
     print(f"300 slots, tars of 20 s: 300 busy {first_full - 500:.0f} s after they came, 600 under way at most")
     assert first_full - 500 <= 5
+
+
+def test_of_a_cluster_that_shrinks_no_more_are_begun_than_it_has_slots_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """300 slots become 10, as preemption has it; what was under way on the lost ones is lost and done again."""
+    clock, shrinks, lost_at = Clock(monkeypatch), 90.0, 95.0
+    small = {str(node) for node in range(10)}
+
+    def act(key: str, node: str, now: float) -> tuple[float, Outcome]:
+        at = now - 1000
+        return (lost_at - at, error(lost=True)) if node not in small and at + 20 > lost_at else (20, "ok")
+
+    cluster = TimedCluster(clock, {str(node): 1 for node in range(300)}, act)
+    fleet = iter(make_fleet(monkeypatch, cluster, map(str, range(2200)), node_failures=1000))
+    monkeypatch.setattr("precompute.cluster.nodes.LOOK_SECONDS", LOOK_SECONDS)
+    seen: list[tuple[float, int, int, int]] = []
+    done, lost = set(), 0
+    for event in fleet:
+        if isinstance(event, Done):
+            done.add(event.key)
+        lost += isinstance(event, Failed)
+        if isinstance(event, UnderWay):
+            seen.append((clock.now - 1000, event.attempts, len(cluster.given), cluster.busy().total()))
+            if clock.now - 1000 >= shrinks:
+                cluster.nodes = {node: {"CPU": 1.0} for node in small}
+    assert done == set(map(str, range(2200))) and lost == 290
+    assert max(attempts for at, attempts, _, _ in seen if at < shrinks) == 600
+    looked = shrinks + LOOK_SECONDS + 1  # the fleet looks every so often, between polls
+    above = [(at, attempts, begun) for at, attempts, begun, _ in seen if at >= looked and attempts > 20]
+    assert above and len({begun for _, _, begun in above}) == 1, "attempts were begun while more than 20 were under way"
+    after = [(attempts, busy) for at, attempts, _, busy in seen if at > above[-1][0]]
+    assert after and max(attempts for attempts, _ in after) == 20 and max(busy for _, busy in after) == 10
 
 
 def test_300_slots_are_busy_with_tasks_of_20_ms(monkeypatch: pytest.MonkeyPatch) -> None:

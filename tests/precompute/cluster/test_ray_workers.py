@@ -115,7 +115,10 @@ def test_a_worker_has_several_in_hand_and_is_lost_with_them(one_slot: None, tmp_
     assert sorted(event.key for event in done) == ["a", "b", "c"] and len({event.result for event in done}) == 1
     assert raised.node == done[0].node and raised.node is not None
     log = Path(raised.log).read_text()
-    second = [line.removeprefix("b: attempt 2 ") for line in log.splitlines() if line.startswith("b: attempt 2 ")]
+    for page in ("docs/reference/metrics.md", "docs/how-to/incidents.md"):
+        assert "grep '^00042: attempt 2 ' LOG" in Path(page).read_text()
+    found = subprocess.run(["grep", "^b: attempt 2 ", raised.log], capture_output=True, text=True, check=True).stdout
+    second = [line.removeprefix("b: attempt 2 ") for line in found.splitlines()]
     assert second[:3] == ["begins", "failed: ValueError: b fails", "Traceback (most recent call last):"]
     assert second[-1] == "ValueError: b fails" and "b: attempt 3 is done" in log.splitlines()
 
