@@ -27,7 +27,7 @@ from evaluate.report.runs import read_runs
 from evaluate.sampling.job import draw_sets, read_set
 from evaluate.sampling.model import chosen_step, is_run, make_ready
 from evaluate.sampling.prompts import prompts_sha256, read_prompts
-from evaluate.scoring import choose_metrics, score, table
+from evaluate.scoring import check_measurable, choose_metrics, score, table
 from evaluate.study.__main__ import run as study
 from evaluate.watch.follow import Follower, read_wants
 from evaluate.watch.tracker import open_tracker, tell_rest
@@ -119,6 +119,7 @@ def compare_runs(arguments: list[str]) -> None:
 
 def draw_and_score(config: EvaluateConfig, names: list[MetricName], step: int | None, output: Path | str) -> None:
     """Of every setting, a checkpoint's pictures and their metrics."""
+    check_measurable(names, len(read_prompts(config.prompts)), config.sampling.size, config.reference)
     for place in draw(config, step, output):
         rows = score(read_set(place), names, config.extractors, config.reference, config.workers)
         print(f"{place}\n{table(rows)}", flush=True)

@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 
 from evaluate.features.extractors import ExtractorsConfig, describe_extractor
-from evaluate.features.job import Features, extract, reference_features, reference_moments
+from evaluate.features.job import NO_REFERENCE, Features, extract, reference_features, reference_moments
 from evaluate.features.sources import ReferenceConfig, sample_units
 from evaluate.metrics.frechet import Moments
 from evaluate.metrics.identity import metric_id
+from evaluate.metrics.intervals import LEAST_CLUSTERS
 from evaluate.metrics.table import METRICS, ExtractorName, Inputs, MetricName
 from evaluate.parts import create_once
 from evaluate.sampling.job import SampleSet
@@ -44,6 +45,29 @@ def choose_metrics(wanted: Sequence[MetricName] | None, extractors: ExtractorsCo
     return names
 
 
+def check_measurable(names: Sequence[MetricName], num_prompts: int, size: str, reference: ReferenceConfig) -> None:
+    """What can be said of a sample set before it is drawn.
+
+    Raises:
+        RequestError: the reference is of another size or has no place, or there are too few prompts.
+    """
+    if num_prompts < LEAST_CLUSTERS:
+        raise RequestError(
+            f"There are {num_prompts} prompts, and a metric's interval needs {LEAST_CLUSTERS} or more, however many "
+            f"pictures each has: pictures of one prompt depend on each other. Give more prompts, or only draw (`make "
+            f"sample`)."
+        )
+    if not any(METRICS[name].has_reference for name in names):
+        return
+    if reference.size != size:
+        raise RequestError(
+            f"The samples are {size} and the reference is {reference.size}: resized differently, they would differ by "
+            f"that alone. Set reference.size to {size}."
+        )
+    if reference.place is None:
+        raise RequestError(NO_REFERENCE)
+
+
 def score(
     found: SampleSet,
     names: Sequence[MetricName],
@@ -59,11 +83,7 @@ def score(
         RequestError: the reference is of another size, or there are too few samples.
         WorkError: features could not be taken.
     """
-    if any(METRICS[name].has_reference for name in names) and reference.size != found.drawing["size"]:
-        raise RequestError(
-            f"The samples are {found.drawing['size']} and the reference is {reference.size}: resized differently, they "
-            f"would differ by that alone. Set reference.size to {found.drawing['size']}."
-        )
+    check_measurable(names, len(found.prompts), found.drawing["size"], reference)
     by_extractor: dict[ExtractorName, list[MetricName]] = {}
     for name in names:
         by_extractor.setdefault(METRICS[name].extractor, []).append(name)

@@ -34,6 +34,7 @@ from shards.base.store import Store
 from shards.open import open_store
 
 RECORD = "reference.json"
+NO_REFERENCE = "No reference is given. Set reference.place, and reference.pictures where it is new."
 FEATURES, TEXTS, MOMENTS = "features.npy", "texts.npy", "moments.npz"
 
 
@@ -120,7 +121,7 @@ def extract_part(unit: Unit, recipe: Recipe, report: Callable[[int], None], fold
     extractor = cached_extractor(recipe.kind, recipe.weights, recipe.device)
     taken, rows = Taken(), []
     for batch in batches(unit.pictures(taken), recipe.batch_size):
-        rows.append(extractor(batch).cpu().numpy())
+        rows.append(finite(extractor(batch).cpu().numpy(), unit, recipe))
         report(sum(map(len, rows)))
     if rows:
         np.save(folder / FEATURES, np.concatenate(rows))
@@ -128,8 +129,22 @@ def extract_part(unit: Unit, recipe: Recipe, report: Callable[[int], None], fold
         encode = cached_texts(recipe.weights, recipe.device)
         starts = range(0, len(unit.texts), recipe.batch_size)
         texts = [encode(list(unit.texts[start : start + recipe.batch_size])).cpu().numpy() for start in starts]
-        np.save(folder / TEXTS, np.concatenate(texts))
+        np.save(folder / TEXTS, finite(np.concatenate(texts), unit, recipe))
     return {"count": sum(map(len, rows)), "rejected": dict(taken.rejected), "input": taken.input}
+
+
+def finite(values: np.ndarray, unit: Unit, recipe: Recipe) -> np.ndarray:
+    """The values, (N, D).
+
+    Raises:
+        WorkError: some are not finite, and every metric over them would be wrong, some without a word.
+    """
+    if not np.isfinite(values).all():
+        raise WorkError(
+            f"{recipe.kind} gave features of {unit.name} that are not finite: its weights are damaged, or they do not "
+            f"suit this code. Nothing of it is kept. Give other weights (extractors.{recipe.kind}.weights)."
+        )
+    return values
 
 
 def batches(pictures: Iterable[np.ndarray], batch_size: int) -> Iterator[np.ndarray]:
@@ -158,7 +173,7 @@ def reference_features(
         RequestError: there is no such reference, or it was made otherwise.
     """
     if config.place is None:
-        raise RequestError("No reference is given. Set reference.place, and reference.pictures where it is new.")
+        raise RequestError(NO_REFERENCE)
     store, record = open_store(config.place), config.record()
     if config.pictures is not None:
         units = reference_units(config)
@@ -170,7 +185,7 @@ def reference_features(
         content = read_sealed(store, RECORD) or {}
         if not content:
             raise RequestError(f"{store.where()} is no reference. Make it: set reference.pictures, too.")
-        if any(content[key] != value for key, value in record.items()):
+        if any(content.get(key) != value for key, value in record.items()):
             raise _another(store, content, record)
         description = describe_extractor(kind, extractors)
         found = read_features(store, f"features/{extractor_id(description)}", content["units"], description)

@@ -29,6 +29,8 @@ from shards.format.buckets import Bucket, BucketName
 from shards.open import open_store
 
 FILES_PER_UNIT = 500
+WHICH_PICTURES = {"formats", "max_pixels", "max_side", "max_bytes"}
+"""Limits that decide which pictures are in a reference."""
 
 
 class ReferenceConfig(Config):
@@ -46,9 +48,10 @@ class ReferenceConfig(Config):
     """Pictures at a time."""
 
     def record(self) -> dict[str, Any]:
-        """How pictures become pixels."""
+        """How pictures become pixels, and which do."""
         pixels = self.pixels
-        return {"size": self.size, "decoder": pixels.decoder, "resampling": pixels.resampling, "crop": pixels.crop}
+        own = {"size": self.size, "decoder": pixels.decoder, "resampling": pixels.resampling, "crop": pixels.crop}
+        return own | {"limits": self.limits.model_dump(mode="json", include=WHICH_PICTURES)}
 
 
 @dataclass

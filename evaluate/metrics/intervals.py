@@ -14,6 +14,8 @@ import numpy as np
 from scipy.stats import t
 
 GROUPS = 12
+LEAST_CLUSTERS = 2 * GROUPS
+"""Prompts, or pictures of a reference, below which a group has one alone: intervals are too narrow then."""
 COVERAGE = 0.95
 LEAST_SHARE = 0.6
 """Of the plain jackknife's variance that is kept: a half would do (it holds the second-order part twice), but that both

@@ -7,9 +7,10 @@ from typing import Literal
 import numpy as np
 
 from evaluate.metrics.frechet import Moments, check_enough, frechet_at_n, frechet_infinity
-from evaluate.metrics.intervals import Estimate, mean_interval
+from evaluate.metrics.intervals import LEAST_CLUSTERS, Estimate, mean_interval
 from evaluate.metrics.kernels import cmmd, kid
 from evaluate.metrics.manifold import precision, recall
+from shards.base.errors import RequestError
 
 MetricName = Literal[
     "fid",
@@ -75,6 +76,11 @@ def _with_reference(compute: Callable[[np.ndarray, np.ndarray, np.ndarray], Esti
 
 def _reference(inputs: Inputs) -> np.ndarray:
     assert inputs.reference is not None
+    if len(inputs.reference) < LEAST_CLUSTERS:
+        raise RequestError(
+            f"The reference has {len(inputs.reference)} pictures, and a metric with its interval needs "
+            f"{LEAST_CLUSTERS} or more. Give reference.pictures more of them, and another reference.place."
+        )
     return inputs.reference
 
 

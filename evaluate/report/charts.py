@@ -33,7 +33,7 @@ class Series:
     intervals: Sequence[tuple[float, float]] = ()
     """(low, high) of each point, or none."""
     style: int = 0
-    """One of six dashes, markers and colours: the same for one run in all charts of a page."""
+    """Of six dashes and colours, and six markers for each: the same for one run in all charts of a page."""
 
 
 def line_chart(title: str, x_name: str, y_name: str, series: Sequence[Series], log: bool = False) -> str:
@@ -45,8 +45,8 @@ def line_chart(title: str, x_name: str, y_name: str, series: Sequence[Series], l
     log = log and min(ys) > 0
     across, x_ticks = _axis(xs, False, LEFT, WIDTH - RIGHT)
     down, y_ticks = _axis(ys, log, HEIGHT - BOTTOM, TOP)
-    styles = [line.style % len(MARKERS) for line in series]
-    ends = _apart([down(line.points[-1][1]) for line in series])
+    styles = [line.style for line in series]
+    ends = _apart([down(line.points[-1][1]) for line in series], HEIGHT - BOTTOM)
     described = "; ".join(f"{line.name} from {line.points[0][1]:.4g} to {line.points[-1][1]:.4g}" for line in series)
     number, middle = next(_numbers), (TOP + HEIGHT - BOTTOM) / 2
     y_place = f'transform="translate(13 {middle:.0f}) rotate(-90)"'
@@ -94,23 +94,37 @@ def _line(line: Series, style: int, x_scale: Callable[[float], float], y_scale: 
         for (x, _), (low, high) in zip(places, line.intervals, strict=False)
     )
     every = -(-len(places) // MARKED)
-    marks = "".join(f'<g transform="translate({x:.1f} {y:.1f})">{MARKERS[style]}</g>' for x, y in places[::-1][::every])
-    return f'<g class="s{style}"><path d="{path}" stroke-dasharray="{DASHES[style]}"/>{bars}{marks}</g>'
+    marks = "".join(
+        f'<g transform="translate({x:.1f} {y:.1f})">{marker_of(style)}</g>' for x, y in places[::-1][::every]
+    )
+    dash = style % len(DASHES)
+    return f'<g class="s{dash}"><path d="{path}" stroke-dasharray="{DASHES[dash]}"/>{bars}{marks}</g>'
 
 
 def _label(name: str, style: int, y: float) -> str:
     x = WIDTH - RIGHT + 14
-    marker = f'<g class="s{style}"><g transform="translate({x} {y:.1f})">{MARKERS[style]}</g></g>'
+    look = f"s{style % len(DASHES)}"
+    marker = f'<g class="{look}"><g transform="translate({x} {y:.1f})">{marker_of(style)}</g></g>'
     return marker + _text(x + 9, y + 4, "start", name if len(name) <= LABEL else f"…{name[1 - LABEL :]}")
 
 
-def _apart(places: list[float]) -> list[float]:
-    """The places, moved as little as keeps a line's height between them, from the top down."""
-    moved = dict.fromkeys(range(len(places)), 0.0)
-    last = float("-inf")
-    for number in sorted(moved, key=lambda i: places[i]):
-        last = moved[number] = max(places[number], last + LINE_HEIGHT)
-    return [moved[i] for i in range(len(places))]
+def marker_of(style: int) -> str:
+    """Another one where a dash comes again."""
+    return MARKERS[(style + style // len(DASHES)) % len(MARKERS)]
+
+
+def _apart(places: list[float], lowest: float) -> list[float]:
+    """The places, moved as little as keeps a line's height between them, or what room there is down to `lowest`."""
+    step = min(LINE_HEIGHT, (lowest - TOP) / len(places))
+    order = sorted(range(len(places)), key=lambda i: places[i])
+    moved, last = [0.0] * len(places), float("-inf")
+    for number in order:
+        last = moved[number] = max(places[number], last + step)
+    bound = lowest
+    for number in reversed(order):
+        moved[number] = min(moved[number], bound)
+        bound = moved[number] - step
+    return moved
 
 
 def _grid(x1: float, y1: float, x2: float, y2: float) -> str:

@@ -12,6 +12,7 @@ from evaluate.parts import read_part, read_receipt, read_sealed
 from evaluate.sampling.job import RECORD
 from evaluate.sampling.prompts import Prompt
 from evaluate.sampling.worker import PICTURES, file_name
+from shards.base.errors import DamagedInput
 from shards.open import open_store
 
 Item = TypeVar("Item")
@@ -27,10 +28,9 @@ class Shown:
 
 
 def first_pictures(place: Path | str, count: int, side: int) -> list[Shown]:
-    """Of a sample set's first `count` prompts, those of missing parts left out; at most `side` pixels high and wide.
+    """Of a sample set's first `count` prompts; at most `side` pixels high and wide.
 
-    Raises:
-        DamagedInput: a picture is not as it was drawn.
+    Those of missing parts are left out, and, with a word, those that are not as they were drawn.
     """
     store = open_store(place)
     content = read_sealed(store, RECORD)
@@ -43,7 +43,11 @@ def first_pictures(place: Path | str, count: int, side: int) -> list[Shown]:
         receipt = read_receipt(store, PICTURES, f"{sample // content['part_size']:05d}")
         if receipt is not None:
             name = file_name(sample, codec)
-            data = read_part(store, receipt | {"files": {name: receipt["files"][name]}})[name]
+            try:
+                data = read_part(store, receipt | {"files": {name: receipt["files"][name]}})[name]
+            except DamagedInput as error:
+                print(f"A picture is left out: {error}", flush=True)
+                continue
             picture = Image.open(io.BytesIO(data), formats=["PNG", "WEBP"])
             picture.thumbnail((side, side), Image.Resampling.LANCZOS)
             found.append(Shown(Prompt(**prompt), picture.convert("RGB")))

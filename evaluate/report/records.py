@@ -34,6 +34,10 @@ def run_config(run: Store) -> dict[str, Any]:
         raise RequestError(
             f"{run.where()} is no run: it has no config.yaml. Give the run_dir of a training, or its address."
         ) from None
+    except yaml.YAMLError as error:
+        raise RequestError(f"{run.where('config.yaml')} is no YAML: {error}. Restore it from a copy.") from error
+    if not isinstance(config, dict):
+        raise RequestError(f"{run.where('config.yaml')} is no run's config. Restore it from a copy.")
     return config
 
 
@@ -103,4 +107,4 @@ def _rows(place: Path | str) -> tuple[Row, ...]:
     records = store.read_many([f"{RECORDS}/{name}" for name in store.files(RECORDS)])
     rows = [parse_sealed_json(data, store.where(name)) for name, data in records.items()]
     order = {name: number for number, name in enumerate(METRICS)}
-    return tuple(sorted(rows, key=lambda row: (order[row["metric"]], row["id"])))
+    return tuple(sorted(rows, key=lambda row: (order.get(row["metric"], len(order)), row["id"])))

@@ -69,7 +69,9 @@ def read_prompts(config: PromptsConfig) -> list[Prompt]:
         rows = list(reader(config.file, config.column))
     except FileNotFoundError:
         raise RequestError(f"There is no prompt file {config.file}. Give the right path as --prompts.file.") from None
-    except (ValueError, KeyError, TypeError, AttributeError, OSError, csv.Error, pa.ArrowException) as error:
+    except (
+        *(ValueError, KeyError, TypeError, AttributeError, RecursionError, OSError, csv.Error, pa.ArrowException),
+    ) as error:
         raise RequestError(
             f"The prompt file {config.file} cannot be read: {type(error).__name__}: {error}. Mend it and try again."
         ) from error
@@ -82,7 +84,13 @@ def prompts_sha256(prompts: list[Prompt]) -> str:
 
 
 def _checked(rows: list[_Row], config: PromptsConfig) -> list[Prompt]:
-    empty = [row.place for row in rows if not str(row.text or "").strip()]
+    other = [row.place for row in rows if row.text is not None and not is_text(row.text)]
+    if other:
+        raise RequestError(
+            f"{config.file} has what is no text in place of a prompt, at {_named(other)}. Give texts there, in UTF-8; "
+            f"of a table, the column that has them is named by prompts.column."
+        )
+    empty = [row.place for row in rows if not (row.text or "").strip()]
     if empty or not rows:
         where = f"at {_named(empty)}" if empty else "anywhere in it"
         raise RequestError(
@@ -92,7 +100,7 @@ def _checked(rows: list[_Row], config: PromptsConfig) -> list[Prompt]:
     places: dict[str, list[str]] = defaultdict(list)
     prompts = []
     for row in rows:
-        text = str(row.text).strip()
+        text = row.text.strip()
         own = str(row.id) if row.id is not None else hashlib.sha256(text.encode()).hexdigest()[:16]
         before = len(places[own])
         places[own].append(row.place)
@@ -108,13 +116,20 @@ def _checked(rows: list[_Row], config: PromptsConfig) -> list[Prompt]:
     return prompts
 
 
+def is_text(value: Any) -> bool:
+    """Whether it is one that can be written as UTF-8: half of a surrogate pair cannot."""
+    return isinstance(value, str) and not any("\ud800" <= letter <= "\udfff" for letter in value)
+
+
 def _named(places: list[str]) -> str:
     more = f" and {len(places) - MOST_NAMED} more" if len(places) > MOST_NAMED else ""
     return ", ".join(places[:MOST_NAMED]) + more
 
 
 def _lines(path: Path, column: str | None) -> Iterator[_Row]:
-    for number, line in enumerate(path.read_text(encoding="utf-8-sig").splitlines(), start=1):
+    # as editors count lines: str.splitlines() would also cut at a form feed, and at three more
+    text = path.read_text(encoding="utf-8-sig").removesuffix("\n")
+    for number, line in enumerate(text.split("\n") if text else [], start=1):
         yield _Row(f"line {number}", line)
 
 
@@ -144,17 +159,27 @@ def _table(
     own = next((by_name[name] for name in ID_COLUMNS if name in by_name), "")
     category = by_name.get(CATEGORY_COLUMN, "")
     for number, row in enumerate(rows, start=1):
+        if None in row:
+            raise ValueError(f"{place(number)} has more cells than there are columns: put text with commas into quotes")
         yield _Row(place(number), row[text], row.get(own), row.get(category))
 
 
 def _json(path: Path, column: str | None) -> Iterator[_Row]:
-    content = json.loads(path.read_text(encoding="utf-8-sig"))
+    content = json.loads(path.read_text(encoding="utf-8-sig"), object_pairs_hook=_each_once)
     if "annotations" in content:  # COCO's captions
         for number, entry in enumerate(content["annotations"], start=1):
             yield _Row(f"annotation {number}", entry["caption"], entry["id"])
     else:  # MJHQ: {id: {"category": …, "prompt": …}}
         for key, entry in content.items():
             yield _Row(f"entry {key}", entry["prompt"], key, entry.get("category"))
+
+
+def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{next(name for name in names if names.count(name) > 1)} stands there twice")
+    return found
 
 
 READERS: dict[str, Callable[[Path, str | None], Iterator[_Row]]] = {

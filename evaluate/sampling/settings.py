@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from itertools import product
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, PositiveInt
 
 from shards.base.config import Config
 from shards.base.durable import canonical_json
@@ -28,7 +28,7 @@ class SamplingConfig(Config):
     """WIDTHxHEIGHT in pixels."""
     guidance: list[float] = Field([8.0], min_length=1)
     """Guidance scales; 1 is none."""
-    steps: list[int] = Field([50], min_length=1)
+    steps: list[PositiveInt] = Field([50], min_length=1)
     """Numbers of sampling steps."""
     sampler: list[SamplerName] = Field(["own"], min_length=1)
     """`own` is the pipeline's; the others are diffusers' schedulers over the same noise."""

@@ -98,6 +98,67 @@ def test_metrics_come_with_interval_n_and_id_and_features_are_taken_once(
     assert score(read_set(drawn), ["toy_fid"], TOY, reference(tmp_path / "reference", None), WORKERS) == again
 
 
+def test_other_limits_make_another_reference(drawn: Path, references: Path, tmp_path: Path) -> None:
+    """They decide which pictures are in it."""
+    rows = []
+    for name, limits in (("all", {}), ("small", {"max_pixels": 6000})):
+        made = reference(tmp_path / name, references / "tars", limits=limits)
+        rows.append(score(read_set(drawn), ["toy_kid"], TOY, made, WORKERS)[0])
+    assert [row["reference_n"] for row in rows] == [70, 36] and rows[0]["id"] != rows[1]["id"]
+    with pytest.raises(RequestError, match="is a reference of other pictures or another size: limits"):
+        score(read_set(drawn), ["toy_kid"], TOY, reference(tmp_path / "small", references / "tars"), WORKERS)
+
+
+def test_features_that_are_not_finite_are_refused(
+    pipeline: Path, references: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One row of them would make an ordinary recall of 0."""
+    toy = load_extractor("toy", None, "cpu")
+
+    def one_is_not(pictures: np.ndarray) -> torch.Tensor:
+        features = toy(pictures)
+        features[0, 0] = torch.inf
+        return features
+
+    monkeypatch.setattr("evaluate.features.job.cached_extractor", lambda *_: one_is_not)
+    place = draw_here(pipeline, tmp_path / "drawn", sampling(part_size=30, batch_size=30, steps=[1]), MANY)
+    made = reference(tmp_path / "reference", references / "tars")
+    with pytest.raises(WorkError, match=r"toy gave features of .* that are not finite: its weights are damaged"):
+        score(read_set(place), ["toy_kid"], TOY, made, WORKERS)
+    assert not list(place.rglob("features.npy"))
+
+
+def test_what_cannot_be_measured_is_refused_before_it_is_drawn(
+    references: Path,
+    tmp_path: Path,
+    pipeline: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("evaluate.__main__.draw_sets", None)
+    (tmp_path / "few.txt").write_text("".join(f"picture {i}\n" for i in range(23)))
+    (tmp_path / "many.txt").write_text("".join(f"picture {i}\n" for i in range(24)))
+    words = ["score", "--model", str(pipeline), "--output", str(tmp_path / "out"), "--extractors.toy", "true"]
+    words += ["--sampling.size", "64x64", "--reference.size", "64x64", "--reference.pictures", str(references / "tars")]
+
+    def said(prompts: str, *more: str) -> str:
+        assert exit_code_of(lambda: command([*words, "--prompts.file", str(tmp_path / prompts), *more])) == 2
+        return " ".join(capsys.readouterr().err.split())
+
+    place = ["--reference.place", str(tmp_path / "reference")]
+    assert "There are 23 prompts, and a metric's interval needs 24 or more" in said("few.txt", *place)
+    assert "Set reference.size to 64x64" in said("many.txt", *place, "--reference.size", "128x128")
+    assert "No reference is given. Set reference.place" in said("many.txt")
+    assert "sampling.steps.0" in said("many.txt", *place, "--sampling.steps", "[0]")
+
+
+def test_a_small_reference_is_refused(drawn: Path, tmp_path: Path) -> None:
+    make_tar(tmp_path / "tars", "00000", make_samples(0, 23, [(80, 64)]))
+    made = reference(tmp_path / "reference", tmp_path / "tars")
+    with pytest.raises(RequestError, match="The reference has 23 pictures, and a metric with its interval needs 24"):
+        score(read_set(drawn), ["toy_kid"], TOY, made, WORKERS)
+
+
 def test_a_reference_from_files_is_the_one_from_tars(drawn: Path, references: Path, tmp_path: Path) -> None:
     values = []
     for kind in ("tars", "files"):

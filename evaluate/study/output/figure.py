@@ -31,10 +31,15 @@ def draw(results: dict[str, Any]) -> bytes:
         if panel is _bars:
             axes[0].set_ylabel("preferred (ties as halves)")
     partial = " (partial)" if results["partial"] else ""
-    figure.suptitle(f"{results['name']}{partial} (95 % intervals over raters and prompts)", fontsize=11)
+    figure.suptitle(f"{plain(results['name'])}{partial} (95 % intervals over raters and prompts)", fontsize=11)
     out = io.BytesIO()
     figure.savefig(out, format="png", metadata={"Software": None})
     return out.getvalue()
+
+
+def plain(text: str) -> str:
+    """As it stands: matplotlib reads what is between two dollar signs as mathematics."""
+    return text.replace("$", r"\$")
 
 
 def model_shares(results: dict[str, Any], question: str) -> dict[str, tuple[float, float, float]]:
@@ -59,7 +64,7 @@ def _bars(axis: Axes, question: str, letters: list[str], results: dict[str, Any]
     axis.axhline(50, color="#444444", linewidth=1, linestyle="--")
     margin = 100 * results["margin"]
     axis.axhspan(50 - margin, 50 + margin, color="#e4e4e8", linewidth=0, zorder=0)
-    axis.set_title(results["questions"][question], fontsize=10)
+    axis.set_title(plain(results["questions"][question]), fontsize=10)
     axis.set_xticks(range(len(letters)), letters, fontsize=11)
     axis.set_ylim(0, 108)
     axis.set_yticks(range(0, 101, 25), [f"{share} %" for share in range(0, 101, 25)])
@@ -77,7 +82,7 @@ def _dots(axis: Axes, question: str, categories: list[str], results: dict[str, A
             value, low, high = (100 * row[name] for name in ("preference", "low", "high"))
             axis.errorbar(value, at, xerr=[[value - low], [high - value]], fmt="o", color="#1f3b63", capsize=4)
     axis.axvline(50, color="#444444", linewidth=1, linestyle="--")
-    axis.set_yticks(range(len(categories)), list(reversed(categories)), fontsize=9)
+    axis.set_yticks(range(len(categories)), [plain(category) for category in reversed(categories)], fontsize=9)
     axis.set_xlim(0, 100)
     axis.set_xticks(range(25, 76, 25), [f"{share} %" for share in range(25, 76, 25)])
     axis.set_xlabel(f"{results['models'][0]['letter']} preferred")

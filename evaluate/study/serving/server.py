@@ -10,14 +10,17 @@ A rater learns positions and prompts. What an item is, which model made a pictur
 leaves the process. Every reply is shaped alike, and none may be stored.
 """
 
+import hashlib
 import hmac
 import math
+import sqlite3
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from aiohttp import web
+from aiohttp.web_protocol import RequestPayloadError
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from evaluate.study.protocol import Study
@@ -27,7 +30,7 @@ from evaluate.study.serving.limits import Limit
 from evaluate.study.votes import Votes, as_bytes
 from shards.base.errors import RequestError, WorkError, say
 
-COOKIE, HEADER = "study", "X-Study"
+HEADER = "X-Study"
 MOST_BYTES = 16_384
 YEAR_SECONDS = 365 * 24 * 3600
 PAGE = Path(__file__).with_name("page")
@@ -93,6 +96,8 @@ class Server:
     def __post_init__(self) -> None:
         protocol = self.study.protocol
         self.schedule = make_schedule(protocol, Draws(self.study.secret, protocol.seed))
+        # a browser has one for all ports of a host, on each of which there may be a study
+        self.cookie = f"study-{hashlib.sha256(self.study.secret).hexdigest()[:12]}"
         self.by_rater = Limit(self.config.rater_rate, 60)
         self.by_address = Limit(self.config.address_rate, 1000)
         self.entries = Limit(self.config.entry_rate, 60)
@@ -125,7 +130,7 @@ class Server:
         response = self._state(rater, token)
         is_safe = self._origin(request).startswith("https:")
         response.set_cookie(
-            COOKIE, token, max_age=YEAR_SECONDS, httponly=True, samesite="Strict", secure=is_safe, path="/"
+            self.cookie, token, max_age=YEAR_SECONDS, httponly=True, samesite="Strict", secure=is_safe, path="/"
         )
         return response
 
@@ -178,7 +183,7 @@ class Server:
         return hmac.digest(self.study.secret, b"proof" + as_bytes(token), "sha256").hex()
 
     def _rater(self, request: web.Request) -> tuple[int, str]:
-        token = request.cookies.get(COOKIE, "")
+        token = request.cookies.get(self.cookie, "")
         rater = self.votes.rater_of(token)
         if rater is None:
             raise Refusal(403, NOT_YOURS)
@@ -204,7 +209,7 @@ class Server:
             raise Refusal(403, "This came from another page than this study's. Open your own link again.")
         try:
             return model.model_validate_json(await request.read())
-        except ValidationError:
+        except (ValidationError, RequestPayloadError):  # the latter: not as its headers say
             raise Refusal(400, "This is not what the page sends. Load it again.") from None
 
     @web.middleware
@@ -217,7 +222,8 @@ class Server:
             return await handler(request)
         except Refusal as refusal:
             return web.json_response({"error": refusal.text}, status=refusal.status, headers=refusal.headers)
-        except WorkError as error:  # a full disk, a picture that is gone: for whoever serves; the page asks again
+        except (WorkError, sqlite3.Error) as error:
+            # a full disk, a picture that is gone: for whoever serves; the page asks again
             say(error)
             return web.json_response({"error": "The server cannot go on just now."}, status=503)
         except web.HTTPException as error:  # no such path, a method that it lacks, a body too long

@@ -5,6 +5,7 @@ Student's.
 """
 
 from dataclasses import dataclass
+from typing import Annotated
 
 from pydantic import Field
 from scipy.stats import nct, t
@@ -14,13 +15,16 @@ from evaluate.study.statistics.leanings import NODES, WEIGHTS, Leanings, expecte
 from shards.base.config import Config
 from shards.base.table import aligned
 
+Several = Annotated[int, Field(ge=2)]
+"""One alone says nothing of how others differ."""
+
 
 class PowerConfig(Config):
     """Which studies are weighed, and how much raters and prompts are thought to differ."""
 
-    raters: list[int] = Field([5, 10, 15, 20, 30], min_length=1)
+    raters: list[Several] = Field([5, 10, 15, 20, 30], min_length=1)
     """Numbers of raters: the table's rows."""
-    prompts: list[int] = Field([50, 100, 200, 400], min_length=1)
+    prompts: list[Several] = Field([50, 100, 200, 400], min_length=1)
     """Numbers of prompts: its columns."""
     prompt_sd: float = Field(1.0, ge=0)
     """How far prompts differ in which model they favour, in log odds."""

@@ -81,12 +81,12 @@ def test_the_bias_law_and_no_bias_at_infinity() -> None:
 
 
 def test_too_few_samples_are_refused() -> None:
-    x, reference = features(0, count=20, dimensions=18), features(1, count=200, dimensions=18)
-    with pytest.raises(RequestError, match="features of 18 dimensions needs 23 pictures or more, and there are 20"):
-        frechet_at_n(x, np.arange(20), Moments.of(reference))
+    x, reference = features(0, count=25, dimensions=22), features(1, count=200, dimensions=22)
+    with pytest.raises(RequestError, match="features of 22 dimensions needs 28 pictures or more, and there are 25"):
+        frechet_at_n(x, np.arange(25), Moments.of(reference))
     few = Inputs(reference, np.arange(200), x, None, lambda: Moments.of(x))
     for name in ("fid", "fid_infinity"):
-        with pytest.raises(RequestError, match="needs 23 pictures or more, and there are 20 in the reference"):
+        with pytest.raises(RequestError, match="needs 28 pictures or more, and there are 25 in the reference"):
             METRICS[name].compute(few)
 
 

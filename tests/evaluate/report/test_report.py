@@ -85,6 +85,17 @@ def test_lines_differ_without_colour() -> None:
     assert len(places) == len(lines) and min(abs(a - b) for a in places for b in places if a != b) >= 19
 
 
+@pytest.mark.parametrize("count", [2, 8, 13, 30])
+def test_many_lines_stay_in_the_picture_and_differ(count: int) -> None:
+    """All end at one place, at the bottom."""
+    svg = line_chart("t", "x", "y", [Series(f"r{i}", [(0, 1), (1, 0)], style=i) for i in range(count)])
+    places = sorted(float(y) - 4 for y in re.findall(r'<text x="433\.0" y="([\d.]+)"', svg))
+    assert len(places) == count and places[0] > 0 and places[-1] <= 320 - 48
+    assert len({round(place, 1) for place in places}) == count
+    looks = re.findall(r'<g class="(s\d)"><g transform[^>]*>(<[^>]*>)', svg)
+    assert len(set(looks)) == count
+
+
 def test_charts_hold_what_they_are_given() -> None:
     """The path goes through the values' places, the bars to their ends; one point alone, equal values, a log scale."""
     svg = line_chart("t", "x", "y", [Series("a", [(0, 0), (10, 10), (5, 5)], [(-10, 5), (0, 20), (0, 6)])])

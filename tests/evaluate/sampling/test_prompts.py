@@ -74,6 +74,11 @@ def test_kept_duplicates_have_ids_of_their_own(tmp_path: Path) -> None:
         ("a.json", "[1]", "cannot be read: "),
         ("a.json", json.dumps({"annotations": [COCO["annotations"][0]] * 2}), "annotation 1 = annotation 2"),
         ("a.parquet", "no parquet", "cannot be read: ArrowInvalid"),
+        ("a.csv", "prompt\na cat, black\n", "line 2 has more cells than there are columns: put text with commas"),
+        ("a.json", json.dumps({"a": {"prompt": ["x", "y"]}}), "what is no text in place of a prompt, at entry a"),
+        ("a.json", '{"a": {"prompt": "\\ud800"}}', "what is no text in place of a prompt, at entry a"),
+        ("a.json", '{"a": {"prompt": "x"}, "a": {"prompt": "y"}}', "a stands there twice"),
+        ("a.json", '{"annotations":' + "[" * 100_000, "cannot be read: RecursionError"),
         ("a.docx", "", "is no prompt file: its name must end in .txt, .csv"),
     ],
 )
@@ -81,6 +86,21 @@ def test_what_is_wrong_with_a_file(tmp_path: Path, name: str, content: str, mess
     (tmp_path / name).write_text(content)
     with pytest.raises(RequestError, match=message.replace("[", r"\[")):
         read_prompts(PromptsConfig(file=tmp_path / name))
+
+
+def test_bytes_and_missing_numbers_are_no_prompts(tmp_path: Path) -> None:
+    for column in ([b"a"], [float("nan")]):
+        pq.write_table(pa.table({"prompt": column}), tmp_path / "a.parquet")
+        with pytest.raises(RequestError, match="what is no text in place of a prompt, at row 1"):
+            read_prompts(PromptsConfig(file=tmp_path / "a.parquet"))
+
+
+def test_lines_are_those_of_an_editor(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes("\ufeffa\u2028fox\x0c, red\r\na pie".encode())
+    assert [prompt.text for prompt in read_prompts(PromptsConfig(file=tmp_path / "a.txt"))] == [
+        "a\u2028fox\x0c, red",
+        "a pie",
+    ]
 
 
 def test_no_file(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from evaluate.study.analysis import analyse
+from evaluate.study.output.figure import draw
 from evaluate.study.output.files import write_results
 from shards.base.durable import read_sealed_json
 from tests.evaluate.study.studies import make_study, random_score, votes_of
@@ -26,3 +27,13 @@ def test_files(num_models: int, tmp_path: Path) -> None:
     assert page.count("<table>") == num_models + 1
     write_results(results | {"name": "<b>&"}, tmp_path)
     assert "<h1>&lt;b&gt;&amp;</h1>" in (tmp_path / "results.html").read_text()
+
+
+def test_dollar_signs_are_no_mathematics(tmp_path: Path) -> None:
+    """matplotlib would read what is between two of them, and fail."""
+    its = make_study(tmp_path / "study")
+    results = analyse(its, votes_of(its, random_score(4)))
+    asked = {name: r"Which is worth $\frac$ more?" for name in results["questions"]}
+    by_category = [row | {"category": "$_$"} for row in results["by_category"]]
+    changed = {"name": "Worth $^$", "questions": asked, "by_category": by_category}
+    assert draw(results | changed).startswith(b"\x89PNG")

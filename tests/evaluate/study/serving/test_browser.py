@@ -328,6 +328,30 @@ def test_links_that_are_not_ones_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("width", "height"), [(1280, 800), (390, 844), (360, 640), (844, 390)])
+def test_a_long_prompt_hides_no_picture(tmp_path: Path, width: int, height: int) -> None:
+    """What has no room is scrolled to; nothing lies over anything, or one side would be favoured."""
+
+    async def main(serving: Serving) -> None:
+        (link,) = serving.links(1)
+        async with browsing() as browser:
+            page = await begin(browser, link, width, height)
+            await page.run("document.querySelector('.prompt q').textContent = 'a very long prompt '.repeat(16)")
+            boxes = await page.run(
+                "[...document.querySelectorAll('figure, #answers')].map(e => e.getBoundingClientRect())"
+                ".map(b => [b.left, b.top, b.right, b.bottom])"
+            )
+            assert len(boxes) == 3
+            for number, (x0, y0, x1, y1) in enumerate(boxes):
+                assert x1 - x0 > 100 and y1 - y0 > 80
+                for left, top, right, bottom in boxes[number + 1 :]:
+                    assert x1 <= left or right <= x0 or y1 <= top or bottom <= y0
+            await page.picture(tmp_path / f"{width}.png")
+
+    with served(tmp_path) as serving:
+        asyncio.run(main(serving))
+
+
+@pytest.mark.parametrize(("width", "height"), [(1280, 800), (390, 844), (360, 640), (844, 390)])
 def test_all_is_seen_without_scrolling_and_has_a_name(tmp_path: Path, width: int, height: int) -> None:
     async def main(serving: Serving) -> None:
         (link,) = serving.links(1)

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+import sqlite3
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -235,6 +236,42 @@ def test_behind_https_the_cookie_is_secure_and_the_origin_is_the_public_one(play
         assert reply.status == 200 and "Secure" in reply.headers["Set-Cookie"]
 
     play(scene, origin="https://study.example.org")
+
+
+def test_another_study_on_another_port_has_a_cookie_of_its_own(prepared: Study) -> None:
+    """A browser sends a host's cookies to all of its ports."""
+    other = replace(prepared, secret=bytes(32))
+    with open_votes(prepared) as votes:
+        first, again, second = (Server(study, votes, ServeConfig()).cookie for study in (prepared, prepared, other))
+    assert first == again != second and re.fullmatch(r"study-[0-9a-f]{12}", first)
+
+
+def test_a_body_that_is_not_as_its_headers_say(play: Callable[..., None]) -> None:
+    async def scene(stage: Stage) -> None:
+        browser = await stage.browser(stage.votes.invite(0))
+        headers = {"Content-Encoding": "deflate", "Content-Type": "application/json", "Origin": browser.origin}
+        headers |= {HEADER: browser.state["proof"]}
+        reply = await browser.client.post("/vote", data=b"no deflate", headers=headers)
+        assert reply.status == 400 and "Load it again" in (await reply.json())["error"]
+
+    play(scene)
+
+
+def test_a_database_that_cannot_be_read_is_told_to_its_owner(
+    play: Callable[..., None], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def scene(stage: Stage) -> None:
+        browser = await stage.browser(stage.votes.invite(0))
+
+        def fails(*_: object) -> int:
+            raise sqlite3.OperationalError("disk I/O error")
+
+        monkeypatch.setattr(Votes, "rater_of", fails)
+        reply = await browser.get("/state")
+        assert reply.status == 503 and await reply.json() == {"error": "The server cannot go on just now."}
+
+    play(scene)
+    assert "disk I/O error" in capsys.readouterr().err
 
 
 def test_wrong_void_and_missing_tokens(play: Callable[..., None]) -> None:

@@ -225,6 +225,17 @@ def test_two_models_in_closed_form() -> None:
         assert shares(theta)[0] == pytest.approx((won + 0.5) / (won + lost + 1))
 
 
+@pytest.mark.parametrize("count", [3, 6])
+@pytest.mark.parametrize("votes", [5, 1000, 100_000])
+def test_models_that_won_or_lost_every_vote_have_strengths(count: int, votes: int) -> None:
+    """At the maximum the wins that are expected are those that there were."""
+    wins = np.triu(np.full((count, count), float(votes)), 1)
+    theta, padded = bradley_terry(wins), (wins + PRIOR) * (1 - np.eye(count))
+    games = padded + padded.T
+    assert (games * expit(theta[:, None] - theta)).sum(1) == pytest.approx(padded.sum(1), rel=1e-9)
+    assert (np.diff(theta) < 0).all() and theta.sum() == pytest.approx(0, abs=1e-9)
+
+
 def test_strengths_of_votes_and_their_intervals() -> None:
     """Three models: the interval of a strong one lies above the others'; more raters make it narrower."""
     rng = np.random.default_rng(0)
