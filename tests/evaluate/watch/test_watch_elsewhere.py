@@ -111,7 +111,7 @@ def test_what_a_look_costs_the_run(run_dir: Path, words: list[str], tmp_path: Pa
     process.start()
     process.join(240)
     assert process.exitcode == 0
-    first, *idle = json.loads(told.read_text())
+    first, *idle, end = json.loads(told.read_text())
     for look in idle:
         assert look["read"] == {"config.yaml": 1} and set(look["listed"].values()) == {1}
         assert all(Path(name).parts[0] == "checkpoints" for name in look["listed"])
@@ -119,7 +119,8 @@ def test_what_a_look_costs_the_run(run_dir: Path, words: list[str], tmp_path: Pa
     assert set(first["read"]) == files | {"config.yaml"}
     again = {name for name in files if "/ema/" in name or name.endswith("/state.json")}
     assert {name: first["read"][name] for name in files} == {name: 1 + (name in again) for name in files}
-    assert not any(look["written"] for look in (first, *idle))
+    assert end["listed"] == {"tracker/evaluations": 1} and not end["read"]
+    assert not any(look["written"] for look in (first, *idle, end))
     reads = {name.split("/", 2)[2]: first["read"][name] for name in sorted(files) if "step-00000002" in name}
     print(f"nothing new: read {idle[-1]['read']}, checkpoints listed {idle[-1]['listed']['checkpoints']} times")
     print(f"a new checkpoint: read {reads}; opened for writing: {first['written']}")
@@ -138,7 +139,10 @@ def _watch_and_tell(run_dir: Path, words: list[str], told: Path) -> None:
     def look(follower: Follower, *rest: object) -> bool:
         looks.append({"read": Counter(), "listed": Counter(), "written": Counter()})
         look_once(follower, *rest)
-        return len(looks) == 3
+        ended = len(looks) == 3
+        if ended:
+            looks.append({"read": Counter(), "listed": Counter(), "written": Counter()})
+        return ended
 
     monkeypatch = pytest.MonkeyPatch()
     stay_here(monkeypatch)
