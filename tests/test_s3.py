@@ -80,3 +80,13 @@ def test_streamings_own_reader_reads_a_root_at_an_address(
         assert plain[i]["key"] == far[i]["key"] == near[i]["key"]
         torch.testing.assert_close(far[i]["image_latents"], near[i]["image_latents"], rtol=0, atol=0)
         torch.testing.assert_close(far[i]["text.text"], near[i]["text.text"], rtol=0, atol=0)
+
+
+def test_a_large_file_goes_up_in_pieces(s3: str, tmp_path: Path) -> None:
+    """S3's hash of an object says of how many."""
+    with (tmp_path / "large").open("wb") as file:
+        file.truncate(40 << 20)
+    store = open_store(f"{s3}/pieces")
+    store.put({"large": tmp_path / "large"})
+    entry = store.listing()["large"]
+    assert entry.bytes == 40 << 20 and entry.etag.strip('"').endswith("-3")

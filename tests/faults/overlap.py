@@ -1,16 +1,21 @@
 """A worker behind a slow store: `python -m tests.faults.overlap FOLDER MODELS` prints its device's share of the time.
 
 Tars come from S3 and parts go there, at 30 ms a request, and 1.3 times the bytes per second that the device's pace
-needs. The device sleeps. With one tar at a time, and with three.
+needs. The device sleeps. With one tar at a time, and with three. Memory and scratch are read at their peaks.
 """
 
 import json
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
 
+from bench.kit.common import status_mb
 from precompute.config import PrecomputeConfig
+from shards.base.scratch import use_scratch
 from shards.open import open_store
 from tests.conftest import precompute_config
 from tests.faults.proxy import throttle
@@ -26,6 +31,8 @@ def main(folder: Path, models: Path, num_tars: int) -> None:
     for number in range(num_tars):
         make_tar(folder / "tars", f"{number:05d}", make_samples(number, NUM_SAMPLES, [(256, 256)]))
     figures: dict[str, object] = {"tars": num_tars}
+    (folder / "scratch").mkdir()
+    use_scratch(folder / "scratch")
     with served() as server:
         store = open_store(BUCKET)
         for path in (folder / "tars").iterdir():
@@ -42,11 +49,38 @@ def main(folder: Path, models: Path, num_tars: int) -> None:
         for at_once in (1, 3):
             throttle(server, DELAY, 1.3 * pace)
             before, device = psutil.Process().memory_info().rss, Device(SECONDS)
-            encode_asleep(config(f"root-{at_once}"), device, at_once)
-            grown = (psutil.Process().memory_info().rss - before) / 2**20
-            figures[f"{at_once} at once"] = {"device": round(device.busy, 4), "grown_mib": round(grown, 1)}
+            Path("/proc/self/clear_refs").write_text("5")  # sets the peak back to what is held now
+            with most_of(folder / "scratch") as scratch:
+                encode_asleep(config(f"root-{at_once}"), device, at_once)
+            figures[f"{at_once} at once"] = {
+                "device": round(device.busy, 4),
+                "grown_mib": round(status_mb("VmHWM") - before / 2**20, 1),
+                "scratch_tars": round(max(scratch) / size, 2),
+            }
         figures["bytes_per_tar"] = round(size)
     print(json.dumps(figures))
+
+
+@contextmanager
+def most_of(folder: Path) -> Iterator[list[int]]:
+    """Bytes of the files below a folder, every 10 ms."""
+    seen, left = [0], threading.Event()
+
+    def look() -> None:
+        while not left.wait(0.01):
+            total = 0
+            for path in folder.rglob("*"):
+                with suppress(FileNotFoundError):  # gone since
+                    total += path.stat().st_size if path.is_file() else 0
+            seen.append(total)
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    try:
+        yield seen
+    finally:
+        left.set()
+        thread.join()
 
 
 def run(arguments: list[str]) -> None:

@@ -39,3 +39,5 @@ def test_a_slow_store_costs_the_device_nothing(models: Path, tmp_path: Path, rep
     report["overlap with a slow S3"] = figures
     assert figures["3 at once"]["device"] >= 0.95 > figures["1 at once"]["device"]
     assert figures["3 at once"]["grown_mib"] < 128
+    # three tars' latents and two tars; both are what passes for a tar
+    assert 0 < figures["3 at once"]["scratch_tars"] <= 3.1
