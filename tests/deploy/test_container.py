@@ -7,9 +7,13 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
+import time
+import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from importlib import metadata
 from pathlib import Path
 
@@ -65,10 +69,24 @@ class Image:
 
     def run(self, *command: str, pod: int = 0) -> str:
         """A command in a pod's container, as its own user, with `data` where it is outside."""
+        return self.call(*self.words(command, pod))
+
+    def words(self, command: tuple[str, ...], pod: int) -> list[str]:
+        """For buildah."""
         own = [f"{self.data}:{self.data}", "/dev/shm:/dev/shm"]
         volumes = [word for volume in own for word in ("--volume", volume)]
         variables = ["--env", "HF_HUB_OFFLINE=1", "--env", "OMP_NUM_THREADS=1"]
-        return self.call("run", "--isolation", "chroot", *variables, *volumes, self.pods[pod], "--", *command)
+        return ["run", "--isolation", "chroot", *variables, *volumes, self.pods[pod], "--", *command]
+
+    @contextmanager
+    def running(self, *command: str, pod: int = 0) -> Iterator[None]:
+        """The same beside what is done meanwhile."""
+        with subprocess.Popen([*self.buildah, *self.words(command, pod)], start_new_session=True) as process:
+            try:
+                yield
+            finally:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGTERM)
 
 
 @pytest.fixture(scope="module")
@@ -100,6 +118,33 @@ def test_it_is_no_larger_than_the_page_says(image: Image) -> None:
     ((_, size, unit),) = (words for words in listed if words[0] == f"localhost/{IMAGE}")
     print(f"the image has {size} {unit}")
     assert unit == "GB" and float(size) <= float(ceiling)
+
+
+def contents(root: Path) -> dict[str, dict[str, int]]:
+    """Tar → bucket → its samples."""
+    return {tar.tar: {name: part.samples for name, part in tar.parts.items()} for tar in load_books(open_store(root))}
+
+
+def encode_on_a_cluster(image: Image, words: list[str]) -> None:
+    """A head without CPUs in one container, a node in the other; the RayJob's entrypoint is submitted to them."""
+    port, dashboard = "6399", "127.0.0.1:8299"
+    head = ["--head", "--num-cpus", "0", "--port", port, "--dashboard-host", "127.0.0.1", "--dashboard-port", "8299"]
+    node = ["--address", f"127.0.0.1:{port}", "--num-cpus", "2", "--dashboard-agent-listen-port", "52399"]
+    submit = ["ray", "job", "submit", "--address", f"http://{dashboard}", "--", *words]
+    with image.running("ray", "start", *head, "--block"):
+        wait_for(f"http://{dashboard}/api/version")
+        with image.running("ray", "start", *node, "--block", pod=1):
+            said = image.run(*submit)
+    assert "2 tars encoded (46 samples in, 30 accepted, 16 rejected)" in said and "succeeded" in said
+
+
+def wait_for(address: str) -> None:
+    """Until it answers."""
+    for _ in range(240):
+        with suppress(OSError), urllib.request.urlopen(address, timeout=5):
+            return
+        time.sleep(0.5)
+    raise AssertionError(f"{address} does not answer")
 
 
 def train_in_two_pods(image: Image, config: Path, root: Path, run: Path) -> None:
@@ -145,6 +190,10 @@ def test_both_stages_run_in_it(image: Image, models: Path, tars: Path) -> None:
     said = image.run(*shlex.split(job)[:5], *words)
     assert "2 tars encoded (46 samples in, 30 accepted, 16 rejected)" in said
     assert len(load_books(open_store(root))) == 2
+    there = data / "on-a-cluster"
+    arguments = precompute_arguments(data / "models", data / "tars", there)[2:]
+    encode_on_a_cluster(image, [*shlex.split(job)[:5], *arguments])
+    assert contents(there) == contents(root)
     train_in_two_pods(image, config, root, run)
     assert len((run / "metrics.jsonl").read_text().splitlines()) == 4
     assert {path.stat().st_uid for path in [*root.rglob("*"), *run.rglob("*")]} == {USER}
