@@ -68,7 +68,7 @@ def coverage(draws: int) -> str:
     """The table of preferences."""
     rows = []
     settings = [("200 prompts, 15 raters", spread, mean) for spread in (*SPREADS, *OTHERS) for mean in MEANS]
-    settings += [(name, SPREADS[1], mean) for name in list(DESIGNS)[1:] for mean in MEANS]
+    settings += [(name, spread, mean) for name in list(DESIGNS)[1:] for spread in SPREADS for mean in MEANS]
     for name, (prompt_sd, rater_sd), (mean, ties) in settings:
         leanings = Leanings(prompt_sd, rater_sd, mean, ties)
         design = Design.make(*DESIGNS[name], VOTES)

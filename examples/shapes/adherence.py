@@ -11,6 +11,8 @@ from examples.shapes.judge import judge
 from examples.shapes.prompts import PROMPT_SEED, Prompt, held_out_prompts, seen_prompts
 
 PHASES = ("phase1", "phase2")
+LEAST = {"colour": 0.9, "shape": 0.8}
+"""Shares of phase 2's pictures of combinations that training showed, of a world in full size."""
 LARGEST = 1024
 """Of the demo's pictures, none has so large a side: they are judged as they were drawn."""
 
@@ -49,6 +51,21 @@ def judge_phases(folder: Path) -> None:
         adherence[phase] = {name: score(pictures[name], prompts) for name, prompts in prompt_lists().items()}
         print(f"{phase}: {json.dumps(adherence[phase])}", flush=True)
     (folder / "adherence.json").write_text(json.dumps(adherence, indent=2) + "\n")
+
+
+def check_adherence(folder: Path) -> None:
+    """Of a world in full size.
+
+    Raises:
+        SystemExit: phase 2 draws too few pictures as they were asked for.
+    """
+    found = json.loads((folder / "adherence.json").read_text())["phase2"]["seen"]
+    short = [f"{name} {found[name]:.1%}, not {least:.0%}" for name, least in LEAST.items() if found[name] < least]
+    if short:
+        raise SystemExit(
+            f"error: phase 2 draws too few pictures as they were asked for: {', '.join(short)}. The demo is the same "
+            f"on every machine but for rounding, so something is broken. {folder}/report.html shows it."
+        )
 
 
 def score(pictures: np.ndarray, prompts: list[Prompt]) -> dict[str, float | int]:

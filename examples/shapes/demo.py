@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 
-from examples.shapes.adherence import judge_phases, write_prompts
+from examples.shapes.adherence import check_adherence, judge_phases, write_prompts
 from examples.shapes.report import write_report
 from examples.shapes.serve import serve
 from examples.shapes.world import NUM_PICTURES, metadata, plan_world, write_world
@@ -138,6 +138,8 @@ def main() -> None:
     demo.step("phase2", "stage 2, phase 2: train at 128 px", lambda: demo.train(2))
     demo.step("evaluate", "evaluate the checkpoints of both phases", demo.evaluate)
     demo.report()
+    if arguments.num_pictures >= NUM_PICTURES:
+        check_adherence(arguments.folder)
 
 
 if __name__ == "__main__":

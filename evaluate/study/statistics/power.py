@@ -70,7 +70,7 @@ def spread(leanings: Leanings, raters: int, prompts: int, votes: int) -> tuple[f
     by_prompt = of_prompts / prompts + (of_raters + rest) / count
     by_rater = of_raters / raters + (of_prompts + rest) / count
     variance = by_prompt + by_rater - alone
-    spreads = by_prompt**2 / (prompts - 1) + by_rater**2 / (raters - 1) + alone**2 / (count - 1)
+    spreads = by_prompt**2 / (prompts - 1) + by_rater**2 / (raters - 1) - 2 * alone**2 / count
     return variance, variance**2 / spreads
 
 

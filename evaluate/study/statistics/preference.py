@@ -25,7 +25,7 @@ class Preference:
     """The share of votes, ties as halves."""
     variance: Array
     degrees: Array
-    """Of freedom, Satterthwaite's; not below 1."""
+    """Of freedom; not below 1."""
     effective: Array
     """As many independent votes would vary as much."""
 
@@ -51,7 +51,10 @@ def preference(scores: np.ndarray, prompts: np.ndarray, raters: np.ndarray) -> P
 
         V(clusters)   Σ(T² − n²·m) / N²
         variance      V(prompts) + V(raters) − V(prompt and rater),   at least V(prompt and rater)
-        degrees       variance² / Σ V(clusters)² / (G − 1),           G = N² / Σn²
+        degrees       variance² / (Σ V(clusters)²/(G − 1) − 2·V(prompt and rater)²/G),       G = N² / Σn²
+
+    Degrees are Satterthwaite's, less what votes' own squares would add: (vote − mean)² hardly varies. Where the least
+    variance is taken, nothing but these squares is in it, and degrees are G(prompt and rater) − 1.
 
     Args:
         scores: (…, N), of one study or of several of one design.
@@ -76,10 +79,13 @@ def preference(scores: np.ndarray, prompts: np.ndarray, raters: np.ndarray) -> P
     apart = (squares[2] - squares[0] - squares[1]) / num_apart
     parts = [(square - size * apart) / count**2 for square, size in zip(squares, sizes, strict=True)]
     groups = [count**2 / size for size in sizes]
-    variance = np.maximum(parts[0] + parts[1] - parts[2], parts[2])
+    variance, least = parts[0] + parts[1] - parts[2], parts[2]
+    at_least = variance <= least
+    variance = np.where(at_least, least, variance)
     unanimous = variance <= 0
     variance = np.where(unanimous, np.nan, variance)
-    spread = sum(part**2 / (group - 1) for part, group in zip(parts, groups, strict=True))
+    spread = sum(part**2 / (group - 1) for part, group in zip(parts[:2], groups[:2], strict=True))
+    spread = np.where(at_least, least**2 / (groups[2] - 1), spread - 2 * least**2 / groups[2])
     fewest = min(groups[:2])
     return Preference(
         value,

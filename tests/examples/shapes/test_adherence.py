@@ -1,14 +1,16 @@
 """Prompts that go out to be drawn, and the verdict on the pictures that come back."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from PIL import ImageOps
 
 from evaluate.parts import commit_part
 from evaluate.sampling.prompts import PromptsConfig, prompts_sha256, read_prompts
-from examples.shapes.adherence import newest_pictures, prompt_lists, score, write_prompts
+from examples.shapes.adherence import LEAST, check_adherence, newest_pictures, prompt_lists, score, write_prompts
 from examples.shapes.scenes import draw_scene
 from shards.base.durable import sealed_json
 from shards.open import open_store
@@ -42,3 +44,13 @@ def test_pictures_are_judged_by_the_prompts_that_they_were_drawn_of(tmp_path: Pa
     scores = {name: score(found[name], lists[name]) for name in lists}
     right = sum(round(s["colour"] * s["samples"]) for s in scores.values())
     assert [s["samples"] for s in scores.values()] == [78, 48] and 126 - 13 - 4 <= right <= 126 - 6
+
+
+def test_a_phase_that_draws_something_else_ends_the_demo(tmp_path: Path) -> None:
+    found = {"phase1": {"seen": {"colour": 0.0, "shape": 0.0}}, "phase2": {"seen": LEAST}}
+    (tmp_path / "adherence.json").write_text(json.dumps(found))
+    check_adherence(tmp_path)
+    found["phase2"]["seen"] = {"colour": 1.0, "shape": 0.79}
+    (tmp_path / "adherence.json").write_text(json.dumps(found))
+    with pytest.raises(SystemExit, match=r"shape 79.0%, not 80%\."):
+        check_adherence(tmp_path)

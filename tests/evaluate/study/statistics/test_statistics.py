@@ -69,14 +69,13 @@ def test_laws_of_a_preference(seed: int) -> None:
 
 
 def test_independent_votes_have_wilsons_interval() -> None:
-    """Each of one prompt and one rater of its own: nothing is shared. Satterthwaite takes the three alike parts for
-    independent ones, and has a third of the degrees: to the side of too wide."""
+    """Each of one prompt and one rater of its own: nothing is shared."""
     scores = np.repeat([1.0, 0.0], [70, 30])
     found = preference(scores, np.arange(100), np.arange(100))
     variance = 0.7 * 0.3 / 99
     assert found.variance == pytest.approx(variance)
-    assert found.degrees == pytest.approx(99 / 3)
-    q2 = t.ppf(0.975, 33) ** 2 * variance / 0.21
+    assert found.degrees == pytest.approx(99)
+    q2 = t.ppf(0.975, 99) ** 2 * variance / 0.21
     middle = (0.7 + q2 / 2) / (1 + q2)
     assert sum(found.interval()) / 2 == pytest.approx(middle)
 
