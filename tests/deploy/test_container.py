@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -29,6 +30,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.container]
 ROOT = Path(__file__).parents[2]
 IMAGE = f"latentmill:{metadata.version('latentmill')}"
 USER = 1000
+VARIABLES = ("HF_HUB_OFFLINE=1", "OMP_NUM_THREADS=1", "RAY_AUTH_MODE=token", f"RAY_AUTH_TOKEN={'0123456789abcdef' * 4}")
+"""The cluster's token comes in as by a secret of Kubernetes'."""
 
 
 class Image:
@@ -75,7 +78,7 @@ class Image:
         """For buildah."""
         own = [f"{self.data}:{self.data}", "/dev/shm:/dev/shm"]
         volumes = [word for volume in own for word in ("--volume", volume)]
-        variables = ["--env", "HF_HUB_OFFLINE=1", "--env", "OMP_NUM_THREADS=1"]
+        variables = [word for variable in VARIABLES for word in ("--env", variable)]
         return ["run", "--isolation", "chroot", *variables, *volumes, self.pods[pod], "--", *command]
 
     @contextmanager
@@ -141,9 +144,13 @@ def encode_on_a_cluster(image: Image, words: list[str]) -> None:
 def wait_for(address: str) -> None:
     """Until it answers."""
     for _ in range(240):
-        with suppress(OSError), urllib.request.urlopen(address, timeout=5):
+        try:
+            with urllib.request.urlopen(address, timeout=5):
+                return
+        except urllib.error.HTTPError:  # as without the cluster's token
             return
-        time.sleep(0.5)
+        except OSError:
+            time.sleep(0.5)
     raise AssertionError(f"{address} does not answer")
 
 
