@@ -62,7 +62,7 @@ def score_sets(arguments: list[str]) -> None:
       python -m evaluate score --config configs/evaluate.yaml --model runs/phase2 --extractors.inception.weights FILE
     """
     config = load_asked(EvaluateConfig, arguments, "evaluate score", score_sets.__doc__)
-    names = choose_metrics(config.metrics, config.extractors)
+    names = choose_metrics(config.metrics, config.extractors, config.reference)
     draw_and_score(config, names, config.step, output_of(config))
 
 
@@ -77,7 +77,8 @@ def watch(arguments: list[str]) -> None:
     config = load_asked(WatchConfig, [*named, *arguments[len(named) // 2 :]], "evaluate watch RUN", watch.__doc__)
     if config.step is not None:
         raise RequestError("evaluate watch takes many steps: say which with --every and --until, and leave --step out.")
-    names, run, output = choose_metrics(config.metrics, config.extractors), open_store(config.model), base_of(config)
+    names = choose_metrics(config.metrics, config.extractors, config.reference)
+    run, output = open_store(config.model), base_of(config)
     read_wants(run)
     settings = config.model_dump(mode="json", include={"weights", "sampling", "extractors", "reference"})
     Follower(

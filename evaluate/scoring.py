@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from evaluate.features.extractors import ExtractorsConfig, describe_extractor
-from evaluate.features.job import NO_REFERENCE, Features, extract, reference_features, reference_moments
+from evaluate.features.job import NO_REFERENCE, Features, extract, read_moments, reference_features, reference_moments
 from evaluate.features.sources import ReferenceConfig, sample_units
 from evaluate.metrics.frechet import Moments
 from evaluate.metrics.identity import metric_id
@@ -26,11 +26,13 @@ Row = dict[str, Any]
 """metric, value, low, high, estimand, n, reference_n, id, better, model, step, weights, setting."""
 
 
-def choose_metrics(wanted: Sequence[MetricName] | None, extractors: ExtractorsConfig) -> list[MetricName]:
+def choose_metrics(
+    wanted: Sequence[MetricName] | None, extractors: ExtractorsConfig, reference: ReferenceConfig
+) -> list[MetricName]:
     """Those that were asked for, or all whose extractor is given; every extractor is seen to be there.
 
     Raises:
-        RequestError: one of them lacks its weights, or none is left.
+        RequestError: one of them lacks its weights, or needs more of the reference, or none is left.
     """
     given = [kind for kind in ("inception", "clip", "dinov2") if getattr(extractors, kind).weights is not None]
     given += ["toy"] if extractors.toy else []
@@ -42,6 +44,12 @@ def choose_metrics(wanted: Sequence[MetricName] | None, extractors: ExtractorsCo
         )
     for kind in {METRICS[name].extractor for name in names}:
         describe_extractor(kind, extractors)
+    featured = [name for name in names if METRICS[name].held_against == "features"]
+    if reference.moments is not None and featured:
+        raise RequestError(
+            f"{', '.join(featured)} cannot be held against moments alone, which reference.moments is. Say which "
+            f"metrics are wanted, as in --metrics fid,clip_score, or give the reference's pictures."
+        )
     return names
 
 
@@ -49,7 +57,7 @@ def check_measurable(names: Sequence[MetricName], num_prompts: int, size: str, r
     """What can be said of a sample set before it is drawn.
 
     Raises:
-        RequestError: the reference is of another size or has no place, or there are too few prompts.
+        RequestError: the reference is of another size, has no place or cannot be read, or there are too few prompts.
     """
     if num_prompts < LEAST_CLUSTERS:
         raise RequestError(
@@ -57,7 +65,10 @@ def check_measurable(names: Sequence[MetricName], num_prompts: int, size: str, r
             f"pictures each has: pictures of one prompt depend on each other. Give more prompts, or only draw (`make "
             f"sample`)."
         )
-    if not any(METRICS[name].has_reference for name in names):
+    if all(METRICS[name].held_against == "nothing" for name in names):
+        return
+    if reference.moments is not None:
+        read_moments(reference.moments)
         return
     if reference.size != size:
         raise RequestError(
@@ -91,18 +102,27 @@ def score(
     for kind, its in by_extractor.items():
         ours = extract(sample_units(found), kind, extractors, found.place, workers)
         theirs, reference_id, moments = None, None, None
-        if any(METRICS[name].has_reference for name in its):
-            theirs, reference_id = reference_features(reference, kind, extractors, workers)
-            moments = partial(reference_moments, reference, theirs, reference_id)
+        if any(METRICS[name].held_against != "nothing" for name in its):
+            theirs, reference_id, moments = _read_reference(reference, kind, extractors, workers)
         for name in its:
-            number = metric_id(
-                name, ours.extractor, found.drawing, reference_id if METRICS[name].has_reference else None
-            )
+            own_reference = None if METRICS[name].held_against == "nothing" else reference_id
+            number = metric_id(name, ours.extractor, found.drawing, own_reference)
             make = partial(_row, name, number, found, ours, theirs, moments)
             rows.append(create_once(store, f"{RECORDS}/{name}-{number}.json", make))
     rows.sort(key=lambda row: list(METRICS).index(row["metric"]))
     store.write(RESULT, sealed_json({"metrics": rows}))
     return rows
+
+
+def _read_reference(
+    config: ReferenceConfig, kind: ExtractorName, extractors: ExtractorsConfig, workers: FleetConfig
+) -> tuple[Features | None, str, Callable[[], Moments]]:
+    """Its features, where there are more than moments; its id; its moments."""
+    if config.moments is not None:
+        moments, number = read_moments(config.moments)
+        return None, number, lambda: moments
+    theirs, number = reference_features(config, kind, extractors, workers)
+    return theirs, number, partial(reference_moments, config, theirs, number)
 
 
 def _row(
@@ -114,7 +134,7 @@ def _row(
     moments: Callable[[], Moments] | None,
 ) -> Row:
     metric = METRICS[name]
-    reference = theirs.values if theirs is not None and metric.has_reference else None
+    reference = theirs.values if theirs is not None and metric.held_against != "nothing" else None
     clusters = np.unique([prompt for receipt in found.parts.values() for prompt, _ in receipt["samples"]], False, True)
     estimate = metric.compute(Inputs(ours.values, clusters[1], reference, ours.texts, moments))
     return {

@@ -10,6 +10,7 @@ from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
 import numpy as np
 import torch
@@ -34,7 +35,9 @@ from shards.base.store import Store
 from shards.open import open_store
 
 RECORD = "reference.json"
-NO_REFERENCE = "No reference is given. Set reference.place, and reference.pictures where it is new."
+NO_REFERENCE = (
+    "No reference is given. Set reference.place, and reference.pictures where it is new; or reference.moments."
+)
 FEATURES, TEXTS, MOMENTS = "features.npy", "texts.npy", "moments.npz"
 
 
@@ -191,6 +194,29 @@ def reference_features(
         found = read_features(store, f"features/{extractor_id(description)}", content["units"], description)
     named = {key: content[key] for key in record} | {"inputs": found.inputs}
     return found, hashlib.sha256(canonical_json(named)).hexdigest()[:16]
+
+
+def read_moments(path: Path) -> tuple[Moments, str]:
+    """Moments that others made, and their id.
+
+    Raises:
+        RequestError: the file is missing, or holds something else.
+    """
+    try:
+        data = path.read_bytes()
+        with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
+            mean, covariance = (np.asarray(arrays[name], np.float64) for name in ("mu", "sigma"))
+    except (OSError, ValueError, KeyError, TypeError, BadZipFile, EOFError) as error:
+        raise RequestError(
+            f"{path} cannot be read as moments: {error}. They are an npz of `mu`, (D,), and `sigma`, (D, D)."
+        ) from error
+    sound = mean.ndim == 1 and covariance.shape == (len(mean), len(mean)) and np.allclose(covariance, covariance.T)
+    if not sound or not np.isfinite(mean).all():
+        raise RequestError(
+            f"{path} holds no Gaussian: `mu` has the shape {mean.shape} and `sigma` {covariance.shape}, and they must "
+            f"be (D,) and (D, D), finite and symmetric."
+        )
+    return Moments(mean, covariance), hashlib.sha256(data).hexdigest()[:16]
 
 
 def reference_moments(config: ReferenceConfig, found: Features, reference_id: str) -> Moments:

@@ -10,11 +10,11 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from PIL import Image
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from evaluate.parts import Receipt, read_part
 from evaluate.sampling.job import SampleSet
@@ -40,12 +40,21 @@ class ReferenceConfig(Config):
     """Where its features are kept, or are to be: a folder or an address."""
     pictures: str | None = None
     """A folder or address of tars, or a folder of pictures; null: the features are there already."""
+    moments: Path | None = None
+    """In place of these: an npz of `mu` and `sigma`, as pytorch-fid and MLPerf have them. It is good for Fréchet
+    distances at N alone."""
     size: BucketName = "512x512"
     """WIDTHxHEIGHT in pixels, that of the samples. Smaller pictures are left out."""
     pixels: PixelsConfig = PixelsConfig()
     limits: LimitsConfig = LimitsConfig()
     batch_size: int = Field(64, ge=1)
     """Pictures at a time."""
+
+    @model_validator(mode="after")
+    def one_of_both(self) -> Self:
+        if self.moments is not None and (self.place is not None or self.pictures is not None):
+            raise ValueError("moments take the place of a reference's pictures: give moments, or place and pictures")
+        return self
 
     def record(self) -> dict[str, Any]:
         """How pictures become pixels, and which do."""

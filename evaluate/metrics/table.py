@@ -47,7 +47,8 @@ class Metric:
     extractor: ExtractorName
     compute: Callable[[Inputs], Estimate]
     better: Literal["lower", "higher"]
-    has_reference: bool = True
+    held_against: Literal["nothing", "moments", "features"] = "features"
+    """What it needs of a reference."""
 
 
 def clip_score(inputs: Inputs) -> Estimate:
@@ -66,8 +67,15 @@ def cosines(x: np.ndarray, y: np.ndarray) -> np.ndarray:
 
 def _fid(inputs: Inputs) -> Estimate:
     assert inputs.moments is not None
-    check_enough(_reference(inputs), "in the reference")
-    return frechet_at_n(inputs.features, inputs.clusters, inputs.moments())
+    if inputs.reference is not None:
+        check_enough(_reference(inputs), "in the reference")
+    moments, dimensions = inputs.moments(), inputs.features.shape[1]
+    if len(moments.mean) != dimensions:
+        raise RequestError(
+            f"The reference's moments are of {len(moments.mean)} features, and the extractor has {dimensions}: they "
+            f"are another extractor's. Give reference.moments of this one, or other metrics (--metrics)."
+        )
+    return frechet_at_n(inputs.features, inputs.clusters, moments)
 
 
 def _with_reference(compute: Callable[[np.ndarray, np.ndarray, np.ndarray], Estimate]) -> Callable[[Inputs], Estimate]:
@@ -85,15 +93,15 @@ def _reference(inputs: Inputs) -> np.ndarray:
 
 
 METRICS: dict[MetricName, Metric] = {
-    "fid": Metric("inception", _fid, "lower"),
+    "fid": Metric("inception", _fid, "lower", "moments"),
     "fid_infinity": Metric("inception", _with_reference(frechet_infinity), "lower"),
     "kid": Metric("inception", _with_reference(kid), "lower"),
     "precision": Metric("inception", _with_reference(precision), "higher"),
     "recall": Metric("inception", _with_reference(recall), "higher"),
-    "clip_fid": Metric("clip", _fid, "lower"),
+    "clip_fid": Metric("clip", _fid, "lower", "moments"),
     "cmmd": Metric("clip", _with_reference(cmmd), "lower"),
-    "clip_score": Metric("clip", clip_score, "higher", has_reference=False),
-    "fd_dinov2": Metric("dinov2", _fid, "lower"),
-    "toy_fid": Metric("toy", _fid, "lower"),
+    "clip_score": Metric("clip", clip_score, "higher", "nothing"),
+    "fd_dinov2": Metric("dinov2", _fid, "lower", "moments"),
+    "toy_fid": Metric("toy", _fid, "lower", "moments"),
     "toy_kid": Metric("toy", _with_reference(kid), "lower"),
 }

@@ -71,7 +71,7 @@ def test_metrics_come_with_interval_n_and_id_and_features_are_taken_once(
     drawn: Path, references: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = reference(tmp_path / "reference", references / "tars")
-    rows = score(read_set(drawn), choose_metrics(None, TOY), TOY, made, WORKERS)
+    rows = score(read_set(drawn), choose_metrics(None, TOY, made), TOY, made, WORKERS)
     assert [row["metric"] for row in rows] == ["toy_fid", "toy_kid"]
     assert all(row["low"] <= row["value"] <= row["high"] and row["n"] == 60 for row in rows)
     assert all(row["reference_n"] == 70 and len(row["id"]) == 16 for row in rows)
@@ -96,6 +96,42 @@ def test_metrics_come_with_interval_n_and_id_and_features_are_taken_once(
     for record in (drawn / "metrics").glob("toy_fid-*"):
         record.unlink()
     assert score(read_set(drawn), ["toy_fid"], TOY, reference(tmp_path / "reference", None), WORKERS) == again
+
+
+def test_moments_of_others_are_a_reference_of_frechet_distances(drawn: Path, references: Path, tmp_path: Path) -> None:
+    """As MLPerf's: the same number as of the pictures that they were taken of, and another id."""
+    (row,) = score(read_set(drawn), ["toy_fid"], TOY, reference(tmp_path / "reference", references / "tars"), WORKERS)
+    theirs, _ = reference_features(reference(tmp_path / "reference", None), "toy", TOY, WORKERS)
+    path, moments = tmp_path / "stats.npz", Moments.of(theirs.values)
+    np.savez(path, mu=moments.mean, sigma=moments.covariance)
+    given = ReferenceConfig(moments=path)
+    (found,) = score(read_set(drawn), choose_metrics(["toy_fid"], TOY, given), TOY, given, WORKERS)
+    assert (found["value"], found["low"], found["high"]) == (row["value"], row["low"], row["high"])
+    assert found["id"] != row["id"] and found["reference_n"] is None and "N 60" in table([found])
+    with pytest.raises(RequestError, match="toy_kid cannot be held against moments alone"):
+        choose_metrics(None, TOY, given)
+    with pytest.raises(ValueError, match="give moments, or place and pictures"):
+        ReferenceConfig(moments=path, place=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("arrays", "message"),
+    [
+        (None, "cannot be read as moments"),
+        ({"mu": np.zeros(48)}, "cannot be read as moments: .*sigma"),
+        ({"mu": np.zeros(48), "sigma": np.eye(47)}, "holds no Gaussian"),
+        ({"mu": np.full(48, np.nan), "sigma": np.eye(48)}, "holds no Gaussian"),
+        ({"mu": np.zeros(8), "sigma": np.eye(8)}, "moments are of 8 features, and the extractor has 48"),
+    ],
+)
+def test_moments_that_are_none(drawn: Path, tmp_path: Path, arrays: dict[str, Any] | None, message: str) -> None:
+    path = tmp_path / "stats.npz"
+    if arrays is None:
+        path.write_bytes(b"<html>")
+    else:
+        np.savez(path, **arrays)
+    with pytest.raises(RequestError, match=message):
+        score(read_set(drawn), ["toy_fid"], TOY, ReferenceConfig(moments=path), WORKERS)
 
 
 def test_other_limits_make_another_reference(drawn: Path, references: Path, tmp_path: Path) -> None:
@@ -203,9 +239,9 @@ def test_a_damaged_picture_is_named(pipeline: Path, tmp_path: Path) -> None:
 
 def test_metrics_without_weights_are_refused() -> None:
     with pytest.raises(RequestError, match="no extractor is given"):
-        choose_metrics(None, ExtractorsConfig())
+        choose_metrics(None, ExtractorsConfig(), ReferenceConfig())
     with pytest.raises(RequestError, match="weights of clip are not given"):
-        choose_metrics(["clip_score"], TOY)
+        choose_metrics(["clip_score"], TOY, ReferenceConfig())
 
 
 @pytest.fixture(scope="module")
