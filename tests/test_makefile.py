@@ -1,10 +1,15 @@
 """What `make` says to a person who left something out. None of these installs or runs anything."""
 
+import re
+import shlex
 from pathlib import Path
 
 import pytest
+from accelerate.commands.launch import launch_command_parser
 
 from tests.makefile import make
+
+CLUSTER = Path("docs/how-to/cluster.md")
 
 
 @pytest.mark.parametrize(
@@ -86,3 +91,16 @@ def test_several_machines_are_one_number_with_a_file_of_hosts(tmp_path: Path) ->
         assert launch.rstrip().endswith(f"-m train --config configs/phase1.yaml --num_processes $(({machines} * 8))")
     refused = make("train", "PHASE=1", "HOSTS=absent")
     assert refused.returncode == 2 and "there is no absent: HOSTS is a file with a host to a line" in refused.stderr
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_a_page_has_typed_on_each_of_two_machines(rank: int) -> None:
+    (line,) = re.findall(r"(?m)^make (train .*--machine_rank 0.*)$", CLUSTER.read_text())
+    words = shlex.split(line.replace("--machine_rank 0", f"--machine_rank {rank}").replace("HOST", "10.0.0.1"))
+    launch = make("--dry-run", *words).stdout.replace("\\\n", "").splitlines()[-1]
+    flags = shlex.split(launch.split("-m train.launch")[1])
+    found = launch_command_parser().parse_args(flags)
+    assert (found.num_machines, found.machine_rank, found.num_processes, found.multi_gpu) == (2, rank, 16, True)
+    assert (found.main_process_ip, found.main_process_port) == ("10.0.0.1", 29500)
+    assert found.module and found.training_script == "train"
+    assert found.training_script_args[:2] == ["--config", "configs/phase1.yaml"]

@@ -2,9 +2,11 @@
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
+import boto3  # type: ignore[import-untyped]
 import fsspec
 import pytest
 import torch
@@ -90,3 +92,13 @@ def test_a_large_file_goes_up_in_pieces(s3: str, tmp_path: Path) -> None:
     store.put({"large": tmp_path / "large"})
     entry = store.listing()["large"]
     assert entry.bytes == 40 << 20 and entry.etag.strip('"').endswith("-3")
+
+
+def test_the_rule_that_a_page_gives_a_bucket(s3: str) -> None:
+    """Its JSON is what S3 takes, and says that unfinished uploads go after a week."""
+    page = Path("docs/how-to/s3.md").read_text()
+    (rules,) = re.findall(r"--lifecycle-configuration '([^']+)'", page)
+    client, bucket = boto3.client("s3", endpoint_url=os.environ["AWS_ENDPOINT_URL"]), s3.removeprefix("s3://")
+    client.put_bucket_lifecycle_configuration(Bucket=bucket, LifecycleConfiguration=json.loads(rules))
+    (rule,) = client.get_bucket_lifecycle_configuration(Bucket=bucket)["Rules"]
+    assert rule["Status"] == "Enabled" and rule["AbortIncompleteMultipartUpload"] == {"DaysAfterInitiation": 7}
