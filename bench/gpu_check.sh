@@ -1,6 +1,6 @@
 #!/bin/bash
-# The GPU check on a machine without this project's environment: one that has torch, torchvision, transformers,
-# accelerate, numpy, pyarrow, pillow, xxhash, pyyaml, rich and matplotlib, and reaches no package index.
+# The GPU check on a machine without this project's environment: one that has torch, transformers, accelerate, numpy,
+# pyarrow, pillow and xxhash with what these need, and reaches no package index.
 #
 #   bash bench/gpu_check.sh wheels               where there is an index: the few that it lacks, into .wheels/ (9 MB)
 #   bash bench/gpu_check.sh [what bench.gpu_check takes]      there: installs these into a temporary folder, and checks

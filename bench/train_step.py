@@ -161,7 +161,7 @@ def measure(
             flops = training_flops(on_meta(run.unet, run.loss.backbone, encoding, latent_hw(setting.bucket))[1])
             return Result(setting, rate, peak_memory(device) / 2**30, rate * flops / 1e12)
     except RuntimeError as error:  # torch.OutOfMemoryError, and what cuDNN and cuBLAS say of the same
-        if not isinstance(error, torch.OutOfMemoryError) and "memory" not in str(error).lower():
+        if not any(said in str(error) for said in ("out of memory", "ALLOC_FAILED")):
             raise
         return Result(setting, None)
 
@@ -345,7 +345,7 @@ def describe_results(
             f"{result.memory_gb:.2f}",
         ]
 
-    header = ["bucket", "microbatch", "with", "img/s", "TFLOP/s", "of the matrix rate", "MFU", "memory, GB"]
+    header = ["bucket", "microbatch", "with", "img/s", "TFLOP/s", "of the matrix rate", "MFU", "memory, GiB"]
     measured = f"A {options.precision} matrix product reaches {matrix_rate:.3g} TFLOP/s here, in the same run."
     against = (
         f"MFU is of {peak:g} TFLOP/s, the datasheet's dense bf16 peak." if peak else "This device's peak is unknown."

@@ -15,10 +15,10 @@ from pathlib import Path
 from tests.install import ROOT, UV, run
 
 THERE = [
-    *("torch==2.11.0", "torchvision==0.26.0", "transformers==5.17.*", "accelerate==1.15.*", "numpy==2.5.*"),
-    *("pyarrow", "pillow", "xxhash", "pyyaml", "rich", "matplotlib"),
+    *("torch==2.11.0", "transformers==5.17.*", "accelerate==1.15.*", "numpy==2.5.*"),
+    *("pyarrow", "pillow", "xxhash"),
 ]
-ABSENT = ("diffusers", "pydantic", "streaming", "ray")
+ABSENT = ("diffusers", "pydantic", "streaming", "ray", "torchvision", "matplotlib")
 LOOK = """
 import importlib.util, sys
 print("{}.{}".format(*sys.version_info), *filter(importlib.util.find_spec, sys.argv[1:]))

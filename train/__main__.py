@@ -90,6 +90,7 @@ def _train_here(config: TrainConfig, heart: Heart) -> None:
             project_dir=config.work,
             kwargs_handlers=[config.ddp.handler()],
         )
+        torch.backends.cudnn.allow_tf32 = False
         if accelerator.device.type == "cpu":
             keep_memory()
         prepared = prepare(config, accelerator)

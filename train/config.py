@@ -62,7 +62,7 @@ class TrainConfig(Config):
     alarm: AlarmConfig = AlarmConfig()
     evaluate: RequestConfig = RequestConfig()
     precision: Precision = "bfloat16"
-    """Autocast type; weights and optimizer are float32."""
+    """Autocast type; weights and optimizer are float32. `float32` is without TF32, also in convolutions."""
     gradient_checkpointing: bool = False
     """Compute activations again in the backward pass: less memory, more time."""
     compile: bool = False

@@ -8,17 +8,20 @@ does not hold or a part did not end. `--device cpu --small` rehearses it without
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 
 from bench.gpu_check.page import page
 from bench.gpu_check.parts import PARTS
@@ -29,8 +32,10 @@ from shards.base.errors import RequestError, WorkError, exit_code_of
 
 TAIL = 15
 """Lines of its output by which a part that failed is shown."""
-MINUTES = 10.0
-"""For which the parts' shares are made."""
+MINUTES = 9.0
+"""For which the parts' shares are made: ten with imports and the page."""
+GONE_WITHIN = 10.0
+"""Seconds that a part may take to go once it is killed; the driver may hold it for ever."""
 LEAST_SECONDS = 10.0
 """With less than this left, a part is not begun."""
 
@@ -65,16 +70,46 @@ def check(arguments: list[str]) -> None:
     if unknown := sorted(set(options.parts) - set(PARTS)):
         raise RequestError(f"there is no part {', '.join(unknown)}; there are {', '.join(PARTS)}")
     run = Run(options.device, options.small, options.output, options.minutes, time.monotonic())
-    parts = with_prediction(dict(run_parts(run, options.parts or list(PARTS))))
-    bench = bench_file(parts)
-    run.output.mkdir(parents=True, exist_ok=True)
-    (run.output / "gpu-check.json").write_text(bench.model_dump_json(indent=2, exclude_none=True) + "\n")
-    text = page(bench, options.predicted, time.monotonic() - run.begun)
-    (run.output / "gpu-check.md").write_text(text)
+    names = options.parts or list(PARTS)
+    parts, text = kept(run.output, names), ""
+    for name, found in run_parts(run, names):
+        parts[name] = found
+        text = write(run, parts, options.predicted)
     print(text)
-    wrong = [name for name, part in parts.items() if part["outcome"] != "done" or not right(part)]
+    wrong = [name for name in parts if parts[name]["outcome"] != "done" or not right(parts[name])]
     if wrong:
         raise WorkError(f"not right, or not ended: {', '.join(wrong)}. {run.output / 'gpu-check.md'} says what.")
+
+
+def kept(output: Path, names: list[str]) -> dict[str, dict[str, Any]]:
+    """What an earlier check found of other parts than `names`, where only some are asked for.
+
+    Raises:
+        RequestError: its file is damaged.
+    """
+    path = output / "gpu-check.json"
+    if len(names) == len(PARTS) or not path.exists():
+        return {}
+    try:
+        parts: dict[str, dict[str, Any]] = BenchFile.model_validate_json(path.read_bytes()).details
+    except ValidationError as error:
+        raise RequestError(f"{path}, into which some parts were to go, is damaged. Give another --output.") from error
+    return {name: part for name, part in parts.items() if name not in names}
+
+
+def write(run: Run, parts: dict[str, dict[str, Any]], predicted: list[str]) -> str:
+    """What there is so far into gpu-check.json and gpu-check.md; the page."""
+    bench = bench_file(with_prediction({name: parts[name] for name in PARTS if name in parts}))
+    text = page(bench, predicted, time.monotonic() - run.begun)
+    run.output.mkdir(parents=True, exist_ok=True)
+    for name, content in {
+        "gpu-check.json": bench.model_dump_json(indent=2, exclude_none=True) + "\n",
+        "gpu-check.md": text,
+    }.items():
+        new = run.output / f"{name}.new"
+        new.write_text(content)
+        os.replace(new, run.output / name)
+    return text
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -95,7 +130,7 @@ def run_parts(run: Run, names: list[str]) -> Iterator[tuple[str, dict[str, Any]]
     """Those whose times do not matter side by side, then the others one by one."""
     together = [name for name in names if not PARTS[name].alone]
     cores = len(os.sched_getaffinity(0))
-    with ThreadPoolExecutor(max(1, cores // 3)) as pool:
+    with ThreadPoolExecutor(max(1, (cores + 2) // 3)) as pool:
         yield from zip(together, pool.map(lambda name: run_part(run, name), together), strict=True)
     yield from ((name, run_part(run, name)) for name in names if PARTS[name].alone)
 
@@ -122,12 +157,17 @@ def outcome_of(run: Run, name: str, seconds: float, path: Path) -> str:
     log.parent.mkdir(parents=True, exist_ok=True)
     hidden = {"CUDA_VISIBLE_DEVICES": ""} if PARTS[name].on_host else {}
     with log.open("w") as file:
+        environment = os.environ | hidden
+        process = subprocess.Popen(words, stdout=file, stderr=file, env=environment, start_new_session=True)
         try:
-            code = subprocess.run(
-                words, stdout=file, stderr=subprocess.STDOUT, timeout=seconds, env=os.environ | hidden
-            ).returncode
+            code = process.wait(seconds)
         except subprocess.TimeoutExpired:
             return f"ended after {seconds:.0f} s"
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # what it started, too: compilers
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(GONE_WITHIN)
     tail = "\n".join(log.read_text(errors="replace").splitlines()[-TAIL:])
     return "done" if code == 0 else f"failed with exit code {code}:\n{tail}"
 

@@ -1,7 +1,11 @@
 """What a part of the check found: saved with every line, so that a part which dies loses only what it had not done."""
 
 import json
+import os
 import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +26,21 @@ class Findings:
         self.checks: list[Row] = []
         self.tables: dict[str, list[Row]] = {}
         self.figures: dict[str, Any] = {}
+        self.failed: list[str] = []
+        """What was tried and raised."""
         self.save()
+
+    @contextmanager
+    def tried(self, table: str, **cells: str | int | float | bool | None) -> Iterator[None]:
+        """One of several things that do not need each other: where it raises, a row says so, and the next one is
+        tried. The part fails at its end."""
+        try:
+            yield
+        except Exception as error:
+            traceback.print_exc()
+            said = f"{type(error).__name__}: {error}".splitlines()[0][:120]
+            self.failed.append(said)
+            self.row(table, **cells, note=f"failed: {said}")
 
     def check(self, what: str, value: float, at_most: float) -> None:
         """One thing that is right where `value` is at most `at_most`; one that is not finite is not."""
@@ -45,7 +63,9 @@ class Findings:
         return time.monotonic() < self.ends
 
     def save(self) -> None:
-        """Put what there is into the file."""
+        """Put what there is into the file, which is whole at any time."""
         content = {"checks": self.checks, "tables": self.tables, "figures": self.figures}
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.path.write_text(json.dumps(content, indent=1) + "\n")
+        new = self.path.with_suffix(".new")
+        new.write_text(json.dumps(content, indent=1) + "\n")
+        os.replace(new, self.path)

@@ -118,10 +118,10 @@ def step(parts: Parts) -> str | None:
 def memory(parts: Parts) -> str | None:
     """What the profiled step held."""
     figures = parts.get("profile", {}).get("figures", {})
-    if "memory GB" not in figures:
+    if "memory GiB" not in figures:
         return None
-    most, weights = figures["memory GB"], figures["weights and optimizer GB"]
-    return f"At most {most:.2f} GB were held, {weights:.2f} GB of them weights, gradients and optimizer."
+    most, weights = figures["memory GiB"], figures["weights and optimizer GiB"]
+    return f"At most {most:.2f} GiB were held, {weights:.2f} GiB of them weights, gradients and optimizer."
 
 
 def tables(parts: Parts) -> Iterator[str]:

@@ -6,6 +6,7 @@ import time
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -60,10 +61,10 @@ def installed(name: str) -> str | None:
 
 
 def training(setup: Setup, found: Findings, which: int) -> None:
-    """Whole steps of bucket number `which`, compiled, at each microbatch; then not compiled."""
+    """Whole steps of bucket number `which`: not compiled, as that needs no compiler; then compiled, by microbatch."""
     bucket = setup.buckets[which]
     sizes = setup.microbatches(bucket)
-    settings = [Setting(bucket, size, True, True, True) for size in sizes] + [Setting(bucket, sizes[0], True, True)]
+    settings = [Setting(bucket, min(sizes), True, True)] + [Setting(bucket, size, True, True, True) for size in sizes]
     options = Namespace(batch=setup.batch, unet=setup.unet, precision="bfloat16", seconds=0.1 if setup.small else 8)
     AcceleratorState._reset_state(reset_partial_state=True)
     accelerator = Accelerator(mixed_precision="bf16", cpu=setup.device.type == "cpu")
@@ -74,10 +75,11 @@ def training(setup: Setup, found: Findings, which: int) -> None:
             found.row("steps", **said, note="left out: no time")
             continue
         start = time.perf_counter()
-        result = measure(setting, options, accelerator, build_unet(setup.unet, 0))
-        note = "out of memory" if result.images_per_second is None else f"{time.perf_counter() - start:.0f} s in all"
-        rates = {"per_second": result.images_per_second, "tflops": result.tflops, "memory_gb": result.memory_gb}
-        found.row("steps", **said, **rates, note=note)
+        with found.tried("steps", **said):
+            result = measure(setting, options, accelerator, build_unet(setup.unet, 0))
+            took = f"{time.perf_counter() - start:.0f} s in all"
+            rates = {"per_second": result.images_per_second, "tflops": result.tflops, "memory_gib": result.memory_gb}
+            found.row("steps", **said, **rates, note="out of memory" if result.images_per_second is None else took)
 
 
 def loading(setup: Setup, found: Findings) -> None:
@@ -96,8 +98,18 @@ def loading(setup: Setup, found: Findings) -> None:
 
 
 def profiling(setup: Setup, found: Findings) -> None:
-    """One step at the larger size, kernel by kernel, beside what its arithmetic would take at the matrix rate."""
-    device, (setting, batch) = setup.device, setup.profiled
+    """One step at the larger size, kernel by kernel, beside what its arithmetic would take at the matrix rate; where it
+    does not compile, as it is."""
+    setting, batch = setup.profiled
+    with found.tried("profiled", **{"with": setting.words}):
+        profile_step(setup, found, setting, batch)
+        return
+    profile_step(setup, found, replace(setting, compile=False), batch)
+
+
+def profile_step(setup: Setup, found: Findings, setting: Setting, batch: int) -> None:
+    """After three steps that warm up."""
+    device = setup.device
     activity = ProfilerActivity.CUDA if device.type == "cuda" else ProfilerActivity.CPU
     with setup.training(setting, "bfloat16", setup.unet, batch) as (run, step):
         for _ in range(3):
@@ -110,8 +122,8 @@ def profiling(setup: Setup, found: Findings) -> None:
         with profile(activities=[activity]) as profiler:
             step()
             synchronize(device)
-        found.figure("memory GB", peak_memory(device) / 2**30)
-        found.figure("weights and optimizer GB", 16 * sum(p.numel() for p in run.unet.parameters()) / 2**30)
+        found.figure("memory GiB", peak_memory(device) / 2**30)
+        found.figure("weights and optimizer GiB", 16 * sum(p.numel() for p in run.unet.parameters()) / 2**30)
     describe_step(setup, found, profiler.events() or [], seconds, batch)
 
 
@@ -120,7 +132,8 @@ def describe_step(setup: Setup, found: Findings, events: Iterable[FunctionEvent]
     rate = matmul_tflops(setup.device, side=256 if setup.small else None)
     counted = step_flops(setup, batch)
     on_gpu = setup.device.type == "cuda"
-    kernels = [event for event in events if event.device_type.name == ("CUDA" if on_gpu else "CPU")]
+    where = "CUDA" if on_gpu else "CPU"
+    kernels = [event for event in events if event.device_type.name == where and not event.is_user_annotation]
     times, launches = Counter[str](), Counter[str]()
     for event in kernels:
         name = kind_of(event.name)

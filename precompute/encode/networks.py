@@ -231,6 +231,7 @@ class Network:
             # or further shapes would quietly run as they are
             torch._dynamo.config.recompile_limit = MOST_SHAPES
             self.lowered.get_submodule(part).compile(dynamic=False)
+        torch.backends.cudnn.allow_tf32 = False  # of convolutions in float32, which round to ten bits otherwise
         self.compute = compute
         self.copies = Copies(self.device)
         self.warm: set[Bucket | None] = set()

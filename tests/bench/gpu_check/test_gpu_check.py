@@ -4,7 +4,9 @@ import json
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from bench.gpu_check.correctness import apart
 from bench.gpu_check.findings import Findings, Parts
 from bench.gpu_check.page import page
 from bench.gpu_check.parts import PARTS
+from bench.gpu_check.parts import main as run_one_part
 from bench.gpu_check.prediction import with_prediction
 from bench.gpu_check.setup import Setup, use_no_compiler
 from bench.roofline.kernels import ASSUMED_EFFICIENCY, MATRIX, kind_of
@@ -26,6 +29,8 @@ SETUP = Setup(torch.device("cpu"), small=True)
 COMPILING = ("compiling", "training-large", "training-small", "choices")
 QUICK = tuple(name for name in PARTS if name not in COMPILING)
 """What else there is compiles the U-Net: `make gpu-check ARGS="--device cpu --small"` runs it too."""
+ASLEEP = 71931
+"""Seconds that nothing else sleeps."""
 WHAT_IT_IS_GIVEN = """
 import sys
 for name in ("streaming", "ray"):
@@ -68,7 +73,7 @@ def test_a_plan_reads_the_file_and_the_page_says_where_the_time_goes(rehearsed: 
     text = page(file, [str(tmp_path / "model.json")], 60.0)
     assert "checks hold; 11 of 11 parts ended by themselves." in text
     assert "100%" in text and "a model" in text  # measured over predicted
-    for said in ("of the limit**", "The model of the step predicts", "| convolution |", "| gaps |", "GB were held"):
+    for said in ("of the limit**", "The model of the step predicts", "| convolution |", "| gaps |", "GiB were held"):
         assert said in text
     for row in file.details["profile"]["tables"]["kernels"]:
         predicted, ideal = row.get("predicted_ms"), row["at_the_matrix_rate_ms"]
@@ -99,19 +104,20 @@ def test_what_is_wrong_leads_the_page_and_fails_the_check(tmp_path: Path) -> Non
 def test_parts_that_fail_or_do_not_end_lose_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The process of one fails, that of one is ended, one has no time left; what a part had found by then counts."""
 
-    def stand_in(words: list[str], **how: object) -> subprocess.CompletedProcess[str]:
+    def stand_in(words: list[str], **how: Any) -> subprocess.Popen[bytes]:
         name, output = words[words.index("bench.gpu_check.parts") + 1], Path(words[words.index("--output") + 1])
         Findings(output).check(f"of {name}", 0.0, 1.0)
         code = {
             "draws": "print('said'); raise SystemExit(3)",
-            "machine": "import time; time.sleep(60)",
+            "machine": f"import subprocess; subprocess.run(['sleep', '{ASLEEP}'])",
             "loader": "",
         }[name]
-        how["timeout"] = 0.5 if name == "machine" else 60.0
-        return run([sys.executable, "-c", code], **how)  # type: ignore[call-overload]
+        return popen([sys.executable, "-c", code], **how)
 
-    run = subprocess.run
-    monkeypatch.setattr(subprocess, "run", stand_in)
+    popen = subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", stand_in)
+    monkeypatch.setattr(gpu_check, "LEAST_SECONDS", 0.0)
+    monkeypatch.setitem(PARTS, "machine", replace(PARTS["machine"], seconds=1.0))
     with pytest.raises(WorkError, match=r"not right, or not ended: draws, machine\. .*gpu-check\.md says what"):
         gpu_check.check(["draws", "machine", "loader", "--device", "cpu", "--small", "--output", str(tmp_path)])
     parts = json.loads((tmp_path / "gpu-check.json").read_text())["details"]
@@ -119,8 +125,83 @@ def test_parts_that_fail_or_do_not_end_lose_nothing(tmp_path: Path, monkeypatch:
     assert parts["machine"]["outcome"].startswith("ended after")
     assert parts["loader"]["outcome"] == "done"
     assert [part["checks"][0]["what"] for part in parts.values()] == ["of draws", "of machine", "of loader"]
+    assert not any(str(ASLEEP).encode() in path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline"))
     late = gpu_check.Run("cpu", True, tmp_path, 0.0, time.monotonic())
     assert gpu_check.run_part(late, "loader")["outcome"] == "not begun: no time was left"
+
+
+def test_parts_that_are_given_by_name_join_those_that_are_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After each of them the file and the page are whole."""
+    seen = []
+
+    def run_part(run: gpu_check.Run, name: str) -> dict[str, Any]:
+        path = tmp_path / "gpu-check.json"
+        seen.append(list(json.loads(path.read_text())["details"]) if path.exists() else [])
+        check = {"what": "curve", "value": 0.0, "at_most": 1.0, "right": name != "machine" or len(seen) > 2}
+        return {"checks": [check], "tables": {}, "figures": {}, "outcome": "done", "seconds": 1.0}
+
+    monkeypatch.setattr(gpu_check, "run_part", run_part)
+    words = ["--device", "cpu", "--small", "--output", str(tmp_path)]
+    with pytest.raises(WorkError, match=r"not right, or not ended: machine\."):
+        gpu_check.check(["machine", "loader", *words])
+    gpu_check.check(["machine", *words])
+    assert (
+        seen == [[], ["machine"], ["machine", "loader"]]
+        and "2 of 2 checks hold" in (tmp_path / "gpu-check.md").read_text()
+    )
+    (tmp_path / "gpu-check.json").write_text("{")
+    with pytest.raises(RequestError, match=r"gpu-check\.json, into which some parts were to go, is damaged"):
+        gpu_check.check(["machine", *words])
+
+
+def test_what_does_not_compile_is_timed_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row says what was raised, the rest is done, and the part fails."""
+
+    def measure(setting: Setting, *_: object) -> Result:
+        if setting.compile:
+            raise RuntimeError("no working C compiler was found\nand more")
+        return Result(setting, 10.0, 1.0, 0.5)
+
+    monkeypatch.setattr(speed, "measure", measure)
+    found = Findings(tmp_path / "part.json")
+    speed.training(SETUP, found, 1)
+    eager, compiled = found.tables["steps"]
+    assert eager["per_second"] == 10.0 and "per_second" not in compiled
+    assert compiled["note"] == "failed: RuntimeError: no working C compiler was found" == f"failed: {found.failed[0]}"
+    assert page(gpu_check.bench_file({"training-large": as_part(found)}), [], 1.0).count("no working C compiler") == 1
+
+    steps = []
+
+    def profile_step(setup: Setup, found: Findings, setting: Setting, batch: int) -> None:
+        steps.append(setting)
+        if len(steps) == 1:
+            raise RuntimeError("no working C compiler was found")
+
+    monkeypatch.setattr(speed, "profile_step", profile_step)
+    speed.profiling(SETUP, found)
+    assert len(steps) == 2 and not steps[1].compile and len(found.failed) == 2
+
+
+def as_part(found: Findings) -> dict[str, Any]:
+    return {**json.loads(found.path.read_text()), "outcome": "done", "seconds": 1.0}
+
+
+def test_a_part_in_which_something_failed_ends_with_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def half(setup: Setup, found: Findings) -> None:
+        with found.tried("rows", what="first"):
+            raise ValueError("broken")
+        found.row("rows", what="second")
+
+    monkeypatch.setitem(PARTS, "loader", replace(PARTS["loader"], run=half))
+    monkeypatch.setattr(sys, "argv", ["parts", "loader", "--device", "cpu", "--output", str(tmp_path / "part.json")])
+    with pytest.raises(SystemExit, match="failed: ValueError: broken"):
+        run_one_part()
+    assert [row["what"] for row in json.loads((tmp_path / "part.json").read_text())["tables"]["rows"]] == [
+        "first",
+        "second",
+    ]
 
 
 def test_what_is_asked_for_must_be_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
