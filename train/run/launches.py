@@ -246,7 +246,6 @@ class Launch:
 
     def _leave_address(self, away: Elsewhere) -> None:
         try:
-            away.check()
             away.share(self.run_dir)
             away.sign(ended=now())
         except (RequestError, OSError, Outage) as error:  # all that the run goes on from is there

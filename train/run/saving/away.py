@@ -205,7 +205,12 @@ class Away:
             print(f"{self.address} has no newer logs yet: {error}", flush=True)
 
     def share(self, work: Path) -> None:
-        """Config, metrics, plot and tracker's files, as they are now."""
+        """Config, metrics, plot and tracker's files, as they are now.
+
+        Raises:
+            RequestError: another launch has taken over.
+        """
+        self.check()
         tops = [path for path in work.iterdir() if path.name not in PRIVATE]  # in those, others write meanwhile
         shared = [path for top in tops for path in (files_below(top) if top.is_dir() else [top])]
         self.store.put({path.relative_to(work).as_posix(): path for path in shared})
