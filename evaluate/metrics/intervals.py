@@ -20,6 +20,7 @@ COVERAGE = 0.95
 LEAST_SHARE = 0.6
 """Of the plain jackknife's variance that is kept: a half would do (it holds the second-order part twice), but that both
 are noisy over 12 groups. `python -m bench.outputs.intervals` shows what it is good for."""
+LEAST_DEVIATIONS = 4.0
 
 Statistic = Callable[[tuple[int, ...]], float]
 """Groups that are left out → its value over the others."""
@@ -44,12 +45,23 @@ class Jackknife:
     value: float
     unbiased: float
     variance: float
+    linear: float
+    """Of the variance, what first-order terms make."""
 
     def interval(self, estimand: str, unbiased: bool = False) -> Estimate:
-        """By Student's t over the groups."""
+        """By Student's t over the groups, of a squared distance: the first-order part of its variance is proportional
+        to it. So, as Wilson's of a share, the interval is of all θ that would vary enough to give this value:
+
+            (θ − value)² ≤ t²·(variance + slope·(θ − value)),    slope = linear / distance
+
+        A distance that is not seen to differ from 0 counts as `LEAST_DEVIATIONS` standard deviations.
+        """
         value = self.unbiased if unbiased else self.value
-        half = t.ppf((1 + COVERAGE) / 2, GROUPS - 1) * self.variance**0.5
-        return Estimate(value, value - half, value + half, estimand)
+        t2 = t.ppf((1 + COVERAGE) / 2, GROUPS - 1) ** 2
+        distance = max(self.unbiased, LEAST_DEVIATIONS * self.variance**0.5)
+        middle = t2 * self.linear / distance / 2 if distance > 0 else 0.0
+        half = (middle**2 + t2 * self.variance) ** 0.5
+        return Estimate(value, value + middle - half, value + middle + half, estimand)
 
 
 def jackknife(statistic: Statistic) -> Jackknife:
@@ -58,7 +70,7 @@ def jackknife(statistic: Statistic) -> Jackknife:
     With S₍ᵢ₎ and S₍ᵢⱼ₎ for these,
 
         unbiased   G·S − (G − 1)·mean S₍ᵢ₎                                     (no 1/N term is left)
-        variance   (G − 1)/G·Σᵢ(S₍ᵢ₎ − mean)² − 1/(G(G − 1))·Σᵢ﹤ⱼ(Qᵢⱼ − mean Q)²
+        variance   (G − 1)/G·Σᵢ(S₍ᵢ₎ − mean)² − 1/(G(G − 1))·Σᵢ﹤ⱼ(Qᵢⱼ − mean Q)²    (linear part: less twice it)
         Qᵢⱼ        G·S − (G − 1)·(S₍ᵢ₎ + S₍ⱼ₎) + (G − 2)·S₍ᵢⱼ₎
     """
     count = GROUPS
@@ -73,7 +85,7 @@ def jackknife(statistic: Statistic) -> Jackknife:
     first = (count - 1) / count * ((without - without.mean()) ** 2).sum()
     second = ((pairs - pairs.mean()) ** 2).sum() / (count * (count - 1))
     variance = max(first - second, LEAST_SHARE * first)
-    return Jackknife(whole, count * whole - (count - 1) * without.mean(), variance)
+    return Jackknife(whole, count * whole - (count - 1) * without.mean(), variance, max(0.0, first - 2 * second))
 
 
 def groups_of(clusters: np.ndarray, num_groups: int = GROUPS) -> np.ndarray:

@@ -9,10 +9,20 @@ from hypothesis import strategies as st
 from scipy.linalg import sqrtm
 from scipy.spatial.distance import cdist
 from scipy.stats import binomtest
+from scipy.stats import t as student
 
 from evaluate.metrics.frechet import GroupSums, Moments, frechet_at_n, frechet_distance, frechet_infinity
 from evaluate.metrics.identity import check_comparable, metric_id
-from evaluate.metrics.intervals import GROUPS, groups_of, jackknife, mean_interval, share_interval, wilson
+from evaluate.metrics.intervals import (
+    GROUPS,
+    LEAST_DEVIATIONS,
+    Jackknife,
+    groups_of,
+    jackknife,
+    mean_interval,
+    share_interval,
+    wilson,
+)
 from evaluate.metrics.kernels import cmmd, kid
 from evaluate.metrics.manifold import precision, recall
 from evaluate.metrics.table import METRICS, Inputs, clip_score
@@ -173,6 +183,23 @@ def test_clip_score_by_hand() -> None:
     pictures, texts = np.array([[3.0, 4.0], [1.0, 0.0], [1.0, 0.0]]), np.array([[3.0, 4.0], [1.0, 1.0], [-1.0, 0.0]])
     found = clip_score(Inputs(pictures, np.arange(3), None, texts))
     assert found.value == pytest.approx((100 + 100 / 2**0.5 + 0) / 3)
+
+
+@pytest.mark.parametrize(("unbiased", "linear"), [(2.0, 0.04), (2.0, 0.0), (0.1, 0.04), (-0.3, 0.04), (0.0, 0.0)])
+def test_the_interval_is_of_all_distances_that_would_vary_enough(unbiased: float, linear: float) -> None:
+    """Its ends are the roots of the docstring's equation; without a linear part it is Student's."""
+    found = Jackknife(unbiased + 0.1, unbiased, 0.05, linear).interval("")
+    slope = linear / max(unbiased, LEAST_DEVIATIONS * 0.05**0.5)
+    t2 = student.ppf(0.975, GROUPS - 1) ** 2
+    for end in (found.low, found.high):
+        assert (end - found.value) ** 2 == pytest.approx(t2 * (0.05 + slope * (end - found.value)))
+    assert (
+        found.value - found.low == pytest.approx(found.high - found.value)
+        if not linear
+        else (found.high - found.value > found.value - found.low > 0)
+    )
+    same = Jackknife(0.5, 0.5, 0.0, 0.0).interval("")
+    assert (same.low, same.high) == (0.5, 0.5)
 
 
 def test_a_mean_over_prompts_has_the_textbook_interval() -> None:

@@ -15,7 +15,6 @@ from shards.root.committed import load_books
 from tests.roots import precompute_arguments
 from tests.runs import PYTHON, environment, run_module
 
-pytestmark = pytest.mark.slow
 RAY = str(Path(sys.executable).with_name("ray"))
 REPOSITORY = Path(__file__).parents[3]
 
@@ -72,6 +71,21 @@ def head() -> Iterator[Head]:
             head.stop()
 
 
+def test_a_submitted_job(head: Head, models: Path, tars: Path, tmp_path: Path) -> None:
+    submit(head, precompute_arguments(models, tars, tmp_path / "root"))
+    assert len(load_books(open_store(tmp_path / "root"))) == 2
+
+
+def submit(head: Head, arguments: list[str]) -> None:
+    """By `ray job submit`, to its end."""
+    command = [sys.executable, "-m", "precompute", *arguments]
+    dashboard = f"http://127.0.0.1:{head.dashboard}"
+    submitted = head.ray("job", "submit", "--address", dashboard, "--", *command, **head.allowed)
+    assert submitted.returncode == 0, submitted.stdout + submitted.stderr
+    assert "2 tars encoded (46 samples in, 30 accepted, 16 rejected)" in submitted.stdout + submitted.stderr
+
+
+@pytest.mark.slow
 def test_the_token_and_a_submitted_job(head: Head, models: Path, tars: Path, tmp_path: Path) -> None:
     arguments = precompute_arguments(models, tars, tmp_path / "root")
     dashboard = f"http://127.0.0.1:{head.dashboard}"
@@ -90,10 +104,7 @@ def test_the_token_and_a_submitted_job(head: Head, models: Path, tars: Path, tmp
         assert head.ray("job", "list", "--address", dashboard, **variables).returncode != 0
     assert not (tmp_path / "root").exists()
 
-    command = [sys.executable, "-m", "precompute", *arguments]
-    submitted = head.ray("job", "submit", "--address", dashboard, "--", *command, **head.allowed)
-    assert submitted.returncode == 0, submitted.stdout + submitted.stderr
-    assert "2 tars encoded (46 samples in, 30 accepted, 16 rejected)" in submitted.stdout + submitted.stderr
+    submit(head, arguments)
     assert len(load_books(open_store(tmp_path / "root"))) == 2
     again = run_module(
         "precompute", *arguments, launcher=PYTHON, variables={"RAY_ADDRESS": head.address, **head.allowed}
@@ -101,6 +112,7 @@ def test_the_token_and_a_submitted_job(head: Head, models: Path, tars: Path, tmp
     assert again.returncode == 0 and "2 had been done before" in again.stdout
 
 
+@pytest.mark.slow
 def test_a_local_start_uses_a_token(tmp_path: Path) -> None:
     """`ray.init` turns token authentication on by itself; a client without the token is refused."""
     start = (
