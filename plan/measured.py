@@ -127,6 +127,10 @@ def _read(path: str) -> BenchFile:
         return BenchFile.model_validate_json(Path(path).read_bytes())
     except FileNotFoundError:
         raise RequestError(f"There is no benchmark file {path}. Make it, or take it out of `measured`.") from None
+    except OSError as error:
+        raise RequestError(
+            f"The benchmark file {path or '``'} cannot be read: {error.strerror}. `--measured []` plans with none."
+        ) from None
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(str(part) for part in first["loc"]) or "file"

@@ -16,7 +16,7 @@ from bench.roofline.networks import Step, encoder_work, training_work
 from plan.config import Networks
 from plan.measured import BenchFile, Measurement
 
-RATES = {"H200": Rates(790.0, 1.0, 4.3), "A100": Rates(250.0, 1.0, 1.83)}
+RATES = {"H200": Rates(790.0, 1.0, 4.3), "H100": Rates(790.0, 1.0, 3.0), "A100": Rates(250.0, 1.0, 1.83)}
 """Large bfloat16 products (0.8 of the datasheet's), and 0.9 of the datasheet's bandwidth."""
 PUBLISHED = {
     "H200": [(Step("512x512", 64, compiled=True), 64, 129.25)],
@@ -41,7 +41,7 @@ def main() -> None:
     works = {step: training_work(options.unet, step) for step in steps}
     rates, lines = replace(RATES[options.gpu], efficiency=options.efficiency), []
     if options.calibrate:
-        found, text = calibrated(options.unet, options.gpu)
+        found, text = calibrated(options.unet, options.calibrate)
         rates, lines = replace(rates, efficiency=found), [text]
     lines.insert(0, describe(works, rates))
     encoders = encoder_work(Networks(), options.buckets) if options.encoders else {}
@@ -60,7 +60,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--gpu", choices=RATES, default="H200")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True, help="as Inductor fuses")
     parser.add_argument("--encoders", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--calibrate", action="store_true", help="on the published throughput")
+    parser.add_argument("--calibrate", choices=PUBLISHED, help="on the published throughput of these GPUs")
     parser.add_argument("--efficiency", type=float, default=ASSUMED_EFFICIENCY, help="where it is not")
     parser.add_argument("--batch", type=int, default=256, help="images of one optimizer step on one GPU")
     parser.add_argument("--json", type=Path, help="a file for `measured` of the plan's config, marked as modelled")

@@ -147,6 +147,7 @@ def test_planned_checkpoints_lose_more_than_the_best(report: MakeReport) -> None
         (("--regions.data", '{"here": 0.5}'), r"shares must be at least 0 and add up to 1"),
         (("--data.samples", '{"256": 5}'), r"a bucket is WIDTHxHEIGHT in pixels"),
         (("--measured", "nowhere.json"), r"There is no benchmark file nowhere\.json"),
+        (("--measured", ""), r"The benchmark file `` cannot be read: Is a dir.*`--measured \[\]` plans"),
         (("--measured", "configs/vae/sd2.json"), r"sd2\.json is no benchmark file: `device`: Field required"),
         (("--gpu.network_gbit_per_s", "1"), r"256x256: a step of 2048 images on .* One of the two is wrong: mend"),
         (
