@@ -41,7 +41,7 @@ class ReferenceConfig(Config):
     pictures: str | None = None
     """A folder or address of tars, or a folder of pictures; null: the features are there already."""
     moments: Path | None = None
-    """In place of these: an npz of `mu` and `sigma`, as pytorch-fid and MLPerf have them. It is good for Fréchet
+    """In place of both: an npz of `mu` and `sigma`, as pytorch-fid and MLPerf have them. It is good for Fréchet
     distances at N alone."""
     size: BucketName = "512x512"
     """WIDTHxHEIGHT in pixels, that of the samples. Smaller pictures are left out."""
@@ -52,8 +52,8 @@ class ReferenceConfig(Config):
 
     @model_validator(mode="after")
     def one_of_both(self) -> Self:
-        if self.moments is not None and (self.place is not None or self.pictures is not None):
-            raise ValueError("moments take the place of a reference's pictures: give moments, or place and pictures")
+        if self.moments is not None and self.pictures is not None:
+            raise ValueError("moments take the place of a reference's pictures: give moments or pictures")
         return self
 
     def record(self) -> dict[str, Any]:
