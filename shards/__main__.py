@@ -26,7 +26,7 @@ from shards.root.publish import Publisher
 from shards.tools.card import dataset_card
 from shards.tools.clean import clean, parse_age
 from shards.tools.exclude import add_and_match, describe_matches
-from shards.tools.provenance import Suspicion, nodes, nodes_table, suspects
+from shards.tools.recall import Suspicion, nodes, nodes_table, suspects
 from shards.tools.stats import plot_stats, root_stats, stats_table
 from shards.tools.upgrade import upgrade
 from shards.tools.verify import verify_root

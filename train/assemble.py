@@ -11,10 +11,10 @@ from train.config import TrainConfig
 from train.data.draws import global_slots
 from train.data.loader import Loader
 from train.loop import Run
+from train.model.channels_last import keep_channels_last
 from train.model.ema import make_averages
 from train.model.fit import on_meta
 from train.model.flops import peak_tflops, training_flops
-from train.model.layout import keep_channels_last
 from train.model.norms import use_low_precision_norms
 from train.model.optimizer import Optimizer, make_adamw
 from train.model.sharding import split_weights

@@ -16,7 +16,7 @@ from train.objective.alignment import RepaConfig
 from train.objective.paths import ObjectiveConfig
 from train.objective.validation import ValidationConfig
 from train.run.alarm import AlarmConfig
-from train.run.saving.fetch import work_folder
+from train.run.saving.local_copy import work_folder
 from train.run.saving.writer import CheckpointConfig
 from train.run.telling.config import LogConfig
 

@@ -24,7 +24,7 @@ from train.objective.validation import Validation, open_validation
 from train.run.fingerprint import check_resume, check_same_everywhere, make_fingerprint
 from train.run.launches import Sign, take, wait_until_free
 from train.run.preflight import World, check_launch, check_run_dir, check_tracker
-from train.run.saving import away, fetch
+from train.run.saving import away, local_copy
 from train.run.saving.checkpoint import (
     Checkpoint,
     Seen,
@@ -100,7 +100,7 @@ def prepare(config: TrainConfig, accelerator: Accelerator | None = None) -> Prep
     held, checkpoint, start, found = on_main_process(accelerator, lambda: find_all(config, world))
     checkpoint = on_each_node(accelerator, config.run_dir, config.work, checkpoint)
     if config.init_from is not None:
-        start = on_each_node(accelerator, config.init_from, fetch.work_folder(config.init_from, "read"), start)
+        start = on_each_node(accelerator, config.init_from, local_copy.work_folder(config.init_from, "read"), start)
     spec = open_data(config.data, config.global_batch_size, found)
     backbone = config.backbone.resolved(spec.texts)
     check_fit(build_unet(config.network, None), spec, backbone)
@@ -160,7 +160,7 @@ def on_each_node(
     if accelerator is not None:
         if accelerator.is_local_main_process and not accelerator.is_main_process:
             with locked(work.with_name(".lock")):
-                fetch.fetch(open_store(place), work, checkpoint.folder.name)
+                local_copy.fetch(open_store(place), work, checkpoint.folder.name)
         accelerator.wait_for_everyone()
     return replace(checkpoint, folder=work / "checkpoints" / checkpoint.folder.name)
 
@@ -177,7 +177,7 @@ def find_all(config: TrainConfig, world: World) -> tuple[Held, Checkpoint | None
     if isinstance(config.run_dir, str):
         store = open_store(config.run_dir)
         number = away.wait_until_free(store, config.takeover_after)
-        there = fetch.bring(store, config.work, world.size == world.local_size)
+        there = local_copy.bring(store, config.work, world.size == world.local_size)
     held = Held(sign, checkpoints_seen(config.work), number, there)
     own, start = find_start(config)
     found = find_data(config.data, own.fingerprint["streams"] if own else ())
@@ -212,7 +212,7 @@ def take_address(config: TrainConfig, prepared: Prepared) -> away.Away | None:
     if isinstance(config.run_dir, Path):
         return None
     held, patience = prepared.held, config.patience(away.PATIENCE, prepared.world.size)
-    ahead = {folder.name: fetch.sha256_of_state(folder) or "" for folder in prepared.ahead}
+    ahead = {folder.name: local_copy.sha256_of_state(folder) or "" for folder in prepared.ahead}
     return away.take(config.run_dir, held.number, held.found, patience, ahead)
 
 
@@ -238,10 +238,10 @@ def finished_run(run_dir: Place) -> Checkpoint:
     Raises:
         RequestError: it has none.
     """
-    work = fetch.work_folder(run_dir, "read")
+    work = local_copy.work_folder(run_dir, "read")
     if isinstance(run_dir, str):
         with locked(work.with_name(".lock")):
-            fetch.bring(open_store(run_dir), work)
+            local_copy.bring(open_store(run_dir), work)
     found = newest_checkpoint(work)
     if found is None:
         raise RequestError(

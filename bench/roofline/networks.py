@@ -20,7 +20,7 @@ from plan.config import Networks
 from precompute.encode.encoders import attend_by_products
 from precompute.encode.networks import lowered as with_weights_in
 from shards.format.buckets import Bucket
-from train.model.layout import keep_channels_last
+from train.model.channels_last import keep_channels_last
 from train.model.norms import use_low_precision_norms
 from train.model.unet import build_unet
 

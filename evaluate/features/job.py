@@ -24,10 +24,10 @@ from evaluate.features.extractors import (
     load_text_features,
 )
 from evaluate.features.sources import ReferenceConfig, SampleUnit, Taken, Unit, reference_units
-from evaluate.fleet import lost_with_its_gpu, run_units
 from evaluate.metrics.frechet import Moments
 from evaluate.metrics.table import ExtractorName
 from evaluate.parts import Receipt, commit_part, read_part, read_receipt, read_sealed, write_once
+from evaluate.units import lost_with_its_gpu, run_units
 from precompute.cluster.fleet import FleetConfig
 from shards.base.durable import canonical_json
 from shards.base.errors import RequestError, WorkError

@@ -5,13 +5,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from evaluate.fleet import run_units
 from evaluate.parts import Receipt, read_receipt, read_sealed, write_once
 from evaluate.sampling.model import Model, opened
 from evaluate.sampling.pipeline import Sample, describe, load_scheduler, sampler_of
 from evaluate.sampling.prompts import Prompt, prompts_sha256
 from evaluate.sampling.settings import Drawing, SamplingConfig, Setting
 from evaluate.sampling.worker import PICTURES, Part, Recipe, draw_on_worker
+from evaluate.units import run_units
 from precompute.cluster.fleet import FleetConfig
 from shards.base.config import flatten
 from shards.base.errors import RequestError, WorkError

@@ -13,11 +13,11 @@ import numpy as np
 import torch
 from PIL import Image
 
-from evaluate.fleet import lost_with_its_gpu
 from evaluate.parts import Receipt, commit_part
 from evaluate.sampling.model import Model, opened
 from evaluate.sampling.pipeline import Sample, draw, load_pipeline, sampler_of, to_bytes
 from evaluate.sampling.settings import Codec, Drawing
+from evaluate.units import lost_with_its_gpu
 from shards.open import open_store
 
 PICTURES = "pictures"

@@ -144,7 +144,7 @@ def analyse(config: StudyConfig, options: argparse.Namespace) -> None:
       python -m evaluate.study analyse --output runs/study --partial true
     """
     from evaluate.study.analysis import analyse as count_votes
-    from evaluate.study.output.files import render, write_results
+    from evaluate.study.output.results import render, write_results
 
     study = read_study(config.output)
     with open_votes(study) as votes:

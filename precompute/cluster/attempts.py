@@ -17,7 +17,7 @@ from shards.base.config import Config
 Work = TypeVar("Work")
 
 LONGEST_BACKOFF_SECONDS = 300.0
-PAROLE_SECONDS = 600.0
+SUSPENSION_SECONDS = 600.0
 
 
 class RetryConfig(Config):
@@ -152,7 +152,7 @@ class Nodes:
         self.in_a_row[node] += 1
         if self.in_a_row[node] < self.node_failures:
             return False
-        self.suspended[node] = time.monotonic() + PAROLE_SECONDS
+        self.suspended[node] = time.monotonic() + SUSPENSION_SECONDS
         return True
 
     def avoid(self, failed_on: str | None, able: Iterable[str]) -> list[str]:

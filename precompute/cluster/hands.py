@@ -40,7 +40,7 @@ class Attempt(Generic[Work]):
     cancelled: bool = False
 
 
-def seat(
+def assign(
     waiting: deque[Attempt[Work]], workers: list[Worker], at_once: int, places: int
 ) -> Iterator[tuple[Attempt[Work], Worker]]:
     """Who of those that wait goes to whom: to the worker with the fewest in hand, of at most `at_once`.
@@ -71,8 +71,8 @@ def seat(
 def wanted(waiting: deque[Attempt[Work]], running: int, workers: list[Worker], most: int) -> list[frozenset[str]]:
     """The workers to ask for, up to `most` in all: each by the nodes that it may not be on."""
     missing = min(len(waiting) + running, most) - len(workers)
-    homeless = (a.avoid for a in waiting if workers and a.avoid.issuperset(worker.node or "" for worker in workers))
-    return [frozenset()] * missing if missing > 0 else list(homeless)[:1]
+    nowhere_yet = (a.avoid for a in waiting if workers and a.avoid.issuperset(worker.node or "" for worker in workers))
+    return [frozenset()] * missing if missing > 0 else list(nowhere_yet)[:1]
 
 
 def surplus(waiting: deque[Attempt[Work]], running: int, workers: list[Worker]) -> list[Worker]:

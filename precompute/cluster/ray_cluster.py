@@ -15,7 +15,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from precompute.cluster.board import BOARD_SECONDS, Board, Reported, Reporter
-from precompute.cluster.hands import Attempt, Worker, seat, surplus, wanted
+from precompute.cluster.hands import Attempt, Worker, assign, surplus, wanted
 from precompute.cluster.nodes import Resources, ResourcesConfig, describe, missing
 from shards.base.durable import DamagedFile
 from shards.base.errors import DamagedInput, Outage, Preempted, RequestError, WorkError, is_storage_error, say
@@ -230,7 +230,7 @@ class RayCluster(Generic[Work, Result]):
             where = {"label_selector": {NODE_ID: f"!in({','.join(sorted(avoid))})"}} if avoid else {}
             actor = self.hands.options(**where).remote(self.function, self.board)
             self.workers.append(Worker(actor, actor.node.remote()))
-        for attempt, worker in seat(self.waiting, self.workers, self.at_once, self.places):
+        for attempt, worker in assign(self.waiting, self.workers, self.at_once, self.places):
             outcome = worker.actor.attempt.remote(attempt.key, attempt.work, attempt.number)
             attempt.outcome = outcome
             self.running[outcome] = attempt

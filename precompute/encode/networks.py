@@ -143,7 +143,7 @@ class Copies:
         return wait
 
 
-class Seat:
+class Offload:
     """A device that has the weights of one network at a time; those of the others wait in the host's memory.
 
     Weights do not change, so nothing is copied back. What a network leaves is free for the next one at once: all of
@@ -155,7 +155,7 @@ class Seat:
         self.lock = threading.RLock()
         self.waiting: dict[nn.Module, dict[str, Tensor]] = {}
         """Network → its weights and buffers on the host."""
-        self.seated: nn.Module | None = None
+        self.on_device: nn.Module | None = None
 
     def add(self, model: nn.Module) -> None:
         """A network, which is on the host."""
@@ -166,12 +166,12 @@ class Seat:
     def of(self, model: nn.Module) -> Iterator[None]:
         """`model` is on the device, and stays there while its work is launched."""
         with self.lock:
-            if self.seated is not model:
-                if self.seated is not None:
-                    put(self.seated, self.waiting[self.seated])
-                self.seated = None
+            if self.on_device is not model:
+                if self.on_device is not None:
+                    put(self.on_device, self.waiting[self.on_device])
+                self.on_device = None
                 put(model, self._moved(self.waiting[model]))
-                self.seated = model
+                self.on_device = model
             yield
 
     @torch.inference_mode(False)
@@ -206,8 +206,8 @@ class Site:
     """Of its products."""
     compiled: bool = False
     """For each shape; what is encoded again in float32 is not worth it."""
-    seat: Seat | None = None
-    """That it takes on the device to run; None: it is always there."""
+    offload: Offload | None = None
+    """What moves it to the device to run; None: it is always there."""
 
 
 class Network:
@@ -220,13 +220,13 @@ class Network:
         part: of the network, which is compiled; `""` for all of it.
         """
         self.model = model.eval().requires_grad_(False)
-        self.device, self.precision, self.seat = site.device, site.precision, site.seat
-        if self.seat is None:
+        self.device, self.precision, self.offload = site.device, site.precision, site.offload
+        if self.offload is None:
             self.model.to(self.device)
         self.lowered = lowered(self.model, self.precision)
-        if self.seat is not None:
+        if self.offload is not None:
             for held in {self.model, self.lowered}:
-                self.seat.add(held)
+                self.offload.add(held)
         if site.compiled:
             # or further shapes would quietly run as they are
             torch._dynamo.config.recompile_limit = MOST_SHAPES
@@ -272,5 +272,5 @@ class Network:
 
     def _run(self, inputs: list[Tensor], precision: Precision) -> tuple[Tensor, ...]:
         model = self.lowered if precision == self.precision else self.model
-        with self.seat.of(model) if self.seat else nullcontext(), autocast(self.device, precision):
+        with self.offload.of(model) if self.offload else nullcontext(), autocast(self.device, precision):
             return tuple(result.float() for result in self.compute(model, *inputs))

@@ -45,7 +45,7 @@ class WorkerConfig(Config):
 
     @property
     def one_by_one(self) -> bool:
-        """Whether towers share a seat on the device."""
+        """Whether towers take turns on the device."""
         return self.towers == "one_by_one"
 
     def compiles(self, device: torch.device) -> bool:

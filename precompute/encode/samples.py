@@ -137,7 +137,7 @@ def with_latents(clean: list[CleanCaption | None], encoded: Sequence[Callable[[]
         text = wait()
         cut = {"truncated"} if text.truncated else set()
         latents = {name: of_tower.clone() for name, of_tower in text.latents.items()}
-        stored.append(Caption(caption.text, latents, caption.mended | cut))
+        stored.append(Caption(caption.text, latents, caption.changes | cut))
     made = [latents for caption in stored if caption for latents in caption.latents.values()]
     return Captions(stored, all(all_finite(tensor) for latents in made for tensor in latents.tensors))
 

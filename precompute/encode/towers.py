@@ -47,7 +47,7 @@ class TextTowers:
     """Any number of text towers. Every batch is filled up to one size."""
 
     one_by_one = False
-    """A tower is done with all that waits before the next one begins: they share a seat."""
+    """A tower is done with all that waits before the next one begins: they take turns on the device."""
 
     def __init__(self, texts: dict[str, TextEncoder], batch_size: int, batch_sizes: dict[str, int] | None = None):
         """`batch_sizes`: of towers that have their own, `texts.NAME` or `features.NAME`."""

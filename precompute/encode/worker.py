@@ -15,7 +15,7 @@ import torch
 from torch._dynamo.exc import TorchDynamoException
 
 from precompute.encode.encoders import FeatureEncoder, ImageEncoder, TextEncoder
-from precompute.encode.networks import MOST_SHAPES, Seat, Site
+from precompute.encode.networks import MOST_SHAPES, Offload, Site
 from precompute.encode.overlap import Stuck, Turns
 from precompute.encode.provenance import DeviceClock, check_source
 from precompute.encode.recipe import Recipe
@@ -146,7 +146,7 @@ def _kept_networks(encoding_json: bytes, device: str, compiled: bool, one_by_one
 
 
 def load_networks(encoding: EncodingRecord, device: str, compiled: bool = False, one_by_one: bool = False) -> Networks:
-    """Each tower's network on `device`, or all with one seat there. Raises as `load_towers`."""
+    """Each tower's network on `device`, or taking turns there. Raises as `load_towers`."""
     site = site_of(encoding, torch.device(device), compiled, one_by_one)
     texts = load_texts(encoding.texts, site)
     features = {
@@ -156,8 +156,8 @@ def load_networks(encoding: EncodingRecord, device: str, compiled: bool = False,
 
 
 def site_of(encoding: EncodingRecord, device: torch.device, compiled: bool, one_by_one: bool) -> Site:
-    """Of all networks of an encoding, which share one seat where they run `one_by_one`."""
-    return Site(device, encoding.compute_dtype, compiled, Seat(device) if one_by_one else None)
+    """Of all networks of an encoding, which take turns on the device where they run `one_by_one`."""
+    return Site(device, encoding.compute_dtype, compiled, Offload(device) if one_by_one else None)
 
 
 def load_texts(towers: dict[str, TextTower], site: Site) -> dict[str, TextEncoder]:

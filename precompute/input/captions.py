@@ -28,8 +28,8 @@ class CleanCaption:
     """A caption that may be stored."""
 
     text: str
-    mended: frozenset[str]
-    """Which of `shards.format.tables.MENDED` it took: `invalid_utf8`, `control_characters`, `too_long`."""
+    changes: frozenset[str]
+    """Which of `CAPTION_CHANGES` (shards.format.tables) cleaning made: all but `truncated`."""
 
 
 def check_caption_fields(fields: Sequence[str]) -> None:
@@ -75,20 +75,20 @@ def clean_caption(raw: object, max_characters: int) -> CleanCaption:
     if not isinstance(raw, bytes | str):
         raise Reject("no_caption", "absent" if raw is None else f"no text but {type(raw).__name__}")
     text = raw.decode("utf-8", errors="surrogateescape") if isinstance(raw, bytes) else raw
-    mended = set()
+    changes = set()
     if SURROGATE.search(text):
         text = valid_text(text)
-        mended.add("invalid_utf8")
+        changes.add("invalid_utf8")
     text = text.strip()  # outer blanks and line ends are no fault
     if CONTROL.search(text):
         text = CONTROL.sub(" ", text).strip()
-        mended.add("control_characters")
+        changes.add("control_characters")
     if len(text) > max_characters:
         text = text[:max_characters].strip()
-        mended.add("too_long")
+        changes.add("too_long")
     if not text:
         raise Reject("no_caption", "empty")
-    return CleanCaption(text, frozenset(mended))
+    return CleanCaption(text, frozenset(changes))
 
 
 def valid_text(text: str) -> str:

@@ -101,7 +101,7 @@ class Receipt(Config):
     tar's reject."""
     captions: dict[str, int]
     """Captions `stored`, and of these: with `invalid_utf8`, with `control_characters`, `too_long` for
-    `limits.max_caption_characters`, and `truncated` by the tokenizer. All were mended or cut."""
+    `limits.max_caption_characters`, and `truncated` by the tokenizer. All were changed for it."""
     input: dict[str, str | int | None]
     """The tar: its address, bytes, and SHA-256."""
     shared_files: dict[str, FileRecord]

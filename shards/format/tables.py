@@ -15,14 +15,14 @@ from shards.format.receipts import FileRecord
 
 SAMPLES_NAME = "samples.parquet"
 REFUSED_NAME = "refused.parquet"
-MENDED = ("invalid_utf8", "control_characters", "too_long", "truncated")
+CAPTION_CHANGES = ("invalid_utf8", "control_characters", "too_long", "truncated")
 """What may have been done to a caption: bytes replaced, characters blanked, cut at `limits.max_caption_characters`, cut
 by the tokenizer. The columns count a sample's captions."""
 SAMPLES_SCHEMA = pa.schema(
     [("key", pa.string()), ("width", pa.int32()), ("height", pa.int32())]
     + [(score, pa.float32()) for score in ("aesthetic", "similarity", "punsafe", "pwatermark")]
     + [("captions", pa.int16())]
-    + [(name, pa.int16()) for name in MENDED]
+    + [(name, pa.int16()) for name in CAPTION_CHANGES]
     + [("url", pa.string()), ("sha256", pa.string())]
 )
 """`url` and `sha256`, of the picture's file, by which samples can be excluded later; the first roots lack them."""

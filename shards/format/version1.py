@@ -14,7 +14,7 @@ from shards.base.store import Store
 from shards.format import receipts
 from shards.format.buckets import COVERS
 from shards.format.receipts import INDEX_NAME, FileRecord
-from shards.format.tables import MENDED, TOO_SMALL, Columns, read_recorded, read_tables
+from shards.format.tables import CAPTION_CHANGES, TOO_SMALL, Columns, read_recorded, read_tables
 
 
 class Part(Config):
@@ -137,7 +137,7 @@ def _adapt(
         stored=bits(stored["key"]),
         refused=part.refused,
         rejects={reason: bits(keys) for reason, keys in sorted(rejected.items())},
-        captions={"stored": sum(stored["captions"])} | {name: sum(stored[name]) for name in MENDED},
+        captions={"stored": sum(stored["captions"])} | {name: sum(stored[name]) for name in CAPTION_CHANGES},
         input=old.input,
         shared_files=old.shared_files,
         **old.made_by(bucket),

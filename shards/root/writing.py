@@ -15,7 +15,7 @@ from shards.format.encoding import EncodingRecord
 from shards.format.mds_writer import PartMDSWriter
 from shards.format.receipts import FileRecord, MdsFile, mds_file
 from shards.format.tables import (
-    MENDED,
+    CAPTION_CHANGES,
     OTHER_BUCKET,
     REFUSED_NAME,
     REFUSED_SCHEMA,
@@ -27,8 +27,8 @@ from shards.format.tables import (
 from shards.format.text import TextLatents
 
 FIRST_COUNT = SAMPLES_SCHEMA.get_field_index("captions")
-CAPTION_COUNTS = slice(FIRST_COUNT, FIRST_COUNT + 1 + len(MENDED))
-"""Of a row of samples.parquet: captions, and how many of these took each of MENDED."""
+CAPTION_COUNTS = slice(FIRST_COUNT, FIRST_COUNT + 1 + len(CAPTION_CHANGES))
+"""Of a row of samples.parquet: captions, and how many of these had each of CAPTION_CHANGES."""
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,8 @@ class Caption:
     text: str
     latents: dict[str, TextLatents]
     """Of each text tower."""
-    mended: frozenset[str]
-    """Which of `shards.format.tables.MENDED` it took."""
+    changes: frozenset[str]
+    """Which of `shards.format.tables.CAPTION_CHANGES` cleaning made."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class WrittenPart:
     rejects: dict[str, list[str]]
     """Reason → keys, of those refused for another reason than their size or ratio."""
     captions: dict[str, int]
-    """`stored`, and of these how many took each of MENDED."""
+    """`stored`, and of these how many had each of CAPTION_CHANGES."""
     mds: tuple[MdsFile, ...]
     records: dict[str, FileRecord]
     """Size and SHA-256 of the MDS files, taken as they were written."""
@@ -109,7 +109,7 @@ class PartWriter:
             for of_tower in of_towers:
                 columns |= of_tower
             present, scores = sample.present, sample.scores.tolist()
-            counts = [sum(name in caption.mended for caption in present) for name in MENDED]
+            counts = [sum(name in caption.changes for caption in present) for name in CAPTION_CHANGES]
             row = (sample.key, *sample.size[:2], *scores, len(present), *counts, sample.url, sample.sha256)
             self.append(columns, row)
 
@@ -154,7 +154,7 @@ class PartWriter:
             refused={reason: len(rows) for reason, rows in sorted(keys.items())}
             | ({OTHER_BUCKET: self.elsewhere} if self.elsewhere else {}),
             rejects={reason: rows for reason, rows in sorted(keys.items()) if reason != TOO_SMALL},
-            captions=dict(zip(("stored", *MENDED), counts or [0] * (1 + len(MENDED)), strict=True)),
+            captions=dict(zip(("stored", *CAPTION_CHANGES), counts or [0] * (1 + len(CAPTION_CHANGES)), strict=True)),
             mds=tuple(map(mds_file, self.writer.entries)),
             records=self.writer.records,
         )

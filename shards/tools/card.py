@@ -9,7 +9,7 @@ from shards.base.config import flatten
 from shards.base.store import Store
 from shards.format.buckets import Bucket
 from shards.format.encoding import EncodingRecord
-from shards.format.tables import MENDED
+from shards.format.tables import CAPTION_CHANGES
 from shards.format.towers import TextTower
 from shards.root.committed import TarBooks, load_committed
 from shards.root.exclusions import exclusion_ids, load_exclusion
@@ -61,7 +61,7 @@ def dataset_card(store: Store) -> str:
         bucket=bucket,
         decoding="\n".join(_decoding(encoding)),
         captions=captions["stored"],
-        mended=", ".join(f"{name} {captions[name]:,}" for name in MENDED),
+        changes=", ".join(f"{name} {captions[name]:,}" for name in CAPTION_CHANGES),
     )
 
 

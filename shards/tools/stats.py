@@ -12,7 +12,7 @@ from shards.base.store import Store
 from shards.base.table import aligned
 from shards.format.buckets import Bucket
 from shards.format.encoding import EncodingRecord
-from shards.format.tables import MENDED
+from shards.format.tables import CAPTION_CHANGES
 from shards.root.committed import TarBooks, load_committed
 from shards.root.reading import captions, image_latents, read_parts
 
@@ -41,9 +41,9 @@ def root_stats(store: Store, max_samples: int) -> dict[str, Any]:
 
 
 def stored_captions(books: list[TarBooks]) -> dict[str, int]:
-    """Captions `stored`, and how many of them took each of MENDED; one that is in two buckets is stored twice."""
+    """Captions `stored`, and how many had each of CAPTION_CHANGES; one that is in two buckets is stored twice."""
     parts = [part.captions for tar in books for part in tar.parts.values()]
-    return {name: sum(part[name] for part in parts) for name in ("stored", *MENDED)}
+    return {name: sum(part[name] for part in parts) for name in ("stored", *CAPTION_CHANGES)}
 
 
 def sample_stats(samples: Iterable[dict[str, Any]], encoding: EncodingRecord) -> dict[str, Any]:
@@ -87,11 +87,11 @@ def bucket_sizes(books: list[TarBooks]) -> dict[str, dict[str, Any]]:
 
 def stats_table(stats: dict[str, Any]) -> str:
     counts = stats["captions"]
-    mended = ", ".join(f"{name.replace('_', ' ')} {counts[name]:,}" for name in MENDED)
+    changes = ", ".join(f"{name.replace('_', ' ')} {counts[name]:,}" for name in CAPTION_CHANGES)
     lines = [
         f"encoding {stats['encoding']}, {stats['shards']} shards: {stats['samples_in']:,} samples in, "
         f"{stats['encoded']:,} encoded",
-        f"captions: {counts['stored']:,} stored, of which mended or cut: {mended}",
+        f"captions: {counts['stored']:,} stored, of which changed: {changes}",
         "rejected: " + (", ".join(f"{reason} {count:,}" for reason, count in stats["rejected"].items()) or "none"),
         "",
     ]

@@ -15,7 +15,7 @@ from shards.format import version1
 from shards.format.buckets import Bucket
 from shards.format.encoding import EncodingRecord
 from shards.format.receipts import FileRecord, Receipt, is_version1, names_in_force, parse_name
-from shards.format.tables import MENDED, OTHER_BUCKET, REJECTS_SCHEMA, list_rejects, read_tables, write_rows
+from shards.format.tables import CAPTION_CHANGES, OTHER_BUCKET, REJECTS_SCHEMA, list_rejects, read_tables, write_rows
 from shards.format.towers import TextTower
 from shards.root.commit import content_hash
 from shards.root.committed import TarBooks, by_tar, list_commits, load_commits
@@ -135,9 +135,11 @@ def verify_rejects(store: Store, name: str) -> Iterator[str]:
     rejects, table = list_rejects(tables), f"rejects/{old.shard}.parquet"
     counts: dict[str, tuple[int, ...]] = {}
     for stored, _ in tables.values():
-        counts |= zip(stored["key"], zip(*(stored[name] for name in ("captions", *MENDED)), strict=True), strict=True)
-    totals = [sum(column) for column in zip(*counts.values(), strict=True)] or [0] * (1 + len(MENDED))
-    captions = dict(zip(("stored", *MENDED), totals, strict=True))
+        counts |= zip(
+            stored["key"], zip(*(stored[name] for name in ("captions", *CAPTION_CHANGES)), strict=True), strict=True
+        )
+    totals = [sum(column) for column in zip(*counts.values(), strict=True)] or [0] * (1 + len(CAPTION_CHANGES))
+    captions = dict(zip(("stored", *CAPTION_CHANGES), totals, strict=True))
     rejected = Counter(reason for _, _, bucket, reason, _ in rejects if not bucket)
     if (old.encoded, old.captions, old.rejected) != (len(counts), captions, rejected):
         yield f"{store.where(name)} does not add up to its parts' tables"

@@ -32,7 +32,7 @@ from train.export.components import network_name, pipeline_texts, recorded_compo
 from train.model.backbone import PipelineConfig
 from train.objective.paths import ObjectiveConfig, noise_scheduler
 from train.run.saving.checkpoint import Checkpoint, newest_checkpoint, step_folder, verify_checkpoint
-from train.run.saving.fetch import copied
+from train.run.saving.local_copy import copied
 
 PIPELINE_FILE = Path(__file__).with_name("trimmed_pipeline.py")
 

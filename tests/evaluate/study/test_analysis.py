@@ -8,7 +8,7 @@ import pytest
 
 from evaluate.study.__main__ import run
 from evaluate.study.analysis import analyse
-from evaluate.study.output.files import render
+from evaluate.study.output.results import render
 from evaluate.study.protocol import Study, read_study
 from evaluate.study.schedule import Showing
 from evaluate.study.statistics.preference import preference

@@ -66,7 +66,7 @@ def test_a_node_that_fails_again_and_again_is_avoided_while_there_are_others(clo
     assert [nodes.failed("bad") for _ in range(3)] == [False, False, True]
     assert nodes.avoid(fresh, ["bad", "good"]) == ["bad"]
     assert nodes.avoid(fresh, ["bad"]) == [] == nodes.avoid(fresh, [])
-    clock[0] += 601  # parole
+    clock[0] += 601  # the suspension is over
     assert nodes.avoid(fresh, ["bad", "good"]) == []
     assert nodes.failed("bad") and nodes.avoid(fresh, ["bad", "good"]) == ["bad"]
     nodes.succeeded("bad")  # an attempt that was under way

@@ -5,7 +5,7 @@ from collections import Counter, deque
 from hypothesis import given
 from hypothesis import strategies as st
 
-from precompute.cluster.hands import Attempt, Worker, seat, surplus, wanted
+from precompute.cluster.hands import Attempt, Worker, assign, surplus, wanted
 
 
 def attempts(number: int, avoid: str = "") -> deque[Attempt[str]]:
@@ -18,7 +18,7 @@ def workers(nodes: str, coming: int = 0) -> list[Worker]:
 
 
 def nodes_of(waiting: deque[Attempt[str]], there: list[Worker], at_once: int, slots: int) -> Counter[str | None]:
-    return Counter(worker.node for _, worker in seat(waiting, there, at_once, slots))
+    return Counter(worker.node for _, worker in assign(waiting, there, at_once, slots))
 
 
 def test_each_has_one_before_any_has_two() -> None:
@@ -27,7 +27,7 @@ def test_each_has_one_before_any_has_two() -> None:
     waiting = attempts(20)
     there = workers("ab")
     assert nodes_of(waiting, there, 3, slots=2) == {"a": 3, "b": 3} and len(waiting) == 14
-    assert not list(seat(waiting, there, 3, places=2))
+    assert not list(assign(waiting, there, 3, places=2))
     there[0].in_hand -= 1
     assert nodes_of(waiting, there, 3, slots=2) == {"a": 1}
 
@@ -73,7 +73,7 @@ def test_workers_that_nothing_waits_for_any_more_are_not_waited_for() -> None:
 )
 def test_everyone_has_work_or_none_waits(free: int, picky: int, on_a: int, on_b: int, at_once: int, slots: int) -> None:
     waiting, there = attempts(free) + attempts(picky, avoid="a"), workers("a" * on_a + "b" * on_b, coming=2)
-    pairs = list(seat(waiting, there, at_once, slots))
+    pairs = list(assign(waiting, there, at_once, slots))
     assert len(pairs) + len(waiting) == free + picky and len({id(attempt) for attempt, _ in pairs}) == len(pairs)
     assert all(worker.node not in attempt.avoid and attempt.worker is worker for attempt, worker in pairs)
     assert all(worker.in_hand <= at_once for worker in there) and not there[-1].in_hand
@@ -92,7 +92,7 @@ def test_who_may_go_to_nobody_that_has_begun_gets_a_worker_that_stays() -> None:
         workers += [Worker(None, None) for _ in wanted(waiting, 0, workers, 4)]
     assert len(workers) == 2
     workers[1].node = "Y"
-    ((attempt, worker),) = seat(waiting, workers, 3, 2)
+    ((attempt, worker),) = assign(waiting, workers, 3, 2)
     assert worker is workers[1] and attempt.key == "a"
 
 
@@ -100,9 +100,9 @@ def test_who_was_lost_goes_alone() -> None:
     """Or it would take those beside it with it, each time."""
     worker = Worker(None, None, node="X")
     waiting = deque([Attempt("bad", None, 3, frozenset(), alone=True), Attempt("good", None, 1, frozenset())])
-    assert [attempt.key for attempt, _ in seat(waiting, [worker], 3, 1)] == ["bad"]
-    assert list(seat(waiting, [worker], 3, 1)) == []
+    assert [attempt.key for attempt, _ in assign(waiting, [worker], 3, 1)] == ["bad"]
+    assert list(assign(waiting, [worker], 3, 1)) == []
     worker.in_hand -= 1
-    assert [attempt.key for attempt, _ in seat(waiting, [worker], 3, 1)] == ["good"]
+    assert [attempt.key for attempt, _ in assign(waiting, [worker], 3, 1)] == ["good"]
     waiting.append(Attempt("bad", None, 4, frozenset(), alone=True))
-    assert list(seat(waiting, [worker], 3, 1)) == []
+    assert list(assign(waiting, [worker], 3, 1)) == []

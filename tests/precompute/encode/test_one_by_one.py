@@ -13,7 +13,7 @@ from transformers import T5EncoderModel
 
 from precompute.config import PrecomputeConfig, describe_encoding, make_recipe
 from precompute.encode import networks
-from precompute.encode.networks import Network, Seat, Site
+from precompute.encode.networks import Network, Offload, Site
 from precompute.encode.provenance import DeviceClock
 from precompute.encode.towers import TextTowers
 from precompute.encode.worker import load_towers
@@ -29,7 +29,7 @@ class Memory:
     peak: int = 0
     sizes: dict[nn.Module, int] = field(default_factory=dict)
     """Network → bytes of its weights and buffers."""
-    seated: list[nn.Module] = field(default_factory=list)
+    moved: list[nn.Module] = field(default_factory=list)
     """In turn."""
 
     def to_device(self, tensor: Tensor, device: torch.device) -> Tensor:
@@ -43,19 +43,19 @@ class Memory:
 @pytest.fixture
 def memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Memory]:
     held = Memory()
-    add, move = Seat.add, Seat._moved
+    add, move = Offload.add, Offload._moved
 
-    def added(self: Seat, model: nn.Module) -> None:
+    def added(self: Offload, model: nn.Module) -> None:
         add(self, model)
         held.sizes[model] = sum(tensor.nbytes for tensor in {id(t): t for t in self.waiting[model].values()}.values())
 
-    def moved(self: Seat, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        held.seated += [model for model, waiting in self.waiting.items() if waiting is tensors]
+    def moved(self: Offload, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        held.moved += [model for model, waiting in self.waiting.items() if waiting is tensors]
         return move(self, tensors)
 
     monkeypatch.setattr(networks, "to_device", held.to_device)
-    monkeypatch.setattr(Seat, "add", added)
-    monkeypatch.setattr(Seat, "_moved", moved)
+    monkeypatch.setattr(Offload, "add", added)
+    monkeypatch.setattr(Offload, "_moved", moved)
     yield held
 
 
@@ -89,9 +89,9 @@ def test_the_bytes_are_the_same_and_one_tower_is_on_the_device(
     models: Path, tars: Path, tmp_path: Path, towers: Path, memory: Memory
 ) -> None:
     together = encoded(config(models, tars, tmp_path / "together", towers, "together"), models)
-    assert not memory.seated
+    assert not memory.moved
     assert encoded(config(models, tars, tmp_path / "one", towers, "one_by_one"), models) == together
-    assert memory.peak == max(memory.sizes[model] for model in memory.seated)
+    assert memory.peak == max(memory.sizes[model] for model in memory.moved)
 
 
 def test_a_tar_changes_towers_once_for_each(
@@ -102,13 +102,13 @@ def test_a_tar_changes_towers_once_for_each(
     encoded(config(models, tars, tmp_path / "root", towers, "one_by_one", features={}), models)
     order = ["T5EncoderModel", "CLIPTextModelWithProjection"]  # 24 × 12 numbers, and 16 × 20 with 10
     of_a_tar = ["AutoencoderKL", *order]
-    assert [type(model).__name__ for model in memory.seated] == [*order, *of_a_tar, *of_a_tar]
+    assert [type(model).__name__ for model in memory.moved] == [*order, *of_a_tar, *of_a_tar]
     assert counted == [False, False, *[True] * 6]  # the empty caption is the root's and no tar's
 
 
 def moved_under(clock: type[DeviceClock], memory: Memory, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Of each move, whether the device's time was counted."""
-    running, counted, call, move = [], [], clock.__call__, Seat._moved
+    running, counted, call, move = [], [], clock.__call__, Offload._moved
 
     class Counted:
         def __init__(self, inner: object):
@@ -121,12 +121,12 @@ def moved_under(clock: type[DeviceClock], memory: Memory, monkeypatch: pytest.Mo
             running.pop()
             self.inner.__exit__(*raised)  # type: ignore[attr-defined]
 
-    def moved(self: Seat, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    def moved(self: Offload, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         counted.append(bool(running))
         return move(self, tensors)
 
     monkeypatch.setattr(clock, "__call__", lambda self, tower: Counted(call(self, tower)))
-    monkeypatch.setattr(Seat, "_moved", moved)
+    monkeypatch.setattr(Offload, "_moved", moved)
     return counted
 
 
@@ -144,22 +144,22 @@ def test_what_overflows_takes_the_seat_in_float32(
     monkeypatch.setattr(Network, "_run", overflow)
     together = encoded(config(models, tars, tmp_path / "together", towers, "together"), models)
     assert encoded(config(models, tars, tmp_path / "one", towers, "one_by_one"), models) == together
-    both = {model for model in memory.seated if isinstance(model, T5EncoderModel)}
-    assert len(both) == 2 and memory.peak == max(memory.sizes[model] for model in memory.seated)
+    both = {model for model in memory.moved if isinstance(model, T5EncoderModel)}
+    assert len(both) == 2 and memory.peak == max(memory.sizes[model] for model in memory.moved)
 
 
 def test_tied_weights_move_once_and_come_back_as_they_were() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.BatchNorm1d(4)).eval().requires_grad_(False)
     model[1].weight = model[0].weight
     before, inputs = dict(model.named_parameters(remove_duplicate=False)), torch.randn(2, 4)
-    expected, seat = model(inputs), Seat(torch.device("meta"))
+    expected, offload = model(inputs), Offload(torch.device("meta"))
     other = nn.Linear(1, 1)
-    seat.add(model)
-    seat.add(other)
-    with seat.of(model):
+    offload.add(model)
+    offload.add(other)
+    with offload.of(model):
         assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
         assert model[1].weight is model[0].weight and not model[0].weight.requires_grad
-    with seat.of(other):
+    with offload.of(other):
         assert all(model.get_parameter(name) is weight for name, weight in before.items())
         assert torch.equal(model(inputs), expected) and other.weight.is_meta
 
@@ -168,16 +168,16 @@ def test_a_move_that_fails_leaves_the_seat_free(monkeypatch: pytest.MonkeyPatch)
     def no_room(tensor: Tensor, device: torch.device) -> Tensor:
         raise torch.OutOfMemoryError("no room")
 
-    seat, model = Seat(torch.device("cpu")), nn.Linear(2, 2)
-    seat.add(model)
+    offload, model = Offload(torch.device("cpu")), nn.Linear(2, 2)
+    offload.add(model)
     moved: Callable[..., Tensor] = networks.to_device
     monkeypatch.setattr(networks, "to_device", no_room)
-    with pytest.raises(torch.OutOfMemoryError), seat.of(model):
+    with pytest.raises(torch.OutOfMemoryError), offload.of(model):
         pass
-    assert seat.seated is None and model.weight is seat.waiting[model]["weight"]
+    assert offload.on_device is None and model.weight is offload.waiting[model]["weight"]
     monkeypatch.setattr(networks, "to_device", moved)
-    with seat.of(model):
-        assert seat.seated is model
+    with offload.of(model):
+        assert offload.on_device is model
 
 
 def test_weights_that_come_back_find_the_graph_that_was_compiled(
@@ -191,16 +191,16 @@ def test_weights_that_come_back_find_the_graph_that_was_compiled(
 
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
     cpu, inputs = torch.device("cpu"), torch.randn(2, 4)
-    seat, models = Seat(cpu), [nn.Linear(4, 4) for _ in range(2)]
+    offload, models = Offload(cpu), [nn.Linear(4, 4) for _ in range(2)]
     compiled, other = (
-        Network(model, lambda m, x: (m(x),), Site(cpu, "bfloat16", is_compiled, seat))
+        Network(model, lambda m, x: (m(x),), Site(cpu, "bfloat16", is_compiled, offload))
         for model, is_compiled in zip(models, (True, False), strict=True)
     )
     for _ in range(3):
         (found,) = compiled.start((inputs,), 2)()
         other.start((inputs,), 2)()
         torch.testing.assert_close(found.float(), models[0](inputs), rtol=0.02, atol=0.02)
-    assert len(graphs) == 1 and len(memory.seated) == 6
+    assert len(graphs) == 1 and len(memory.moved) == 6
 
 
 def test_a_workers_towers_share_one_seat(models: Path, tars: Path, tmp_path: Path, towers: Path) -> None:
@@ -208,8 +208,12 @@ def test_a_workers_towers_share_one_seat(models: Path, tars: Path, tmp_path: Pat
         asked = config(models, tars, tmp_path / "none", towers, how)
         loaded = load_towers(make_recipe(asked, describe_encoding(asked)), "cpu")
         networks = [loaded.image, *loaded.texts.values(), *loaded.features.values()]
-        seats = {network.seat for network in networks}
-        assert len(seats) == 1 and (None in seats) == (how == "together") and loaded.one_by_one == (None not in seats)
+        offloads = {network.offload for network in networks}
+        assert (
+            len(offloads) == 1
+            and (None in offloads) == (how == "together")
+            and loaded.one_by_one == (None not in offloads)
+        )
 
 
 def test_a_job_that_encodes_no_caption_has_no_turns() -> None:

@@ -104,15 +104,15 @@ def test_captions_are_counted_for_each_bucket(
     root = encoded(models, captioned, tmp_path / "root")
     receipt = load_books(open_store(root))[0]
     assert receipt.rejected == {"no_caption": 1}
-    mended = {"invalid_utf8": 2, "control_characters": 1, "too_long": 1, "truncated": 1}
-    assert receipt.parts["64x64"].captions == {"stored": 20, **mended}
+    changes = {"invalid_utf8": 2, "control_characters": 1, "too_long": 1, "truncated": 1}
+    assert receipt.parts["64x64"].captions == {"stored": 20, **changes}
     # per sample, in each part's own table, from which the receipt's follow
     table = pq.read_table(part_of(root, "64x64", "00000") / "samples.parquet").to_pylist()
-    assert {name: sum(row[name] for row in table) for name in mended} == mended
+    assert {name: sum(row[name] for row in table) for name in changes} == changes
     assert [row["captions"] for row in table] == [1, 1, *[2] * 9]
     run(["stats", str(root)])
     stored = sum(part.captions["stored"] for part in receipt.parts.values())
-    assert stored == 20 + 11 and f"captions: {stored} stored, of which mended or cut: " in capsys.readouterr().out
+    assert stored == 20 + 11 and f"captions: {stored} stored, of which changed: " in capsys.readouterr().out
 
 
 def test_a_caption_is_encoded_once_and_in_filled_batches(

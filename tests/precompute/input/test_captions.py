@@ -38,7 +38,7 @@ def test_nothing_left_is_rejected(raw: object) -> None:
 
 
 @pytest.mark.parametrize(
-    ("raw", "text", "mended"),
+    ("raw", "text", "changes"),
     [
         (b"a red circle", "a red circle", set()),
         (b" a red circle \r\n", "a red circle", set()),  # outer blanks are no fault
@@ -53,9 +53,9 @@ def test_nothing_left_is_rejected(raw: object) -> None:
         (b" a\x00\x1bb\xffc\r\n" + b"x" * LIMIT, "a b\ufffdc " + "x" * (LIMIT - 6), None),
     ],
 )
-def test_what_is_mended_is_named(raw: bytes | str, text: str, mended: set[str] | None) -> None:
+def test_what_is_mended_is_named(raw: bytes | str, text: str, changes: set[str] | None) -> None:
     everything = {"invalid_utf8", "control_characters", "too_long"}
-    assert clean_caption(raw, LIMIT) == CleanCaption(text, frozenset(everything if mended is None else mended))
+    assert clean_caption(raw, LIMIT) == CleanCaption(text, frozenset(everything if changes is None else changes))
 
 
 def test_several_fields() -> None:

@@ -31,7 +31,7 @@ from train.run.health.output import outdated
 from train.run.saving import away
 from train.run.saving.away import Away, take, wait_until_free
 from train.run.saving.checkpoint import list_checkpoints, step_folder, verify_checkpoint
-from train.run.saving.fetch import bring, fetch, find_checkpoints, sha256_of_state, work_folder
+from train.run.saving.local_copy import bring, fetch, find_checkpoints, sha256_of_state, work_folder
 from train.run.saving.shares import AtAddress, Writers
 from train.run.telling.json_lines import JsonLines
 

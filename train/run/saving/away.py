@@ -26,7 +26,7 @@ from shards.base.store import Store
 from shards.open import open_store
 from train.run.launches import described, is_over, now, who_is_this
 from train.run.saving.checkpoint import STATE_NAME, step_of
-from train.run.saving.fetch import find_checkpoints
+from train.run.saving.local_copy import find_checkpoints
 
 PRIVATE = {"checkpoints", "launches", "posthoc"}
 """Of a run folder: what is not put as it lies there."""

@@ -22,7 +22,7 @@ from train.run.launches import Launch, take
 from train.run.preflight import check_tracker
 from train.run.saving import away
 from train.run.saving.checkpoint import list_checkpoints, step_of
-from train.run.saving.fetch import bring_tracker_id, find_checkpoints
+from train.run.saving.local_copy import bring_tracker_id, find_checkpoints
 from train.run.telling.config import LogConfig
 from train.run.telling.evaluations import TOLD_BY_WATCHERS, note_told, read_sheet, tell, untold
 from train.run.telling.tracker import start_tracker

@@ -12,7 +12,7 @@ from diffusers.models.upsampling import Upsample2D
 from torch import Tensor
 
 from tests.runs import UNET
-from train.model.layout import ChannelsLastTransformer, ChannelsLastUpsample, keep_channels_last
+from train.model.channels_last import ChannelsLastTransformer, ChannelsLastUpsample, keep_channels_last
 from train.model.unet import build_unet
 
 SIDE, CHANNELS = 8, 32

@@ -8,7 +8,7 @@ import pytest
 
 from evaluate.study.analysis import analyse
 from evaluate.study.output.figure import draw
-from evaluate.study.output.files import write_results
+from evaluate.study.output.results import write_results
 from shards.base.durable import read_sealed_json
 from tests.evaluate.study.studies import make_study, random_score, votes_of
 
