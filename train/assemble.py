@@ -29,7 +29,7 @@ from train.run.launches import Launch, publish
 from train.run.saving.away import Away
 from train.run.saving.checkpoint import SNAPSHOTS, drop_later, restore
 from train.run.saving.shares import Writers
-from train.run.saving.writer import CheckpointWriter, too_slow_to_leave
+from train.run.saving.writer import CheckpointConfig, CheckpointWriter, too_slow_to_leave
 from train.run.state import StepResults, TrainState
 from train.run.telling.log import Log
 
@@ -63,31 +63,18 @@ def assemble(
         # before anything is compiled or wrapped, so that names are the U-Net's own
         state = restore(prepared.checkpoint, unet, adamw, averages, aligned and aligned.head)
     tell_start(config, prepared, accelerator, launch)
-    write_config(config, accelerator, launch.folder)
-    if away is not None and accelerator.is_main_process:
-        away.share(config.work)
-        away.drop_logs(lambda names: outdated(names, away.number, config.log.keep_output))
-    if accelerator.is_main_process:
-        drop_later(config.work / SNAPSHOTS, state.step, launch.folder)
+    begin_folder(config, accelerator, launch, away, state.step)
+    spec = prepared.spec
     if config.compile:
-        compile_network(unet, len({stream.latent_hw for stream in prepared.spec.streams}))
+        compile_network(unet, len({stream.latent_hw for stream in spec.streams}))
     # what is split is wrapped for autocast alone: DDP would hold it whole
     model = accelerator.prepare_model(network, device_placement=False, evaluation_mode=is_split)
     optimizer = Optimizer(adamw, accelerator, config.optimizer, config.schedule, config.max_steps)
     if accelerator.scaler is not None and state.scaler:
         accelerator.scaler.load_state_dict(state.scaler)
-    spec, world = prepared.spec, prepared.world
-    slots = global_slots(
-        config.global_batch_size // world.size,
-        accelerator.process_index,
-        world.size,
-        world.local_size,
-        config.data.num_canonical_nodes,
-    )
-    patience = config.patience(config.data.timeout, world.size)
-    data = config.data.model_copy(update={"timeout": patience})
+    alarm = Alarm(config.alarm)
+    writer, snapshots = make_writers(config, prepared, accelerator, launch, away, unet_json)
     peak = device_peak(config, accelerator.device)
-    shapes = {stream.latent_hw for stream in spec.streams} if peak else set()
     run = Run(
         accelerator=accelerator,
         launch=launch,
@@ -95,7 +82,7 @@ def assemble(
         seed=config.seed,
         max_steps=config.max_steps,
         global_batch_size=config.global_batch_size,
-        microbatch_size=min(config.microbatch_size, config.global_batch_size // world.size),
+        microbatch_size=min(config.microbatch_size, config.global_batch_size // prepared.world.size),
         compiled=config.compile and not is_split,
         collective_timeout=config.collective_timeout,
         unet=unet,
@@ -105,47 +92,15 @@ def assemble(
         optimizer=optimizer,
         averages=averages,
         loss=DiffusionLoss(config.objective, spec, accelerator.device, prepared.backbone, aligned=aligned),
-        loader=Loader(data, spec, config.global_batch_size, config.seed, state.step, slots),
+        loader=make_loader(config, prepared, accelerator.process_index, state.step),
         steps_per_epoch=spec.steps_per_epoch,
         validation=prepared.validation,
         state=state,
-        results=StepResults(
-            accelerator, config.global_batch_size, config.optimizer.max_skipped_steps, Alarm(config.alarm)
-        ),
-        writer=CheckpointWriter(
-            config.work,
-            launch.folder,
-            unet_json,
-            prepared.fingerprint,
-            config.checkpoint,
-            Writers(
-                accelerator.process_index,
-                accelerator.num_processes if is_split else 1,
-                config.collective_timeout,
-                world.local_size if is_split else 1,
-            ),
-            away,
-        ),
-        snapshots=CheckpointWriter(
-            config.work / SNAPSHOTS,
-            launch.folder,
-            unet_json,
-            prepared.fingerprint,
-            # each is kept
-            config.checkpoint.model_copy(update={"every": config.ema.snapshot_every or 1, "keep_every": 1}),
-            Writers(accelerator.process_index),
-            away,
-        ),
-        log=Log(
-            config.log,
-            config.run_dir,
-            launch.folder,
-            state.step,
-            config.max_steps,
-            accelerator,
-            config.model_dump(mode="json"),
-        ),
-        meter=Meter({shape: training_flops(on_meta(unet, prepared.backbone, spec, shape)[1]) for shape in shapes}),
+        results=StepResults(accelerator, config.global_batch_size, config.optimizer.max_skipped_steps, alarm),
+        writer=writer,
+        snapshots=snapshots,
+        log=make_log(config, accelerator, launch.folder, state.step),
+        meter=make_meter(prepared, unet) if peak else Meter({}),
         peak_tflops=peak,
     )
     if accelerator.is_main_process:
@@ -193,12 +148,57 @@ def tell_start(config: TrainConfig, prepared: Prepared, accelerator: Accelerator
             )
 
 
-def write_config(config: TrainConfig, accelerator: Accelerator, folder: Path) -> None:
-    """Put the config into the run folder, as it was resolved. `folder`: the launch's own."""
+def begin_folder(config: TrainConfig, accelerator: Accelerator, launch: Launch, away: Away | None, step: int) -> None:
+    """Put the config into the run folder, as it was resolved; what came after `step` goes from there."""
     if accelerator.is_main_process:
-        save_config(config, folder / "config.yaml")
-        publish(folder / "config.yaml", config.work / "config.yaml", folder)
+        save_config(config, launch.folder / "config.yaml")
+        publish(launch.folder / "config.yaml", config.work / "config.yaml", launch.folder)
     accelerator.wait_for_everyone()
+    if away is not None and accelerator.is_main_process:
+        away.share(config.work)
+        away.drop_logs(lambda names: outdated(names, away.number, config.log.keep_output))
+    if accelerator.is_main_process:
+        drop_later(config.work / SNAPSHOTS, step, launch.folder)
+
+
+def make_loader(config: TrainConfig, prepared: Prepared, rank: int, step: int) -> Loader:
+    """Of this rank's share of each step after `step`."""
+    world, batch = prepared.world, config.global_batch_size
+    nodes = config.data.num_canonical_nodes
+    slots = global_slots(batch // world.size, rank, world.size, world.local_size, nodes)
+    data = config.data.model_copy(update={"timeout": config.patience(config.data.timeout, world.size)})
+    return Loader(data, prepared.spec, batch, config.seed, step, slots)
+
+
+def make_writers(
+    config: TrainConfig,
+    prepared: Prepared,
+    accelerator: Accelerator,
+    launch: Launch,
+    away: Away | None,
+    unet_json: str,
+) -> tuple[CheckpointWriter, CheckpointWriter]:
+    """Of checkpoints, which every process writes its part of where weights are split; of averages' snapshots."""
+    rank, total, beside = accelerator.process_index, accelerator.num_processes, prepared.world.local_size
+    each = Writers(rank, total, config.collective_timeout, beside) if config.sharding != "none" else Writers(rank)
+    every = config.checkpoint.model_copy(update={"every": config.ema.snapshot_every or 1, "keep_every": 1})
+
+    def writer(folder: Path, checkpoint: CheckpointConfig, writers: Writers) -> CheckpointWriter:
+        return CheckpointWriter(folder, launch.folder, unet_json, prepared.fingerprint, checkpoint, writers, away)
+
+    return writer(config.work, config.checkpoint, each), writer(config.work / SNAPSHOTS, every, Writers(rank))
+
+
+def make_log(config: TrainConfig, accelerator: Accelerator, folder: Path, step: int) -> Log:
+    """Of the lines after `step`, by the launch whose own folder is `folder`."""
+    settings = config.model_dump(mode="json")
+    return Log(config.log, config.run_dir, folder, step, config.max_steps, accelerator, settings)
+
+
+def make_meter(prepared: Prepared, unet: Any) -> Meter:
+    """That knows a sample's arithmetic in each shape of latents."""
+    shapes = {stream.latent_hw for stream in prepared.spec.streams}
+    return Meter({shape: training_flops(on_meta(unet, prepared.backbone, prepared.spec, shape)[1]) for shape in shapes})
 
 
 def device_peak(config: TrainConfig, device: torch.device) -> float | None:

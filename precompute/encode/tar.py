@@ -1,20 +1,25 @@
 """The whole of stage 1 for one tar, top to bottom."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack, closing, contextmanager
 from datetime import UTC, datetime
+from typing import Any
+
+import torch
 
 from precompute.encode.encoders import attends_by_products
 from precompute.encode.overlap import Turns, in_background, threads
 from precompute.encode.parts import Parts
 from precompute.encode.provenance import DeviceClock
 from precompute.encode.recipe import Recipe
+from precompute.encode.samples import Cut
 from precompute.encode.stages import batched_by_bucket, decoding, start_batches
 from precompute.encode.towers import Towers
 from precompute.input.tars import InputTar, Tar, TarRecord, counted_samples, local_copy
 from shards.base.scratch import attempt_folder
 from shards.base.store import Store
+from shards.format.buckets import Bucket
 from shards.root.commit import Attempt, commit, current
 from shards.root.committed import TarBooks
 from shards.root.provenance import Stopwatch, made_by, versions
@@ -56,34 +61,21 @@ def encode_tar(
             write_uncond(store, towers.empty_caption(), recipe.encoding)
 
     with attempt_folder(store, tar.name) as folder:
-        with ExitStack() as held:
-            held.enter_context(turns.pictures)
+        with turns.pictures:
             report(0)  # who was told to leave while it waited fetches nothing
-            members, source = held.enter_context(opened(tar, recipe, stopwatch))
-            isolate = attempt >= recipe.worker.isolate_from
-            decoded = held.enter_context(decoding(recipe, fresh, isolate=isolate))
             parts = Parts(folder, recipe.encoding, fresh, recipe.buckets)
-            # tar members => raw samples => pixels, in the tar's order, running ahead of the encoders
-            accepted = parts.accept(stopwatch.waiting("decode", decoded(members.samples())))
-            batches = in_background(batched_by_bucket(accepted, parts, recipe.worker.batch_size), ahead=1)
-            # pixels => latents, begun on the device while the batch before is being written
-            clock = DeviceClock(towers.device, stopwatch)
-            started_batches = start_batches(batches, towers, clock, turns)
-            with closing(in_background(started_batches, ahead=1)) as on_device:
-                # latents => parts
-                for batch in on_device:
-                    with stopwatch("encode"):
-                        encoded = list(batch.encoded())
-                    with stopwatch("write"):
-                        parts.add(batch.bucket, encoded)
-                    report(len(parts.keys))
-            clock.stop()
-            with stopwatch("write"):
-                written = parts.finish()
-            record = source.result()
+            with (
+                opened(tar, recipe, stopwatch) as (members, source),
+                decoding(recipe, fresh, isolate=attempt >= recipe.worker.isolate_from) as decoded,
+            ):
+                # tar members => raw samples => pixels => latents => parts
+                accepted = parts.accept(stopwatch.waiting("decode", decoded(members.samples())))
+                batches = batched_by_bucket(accepted, parts, recipe.worker.batch_size)
+                fill(parts, batches, towers, stopwatch, turns, report)
+                with stopwatch("write"):
+                    written = parts.finish()
+                record = source.result()
         # parts => committed, while the device has the next tar
-        maker = made_by(towers.device)
-        libraries = (*SOFTWARE, *(["torchao"] if any(t.quantised for t in recipe.encoding.texts.values()) else []))
         made = Attempt(
             tar=tar.name,
             folder=folder,
@@ -93,19 +85,37 @@ def encode_tar(
             parts=written,
             rules={str(bucket): rule for bucket, rule in recipe.buckets.rules.items()},
             source=record,
-            software=versions(libraries),
-            settings={
-                "device": maker.gpu,
-                "attention_by_products": attends_by_products(towers.device),
-                **recipe.settings(towers.device),
-            },
-            made_by=maker,
+            software=versions(libraries(recipe)),
+            settings=settings(recipe, towers.device),
+            made_by=made_by(towers.device),
             number=attempt,
             started=started.isoformat(timespec="seconds"),
             seconds={**stopwatch.seconds, "worker": turns.lap()},
             clock=stopwatch.began,
         )
         return TarBooks(tar.name, committed | commit(store, made))
+
+
+def fill(
+    parts: Parts,
+    batches: Generator[tuple[Bucket, list[Cut]], None, None],
+    towers: Towers,
+    stopwatch: Stopwatch,
+    turns: Turns,
+    report: Callable[[int], None],
+) -> None:
+    """Encode batches of pixels into `parts`, in their order; each stage runs ahead of the next."""
+    clock = DeviceClock(towers.device, stopwatch)
+    # begun on the device while the batch before is being written
+    started = start_batches(in_background(batches, ahead=1), towers, clock, turns)
+    with closing(in_background(started, ahead=1)) as on_device:
+        for batch in on_device:
+            with stopwatch("encode"):
+                encoded = list(batch.encoded())
+            with stopwatch("write"):
+                parts.add(batch.bucket, encoded)
+            report(len(parts.keys))
+    clock.stop()
 
 
 @contextmanager
@@ -121,3 +131,14 @@ def opened(tar: InputTar, recipe: Recipe, stopwatch: Stopwatch) -> Iterator[tupl
         members.check(tar, counted_samples(tar))
         hasher = stack.enter_context(threads(1))
         yield members, hasher.submit(members.record, tar.address)
+
+
+def libraries(recipe: Recipe) -> tuple[str, ...]:
+    """Packages whose versions a receipt names."""
+    return (*SOFTWARE, "torchao") if any(text.quantised for text in recipe.encoding.texts.values()) else SOFTWARE
+
+
+def settings(recipe: Recipe, device: torch.device) -> dict[str, Any]:
+    """What a receipt says of how the tar was encoded on `device`."""
+    own = {"device": made_by(device).gpu, "attention_by_products": attends_by_products(device)}
+    return own | recipe.settings(device)
