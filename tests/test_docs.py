@@ -90,14 +90,14 @@ def test_what_the_table_names_is_there() -> None:
         assert (ROOT / test.strip("`")).is_file(), f"{what}: {test}"
 
 
-def test_a_file_named_without_a_folder_lies_in_one_of_its_sections_heading() -> None:
-    sections = re.split(r"^## ", (ROOT / "ARCHITECTURE.md").read_text(), flags=re.MULTILINE)
-    tour = [section for section in sections if re.match(r"\d", section)]
-    assert len(tour) == 7
-    for section in tour:
+def test_a_file_named_without_a_folder_lies_in_that_of_the_heading_above() -> None:
+    tour = (ROOT / "ARCHITECTURE.md").read_text().split("## To change X")[0]
+    sections = re.split(r"^##+ ", tour, flags=re.MULTILINE)
+    assert sum(bool(re.match(r"\d", section)) for section in sections) == 7
+    for section in sections:
         folders = re.findall(r"`([\w/]+/)`", section.splitlines()[0])
-        gone = [n for n in re.findall(r"`(\w+\.py)`", section) if not any((ROOT / f / n).is_file() for f in folders)]
-        assert gone == [], section.splitlines()[0]
+        names = set(re.findall(r"`(\w+\.py)`", section)) - {"__main__.py", "config.py"}  # of any package
+        assert [n for n in names if not any((ROOT / f / n).is_file() for f in folders)] == [], section.splitlines()[0]
         for name, file in re.findall(r"`([A-Za-z_.]+)`(?: \(| in )`([\w/]+\.py)`", section):
             found = [ROOT / folder / file for folder in ["", *folders] if (ROOT / folder / file).is_file()]
             assert any(set(name.split(".")) <= defined(path) for path in found), f"{name} in {file}"

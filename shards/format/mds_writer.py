@@ -25,7 +25,7 @@ from shards.format.encoding import EncodingRecord
 from shards.format.mds import HASH, Column, array_type, shape_head
 from shards.format.receipts import FileRecord
 
-SHARD_BYTES = 1 << 27
+FILE_BYTES = 1 << 27
 BLOCK_BYTES = 1 << 20
 """Are hashed and written together, while they are in the processor's cache."""
 SPARE_BUFFERS = 2
@@ -42,7 +42,7 @@ def file_config(columns: Sequence[Column]) -> dict[str, Any]:
         "format": "mds",
         "compression": None,
         "hashes": [HASH],
-        "size_limit": SHARD_BYTES,
+        "size_limit": FILE_BYTES,
         **{f"column_{field}s": list(map(attrgetter(field), columns)) for field in ("name", "encoding", "size")},
     }
 
@@ -67,7 +67,7 @@ class PartMDSWriter:
         try:
             self.buffer = _spare.get_nowait()
         except queue.Empty:
-            self.buffer = np.empty(SHARD_BYTES, np.uint8)  # takes memory as it is filled
+            self.buffer = np.empty(FILE_BYTES, np.uint8)  # takes memory as it is filled
         self.disk = ThreadPoolExecutor(1)
         self.syncing: list[Future[None]] = []
 
@@ -81,7 +81,7 @@ class PartMDSWriter:
         size = sum(map(len, pieces))
         # the file's head: how many samples, and where each begins and the last one ends
         head = 4 + 4 * (len(self.ends) + 1) + len(self.config_data)
-        if head + self.ends[-1] + size > SHARD_BYTES:
+        if head + self.ends[-1] + size > FILE_BYTES:
             self._write_file()
         at = self.ends[-1]
         if at + size > len(self.buffer):  # one sample is more than a file
@@ -144,7 +144,7 @@ class PartMDSWriter:
         if len(self.ends) > 1:
             self._write_file()
         (self.folder / "index.json").write_text(json.dumps({"version": 2, "shards": self.entries}, sort_keys=True))
-        if len(self.buffer) == SHARD_BYTES:
+        if len(self.buffer) == FILE_BYTES:
             with suppress(queue.Full):
                 _spare.put_nowait(self.buffer)
         del self.buffer  # it is another writer's from now on

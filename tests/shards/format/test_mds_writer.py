@@ -58,7 +58,7 @@ def both_ways(
     bucket = Bucket(64, 64)
     columns = encoding.columns(bucket)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(mds_writer, "SHARD_BYTES", limit)
+        patch.setattr(mds_writer, "FILE_BYTES", limit)
         ours = PartMDSWriter(folder / "ours", encoding, bucket)
         theirs = MDSWriter(out=str(folder / "theirs"), columns=columns, hashes=["xxh3_64"], size_limit=limit)
         for sample in samples(encoding, count):
