@@ -12,6 +12,7 @@ from typing import Any, ClassVar, TypeVar
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 from pydantic_settings import BaseSettings, CliSettingsSource, SettingsError
+from yaml.constructor import ConstructorError
 
 from shards.base.errors import RequestError
 from shards.base.store import Place, parse_place
@@ -106,16 +107,31 @@ def save_config(config: BaseModel, path: Path) -> None:
     path.write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
 
 
+class _EachKeyOnce(yaml.SafeLoader):
+    """Refuses a key that stands twice, as YAML 1.2 does (3.2.1.3); PyYAML would take the last without a word."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """As `SafeLoader`."""
+        keys: set[str] = set()
+        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+            if key.value in keys:
+                raise ConstructorError(None, None, f"the key {key.value} stands there twice", key.start_mark)
+            keys.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
 def _read_yaml(model: type[BaseModel], path: str | Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
     """The file's values, laid over those of the file that its `base` names, relative to its own folder."""
     try:
-        values = yaml.safe_load(Path(path).read_text())
+        values = yaml.load(Path(path).read_text(), _EachKeyOnce)
     except FileNotFoundError:
         remedy = f"{above[-1]} names it as its `base`: mend that" if above else "Give one with --config PATH"
         nearest = _nearest_file(Path(path), above)
         raise RequestError(f"There is no config file {path}{nearest}. {remedy}.") from None
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise RequestError(f"The config file {path} cannot be read as YAML: {error}. Mend it and try again.") from None
+        what, mark = getattr(error, "problem", None) or error, getattr(error, "problem_mark", None)
+        at = f" (line {mark.line + 1})" if mark else ""
+        raise RequestError(f"The config file {path} cannot be read as YAML: {what}{at}. Mend it.") from None
     if not isinstance(values, dict):
         raise RequestError(f"The config file {path} holds {type(values).__name__}, not `key: value` pairs.")
     if (base := values.pop("base", None)) is None:

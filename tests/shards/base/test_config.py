@@ -66,6 +66,7 @@ def test_saved_config_comes_back(file: Path, tmp_path: Path) -> None:
         ("path: x\n", ["--inner.rat", "3"], r"unknown option --inner.rat \(did you mean `inner.rate`\?\)"),
         ("- x\n", [], "holds list, not `key: value` pairs"),
         ("a: [", [], "cannot be read as YAML"),
+        ("seed: 1\na: 3\nseed: 2", [], "cannot be read as YAML: the key seed stands there twice"),
     ],
 )
 def test_errors_name_the_place_and_the_remedy(tmp_path: Path, text: str, overrides: list[str], message: str) -> None:
