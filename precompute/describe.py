@@ -201,10 +201,9 @@ def describe_text(name: str, asked: TextTowerConfig, default: TextConfig) -> Tex
             f"and on the workers (pip install 'latentmill[quantised]'), or leave `weights` out: the tower is then used "
             f"as it is stored, and workers.towers: one_by_one saves memory without rounding."
         )
-    _check_tokenizer(tokenizer, longest if is_clip else None)
+    loaded = _tokenizer(name, tokenizer, longest if is_clip else None, getattr(architecture, "vocab_size", None))
     if asked.beyond_template:
-        own = transformers.AutoTokenizer.from_pretrained(tokenizer)(asked.template.replace("{}", "")).input_ids
-        max_tokens += len(own)
+        max_tokens += len(loaded(asked.template.replace("{}", "")).input_ids)
     trim = default.trim if asked.trim is None else asked.trim
     if trim and asked.states and not asked.masked and not CAUSAL.fullmatch(class_name):
         raise RequestError(
@@ -288,20 +287,49 @@ def _transformers_class(folder: Path, config: dict[str, Any], asked: str | None)
     return class_name
 
 
-def _check_tokenizer(folder: Path, length: int | None) -> None:
-    """`length`: that of the text model's positions, where a tokenizer that cuts elsewhere is not its own."""
+def _tokenizer(name: str, folder: Path, length: int | None, vocabulary: int | None) -> Any:
+    """The tokenizer, which must go with a text model.
+
+    Args:
+        length: of the model's positions, where a tokenizer that cuts elsewhere is not its own.
+        vocabulary: how many tokens the model knows, where it says so.
+
+    Raises:
+        RequestError: it cannot be loaded, is of another model, or has no token to fill captions with.
+    """
     path = folder / "tokenizer_config.json"
     if not path.is_file():
         raise RequestError(f"{folder} is not a tokenizer folder: it has no tokenizer_config.json.")
     if not any(all((folder / file).is_file() for file in files) for files in VOCABULARIES):
         known = ", or ".join(" and ".join(files) for files in VOCABULARIES)
         raise RequestError(f"{folder} is not a tokenizer folder: it has no vocabulary, {known}.")
+    not_a_pair = "They are not a pair: give the tokenizer that came with the text encoder."
     tokenizer_length = json.loads(path.read_text()).get("model_max_length", length)
     if length is not None and tokenizer_length != length:
         raise RequestError(
             f"The tokenizer in {folder} cuts captions at {tokenizer_length} tokens, but the text encoder takes "
-            f"{length}. They are not a pair: give the tokenizer that came with the text encoder."
+            f"{length}. {not_a_pair}"
         )
+    try:
+        tokenizer: Any = transformers.AutoTokenizer.from_pretrained(folder)
+    except Exception as error:  # of whatever its kind of tokenizer makes of such files
+        raise RequestError(
+            f"texts.{name}.tokenizer: transformers cannot load {folder}: {error}. Give the whole folder that came with "
+            f"the text encoder."
+        ) from error
+    if tokenizer.pad_token_id is None:
+        raise RequestError(
+            f"texts.{name}.tokenizer: {folder} names no pad_token, with which captions are filled up to `max_tokens`. "
+            f"Put the one that the model family pads with into its tokenizer_config.json; where it was trained without "
+            f"padding, its end token will do, with `masked: true`."
+        )
+    # without tokens that were added to a vocabulary, as Gemma 3's of pictures, of which text models may know nothing
+    tokens = max(tokenizer.vocab_size, tokenizer.pad_token_id + 1)
+    if vocabulary is not None and tokens > vocabulary:
+        raise RequestError(
+            f"The tokenizer in {folder} has {tokens} tokens, and the text encoder knows {vocabulary}. {not_a_pair}"
+        )
+    return tokenizer
 
 
 def describe_features(name: str, asked: FeatureTowerConfig, buckets: Sequence[Bucket]) -> FeatureTower:

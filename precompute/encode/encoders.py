@@ -14,7 +14,6 @@ from diffusers.models.attention_processor import Attention, AttnProcessor
 from torch import Tensor, nn
 
 from precompute.encode.networks import Network, Site, filled, model_class, quantised, vision_options
-from shards.base.errors import WorkError
 from shards.format.buckets import Bucket
 from shards.format.text import TextLatents
 from shards.format.towers import FeatureTower, ImageTower, TextTower
@@ -83,10 +82,7 @@ class TextEncoder(Network):
     """A transformers text model and its tokenizer, as a function from captions to text latents."""
 
     def __init__(self, folder: Path, tokenizer_folder: Path, tower: TextTower, site: Site):
-        """Raises WorkError where the tokenizer has no token to pad with."""
         self.tokenizer = transformers.AutoTokenizer.from_pretrained(tokenizer_folder)
-        if self.tokenizer.pad_token_id is None:
-            raise WorkError(f"The tokenizer in {tokenizer_folder} names no pad_token, with which captions are filled.")
         load = model_class(tower.class_name).from_pretrained
         model = load(folder, use_safetensors=True).to(torch.float32)  # with torch's fused attention, where it has it
         if tower.quantised:

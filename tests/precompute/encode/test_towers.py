@@ -12,6 +12,8 @@ import torch.nn.functional as F
 import yaml
 from diffusers import AutoencoderDC
 from pydantic import ValidationError
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from torch import Tensor
 from transformers import (
     AutoTokenizer,
@@ -28,6 +30,7 @@ from transformers import (
     IJepaConfig,
     IJepaModel,
     PreTrainedModel,
+    PreTrainedTokenizerFast,
     SiglipVisionConfig,
     SiglipVisionModel,
     SwinConfig,
@@ -52,7 +55,7 @@ from shards.tools.verify import verify_root
 from tests.conftest import encode_all, folder_of
 from tests.conftest import make_towers as towers_of
 from tests.runs import train_fields
-from tests.tiny_towers import BUCKET, PATCH, T5_LENGTH, T5_WIDTH, config_of, make_towers, texts
+from tests.tiny_towers import BUCKET, PATCH, T5_LENGTH, T5_WIDTH, character_tokenizer, config_of, make_towers, texts
 from train.__main__ import run as train
 from train.config import TrainConfig
 from train.data.draws import global_slots
@@ -369,6 +372,40 @@ def test_what_overflows_in_any_of_a_towers_results_is_encoded_again(
     assert found[1].latents.states is not None and found[1].latents.pooled is not None
     close(found[1].latents.states, states)
     close(found[1].latents.pooled, pooled)
+
+
+def test_a_tokenizer_that_goes_with_no_text_encoder_is_refused(
+    models: Path, tars: Path, tmp_path: Path, towers: Path
+) -> None:
+    """Before any worker loads it: on a GPU a token beyond the embedding kills the process."""
+    folder = tmp_path / "tokenizer"
+
+    def describe(tokenizer: PreTrainedTokenizerFast) -> None:
+        tokenizer.save_pretrained(folder)
+        asked = texts(towers, models, tokenizer=str(folder))
+        describe_encoding(config_of(models, tars, tmp_path, towers, texts=asked))
+
+    def refused(tokenizer: PreTrainedTokenizerFast) -> str:
+        with pytest.raises(RequestError) as raised:
+            describe(tokenizer)
+        return str(raised.value)
+
+    further = character_tokenizer("t5")
+    further.add_tokens([f"<picture {number}>" for number in range(30)])
+    assert len(further) > 64
+    describe(further)
+    unpadded = character_tokenizer("t5")
+    unpadded.pad_token = None
+    assert "names no pad_token, with which captions are filled" in refused(unpadded)
+    further.pad_token = "<picture 29>"
+    assert f"has {len(further)} tokens, and the text encoder knows 64. They are not a pair" in refused(further)
+    vocabulary = {f"{number}": number for number in range(65)}
+    large = Tokenizer(WordLevel(vocabulary, "0"))
+    assert "has 65 tokens, and" in refused(PreTrainedTokenizerFast(tokenizer_object=large, pad_token="1"))
+    (folder / "tokenizer.json").write_text("{}")
+    asked = texts(towers, models, tokenizer=str(folder))
+    with pytest.raises(RequestError, match=r"texts\.t5\.tokenizer: transformers cannot load .*tokenizer: "):
+        describe_encoding(config_of(models, tars, tmp_path, towers, texts=asked))
 
 
 @pytest.mark.parametrize(
