@@ -66,6 +66,22 @@ def fsync_tree(folder: Path) -> None:
         fsync_folder(Path(parent))
 
 
+@contextmanager
+def replaced_folder(target: Path) -> Iterator[Path]:
+    """A new folder beside `target`, which takes its place, whole and on the disk, where the block ends well."""
+    private = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}")
+    private.mkdir(parents=True)
+    try:
+        yield private
+        fsync_tree(private)
+        if target.exists():
+            shutil.rmtree(target)
+        private.replace(target)
+        fsync_folder(target.parent)
+    finally:
+        shutil.rmtree(private, ignore_errors=True)
+
+
 def write_file(path: Path, data: bytes) -> Path:
     """A new file, on the disk; gone again where it cannot be written. Returns its path."""
     with _new_file(path) as file:

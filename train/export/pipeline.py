@@ -10,7 +10,6 @@ examples:
 
 import math
 import shutil
-import uuid
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from diffusers import DDIMScheduler, DPMSolverMultistepScheduler
 from pydantic import Field
 
 from shards.base.config import Config, load_config, load_named
+from shards.base.durable import replaced_folder
 from shards.base.errors import RequestError, WorkError
 from shards.base.store import Place
 from shards.format.buckets import Bucket
@@ -93,8 +93,7 @@ def write_pipeline(run_dir: Place, options: ExportConfig) -> Path:
             f"models names {', '.join(unknown)}; {pipeline.class_name} has {', '.join(recorded)} of them."
         )
     components = {name: _same_model(name, given.get(name), recorded) for name, recorded in recorded.items()}
-    private = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}")
-    try:
+    with replaced_folder(target) as private:
         for name, folder in components.items():
             _copy(folder, private / name)
         _copy(weights, private / network_name(pipeline))
@@ -109,11 +108,6 @@ def write_pipeline(run_dir: Place, options: ExportConfig) -> Path:
             run_dir, target, config, checkpoint.content, encoding, texts, weights.name, scheduler, trimmed
         )
         (private / "README.md").write_text(card)
-        if target.exists():
-            shutil.rmtree(target)
-        private.replace(target)
-    finally:
-        shutil.rmtree(private, ignore_errors=True)
     return target
 
 

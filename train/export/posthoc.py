@@ -7,7 +7,6 @@ examples:
 """
 
 import shutil
-import uuid
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +16,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from shards.base.config import Config, load_named
-from shards.base.durable import fsync_tree, sha256_file, write_sealed_json
+from shards.base.durable import replaced_folder, sha256_file, write_sealed_json
 from shards.base.errors import RequestError, WorkError
 from train.model.ema import Width, average_name, posthoc_coefficients
 from train.model.tensors import write_tensors
@@ -71,9 +70,7 @@ def write_average(run_dir: Path, options: RebuildConfig) -> Path:
         raise RequestError(
             f"{target} holds something else than an average, and would be replaced. Give another --output."
         )
-    private = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}")
-    private.mkdir(parents=True)
-    try:
+    with replaced_folder(target) as private:
         shutil.copyfile(folders[-1] / "config.json", private / "config.json")
         write_tensors(private / WEIGHTS_NAME, combine(folders, coefficients))
         made_of = [
@@ -83,12 +80,6 @@ def write_average(run_dir: Path, options: RebuildConfig) -> Path:
         hashes = {name: sha256_file(private / name) for name in ("config.json", WEIGHTS_NAME)}
         record = {"run": str(run_dir), "step": step, "std": options.std, "made_of": made_of, "files": hashes}
         write_sealed_json(private / RECORD, record)
-        fsync_tree(private)
-        if target.exists():
-            shutil.rmtree(target)
-        private.replace(target)
-    finally:
-        shutil.rmtree(private, ignore_errors=True)
     return target
 
 
