@@ -89,9 +89,11 @@ lock:
 demo: setup
 	$(BIN)/python -m examples.shapes.demo $(ARGS)
 
-# one thread per process; three of them keep two cores busy, as most tests start commands and wait for them
+# One thread per process; three of them keep two cores busy, as most tests start commands and wait for them.
+# A test that hangs prints where all its threads stand, is ended after ten minutes, and the others go on.
 test: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder \
+	  -o faulthandler_timeout=600 -o faulthandler_exit_on_timeout=true --max-worker-restart 1 $(ARGS)
 
 # the figures that it prints go into docs/evidence/reliability.md
 test-faults: setup

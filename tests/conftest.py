@@ -56,6 +56,26 @@ LONGEST_FIRST = (
 """Files that take half a minute or more. Processes take a file each: none of these should be the last."""
 
 
+class NamesFailuresAtOnce:
+    """A run that is ended from outside, by a gate's limit, prints no summary."""
+
+    def __init__(self, terminal: pytest.TerminalReporter) -> None:
+        self.terminal = terminal
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            self.terminal.ensure_newline()
+            self.terminal.write_line(f"FAILED {report.nodeid} ({report.when})", red=True)
+            self.terminal.write_line("\n".join(report.longreprtext.splitlines()[-25:]))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """The process that prints is the one with a terminal reporter of use: xdist's workers have none."""
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(NamesFailuresAtOnce(config.pluginmanager.getplugin("terminalreporter")))
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Long files first, the others in their order."""
     place = {name: i for i, name in enumerate(LONGEST_FIRST)}
