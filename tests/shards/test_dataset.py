@@ -1,7 +1,5 @@
 """Anyone's loop: what streaming's own reader gives, column by column, and what LatentDataset makes of it."""
 
-import gc
-from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -67,13 +65,6 @@ def write_root(root: Path, encoding: EncodingRecord) -> list[Sample]:
         samples.append(sample)
     writer.finish()
     return samples
-
-
-@pytest.fixture(autouse=True)
-def _close_datasets() -> Iterator[None]:
-    """A StreamingDataset holds files open until it is collected."""
-    yield
-    gc.collect()
 
 
 @pytest.mark.parametrize(("storage", "trim", "several", "image_storage", "version"), LAYOUTS)
