@@ -26,7 +26,6 @@ import torch
 from precompute.config import PrecomputeConfig, describe_encoding, make_recipe
 from precompute.encode.tar import encode_tar
 from precompute.input.tars import list_tars
-from shards.base.errors import is_storage_error
 from shards.base.scratch import sweep_attempts
 from shards.open import open_store
 from shards.root.committed import load_receipts
@@ -36,8 +35,8 @@ from shards.root.writing import PartWriter, Sample
 from shards.tools.verify import verify_root
 from tests.conftest import make_towers
 from tests.faults.world import Tally, World, make_world, stored_keys
+from tests.forks import OK, STORAGE_ERROR, fork, wait_for
 
-OK, STORAGE_ERROR, OTHER_ERROR = 0, 10, 11
 NEVER, COUNT_ONLY = -1, 0
 
 
@@ -160,28 +159,6 @@ class Encoding:
 def write_other(part: PartWriter, *samples: Sample, write: Callable[..., None] = PartWriter.write) -> None:
     """In place of `PartWriter.write`: latents that are off by a little."""
     write(part, *(replace(sample, image_latents=sample.image_latents + 0.25) for sample in samples))
-
-
-def fork(work: Callable[[], None], about: str) -> int:
-    """A process that does `work` and ends; what went wrong is its exit code."""
-    sys.stdout.flush()
-    if child := os.fork():
-        return child
-    code = OTHER_ERROR
-    try:
-        work()
-        code = OK
-    except Exception as error:
-        code = STORAGE_ERROR if is_storage_error(error) else OTHER_ERROR
-        if code == OTHER_ERROR:
-            print(f"{about}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
-    finally:
-        os._exit(code)
-
-
-def wait_for(child: int) -> int:
-    """The exit code of a process."""
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 def race(encoding: Encoding, folder: Path, rounds: int, tally: Tally) -> dict[str, object]:

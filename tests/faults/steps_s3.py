@@ -22,8 +22,9 @@ from shards.root.committed import list_commits, load_receipts
 from shards.root.reading import read_parts
 from shards.tools.verify import verify_root
 from tests.faults.proxy import FAULTS, set_fault
-from tests.faults.steps import OK, Encoding, fork, wait_for
+from tests.faults.steps import Encoding
 from tests.faults.world import TIMED, make_world
+from tests.forks import OK, fork, wait_for
 from tests.roots import tree
 
 BUCKET = "s3://mill"

@@ -13,6 +13,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 
@@ -47,24 +48,27 @@ def once_per_node(folder: Path, key: str, make: Callable[[Path], None]) -> Path:
     """FOLDER/KEY, which `make` fills if no process of this machine has done so; the others wait for it."""
     target = folder / key
     with locked(folder / f"{key}.lock"):
-        if not target.is_dir():
-            _sweep(folder, key)
-            making = Path(tempfile.mkdtemp(prefix=f"{key}.", dir=folder))
-            try:
-                make(making)
-                fsync_tree(making)
-                making.rename(target)
-            except BaseException:
-                shutil.rmtree(making, ignore_errors=True)
-                raise
-        os.utime(target)
-    return target
+        with suppress(FileNotFoundError):
+            os.utime(target)  # who sweeps from now on finds it in use
+            return target
+        _sweep(folder, key)
+        making = Path(tempfile.mkdtemp(prefix=f"{key}.", dir=folder))
+        try:
+            make(making)
+            fsync_tree(making)
+            return making.rename(target)
+        except BaseException:
+            shutil.rmtree(making, ignore_errors=True)
+            raise
 
 
 def _sweep(folder: Path, key: str) -> None:
     """Remove what a killed process left of `key`, whose lock is held, and what was not used for long."""
     for place in folder.iterdir():
-        old = time.time() - place.stat().st_mtime > KEPT_SECONDS
+        try:
+            old = time.time() - place.stat().st_mtime > KEPT_SECONDS
+        except FileNotFoundError:  # others make and sweep at this moment
+            continue
         if place.is_dir() and (old or place.name.startswith(f"{key}.")):
             shutil.rmtree(place, ignore_errors=True)
 

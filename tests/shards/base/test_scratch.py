@@ -6,13 +6,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 from precompute.input.tars import local_copy
 from shards.base.scratch import SWEEPER, attempt_folder, sweep_scratch, use_scratch
 from shards.base.store import Store
 from shards.open import open_store
+from tests.forks import fork, wait_for
 from tests.runs import environment
 
 KILLS = 20
@@ -31,15 +31,6 @@ def begin(scratch: Path, ready: Path) -> None:
         time.sleep(600)
 
 
-def fork(work: Callable[[], None]) -> int:
-    if child := os.fork():
-        return child
-    try:
-        work()
-    finally:
-        os._exit(1)
-
-
 def test_twenty_kills_leave_nothing_behind(tmp_path: Path) -> None:
     scratch = tmp_path / "scratch"
     held = []
@@ -51,18 +42,20 @@ def test_twenty_kills_leave_nothing_behind(tmp_path: Path) -> None:
             assert time.monotonic() < until
             time.sleep(0.01)
         os.kill(child, signal.SIGKILL)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+        assert wait_for(child) == -signal.SIGKILL
         held.append(len([folder for folder in scratch.glob("*/*.*") if folder.is_dir()]))
     assert max(held) == 1  # each removed what the one before had left
     alive = fork(lambda: begin(scratch, tmp_path / "alive"))
+    until = time.monotonic() + 120
     while not (tmp_path / "alive").exists():
+        assert time.monotonic() < until
         time.sleep(0.01)
     sweep_scratch(scratch)
     (top,) = scratch.iterdir()
     assert {path.name for path in top.iterdir()} == {SWEEPER, next(path.name for path in top.glob(f"{alive}.*"))}
     assert list(top.rglob("*.tar")) and list(top.rglob("*.mds"))
     os.kill(alive, signal.SIGKILL)
-    os.waitpid(alive, 0)
+    wait_for(alive)
     sweep_scratch(scratch)
     assert [path.name for path in top.iterdir()] == [SWEEPER]
 

@@ -16,6 +16,7 @@ import torch
 from bench.kit.roots import make_root
 from shards.base.errors import RequestError, WorkError
 from shards.format.mds import parse_index
+from tests.forks import fork, wait_for
 from tests.roots import part_of
 from tests.runs import PYTHON, environment
 from tests.train.global_batches import keys_per_step
@@ -278,10 +279,8 @@ def test_copies_of_a_killed_process_count_and_go(root: Path, tmp_path: Path) -> 
         target.write_bytes(b"half")
         os._exit(9)
 
-    pid = os.fork()
-    if not pid:
-        bucket.cache.add("gone/shard.00000.mds", limit - 1, killed)
-    os.waitpid(pid, 0)
+    cache = bucket.cache
+    assert wait_for(fork(lambda: cache.add("gone/shard.00000.mds", limit - 1, killed))) == 9
     assert bucket.cache.usage() == limit - 1
     assert steps(config) == steps(data_config(root))
     assert bucket.cache.usage() <= limit and not list((tmp_path / "cache").rglob("*.partial"))

@@ -5,6 +5,8 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +15,7 @@ import pytest
 from bench.kit.roots import make_root
 from shards.base.store import LocalStore
 from shards.root.exclusions import add_exclusion, make_exclusion
+from tests.forks import OK, fork, wait_for
 from train.data.node import KEPT_SECONDS, once_per_node
 from train.data.spec import DataConfig
 from train.data.streams import find_data, open_data
@@ -40,17 +43,16 @@ def calls_of(
     streams = [{"root": str(root), "bucket": "64x64"}]
     config = DataConfig.model_validate({"streams": streams, "num_workers": 0, "num_canonical_nodes": 4, **fields})
     found = find_data(config)
-    ranks = []
-    for rank in range(num_ranks):
-        if not (pid := os.fork()):
-            os.environ["LOCAL_RANK"] = str(rank)
-            spec = open_data(config, 8, found)
-            (stream,) = spec.streams
-            assert stream.selection is not None and stream.files.names.flags["OWNDATA"] is False
-            append(opened, f"{stream.files.num_samples} {stream.selection.sha256} {spec.look is not None}\n".encode())
-            os._exit(0)
-        ranks.append(pid)
-    assert [os.waitpid(pid, 0)[1] for pid in ranks] == [0] * num_ranks
+
+    def rank(number: int) -> None:
+        os.environ["LOCAL_RANK"] = str(number)
+        spec = open_data(config, 8, found)
+        (stream,) = spec.streams
+        assert stream.selection is not None and stream.files.names.flags["OWNDATA"] is False
+        append(opened, f"{stream.files.num_samples} {stream.selection.sha256} {spec.look is not None}\n".encode())
+
+    ranks = [fork(partial(rank, number)) for number in range(num_ranks)]
+    assert [wait_for(pid) for pid in ranks] == [OK] * num_ranks
     monkeypatch.undo()
     lines = opened.read_bytes().splitlines()
     assert len(lines) == num_ranks and sum(line.endswith(b"True") for line in lines) == 1
@@ -97,10 +99,11 @@ def test_a_machine_that_has_a_table_asks_for_it_no_more(
 
 
 def test_a_maker_that_is_killed_is_succeeded_and_what_it_left_goes(tmp_path: Path) -> None:
-    pid = os.fork()
-    if not pid:
-        once_per_node(tmp_path, "key", lambda folder: (folder / "half").touch() or os._exit(9))  # type: ignore[func-returns-value]
-    os.waitpid(pid, 0)
+    def killed(folder: Path) -> None:
+        (folder / "half").touch()
+        os._exit(9)
+
+    assert wait_for(fork(lambda: once_per_node(tmp_path, "key", killed))) == 9
     assert len(list(tmp_path.glob("key.*"))) == 2  # its lock, which the kernel let go, and what it began
     made = once_per_node(tmp_path, "key", lambda folder: (folder / "whole").touch())
     assert [path.name for path in made.iterdir()] == ["whole"]
@@ -128,6 +131,18 @@ def test_of_many_that_come_at_once_one_makes(tmp_path: Path) -> None:
     for thread in threads:
         thread.join()
     assert len(made) == 1 and (tmp_path / "key" / "a.npy").exists()
+
+
+def test_many_make_what_has_other_names_at_once(tmp_path: Path) -> None:
+    """Each looks for what was left, and finds what the others are about to rename."""
+
+    def make(key: str) -> Path:
+        return once_per_node(tmp_path, key, lambda folder: (folder / "a").touch())
+
+    keys = [f"{number:03d}" for number in range(100)]
+    with ThreadPoolExecutor(8) as threads:
+        made = list(threads.map(make, keys))
+    assert [place.name for place in made] == keys and all((place / "a").exists() for place in made)
 
 
 def test_what_was_not_used_for_long_goes_and_who_maps_it_keeps_it(tmp_path: Path) -> None:

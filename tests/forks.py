@@ -1,0 +1,31 @@
+"""Processes forked from a test's own. An error must end them: past it they would go on as a second pytest."""
+
+import os
+import sys
+from collections.abc import Callable
+
+from shards.base.errors import is_storage_error
+
+OK, STORAGE_ERROR, OTHER_ERROR = 0, 10, 11
+
+
+def fork(work: Callable[[], object], about: str = "a fork") -> int:
+    """A process that does `work` and ends; what went wrong is its exit code."""
+    sys.stdout.flush()
+    if child := os.fork():
+        return child
+    code = OTHER_ERROR
+    try:
+        work()
+        code = OK
+    except Exception as error:
+        code = STORAGE_ERROR if is_storage_error(error) else OTHER_ERROR
+        if code == OTHER_ERROR:
+            print(f"{about}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+    finally:
+        os._exit(code)
+
+
+def wait_for(child: int) -> int:
+    """The exit code of a process."""
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
