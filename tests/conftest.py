@@ -1,6 +1,8 @@
 """Shared fixtures: small models, tars, and a latents root made from them once per session."""
 
 import os
+import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +14,6 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 from moto.server import ThreadedMotoServer
-from streaming.base.shared import memory
 
 from precompute.config import PrecomputeConfig, describe_encoding, make_recipe
 from precompute.encode.recipe import Decode
@@ -21,6 +22,7 @@ from precompute.encode.towers import Towers
 from precompute.encode.worker import load_networks
 from precompute.input.tars import list_tars
 from precompute.pixels.decode import decode as decode_picture
+from shards.base.durable import locked
 from shards.open import open_store
 from shards.root.index import write_indexes
 from shards.root.shared import agree_on_rules, create_root
@@ -107,13 +109,24 @@ def _no_traces_of_training() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _no_datasets_of_streaming(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """streaming lets go of a dataset's shared memory at the process's end alone, and a new dataset opens the others'.
+def _no_traces_of_streaming(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A StreamingDataset's shared memory goes with the test, and no two processes look for a free name of it at once.
 
-    A hundred datasets in one process had 16,000 files open.
+    streaming lets go of it at the process's end alone, and each new dataset opens that of all the others: a hundred in
+    one process had 16,000 files open. Two processes that find the same name free both take it, and one fails.
     """
+    if "streaming" not in sys.modules:  # it need not be there
+        yield
+        return
     held: list[Callable[[], None]] = []
-    monkeypatch.setattr(memory, "atexit", SimpleNamespace(register=held.append))
+    monkeypatch.setattr("streaming.base.shared.memory.atexit", SimpleNamespace(register=held.append))
+    name_of = sys.modules["streaming.base.dataset"].get_shm_prefix
+
+    def alone(*arguments: object) -> object:
+        with locked(Path(tempfile.gettempdir()) / f"latentmill-{os.getuid()}.streaming.lock"):
+            return name_of(*arguments)
+
+    monkeypatch.setattr("streaming.base.dataset.get_shm_prefix", alone)
     yield
     for let_go in held:
         let_go()
