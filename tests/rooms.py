@@ -21,7 +21,6 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "bench": ("shards", "precompute", "train", "plan", "evaluate", "examples"),
 }
 """Top-level package → those below it. precompute and train never meet."""
-MOST_ROOMS = 11
 
 
 @dataclass
@@ -40,11 +39,6 @@ def modules() -> dict[str, Path]:
             parts = path.relative_to(ROOT).with_suffix("").parts
             found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
     return found
-
-
-def folders(pattern: str, base: str) -> set[str]:
-    """Folders below `base` that hold files of this pattern."""
-    return {path.parent.relative_to(ROOT / base).as_posix() for path in ROOT.glob(pattern)}
 
 
 def imports(path: Path, known: dict[str, Path]) -> Iterator[str]:

@@ -1,10 +1,10 @@
-"""The direction of imports, no circle on any floor, and few rooms on each."""
+"""Packages import in one direction, and no package contains an import cycle."""
 
 import ast
 
 import pytest
 
-from tests.rooms import MAY_IMPORT, MOST_ROOMS, PACKAGES, ROOT, circles, floors, folders, modules
+from tests.rooms import MAY_IMPORT, ROOT, circles, floors, modules
 
 FLOORS = floors()
 WHOLE_CONFIG = {
@@ -29,17 +29,8 @@ def test_packages_import_those_below_them_alone() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(FLOORS))
-def test_no_circle_and_few_rooms(name: str) -> None:
+def test_no_import_cycles(name: str) -> None:
     assert not circles(FLOORS[name])
-    assert len(FLOORS[name].rooms - {"__init__"}) <= MOST_ROOMS, sorted(FLOORS[name].rooms)
-
-
-@pytest.mark.parametrize("name", sorted(name for name, path in modules().items() if path.name == "__init__.py"))
-def test_every_package_says_what_is_inside(name: str) -> None:
-    docstring = ast.get_docstring(ast.parse(modules()[name].read_text())) or ""
-    said = docstring.lower()
-    assert all(word in said for word in ("inside:", "in:", "out:")), f"{name}/__init__.py: {docstring!r}"
-    assert len(docstring.splitlines()) <= 7
 
 
 @pytest.mark.parametrize(("config", "files"), WHOLE_CONFIG.items())
@@ -50,14 +41,6 @@ def test_a_whole_config_stays_at_the_door(config: str, files: set[str]) -> None:
         if config in path.read_text() and name.split(".")[0] not in ("bench", "examples")
     }
     assert naming <= files
-
-
-def test_tests_mirror_the_folders() -> None:
-    """Every folder of tests is one of the product's; and every one of what is installed has tests."""
-    of_tests = {folder for folder in folders("tests/**/test_*.py", "tests") if folder.split("/")[0] in PACKAGES}
-    of_product = {folder for package in PACKAGES for folder in folders(f"{package}/**/*.py", ".")}
-    assert of_tests <= of_product
-    assert {folder for folder in of_product if not folder.startswith(("bench", "examples"))} <= of_tests
 
 
 def test_no_test_imports_another() -> None:
