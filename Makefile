@@ -33,11 +33,12 @@ $(if $(filter train,$(MAKECMDGOALS)),$(if $(filter-out 1,$(NODES)),$(if $(SLURM_
 $(if $(filter train,$(MAKECMDGOALS)),$(if $(HOSTS),$(if $(wildcard $(HOSTS)),,$(error there is no $(HOSTS): HOSTS is a file with a host to a line))))
 $(if $(filter train,$(MAKECMDGOALS)),$(if $(wildcard $(PHASE_CONFIG)),,$(error there is no $(PHASE_CONFIG): say PHASE=1 or PHASE=2, or CONFIG=path.yaml)))
 
-.PHONY: help setup demo test test-browser test-faults test-alerts test-slurm test-container test-families test-quantised test-install test-oldest test-gpu-check bench gpu-check lint docs select download precompute train sample evaluate watch report study plan lock clean
+.PHONY: help setup demo test test-slow-cpu test-browser test-faults test-alerts test-slurm test-container test-families test-quantised test-install test-oldest test-gpu-check bench gpu-check lint docs select download precompute train sample evaluate watch report study plan lock clean
 
 help:
 	@echo "make demo                                     everything, on a picture world of its own (no GPU; under 20 minutes)"
 	@echo "make test                                     every test"
+	@echo "make test-slow-cpu [WHAT=demo]                the tests, or the demo, as on a CPU with AVX2 alone"
 	@echo "make test-browser                             the study's page in Chromium (apt-get install chromium)"
 	@echo "make test-faults                              the long suites: kills, full disks, flipped bits, hostile pictures"
 	@echo "make test-alerts                              the alert rules, and a live job under Prometheus (apt-get install prometheus)"
@@ -104,6 +105,14 @@ test-alerts: setup
 	  { echo "error: make test-alerts needs Prometheus and its promtool: apt-get install prometheus" >&2; exit 1; }
 	promtool test rules deploy/prometheus/alerts_test.yml
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m prometheus $(ARGS)
+
+# What runs without AVX-512 and AMX, on any x86 machine: oneDNN and ATen are held to AVX2, so that bfloat16 is emulated.
+# WHAT=demo runs the demo so.
+SLOW = ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2
+WHAT ?= test
+test-slow-cpu: setup
+	$(SLOW) $(BIN)/python -m bench.precision
+	$(SLOW) $(MAKE) $(WHAT) ARGS="$(ARGS)"
 
 test-browser: setup
 	@for name in chromium chromium-browser google-chrome; do command -v $$name >/dev/null && exit 0; done; \

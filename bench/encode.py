@@ -31,8 +31,9 @@ from examples.shapes.models import MODELS
 from plan.measured import BenchFile, Measurement
 from precompute.describe import TextConfig, TextTowerConfig, describe_image, describe_text
 from precompute.encode.encoders import ImageEncoder, TextEncoder
-from precompute.encode.networks import Precision, Site
+from precompute.encode.networks import Site
 from precompute.encode.towers import batch_size_of
+from shards.base.device import Precision
 from shards.format.buckets import Bucket
 
 CONFIGS = Path(__file__).parents[1] / "configs"

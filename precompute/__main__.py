@@ -12,18 +12,19 @@ further commands, each with a --help of its own:
 
 from collections.abc import Sequence
 
-from precompute.cluster.ray_cluster import start_ray
+from precompute.cluster.ray_cluster import precision_on_worker, start_ray
 from precompute.config import PrecomputeConfig, describe_encoding, make_recipe, with_absolute_paths
 from precompute.input.tars import Named, choose_tars, list_tars, say_what_is_unchecked
 from precompute.job.ledger import Ledger
 from precompute.job.run import announce, conclude, not_committed, run_job
 from shards.base.config import load_asked
+from shards.base.device import Precision
 from shards.base.errors import console
 from shards.base.scratch import sweep_attempts, sweep_scratch
 from shards.base.store import Store
 from shards.derive.conversion import Conversion
 from shards.derive.job import missing, prepare
-from shards.format.encoding import EncodingRecord
+from shards.format.encoding import FILE_NAME, EncodingRecord
 from shards.open import open_store
 from shards.root.index import write_streaming
 from shards.root.manifest import newest_manifest
@@ -34,6 +35,7 @@ from shards.root.shared import agree_on_rules, check_root, check_rules, create_r
 def run(arguments: list[str]) -> None:
     """Stage 1 for the tars asked for."""
     config = with_absolute_paths(load_asked(PrecomputeConfig, arguments, "precompute", __doc__))
+    config = config.model_copy(update={"precision": resolved_precision(config)})
 
     # all that can be wrong with the request is found before anything is written
     encoding, store = describe_encoding(config), open_store(config.output)
@@ -61,6 +63,20 @@ def run(arguments: list[str]) -> None:
     if manifest is not None and not ledger.left:
         write_streaming(store, manifest)
     conclude(ledger, len(tars), str(config.output), manifest)
+
+
+def resolved_precision(config: PrecomputeConfig) -> Precision:
+    """Return the precision given; or for `auto`, that of the root or of its source, or what suits a worker's device.
+
+    Prints one line about what `auto` became, or a warning if the workers' CPU emulates the given precision.
+    """
+    asked = config.precision
+    if asked == "auto":
+        for place in (config.output, config.source):
+            if place is not None and (record := open_store(place).read_many([FILE_NAME])):
+                asked = EncodingRecord.parse(record[FILE_NAME], str(place)).compute_dtype
+                break
+    return precision_on_worker(asked, config.workers)
 
 
 def find_work(

@@ -16,13 +16,13 @@ from precompute.describe import (
     describe_image,
     describe_text,
 )
-from precompute.encode.networks import Precision
 from precompute.encode.recipe import Recipe, SourceRoot, WorkerConfig
 from precompute.input.captions import check_caption_fields
 from precompute.input.tars import TarsConfig
 from precompute.pixels.buckets import AspectConfig, Buckets
 from precompute.pixels.decode import LimitsConfig, PixelsConfig
 from shards.base.config import Config
+from shards.base.device import AskedPrecision
 from shards.base.errors import RequestError
 from shards.base.store import Place
 from shards.derive.conversion import Conversion
@@ -69,8 +69,9 @@ class PrecomputeConfig(Config):
     captions: list[str] = Field(["txt"], min_length=1)
     """Where a sample's captions are: `txt`, its member of that name, or `json:FIELD` of its JSON. Of several, each is
     stored, and the trainer draws one afresh each time."""
-    precision: Precision = "float16"
-    """Autocast type of all towers. A sample that overflows is encoded again in float32."""
+    precision: AskedPrecision = "float16"
+    """Autocast type of all towers; part of the encoding id. A sample that overflows is encoded again in float32. `auto`
+    is that of the root; for a new root, it is bfloat16 where a worker's device supports it, and float32 elsewhere."""
     image: ImageConfig = ImageConfig()
     text: TextConfig = TextConfig()
     pixels: PixelsConfig = PixelsConfig()
@@ -153,6 +154,7 @@ def describe_encoding(config: PrecomputeConfig) -> EncodingRecord:
         RequestError: a model is missing or of another kind, or a bucket does not fit a tower.
     """
     pixels = config.pixels
+    assert config.precision != "auto", "it must be resolved first"
     record = EncodingRecord(
         image=describe_image(
             config.vae,

@@ -7,12 +7,12 @@ examples:
 
 import argparse
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 
 from pydantic import ValidationError
 
+from shards.base.device import available_cores
 from shards.base.durable import DamagedFile
 from shards.base.errors import RequestError, WorkError, console
 from shards.derive.conversion import Changes
@@ -91,7 +91,7 @@ def add_changes(command: argparse.ArgumentParser) -> None:
     command.add_argument("--image.posterior", dest="image_posterior", choices=("mean",), help="drop the log-variances")
     command.add_argument("--towers", nargs="*", metavar="KIND.NAME", help="those to keep; default: all")
     command.add_argument("--buckets", nargs="+", help="those to derive; default: all")
-    command.add_argument("--processes", type=int, default=os.cpu_count() or 1, help="default: one a processor")
+    command.add_argument("--processes", type=int, default=available_cores(), help="default: one per available core")
 
 
 def verify(options: argparse.Namespace) -> None:

@@ -20,10 +20,11 @@ from contextlib import closing
 from pathlib import Path
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, PartialState
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
 from shards.base.config import load_asked
+from shards.base.device import choose_device
 from shards.base.errors import RequestError, console
 from shards.base.pool import keep_memory
 from train.assemble import assemble
@@ -32,7 +33,7 @@ from train.export.pipeline import export
 from train.export.posthoc import rebuild_average
 from train.loop import train
 from train.model.sharding import launched_sharding
-from train.prepare import on_main_process, prepare, take_address, take_run
+from train.prepare import on_main_process, precision_of_run, prepare, take_address, take_run
 from train.run.health.heartbeat import Heart
 from train.run.health.output import kept
 from train.run.launches import Launch
@@ -72,20 +73,24 @@ def plot(arguments: list[str]) -> None:
 def train_here(config: TrainConfig) -> None:
     """Join the run's other processes and train."""
     die_with_launcher()
+    device = choose_device(config.device)
     config = config.model_copy(update={"sharding": launched_sharding() or config.sharding})
     if config.sharding != "none" and config.precision == "float16":
         raise RequestError(
             "The launcher asks for FSDP, which float16 does not go with here. Set precision to bfloat16."
         )
-    with closing(join_processes(config.start_timeout)) as heart:
-        _train_here(config, heart)
+    with closing(join_processes(config.start_timeout, device)) as heart:
+        _train_here(config, heart, device)
 
 
-def _train_here(config: TrainConfig, heart: Heart) -> None:
+def _train_here(config: TrainConfig, heart: Heart, device: str) -> None:
     with lost_processes_named(heart):
+        processes = PartialState(cpu=device == "cpu")
+        precision = on_main_process(processes, lambda: precision_of_run(config, device))
+        config = config.model_copy(update={"precision": precision})
         accelerator = Accelerator(
             mixed_precision=ACCELERATE_PRECISION[config.precision],
-            cpu=not torch.cuda.is_available(),
+            cpu=device == "cpu",
             log_with=config.log.tracker if config.log.tracker in LOGGER_TYPE_TO_CLASS else None,
             project_dir=config.work,
             kwargs_handlers=[config.ddp.handler()],

@@ -48,6 +48,7 @@ def assemble(
         away: the run's address, where it lies at one.
         heart: what tells the others what this process is at, where there are others.
     """
+    assert config.precision != "auto", "it must be resolved first"
     is_split = config.sharding != "none" and accelerator.num_processes > 1
     unet_json = prepared.unet.to_json_string()  # splitting weights renames the class
     unet, aligned = place_unet(config, prepared.unet, accelerator, is_split), prepared.aligned
@@ -111,6 +112,7 @@ def assemble(
 
 def place_unet(config: TrainConfig, unet: Any, accelerator: Accelerator, is_split: bool) -> Any:
     """On the device, in the memory format and in the parts that the config asks for."""
+    assert config.precision != "auto", "it must be resolved first"
     is_cuda = accelerator.device.type == "cuda"
     if config.gradient_checkpointing:
         unet.enable_gradient_checkpointing()

@@ -6,12 +6,13 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from shards.base.config import Config
+from shards.base.device import AskedDevice, AskedPrecision
 from shards.base.store import Place
 from train.data.spec import DataConfig
 from train.model.backbone import BackboneConfig
 from train.model.ema import EmaConfig
 from train.model.optimizer import OptimizerConfig, ScheduleConfig
-from train.model.sharding import DdpConfig, Precision, Sharding
+from train.model.sharding import DdpConfig, Sharding
 from train.objective.alignment import RepaConfig
 from train.objective.paths import ObjectiveConfig
 from train.objective.validation import ValidationConfig
@@ -61,8 +62,12 @@ class TrainConfig(Config):
     log: LogConfig = LogConfig()
     alarm: AlarmConfig = AlarmConfig()
     evaluate: RequestConfig = RequestConfig()
-    precision: Precision = "bfloat16"
-    """Autocast type; weights and optimizer are float32. `float32` is without TF32, also in convolutions."""
+    device: AskedDevice = "auto"
+    """`auto` trains on the GPUs if torch can use them, and stops if there are GPUs that it cannot use; `cpu` trains on
+    the CPU in any case."""
+    precision: AskedPrecision = "auto"
+    """Autocast type; weights and optimizer are float32. `auto` is bfloat16 where the hardware supports it and float32
+    elsewhere; a resumed run keeps what it began with. `float32` is without TF32, also in convolutions."""
     gradient_checkpointing: bool = False
     """Compute activations again in the backward pass: less memory, more time."""
     compile: bool = False

@@ -5,9 +5,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from accelerate import Accelerator
+import yaml
+from accelerate import Accelerator, PartialState
 from accelerate.utils import broadcast_object_list
 
+from shards.base.device import Precision, resolve_precision
 from shards.base.durable import locked
 from shards.base.errors import RequestError, WorkError
 from shards.base.store import Place
@@ -165,6 +167,17 @@ def on_each_node(
     return replace(checkpoint, folder=work / "checkpoints" / checkpoint.folder.name)
 
 
+def precision_of_run(config: TrainConfig, device: str) -> Precision:
+    """Resolve the precision to train in: the one given, or for `auto` what the run began with, or what suits `device`.
+
+    Prints one line about what `auto` became, or a warning if the CPU emulates the given precision.
+    """
+    asked = config.precision
+    if asked == "auto" and (before := open_store(config.run_dir).read_many(["config.yaml"])):
+        asked = yaml.safe_load(before["config.yaml"])["precision"]
+    return resolve_precision(asked, device)
+
+
 def find_all(config: TrainConfig, world: World) -> tuple[Held, Checkpoint | None, Checkpoint | None, Found]:
     """What changes with time and is looked up once per run: who held it, `find_start`'s, and the indexes, to which the
     run's own checkpoint pins it.
@@ -251,7 +264,7 @@ def finished_run(run_dir: Place) -> Checkpoint:
     return found
 
 
-def on_main_process(accelerator: Accelerator | None, decide: Callable[[], Any]) -> Any:
+def on_main_process(accelerator: Accelerator | PartialState | None, decide: Callable[[], Any]) -> Any:
     """What `decide` returns, or the error for people that it raises, on every process; only the main one calls it."""
     answer: list[Any] = [None]
     if accelerator is None or accelerator.is_main_process:

@@ -14,8 +14,8 @@ from bench.gpu_check.findings import Findings
 from bench.gpu_check.setup import Setup, seconds_of
 from bench.pixels import BUCKETS, make_corpus
 from precompute.encode.encoders import TextEncoder
-from precompute.encode.networks import Precision
 from precompute.pixels.decode import LimitsConfig, PixelsConfig, decode
+from shards.base.device import Precision
 
 LARGEST: dict[Precision, float] = {"float32": 3e-3, "float16": 0.05, "bfloat16": 0.05}
 """Of a difference, as a share of the values' standard deviation."""

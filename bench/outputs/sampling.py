@@ -33,7 +33,7 @@ def main() -> None:
     options = parser.parse_args()
     config = SamplingConfig(size=options.size, steps=[options.steps], batch_size=options.batch_size)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    pipeline = load_pipeline(options.pipeline, device, config.precision)
+    pipeline = load_pipeline(options.pipeline, device, "float32")
     prompts = [Prompt(str(number), f"a red circle, number {number}") for number in range(options.pictures)]
     drawing = describe_drawing(options.pipeline, prompts, config, config.grid[0])
     samples = list_samples(prompts, 1)

@@ -13,7 +13,9 @@ from evaluate.sampling.settings import Drawing, SamplingConfig, Setting
 from evaluate.sampling.worker import PICTURES, Part, Recipe, draw_on_worker
 from evaluate.units import run_units
 from precompute.cluster.fleet import FleetConfig
+from precompute.cluster.ray_cluster import precision_on_worker
 from shards.base.config import flatten
+from shards.base.device import Precision
 from shards.base.errors import RequestError, WorkError
 from shards.base.store import Store
 from shards.open import open_store
@@ -50,6 +52,7 @@ def draw_sets(
         WorkError: parts failed.
     """
     store = open_store(output)
+    config = config.model_copy(update={"precision": resolved_precision(config, output, workers)})
     with opened(model, store) as folder:
         drawings = [describe_drawing(folder, prompts, config, setting) for setting in config.grid]
     units: list[tuple[str, Part]] = []
@@ -63,9 +66,19 @@ def draw_sets(
     return places
 
 
+def resolved_precision(config: SamplingConfig, output: Path | str, workers: FleetConfig) -> Precision:
+    """Return the precision given; or for `auto`, that of a sample set begun before, or what suits a worker's device."""
+    asked = config.precision
+    if asked == "auto":
+        begun = (read_sealed(open_store(below(output, str(setting))), RECORD) for setting in config.grid)
+        asked = next((record["drawing"]["precision"] for record in begun if record), asked)
+    return precision_on_worker(asked, workers)
+
+
 def describe_drawing(folder: Path, prompts: list[Prompt], config: SamplingConfig, setting: Setting) -> Drawing:
     """What names a setting's pictures, but for the model."""
     own = load_scheduler(folder)
+    assert config.precision != "auto", "it must be resolved first"
     return Drawing(
         prompts=prompts_sha256(prompts),
         seed=config.seed,

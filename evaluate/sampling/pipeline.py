@@ -15,7 +15,8 @@ from torch import Tensor
 
 from evaluate.sampling.noise import initial_noise, step_generator
 from evaluate.sampling.prompts import Prompt
-from evaluate.sampling.settings import Drawing, Precision, SamplerName
+from evaluate.sampling.settings import Drawing, SamplerName
+from shards.base.device import Precision
 from shards.base.errors import RequestError, WorkError
 from shards.format.buckets import Bucket
 

@@ -8,11 +8,11 @@ from typing import Any, Literal
 from pydantic import Field, PositiveInt
 
 from shards.base.config import Config
+from shards.base.device import AskedPrecision, Precision
 from shards.base.durable import canonical_json
 from shards.format.buckets import BucketName
 
 SamplerName = Literal["own", "ddim", "ddpm", "dpm_solver", "euler", "euler_ancestral", "heun", "unipc"]
-Precision = Literal["float32", "bfloat16", "float16"]
 Codec = Literal["png", "webp"]
 VERSION = 1
 
@@ -34,8 +34,9 @@ class SamplingConfig(Config):
     """`own` is the pipeline's; the others are diffusers' schedulers over the same noise."""
     negative_prompt: str = ""
     """What guidance leads away from."""
-    precision: Precision = "float32"
-    """Type of the whole pipeline."""
+    precision: AskedPrecision = "float32"
+    """Type of the whole pipeline. `auto` is that of the sample set; for a new set, it is bfloat16 where a worker's
+    device supports it, and float32 elsewhere."""
     batch_size: int = Field(16, ge=1)
     """Pictures at a time, each run with a prompt and, with guidance, without."""
     part_size: int = Field(256, ge=1)

@@ -8,12 +8,13 @@ demo is interrupted and started anew; a demo that was finished starts from nothi
 
 import argparse
 import json
-import os
 import shutil
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -22,11 +23,22 @@ from examples.shapes.adherence import check_adherence, judge_phases, write_promp
 from examples.shapes.report import write_report
 from examples.shapes.serve import serve
 from examples.shapes.world import NUM_PICTURES, metadata, plan_world, write_world
+from shards.base.config import load_config
+from shards.base.device import available_cores
+from train.config import TrainConfig
 
 CONFIGS = Path(__file__).parent / "configs"
 ROWS_PER_TAR = 500
 SIDES = {"phase1": 64, "phase2": 128}
 SEED = 0
+MOST_PROCESSES = 8
+"""More than these would each have fewer than four pictures of phase 2's batch."""
+SMALLEST_BATCH = 32
+"""Phase 2's global batch, which the training processes share evenly."""
+STEP_RATIO, LATER_SECONDS_RATIO = 1.55, 0.53
+"""Time of a step of phase 2, and of the whole evaluation / of phase 1: measured on CPUs, and used for the estimate."""
+ESTIMATE_AFTER = 10
+"""Steps of phase 1 after which the demo estimates its total time."""
 
 
 class Demo:
@@ -84,13 +96,44 @@ class Demo:
         run_dir = self.folder / f"phase{phase}"
         start = ["--init_from", str(self.folder / "phase1")] if phase == 2 else []
         config = CONFIGS / f"phase{phase}.yaml"
-        processes = str(min(2, os.cpu_count() or 1))  # the loss curve is the same on any number
+        processes = str(training_processes(available_cores()))  # the loss curve is the same on any number
         launch = ["train.launch", "--num_machines", "1", "--num_processes", processes]
         launch += ["--multi_gpu", "--main_process_port", "0"] if processes != "1" else []
         launch += ["--mixed_precision", "no", "--dynamo_backend", "no", "--quiet"]
         arguments = ["--config", str(config), "--run_dir", str(run_dir), "--data.root", self.latents, *start]
-        call(*launch, "-m", "train", *arguments, "--num_processes", processes)
+        with self.estimate(run_dir / "metrics.jsonl") if phase == 1 else nullcontext():
+            call(*launch, "-m", "train", *arguments, "--num_processes", processes)
         call("train", "export", str(run_dir))
+
+    @contextmanager
+    def estimate(self, metrics: Path) -> Iterator[None]:
+        """Print how long the whole demo will take, once phase 1 has logged its first steps."""
+        ended = threading.Event()
+        earlier = sum(self.seconds.values())
+        started = time.monotonic()
+
+        def watch() -> None:
+            while not ended.wait(0.5):
+                if metrics.exists() and (lines := metrics.read_text().splitlines()):
+                    line = json.loads(lines[0])
+                    if line["step"] > ESTIMATE_AFTER:
+                        return  # a resumed run, whose first steps were estimated before
+                    spent = earlier + time.monotonic() - started
+                    left = seconds_left(line["images_per_second"])
+                    print(
+                        f"the demo will take about {(spent + left) / 60:.0f} minutes in all ({spent / 60:.0f} so far): "
+                        f"phase 1 trains {line['images_per_second']:.0f} images/s on this machine",
+                        flush=True,
+                    )
+                    return
+
+        watcher = threading.Thread(target=watch, daemon=True)
+        watcher.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            watcher.join()
 
     @property
     def latents(self) -> str:
@@ -114,6 +157,22 @@ class Demo:
 
 
 STEPS = ("world", "download", "precompute", "phase1", "phase2", "evaluate")
+
+
+def training_processes(cores: int) -> int:
+    """Return how many processes train on `cores` CPU cores: as many as share phase 2's batch evenly."""
+    return max(n for n in range(1, min(cores, MOST_PROCESSES) + 1) if SMALLEST_BATCH % n == 0)
+
+
+def seconds_left(images_per_second: float) -> float:
+    """Estimate the seconds from phase 1's first logged step to the demo's end.
+
+    Args:
+        images_per_second: rate of phase 1. The other steps are estimated from it by ratios measured on CPUs.
+    """
+    config = load_config(TrainConfig, CONFIGS / "phase1.yaml", [], "demo")
+    phase_1 = (config.max_steps - ESTIMATE_AFTER) * config.global_batch_size / images_per_second
+    return phase_1 * (1 + STEP_RATIO + LATER_SECONDS_RATIO)
 
 
 def call(*arguments: str) -> None:

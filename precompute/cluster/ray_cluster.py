@@ -17,6 +17,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from precompute.cluster.board import BOARD_SECONDS, Board, Reported, Reporter
 from precompute.cluster.hands import Attempt, Worker, assign, surplus, wanted
 from precompute.cluster.nodes import Resources, ResourcesConfig, describe, missing
+from shards.base.device import AskedPrecision, Precision, resolve_precision
 from shards.base.durable import DamagedFile
 from shards.base.errors import DamagedInput, Outage, Preempted, RequestError, WorkError, is_storage_error, say
 from shards.base.stop import leave_when_told
@@ -101,6 +102,39 @@ def start_ray(config: ResourcesConfig) -> None:
             f"workers.num_gpus (0 encodes on the CPU), workers.num_cpus and workers.resources, or join a cluster with "
             f"RAY_ADDRESS."
         )
+
+
+def precision_on_worker(asked: AskedPrecision, config: ResourcesConfig) -> Precision:
+    """Resolve a precision on the device that a worker would have: on this machine, or in a task on the cluster.
+
+    Raises:
+        RequestError, WorkError: as `start_ray`; or no node of the cluster could take a worker.
+    """
+    if config.num_gpus and asked != "auto":
+        return asked
+    if not config.num_gpus and not os.environ.get("RAY_ADDRESS"):
+        return resolve_precision(asked, "cpu")
+    start_ray(config)
+    task = ray.remote(num_gpus=config.num_gpus, num_cpus=config.num_cpus, resources=config.resources)(_resolve)
+    try:
+        precision, lines = ray.get(
+            task.remote(asked, "cuda" if config.num_gpus else "cpu"), timeout=config.wait_for_resources
+        )
+    except ray.exceptions.GetTimeoutError as error:
+        raise WorkError(
+            f"precision {asked} is resolved on a worker, but no node of the cluster could take one of "
+            f"{describe(config.needs)} within {config.wait_for_resources:g} s (workers.wait_for_resources). Add such a "
+            f"node, or give the precision itself: `--precision bfloat16`."
+        ) from error
+    for line in lines:
+        print(line, file=sys.stderr, flush=True)
+    return precision
+
+
+def _resolve(asked: AskedPrecision, device: str) -> tuple[Precision, list[str]]:
+    forget_ranks()
+    lines: list[str] = []
+    return resolve_precision(asked, device, lines.append), lines
 
 
 def _init(**options: Any) -> None:

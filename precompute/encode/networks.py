@@ -15,20 +15,20 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 import transformers
 from torch import Tensor, nn
 
+from shards.base.device import Precision
 from shards.base.errors import UnfitNode
 from shards.format.buckets import Bucket
 from shards.format.towers import Quantised
 
 Item = TypeVar("Item")
 Model = TypeVar("Model", bound=nn.Module)
-Precision = Literal["float32", "float16", "bfloat16"]
 MOST_SHAPES = 64
 """For which one network is compiled: buckets of an aspect table are many."""
 

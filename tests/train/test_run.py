@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 
 from shards.base.errors import WorkError, exit_code_of
 from tests import ranks
@@ -475,3 +476,25 @@ def test_collectives_may_take_long_until_each_loader_process_gave_a_batch(
     fields = train_fields(latents, tmp_path / "run", max_steps=4, data={"num_workers": 2})
     command(["--config", str(write_config(tmp_path, fields))])
     assert steps == [2]
+
+
+def test_a_resumed_run_keeps_the_precision_that_auto_became(latents: Path, tmp_path: Path) -> None:
+    """Of two machines, the second would choose otherwise; the run goes on as it began."""
+    fields = train_fields(latents, tmp_path / "run", precision="auto", max_steps=2)
+    started = run(tmp_path, fields)
+    assert started.returncode == 0 and "precision: auto is " in started.stderr
+    config = tmp_path / "run" / "config.yaml"
+    chosen = yaml.safe_load(config.read_text())["precision"]
+    assert chosen in ("float32", "bfloat16")
+    other = {"float32": "bfloat16", "bfloat16": "float32"}[chosen]
+    config.write_text(config.read_text().replace(f"precision: {chosen}", f"precision: {other}"))
+    resumed = run(tmp_path, fields | {"max_steps": 3})
+    assert resumed.returncode == 0 and "precision: auto is " not in resumed.stderr
+    assert yaml.safe_load(config.read_text())["precision"] == other
+    given = run(tmp_path, fields | {"max_steps": 4, "precision": "float32"})
+    assert given.returncode == 0 and yaml.safe_load(config.read_text())["precision"] == "float32"
+
+
+def test_two_ranks_train_in_the_precision_that_the_main_one_chose(latents: Path, tmp_path: Path) -> None:
+    ended = run(tmp_path, train_fields(latents, tmp_path / "run", precision="auto", max_steps=1), num_processes=2)
+    assert ended.returncode == 0 and ended.stderr.count("precision: auto is ") == 1

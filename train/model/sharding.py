@@ -19,9 +19,9 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from shards.base.config import Config
+from shards.base.device import Precision
 from shards.base.errors import RequestError
 
-Precision = Literal["float32", "float16", "bfloat16"]
 Sharding = Literal["none", "grad_op", "full"]
 
 

@@ -47,7 +47,7 @@ def die_with_launcher() -> None:
         )
 
 
-def join_processes(timeout: float) -> Heart:
+def join_processes(timeout: float, device: str) -> Heart:
     """Start the process group, before accelerate would, so that a restarted job meets nothing of the one before it.
 
     The launcher's store outlives the processes that it starts again (`--max_restarts`), and with them the addresses of
@@ -56,6 +56,7 @@ def join_processes(timeout: float) -> Heart:
 
     Args:
         timeout: seconds after which a collective that some process does not join is an error.
+        device: `cuda` or `cpu`, on which all processes train.
 
     Returns:
         What tells the others what this process is at.
@@ -73,7 +74,7 @@ def join_processes(timeout: float) -> Heart:
     # a connection of its own: the group's waits for others
     heart = Heart(rank, world_size, shared.clone(), timeout).start()
     with lost_processes_named(heart):
-        backend = "nccl" if torch.cuda.is_available() else "gloo"
+        backend = "nccl" if device == "cuda" else "gloo"
         dist.init_process_group(backend, store=shared, rank=rank, world_size=world_size, timeout=patience)
     return heart
 

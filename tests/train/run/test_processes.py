@@ -302,4 +302,4 @@ def test_a_rank_that_meets_nobody_says_so(rank: str, monkeypatch: pytest.MonkeyP
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
     with pytest.raises(WorkError, match="Before the first step, a collective failed: another process died, or did not"):
-        join_processes(1.0)
+        join_processes(1.0, "cpu")
