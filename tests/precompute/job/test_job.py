@@ -83,7 +83,7 @@ def test_a_job_with_a_damaged_tar(models: Path, tars: Path, tmp_path: Path) -> N
         (["--workers.batch_size", "0"], "`workers.batch_size` = '0': input should be greater than or equal to 1"),
         (["--buckets", '["100x100"]'], "not a multiple of the VAE's downsampling, 8"),
         (["--vae", "/absent"], "There is no model folder /absent"),
-        (["--input", "/absent"], "There is no tar in /absent"),
+        (["--input", "/absent"], "There is no folder /absent, which `input` names"),
     ],
 )
 def test_wrong_requests_write_nothing(
