@@ -1,6 +1,7 @@
 """The command and the Ray job."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -70,6 +71,8 @@ def test_a_job_with_a_damaged_tar(models: Path, tars: Path, tmp_path: Path) -> N
     second = run_module("precompute", *arguments)
     assert second.returncode == 0, second.stderr
     assert "1 tars encoded (23 samples in, 15 accepted, 8 rejected), 1 had been done before, 0 failed" in second.stdout
+    reasons = re.search(r"Rejected: (.*)\. Their keys and details", second.stdout)
+    assert reasons and sum(int(words.split()[1]) for words in reasons[1].split(", ")) == 8
     third = run_module("precompute", *arguments)
     assert third.returncode == 0
     assert "0 tars encoded (0 samples in, 0 accepted, 0 rejected), 2 had been done before" in third.stdout
@@ -138,3 +141,16 @@ def test_a_worker_that_fits_no_machine_is_refused(
         "\n", " "
     )
     assert not (tmp_path / "root").exists()
+
+
+def test_a_wrong_caption_field_is_warned_of_and_nothing_accepted_fails(
+    models: Path, tars: Path, tmp_path: Path
+) -> None:
+    arguments = precompute_arguments(models, tars, tmp_path / "root", "--captions", '["json:kaption"]')
+    job = run_module("precompute", *arguments)
+    said = job.stderr.replace("\n", " ")
+    assert job.returncode == 1, said
+    assert said.count("warning: no sample of tar ") == 1 and "has a caption in json:kaption" in said
+    assert "json:kaption is absent; the sample has txt, json:" in said
+    assert "error: Nothing was accepted: all 46 samples of this job were rejected, 46 of them as no_caption" in said
+    assert "Rejected: no_caption 46." in job.stdout
