@@ -58,7 +58,8 @@ class Ledger:
                 if self.failures:
                     self.failures.record(event)
                 if not event.in_pause:
-                    self.progress.say(f"tar {tar}: {which}: {failure.text}")
+                    finally_failed = ", and it is not tried again" if not again else ""
+                    self.progress.say(f"tar {tar}: {which}{finally_failed}: {failure.text}")
                 if not again:
                     self.failed[tar] = failure.line
                     self._show()

@@ -20,6 +20,9 @@ from shards.root.committed import TarBooks, committed_parts
 from shards.root.manifest import Manifest
 from shards.root.provenance import source_sha256
 
+UNET_STEP = 64
+"""Pixels: the VAE divides sides by 8, and three halvings by another 8."""
+
 
 def run_job(tars: Sequence[Named], recipe: Recipe, output: Path | str, workers: FleetConfig) -> Ledger:
     """Encode `tars` into the root at `output`, on Ray, which was started, until each is done or has failed.
@@ -79,7 +82,19 @@ def not_committed(tars: Sequence[InputTar], buckets: Sequence[object], store: St
 
 
 def announce(waiting: Sequence[object], num_tars: int, buckets: Sequence[object]) -> None:
-    """Say on stderr what a job is about to do: its workers take a while to start."""
+    """Say on stderr what a job is about to do: its workers take a while to start.
+
+    Stage 1 knows no backbone, so it can only warn of sizes that the most demanding ones refuse.
+    """
+    odd = [name for name in map(str, buckets) if any(int(side) % UNET_STEP for side in name.split("x"))]
+    if odd:
+        print(
+            f"warning: the sides of {', '.join(odd)} are not all multiples of {UNET_STEP} px. U-Nets such as Stable "
+            f"Diffusion's, which halve latents of 1/8 three times, cannot be trained on them; many transformers can. "
+            f"See what your backbone needs before you encode: for aspect buckets set aspect.step to {UNET_STEP}.",
+            file=sys.stderr,
+            flush=True,
+        )
     print(
         f"{len(waiting)} of {num_tars} tars to encode, into {', '.join(map(str, buckets))}. Starting workers, which "
         f"load the encoders first.",

@@ -6,10 +6,12 @@ import shutil
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from precompute.__main__ import run as command
 from precompute.input.tars import InputTar, choose_tars
 from precompute.job.ledger import Ledger
+from precompute.job.run import announce
 from shards.base.errors import RequestError, exit_code_of
 from tests.roots import precompute_arguments, tree
 from tests.runs import run_module
@@ -56,7 +58,7 @@ def test_a_job_with_a_damaged_tar(models: Path, tars: Path, tmp_path: Path) -> N
     )
     first = run_module("precompute", *arguments)
     assert first.returncode == 1
-    assert "tar 00001: attempt 1 of 2 failed: DamagedInput" in first.stderr
+    assert "tar 00001: attempt 1 of 2 failed, and it is not tried again: DamagedInput" in first.stderr
     assert "attempt 2 of 2" not in first.stderr
     assert "error: 1 of 2 tars failed (00001: DamagedInput" in first.stderr.replace("\n", " ")
     commits = tmp_path / "root" / "commits"
@@ -154,3 +156,28 @@ def test_a_wrong_caption_field_is_warned_of_and_nothing_accepted_fails(
     assert "json:kaption is absent; the sample has txt, json:" in said
     assert "error: Nothing was accepted: all 46 samples of this job were rejected, 46 of them as no_caption" in said
     assert "Rejected: no_caption 46." in job.stdout
+
+
+def test_another_vae_on_a_root_is_named_with_both_paths(
+    models: Path, tars: Path, latents: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(models / "vae", tmp_path / "other")
+    (weights,) = (tmp_path / "other").glob("*.safetensors")
+    tensors = load_file(weights)
+    tensors[next(iter(tensors))] += 1
+    save_file(tensors, weights)
+    arguments = precompute_arguments(models, tars, latents, "--vae", str(tmp_path / "other"))
+    assert exit_code_of(lambda: command(arguments)) == 2
+    error = " ".join(capsys.readouterr().err.split())
+    assert f"`vae` is a different model: the root was made with {models / 'vae'}" in error
+    assert f"and this run has {tmp_path / 'other'}." in error
+
+
+@pytest.mark.parametrize(("buckets", "odd"), [(["144x112", "256x256"], "144x112"), (["512x512", "320x192"], "")])
+def test_buckets_that_a_unet_refuses_are_warned_of(
+    buckets: list[str], odd: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    announce([1], 1, buckets)
+    said = capsys.readouterr().err
+    assert (f"warning: the sides of {odd} are not all multiples of 64 px" in said) == bool(odd)
+    assert ("warning" in said) == bool(odd)
