@@ -91,7 +91,8 @@ class TrainConfig(Config):
             raise ValueError(
                 f"global_batch_size {self.global_batch_size} is not a multiple of data.num_canonical_nodes "
                 f"{self.data.num_canonical_nodes}, whose spans share each global batch evenly; give a "
-                f"multiple of it, or set data.num_canonical_nodes to {math.gcd(self.global_batch_size, self.data.num_canonical_nodes)}"
+                f"multiple of it, or set data.num_canonical_nodes to "
+                f"{math.gcd(self.global_batch_size, self.data.num_canonical_nodes)}"
             )
         if self.validation.root is not None and self.validation.every % self.log.every:
             raise ValueError(
