@@ -1,5 +1,6 @@
 """The config of stage 2. Each section's model stands beside the code that reads it."""
 
+import math
 from pathlib import Path
 from typing import Literal
 
@@ -94,7 +95,9 @@ class TrainConfig(Config):
         if self.global_batch_size % self.data.num_canonical_nodes:
             raise ValueError(
                 f"global_batch_size {self.global_batch_size} is not a multiple of data.num_canonical_nodes "
-                f"{self.data.num_canonical_nodes}, whose spans share each global batch evenly"
+                f"{self.data.num_canonical_nodes}, whose spans share each global batch evenly; give a "
+                f"multiple of it, or set data.num_canonical_nodes to "
+                f"{math.gcd(self.global_batch_size, self.data.num_canonical_nodes)}"
             )
         if self.validation.root is not None and self.validation.every % self.log.every:
             raise ValueError(

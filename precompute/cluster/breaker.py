@@ -41,8 +41,9 @@ class Breaker:
         self.failing: set[str] = set()
         """Nodes with an outage since their last success."""
         self.probed: list[str] = []
-        """Keys of the units that showed this pause to be needed."""
-        self.passes = True
+        """Keys of the units that showed this pause to be needed, whatever the cause."""
+        self.unfit = 0
+        """How many of them in a row met what waiting does not mend."""
         self.since = self.next_probe = 0.0
 
     @property
@@ -67,6 +68,7 @@ class Breaker:
         if began <= (self.since if paused else self.met_at):
             return None  # it may have had all that it needed before
         self.probed = []
+        self.unfit = 0
         self.keys.clear()
         if not paused:
             return None
@@ -90,11 +92,11 @@ class Breaker:
             if 2 * len(self.failing) <= len(able):
                 return None
             self.since = now
-        if outage.passes != self.passes:
-            self.passes, self.probed = outage.passes, []  # another cause
+        # causes may alternate, so each probe of a pause counts towards its end
         self.probed.append(key)
+        self.unfit = 0 if outage.passes else self.unfit + 1
         seconds = now - self.since
-        if len(self.probed) >= (self.most if outage.passes else min(self.most, UNFIT_PROBES)):
+        if len(self.probed) >= self.most or self.unfit >= UNFIT_PROBES:
             tried = ", ".join(sorted(set(self.probed)))
             raise WorkError(
                 f"{len(self.probed)} attempts in a row ({tried}) met an outage, over {seconds:.0f} s. The last one: "

@@ -21,6 +21,8 @@ FLOAT32_MAX = float(np.finfo(np.float32).max)
 CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ufeff]+")
 SURROGATE = re.compile(r"[\ud800-\udfff]")
 JSON_PREFIX = "json:"
+MOST_FIELDS, MOST_NAME = 20, 64
+"""How many fields a reject names, and how many characters of each."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,7 @@ def read_captions(raw: RawSample, fields: Sequence[str], max_characters: int) ->
     """A sample's captions, one for each of `fields`: `txt`, or `json:NAME` of its metadata; None where it has none.
 
     Raises:
-        Reject: `no_caption`, where it has none in any field.
+        Reject: `no_caption`, where it has none in any field; the detail names the fields that hold text.
     """
     captions: list[CleanCaption | None] = []
     why_not = []
@@ -60,7 +62,7 @@ def read_captions(raw: RawSample, fields: Sequence[str], max_characters: int) ->
             captions.append(None)
             why_not.append(f"{field} is {reject}")
     if not any(captions):
-        raise Reject("no_caption", ", ".join(why_not))
+        raise Reject("no_caption", f"{', '.join(why_not)}; the sample has {_text_fields(raw)}")
     return captions
 
 
@@ -98,6 +100,14 @@ def valid_text(text: str) -> str:
 
 def _raw_caption(raw: RawSample, field: str) -> object:
     return raw.caption if field == "txt" else raw.metadata.get(field.removeprefix(JSON_PREFIX))
+
+
+def _text_fields(raw: RawSample) -> str:
+    """Name the fields of a sample that could hold captions, for a person."""
+    names = [f"{JSON_PREFIX}{name}" for name, value in raw.metadata.items() if isinstance(value, str) and value.strip()]
+    shown = (["txt"] if raw.caption and raw.caption.strip() else []) + [name[:MOST_NAME] for name in names]
+    more = f" and {len(shown) - MOST_FIELDS} more" if len(shown) > MOST_FIELDS else ""
+    return f"{', '.join(shown[:MOST_FIELDS])}{more}" if shown else "no text in any field"
 
 
 def read_scores(metadata: dict[str, Any]) -> np.ndarray:

@@ -88,7 +88,8 @@ def read_layout(path: Path) -> Layout:
         if end <= size and (damage := damage_at_end(file, end)):
             layout.damage.append(damage)
             beside_damage.append(key)
-    for key in beside_damage:
+    split = split_dotted(layout)
+    for key in [key for first in beside_damage for key in split.get(first, [first])]:
         kinds = {"picture" if suffix in IMAGE_SUFFIXES else suffix for suffix in layout.members.get(key, ())}
         if key and not {"picture", "txt", "json"} <= kinds:
             layout.lost.setdefault(key, "a member of it is damaged or missing")
@@ -103,6 +104,30 @@ def _place(layout: Layout, key: str, suffix: str, before: str, member: Member) -
     elif members and key != before:
         layout.damage.append(f"is not in order: the key {key} comes twice, with other samples between")
     members.setdefault(suffix, member)
+
+
+def split_dotted(layout: Layout) -> dict[str, list[str]]:
+    """Split members such as `a.b.jpg` and `a.b.txt` into samples by their last dot, where no member of `a` has a plain
+    suffix; returns the new keys of each that was split.
+
+    Elsewhere a key ends at the first dot, as in webdataset: beside `a.jpg`, `a.seg.png` is a further member of `a`.
+    """
+    split: dict[str, list[str]] = {}
+    grouped, layout.members = layout.members, {}
+    for key, members in grouped.items():
+        if not all("." in suffix for suffix in members):
+            layout.members[key] = members
+            continue
+        why_lost, before = layout.lost.pop(key, None), ""
+        split[key] = []
+        for member in members.values():
+            name = split_name(member.name, at_last_dot=True)
+            _place(layout, *name, before, member)
+            before = name[0]
+            split[key].append(before)
+            if why_lost:
+                layout.lost[name[0]] = why_lost
+    return split
 
 
 class Header(tarfile.TarInfo):
@@ -185,10 +210,10 @@ def after_global_header(file: BinaryIO, offset: int) -> int:
     return offset + BLOCK + -(-header.size // BLOCK) * BLOCK if header.type == tarfile.XGLTYPE else offset
 
 
-def split_name(name: str) -> tuple[str, str]:
+def split_name(name: str, at_last_dot: bool = False) -> tuple[str, str]:
     """`folder/000420017.jpg` → key and suffix. What is not UTF-8 in it is written out as escapes."""
-    name = name.encode("utf-8", "backslashreplace").decode()
-    key, _, suffix = name.rpartition("/")[2].partition(".")
+    name = name.encode("utf-8", "backslashreplace").decode().rpartition("/")[2]
+    key, _, suffix = name.rpartition(".") if at_last_dot else name.partition(".")
     return key, suffix.lower()
 
 

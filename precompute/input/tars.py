@@ -92,8 +92,30 @@ def list_tars(folder: str) -> list[InputTar]:
     file_system, names = _listed(folder, "*.tar")
     found = [name for name in names if not Path(name).name.startswith(".")]
     if not found:
-        raise RequestError(f"There is no tar in {folder}. Set `input` to the folder that `make download` wrote.")
+        compressed = [name for pattern in ("*.tar.*", "*.tgz") for name in _listed(folder, pattern)[1]]
+        if compressed:
+            raise RequestError(
+                f"{folder} holds only compressed tars, such as {Path(compressed[0]).name}, and they cannot be read at "
+                "random. Decompress them in place (gunzip, zstd -d, …)."
+            )
+        if not _exists(file_system, folder):
+            raise RequestError(
+                f"There is no folder {folder}, which `input` names. Set `input` to the folder that holds the tars: one "
+                "that `make download` wrote, or your own."
+            )
+        raise RequestError(
+            f"There is no tar in {folder}. Set `input` to a folder that holds NAME.tar directly: one that `make "
+            "download` wrote, or your own."
+        )
     return [InputTar(Path(name).stem, file_system.unstrip_protocol(name)) for name in found]
+
+
+def _exists(file_system: Any, folder: str) -> bool:
+    """Whether there is such a folder; object stores have none, so there it depends on the objects below it."""
+    try:
+        return bool(file_system.exists(fsspec.core.url_to_fs(folder)[1]))
+    except (OSError, ValueError) as error:
+        raise RequestError(f"The input {folder} cannot be listed: {error}.") from error
 
 
 def _listed(folder: str, pattern: str) -> tuple[Any, list[str]]:
@@ -189,7 +211,13 @@ class Tar:
         self.bytes = path.stat().st_size
         layout = read_layout(path)
         if layout.damage and policy == "reject":
-            raise DamagedInput(f"{path} {layout.damage[0]}. Download this tar again.")
+            if "is not in order" in layout.damage[0]:
+                remedy = "Write it again, sorted by name: tar --sort=name -cf NAME.tar -C FOLDER ."
+            elif "comes twice" in layout.damage[0]:
+                remedy = "Write it again with a key of its own for each sample."
+            else:
+                remedy = "Download this tar again, or write it again if it is your own."
+            raise DamagedInput(f"{path} {layout.damage[0]}. {remedy}")
         self.policy = policy
         self.damage = layout.damage
         self.members = {key: members for key, members in layout.members.items() if key not in layout.lost}

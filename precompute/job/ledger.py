@@ -1,5 +1,6 @@
 """What came of each tar of a job so far: on stderr, in failures.jsonl, and for Prometheus."""
 
+from collections import Counter
 from types import TracebackType
 
 from precompute.cluster.failures import FailureLog
@@ -16,6 +17,8 @@ class Ledger:
     def __init__(self, total: int, failures: FailureLog | None = None):
         self.total, self.failures = total, failures
         self.done = self.samples_in = self.encoded = 0
+        self.rejected: Counter[str] = Counter()
+        """Reason → samples in no bucket."""
         self.failed: dict[str, str] = {}
         """Tar → the last attempt's error."""
         self.under_way = UnderWay(0, 0)
@@ -47,6 +50,7 @@ class Ledger:
                 self.done += 1
                 self.samples_in += books.samples_in
                 self.encoded += books.encoded
+                self.rejected.update(books.rejected)
                 self.metrics.tar_done(books, node)
                 self._show()
             case Failed(key=tar, which=which, failure=failure, again=again):
@@ -54,7 +58,8 @@ class Ledger:
                 if self.failures:
                     self.failures.record(event)
                 if not event.in_pause:
-                    self.progress.say(f"tar {tar}: {which}: {failure.text}")
+                    finally_failed = ", and it is not tried again" if not again else ""
+                    self.progress.say(f"tar {tar}: {which}{finally_failed}: {failure.text}")
                 if not again:
                     self.failed[tar] = failure.line
                     self._show()

@@ -42,7 +42,8 @@ class UrlsConfig(Config):
     drop_duplicates: bool = True
     """Of rows with the same URL, byte for byte, keep the first that passed all else."""
     opt_out: Path | None = None
-    """Drop what this file lists: text with a URL or a host per line, or parquet with a URL column."""
+    """Drop the hosts and URLs that this file lists: text with one per line, or parquet with a URL column. An entry that
+    would drop nothing is refused."""
 
 
 class SelectConfig(Config):

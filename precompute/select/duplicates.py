@@ -5,22 +5,21 @@ share a hash by chance with probability n² / 2¹²⁹: 4 × 10⁻²⁰ for five
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import islice
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from types import TracebackType
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 import xxhash
 
-from precompute.select.metadata import BATCH_ROWS, find_columns
 from shards.base.durable import write_atomically
-from shards.base.errors import RequestError
 
 ENTRY = np.dtype([("high", "<u8"), ("low", "<u8"), ("row", "<i8")])
 SEGMENT_ROWS = 2**20
 ENTRIES_NAME, OFFSETS_NAME = "hashes.bin", "offsets.npy"
+COMPARABLE_NAME = "comparable"
+"""Subfolder with hashes of URLs as the opt-out list is compared with them; duplicates are compared byte for byte."""
 FILE_SHIFT = 40  # a row's place in the input order: file number × 2⁴⁰ + row in the filtered file
 OPTED_OUT, DUPLICATE = 0, 1  # the last bit of a drop
 
@@ -37,32 +36,52 @@ def count_partitions(num_rows: int, partition_rows: int) -> int:
 
 
 def write_hashes(folder: Path, hashes: Iterable[np.ndarray], partitions: int) -> None:
-    """(n, 2) hashes into `folder`, in segments that are each sorted by partition; rows are numbered as they come."""
-    num_rows, offsets = 0, []
-    with (folder / ENTRIES_NAME).open("wb") as file:
-        for segment in _segments(hashes):
-            prefix = partition_of(segment[:, 0], partitions)
-            order = np.argsort(prefix, kind="stable")
-            entries = np.empty(len(segment), ENTRY)
-            entries["high"], entries["low"] = segment[order].T
-            entries["row"] = num_rows + order
-            file.write(entries.tobytes())
-            sizes = np.bincount(prefix, minlength=partitions)
-            offsets.append(num_rows + np.concatenate([[0], np.cumsum(sizes)]))
-            num_rows += len(segment)
-    np.save(folder / OFFSETS_NAME, np.array(offsets, np.int64).reshape(-1, partitions + 1))
+    """Write (n, 2) hashes into `folder`; see `HashWriter`."""
+    with HashWriter(folder, partitions) as writer:
+        for some in hashes:
+            writer.add(some)
 
 
-def _segments(hashes: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
-    """The same, in arrays of SEGMENT_ROWS or more."""
-    waiting: list[np.ndarray] = []
-    for some in hashes:
-        waiting.append(some)
-        if sum(map(len, waiting)) >= SEGMENT_ROWS:
-            yield np.concatenate(waiting)
-            waiting = []
-    if waiting:
-        yield np.concatenate(waiting)
+class HashWriter:
+    """Writes hashes into `folder`, in segments that are each sorted by partition; rows are numbered as they come."""
+
+    def __init__(self, folder: Path, partitions: int):
+        self.folder, self.partitions = folder, partitions
+        self.waiting: list[np.ndarray] = []
+        self.num_rows = 0
+        self.offsets: list[np.ndarray] = []
+        folder.mkdir(exist_ok=True)
+        self.file = (folder / ENTRIES_NAME).open("wb")
+
+    def __enter__(self) -> "HashWriter":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        with self.file:
+            if kind is None:
+                self._write_segment()
+                np.save(self.folder / OFFSETS_NAME, np.array(self.offsets, np.int64).reshape(-1, self.partitions + 1))
+
+    def add(self, hashes: np.ndarray) -> None:
+        """Add (n, 2) hashes."""
+        self.waiting.append(hashes)
+        if sum(map(len, self.waiting)) >= SEGMENT_ROWS:
+            self._write_segment()
+
+    def _write_segment(self) -> None:
+        if not self.waiting:
+            return
+        segment = np.concatenate(self.waiting)
+        self.waiting = []
+        prefix = partition_of(segment[:, 0], self.partitions)
+        order = np.argsort(prefix, kind="stable")
+        entries = np.empty(len(segment), ENTRY)
+        entries["high"], entries["low"] = segment[order].T
+        entries["row"] = self.num_rows + order
+        self.file.write(entries.tobytes())
+        sizes = np.bincount(prefix, minlength=self.partitions)
+        self.offsets.append(self.num_rows + np.concatenate([[0], np.cumsum(sizes)]))
+        self.num_rows += len(segment)
 
 
 def partition_of(high: np.ndarray, partitions: int) -> np.ndarray:
@@ -87,30 +106,44 @@ def find_drops(
     """Write the drops of one partition to `target`, unless it is there: sorted int64, place × 2 + reason.
 
     Args:
-        filtered: the folders of the filtered files, in input order.
+        filtered: the folders of the filtered files, in input order; their URLs' hashes, and with `opt_out` those of
+            the comparable URLs in the folder `COMPARABLE_NAME` of each.
         opt_out: the folder with the hashes of opted-out URLs.
     """
     if target.exists():
         return target
-    parts = [read_partition(folder, partition) for folder in filtered]
-    places = [(number << FILE_SHIFT) + entries["row"] for number, entries in enumerate(parts)]
-    if opt_out:  # before every row
-        parts = [read_partition(opt_out, partition), *parts]
-        places = [np.full(len(parts[0]), -1), *places]
-    write_atomically(target, _drops(np.concatenate(parts), np.concatenate(places), drop_duplicates).tobytes())
+    drops = [np.empty(0, np.int64)]
+    if opt_out:
+        listed = read_partition(opt_out, partition)
+        entries, places = _read_partitions([folder / COMPARABLE_NAME for folder in filtered], partition)
+        # before every row
+        entries, places = np.concatenate([listed, entries]), np.concatenate([np.full(len(listed), -1), places])
+        first_places = _first_places(entries, places)
+        drops.append(places[(first_places < 0) & (places >= 0)] * 2 + OPTED_OUT)
+    if drop_duplicates:
+        entries, places = _read_partitions(filtered, partition)
+        drops.append(places[_first_places(entries, places) < places] * 2 + DUPLICATE)
+    write_atomically(target, np.sort(np.concatenate(drops)).tobytes())
     return target
 
 
-def _drops(entries: np.ndarray, places: np.ndarray, drop_duplicates: bool) -> np.ndarray:
-    # lexsort is stable, and places ascend: within one hash the first in input order is first
+def _read_partitions(folders: Sequence[Path], partition: int) -> tuple[np.ndarray, np.ndarray]:
+    """ENTRY of one partition of all files, and their places."""
+    parts = [read_partition(folder, partition) for folder in folders]
+    places = [(number << FILE_SHIFT) + entries["row"] for number, entries in enumerate(parts)]
+    return np.concatenate([np.empty(0, ENTRY), *parts]), np.concatenate([np.empty(0, np.int64), *places])
+
+
+def _first_places(entries: np.ndarray, places: np.ndarray) -> np.ndarray:
+    """For each entry the place of the first one with the same hash; `places` ascend, apart from equal ones."""
+    # lexsort is stable: within one hash the first in input order is first
     order = np.lexsort((entries["low"], entries["high"]))
-    entries, places = entries[order], places[order]
+    ordered = entries[order]
     is_first = np.ones(len(entries), bool)
-    is_first[1:] = (entries["high"][1:] != entries["high"][:-1]) | (entries["low"][1:] != entries["low"][:-1])
-    first_places = places[is_first][np.cumsum(is_first) - 1]
-    opted_out = (first_places < 0) & (places >= 0)
-    duplicate = ~is_first & (first_places >= 0) & drop_duplicates
-    return np.sort(np.concatenate([places[opted_out] * 2 + OPTED_OUT, places[duplicate] * 2 + DUPLICATE]))
+    is_first[1:] = (ordered["high"][1:] != ordered["high"][:-1]) | (ordered["low"][1:] != ordered["low"][:-1])
+    first_places = np.empty(len(entries), np.int64)
+    first_places[order] = places[order][is_first][np.cumsum(is_first) - 1]
+    return first_places
 
 
 def rows_to_drop(paths: Sequence[Path], number: int) -> tuple[np.ndarray, np.ndarray]:
@@ -123,57 +156,5 @@ def rows_to_drop(paths: Sequence[Path], number: int) -> tuple[np.ndarray, np.nda
             parts.append(np.array(values[np.searchsorted(values, low) : np.searchsorted(values, high)]))
     drops_of_file = np.concatenate(parts) - low
     rows, reasons = drops_of_file // 2, drops_of_file % 2
-    return rows[reasons == OPTED_OUT], rows[reasons == DUPLICATE]
-
-
-def read_hosts(path: Path) -> list[str]:
-    """The hosts that a text file lists, lower case, sorted: its lines without a `://`. Parquet lists URLs alone.
-
-    Raises:
-        RequestError: no such file, or not UTF-8.
-    """
-    if path.suffix == ".parquet":
-        return []
-    return sorted({line.lower().strip(".") for line in _lines(path) if "://" not in line})
-
-
-def hash_listed_urls(path: Path, target: Path, partitions: int) -> None:
-    """Hash every URL of the file into the folder `target`, in partitions.
-
-    Raises:
-        RequestError: no such file, not UTF-8, not parquet, or no URL column.
-    """
-    urls = _parquet_urls(path) if path.suffix == ".parquet" else _text_urls(path)
-    write_hashes(target, map(hash_urls, urls), partitions)
-
-
-def _text_urls(path: Path) -> Iterator[pa.Array]:
-    urls = (line for line in _lines(path) if "://" in line)
-    while batch := list(islice(urls, BATCH_ROWS)):
-        yield pa.array(batch, pa.string())
-
-
-def _parquet_urls(path: Path) -> Iterator[pa.Array]:
-    try:
-        with pq.ParquetFile(path) as file:
-            column = find_columns(file.schema_arrow, str(path)).get("URL")
-            if column is None:
-                names = ", ".join(file.schema_arrow.names)
-                raise RequestError(f"The opt-out file {path} has no URL column; it has {names}.")
-            for batch in file.iter_batches(BATCH_ROWS, columns=[column]):
-                yield batch.column(0).drop_null()
-    except (pa.ArrowException, OSError) as error:
-        raise RequestError(f"The opt-out file {path} cannot be read as parquet: {error}. Mend it.") from None
-
-
-def _lines(path: Path) -> Iterator[str]:
-    """The entries of a text file; blank lines and those that begin with # are none."""
-    try:
-        with path.open(encoding="utf-8") as file:
-            for line in file:
-                if (entry := line.strip()) and not entry.startswith("#"):
-                    yield entry
-    except FileNotFoundError:
-        raise RequestError(f"There is no opt-out file {path}.") from None
-    except UnicodeDecodeError as error:
-        raise RequestError(f"The opt-out file {path} is not UTF-8 text: {error}. Mend it, or give parquet.") from None
+    opted_out = rows[reasons == OPTED_OUT]
+    return opted_out, np.setdiff1d(rows[reasons == DUPLICATE], opted_out)  # a row counts once

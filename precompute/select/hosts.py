@@ -4,7 +4,7 @@ import re
 import socket
 import unicodedata
 import urllib.parse
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from ipaddress import ip_address
 
 import numpy as np
@@ -81,12 +81,79 @@ def _judge(urls: pa.Array, pattern: str, judge: Callable[[str | None], bool]) ->
     return mask
 
 
-def is_listed(urls: pa.Array, hosts: pa.Array) -> np.ndarray:
-    """Whether the host of each URL is one of `hosts` (lower case) or below one of them."""
-    names = pc.struct_field(pc.extract_regex(urls, r"^[A-Za-z]+://(?:[^/?#@]*@)?(?P<host>[^/?#:]*)"), "host")
-    names = pc.utf8_lower(pc.fill_null(names, ""))
-    listed = np.asarray(pc.is_in(names, hosts))
-    while pc.any(pc.match_substring(names, ".")).as_py():
-        names = pc.replace_substring_regex(names, r"^[^.]*\.?", "")
-        listed = listed | np.asarray(pc.is_in(names, hosts))
-    return listed
+def hosts_of(url: str) -> list[str]:
+    """The hosts that clients may take an http or https URL to name: mostly one, none of another kind of URL.
+
+    They disagree about backslashes, which browsers read as slashes.
+    """
+    first = host_of(url)
+    second = host_of(url.replace("\\", "/")) if "\\" in url else None
+    return list(dict.fromkeys(host for host in (first, second) if host))
+
+
+# Characters that names ignore (Unicode's Default_Ignorable_Code_Point, as far as UTS 46 drops them).
+_IGNORED = re.compile("[\u00ad\u034f\u180b-\u180f\u200b-\u200d\u2060\u2064\ufe00-\ufe0f\ufeff]")
+_DOTS = re.compile("[\u3002\uff0e\uff61]")
+
+
+def comparable_host(host: str) -> str:
+    """Spell a host so that two spellings of one are equal: for comparison, not to be resolved.
+
+    Case, the trailing dot, percent-encoding, international names in Unicode or Punycode and unusual spellings of
+    addresses do not matter. Both versions of IDNA give one result: `straße.de` is `strasse.de`, as the downloader
+    resolves it, and `xn--strae-oqa.de`, as browsers do.
+    """
+    host = urllib.parse.unquote(host).strip("[]").partition("%")[0]
+    host = _fold(_DOTS.sub(".", host)).strip(".")
+    try:
+        address = ip_address(host if ":" in host else socket.inet_ntoa(socket.inet_aton(host)))
+    except (OSError, ValueError):
+        return ".".join(map(_comparable_label, host.split(".")))
+    mapped = address.ipv4_mapped if address.version == 6 else None
+    return str(mapped or address)
+
+
+def _comparable_label(label: str) -> str:
+    if label.startswith("xn--"):
+        try:
+            label = _fold(label[4:].encode().decode("punycode"))
+        except UnicodeError:
+            return label
+    return label if label.isascii() else f"xn--{label.encode('punycode').decode()}"
+
+
+def _fold(text: str) -> str:
+    """Unicode's NFKC_Casefold, on which names of hosts are based."""
+    text = _IGNORED.sub("", text)
+    if text.isascii():
+        return text.lower()
+    return unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", text).casefold())
+
+
+def is_listed(urls: pa.Array, hosts: Collection[str]) -> np.ndarray:
+    """Mask over `urls` (no nulls, whole UTF-8): the host is one of `hosts`, or below one of them.
+
+    Args:
+        hosts: as `comparable_host` spells them.
+    """
+    hosts = frozenset(hosts)
+    mask = np.zeros(len(urls), bool)
+    plain = np.asarray(pc.match_substring_regex(urls, PLAIN_HOST)) & ~np.asarray(
+        pc.match_substring(urls, "xn--", ignore_case=True)
+    )
+    names = pc.struct_field(pc.extract_regex(urls.filter(pa.array(plain)), r"^[A-Za-z]+://(?P<host>[^/?#:]*)"), "host")
+    encoded = pc.dictionary_encode(names)  # few hosts serve most pictures
+    listed = [_is_at_or_below(name.lower().rstrip("."), hosts) for name in encoded.dictionary.to_pylist()]
+    mask[plain] = np.array(listed, bool)[np.asarray(encoded.indices)] if listed else False
+    for index in np.flatnonzero(~plain):
+        named = hosts_of(urls[int(index)].as_py())
+        mask[index] = any(_is_at_or_below(comparable_host(host), hosts) for host in named)
+    return mask
+
+
+def _is_at_or_below(host: str, hosts: frozenset[str]) -> bool:
+    while host not in hosts:
+        _, dot, host = host.partition(".")
+        if not dot:
+            return False
+    return True

@@ -15,6 +15,7 @@ from precompute.select import duplicates
 from precompute.select.config import SelectConfig
 from precompute.select.funnel import build_funnel, draw_funnel
 from precompute.select.metadata import WORK_NAME, MetadataFile, find_files, inspect
+from precompute.select.opt_out import read_hosts, read_urls
 from precompute.select.parallel import workers
 from precompute.select.passes import FilteredFile, OutputFile, filter_file, plan_outputs, write_output
 from precompute.select.rules import build_rules
@@ -34,7 +35,10 @@ def select(config: SelectConfig) -> dict[str, Any]:
         WorkError: a damaged file; no row left.
         OSError: no space.
     """
-    hosts = duplicates.read_hosts(config.urls.opt_out) if config.urls.opt_out else []
+    hosts: list[str] = []
+    if config.urls.opt_out:
+        hosts, num_urls = read_hosts(config.urls.opt_out)
+        print(f"{config.urls.opt_out} opts out {len(hosts):,} hosts and {num_urls:,} URLs.", flush=True)
     rules = build_rules(config.filters, config.urls, hosts)
     files = [inspect(address, rules) for address in find_files(config.metadata)]
     request = _digest(config, files)
@@ -128,7 +132,7 @@ def _calls_of_drops(config: SelectConfig, run: Path, filtered: list[Path], parti
     if config.urls.opt_out:
         opt_out = run / "opt_out"
         opt_out.mkdir(exist_ok=True)
-        duplicates.hash_listed_urls(config.urls.opt_out, opt_out, partitions)
+        duplicates.write_hashes(opt_out, map(duplicates.hash_urls, read_urls(config.urls.opt_out)), partitions)
     elif not config.urls.drop_duplicates:
         return []
     names = [f"drops-{index:05d}-of-{partitions:05d}" for index in range(partitions)]

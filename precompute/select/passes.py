@@ -9,6 +9,7 @@ import json
 import shutil
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -17,8 +18,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from precompute.select.config import SelectConfig
-from precompute.select.duplicates import hash_urls, rows_to_drop, write_hashes
+from precompute.select.duplicates import COMPARABLE_NAME, HashWriter, hash_urls, rows_to_drop
 from precompute.select.metadata import DICTIONARY_COLUMNS, OUTPUT_SCHEMA, WORK_NAME, MetadataFile, read_batches, unify
+from precompute.select.opt_out import comparable_urls
 from precompute.select.rules import Rule, apply, build_rules, tally
 from shards.base.durable import canonical_json, fsync_tree, read_sealed_json, write_atomically, write_sealed_json
 from shards.base.errors import WorkError
@@ -49,6 +51,7 @@ def _folder_of(config: SelectConfig, source: MetadataFile, opt_out_hosts: list[s
         config.urls.allow_private_hosts,
         partitions,
         opt_out_hosts,
+        config.urls.opt_out is not None,
     ]
     digest = hashlib.sha256(canonical_json({"identity": identity})).hexdigest()[:16]
     return config.output / WORK_NAME / f"{source.name.removesuffix('.parquet')}-{digest}"
@@ -67,17 +70,22 @@ def filter_file(config: SelectConfig, source: MetadataFile, opt_out_hosts: list[
         shutil.rmtree(attempt, ignore_errors=True)
         attempt.mkdir(parents=True)
         rules = build_rules(config.filters, config.urls, opt_out_hosts)
-        _write_attempt(attempt, source, rules, partitions)
+        _write_attempt(attempt, source, rules, partitions, config.urls.opt_out is not None)
         fsync_tree(attempt)
         attempt.replace(folder)
     receipt = read_sealed_json(folder / RECEIPT_NAME)
     return FilteredFile(folder, source.name, receipt["rows_out"], Counter(receipt["counts"]))
 
 
-def _write_attempt(attempt: Path, source: MetadataFile, rules: list[Rule], partitions: int) -> None:
+def _write_attempt(attempt: Path, source: MetadataFile, rules: list[Rule], partitions: int, has_opt_outs: bool) -> None:
     counts: Counter[str] = Counter()
     groups = write_rows(attempt / ROWS_NAME, _filtered(source, rules, counts), "lz4")
-    write_hashes(attempt, (hash_urls(group["URL"]) for group in groups), partitions)
+    with HashWriter(attempt, partitions) as hashes, ExitStack() as stack:
+        comparable = stack.enter_context(HashWriter(attempt / COMPARABLE_NAME, partitions)) if has_opt_outs else None
+        for group in groups:
+            hashes.add(hash_urls(group["URL"]))
+            if comparable is not None:
+                comparable.add(hash_urls(comparable_urls(group["URL"].combine_chunks())))
     num_rows = pq.read_metadata(attempt / ROWS_NAME).num_rows
     write_sealed_json(attempt / RECEIPT_NAME, {"rows_out": num_rows, "counts": counts})
 

@@ -106,7 +106,7 @@ def _text_rules(filters: FiltersConfig, urls: UrlsConfig, opt_out_hosts: list[st
         judge = _of_texts(lambda texts: ~are_private(texts))
         rules.append(Rule("url_host", "a host that is not private", ("URL",), option, judge))
     if opt_out_hosts:
-        hosts = pa.array(opt_out_hosts, pa.string())
+        hosts = frozenset(opt_out_hosts)
         judge = _of_texts(lambda texts: ~is_listed(texts, hosts))
         rules.append(Rule("opt_out_host", "host not in the opt-out file", ("URL",), "urls.opt_out", judge))
     return rules

@@ -37,10 +37,15 @@ def check_root(store: Store, encoding: EncodingRecord) -> None:
                 f"{store.where()} is not empty and not a latents root (it has no {FILE_NAME}). Give another `output`."
             )
         return
-    differences = EncodingRecord.load(store).differences(encoding)
+    theirs = EncodingRecord.load(store)
+    differences = theirs.differences(encoding)
     if differences:
+        vae = ""
+        if any(difference.startswith("image.weights.") for difference in differences):
+            here, there = encoding.image.weights.name, theirs.image.weights.name
+            vae = f" `vae` is a different model: the root was made with {there}, and this run has {here}."
         raise RequestError(
-            f"{store.where()} was written with another encoding: {'; '.join(differences)} (root ≠ this run). Its "
+            f"{store.where()} was written with another encoding: {'; '.join(differences)} (root ≠ this run).{vae} Its "
             f"latents and new ones would not mean the same. Give another `output`, or set these fields as the root has "
             f"them."
         )

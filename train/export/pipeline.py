@@ -73,6 +73,8 @@ def write_pipeline(run_dir: Place, options: ExportConfig) -> Path:
             raise RequestError(f"{run_dir} is an address, and a pipeline a folder. Give --output FOLDER for it.")
         with copied(run_dir, options.step) as copy:
             return write_pipeline(copy, options)
+    if not run_dir.is_dir():
+        raise RequestError(f"There is no run folder {run_dir}. Give the run_dir of a training run.")
     target = options.output or run_dir / "export"
     if target.exists() and not target.is_dir():
         raise RequestError(f"{target} is a file, and a pipeline is a folder. Give another --output.")

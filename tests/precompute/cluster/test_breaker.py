@@ -4,6 +4,7 @@ import json
 import os
 import traceback
 from collections import Counter
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -113,6 +114,24 @@ def test_an_outage_without_an_end_stops_the_job(clock: Clock, monkeypatch: pytes
         told(iter(make_fleet(monkeypatch, cluster, KEYS, backoff=5)))
     print(f"an outage without an end: stopped after {clock.now - 1000:.0f} s")
     assert 45 * 60 < clock.now - 1000 < 70 * 60
+
+
+@pytest.mark.parametrize("by", ["attempt", "node"])
+def test_alternating_causes_stop_the_job_as_one_cause_does(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch, by: str
+) -> None:
+    """Each change of the cause once began the count anew, and the job paused for ever."""
+    lacking, number = missing_model(), count()
+
+    def act(key: str, node: str, now: float) -> tuple[float, Outcome]:
+        return 1, SLOW_DOWN if (next(number) % 2 if by == "attempt" else node == "a") else lacking
+
+    cluster = TimedCluster(clock, {"a": 2, "b": 2}, act)
+    many = [f"{number:05d}" for number in range(2000)]
+    with pytest.raises(WorkError, match=r"(4|16) attempts in a row .* met an outage"):
+        for _ in make_fleet(monkeypatch, cluster, many, backoff=5, lost_attempts=10**6):
+            assert clock.now - 1000 < 2 * 3600
+    assert len(cluster.given) < 60
 
 
 def test_what_one_node_lacks_is_done_elsewhere(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,7 +64,11 @@ def test_several_fields() -> None:
     assert [caption and caption.text for caption in found] == ["a picture", None, "alt text", None, None]
     with pytest.raises(Reject) as caught:
         read_captions(raw, ["json:absent", "json:empty", "json:number"], LIMIT)
-    assert str(caught.value) == "json:absent is absent, json:empty is empty, json:number is no text but int"
+    assert str(caught.value) == (
+        "json:absent is absent, json:empty is empty, json:number is no text but int; the sample has txt, json:blip"
+    )
+    with pytest.raises(Reject, match="txt is absent; the sample has no text in any field"):
+        read_captions(RawSample("0"), ["txt"], LIMIT)
 
 
 @pytest.mark.parametrize(

@@ -155,7 +155,7 @@ def test_broken_json_costs_the_metadata_alone(tmp_path: Path) -> None:
 def test_listing(tar: Path, tmp_path: Path) -> None:
     assert [shard.name for shard in list_tars(str(tar.parent))] == ["00007"]
     assert [shard.name for shard in list_tars(f"file://{tar.parent}")] == ["00007"]
-    with pytest.raises(RequestError, match="There is no tar in"):
+    with pytest.raises(RequestError, match="There is no folder"):
         list_tars(str(tmp_path / "absent"))
 
 
@@ -256,3 +256,48 @@ def test_a_parquet_of_too_many_rows_is_not_read(tar: Path, monkeypatch: pytest.M
     monkeypatch.setattr(tars, "MAX_ROWS", 5)
     with pytest.raises(DamagedInput, match="6 rows, where no more than 5 are read"):
         counted_samples(InputTar("00007", str(tar)))
+
+
+def of_names(*names: str) -> dict[str, bytes]:
+    return {name: name.encode() for name in names}
+
+
+@pytest.mark.parametrize(
+    ("names", "samples"),
+    [
+        (["key.with.dots.jpg", "key.with.dots.txt"], {"key.with.dots": (b"key.with.dots.jpg", b"key.with.dots.txt")}),
+        (
+            ["v1.0.JPG", "v1.0.txt", "v1.1.jpg", "v1.1.txt"],
+            {"v1.0": (b"v1.0.JPG", b"v1.0.txt"), "v1.1": (b"v1.1.jpg", b"v1.1.txt")},
+        ),
+        (["a.jpg", "a.seg.png", "a.txt"], {"a": (b"a.jpg", b"a.txt")}),  # as in webdataset
+        (["d.e/a.seg.png", "d.e/a.jpg", "d.e/a.txt"], {"a": (b"d.e/a.jpg", b"d.e/a.txt")}),
+        (["a.rgb.png", "a.txt"], {"a": (None, b"a.txt")}),  # webdataset's key, and no picture that we would know
+    ],
+)
+def test_keys_with_dots(names: list[str], samples: dict[str, tuple[bytes | None, bytes]], tmp_path: Path) -> None:
+    found = {
+        sample.key: (sample.image, sample.caption)
+        for sample in Tar(write_tar(tmp_path / "a.tar", of_names(*names)), LIMIT).samples()
+    }
+    assert found == samples
+
+
+def test_two_pictures_of_a_key_with_dots_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(DamagedInput, match=r"the key a\.b comes twice"):
+        Tar(write_tar(tmp_path / "a.tar", of_names("a.b.jpg", "a.b.png", "a.b.txt")), LIMIT)
+
+
+def test_the_remedy_for_members_out_of_order_is_to_sort_them(tmp_path: Path) -> None:
+    with pytest.raises(DamagedInput, match=r"is not in order: the key a comes twice.* tar --sort=name"):
+        Tar(write_tar(tmp_path / "a.tar", of_names("a.jpg", "b.jpg", "a.txt", "b.txt")), LIMIT)
+
+
+def test_folders_without_tars_say_what_they_hold(tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match=r"There is no folder .*absent, which `input` names"):
+        list_tars(str(tmp_path / "absent"))
+    with pytest.raises(RequestError, match="There is no tar in"):
+        list_tars(str(tmp_path))
+    (tmp_path / "00000.tar.gz").touch()
+    with pytest.raises(RequestError, match=r"holds only compressed tars, such as 00000\.tar\.gz.* Decompress them"):
+        list_tars(str(tmp_path))

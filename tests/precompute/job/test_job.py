@@ -1,14 +1,17 @@
 """The command and the Ray job."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from precompute.__main__ import run as command
 from precompute.input.tars import InputTar, choose_tars
 from precompute.job.ledger import Ledger
+from precompute.job.run import announce
 from shards.base.errors import RequestError, exit_code_of
 from tests.roots import precompute_arguments, tree
 from tests.runs import run_module
@@ -55,7 +58,7 @@ def test_a_job_with_a_damaged_tar(models: Path, tars: Path, tmp_path: Path) -> N
     )
     first = run_module("precompute", *arguments)
     assert first.returncode == 1
-    assert "tar 00001: attempt 1 of 2 failed: DamagedInput" in first.stderr
+    assert "tar 00001: attempt 1 of 2 failed, and it is not tried again: DamagedInput" in first.stderr
     assert "attempt 2 of 2" not in first.stderr
     assert "error: 1 of 2 tars failed (00001: DamagedInput" in first.stderr.replace("\n", " ")
     commits = tmp_path / "root" / "commits"
@@ -70,6 +73,8 @@ def test_a_job_with_a_damaged_tar(models: Path, tars: Path, tmp_path: Path) -> N
     second = run_module("precompute", *arguments)
     assert second.returncode == 0, second.stderr
     assert "1 tars encoded (23 samples in, 15 accepted, 8 rejected), 1 had been done before, 0 failed" in second.stdout
+    reasons = re.search(r"Rejected: (.*)\. Their keys and details", second.stdout)
+    assert reasons and sum(int(words.split()[1]) for words in reasons[1].split(", ")) == 8
     third = run_module("precompute", *arguments)
     assert third.returncode == 0
     assert "0 tars encoded (0 samples in, 0 accepted, 0 rejected), 2 had been done before" in third.stdout
@@ -83,7 +88,7 @@ def test_a_job_with_a_damaged_tar(models: Path, tars: Path, tmp_path: Path) -> N
         (["--workers.batch_size", "0"], "`workers.batch_size` = '0': input should be greater than or equal to 1"),
         (["--buckets", '["100x100"]'], "not a multiple of the VAE's downsampling, 8"),
         (["--vae", "/absent"], "There is no model folder /absent"),
-        (["--input", "/absent"], "There is no tar in /absent"),
+        (["--input", "/absent"], "There is no folder /absent, which `input` names"),
     ],
 )
 def test_wrong_requests_write_nothing(
@@ -138,3 +143,41 @@ def test_a_worker_that_fits_no_machine_is_refused(
         "\n", " "
     )
     assert not (tmp_path / "root").exists()
+
+
+def test_a_wrong_caption_field_is_warned_of_and_nothing_accepted_fails(
+    models: Path, tars: Path, tmp_path: Path
+) -> None:
+    arguments = precompute_arguments(models, tars, tmp_path / "root", "--captions", '["json:kaption"]')
+    job = run_module("precompute", *arguments)
+    said = job.stderr.replace("\n", " ")
+    assert job.returncode == 1, said
+    assert said.count("warning: no sample of tar ") == 1 and "has a caption in json:kaption" in said
+    assert "json:kaption is absent; the sample has txt, json:" in said
+    assert "error: Nothing was accepted: all 46 samples of this job were rejected, 46 of them as no_caption" in said
+    assert "Rejected: no_caption 46." in job.stdout
+
+
+def test_another_vae_on_a_root_is_named_with_both_paths(
+    models: Path, tars: Path, latents: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(models / "vae", tmp_path / "other")
+    (weights,) = (tmp_path / "other").glob("*.safetensors")
+    tensors = load_file(weights)
+    tensors[next(iter(tensors))] += 1
+    save_file(tensors, weights)
+    arguments = precompute_arguments(models, tars, latents, "--vae", str(tmp_path / "other"))
+    assert exit_code_of(lambda: command(arguments)) == 2
+    error = " ".join(capsys.readouterr().err.split())
+    assert f"`vae` is a different model: the root was made with {models / 'vae'}" in error
+    assert f"and this run has {tmp_path / 'other'}." in error
+
+
+@pytest.mark.parametrize(("buckets", "odd"), [(["144x112", "256x256"], "144x112"), (["512x512", "320x192"], "")])
+def test_buckets_that_a_unet_refuses_are_warned_of(
+    buckets: list[str], odd: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    announce([1], 1, buckets)
+    said = capsys.readouterr().err
+    assert (f"warning: the sides of {odd} are not all multiples of 64 px" in said) == bool(odd)
+    assert ("warning" in said) == bool(odd)

@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from precompute.select.duplicates import (
+    COMPARABLE_NAME,
     count_partitions,
     find_drops,
     hash_urls,
@@ -72,6 +73,8 @@ def test_drops_are_the_obvious_ones(
         return written(folder / name, parts, partitions)
 
     folders = [hashed(str(number), urls) for number, urls in enumerate(files)]
+    for number, urls in enumerate(files):
+        hashed(f"{number}/{COMPARABLE_NAME}", urls)
     opt_out = hashed("opt_out", opted_out) if opted_out is not None else None
     drops = [folder / f"drops-{partition}" for partition in range(partitions)]
     for partition, path in enumerate(drops):

@@ -138,4 +138,4 @@ def test_names_are_not_addresses() -> None:
     ],
 )
 def test_opted_out_hosts_and_those_below_them(url: str, listed: bool) -> None:
-    assert is_listed(pa.array([url]), pa.array(["bad.com", "worse.org"])).tolist() == [listed]
+    assert is_listed(pa.array([url]), {"bad.com", "worse.org"}).tolist() == [listed]

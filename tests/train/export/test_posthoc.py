@@ -136,3 +136,8 @@ def test_damage_and_overflow_are_found(runs: tuple[Path, Path]) -> None:
     with pytest.raises(WorkError, match=r"not finite: they are beyond float16.*snapshot_dtype float32"):
         combine([path.parent], np.ones(1))
     path.write_bytes(sound)
+
+
+def test_a_run_folder_that_does_not_exist_is_named(tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match=r"There is no run folder .*absent\. Give the run_dir"):
+        write_pipeline(tmp_path / "absent", ExportConfig())
