@@ -475,3 +475,19 @@ def test_collectives_may_take_long_until_each_loader_process_gave_a_batch(
     fields = train_fields(latents, tmp_path / "run", max_steps=4, data={"num_workers": 2})
     command(["--config", str(write_config(tmp_path, fields))])
     assert steps == [2]
+
+
+def test_a_start_with_the_same_seed_warns_that_draws_repeat(reference: Path, latents: Path, tmp_path: Path) -> None:
+    said = []
+    for name, seed in (("same", train_seed(reference)), ("other", train_seed(reference) + 1)):
+        changes = {"max_steps": 1, "init_from": str(reference), "init_weights": "raw", "seed": seed}
+        result = run(tmp_path, train_fields(latents, tmp_path / name, **changes))
+        assert result.returncode == 0, result.stderr
+        said.append(result.stdout.replace("\n", " "))
+    assert "was trained with the same seed" in said[0] and "same seed" not in said[1]
+
+
+def train_seed(run_dir: Path) -> int:
+    checkpoint = newest_checkpoint(run_dir)
+    assert checkpoint is not None
+    return int(checkpoint.fingerprint["seed"])
