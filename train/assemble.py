@@ -11,6 +11,7 @@ from train.config import TrainConfig
 from train.data.draws import global_slots
 from train.data.loader import Loader
 from train.loop import Run
+from train.model.attention import choose_attention
 from train.model.channels_last import keep_channels_last
 from train.model.ema import make_averages
 from train.model.fit import on_meta
@@ -122,10 +123,7 @@ def place_unet(config: TrainConfig, unet: Any, accelerator: Accelerator, is_spli
     # fully_shard takes contiguous weights only
     if not is_split and (is_cuda if config.channels_last is None else config.channels_last):
         keep_channels_last(unet)
-    if not is_cuda:
-        # the name is CUDA's, but it governs the CPU's kernel too, whose bfloat16 backward pass is 5 to 15 times slower
-        # than the plain one on the short sequences that a CPU trains on
-        torch.backends.cuda.enable_flash_sdp(False)
+    choose_attention(accelerator.device)
     if is_split:
         split_weights(unet, config.sharding, config.precision)
     return unet
@@ -138,6 +136,12 @@ def tell_start(config: TrainConfig, prepared: Prepared, accelerator: Accelerator
         accelerator.print(f"resuming {config.run_dir} after step {own.state.step} ({own.tag}, {own.folder.name})")
     elif prepared.start is not None:
         accelerator.print(f"starting {config.run_dir} from {prepared.start}")
+        if prepared.start_seed == config.seed:
+            accelerator.print(
+                f"{config.init_from} was trained with the same seed, {config.seed}, so this run draws the same "
+                f"timesteps and noise at the same steps again, and on the same data the same order of samples. Set "
+                f"another `seed`."
+            )
     warning = too_slow_to_leave(launch.pace, config.checkpoint)
     if warning is not None:
         accelerator.print(warning)

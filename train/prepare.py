@@ -19,7 +19,7 @@ from train.data.spec import DataSpec, only_read
 from train.data.streams import Found, find_data, open_data
 from train.export.pipeline import check_pipeline
 from train.model.backbone import BackboneConfig
-from train.model.fit import check_fit, on_meta
+from train.model.fit import check_fit, check_precision, on_meta
 from train.model.unet import build_unet, load_pretrained
 from train.objective.alignment import Aligned, find_features, hear, make_head
 from train.objective.validation import Validation, open_validation
@@ -68,6 +68,8 @@ class Prepared:
     aligned: Aligned | None = None
     """`unet` with its projection head, where a layer is aligned."""
     held: Held = field(default_factory=Held)
+    start_seed: int | None = None
+    """The seed of the run that the weights come from; None: there is none."""
 
     @property
     def ahead(self) -> list[Path]:
@@ -105,7 +107,8 @@ def prepare(config: TrainConfig, accelerator: Accelerator | None = None) -> Prep
         start = on_each_node(accelerator, config.init_from, local_copy.work_folder(config.init_from, "read"), start)
     spec = open_data(config.data, config.global_batch_size, found)
     backbone = config.backbone.resolved(spec.texts)
-    check_fit(build_unet(config.network, None), spec, backbone)
+    check_fit(network := build_unet(config.network, None), spec, backbone)
+    check_precision(network, config.precision)
     unet = build_unet(config.network, config.seed)
     aligned = make_aligned(config, spec, unet, backbone, sorted(found.streams[0].encoding.features))
     repa = None if aligned is None else config.repa.model_dump(mode="json") | {"tower": aligned.features.name}
@@ -116,7 +119,7 @@ def prepare(config: TrainConfig, accelerator: Accelerator | None = None) -> Prep
     check_same_everywhere(accelerator, fingerprint, spec.look.problem if spec.look else None)
     if checkpoint is not None:
         check_resume(checkpoint.folder, checkpoint.fingerprint, fingerprint, config.data.index == "newest")
-    words = None
+    words, start_seed = None, None
     if aligned is not None and (checkpoint or start) is not None:
         load_head(aligned.head, (checkpoint or start).folder)
     if checkpoint is not None:
@@ -124,6 +127,7 @@ def prepare(config: TrainConfig, accelerator: Accelerator | None = None) -> Prep
     elif start is not None:
         weights = start.weights(config.init_weights)
         load_weights(unet, weights)
+        start_seed = start.fingerprint["seed"]
         words = f"{start.tag} after step {start.state.step} ({weights})"
     elif config.init_unet is not None:
         load_pretrained(unet, config.init_unet)
@@ -131,7 +135,7 @@ def prepare(config: TrainConfig, accelerator: Accelerator | None = None) -> Prep
     if config.validation.root is not None:
         training = only_read(found.streams[0].encoding, [f"texts.{name}" for name in spec.texts])
         validation = open_validation(config.validation, training, config.seed)
-    return Prepared(world, spec, unet, backbone, checkpoint, words, fingerprint, validation, aligned, held)
+    return Prepared(world, spec, unet, backbone, checkpoint, words, fingerprint, validation, aligned, held, start_seed)
 
 
 def make_aligned(

@@ -150,3 +150,12 @@ def test_inputs_have_one_kind_of_states() -> None:
     inputs = {"guidance": {"kind": "guidance"}}
     with pytest.raises(ValueError, match="inputs must have one of kind `states`"):
         TrainConfig.model_validate({"backbone": {"inputs": inputs}})
+
+
+@pytest.mark.parametrize("name", ["sana"])
+def test_a_precision_in_which_a_network_overflows_is_refused(small: Callable[[str], Small], name: str) -> None:
+    fields = small(name).train_fields(small(name).folder / "float16", precision="float16")
+    config = TrainConfig.model_validate(fields)
+    with pytest.raises(RequestError, match=r"precision float16 does not work for a .*: its linear attention sums"):
+        prepare(config)
+    assert not config.work.exists()

@@ -114,7 +114,9 @@ def machine() -> dict[str, str]:
 def make_curves(folder: Path) -> None:
     """Every case's curve, and one checkpoint."""
     curves = {name: curve_of(train_case(name, folder)) for name in CASES}
-    (HERE / "curves.json").write_text(json.dumps({"machine": machine(), "curves": curves}, indent=1) + "\n")
+    (HERE / "curves.json").write_text(
+        json.dumps({"machine": machine(), "recorded_elsewhere": {}, "curves": curves}, indent=1) + "\n"
+    )
     kept = HERE / "checkpoint"
     shutil.rmtree(kept, ignore_errors=True)
     shutil.copytree(folder / RESUMED / "checkpoints" / f"step-{CHECKPOINT_STEP:08d}", kept)

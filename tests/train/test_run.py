@@ -498,3 +498,19 @@ def test_a_resumed_run_keeps_the_precision_that_auto_became(latents: Path, tmp_p
 def test_two_ranks_train_in_the_precision_that_the_main_one_chose(latents: Path, tmp_path: Path) -> None:
     ended = run(tmp_path, train_fields(latents, tmp_path / "run", precision="auto", max_steps=1), num_processes=2)
     assert ended.returncode == 0 and ended.stderr.count("precision: auto is ") == 1
+
+
+def test_a_start_with_the_same_seed_warns_that_draws_repeat(reference: Path, latents: Path, tmp_path: Path) -> None:
+    said = []
+    for name, seed in (("same", train_seed(reference)), ("other", train_seed(reference) + 1)):
+        changes = {"max_steps": 1, "init_from": str(reference), "init_weights": "raw", "seed": seed}
+        result = run(tmp_path, train_fields(latents, tmp_path / name, **changes))
+        assert result.returncode == 0, result.stderr
+        said.append(result.stdout.replace("\n", " "))
+    assert "was trained with the same seed" in said[0] and "same seed" not in said[1]
+
+
+def train_seed(run_dir: Path) -> int:
+    checkpoint = newest_checkpoint(run_dir)
+    assert checkpoint is not None
+    return int(checkpoint.fingerprint["seed"])

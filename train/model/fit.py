@@ -54,6 +54,20 @@ def check_fit(unet: Any, spec: DataSpec, backbone: BackboneConfig | None = None)
         raise RequestError(f"The {what} does not fit the latents: {'; '.join(wrong)}. Give another `{field}` or root.")
 
 
+def check_precision(unet: Any, precision: str) -> None:
+    """Refuse a precision in which the network's arithmetic overflows.
+
+    Raises:
+        RequestError: its class lists the precision as unsafe.
+    """
+    why = (_row(unet).get("refused_precisions") or {}).get(precision)
+    if why is not None:
+        raise RequestError(
+            f"precision {precision} does not work for a {class_name(unet.config)}: {why}. Set `precision` to bfloat16 "
+            f"or float32."
+        )
+
+
 def _is_unet(config: Mapping[str, Any]) -> bool:
     return "block_out_channels" in config
 

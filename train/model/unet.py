@@ -18,15 +18,17 @@ from train.model.tensors import load_tensors
 
 PRETRAINED_FILES = (
     "diffusion_pytorch_model.safetensors",
-    "diffusion_pytorch_model.fp16.safetensors",
     "diffusion_pytorch_model.safetensors.index.json",
+    "diffusion_pytorch_model.fp16.safetensors",
 )
+"""Weights to look for, best first: half-precision weights are rounded, so they come last."""
 PARTS = "diffusion_pytorch_model-*-of-*.safetensors"
-"""Which the last of these names."""
+"""Weights files that an index lists."""
 CLASSES: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("backbones.yaml").read_text())
 """Class → what must be known of it before it is called."""
-NOT_ARCHITECTURE = ("sample_size",)
 UNET = "UNet2DConditionModel"
+NOT_ARCHITECTURE = {UNET: ("sample_size",)}
+"""Class → config fields that do not change what it computes. A transformer's positions depend on its sample_size."""
 NOT_BUILT = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 """What diffusers' classes raise of numbers that do not fit each other."""
 
@@ -134,6 +136,8 @@ def load_pretrained(unet: Any, name: str) -> None:
     path = next((folder / file for file in PRETRAINED_FILES if (folder / file).is_file()), None)
     if path is None:
         raise RequestError(f"init_unet: {folder} has no {' or '.join(PRETRAINED_FILES)}; other formats are not loaded.")
+    if path.name == PRETRAINED_FILES[-1]:
+        print(f"init_unet: {folder} has half-precision weights only; training starts from {path.name}.", flush=True)
     try:
         load_matching(unet, path, theirs)
     except RequestError as error:
@@ -168,13 +172,11 @@ def architecture_differences(theirs: Mapping[str, Any], unet: Any) -> str:
     (Many, such as the number of heads, change what a U-Net computes and no weight's shape.) One that is not `there` is
     of a later diffusers, and at its default here.
     """
+    ignored = NOT_ARCHITECTURE.get(class_name(unet.config), ())
     return "; ".join(
         f"{field}: {theirs[field]} ≠ {value}"
         for field, value in unet.config.items()
-        if field in theirs
-        and not field.startswith("_")
-        and field not in NOT_ARCHITECTURE
-        and not same(theirs[field], value)
+        if field in theirs and not field.startswith("_") and field not in ignored and not same(theirs[field], value)
     )
 
 

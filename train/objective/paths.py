@@ -33,7 +33,9 @@ class ObjectiveConfig(Config):
     """Of mode; 0 is uniform, and within these bounds no two draws give one time."""
     shift: ShiftConfig = ShiftConfig()
     weighting: Literal["none", "sigma_sqrt", "cosmap"] = "none"
-    """With flow_matching, each sample's weight in the loss: t^−2, or 2 / (π·(1 − 2t + 2t²)), the density of cosmap."""
+    """With flow_matching, each sample's weight in the loss: max(t, 1/num_train_timesteps)^−2, or
+    2 / (π·(1 − 2t + 2t²)), the density of cosmap. Without the limit t^−2 has an infinite mean over uniform times; at
+    1/1000 diffusers' training scripts have their smallest time."""
     beta_schedule: Literal["scaled_linear", "linear", "squaredcos_cap_v2"] = "scaled_linear"
     """How β goes from `beta_start` to `beta_end`, as diffusers names it."""
     beta_start: float = Field(0.00085, gt=0, lt=1)
@@ -43,8 +45,9 @@ class ObjectiveConfig(Config):
     caption_dropout: float = Field(0.1, ge=0, le=1)
     """Share of samples that see the empty caption, for classifier-free guidance."""
     min_snr_gamma: float | None = Field(None, gt=0)
-    """Weigh each sample's loss by min(SNR, γ) (Hang et al., 2023); null: all alike. With zero_terminal_snr the last
-    step, whose SNR is 0, then has weight 0."""
+    """Weigh each sample's loss by min(SNR, γ) in terms of the latents (Hang et al., 2023); null: all alike. With
+    zero_terminal_snr the weight is min(SNR + 1, γ), because min(SNR, γ) is 0 at the last timestep, which would then
+    never be trained."""
     offset_noise: float = Field(0.0, ge=0)
     """Size of a further draw per channel, the same over the picture, added to the noise."""
     zero_terminal_snr: bool = False
@@ -126,6 +129,7 @@ class DDPM(NoisePath):
     def __init__(self, config: ObjectiveConfig, device: torch.device):
         self.num_train_timesteps = config.num_train_timesteps
         self.prediction, self.min_snr_gamma = config.prediction, config.min_snr_gamma
+        self.zero_terminal_snr = config.zero_terminal_snr
         self.scheduler = noise_scheduler(config)
         # moved once: add_noise would copy it to the device at each step
         self.scheduler.alphas_cumprod = self.scheduler.alphas_cumprod.to(device)
@@ -154,12 +158,15 @@ class DDPM(NoisePath):
         """None, or min(SNR, γ) of Hang et al. (2023) in terms of the latents, put in terms of what is predicted.
 
         An error in the noise, or the velocity, is one in the latents times SNR, or SNR + 1.
+
+        With a zero terminal SNR it is min(SNR + 1, γ): SNR + 1 is the weight in terms of the latents that an unweighted
+        velocity loss has (Salimans and Ho, 2022), and it does not vanish at the last timestep.
         """
         if self.min_snr_gamma is None:
             return None
         alpha = self.scheduler.alphas_cumprod[timesteps]
         snr = alpha / (1.0 - alpha)
-        of_latents = snr.clamp(max=self.min_snr_gamma)
+        of_latents = (snr + 1.0 if self.zero_terminal_snr else snr).clamp(max=self.min_snr_gamma)
         return of_latents / {"epsilon": snr, "v_prediction": snr + 1.0, "sample": 1.0}[self.prediction]
 
 
@@ -191,12 +198,16 @@ class RectifiedFlow(NoisePath):
         return shifted(timesteps / self.num_train_timesteps, alpha) * self.num_train_timesteps
 
     def weight(self, timesteps: Tensor) -> Tensor | None:
-        """None, or one of diffusers' `compute_loss_weighting_for_sd3`, at the times that were trained on."""
+        """None, or one of diffusers' `compute_loss_weighting_for_sd3`, at the times that were trained on.
+
+        t^−2 stops at 1/T. diffusers' training scripts draw from the T sigmas of a scheduler, of which 1/T is the
+        smallest before any shift; over continuous times near 0 the expected weight would be infinite.
+        """
         if self.config.weighting == "none":
             return None
         t = timesteps / self.num_train_timesteps
         if self.config.weighting == "sigma_sqrt":
-            return t**-2.0
+            return t.clamp(min=1.0 / self.num_train_timesteps) ** -2.0
         return 2.0 / (math.pi * (1.0 - 2.0 * t + 2.0 * t**2))
 
     def add_noise(self, latents: Tensor, noise: Tensor, timesteps: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 from shards.base.config import Config
 
 SMALLEST = 2.0**-33
-"""The least uniform draw; a time of 0 would have an infinite weight under sigma_sqrt."""
+"""The smallest uniform draw: times lie in (0, 1]."""
 
 
 def mode(u: Tensor, scale: float) -> Tensor:

@@ -85,6 +85,48 @@ def test_a_pretrained_folder_is_loaded_as_float32(tmp_path: Path, variant: str |
     )
 
 
+@pytest.mark.parametrize("most", ["10GB", "200KB"])
+def test_float32_weights_are_preferred_to_half_precision_ones(
+    tmp_path: Path, most: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whether the float32 weights are one file or sharded; half precision alone is loaded, and said to be."""
+    theirs = build_unet(TINY, 1)
+    theirs.save_pretrained(tmp_path, max_shard_size=most)
+    build_unet(TINY, 1).half().save_pretrained(tmp_path, variant="fp16")
+    ours = build_unet(TINY, 2)
+    load_pretrained(ours, str(tmp_path))
+    expected = theirs.state_dict()
+    assert all(value.equal(expected[name]) for name, value in ours.state_dict().items())
+    assert "half-precision" not in capsys.readouterr().out
+    for path in tmp_path.glob("*.safetensors*"):
+        if "fp16" not in path.name:
+            path.unlink()
+    load_pretrained(ours, str(tmp_path))
+    assert not all(value.equal(expected[name]) for name, value in ours.state_dict().items())
+    assert "has half-precision weights only" in capsys.readouterr().out
+
+
+def test_a_transformer_for_another_sample_size_is_refused(tmp_path: Path) -> None:
+    """PixArt's positional table is scaled by it, and no weight's shape shows that."""
+    fields = {
+        "_class_name": "PixArtTransformer2DModel",
+        "attention_head_dim": 8,
+        "caption_channels": 12,
+        "cross_attention_dim": 16,
+        "norm_num_groups": 8,
+        "num_attention_heads": 2,
+        "num_layers": 1,
+        "sample_size": 32,
+    }
+    path = tmp_path / "backbone.json"
+    path.write_text(json.dumps(fields))
+    build_unet(path, 1).save_pretrained(tmp_path / "theirs")
+    load_pretrained(build_unet(path, 2), str(tmp_path / "theirs"))
+    path.write_text(json.dumps(fields | {"sample_size": 64}))
+    with pytest.raises(RequestError, match=r"sample_size: 32 ≠ 64 \(there ≠ here\)"):
+        load_pretrained(build_unet(path, 2), str(tmp_path / "theirs"))
+
+
 def test_another_architecture_is_refused_by_its_fields(tmp_path: Path) -> None:
     build_unet(TINY, 1).save_pretrained(tmp_path)
     path = tmp_path / "config.json"

@@ -192,6 +192,19 @@ def test_min_snr_is_that_of_diffusers_training_script(prediction: str) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=0)
 
 
+@pytest.mark.parametrize("prediction", ["v_prediction", "sample"])
+def test_min_snr_trains_every_timestep_of_a_schedule_that_ends_in_pure_noise(prediction: str) -> None:
+    """min(SNR + 1, γ) in terms of the latents: min(SNR, γ) would be 0 at the step where every sampling run starts."""
+    config = ObjectiveConfig(prediction=prediction, min_snr_gamma=5.0, zero_terminal_snr=True)
+    timesteps = torch.arange(1000)
+    weight = noise_path(config, torch.device("cpu")).weight(timesteps)
+    assert weight is not None
+    snr = compute_snr(noise_scheduler(config), timesteps).double()
+    expected = (snr + 1).clamp(max=5.0) / (snr + 1 if prediction == "v_prediction" else 1.0)
+    torch.testing.assert_close(weight.double(), expected, rtol=1e-4, atol=0)
+    assert float(weight[-1]) == pytest.approx(1.0) and weight.min() > 0
+
+
 def test_offset_noise_is_one_number_per_channel() -> None:
     plain = DiffusionLoss(ObjectiveConfig(), spec(), torch.device("cpu"))
     offset = DiffusionLoss(ObjectiveConfig(offset_noise=0.1), spec(), torch.device("cpu"))

@@ -89,6 +89,24 @@ def test_weights_are_diffusers(weighting: str) -> None:
     torch.testing.assert_close(found, compute_loss_weighting_for_sd3(weighting, t), rtol=1e-4, atol=0)
 
 
+@pytest.mark.parametrize("timestep_sampling", ["uniform", "mode", "cosmap", "logit_normal"])
+@pytest.mark.parametrize("shift", [1.0, 3.0])
+def test_the_weights_of_sigma_sqrt_have_a_finite_mean(timestep_sampling: str, shift: float) -> None:
+    """t^−2 has an infinite one over times that reach 0; the smallest time of diffusers' training scripts is 1/T."""
+    path = noise_path(
+        config(weighting="sigma_sqrt", timestep_sampling=timestep_sampling, shift={"factor": shift}),
+        torch.device("cpu"),
+    )
+    smallest = torch.tensor([2.0**-33, 1e-6, 0.999e-3, 1e-3, 2e-3, 1.0]) * 1000
+    found = path.weight(smallest)
+    assert found is not None
+    scheduler = FlowMatchEulerDiscreteScheduler()
+    limit = compute_loss_weighting_for_sd3("sigma_sqrt", scheduler.sigmas[-1:])
+    torch.testing.assert_close(found, torch.cat([limit.repeat(4), torch.tensor([2.5e5, 1.0])]), rtol=1e-4, atol=0)
+    drawn = path.weight(path.shifted(path.timesteps(DRAWN), (8, 8)))
+    assert drawn is not None and drawn.isfinite().all() and drawn.max() <= 1.001e6
+
+
 @given(st.floats(2**-33, 1), st.floats(0.05, 50))
 def test_a_shift_is_equation_23(t: float, alpha: float) -> None:
     found = float(shifted(torch.tensor(t, dtype=torch.float64), alpha))
