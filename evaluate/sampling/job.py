@@ -7,7 +7,7 @@ from typing import Any
 
 from evaluate.parts import Receipt, read_receipt, read_sealed, write_once
 from evaluate.sampling.model import Model, opened
-from evaluate.sampling.pipeline import Sample, describe, load_scheduler, sampler_of
+from evaluate.sampling.pipeline import Sample, describe, has_guidance_input, load_scheduler, sampler_of
 from evaluate.sampling.prompts import Prompt, prompts_sha256
 from evaluate.sampling.settings import Drawing, SamplingConfig, Setting
 from evaluate.sampling.worker import PICTURES, Part, Recipe, draw_on_worker
@@ -64,8 +64,17 @@ def draw_sets(
 
 
 def describe_drawing(folder: Path, prompts: list[Prompt], config: SamplingConfig, setting: Setting) -> Drawing:
-    """What names a setting's pictures, but for the model."""
+    """What names a setting's pictures, but for the model.
+
+    Raises:
+        RequestError: a setting that this model does not have.
+    """
     own = load_scheduler(folder)
+    if config.guidance_input is not None and not has_guidance_input(folder):
+        raise RequestError(
+            f"sampling.guidance_input is {config.guidance_input:g}, but the network in {folder} takes no guidance "
+            f"as an input, so it would have no effect. Leave it out; sampling.guidance sets classifier-free guidance."
+        )
     return Drawing(
         prompts=prompts_sha256(prompts),
         seed=config.seed,
@@ -75,6 +84,7 @@ def describe_drawing(folder: Path, prompts: list[Prompt], config: SamplingConfig
         setting=setting,
         scheduler=describe(sampler_of(own, setting.sampler)),
         negative_prompt=config.negative_prompt,
+        guidance_input=config.guidance_input,
         precision=config.precision,
         codec=config.codec,
     )

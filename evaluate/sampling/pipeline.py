@@ -18,6 +18,7 @@ from evaluate.sampling.prompts import Prompt
 from evaluate.sampling.settings import Drawing, Precision, SamplerName
 from shards.base.errors import RequestError, WorkError
 from shards.format.buckets import Bucket
+from shards.format.models import TRAINED_GUIDANCE
 
 SCHEDULERS: dict[SamplerName, str] = {
     "ddim": "DDIMScheduler",
@@ -32,6 +33,7 @@ FLOW = "flow_prediction"
 PACKED = 4
 """Latents of a patch that pipelines pack into one token, 2 × 2."""
 OWN_CODE = "pipeline.py"
+ZEROS = "force_zeros_for_empty_prompt"
 
 
 @dataclass(frozen=True)
@@ -106,11 +108,10 @@ def draw(pipeline: Any, samples: Sequence[Sample], drawing: Drawing) -> Tensor:
         height=bucket.height,
         width=bucket.width,
         num_inference_steps=setting.steps,
-        guidance_scale=setting.guidance,
-        negative_prompt=[drawing.negative_prompt] * len(samples),
         latents=latents,
         generator=[step_generator(*key) for key in keys],
         output_type="pt",
+        **guidance_arguments(pipeline, drawing, len(samples)),
         **options,
     ).images.float()
     if not torch.isfinite(pictures).all():
@@ -119,6 +120,32 @@ def draw(pipeline: Any, samples: Sequence[Sample], drawing: Drawing) -> Tensor:
             f"sampling.precision float32; if they stay so, the checkpoint's weights are broken."
         )
     return pictures
+
+
+def guidance_arguments(pipeline: Any, drawing: Drawing, count: int) -> dict[str, Any]:
+    """Build the arguments that make the pipeline guide a batch of `count` prompts away from what `drawing` says.
+
+    Without a negative prompt the unconditional input is the one that training used for dropped captions. A pipeline
+    that replaces a missing negative prompt by zeros gets none; all others get the empty caption, because some of them
+    skip guidance unless there is a negative prompt.
+    """
+    text = drawing.negative_prompt
+    zeros = text is None and pipeline.config.get(ZEROS, False)
+    arguments: dict[str, Any] = {"negative_prompt": None if zeros else [text or ""] * count}
+    if "true_cfg_scale" not in inspect.signature(pipeline.__call__).parameters:
+        return arguments | {"guidance_scale": drawing.setting.guidance}
+    arguments["true_cfg_scale"] = drawing.setting.guidance
+    scale = drawing.guidance_input
+    if scale is None:
+        scale = pipeline.transformer.config.get(TRAINED_GUIDANCE)
+    # `guidance_scale` is an input of the network here; without a value the pipeline's default holds
+    return arguments | ({} if scale is None else {"guidance_scale": scale})
+
+
+def has_guidance_input(folder: Path) -> bool:
+    """Whether a pipeline's network takes a guidance scale as an input."""
+    config = folder / "transformer" / "config.json"
+    return config.is_file() and bool(json.loads(config.read_text()).get("guidance_embeds", False))
 
 
 def to_bytes(pictures: Tensor) -> Tensor:

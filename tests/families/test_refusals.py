@@ -150,3 +150,16 @@ def test_inputs_have_one_kind_of_states() -> None:
     inputs = {"guidance": {"kind": "guidance"}}
     with pytest.raises(ValueError, match="inputs must have one of kind `states`"):
         TrainConfig.model_validate({"backbone": {"inputs": inputs}})
+
+
+@pytest.mark.parametrize(
+    ("name", "dropped", "words"),
+    [
+        ("sdxl", "empty", "StableDiffusionXLPipeline uses zeros as its unconditional input"),
+        (FLUX, "zeros", "FluxPipeline uses the empty caption as its unconditional input"),
+    ],
+)
+def test_training_and_the_pipeline_must_agree_on_the_unconditional_input(
+    name: str, dropped: str, words: str, small: Callable[[str], Small]
+) -> None:
+    assert words in refusal(small(name), {}, {}, dropped=dropped)

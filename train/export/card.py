@@ -1,8 +1,11 @@
 """The model card of an export: what was trained, on what, and how to sample from it. Its Markdown is card.md."""
 
+import inspect
 from collections import Counter
 from pathlib import Path
 from typing import Any
+
+import diffusers
 
 from shards.format.buckets import Bucket
 from shards.format.encoding import EncodingRecord
@@ -10,11 +13,14 @@ from shards.format.towers import TextTower
 from train.config import TrainConfig
 from train.data.selection import FilterConfig
 from train.model.backbone import PipelineConfig
+from train.model.inputs import Guidance
 from train.objective.paths import ObjectiveConfig
 
 CARD = Path(__file__).with_name("card.md")
 SIZES = ("block_out_channels", "cross_attention_dim", "num_layers", "num_attention_heads", "depth", "hidden_size")
 """Fields of a network's config that the card shows, where it has them."""
+GUIDANCE = 5.0
+"""Scale of true classifier-free guidance in the card's code, where the pipeline's default is none."""
 
 
 def model_card(
@@ -53,6 +59,7 @@ def model_card(
         pipeline_class="DiffusionPipeline" if trimmed else pipeline,
         arguments=", ".join(["folder", *([own] if trimmed else ["safety_checker=None"] if stock else [])]),
         folder=str(target),
+        guidance=_guidance_arguments(config),
         size=Bucket.parse(buckets.most_common(1)[0][0]),
         sizes=", ".join(sorted(buckets)),
         start=config.init_from or config.init_unet or f"random weights of seed {config.seed}",
@@ -63,6 +70,20 @@ def model_card(
         network=", ".join(f"{key} {value}" for key, value in fingerprint["unet"].items() if key in SIZES),
         weights_sha256=hashes[0] if hashes else "unknown",
     )
+
+
+def _guidance_arguments(config: TrainConfig) -> str:
+    """Write the further arguments of the card's code where the pipeline's own defaults would not guide.
+
+    Pipelines whose `guidance_scale` is an input of the network need the trained value there, and do true
+    classifier-free guidance only if they get a negative prompt and a scale for it.
+    """
+    accepted = inspect.signature(getattr(diffusers, config.backbone.pipeline.class_name).__call__).parameters
+    scales = [item.scale for item in config.backbone.inputs.values() if isinstance(item, Guidance)]
+    lines = [f"guidance_scale={scale:g},  # an input of the network; in training always this value" for scale in scales]
+    if "true_cfg_scale" in accepted and config.objective.caption_dropout > 0:
+        lines += ['negative_prompt="",', f"true_cfg_scale={GUIDANCE:g},"]
+    return "".join(f"    {line}\n" for line in lines)
 
 
 def _describe_text(text: TextTower) -> str:

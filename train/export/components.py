@@ -17,6 +17,9 @@ from train.data.spec import only_read
 from train.model.backbone import PipelineConfig
 from train.model.unet import UNET
 
+ZEROS = "force_zeros_for_empty_prompt"
+"""Argument of pipelines that replace a missing negative prompt by zeros."""
+
 
 def pipeline_texts(encoding: EncodingRecord, config: TrainConfig) -> list[TextTower]:
     """The text towers that are the pipeline's, in its order.
@@ -71,6 +74,30 @@ def constructor(pipeline: PipelineConfig) -> Mapping[str, inspect.Parameter]:
             f"backbone.pipeline.class_name: this diffusers ({diffusers.__version__}) has no {pipeline.class_name}"
             f"{f' (did you mean {near[0]}?)' if near else ''}."
         ) from error
+
+
+def check_unconditional(config: TrainConfig) -> None:
+    """Check that the pipeline's unconditional input is the one that stood for dropped captions in training.
+
+    Raises:
+        RequestError: one of them is zeros, and the other the empty caption.
+    """
+    pipeline, parameter = config.backbone.pipeline, constructor(config.backbone.pipeline).get(ZEROS)
+    if config.objective.caption_dropout == 0:
+        return
+    feeds_zeros = bool(pipeline.settings.get(ZEROS, parameter.default)) if parameter else False
+    trains_zeros = config.backbone.dropped == "zeros"
+    if feeds_zeros == trains_zeros:
+        return
+    trained, sampled = ("zeros", "the empty caption") if trains_zeros else ("the empty caption", "zeros")
+    remedy = f"backbone.dropped to {'zeros' if feeds_zeros else 'empty'}"
+    if parameter:
+        remedy += f", or {ZEROS} in backbone.pipeline.settings to {str(trains_zeros).lower()}"
+    raise RequestError(
+        f"backbone.dropped is {config.backbone.dropped}: {trained} would stand for dropped captions in training, but "
+        f"{pipeline.class_name} uses {sampled} as its unconditional input, so guidance would rely on an input that "
+        f"the network never saw. Set {remedy}."
+    )
 
 
 def network_name(pipeline: PipelineConfig) -> str:
