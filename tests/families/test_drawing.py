@@ -1,7 +1,11 @@
 """Evaluation calls each family's network with the conditioning that training fed, with a prompt and without."""
 
+import json
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
+import diffusers
 import pytest
 import torch
 
@@ -25,9 +29,12 @@ TRAINED = 2.5
 """Of a guidance input, unlike any pipeline's default."""
 
 
-def begun(made: Small, run_dir: str) -> tuple[TrainConfig, Run]:
-    """A run with one checkpoint, of its first weights."""
+def begun(made: Small, run_dir: str, **network: Any) -> tuple[TrainConfig, Run]:
+    """A run with one checkpoint, of its first weights; `network` are fields of its JSON that differ."""
     fields = small_run(made, run_dir, data={"shuffle": False, "num_canonical_nodes": 1})
+    path = made.folder / f"{run_dir}.json"
+    path.write_text(json.dumps(json.loads(Path(fields["backbone"]["config"]).read_text()) | network))
+    fields["backbone"]["config"] = str(path)
     for item in fields["backbone"].get("inputs", {}).values():
         if item["kind"] == "guidance":
             item["scale"] = TRAINED
@@ -63,4 +70,15 @@ def test_the_networks_inputs_are_those_of_training(name: str, small: Callable[[s
     code = (folder / "README.md").read_text().split("```python\n")[1].split("```")[0]
     compile(code, "README.md", "exec")
     assert (f"guidance_scale={TRAINED:g}," in code) == has_guidance_input(folder)
+    assert "height=64, width=64" in code
     assert ("true_cfg_scale=" in code) == has_guidance_input(folder)
+
+
+@pytest.mark.parametrize("name", ["sd2", "sdxl"])
+def test_an_exported_unet_draws_the_size_that_was_trained(name: str, small: Callable[[str], Small]) -> None:
+    """Without height and width, whatever the size in the config that it was built from."""
+    config, _ = begun(small(name), "sized", sample_size=16)
+    folder = write_pipeline(config.work, ExportConfig(weights="raw"))
+    pipeline = getattr(diffusers, config.backbone.pipeline.class_name).from_pretrained(folder)
+    assert pipeline("a", num_inference_steps=1, output_type="np").images.shape == (1, 64, 64, 3)
+    assert "Without `height` and `width` the pipeline draws 64x64." in (folder / "README.md").read_text()

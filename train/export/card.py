@@ -1,7 +1,6 @@
 """The model card of an export: what was trained, on what, and how to sample from it. Its Markdown is card.md."""
 
 import inspect
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,10 @@ from shards.format.encoding import EncodingRecord
 from shards.format.towers import TextTower
 from train.config import TrainConfig
 from train.data.selection import FilterConfig
+from train.export.components import default_size, trained_sizes
 from train.model.backbone import PipelineConfig
 from train.model.inputs import Guidance
+from train.model.unet import class_name
 from train.objective.paths import ObjectiveConfig
 
 CARD = Path(__file__).with_name("card.md")
@@ -42,9 +43,8 @@ def model_card(
         weights: the checkpoint's folder that was exported: `unet`, or `ema` for the moving average.
         trimmed: it is the pipeline of trimmed_pipeline.py.
     """
-    fingerprint, buckets, pipeline = checkpoint["fingerprint"], Counter[str](), config.backbone.pipeline.class_name
-    for stream in fingerprint["streams"]:
-        buckets[stream["bucket"]] += stream["samples"]
+    fingerprint, pipeline = checkpoint["fingerprint"], config.backbone.pipeline.class_name
+    sizes = trained_sizes(fingerprint)
     stock = pipeline == PipelineConfig().class_name
     own = "custom_pipeline=folder, trust_remote_code=True"
     hashes = [sha256 for name, sha256 in checkpoint["files"].items() if name.startswith(f"{weights}/diffusion")]
@@ -60,8 +60,9 @@ def model_card(
         arguments=", ".join(["folder", *([own] if trimmed else ["safety_checker=None"] if stock else [])]),
         folder=str(target),
         guidance=_guidance_arguments(config),
-        size=Bucket.parse(buckets.most_common(1)[0][0]),
-        sizes=", ".join(sorted(buckets)),
+        size=sizes[0],
+        sizes=", ".join(sorted(str(size) for size in sizes)),
+        default=_describe_default(default_size(fingerprint, class_name(fingerprint["unet"]))),
         start=config.init_from or config.init_unet or f"random weights of seed {config.seed}",
         weights=_describe_weights(config, weights),
         objective=_describe_objective(config.objective),
@@ -84,6 +85,12 @@ def _guidance_arguments(config: TrainConfig) -> str:
     if "true_cfg_scale" in accepted and config.objective.caption_dropout > 0:
         lines += ['negative_prompt="",', f"true_cfg_scale={GUIDANCE:g},"]
     return "".join(f"    {line}\n" for line in lines)
+
+
+def _describe_default(size: Bucket | None) -> str:
+    if size is None:
+        return "Always pass `height` and `width`: the pipeline's own default may be a size that was not trained."
+    return f"Without `height` and `width` the pipeline draws {size}."
 
 
 def _describe_text(text: TextTower) -> str:

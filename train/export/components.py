@@ -4,12 +4,15 @@ import difflib
 import inspect
 import json
 import re
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import diffusers
 
 from shards.base.errors import RequestError
+from shards.format.buckets import Bucket
 from shards.format.encoding import EncodingRecord
 from shards.format.towers import ImageTower, TextTower, Weights
 from train.config import TrainConfig
@@ -98,6 +101,24 @@ def check_unconditional(config: TrainConfig) -> None:
         f"{pipeline.class_name} uses {sampled} as its unconditional input, so guidance would rely on an input that "
         f"the network never saw. Set {remedy}."
     )
+
+
+def trained_sizes(fingerprint: Mapping[str, Any]) -> list[Bucket]:
+    """List the buckets that a run was trained on, the one with the most samples first."""
+    counts = Counter[str]()
+    for stream in fingerprint["streams"]:
+        counts[stream["bucket"]] += stream["samples"]
+    return [Bucket.parse(name) for name, _ in counts.most_common()]
+
+
+def default_size(fingerprint: Mapping[str, Any], network_class: str) -> Bucket | None:
+    """Choose the size that the exported pipeline draws unless another one is asked for.
+
+    A U-Net's `sample_size` is only such a default, and pipelines read it as a square. Other networks scale their
+    positions by it, or have a pipeline with a default of its own; for them there is no choice, hence None.
+    """
+    squares = [bucket for bucket in trained_sizes(fingerprint) if bucket.width == bucket.height]
+    return squares[0] if network_class == UNET and squares else None
 
 
 def network_name(pipeline: PipelineConfig) -> str:

@@ -29,9 +29,17 @@ from shards.format.towers import Weights
 from shards.open import open_store
 from train.config import TrainConfig
 from train.export.card import model_card
-from train.export.components import check_unconditional, network_name, pipeline_texts, recorded_components, write_index
+from train.export.components import (
+    check_unconditional,
+    default_size,
+    network_name,
+    pipeline_texts,
+    recorded_components,
+    write_index,
+)
 from train.model.backbone import PipelineConfig
 from train.model.inputs import Guidance
+from train.model.unet import class_name
 from train.objective.paths import ObjectiveConfig, noise_scheduler
 from train.run.saving.checkpoint import Checkpoint, newest_checkpoint, step_folder, verify_checkpoint
 from train.run.saving.local_copy import copied
@@ -100,7 +108,7 @@ def write_pipeline(run_dir: Place, options: ExportConfig) -> Path:
         for name, folder in components.items():
             _copy(folder, private / name)
         _copy(weights, private / network_name(pipeline))
-        _complete_config(private / network_name(pipeline) / "config.json", config)
+        _complete_config(private / network_name(pipeline) / "config.json", config, checkpoint, encoding)
         sizes = (Bucket.parse(stream.bucket).latent_hw(encoding.image.downsampling) for stream in config.data.streams)
         scheduler = scheduler_of(pipeline, config.objective, max(sizes, key=math.prod))
         scheduler.save_pretrained(private / "scheduler")
@@ -180,12 +188,14 @@ def _chosen(run_dir: Path, step: int | None) -> Checkpoint:
     return checkpoint
 
 
-def _complete_config(path: Path, config: TrainConfig) -> None:
-    """Add to the exported network's config.json what a sampler must know of training.
+def _complete_config(path: Path, config: TrainConfig, checkpoint: Checkpoint, encoding: EncodingRecord) -> None:
+    """Add what a sampler must know of training to the exported network's config.json.
 
     diffusers keeps fields that begin with an underscore, and ignores them.
     """
     fields = json.loads(path.read_text())
+    if size := default_size(checkpoint.content["fingerprint"], class_name(fields)):
+        fields["sample_size"] = size.height // encoding.image.downsampling
     for item in config.backbone.inputs.values():
         if isinstance(item, Guidance):
             fields[TRAINED_GUIDANCE] = item.scale
