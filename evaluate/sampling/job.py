@@ -41,7 +41,12 @@ def below(place: Path | str, name: str) -> Path | str:
 
 
 def draw_sets(
-    model: Model, prompts: list[Prompt], config: SamplingConfig, output: Path | str, workers: FleetConfig
+    model: Model,
+    prompts: list[Prompt],
+    config: SamplingConfig,
+    output: Path | str,
+    workers: FleetConfig,
+    trust_remote_code: bool = False,
 ) -> list[Path | str]:
     """Draw what is missing of each setting's sample set; returns where they are.
 
@@ -58,7 +63,7 @@ def draw_sets(
         places.append(place := below(output, str(drawing.setting)))
         units += begin_set(place, drawing, model, prompts, config)
     device = "cuda" if workers.num_gpus else "cpu"
-    recipe = Recipe(model, output, config.batch_size, device, workers.num_cpus)
+    recipe = Recipe(model, output, config.batch_size, device, workers.num_cpus, trust_remote_code)
     run_units(units, partial(draw_on_worker, recipe=recipe), workers, "sample")
     return places
 

@@ -13,6 +13,7 @@ import torch
 from diffusers import DiffusionPipeline
 from torch import Tensor
 
+from evaluate.sampling.code import check_code, code_files
 from evaluate.sampling.noise import initial_noise, step_generator
 from evaluate.sampling.prompts import Prompt
 from evaluate.sampling.settings import Drawing, Precision, SamplerName
@@ -32,7 +33,6 @@ SCHEDULERS: dict[SamplerName, str] = {
 FLOW = "flow_prediction"
 PACKED = 4
 """Latents of a patch that pipelines pack into one token, 2 × 2."""
-OWN_CODE = "pipeline.py"
 ZEROS = "force_zeros_for_empty_prompt"
 
 
@@ -47,12 +47,17 @@ class Sample:
     """Which of the prompt's pictures."""
 
 
-def load_pipeline(folder: Path, device: str, precision: Precision) -> Any:
-    """The pipeline on `device`, without a safety checker, which puts black pictures in place of what it suspects."""
+def load_pipeline(folder: Path, device: str, precision: Precision, trust_remote_code: bool = False) -> Any:
+    """Load the pipeline to `device`, without a safety checker, which would replace suspicious pictures by black ones.
+
+    Raises:
+        RequestError: the folder has code of its own that is not trusted.
+    """
+    check_code(folder, trust_remote_code)
     index = DiffusionPipeline.load_config(folder)
     options: dict[str, Any] = {"safety_checker": None} if "safety_checker" in index else {}
-    if (folder / OWN_CODE).is_file():  # of an export with trimmed captions
-        options |= {"custom_pipeline": str(folder), "trust_remote_code": True}
+    if code_files(folder):  # the export's own, or trusted
+        options["trust_remote_code"] = True
     pipeline = DiffusionPipeline.from_pretrained(folder, use_safetensors=True, **options)
     pipeline.set_progress_bar_config(disable=True)
     return pipeline.to(device, getattr(torch, precision))

@@ -46,7 +46,7 @@ def model_card(
     fingerprint, pipeline = checkpoint["fingerprint"], config.backbone.pipeline.class_name
     sizes = trained_sizes(fingerprint)
     stock = pipeline == PipelineConfig().class_name
-    own = "custom_pipeline=folder, trust_remote_code=True"
+    own = "trust_remote_code=True"
     hashes = [sha256 for name, sha256 in checkpoint["files"].items() if name.startswith(f"{weights}/diffusion")]
     streams = zip(fingerprint["streams"], config.data.streams, strict=True)
     return CARD.read_text().format(

@@ -145,14 +145,21 @@ def recorded_components(pipeline: PipelineConfig, image: ImageTower, texts: list
     return components
 
 
-def write_index(folder: Path, pipeline: PipelineConfig, vae: str, texts: list[TextTower], scheduler: str) -> None:
-    """model_index.json: the module and class of each component."""
+def write_index(
+    folder: Path, pipeline: PipelineConfig, vae: str, texts: list[TextTower], scheduler: str, own: list[str] | None
+) -> None:
+    """Write model_index.json: the module and class of each component.
+
+    Args:
+        own: module in the folder and class of the pipeline, where it is none of diffusers'. A stock class then refuses
+            to load the folder unless its code is trusted, and becomes this class if it is.
+    """
     arguments, network = constructor(pipeline), network_name(pipeline)
     optional = {name: [None, None] for name in getattr(diffusers, pipeline.class_name)._optional_components}
     settings = {"requires_safety_checker": False} if "requires_safety_checker" in arguments else {}
     network_class = json.loads((folder / network / "config.json").read_text()).get("_class_name", UNET)
     index = {
-        "_class_name": pipeline.class_name,
+        "_class_name": own or pipeline.class_name,
         "_diffusers_version": diffusers.__version__,
         **{name: value for name, value in optional.items() if name in arguments},
         "vae": ["diffusers", vae],

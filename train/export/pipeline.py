@@ -45,6 +45,8 @@ from train.run.saving.checkpoint import Checkpoint, newest_checkpoint, step_fold
 from train.run.saving.local_copy import copied
 
 PIPELINE_FILE = Path(__file__).with_name("trimmed_pipeline.py")
+TRIMMED = "TrimmedStableDiffusionPipeline"
+"""The class in that file."""
 
 
 class ExportConfig(Config):
@@ -113,9 +115,10 @@ def write_pipeline(run_dir: Place, options: ExportConfig) -> Path:
         scheduler = scheduler_of(pipeline, config.objective, max(sizes, key=math.prod))
         scheduler.save_pretrained(private / "scheduler")
         trimmed = pipeline.class_name == PipelineConfig().class_name and texts[0].trim
-        write_index(private, pipeline, encoding.image.class_name, texts, type(scheduler).__name__)
+        own = [PIPELINE_FILE.stem, TRIMMED] if trimmed else None
+        write_index(private, pipeline, encoding.image.class_name, texts, type(scheduler).__name__, own)
         if trimmed:
-            shutil.copyfile(PIPELINE_FILE, private / "pipeline.py")
+            shutil.copyfile(PIPELINE_FILE, private / PIPELINE_FILE.name)
         card = model_card(
             run_dir, target, config, checkpoint.content, encoding, texts, weights.name, scheduler, trimmed
         )
