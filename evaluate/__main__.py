@@ -129,8 +129,9 @@ def draw_and_score(config: EvaluateConfig, names: list[MetricName], step: int | 
 def draw(config: EvaluateConfig, step: int | None, output: Path | str) -> list[Path | str]:
     """Draw the pictures of every setting; returns where each sample set is."""
     prompts = read_prompts(config.prompts)
-    model = make_ready(config.model, step, config.weights, open_store(output))
-    places = draw_sets(model, prompts, config.sampling, output, config.workers)
+    trusted = config.trust_remote_code
+    model = make_ready(config.model, step, config.weights, open_store(output), trusted)
+    places = draw_sets(model, prompts, config.sampling, output, config.workers, trusted)
     for place in places:
         print(f"{place}: {len(prompts) * config.sampling.images_per_prompt} pictures", flush=True)
     return places

@@ -23,6 +23,8 @@ class EvaluateConfig(Config):
     """Of a run: which checkpoint; null: the newest."""
     weights: Weights = "auto"
     """Of a run: raw, ema, or auto, the moving average where there is one."""
+    trust_remote_code: bool = False
+    """Of a pipeline with Python code of its own: whether the workers may execute it."""
     output: Place | None = None
     """Where samples and metrics go, a folder that all workers see or an address; null: RUN/evaluations/STEP."""
     prompts: PromptsConfig = PromptsConfig()

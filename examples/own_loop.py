@@ -14,7 +14,10 @@ import torch.nn.functional as F
 from diffusers import DDPMScheduler, UNet2DConditionModel
 from torch.utils.data import DataLoader
 
+from shards.base.errors import RequestError, console
 from shards.dataset import LatentDataset
+from shards.format.encoding import EncodingRecord
+from shards.open import open_store
 
 UNET = Path(__file__).parent / "shapes" / "unet.json"
 BATCH = 32
@@ -28,9 +31,35 @@ def collate(samples: list[dict[str, Any]]) -> tuple[torch.Tensor, torch.Tensor]:
     )
 
 
+def read_index(root: str, bucket: str) -> dict[str, Any]:
+    """Read the bucket's index.json, which streaming would miss with a traceback.
+
+    Raises:
+        RequestError: there is no such root or bucket.
+    """
+    store = open_store(root)
+    EncodingRecord.load(store)
+    if store.size(f"{bucket}/index.json") is None:
+        there = sorted({name.split("/")[0] for name in store.files("") if name.endswith("/index.json")})
+        raise RequestError(f"{root} has no bucket {bucket} with an index. It has {', '.join(there) or 'none'}.")
+    index: dict[str, Any] = json.loads(store.read(f"{bucket}/index.json"))
+    return index
+
+
 def train(root: str, bucket: str, steps: int, unet_config: Path = UNET) -> list[float]:
-    """Teach a small U-Net to predict the noise; returns each step's loss."""
+    """Teach a small U-Net to predict the noise; returns each step's loss.
+
+    Raises:
+        RequestError: there is no such root or bucket, or the bucket has fewer samples than a batch.
+    """
     torch.manual_seed(0)
+    index = read_index(root, bucket)
+    count = sum(shard["samples"] for shard in index["shards"])
+    if count < BATCH:
+        raise RequestError(
+            f"Bucket {bucket} of {root} has {count} samples, fewer than one batch of {BATCH}: no step could be done. "
+            f"Encode more pictures, or lower BATCH in {Path(__file__).name}."
+        )
     dataset = LatentDataset(root, bucket, batch_size=BATCH, shuffle=True)
     batches: Iterable[tuple[torch.Tensor, torch.Tensor]] = DataLoader(
         dataset, BATCH, collate_fn=collate, drop_last=True
@@ -55,14 +84,17 @@ def train(root: str, bucket: str, steps: int, unet_config: Path = UNET) -> list[
     return losses
 
 
-def main() -> None:
+def run(arguments: list[str]) -> None:
+    """Parse the command line, and train."""
     parser = argparse.ArgumentParser(prog="examples.own_loop", description=__doc__)
     parser.add_argument("root", help="a latents root, folder or address")
     parser.add_argument("bucket", help="such as 64x64")
     parser.add_argument("--steps", type=int, default=300)
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     train(options.root, options.bucket, options.steps)
 
+
+main = console(run)
 
 if __name__ == "__main__":
     main()

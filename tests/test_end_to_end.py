@@ -12,6 +12,7 @@ from diffusers import DiffusionPipeline, StableDiffusionPipeline, UNet2DConditio
 
 from shards.open import open_store
 from shards.root.committed import load_books
+from tests.evaluate.sets import draw_here, pictures, sampling
 from tests.roots import precompute_arguments
 from tests.runs import PYTHON, environment, run_module, train_fields, write_config
 from train.run.telling.json_lines import read_json_lines
@@ -91,7 +92,12 @@ def test_a_trimmed_root_trains_and_samples_with_its_mask(models: Path, tars: Pat
     assert run_module("train", "export", str(tmp_path / "run")).returncode == 0
     export = str(tmp_path / "run" / "export")
     run_card(tmp_path / "run" / "export", tmp_path)
-    pipeline = DiffusionPipeline.from_pretrained(export, custom_pipeline=export, trust_remote_code=True)
+    for stock in (StableDiffusionPipeline, DiffusionPipeline):  # would draw something else
+        with pytest.raises(ValueError, match=r"contains custom code in trimmed_pipeline\.py"):
+            stock.from_pretrained(export)
+    drawn = draw_here(Path(export), tmp_path / "drawn", sampling(images_per_prompt=1, part_size=5))
+    assert len(pictures(drawn)) == 5
+    pipeline = StableDiffusionPipeline.from_pretrained(export, trust_remote_code=True, safety_checker=None)
     assert type(pipeline).__name__ == "TrimmedStableDiffusionPipeline"
     pipeline.set_progress_bar_config(disable=True)
     masks: list[torch.Tensor] = []

@@ -14,7 +14,7 @@ from typing import Any, Self
 
 import numpy as np
 from PIL import Image
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from evaluate.parts import Receipt, read_part
 from evaluate.sampling.job import SampleSet
@@ -49,6 +49,12 @@ class ReferenceConfig(Config):
     limits: LimitsConfig = LimitsConfig()
     batch_size: int = Field(64, ge=1)
     """Pictures at a time."""
+
+    @field_validator("pictures")
+    @classmethod
+    def _absolute(cls, value: str | None) -> str | None:
+        # the record at `place` names the pictures: one folder must have one name, whatever the working directory
+        return value if value is None or "://" in value else str(Path(value).absolute())
 
     @model_validator(mode="after")
     def one_of_both(self) -> Self:

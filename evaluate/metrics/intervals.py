@@ -55,13 +55,18 @@ class Jackknife:
             (θ − value)² ≤ t²·(variance + slope·(θ − value)),    slope = linear / distance
 
         A distance that is not seen to differ from 0 counts as `LEAST_DEVIATIONS` standard deviations.
+
+        No distance is below 0, so neither is the interval. An unbiased estimate can be: over equal distributions it is
+        so in about half of all draws. Its interval is then that of an estimate of 0, which contains all of the
+        unrestricted interval that is possible, so it covers the true distance at least as often.
         """
         value = self.unbiased if unbiased else self.value
         t2 = t.ppf((1 + COVERAGE) / 2, GROUPS - 1) ** 2
         distance = max(self.unbiased, LEAST_DEVIATIONS * self.variance**0.5)
         middle = t2 * self.linear / distance / 2 if distance > 0 else 0.0
         half = (middle**2 + t2 * self.variance) ** 0.5
-        return Estimate(value, value + middle - half, value + middle + half, estimand)
+        center = max(value, 0.0) + middle
+        return Estimate(value, max(center - half, 0.0), center + half, estimand)
 
 
 def jackknife(statistic: Statistic) -> Jackknife:

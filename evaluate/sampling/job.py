@@ -7,7 +7,7 @@ from typing import Any
 
 from evaluate.parts import Receipt, read_receipt, read_sealed, write_once
 from evaluate.sampling.model import Model, opened
-from evaluate.sampling.pipeline import Sample, describe, load_scheduler, sampler_of
+from evaluate.sampling.pipeline import Sample, describe, has_guidance_input, load_scheduler, sampler_of
 from evaluate.sampling.prompts import Prompt, prompts_sha256
 from evaluate.sampling.settings import Drawing, SamplingConfig, Setting
 from evaluate.sampling.worker import PICTURES, Part, Recipe, draw_on_worker
@@ -43,7 +43,12 @@ def below(place: Path | str, name: str) -> Path | str:
 
 
 def draw_sets(
-    model: Model, prompts: list[Prompt], config: SamplingConfig, output: Path | str, workers: FleetConfig
+    model: Model,
+    prompts: list[Prompt],
+    config: SamplingConfig,
+    output: Path | str,
+    workers: FleetConfig,
+    trust_remote_code: bool = False,
 ) -> list[Path | str]:
     """Draw what is missing of each setting's sample set; returns where they are.
 
@@ -61,7 +66,7 @@ def draw_sets(
         places.append(place := below(output, str(drawing.setting)))
         units += begin_set(place, drawing, model, prompts, config)
     device = "cuda" if workers.num_gpus else "cpu"
-    recipe = Recipe(model, output, config.batch_size, device, workers.num_cpus)
+    recipe = Recipe(model, output, config.batch_size, device, workers.num_cpus, trust_remote_code)
     run_units(units, partial(draw_on_worker, recipe=recipe), workers, "sample")
     return places
 
@@ -76,9 +81,18 @@ def resolved_precision(config: SamplingConfig, output: Path | str, workers: Flee
 
 
 def describe_drawing(folder: Path, prompts: list[Prompt], config: SamplingConfig, setting: Setting) -> Drawing:
-    """What names a setting's pictures, but for the model."""
+    """What names a setting's pictures, but for the model.
+
+    Raises:
+        RequestError: a setting that this model does not have.
+    """
     own = load_scheduler(folder)
     assert config.precision != "auto", "it must be resolved first"
+    if config.guidance_input is not None and not has_guidance_input(folder):
+        raise RequestError(
+            f"sampling.guidance_input is {config.guidance_input:g}, but the network in {folder} takes no guidance "
+            f"as an input, so it would have no effect. Leave it out; sampling.guidance sets classifier-free guidance."
+        )
     return Drawing(
         prompts=prompts_sha256(prompts),
         seed=config.seed,
@@ -88,6 +102,7 @@ def describe_drawing(folder: Path, prompts: list[Prompt], config: SamplingConfig
         setting=setting,
         scheduler=describe(sampler_of(own, setting.sampler)),
         negative_prompt=config.negative_prompt,
+        guidance_input=config.guidance_input,
         precision=config.precision,
         codec=config.codec,
     )

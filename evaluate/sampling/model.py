@@ -17,15 +17,17 @@ from pathlib import Path
 from typing import Literal
 
 from evaluate.parts import read_sealed
+from evaluate.sampling.code import check_code, code_files
 from shards.base.durable import canonical_json, sealed_json, sha256_file
 from shards.base.errors import RequestError, WorkError
 from shards.base.store import Store
+from shards.format.models import PIPELINE_INDEX as INDEX
 from shards.format.models import model_folder
 from shards.open import open_store
 
-INDEX = "model_index.json"
 EXPORTED, RECORD, STATE = "model", "model.json", "state.json"
-HUB_FILES = (INDEX, "*/*.json", "*/*.safetensors", "*/*.txt", "*/*.model")
+HUB_FILES = (INDEX, "*/*.json", "*/*.safetensors", "*/*.txt", "*/*.model", "*.py", "*/*.py")
+CLASS = "_class_name"
 CONTENT = (".json", ".safetensors", ".txt", ".model")
 Weights = Literal["auto", "raw", "ema"]
 
@@ -75,17 +77,19 @@ def chosen_step(run: Store, step: int | None) -> int:
     return step if step is not None else steps[-1]
 
 
-def make_ready(name: str, step: int | None, weights: Weights, output: Store) -> Model:
+def make_ready(name: str, step: int | None, weights: Weights, output: Store, trust_remote_code: bool = False) -> Model:
     """The model, once every worker can open it: by its name, or, of a run, in `output`.
 
     Raises:
-        RequestError: there is no such model, or `output` was begun with another.
+        RequestError: there is no such model, its folder has code that is not trusted, or `output` was begun with
+            another.
         WorkError: the checkpoint is damaged, or vanished while it was read.
     """
     found = Model(**record) if (record := read_sealed(output, RECORD)) else None
     name = str(Path(name).absolute()) if Path(name).is_dir() else name
     if not is_run(name):
-        model = Model(name, None, weights, hash_pipeline(pipeline_folder(name)))
+        check_code(folder := pipeline_folder(name), trust_remote_code)
+        model = Model(name, None, weights, hash_pipeline(folder))
     elif found is not None and is_exported(output):
         # it was exported, and the run may have dropped the checkpoint since
         model = replace(found, name=name, step=found.step if step is None else step, weights=weights)
@@ -166,10 +170,12 @@ def pipeline_folder(name: str) -> Path:
 
 
 def hash_pipeline(folder: Path) -> str:
-    """SHA-256 of a pipeline's content: every component's files, and the index without the version that wrote it."""
-    index = {key: value for key, value in json.loads((folder / INDEX).read_text()).items() if key[0] != "_"}
+    """Hash a pipeline's content (SHA-256): the index with the pipeline's class, but without the version and the path
+    that wrote it; every component's files; and all code that loading it executes."""
+    written = json.loads((folder / INDEX).read_text())
+    index = {key: value for key, value in written.items() if key == CLASS or not key.startswith("_")}
     digest = hashlib.sha256(canonical_json(index))
-    for path in sorted(folder.glob("*/*")):
-        if path.suffix in CONTENT and path.parent.name in index:
-            digest.update(f"{path.relative_to(folder).as_posix()} {sha256_file(path)}\n".encode())
+    files = [path for path in folder.glob("*/*") if path.suffix in CONTENT and path.parent.name in index]
+    for path in sorted([*files, *code_files(folder)]):
+        digest.update(f"{path.relative_to(folder).as_posix()} {sha256_file(path)}\n".encode())
     return digest.hexdigest()

@@ -13,12 +13,14 @@ import torch
 from diffusers import DiffusionPipeline
 from torch import Tensor
 
+from evaluate.sampling.code import check_code, code_files
 from evaluate.sampling.noise import initial_noise, step_generator
 from evaluate.sampling.prompts import Prompt
 from evaluate.sampling.settings import Drawing, SamplerName
 from shards.base.device import Precision
 from shards.base.errors import RequestError, WorkError
 from shards.format.buckets import Bucket
+from shards.format.models import TRAINED_GUIDANCE
 
 SCHEDULERS: dict[SamplerName, str] = {
     "ddim": "DDIMScheduler",
@@ -32,7 +34,7 @@ SCHEDULERS: dict[SamplerName, str] = {
 FLOW = "flow_prediction"
 PACKED = 4
 """Latents of a patch that pipelines pack into one token, 2 × 2."""
-OWN_CODE = "pipeline.py"
+ZEROS = "force_zeros_for_empty_prompt"
 
 
 @dataclass(frozen=True)
@@ -46,12 +48,17 @@ class Sample:
     """Which of the prompt's pictures."""
 
 
-def load_pipeline(folder: Path, device: str, precision: Precision) -> Any:
-    """The pipeline on `device`, without a safety checker, which puts black pictures in place of what it suspects."""
+def load_pipeline(folder: Path, device: str, precision: Precision, trust_remote_code: bool = False) -> Any:
+    """Load the pipeline to `device`, without a safety checker, which would replace suspicious pictures by black ones.
+
+    Raises:
+        RequestError: the folder has code of its own that is not trusted.
+    """
+    check_code(folder, trust_remote_code)
     index = DiffusionPipeline.load_config(folder)
     options: dict[str, Any] = {"safety_checker": None} if "safety_checker" in index else {}
-    if (folder / OWN_CODE).is_file():  # of an export with trimmed captions
-        options |= {"custom_pipeline": str(folder), "trust_remote_code": True}
+    if code_files(folder):  # the export's own, or trusted
+        options["trust_remote_code"] = True
     pipeline = DiffusionPipeline.from_pretrained(folder, use_safetensors=True, **options)
     pipeline.set_progress_bar_config(disable=True)
     return pipeline.to(device, getattr(torch, precision))
@@ -107,11 +114,10 @@ def draw(pipeline: Any, samples: Sequence[Sample], drawing: Drawing) -> Tensor:
         height=bucket.height,
         width=bucket.width,
         num_inference_steps=setting.steps,
-        guidance_scale=setting.guidance,
-        negative_prompt=[drawing.negative_prompt] * len(samples),
         latents=latents,
         generator=[step_generator(*key) for key in keys],
         output_type="pt",
+        **guidance_arguments(pipeline, drawing, len(samples)),
         **options,
     ).images.float()
     if not torch.isfinite(pictures).all():
@@ -120,6 +126,32 @@ def draw(pipeline: Any, samples: Sequence[Sample], drawing: Drawing) -> Tensor:
             f"sampling.precision float32; if they stay so, the checkpoint's weights are broken."
         )
     return pictures
+
+
+def guidance_arguments(pipeline: Any, drawing: Drawing, count: int) -> dict[str, Any]:
+    """Build the arguments that make the pipeline guide a batch of `count` prompts away from what `drawing` says.
+
+    Without a negative prompt the unconditional input is the one that training used for dropped captions. A pipeline
+    that replaces a missing negative prompt by zeros gets none; all others get the empty caption, because some of them
+    skip guidance unless there is a negative prompt.
+    """
+    text = drawing.negative_prompt
+    zeros = text is None and pipeline.config.get(ZEROS, False)
+    arguments: dict[str, Any] = {"negative_prompt": None if zeros else [text or ""] * count}
+    if "true_cfg_scale" not in inspect.signature(pipeline.__call__).parameters:
+        return arguments | {"guidance_scale": drawing.setting.guidance}
+    arguments["true_cfg_scale"] = drawing.setting.guidance
+    scale = drawing.guidance_input
+    if scale is None:
+        scale = pipeline.transformer.config.get(TRAINED_GUIDANCE)
+    # `guidance_scale` is an input of the network here; without a value the pipeline's default holds
+    return arguments | ({} if scale is None else {"guidance_scale": scale})
+
+
+def has_guidance_input(folder: Path) -> bool:
+    """Whether a pipeline's network takes a guidance scale as an input."""
+    config = folder / "transformer" / "config.json"
+    return config.is_file() and bool(json.loads(config.read_text()).get("guidance_embeds", False))
 
 
 def to_bytes(pictures: Tensor) -> Tensor:

@@ -27,13 +27,17 @@ class SamplingConfig(Config):
     size: BucketName = "512x512"
     """WIDTHxHEIGHT in pixels."""
     guidance: list[float] = Field([8.0], min_length=1)
-    """Guidance scales; 1 is none."""
+    """Scales of classifier-free guidance; 1 is none."""
+    guidance_input: float | None = None
+    """Value for networks that take a guidance scale as an input (guidance-distilled ones). null: the value of the run's
+    training; for other models, the pipeline's default."""
     steps: list[PositiveInt] = Field([50], min_length=1)
     """Numbers of sampling steps."""
     sampler: list[SamplerName] = Field(["own"], min_length=1)
     """`own` is the pipeline's; the others are diffusers' schedulers over the same noise."""
-    negative_prompt: str = ""
-    """What guidance leads away from."""
+    negative_prompt: str | None = None
+    """Text that guidance leads away from. null: the input that stood for dropped captions in training, which for most
+    models is the empty caption and for others zeros."""
     precision: AskedPrecision = "float32"
     """Type of the whole pipeline. `auto` is that of the sample set; for a new set, it is bfloat16 where a worker's
     device supports it, and float32 elsewhere."""
@@ -75,7 +79,8 @@ class Drawing:
     setting: Setting
     scheduler: str
     """Class of the sampler that was used, and its config's SHA-256."""
-    negative_prompt: str
+    negative_prompt: str | None
+    guidance_input: float | None
     precision: Precision
     codec: Codec
 

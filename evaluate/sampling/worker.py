@@ -43,23 +43,28 @@ class Recipe:
     batch_size: int
     device: str
     num_cpus: float
+    trust_remote_code: bool = False
 
 
 def draw_on_worker(part: Part, attempt: int, report: Callable[[int], None], recipe: Recipe) -> Receipt:
     """One attempt at one part; `report` hears how many pictures were drawn."""
     torch.set_num_threads(1 if recipe.device == "cuda" else max(1, int(recipe.num_cpus)))
     with lost_with_its_gpu():
-        pipeline, own = load_model(recipe.model, recipe.output, recipe.device, part.drawing.precision)
+        pipeline, own = load_model(
+            recipe.model, recipe.output, recipe.device, part.drawing.precision, recipe.trust_remote_code
+        )
         pipeline.scheduler = sampler_of(own, part.drawing.setting.sampler)
         make = functools.partial(draw_part, part, pipeline, recipe.batch_size, report)
         return commit_part(open_store(part.output), PICTURES, part.name, make)
 
 
 @functools.lru_cache(maxsize=1)
-def load_model(model: Model, output: Path | str, device: str, precision: Any) -> tuple[Any, Any]:
+def load_model(
+    model: Model, output: Path | str, device: str, precision: Any, trust_remote_code: bool
+) -> tuple[Any, Any]:
     """The pipeline and its own scheduler; kept for the next part."""
     with opened(model, open_store(output)) as folder:
-        pipeline = load_pipeline(folder, device, precision)
+        pipeline = load_pipeline(folder, device, precision, trust_remote_code)
     return pipeline, pipeline.scheduler
 
 

@@ -33,6 +33,10 @@ NOT_CONTENT = {"architectures", "dtype", "torch_dtype", "transformers_version", 
 NOT_CONTENT |= {"name_or_path", "tokenizer_file"}
 # The same, where they say anything: the trainer shifts and scales.
 NORMALISATION = {"shift_factor", "latents_mean", "latents_std"}
+PIPELINE_INDEX = "model_index.json"
+"""File of a diffusers pipeline's folder that names its class and components."""
+TRAINED_GUIDANCE = "_trained_guidance"
+"""Field of an exported network's config.json: the constant that its guidance input had in training."""
 
 
 def model_folder(name: str, files: Sequence[str] = TO_FETCH) -> Path:

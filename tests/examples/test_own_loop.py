@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from examples import own_loop
+from shards.base.errors import RequestError
 
 CONFIG = {
     "in_channels": 4,
@@ -25,3 +26,19 @@ def test_it_learns(latents: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     (tmp_path / "unet.json").write_text(json.dumps(CONFIG | {"cross_attention_dim": width}))
     losses = own_loop.train(str(latents), "64x64", 60, tmp_path / "unet.json")
     assert len(losses) == 60 and sum(losses[-10:]) < 0.9 * sum(losses[:10])
+
+
+@pytest.mark.parametrize(
+    ("root", "bucket", "batch", "message"),
+    [
+        (None, "64x64", 1000, "has 30 samples, fewer than one batch of 1000"),
+        (None, "96x96", 8, r"has no bucket 96x96 .* It has 128x128, 64x64"),
+        ("/absent", "64x64", 8, "/absent"),
+    ],
+)
+def test_what_cannot_be_trained_on_is_refused(
+    latents: Path, root: str | None, bucket: str, batch: int, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(own_loop, "BATCH", batch)
+    with pytest.raises(RequestError, match=message):
+        own_loop.train(root or str(latents), bucket, 1)

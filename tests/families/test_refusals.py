@@ -159,3 +159,16 @@ def test_a_precision_in_which_a_network_overflows_is_refused(small: Callable[[st
     with pytest.raises(RequestError, match=r"precision float16 does not work for a .*: its linear attention sums"):
         prepare(config)
     assert not config.work.exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "dropped", "words"),
+    [
+        ("sdxl", "empty", "StableDiffusionXLPipeline uses zeros as its unconditional input"),
+        (FLUX, "zeros", "FluxPipeline uses the empty caption as its unconditional input"),
+    ],
+)
+def test_training_and_the_pipeline_must_agree_on_the_unconditional_input(
+    name: str, dropped: str, words: str, small: Callable[[str], Small]
+) -> None:
+    assert words in refusal(small(name), {}, {}, dropped=dropped)

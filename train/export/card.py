@@ -1,20 +1,27 @@
 """The model card of an export: what was trained, on what, and how to sample from it. Its Markdown is card.md."""
 
-from collections import Counter
+import inspect
 from pathlib import Path
 from typing import Any
+
+import diffusers
 
 from shards.format.buckets import Bucket
 from shards.format.encoding import EncodingRecord
 from shards.format.towers import TextTower
 from train.config import TrainConfig
 from train.data.selection import FilterConfig
+from train.export.components import default_size, trained_sizes
 from train.model.backbone import PipelineConfig
+from train.model.inputs import Guidance
+from train.model.unet import class_name
 from train.objective.paths import ObjectiveConfig
 
 CARD = Path(__file__).with_name("card.md")
 SIZES = ("block_out_channels", "cross_attention_dim", "num_layers", "num_attention_heads", "depth", "hidden_size")
 """Fields of a network's config that the card shows, where it has them."""
+GUIDANCE = 5.0
+"""Scale of true classifier-free guidance in the card's code, where the pipeline's default is none."""
 
 
 def model_card(
@@ -36,11 +43,10 @@ def model_card(
         weights: the checkpoint's folder that was exported: `unet`, or `ema` for the moving average.
         trimmed: it is the pipeline of trimmed_pipeline.py.
     """
-    fingerprint, buckets, pipeline = checkpoint["fingerprint"], Counter[str](), config.backbone.pipeline.class_name
-    for stream in fingerprint["streams"]:
-        buckets[stream["bucket"]] += stream["samples"]
+    fingerprint, pipeline = checkpoint["fingerprint"], config.backbone.pipeline.class_name
+    sizes = trained_sizes(fingerprint)
     stock = pipeline == PipelineConfig().class_name
-    own = "custom_pipeline=folder, trust_remote_code=True"
+    own = "trust_remote_code=True"
     hashes = [sha256 for name, sha256 in checkpoint["files"].items() if name.startswith(f"{weights}/diffusion")]
     streams = zip(fingerprint["streams"], config.data.streams, strict=True)
     return CARD.read_text().format(
@@ -53,8 +59,10 @@ def model_card(
         pipeline_class="DiffusionPipeline" if trimmed else pipeline,
         arguments=", ".join(["folder", *([own] if trimmed else ["safety_checker=None"] if stock else [])]),
         folder=str(target),
-        size=Bucket.parse(buckets.most_common(1)[0][0]),
-        sizes=", ".join(sorted(buckets)),
+        guidance=_guidance_arguments(config),
+        size=sizes[0],
+        sizes=", ".join(sorted(str(size) for size in sizes)),
+        default=_describe_default(default_size(fingerprint, class_name(fingerprint["unet"]))),
         start=config.init_from or config.init_unet or f"random weights of seed {config.seed}",
         weights=_describe_weights(config, weights),
         objective=_describe_objective(config.objective),
@@ -63,6 +71,26 @@ def model_card(
         network=", ".join(f"{key} {value}" for key, value in fingerprint["unet"].items() if key in SIZES),
         weights_sha256=hashes[0] if hashes else "unknown",
     )
+
+
+def _guidance_arguments(config: TrainConfig) -> str:
+    """Write the further arguments of the card's code where the pipeline's own defaults would not guide.
+
+    Pipelines whose `guidance_scale` is an input of the network need the trained value there, and do true
+    classifier-free guidance only if they get a negative prompt and a scale for it.
+    """
+    accepted = inspect.signature(getattr(diffusers, config.backbone.pipeline.class_name).__call__).parameters
+    scales = [item.scale for item in config.backbone.inputs.values() if isinstance(item, Guidance)]
+    lines = [f"guidance_scale={scale:g},  # an input of the network; in training always this value" for scale in scales]
+    if "true_cfg_scale" in accepted and config.objective.caption_dropout > 0:
+        lines += ['negative_prompt="",', f"true_cfg_scale={GUIDANCE:g},"]
+    return "".join(f"    {line}\n" for line in lines)
+
+
+def _describe_default(size: Bucket | None) -> str:
+    if size is None:
+        return "Always pass `height` and `width`: the pipeline's own default may be a size that was not trained."
+    return f"Without `height` and `width` the pipeline draws {size}."
 
 
 def _describe_text(text: TextTower) -> str:

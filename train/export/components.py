@@ -4,18 +4,24 @@ import difflib
 import inspect
 import json
 import re
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import diffusers
 
 from shards.base.errors import RequestError
+from shards.format.buckets import Bucket
 from shards.format.encoding import EncodingRecord
 from shards.format.towers import ImageTower, TextTower, Weights
 from train.config import TrainConfig
 from train.data.spec import only_read
 from train.model.backbone import PipelineConfig
 from train.model.unet import UNET
+
+ZEROS = "force_zeros_for_empty_prompt"
+"""Argument of pipelines that replace a missing negative prompt by zeros."""
 
 
 def pipeline_texts(encoding: EncodingRecord, config: TrainConfig) -> list[TextTower]:
@@ -73,6 +79,48 @@ def constructor(pipeline: PipelineConfig) -> Mapping[str, inspect.Parameter]:
         ) from error
 
 
+def check_unconditional(config: TrainConfig) -> None:
+    """Check that the pipeline's unconditional input is the one that stood for dropped captions in training.
+
+    Raises:
+        RequestError: one of them is zeros, and the other the empty caption.
+    """
+    pipeline, parameter = config.backbone.pipeline, constructor(config.backbone.pipeline).get(ZEROS)
+    if config.objective.caption_dropout == 0:
+        return
+    feeds_zeros = bool(pipeline.settings.get(ZEROS, parameter.default)) if parameter else False
+    trains_zeros = config.backbone.dropped == "zeros"
+    if feeds_zeros == trains_zeros:
+        return
+    trained, sampled = ("zeros", "the empty caption") if trains_zeros else ("the empty caption", "zeros")
+    remedy = f"backbone.dropped to {'zeros' if feeds_zeros else 'empty'}"
+    if parameter:
+        remedy += f", or {ZEROS} in backbone.pipeline.settings to {str(trains_zeros).lower()}"
+    raise RequestError(
+        f"backbone.dropped is {config.backbone.dropped}: {trained} would stand for dropped captions in training, but "
+        f"{pipeline.class_name} uses {sampled} as its unconditional input, so guidance would rely on an input that "
+        f"the network never saw. Set {remedy}."
+    )
+
+
+def trained_sizes(fingerprint: Mapping[str, Any]) -> list[Bucket]:
+    """List the buckets that a run was trained on, the one with the most samples first."""
+    counts = Counter[str]()
+    for stream in fingerprint["streams"]:
+        counts[stream["bucket"]] += stream["samples"]
+    return [Bucket.parse(name) for name, _ in counts.most_common()]
+
+
+def default_size(fingerprint: Mapping[str, Any], network_class: str) -> Bucket | None:
+    """Choose the size that the exported pipeline draws unless another one is asked for.
+
+    A U-Net's `sample_size` is only such a default, and pipelines read it as a square. Other networks scale their
+    positions by it, or have a pipeline with a default of its own; for them there is no choice, hence None.
+    """
+    squares = [bucket for bucket in trained_sizes(fingerprint) if bucket.width == bucket.height]
+    return squares[0] if network_class == UNET and squares else None
+
+
 def network_name(pipeline: PipelineConfig) -> str:
     """What the pipeline calls the network that was trained."""
     return "unet" if "unet" in constructor(pipeline) else "transformer"
@@ -97,14 +145,21 @@ def recorded_components(pipeline: PipelineConfig, image: ImageTower, texts: list
     return components
 
 
-def write_index(folder: Path, pipeline: PipelineConfig, vae: str, texts: list[TextTower], scheduler: str) -> None:
-    """model_index.json: the module and class of each component."""
+def write_index(
+    folder: Path, pipeline: PipelineConfig, vae: str, texts: list[TextTower], scheduler: str, own: list[str] | None
+) -> None:
+    """Write model_index.json: the module and class of each component.
+
+    Args:
+        own: module in the folder and class of the pipeline, where it is none of diffusers'. A stock class then refuses
+            to load the folder unless its code is trusted, and becomes this class if it is.
+    """
     arguments, network = constructor(pipeline), network_name(pipeline)
     optional = {name: [None, None] for name in getattr(diffusers, pipeline.class_name)._optional_components}
     settings = {"requires_safety_checker": False} if "requires_safety_checker" in arguments else {}
     network_class = json.loads((folder / network / "config.json").read_text()).get("_class_name", UNET)
     index = {
-        "_class_name": pipeline.class_name,
+        "_class_name": own or pipeline.class_name,
         "_diffusers_version": diffusers.__version__,
         **{name: value for name, value in optional.items() if name in arguments},
         "vae": ["diffusers", vae],

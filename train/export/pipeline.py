@@ -8,6 +8,7 @@ examples:
   python -m train export runs/phase2 --vae models/vae --text_encoder models/text_encoder --tokenizer models/tokenizer
 """
 
+import json
 import math
 import shutil
 from pathlib import Path
@@ -23,18 +24,29 @@ from shards.base.errors import RequestError, WorkError
 from shards.base.store import Place
 from shards.format.buckets import Bucket
 from shards.format.encoding import EncodingRecord
-from shards.format.models import hash_weights, model_folder
+from shards.format.models import TRAINED_GUIDANCE, hash_weights, model_folder
 from shards.format.towers import Weights
 from shards.open import open_store
 from train.config import TrainConfig
 from train.export.card import model_card
-from train.export.components import network_name, pipeline_texts, recorded_components, write_index
+from train.export.components import (
+    check_unconditional,
+    default_size,
+    network_name,
+    pipeline_texts,
+    recorded_components,
+    write_index,
+)
 from train.model.backbone import PipelineConfig
+from train.model.inputs import Guidance
+from train.model.unet import class_name
 from train.objective.paths import ObjectiveConfig, noise_scheduler
 from train.run.saving.checkpoint import Checkpoint, newest_checkpoint, step_folder, verify_checkpoint
 from train.run.saving.local_copy import copied
 
 PIPELINE_FILE = Path(__file__).with_name("trimmed_pipeline.py")
+TRIMMED = "TrimmedStableDiffusionPipeline"
+"""The class in that file."""
 
 
 class ExportConfig(Config):
@@ -89,6 +101,7 @@ def write_pipeline(run_dir: Place, options: ExportConfig) -> Path:
     texts = pipeline_texts(encoding, config)
     pipeline = config.backbone.pipeline
     recorded = recorded_components(pipeline, encoding.image, texts)
+    check_unconditional(config)
     given = {"vae": options.vae, "text_encoder": options.text_encoder, "tokenizer": options.tokenizer} | options.models
     if unknown := sorted(set(options.models) - set(recorded)):
         raise RequestError(
@@ -99,13 +112,15 @@ def write_pipeline(run_dir: Place, options: ExportConfig) -> Path:
         for name, folder in components.items():
             _copy(folder, private / name)
         _copy(weights, private / network_name(pipeline))
+        _complete_config(private / network_name(pipeline) / "config.json", config, checkpoint, encoding)
         sizes = (Bucket.parse(stream.bucket).latent_hw(encoding.image.downsampling) for stream in config.data.streams)
         scheduler = scheduler_of(pipeline, config.objective, max(sizes, key=math.prod))
         scheduler.save_pretrained(private / "scheduler")
         trimmed = pipeline.class_name == PipelineConfig().class_name and texts[0].trim
-        write_index(private, pipeline, encoding.image.class_name, texts, type(scheduler).__name__)
+        own = [PIPELINE_FILE.stem, TRIMMED] if trimmed else None
+        write_index(private, pipeline, encoding.image.class_name, texts, type(scheduler).__name__, own)
         if trimmed:
-            shutil.copyfile(PIPELINE_FILE, private / "pipeline.py")
+            shutil.copyfile(PIPELINE_FILE, private / PIPELINE_FILE.name)
         card = model_card(
             run_dir, target, config, checkpoint.content, encoding, texts, weights.name, scheduler, trimmed
         )
@@ -122,6 +137,7 @@ def check_pipeline(config: TrainConfig, encoding: EncodingRecord) -> None:
     pipeline = config.backbone.pipeline
     if pipeline.class_name != PipelineConfig().class_name:  # a U-Net under any text tower is trained, and not exported
         recorded_components(pipeline, encoding.image, pipeline_texts(encoding, config))
+        check_unconditional(config)
     scheduler_of(pipeline, config.objective)
 
 
@@ -175,6 +191,20 @@ def _chosen(run_dir: Path, step: int | None) -> Checkpoint:
     if checkpoint is None:
         raise RequestError(f"{run_dir} has no complete checkpoint: there is nothing to export yet.")
     return checkpoint
+
+
+def _complete_config(path: Path, config: TrainConfig, checkpoint: Checkpoint, encoding: EncodingRecord) -> None:
+    """Add what a sampler must know of training to the exported network's config.json.
+
+    diffusers keeps fields that begin with an underscore, and ignores them.
+    """
+    fields = json.loads(path.read_text())
+    if size := default_size(checkpoint.content["fingerprint"], class_name(fields)):
+        fields["sample_size"] = size.height // encoding.image.downsampling
+    for item in config.backbone.inputs.values():
+        if isinstance(item, Guidance):
+            fields[TRAINED_GUIDANCE] = item.scale
+    path.write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n")
 
 
 def _copy(folder: Path, target: Path) -> None:

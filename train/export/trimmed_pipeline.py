@@ -1,6 +1,6 @@
 """StableDiffusionPipeline for a U-Net that was trained on trimmed captions: padding tokens are masked out.
 
-DiffusionPipeline.from_pretrained(FOLDER, custom_pipeline=FOLDER)
+DiffusionPipeline.from_pretrained(FOLDER, trust_remote_code=True)
 """
 
 from typing import Any

@@ -187,19 +187,33 @@ def test_clip_score_by_hand() -> None:
 
 @pytest.mark.parametrize(("unbiased", "linear"), [(2.0, 0.04), (2.0, 0.0), (0.1, 0.04), (-0.3, 0.04), (0.0, 0.0)])
 def test_the_interval_is_of_all_distances_that_would_vary_enough(unbiased: float, linear: float) -> None:
-    """Its ends are the roots of the docstring's equation; without a linear part it is Student's."""
+    """Its ends are the roots of the docstring's equation, but for what is below 0; without a linear part it is
+    Student's."""
     found = Jackknife(unbiased + 0.1, unbiased, 0.05, linear).interval("")
     slope = linear / max(unbiased, LEAST_DEVIATIONS * 0.05**0.5)
     t2 = student.ppf(0.975, GROUPS - 1) ** 2
-    for end in (found.low, found.high):
-        assert (end - found.value) ** 2 == pytest.approx(t2 * (0.05 + slope * (end - found.value)))
-    assert (
-        found.value - found.low == pytest.approx(found.high - found.value)
-        if not linear
-        else (found.high - found.value > found.value - found.low > 0)
-    )
+    center = max(found.value, 0.0)
+
+    def excess(end: float) -> float:
+        return (end - center) ** 2 - t2 * (0.05 + slope * (end - center))
+
+    assert excess(found.high) == pytest.approx(0, abs=1e-12)
+    assert excess(found.low) == pytest.approx(0, abs=1e-12) or (found.low == 0 and excess(0.0) < 0)
+    if found.low > 0:
+        up, down = found.high - center, center - found.low
+        assert up > down > 0 if linear else up == pytest.approx(down)
     same = Jackknife(0.5, 0.5, 0.0, 0.0).interval("")
     assert (same.low, same.high) == (0.5, 0.5)
+
+
+@pytest.mark.parametrize("value", [-0.3, -1e-3, 0.0, 1e-3, 0.3])
+def test_no_interval_of_a_distance_is_below_zero(value: float) -> None:
+    """Nor is it a single point, however far below 0 the unbiased estimate is; the estimate itself stays as it is."""
+    found = Jackknife(value, value, 1e-4, 1e-5).interval("")
+    assert found.value == value
+    assert 0 <= found.low < found.high
+    zero = Jackknife(0.0, 0.0, 1e-4, 1e-5).interval("")
+    assert found.high >= zero.high
 
 
 def test_a_mean_over_prompts_has_the_textbook_interval() -> None:

@@ -136,6 +136,20 @@ def test_flow_matching_takes_its_own_sampler(pipeline: Path) -> None:
         sampler_of(scheduler, "ddim")
 
 
+def test_a_guidance_input_is_for_networks_that_have_one(pipeline: Path) -> None:
+    config = sampling(guidance_input=3.5)
+    with pytest.raises(RequestError, match=r"guidance_input is 3\.5, but the network in .* takes no"):
+        describe_drawing(pipeline, PROMPTS, config, config.grid[0])
+
+
+def test_an_empty_negative_prompt_and_none_are_different_settings(pipeline: Path) -> None:
+    ids = {
+        describe_drawing(pipeline, PROMPTS, config, config.grid[0]).id
+        for config in (sampling(), sampling(negative_prompt=""), sampling(negative_prompt="blurry"))
+    }
+    assert len(ids) == 3
+
+
 def arguments(pipeline: Path, output: Path, *more: str) -> list[str]:
     """`evaluate sample` with the settings of `sampling`, on the CPU."""
     prompts = output.parent / "prompts.json"

@@ -36,7 +36,8 @@ def make_set(place: Path, model: int, prompts: list[Prompt] = PROMPTS, **changes
         config.size,
         setting,
         "s",
-        "",
+        None,
+        None,
         "float32",
         "png",
     )
