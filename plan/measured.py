@@ -1,6 +1,7 @@
 """Benchmark files: what `bench/encode.py` and `bench/train_step.py` write, what somebody published, or what
 `bench/roofline` models where there is neither."""
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,9 @@ from pydantic import Field, ValidationError, model_validator
 
 from shards.base.config import Config
 from shards.base.errors import RequestError
+
+SAME_KIND = re.compile(r"nvidia|tesla|quadro|geforce|amd|instinct|generation|gpu|sxm\d*|oam|hbm\w*|\d+gb?|\d+tb")
+"""Words of a device name that do not tell one kind of GPU from another: vendor, brand, module form, memory."""
 
 
 class Measurement(Config):
@@ -84,7 +88,7 @@ class Rates:
 
 
 def read_rates(paths: Iterable[str], gpu_kind: str) -> Rates:
-    """Read benchmark files; those of a device whose name lacks `gpu_kind` are left aside, and named.
+    """Read benchmark files; those measured on a GPU of another kind are left aside, and named.
 
     Raises:
         RequestError: a file is missing or is no benchmark file, or two give the same stage, bucket and GPUs.
@@ -93,7 +97,7 @@ def read_rates(paths: Iterable[str], gpu_kind: str) -> Rates:
     left_aside = []
     benches = [(path, _read(path)) for path in paths]
     for path, bench in sorted(benches, key=lambda pair: pair[1].modelled):
-        if gpu_kind.lower() not in bench.device.lower():
+        if not is_of_kind(bench.device, gpu_kind):
             left_aside.append(f"{path} (measured on {bench.device})")
             continue
         verb = "modelled" if bench.modelled else "published" if bench.published else "measured"
@@ -120,6 +124,17 @@ def read_rates(paths: Iterable[str], gpu_kind: str) -> Rates:
                 )
             )
     return Rates(by_stage, left_aside)
+
+
+def is_of_kind(device: str, kind: str) -> bool:
+    """Whether a device, as torch.cuda.get_device_name() calls it, is a GPU of this kind.
+
+    It is if the kind's words occur in its name in a row and the other words are about vendor, module or memory. So an
+    H100 PCIe, an RTX 4090 Laptop GPU and a MIG slice are kinds of their own.
+    """
+    name, wanted = (re.findall(r"[a-z0-9.]+", text.lower()) for text in (device, kind))
+    starts = [i for i in range(len(name) - len(wanted) + 1) if wanted and name[i : i + len(wanted)] == wanted]
+    return any(all(map(SAME_KIND.fullmatch, name[:i] + name[i + len(wanted) :])) for i in starts)
 
 
 def _read(path: str) -> BenchFile:

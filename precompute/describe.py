@@ -1,11 +1,12 @@
 """The towers that a config asks for, as encoding.json will say of them: from their folders alone, without weights."""
 
 import json
+import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeGuard
 
 import diffusers
 import torch
@@ -34,6 +35,9 @@ PIXELS_PER_TOKEN = 16
 MOST_OTHER_TOKENS = 32
 """Of a vision model, besides those of patches: for the class, and registers."""
 PROBE_SIDE = 256
+NORMALISED_BY_CONFIG = ("AutoencoderKL", "AutoencoderDC", "AutoencoderKLHunyuanImage")
+"""Autoencoder classes whose diffusers pipelines normalise latents by the config fields that `_normalisation` reads, and
+by nothing else. Check the pipelines' `vae.decode` calls before adding a class."""
 
 
 def _check_name(name: str) -> str:
@@ -134,11 +138,20 @@ def describe_image(name: str, posterior: Literal["moments", "mean"] | None, **ho
         how: crop, resampling, decoder, resampler, color, storage.
 
     Raises:
-        RequestError: it is missing, or no autoencoder of pictures; or it has no posterior, which was asked for.
+        RequestError: it is missing, or no autoencoder of pictures; its normalisation is unknown; or it has no
+            posterior, which was asked for.
     """
     folder = model_folder(name)
     config = read_model_config(folder)
-    class_name = str(config.get("_class_name", "AutoencoderKL"))
+    class_name = str(config.get("_class_name"))
+    known = f"{', '.join(NORMALISED_BY_CONFIG[:-1])} or {NORMALISED_BY_CONFIG[-1]}"
+    if class_name not in NORMALISED_BY_CONFIG:
+        what = f"names the class {class_name}" if "_class_name" in config else "has no `_class_name`"
+        raise RequestError(
+            f"vae: {folder}/config.json {what}, and this program does not know how a diffusion model's "
+            f"pipeline scales and shifts its latents. Training on wrongly normalised latents would not fail, only give "
+            f"bad pictures. Give the folder of an {known}."
+        )
     try:
         with torch.device("meta"):
             vae: Any = getattr(diffusers, class_name).from_config(config)
@@ -146,7 +159,7 @@ def describe_image(name: str, posterior: Literal["moments", "mean"] | None, **ho
     except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
         raise RequestError(
             f"{folder} is no autoencoder of pictures that this diffusers can build: {class_name}, "
-            f"{type(error).__name__}: {error}. Give the folder of an AutoencoderKL or AutoencoderDC."
+            f"{type(error).__name__}: {error}. Give the folder of an {known}."
         ) from error
     has_posterior = hasattr(encoded, "latent_dist")
     if not has_posterior and posterior is not None:
@@ -159,20 +172,51 @@ def describe_image(name: str, posterior: Literal["moments", "mean"] | None, **ho
         posterior=(posterior or "moments") if has_posterior else "deterministic",
         channels=channels,
         downsampling=PROBE_SIDE // side,
-        **_normalisation(config, channels),
+        **_normalisation(vae.config, channels, f"vae: {folder}/config.json"),
         **how,
     )
 
 
-def _normalisation(config: dict[str, Any], channels: int) -> dict[str, tuple[float, ...]]:
-    """Scale and shift per channel, as diffusers' pipelines take them from a VAE's config."""
-    if config.get("latents_std"):  # (latents - mean) / std, of Wan and Qwen-Image
-        return {
-            "scale": tuple(1 / float(std) for std in config["latents_std"]),
-            "shift": tuple(map(float, config["latents_mean"])),
-        }
+def _normalisation(config: Mapping[str, Any], channels: int, where: str) -> dict[str, tuple[float, ...]]:
+    """Read the per-channel scale and shift that diffusers' pipelines take from a VAE's config.
+
+    Args:
+        config: of the built model, so that a field missing from its file has the class's own default.
+        where: the file it came from, for errors.
+
+    Raises:
+        RequestError: the config states no scale, half of a per-channel normalisation, or two kinds of shift.
+    """
     scale, shift = config.get("scaling_factor"), config.get("shift_factor")
-    return {"scale": (float(0.18215 if scale is None else scale),) * channels, "shift": (float(shift or 0),) * channels}
+    mean, std = config.get("latents_mean"), config.get("latents_std")
+    remedy = "Take config.json from the model's publisher."
+    if not _is_number(scale) or scale <= 0:
+        raise RequestError(
+            f"{where} has scaling_factor {scale}, so the scale of the latents is unknown: it must be a number above 0. "
+            f"{remedy}"
+        )
+    if mean is None and std is None:
+        if shift is not None and not _is_number(shift):
+            raise RequestError(f"{where} has shift_factor {shift}, which is not a number. {remedy}")
+        return {"scale": (float(scale),) * channels, "shift": (float(shift or 0),) * channels}
+    if mean is None or std is None:
+        here, missing = ("latents_std", "latents_mean") if mean is None else ("latents_mean", "latents_std")
+        raise RequestError(f"{where} has {here} but no {missing}; pipelines need both to normalise latents. {remedy}")
+    if shift:
+        raise RequestError(
+            f"{where} has both shift_factor and latents_mean, and no pipeline of diffusers applies both. {remedy}"
+        )
+    if len(mean) != channels or len(std) != channels or not all(map(_is_number, [*mean, *std])) or min(std) <= 0:
+        raise RequestError(
+            f"{where}: latents_mean and latents_std must have {channels} numbers each, one per channel, those of "
+            f"latents_std above 0. {remedy}"
+        )
+    # StableDiffusionXLImg2ImgPipeline.prepare_latents: (latents - mean) · scaling_factor / std
+    return {"scale": tuple(float(scale) / float(value) for value in std), "shift": tuple(map(float, mean))}
+
+
+def _is_number(value: Any) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def describe_text(name: str, asked: TextTowerConfig, default: TextConfig) -> TextTower:

@@ -24,7 +24,6 @@ OWN: dict[str, dict[str, Any]] = {
         "guidance_scale": 2.0,
         "use_resolution_binning": False,
         "tokenizer_max_length": TOKENS,
-        "skip_text_cleaning": True,
     },
 }
 TOLD = {"sdxl": (80, 64, 0, 8)}

@@ -182,7 +182,6 @@ def embed_prx(pipeline: Any, captions: list[str], dropped: Tensor) -> Embeds:
         emptied(captions, dropped[:, 0]),
         do_classifier_free_guidance=False,
         tokenizer_max_length=TOKENS,
-        skip_text_cleaning=True,
     )
     return {"states": found[0], "mask": found[1]}
 

@@ -260,7 +260,7 @@ def make_small(family: Family, folder: Path) -> Small:
     (folder / "backbone.json").write_text(json.dumps(family.network))
     samples = make_samples(0, 12, SIZES)
     for i, (_, members) in enumerate(samples):
-        members["txt"] = (f"{i} round blobs" + " of clay" * (i % 3)).encode()
+        members["txt"] = (f"{i} Round blobs" + " of CLAY" * (i % 3)).encode()
     make_tar(folder / "tars", "00000", samples)
     small.encode()
     return small

@@ -50,7 +50,7 @@ def training_flops(call: Callable[[], Any]) -> int:
 def peak_tflops(device_name: str) -> float | None:
     """The bf16 peak of a device by its name, as torch.cuda.get_device_name() says it; None where it is not known."""
     words = device_name.replace("-", " ").split()
-    if "Laptop" in words:  # other chips under the same names
+    if {"Laptop", "MIG"} & set(words):  # other chips under the same names, or a slice of a chip
         return None
     known = [name for name in PEAK_TFLOPS if all(word in words for word in name.split())]
     return PEAK_TFLOPS[max(known, key=len)] if known else None
