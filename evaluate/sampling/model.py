@@ -50,18 +50,19 @@ def is_run(name: str) -> bool:
     return "://" in name or (Path(name) / "config.yaml").is_file()
 
 
-def folder_of(step: int) -> str:
-    """A checkpoint's, below the run."""
-    return f"checkpoints/step-{step:08d}"
-
-
 def checkpoints_in(names: Iterable[str]) -> dict[int, list[str]]:
-    """Step → its files, of the names below checkpoints/, where STATE, which is written last, is among them."""
-    found: dict[int, list[str]] = {}
+    """Find the checkpoints among the names of files below checkpoints/: those with STATE, which is written last.
+
+    Returns:
+        Step → the checkpoint's files. At an object-store address each launch of a run uploads to folders of its own,
+        `step-00001000.0004/`; of several of one step, the newest launch's counts.
+    """
+    found: dict[tuple[int, int], list[str]] = {}
     for name in names:
-        if match := re.match(r"step-(\d{8,})/", name):
-            found.setdefault(int(match[1]), []).append(name)
-    return {step: files for step, files in found.items() if f"step-{step:08d}/{STATE}" in files}
+        if match := re.match(r"step-(\d{8,})(?:\.(\d{4,}))?/", name):
+            found.setdefault((int(match[1]), int(match[2] or 0)), []).append(name)
+    whole = {key: files for key, files in found.items() if any(name.partition("/")[2] == STATE for name in files)}
+    return {step: whole[step, launch] for step, launch in sorted(whole)}
 
 
 def chosen_step(run: Store, step: int | None) -> int:

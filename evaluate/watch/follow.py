@@ -22,7 +22,7 @@ from pydantic import Field
 from evaluate.parts import create_once, read_sealed
 from evaluate.report.records import FOLDER, STEP_FOLDER, Evaluation, run_config, step_place, write_lines
 from evaluate.sampling.job import below
-from evaluate.sampling.model import EXPORTED, STATE, checkpoints_in, drop_export, folder_of, is_exported
+from evaluate.sampling.model import EXPORTED, STATE, checkpoints_in, drop_export, is_exported
 from shards.base.config import Config
 from shards.base.durable import DamagedFile, canonical_json
 from shards.base.errors import Preempted, RequestError, WorkError, say
@@ -139,7 +139,7 @@ class Follower:
             if self._is_done(step):  # by another watcher, which tidied up after itself
                 write_lines(self.output)
                 return True
-            if self.run.size(f"{folder_of(step)}/{STATE}") is None and not self._is_exported(step):
+            if step not in checkpoints_in(self.run.files("checkpoints")) and not self._is_exported(step):
                 self.failed.pop(step, None)
                 print(f"step {step} of {self.run.where()} was removed while it was read: skipped.", flush=True)
                 return False
@@ -207,8 +207,12 @@ def read_wants(run: Store) -> Wants:
 
 def is_whole(run: Store, step: int) -> bool:
     """Whether every file that a checkpoint names is there. What they hold is checked when it is exported."""
+    files = checkpoints_in(run.files("checkpoints")).get(step)
+    if files is None:
+        return False
+    folder = files[0].partition("/")[0]
     try:
-        content = read_sealed(run, f"{folder_of(step)}/{STATE}")
+        content = read_sealed(run, f"checkpoints/{folder}/{STATE}")
     except DamagedFile:
         return False
-    return content is not None and set(content["files"]) <= set(run.files(folder_of(step)))
+    return content is not None and {f"{folder}/{name}" for name in content["files"]} <= set(files)

@@ -5,6 +5,10 @@ loses the reply, or kills the process that sent it, before or after. Conditional
 moto looks first and writes then, and would let two win. `GET /-/set?at=7&fault=lost&pid=0` waits for the requests that
 have begun, begins to count anew, and answers with the number so far. With `delay` each request waits so many seconds,
 and with `rate` all bytes, of both directions, share so many a second.
+
+`GET /-/suspend?at=2&of=state.json&pid=7` suspends process 7 when it sends its second PUT or POST (which deletes) whose
+path or body contains `state.json`, and holds that request back; it answers once that has happened. `GET /-/resume`
+lets both go on.
 """
 
 import asyncio
@@ -30,6 +34,7 @@ class Proxy:
         self.bytes, self.delay, self.rate, self.free_at = 0, 0.0, math.inf, 0.0
         self.keys: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self.under_way: set[asyncio.Task[None]] = set()
+        self.suspending, self.of, self.suspended, self.resumed = 0, b"", asyncio.Event(), asyncio.Event()
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """One connection."""
@@ -50,6 +55,19 @@ class Proxy:
             await asyncio.gather(*self.under_way, return_exceptions=True)
             writer.write(self._set(path))
             return
+        if path.startswith("/-/suspend"):
+            given = {name: values[0] for name, values in parse_qs(urlsplit(path).query).items()}
+            self.suspending, self.of, self.pid = int(given["at"]), given["of"].encode(), int(given["pid"])
+            self.suspended.clear()
+            self.resumed.clear()
+            await self.suspended.wait()
+            writer.write(DONE)
+            return
+        if path.startswith("/-/resume"):
+            self.resumed.set()
+            os.kill(self.pid, signal.SIGCONT)
+            writer.write(DONE)
+            return
         task = asyncio.current_task()
         assert task is not None
         self.under_way.add(task)
@@ -62,6 +80,12 @@ class Proxy:
         kept = [line for line in lines[1:] if line.partition(":")[0].lower() not in DROPPED]
         request = "\r\n".join([lines[0], *kept, f"Content-Length: {len(body)}", "Connection: close", "", ""])
         self.count += 1
+        if self.suspending and lines[0].startswith(("PUT", "POST")) and self.of in path.encode() + body:
+            self.suspending -= 1
+            if not self.suspending:
+                os.kill(self.pid, signal.SIGSTOP)
+                self.suspended.set()
+                await self.resumed.wait()
         fault = self.fault if self.count == self.at else ""
         if fault == "503":
             answer = f"HTTP/1.1 503 Slow Down\r\nContent-Length: {len(SLOW_DOWN)}\r\nConnection: close\r\n\r\n"
@@ -107,6 +131,7 @@ class Proxy:
         return b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\nConnection: close\r\n\r\n%b" % (len(so_far), so_far)
 
 
+DONE = b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
 DROPPED = ("expect", "connection", "content-length", "transfer-encoding")
 
 
@@ -125,6 +150,21 @@ async def read_body(reader: asyncio.StreamReader, fields: dict[str, str]) -> byt
 def set_fault(address: str, at: int = 0, fault: str = "", pid: int = 0) -> int:
     """Have request number `at` from now on meet `fault`; returns how many there were since it was last set."""
     return _set(address, at=at, fault=fault, pid=pid)[0]
+
+
+def suspend(address: str, pid: int, at: int, of: str) -> bool:
+    """Suspend a process at its request number `at` that writes or deletes an `of`; whether it came to that in 60 s."""
+    try:
+        query = urlencode({"at": at, "of": of, "pid": pid})
+        with urllib.request.urlopen(f"{address}/-/suspend?{query}", timeout=60):
+            return True
+    except TimeoutError:
+        return False
+
+
+def resume(address: str) -> None:
+    """Let the suspended process, and its request, go on."""
+    urllib.request.urlopen(f"{address}/-/resume", timeout=60).close()
 
 
 def throttle(address: str, delay: float = 0.0, rate: float = math.inf) -> int:

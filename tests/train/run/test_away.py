@@ -24,7 +24,7 @@ from shards.base.errors import Outage, RequestError, WorkError
 from shards.base.store import LocalStore
 from shards.open import open_store
 from tests import ranks
-from tests.faults.proxy import FAULTS, set_fault
+from tests.faults.proxy import FAULTS, resume, set_fault, suspend
 from tests.runs import curve, train_fields, write_config
 from train.__main__ import run as command
 from train.run.health.output import outdated
@@ -72,8 +72,8 @@ def test_a_run_goes_on_on_an_empty_machine_bit_for_bit(
     assert f"resuming {s3}/run after step 5 (run, step-00000005)" in capsys.readouterr().out
     store, last = open_store(f"{s3}/run"), list_checkpoints(whole)[-1]
     assert sorted(find_checkpoints(store)) == ["step-00000005", "step-00000006"]
-    with store.local(f"checkpoints/{last.name}") as copy:
-        assert verify_checkpoint(copy).content["files"] == verify_checkpoint(last).content["files"]
+    copy = fetch(store, tmp_path / "copy", last.name)
+    assert copy.content["files"] == verify_checkpoint(last).content["files"]
     # what people and `evaluate` read lies there as in a folder
     assert store.read("metrics.jsonl") == (work / "metrics.jsonl").read_bytes()
     assert {"config.yaml", "loss.png", "samples.jsonl"} <= set(store.entries())
@@ -86,10 +86,11 @@ def test_a_run_goes_on_on_an_empty_machine_bit_for_bit(
 def test_a_machine_goes_on_from_what_it_has_and_puts_it_there(
     s3: str, whole: Path, latents: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    address, state = f"{s3}/ahead", "checkpoints/step-00000004/state.json"
+    address = f"{s3}/ahead"
     train(latents, tmp_path, address, max_steps=4)
     store = open_store(address)
-    store.remove([state])  # as if the launch had been killed before it came
+    # as if the launch had been killed before it came
+    store.remove([f"checkpoints/{name}" for name in store.files("checkpoints") if "4.0001/state.json" in name])
     work = train(latents, tmp_path, address, max_steps=STEPS)
     said = capsys.readouterr().out
     assert "step-00000004 is whole on this machine and not at s3" in said
@@ -173,6 +174,53 @@ def test_killed_at_any_request_a_run_goes_on_on_an_empty_machine(
     assert ours == theirs
 
 
+FILES = 8
+"""Of the second checkpoint; the first one has no moving average, and two less."""
+
+
+@pytest.mark.parametrize(
+    ("at", "of", "steps"),
+    [
+        (FILES, "step-00000002", 2),  # state.json, which makes it a checkpoint
+        *(pytest.param(at, "step-00000002", 2, marks=pytest.mark.slow) for at in range(1, FILES)),
+        *(pytest.param(at, "step-00000001", 2, marks=pytest.mark.slow) for at in range(1, FILES - 1)),
+        # it removes the first checkpoint: its state.json, and then the rest
+        *(pytest.param(at, "step-00000001", 3, marks=pytest.mark.slow) for at in (FILES - 1, FILES)),
+    ],
+)
+def test_a_launch_suspended_at_a_request_harms_nothing_that_its_successor_saves(
+    failing_s3: str, whole: Path, latents: Path, tmp_path: Path, at: int, of: str, steps: int
+) -> None:
+    """A launch is suspended while a write or a removal is on its way. Another one takes over and saves the same steps.
+    Then the first one resumes, and so does its request. Nothing of the run is lost, and the next launch continues it.
+
+    The first one's checkpoints differ from its successor's, because their learning rates do.
+    """
+    address, kept = "s3://mill/suspended", {"every": 1, "keep": 1}
+    fields = train_fields(latents, address, max_steps=3, checkpoint=kept, takeover_after=1.0)
+    stale = write_config(tmp_path / "stale", fields | {"optimizer": {"lr": 0.5}})
+    variables = {name: os.environ[name] for name in os.environ if name.startswith("AWS_")}
+    variables |= {"TMPDIR": tempfile.mkdtemp(dir=tmp_path)}
+    words, program = [json.dumps(variables), "--config", str(stale)], "tests.train.run.test_away:elsewhere"
+    (process,) = ranks.start(tmp_path / "stale.log", words, program=program)
+    assert process.pid is not None
+    assert suspend(failing_s3, process.pid, at, of), f"there is no request {at} that writes {of}"
+    try:
+        assert on_an_empty_machine(tmp_path, write_config(tmp_path, fields | {"max_steps": steps})) == 0
+    finally:
+        resume(failing_s3)
+    (code,) = ranks.wait([process], 300)
+    said = (tmp_path / "stale.log").read_text()
+    assert code == 2 and "it over from this launch, 1," in said, said[-3000:]
+    assert on_an_empty_machine(tmp_path, write_config(tmp_path, fields | {"max_steps": STEPS})) == 0
+    said = (tmp_path / "log").read_text()
+    assert f"resuming {address} after step {steps}" in said and "damaged" not in said
+    lines = open_store(address).read("metrics.jsonl").decode().splitlines()
+    losses = [json.loads(line)["loss"] for line in lines]
+    # the first step's loss comes before any update; later ones hold only if nothing of the stale launch was trained on
+    assert len(losses) == STEPS and (losses == curve(whole)[0]) == (of == "step-00000001" and steps == 2)
+
+
 def test_machines_put_their_parts_and_empty_ones_go_on_bit_for_bit(
     failing_s3: str, latents: Path, tmp_path: Path
 ) -> None:
@@ -194,7 +242,8 @@ def test_machines_put_their_parts_and_empty_ones_go_on_bit_for_bit(
     assert curve(tmp_path / "copy") == curve(tmp_path / "near")
     ours, theirs = (verify_checkpoint(step_folder(tmp_path / run, STEPS)).content["files"] for run in ("copy", "near"))
     assert ours == theirs and "unet/diffusion_pytorch_model-00002-of-00002.safetensors" in ours
-    lying = {name for name in store.files("checkpoints/step-00000006") if not name.startswith("lines/")}
+    files = {name.partition("/") for name in store.files("checkpoints")}
+    lying = {name for folder, _, name in files if "step-00000006" in folder and not name.startswith("lines/")}
     assert lying == {*ours, "state.json"}  # and no receipts
 
 
@@ -246,12 +295,12 @@ def test_each_node_fetches_the_checkpoint_once(failing_s3: str, latents: Path, t
 # what follows needs no S3: a store is a store
 
 
-def checkpoint(work: Path, step: int, launch: int, text: str = "weights", token: str = "") -> Path:
-    """One of a single file."""
+def checkpoint(work: Path, step: int, launch: Away, text: str = "weights", token: str = "") -> Path:
+    """A launch's checkpoint, of a single file. `token`: a different run's."""
     folder = step_folder(work, step)
     (folder / "unet").mkdir(parents=True)
     (folder / "unet" / "weights").write_text(text)
-    content = {"launch": launch, "token": token, "files": {"unet/weights": away_sha(folder)}}
+    content = {"launch": launch.number, "token": token or launch.token, "files": {"unet/weights": away_sha(folder)}}
     write_sealed_json(folder / "state.json", content)
     return folder
 
@@ -274,35 +323,36 @@ def launched(store: LocalStore) -> Away:
 def test_nothing_that_a_superseded_launch_puts_is_read(store: LocalStore, tmp_path: Path) -> None:
     work = tmp_path / "work"
     first = launched(store)
-    first.put(checkpoint(work, 1, 1), work)
+    first.put(checkpoint(work, 1, first), work)
     second = launched(store)
     assert (first.number, second.number) == (1, 2)
     assert list(find_checkpoints(store)) == ["step-00000001"]  # accepted
-    late = checkpoint(work, 2, 1)
+    late = checkpoint(work, 2, first)
     with pytest.raises(RequestError, match=r"there is in use: launch 2 \(host .* took it over from this launch, 1,"):
         first.put(late, work)
     with pytest.raises(RequestError, match="took it over"):
         first.drop_old(2, lambda ages: sorted(ages))
     # or it slept between its look and its requests
-    files = {f"checkpoints/step-00000002/{name}": late / name for name in ("unet/weights", "state.json")}
+    files = {f"checkpoints/step-00000002.0001/{name}": late / name for name in ("unet/weights", "state.json")}
     store.put(files)
     assert list(find_checkpoints(store)) == ["step-00000001"]
     assert sorted(bring(store, tmp_path / "third")) == ["step-00000001"]
     shutil.rmtree(late)
-    second.put(checkpoint(work, 2, 2, "others"), work)
-    second.put(checkpoint(work, 3, 2), work)
+    second.put(checkpoint(work, 2, second, "others"), work)
+    second.put(checkpoint(work, 3, second), work)
     for step in (0, 9):  # the one was cut off, the other is on its way
         store.write(f"checkpoints/step-{step:08d}/unet/weights", b"")
     second.drop_old(3, lambda ages: [1] if sorted(ages) == [1, 2, 3] else [])
-    assert not store.files("checkpoints/step-00000000") and store.files("checkpoints/step-00000009")
+    there = {name.partition("/")[0] for name in store.files("checkpoints")}
+    assert there == {"step-00000002.0002", "step-00000003.0002", "step-00000009"}
     assert sorted(find_checkpoints(store)) == ["step-00000002", "step-00000003"]
-    assert store.read("checkpoints/step-00000002/unet/weights") == b"others"
+    assert (fetch(store, tmp_path / "copy", "step-00000002").folder / "unet/weights").read_bytes() == b"others"
     assert sorted(find_checkpoints(open_store(launched(store).address))) == ["step-00000002", "step-00000003"]
 
 
 def test_what_changed_between_the_look_and_the_claim_is_not_gone_on_from(store: LocalStore, tmp_path: Path) -> None:
     first, seen = launched(store), find_checkpoints(store)
-    first.put(checkpoint(tmp_path / "work", 1, 1), tmp_path / "work")
+    first.put(checkpoint(tmp_path / "work", 1, first), tmp_path / "work")
     with pytest.raises(WorkError, match="changed while this launch was starting: the one before it was not dead"):
         take(first.address, 1, seen)
     assert list(find_checkpoints(store)) == ["step-00000001"]
@@ -350,24 +400,24 @@ def test_a_damaged_checkpoint_is_passed_over_and_one_here_that_is_not_there_is_d
 ) -> None:
     work, launch = tmp_path / "work", launched(store)
     for step in (1, 2):
-        launch.put(checkpoint(work, step, 1), work)
-    store.write("checkpoints/step-00000002/unet/weights", b"flipped")
-    checkpoint(tmp_path / "other", 3, 1)  # of an earlier run on that machine, which never got it away
+        launch.put(checkpoint(work, step, launch), work)
+    store.write("checkpoints/step-00000002.0001/unet/weights", b"flipped")
+    checkpoint(tmp_path / "other", 3, launch)  # of an earlier run on that machine, which never got it away
     bring(store, tmp_path / "other")
     assert [folder.name for folder in list_checkpoints(tmp_path / "other")] == ["step-00000001"]
     assert "step-00000002 is damaged and passed over" in capsys.readouterr().out
-    store.remove(["checkpoints/step-00000001/unet/weights"])
+    store.remove(["checkpoints/step-00000001.0001/unet/weights"])
     with pytest.raises(RequestError, match=r"Every checkpoint of .* is damaged \(step-00000001, step-00000002\)"):
         bring(store, tmp_path / "third")
 
 
 def test_one_that_is_whole_here_and_not_there_yet_is_gone_on_from(store: LocalStore, tmp_path: Path) -> None:
     work, launch = tmp_path / "work", launched(store)
-    launch.put(checkpoint(work, 1, 1, token=launch.token), work)
-    ahead = checkpoint(work, 2, 1, token=launch.token)
-    damaged = checkpoint(work, 3, 1, token=launch.token)
+    launch.put(checkpoint(work, 1, launch), work)
+    ahead = checkpoint(work, 2, launch)
+    damaged = checkpoint(work, 3, launch)
     (damaged / "unet" / "weights").write_text("flipped")
-    checkpoint(tmp_path / "other", 2, 1, token="another run's, which lay at the address before")
+    checkpoint(tmp_path / "other", 2, launch, token="another run's, which lay at the address before")
     for folder, alone, expected in (
         (tmp_path / "other", True, "step-00000001"),
         (work, True, ahead.name),
@@ -377,14 +427,14 @@ def test_one_that_is_whole_here_and_not_there_yet_is_gone_on_from(store: LocalSt
         found = bring(store, folder, alone)
         assert list(found) == ["step-00000001"]
         assert list_checkpoints(folder)[-1].name == expected
-    checkpoint(work, 2, 1, token=launch.token)
+    checkpoint(work, 2, launch)
     bring(store, work, alone=True)
     second = take(launch.address, 1, found, ahead={ahead.name: sha256_of_state(ahead) or ""})
     assert list(find_checkpoints(store)) == ["step-00000001"]
     second.put(ahead, work)
     assert list(find_checkpoints(store)) == ["step-00000001", ahead.name]
     # from here on the run goes another way
-    checkpoint(work, 3, 1, token=launch.token)
+    checkpoint(work, 3, launch)
     bring(store, work, alone=True)
     assert list_checkpoints(work)[-1].name == ahead.name
 
@@ -408,12 +458,12 @@ def test_killed_at_any_request_parts_are_no_checkpoint(tmp_path: Path, monkeypat
 
         monkeypatch.setattr(LocalStore, name, until_killed)
 
-    for name in ("put", "write", "remove"):
+    for name in ("put", "write", "create", "remove"):
         counted(name)
     for last in range(12):
         left[0], store = 100, LocalStore(tmp_path / f"there-{last}")
         first = launched(store)
-        first.put(checkpoint(tmp_path / f"work-{last}", 1, 1), tmp_path / f"work-{last}")
+        first.put(checkpoint(tmp_path / f"work-{last}", 1, first), tmp_path / f"work-{last}")
         left[0] = last
         with suppress(Killed):
             put_in_parts(tmp_path / f"first-{last}", first, "one")
@@ -442,7 +492,7 @@ def put_in_parts(work: Path, launch: Away, text: str) -> None:
         hashes = {f"unet-{rank + 1}": hashlib.sha256(text.encode()).hexdigest()}
         meetings[rank].hand_in(private, target, hashes)
     hashes |= meetings[0].wait_for(private, target, 1)
-    meetings[0].publish(private, target, {"launch": launch.number, "lines": {}, "files": hashes})
+    meetings[0].publish(private, target, {"launch": launch.number, "token": launch.token, "lines": {}, "files": hashes})
 
 
 def test_kept_output_of_old_launches_goes(store: LocalStore, tmp_path: Path) -> None:
@@ -478,7 +528,7 @@ def full(arguments: list[str]) -> None:
 def test_a_part_that_does_not_come_is_named(store: LocalStore, tmp_path: Path) -> None:
     meeting = AtAddress(tmp_path, Writers(0, 2, patience=0.1), launched(store))
     target = step_folder(tmp_path, 2)
-    store.write("checkpoints/step-00000002/part-00001-of-an-earlier-launch.json", b"{}")
+    store.write("checkpoints/step-00000002.0001/part-00001-of-an-earlier-launch.json", b"{}")
     with pytest.raises(WorkError, match=r"process 1 has not written its share of it in 0.1 s .* or reach its address"):
         meeting.wait_for(meeting.private(target), target, 1)
 
@@ -497,13 +547,13 @@ def test_a_store_that_is_out_of_reach_for_a_while_ends_nothing(
 
     monkeypatch.setattr(LocalStore, "put", failing)
     monkeypatch.setattr(away.time, "sleep", pauses.append)
-    launch.put(checkpoint(work, 1, 1), work)
+    launch.put(checkpoint(work, 1, launch), work)
     assert pauses == [2.0, 4.0, 8.0] and list(find_checkpoints(store)) == ["step-00000001"]
     assert "is not at" in capsys.readouterr().out
     left[0] = 10**6
     clock = iter(range(0, 10**6, 100))
     monkeypatch.setattr(away.time, "monotonic", lambda: float(next(clock)))
-    folder = checkpoint(work, 2, 1)
+    folder = checkpoint(work, 2, launch)
     for launch.patience, tries in ((900.0, 8), (480.0, 4)):  # the latter of several processes, which wait for it
         pauses.clear()
         with pytest.raises(Outage):
@@ -523,7 +573,7 @@ def test_logs_that_do_not_get_there_undo_no_checkpoint(
 
     monkeypatch.setattr(LocalStore, "put", without_logs)
     monkeypatch.setattr(LocalStore, "remove", lambda self, names: pytest.fail(f"{names} removed"))
-    folder = checkpoint(work, 1, 1)
+    folder = checkpoint(work, 1, launch)
     (work / "metrics.jsonl").write_text("{}\n")
     launch.put(folder, work)
     assert list(find_checkpoints(store)) == ["step-00000001"]
@@ -538,7 +588,7 @@ def test_what_others_write_meanwhile_is_not_looked_at(store: LocalStore, tmp_pat
 
     def come_and_go() -> None:
         while not left.is_set():
-            shutil.rmtree(checkpoint(work, 7, 1))
+            shutil.rmtree(checkpoint(work, 7, launch))
 
     thread = threading.Thread(target=come_and_go)
     thread.start()

@@ -3,17 +3,21 @@
 ADDRESS/launches/0004.json            who it is; created by the launch that takes the run, if nobody has that number
                  0004.sign            its sign of life, written anew all the time
                  0004.accepted.json   the checkpoints that it found; it puts none before this is there
-       /checkpoints/step-00001000/    as in any run folder; state.json comes last, and says which launch put it
+       /checkpoints/step-00001000.0004/   a checkpoint by launch 4, laid out as in a run folder; state.json comes last
        /config.yaml, metrics.jsonl, … as of the newest checkpoint
 
-An object store has no renames, so a launch that slept and wakes cannot be kept from writing. But nobody reads it: a run
-is what its newest launch accepted, and what that launch put. The newest is looked up before every put, and before
-checkpoints are removed. Launch 5 accepts after it was created, so what 4 removed after such a look, it had replaced by
-then.
+An object store has no renames, so nothing can keep a stale launch, one that was suspended and then superseded, from
+writing when it wakes up. It does no harm, for three reasons:
+
+- Each launch uploads to folders that carry its number, so no launch ever overwrites or removes a file that a later one
+  has written. state.json is created if absent; one with a different content is an error.
+- Readers ignore what a stale launch uploads: the run consists of the checkpoints that its newest launch accepted, and
+  of those that carry that launch's token.
+- A launch lists what it will remove before it checks that it still holds the run. Launch 5 accepts after it was
+  created, so whatever launch 4 removes after such a check, it had already replaced.
 """
 
 import json
-import re
 import time
 import uuid
 from collections.abc import Callable, Collection, Mapping
@@ -26,7 +30,7 @@ from shards.base.store import Store
 from shards.open import open_store
 from train.run.launches import described, is_over, now, who_is_this
 from train.run.saving.checkpoint import STATE_NAME, step_of
-from train.run.saving.local_copy import find_checkpoints
+from train.run.saving.local_copy import find_checkpoints, parse_folder, remote_folder, stored_checkpoints
 
 PRIVATE = {"checkpoints", "launches", "posthoc"}
 """Of a run folder: what is not put as it lies there."""
@@ -134,30 +138,35 @@ class Away:
             )
 
     def put(self, folder: Path, work: Path) -> None:
-        """A checkpoint of the folder `work` => the address, in place of what has its name; state.json last.
+        """Upload a checkpoint of the run folder `work`, state.json last.
 
         Raises:
             Outage: the store was out of reach for `patience` seconds.
             RequestError: another launch has taken over.
+            WorkError: another run's launch of the same number uploaded that checkpoint.
         """
-        name = folder.relative_to(work).as_posix()
+        state, is_snapshot = (folder / STATE_NAME).read_bytes(), folder.parents[1] != work
+        plain = folder.relative_to(work).as_posix()
+        name = plain if is_snapshot else remote_folder(folder.name, self.number)
 
         def put() -> None:
-            before = self._files(name)
+            if is_snapshot:  # which no run resumes from, and people copy: it keeps its name, in place of an earlier one
+                before = self._files(plain)
+                self.check()
+                self._remove(before)
             self.check()
-            self._remove(before)
             self._put_below(name, folder)
-            self.check()
-            self.store.write(f"{name}/{STATE_NAME}", (folder / STATE_NAME).read_bytes())
+            self._complete(name, state)
 
         self._patiently(name, put)
         self._share_if_possible(work)
 
-    def put_share(self, name: str, folder: Path, receipt: str, hashes: Mapping[str, str]) -> None:
-        """What one of several processes wrote of a checkpoint => the address; then its receipt, which has `hashes`.
+    def put_share(self, step: str, folder: Path, receipt: str, hashes: Mapping[str, str]) -> None:
+        """Upload what one of several processes wrote of the checkpoint `step`; then its receipt, which has `hashes`.
 
         Raises: as `put`.
         """
+        name = remote_folder(step, self.number)
 
         def put() -> None:
             self.check()
@@ -166,21 +175,41 @@ class Away:
 
         self._patiently(name, put)
 
-    def complete(self, name: str, files: Collection[str], state: bytes, work: Path) -> None:
-        """Make a checkpoint of the `files` that several processes put: whatever else is there goes, state.json comes.
+    def complete(self, step: str, files: Collection[str], state: bytes, work: Path) -> None:
+        """Make a checkpoint of the `files` that several processes uploaded: remove all others, and add state.json.
 
         Raises: as `put`.
         """
+        name = remote_folder(step, self.number)
 
         def put() -> None:
-            others = [file for file in self._files(name) if file.removeprefix(f"{name}/") not in files]
-            self.check()
-            self._remove(others)
-            self.check()
-            self.store.write(f"{name}/{STATE_NAME}", state)
+            kept = {f"{name}/{file}" for file in (*files, STATE_NAME)}
+            if others := [file for file in self._files(name) if file not in kept]:
+                self.check()
+                self.store.remove(others)
+            self._complete(name, state)
 
         self._patiently(name, put)
         self._share_if_possible(work)
+
+    def read_share(self, step: str, receipt: str) -> bytes:
+        """Read the receipt of another process's share of the checkpoint `step`.
+
+        Raises:
+            FileNotFoundError: it is not there yet.
+        """
+        return self.store.read(f"{remote_folder(step, self.number)}/{receipt}")
+
+    def _complete(self, name: str, state: bytes) -> None:
+        self.check()
+        file = f"{name}/{STATE_NAME}"
+        # where the reply was lost, and the request made again, the file is there and has this launch's bytes
+        if not self.store.create(file, state) and self.store.read(file) != state:
+            raise WorkError(
+                f"{self.store.where(file)} was written by a launch with this one's number, {self.number}: the run was "
+                f"deleted and started again while this launch was suspended, or its state.json was edited. Nothing was "
+                f"overwritten. Run the command again to resume from the newest checkpoint."
+            )
 
     def _patiently(self, name: str, put: Callable[[], None]) -> None:
         pause, deadline = FIRST_PAUSE, time.monotonic() + self.patience
@@ -228,15 +257,22 @@ class Away:
         Raises:
             RequestError: another launch has taken over.
         """
-        entries = self.store.listing("checkpoints")
-        modified = {name.split("/")[0]: e.modified for name, e in entries.items() if name.endswith(f"/{STATE_NAME}")}
-        ages = {step_of(Path(name)): time.time() - seconds for name, seconds in modified.items()}
-        ours = {step_of(Path(name)) for name in find_checkpoints(self.store)}
-        old = choose({found: age for found, age in ages.items() if found <= step and found in ours})
-        # whatever lies there, uploads that were cut off too
-        there = {int(match[1]) for name in entries if (match := re.match(r"step-(\d{8,})/", name))}
-        others = {found for found in there - ours if found <= step}
-        names = [self._files(f"checkpoints/step-{found:08d}") for found in sorted({*old} | others)]
+        entries, ages, kept = self.store.listing("checkpoints"), dict[int, float](), dict[int, str]()
+        for name, stored in stored_checkpoints(self.store).items():
+            folder = stored.folder.removeprefix("checkpoints/")
+            state = entries.get(f"{folder}/{STATE_NAME}")
+            if step_of(Path(name)) <= step and state is not None:
+                ages[step_of(Path(name))] = time.time() - state.modified
+                kept[step_of(Path(name))] = folder
+        for old in choose(ages):
+            del kept[old]
+        # interrupted uploads, and those of stale launches, go as well
+        gone = {folder for name in entries if (folder := name.partition("/")[0]) not in kept.values()}
+        names = [
+            self._files(f"checkpoints/{folder}")
+            for folder in sorted(gone)
+            if (parsed := parse_folder(folder)) and step_of(Path(parsed[0])) <= step
+        ]
         self.check()
         for files in names:
             self._remove(files)

@@ -3,11 +3,13 @@
 import hashlib
 import json
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import NamedTuple
 
 from shards.base.durable import DamagedFile, fsync_tree, parse_sealed_json
 from shards.base.errors import RequestError
@@ -37,26 +39,57 @@ def work_folder(place: Place, shelf: str = "runs") -> Path:
     return Path(tempfile.gettempdir()) / f"latentmill-{shelf}-{os.getuid()}" / name / place.rpartition("/")[2]
 
 
-def find_checkpoints(store: Store) -> dict[str, str]:
-    """The checkpoints that make up the run: those that its newest launch accepted, and those that it put.
+class Stored(NamedTuple):
+    """A checkpoint at a run's address."""
+
+    folder: str
+    """Its folder there: `checkpoints/step-00001000.0004`."""
+    sha256: str
+    """SHA-256 of its state.json."""
+
+
+def remote_folder(name: str, launch: int) -> str:
+    """The folder at the address to which a launch, and no other, uploads its checkpoint `step-00001000`."""
+    return f"checkpoints/{name}.{launch:04d}"
+
+
+def parse_folder(folder: str) -> tuple[str, int] | None:
+    """`step-00001000.0004` → its checkpoint and its launch, which is 0 for a plain `step-00001000`; None: neither."""
+    match = re.fullmatch(r"(step-\d{8,})(?:\.(\d{4,}))?", folder)
+    return (match[1], int(match[2] or 0)) if match else None
+
+
+def stored_checkpoints(store: Store) -> dict[str, Stored]:
+    """Find the checkpoints that make up the run: those that its newest launch accepted, and those that it uploaded.
 
     Returns:
-        Their folders' names → SHA-256 of their state.json.
+        Their names (`step-00001000`) → where they are. Of several of one step, the one by the newest launch.
     """
     number = newest_accepting(store)
     accepted = json.loads(store.read(f"launches/{number:04d}.accepted.json")) if number else {}
-    states = [f"checkpoints/{name}" for name in store.files("checkpoints") if name.endswith(f"/{STATE_NAME}")]
+    token = json.loads(store.read(f"launches/{number:04d}.json"))["token"] if number else None
+    states = {}
+    for file in store.files("checkpoints"):
+        folder, _, rest = file.partition("/")
+        if rest == STATE_NAME and (parsed := parse_folder(folder)):
+            states[f"checkpoints/{file}"] = parsed
     found = {}
-    for name, data in store.read_many(states).items():
-        folder, sha256 = name.split("/")[1], hashlib.sha256(data).hexdigest()
+    for file, data in sorted(store.read_many(list(states)).items(), key=lambda item: states[item[0]]):
+        name, sha256 = states[file][0], hashlib.sha256(data).hexdigest()
         try:
-            launch = parse_sealed_json(data, store.where(name)).get("launch")
+            content = parse_sealed_json(data, store.where(file))
         except DamagedFile as error:
-            print(f"checkpoint {folder} is damaged and passed over: {error}", flush=True)
+            print(f"checkpoint {name} is damaged and passed over: {error}", flush=True)
             continue
-        if launch == number or accepted.get(folder) == sha256 or number == 0:
-            found[folder] = sha256
+        # a stale launch has a different token, and a number of its own
+        if number == 0 or content.get("token") == token or accepted.get(name) == sha256:
+            found[name] = Stored(file.removesuffix(f"/{STATE_NAME}"), sha256)
     return found
+
+
+def find_checkpoints(store: Store) -> dict[str, str]:
+    """Name → SHA-256 of state.json, of the checkpoints that make up the run."""
+    return {name: stored.sha256 for name, stored in stored_checkpoints(store).items()}
 
 
 def newest_accepting(store: Store) -> int:
@@ -171,6 +204,9 @@ def fetch(store: Store, work: Path, name: str) -> Checkpoint:
     Raises:
         DamagedFile: what is missing at the address, or differs.
     """
+    stored = stored_checkpoints(store).get(name)
+    if stored is None:
+        raise DamagedFile(f"{store.where()} no longer has the checkpoint {name}.")
     target = work / "checkpoints" / name
     try:
         return verify_checkpoint(target)
@@ -181,10 +217,10 @@ def fetch(store: Store, work: Path, name: str) -> Checkpoint:
         shutil.rmtree(unfinished, ignore_errors=True)
     with tempfile.TemporaryDirectory(prefix=f"{name}.", dir=target.parent) as private:
         copy = Path(private) / name
-        for file in store.files(f"checkpoints/{name}"):
+        for file in store.files(stored.folder):
             (copy / file).parent.mkdir(parents=True, exist_ok=True)
             try:
-                store.get(f"checkpoints/{name}/{file}", copy / file)
+                store.get(f"{stored.folder}/{file}", copy / file)
             except FileNotFoundError:
                 continue  # it went meanwhile; whether it is missed, its state.json says
         verify_checkpoint(copy)

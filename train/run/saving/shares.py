@@ -128,20 +128,17 @@ class AtAddress(Meeting):
         return Path(tempfile.mkdtemp(prefix=f"{target.name}.", dir=target.parent))
 
     def hand_in(self, private: Path, target: Path, hashes: dict[str, str]) -> None:
-        self.away.put_share(self._name(target), private, self._receipt_name(self.writers.rank), hashes)
+        self.away.put_share(target.name, private, self._receipt_name(self.writers.rank), hashes)
 
     def receipt(self, private: Path, target: Path, rank: int) -> bytes | None:
         try:
-            return self.away.store.read(f"{self._name(target)}/{self._receipt_name(rank)}")
+            return self.away.read_share(target.name, self._receipt_name(rank))
         except (FileNotFoundError, Outage):  # or it is out of reach just now
             return None
 
     def publish(self, private: Path, target: Path, content: dict[str, Any]) -> None:
         files = [*content["files"], *content["lines"]]
-        self.away.complete(self._name(target), files, sealed_json(content), self.run_dir)
-
-    def _name(self, target: Path) -> str:
-        return target.relative_to(self.run_dir).as_posix()
+        self.away.complete(target.name, files, sealed_json(content), self.run_dir)
 
     def _receipt_name(self, rank: int) -> str:
         return f"part-{rank:05d}-{self.away.token}.json"  # one of an earlier launch says nothing of this one's share
