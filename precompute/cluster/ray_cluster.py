@@ -107,13 +107,15 @@ def start_ray(config: ResourcesConfig) -> None:
 def precision_on_worker(asked: AskedPrecision, config: ResourcesConfig) -> Precision:
     """Resolve a precision on the device that a worker would have: on this machine, or in a task on the cluster.
 
+    A given precision is warned about on this machine alone: a task on the cluster would delay every job for it.
+
     Raises:
         RequestError, WorkError: as `start_ray`; or no node of the cluster could take a worker.
     """
-    if config.num_gpus and asked != "auto":
-        return asked
     if not config.num_gpus and not os.environ.get("RAY_ADDRESS"):
         return resolve_precision(asked, "cpu")
+    if asked != "auto":
+        return asked
     start_ray(config)
     task = ray.remote(num_gpus=config.num_gpus, num_cpus=config.num_cpus, resources=config.resources)(_resolve)
     try:
