@@ -1,0 +1,56 @@
+"""Which precision stage 1 encodes in: the one given, that of the root, or the one that suits a worker's device."""
+
+from pathlib import Path
+
+import pytest
+import ray
+
+from precompute.__main__ import resolved_precision
+from precompute.cluster.nodes import ResourcesConfig
+from precompute.cluster.ray_cluster import precision_on_worker
+from precompute.config import describe_encoding
+from shards.base import device
+from shards.open import open_store
+from shards.root.shared import create_root
+from tests.conftest import precompute_config
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU that emulates bfloat16."""
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(device, "cpu_slowdown", lambda precision: 17.0)
+
+
+def test_a_root_keeps_its_precision(slow: None, models: Path, tars: Path, tmp_path: Path) -> None:
+    asked = precompute_config(models, tars, tmp_path / "root", precision="auto")
+    assert resolved_precision(asked) == "float32"
+    given = asked.model_copy(update={"precision": "bfloat16"})
+    create_root(open_store(tmp_path / "root"), describe_encoding(given))
+    assert resolved_precision(asked) == "bfloat16"
+    assert resolved_precision(asked.model_copy(update={"output": tmp_path / "derived"})) == "float32"
+    derived = asked.model_copy(update={"output": tmp_path / "derived", "source": tmp_path / "root"})
+    assert resolved_precision(derived) == "bfloat16"
+
+
+def test_an_emulated_precision_is_warned_about_once(
+    slow: None, models: Path, tars: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = precompute_config(models, tars, tmp_path / "root", precision="float16")
+    assert resolved_precision(config) == "float16"
+    assert capsys.readouterr().err.count("warning: this CPU emulates float16") == 1
+
+
+def test_on_a_cluster_a_worker_decides(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """The driver's own processor does not count: its trial would fail."""
+    init = ray.init
+    monkeypatch.setattr(
+        "ray.init", lambda *args, **options: init(*args, num_cpus=1, include_dashboard=False, **options)
+    )
+    monkeypatch.setenv("RAY_ADDRESS", "local")  # ray starts one, as if it had been there
+    monkeypatch.setattr(device, "cpu_slowdown", lambda precision: pytest.fail("a trial on the driver"))
+    try:
+        assert precision_on_worker("auto", ResourcesConfig(num_gpus=0, num_cpus=1)) in ("float32", "bfloat16")
+    finally:
+        ray.shutdown()
+    assert "precision: auto is " in capsys.readouterr().err
