@@ -15,6 +15,7 @@ from typing import Any, BinaryIO
 
 from shards.base.errors import RequestError, WorkError
 
+NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
 NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
 PIECE_BYTES = 1 << 20
 AT_FDCWD, RENAME_NOREPLACE = -100, 1
@@ -229,9 +230,34 @@ def parse_json_lines(data: bytes, where: str) -> list[dict[str, Any]]:
 
 
 @contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Hold an exclusive lock on `path` (made if absent); the kernel frees it when the holder dies."""
+def locked(path: Path) -> Iterator[BinaryIO]:
+    """Hold an exclusive lock on the file `path`, which is created or truncated; yields the file, open for writing.
+
+    The kernel releases the lock when the holder dies.
+
+    Raises:
+        RequestError: the file system does not support file locks.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+    with path.open("wb") as file:
+        flock(file.fileno(), path)
+        yield file
+
+
+def flock(descriptor: int, path: Path, wait: bool = True) -> None:
+    """Take an exclusive lock on an open file; `path` is its path, for the error message.
+
+    Raises:
+        BlockingIOError: another process holds the lock, and `wait` is false.
+        RequestError: the file system does not support file locks.
+    """
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            raise
+        raise RequestError(
+            f"The file system of {path.parent} does not support file locks (flock: {error.strerror}), which are needed "
+            f"to tell the files of running processes from those of dead ones: mount it with flock support (Lustre: "
+            f"`-o flock` or `-o localflock`), or choose a folder on a different file system."
+        ) from error

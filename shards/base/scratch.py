@@ -1,19 +1,29 @@
-"""Private folders of attempts on this machine's disk. Whose owner died is known by its lock, and they are swept."""
+"""Private folders of attempts, and of processes, for files that nobody else needs.
+
+    .attempts/00042.<random>/.owner         host, machine and boot of the owner, as JSON; locked while the owner lives
+
+A killed owner cannot remove its folder, so the next process on the same machine does: there the kernel's lock says
+whether the owner is alive. Other machines leave the folder alone, because a lock may be visible on one machine only
+(Lustre with `localflock`, many NFS mounts). What a machine never came back for is left to `python -m shards clean`.
+"""
 
 import atexit
-import fcntl
+import json
 import os
 import shutil
+import socket
 import tempfile
 import uuid
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from shards.base.durable import locked
+from shards.base.durable import flock, locked
 from shards.base.store import Store
 
 OWNER = ".owner"
+NEW = ".new"
+"""Suffix of a folder whose owner is not yet written down."""
 SWEEPER = ".sweeper.lock"
 
 
@@ -21,27 +31,27 @@ SWEEPER = ".sweeper.lock"
 def attempt_folder(store: Store, tar: str) -> Iterator[Path]:
     """A private local folder for one attempt at `tar`; gone afterwards, however the attempt ended.
 
-    What attempts that were killed left behind for this tar (on this machine, where the root is on an object store) is
-    removed first.
+    What killed attempts at this tar on this machine left behind is removed first.
+
+    Raises:
+        RequestError: the file system does not support file locks.
     """
     attempts = store.attempts()
-    folder = attempts / f"{tar}.{uuid.uuid4().hex[:12]}"
     with ExitStack() as ours:
-        with locked(_sweeper(attempts, tar)):  # nobody sweeps a folder before it is owned
+        with locked(_sweeper(attempts, tar)):
             _sweep(attempts.glob(f"{tar}.*"))
-            ours.callback(shutil.rmtree, folder, ignore_errors=True)
-            ours.enter_context(locked(folder / OWNER))
+            folder = _make_owned(attempts / f"{tar}.{uuid.uuid4().hex[:12]}", ours)
         yield folder
 
 
 def sweep_attempts(store: Store) -> None:
-    """Remove what dead attempts left behind on this machine.
+    """Remove what killed attempts left behind on this machine.
 
     The next attempt at a tar does it for that tar; but there is none after one that was killed when it had committed,
     or when the job was told to leave.
     """
     attempts = store.attempts()
-    for tar in {folder.name.rpartition(".")[0] for folder in attempts.glob("*.*")}:
+    for tar in {folder.name.removesuffix(NEW).rpartition(".")[0] for folder in attempts.glob("*.*")}:
         with locked(_sweeper(attempts, tar)):
             _sweep(attempts.glob(f"{tar}.*"))
 
@@ -50,16 +60,17 @@ def use_scratch(scratch: Path | None) -> Path:
     """Have all temporaries of this process, and of its children, in a folder of its own below `scratch`, or below the
     system's temporary folder; returns it.
 
-    What processes that are gone left there, of whichever job, is removed first. It goes when this process ends; killed,
-    it cannot see to that, and the next one does.
+    What processes of this machine that are gone left there, of whichever job, is removed first. The folder goes when
+    this process ends; if this process is killed, the next one removes it.
+
+    Raises:
+        RequestError: the file system does not support file locks.
     """
     top = _scratch(scratch)
-    folder = top / f"{os.getpid()}.{uuid.uuid4().hex[:12]}"
     with locked(top / SWEEPER):
         _sweep(top.glob("*.*"))
         lives = ExitStack()
-        lives.callback(shutil.rmtree, folder, ignore_errors=True)
-        lives.enter_context(locked(folder / OWNER))
+        folder = _make_owned(top / f"{os.getpid()}.{uuid.uuid4().hex[:12]}", lives)
     atexit.register(lives.close)
     tempfile.tempdir = os.environ["TMPDIR"] = str(folder)
     return folder
@@ -73,6 +84,18 @@ def sweep_scratch(scratch: Path | None) -> None:
             _sweep(top.glob("*.*"))
 
 
+def is_held(folder: Path) -> bool:
+    """Whether a process on this machine owns the folder and is alive. Owners on other machines may not be visible."""
+    try:
+        with (folder / OWNER).open("r+b") as owner:
+            flock(owner.fileno(), folder / OWNER, wait=False)
+    except BlockingIOError:
+        return True
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return False
+
+
 def _scratch(scratch: Path | None) -> Path:
     return (scratch or Path(tempfile.gettempdir())) / f"latentmill-{os.getuid()}.scratch"
 
@@ -81,13 +104,61 @@ def _sweeper(attempts: Path, tar: str) -> Path:
     return attempts.with_name(f"{attempts.name}.locks") / f"{tar}.lock"
 
 
+def _make_owned(folder: Path, lives: ExitStack) -> Path:
+    """Create a folder that never exists without its owner; closing `lives` removes it and releases its lock."""
+    new = folder.with_name(folder.name + NEW)
+    while True:
+        with ExitStack() as made:
+            made.callback(shutil.rmtree, new, ignore_errors=True)
+            made.callback(shutil.rmtree, folder, ignore_errors=True)
+            try:
+                owner = made.enter_context(locked(new / OWNER))
+                owner.write(json.dumps(_this_machine()).encode())
+                owner.flush()
+                new.rename(folder)
+            except FileNotFoundError:
+                continue  # another machine took it for abandoned
+            lives.push(made.pop_all())
+            return folder
+
+
+def _this_machine() -> dict[str, str]:
+    return {
+        "host": socket.gethostname(),
+        "machine": _first_line("/etc/machine-id"),
+        "boot": _first_line("/proc/sys/kernel/random/boot_id"),
+    }
+
+
+def _first_line(path: str) -> str:
+    try:
+        return Path(path).read_text().strip()
+    except OSError:
+        return ""  # containers often have no machine-id; other systems have neither
+
+
+def _is_ours(folder: Path) -> bool:
+    """Whether this machine made the folder, in this boot or an earlier one; or nobody has finished making it."""
+    try:
+        data = (folder / OWNER).read_bytes()
+    except FileNotFoundError:
+        data = b""
+    try:
+        owner = json.loads(data)
+    except ValueError:
+        return folder.suffix == NEW
+    ours = _this_machine()
+    same_boot = owner.get("boot") == ours["boot"] != ""
+    # several machines may share one host name (localhost), and images that were cloned share a machine-id
+    same_machine = all(owner.get(name) == ours[name] for name in ("host", "machine"))
+    return same_boot or same_machine
+
+
 def _sweep(folders: Iterable[Path]) -> None:
     for folder in folders:
         try:
-            with (folder / OWNER).open("a") as owner:
-                fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(folder, ignore_errors=True)
-        except (FileNotFoundError, NotADirectoryError):
-            continue  # its owner has just removed it
-        except BlockingIOError:
-            continue  # its owner is at work
+            if not _is_ours(folder) or is_held(folder):
+                continue
+            shutil.rmtree(folder, ignore_errors=True)
+        except NotADirectoryError:
+            continue

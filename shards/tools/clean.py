@@ -1,14 +1,15 @@
-"""`python -m shards clean ROOT`: removes parts that no receipt names, which attempts that never committed left behind,
-and uploads that never ended.
+"""`python -m shards clean ROOT`: removes parts without a receipt, private folders of killed attempts, and unfinished
+uploads.
 
-Nothing else ever removes a part, and no lock says that nobody is at work: so none is removed before it has lain there
-for long, by the store's own clock, and nothing at all while something was written of late.
+Nothing else ever removes a part, and no lock says whether a job is running. So a part is removed only when all of its
+files are old by the store's own clock, and nothing is removed if a job wrote to the root recently.
 """
 
 import re
 import uuid
 
 from shards.base.errors import RequestError
+from shards.base.scratch import is_held
 from shards.base.store import UNFINISHED, Store
 from shards.format.encoding import EncodingRecord
 from shards.format.receipts import is_version1, parse_name
@@ -17,7 +18,9 @@ from shards.root.committed import list_commits, load_commits
 UNITS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
 LEAST_AGE = QUIET = 3600.0
 """Seconds. From an attempt that puts its part into place to the last request of its that arrives it takes less."""
-PART = re.compile(r"(\d+x\d+/[^/]+)/.+")
+PART = re.compile(r"(\d+x\d+/[^/]+|\.attempts/[^/]+)/.+")
+WRITTEN_BY_JOBS = re.compile(r"(\d+x\d+/[^/]+|\.attempts|\.unfinished|tars)/.+|commits/.+\.json")
+"""Files that only a running job writes. Finished commands write others: an index, exclusions, tombstones, a card."""
 
 
 def parse_age(text: str) -> float:
@@ -37,21 +40,24 @@ def parse_age(text: str) -> float:
 
 
 def clean(store: Store, older_than: float, quiet: float = QUIET) -> list[str]:
-    """Remove every part that no receipt names, in force or recalled, and whose files are all older than `older_than`
-    seconds; and unfinished files and uploads of that age.
+    """Remove parts that no receipt names, in force or recalled, private folders of attempts, unfinished files and
+    unfinished uploads; each only if all of its files are older than `older_than` seconds. An attempt that is alive on
+    this machine keeps its folder.
 
     Returns:
         The folders and files that went.
 
     Raises:
-        RequestError: something in the root was written less than `quiet` seconds ago, or it is not a latents root.
+        RequestError: a job wrote to the root less than `quiet` seconds ago, or it is not a latents root.
     """
     EncodingRecord.load(store)
     now, found = clock(store), store.listing()
-    if (since := now - max(entry.modified for entry in found.values())) < quiet:
+    written = {name: entry.modified for name, entry in found.items() if WRITTEN_BY_JOBS.fullmatch(name)}
+    last = max(written, key=lambda name: written[name], default="")
+    if last and (since := now - written[last]) < quiet:
         raise RequestError(
-            f"Something was written to {store.where()} {max(0.0, since):.0f} s ago: a job may be at work, and its "
-            f"parts have no receipts yet. End it, and clean when nothing was written for {quiet:.0f} s."
+            f"{store.where(last)} was written {max(0.0, since):.0f} s ago: a job may be running, and its newest parts "
+            f"have no receipts yet. Stop the job, and clean when it has written nothing for {quiet:.0f} s."
         )
     old: dict[str, list[str]] = {}
     young = {folder_of(name) for name, entry in found.items() if now - entry.modified <= older_than}
@@ -59,16 +65,21 @@ def clean(store: Store, older_than: float, quiet: float = QUIET) -> list[str]:
         if (folder := folder_of(name)) and folder not in young:
             old.setdefault(folder, []).append(name)
     named = named_parts(store)  # after the listing: a receipt that came meanwhile counts
-    gone = sorted(folder for folder in old if folder not in named)
+    gone = sorted(folder for folder in old if folder not in named and not _is_alive(store, folder))
     for folder in gone:
         store.remove(old[folder])
     return gone + [f"{name} (an upload that never ended)" for name in store.abort_uploads(now - older_than)]
 
 
 def folder_of(name: str) -> str:
-    """The part that a file belongs to, or the file itself where it was never finished; empty for all others."""
+    """The folder of the part or attempt that a file is in, or the file itself if unfinished; empty for all others."""
     match = PART.fullmatch(name)
     return match[1] if match else name if name.startswith(f"{UNFINISHED}/") else ""
+
+
+def _is_alive(store: Store, folder: str) -> bool:
+    """Whether it is the private folder of an attempt that is running on this machine."""
+    return folder.startswith(".attempts/") and is_held(store.attempts() / folder.removeprefix(".attempts/"))
 
 
 def named_parts(store: Store) -> set[str]:

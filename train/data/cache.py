@@ -8,7 +8,6 @@ and the folder must be one that this module began, so that no original can be. A
 a part of a file, which count, and which go when their turn comes.
 """
 
-import fcntl
 import os
 import sqlite3
 import time
@@ -16,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 
+from shards.base.durable import flock
 from shards.base.errors import RequestError, WorkError
 
 DATABASE = "cache.sqlite"
@@ -174,7 +174,7 @@ def held_at_once(partial: Path) -> Iterator[bool]:
     """The same without waiting; false where someone else writes this copy."""
     partial.parent.mkdir(parents=True, exist_ok=True)  # of a row whose copy a killed process never began
     try:
-        descriptor = _hold(partial, fcntl.LOCK_NB)
+        descriptor = _hold(partial, wait=False)
     except BlockingIOError:
         descriptor = None
     try:
@@ -184,16 +184,17 @@ def held_at_once(partial: Path) -> Iterator[bool]:
             os.close(descriptor)
 
 
-def _hold(partial: Path, without_waiting: int = 0) -> int | None:
+def _hold(partial: Path, wait: bool = True) -> int | None:
     """A descriptor that holds the lock; None where it is on a file that its last holder renamed or removed.
 
     Raises:
-        BlockingIOError: someone else holds it; with LOCK_NB.
+        BlockingIOError: another process holds it, and `wait` is false.
+        RequestError: the file system does not support file locks.
     """
     descriptor = os.open(partial, os.O_RDWR | os.O_CREAT)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | without_waiting)
-    except BlockingIOError:
+        flock(descriptor, partial, wait)
+    except (OSError, RequestError):
         os.close(descriptor)
         raise
     try:

@@ -1,5 +1,8 @@
 """Temporaries of processes that are killed: the next process that starts removes them, and nobody else's."""
 
+import errno
+import fcntl
+import json
 import os
 import signal
 import subprocess
@@ -8,9 +11,13 @@ import tempfile
 import time
 from pathlib import Path
 
+import pytest
+
 from precompute.input.tars import local_copy
-from shards.base.scratch import SWEEPER, attempt_folder, sweep_scratch, use_scratch
-from shards.base.store import Store
+from shards.base.durable import locked
+from shards.base.errors import RequestError
+from shards.base.scratch import OWNER, SWEEPER, attempt_folder, sweep_attempts, sweep_scratch, use_scratch
+from shards.base.store import LocalStore, Store
 from shards.open import open_store
 from tests.forks import fork, wait_for
 from tests.runs import environment
@@ -71,3 +78,51 @@ def test_who_ends_well_leaves_nothing(tmp_path: Path) -> None:
     assert tmp_path in folder.parents and not folder.exists()
     sweep_scratch(tmp_path / "absent")  # where no worker was there is nothing to do
     assert not (tmp_path / "absent").exists()
+
+
+@pytest.mark.parametrize(
+    ("owner", "goes"),
+    [
+        ({"boot": "other", "host": "elsewhere"}, False),
+        ({"boot": "other", "machine": "another"}, False),  # two machines called localhost
+        ({"boot": "other"}, True),  # this machine, before it was restarted
+        ({"host": "a-container-of-this-machine"}, True),
+    ],
+)
+def test_a_machine_cleans_up_only_after_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: dict[str, str], goes: bool
+) -> None:
+    """On a shared root whose locks are visible on one machine only, so that every lock seems to be free."""
+    store = LocalStore(tmp_path)
+    with attempt_folder(store, "00000") as attempt:
+        written = json.loads((attempt / OWNER).read_text())
+        (attempt / OWNER).write_text(json.dumps(written | owner))
+        monkeypatch.setattr(fcntl, "flock", lambda *_: None)
+        with attempt_folder(store, "00000"):
+            assert attempt.exists() is not goes
+        sweep_attempts(store)
+        assert attempt.exists() is not goes
+
+
+def test_a_folder_that_does_not_name_its_owner_is_left_alone(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    unknown, begun = tmp_path / ".attempts" / "00000.abc", tmp_path / ".attempts" / "00000.def.new"
+    unknown.mkdir(parents=True)
+    begun.mkdir()  # its owner was killed before it had written anything, its name included
+    sweep_attempts(store)
+    assert unknown.exists() and not begun.exists()
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS])
+def test_a_file_system_without_locks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with (
+        pytest.raises(RequestError, match=rf"{tmp_path}.* does not support file locks \(flock: {os.strerror(number)}"),
+        attempt_folder(LocalStore(tmp_path), "00000"),
+    ):
+        pass
+    with pytest.raises(RequestError, match="does not support file locks"), locked(tmp_path / "lock"):
+        pass

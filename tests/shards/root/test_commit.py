@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +23,7 @@ from shards.root.shared import create_root
 from shards.root.writing import PartWriter, WrittenPart
 from shards.tools.verify import verify_root
 from tests.conftest import encode_all, precompute_config
+from tests.forks import fork, wait_for
 from tests.roots import tree
 from tests.tiny import make_samples, make_tar
 
@@ -171,10 +173,20 @@ def test_another_tar_under_the_same_name_is_refused(models: Path, tmp_path: Path
     assert [list(tar.parts) for tar in load_books(open_store(root))] == [["64x64"]]
 
 
+def abandon(root: Path, tar: str) -> Path:
+    """The private folder of an attempt that was killed."""
+
+    def be_killed() -> None:
+        with attempt_folder(open_store(root), tar) as folder:
+            (folder / "gigabytes").write_text("x")
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    assert wait_for(fork(be_killed)) == -signal.SIGKILL
+    return next(iter((root / ".attempts").glob(f"{tar}.*")))
+
+
 def test_what_a_killed_attempt_left_is_swept_and_one_at_work_is_not(tmp_path: Path) -> None:
-    abandoned = tmp_path / ".attempts" / "00000.dead"
-    abandoned.mkdir(parents=True)
-    (abandoned / "gigabytes").write_text("x")
+    abandoned = abandon(tmp_path, "00000")
     with (
         attempt_folder(open_store(tmp_path), "00000") as at_work,
         attempt_folder(open_store(tmp_path), "00000") as other,
@@ -201,8 +213,8 @@ def test_books_that_do_not_add_up_are_not_committed(models: Path, tars: Path, ro
 
 
 def test_what_dead_attempts_left_is_swept_whatever_their_tar(tmp_path: Path) -> None:
-    for name in ("00000.dead", "00001.dead", "a.b.dead"):
-        (tmp_path / ".attempts" / name / "64x64").mkdir(parents=True)
+    for tar in ("00000", "00001", "a.b"):
+        abandon(tmp_path, tar)
     with attempt_folder(open_store(tmp_path), "00002") as alive:
         sweep_attempts(open_store(tmp_path))
         assert list((tmp_path / ".attempts").iterdir()) == [alive]

@@ -15,6 +15,7 @@ from precompute.config import PrecomputeConfig, describe_encoding
 from shards.__main__ import run
 from shards.base.durable import read_sealed_json, write_sealed_json
 from shards.base.errors import RequestError, exit_code_of
+from shards.base.scratch import attempt_folder
 from shards.base.store import LocalStore
 from shards.format.encoding import EncodingRecord
 from shards.format.receipts import UPGRADED, names_in_force
@@ -236,7 +237,7 @@ def test_clean_waits_until_nobody_writes(root: Path, capsys: pytest.CaptureFixtu
     aged(root, 30 * 86400)
     orphan = root / "64x64" / "00007.00000000"
     orphan.mkdir()
-    for written, message in ((time.time() - 60, "a job may be at work"), (time.time() + 5000, "written to")):
+    for written, message in ((time.time() - 60, "a job may be running"), (time.time() + 5000, "was written")):
         (orphan / "index.json").write_text("{}")
         os.utime(orphan / "index.json", (written, written))  # the second: by a clock that ran backwards since
         assert exit_code_of(lambda: run(["clean", str(root), "--older-than", "1h"])) == 2
@@ -282,7 +283,7 @@ def test_clean_gives_up_uploads_that_never_ended(
 
     monkeypatch.setattr(type(files), "call_s3", paged)
     before = open_store(f"{s3}/root").files()
-    assert exit_code_of(lambda: run(["clean", f"{s3}/root"])) == 2 and "a job may be at work" in words(capsys)
+    assert exit_code_of(lambda: run(["clean", f"{s3}/root"])) == 2 and "a job may be running" in words(capsys)
     monkeypatch.setattr("shards.tools.clean.clock", lambda store: now.timestamp() + 3700)
     run(["clean", f"{s3}/root", "--older-than", "7d"])
     said = capsys.readouterr().out
@@ -295,3 +296,33 @@ def test_clean_gives_up_uploads_that_never_ended(
     left = call(files, "list_multipart_uploads", Bucket=bucket)["Uploads"]
     assert {upload["Key"] for upload in left} == {"root/64x64/00001.0/b.mds", "roots/d"}
     assert open_store(f"{s3}/root").files() == before
+
+
+def test_finished_commands_do_not_block_clean(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The commands of docs/how-to/look-into-a-root.md, in the order in which it lists them."""
+    (receipt, *_) = load_receipts(open_store(root))
+    orphan = shutil.copytree(root / receipt.folder, root / receipt.bucket / "00000.00000000")
+    aged(root, 30 * 86400)
+    run(["card", str(root), "--output", str(root / "README.md")])
+    run(["index", str(root)])
+    run(["exclude", str(root), "--keys", "000000001"])
+    run(["recall", str(root), "--since", "2020-01-01"])
+    run(["clean", str(root)])
+    assert "1 that no receipt names" in capsys.readouterr().out and not orphan.exists()
+    (root / "commits" / "64x64" / "00009.json").write_text("{}")
+    with pytest.raises(RequestError, match=r"00009\.json was written \d s ago: a job may be running"):
+        run(["clean", str(root)])
+
+
+def test_clean_removes_attempts_of_machines_that_never_came_back(root: Path) -> None:
+    with attempt_folder(open_store(root), "00007") as alive:
+        lost = root / ".attempts" / "00008.0123456789ab"
+        lost.mkdir()
+        (lost / ".owner").write_text(json.dumps({"host": "gone", "machine": "", "boot": "b"}))
+        (lost / "shard.00000.mds").write_text("x")
+        aged(root, 2 * 86400)
+        run(["clean", str(root)])
+        assert lost.exists()
+        aged(root, 30 * 86400)
+        run(["clean", str(root)])
+        assert not lost.exists() and (alive / ".owner").exists()
