@@ -59,10 +59,15 @@ def picture_of(step: int) -> bytes:
     return picture.getvalue()
 
 
-def leave(run: Store, step: int, picture: bytes | None = None, **values: float) -> None:
-    """Leave a sheet of a checkpoint, with a picture of its own or the given bytes."""
+def leave(run: Store, step: int, **values: float) -> None:
+    """Leave a sheet of a checkpoint, with a valid picture."""
+    leave_with(run, step, picture_of(step), values)
+
+
+def leave_with(run: Store, step: int, picture: bytes, values: dict[str, float]) -> None:
+    """Leave a sheet of a checkpoint whose picture has the given bytes."""
     packed = BytesIO()
     with ZipFile(packed, "w") as sheet:
         sheet.writestr("values.json", json.dumps({"step": step, "values": values}))
-        sheet.writestr("evaluation/samples/own.png", picture_of(step) if picture is None else picture)
+        sheet.writestr("evaluation/samples/own.png", picture)
     assert run.create(f"tracker/evaluations/{step:010d}.00000000.zip", packed.getvalue())

@@ -16,7 +16,7 @@ from shards.base.store import LocalStore
 from shards.open import open_store
 from tests.runs import train_fields, write_config
 from tests.train.run.telling.leaving import leaves_after
-from tests.train.run.telling.offline import go_offline, leave, picture_of, rows
+from tests.train.run.telling.offline import go_offline, leave, leave_with, picture_of, rows
 from train import loop
 from train.__main__ import run as command
 from train.run.launches import Launch, take
@@ -217,7 +217,7 @@ def test_a_damaged_sheet_or_picture_holds_back_nothing_else(
     monkeypatch.setattr(evaluations, "EVERY", 0.01)
     run, sheets = open_store(tmp_path), "tracker/evaluations"
     for step, picture in {1: b"not a png", 2: picture_of(2)[:-20], 3: FORGED, 4: picture_of(4)}.items():
-        leave(run, step, picture, a=float(step))
+        leave_with(run, step, picture, {"a": float(step)})
     png = picture_of(5)
     run.create(f"{sheets}/0000000005.00000000.zip", damaged_zip("b.png", png, (png[40:], png[40:][::-1])))
     run.create(f"{sheets}/0000000006.00000000.zip", damaged_zip("b.txt", b"", (b'"step": 5', b'"step": 6')))
@@ -264,7 +264,7 @@ def test_tell_sends_the_numbers_beside_a_damaged_picture(
     time.sleep(1.1)  # wandb names a launch's folder by the second
     run = open_store(run_dir)
     for step, picture in {2: b"not a png", 4: FORGED, 6: picture_of(6)}.items():
-        leave(run, step, picture, **{NAME: step / 10})
+        leave_with(run, step, picture, {NAME: step / 10})
     capsys.readouterr()
     command(["tell", str(run_dir)])
     said = capsys.readouterr().out
