@@ -130,7 +130,7 @@ def place_unet(config: TrainConfig, unet: Any, accelerator: Accelerator, is_spli
 
 
 def tell_start(config: TrainConfig, prepared: Prepared, accelerator: Accelerator, launch: Launch) -> None:
-    """Say where the run begins, where that is not from random weights, and what of its data was recalled."""
+    """Print where the run starts unless from random weights, a reduced microbatch, and recalled samples."""
     own = prepared.checkpoint
     if own is not None:
         accelerator.print(f"resuming {config.run_dir} after step {own.state.step} ({own.tag}, {own.folder.name})")
@@ -145,6 +145,13 @@ def tell_start(config: TrainConfig, prepared: Prepared, accelerator: Accelerator
     warning = too_slow_to_leave(launch.pace, config.checkpoint)
     if warning is not None:
         accelerator.print(warning)
+    share = config.global_batch_size // prepared.world.size
+    if config.microbatch_size > share:
+        accelerator.print(
+            f"microbatch_size {config.microbatch_size} is larger than each process's share of the batch "
+            f"(global_batch_size {config.global_batch_size} over {prepared.world.size} processes), so the effective "
+            f"microbatch is {share}."
+        )
     for stream in prepared.spec.streams:
         if stream.recalled:
             accelerator.print(

@@ -42,7 +42,8 @@ class TrainConfig(Config):
     global_batch_size: int = Field(2048, ge=1)
     """Samples per optimizer step over all processes."""
     microbatch_size: int = Field(16, ge=1)
-    """Samples per forward pass of one process; gradients are accumulated over the rest of its share."""
+    """Samples per forward pass of one process, at most its share of the batch; gradients are accumulated over the
+    rest of the share."""
     init_from: Place | None = None
     """A run folder, or its address, whose newest checkpoint this run starts from, with a new optimizer."""
     init_weights: Literal["auto", "raw", "ema"] = "auto"

@@ -152,6 +152,19 @@ run(["--config", {str(config)!r}])
     assert (tmp_path / "run" / "checkpoints" / "step-00000001").is_dir()
 
 
+@pytest.mark.parametrize(("microbatch", "told"), [(8, 0), (16, 1)])
+def test_a_microbatch_larger_than_the_share_of_the_batch_is_reported(
+    latents: Path, tmp_path: Path, microbatch: int, told: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fields = train_fields(latents, tmp_path / "run", max_steps=1, microbatch_size=microbatch)
+    command(["--config", str(write_config(tmp_path, fields))])
+    line = (
+        "microbatch_size 16 is larger than each process's share of the batch (global_batch_size 8 over 1 processes), "
+        "so the effective microbatch is 8."
+    )
+    assert capsys.readouterr().out.splitlines().count(line) == told
+
+
 @pytest.mark.parametrize(
     ("package", "forbidden"),
     [

@@ -9,15 +9,14 @@ RUN/tracker/evaluations/0000001000.3f2a9c1d.zip         a sheet: values.json, wi
 """
 
 import json
+import tempfile
 import threading
 from contextlib import suppress
 from io import BytesIO
+from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
-from zipfile import BadZipFile, ZipFile
-
-import numpy as np
-from PIL import Image
+from zipfile import ZipFile
 
 from shards.base.errors import Outage
 from shards.base.store import Place, Store
@@ -30,6 +29,8 @@ TOLD_BY_WATCHERS = ("none", "tensorboard")
 """Trackers for which no sheets are left: TensorBoard reads files of any number of writers."""
 EVERY = 30.0
 """Seconds between looks for sheets."""
+PNG_START, PNG_END = b"\x89PNG\r\n\x1a\n", b"IEND\xaeB`\x82"
+"""The signature of a PNG, and its last chunk's type and checksum."""
 
 
 class Sheet(NamedTuple):
@@ -39,8 +40,8 @@ class Sheet(NamedTuple):
     """In FOLDER, without SHEET."""
     step: int
     values: dict[str, float]
-    pictures: dict[str, np.ndarray[Any, Any]]
-    """Name → uint8, (height, width, 3)."""
+    pictures: dict[str, bytes]
+    """Name → PNG, as evaluation encoded it. The trainer never decodes a picture."""
 
 
 def untold(store: Store) -> list[str]:
@@ -51,28 +52,77 @@ def untold(store: Store) -> list[str]:
 
 
 def read_sheet(store: Store, name: str) -> Sheet | None:
-    """None where it is damaged, or from elsewhere; that is said."""
+    """Read a sheet, without its damaged pictures; return None if its numbers are damaged. Both are printed.
+
+    Raises:
+        OSError, Outage: the sheet cannot be read now. Damaged content never raises either of them.
+    """
+    where, content = store.where(f"{FOLDER}/{name}{SHEET}"), store.read(f"{FOLDER}/{name}{SHEET}")
     try:
-        with ZipFile(BytesIO(store.read(f"{FOLDER}/{name}{SHEET}"))) as packed:
-            content = json.loads(packed.read("values.json"))
-            pictures = {
-                member.removesuffix(".png"): np.asarray(Image.open(packed.open(member)).convert("RGB"))
-                for member in packed.namelist()
-                if member.endswith(".png")
-            }
-        return Sheet(name, content["step"], content["values"], pictures)
-    except (BadZipFile, KeyError, ValueError) as error:
-        print(f"{store.where(f'{FOLDER}/{name}{SHEET}')} is damaged, and the tracker is not told of it: {error}")
+        with ZipFile(BytesIO(content)) as packed:
+            step, values = check_numbers(json.loads(packed.read("values.json")))
+            pictures = {}
+            for member in packed.namelist():
+                if member.endswith(".png"):
+                    try:
+                        pictures[member.removesuffix(".png")] = check_png(packed.read(member))
+                    except Exception as error:  # as below
+                        print(f"{member} in {where} is damaged and is not sent to the tracker: {error}", flush=True)
+    except Exception as error:  # the bytes are in memory: whatever the parsers raise, the content is at fault
+        print(f"{where} is damaged, and the tracker is not told of it: {error!r}", flush=True)
         return None
+    return Sheet(name, step, values, pictures)
+
+
+def check_numbers(content: Any) -> tuple[int, dict[str, float]]:
+    """Return the step and the values of a sheet's values.json.
+
+    Raises:
+        ValueError, KeyError, TypeError: it has a different structure.
+    """
+    step, values = content["step"], content["values"]
+    if not isinstance(step, int) or not all(isinstance(value, int | float) for value in values.values()):
+        raise ValueError("values.json does not hold a step and a number for each name")
+    return step, values
+
+
+def check_png(content: bytes) -> bytes:
+    """Return the bytes of a PNG after comparing both ends of the file, which is possible without an image library.
+
+    Raises:
+        ValueError: the bytes are no PNG, or a truncated one.
+    """
+    if not content.startswith(PNG_START) or not content.endswith(PNG_END):
+        raise ValueError(f"its {len(content)} bytes are not a complete PNG")
+    return content
 
 
 def tell(trackers: list[Any], sheet: Sheet, now: int) -> None:
-    """Tell accelerate's trackers of a checkpoint. `now`: wandb's own step, which does not go back."""
+    """Tell accelerate's trackers of a checkpoint. `now`: wandb's own step, which does not go back.
+
+    A picture that a tracker rejects is reported and skipped: it must end neither the training nor the other points.
+    """
     for tracker in trackers:
         step = now if tracker.name == "wandb" else sheet.step
         tracker.log({STEP: sheet.step, **sheet.values}, step=step)
-        if hasattr(tracker, "log_images"):
-            tracker.log_images({name: [picture] for name, picture in sheet.pictures.items()}, step=step)
+        for name, png in sheet.pictures.items():
+            try:
+                send_picture(tracker, name, png, step)
+            except Exception as error:  # of any type: each tracker's client raises its own
+                print(f"{tracker.name} did not take {name} of step {sheet.step}: {error!r}", flush=True)
+
+
+def send_picture(tracker: Any, name: str, png: bytes, step: int) -> None:
+    """Send a PNG file to a tracker whose client takes files and copies them before it returns; skip other trackers."""
+    if tracker.name not in ("wandb", "swanlab", "aim", "mlflow"):
+        return
+    with tempfile.TemporaryDirectory(prefix="latentmill-") as folder:
+        path = Path(folder) / f"{step:010d}.png"
+        path.write_bytes(png)
+        if tracker.name == "mlflow":
+            tracker.log_artifact(str(path), name)
+        else:  # accelerate gives aim the value itself, and the others each item of a list
+            tracker.log_images({name: str(path) if tracker.name == "aim" else [str(path)]}, step=step)
 
 
 class Evaluations:
@@ -115,12 +165,20 @@ class Evaluations:
             self.left.wait(EVERY)
 
     def _look(self) -> None:
+        """Queue new sheets. One that cannot be read does not hold back the others; the next look tries it again."""
+        failed: OSError | None = None
         for name in untold(self.store):
             if name not in self.seen:
-                sheet = read_sheet(self.store, name)
+                try:
+                    sheet = read_sheet(self.store, name)
+                except OSError as error:
+                    failed = error
+                    continue
                 self.seen.add(name)
                 if sheet is not None:
                     self.found.put(sheet)
+        if failed is not None:
+            raise failed
 
     def _note(self) -> None:
         with suppress(Empty):

@@ -66,10 +66,20 @@ def tracker_ids(folder: Path, **more: str) -> dict[str, str]:
 
 
 def source_state() -> str | None:
-    """The product's commit, with `-dirty` where files differ from it; None: it was not run from a repository."""
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    try:
+    """Return the product's commit, with `-dirty` if tracked files differ from it.
+
+    None if git does not track this file. An installed package, for instance, may be in a virtual environment inside
+    the user's own repository, whose commit says nothing about this code.
+    """
+    file = Path(__file__)
+
+    def git(*words: str) -> str:
+        command = ["git", "-C", str(file.parent), *words]
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.strip()
+
+    try:
+        git("ls-files", "--error-unmatch", "--", file.name)
+        return git("describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
     except (OSError, subprocess.SubprocessError):
         return None
 

@@ -52,11 +52,22 @@ def records(content: bytes) -> Iterator[bytes]:
             whole = b""
 
 
-def leave(run: Store, step: int, **values: float) -> None:
-    """A sheet of a checkpoint."""
-    packed, picture = BytesIO(), BytesIO()
+def picture_of(step: int) -> bytes:
+    """Encode the picture of a checkpoint's sheet."""
+    picture = BytesIO()
     Image.new("RGB", (40, 20), (step, 0, 0)).save(picture, "PNG")
+    return picture.getvalue()
+
+
+def leave(run: Store, step: int, **values: float) -> None:
+    """Leave a sheet of a checkpoint, with a valid picture."""
+    leave_with(run, step, picture_of(step), values)
+
+
+def leave_with(run: Store, step: int, picture: bytes, values: dict[str, float]) -> None:
+    """Leave a sheet of a checkpoint whose picture has the given bytes."""
+    packed = BytesIO()
     with ZipFile(packed, "w") as sheet:
         sheet.writestr("values.json", json.dumps({"step": step, "values": values}))
-        sheet.writestr("evaluation/samples/own.png", picture.getvalue())
+        sheet.writestr("evaluation/samples/own.png", picture)
     assert run.create(f"tracker/evaluations/{step:010d}.00000000.zip", packed.getvalue())

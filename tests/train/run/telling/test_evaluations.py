@@ -1,9 +1,13 @@
 """Evaluations reach the run's own run in its tracker, each once, and take no step of training with them."""
 
 import signal
+import subprocess
+import sys
 import time
+from io import BytesIO
 from pathlib import Path
 from typing import Any
+from zipfile import ZipFile
 
 import pytest
 
@@ -12,7 +16,7 @@ from shards.base.store import LocalStore
 from shards.open import open_store
 from tests.runs import train_fields, write_config
 from tests.train.run.telling.leaving import leaves_after
-from tests.train.run.telling.offline import go_offline, leave, rows
+from tests.train.run.telling.offline import go_offline, leave, leave_with, picture_of, rows
 from train import loop
 from train.__main__ import run as command
 from train.run.launches import Launch, take
@@ -99,6 +103,10 @@ def test_mlflow_has_them_at_the_checkpoint_s_step(
     command(["tell", str(tmp_path / "run")])
     (run,) = mlflow.search_runs(experiment_names=["mill"], output_format="list")
     history = mlflow.MlflowClient().get_metric_history(run.info.run_id, NAME)
+    (folder,) = (tmp_path / "mlruns").glob(f"*/{run.info.run_id}/artifacts/evaluation/samples/own")
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == {
+        f"{step:010d}.png": picture_of(step) for step in (2, 4)
+    }
     mlflow.set_tracking_uri(known)
     assert run.info.status == "FINISHED"
     assert [(metric.step, metric.value) for metric in history] == [(2, 0.2), (4, 0.4)]
@@ -167,3 +175,107 @@ def test_an_outage_ends_neither_the_run_nor_the_looking(
     assert said.count("are not told of yet: The store does not answer.") == 2
     assert said.count("0000000001.00000000.zip is damaged, and the tracker is not told of it") == 1
     assert untold(run) == ["0000000001.00000000"]
+
+
+class Recorder:
+    """A tracker of accelerate's that keeps what it gets, and rejects FORGED."""
+
+    name = "wandb"
+
+    def __init__(self) -> None:
+        self.numbers: list[dict[str, float]] = []
+        self.pictures: list[bytes] = []
+
+    def log(self, values: dict[str, float], step: int) -> None:
+        self.numbers.append(values)
+
+    def log_images(self, pictures: dict[str, list[str]], step: int) -> None:
+        for (path,) in pictures.values():
+            content = Path(path).read_bytes()
+            if content == FORGED:
+                raise OSError("cannot identify image file")  # as PIL's UnidentifiedImageError is one
+            self.pictures.append(content)
+
+
+FORGED = evaluations.PNG_START + b"no chunk" + evaluations.PNG_END
+
+
+def damaged_zip(name: str, content: bytes, change: tuple[bytes, bytes]) -> bytes:
+    """Pack a valid sheet with one more member, and change bytes of it without correcting checksums."""
+    packed = BytesIO()
+    with ZipFile(packed, "w") as sheet:
+        sheet.writestr("values.json", '{"step": 5, "values": {"a": 5.0}}')
+        sheet.writestr(name, content)
+    assert change[0] in packed.getvalue()
+    return packed.getvalue().replace(*change)
+
+
+def test_a_damaged_sheet_or_picture_holds_back_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a sheet with a damaged picture the numbers are sent; a sheet that cannot be read is tried again."""
+    monkeypatch.setattr(evaluations, "EVERY", 0.01)
+    run, sheets = open_store(tmp_path), "tracker/evaluations"
+    for step, picture in {1: b"not a png", 2: picture_of(2)[:-20], 3: FORGED, 4: picture_of(4)}.items():
+        leave_with(run, step, picture, {"a": float(step)})
+    png = picture_of(5)
+    run.create(f"{sheets}/0000000005.00000000.zip", damaged_zip("b.png", png, (png[40:], png[40:][::-1])))
+    run.create(f"{sheets}/0000000006.00000000.zip", damaged_zip("b.txt", b"", (b'"step": 5', b'"step": 6')))
+    packed = BytesIO()
+    with ZipFile(packed, "w") as sheet:
+        sheet.writestr("values.json", "[]")
+    run.create(f"{sheets}/0000000007.00000000.zip", packed.getvalue())
+    leave(run, 8, a=8.0)
+    leave(run, 9, a=9.0)
+    read, failures = LocalStore.read, list[str]()
+
+    def fails_at_first(store: LocalStore, name: str) -> bytes:
+        if "0000000008" in name and len(failures) < 2:
+            failures.append(name)
+            raise PermissionError("not yet")
+        return read(store, name)
+
+    monkeypatch.setattr(LocalStore, "read", fails_at_first)
+    tracker = Recorder()
+    with Evaluations(tmp_path) as found:
+        deadline = time.monotonic() + 60
+        while len(tracker.numbers) < 7 and time.monotonic() < deadline:
+            found.tell_next([tracker], 10)
+            time.sleep(0.01)
+    assert [values["a"] for values in tracker.numbers] == [1, 2, 3, 4, 5, 9, 8]
+    assert tracker.pictures == [picture_of(step) for step in (4, 9, 8)]
+    assert untold(run) == ["0000000006.00000000", "0000000007.00000000"]
+    said = capsys.readouterr().out
+    for step in (1, 2, 5):
+        assert said.count(f"{step:010d}.00000000.zip is damaged and is not sent to the tracker") == 1
+    for step in (6, 7):
+        assert said.count(f"{step:010d}.00000000.zip is damaged, and the tracker is not told of it") == 1
+    assert said.count("wandb did not take evaluation/samples/own of step 3: OSError") == 1
+    assert said.count("are not told of yet: not yet") == 2
+
+
+def test_tell_sends_the_numbers_beside_a_damaged_picture(
+    latents: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With wandb's own client, which decodes pictures with PIL."""
+    go_offline(monkeypatch)
+    run_dir = tmp_path / "run"
+    command(["--config", str(write_config(tmp_path, train_fields(latents, run_dir, log=settings("wandb"))))])
+    time.sleep(1.1)  # wandb names a launch's folder by the second
+    run = open_store(run_dir)
+    for step, picture in {2: b"not a png", 4: FORGED, 6: picture_of(6)}.items():
+        leave_with(run, step, picture, {NAME: step / 10})
+    capsys.readouterr()
+    command(["tell", str(run_dir)])
+    said = capsys.readouterr().out
+    assert said.splitlines()[-1] == f"{run_dir}: wandb was told of 3 evaluations."
+    assert "wandb did not take evaluation/samples/own of step 4: " in said and untold(run) == []
+    found = [row for row in rows(run_dir) if NAME in row]
+    assert [row[NAME] for row in found] == [0.2, 0.4, 0.6]
+    assert ["evaluation/samples/own/width" in row for row in found] == [False, False, True]
+
+
+def test_sheets_are_read_without_an_image_library() -> None:
+    program = "import sys, train.run.telling.evaluations; print('PIL' in sys.modules)"
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert result.stdout == "False\n"

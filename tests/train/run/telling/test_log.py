@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -128,6 +129,32 @@ def test_the_source_is_known_from_a_repository_alone(tmp_path: Path, monkeypatch
     monkeypatch.setattr(tracker, "__file__", str(tmp_path / "tracker.py"))
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
     assert source_state() is None
+
+
+def test_the_source_is_not_the_commit_of_a_repository_that_merely_contains_the_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A virtual environment in a user's repository; once git tracks the package there, its commit counts."""
+    site = tmp_path / ".venv" / "telling"
+    site.mkdir(parents=True)
+    (site / "tracker.py").write_text("")
+    (tmp_path / "theirs").write_text("")
+
+    def git(*words: str) -> str:
+        settings = ("-c", "user.name=a", "-c", "user.email=a@b")
+        command = ["git", "-C", str(tmp_path), *settings, *words]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+    git("init", "-q")
+    git("add", "theirs")
+    git("commit", "-qm", "theirs")
+    monkeypatch.setattr(tracker, "__file__", str(site / "tracker.py"))
+    assert source_state() is None
+    git("add", ".venv")
+    git("commit", "-qm", "vendored")
+    assert source_state() == git("rev-parse", "HEAD")
+    (site / "tracker.py").write_text("changed")
+    assert source_state() == git("rev-parse", "HEAD") + "-dirty"
 
 
 def test_trackers_get_numbers_alone() -> None:
