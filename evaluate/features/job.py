@@ -27,7 +27,7 @@ from evaluate.features.extractors import (
 from evaluate.features.sources import ReferenceConfig, SampleUnit, Taken, Unit, reference_units
 from evaluate.metrics.frechet import Moments
 from evaluate.metrics.table import ExtractorName
-from evaluate.parts import Receipt, commit_part, read_part, read_receipt, read_sealed, write_once
+from evaluate.parts import Receipt, commit_part, read_part, read_receipts, read_sealed, write_once
 from evaluate.units import ending_broken_processes, run_units
 from precompute.cluster.fleet import FleetConfig
 from shards.base.durable import canonical_json
@@ -84,18 +84,28 @@ def extract(
     weights = None if kind == "toy" else getattr(config, kind).weights.absolute()
     device = "cuda" if workers.num_gpus else "cpu"
     recipe = Recipe(kind, weights, folder, place, config.batch_size, device, workers.num_cpus)
-    missing = [(unit.name, unit) for unit in units if read_receipt(store, folder, unit.name) is None]
+    names = [unit.name for unit in units]
+    receipts = read_receipts(store, folder, names)
+    missing = [(unit.name, unit) for unit in units if unit.name not in receipts]
     run_units(missing, partial(extract_on_worker, recipe=recipe), workers, kind)
-    return read_features(store, folder, [unit.name for unit in units], description)
+    return read_features(store, folder, names, description, receipts)
 
 
-def read_features(store: Store, folder: str, names: Sequence[str], description: dict[str, Any]) -> Features:
-    """The committed parts `names`, as one.
+def read_features(
+    store: Store,
+    folder: str,
+    names: Sequence[str],
+    description: dict[str, Any],
+    known: dict[str, Receipt] | None = None,
+) -> Features:
+    """Read the committed parts `names` and join them; receipts in `known` are not read again.
 
     Raises:
         WorkError: some are missing, or none holds a picture.
     """
-    receipts = {name: receipt for name in names if (receipt := read_receipt(store, folder, name)) is not None}
+    known = known or {}
+    found = read_receipts(store, folder, [name for name in names if name not in known]) | known
+    receipts = {name: found[name] for name in names if name in found}
     if len(receipts) < len(names):
         raise WorkError(
             f"{store.where(folder)} has features of {len(receipts)} of {len(names)} parts. Give the same command with "

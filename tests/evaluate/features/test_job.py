@@ -1,5 +1,6 @@
-"""Features of a reference whose pictures crash their decoder."""
+"""Features of a reference whose pictures crash their decoder, and the number of requests for receipts."""
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -11,11 +12,12 @@ import ray
 
 from evaluate.features.extractors import ExtractorsConfig
 from evaluate.features.job import extract
-from evaluate.features.sources import FilesUnit, ReferenceConfig, Taken, TarUnit
+from evaluate.features.sources import FilesUnit, ReferenceConfig, Taken, TarUnit, reference_units
 from precompute.cluster.fleet import FleetConfig
 from precompute.encode.overlap import Stuck
 from precompute.input.tars import list_tars
 from precompute.pixels.decode import LimitsConfig
+from shards.base.remote import RemoteStore
 from tests.faults.decoders import poisoned
 from tests.tiny import make_samples, make_tar
 
@@ -84,3 +86,43 @@ def test_a_picture_that_never_ends_is_not_waited_for(tmp_path: Path, monkeypatch
     monkeypatch.setattr("evaluate.features.sources.CLOCK_PER_PROCESSOR_SECOND", 0.2)
     with pytest.raises(Stuck, match=r"decoding a picture took more than 0\.2 s"):
         list(files_unit(tmp_path / "files", [b"NAP"], IMPATIENT).pictures(Taken()))
+
+
+def test_each_receipt_is_read_once_and_in_one_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the process that joins the parts: on an object store each read takes a round trip."""
+    in_this_process(monkeypatch, attempt=1)
+    monkeypatch.setattr("evaluate.features.sources.FILES_PER_UNIT", 2)
+    files_unit(tmp_path / "files", SOUND)
+    units = reference_units(ReferenceConfig(pictures=str(tmp_path / "files"), size="64x64"))
+    assert [unit.name for unit in units] == ["00000", "00001", "00002"]
+    place = f"memory://{tmp_path.name}/reference"
+    first = extract(units, "toy", TOY, place, WORKERS)
+
+    singly: list[str] = []
+    batches: list[list[str]] = []
+    read, read_many = RemoteStore.read, RemoteStore.read_many
+
+    def counted(store: RemoteStore, name: str) -> bytes:
+        singly.append(os.path.basename(name))
+        return read(store, name)
+
+    def counted_many(store: RemoteStore, names: list[str]) -> dict[str, bytes]:
+        if receipts := [os.path.basename(name) for name in names if name.startswith("receipts/")]:
+            batches.append(receipts)
+        return read_many(store, names)
+
+    monkeypatch.setattr(RemoteStore, "read", counted)
+    monkeypatch.setattr(RemoteStore, "read_many", counted_many)
+    again = extract(units, "toy", TOY, place, WORKERS)
+    assert (singly, batches) == ([], [["00000.json", "00001.json", "00002.json"]])
+    assert np.array_equal(again.values, first.values) and again.inputs == first.inputs
+
+    store = RemoteStore(place)
+    (receipt,) = (name for name in store.files("receipts") if name.endswith("00001.json"))
+    store.remove([f"receipts/{receipt}"])
+    batches.clear()
+    again = extract(units, "toy", TOY, place, WORKERS)
+    assert batches == [["00000.json", "00001.json", "00002.json"], ["00001.json"]]
+    assert set(singly) == {"00001.json"}  # by the worker that commits the part
+    assert np.array_equal(again.values, first.values) and list(again.inputs) == list(first.inputs)
+    store.remove(store.files())
