@@ -2,7 +2,7 @@
 
 import hashlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,17 @@ def read_receipt(store: Store, folder: str, name: str) -> Receipt | None:
         DamagedFile: the receipt is not as it was written.
     """
     return read_sealed(store, _receipt(folder, name))
+
+
+def read_receipts(store: Store, folder: str, names: Sequence[str]) -> dict[str, Receipt]:
+    """Read the receipts of parts `names` in `folder` in one batch; parts that are not committed are left out.
+
+    Raises:
+        DamagedFile: a receipt is not as it was written.
+    """
+    paths = {name: _receipt(folder, name) for name in names}
+    found = store.read_many(list(paths.values()))
+    return {name: parse_sealed_json(found[path], store.where(path)) for name, path in paths.items() if path in found}
 
 
 def commit_part(store: Store, folder: str, name: str, make: Callable[[Path], Receipt]) -> Receipt:

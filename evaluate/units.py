@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from precompute.cluster.fleet import Done, Failed, Fleet, FleetConfig, News, UnderWay
 from precompute.cluster.ray_cluster import Function, start_ray
+from precompute.encode.overlap import Stuck
 from shards.base.errors import Preempted, WorkError
 from shards.base.progress import Progress
 
@@ -56,12 +57,15 @@ def run_units(
 
 
 @contextmanager
-def lost_with_its_gpu() -> Iterator[None]:
-    """After an error of CUDA a process cannot use its GPU again: it ends, and Ray starts another one."""
+def ending_broken_processes() -> Iterator[None]:
+    """End the process after an error that it cannot recover from, so that Ray starts a new one.
+
+    After a CUDA error it cannot use its GPU again; after `Stuck` it has a thread that never ends.
+    """
     try:
         yield
     except RuntimeError as error:
-        if "CUDA error" not in str(error):
+        if "CUDA error" not in str(error) and not isinstance(error, Stuck):
             raise
         traceback.print_exc()
         os._exit(1)

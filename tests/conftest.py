@@ -47,6 +47,7 @@ LONGEST_FIRST = (
     "test_sampling.py",
     "test_watch.py",
     "test_watch_elsewhere.py",
+    "test_job.py",
     "test_sharding.py",
     "test_s3.py",
     "test_files.py",

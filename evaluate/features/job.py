@@ -5,6 +5,7 @@ import hashlib
 import io
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -26,8 +27,8 @@ from evaluate.features.extractors import (
 from evaluate.features.sources import ReferenceConfig, SampleUnit, Taken, Unit, reference_units
 from evaluate.metrics.frechet import Moments
 from evaluate.metrics.table import ExtractorName
-from evaluate.parts import Receipt, commit_part, read_part, read_receipt, read_sealed, write_once
-from evaluate.units import lost_with_its_gpu, run_units
+from evaluate.parts import Receipt, commit_part, read_part, read_receipts, read_sealed, write_once
+from evaluate.units import ending_broken_processes, run_units
 from precompute.cluster.fleet import FleetConfig
 from shards.base.durable import canonical_json
 from shards.base.errors import RequestError, WorkError
@@ -38,6 +39,8 @@ RECORD = "reference.json"
 NO_REFERENCE = (
     "No reference is given. Set reference.place, and reference.pictures where it is new; or reference.moments."
 )
+ISOLATE_FROM = 2
+"""Attempt from which pictures are decoded in a child process: the attempt before may have died of one of them."""
 FEATURES, TEXTS, MOMENTS = "features.npy", "texts.npy", "moments.npz"
 
 
@@ -81,18 +84,28 @@ def extract(
     weights = None if kind == "toy" else getattr(config, kind).weights.absolute()
     device = "cuda" if workers.num_gpus else "cpu"
     recipe = Recipe(kind, weights, folder, place, config.batch_size, device, workers.num_cpus)
-    missing = [(unit.name, unit) for unit in units if read_receipt(store, folder, unit.name) is None]
+    names = [unit.name for unit in units]
+    receipts = read_receipts(store, folder, names)
+    missing = [(unit.name, unit) for unit in units if unit.name not in receipts]
     run_units(missing, partial(extract_on_worker, recipe=recipe), workers, kind)
-    return read_features(store, folder, [unit.name for unit in units], description)
+    return read_features(store, folder, names, description, receipts)
 
 
-def read_features(store: Store, folder: str, names: Sequence[str], description: dict[str, Any]) -> Features:
-    """The committed parts `names`, as one.
+def read_features(
+    store: Store,
+    folder: str,
+    names: Sequence[str],
+    description: dict[str, Any],
+    known: dict[str, Receipt] | None = None,
+) -> Features:
+    """Read the committed parts `names` and join them; receipts in `known` are not read again.
 
     Raises:
         WorkError: some are missing, or none holds a picture.
     """
-    receipts = {name: receipt for name in names if (receipt := read_receipt(store, folder, name)) is not None}
+    known = known or {}
+    found = read_receipts(store, folder, [name for name in names if name not in known]) | known
+    receipts = {name: found[name] for name in names if name in found}
     if len(receipts) < len(names):
         raise WorkError(
             f"{store.where(folder)} has features of {len(receipts)} of {len(names)} parts. Give the same command with "
@@ -112,20 +125,25 @@ def read_features(store: Store, folder: str, names: Sequence[str], description: 
 
 
 def extract_on_worker(unit: Unit, attempt: int, report: Callable[[int], None], recipe: Recipe) -> Receipt:
-    """One attempt at one unit; `report` hears how many pictures were seen."""
+    """Make one attempt at one unit, and report the number of pictures processed so far.
+
+    A picture that crashes its decoder or never ends costs the first attempt its worker. Later attempts decode in a
+    child process, where such a picture is rejected and the others are kept.
+    """
     torch.set_num_threads(1 if recipe.device == "cuda" else max(1, int(recipe.num_cpus)))
-    with lost_with_its_gpu():
-        make = partial(extract_part, unit, recipe, report)
+    with ending_broken_processes():
+        make = partial(extract_part, unit, recipe, report, attempt >= ISOLATE_FROM)
         return commit_part(open_store(recipe.place), recipe.folder, unit.name, make)
 
 
-def extract_part(unit: Unit, recipe: Recipe, report: Callable[[int], None], folder: Path) -> Receipt:
-    """The features of a unit's pictures into `folder`."""
+def extract_part(unit: Unit, recipe: Recipe, report: Callable[[int], None], isolate: bool, folder: Path) -> Receipt:
+    """Write the features of a unit's pictures to `folder`; with `isolate`, a child process decodes the pictures."""
     extractor = cached_extractor(recipe.kind, recipe.weights, recipe.device)
     taken, rows = Taken(), []
-    for batch in batches(unit.pictures(taken), recipe.batch_size):
-        rows.append(finite(extractor(batch).cpu().numpy(), unit, recipe))
-        report(sum(map(len, rows)))
+    with closing(unit.pictures(taken, isolate)) as pictures:
+        for batch in batches(pictures, recipe.batch_size):
+            rows.append(finite(extractor(batch).cpu().numpy(), unit, recipe))
+            report(sum(map(len, rows)))
     if rows:
         np.save(folder / FEATURES, np.concatenate(rows))
     if recipe.kind == "clip" and isinstance(unit, SampleUnit) and recipe.weights is not None:

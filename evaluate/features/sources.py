@@ -7,7 +7,8 @@ were cut and scaled as those that it was trained on.
 import hashlib
 import io
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -18,10 +19,12 @@ from pydantic import Field, field_validator, model_validator
 
 from evaluate.parts import Receipt, read_part
 from evaluate.sampling.job import SampleSet
+from precompute.encode.overlap import Stuck, threads
 from precompute.input.layout import IMAGE_SUFFIXES
 from precompute.input.reject import Reject
 from precompute.input.tars import InputTar, Tar, counted_samples, list_tars, local_copy
-from precompute.pixels.decode import LimitsConfig, PixelsConfig, decode
+from precompute.pixels.decode import LimitsConfig, Picture, PixelsConfig, decode
+from precompute.pixels.isolation import CLOCK_PER_PROCESSOR_SECOND, Isolated
 from shards.base.config import Config
 from shards.base.errors import RequestError
 from shards.base.store import Place
@@ -29,6 +32,8 @@ from shards.format.buckets import Bucket, BucketName
 from shards.open import open_store
 
 FILES_PER_UNIT = 500
+Decode = Callable[..., Picture]
+"""The signature of `precompute.pixels.decode.decode`."""
 WHICH_PICTURES = {"formats", "max_pixels", "max_side", "max_bytes"}
 """Limits that decide which pictures are in a reference."""
 
@@ -88,8 +93,11 @@ class SampleUnit:
     texts: tuple[str, ...]
     """Its prompts, one for each picture."""
 
-    def pictures(self, taken: Taken) -> Iterator[np.ndarray]:
-        """(height, width, 3) uint8, in order."""
+    def pictures(self, taken: Taken, isolate: bool = False) -> Generator[np.ndarray, None, None]:
+        """Yield the pictures, (height, width, 3) uint8, in order.
+
+        `isolate` has no effect, because `sample` itself wrote these files.
+        """
         files = read_part(open_store(self.place), self.receipt)
         taken.input = hashlib.sha256("".join(self.receipt["files"].values()).encode()).hexdigest()
         for data in files.values():
@@ -101,15 +109,24 @@ class TarUnit:
     name: str
     tar: InputTar
     config: ReferenceConfig
+    decode: Decode = decode
 
-    def pictures(self, taken: Taken) -> Iterator[np.ndarray]:
-        """(height, width, 3) uint8 of what is sound and large enough, in the tar's order."""
-        with local_copy(self.tar.address, ".tar") as path:
-            tar = Tar(path, self.config.limits.max_bytes)
+    def pictures(self, taken: Taken, isolate: bool = False) -> Generator[np.ndarray, None, None]:
+        """Yield the valid pictures that are large enough, (height, width, 3) uint8, in the tar's order.
+
+        With `isolate`, a child process decodes them, and a picture that crashes it or never ends is rejected as
+        `decoder_crash`.
+
+        Raises:
+            Stuck: a picture was decoded in a thread and did not end, so this process must.
+        """
+        limits = self.config.limits
+        with local_copy(self.tar.address, ".tar") as path, _decoding(self.decode, limits, isolate) as decode:
+            tar = Tar(path, limits.max_bytes)
             tar.check(self.tar, counted_samples(self.tar))
             taken.input = tar.sha256
             for sample in tar.samples():
-                yield from _cut(sample.image, self.config, taken)
+                yield from _cut(sample.image, self.config, taken, decode)
 
 
 @dataclass(frozen=True)
@@ -117,14 +134,23 @@ class FilesUnit:
     name: str
     paths: tuple[Path, ...]
     config: ReferenceConfig
+    decode: Decode = decode
 
-    def pictures(self, taken: Taken) -> Iterator[np.ndarray]:
-        """(height, width, 3) uint8 of what is sound and large enough, in the files' order."""
+    def pictures(self, taken: Taken, isolate: bool = False) -> Generator[np.ndarray, None, None]:
+        """Yield the valid pictures that are large enough, (height, width, 3) uint8, in the files' order.
+
+        With `isolate`, a child process decodes them, and a picture that crashes it or never ends is rejected as
+        `decoder_crash`.
+
+        Raises:
+            Stuck: a picture was decoded in a thread and did not end, so this process must.
+        """
         digest = hashlib.sha256()
-        for path in self.paths:
-            data = path.read_bytes()
-            digest.update(hashlib.sha256(data).digest())
-            yield from _cut(data, self.config, taken)
+        with _decoding(self.decode, self.config.limits, isolate) as decode:
+            for path in self.paths:
+                data = path.read_bytes()
+                digest.update(hashlib.sha256(data).digest())
+                yield from _cut(data, self.config, taken, decode)
         taken.input = digest.hexdigest()
 
 
@@ -159,7 +185,28 @@ def reference_units(config: ReferenceConfig) -> list[TarUnit] | list[FilesUnit]:
     ]
 
 
-def _cut(data: bytes | None, config: ReferenceConfig, taken: Taken) -> Iterator[np.ndarray]:
+@contextmanager
+def _decoding(decode: Decode, limits: LimitsConfig, isolate: bool) -> Iterator[Decode]:
+    """Provide `decode` with a time limit: in a child process if `isolate`, otherwise in a thread."""
+    if isolate:
+        with Isolated(decode, limits) as isolated:
+            yield isolated
+        return
+    seconds = CLOCK_PER_PROCESSOR_SECOND * limits.decode_seconds
+    with threads(1, seconds) as pool:
+
+        def in_time(*args: Any) -> Picture:
+            future = pool.submit(decode, *args)
+            try:
+                future.exception(seconds)
+            except TimeoutError:
+                raise Stuck(f"decoding a picture took more than {seconds} s") from None
+            return future.result()
+
+        yield in_time
+
+
+def _cut(data: bytes | None, config: ReferenceConfig, taken: Taken, decode: Decode) -> Iterator[np.ndarray]:
     bucket = Bucket.parse(config.size)
     try:
         if data is None:

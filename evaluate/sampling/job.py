@@ -5,7 +5,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from evaluate.parts import Receipt, read_receipt, read_sealed, write_once
+from evaluate.parts import Receipt, read_receipts, read_sealed, write_once
 from evaluate.sampling.model import Model, opened
 from evaluate.sampling.pipeline import Sample, describe, has_guidance_input, load_scheduler, sampler_of
 from evaluate.sampling.prompts import Prompt, prompts_sha256
@@ -123,8 +123,8 @@ def begin_set(
     write_once(store, RECORD, content, lambda found: _another(store, found, content))
     samples = list_samples(prompts, config.images_per_prompt)
     parts = [Part(name, place, drawing, tuple(its)) for name, its in split(samples, config.part_size)]
-    missing = [part for part in parts if read_receipt(store, PICTURES, part.name) is None]
-    return [(f"{drawing.setting} {part.name}", part) for part in missing]
+    committed = read_receipts(store, PICTURES, [part.name for part in parts])
+    return [(f"{drawing.setting} {part.name}", part) for part in parts if part.name not in committed]
 
 
 def list_samples(prompts: list[Prompt], images_per_prompt: int) -> list[Sample]:
@@ -160,8 +160,7 @@ def read_set(place: Path | str) -> SampleSet:
         raise RequestError(f"{store.where()} is no sample set: it has no {RECORD}.")
     count, size = content["drawing"]["num_samples"], content["part_size"]
     names = [f"{number:05d}" for number in range(-(-count // size))]
-    receipts = {name: read_receipt(store, PICTURES, name) for name in names}
-    parts = {name: receipt for name, receipt in receipts.items() if receipt is not None}
+    parts = read_receipts(store, PICTURES, names)
     drawn = sum(len(receipt["samples"]) for receipt in parts.values())
     if drawn != count:
         raise WorkError(

@@ -34,6 +34,9 @@ SCHEDULERS: dict[SamplerName, str] = {
 FLOW = "flow_prediction"
 PACKED = 4
 """Latents of a patch that pipelines pack into one token, 2 × 2."""
+SWITCHED_OFF = ("use_resolution_binning", "clean_caption")
+"""Options of pipelines that default to true in some: drawing in the nearest of the pipeline's own sizes and scaling the
+result, and rewriting prompts, which stage 1 did not do to captions."""
 ZEROS = "force_zeros_for_empty_prompt"
 
 
@@ -106,9 +109,8 @@ def draw(pipeline: Any, samples: Sequence[Sample], drawing: Drawing) -> Tensor:
     latents = torch.stack([initial_noise(*key, shape) for key in keys]).to(network.dtype)
     if is_packed:
         latents = pipeline._pack_latents(latents, len(keys), *shape)
-    # some pipelines would draw the nearest of their own sizes, and scale it
     accepts = inspect.signature(pipeline.__call__).parameters
-    options = {"use_resolution_binning": False} if "use_resolution_binning" in accepts else {}
+    options = {name: False for name in SWITCHED_OFF if name in accepts}
     pictures: Tensor = pipeline(
         [sample.prompt.text for sample in samples],
         height=bucket.height,

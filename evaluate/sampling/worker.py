@@ -17,7 +17,7 @@ from evaluate.parts import Receipt, commit_part
 from evaluate.sampling.model import Model, opened
 from evaluate.sampling.pipeline import Sample, draw, load_pipeline, sampler_of, to_bytes
 from evaluate.sampling.settings import Codec, Drawing
-from evaluate.units import lost_with_its_gpu
+from evaluate.units import ending_broken_processes
 from shards.open import open_store
 
 PICTURES = "pictures"
@@ -49,7 +49,7 @@ class Recipe:
 def draw_on_worker(part: Part, attempt: int, report: Callable[[int], None], recipe: Recipe) -> Receipt:
     """One attempt at one part; `report` hears how many pictures were drawn."""
     torch.set_num_threads(1 if recipe.device == "cuda" else max(1, int(recipe.num_cpus)))
-    with lost_with_its_gpu():
+    with ending_broken_processes():
         pipeline, own = load_model(
             recipe.model, recipe.output, recipe.device, part.drawing.precision, recipe.trust_remote_code
         )

@@ -1,16 +1,18 @@
 """Sampling: the same pictures from any number of workers, in any batches, whatever was killed on the way."""
 
+import inspect
 import io
 import os
 import random
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from diffusers import DPMSolverMultistepScheduler
+from diffusers import DPMSolverMultistepScheduler, PixArtSigmaPipeline, StableDiffusionPipeline
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
@@ -20,7 +22,7 @@ from evaluate.__main__ import run as command
 from evaluate.sampling.job import describe_drawing, list_samples, read_set, split
 from evaluate.sampling.model import hash_pipeline
 from evaluate.sampling.noise import initial_noise
-from evaluate.sampling.pipeline import draw, load_pipeline, sampler_of, to_bytes
+from evaluate.sampling.pipeline import Sample, draw, load_pipeline, sampler_of, to_bytes
 from evaluate.sampling.prompts import Prompt
 from evaluate.sampling.settings import SamplerName, SamplingConfig
 from shards.base.errors import RequestError, WorkError, exit_code_of
@@ -76,6 +78,29 @@ def test_as_the_bare_pipeline_draws_them(pipeline: Path) -> None:
         output_type="pt",
     )
     assert torch.equal(ours, bare.images)
+
+
+class RewritesPrompts(StableDiffusionPipeline):
+    """A pipeline that cleans prompts by default, as PixArtSigmaPipeline does where ftfy and bs4 are installed."""
+
+    def __call__(self, prompt: list[str], clean_caption: bool = True, **options: Any) -> Any:
+        return super().__call__([text.replace("blobs", "") if clean_caption else text for text in prompt], **options)
+
+
+def test_prompts_reach_the_text_encoder_as_they_are(pipeline: Path) -> None:
+    """Stage 1 does not clean captions, so a pipeline must not clean prompts."""
+    assert inspect.signature(PixArtSigmaPipeline.__call__).parameters["clean_caption"].default is True
+    config = sampling(images_per_prompt=1)
+    drawing = describe_drawing(pipeline, PROMPTS, config, config.grid[0])
+    samples = list_samples(PROMPTS, 1)
+    cleaning = RewritesPrompts.from_pretrained(pipeline, safety_checker=None)
+    cleaning.set_progress_bar_config(disable=True)
+    plain = load_pipeline(pipeline, "cpu", "float32")
+    assert torch.equal(draw(cleaning, samples, drawing), draw(plain, samples, drawing))
+    shorter = [
+        Sample(each.number, Prompt(each.prompt.id, each.prompt.text.replace("blobs", "")), 0) for each in samples
+    ]
+    assert not torch.equal(draw(plain, shorter, drawing), draw(plain, samples, drawing))
 
 
 def test_pictures_are_rounded_and_files_hold_nothing_else(pipeline: Path, tmp_path: Path) -> None:
