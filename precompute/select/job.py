@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from precompute.select import duplicates
 from precompute.select.config import SelectConfig
@@ -82,7 +82,7 @@ def _rules_across_rows(config: SelectConfig, counts: list[list[int]]) -> dict[st
     return rules
 
 
-def _locked_output(output: Path) -> AbstractContextManager[None]:
+def _locked_output(output: Path) -> AbstractContextManager[BinaryIO]:
     try:
         output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
