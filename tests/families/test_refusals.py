@@ -13,6 +13,8 @@ from train.prepare import prepare
 
 FLUX = "flux1"
 T5 = {"kind": "states", "towers": [["t5"]]}
+CLIP_ALONE = {"encoder_hidden_states": {"kind": "states", "towers": [["clip_l", "clip_g"]]}}
+SD3 = "StableDiffusion3Pipeline"
 
 
 def refusal(small: Small, network: dict[str, Any], inputs: dict[str, Any], **changes: Any) -> str:
@@ -117,6 +119,27 @@ def refusal(small: Small, network: dict[str, Any], inputs: dict[str, Any], **cha
             {},
             {"pipeline": {"class_name": "FluxPipeline", "towers": ["clip"]}},
             "FluxPipeline has text_encoder, text_encoder_2, and backbone.pipeline.towers names 1 text towers",
+        ),
+        (
+            "sd3",
+            {"joint_attention_dim": 36},
+            CLIP_ALONE,
+            {},
+            "backbone.pipeline.towers names t5, which backbone.inputs does not read",
+        ),
+        (
+            "sd3",
+            {"joint_attention_dim": 36},
+            CLIP_ALONE,
+            {"pipeline": {"class_name": SD3, "towers": ["clip_l", "clip_g"]}},
+            "has text_encoder, text_encoder_2, text_encoder_3, and backbone.pipeline.towers names 2 text towers",
+        ),
+        (
+            "sd3",
+            {},
+            {},
+            {"pipeline": {"class_name": SD3, "towers": ["clip_l", "clip_l", "t5"]}},
+            "backbone.inputs reads clip_g, which backbone.pipeline.towers does not name",
         ),
         (
             FLUX,

@@ -103,6 +103,31 @@ def check_unconditional(config: TrainConfig) -> None:
     )
 
 
+def check_same_encoders(encoding: EncodingRecord, config: TrainConfig) -> None:
+    """Check that the network is trained on exactly the text towers that the pipeline encodes prompts with.
+
+    A pipeline that reads further towers, or lacks one, feeds the network something that it never saw: with an encoder
+    missing, some pipelines fill its place with zeros.
+
+    Raises:
+        RequestError: backbone.inputs and backbone.pipeline.towers name different towers.
+    """
+    pipeline = config.backbone.pipeline
+    read = config.backbone.resolved(only_read(encoding, config.data.towers).texts).text_towers
+    if unread := [name for name in pipeline.towers if name not in read]:
+        raise RequestError(
+            f"backbone.pipeline.towers names {', '.join(unread)}, which backbone.inputs does not read: "
+            f"{pipeline.class_name} would feed the network text that it never saw in training. Add "
+            f"{' and '.join(unread)} to backbone.inputs, or train for a pipeline without it."
+        )
+    if missing := [name for name in read if name not in pipeline.towers]:
+        raise RequestError(
+            f"backbone.inputs reads {', '.join(missing)}, which backbone.pipeline.towers does not name: an exported "
+            f"{pipeline.class_name} could not feed the network what it was trained on. Add {' and '.join(missing)} to "
+            f"backbone.pipeline.towers, or remove it from backbone.inputs."
+        )
+
+
 def trained_sizes(fingerprint: Mapping[str, Any]) -> list[Bucket]:
     """List the buckets that a run was trained on, the one with the most samples first."""
     counts = Counter[str]()

@@ -30,6 +30,7 @@ from shards.open import open_store
 from train.config import TrainConfig
 from train.export.card import model_card
 from train.export.components import (
+    check_same_encoders,
     check_unconditional,
     default_size,
     network_name,
@@ -101,6 +102,8 @@ def write_pipeline(run_dir: Place, options: ExportConfig) -> Path:
     texts = pipeline_texts(encoding, config)
     pipeline = config.backbone.pipeline
     recorded = recorded_components(pipeline, encoding.image, texts)
+    if pipeline.class_name != PipelineConfig().class_name:
+        check_same_encoders(encoding, config)
     check_unconditional(config)
     given = {"vae": options.vae, "text_encoder": options.text_encoder, "tokenizer": options.tokenizer} | options.models
     if unknown := sorted(set(options.models) - set(recorded)):
@@ -132,11 +135,13 @@ def check_pipeline(config: TrainConfig, encoding: EncodingRecord) -> None:
     """See that the pipeline which the config names can be made of a run over such latents.
 
     Raises:
-        RequestError: it cannot: there is no such class, it has other text encoders, or its scheduler cannot be made.
+        RequestError: it cannot: there is no such class, its text encoders are not the towers that the network reads, or
+            its scheduler cannot be made.
     """
     pipeline = config.backbone.pipeline
     if pipeline.class_name != PipelineConfig().class_name:  # a U-Net under any text tower is trained, and not exported
         recorded_components(pipeline, encoding.image, pipeline_texts(encoding, config))
+        check_same_encoders(encoding, config)
         check_unconditional(config)
     scheduler_of(pipeline, config.objective)
 
