@@ -9,7 +9,6 @@ created by one of them alone; the other takes what is there.
 
 import hashlib
 import json
-import signal
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -80,7 +79,7 @@ class Follower:
         """
         ended = False
         while not ended:
-            with StopSignal(signal.SIGINT) as stop:
+            with StopSignal() as stop:
                 ended, waited = self.look(stop), time.monotonic() + self.config.poll_seconds
                 while not ended and not stop.received and time.monotonic() < waited:
                     time.sleep(0.1)

@@ -7,7 +7,6 @@
 It knows nothing of what the work is.
 """
 
-import signal
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -128,7 +127,7 @@ class Fleet(Generic[Work, Result]):
         self.running: dict[Attempt[Work], _Running[Work]] = {}
 
     def __iter__(self) -> Iterator[Done[Result] | Failed | News | UnderWay]:
-        with StopSignal(signal.SIGINT) as stop:  # after ray.init, which listens to SIGTERM itself
+        with StopSignal() as stop:  # after ray.init, which listens to SIGTERM itself
             while (self.queue or self.running) and not stop.received:
                 if self.watch.is_due and (news := self.watch.look(self.cluster.alive())):
                     yield News(news)

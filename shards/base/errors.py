@@ -1,6 +1,7 @@
 """The ways in which a command fails, and how each reaches the person at the terminal."""
 
 import errno
+import signal
 import sys
 import textwrap
 from collections.abc import Callable
@@ -42,6 +43,8 @@ class Preempted(WorkError):
     exit_code = 75
 
 
+INTERRUPTED = 128 + signal.SIGINT
+"""Exit code after Ctrl-C where there was nothing to save, as shells report it."""
 STORAGE_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.ESTALE}
 
 
@@ -60,6 +63,9 @@ def exit_code_of(command: Callable[[], int | None]) -> int:
     except (RequestError, WorkError) as error:
         say(error)
         return error.exit_code
+    except KeyboardInterrupt:
+        say(WorkError("Interrupted by Ctrl-C. What was finished stays valid: the same command again continues."))
+        return INTERRUPTED
     except OSError as error:
         if not is_storage_error(error):
             raise

@@ -6,6 +6,8 @@ from typing import NoReturn, Self
 
 from shards.base.errors import Preempted, say
 
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+
 
 class Heard:
     """Whether this process got one of some signals. It listens from its making on; as a context manager, until left."""
@@ -21,19 +23,21 @@ class Heard:
         for number, handler in self.before.items():
             signal.signal(number, handler)
 
-    def _receive(self, *_: object) -> None:
+    def _receive(self, number: int, *_: object) -> None:
         self.received = True
+        if number == signal.SIGINT:  # a second Ctrl-C ends the process at once
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 class StopSignal(Heard):
-    """Whether this process was told to leave by SIGTERM or SIGUSR1, as schedulers do before they take a machine."""
+    """Whether this process received SIGTERM or SIGUSR1, which schedulers send, or SIGINT, which Ctrl-C sends."""
 
-    def __init__(self, *more: signal.Signals) -> None:
-        super().__init__(signal.SIGTERM, signal.SIGUSR1, *more)
+    def __init__(self) -> None:
+        super().__init__(*STOP_SIGNALS)
 
 
 def leave_when_told(message: str) -> None:
-    """From now on SIGTERM and SIGUSR1 end the process with `message` and Preempted's code, whatever it is at.
+    """From now on SIGTERM, SIGUSR1 and SIGINT end the process with `message` and Preempted's code, whatever it is at.
 
     By SystemExit: Preempted itself would be taken for an error of the store, or of the cluster, that it interrupts.
     """
@@ -42,5 +46,5 @@ def leave_when_told(message: str) -> None:
         say(Preempted(message))
         sys.exit(Preempted.exit_code)
 
-    for number in (signal.SIGTERM, signal.SIGUSR1):
+    for number in STOP_SIGNALS:
         signal.signal(number, leave)

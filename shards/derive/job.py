@@ -144,7 +144,7 @@ def _run(source: Store, target: Store, how: Conversion, tars: list[SourceTar], p
     """
     failed: list[str] = []
     with (
-        StopSignal(signal.SIGINT) as stop,
+        StopSignal() as stop,
         Progress("derive", "tars", len(tars)) as progress,
         start_pool(min(processes, len(tars)) or 1, begin=_begin) as pool,
     ):

@@ -308,11 +308,12 @@ def test_an_index_that_points_outside_its_folder_is_refused(tmp_path: Path, caps
     assert "names a file outside its folder" in message
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
 @pytest.mark.parametrize(("num_processes", "num_workers"), [(1, 2), (2, 0)], ids=["1-rank-with-workers", "2-ranks"])
 def test_told_to_leave_it_saves_and_leaves(
-    reference: Path, latents: Path, tmp_path: Path, num_processes: int, num_workers: int
+    reference: Path, latents: Path, tmp_path: Path, num_processes: int, num_workers: int, number: signal.Signals
 ) -> None:
-    """SIGTERM to the whole process group, as schedulers send it: saved, gone, and the same curve up to there."""
+    """A signal to the whole process group, as schedulers and terminals send it: saved, gone, and the same curve."""
     fields = train_fields(
         latents, tmp_path / "run", max_steps=4000, checkpoint={"every": 10_000}, data={"num_workers": num_workers}
     )
@@ -325,8 +326,9 @@ def test_told_to_leave_it_saves_and_leaves(
     while len(read_json_lines(tmp_path / "run" / "metrics.jsonl")) < 2:
         assert process.poll() is None
         time.sleep(0.01)
-    os.killpg(process.pid, signal.SIGTERM)
+    os.killpg(process.pid, number)
     _, error = process.communicate(timeout=120)
+    assert "Traceback" not in error
     (folder,) = list_checkpoints(tmp_path / "run")
     assert f"saved after step {step_of(folder)}" in error
     assert process.returncode == 75

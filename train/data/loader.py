@@ -219,6 +219,7 @@ def start_worker(worker: int) -> None:
     # a bar may have taken their place, with a lock that nobody in this process lets go of
     sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C reaches every process of its group
     signal.signal(signal.SIGTERM, lambda *_: signal.alarm(GRACE_SECONDS))
     info = get_worker_info()
     assert info is not None
