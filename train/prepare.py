@@ -22,7 +22,7 @@ from train.model.backbone import BackboneConfig
 from train.model.fit import check_fit, check_precision, on_meta
 from train.model.unet import build_unet, load_pretrained
 from train.objective.alignment import Aligned, find_features, hear, make_head
-from train.objective.validation import Validation, open_validation
+from train.objective.validation import FoundValidation, Validation, find_validation, open_validation
 from train.run.fingerprint import check_resume, check_same_everywhere, make_fingerprint
 from train.run.launches import Sign, take, wait_until_free
 from train.run.preflight import World, check_launch, check_run_dir, check_tracker
@@ -101,7 +101,7 @@ def prepare(config: TrainConfig, accelerator: Accelerator | None = None) -> Prep
         RequestError: what does not fit, and the remedy.
     """
     world = preflight(config, accelerator)
-    held, checkpoint, start, found = on_main_process(accelerator, lambda: find_all(config, world))
+    held, checkpoint, start, found, held_out = on_main_process(accelerator, lambda: find_all(config, world))
     checkpoint = on_each_node(accelerator, config.run_dir, config.work, checkpoint)
     if config.init_from is not None:
         start = on_each_node(accelerator, config.init_from, local_copy.work_folder(config.init_from, "read"), start)
@@ -113,7 +113,15 @@ def prepare(config: TrainConfig, accelerator: Accelerator | None = None) -> Prep
     aligned = make_aligned(config, spec, unet, backbone, sorted(found.streams[0].encoding.features))
     repa = None if aligned is None else config.repa.model_dump(mode="json") | {"tower": aligned.features.name}
     fingerprint = make_fingerprint(
-        config.seed, config.global_batch_size, config.data, spec, config.objective, unet, config.backbone, repa
+        config.seed,
+        config.global_batch_size,
+        config.data,
+        spec,
+        config.objective,
+        unet,
+        config.backbone,
+        repa,
+        None if held_out is None else held_out.pin,
     )
     spec = spec.of_towers(backbone.text_towers, [] if aligned is None else [aligned.features.name])
     check_same_everywhere(accelerator, fingerprint, spec.look.problem if spec.look else None)
@@ -132,9 +140,16 @@ def prepare(config: TrainConfig, accelerator: Accelerator | None = None) -> Prep
     elif config.init_unet is not None:
         load_pretrained(unet, config.init_unet)
     validation = None
-    if config.validation.root is not None:
+    if held_out is not None:
         training = only_read(found.streams[0].encoding, [f"texts.{name}" for name in spec.texts])
-        validation = open_validation(config.validation, training, config.seed)
+        validation = open_validation(
+            config.validation,
+            training,
+            config.seed,
+            held_out,
+            accelerator.process_index if accelerator is not None else 0,
+            accelerator.num_processes if accelerator is not None else 1,
+        )
     return Prepared(world, spec, unet, backbone, checkpoint, words, fingerprint, validation, aligned, held, start_seed)
 
 
@@ -182,12 +197,14 @@ def precision_of_run(config: TrainConfig, device: str) -> Precision:
     return resolve_precision(asked, device)
 
 
-def find_all(config: TrainConfig, world: World) -> tuple[Held, Checkpoint | None, Checkpoint | None, Found]:
-    """What changes with time and is looked up once per run: who held it, `find_start`'s, and the indexes, to which the
-    run's own checkpoint pins it.
+def find_all(
+    config: TrainConfig, world: World
+) -> tuple[Held, Checkpoint | None, Checkpoint | None, Found, FoundValidation | None]:
+    """Look up everything that changes with time, once per launch: the launch that held the run, the results of
+    `find_start`, and the indexes of the training and validation data. The run's own checkpoint pins those indexes.
 
     Raises:
-        RequestError: another launch holds the run, or what `find_start` and `find_data` raise.
+        RequestError: another launch holds the run, or what `find_start`, `find_data` and `find_validation` raise.
     """
     check_run_dir(config.work)
     sign, number, there = wait_until_free(config.work, config.takeover_after), 0, dict[str, str]()
@@ -199,7 +216,11 @@ def find_all(config: TrainConfig, world: World) -> tuple[Held, Checkpoint | None
     own, start = find_start(config)
     found = find_data(config.data, own.fingerprint["streams"] if own else ())
     check_pipeline(config, found.streams[0].encoding)  # now, and not when it was trained
-    return held, own, start, found
+    held_out = None
+    if config.validation.root is not None:
+        pinned = own is not None and config.data.index == "pinned"
+        held_out = find_validation(config.validation, own.fingerprint.get("validation") if own and pinned else None)
+    return held, own, start, found, held_out
 
 
 def take_run(config: TrainConfig, prepared: Prepared) -> Path:

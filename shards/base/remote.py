@@ -49,6 +49,10 @@ class RemoteStore(Store):
         with self._explained(name, FileNotFoundError):
             return bytes(self.fs.cat_file(self._path(name)))
 
+    def read_range(self, name: str, start: int, end: int) -> bytes:
+        with self._explained(name, FileNotFoundError):
+            return bytes(self.fs.cat_file(self._path(name), start=start, end=end))
+
     def read_many(self, names: list[str]) -> dict[str, bytes]:
         paths = {self._path(name): name for name in names}
         with self._explained(""):

@@ -53,6 +53,14 @@ class Store(ABC):
             FileNotFoundError: there is no such file.
         """
 
+    @abstractmethod
+    def read_range(self, name: str, start: int, end: int) -> bytes:
+        """Read the bytes [start, end) of a file; fewer if the file ends before `end`.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+        """
+
     def read_many(self, names: list[str]) -> dict[str, bytes]:
         """Many small files at once, by name; those that are not there are left out."""
         found = {}
@@ -146,6 +154,10 @@ class LocalStore(Store):
 
     def read(self, name: str) -> bytes:
         return (self.root / name).read_bytes()
+
+    def read_range(self, name: str, start: int, end: int) -> bytes:
+        with open(self.root / name, "rb", buffering=0) as file:
+            return os.pread(file.fileno(), end - start, start)
 
     def get(self, name: str, target: Path) -> None:
         shutil.copyfile(self.root / name, target)

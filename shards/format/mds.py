@@ -191,8 +191,21 @@ def read_offsets(descriptor: int, num_samples: int, path: str) -> NDArray[np.uin
     Raises:
         DamagedFile: the file's header does not hold `num_samples` samples.
     """
-    data = os.pread(descriptor, 4 * (num_samples + 2), 0)
-    if len(data) != 4 * (num_samples + 2) or struct.unpack_from("<I", data)[0] != num_samples:
+    return parse_offsets(os.pread(descriptor, header_size(num_samples), 0), num_samples, path)
+
+
+def header_size(num_samples: int) -> int:
+    """Size in bytes of the offsets at the start of a file with this many samples."""
+    return 4 * (num_samples + 2)
+
+
+def parse_offsets(data: bytes, num_samples: int, path: str) -> NDArray[np.uint32]:
+    """Parse the first `header_size` bytes of a file; returns the same as `read_offsets`.
+
+    Raises:
+        DamagedFile: the header does not hold `num_samples` samples.
+    """
+    if len(data) != header_size(num_samples) or struct.unpack_from("<I", data)[0] != num_samples:
         raise DamagedFile(f"{path} is damaged: its header does not hold the {num_samples} samples that its index says.")
     return np.frombuffer(data, np.uint32)[1:]
 

@@ -13,6 +13,7 @@ from shards.__main__ import run as shards
 from shards.base.errors import RequestError
 from shards.base.store import LocalStore
 from shards.format.receipts import tombstone_name
+from shards.root.exclusions import add_exclusion, make_exclusion
 from shards.root.index import write_indexes
 from shards.root.publish import Publisher
 from tests import ranks
@@ -93,6 +94,44 @@ def test_a_run_that_is_killed_while_its_root_grows_goes_on_to_the_same_curve(roo
     Publisher(store).publish()
     train(tmp_path, train_fields(root, tmp_path / "run", max_steps=STEPS + 14))
     assert stream_of(tmp_path / "run") == taken_up
+
+
+def test_a_resumed_run_validates_on_the_samples_that_it_began_with(tmp_path: Path) -> None:
+    """A tar that sorts earlier and an exclusion change nothing, unless the run takes up the newest index."""
+    data = make_root(tmp_path / "data", {"64x64": PARTS})
+    held_out = make_root(tmp_path / "held-out" / "root", {"64x64": [9, 9]})
+    set_aside(held_out, ["00000"])
+    write_indexes(LocalStore(held_out))
+    validation = {"root": str(held_out), "bucket": "64x64", "samples": 8, "batch_size": 4, "every": 2}
+    fields = train_fields(data, tmp_path / "run", validation=validation, optimizer={"lr": 1e-12})
+
+    def val_losses() -> list[float]:
+        return [row["val_loss"] for row in read_json_lines(tmp_path / "run" / "metrics.jsonl") if "val_loss" in row]
+
+    def pin() -> dict[str, Any]:
+        checkpoint = newest_checkpoint(tmp_path / "run")
+        assert checkpoint is not None
+        found: dict[str, Any] = checkpoint.fingerprint["validation"]
+        return found
+
+    train(tmp_path, fields | {"max_steps": 2})
+    began = pin()
+    put_back(held_out, ["00000"])
+    add_exclusion(LocalStore(held_out), make_exclusion("key", ["000010000"]))
+    write_indexes(LocalStore(held_out))
+    train(tmp_path, fields | {"max_steps": 4})
+    first, second = val_losses()
+    assert pin() == began and first == pytest.approx(second, rel=1e-6)
+
+    train(tmp_path, fields | {"max_steps": 6}, "--data.index", "newest")
+    assert pin()["index_sha256"] != began["index_sha256"] and len(pin()["exclusions"]) == 1
+    assert val_losses()[2] != pytest.approx(first, rel=1e-4)
+
+
+def test_validation_can_be_switched_on_during_a_run() -> None:
+    saved: dict[str, Any] = {"seed": 0, "unet": {}, "streams": []}
+    check_resume(Path("step"), saved, saved | {"validation": {"bucket": "64x64"}})
+    check_resume(Path("step"), saved | {"validation": {"bucket": "64x64"}}, saved)
 
 
 def test_an_old_index_json_is_kept_for_the_runs_that_began_with_it(tmp_path: Path) -> None:

@@ -72,21 +72,8 @@ def find_data(config: DataConfig, pins: Sequence[Mapping[str, Any]] = ()) -> Fou
     check_places(config)
     streams = []
     for number, stream in enumerate(config.streams):
-        store = open_store(stream.root)
         pin = pins[number] if number < len(pins) and config.index == "pinned" else {}
-        if pin.get("bucket") != stream.bucket:
-            pin = {}
-        encoding, manifest = EncodingRecord.load(store), newest_manifest(store)
-        index = pin.get("index_sha256") or newest_index(store, stream)
-        read_index(store, stream.bucket, index)  # which each machine will need: refused by all, if there is none
-        streams.append(
-            FoundStream(
-                encoding=encoding,
-                index=index,
-                exclusions=tuple(pin.get("exclusions", ()) if pin else exclusion_ids(store)),
-                recalled=frozenset(manifest.recalled.get(stream.bucket, ()) if manifest else ()),
-            )
-        )
+        streams.append(find_stream(open_store(stream.root), stream.bucket, pin))
     first = streams[0].encoding
     for stream, found in zip(config.streams[1:], streams[1:], strict=True):
         differences = encoding_differences(*(only_read(e, config.towers) for e in (first, found.encoding)))
@@ -97,21 +84,43 @@ def find_data(config: DataConfig, pins: Sequence[Mapping[str, Any]] = ()) -> Fou
     return Found(tuple(streams), load_uncond(open_store(config.streams[0].root)))
 
 
-def newest_index(store: Store, stream: StreamConfig) -> str:
-    """Id of the newest index of a stream's bucket.
+def find_stream(store: Store, bucket: str, pin: Mapping[str, Any]) -> FoundStream:
+    """Find the index and the exclusions of a bucket: the pinned ones if `pin` is for this bucket, else the newest.
+
+    Args:
+        pin: `bucket`, `index_sha256` and `exclusions` from a checkpoint's fingerprint; empty: nothing is pinned.
+
+    Raises:
+        RequestError: there is no such root, bucket or index.
+    """
+    if pin.get("bucket") != bucket:
+        pin = {}
+    encoding, manifest = EncodingRecord.load(store), newest_manifest(store)
+    index = pin.get("index_sha256") or newest_index(store, bucket)
+    read_index(store, bucket, index)  # every machine needs it, so all of them fail here if it is missing
+    return FoundStream(
+        encoding=encoding,
+        index=index,
+        exclusions=tuple(pin.get("exclusions", ()) if pin else exclusion_ids(store)),
+        recalled=frozenset(manifest.recalled.get(bucket, ()) if manifest else ()),
+    )
+
+
+def newest_index(store: Store, bucket: str) -> str:
+    """Id of the newest index of a bucket.
 
     Raises:
         RequestError: the root has no such bucket, or none that was published.
     """
-    found = current_ids(store, [stream.bucket])
-    if stream.bucket in found:
-        return found[stream.bucket]
+    found = current_ids(store, [bucket])
+    if bucket in found:
+        return found[bucket]
     names = [entry for entry in store.entries() if entry.partition("x")[0].isdigit()]
     present = ", ".join(sorted(current_ids(store, names))) or "none"
     raise RequestError(
-        f"The latents root {stream.root} has no bucket {stream.bucket} (it has: {present}). Add it to `buckets` of the "
-        f"precompute config and run `make precompute` again; only that bucket is encoded then. (If a job that was "
-        f"killed had encoded it, `python -m shards index {stream.root}` publishes what is committed.)"
+        f"The latents root {store.where()} has no bucket {bucket} (it has: {present}). Add it to `buckets` of "
+        f"the precompute config and run `make precompute` again; only that bucket is encoded then. (If a job that was "
+        f"killed had encoded it, `python -m shards index {store.where()}` publishes what is committed.)"
     )
 
 
@@ -191,7 +200,7 @@ def check_places(config: DataConfig) -> None:
 
 def _open_stream(data: DataConfig, stream: StreamConfig, found: FoundStream, global_batch_size: int) -> OpenStream:
     store, folder = open_store(stream.root), node_folder(data.cache_of(stream))
-    files = _map_index(store, stream.bucket, found, folder)
+    files = map_index(store, stream.bucket, found, folder)
     selection = _map_selection(store, stream.bucket, files, stream.filter or data.filter, found, folder)
     num_samples = files.num_samples if selection is None else int(selection.counts.sum())
     chosen = choose_per_epoch(stream.weight, num_samples, global_batch_size)
@@ -224,7 +233,7 @@ def _open_stream(data: DataConfig, stream: StreamConfig, found: FoundStream, glo
     )
 
 
-def _map_index(store: Store, bucket: str, found: FoundStream, folder: Path) -> MdsIndex:
+def map_index(store: Store, bucket: str, found: FoundStream, folder: Path) -> MdsIndex:
     """A bucket's files, parsed once per machine.
 
     Raises:

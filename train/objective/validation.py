@@ -1,33 +1,42 @@
 """Validation loss: held-out latents at eight fixed timesteps under fixed noise, so that only the U-Net changes it."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import islice
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch
 from accelerate import Accelerator
+from numpy.typing import NDArray
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from shards.base.config import Config
+from shards.base.durable import DamagedFile
 from shards.base.errors import RequestError
-from shards.base.store import Place
+from shards.base.store import LocalStore, Place, Store
 from shards.format.buckets import BucketName
 from shards.format.encoding import EncodingRecord
+from shards.format.mds import Decoder, hash_file, header_size, parse_offsets
 from shards.open import open_store
-from shards.root.committed import load_receipts
-from shards.root.reading import read_parts
+from shards.root.exclusions import load_exclusion
+from shards.root.index import index_columns
 from train.data.batch import Batch, Collate
 from train.data.draws import Draws
+from train.data.node import node_folder
+from train.data.selection import FilterConfig, select_part
 from train.data.spec import column_lengths, encoding_differences, only_read
+from train.data.streams import FoundStream, find_stream, map_index
 from train.model.ema import Ema
 from train.model.sharding import reshard
 from train.objective.loss import DiffusionLoss, Noised
 
 NUM_TIMESTEPS = 8
 PLACES = {"middles": 0.5, "starts": 0.0}
+NUM_READERS = 16
+"""Samples read at once: on a remote root, the round trip dominates."""
 FIRST_STEP = 1 << 47
 """Keys of validation draws: steps that no training reaches."""
 
@@ -40,7 +49,8 @@ class ValidationConfig(Config):
     bucket: BucketName = "256x256"
     """WIDTHxHEIGHT in pixels."""
     samples: int = Field(1024, ge=1)
-    """How many, from the root's first on."""
+    """Number of samples: the first ones of the bucket that no exclusion list of the root names. As for the training
+    data, a run keeps the index and exclusions that it began with, unless it is resumed with `data.index: newest`."""
     batch_size: int = Field(64, ge=1)
     """Samples per forward pass."""
     every: int = Field(1000, ge=1)
@@ -63,9 +73,10 @@ class ValidationConfig(Config):
 
 @dataclass(frozen=True)
 class Validation:
-    """Held-out samples, in memory, in batches."""
+    """This rank's share of the held-out samples, in memory, in batches."""
 
     batches: list[Batch]
+    """Each rank has equally many, so that all ranks call sharded weights equally often."""
     seed: int
     every: int
     """Steps between two validations."""
@@ -75,6 +86,8 @@ class Validation:
     """Whether each sample is looked at in one of the parts alone."""
     weights: str = "raw"
     """`raw` or `ema`."""
+    filler: bool = False
+    """Whether the last batch only keeps this rank in step: another rank counts it."""
 
     @contextmanager
     def averaged(self, ema: Ema, unet: nn.Module) -> Iterator[None]:
@@ -101,18 +114,15 @@ class Validation:
         timesteps = loss.path.fixed_timesteps(NUM_TIMESTEPS, self.place)
         times = torch.tensor(timesteps, device=accelerator.device)
         sums, counts = torch.zeros(2, NUM_TIMESTEPS, device=accelerator.device)
-        ranks = accelerator.num_processes
-        # all ranks go as often through a U-Net that they hold shares of; what one does over again does not count
-        for first in range(0, len(self.batches), ranks):
-            place = first + accelerator.process_index
-            moved = self.batches[place % len(self.batches)].to(accelerator.device)
+        for number, batch in enumerate(self.batches, 1):
+            moved = batch.to(accelerator.device)
             no_captions_dropped = torch.zeros_like(moved.slots, dtype=torch.bool)
             for k in range(1 if self.dealt else NUM_TIMESTEPS):
                 draws = Draws(self.seed, FIRST_STEP + k, moved.slots)
                 parts = moved.slots % NUM_TIMESTEPS if self.dealt else torch.full_like(moved.slots, k)
                 noised = loss.noised_at(moved, times[parts], no_captions_dropped, draws)
                 errors = self.squared_error(unet, loss, noised, microbatch_size)
-                if place < len(self.batches):
+                if number < len(self.batches) or not self.filler:
                     sums.index_add_(0, parts, errors)
                     counts.index_add_(0, parts, torch.ones_like(errors))
         reshard(unet)
@@ -135,18 +145,99 @@ class Validation:
             return torch.cat(errors)
 
 
-def open_validation(config: ValidationConfig, training: EncodingRecord, seed: int) -> Validation:
-    """Read the first `samples` of the held-out bucket, in receipt order, each with its first caption.
+class HeldOutFile(NamedTuple):
+    """An MDS file with validation samples, as the bucket's index lists it."""
+
+    name: str
+    """Path below the bucket's folder."""
+    samples: int
+    hash: int
+    """xxh3_64."""
+
+
+@dataclass(frozen=True)
+class FoundValidation:
+    """The validation samples of a run; the main process chooses them, so that all ranks use the same."""
+
+    bucket: str
+    stream: FoundStream
+    rows: tuple[tuple[HeldOutFile, int], ...]
+    """(file, row in it) of each sample."""
+
+    @property
+    def pin(self) -> dict[str, Any]:
+        """The entry in the run's fingerprint that keeps later launches on the same samples."""
+        return {
+            "bucket": self.bucket,
+            "index_sha256": self.stream.index,
+            "exclusions": list(self.stream.exclusions),
+        }
+
+
+def find_validation(config: ValidationConfig, pin: Mapping[str, Any] | None = None) -> FoundValidation:
+    """Choose the first `samples` of the held-out bucket, in the order of its index, leaving out excluded ones.
+
+    Args:
+        pin: `validation` of an earlier checkpoint's fingerprint; it holds if it is for the same bucket.
+
+    Raises:
+        RequestError: there is no such root, bucket or index, or it has too few samples.
+    """
+    assert config.root is not None
+    store, bucket = open_store(config.root), config.bucket
+    try:
+        stream = find_stream(store, bucket, pin or {})
+    except RequestError as error:
+        if not pin:
+            raise
+        raise RequestError(
+            f"{error} (The run validates on this index since its checkpoint. If validation.root was changed on "
+            f"purpose, resume with `--data.index newest`.)"
+        ) from error
+    files = map_index(store, bucket, stream, node_folder(None))
+    excluded = [load_exclusion(store, id) for id in stream.exclusions]
+    rows: list[tuple[HeldOutFile, int]] = []
+    number = 0
+    for part in files.parts:
+        if len(rows) >= config.samples:
+            break
+        passing = np.ones(int(part["samples"]), bool)
+        if excluded:
+            passing, _ = select_part(store, bucket, part, FilterConfig(), excluded)
+        while len(passing):  # the files of a part follow one another in the index
+            count = int(files.samples[number])
+            file = HeldOutFile(files.name(number), count, int(files.hashes[number]))
+            rows += [(file, int(row)) for row in np.flatnonzero(passing[:count])]
+            passing, number = passing[count:], number + 1
+    if len(rows) < config.samples:
+        after = " that are not excluded" if excluded else ""
+        raise RequestError(
+            f"{config.root}/{bucket} holds {len(rows)} samples{after}; validation.samples asks for {config.samples}."
+        )
+    return FoundValidation(bucket, stream, tuple(rows[: config.samples]))
+
+
+def open_validation(
+    config: ValidationConfig,
+    training: EncodingRecord,
+    seed: int,
+    found: FoundValidation | None = None,
+    rank: int = 0,
+    ranks: int = 1,
+) -> Validation:
+    """Read this rank's batches of the held-out samples, each sample with its first caption.
 
     Args:
         training: the encoding of the training data, with the towers that are read.
+        found: the samples that the main process chose; None: this process chooses for itself.
 
     Raises:
-        RequestError: no such root or bucket, too few samples, or an encoding that does not mean what training's does.
+        RequestError: the encoding differs from training's in meaning, or what `find_validation` raises.
+        DamagedFile: a file is missing or damaged.
     """
     assert config.root is not None
-    store = open_store(config.root)
-    encoding = EncodingRecord.load(store)
+    found = found or find_validation(config)
+    encoding = found.stream.encoding
     training = training.model_copy(update={"features": {}})  # nothing is aligned here
     read = [f"texts.{name}" for name in training.texts]
     differences = encoding_differences(training, only_read(encoding, read))
@@ -154,16 +245,52 @@ def open_validation(config: ValidationConfig, training: EncodingRecord, seed: in
         raise RequestError(
             f"The validation root {config.root} does not fit the training data: {'; '.join(differences)}."
         )
-    parts = [receipt.part for receipt in load_receipts(store) if receipt.bucket == config.bucket]
-    samples = list(islice(read_parts(store, config.bucket, parts), config.samples))
-    if len(samples) < config.samples:
-        raise RequestError(
-            f"{config.root}/{config.bucket} holds {len(samples)} samples; validation.samples asks for {config.samples}."
-        )
-    batches = []
-    for start in range(0, len(samples), config.batch_size):
-        some = samples[start : start + config.batch_size]
-        slots = torch.arange(start, start + len(some))
-        batch = Collate(slots, column_lengths(training.image, training.texts, training.features))(some)
+    lengths = column_lengths(training.image, training.texts, training.features)
+    total = -(-len(found.rows) // config.batch_size)
+    places = [first + rank for first in range(0, total, ranks)]
+    reader, batches = Reader(open_store(config.root), found), []
+    for place in places:
+        start = place % total * config.batch_size
+        rows = found.rows[start : start + config.batch_size]
+        slots = torch.arange(start, start + len(rows))
+        batch = Collate(slots, lengths)(reader.read(rows))
         batches.append(batch.with_captions(torch.zeros_like(slots)))
-    return Validation(batches, seed, config.every, PLACES[config.timesteps], config.dealt, config.weights)
+    filler = places[-1] >= total
+    return Validation(batches, seed, config.every, PLACES[config.timesteps], config.dealt, config.weights, filler)
+
+
+class Reader:
+    """Reads single samples, so that no more than these samples are downloaded from a remote root."""
+
+    def __init__(self, store: Store, found: FoundValidation):
+        self.store = store
+        self.bucket = found.bucket
+        self.decode = Decoder(index_columns(found.stream.encoding, found.bucket))
+        self.offsets: dict[HeldOutFile, NDArray[np.uint32]] = {}
+
+    def read(self, rows: Sequence[tuple[HeldOutFile, int]]) -> list[dict[str, Any]]:
+        """The samples of these rows, in order."""
+        new = [file for file in dict.fromkeys(file for file, _ in rows) if file not in self.offsets]
+        with ThreadPoolExecutor(NUM_READERS) as readers:
+            self.offsets.update(zip(new, readers.map(self._open, new), strict=True))
+            return list(readers.map(self._sample, rows))
+
+    def _open(self, file: HeldOutFile) -> NDArray[np.uint32]:
+        """The offsets of a file. A local file is hashed; of a remote one only the header is read and checked."""
+        name = f"{self.bucket}/{file.name}"
+        where = self.store.where(name)
+        try:
+            if isinstance(self.store, LocalStore) and hash_file(where) != file.hash:
+                raise DamagedFile(f"{where} is damaged: its hash differs from the index. Restore it from its copy.")
+            return parse_offsets(self.store.read_range(name, 0, header_size(file.samples)), file.samples, where)
+        except FileNotFoundError:
+            raise DamagedFile(f"{where} is missing, and validation reads it. Restore it from its copy.") from None
+
+    def _sample(self, row: tuple[HeldOutFile, int]) -> dict[str, Any]:
+        file, number = row
+        name = f"{self.bucket}/{file.name}"
+        begin, end = self.offsets[file][number : number + 2].tolist()
+        data = self.store.read_range(name, begin, end)
+        if len(data) != end - begin:
+            raise DamagedFile(f"{self.store.where(name)} ends before its last sample. Restore it from its copy.")
+        return self.decode(data)

@@ -35,8 +35,10 @@ def make_fingerprint(
     unet: Any,
     backbone: BackboneConfig | None = None,
     repa: dict[str, Any] | None = None,
+    validation: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """All of it; it is stored in every checkpoint. `repa`: what a layer is aligned with, and how; None: none is."""
+    """All of it; it is stored in every checkpoint. `repa`: what a layer is aligned with, and how; None: none is.
+    `validation`: the pinned validation bucket; None: the run has no validation."""
     backbone = (backbone or BackboneConfig()).called
     resolved = backbone.resolved(spec.texts)
     name, (tower, *_) = class_name(unet.config), resolved.text_towers
@@ -70,6 +72,7 @@ def make_fingerprint(
         "objective": without_defaults(objective, LATER_OBJECTIVE),
         "unet": {key: value for key, value in sorted(unet.config.items()) if not key.startswith("_")},
         **({"repa": repa} if repa is not None else {}),
+        **({"validation": validation} if validation is not None else {}),
     }
 
 
@@ -94,6 +97,8 @@ def check_resume(folder: Path, saved: dict[str, Any], now: dict[str, Any], grows
         RequestError: the entries that differ.
     """
     now = json.loads(json.dumps(now))  # as the saved one was: tuples are lists
+    # validation does not change the weights, so it can be switched on, off or over during a run
+    saved, now = ({key: value for key, value in fields.items() if key != "validation"} for fields in (saved, now))
     for before, stream in zip(saved["streams"], now["streams"], strict=False):
         for name in LATER - before.keys():  # earlier versions had a filter's outcome alone, and no normalisation
             stream.pop(name, None)

@@ -133,6 +133,9 @@ class Handing(Store):
             raise FileNotFoundError(name)
         return bytes(data)
 
+    def read_range(self, name: str, start: int, end: int) -> bytes:
+        return self.read(name)[start:end]
+
     def get(self, name: str, target: Path) -> None:
         target.write_bytes(self.read(name))
 

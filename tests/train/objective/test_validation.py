@@ -1,16 +1,24 @@
 """Which sample is looked at at which timestep, and what is made of it."""
 
+from pathlib import Path
+
+import fsspec
 import pytest
 import torch
 from accelerate import Accelerator
 from torch import Tensor
 
+from bench.kit.roots import make_root
+from shards.base.durable import DamagedFile
+from shards.format.encoding import EncodingRecord
+from shards.open import open_store
+from shards.root.exclusions import add_exclusion, make_exclusion
 from tests.train.specs import CHANNELS, TOKENS, WIDTH, make_batch
 from train.data.batch import Batch
 from train.data.draws import Draws
 from train.objective.loss import Noised
 from train.objective.paths import ObjectiveConfig, noise_path
-from train.objective.validation import PLACES, Validation
+from train.objective.validation import PLACES, Validation, ValidationConfig, find_validation, open_validation
 
 SAMPLES = 21
 
@@ -50,3 +58,63 @@ def test_each_sample_at_all_timesteps_or_at_one_in_turn(dealt: bool, places: str
     means = [total / count for total, count in zip(sums, counts, strict=True)]
     assert list(found["val_loss_by_timestep"].values()) == pytest.approx(means, rel=1e-6)
     assert found["val_loss"] == pytest.approx(sum(means) / 8, rel=1e-6)
+
+
+def keys_of(root: Path | str, samples: int, rank: int = 0, ranks: int = 1) -> list[list[str]]:
+    """The keys of each batch of a rank."""
+    config = ValidationConfig(root=root, bucket="64x64", samples=samples, batch_size=4)
+    found, encoding = find_validation(config), EncodingRecord.load(open_store(root))
+    return [batch.keys for batch in open_validation(config, encoding, 0, found, rank, ranks).batches]
+
+
+def test_excluded_samples_are_not_validated_on(tmp_path: Path) -> None:
+    root = make_root(tmp_path / "root", {"64x64": [5, 6]})
+    before = [key for batch in keys_of(root, 7) for key in batch]
+    add_exclusion(open_store(root), make_exclusion("key", [before[1], before[5]]))
+    after = [key for batch in keys_of(root, 7) for key in batch]
+    assert after[:5] == [key for key in before if key not in (before[1], before[5])] and len(after) == 7
+
+
+def test_each_rank_reads_its_own_batches_alone(tmp_path: Path) -> None:
+    root = make_root(tmp_path / "root", {"64x64": [5, 6]})
+    batches = keys_of(root, 11)
+    assert [len(batch) for batch in batches] == [4, 4, 3]
+    assert keys_of(root, 11, 0, 2) == [batches[0], batches[2]]
+    assert keys_of(root, 11, 1, 2) == [batches[1], batches[0]]  # the last one keeps the ranks in step
+    config = ValidationConfig(root=root, bucket="64x64", samples=11, batch_size=4)
+    encoding = EncodingRecord.load(open_store(root))
+    fillers = [open_validation(config, encoding, 0, None, rank, 2).filler for rank in (0, 1)]
+    assert fillers == [False, True]
+
+
+def test_no_whole_file_of_a_remote_root_is_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    local, address = make_root(tmp_path / "root", {"64x64": [40]}), f"memory://{tmp_path.name}"
+    file_system = fsspec.filesystem("memory")
+    file_system.put(f"{local}/", f"{address}/", recursive=True)
+    (size,) = [path.stat().st_size for path in local.glob("64x64/*/*.mds")]
+    downloaded: list[int] = []
+    original = type(file_system).cat_file
+
+    def cat_file(self: object, path: str, *args: object, **options: object) -> bytes:
+        data: bytes = original(self, path, *args, **options)
+        downloaded.extend([len(data)] if path.endswith(".mds") else [])
+        return data
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("a whole file is downloaded")
+
+    monkeypatch.setattr(type(file_system), "cat_file", cat_file)
+    monkeypatch.setattr(type(file_system), "get", refuse)
+    monkeypatch.setattr(type(file_system), "get_file", refuse)
+    assert keys_of(address, 2) == keys_of(local, 2)
+    assert 0 < sum(downloaded) < size / 10
+
+
+def test_a_damaged_local_file_is_named(tmp_path: Path) -> None:
+    root = make_root(tmp_path / "root", {"64x64": [5]})
+    (path,) = root.glob("64x64/*/*.mds")
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(DamagedFile, match=f"{path} is damaged"):
+        keys_of(root, 2)
