@@ -7,7 +7,6 @@ A setting that runs out of memory is a row of the table.
 import argparse
 import copy
 import gc
-import platform
 import sys
 import tempfile
 import time
@@ -363,7 +362,7 @@ def write_plan_file(path: Path, results: list[Result], device: torch.device, bat
         if result.images_per_second and (known is None or result.images_per_second > (known.images_per_second or 0)):
             best[result.setting.bucket] = result
     content = BenchFile(
-        device=torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU {platform.machine()}",
+        device=torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
         gpus=1,
         date=str(date.today()),
         command=command("bench.train_step"),

@@ -37,7 +37,7 @@ PACKAGES = ("torch", "triton", "transformers", "diffusers", "accelerate", "numpy
 def machine(setup: Setup, found: Findings) -> None:
     """What a large matrix product and a copy reach here, and which versions run."""
     device = setup.device
-    found.figure("device", torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU {platform.machine()}")
+    found.figure("device", torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU")
     found.figure("versions", {name: installed(name) for name in PACKAGES} | {"python": platform.python_version()})
     for name in ("bfloat16", "float16", "float32"):
         found.figure(f"{name} TFLOP/s", matmul_tflops(device, getattr(torch, name), 256 if setup.small else None))
