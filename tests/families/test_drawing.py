@@ -15,8 +15,8 @@ from evaluate.sampling.prompts import Prompt
 from evaluate.sampling.settings import SamplingConfig
 from tests.families.calls import OWN
 from tests.families.small import FAMILIES, Small, stir
+from tests.families.starting import small_run, started
 from tests.families.steps import STEPS, Case, Recorder, captions_of, check_steps
-from tests.families.test_training import small_run, started
 from train.config import TrainConfig
 from train.data.loader import Loader
 from train.export.pipeline import ExportConfig, write_pipeline

@@ -11,7 +11,6 @@ import diffusers
 import numpy as np
 import pytest
 import torch
-from accelerate import Accelerator
 
 from evaluate.sampling.job import describe_drawing, list_samples
 from evaluate.sampling.pipeline import draw, load_pipeline
@@ -20,14 +19,12 @@ from tests import ranks
 from tests.evaluate.sets import PROMPTS
 from tests.families.calls import picture
 from tests.families.online import Online
-from tests.families.small import FAMILIES, Small, stir
+from tests.families.small import FAMILIES, Small
+from tests.families.starting import small_run, started
 from tests.runs import compare, curve, last_step, run_module, write_config
-from train.assemble import assemble
 from train.config import TrainConfig
 from train.export.pipeline import ExportConfig, write_pipeline
 from train.loop import Run, save, train_step
-from train.prepare import prepare, take_run
-from train.run.launches import Launch
 from train.run.saving.checkpoint import list_checkpoints
 
 IN_MAKE_TEST = ("flux1",)
@@ -50,20 +47,6 @@ def config_of(small: Small, run_dir: str, **changes: Any) -> TrainConfig:
     )
     fields["objective"]["caption_dropout"] = max(0.2, fields["objective"].get("caption_dropout", 0.1))
     return TrainConfig.model_validate(fields)
-
-
-def small_run(small: Small, run_dir: str, **changes: Any) -> dict[str, Any]:
-    """Six steps, with a moving average."""
-    return small.train_fields(small.folder / run_dir, seed=3, checkpoint={"every": 3}, **changes)
-
-
-def started(config: TrainConfig) -> Run:
-    """A run of stirred weights, or one that goes on."""
-    accelerator = Accelerator(cpu=True)
-    prepared = prepare(config, accelerator)
-    if prepared.checkpoint is None:
-        stir(prepared.unet)
-    return assemble(config, prepared, accelerator, Launch(take_run(config, prepared)))
 
 
 def align(pipeline: Any) -> None:
