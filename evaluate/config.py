@@ -24,7 +24,7 @@ class EvaluateConfig(Config):
     weights: Weights = "auto"
     """Of a run: raw, ema, or auto, the moving average where there is one."""
     trust_remote_code: bool = False
-    """Of a pipeline with Python code of its own: whether the workers may execute it."""
+    """Allow workers to execute Python code that the pipeline's folder contains."""
     output: Place | None = None
     """Where samples and metrics go, a folder that all workers see or an address; null: RUN/evaluations/STEP."""
     prompts: PromptsConfig = PromptsConfig()

@@ -137,14 +137,7 @@ class FilesUnit:
     decode: Decode = decode
 
     def pictures(self, taken: Taken, isolate: bool = False) -> Generator[np.ndarray, None, None]:
-        """Yield the valid pictures that are large enough, (height, width, 3) uint8, in the files' order.
-
-        With `isolate`, a child process decodes them, and a picture that crashes it or never ends is rejected as
-        `decoder_crash`.
-
-        Raises:
-            Stuck: a picture was decoded in a thread and did not end, so this process must.
-        """
+        """Yield pictures in the files' order. Isolation, shapes and errors are those of `TarUnit.pictures`."""
         digest = hashlib.sha256()
         with _decoding(self.decode, self.config.limits, isolate) as decode:
             for path in self.paths:

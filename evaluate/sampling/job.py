@@ -81,7 +81,7 @@ def resolved_precision(config: SamplingConfig, output: Path | str, workers: Flee
 
 
 def describe_drawing(folder: Path, prompts: list[Prompt], config: SamplingConfig, setting: Setting) -> Drawing:
-    """What names a setting's pictures, but for the model.
+    """Describe everything that a setting's pictures depend on, except for the model.
 
     Raises:
         RequestError: a setting that this model does not have.

@@ -32,7 +32,7 @@ class Listening:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_towers_get_the_text_that_the_pipeline_gives_them(name: str, small: Callable[[str], Small]) -> None:
-    """With the pipeline's defaults; letters that only differ in case are other tokens to most tokenizers."""
+    """The pipeline uses its defaults; letters that only differ in case are other tokens to most tokenizers."""
     made = small(name)
     pipeline = made.pipeline(build_unet(made.folder / "backbone.json", 0), DDPMScheduler())
     names = sorted(component for component in pipeline.components if component.startswith("tokenizer"))

@@ -26,7 +26,7 @@ from train.prepare import prepare
 LIMITS = ("max_sequence_length", "tokenizer_max_length", "complex_human_instruction", "skip_text_cleaning")
 """Arguments that fit the small text towers; evaluation leaves them at the pipelines' defaults."""
 TRAINED = 2.5
-"""Of a guidance input, unlike any pipeline's default."""
+"""Value of the guidance input in training, unlike any pipeline's default."""
 
 
 def begun(made: Small, run_dir: str, **network: Any) -> tuple[TrainConfig, Run]:

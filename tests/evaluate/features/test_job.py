@@ -89,7 +89,7 @@ def test_a_picture_that_never_ends_is_not_waited_for(tmp_path: Path, monkeypatch
 
 
 def test_each_receipt_is_read_once_and_in_one_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the process that joins the parts: on an object store each read takes a round trip."""
+    """The process that joins the parts does so, because on an object store each read takes a round trip."""
     in_this_process(monkeypatch, attempt=1)
     monkeypatch.setattr("evaluate.features.sources.FILES_PER_UNIT", 2)
     files_unit(tmp_path / "files", SOUND)
