@@ -36,7 +36,7 @@ $(if $(filter train,$(MAKECMDGOALS)),$(if $(wildcard $(PHASE_CONFIG)),,$(error t
 .PHONY: help setup demo test test-slow-cpu test-browser test-faults test-alerts test-slurm test-container test-families test-quantised test-install test-oldest test-gpu-check bench gpu-check check-lock lint docs select download precompute train sample evaluate watch report study plan lock clean
 
 help:
-	@echo "make demo                                     everything, on a picture world of its own (no GPU; 13 to 27 minutes on 2 cores)"
+	@echo "make demo                                     everything, on a picture world of its own (no GPU; 13 to 28 minutes on 2 cores)"
 	@echo "make test                                     every test"
 	@echo "make test-slow-cpu [WHAT=demo]                the tests, or the demo, as on a CPU with AVX2 alone"
 	@echo "make test-browser                             the study's page in Chromium (apt-get install chromium)"
