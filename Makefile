@@ -181,6 +181,7 @@ lint: setup
 docs: setup
 	$(BIN)/python docs/generate.py
 	$(BIN)/python docs/diagram.py
+	$(BIN)/python docs/families.py
 
 select: setup
 	$(BIN)/python -m precompute.select --config $(or $(CONFIG),configs/select.yaml) --metadata $(METADATA) $(if $(OUT),--output $(OUT)) $(ARGS)
@@ -207,10 +208,13 @@ SRUN = srun --nodes $(NODES) --ntasks-per-node $(NPROC) --wait $(LEAVE)
 STARTER = $(if $(HOSTS),--hosts $(HOSTS) $(NODES) $(NPROC),$(LAUNCH))
 LAUNCHER = $(if $(BY_SRUN),-m train.launch --slurm,$(if $(STARTER),-m train.launch $(STARTER) --max_restarts $(RESTARTS) --mixed_precision no --dynamo_backend no --quiet))
 BY_SRUN = $(if $(HOSTS),,$(filter-out 1,$(NODES)))
+# A variable, so that `make -n train PHASE=1 | tail -1` prints the whole command on one line.
+TRAIN_COMMAND = PET_SHUTDOWN_TIMEOUT=$(LEAVE) exec $(if $(BY_SRUN),$(SRUN)) $(BIN)/python $(LAUNCHER) \
+  -m train --config $(PHASE_CONFIG) --num_processes $$(($(NODES) * $(NPROC))) $(ARGS)
+
 train: setup
 	$(BIN)/python -m train check --config $(PHASE_CONFIG) $(ARGS)
-	PET_SHUTDOWN_TIMEOUT=$(LEAVE) exec $(if $(BY_SRUN),$(SRUN)) $(BIN)/python $(LAUNCHER) \
-	  -m train --config $(PHASE_CONFIG) --num_processes $$(($(NODES) * $(NPROC))) $(ARGS)
+	$(TRAIN_COMMAND)
 
 EVALUATE = --config $(or $(CONFIG),configs/evaluate.yaml) --model $(RUN) $(if $(PROMPTS),--prompts.file $(PROMPTS)) $(if $(OUT),--output $(OUT))
 sample: setup

@@ -45,6 +45,13 @@ def defined(path: Path) -> set[str]:
     return names
 
 
+@pytest.mark.parametrize("family", ["sd2", "sd15", "sdxl", "pixart-sigma", "sd3", "flux1", "sana", "prx"])
+def test_the_tables_of_families_are_current(family: str) -> None:
+    families = script("families")
+    for page, make_row in families.ROWS.items():
+        assert make_row(family) in (ROOT / "docs" / "how-to" / page).read_text().splitlines(), "run `make docs`"
+
+
 @pages
 def test_lines_are_short(page: Path) -> None:
     assert [(number, line) for number, line in prose(page) if len(line) > 100] == []

@@ -11,8 +11,12 @@ GPUs of a node and equal between nodes (HSDP). Small kernels that run below the 
 host's own time are not in it.
 """
 
+import functools
 import math
 from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
 
 BACKWARD_SHARE = 2 / 3
 """Of a training step's arithmetic: the backward pass is two of its three products."""
@@ -102,22 +106,30 @@ def data_seconds(step: Step, gpus: int, machine: Machine) -> float:
 
 
 def exposed_seconds(backward_seconds: float, gradient_seconds: float, step: Step) -> float:
-    """What is left of the gradients' traffic when the backward pass ends: each bucket goes once it is ready, and the
-    one before it has gone."""
-    each, ends = gradient_seconds / step.num_buckets, 0.0
-    for number in range(1, step.num_buckets + 1):
-        ends = max(ends, backward_seconds * passed_at(step.backward, number / step.num_buckets)) + each
-    return max(0.0, ends - backward_seconds)
+    """Seconds of gradient traffic that are left when the backward pass ends.
+
+    The buckets travel one after the other, each as soon as it is ready. So the last one arrives when the slowest chain
+    has: the time at which some bucket was ready, plus the traffic of it and of all buckets after it.
+    """
+    ready = backward_seconds * ready_at(step.backward, step.num_buckets)
+    remaining = gradient_seconds / step.num_buckets * np.arange(step.num_buckets, 0, -1)
+    return max(0.0, float((ready + remaining).max()) - backward_seconds)
 
 
-def passed_at(blocks: tuple[tuple[float, float], ...], share: float) -> float:
-    """Share of the backward pass's time by which it has come past `share` of the weights; within a block evenly."""
-    weights = seconds = 0.0
-    for of_weights, of_time in blocks:
-        if share <= weights + of_weights * (1 + 1e-9):
-            return seconds + of_time * ((share - weights) / of_weights if of_weights else 1.0)
-        weights, seconds = weights + of_weights, seconds + of_time
-    return 1.0
+@functools.lru_cache(maxsize=64)
+def ready_at(blocks: tuple[tuple[float, float], ...], num_buckets: int) -> NDArray[np.float64]:
+    """(num_buckets,) share of the backward pass's time after which each bucket of gradients is complete.
+
+    Buckets hold equal shares of the weights, and within a block the pass is taken to advance evenly.
+    """
+    weights, seconds = np.array([*blocks, (0.0, 0.0)], np.float64).T  # the last one: rounded shares may not reach 1
+    shares = np.arange(1, num_buckets + 1) / num_buckets
+    before, start = np.cumsum(weights) - weights, np.append(np.cumsum(seconds[:-1]) - seconds[:-1], 1.0)
+    # rounded sums must not push a share that ends with a block into the next one
+    block = np.searchsorted(np.cumsum(weights)[:-1] * (1 + 1e-9), shares)
+    within = np.divide(shares - before[block], weights[block], out=np.ones(num_buckets), where=weights[block] > 0)
+    ready: NDArray[np.float64] = start[block] + seconds[block] * within
+    return ready
 
 
 def step_time(

@@ -14,7 +14,7 @@ from plan.config import Networks, TextNetwork
 from shards.base.errors import RequestError
 from shards.format.buckets import Bucket
 from shards.format.towers import ONLY_TEXT, ImageTower, TextTower, Weights
-from train.model.flops import count_flops, training_flops
+from train.model.flops import TRAIN_OVER_FORWARD, count_flops
 
 UNKNOWN = Weights(name="none", sha256="0" * 64)
 PROBE_SIDE = 256
@@ -60,11 +60,12 @@ def count_work(networks: Networks, buckets: Iterable[str]) -> Work:
         )
     texts = {name: tower for name, (_, tower) in encoders.items()}
     calls = network_calls(networks, shapes, image, texts)
+    counted = {name: count_by_block(*call) for name, call in calls.items()}
     network, _ = next(iter(calls.values()))
     return Work(
         num_parameters=sum(parameter.numel() for parameter in network.parameters()),
-        train={name: training_flops(call) for name, (_, call) in calls.items()},
-        backward={name: backward_order(*call) for name, call in calls.items()},
+        train={name: TRAIN_OVER_FORWARD * flops for name, (flops, _) in counted.items()},
+        backward={name: blocks for name, (_, blocks) in counted.items()},
         encode=encode,
         caption=caption,
         latent_hw=shapes,
@@ -98,9 +99,13 @@ def network_calls(
     return {name: on_meta(network, backbone, data, hw) for name, hw in shapes.items()}
 
 
-def backward_order(network: torch.nn.Module, call: Callable[[], Any]) -> tuple[tuple[float, float], ...]:
-    """Shares of a network's weights and of its arithmetic, by blocks, from the last that `call` runs to the first;
-    blocks below a ten thousandth of both are left out."""
+def count_by_block(network: torch.nn.Module, call: Callable[[], Any]) -> tuple[int, tuple[tuple[float, float], ...]]:
+    """Count the FLOPs of a forward pass, and describe the backward pass block by block, in its order.
+
+    Returns:
+        FLOPs of `call`, and (share of the weights, share of the FLOPs) of each block of `network`, from the last block
+        that `call` runs to the first. Blocks whose shares both round to 0.0000 are left out.
+    """
     blocks: dict[str, torch.nn.Module] = {}
     for name, child in network.named_children():
         parts = child.named_children() if isinstance(child, torch.nn.ModuleList) else [("", child)]
@@ -120,7 +125,7 @@ def backward_order(network: torch.nn.Module, call: Callable[[], Any]) -> tuple[t
     total_weights, total_flops = sum(weights.values()), sum(flops.values())
     run_backward = reversed(dict.fromkeys(order))
     shares = [(round(weights[name] / total_weights, 4), round(flops[name] / total_flops, 4)) for name in run_backward]
-    return tuple(share for share in shares if any(share))
+    return counter.get_total_flops(), tuple(share for share in shares if any(share))
 
 
 def _backbone(networks: Networks) -> tuple[Any, str]:

@@ -50,10 +50,13 @@ class Exclusion:
 
     def hits(self, table: pa.Table) -> NDArray[np.bool_]:
         """(rows,) which samples of a part are excluded; none where its table lacks the column."""
+        return self.lines_of(table) >= 0
+
+    def lines_of(self, table: pa.Table) -> NDArray[np.int64]:
+        """(rows,) index into `values` of the line that excludes each sample; -1 where none does."""
         if self.kind not in table.column_names:
-            return np.zeros(len(table), bool)
-        hit: NDArray[np.bool_] = pc.is_in(table[self.kind], self.values).to_numpy()
-        return hit
+            return np.full(len(table), -1)
+        return np.asarray(pc.index_in(table[self.kind], self.values).fill_null(-1)).astype(np.int64)
 
 
 def make_exclusion(kind: str, values: Iterable[str]) -> Exclusion:

@@ -4,8 +4,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
+import pyarrow as pa
 from numpy.typing import NDArray
 
+from shards.base.errors import RequestError
 from shards.base.store import Store
 from shards.format.encoding import EncodingRecord
 from shards.format.mds import parse_index
@@ -29,34 +31,54 @@ class Matches:
     all_parts: int
 
 
-def add_and_match(store: Store, exclusion: Exclusion) -> tuple[bool, list[Matches]]:
-    """Add a list to a root; returns whether it is new, and what it matches now. Later parts are held against it too.
+def add_and_match(store: Store, exclusion: Exclusion) -> tuple[bool, list[Matches], list[str]]:
+    """Add a list to a root. Parts that are written later are checked against it too.
+
+    Returns:
+        Whether the list is new, what it matches now, and its values that match no sample of the published indexes.
 
     Raises:
-        RequestError: it is not a latents root.
+        RequestError: `store` is not a latents root; or the list has keys, and no sample has any of them.
     """
     EncodingRecord.load(store)
-    is_new = add_exclusion(store, exclusion)
     buckets = [entry for entry in store.entries() if entry.partition("x")[0].isdigit()]
-    return is_new, [_match(store, bucket, id, exclusion) for bucket, id in current_ids(store, buckets).items()]
+    is_matched = np.zeros(len(exclusion.values), bool)
+    found = [_match(store, bucket, id, exclusion, is_matched) for bucket, id in current_ids(store, buckets).items()]
+    unmatched: list[str] = exclusion.values.filter(pa.array(~is_matched)).to_pylist()
+    if exclusion.kind == "key" and not is_matched.any():
+        raise RequestError(
+            f"No sample of {store.where()} has {_examples(unmatched, 'the key', 'any of the keys')}, so nothing was "
+            f"excluded. `python -m shards where {store.where()} KEY` looks a key up. Keys are those of published "
+            f"parts: if a job has just encoded them, run `python -m shards index {store.where()}` first."
+        )
+    return add_exclusion(store, exclusion), found, unmatched
 
 
-def _match(store: Store, bucket: str, id: str, exclusion: Exclusion) -> Matches:
+def _match(store: Store, bucket: str, id: str, exclusion: Exclusion, is_matched: NDArray[np.bool_]) -> Matches:
+    """Match a list against a bucket, and set `is_matched` for each of its values that is found."""
     parts = _parts(store, bucket, id)
 
-    def match(part: np.void) -> tuple[int, bool]:
+    def match(part: np.void) -> tuple[NDArray[np.int64], bool]:
         table = read_samples(store, bucket, part, [exclusion.kind])
-        return int(exclusion.hits(table).sum()), exclusion.kind not in table.column_names
+        lines = exclusion.lines_of(table)
+        return lines[lines >= 0], exclusion.kind not in table.column_names
 
+    samples = matched_parts = blind_parts = 0
     with ThreadPoolExecutor(NUM_READERS) as readers:
-        found = list(readers.map(match, parts))
-    return Matches(
-        bucket=bucket,
-        samples=sum(count for count, _ in found),
-        parts=sum(count > 0 for count, _ in found),
-        blind_parts=sum(blind for _, blind in found),
-        all_parts=len(found),
-    )
+        for lines, is_blind in readers.map(match, parts):
+            is_matched[lines] = True
+            samples += len(lines)
+            matched_parts += len(lines) > 0
+            blind_parts += is_blind
+    return Matches(bucket, samples, matched_parts, blind_parts, all_parts=len(parts))
+
+
+def _examples(values: list[str], one: str, several: str) -> str:
+    """`the key '00017'`, or `any of the keys '1', '2', '3' and 14 more`."""
+    if len(values) == 1:
+        return f"{one} {values[0]!r}"
+    more = f" and {len(values) - 3:,} more" if len(values) > 3 else ""
+    return f"{several} {', '.join(map(repr, values[:3]))}{more}"
 
 
 def _parts(store: Store, bucket: str, id: str) -> NDArray[np.void]:
@@ -66,7 +88,7 @@ def _parts(store: Store, bucket: str, id: str) -> NDArray[np.void]:
     return parts_of(load_rows(store, id, index))
 
 
-def describe_matches(exclusion: Exclusion, is_new: bool, found: list[Matches]) -> str:
+def describe_matches(exclusion: Exclusion, is_new: bool, found: list[Matches], unmatched: list[str]) -> str:
     lines = [
         f"{len(exclusion.values):,} lines, by {exclusion.kind}: exclusions/{exclusion.id}.txt"
         f"{'' if is_new else ', which was there already'}. Runs that begin from now on leave these samples out."
@@ -80,4 +102,9 @@ def describe_matches(exclusion: Exclusion, is_new: bool, found: list[Matches]) -
                 f"    {matches.blind_parts:,} parts were written before tables held a {exclusion.kind}: nothing in "
                 f"them can be matched by it. Exclude their samples by key."
             )
+    if unmatched:
+        lines.append(
+            f"No sample matches {_examples(unmatched, 'the line', 'the lines')}. Check the spelling; parts that are "
+            f"written later are checked against the whole list too."
+        )
     return "\n".join(lines)

@@ -162,10 +162,10 @@ def select_part(
         for passes, rule in column_rules(column, values, bound, config.missing):
             passing &= passes
             failed[rule] += int((~passes).sum())
-    for exclusion in excluded:
-        hit = exclusion.hits(table)
+    if excluded:  # a sample on several lists counts once
+        hit = np.logical_or.reduce([exclusion.hits(table) for exclusion in excluded])
         passing &= ~hit
-        failed[EXCLUDED] += int(hit.sum())
+        failed[EXCLUDED] = int(hit.sum())
     return passing, failed
 
 

@@ -201,15 +201,17 @@ def check_places(config: DataConfig) -> None:
 def _open_stream(data: DataConfig, stream: StreamConfig, found: FoundStream, global_batch_size: int) -> OpenStream:
     store, folder = open_store(stream.root), node_folder(data.cache_of(stream))
     files = map_index(store, stream.bucket, found, folder)
-    selection = _map_selection(store, stream.bucket, files, stream.filter or data.filter, found, folder)
+    bounds = stream.filter or data.filter
+    selection = _map_selection(store, stream.bucket, files, bounds, found, folder)
     num_samples = files.num_samples if selection is None else int(selection.counts.sum())
     chosen = choose_per_epoch(stream.weight, num_samples, global_batch_size)
     if not chosen:
-        passing = "" if selection is None else f", of which {num_samples} pass its filter ({selection.explain()})"
+        passing = "" if selection is None else f", of which {num_samples} remain ({selection.explain()})"
+        loosen = "loosen the filter, " if bounds and bounds.bounds else ""
         raise RequestError(
             f"{store.where(stream.bucket)} holds {files.num_samples} samples{passing}; {stream.weight:g} passes over "
-            f"them do not fill one global batch of {global_batch_size}. Encode more shards, "
-            f"{'loosen the filter, ' if selection else ''}raise the stream's weight, or lower global_batch_size."
+            f"them do not fill one global batch of {global_batch_size}. Encode more shards, {loosen}raise the "
+            f"stream's weight, or lower global_batch_size."
         )
     largest = int(files.sizes.max())
     if data.cache_of(stream) and data.cache_limit is not None and data.cache_limit < 2 * largest:

@@ -89,7 +89,7 @@ def test_weights_that_the_backward_pass_comes_to_late_travel_unhidden() -> None:
     )
     assert scaling.exposed_seconds(1.0, 0.5, early) == 0
     assert scaling.exposed_seconds(1.0, 0.5, late) == pytest.approx(0.41)
-    assert [scaling.passed_at(late.backward, share) for share in (0.0, 0.5, 1.0)] == pytest.approx([0.9, 0.95, 1.0])
+    assert scaling.ready_at(late.backward, 2) == pytest.approx([0.95, 1.0])
 
 
 def test_splitting_weights_within_a_node_pays_where_the_optimizer_is_a_large_part() -> None:

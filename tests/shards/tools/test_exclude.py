@@ -80,6 +80,33 @@ def test_by_key_url_and_hash(root: Path, tmp_path: Path, capsys: pytest.CaptureF
     assert "which was there already" in capsys.readouterr().out and len(exclusion_ids(LocalStore(root))) == 3
 
 
+def test_a_sample_on_two_lists_counts_once_and_the_error_blames_no_filter(root: Path) -> None:
+    everything = sorted(keys(root))
+    shards(["exclude", str(root), "--keys", *everything])
+    shards(["exclude", str(root), "--urls", *(f"http://example.org/{key}" for key in everything)])
+    with pytest.raises(RequestError) as caught:
+        keys(root)
+    assert f"0 remain (failed, by rule: excluded {len(everything)})" in str(caught.value)
+    assert "filter" not in str(caught.value)
+
+
+def test_keys_that_no_sample_has_are_refused_and_nothing_is_added(root: Path) -> None:
+    with pytest.raises(RequestError, match=r"has the key '0123nowhere', so nothing was excluded"):
+        shards(["exclude", str(root), "--keys", "0123nowhere"])
+    with pytest.raises(RequestError, match=r"any of the keys 'a', 'b', 'c' and 2 more"):
+        shards(["exclude", str(root), "--keys", *"abcde"])
+    assert exclusion_ids(LocalStore(root)) == []
+
+
+def test_lines_that_match_nothing_are_named(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A list of takedowns may name pictures that a later tar brings, so it is kept whole."""
+    shards(["exclude", str(root), "--urls", "http://example.org/nobody"])
+    assert "No sample matches the line 'http://example.org/nobody'." in capsys.readouterr().out
+    shards(["exclude", str(root), "--keys", min(keys(root)), "nobody"])
+    assert "No sample matches the line 'nobody'." in capsys.readouterr().out
+    assert len(exclusion_ids(LocalStore(root))) == 2
+
+
 def test_with_a_filter_both_hold(root: Path) -> None:
     fields = {"filter": {"aesthetic": {"min": 5.5}}}
     passing = keys(root, **fields)
@@ -142,7 +169,7 @@ def test_what_is_no_list_is_refused(
 
 
 def test_a_damaged_list_is_named(root: Path) -> None:
-    shards(["exclude", str(root), "--keys", "000000003"])
+    shards(["exclude", str(root), "--keys", min(keys(root))])
     (id,) = exclusion_ids(LocalStore(root))
     (root / "exclusions" / f"{id}.txt").write_text("000000004\n")
     with pytest.raises(DamagedFile, match=rf"{id}\.txt is missing or damaged"):

@@ -138,7 +138,7 @@ def test_counts_by_file(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_too_narrow_a_filter_is_refused_with_counts(root: Path) -> None:
-    with pytest.raises(RequestError, match=r"holds 101 samples, of which 0 pass its filter \(failed, by") as caught:
+    with pytest.raises(RequestError, match=r"holds 101 samples, of which 0 remain \(failed, by") as caught:
         open_data(data_config(root, filter={"aesthetic": {"min": 50.0}}), 8)
     missing = sum(row["aesthetic"] != row["aesthetic"] for row in rows(root))
     assert f"aesthetic missing {missing}, aesthetic ≥ 50 {101 - missing})" in str(caught.value)
