@@ -47,7 +47,7 @@ def run(arguments: list[str]) -> None:
         start_ray(config.workers)
 
     if how is None:
-        encoding = create_root(store, encoding)
+        create_root(store, encoding)
         agree_on_rules(store, config.to_fill.rules)
     else:
         encoding = how.target

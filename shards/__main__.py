@@ -28,7 +28,6 @@ from shards.tools.clean import clean, parse_age
 from shards.tools.exclude import add_and_match, describe_matches
 from shards.tools.recall import Suspicion, nodes, nodes_table, suspects
 from shards.tools.stats import plot_stats, root_stats, stats_table
-from shards.tools.upgrade import upgrade
 from shards.tools.verify import verify_root
 from shards.tools.where import describe_sample, find_sample
 
@@ -165,12 +164,6 @@ def clean_up(options: argparse.Namespace) -> None:
     print(f"{len(gone)} that no receipt names, and older than {options.older_than}, were removed.")
 
 
-def upgrade_root(options: argparse.Namespace) -> None:
-    """Let a root of version 1 go on: receipts anew, parts as they are."""
-    count = upgrade(options.root)
-    print(f"{count} parts have receipts of version 2. {options.root.where()} can be encoded into again.")
-
-
 def derive_root(options: argparse.Namespace) -> None:
     """Make a new root of it: other storage, fewer towers; no picture is decoded."""
     try:
@@ -222,7 +215,6 @@ COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], None], str]] = {
     "recall": (recall_parts, " --node gpu-17 --dry-run"),
     "clean": (clean_up, " --older-than 7d"),
     "derive": (derive_root, " runs/data/small --image.storage int8 --text.storage float8 --text.trim true"),
-    "upgrade": (upgrade_root, ""),
 }
 """Word → what it does, which is also its help, and an example's words behind the root."""
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shards.format import image
 from shards.format.encoding import EncodingRecord
-from shards.format.text import current_name, pad_tokens, unpack
+from shards.format.text import pad_tokens, unpack
 from shards.open import open_store
 from shards.root.reading import captions, decoded, image_latents
 
@@ -52,8 +52,7 @@ class LatentDataset(StreamingDataset):
         stored = super().__getitem__(at)
         return self.decode(stored) if isinstance(stored, dict) else stored
 
-    def decode(self, stored: dict[str, Any]) -> dict[str, Any]:
-        columns = {current_name(name): value for name, value in stored.items()}
+    def decode(self, columns: dict[str, Any]) -> dict[str, Any]:
         sample = {name: columns[name] for name in ("key", "size", "scores")}
         sample |= {"captions": captions(columns, self.encoding), "image_latents": self._latents(columns)}
         rows = unpack(columns)

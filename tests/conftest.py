@@ -187,7 +187,8 @@ def encode_all(config: PrecomputeConfig, models: Path, attempt: int = 1, decode:
     """Stage 1 in this process, without Ray."""
     as_in_a_fresh_process()
     store = open_store(config.output)
-    encoding = create_root(store, describe_encoding(config))
+    encoding = describe_encoding(config)
+    create_root(store, encoding)
     agree_on_rules(store, config.to_fill.rules)
     recipe = replace(make_recipe(config, encoding), decode=decode)
     towers = make_towers(config)

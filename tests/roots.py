@@ -1,11 +1,12 @@
 """A latents root: the command line that makes it, and all that is in it."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from streaming import StreamingDataset
 
 from shards.base.store import LocalStore
-from shards.format.tables import list_rejects, read_tables
+from shards.format.tables import TOO_SMALL, Columns, read_tables
 from shards.root.committed import TarBooks, load_books
 
 
@@ -42,6 +43,25 @@ def part_of(root: Path, bucket: str, tar: str) -> Path:
 
 def books_of(root: Path, tar: str) -> TarBooks:
     return next(books for books in load_books(LocalStore(root)) if books.tar == tar)
+
+
+def list_rejects(tables: Mapping[str, tuple[Columns, Columns]]) -> list[tuple[str, str, str, str, str]]:
+    """(key, url, bucket, reason, detail) by key, of the tables of a tar's parts, by bucket. `bucket` is empty where the
+    sample is in none; otherwise it names the one that refused it for another reason than its size."""
+    stored = {key for samples, _ in tables.values() for key in samples["key"]}
+    refused: dict[str, list[tuple[str, str, str, str, str]]] = {}
+    for bucket in sorted(tables):
+        for key, url, reason, detail in zip(*tables[bucket][1].values(), strict=True):
+            refused.setdefault(key, []).append((key, url, bucket, reason, detail))
+    rejects = []
+    for key in sorted(refused):
+        telling = [row for row in refused[key] if row[3] != TOO_SMALL]
+        if key in stored:
+            rejects += telling
+        else:
+            key, url, _, reason, detail = (telling or refused[key])[0]
+            rejects.append((key, url, "", reason, detail))
+    return rejects
 
 
 def rejects(root: Path, tar: str) -> list[dict[str, str]]:

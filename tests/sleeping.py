@@ -83,7 +83,8 @@ class SleepingTowers(Towers):
 def encode_asleep(config: PrecomputeConfig, device: Device, at_once: int) -> Sequence[TarBooks]:
     """All tars of a config, `at_once` in hand as a worker has them."""
     store = open_store(config.output)
-    encoding = create_root(store, describe_encoding(config))
+    encoding = describe_encoding(config)
+    create_root(store, encoding)
     agree_on_rules(store, config.to_fill.rules)
     recipe, towers, turns = make_recipe(config, encoding), SleepingTowers(make_towers(config), device), Turns()
     with ThreadPoolExecutor(at_once) as hands:

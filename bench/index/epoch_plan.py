@@ -97,7 +97,7 @@ def make_root(folder: Path, num_samples: int, num_files: int) -> None:
     store = LocalStore(folder / "root")
     encoding = encoding_record(77, 1024)
     encoding.save(store)
-    write_uncond(store, {ONLY_TEXT: TextLatents(torch.zeros(77, 1024), 2)}, encoding)
+    write_uncond(store, {ONLY_TEXT: TextLatents(torch.zeros(77, 1024), 2)})
     counts = np.full(num_files, num_samples // num_files) + (np.arange(num_files) < num_samples % num_files)
     bounds = np.unique((np.arange(0, num_files + FILES_PER_PART, FILES_PER_PART)).astype(int).clip(max=num_files))
     rows = []

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from shards.base.store import Entry, LocalStore
-from shards.format.receipts import FileRecord, MdsFile, Receipt, pack_bits
+from shards.format.receipts import FileRecord, MadeBy, MdsFile, Receipt, pack_bits
 from shards.format.tables import SAMPLES_NAME
 
 NAMES_PER_PAGE = 1000
@@ -54,7 +54,7 @@ def synthetic_receipt(
         shared_files={},
         software={},
         settings={},
-        made_by=None,
+        made_by=MadeBy(host="none", gpu="none", gpu_uuid=None, version="", source_sha256=""),
         attempts=1,
         started="",
         seconds={"total": 1.0},

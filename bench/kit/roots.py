@@ -77,7 +77,7 @@ def make_root(
     encoding = encoding or encoding_record(*text).model_copy(update={"features": dict(features)})
     create_root(open_store(root), encoding)
     empty = {name: random_text(np.random.default_rng(0), tower, 2) for name, tower in encoding.texts.items()}
-    write_uncond(open_store(root), empty, encoding)
+    write_uncond(open_store(root), empty)
     rng = np.random.default_rng(0)
     for part in range(max(map(len, buckets.values()))):
         shard = f"{part:05d}"

@@ -58,7 +58,7 @@ def encode_tar(
         return TarBooks(tar.name, committed)
     with turns.empty_caption:
         if not has_uncond(store):
-            write_uncond(store, towers.empty_caption(), recipe.encoding)
+            write_uncond(store, towers.empty_caption())
 
     with attempt_folder(store, tar.name) as folder:
         with turns.pictures:

@@ -148,7 +148,6 @@ def changed(source: EncodingRecord, changes: Changes) -> EncodingRecord:
     image = {"storage": changes.image_storage, "posterior": changes.image_posterior}
     return source.model_copy(
         update={
-            "schema_version": 2,
             "image": source.image.model_copy(update={name: value for name, value in image.items() if value}),
             "texts": of_texts,
             "features": features,

@@ -5,7 +5,6 @@ import signal
 from collections.abc import Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import replace
 from itertools import islice
 
 import torch
@@ -98,12 +97,12 @@ def prepare(
     wanted = dict.fromkeys(held.rules) if buckets is None else buckets
     check_buckets(source, held.rules, wanted)
     empty = load_uncond(source)
-    how = replace(how, target=create_root(target, encoding))  # which may be of version 1, upgraded
+    create_root(target, encoding)
     for id in exclusion_ids(source):  # for what is added to the target later, and for runs on it
         add_exclusion(target, load_exclusion(source, id))
     agree_on_rules(target, {Bucket.parse(bucket): held.rules[bucket] for bucket in wanted})
     if not how.fresh:
-        write_uncond(target, kept_uncond(empty.items(), how), encoding)
+        write_uncond(target, kept_uncond(empty.items(), how))
     if old := superseded(source, target):
         recall(target, old, f"{source.where()} has recalled what it was derived from")
         print(f"{len(old)} parts of {target.where()} were derived from parts recalled since: they are recalled too.")

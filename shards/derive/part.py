@@ -24,7 +24,7 @@ from shards.format.buckets import Bucket
 from shards.format.models import hash_weights, model_folder
 from shards.format.receipts import Receipt
 from shards.format.tables import OTHER_BUCKET, REFUSED_NAME, SAMPLES_NAME, SAMPLES_SCHEMA
-from shards.format.text import TextLatents, current_name, unpack
+from shards.format.text import TextLatents, unpack
 from shards.format.towers import TextTower
 from shards.root.commit import Attempt, commit, current, record_file
 from shards.root.committed import TarBooks, load_commits
@@ -118,7 +118,7 @@ def derive_tar(
 
 def _origin(receipt: Receipt) -> Settings:
     origin: Settings = {ORIGIN: f"{receipt.encoding_id}/{receipt.folder}"}
-    if receipt.made_by and not any(name.startswith(f"{ORIGIN}.") for name in receipt.settings):
+    if not any(name.startswith(f"{ORIGIN}.") for name in receipt.settings):
         made = {"host": receipt.made_by.host, "gpu": receipt.made_by.gpu, "gpu_uuid": receipt.made_by.gpu_uuid}
         origin |= {f"{ORIGIN}.{name}": value for name, value in made.items() if value}
     return origin
@@ -176,7 +176,7 @@ class _Writing:
             yield len(group)
 
     def _append(self, group: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
-        samples = [{current_name(name): value for name, value in sample.items()} for sample, _ in group]
+        samples = [sample for sample, _ in group]
         texts = [captions(sample, self.conversion.source) for sample in samples]
         every = [caption for of_sample in texts for caption in of_sample]
         with closing(self.how.encode(every, self.stopwatch)) as fresh:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from shards.base.store import Store
 from shards.format.encoding import EncodingRecord
-from shards.format.receipts import Receipt, generations, is_version1, names_in_force, parse_name
+from shards.format.receipts import Receipt, generations, names_in_force, parse_name
 from shards.root.committed import Committed, list_commits, load_commits
 
 ORIGIN = "derived_from"
@@ -46,18 +46,12 @@ class Contents:
 
 
 def contents(source: Store) -> Contents:
-    """Of a root of either version.
+    """List what is committed to a root.
 
-    A receipt's name says its tar and bucket, and the first of a bucket its rule, which all share. Receipts of version 1
-    are for all buckets of a tar, and are read.
+    A receipt's name has its tar and bucket. The rule is read from the first receipt of each bucket, as all share it.
     """
     names = names_in_force(etags := list_commits(source))
     found = Contents({}, {})
-    if names and is_version1(names[0]):
-        for name, _, receipt in _load(source, names, etags):
-            found.parts.setdefault(receipt.tar, {})[receipt.bucket] = name
-            found.rules[receipt.bucket] = receipt.rule
-        return found
     first: dict[str, str] = {}
     for name in names:
         parsed = parse_name(name)

@@ -25,7 +25,6 @@ from numpy.typing import NDArray
 
 from shards.base.durable import DamagedFile
 from shards.base.errors import RequestError
-from shards.format.text import current_name
 
 HASH = "xxh3_64"
 ARRAYS = ("names", "sizes", "samples", "hashes", "parts")
@@ -224,11 +223,11 @@ def read_sample(descriptor: int, offsets: NDArray[np.uint32], row: int, path: st
 
 
 class Decoder:
-    """Bytes of a sample → its columns, by the names of version 2; arrays are views of the bytes."""
+    """Bytes of a sample → its columns; arrays are views of the bytes."""
 
     def __init__(self, columns: Sequence[Column]):
         """Raises RequestError where a column is of no type that stage 1 writes."""
-        self.columns = [(current_name(column.name), column.size, *array_type(column.encoding)) for column in columns]
+        self.columns = [(column.name, column.size, *array_type(column.encoding)) for column in columns]
         self.sizes = struct.Struct(f"<{sum(column.size is None for column in columns)}I")
 
     def __call__(self, data: bytes) -> dict[str, Any]:

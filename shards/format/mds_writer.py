@@ -53,9 +53,8 @@ class PartMDSWriter:
     def __init__(self, folder: Path, encoding: EncodingRecord, bucket: Bucket):
         folder.mkdir(parents=True)
         self.folder = folder
-        types = {encoding.stored_name(name): (name, kind) for name, kind in encoding.columns(bucket).items()}
-        columns = [Column.of(stored, types[stored][1]) for stored in sorted(types)]
-        self.columns = [(types[column.name][0], column, *array_type(column.encoding)) for column in columns]
+        columns = [Column.of(name, kind) for name, kind in sorted(encoding.columns(bucket).items())]
+        self.columns = [(column.name, column, *array_type(column.encoding)) for column in columns]
         self.config = file_config(columns)
         self.config_data = json.dumps(self.config, sort_keys=True).encode()
         self.entries: list[dict[str, Any]] = []

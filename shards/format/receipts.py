@@ -26,8 +26,6 @@ FOLDER = "commits"
 INDEX_NAME = "index.json"
 """A part's own list of its files of samples, in streaming's words."""
 VERSION = 2
-UPGRADED = f"{FOLDER}/.upgraded"
-"""Where it is, receipts of version 1 have been written anew, one for each bucket, and count no more."""
 GENERATION = re.compile(r"(?P<tar>.+?)(?:\.g(?P<generation>[1-9]\d*))?\.json")
 TOMBSTONE = re.compile(r"(?P<tar>.+)\.g(?P<generation>\d+)\.recalled")
 
@@ -84,7 +82,7 @@ class Receipt(Config):
     """Which pictures the bucket holds: `covers`, all that cover it, or `nearest, ` and the aspect table in which it is
     the bucket of their ratio."""
     part: str
-    """The folder below the bucket's: 00042.3fa9c1d2, by its content; 00042 for a part of version 1."""
+    """The folder below the bucket's: 00042.3fa9c1d2, by its content."""
     files: dict[str, FileRecord]
     """Path relative to the part's folder → record."""
     mds: tuple[MdsFile, ...]
@@ -111,8 +109,7 @@ class Receipt(Config):
     settings: dict[str, str | int | float | bool]
     """What else decided over the stored bytes, by rounding (device, batch size, compilation) or by what was refused
     (limits). All that changes what the numbers mean is in encoding.json."""
-    made_by: MadeBy | None
-    """None for a part of version 1, which did not say."""
+    made_by: MadeBy
     attempts: int
     started: str
     seconds: dict[str, float]
@@ -200,12 +197,6 @@ def parse_name(name: str) -> tuple[str, str, int, bool] | None:
     return bucket, match["tar"], int(match["generation"] or 0), file.endswith(".recalled")
 
 
-def is_version1(name: str) -> bool:
-    """Whether it is the name of a receipt of version 1: commits/TAR.json, for all buckets."""
-    top, _, file = name.partition("/")
-    return top == FOLDER and file.endswith(".json") and "/" not in file and not file.startswith(".")
-
-
 def generations(names: Iterable[str]) -> dict[tuple[str, str], tuple[set[int], set[int]]]:
     """(tar, bucket) → generations that have a receipt, and those that were recalled."""
     found: dict[tuple[str, str], tuple[set[int], set[int]]] = {}
@@ -217,13 +208,7 @@ def generations(names: Iterable[str]) -> dict[tuple[str, str], tuple[set[int], s
 
 
 def names_in_force(names: Iterable[str]) -> list[str]:
-    """Of the names in commits/, the receipts that count: each tar's and bucket's newest, if it was not recalled.
-
-    In a root of version 1 that was not upgraded, those of version 1, one for each tar.
-    """
-    names = list(names)
-    if UPGRADED not in names and (first := [name for name in names if is_version1(name)]):
-        return sorted(first)
+    """Of the names in commits/, the receipts that count: each tar's and bucket's newest, if it was not recalled."""
     return [
         receipt_name(bucket, tar, max(made))
         for (tar, bucket), (made, recalled) in sorted(generations(names).items())
@@ -239,10 +224,10 @@ def parse_receipt(data: bytes, where: str) -> Receipt:
         RequestError: a later version of this program wrote them.
     """
     fields: Mapping[str, Any] = parse_sealed_json(data, where)
-    if (version := fields.get("version", 1)) != VERSION:
+    if (version := fields.get("version")) != VERSION:
         raise RequestError(
-            f"{where} is a receipt of version {version}; this program writes and reads version {VERSION}. It was "
-            f"written by a later one: use that, or encode into a new root. Nothing was changed."
+            f"{where} has format version {version}, and this version of latentmill reads only {VERSION}. Use the one "
+            f"that wrote it, or encode into a new root."
         )
     try:
         return Receipt.model_validate(fields)

@@ -1,4 +1,4 @@
-"""The two small tables of a part, which samples it holds and which it refused, and the rejects they add up to."""
+"""The two small tables of a part: which samples it holds, and which it refused."""
 
 import hashlib
 import io
@@ -25,9 +25,8 @@ SAMPLES_SCHEMA = pa.schema(
     + [(name, pa.int16()) for name in CAPTION_CHANGES]
     + [("url", pa.string()), ("sha256", pa.string())]
 )
-"""`url` and `sha256`, of the picture's file, by which samples can be excluded later; the first roots lack them."""
+"""`url` and `sha256`, of the picture's file, by which samples can be excluded later."""
 REFUSED_SCHEMA = pa.schema([(name, pa.string()) for name in ("key", "url", "reason", "detail")])
-REJECTS_SCHEMA = pa.schema([(name, pa.string()) for name in ("key", "url", "bucket", "reason", "detail")])
 TOO_SMALL = "too_small"
 OTHER_BUCKET = "other_bucket"
 """It is in another bucket of its aspect table: counted in the receipt, but no reject, and listed nowhere."""
@@ -62,22 +61,3 @@ def read_tables(store: Store, folder: str, files: Mapping[str, FileRecord]) -> t
     data = read_recorded(store, folder, files, (SAMPLES_NAME, REFUSED_NAME))
     stored, refused = (pq.read_table(io.BytesIO(table)).to_pydict() for table in data.values())
     return stored, refused
-
-
-def list_rejects(tables: Mapping[str, tuple[Columns, Columns]]) -> list[tuple[str, str, str, str, str]]:
-    """(key, url, bucket, reason, detail) by key, of the tables of a tar's parts, by bucket. `bucket` is empty where the
-    sample is in none; otherwise it names the one that refused it for another reason than its size."""
-    stored = {key for samples, _ in tables.values() for key in samples["key"]}
-    refused: dict[str, list[tuple[str, str, str, str, str]]] = {}
-    for bucket in sorted(tables):
-        for key, url, reason, detail in zip(*tables[bucket][1].values(), strict=True):
-            refused.setdefault(key, []).append((key, url, bucket, reason, detail))
-    rejects = []
-    for key in sorted(refused):
-        telling = [row for row in refused[key] if row[3] != TOO_SMALL]
-        if key in stored:
-            rejects += telling
-        else:
-            key, url, _, reason, detail = (telling or refused[key])[0]
-            rejects.append((key, url, "", reason, detail))
-    return rejects

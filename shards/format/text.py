@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shards.format.towers import ONLY_TEXT, TextStorage, TextTower
+from shards.format.towers import TextStorage, TextTower
 
 FLOAT8_MAX = 448.0  # the largest finite e4m3 number
 SMALLEST_SCALE = float(np.finfo(np.float16).smallest_normal)
@@ -155,11 +155,6 @@ def kind_of(column: str) -> str | None:
     """`text_latents` of `text_latents.clip`; None where a column is not of a text tower."""
     kind, _, tower = column.partition(".")
     return kind if tower and kind in AXES else None
-
-
-def current_name(column: str) -> str:
-    """A column's name in version 2, where a root of version 1 may have named it."""
-    return f"{column}.{ONLY_TEXT}" if column in AXES else column
 
 
 def has_several(sample: dict[str, Any]) -> bool:

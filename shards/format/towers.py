@@ -19,7 +19,7 @@ CAUSAL = re.compile(
 )
 """Classes of transformers in which a token's state does not depend on those behind it."""
 ONLY_TEXT = "text"
-"""The name of the one text tower of a root of version 1, and of a config that names none."""
+"""The name of the text tower of a config that names none."""
 
 
 class Weights(Config):

@@ -11,16 +11,15 @@ from numpy.typing import NDArray
 
 from shards.base.errors import RequestError
 from shards.base.store import Store
-from shards.format.receipts import FOLDER, Receipt, is_version1, names_in_force, parse_name, parse_receipt
+from shards.format.receipts import FOLDER, Receipt, names_in_force, parse_name, parse_receipt
 from shards.format.tables import TOO_SMALL
-from shards.format.version1 import parse_version1
 
 
 class Committed(NamedTuple):
     """A receipt, and where it was read."""
 
     name: str
-    """In commits/; of version 1, one name stands for a receipt for each bucket."""
+    """Relative to the root."""
     etag: str
     """The object's own."""
     receipt: Receipt
@@ -35,7 +34,7 @@ def list_commits(store: Store) -> dict[str, str]:
 
 
 def committed_parts(store: Store) -> set[tuple[str, str]]:
-    """(bucket, tar) of every part that has a receipt in force; by names alone, so not of a root of version 1."""
+    """(bucket, tar) of every part that has a receipt in force; by names alone."""
     return {parsed[:2] for name in names_in_force(list_commits(store)) if (parsed := parse_name(name))}
 
 
@@ -43,14 +42,13 @@ def load_commits(store: Store, etags: Mapping[str, str]) -> list[Committed]:
     """The receipts of these names, by name and bucket; read at once. What is not there is left out.
 
     Raises:
-        DamagedFile: the bytes of one, or a table of a part of version 1, are not those that were written.
-        RequestError: a later version of this program wrote one.
+        DamagedFile: the bytes of one are not those that were written.
+        RequestError: another version of this program wrote one.
     """
-    found = []
-    for name, data in sorted(store.read_many(list(etags)).items()):
-        parse = parse_version1(store, data, name) if is_version1(name) else [parse_receipt(data, store.where(name))]
-        found += [Committed(name, etags[name], receipt) for receipt in parse]
-    return found
+    return [
+        Committed(name, etags[name], parse_receipt(data, store.where(name)))
+        for name, data in sorted(store.read_many(list(etags)).items())
+    ]
 
 
 def load_receipts(store: Store) -> list[Receipt]:
@@ -67,7 +65,8 @@ def load_receipts(store: Store) -> list[Receipt]:
 def tar_of(name: str) -> str:
     """The tar of a receipt in force, by the receipt's name."""
     parsed = parse_name(name)
-    return parsed[1] if parsed else name.removeprefix(f"{FOLDER}/").removesuffix(".json")
+    assert parsed is not None
+    return parsed[1]
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ A run applies all lists that were there when it began, and its fingerprint names
 import hashlib
 import io
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,9 +19,7 @@ from numpy.typing import NDArray
 from shards.base.durable import DamagedFile
 from shards.base.errors import RequestError
 from shards.base.store import Store
-from shards.format.receipts import FOLDER as COMMITS
 from shards.format.tables import SAMPLES_NAME
-from shards.format.version1 import read_receipt
 
 FOLDER = "exclusions"
 KINDS = {
@@ -49,13 +46,11 @@ class Exclusion:
         return f"{self.kind}.{hashlib.sha256(self.data).hexdigest()}"
 
     def hits(self, table: pa.Table) -> NDArray[np.bool_]:
-        """(rows,) which samples of a part are excluded; none where its table lacks the column."""
+        """(rows,) which samples of a part are excluded."""
         return self.lines_of(table) >= 0
 
     def lines_of(self, table: pa.Table) -> NDArray[np.int64]:
         """(rows,) index into `values` of the line that excludes each sample; -1 where none does."""
-        if self.kind not in table.column_names:
-            return np.full(len(table), -1)
         return np.asarray(pc.index_in(table[self.kind], self.values).fill_null(-1)).astype(np.int64)
 
 
@@ -110,30 +105,23 @@ def damaged_exclusions(store: Store) -> Iterator[str]:
 
 
 def read_samples(store: Store, bucket: str, part: np.void, columns: Sequence[str]) -> pa.Table:
-    """The table of a part's samples, in order; of `columns` those that it has, and its keys.
+    """Read `columns` and the keys of a part's table of samples, in order.
 
     Args:
         part: of `part_type`.
 
     Raises:
         DamagedFile: it is not the one that was committed, or has not the part's number of samples.
-        RequestError: it is missing, or the receipt that vouches for it.
+        RequestError: it is missing.
     """
     folder, expected = part["folder"].decode(), part["table"].decode()
     name = f"{bucket}/{folder}/{SAMPLES_NAME}"
     data = store.read_many([name]).get(name)
-    if not expected:  # of version 1, whose parts are called as their tars
-        with suppress(FileNotFoundError):
-            expected = read_receipt(store, f"{COMMITS}/{folder}.json").parts[bucket].files[SAMPLES_NAME].sha256
-    if data is None or not expected:
-        raise RequestError(
-            f"{store.where(name)} or its receipt is missing, and the stream's filter needs it. Restore it from a copy."
-        )
+    if data is None:
+        raise RequestError(f"{store.where(name)} is missing, and the stream's filter needs it. Restore it from a copy.")
     if hashlib.sha256(data).hexdigest() != expected:
         raise DamagedFile(f"{store.where(name)} is damaged: its SHA-256 is not the one in its receipt. Restore it.")
-    file = pq.ParquetFile(io.BytesIO(data))
-    found = [column for column in dict.fromkeys(["key", *columns]) if column in file.schema_arrow.names]
-    table = file.read(found, use_threads=False)
+    table = pq.ParquetFile(io.BytesIO(data)).read([*dict.fromkeys(["key", *columns])], use_threads=False)
     if len(table) != part["samples"]:
         raise DamagedFile(f"{store.where(name)} has {len(table)} rows; the index says {part['samples']} samples.")
     return table

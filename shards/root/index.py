@@ -1,26 +1,24 @@
 """BUCKET/index.json: streaming's own index, built from receipts and never from a listing.
 
 `streaming.base.util.merge_index` keeps only the leaf folder's name and fails on foreign JSON files, so the index is
-written here. The same parts always give the same bytes. In a root of version 1 it is also what a run is pinned to.
+written here. The same parts always give the same bytes.
 """
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pyarrow as pa
 
-from shards.base.durable import canonical_json
 from shards.base.scratch import attempt_folder
 from shards.base.store import Store
 from shards.format.buckets import Bucket
 from shards.format.encoding import EncodingRecord
 from shards.format.mds import HASH, Column
 from shards.format.mds_writer import file_config
-from shards.format.receipts import Receipt, is_version1, names_in_force
-from shards.root.committed import list_commits, load_receipts
-from shards.root.manifest import BucketIndex, Manifest, load_rows, read_index
+from shards.format.receipts import Receipt
+from shards.root.manifest import Manifest, load_rows, read_index
 from shards.root.publish import Publisher
 from shards.root.segments import files_of, make_rows
 
@@ -30,8 +28,6 @@ FILES_AT_ONCE = 1 << 14
 
 def write_indexes(store: Store) -> dict[str, int]:
     """Publish what is committed, and write every bucket's index.json; returns bucket → samples in it."""
-    if is_of_version1(store):
-        return _write_version1(store)
     manifest = Publisher(store).publish()
     write_streaming(store, manifest)
     return {bucket: size.samples for bucket, size in manifest.buckets.items()}
@@ -41,19 +37,13 @@ def write_streaming(store: Store, manifest: Manifest) -> None:
     """Write the index.json of every bucket of a manifest."""
     for bucket, size in manifest.buckets.items():
         index = read_index(store, bucket, size.id)
-        assert isinstance(index, BucketIndex)
         pieces = bucket_index(EncodingRecord.load(store), bucket, load_rows(store, size.id, index))
         _write(store, bucket, pieces)
 
 
-def is_of_version1(store: Store) -> bool:
-    """Whether receipts of version 1 are those that count."""
-    return any(map(is_version1, names_in_force(list_commits(store))))
-
-
 def index_columns(encoding: EncodingRecord, bucket: str) -> list[Column]:
     """What the MDS files of a bucket hold, in their order."""
-    types = encoding.stored_columns(Bucket.parse(bucket))
+    types = encoding.columns(Bucket.parse(bucket))
     return [Column.of(name, types[name]) for name in sorted(types)]
 
 
@@ -62,19 +52,17 @@ def compact_json(value: Any) -> bytes:
     return (json.dumps(value, sort_keys=True, ensure_ascii=False) + "\n").encode()
 
 
-def bucket_index(
-    encoding: EncodingRecord, bucket: str, rows: pa.Table, dump: Callable[[Any], bytes] = compact_json
-) -> Iterator[bytes]:
-    """ROOT/BUCKET/index.json over these parts, in pieces, as `dump` would write it: a whole one may have 600 MB."""
+def bucket_index(encoding: EncodingRecord, bucket: str, rows: pa.Table) -> Iterator[bytes]:
+    """ROOT/BUCKET/index.json over these parts, in pieces: a whole one may have 600 MB."""
     # a million entries as Python objects would take gigabytes: two are dumped with their own values left open
     config = file_config(index_columns(encoding, bucket))
     raw_data = {"basename": HOLE, "bytes": HOLE, "hashes": {HASH: HOLE}}
     entry = config | {"raw_data": raw_data, "samples": HOLE, "zip_data": None}
     files, hole = files_of(rows), json.dumps(HOLE).encode()
     if not len(files):
-        yield dump({"version": 2, "shards": []})
+        yield compact_json({"version": 2, "shards": []})
         return
-    head, *between, tail = dump({"version": 2, "shards": [entry, entry]}).split(hole)
+    head, *between, tail = compact_json({"version": 2, "shards": [entry, entry]}).split(hole)
     joints, next_head = [head, *between[:3]], between[3]
     for batch in files.to_batches(max_chunksize=FILES_AT_ONCE):
         piece: list[bytes] = []
@@ -95,20 +83,10 @@ def _written(name: bytes, size: int, hash: int, samples: int) -> Iterable[bytes]
     )
 
 
-def sound_indexes(encoding: EncodingRecord, bucket: str, receipts: Iterable[Receipt]) -> list[bytes]:
-    """The same over those of `receipts` that are of `bucket`, as version 1 wrote it, and as it is written now."""
+def sound_index(encoding: EncodingRecord, bucket: str, receipts: Iterable[Receipt]) -> bytes:
+    """The index.json of `bucket` over those of `receipts` that are of it."""
     rows = make_rows((receipt, "") for receipt in receipts if receipt.bucket == bucket)
-    return [b"".join(bucket_index(encoding, bucket, rows, dump)) for dump in (canonical_json, compact_json)]
-
-
-def _write_version1(store: Store) -> dict[str, int]:
-    encoding, receipts = EncodingRecord.load(store), load_receipts(store)
-    samples: dict[str, int] = {}
-    for receipt in receipts:
-        samples[receipt.bucket] = samples.get(receipt.bucket, 0) + receipt.samples
-    for bucket in samples:
-        _write(store, bucket, sound_indexes(encoding, bucket, receipts)[:1])
-    return dict(sorted(samples.items()))
+    return b"".join(bucket_index(encoding, bucket, rows))
 
 
 def _write(store: Store, bucket: str, pieces: Iterable[bytes]) -> None:

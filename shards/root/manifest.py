@@ -4,14 +4,11 @@
     ROOT/index/buckets/ID.json              an index: its segments. ID follows from the set of parts alone
     ROOT/index/segments/SHA256.arrow        rows of parts
 
-All of it is created if absent, and nothing is ever replaced. A root of version 1 has none of it: there an index is
-BUCKET/index.json, and its id is the SHA-256 of its bytes; they are kept as index/buckets/ID.json once there are
-manifests, so that runs which began with them go on.
+All of it is created if absent, and nothing is ever replaced.
 """
 
-import hashlib
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import pyarrow as pa
@@ -21,7 +18,7 @@ from shards.base.durable import DamagedFile, parse_sealed_json, sealed_json
 from shards.base.errors import RequestError
 from shards.base.store import Store
 from shards.root.segments import FOLDER as SEGMENTS
-from shards.root.segments import content_id, load_segment, merge
+from shards.root.segments import content_id, load_segment, merge, names_outside
 
 FOLDER = "index/manifests"
 INDEXES = "index/buckets"
@@ -69,7 +66,7 @@ def newest_manifest(store: Store) -> Manifest | None:
 
     Raises:
         DamagedFile: it is not what was published.
-        RequestError: a later version of this program published it.
+        RequestError: another version of this program published it.
     """
     numbers = [name for name in store.files(FOLDER) if NUMBER.fullmatch(name)]
     if not numbers:
@@ -78,24 +75,21 @@ def newest_manifest(store: Store) -> Manifest | None:
     return Manifest.model_validate(_of_this_version(store.read(name), store.where(name)))
 
 
-def read_index(store: Store, bucket: str, id: str) -> BucketIndex | bytes:
-    """An index; of version 1 the bytes of streaming's index.json.
+def read_index(store: Store, bucket: str, id: str) -> BucketIndex:
+    """An index.
 
     Raises:
-        RequestError: the root has no such index, or a later version of this program published it.
+        RequestError: the root has no such index, or another version of this program published it.
         DamagedFile: it is not what was published.
     """
-    # streaming's own index.json, which may be large, is looked at only where nothing was published under that id
-    for name in (index_name(id), f"{bucket}/index.json"):
-        data = store.read_many([name]).get(name)
-        if data is not None and hashlib.sha256(data).hexdigest() == id:
-            return data
-        if data is not None and name == index_name(id):
-            return BucketIndex.model_validate(_of_this_version(data, store.where(name)))
-    raise RequestError(
-        f"{store.where()} has no index {id} of its bucket {bucket}. Restore {index_name(id)} from a copy; or, if it is "
-        f"the root's newest, write it anew with `python -m shards index {store.where()}`; or start a new run."
-    )
+    name = index_name(id)
+    data = store.read_many([name]).get(name)
+    if data is None:
+        raise RequestError(
+            f"{store.where()} has no index {id} of its bucket {bucket}. Restore {name} from a copy; or, if it is "
+            f"the root's newest, write it anew with `python -m shards index {store.where()}`; or start a new run."
+        )
+    return BucketIndex.model_validate(_of_this_version(data, store.where(name)))
 
 
 def load_rows(store: Store, id: str, index: BucketIndex) -> pa.Table:
@@ -103,6 +97,7 @@ def load_rows(store: Store, id: str, index: BucketIndex) -> pa.Table:
 
     Raises:
         DamagedFile: a segment is missing, or not what was stored.
+        RequestError: it names a file outside its folder, so somebody forged it.
     """
     try:
         rows = merge([load_segment(store, sha256) for sha256 in index.segments])
@@ -111,18 +106,19 @@ def load_rows(store: Store, id: str, index: BucketIndex) -> pa.Table:
             f"A segment of {store.where(index_name(id))} is missing ({error}). Restore it from a copy; or, if it is "
             f"the root's newest index, write it anew with `python -m shards index {store.where()}`."
         ) from None
+    if outside := names_outside(rows):
+        raise RequestError(
+            f"{store.where(index_name(id))} names a file outside its folder, {outside[0]!r}. Do not use this root."
+        )
     if content_id(rows) != id:
         raise DamagedFile(f"{store.where(index_name(id))} names other rows than its name says. Restore it from a copy.")
     return rows
 
 
-def current_ids(store: Store, buckets: Iterable[str]) -> dict[str, str]:
-    """Bucket → id of its newest index, of a root of either version; those without one are left out."""
+def current_ids(store: Store) -> dict[str, str]:
+    """Bucket → id of its newest index; empty where nothing was published."""
     manifest = newest_manifest(store)
-    if manifest is not None:
-        return {bucket: manifest.buckets[bucket].id for bucket in buckets if bucket in manifest.buckets}
-    found = store.read_many([f"{bucket}/index.json" for bucket in buckets])
-    return {name.partition("/")[0]: hashlib.sha256(data).hexdigest() for name, data in found.items()}
+    return {bucket: size.id for bucket, size in manifest.buckets.items()} if manifest else {}
 
 
 def damaged_indexes(store: Store) -> Iterator[str]:
@@ -135,16 +131,10 @@ def damaged_indexes(store: Store) -> Iterator[str]:
                 load_segment(store, stem)
             elif folder == FOLDER:
                 Manifest.model_validate(_of_this_version(data, store.where(name)))
-            elif hashlib.sha256(data).hexdigest() != stem:
+            else:
                 load_rows(store, stem, BucketIndex.model_validate(_of_this_version(data, store.where(name))))
         except (DamagedFile, RequestError) as error:
             yield str(error)
-
-
-def keep_version1(store: Store, buckets: Iterable[str]) -> None:
-    """Keep the indexes of version 1, which `python -m shards index` will replace, for runs that began with them."""
-    for data in store.read_many([f"{bucket}/index.json" for bucket in buckets]).values():
-        store.create(index_name(hashlib.sha256(data).hexdigest()), data)
 
 
 def index_name(id: str) -> str:
@@ -156,7 +146,7 @@ def _of_this_version(data: bytes, where: str) -> dict[str, Any]:
     fields = parse_sealed_json(data, where)
     if fields.get("version") != 2:
         raise RequestError(
-            f"{where} is of version {fields.get('version')}; this program reads version 2. A later one wrote it: use "
-            f"that. Nothing was changed."
+            f"{where} has format version {fields.get('version')}, and this version of latentmill reads only 2. Use the "
+            f"one that wrote it."
         )
     return fields

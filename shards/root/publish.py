@@ -15,9 +15,9 @@ from pydantic import Field
 from shards.base.config import Config
 from shards.base.errors import RequestError, WorkError
 from shards.base.store import Store
-from shards.format.receipts import is_version1, names_in_force, parse_name
+from shards.format.receipts import names_in_force, parse_name
 from shards.root.committed import list_commits, load_commits
-from shards.root.manifest import BucketIndex, BucketSize, Manifest, keep_version1, newest_manifest, read_index
+from shards.root.manifest import BucketIndex, BucketSize, Manifest, newest_manifest, read_index
 from shards.root.segments import content_id, load_segment, make_rows, merge, part_name, receipts_of, save_segment, sizes
 
 RECEIPTS_AT_ONCE = 512
@@ -53,14 +53,11 @@ class Publisher:
 
         Raises:
             DamagedFile: a receipt or a segment is not what was written.
-            RequestError: the root is of version 1.
             Stopped: `stop` said so.
         """
         while True:
             newest, listed = newest_manifest(self.store), list_commits(self.store)
-            wanted, recalled = in_force(self.store, listed)
-            if newest is None:
-                keep_version1(self.store, wanted)
+            wanted, recalled = in_force(listed)
             known = newest.buckets if newest else {}
             buckets = {name: self._extend(name, known.get(name), wanted[name]) for name in sorted(wanted)}
             if newest and (newest.buckets, newest.recalled) == (buckets, recalled):
@@ -91,7 +88,6 @@ class Publisher:
         """SHA-256 → table, of the segments of an index; None where a file is gone, which the receipts can make anew."""
         try:
             index = read_index(self.store, bucket, id)
-            assert isinstance(index, BucketIndex)
             for sha256 in index.segments:
                 if sha256 not in self.tables:
                     self._check()
@@ -131,20 +127,11 @@ class Publisher:
             raise Stopped
 
 
-def in_force(store: Store, listed: Mapping[str, str]) -> tuple[dict[str, dict[str, str]], dict[str, tuple[str, ...]]]:
-    """Bucket → receipts in force, name → etag; and bucket → names of receipts that were recalled.
-
-    Raises:
-        RequestError: the root is of version 1, whose index is made from its receipts at once.
-    """
+def in_force(listed: Mapping[str, str]) -> tuple[dict[str, dict[str, str]], dict[str, tuple[str, ...]]]:
+    """Bucket → receipts in force, name → etag; and bucket → names of receipts that were recalled."""
     wanted: dict[str, dict[str, str]] = {}
     recalled: dict[str, list[str]] = {}
     for name in names_in_force(listed):
-        if is_version1(name):
-            raise RequestError(
-                f"{store.where()} is of version 1: it can be read, but not added to. Run `python -m shards upgrade "
-                f"{store.where()}` first."
-            )
         wanted.setdefault(name.split("/")[1], {})[name] = listed[name]
     for name in listed:
         if (parsed := parse_name(name)) and parsed[3]:

@@ -108,6 +108,14 @@ def files_of(rows: pa.Table) -> pa.Table:
     return pa.table(columns | {"name": names.cast(pa.binary())})
 
 
+def names_outside(rows: pa.Table) -> list[str]:
+    """Folders of parts and names of files that are not plain names: a path built from them may leave the bucket."""
+    basenames = pc.list_flatten(rows["files"]).combine_chunks().field("basename")
+    names = pa.concat_arrays([rows["part"].combine_chunks(), basenames])
+    outside: list[str] = names.filter(pc.match_substring_regex(names, r"/|\\|^\.*$")).to_pylist()
+    return outside
+
+
 def save_arrays(rows: pa.Table, folder: Path) -> None:
     """What `MdsIndex.mapped` maps; of the strings only some are Python objects at a time."""
     files = files_of(rows)

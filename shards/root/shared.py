@@ -14,8 +14,8 @@ from shards.base.errors import RequestError
 from shards.base.store import UNFINISHED, Store
 from shards.format.buckets import NEAREST, Bucket
 from shards.format.encoding import FILE_NAME, EncodingRecord
-from shards.format.receipts import FOLDER, UPGRADED, is_version1, names_in_force
-from shards.format.text import TextLatents, current_name
+from shards.format.receipts import names_in_force
+from shards.format.text import TextLatents
 from shards.root.committed import list_commits, load_commits
 
 UNCOND_NAME = "uncond.safetensors"
@@ -25,7 +25,7 @@ RULES = "rules"
 
 
 def check_root(store: Store, encoding: EncodingRecord) -> None:
-    """Refuse a root whose encoding is not `encoding`, or that is of version 1; an absent root is fine.
+    """Refuse a root whose encoding is not `encoding`; an absent root is fine.
 
     Raises:
         RequestError: the fields that differ, named.
@@ -48,18 +48,6 @@ def check_root(store: Store, encoding: EncodingRecord) -> None:
             f"{store.where()} was written with another encoding: {'; '.join(differences)} (root ≠ this run).{vae} Its "
             f"latents and new ones would not mean the same. Give another `output`, or set these fields as the root has "
             f"them."
-        )
-    refuse_version1(store)
-
-
-def refuse_version1(store: Store) -> None:
-    """Raises RequestError where a root has receipts of version 1 that were not upgraded."""
-    names = store.etags(FOLDER)
-    if UPGRADED not in names and any(map(is_version1, names)):
-        raise RequestError(
-            f"{store.where()} has receipts of version 1, one for all buckets of a tar, and this program writes one for "
-            f"each bucket. End what still writes to it by the old program, then: `python -m shards upgrade "
-            f"{store.where()}`. No part is written anew, and the same job goes on."
         )
 
 
@@ -90,11 +78,8 @@ def rule_files(rules: dict[Bucket, str]) -> dict[str, str]:
     return {f"{RULES}/{name}.json": rule for name, rule in [*by_base.items(), *rules.items()]}
 
 
-def create_root(store: Store, encoding: EncodingRecord) -> EncodingRecord:
+def create_root(store: Store, encoding: EncodingRecord) -> None:
     """Write encoding.json, or check the one that is there. Safe when several jobs do it at once.
-
-    Returns:
-        `encoding`, of the version that the root has.
 
     Raises:
         RequestError: the one that is there differs, or the store does not create on condition.
@@ -103,7 +88,6 @@ def create_root(store: Store, encoding: EncodingRecord) -> EncodingRecord:
     probe(store)
     store.create(FILE_NAME, encoding.sealed())
     check_root(store, encoding)
-    return encoding.model_copy(update={"schema_version": EncodingRecord.load(store).schema_version})
 
 
 def agree_on_rules(store: Store, rules: dict[Bucket, str]) -> None:
@@ -141,13 +125,12 @@ def has_uncond(store: Store) -> bool:
     return store.size(UNCOND_NAME) is not None
 
 
-def write_uncond(store: Store, empty: dict[str, TextLatents], encoding: EncodingRecord) -> None:
+def write_uncond(store: Store, empty: dict[str, TextLatents]) -> None:
     """Store what each text tower makes of the empty caption, if there is none; others' is as good.
 
     (It may differ by rounding where another kind of GPU made it.)
     """
-    tensors = {encoding.stored_name(name): tensor for name, tensor in _uncond_tensors(empty)}
-    store.create(UNCOND_NAME, save(tensors))
+    store.create(UNCOND_NAME, save(dict(_uncond_tensors(empty))))
 
 
 def _uncond_tensors(empty: dict[str, TextLatents]) -> Iterator[tuple[str, Tensor]]:
@@ -180,7 +163,7 @@ def load_uncond(store: Store) -> dict[str, TextLatents]:
                 f"{store.where(UNCOND_NAME)} is damaged: its SHA-256 is not that in {store.where(name)}. Restore it "
                 f"from a copy."
             )
-    tensors = {current_name(name): tensor for name, tensor in load(data).items()}
+    tensors = load(data)
     names = sorted(name.removeprefix("num_tokens.") for name in tensors if name.startswith("num_tokens."))
     return {
         name: TextLatents(

@@ -12,7 +12,7 @@ from shards.base.errors import RequestError
 from shards.base.scratch import is_held
 from shards.base.store import UNFINISHED, Store
 from shards.format.encoding import EncodingRecord
-from shards.format.receipts import is_version1, parse_name
+from shards.format.receipts import parse_name
 from shards.root.committed import list_commits, load_commits
 
 UNITS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
@@ -83,9 +83,9 @@ def _is_alive(store: Store, folder: str) -> bool:
 
 
 def named_parts(store: Store) -> set[str]:
-    """The folders of all parts that a receipt names, in force, recalled, or of version 1."""
+    """The folders of all parts that a receipt names, in force or recalled."""
     etags = list_commits(store)
-    receipts = {n: e for n, e in etags.items() if is_version1(n) or ((parsed := parse_name(n)) and not parsed[3])}
+    receipts = {name: etag for name, etag in etags.items() if (parsed := parse_name(name)) and not parsed[3]}
     return {committed.receipt.folder for committed in load_commits(store, receipts)}
 
 

@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 from shards.base.errors import RequestError
 from shards.base.store import Store
 from shards.format.encoding import EncodingRecord
-from shards.format.mds import parse_index
 from shards.root.exclusions import Exclusion, add_exclusion, read_samples
 from shards.root.manifest import current_ids, load_rows, read_index
 from shards.root.segments import parts_of
@@ -26,8 +25,6 @@ class Matches:
     samples: int
     parts: int
     """That hold some of these."""
-    blind_parts: int
-    """Whose tables lack the column, so that nothing can be matched in them."""
     all_parts: int
 
 
@@ -41,9 +38,8 @@ def add_and_match(store: Store, exclusion: Exclusion) -> tuple[bool, list[Matche
         RequestError: `store` is not a latents root; or the list has keys, and no sample has any of them.
     """
     EncodingRecord.load(store)
-    buckets = [entry for entry in store.entries() if entry.partition("x")[0].isdigit()]
     is_matched = np.zeros(len(exclusion.values), bool)
-    found = [_match(store, bucket, id, exclusion, is_matched) for bucket, id in current_ids(store, buckets).items()]
+    found = [_match(store, bucket, id, exclusion, is_matched) for bucket, id in current_ids(store).items()]
     unmatched: list[str] = exclusion.values.filter(pa.array(~is_matched)).to_pylist()
     if exclusion.kind == "key" and not is_matched.any():
         raise RequestError(
@@ -58,19 +54,17 @@ def _match(store: Store, bucket: str, id: str, exclusion: Exclusion, is_matched:
     """Match a list against a bucket, and set `is_matched` for each of its values that is found."""
     parts = _parts(store, bucket, id)
 
-    def match(part: np.void) -> tuple[NDArray[np.int64], bool]:
-        table = read_samples(store, bucket, part, [exclusion.kind])
-        lines = exclusion.lines_of(table)
-        return lines[lines >= 0], exclusion.kind not in table.column_names
+    def match(part: np.void) -> NDArray[np.int64]:
+        lines = exclusion.lines_of(read_samples(store, bucket, part, [exclusion.kind]))
+        return lines[lines >= 0]
 
-    samples = matched_parts = blind_parts = 0
+    samples = matched_parts = 0
     with ThreadPoolExecutor(NUM_READERS) as readers:
-        for lines, is_blind in readers.map(match, parts):
+        for lines in readers.map(match, parts):
             is_matched[lines] = True
             samples += len(lines)
             matched_parts += len(lines) > 0
-            blind_parts += is_blind
-    return Matches(bucket, samples, matched_parts, blind_parts, all_parts=len(parts))
+    return Matches(bucket, samples, matched_parts, all_parts=len(parts))
 
 
 def _examples(values: list[str], one: str, several: str) -> str:
@@ -82,10 +76,7 @@ def _examples(values: list[str], one: str, several: str) -> str:
 
 
 def _parts(store: Store, bucket: str, id: str) -> NDArray[np.void]:
-    index = read_index(store, bucket, id)
-    if isinstance(index, bytes):
-        return parse_index(index, store.where(f"{bucket}/index.json")).parts
-    return parts_of(load_rows(store, id, index))
+    return parts_of(load_rows(store, id, read_index(store, bucket, id)))
 
 
 def describe_matches(exclusion: Exclusion, is_new: bool, found: list[Matches], unmatched: list[str]) -> str:
@@ -97,11 +88,6 @@ def describe_matches(exclusion: Exclusion, is_new: bool, found: list[Matches], u
         lines.append(
             f"{matches.bucket}: {matches.samples:,} samples in {matches.parts:,} of {matches.all_parts:,} parts"
         )
-        if matches.blind_parts:
-            lines.append(
-                f"    {matches.blind_parts:,} parts were written before tables held a {exclusion.kind}: nothing in "
-                f"them can be matched by it. Exclude their samples by key."
-            )
     if unmatched:
         lines.append(
             f"No sample matches {_examples(unmatched, 'the line', 'the lines')}. Check the spelling; parts that are "

@@ -11,10 +11,6 @@ from shards.derive.source import ORIGIN
 from shards.format.encoding import EncodingRecord
 from shards.format.receipts import Receipt
 from shards.root.committed import load_receipts
-from shards.root.shared import refuse_version1
-
-UNKNOWN = "unknown"
-"""Who made a part of version 1."""
 
 
 def nodes(store: Store) -> list[dict[str, Any]]:
@@ -29,8 +25,7 @@ def nodes(store: Store) -> list[dict[str, Any]]:
     groups: dict[tuple[str, str, str], list[Receipt]] = {}
     for receipt in load_receipts(store):
         made = receipt.made_by
-        who = (made.host, made.gpu, made.gpu_uuid or "") if made else (UNKNOWN, UNKNOWN, "")
-        groups.setdefault(who, []).append(receipt)
+        groups.setdefault((made.host, made.gpu, made.gpu_uuid or ""), []).append(receipt)
     return [_node(*who, groups[who]) for who in sorted(groups)]
 
 
@@ -45,7 +40,7 @@ def _node(host: str, gpu: str, uuid: str, receipts: list[Receipt]) -> dict[str, 
         "host": host,
         "gpu": gpu,
         "gpu_uuid": uuid,
-        "sources": sorted({receipt.made_by.source_sha256[:12] for receipt in receipts if receipt.made_by}),
+        "sources": sorted({receipt.made_by.source_sha256[:12] for receipt in receipts}),
         "parts": len(receipts),
         "samples_in": sum(taken_in.values()),
         "samples": sum(receipt.samples for receipt in receipts),
@@ -94,10 +89,10 @@ class Suspicion:
 
 
 def makers(receipt: Receipt) -> list[tuple[object, object, object]]:
-    """Host, GPU and its UUID of who made a part, and of who made what it was derived from; None where not known."""
+    """List host, GPU and GPU UUID of what made a part, and of what made its origin (None if it was not derived)."""
     made = receipt.made_by
     host, gpu, gpu_uuid = (receipt.settings.get(f"{ORIGIN}.{name}") for name in ("host", "gpu", "gpu_uuid"))
-    return [(made.host, made.gpu, made.gpu_uuid) if made else (None, None, None), (host, gpu, gpu_uuid)]
+    return [(made.host, made.gpu, made.gpu_uuid), (host, gpu, gpu_uuid)]
 
 
 def _time(text: str) -> datetime:
@@ -112,8 +107,7 @@ def suspects(store: Store, suspicion: Suspicion) -> list[Receipt]:
     """The receipts in force that it applies to.
 
     Raises:
-        RequestError: not a latents root, or one of version 1.
+        RequestError: not a latents root.
     """
     EncodingRecord.load(store)
-    refuse_version1(store)
     return [receipt for receipt in load_receipts(store) if suspicion.hits(receipt)]

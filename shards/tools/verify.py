@@ -1,6 +1,5 @@
 """`python -m shards verify ROOT`: is every byte of a latents root what was written, and does all of it fit together?"""
 
-import io
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,16 +10,15 @@ import numpy as np
 from shards.base.durable import DamagedFile, parse_sealed_json
 from shards.base.errors import RequestError
 from shards.base.store import LocalStore, Store
-from shards.format import version1
 from shards.format.buckets import Bucket
 from shards.format.encoding import EncodingRecord
-from shards.format.receipts import FileRecord, Receipt, is_version1, names_in_force, parse_name
-from shards.format.tables import CAPTION_CHANGES, OTHER_BUCKET, REJECTS_SCHEMA, list_rejects, read_tables, write_rows
+from shards.format.receipts import FileRecord, Receipt, names_in_force, parse_name
+from shards.format.tables import OTHER_BUCKET, read_tables
 from shards.format.towers import TextTower
 from shards.root.commit import content_hash
 from shards.root.committed import TarBooks, by_tar, list_commits, load_commits
 from shards.root.exclusions import damaged_exclusions
-from shards.root.index import sound_indexes
+from shards.root.index import sound_index
 from shards.root.manifest import damaged_indexes
 from shards.root.reading import captions, features, read_part, text_latents
 from shards.root.shared import RULES
@@ -48,7 +46,7 @@ def verify_root(store: Store) -> Iterator[str]:
             sound = False
             continue
         for _, _, receipt in loaded:
-            if name != receipt.name and not is_version1(name):
+            if name != receipt.name:
                 yield f"{store.where(name)} is the receipt {receipt.name}, under another's name"
             yield from verify_receipt(store, name, receipt, encoding)
             receipts += [receipt] if name in in_force else []
@@ -56,8 +54,6 @@ def verify_root(store: Store) -> Iterator[str]:
     yield from verify_rules(store, receipts)
     for books in by_tar(receipts):
         yield from verify_books(store, books)
-    for name in filter(is_version1, etags):
-        yield from verify_rejects(store, name)
     yield from damaged_indexes(store)
     yield from damaged_exclusions(store)
     if sound:
@@ -84,7 +80,7 @@ def verify_receipt(store: Store, name: str, receipt: Receipt, encoding: Encoding
     """What is wrong with one part, or with what its receipt says of the root."""
     if receipt.encoding_id != encoding.id:
         yield f"{store.where(name)} is of encoding {receipt.encoding_id}; the root's is {encoding.id}"
-    if receipt.part not in (receipt.tar, f"{receipt.tar}.{content_hash(receipt.files)}"):
+    if receipt.part != f"{receipt.tar}.{content_hash(receipt.files)}":
         yield f"{store.where(name)} names a part, {receipt.part}, that is not named by its content"
     for shared, record in receipt.shared_files.items():
         yield from verify_file(store, shared, record, store.where(shared))
@@ -123,30 +119,6 @@ def _tells(part: Receipt, keys: list[str], stored: dict[str, list[Any]], refused
     listed = [{key for key, why in pairs if why == reason} for reason in part.rejects]
     counts = {name: sum(stored["captions" if name == "stored" else name]) for name in part.captions}
     return found == [set(stored["key"]), *listed] and counts == part.captions
-
-
-def verify_rejects(store: Store, name: str) -> Iterator[str]:
-    """rejects/TAR.parquet, of version 1, against the tables of the parts that its receipt names."""
-    try:
-        old = version1.read_receipt(store, name)
-        tables = {bucket: read_tables(store, f"{bucket}/{old.shard}", part.files) for bucket, part in old.parts.items()}
-    except DamagedFile:
-        return  # has been said
-    rejects, table = list_rejects(tables), f"rejects/{old.shard}.parquet"
-    counts: dict[str, tuple[int, ...]] = {}
-    for stored, _ in tables.values():
-        counts |= zip(
-            stored["key"], zip(*(stored[name] for name in ("captions", *CAPTION_CHANGES)), strict=True), strict=True
-        )
-    totals = [sum(column) for column in zip(*counts.values(), strict=True)] or [0] * (1 + len(CAPTION_CHANGES))
-    captions = dict(zip(("stored", *CAPTION_CHANGES), totals, strict=True))
-    rejected = Counter(reason for _, _, bucket, reason, _ in rejects if not bucket)
-    if (old.encoded, old.captions, old.rejected) != (len(counts), captions, rejected):
-        yield f"{store.where(name)} does not add up to its parts' tables"
-    expected = io.BytesIO()
-    write_rows(expected, REJECTS_SCHEMA, rejects)
-    if store.read_many([table]).get(table) != expected.getvalue():
-        yield f"{store.where(table)} is not what the parts' tables give"
 
 
 def verify_rules(store: Store, receipts: list[Receipt]) -> Iterator[str]:
@@ -200,7 +172,7 @@ def verify_indexes(store: Store, encoding: EncodingRecord, receipts: list[Receip
     """Every bucket's index.json against what the receipts give, byte for byte."""
     for bucket in sorted({receipt.bucket for receipt in receipts}):
         name = f"{bucket}/index.json"
-        if store.read_many([name]).get(name) not in sound_indexes(encoding, bucket, receipts):
+        if store.read_many([name]).get(name) != sound_index(encoding, bucket, receipts):
             yield (
                 f"{store.where(name)} is not what the receipts give: write it anew with `python -m shards index "
                 f"{store.where()}`"

@@ -1,8 +1,9 @@
-"""Golden records: latents roots, a checkpoint and loss curves as commit 8cb740e wrote them.
+"""Golden records: latents roots, a checkpoint and loss curves, whose numbers commit 8cb740e computed.
 
-`python -m tests.golden.make roots` wrote `roots/`, and is not to be run again: the roots show that what was once
-written stays readable. `python -m tests.golden.make curves` trains the cases below from them, and writes `curves.json`
-and `checkpoint/`; it is run again only where a change of the curve is meant, with the reason in the commit.
+`python -m tests.golden.make roots` encodes `roots/`. Do not run it again: what it computes depends on the machine, and
+every curve depends on it. (When the format changed, `shards derive` rewrote the stored roots with the same arrays.)
+`python -m tests.golden.make curves` trains the cases below on them, and writes `curves.json` and `checkpoint/`. Run it
+only for a deliberate change of a curve, and give the reason in the commit.
 """
 
 import json

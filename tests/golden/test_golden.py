@@ -1,4 +1,4 @@
-"""Refactors change no number: curves, a resumed checkpoint and roots as they were on commit 8cb740e."""
+"""Refactors change no number: curves, a resumed checkpoint and roots hold what commit 8cb740e computed."""
 
 import json
 import shutil
@@ -29,7 +29,7 @@ def test_curve(name: str, tmp_path: Path) -> None:
     check_curve(name, curve_of(train_case(name, tmp_path)), GOLDEN["curves"][name])
 
 
-def test_checkpoint_of_8cb740e_resumes(tmp_path: Path) -> None:
+def test_the_checkpoint_resumes(tmp_path: Path) -> None:
     checkpoint = tmp_path / RESUMED / "checkpoints" / f"step-{CHECKPOINT_STEP:08d}"
     shutil.copytree(HERE / "checkpoint", checkpoint)
     resumed = curve_of(train_case(RESUMED, tmp_path))
@@ -38,6 +38,6 @@ def test_checkpoint_of_8cb740e_resumes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("root", sorted(path.name for path in (HERE / "roots").iterdir()))
-def test_root_of_8cb740e_is_sound(root: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_root_is_sound(root: str, capsys: pytest.CaptureFixture[str]) -> None:
     shards(["verify", str(HERE / "roots" / root)])
     assert "is sound" in capsys.readouterr().out

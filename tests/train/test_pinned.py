@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from bench.kit.roots import make_root
-from shards.__main__ import run as shards
 from shards.base.errors import RequestError
 from shards.base.store import LocalStore
 from shards.format.receipts import tombstone_name
@@ -17,7 +16,6 @@ from shards.root.exclusions import add_exclusion, make_exclusion
 from shards.root.index import write_indexes
 from shards.root.publish import Publisher
 from tests import ranks
-from tests.golden.make import HERE as GOLDEN
 from tests.growing import put_back, set_aside
 from tests.runs import curve, run_module, train_fields, write_config
 from train.run.fingerprint import check_resume
@@ -134,19 +132,6 @@ def test_validation_can_be_switched_on_during_a_run() -> None:
     check_resume(Path("step"), saved | {"validation": {"bucket": "64x64"}}, saved)
 
 
-def test_an_old_index_json_is_kept_for_the_runs_that_began_with_it(tmp_path: Path) -> None:
-    """A root of version 1 that was upgraded, and published since."""
-    root = shutil.copytree(GOLDEN / "roots" / "float16", tmp_path / "root")
-    train(tmp_path, train_fields(root, tmp_path / "reference", max_steps=STEPS))
-    train(tmp_path, train_fields(root, tmp_path / "run", max_steps=STEPS // 2))
-    before = (root / "64x64" / "index.json").read_bytes()
-    shards(["upgrade", str(root)])
-    write_indexes(LocalStore(root))
-    assert (root / "64x64" / "index.json").read_bytes() != before
-    train(tmp_path, train_fields(root, tmp_path / "run", max_steps=STEPS))
-    assert curve(tmp_path / "run") == curve(tmp_path / "reference")
-
-
 def test_another_filter_is_no_growth() -> None:
     """It would pass as samples that came or went, where a run takes up what its roots now hold."""
     stream = {"bucket": "64x64", "samples": 30, "filter": None}
@@ -157,5 +142,3 @@ def test_another_filter_is_no_growth() -> None:
     check_resume(Path("step"), saved, grown, grows=True)
     with pytest.raises(RequestError, match=r"streams.filter: None ≠ .*'min': 5"):
         check_resume(Path("step"), saved, filtered, grows=True)
-    del stream["filter"]  # a checkpoint of an earlier version
-    check_resume(Path("step"), saved, filtered, grows=True)

@@ -179,7 +179,7 @@ class OpenStream:
     """That pass the filter."""
     chosen: int
     index_sha256: str
-    """The index's id; of a root of version 1 it is a SHA-256."""
+    """The index's id."""
     encoding_id: str
     exclusions: tuple[str, ...] = ()
     """Ids of the lists that were applied."""

@@ -20,7 +20,7 @@ from shards.base.errors import RequestError
 from shards.base.store import Store
 from shards.format.buckets import Bucket
 from shards.format.encoding import EncodingRecord
-from shards.format.mds import MdsIndex, parse_index
+from shards.format.mds import MdsIndex
 from shards.format.text import TextLatents
 from shards.open import open_store
 from shards.root.exclusions import exclusion_ids, load_exclusion
@@ -112,11 +112,10 @@ def newest_index(store: Store, bucket: str) -> str:
     Raises:
         RequestError: the root has no such bucket, or none that was published.
     """
-    found = current_ids(store, [bucket])
+    found = current_ids(store)
     if bucket in found:
         return found[bucket]
-    names = [entry for entry in store.entries() if entry.partition("x")[0].isdigit()]
-    present = ", ".join(sorted(current_ids(store, names))) or "none"
+    present = ", ".join(sorted(found)) or "none"
     raise RequestError(
         f"The latents root {store.where()} has no bucket {bucket} (it has: {present}). Add it to `buckets` of "
         f"the precompute config and run `make precompute` again; only that bucket is encoded then. (If a job that was "
@@ -244,16 +243,8 @@ def map_index(store: Store, bucket: str, found: FoundStream, folder: Path) -> Md
     columns = tuple(index_columns(found.encoding, bucket))
 
     def make(target: Path) -> None:
-        index = read_index(store, bucket, found.index)
-        if not isinstance(index, bytes):
-            save_arrays(load_rows(store, found.index, index), target)
-            return pa.default_memory_pool().release_unused()  # this process would keep what the others never had
-        where = store.where(f"{bucket}/index.json")
-        files = parse_index(index, where)
-        if len(files) and files.columns != columns:
-            listed = {column.name: column.encoding for column in files.columns}
-            raise RequestError(f"{where} lists the columns {listed}, which encoding.json does not give.")
-        files.save(target)
+        save_arrays(load_rows(store, found.index, read_index(store, bucket, found.index)), target)
+        pa.default_memory_pool().release_unused()  # this process would keep what the others never had
 
     return MdsIndex.mapped(once_per_node(folder, f"{bucket}.{found.index}", make), columns)
 

@@ -7,23 +7,15 @@ from typing import Any
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 
-from shards.base.config import Config
 from shards.base.errors import RequestError
-from shards.format.towers import ONLY_TEXT
 from train.data import order
 from train.data.spec import DataConfig, DataSpec, OpenStream
 from train.model.backbone import BackboneConfig
-from train.model.unet import UNET, class_name
+from train.model.unet import class_name
 from train.objective.paths import ObjectiveConfig
 
-LATER = {"filter", "latents"}
-"""Of a stream: what checkpoints of earlier versions do not have."""
 GROWING = ("samples", "selection_sha256", "index_sha256", "exclusions")
 """Of a stream: what changes where parts or exclusions are added to its root."""
-
-
-LATER_OBJECTIVE = ("mode_scale", "shift", "weighting")
-"""Fields of the objective that checkpoints of version 1 know nothing of, and mean at their default."""
 
 
 def make_fingerprint(
@@ -39,13 +31,7 @@ def make_fingerprint(
 ) -> dict[str, Any]:
     """All of it; it is stored in every checkpoint. `repa`: what a layer is aligned with, and how; None: none is.
     `validation`: the pinned validation bucket; None: the run has no validation."""
-    backbone = (backbone or BackboneConfig()).called
-    resolved = backbone.resolved(spec.texts)
-    name, (tower, *_) = class_name(unet.config), resolved.text_towers
-    if name == UNET and backbone == BackboneConfig():  # its one text tower, which checkpoints of version 1 do not name
-        call: dict[str, Any] = {"text": tower} if tower != ONLY_TEXT else {}
-    else:
-        call = {"backbone": {"class": name, **resolved.model_dump(mode="json", exclude_defaults=True)}}
+    resolved = (backbone or BackboneConfig()).called.resolved(spec.texts)
     return {
         "seed": seed,
         "global_batch_size": global_batch_size,
@@ -63,13 +49,12 @@ def make_fingerprint(
                 "encoding_id": stream.encoding_id,
                 "filter": _filter(stream, data),
                 "latents": {"scale": list(spec.image.scale), "shift": list(spec.image.shift)},
-                # checkpoints of version 1 know of none
-                **({"exclusions": list(stream.exclusions)} if stream.exclusions else {}),
+                "exclusions": list(stream.exclusions),
             }
             for stream in spec.streams
         ],
-        **call,
-        "objective": without_defaults(objective, LATER_OBJECTIVE),
+        "backbone": {"class": class_name(unet.config), **resolved.model_dump(mode="json", exclude_defaults=True)},
+        "objective": objective.model_dump(mode="json"),
         "unet": {key: value for key, value in sorted(unet.config.items()) if not key.startswith("_")},
         **({"repa": repa} if repa is not None else {}),
         **({"validation": validation} if validation is not None else {}),
@@ -79,12 +64,6 @@ def make_fingerprint(
 def _filter(stream: OpenStream, data: DataConfig) -> dict[str, Any] | None:
     config = stream.config.filter or data.filter
     return config.model_dump(mode="json") if config else None
-
-
-def without_defaults(config: Config, names: tuple[str, ...]) -> dict[str, Any]:
-    """Its fields, but for those of `names` that are at their default."""
-    at_default = {name for name in names if getattr(config, name) == type(config).model_fields[name].default}
-    return config.model_dump(mode="json", exclude=at_default)
 
 
 def check_resume(folder: Path, saved: dict[str, Any], now: dict[str, Any], grows: bool = False) -> None:
@@ -99,9 +78,6 @@ def check_resume(folder: Path, saved: dict[str, Any], now: dict[str, Any], grows
     now = json.loads(json.dumps(now))  # as the saved one was: tuples are lists
     # validation does not change the weights, so it can be switched on, off or over during a run
     saved, now = ({key: value for key, value in fields.items() if key != "validation"} for fields in (saved, now))
-    for before, stream in zip(saved["streams"], now["streams"], strict=False):
-        for name in LATER - before.keys():  # earlier versions had a filter's outcome alone, and no normalisation
-            stream.pop(name, None)
     # a field that is not in the checkpoint is a later diffusers', at its default
     now["unet"] = {name: value for name, value in now["unet"].items() if name in saved["unet"]}
     if grows:

@@ -53,7 +53,7 @@ class TrainState:
     def from_json(cls, fields: dict[str, Any]) -> "TrainState":
         """What `to_json` gave."""
         rest = {name: value for name, value in fields.items() if name not in ("quarters", "alarm")}
-        sums, alarm = LossSums.from_json(fields.get("quarters", [0.0] * 8)), AlarmState(**fields.get("alarm", {}))
+        sums, alarm = LossSums.from_json(fields["quarters"]), AlarmState(**fields["alarm"])
         return cls(**rest, sums=sums, alarm=alarm)
 
 

@@ -26,7 +26,6 @@ from shards.root.reading import read_part, text_latents
 from shards.root.shared import load_uncond
 from shards.tools.verify import verify_root
 from tests.conftest import encode_all, folder_of, precompute_config
-from tests.golden.make import HERE as GOLDEN
 from tests.tiny_towers import config_of, make_towers, texts
 
 SMALL = ("--image.storage", "int8", "--text.storage", "float8", "--text.trim", "true", "--image.posterior", "mean")
@@ -100,15 +99,6 @@ def test_several_captions_and_towers(many: Path, models: Path, tars: Path, tmp_p
     check_sound(derived)
 
 
-def test_a_root_of_version_1(tmp_path: Path) -> None:
-    source = shutil.copytree(GOLDEN / "roots" / "float16", tmp_path / "v1")
-    derived = derive(source, tmp_path / "derived", "--image.storage", "int8", "--text.storage", "float8")
-    check_sound(derived)
-    ours, theirs = (load_receipts(LocalStore(root)) for root in (derived, source))
-    assert [receipt.stored for receipt in ours] == [receipt.stored for receipt in theirs]
-    assert EncodingRecord.load(LocalStore(derived)).schema_version == 2
-
-
 def test_receipts_name_their_source(latents: Path, tmp_path: Path) -> None:
     derived = derive(latents, tmp_path / "derived", "--text.storage", "float8", "--buckets", "64x64")
     id, folders = EncodingRecord.load(LocalStore(latents)).id, parts(latents)
@@ -139,17 +129,6 @@ def test_what_is_excluded_is_left_out_and_counted(latents: Path, tmp_path: Path)
     )
     check_sound(derived)
     assert exclusion_ids(LocalStore(derived)) == exclusion_ids(LocalStore(source))  # for what is added later
-
-
-def test_a_root_of_version_1_goes_on_from_another(tmp_path: Path) -> None:
-    source, target = (shutil.copytree(GOLDEN / "roots" / "float16", tmp_path / name) for name in ("one", "two"))
-    shards(["upgrade", str(target)])
-    whole = load_receipts(LocalStore(target))
-    shards(["recall", str(target), "--since", "2000-01-01"])
-    assert load_receipts(LocalStore(target)) == []
-    derive(source, target)
-    assert [receipt.mds for receipt in load_receipts(LocalStore(target))] == [receipt.mds for receipt in whole]
-    check_sound(target)
 
 
 def test_the_same_command_again_makes_what_is_left_or_was_recalled(

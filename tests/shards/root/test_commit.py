@@ -254,13 +254,14 @@ def test_another_job_may_make_the_root_in_any_moment(
     def ask_and_be_overtaken(*arguments: Any) -> object:
         found = ask(*arguments) if moment != "create" else None  # what is found is of before
         if not overtaken:
-            overtaken.append(create_root(other, theirs))
+            create_root(other, theirs)
+            overtaken.append(theirs)
             other.create("rules/64x64.json", b"{}")
         return found if moment != "create" else ask(*arguments)
 
     monkeypatch.setattr(store, moment, ask_and_be_overtaken)
     if same:
-        assert create_root(store, ours) == ours
+        create_root(store, ours)
     else:
         with pytest.raises(RequestError, match=r"written with another encoding: max_characters: 7 ≠ \d+ \(root ≠ this"):
             create_root(store, ours)
@@ -278,7 +279,8 @@ def test_of_jobs_with_different_encodings_at_once_one_kind_goes_on(latents: Path
         def job(asked: EncodingRecord, root: LocalStore = root, together: threading.Barrier = together) -> str:
             together.wait()
             try:
-                return create_root(root, asked).id
+                create_root(root, asked)
+                return asked.id
             except RequestError as error:
                 assert "written with another encoding" in str(error)
                 return ""

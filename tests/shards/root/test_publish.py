@@ -5,6 +5,7 @@ import random
 import threading
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,7 +17,7 @@ from shards.base.store import LocalStore, Store
 from shards.format.receipts import tombstone_name
 from shards.root.manifest import BucketIndex, Manifest, current_ids, load_rows, newest_manifest, read_index
 from shards.root.publish import Publisher, Publishing, Stopped
-from shards.root.segments import content_id, files_of, make_rows, receipts_of
+from shards.root.segments import SCHEMA, content_id, files_of, make_rows, receipts_of, save_segment
 
 BUCKET = "256x256"
 
@@ -176,11 +177,26 @@ def test_a_damaged_index_is_named(tmp_path: Path, damaged: str) -> None:
         names(store, manifest)
 
 
-def test_a_later_versions_manifest_is_refused(tmp_path: Path) -> None:
+def test_another_versions_manifest_is_refused(tmp_path: Path) -> None:
     store = LocalStore(tmp_path)
     store.create("index/manifests/00000001.json", sealed_json({"version": 3, "number": 1}))
-    with pytest.raises(RequestError, match=r"is of version 3; this program reads version 2\. A later one wrote it"):
-        current_ids(store, [BUCKET])
+    with pytest.raises(
+        RequestError, match=r"has format version 3, and this version of latentmill reads only 2\. Use the one"
+    ):
+        current_ids(store)
+
+
+@pytest.mark.parametrize(("part", "basename"), [("00000.00000000", "../../evil.mds"), ("..", "a"), ("/etc", "passwd")])
+def test_an_index_that_names_a_file_outside_its_folder_is_refused(tmp_path: Path, part: str, basename: str) -> None:
+    store = LocalStore(tmp_path)
+    commit(store, "00000")
+    manifest = Publisher(store).publish()
+    index = index_of(store, manifest)
+    (row,) = load_rows(store, manifest.buckets[BUCKET].id, index).to_pylist()
+    row |= {"part": part, "files": [file | {"basename": basename} for file in row["files"]]}
+    forged = save_segment(store, pa.Table.from_pylist([row], SCHEMA))
+    with pytest.raises(RequestError, match="names a file outside its folder"):
+        load_rows(store, manifest.buckets[BUCKET].id, index.model_copy(update={"segments": (forged,)}))
 
 
 def test_files_stand_in_the_order_of_their_tars(tmp_path: Path) -> None:

@@ -17,7 +17,6 @@ from shards.base.durable import DamagedFile
 from shards.base.errors import RequestError, exit_code_of
 from shards.base.store import LocalStore
 from shards.root.exclusions import exclusion_ids, load_exclusion, make_exclusion
-from tests.golden.make import HERE as GOLDEN
 from tests.roots import part_of
 from tests.runs import curve, run_module, train_fields, write_config
 from train.data.draws import global_slots
@@ -138,19 +137,6 @@ def test_a_run_under_way_keeps_its_samples_and_the_next_one_leaves_them_out(tmp_
     assert checkpoint is not None
     (stream,) = checkpoint.fingerprint["streams"]
     assert stream["exclusions"] == exclusion_ids(LocalStore(root)) and stream["samples"] == 59 - len(out)
-
-
-def test_what_cannot_be_matched_in_a_root_of_version_1_is_said(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    root = shutil.copytree(GOLDEN / "roots" / "float16", tmp_path / "root")
-    everything = keys(root)
-    shards(["exclude", str(root), "--urls", "http://example.org/000000003"])
-    said = capsys.readouterr().out
-    assert "64x64: 0 samples in 0 of 2 parts" in said and "2 parts were written before tables held a url" in said
-    assert keys(root) == everything
-    shards(["exclude", str(root), "--keys", min(everything)])
-    assert keys(root) == everything - {min(everything)}
 
 
 @pytest.mark.parametrize(

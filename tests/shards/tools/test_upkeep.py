@@ -1,4 +1,4 @@
-"""upgrade, recall, by-node and clean: what they do to a root, and what they refuse."""
+"""recall, by-node and clean: what they do to a root, and what they refuse."""
 
 import json
 import os
@@ -11,26 +11,15 @@ from typing import Any
 import fsspec
 import pytest
 
-from precompute.config import PrecomputeConfig, describe_encoding
 from shards.__main__ import run
 from shards.base.durable import read_sealed_json, write_sealed_json
 from shards.base.errors import RequestError, exit_code_of
 from shards.base.scratch import attempt_folder
-from shards.base.store import LocalStore
-from shards.format.encoding import EncodingRecord
-from shards.format.receipts import UPGRADED, names_in_force
-from shards.format.tables import REJECTS_SCHEMA, list_rejects, read_tables, write_rows
 from shards.open import open_store
-from shards.root.committed import list_commits, load_receipts
-from shards.root.shared import check_root
-from shards.tools.upgrade import upgrade
+from shards.root.committed import load_receipts
 from shards.tools.verify import verify_root
 from tests.conftest import encode_all, precompute_config
-from tests.golden.make import HERE
 from tests.roots import tree
-from tests.tiny import make_samples, make_tar
-
-GOLDEN = sorted(path.name for path in (HERE / "roots").iterdir())
 
 
 def words(capsys: pytest.CaptureFixture[str]) -> str:
@@ -41,110 +30,6 @@ def words(capsys: pytest.CaptureFixture[str]) -> str:
 @pytest.fixture
 def root(latents: Path, tmp_path: Path) -> Path:
     return shutil.copytree(latents, tmp_path / "root")
-
-
-@pytest.mark.parametrize("name", GOLDEN)
-def test_a_root_of_version_1_is_refused_until_it_is_upgraded(name: str, tmp_path: Path) -> None:
-    """Killed before each of its steps and begun again: the parts stay, byte for byte, and so do id and index."""
-    before = tree(HERE / "roots" / name)
-    steps = 0
-    while True:
-        copy = shutil.copytree(HERE / "roots" / name, tmp_path / str(steps))
-        store = LocalStore(copy)
-        receipts = load_receipts(store)
-        encoding = EncodingRecord.load(store)
-        with pytest.raises(RequestError, match=r"has receipts of version 1.*python -m shards upgrade"):
-            check_root(store, encoding)
-        if killed := not run_until(store, steps):
-            assert UPGRADED not in list_commits(store) and load_receipts(store) == receipts
-            assert list(verify_root(store)) == []
-        assert upgrade(store) == 4
-        check_root(store, encoding)
-        now = tree(copy)
-        assert {file: now[file] for file in before} == before
-        assert load_receipts(store) == receipts and len(names_in_force(list_commits(store))) == 4
-        assert list(verify_root(store)) == []
-        if not killed:
-            break
-        steps += 3
-    assert steps > 6
-
-
-def run_until(store: LocalStore, step: int) -> bool:
-    """Upgrade, as far as creating its file number `step`; whether it came through."""
-    created = 0
-
-    class Killed(BaseException):
-        pass
-
-    class Dying(LocalStore):
-        def create(self, name: str, data: bytes) -> bool:
-            nonlocal created
-            created += 1
-            if created > step:
-                raise Killed
-            return super().create(name, data)
-
-    try:
-        upgrade(Dying(store.root))
-    except Killed:
-        return False
-    return True
-
-
-def test_a_half_encoded_root_of_version_1_goes_on(models: Path, tmp_path: Path) -> None:
-    """One tar committed by version 1, one that is new: as if both had been encoded by version 2."""
-    for shard in range(2):
-        make_tar(tmp_path / "tars", f"{shard:05d}", make_samples(shard, 6, [(80, 64), (200, 150), (40, 90)]))
-    config = precompute_config(models, tmp_path / "tars", tmp_path / "whole")
-    encode_all(config, models)
-    half = as_version1(config, shutil.copytree(tmp_path / "whole", tmp_path / "half"))
-    again = precompute_config(models, tmp_path / "tars", half)
-    with pytest.raises(RequestError, match="python -m shards upgrade"):
-        encode_all(again, models)
-    run(["upgrade", str(half)])
-    run(["upgrade", str(half)])
-    encode_all(again, models)
-    store = open_store(half)
-    assert list(verify_root(store)) == []
-    for one, two in zip(load_receipts(open_store(tmp_path / "whole")), load_receipts(store), strict=True):
-        same = {"tar", "bucket", "files", "mds", "stored", "rejects", "refused", "captions", "samples_in", "rule"}
-        assert one.model_dump(include=same) == two.model_dump(include=same)
-        assert two.part == ("00000" if two.tar == "00000" else one.part)
-
-
-def as_version1(config: PrecomputeConfig, root: Path) -> Path:
-    """A root as version 1 would have left it after its first tar."""
-    store = LocalStore(root)
-    parts = {receipt.bucket: receipt for receipt in load_receipts(store) if receipt.tar == "00000"}
-    for folder in (*root.glob("*x*/00001*"), root / "commits", root / "tars", root / "rules"):
-        shutil.rmtree(folder)
-    first = next(iter(parts.values()))
-    for bucket, receipt in parts.items():
-        (root / receipt.folder).rename(root / bucket / "00000")
-        (root / bucket / "index.json").unlink()
-    kept = {"samples", "refused", "rule", "files", "settings", "software"}
-    old = {
-        "shard": "00000",
-        "encoding_id": describe_encoding(config).id,
-        "samples_in": first.samples_in,
-        "encoded": parts["64x64"].samples,
-        "rejected": {"too_small": first.samples_in - parts["64x64"].samples},
-        "captions": parts["64x64"].captions,
-        "input": first.input,
-        "parts": {bucket: part.model_dump(mode="json", include=kept) for bucket, part in parts.items()},
-        "shared_files": first.model_dump(mode="json")["shared_files"],
-        "software": first.software,
-        "settings": first.settings,
-        "attempts": 1,
-        "started": first.started,
-        "seconds": 1.0,
-    }
-    write_sealed_json(root / "commits" / "00000.json", old)
-    (root / "rejects").mkdir()
-    tables = {bucket: read_tables(LocalStore(root), f"{bucket}/00000", part.files) for bucket, part in parts.items()}
-    write_rows(root / "rejects" / "00000.parquet", REJECTS_SCHEMA, list_rejects(tables))
-    return root
 
 
 def test_what_is_recalled_is_made_anew_and_its_part_stays(
@@ -178,14 +63,6 @@ def test_recalls_that_are_refused(
 ) -> None:
     assert exit_code_of(lambda: run(["recall", str(root), *options])) == 2
     assert message in words(capsys)
-
-
-def test_a_root_of_version_1_is_not_recalled_from(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    copy = shutil.copytree(HERE / "roots" / "float16", tmp_path / "root")
-    assert exit_code_of(lambda: run(["recall", str(copy), "--since", "2020-01-01"])) == 2
-    assert "python -m shards upgrade" in words(capsys)
-    run(["by-node", str(copy)])
-    assert "unknown" in capsys.readouterr().out
 
 
 def test_by_node_counts_what_each_made(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -246,11 +123,11 @@ def test_clean_waits_until_nobody_writes(root: Path, capsys: pytest.CaptureFixtu
     assert "at least one hour" in words(capsys)
 
 
-def test_a_receipt_of_a_later_version_is_refused_in_words(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_receipt_of_another_version_is_refused(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = root / "commits" / "64x64" / "00000.json"
     write_sealed_json(path, read_sealed_json(path) | {"version": 3})
     assert exit_code_of(lambda: run(["stats", str(root)])) == 2
-    assert "is a receipt of version 3; this program writes and reads version 2" in words(capsys)
+    assert "has format version 3, and this version of latentmill reads only 2" in words(capsys)
 
 
 def test_clean_gives_up_uploads_that_never_ended(

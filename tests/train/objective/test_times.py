@@ -19,7 +19,6 @@ from train.objective.loss import DiffusionLoss
 from train.objective.paths import ObjectiveConfig, noise_path
 from train.objective.times import ShiftConfig, cosmap, mode, shifted
 from train.objective.validation import PLACES, ValidationConfig
-from train.run.fingerprint import LATER_OBJECTIVE, without_defaults
 
 DRAWN = Draws(3, 1, torch.arange(20_000))
 
@@ -193,13 +192,6 @@ def test_flow_match_eulers_settings_are_the_shift(shift: dict[str, object], hw: 
     expected = shifted(torch.from_numpy(sigmas), config.alpha(hw))
     torch.testing.assert_close(scheduler.sigmas[:-1].double(), expected, rtol=1e-5, atol=1e-6)
     assert config.scheduler_settings("DDIMScheduler", hw) == {}
-
-
-def test_checkpoints_of_version_1_know_nothing_of_what_is_at_its_default() -> None:
-    plain = without_defaults(config(), LATER_OBJECTIVE)
-    assert not set(LATER_OBJECTIVE) & set(plain) and plain["logit_std"] == 1.0
-    changed = without_defaults(config(shift={"factor": 3.0}), LATER_OBJECTIVE)
-    assert changed["shift"]["factor"] == 3.0 and "weighting" not in changed
 
 
 @pytest.mark.parametrize(

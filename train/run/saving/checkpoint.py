@@ -30,6 +30,7 @@ from train.run.launches import remove
 from train.run.state import TrainState
 
 STATE_NAME = "state.json"
+VERSION = 1
 LINES = "lines"
 WEIGHTS_NAME = "diffusion_pytorch_model.safetensors"
 OPTIMIZER_NAME = "optimizer.safetensors"
@@ -67,8 +68,8 @@ class Checkpoint:
 
     @property
     def tag(self) -> str:
-        """Its phase's name; its run folder's, where it has none."""
-        return str(self.content.get("tag", self.folder.parents[1].name))
+        """The name of its phase, or of its run folder where the phase has none."""
+        return str(self.content["tag"])
 
     def weights(self, which: str) -> Path:
         """The folder of its weights: `raw`, `ema`, or `auto`, the moving average where there is one; or one of others.
@@ -126,9 +127,15 @@ def verify_checkpoint(folder: Path) -> Checkpoint:
 
     Raises:
         DamagedFile: what is missing or differs.
+        RequestError: another version of this program wrote it.
     """
     try:
         content = read_sealed_json(folder / STATE_NAME)
+        if (version := content.get("version")) != VERSION:
+            raise RequestError(
+                f"{folder} has format version {version}, and this version of latentmill reads only {VERSION}. Use the "
+                f"one that wrote it."
+            )
         for name, sha256 in (content["files"] | content.get("lines", {})).items():
             if sha256_file(folder / name) != sha256:
                 raise DamagedFile(f"{folder / name} does not have the SHA-256 that it was written with.")

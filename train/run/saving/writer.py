@@ -17,7 +17,7 @@ from shards.base.errors import Outage, WorkError
 from train.model.tensors import HostCopies, bytes_of, free_memory, owners, share_name, write_index, write_tensors
 from train.run.launches import Pace, remove
 from train.run.saving.away import Away
-from train.run.saving.checkpoint import HEAD_NAME, LINES, list_checkpoints, step_folder, step_of
+from train.run.saving.checkpoint import HEAD_NAME, LINES, VERSION, list_checkpoints, step_folder, step_of
 from train.run.saving.keep import KeepConfig, superfluous
 from train.run.saving.shares import ALONE, Writers, meeting
 from train.run.saving.snapshot import Snapshot
@@ -80,7 +80,11 @@ class CheckpointWriter:
         """`folder`: the launch's own; `unet_json`: the diffusers config of the U-Net; `away`: the run's address."""
         self.folder, self.writers, self.main = folder, writers, writers.rank == 0
         self.run_dir, self.unet_json, self.config, self.away = run_dir, unet_json, config, away
-        self.content: dict[str, Any] = {"tag": config.tag or run_dir.name, "fingerprint": fingerprint}
+        self.content: dict[str, Any] = {
+            "version": VERSION,
+            "tag": config.tag or run_dir.name,
+            "fingerprint": fingerprint,
+        }
         if away is not None:
             self.content |= {"launch": away.number, "token": away.token}
         self.meeting = meeting(run_dir, folder, writers, away)
