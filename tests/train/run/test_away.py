@@ -595,6 +595,8 @@ def test_one_that_is_whole_here_and_not_there_yet_is_gone_on_from(store: LocalSt
     bring(store, work, alone=True)
     second = take(launch.address, 1, found, ahead={ahead.name: sha256_of_state(ahead) or ""})
     assert list(find_checkpoints(store)) == ["step-00000001"]
+    bring(store, work, alone=True)  # the second launch was killed before it had uploaded what it accepted
+    assert list_checkpoints(work)[-1].name == ahead.name
     second.put(ahead, work)
     assert list(find_checkpoints(store)) == ["step-00000001", ahead.name]
     # from here on the run goes another way

@@ -148,8 +148,8 @@ def newest_stored(
 
 
 def find_ahead(store: Store, work: Path, found: Mapping[str, str]) -> Checkpoint | None:
-    """A whole checkpoint of this machine that is newer than all that are `found` at the address: the launch whose word
-    holds there made it, so the run would have gone on from it, and ended before it was put. None: there is none."""
+    """The newest whole checkpoint on this machine that is newer than all that are `found` at the address, and that the
+    newest launch there wrote or accepted, but did not live to upload. None: there is none."""
     number = newest_accepting(store)
     for folder in reversed(list_checkpoints(work)):
         if number == 0 or step_of(folder) <= max((step_of(Path(name)) for name in found), default=0):
@@ -158,8 +158,10 @@ def find_ahead(store: Store, work: Path, found: Mapping[str, str]) -> Checkpoint
             checkpoint = verify_checkpoint(folder)
         except DamagedFile:
             continue
-        # numbers begin again where a run was removed and begun anew
-        if checkpoint.content.get("token") == json.loads(store.read(f"launches/{number:04d}.json"))["token"]:
+        # launch numbers say nothing: they start again when a run is deleted and started anew
+        wrote = checkpoint.content.get("token") == json.loads(store.read(f"launches/{number:04d}.json"))["token"]
+        accepted = json.loads(store.read(f"launches/{number:04d}.accepted.json"))
+        if wrote or accepted.get(folder.name) == sha256_of_state(folder):
             return checkpoint
     return None
 
