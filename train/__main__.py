@@ -6,7 +6,7 @@ examples:
   python -m train.launch --multi_gpu --num_processes 8 -m train --config configs/phase1.yaml --num_processes 8
 
 further commands, each with a --help of its own:
-  python -m train check     is the request sound? data, U-Net and earlier run; writes nothing
+  python -m train check     check data, U-Net and earlier run; changes nothing in the run
   python -m train plot      draw RUN/loss.png from a run's metrics
   python -m train export    a run → a diffusers pipeline
   python -m train ema       a run's snapshots → an average of any width
@@ -16,7 +16,7 @@ further commands, each with a --help of its own:
 
 import argparse
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import torch
@@ -33,7 +33,7 @@ from train.export.pipeline import export
 from train.export.posthoc import rebuild_average
 from train.loop import train
 from train.model.sharding import launched_sharding
-from train.prepare import on_main_process, precision_of_run, prepare, take_address, take_run
+from train.prepare import install, on_main_process, precision_of_run, prepare, take_everywhere
 from train.run.health.heartbeat import Heart
 from train.run.health.output import kept
 from train.run.launches import Launch
@@ -53,13 +53,29 @@ def run(arguments: list[str]) -> None:
 
 
 def check(arguments: list[str]) -> None:
-    """Is the request sound? Looks at data, U-Net and earlier run, and writes nothing.
+    """Check data, U-Net and earlier run, and say from which step a launch would resume. Changes nothing in the run.
+
+    For a run at an address, a checkpoint that this machine lacks is downloaded, checked and removed again.
 
     examples:
       python -m train check --config configs/phase1.yaml
       python -m train check --config configs/phase1.yaml --data.root s3://bucket/latents --num_processes 8
     """
-    prepare(load_asked(TrainConfig, arguments, "train check", check.__doc__))
+    config = load_asked(TrainConfig, arguments, "train check", check.__doc__)
+    with ExitStack() as downloads:
+        prepared = prepare(config, downloads=downloads)
+    own = prepared.checkpoint
+    if own is None:
+        print(f"{config.run_dir} would start from {prepared.start or config.init_unet or 'random weights'}.")
+    elif own.state.step >= config.max_steps:
+        print(done(config))
+    else:
+        print(f"{config.run_dir} would resume after step {own.state.step} ({own.tag}, {own.folder.name}).")
+
+
+def done(config: TrainConfig) -> str:
+    """The message for a run that has reached `max_steps`."""
+    return f"{config.run_dir} has done its {config.max_steps} steps; there is nothing to do."
 
 
 def plot(arguments: list[str]) -> None:
@@ -79,11 +95,11 @@ def train_here(config: TrainConfig) -> None:
         raise RequestError(
             "The launcher asks for FSDP, which float16 does not go with here. Set precision to bfloat16."
         )
-    with closing(join_processes(config.start_timeout, device)) as heart:
-        _train_here(config, heart, device)
+    with closing(join_processes(config.start_timeout, device)) as heart, ExitStack() as downloads:
+        _train_here(config, heart, device, downloads)
 
 
-def _train_here(config: TrainConfig, heart: Heart, device: str) -> None:
+def _train_here(config: TrainConfig, heart: Heart, device: str, downloads: ExitStack) -> None:
     with lost_processes_named(heart):
         processes = PartialState(cpu=device == "cpu")
         precision = on_main_process(processes, lambda: precision_of_run(config, device))
@@ -98,13 +114,11 @@ def _train_here(config: TrainConfig, heart: Heart, device: str) -> None:
         torch.backends.cudnn.allow_tf32 = False
         if accelerator.device.type == "cpu":
             keep_memory()
-        prepared = prepare(config, accelerator)
+        prepared = prepare(config, accelerator, downloads)
         if prepared.checkpoint is not None and prepared.checkpoint.state.step >= config.max_steps:
-            accelerator.print(f"{config.run_dir} has done its {config.max_steps} steps; there is nothing to do.")
+            accelerator.print(done(config))
             return
-        folder, away = on_main_process(
-            accelerator, lambda: (take_run(config, prepared), take_address(config, prepared))
-        )
+        folder, away = on_main_process(accelerator, lambda: take_everywhere(config, prepared))
     rank, launches = accelerator.process_index, config.log.keep_output
     number = folder.name if away is None else f"{away.number:04d}"
     with (
@@ -112,6 +126,8 @@ def _train_here(config: TrainConfig, heart: Heart, device: str) -> None:
         kept(config.work / "logs" / number, rank, launches),
     ):
         with lost_processes_named(heart):
+            prepared = install(config, prepared, accelerator, launch)
+            downloads.close()
             run = assemble(config, prepared, accelerator, launch, away, heart)
         train(run)
 
