@@ -107,6 +107,19 @@ class TarBooks:
         return {reason: count for reason, count in sorted(counts.items()) if count}
 
 
+def rejected_once(parts: Iterable[Receipt]) -> dict[str, int]:
+    """Count a tar's samples that at least one of these `parts` rejects: reason → samples.
+
+    A sample that several of its buckets reject for the same reason counts once.
+    """
+    rows: dict[str, NDArray[np.bool_]] = {}
+    for part in parts:
+        for reason in part.rejects:
+            bits = part.rejected_samples(reason)
+            rows[reason] = rows[reason] | bits if reason in rows else bits
+    return {reason: int(bits.sum()) for reason, bits in rows.items()}
+
+
 def by_tar(receipts: Iterable[Receipt]) -> list[TarBooks]:
     """Receipts in force → the books of each tar, by name."""
     parts: dict[str, dict[str, Receipt]] = {}

@@ -38,7 +38,7 @@ def dataset_card(store: Store) -> str:
     """
     encoding, books = EncodingRecord.load(store), load_committed(store)
     sizes, started = bucket_sizes(books), [part.started[:10] for tar in books for part in tar.parts.values()]
-    encoded, bucket, captions = sum(tar.encoded for tar in books), next(iter(sizes)), stored_captions(books)
+    encoded, bucket, captions = sum(tar.encoded for tar in books), next(iter(sizes)), stored_captions(store, books)
     columns = encoding.stored_columns(Bucket.parse(bucket))
     return CARD.read_text().format(
         size_category=size_category(encoded),

@@ -10,7 +10,7 @@ from shards.base.store import Store
 from shards.derive.source import ORIGIN
 from shards.format.encoding import EncodingRecord
 from shards.format.receipts import Receipt
-from shards.root.committed import load_receipts
+from shards.root.committed import by_tar, load_receipts, rejected_once
 from shards.root.shared import refuse_version1
 
 UNKNOWN = "unknown"
@@ -18,7 +18,10 @@ UNKNOWN = "unknown"
 
 
 def nodes(store: Store) -> list[dict[str, Any]]:
-    """Of every machine and GPU: parts in force, samples stored, samples refused by telling reason, samples a second.
+    """Of every machine and GPU: parts in force, samples stored, samples rejected by reason, samples a second.
+
+    A sample that one of its parts rejects and another stores counts as a reject here, unlike in `stats`. Several parts
+    of a tar that reject a sample for the same reason count it once.
 
     A part's share of its attempt's time is that of its samples; a rate is over an attempt's whole time.
 
@@ -40,7 +43,9 @@ def _node(host: str, gpu: str, uuid: str, receipts: list[Receipt]) -> dict[str, 
     for receipt in {receipt.token: receipt for receipt in receipts}.values():
         stages.update(receipt.seconds)
     taken_in = {receipt.tar: receipt.samples_in for receipt in receipts}
-    rejects = sum((Counter({r: part.refused[r] for r in part.rejects}) for part in receipts), Counter())
+    rejects = Counter[str]()
+    for books in by_tar(receipts):
+        rejects.update(rejected_once(books.parts.values()))
     return {
         "host": host,
         "gpu": gpu,

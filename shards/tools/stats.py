@@ -1,7 +1,7 @@
 """`python -m shards stats ROOT`: what a latents root holds, as a table, JSON and a plot."""
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from shards.base.store import Store
 from shards.base.table import aligned
 from shards.format.buckets import Bucket
 from shards.format.encoding import EncodingRecord
-from shards.format.tables import CAPTION_CHANGES
+from shards.format.tables import CAPTION_CHANGES, read_tables
 from shards.root.committed import TarBooks, load_committed
 from shards.root.reading import captions, image_latents, read_parts
 
@@ -32,7 +32,7 @@ def root_stats(store: Store, max_samples: int) -> dict[str, Any]:
         "samples_in": sum(tar.samples_in for tar in books),
         "encoded": sum(tar.encoded for tar in books),
         "rejected": rejected_samples(books),
-        "captions": stored_captions(books),
+        "captions": stored_captions(store, books),
         "buckets": {
             bucket: size | sample_stats(islice(read_parts(store, bucket, parts[bucket]), max_samples), encoding)
             for bucket, size in sizes.items()
@@ -40,10 +40,36 @@ def root_stats(store: Store, max_samples: int) -> dict[str, Any]:
     }
 
 
-def stored_captions(books: list[TarBooks]) -> dict[str, int]:
-    """Captions `stored`, and how many had each of CAPTION_CHANGES; one that is in two buckets is stored twice."""
-    parts = [part.captions for tar in books for part in tar.parts.values()]
-    return {name: sum(part[name] for part in parts) for name in ("stored", *CAPTION_CHANGES)}
+def stored_captions(store: Store, books: list[TarBooks]) -> dict[str, int]:
+    """Captions `stored`, and how many had each of CAPTION_CHANGES; each once, however many buckets its sample is in."""
+    counts = Counter(dict.fromkeys(("stored", *CAPTION_CHANGES), 0))
+    for tar in books:
+        for counted in captions_once(store, tar):
+            counts.update(counted)
+    return dict(counts)
+
+
+def captions_once(store: Store, books: TarBooks) -> Iterator[dict[str, int]]:
+    """Yield each bucket's caption counts, without those of samples that were counted in a smaller bucket."""
+    counted = np.zeros(books.samples_in, bool)
+    for bucket in sorted(books.parts, key=_area):
+        part, stored = books.parts[bucket], books.parts[bucket].stored_samples
+        # a bucket's samples are usually either all new (aspect buckets) or all known from a smaller bucket
+        if not (stored & counted).any():
+            yield part.captions
+        elif (stored & ~counted).any():  # its receipt only has totals
+            table, _ = read_tables(store, part.folder, part.files)
+            columns = ("captions", *CAPTION_CHANGES)
+            rows = sorted(zip(table["key"], zip(*(table[name] for name in columns), strict=True), strict=True))
+            is_new = ~counted[stored]  # in the order of sorted keys, like `rows`
+            new = [row for (_, row), keep in zip(rows, is_new, strict=True) if keep]
+            yield dict(zip(("stored", *CAPTION_CHANGES), map(sum, zip(*new, strict=True)), strict=True))
+        counted |= stored
+
+
+def _area(bucket: str) -> tuple[int, str]:
+    size = Bucket.parse(bucket)
+    return size.width * size.height, bucket
 
 
 def sample_stats(samples: Iterable[dict[str, Any]], encoding: EncodingRecord) -> dict[str, Any]:
