@@ -53,6 +53,9 @@ def _commit(
     number: int,
 ) -> None:
     encoding, store, parts = encoding_record(4, 4), open_store(root), {}
+    settings: dict[str, str | int | float | bool] = {"batch_size": rng.choice((8, 16, 32))}
+    if rng.random() < 0.3:
+        settings["salvage"] = True
     host, gpu, uuid = rng.choice(HOSTS)
     with attempt_folder(store, tar) as folder:
         for bucket in buckets:
@@ -76,7 +79,7 @@ def _commit(
             rules=dict.fromkeys(parts, COVERS),
             source={"address": f"none/{tar}", "bytes": 0, "sha256": "0" * 64},
             software={"torch": rng.choice(("2.13", "2.14"))},
-            settings={"batch_size": rng.choice((8, 16, 32))} | ({"salvage": True} if rng.random() < 0.3 else {}),
+            settings=settings,
             made_by=MadeBy(host=host, gpu=gpu, gpu_uuid=uuid, version="1", source_sha256=uuid * 12),
             number=1,
             started=f"2026-11-0{rng.randint(1, 9)}T00:00:00+00:00",

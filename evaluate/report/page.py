@@ -31,7 +31,7 @@ TEMPLATE = Path(__file__).with_name("page.html")
 class ReportConfig(Config):
     """Write what is known of runs into one page."""
 
-    output: Path = Path("report.html")
+    output: Path = Path("runs/report.html")
     """Where the page goes."""
     price_per_hour: float | None = Field(None, ge=0)
     """Dollars for one GPU for an hour (`plan/gpus.yaml` has some); null: GPU hours alone."""

@@ -167,6 +167,7 @@ def plot_stats(stats: dict[str, Any], path: Path) -> None:
     axes[5].set_yticks(range(len(measured)), list(measured))
     axes[5].set(ylim=(len(measured) - 0.4, -0.6), title="caption characters: 5, 50 and 95 %")
     figure.suptitle(f"encoding {stats['encoding']}: {stats['encoded']:,} of {stats['samples_in']:,} samples encoded")
+    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
 
 
