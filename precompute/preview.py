@@ -24,8 +24,9 @@ from shards.base.errors import RequestError, console
 from shards.base.store import Store
 from shards.format.encoding import EncodingRecord
 from shards.format.models import hash_weights, model_folder
+from shards.format.receipts import is_version1, names_in_force
 from shards.open import open_store
-from shards.root.committed import load_receipts
+from shards.root.committed import by_tar_and_bucket, iter_receipts, list_commits, read_receipts
 from shards.root.reading import captions, image_latents, read_parts
 
 OUTPUT = Path("runs/preview.png")
@@ -58,21 +59,38 @@ def pick_samples(store: Store, bucket: str | None, count: int) -> tuple[str, lis
     Raises:
         RequestError: the bucket, or every one, holds none.
     """
-    holding, root = [receipt for receipt in load_receipts(store) if receipt.samples], store.where()
-    if not holding:
+    root, has_samples = store.where(), (receipt for receipt in iter_receipts(store) if receipt.samples)
+    bucket = bucket or next((receipt.bucket for receipt in has_samples), None)
+    if bucket is None:
         raise RequestError(f"{root} holds no sample yet: run `make precompute` first.")
-    bucket = bucket or holding[0].bucket
-    parts = [(receipt.part, receipt.samples) for receipt in holding if receipt.bucket == bucket]
+    names = names_of_bucket(store, bucket)
+    parts: list[tuple[str, str, int]] = []
+    for receipt in read_receipts(store, spread_out(names, count)):
+        if receipt.bucket == bucket and receipt.samples:
+            parts.append((receipt.tar, receipt.part, receipt.samples))
+        if len(parts) == count:  # in a large root, the others need not be read
+            break
     if not parts:
         raise RequestError(f"{root} holds no sample in {bucket}. `python -m shards stats {root}` lists its buckets.")
-    if len(parts) > count:
-        parts = [parts[number * len(parts) // count] for number in range(count)]
-    shares = fair_shares([samples for _, samples in parts], count)
+    parts.sort()
+    shares = fair_shares([samples for *_, samples in parts], count)
     return bucket, [
         sample
-        for (part, _), share in zip(parts, shares, strict=True)
+        for (_, part, _), share in zip(parts, shares, strict=True)
         for sample in read_parts(store, bucket, [part], share)
     ]
+
+
+def names_of_bucket(store: Store, bucket: str) -> list[str]:
+    """The receipts in force of a bucket, by tar; those of version 1 are of all buckets."""
+    names = by_tar_and_bucket(names_in_force(list_commits(store)))
+    return [name for name in names if is_version1(name) or name.split("/")[1] == bucket]
+
+
+def spread_out(names: list[str], count: int) -> list[str]:
+    """First `count` of the names, at equal distances, and then all others."""
+    chosen = names if len(names) <= count else [names[number * len(names) // count] for number in range(count)]
+    return list(dict.fromkeys([*chosen, *names]))
 
 
 def fair_shares(sizes: list[int], total: int) -> list[int]:
