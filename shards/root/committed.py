@@ -1,16 +1,17 @@
 """What is committed to a root: its receipts listed, loaded, and added up over the buckets of a tar."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shards.base.errors import RequestError
-from shards.base.store import Store
+from shards.base.store import Store, read_each
 from shards.format.receipts import FOLDER, Receipt, is_version1, names_in_force, parse_name, parse_receipt
 from shards.format.tables import TOO_SMALL
 from shards.format.version1 import parse_version1
@@ -39,35 +40,61 @@ def committed_parts(store: Store) -> set[tuple[str, str]]:
     return {parsed[:2] for name in names_in_force(list_commits(store)) if (parsed := parse_name(name))}
 
 
+def parse_commit(store: Store, name: str, etag: str, data: bytes) -> list[Committed]:
+    """The receipt in a file in commits/, or all of a tar's receipts if it is of version 1, by bucket.
+
+    Raises:
+        DamagedFile: its bytes, or a table of a part of version 1, are not those that were written.
+        RequestError: a later version of this program wrote it.
+    """
+    receipts = parse_version1(store, data, name) if is_version1(name) else [parse_receipt(data, store.where(name))]
+    return [Committed(name, etag, receipt) for receipt in receipts]
+
+
 def load_commits(store: Store, etags: Mapping[str, str]) -> list[Committed]:
     """The receipts of these names, by name and bucket; read at once. What is not there is left out.
 
     Raises:
-        DamagedFile: the bytes of one, or a table of a part of version 1, are not those that were written.
-        RequestError: a later version of this program wrote one.
+        As `parse_commit`.
     """
     found = []
     for name, data in sorted(store.read_many(list(etags)).items()):
-        parse = parse_version1(store, data, name) if is_version1(name) else [parse_receipt(data, store.where(name))]
-        found += [Committed(name, etags[name], receipt) for receipt in parse]
+        found += parse_commit(store, name, etags[name], data)
     return found
 
 
-def load_receipts(store: Store) -> list[Receipt]:
-    """The receipts in force, by tar and bucket.
+def read_receipts(store: Store, names: Sequence[str]) -> Iterator[Receipt]:
+    """Yield the receipts of these names, in their order, each parsed when it is its turn.
 
     Raises:
-        DamagedFile: the bytes of one are not those that were written.
+        As `parse_commit`.
     """
-    etags = list_commits(store)
-    loaded = load_commits(store, {name: etags[name] for name in names_in_force(etags)})
-    return sorted((committed.receipt for committed in loaded), key=lambda receipt: (receipt.tar, receipt.bucket))
+    for name, data in read_each(store, names):
+        for committed in parse_commit(store, name, "", data):
+            yield committed.receipt
+
+
+def iter_receipts(store: Store) -> Iterator[Receipt]:
+    """Yield the receipts in force, by tar and bucket.
+
+    A large root has 158,000 of them, which would take 6 GB as objects: keep what you need from each, and not the
+    receipt.
+
+    Raises:
+        As `parse_commit`.
+    """
+    yield from read_receipts(store, by_tar_and_bucket(names_in_force(list_commits(store))))
 
 
 def tar_of(name: str) -> str:
     """The tar of a receipt in force, by the receipt's name."""
     parsed = parse_name(name)
     return parsed[1] if parsed else name.removeprefix(f"{FOLDER}/").removesuffix(".json")
+
+
+def by_tar_and_bucket(names: Iterable[str]) -> list[str]:
+    """Sort names of receipts by tar, and those of a tar by bucket and generation."""
+    return sorted(names, key=lambda name: (tar_of(name), name))
 
 
 @dataclass(frozen=True)
@@ -107,6 +134,19 @@ class TarBooks:
         return {reason: count for reason, count in sorted(counts.items()) if count}
 
 
+def rejected_once(parts: Iterable[Receipt]) -> dict[str, int]:
+    """Count a tar's samples that at least one of these `parts` rejects: reason → samples.
+
+    A sample that several of its buckets reject for the same reason counts once.
+    """
+    rows: dict[str, NDArray[np.bool_]] = {}
+    for part in parts:
+        for reason in part.rejects:
+            bits = part.rejected_samples(reason)
+            rows[reason] = rows[reason] | bits if reason in rows else bits
+    return {reason: int(bits.sum()) for reason, bits in rows.items()}
+
+
 def by_tar(receipts: Iterable[Receipt]) -> list[TarBooks]:
     """Receipts in force → the books of each tar, by name."""
     parts: dict[str, dict[str, Receipt]] = {}
@@ -115,18 +155,31 @@ def by_tar(receipts: Iterable[Receipt]) -> list[TarBooks]:
     return [TarBooks(tar, parts[tar]) for tar in sorted(parts)]
 
 
-def load_books(store: Store) -> list[TarBooks]:
-    """The books of every tar, by name."""
-    return by_tar(load_receipts(store))
+def iter_books(store: Store) -> Iterator[TarBooks]:
+    """Yield the books of every tar, by name, as `iter_receipts` does its receipts."""
+    for tar, receipts in groupby(iter_receipts(store), key=lambda receipt: receipt.tar):
+        yield TarBooks(tar, {receipt.bucket: receipt for receipt in receipts})
 
 
-def load_committed(store: Store) -> list[TarBooks]:
-    """The books of every tar of a root that holds something.
+def iter_committed(store: Store) -> Iterator[TarBooks]:
+    """Yield the books of every tar of a root that holds something.
 
     Raises:
-        RequestError: nothing is committed to it.
+        RequestError: nothing is committed to it; or as `parse_commit`.
     """
-    books = load_books(store)
-    if not books:
+    is_empty = True
+    for books in iter_books(store):
+        is_empty = False
+        yield books
+    if is_empty:
         raise RequestError(f"{store.where()} holds no committed shard yet: run `make precompute` first.")
-    return books
+
+
+def load_receipts(store: Store) -> list[Receipt]:
+    """All receipts in force, by tar and bucket; only for small roots. Raises as `parse_commit`."""
+    return list(iter_receipts(store))
+
+
+def load_books(store: Store) -> list[TarBooks]:
+    """The books of every tar, by name; only for small roots. Raises as `parse_commit`."""
+    return list(iter_books(store))

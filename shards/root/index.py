@@ -19,13 +19,15 @@ from shards.format.encoding import EncodingRecord
 from shards.format.mds import HASH, Column
 from shards.format.mds_writer import file_config
 from shards.format.receipts import Receipt, is_version1, names_in_force
-from shards.root.committed import list_commits, load_receipts
+from shards.root.committed import iter_receipts, list_commits
 from shards.root.manifest import BucketIndex, Manifest, load_rows, read_index
 from shards.root.publish import Publisher
-from shards.root.segments import files_of, make_rows
+from shards.root.segments import files_of, make_rows, merge, sizes
 
 HOLE = "\0"
 FILES_AT_ONCE = 1 << 14
+ROWS_AT_ONCE = 64
+"""Receipts of a bucket that are held before they become rows."""
 
 
 def write_indexes(store: Store) -> dict[str, int]:
@@ -95,20 +97,51 @@ def _written(name: bytes, size: int, hash: int, samples: int) -> Iterable[bytes]
     )
 
 
-def sound_indexes(encoding: EncodingRecord, bucket: str, receipts: Iterable[Receipt]) -> list[bytes]:
-    """The same over those of `receipts` that are of `bucket`, as version 1 wrote it, and as it is written now."""
-    rows = make_rows((receipt, "") for receipt in receipts if receipt.bucket == bucket)
-    return [b"".join(bucket_index(encoding, bucket, rows, dump)) for dump in (canonical_json, compact_json)]
+class RowsByBucket:
+    """Receipts, collected as rows of parts: compact tables of a bucket each, such as indexes are made of."""
+
+    def __init__(self) -> None:
+        self.waiting: dict[str, list[Receipt]] = {}
+        self.pieces: dict[str, list[pa.Table]] = {}
+
+    def add(self, receipt: Receipt) -> None:
+        """Keep what an index says of a part; its receipt is let go of soon."""
+        waiting = self.waiting.setdefault(receipt.bucket, [])
+        waiting.append(receipt)
+        if len(waiting) == ROWS_AT_ONCE:
+            self._collect(receipt.bucket)
+
+    def tables(self) -> dict[str, pa.Table]:
+        """Bucket → the rows of all its parts, by tar."""
+        for bucket in self.waiting:
+            self._collect(bucket)
+        return {bucket: merge(self.pieces[bucket]) for bucket in sorted(self.pieces)}
+
+    def _collect(self, bucket: str) -> None:
+        rows = make_rows((receipt, "") for receipt in self.waiting[bucket])
+        self.pieces.setdefault(bucket, []).append(rows)
+        self.waiting[bucket] = []
+
+
+def sound_digests(encoding: EncodingRecord, bucket: str, rows: pa.Table) -> set[str]:
+    """SHA-256 of the index.json that a bucket with these parts may have: as version 1 wrote it, and as it is now."""
+    found = set()
+    for dump in (canonical_json, compact_json):
+        digest = hashlib.sha256()
+        for piece in bucket_index(encoding, bucket, rows, dump):
+            digest.update(piece)
+        found.add(digest.hexdigest())
+    return found
 
 
 def _write_version1(store: Store) -> dict[str, int]:
-    encoding, receipts = EncodingRecord.load(store), load_receipts(store)
-    samples: dict[str, int] = {}
-    for receipt in receipts:
-        samples[receipt.bucket] = samples.get(receipt.bucket, 0) + receipt.samples
-    for bucket in samples:
-        _write(store, bucket, sound_indexes(encoding, bucket, receipts)[:1])
-    return dict(sorted(samples.items()))
+    encoding, collected = EncodingRecord.load(store), RowsByBucket()
+    for receipt in iter_receipts(store):
+        collected.add(receipt)
+    tables = collected.tables()
+    for bucket, rows in tables.items():
+        _write(store, bucket, bucket_index(encoding, bucket, rows, canonical_json))
+    return {bucket: sizes([rows])["samples"] for bucket, rows in tables.items()}
 
 
 def _write(store: Store, bucket: str, pieces: Iterable[bytes]) -> None:

@@ -2,15 +2,17 @@
 
 import io
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 
 from shards.base.durable import DamagedFile, parse_sealed_json
 from shards.base.errors import RequestError
-from shards.base.store import LocalStore, Store
+from shards.base.store import LocalStore, Store, read_each
 from shards.format import version1
 from shards.format.buckets import Bucket
 from shards.format.encoding import EncodingRecord
@@ -18,9 +20,9 @@ from shards.format.receipts import FileRecord, Receipt, is_version1, names_in_fo
 from shards.format.tables import CAPTION_CHANGES, OTHER_BUCKET, REJECTS_SCHEMA, list_rejects, read_tables, write_rows
 from shards.format.towers import TextTower
 from shards.root.commit import content_hash
-from shards.root.committed import TarBooks, by_tar, list_commits, load_commits
+from shards.root.committed import TarBooks, by_tar_and_bucket, list_commits, parse_commit, tar_of
 from shards.root.exclusions import damaged_exclusions
-from shards.root.index import sound_indexes
+from shards.root.index import RowsByBucket, sound_digests
 from shards.root.manifest import damaged_indexes
 from shards.root.reading import captions, features, read_part, text_latents
 from shards.root.shared import RULES
@@ -38,30 +40,37 @@ def verify_root(store: Store) -> Iterator[str]:
         RequestError: it is not a latents root.
         DamagedFile: its encoding.json is not what was written, so nothing else can be judged.
     """
-    encoding, etags = EncodingRecord.load(store), list_commits(store)
-    in_force, receipts, sound = set(names_in_force(etags)), [], True
-    for name in sorted(name for name in etags if name in in_force or _is_receipt(name)):
-        try:
-            loaded = load_commits(store, {name: etags[name]})
-        except (DamagedFile, RequestError) as error:
-            yield str(error)
-            sound = False
-            continue
-        for _, _, receipt in loaded:
-            if name != receipt.name and not is_version1(name):
-                yield f"{store.where(name)} is the receipt {receipt.name}, under another's name"
-            yield from verify_receipt(store, name, receipt, encoding)
-            receipts += [receipt] if name in in_force else []
-    yield from verify_records(store, [name for name in etags if name not in in_force and not _is_receipt(name)])
-    yield from verify_rules(store, receipts)
-    for books in by_tar(receipts):
-        yield from verify_books(store, books)
-    for name in filter(is_version1, etags):
+    encoding, listed = EncodingRecord.load(store), list_commits(store)
+    in_force, sound = set(names_in_force(listed)), True
+    rows, rules = RowsByBucket(), dict[str, set[str]]()
+    names = by_tar_and_bucket(name for name in listed if name in in_force or _is_receipt(name))
+    for tar, files in groupby(read_each(store, names), key=lambda file: tar_of(file[0])):
+        parts: dict[str, Receipt] = {}
+        for name, data in files:
+            try:
+                loaded = parse_commit(store, name, "", data)
+            except (DamagedFile, RequestError) as error:
+                yield str(error)
+                sound = False
+                continue
+            for _, _, receipt in loaded:
+                if name != receipt.name and not is_version1(name):
+                    yield f"{store.where(name)} is the receipt {receipt.name}, under another's name"
+                yield from verify_receipt(store, name, receipt, encoding)
+                if name in in_force:
+                    parts[receipt.bucket] = receipt
+                    rows.add(receipt)
+                    rules.setdefault(receipt.bucket, set()).add(receipt.rule)
+        if parts:
+            yield from verify_books(store, TarBooks(tar, parts))
+    yield from verify_records(store, [name for name in listed if name not in in_force and not _is_receipt(name)])
+    yield from verify_rules(store, rules)
+    for name in filter(is_version1, listed):
         yield from verify_rejects(store, name)
     yield from damaged_indexes(store)
     yield from damaged_exclusions(store)
     if sound:
-        yield from verify_indexes(store, encoding, sorted(receipts, key=lambda receipt: receipt.tar))
+        yield from verify_indexes(store, encoding, rows.tables())
 
 
 def _is_receipt(name: str) -> bool:
@@ -73,7 +82,7 @@ def verify_records(store: Store, names: list[str]) -> Iterator[str]:
     """The seals of what is in commits/ besides receipts that count, in tars/ and in rules/."""
     for folder in ("tars", RULES):
         names = names + [f"{folder}/{name}" for name in store.files(folder)]
-    for name, data in sorted(store.read_many(names).items()):
+    for name, data in read_each(store, sorted(names)):
         try:
             parse_sealed_json(data, store.where(name))
         except DamagedFile as error:
@@ -149,11 +158,8 @@ def verify_rejects(store: Store, name: str) -> Iterator[str]:
         yield f"{store.where(table)} is not what the parts' tables give"
 
 
-def verify_rules(store: Store, receipts: list[Receipt]) -> Iterator[str]:
-    """Every bucket was filled by one rule."""
-    rules: dict[str, set[str]] = {}
-    for receipt in receipts:
-        rules.setdefault(receipt.bucket, set()).add(receipt.rule)
+def verify_rules(store: Store, rules: Mapping[str, set[str]]) -> Iterator[str]:
+    """Every bucket was filled by one rule; `rules` has all that its receipts name."""
     for bucket, found in sorted(rules.items()):
         if len(found) > 1:
             yield f"{store.where(bucket)} was filled by more than one rule: {'; '.join(sorted(found))}"
@@ -196,11 +202,11 @@ def text_fits(states: np.ndarray, tower: TextTower) -> bool:
     return width == tower.width and (1 <= tokens <= tower.length if tower.trim else tokens == tower.length)
 
 
-def verify_indexes(store: Store, encoding: EncodingRecord, receipts: list[Receipt]) -> Iterator[str]:
+def verify_indexes(store: Store, encoding: EncodingRecord, tables: Mapping[str, pa.Table]) -> Iterator[str]:
     """Every bucket's index.json against what the receipts give, byte for byte."""
-    for bucket in sorted({receipt.bucket for receipt in receipts}):
+    for bucket, rows in tables.items():
         name = f"{bucket}/index.json"
-        if store.read_many([name]).get(name) not in sound_indexes(encoding, bucket, receipts):
+        if store.size(name) is None or store.sha256(name) not in sound_digests(encoding, bucket, rows):
             yield (
                 f"{store.where(name)} is not what the receipts give: write it anew with `python -m shards index "
                 f"{store.where()}`"
