@@ -40,7 +40,7 @@ READ = [
 """Functions that read what was typed."""
 WORK = [
     *("shards.__main__.open_store", "precompute.preview.open_store", "shards.tools.init.write_configs"),
-    *("train.__main__.plot_run", "train.launch.launch_command", "evaluate.__main__.read_runs"),
+    *("train.__main__.plot_run", "accelerate.commands.launch.launch_command", "evaluate.__main__.read_runs"),
 ]
 """Functions with which work begins, where argparse reads."""
 

@@ -21,11 +21,11 @@ import torch
 from shards.base.errors import Preempted, WorkError
 from tests import ranks
 from tests.runs import curve, environment, launcher, rank_processes, train_fields, write_config
+from train.launch import LAUNCHER
 from train.loop import train
 from train.run.health.heartbeat import Heart
 from train.run.launches import Pace
 from train.run.processes import (
-    LAUNCHER,
     LOOK_SECONDS,
     MOST_STEPS,
     Leaving,
