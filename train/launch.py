@@ -11,6 +11,7 @@ Each is told by Slurm's variables who it is, and becomes the trainer.
 the file's first two machines, by ssh. Through ssh's pipe each is told of signals, and that this one is gone.
 """
 
+import argparse
 import os
 import re
 import shlex
@@ -24,12 +25,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from shards.base.config import load_asked
 from shards.base.errors import INTERRUPTED, Preempted, RequestError, WorkError, exit_code_of, say
+from train.run.preflight import LAUNCHER
 
 EXAMPLE = "example: python -m train.launch --multi_gpu --num_processes 8 -m train --config configs/phase1.yaml"
 SLURM_EXAMPLE = "srun python -m train.launch --slurm -m train --config configs/phase1.yaml"
-LAUNCHER = "LATENTMILL_LAUNCHER"
-"""Environment variable: the process id of the launcher, for the processes that it starts."""
 SHUTDOWN_TIMEOUT = "PET_SHUTDOWN_TIMEOUT"
 """Environment variable: seconds that the processes have to save and exit after a signal. torch reads it as well."""
 DEFAULT_SHUTDOWN_SECONDS = "120"
@@ -207,11 +208,58 @@ def launch(arguments: list[str]) -> int:
     shutdown = Shutdown()
     try:
         with shutdown.installed():
+            if answered_early(arguments):
+                return 0
             return start_processes(arguments, shutdown)
     except Stopped:
         return shutdown.exit_code()
     finally:
         del os.environ[LAUNCHER]  # the caller may go on without a launcher
+
+
+def answered_early(arguments: list[str]) -> bool:
+    """Whether the arguments start a training run, on this machine alone, that is finished; it is said then.
+
+    Launchers of several machines do not look, since what one of them finds must hold for all.
+
+    Raises:
+        RequestError: the training config is wrong, or something that it names is missing.
+    """
+    words = trainer_arguments(arguments)
+    if words is None or num_machines(arguments) > 1:
+        return False
+    return answer_early_here(words)
+
+
+def answer_early_here(words: list[str]) -> bool:
+    """Whether the run of these trainer's arguments is finished; it is said then.
+
+    Raises:
+        RequestError: the training config is wrong, or something that it names is missing.
+    """
+    from train.config import TrainConfig
+    from train.early import answer_early, config_file
+
+    return answer_early(load_asked(TrainConfig, words, "train", None), config_file(words))
+
+
+def trainer_arguments(arguments: list[str]) -> list[str] | None:
+    """The arguments of `-m train`; None: something else is started, a subcommand, or its help."""
+    for i in range(len(arguments) - 1):
+        if arguments[i] in ("-m", "--module") and arguments[i + 1] == "train":
+            words = arguments[i + 2 :]
+            is_run = bool(words) and words[0].startswith("--") and not {"-h", "--help"} & set(words)
+            return words if is_run else None
+    return None
+
+
+def num_machines(arguments: list[str]) -> int:
+    """The launcher's `--num_machines`; 2 if a file of accelerate's may say so."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--num_machines", "--num-machines", type=int)
+    parser.add_argument("--config_file", "--config-file")
+    given = parser.parse_known_args(arguments[: arguments.index("train")])[0]
+    return given.num_machines or (1 if given.config_file is None else 2)
 
 
 def start_processes(arguments: list[str], shutdown: Shutdown) -> int:
@@ -309,6 +357,9 @@ def launch_on_hosts(arguments: list[str]) -> int:
     hosts = read_hosts(Path(file))[:machines]
     if len(hosts) < machines:
         raise RequestError(f"{file} names {len(hosts)} hosts, and {machines} are asked for.")
+    asked = trainer_arguments(arguments[3:])
+    if asked is not None and answer_early_here(asked):
+        return 0
     if shutil.which(SSH[0]) is None:
         raise RequestError("--hosts needs ssh, which is not here. Install OpenSSH's client.")
     running = {}

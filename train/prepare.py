@@ -17,6 +17,7 @@ from shards.open import open_store
 from train.config import TrainConfig
 from train.data.spec import DataSpec, only_read
 from train.data.streams import Found, find_data, open_data
+from train.early import no_checkpoint
 from train.export.pipeline import check_pipeline
 from train.model.backbone import BackboneConfig
 from train.model.fit import check_fit, check_precision, on_meta
@@ -282,10 +283,7 @@ def finished_run(run_dir: Place) -> Checkpoint:
             local_copy.bring(open_store(run_dir), work)
     found = newest_checkpoint(work)
     if found is None:
-        raise RequestError(
-            f"init_from: {run_dir} has no complete checkpoint. Train that phase first (`make train PHASE=1`), or set "
-            f"init_from to a run folder that has one."
-        )
+        raise no_checkpoint(run_dir)
     return found
 
 

@@ -439,9 +439,13 @@ def test_the_exit_code_of_a_single_process_is_handed_on(tmp_path: Path, code: in
     assert start_launcher(tmp_path, 1, str(tmp_path / "exit.py")).wait(120) == code
 
 
-@pytest.mark.parametrize("words", [["train.launch", "x.py"]], ids=lambda words: words[0])
-def test_ctrl_c_during_the_imports_is_one_line(words: list[str]) -> None:
+@pytest.mark.parametrize(
+    "words", [["train.launch", "x.py"], ["train", "--config", "CONFIG"]], ids=lambda words: words[0]
+)
+def test_ctrl_c_during_the_imports_is_one_line(latents: Path, tmp_path: Path, words: list[str]) -> None:
     """An import of torch that takes until the signal comes."""
+    config = write_config(tmp_path, train_fields(latents, tmp_path / "run"))
+    words = [str(config) if word == "CONFIG" else word for word in words]
     program = f"""
 import runpy, sys, time
 from importlib import abc

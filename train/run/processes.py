@@ -16,9 +16,9 @@ from accelerate import Accelerator
 
 from shards.base.errors import RequestError, WorkError
 from shards.base.stop import Heard
-from train.launch import LAUNCHER
 from train.run.health.heartbeat import STARTING, Heart
 from train.run.launches import Launch
+from train.run.preflight import LAUNCHER
 
 PR_SET_PDEATHSIG = 1
 LOOK_SECONDS = 1.0

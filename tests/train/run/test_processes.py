@@ -21,10 +21,10 @@ import torch
 from shards.base.errors import Preempted, WorkError
 from tests import ranks
 from tests.runs import curve, environment, launcher, rank_processes, train_fields, write_config
-from train.launch import LAUNCHER
 from train.loop import train
 from train.run.health.heartbeat import Heart
 from train.run.launches import Pace
+from train.run.preflight import LAUNCHER
 from train.run.processes import (
     LOOK_SECONDS,
     MOST_STEPS,
@@ -33,7 +33,7 @@ from train.run.processes import (
     join_processes,
     look_interval,
 )
-from train.run.saving.writer import CheckpointConfig
+from train.run.saving.config import CheckpointConfig
 from train.run.telling.json_lines import read_json_lines
 
 
