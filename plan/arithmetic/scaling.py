@@ -11,6 +11,7 @@ GPUs of a node and equal between nodes (HSDP). Small kernels that run below the 
 host's own time are not in it.
 """
 
+import functools
 import math
 from dataclasses import dataclass
 
@@ -105,9 +106,16 @@ def exposed_seconds(backward_seconds: float, gradient_seconds: float, step: Step
     """What is left of the gradients' traffic when the backward pass ends: each bucket goes once it is ready, and the
     one before it has gone."""
     each, ends = gradient_seconds / step.num_buckets, 0.0
-    for number in range(1, step.num_buckets + 1):
-        ends = max(ends, backward_seconds * passed_at(step.backward, number / step.num_buckets)) + each
+    for ready in buckets_ready(step.backward, step.num_buckets):
+        ends = max(ends, backward_seconds * ready) + each
     return max(0.0, ends - backward_seconds)
+
+
+@functools.cache
+def buckets_ready(blocks: tuple[tuple[float, float], ...], num_buckets: int) -> tuple[float, ...]:
+    """Share of the backward pass's time after which each bucket of gradients is ready. A plan asks thousands of times
+    for the same few networks, while `calibrate` bisects."""
+    return tuple(passed_at(blocks, number / num_buckets) for number in range(1, num_buckets + 1))
 
 
 def passed_at(blocks: tuple[tuple[float, float], ...], share: float) -> float:
