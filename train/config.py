@@ -1,4 +1,5 @@
-"""The config of stage 2. Each section's model stands beside the code that reads it."""
+"""The config of stage 2. Each section's model stands beside the code that reads it, or in `config.py` of its folder:
+no module that a config is made of imports torch, so that a wrong request is refused at once."""
 
 import math
 from pathlib import Path
