@@ -34,11 +34,13 @@ def run(arguments: list[str]) -> None:
         COMMANDS[arguments[0]](arguments[1:])
         return
     config = read_config(arguments, "train", __doc__)
-    if not answered_early(config, arguments):
-        from train.early import config_file
-        from train.start import train_here
+    if (answer := answer_early(config, arguments)) is not None:
+        print(answer)
+        return
+    from train.early import config_file
+    from train.start import train_here
 
-        train_here(config, config_file(arguments))
+    train_here(config, config_file(arguments))
 
 
 def read_config(arguments: list[str], prog: str, about: str | None) -> "TrainConfig":
@@ -48,20 +50,20 @@ def read_config(arguments: list[str], prog: str, about: str | None) -> "TrainCon
     return load_asked(TrainConfig, arguments, prog, about)
 
 
-def answered_early(config: "TrainConfig", arguments: list[str]) -> bool:
-    """Check what needs no torch; say so if the run is finished, and return whether it is.
+def answer_early(config: "TrainConfig", arguments: list[str]) -> str | None:
+    """Check what needs no torch; return the message of a finished run.
 
     Of several processes none looks, since the answer must be the same for all: their launcher has looked.
 
     Raises:
         RequestError: the processes do not fit the request, or something that the config names is missing.
     """
-    from train.early import answer_early, config_file
+    from train import early
     from train.run.preflight import World
 
     world = World.launched()
     world.check(config.num_processes, config.global_batch_size)
-    return world.size == 1 and answer_early(config, config_file(arguments))
+    return early.answer_early(config, early.config_file(arguments)) if world.size == 1 else None
 
 
 def check(arguments: list[str]) -> None:
@@ -72,10 +74,12 @@ def check(arguments: list[str]) -> None:
       python -m train check --config configs/phase1.yaml --data.root s3://bucket/latents --num_processes 8
     """
     config = read_config(arguments, "train check", check.__doc__)
-    if not answered_early(config, arguments):
-        from train.prepare import prepare
+    if (answer := answer_early(config, arguments)) is not None:
+        print(answer.splitlines()[0])  # `make train` goes on to the trainer, which says the rest
+        return
+    from train.prepare import prepare
 
-        prepare(config)
+    prepare(config)
 
 
 def plot(arguments: list[str]) -> None:

@@ -13,8 +13,8 @@ from train.run.preflight import check_run_dir
 from train.run.saving.checkpoint import list_checkpoints
 
 
-def answer_early(config: TrainConfig, file: Path | None) -> bool:
-    """Say so if the run is finished, and return whether it is. Of several processes only one may ask.
+def answer_early(config: TrainConfig, file: Path | None) -> str | None:
+    """Return the message of a finished run; None: it is not finished. Of several processes only one may ask.
 
     Args:
         file: where the config comes from.
@@ -22,12 +22,11 @@ def answer_early(config: TrainConfig, file: Path | None) -> bool:
     Raises:
         RequestError: the run is not finished, and something that the config names is missing.
     """
+    check_run_dir(config.work)
     finished = describe_if_finished(config, file)
     if finished is None:
         check_early(config)
-        return False
-    print(finished)
-    return True
+    return finished
 
 
 def config_file(arguments: list[str]) -> Path | None:
@@ -42,9 +41,8 @@ def check_early(config: TrainConfig) -> None:
     """Look for the roots and the run that the config names.
 
     Raises:
-        RequestError: a root is missing, the run folder cannot be written, or the run to start from has no checkpoint.
+        RequestError: a root is missing, or the run to start from has no checkpoint.
     """
-    check_run_dir(config.work)
     is_new = isinstance(config.run_dir, Path) and not list_checkpoints(config.run_dir)
     if is_new and isinstance(config.init_from, Path) and not list_checkpoints(config.init_from):
         raise no_checkpoint(config.init_from)

@@ -5,7 +5,6 @@ Nothing here imports torch, so that a command that has nothing to do ends at onc
 
 import shlex
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -26,7 +25,7 @@ def describe_if_finished(config: TrainConfig, config_file: Path | None) -> str |
     Where several processes train, only one process may ask, before the others start.
     """
     found = open_store(config.run_dir).read_many(["config.yaml"])
-    if not found or not _same(config, yaml.safe_load(found["config.yaml"])):
+    if not found or not _same(config, found["config.yaml"]):
         return None
     newest = _newest_at_address(config.run_dir) if isinstance(config.run_dir, str) else _newest(config.run_dir)
     if newest is None:
@@ -81,8 +80,12 @@ def _init_from(path: Path) -> Place | None:
     return parse_place(named) if isinstance(named, str) else None
 
 
-def _same(config: TrainConfig, saved: Any) -> bool:
+def _same(config: TrainConfig, data: bytes) -> bool:
     """Whether a run's config.yaml holds this config."""
+    try:
+        saved = yaml.safe_load(data)
+    except yaml.YAMLError:  # edited by hand, perhaps: the run writes it anew
+        return False
     asked = config.model_dump(mode="json")
     ignored = [*NOT_COMPARED, *(["precision"] if config.precision == "auto" else [])]  # which it holds resolved
     return isinstance(saved, dict) and all(

@@ -208,7 +208,8 @@ def launch(arguments: list[str]) -> int:
     shutdown = Shutdown()
     try:
         with shutdown.installed():
-            if answered_early(arguments):
+            if (answer := answer_early(arguments)) is not None:
+                print(answer)
                 return 0
             return start_processes(arguments, shutdown)
     except Stopped:
@@ -217,8 +218,8 @@ def launch(arguments: list[str]) -> int:
         del os.environ[LAUNCHER]  # the caller may go on without a launcher
 
 
-def answered_early(arguments: list[str]) -> bool:
-    """Whether the arguments start a training run, on this machine alone, that is finished; it is said then.
+def answer_early(arguments: list[str]) -> str | None:
+    """Return the message of a finished run, if the arguments start one on this machine alone.
 
     Launchers of several machines do not look, since what one of them finds must hold for all.
 
@@ -227,20 +228,20 @@ def answered_early(arguments: list[str]) -> bool:
     """
     words = trainer_arguments(arguments)
     if words is None or num_machines(arguments) > 1:
-        return False
-    return answer_early_here(words)
+        return None
+    return answer_trainer(words)
 
 
-def answer_early_here(words: list[str]) -> bool:
-    """Whether the run of these trainer's arguments is finished; it is said then.
+def answer_trainer(words: list[str]) -> str | None:
+    """Return the message of a finished run, if these arguments of the trainer name one.
 
     Raises:
         RequestError: the training config is wrong, or something that it names is missing.
     """
+    from train import early
     from train.config import TrainConfig
-    from train.early import answer_early, config_file
 
-    return answer_early(load_asked(TrainConfig, words, "train", None), config_file(words))
+    return early.answer_early(load_asked(TrainConfig, words, "train", None), early.config_file(words))
 
 
 def trainer_arguments(arguments: list[str]) -> list[str] | None:
@@ -358,7 +359,8 @@ def launch_on_hosts(arguments: list[str]) -> int:
     if len(hosts) < machines:
         raise RequestError(f"{file} names {len(hosts)} hosts, and {machines} are asked for.")
     asked = trainer_arguments(arguments[3:])
-    if asked is not None and answer_early_here(asked):
+    if asked is not None and (answer := answer_trainer(asked)) is not None:
+        print(answer)
         return 0
     if shutil.which(SSH[0]) is None:
         raise RequestError("--hosts needs ssh, which is not here. Install OpenSSH's client.")

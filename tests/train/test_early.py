@@ -75,7 +75,8 @@ def test_a_finished_run_is_recognised_without_torch(finished: tuple[Path, str], 
     config, _ = finished
     code, printed, imported = run_fresh(*command, "--config", str(config))
     assert (code, imported) == (0, set())
-    assert "has done its 2 steps; there is nothing to do. Finished at step 2." in printed
+    assert "has done its 2 steps; there is nothing to do." in printed
+    assert ("Finished at step 2." in printed) == (not command)  # `make train` checks, and then trains
 
 
 def test_a_launcher_recognises_a_finished_run_before_it_starts_processes(finished: tuple[Path, str]) -> None:
@@ -123,6 +124,7 @@ def test_a_finished_run_whose_checkpoint_is_damaged_is_not_called_finished(laten
         ({"max_steps": 0}, "`max_steps` = 0"),
         ({"data": {"streams": [{"root": "/absent", "bucket": "64x64"}]}}, "/absent is not a latents root"),
         ({"init_from": "/absent"}, "/absent has no complete checkpoint"),
+        ({"run_dir": "/dev/null"}, "run_dir /dev/null cannot be used: /dev/null is a file"),
         ({"num_processes": 2}, "2 processes were asked for, but 1 were started"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
@@ -131,7 +133,7 @@ def test_a_finished_run_whose_checkpoint_is_damaged_is_not_called_finished(laten
 def test_a_wrong_request_is_refused_without_torch(
     latents: Path, tmp_path: Path, command: list[str], changes: dict[str, Any], message: str
 ) -> None:
-    config = write_config(tmp_path, train_fields(latents, tmp_path / "run", **changes))
+    config = write_config(tmp_path, train_fields(latents, **({"run_dir": tmp_path / "run"} | changes)))
     code, printed, imported = run_fresh(*command, "--config", str(config))
     assert (code, imported) == (2, set())
     assert message in printed

@@ -433,6 +433,35 @@ def test_before_the_first_step_nothing_is_said_to_be_saved(
     assert "Traceback" not in errors
 
 
+@pytest.mark.parametrize("times", [1, 2])
+def test_ctrl_c_reaches_one_process_on_one_host(tmp_path: Path, times: int) -> None:
+    """By ssh, which stays on this machine here: the first one saves, where the process does; the second one kills."""
+    (tmp_path / "ssh").write_text(SSH)
+    (tmp_path / "ssh").chmod(0o755)
+    (tmp_path / "hosts").write_text("localhost\n")
+    saves = SAVES_SLOWLY if times == 2 else SAVES_SLOWLY.replace(".touch())", ".touch() or sys.exit(75))", 1)
+    (tmp_path / "script.py").write_text(saves)
+    words = ["--hosts", str(tmp_path / "hosts"), "1", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
+    with (tmp_path / "errors").open("w") as errors:
+        process = subprocess.Popen(
+            [*PYTHON, "-m", "train.launch", *words, "--quiet", str(tmp_path / "script.py"), str(tmp_path)],
+            env=environment(PATH=f"{tmp_path}{os.pathsep}{os.environ['PATH']}"),
+            stdout=subprocess.DEVNULL,
+            stderr=errors,
+            text=True,
+            start_new_session=True,
+        )
+    wait_until(tmp_path, "ready-*", 1, process)
+    signal_group(process, signal.SIGINT)
+    if times == 2:
+        wait_until(tmp_path, "told-*", 1, process)
+        signal_group(process, signal.SIGINT)
+    assert process.wait(120) == (130 if times == 2 else 75)
+    errors_said = " ".join((tmp_path / "errors").read_text().split())
+    assert "Traceback" not in errors_said and len(list(tmp_path.glob("told-*"))) == 1
+    assert ("Interrupted twice" if times == 2 else "the launcher received SIGINT and the run saved") in errors_said
+
+
 @pytest.mark.parametrize("code", [0, 3, 75])
 def test_the_exit_code_of_a_single_process_is_handed_on(tmp_path: Path, code: int) -> None:
     (tmp_path / "exit.py").write_text(f"import sys; sys.exit({code})")
