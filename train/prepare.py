@@ -19,6 +19,7 @@ from shards.open import open_store
 from train.config import TrainConfig
 from train.data.spec import DataSpec, only_read
 from train.data.streams import Found, find_data, open_data
+from train.early import no_checkpoint
 from train.export.pipeline import check_pipeline
 from train.model.backbone import BackboneConfig
 from train.model.fit import check_fit, check_precision, on_meta
@@ -324,10 +325,7 @@ def find_start(config: TrainConfig, downloads: ExitStack) -> Checkpoint | None:
         work = local_copy.work_folder(config.init_from)
         _, start = local_copy.find(open_store(config.init_from), work, downloads)
     if start is None:
-        raise RequestError(
-            f"init_from: {config.init_from} has no complete checkpoint. Train that phase first (`make train PHASE=1`), "
-            f"or set init_from to a run folder that has one."
-        )
+        raise no_checkpoint(config.init_from)
     start.weights(config.init_weights)
     return start
 

@@ -41,7 +41,8 @@ from train.export.components import (
 from train.model.backbone import PipelineConfig
 from train.model.inputs import Guidance
 from train.model.unet import class_name
-from train.objective.paths import ObjectiveConfig, noise_scheduler
+from train.objective.config import ObjectiveConfig
+from train.objective.paths import noise_scheduler
 from train.run.saving.checkpoint import Checkpoint, newest_checkpoint, step_folder, verify_checkpoint
 from train.run.saving.local_copy import copied
 

@@ -14,7 +14,7 @@ from train.data import order
 from train.data.spec import DataConfig, DataSpec, OpenStream
 from train.model.backbone import BackboneConfig
 from train.model.unet import UNET, class_name
-from train.objective.paths import ObjectiveConfig
+from train.objective.config import ObjectiveConfig
 
 LATER = {"filter", "latents"}
 """Of a stream: what checkpoints of earlier versions do not have."""
