@@ -32,7 +32,6 @@ from shards.format.mds import parse_index
 from shards.format.text import TextLatents
 from shards.format.towers import ONLY_TEXT
 from shards.open import open_store
-from train.__main__ import ACCELERATE_PRECISION
 from train.assemble import assemble
 from train.config import TrainConfig
 from train.data.batch import Batch
@@ -46,6 +45,7 @@ from train.prepare import Prepared, take_run
 from train.run.health.meter import peak_memory
 from train.run.launches import Launch
 from train.run.preflight import World
+from train.start import ACCELERATE_PRECISION
 
 TEXT_LENGTH = 77
 DOWNSAMPLING = 8

@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 
 from plan.arithmetic.costs import GIGA, SECONDS_PER_HOUR, TERA, checkpoint_bytes, gpu_hours_of, speedup_per_doubling
-from plan.arithmetic.work import Work, count_work
+from plan.arithmetic.counted import counted_work
+from plan.arithmetic.work import Work
 from plan.config import Plan
 from plan.facts import Fact
 from plan.latents import BucketReport, Traffic, bucket_report, precompute_hours, traffic_of
@@ -75,8 +76,9 @@ def make_report(plan: Plan, work: Work | None = None) -> Report:
         RequestError: the plan's parts, files or measurements do not fit each other.
     """
     plan.check()
-    work = work or count_work(plan.networks, plan.data.samples)
-    inputs = Inputs(plan, work, read_rates(plan.measured, plan.gpu.kind))
+    rates = read_rates(plan.measured, plan.gpu.kind)
+    work = work or counted_work(plan.networks, plan.data.samples)
+    inputs = Inputs(plan, work, rates)
     rows: list[Row] = []
     for gpus in plan.counts:
         rows.append(_row(inputs, gpus, rows[-1] if rows else None))

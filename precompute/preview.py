@@ -2,14 +2,14 @@
 
 examples:
   python -m precompute.preview runs/data/latents
-  python -m precompute.preview runs/data/latents --bucket 512x512 --samples 25 --output preview.png
+  python -m precompute.preview runs/data/latents --bucket 512x512 --samples 25 --output runs/512.png
 """
 
 # It lives here and not in `shards`, which knows nothing of diffusers.
 
 import argparse
 import math
-import textwrap
+from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -17,17 +17,22 @@ from typing import Any
 import diffusers
 import numpy as np
 import torch
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image, ImageDraw
 
+from precompute.lettering import Lettering
 from shards.base.errors import RequestError, console
 from shards.base.store import Store
 from shards.format.encoding import EncodingRecord
 from shards.format.models import hash_weights, model_folder
+from shards.format.receipts import names_in_force
 from shards.open import open_store
-from shards.root.committed import load_receipts
+from shards.root.committed import by_tar_and_bucket, iter_receipts, list_commits, read_receipts
 from shards.root.reading import captions, image_latents, read_parts
 
-LABEL_LINES, LINE_HEIGHT, MARGIN, CHARACTER_WIDTH = 5, 14, 8, 7
+OUTPUT = Path("runs/preview.png")
+"""By default; Git ignores runs/."""
+LABEL_LINES, LINE_HEIGHT, MARGIN, FONT_SIZE = 5, 15, 8, 12
+MORE = " …"
 SMALLEST_TILE = 256
 DECODE_TOGETHER = 4
 
@@ -46,22 +51,56 @@ def load_decoder(encoding: EncodingRecord, name: str | None) -> Any:
 
 
 def pick_samples(store: Store, bucket: str | None, count: int) -> tuple[str, list[dict[str, Any]]]:
-    """A bucket, by default the first that holds samples, and samples from all over it: of each committed part as many,
-    its first ones, up to `count`.
+    """Choose a bucket, by default the first that holds samples, and `count` samples from all over it, or all it has.
+
+    Its parts give equal numbers of samples, as far as they have as many: each its first ones, and no two parts of a
+    bucket that has more than `count` of them.
 
     Raises:
         RequestError: the bucket, or every one, holds none.
     """
-    holding, root = [receipt for receipt in load_receipts(store) if receipt.samples], store.where()
-    if not holding:
+    root, has_samples = store.where(), (receipt for receipt in iter_receipts(store) if receipt.samples)
+    bucket = bucket or next((receipt.bucket for receipt in has_samples), None)
+    if bucket is None:
         raise RequestError(f"{root} holds no sample yet: run `make precompute` first.")
-    bucket = bucket or holding[0].bucket
-    parts = [receipt.part for receipt in holding if receipt.bucket == bucket]
+    names = names_of_bucket(store, bucket)
+    parts: list[tuple[str, str, int]] = []
+    for receipt in read_receipts(store, spread_out(names, count)):
+        if receipt.bucket == bucket and receipt.samples:
+            parts.append((receipt.tar, receipt.part, receipt.samples))
+        if len(parts) == count:  # in a large root, the others need not be read
+            break
     if not parts:
         raise RequestError(f"{root} holds no sample in {bucket}. `python -m shards stats {root}` lists its buckets.")
-    chosen = parts[:: max(1, len(parts) // count)]
-    each = -(-count // len(chosen))
-    return bucket, list(islice(read_parts(store, bucket, chosen, each), count))
+    parts.sort()
+    shares = fair_shares([samples for *_, samples in parts], count)
+    return bucket, [
+        sample
+        for (_, part, _), share in zip(parts, shares, strict=True)
+        for sample in read_parts(store, bucket, [part], share)
+    ]
+
+
+def names_of_bucket(store: Store, bucket: str) -> list[str]:
+    """List the receipts in force of a bucket, by tar."""
+    names = by_tar_and_bucket(names_in_force(list_commits(store)))
+    return [name for name in names if name.split("/")[1] == bucket]
+
+
+def spread_out(names: list[str], count: int) -> list[str]:
+    """First `count` of the names, at equal distances, and then all others."""
+    chosen = names if len(names) <= count else [names[number * len(names) // count] for number in range(count)]
+    return list(dict.fromkeys([*chosen, *names]))
+
+
+def fair_shares(sizes: list[int], total: int) -> list[int]:
+    """Split `total` into shares as equal as they can be where none is larger than its size; all there is if less."""
+    shares = [0] * len(sizes)
+    by_size = sorted(range(len(sizes)), key=lambda place: sizes[place])
+    for number, place in enumerate(by_size):
+        shares[place] = min(sizes[place], total // (len(sizes) - number))
+        total -= shares[place]
+    return shares
 
 
 @torch.inference_mode()
@@ -76,7 +115,7 @@ def decode_pictures(samples: list[dict[str, Any]], encoding: EncodingRecord, vae
     return pictures
 
 
-def contact_sheet(pictures: list[Image.Image], labels: list[str], title: str) -> Image.Image:
+def contact_sheet(pictures: list[Image.Image], labels: list[str], title: str, lettering: Lettering) -> Image.Image:
     """Pictures in a grid, each with its label, wrapped, under it. Small ones are shown enlarged."""
     scale = max(1, SMALLEST_TILE // pictures[0].width)
     width, height = pictures[0].width * scale, pictures[0].height * scale
@@ -84,21 +123,48 @@ def contact_sheet(pictures: list[Image.Image], labels: list[str], title: str) ->
     rows = -(-len(pictures) // columns)
     cell = width + MARGIN, height + LABEL_LINES * LINE_HEIGHT + MARGIN
     sheet = Image.new("RGB", (columns * cell[0] + MARGIN, rows * cell[1] + 3 * MARGIN + LINE_HEIGHT), "white")
-    draw, font = ImageDraw.Draw(sheet), ImageFont.load_default(size=12)
-    draw.text((MARGIN, MARGIN), title, "black", font)
+    draw = ImageDraw.Draw(sheet)
+    lettering.write(draw, MARGIN, MARGIN, title)
     for i, (picture, label) in enumerate(zip(pictures, labels, strict=True)):
         left, top = MARGIN + i % columns * cell[0], 2 * MARGIN + LINE_HEIGHT + i // columns * cell[1]
         sheet.paste(picture.resize((width, height), Image.Resampling.NEAREST), (left, top))
-        lines = wrapped(label, width // CHARACTER_WIDTH)
-        for number, line in enumerate(lines):
-            draw.text((left, top + height + 2 + number * LINE_HEIGHT), line, "black", font)
+        for number, line in enumerate(wrapped(label, width, lettering)):
+            lettering.write(draw, left, top + height + 2 + number * LINE_HEIGHT, line)
     return sheet
 
 
-def wrapped(label: str, characters: int) -> list[str]:
-    """A label in lines: its first line as it is, the rest filled up, the last with an ellipsis where there is more."""
+def wrapped(label: str, width: float, lettering: Lettering) -> list[str]:
+    """Break a label into at most LABEL_LINES lines of `width` pixels: its first line as it is, then the rest. The last
+    line ends with an ellipsis if there is more."""
     first, _, rest = label.partition("\n")
-    return [first, *textwrap.wrap(rest, characters, max_lines=LABEL_LINES - 1, placeholder=" …")]
+    lines = list(islice(_filled(rest.split(), width, lettering), LABEL_LINES))
+    if len(lines) < LABEL_LINES:
+        return [first, *lines]
+    *kept, last = lines[: LABEL_LINES - 1]
+    while last and lettering.length(last + MORE) > width:
+        last = last[:-1].rstrip()
+    return [first, *kept, last + MORE]
+
+
+def _filled(words: list[str], width: float, lettering: Lettering) -> Iterator[str]:
+    """Lines of as many words as go in; a word that is wider than a line, as in scripts without blanks, is cut."""
+    line = ""
+    for word in words:
+        together = f"{line} {word}" if line else word
+        if lettering.length(together) <= width:
+            line = together
+        elif line and lettering.length(word) <= width:
+            yield line
+            line = word
+        else:
+            line = f"{line} " if line else ""
+            for char in word:
+                if line and lettering.length(line + char) > width:
+                    yield line.rstrip()
+                    line = ""
+                line += char
+    if line:
+        yield line
 
 
 def run(arguments: list[str]) -> None:
@@ -110,7 +176,7 @@ def run(arguments: list[str]) -> None:
     parser.add_argument("root", help="a folder, or an address such as s3://bucket/latents")
     parser.add_argument("--bucket", help="WIDTHxHEIGHT; default: the first that holds samples")
     parser.add_argument("--samples", type=int, default=16, help="how many")
-    parser.add_argument("--output", type=Path, default=Path("preview.png"), help="a PNG")
+    parser.add_argument("--output", type=Path, default=OUTPUT, help=f"a PNG; default: {OUTPUT}")
     parser.add_argument("--vae", help="where the VAE is now, if not where encoding.json says")
     options = parser.parse_args(arguments)
     if options.samples < 1:
@@ -121,8 +187,12 @@ def run(arguments: list[str]) -> None:
     pictures = decode_pictures(samples, encoding, load_decoder(encoding, options.vae))
     labels = [f"{sample['key']}\n{' | '.join(captions(sample, encoding))}" for sample in samples]
     title = f"{bucket} of {Path(store.where()).name}, decoded from its latents by {encoding.image.weights.name}"
-    contact_sheet(pictures, labels, title).save(options.output)
+    lettering = Lettering([title, *labels], FONT_SIZE)
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    contact_sheet(pictures, labels, title, lettering).save(options.output)
     print(f"{options.output}: {len(samples)} samples of {bucket}")
+    if lettering.note:
+        print(lettering.note)
 
 
 main = console(run)

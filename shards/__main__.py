@@ -2,7 +2,7 @@
 
 examples:
   python -m shards verify runs/data/latents
-  python -m shards stats runs/data/latents --plot stats.png
+  python -m shards stats runs/data/latents --plot runs/stats.png
 """
 
 import argparse

@@ -20,7 +20,7 @@ from pathlib import Path
 from shards.base.errors import exit_code_of
 
 SERVER = get_context("forkserver")
-COMMANDS = ("precompute.__main__", "evaluate.__main__", "train.__main__")
+COMMANDS = ("precompute.__main__", "evaluate.__main__", "train.__main__", "train.start", "train.export.pipeline")
 SERVER.set_forkserver_preload(
     ["tests.ranks", *COMMANDS, "tests.evaluate.watch.watching", "torch.distributed.tensor", "torch._dynamo"]
 )

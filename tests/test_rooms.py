@@ -11,6 +11,10 @@ WHOLE_CONFIG = {
     "PrecomputeConfig": {"precompute/__main__.py", "precompute/config.py"},
     "TrainConfig": {
         "train/__main__.py",
+        "train/launch.py",
+        "train/early.py",
+        "train/finish.py",
+        "train/start.py",
         "train/config.py",
         "train/prepare.py",
         "train/assemble.py",

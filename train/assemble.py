@@ -29,8 +29,9 @@ from train.run.health.output import outdated
 from train.run.launches import Launch, publish
 from train.run.saving.away import Away
 from train.run.saving.checkpoint import SNAPSHOTS, drop_later, restore
+from train.run.saving.config import CheckpointConfig
 from train.run.saving.shares import Writers
-from train.run.saving.writer import CheckpointConfig, CheckpointWriter, too_slow_to_leave
+from train.run.saving.writer import CheckpointWriter, too_slow_to_leave
 from train.run.state import StepResults, TrainState
 from train.run.telling.log import Log
 

@@ -1,4 +1,5 @@
-"""The config of stage 2. Each section's model stands beside the code that reads it."""
+"""The config of stage 2. Each section's model stands beside the code that reads it, or in `config.py` of its folder:
+no module that a config is made of imports torch, so that a wrong request is refused at once."""
 
 import math
 from pathlib import Path
@@ -11,15 +12,11 @@ from shards.base.device import AskedDevice, AskedPrecision
 from shards.base.store import Place
 from train.data.spec import DataConfig
 from train.model.backbone import BackboneConfig
-from train.model.ema import EmaConfig
-from train.model.optimizer import OptimizerConfig, ScheduleConfig
-from train.model.sharding import DdpConfig, Sharding
-from train.objective.alignment import RepaConfig
-from train.objective.paths import ObjectiveConfig
-from train.objective.validation import ValidationConfig
+from train.model.config import DdpConfig, EmaConfig, OptimizerConfig, ScheduleConfig, Sharding
+from train.objective.config import ObjectiveConfig, RepaConfig, ValidationConfig
 from train.run.alarm import AlarmConfig
+from train.run.saving.config import CheckpointConfig
 from train.run.saving.local_copy import work_folder
-from train.run.saving.writer import CheckpointConfig
 from train.run.telling.config import LogConfig
 
 

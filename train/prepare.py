@@ -1,13 +1,15 @@
 """What a run is asked for, opened and held against each other; nothing is written before all of it is found to fit."""
 
+import shutil
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 from accelerate import Accelerator, PartialState
-from accelerate.utils import broadcast_object_list
+from accelerate.utils import broadcast_object_list, gather_object
 
 from shards.base.device import Precision, resolve_precision
 from shards.base.durable import locked
@@ -17,6 +19,7 @@ from shards.open import open_store
 from train.config import TrainConfig
 from train.data.spec import DataSpec, only_read
 from train.data.streams import Found, find_data, open_data
+from train.early import no_checkpoint
 from train.export.pipeline import check_pipeline
 from train.model.backbone import BackboneConfig
 from train.model.fit import check_fit, check_precision, on_meta
@@ -24,7 +27,7 @@ from train.model.unet import build_unet, load_pretrained
 from train.objective.alignment import Aligned, find_features, hear, make_head
 from train.objective.validation import FoundValidation, Validation, find_validation, open_validation
 from train.run.fingerprint import check_resume, check_same_everywhere, make_fingerprint
-from train.run.launches import Sign, take, wait_until_free
+from train.run.launches import Launch, Sign, now, take, wait_until_free
 from train.run.preflight import World, check_launch, check_run_dir, check_tracker
 from train.run.saving import away, local_copy
 from train.run.saving.checkpoint import (
@@ -34,6 +37,7 @@ from train.run.saving.checkpoint import (
     load_head,
     load_weights,
     newest_checkpoint,
+    step_folder,
 )
 
 
@@ -92,19 +96,27 @@ def preflight(config: TrainConfig, accelerator: Accelerator | None) -> World:
     return world
 
 
-def prepare(config: TrainConfig, accelerator: Accelerator | None = None) -> Prepared:
-    """Open the data, build the U-Net, and load what it begins with. Writes nothing.
+def prepare(
+    config: TrainConfig, accelerator: Accelerator | None = None, downloads: ExitStack | None = None
+) -> Prepared:
+    """Open the data, build the U-Net, and load what it begins with. Changes nothing in the run, here or at its address.
 
-    Checkpoints are read and hashed by the main process alone; the others are told what it found.
+    The main process reads and hashes checkpoints, and tells the others what it found. Of a run at an address, one
+    process of each other node downloads and hashes its own copy.
+
+    Args:
+        downloads: closing it removes the checkpoints that were downloaded. Required for a `run_dir` or an `init_from`
+            at an address. It must stay open until `install` has moved the run's own checkpoint.
 
     Raises:
         RequestError: what does not fit, and the remedy.
     """
-    world = preflight(config, accelerator)
-    held, checkpoint, start, found, held_out = on_main_process(accelerator, lambda: find_all(config, world))
-    checkpoint = on_each_node(accelerator, config.run_dir, config.work, checkpoint)
+    assert downloads or not any(isinstance(place, str) for place in (config.run_dir, config.init_from))
+    world, downloads = preflight(config, accelerator), downloads or ExitStack()
+    held, checkpoint, start, found, held_out = on_main_process(accelerator, lambda: find_all(config, world, downloads))
+    checkpoint = on_each_node(accelerator, config.run_dir, checkpoint, downloads)
     if config.init_from is not None:
-        start = on_each_node(accelerator, config.init_from, local_copy.work_folder(config.init_from, "read"), start)
+        start = on_each_node(accelerator, config.init_from, start, downloads)
     spec = open_data(config.data, config.global_batch_size, found)
     backbone = config.backbone.resolved(spec.texts)
     check_fit(network := build_unet(config.network, None), spec, backbone)
@@ -136,7 +148,10 @@ def prepare(config: TrainConfig, accelerator: Accelerator | None = None) -> Prep
         weights = start.weights(config.init_weights)
         load_weights(unet, weights)
         start_seed = start.fingerprint["seed"]
-        words = f"{start.tag} after step {start.state.step} ({weights})"
+        shown = weights
+        if isinstance(config.init_from, str) and weights.is_relative_to(start.folder):  # and not the private folder
+            shown = weights.relative_to(start.folder.parents[1])
+        words = f"{start.tag} after step {start.state.step} ({shown})"
     elif config.init_unet is not None:
         load_pretrained(unet, config.init_unet)
     validation = None
@@ -150,6 +165,8 @@ def prepare(config: TrainConfig, accelerator: Accelerator | None = None) -> Prep
             accelerator.process_index if accelerator is not None else 0,
             accelerator.num_processes if accelerator is not None else 1,
         )
+    if accelerator is not None:
+        accelerator.wait_for_everyone()  # the process that downloaded the weights may remove them from here on
     return Prepared(world, spec, unet, backbone, checkpoint, words, fingerprint, validation, aligned, held, start_seed)
 
 
@@ -173,17 +190,21 @@ def make_aligned(
 
 
 def on_each_node(
-    accelerator: Accelerator | None, place: Place, work: Path, checkpoint: Checkpoint | None
+    accelerator: Accelerator | None, place: Place, checkpoint: Checkpoint | None, downloads: ExitStack
 ) -> Checkpoint | None:
-    """The checkpoint that the main process found; where it lies at an address, each other node copies it to `work`."""
-    if checkpoint is None or isinstance(place, Path):
+    """The checkpoint that the main process found, in a folder of this process's node.
+
+    Raises:
+        WorkError: it was damaged, replaced or removed since the main process found it.
+    """
+    if accelerator is None or checkpoint is None or isinstance(place, Path):
         return checkpoint
-    if accelerator is not None:
-        if accelerator.is_local_main_process and not accelerator.is_main_process:
-            with locked(work.with_name(".lock")):
-                local_copy.fetch(open_store(place), work, checkpoint.folder.name)
-        accelerator.wait_for_everyone()
-    return replace(checkpoint, folder=work / "checkpoints" / checkpoint.folder.name)
+    folder = checkpoint.folder
+    if accelerator.is_local_main_process and not accelerator.is_main_process:
+        work = local_copy.work_folder(place)
+        folder = local_copy.obtain_same(open_store(place), checkpoint, work, downloads).folder
+    folders = gather_object([folder])
+    return replace(checkpoint, folder=folders[accelerator.process_index - accelerator.local_process_index])
 
 
 def precision_of_run(config: TrainConfig, device: str) -> Precision:
@@ -198,10 +219,11 @@ def precision_of_run(config: TrainConfig, device: str) -> Precision:
 
 
 def find_all(
-    config: TrainConfig, world: World
+    config: TrainConfig, world: World, downloads: ExitStack
 ) -> tuple[Held, Checkpoint | None, Checkpoint | None, Found, FoundValidation | None]:
-    """Look up everything that changes with time, once per launch: the launch that held the run, the results of
-    `find_start`, and the indexes of the training and validation data. The run's own checkpoint pins those indexes.
+    """Look up everything that changes with time, once per launch: the launch that held the run, its newest checkpoint,
+    or else the result of `find_start`, and the indexes of the training and validation data. The run's own checkpoint
+    pins those indexes.
 
     Raises:
         RequestError: another launch holds the run, or what `find_start`, `find_data` and `find_validation` raise.
@@ -209,11 +231,15 @@ def find_all(
     check_run_dir(config.work)
     sign, number, there = wait_until_free(config.work, config.takeover_after), 0, dict[str, str]()
     if isinstance(config.run_dir, str):
-        store = open_store(config.run_dir)
-        number = away.wait_until_free(store, config.takeover_after)
-        there = local_copy.bring(store, config.work, world.size == world.local_size)
-    held = Held(sign, checkpoints_seen(config.work), number, there)
-    own, start = find_start(config)
+        number = away.wait_until_free(open_store(config.run_dir), config.takeover_after)
+    seen = checkpoints_seen(config.work)
+    if isinstance(config.run_dir, str):
+        alone = world.size == world.local_size
+        there, own = local_copy.find(open_store(config.run_dir), config.work, downloads, alone)
+    else:
+        own = newest_checkpoint(config.run_dir)
+    held = Held(sign, seen, number, there)
+    start = find_start(config, downloads) if own is None else None
     found = find_data(config.data, own.fingerprint["streams"] if own else ())
     check_pipeline(config, found.streams[0].encoding)  # now, and not when it was trained
     held_out = None
@@ -240,53 +266,68 @@ def take_run(config: TrainConfig, prepared: Prepared) -> Path:
     return folder
 
 
-def take_address(config: TrainConfig, prepared: Prepared) -> away.Away | None:
-    """The same at the run's address, where it lies at one.
+def take_everywhere(config: TrainConfig, prepared: Prepared) -> tuple[Path, away.Away | None]:
+    """Take the run over, first at its address, if it has one: a launch that is refused there changes nothing here.
 
     Raises:
         RequestError: another launch holds the run.
         WorkError: one that slept went on while this one was being prepared.
     """
     if isinstance(config.run_dir, Path):
-        return None
+        return take_run(config, prepared), None
     held, patience = prepared.held, config.patience(away.PATIENCE, prepared.world.size)
     ahead = {folder.name: local_copy.sha256_of_state(folder) or "" for folder in prepared.ahead}
-    return away.take(config.run_dir, held.number, held.found, patience, ahead)
+    there = away.take(config.run_dir, held.number, held.found, patience, ahead)
+    try:
+        return take_run(config, prepared), there
+    except BaseException:
+        there.sign(ended=now())
+        raise
 
 
-def find_start(config: TrainConfig) -> tuple[Checkpoint | None, Checkpoint | None]:
-    """The run's own newest checkpoint, or else that of the run to start from; both None: there is neither.
+def install(config: TrainConfig, prepared: Prepared, accelerator: Accelerator, launch: Launch) -> Prepared:
+    """Bring each machine's folder of a run at an address up to date, which only the launch that owns the run may do.
+
+    Returns:
+        `prepared`, with the checkpoint's new folder.
+    """
+    if isinstance(config.run_dir, Path):
+        return prepared
+    if accelerator.is_main_process:
+        local_copy.bring_tracker_id(open_store(config.run_dir), config.work, launch.folder)
+        local_copy.install(prepared.checkpoint, config.work, launch.folder)
+    accelerator.wait_for_everyone()  # nodes may share their temporary folders
+    if accelerator.is_local_main_process and not accelerator.is_main_process:
+        private = config.work / ".install"
+        with locked(config.work.with_name(".lock")):
+            shutil.rmtree(private, ignore_errors=True)  # what a killed process left
+            private.mkdir(parents=True)
+            local_copy.install(prepared.checkpoint, config.work, private)
+            shutil.rmtree(private)
+    accelerator.wait_for_everyone()
+    if prepared.checkpoint is None:
+        return prepared
+    folder = step_folder(config.work, prepared.checkpoint.state.step)
+    return replace(prepared, checkpoint=replace(prepared.checkpoint, folder=folder))
+
+
+def find_start(config: TrainConfig, downloads: ExitStack) -> Checkpoint | None:
+    """The newest checkpoint of the run to start from; None: `init_from` names none.
 
     Raises:
         RequestError: there are no weights at `init_from`.
     """
-    own = newest_checkpoint(config.work)
-    if own is not None:
-        return own, None
     if config.init_from is None:
-        return None, None
-    start = finished_run(config.init_from)
+        return None
+    if isinstance(config.init_from, Path):
+        start = newest_checkpoint(config.init_from)
+    else:
+        work = local_copy.work_folder(config.init_from)
+        _, start = local_copy.find(open_store(config.init_from), work, downloads)
+    if start is None:
+        raise no_checkpoint(config.init_from)
     start.weights(config.init_weights)
-    return None, start
-
-
-def finished_run(run_dir: Place) -> Checkpoint:
-    """An earlier run's newest checkpoint.
-
-    Raises:
-        RequestError: it has none.
-    """
-    work = local_copy.work_folder(run_dir, "read")
-    if isinstance(run_dir, str):
-        with locked(work.with_name(".lock")):
-            local_copy.bring(open_store(run_dir), work)
-    found = newest_checkpoint(work)
-    if found is None:
-        raise RequestError(
-            f"init_from: {run_dir} has no complete checkpoint. Train that phase first (`make train PHASE=1`), or set "
-            f"init_from to a run folder that has one."
-        )
-    return found
+    return start
 
 
 def on_main_process(accelerator: Accelerator | PartialState | None, decide: Callable[[], Any]) -> Any:

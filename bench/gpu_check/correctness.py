@@ -13,7 +13,8 @@ from bench.gpu_check.setup import Setup
 from bench.train_step import DTYPES, Setting, make_batch
 from train.data.draws import Draws, Purpose
 from train.loop import Run
-from train.model.optimizer import OptimizerConfig, make_adamw
+from train.model.config import OptimizerConfig
+from train.model.optimizer import make_adamw
 from train.model.sharding import split_weights
 from train.model.unet import build_unet
 

@@ -15,9 +15,9 @@ from accelerate.state import AcceleratorState
 from bench.encode import Sizes, sizes_for
 from bench.kit.common import synchronize
 from bench.train_step import Setting, trainer
-from train.__main__ import ACCELERATE_PRECISION
 from train.loop import Run
 from train.model.unet import build_unet
+from train.start import ACCELERATE_PRECISION
 
 REHEARSED = Path(__file__).with_name("rehearsal_unet.json")
 PRECISIONS = ("float32", "bfloat16", "float16")

@@ -19,15 +19,16 @@ from bench.kit.common import section, table, timed_in_turn
 from bench.kit.families import FAMILIES, read_family
 from bench.kit.roots import feature_tower, make_root
 from shards.format.buckets import Bucket
-from train.__main__ import ACCELERATE_PRECISION
 from train.assemble import assemble
 from train.config import TrainConfig
 from train.data.loader import Loader
 from train.loop import take_step
 from train.model.flops import training_flops
-from train.objective.alignment import RepaConfig, hear, make_head
+from train.objective.alignment import hear, make_head
+from train.objective.config import RepaConfig
 from train.prepare import prepare, take_run
 from train.run.launches import Launch
+from train.start import ACCELERATE_PRECISION
 
 BUCKET, TEXT, PARTS = "64x64", (16, 64), 8
 WIDTH = 768

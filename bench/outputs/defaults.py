@@ -24,8 +24,8 @@ from bench.outputs.text_unet import (
     validation_loss,
     write_tar,
 )
-from train.__main__ import ACCELERATE_PRECISION
 from train.objective.latents import StoredLatents
+from train.start import ACCELERATE_PRECISION
 
 EXACT: dict[str, Any] = {}
 ROUNDED = {"image": {"storage": "int8"}, "text": {"storage": "float8"}}

@@ -22,8 +22,7 @@ from shards.base.errors import RequestError, WorkError
 from shards.base.store import parse_place
 from shards.format.encoding import EncodingRecord
 from shards.open import open_store
-from shards.root.committed import load_committed
-from shards.tools.stats import bucket_sizes, rejected_samples
+from shards.tools.stats import root_totals
 
 TEMPLATE = Path(__file__).with_name("page.html")
 
@@ -31,7 +30,7 @@ TEMPLATE = Path(__file__).with_name("page.html")
 class ReportConfig(Config):
     """Write what is known of runs into one page."""
 
-    output: Path = Path("report.html")
+    output: Path = Path("runs/report.html")
     """Where the page goes."""
     price_per_hour: float | None = Field(None, ge=0)
     """Dollars for one GPU for an hour (`plan/gpus.yaml` has some); null: GPU hours alone."""
@@ -224,13 +223,13 @@ def _root(root: str, users: list[str]) -> list[str]:
     heading = f"<h3>{html.escape(root)}</h3>{text('; '.join(dict.fromkeys(users)) + '.')}"
     try:
         store = open_store(parse_place(root))
-        encoding, books = EncodingRecord.load(store), load_committed(store)
+        encoding, totals = EncodingRecord.load(store), root_totals(store)
     except (RequestError, WorkError, OSError) as error:
         return [heading, text(f"The root cannot be read from here, so nothing is said of its samples: {error}")]
-    samples, encoded = sum(tar.samples_in for tar in books), sum(tar.encoded for tar in books)
-    counts = [["in the tars", samples], ["encoded", encoded], ["rejected", samples - encoded], ["tars", len(books)]]
-    rejected = [list(row) for row in rejected_samples(books).items()]
-    buckets = [[name, size["samples"], size["bytes_per_sample"]] for name, size in bucket_sizes(books).items()]
+    samples, encoded = totals.samples_in, totals.encoded
+    counts = [["in the tars", samples], ["encoded", encoded], ["rejected", samples - encoded], ["tars", totals.shards]]
+    rejected = [list(row) for row in totals.rejected.most_common()]
+    buckets = [[name, size["samples"], size["bytes_per_sample"]] for name, size in totals.buckets.items()]
     return [
         heading,
         text(f"Encoding {encoding.id}: {encoding.image.weights.name}, {encoding.image.posterior}."),

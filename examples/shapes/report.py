@@ -13,8 +13,7 @@ from evaluate.report.page import ReportConfig, render
 from evaluate.report.runs import Run, read_runs
 from examples.shapes.adherence import PHASES, newest_pictures, prompt_lists
 from shards.open import open_store
-from shards.root.committed import load_committed
-from shards.tools.stats import bucket_sizes, rejected_samples
+from shards.tools.stats import root_totals
 
 GRID = {"seen": 16, "held_out": 8}
 """How many prompts of each list samples.png shows: the first ones."""
@@ -49,17 +48,17 @@ def write_report(folder: Path, seconds: dict[str, float]) -> None:
 
 def gather_metrics(folder: Path, runs: list[Run], seconds: dict[str, float]) -> dict[str, Any]:
     """The demo in numbers; everything here was counted or measured by the run itself."""
-    books = load_committed(open_store(folder / "latents"))
+    totals = root_totals(open_store(folder / "latents"))
     adherence = json.loads((folder / "adherence.json").read_text())
     final = adherence["phase2"]["seen"]
-    downloaded, accepted = sum(tar.samples_in for tar in books), sum(tar.encoded for tar in books)
+    downloaded, accepted = totals.samples_in, totals.encoded
     return {
         "seconds": seconds | {"total": round(sum(seconds.values()), 1)},
         "images_in": downloaded,
         "accepted": accepted,
         "rejected": downloaded - accepted,
-        "rejected_by_reason": dict(sorted(rejected_samples(books).items())),
-        "buckets": bucket_sizes(books),
+        "rejected_by_reason": dict(sorted(totals.rejected.items())),
+        "buckets": totals.buckets,
         "precompute_images_per_second": round(downloaded / seconds["precompute"], 1),
         "train_images_per_second": {run.name: round(run.middle("images_per_second") or 0, 1) for run in runs},
         "steps": {run.name: run.steps for run in runs},

@@ -1,20 +1,26 @@
-"""How much arithmetic one image, caption or step is, counted on the meta device: no weights, no GPU, no data."""
+"""How much arithmetic one image, caption or step is, counted on the meta device: no weights, no GPU, no data.
+
+torch is imported inside the functions that need it: reading a config or a root must not cost its import.
+"""
+
+from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 import yaml
-from torch.utils.flop_counter import FlopCounterMode
 
 from plan.config import Networks, TextNetwork
 from shards.base.errors import RequestError
 from shards.format.buckets import Bucket
 from shards.format.towers import ONLY_TEXT, ImageTower, TextTower, Weights
 from train.model.flops import TRAIN_OVER_FORWARD, count_flops
+
+if TYPE_CHECKING:
+    import torch
 
 UNKNOWN = Weights(name="none", sha256="0" * 64)
 PROBE_SIDE = 256
@@ -48,6 +54,9 @@ def count_work(networks: Networks, buckets: Iterable[str]) -> Work:
         RequestError: a config file is missing or is no JSON, the network does not fit the encoders, or a bucket does
             not suit the VAE.
     """
+    read_configs(networks)  # before torch is imported: a wrong path is refused at once
+    import torch
+
     with torch.device("meta"), torch.no_grad():
         vae, image = _image_tower(networks.vae)
         towers = networks.texts or {ONLY_TEXT: TextNetwork(config=networks.text_encoder, class_name="CLIPTextModel")}
@@ -75,6 +84,16 @@ def count_work(networks: Networks, buckets: Iterable[str]) -> Work:
     )
 
 
+def read_configs(networks: Networks) -> list[dict[str, Any]]:
+    """Read every config file that `networks` names.
+
+    Raises:
+        RequestError: one is missing, or is no JSON.
+    """
+    texts = [text.config for text in networks.texts.values()] or [networks.text_encoder]
+    return [_read_json(path) for path in (networks.vae, *texts, _backbone(networks)[1])]
+
+
 def network_calls(
     networks: Networks, shapes: Mapping[str, tuple[int, int]], image: ImageTower, texts: dict[str, TextTower]
 ) -> dict[str, tuple[torch.nn.Module, Callable[[], torch.Tensor]]]:
@@ -86,7 +105,9 @@ def network_calls(
     Raises:
         RequestError: the network's config is missing or is no JSON, or does not fit the encoders.
     """
-    from train.data.spec import DataSpec  # with torch's and diffusers' own, which a report alone does not need
+    import torch
+
+    from train.data.spec import DataSpec  # with diffusers, which a report alone does not need
     from train.model.fit import check_fit, on_meta
     from train.model.unet import class_of
 
@@ -106,6 +127,9 @@ def count_by_block(network: torch.nn.Module, call: Callable[[], Any]) -> tuple[i
         FLOPs of `call`, and (share of the weights, share of the FLOPs) of each block of `network`, from the last block
         that `call` runs to the first. Blocks whose shares both round to 0.0000 are left out.
     """
+    import torch
+    from torch.utils.flop_counter import FlopCounterMode
+
     blocks: dict[str, torch.nn.Module] = {}
     for name, child in network.named_children():
         parts = child.named_children() if isinstance(child, torch.nn.ModuleList) else [("", child)]
@@ -142,6 +166,7 @@ def _backbone(networks: Networks) -> tuple[Any, str]:
 def _image_tower(path: str) -> tuple[Any, ImageTower]:
     """The autoencoder of a config file, and what a root says of it."""
     import diffusers
+    import torch
 
     fields = _read_json(path)
     class_name = str(fields.get("_class_name", "AutoencoderKL"))

@@ -87,7 +87,8 @@ class News:
 
 @dataclass(frozen=True)
 class UnderWay:
-    """About once a second: how many attempts were begun and have not ended, and what they report in all."""
+    """About once a second, after attempts have ended, and at the end: how many attempts were begun and have not ended,
+    and what they report in all."""
 
     attempts: int
     reported: int
@@ -152,7 +153,7 @@ class Fleet(Generic[Work, Result]):
             attempt = self.cluster.start(unit.key, unit.work, unit.number, avoided, alone=unit.lost > 1)
             self.running[attempt] = _Running(unit, frozenset(avoided), time.monotonic())
 
-    def _settle(self, attempt: Attempt[Work]) -> Iterator[Done[Result] | Failed | News]:
+    def _settle(self, attempt: Attempt[Work]) -> Iterator[Done[Result] | Failed | News | UnderWay]:
         """Say what became of an attempt that has ended, and have its unit tried again where that may help."""
         running = self.running.pop(attempt)
         unit = running.unit
@@ -183,7 +184,7 @@ class Fleet(Generic[Work, Result]):
 
     def _outage(
         self, running: _Running[Work], report: Reported | None, failure: Failure, outage: Outage
-    ) -> Iterator[Done[Result] | Failed | News]:
+    ) -> Iterator[Done[Result] | Failed | News | UnderWay]:
         """Have a unit tried again at no cost, and pause where most nodes fail so."""
         unit, node = running.unit, report.node if report else None
         number, which, again = unit.number, "an outage, which counts for no attempt", True
@@ -221,10 +222,11 @@ class Fleet(Generic[Work, Result]):
             if running.avoided and not self.watch.able - running.avoided:
                 self.cluster.cancel(attempt)
 
-    def _drain(self) -> Iterator[Done[Result]]:
+    def _drain(self) -> Iterator[Done[Result] | UnderWay]:
         """Interrupt what is under way; what was through meanwhile counts."""
         for attempt in self.cluster.drain(list(self.running)):
             try:
                 yield Done(self.running[attempt].unit.key, None, self.cluster.result(attempt))
             except (Cancelled, Failure):
                 continue  # the next job's
+        yield UnderWay(0, 0, self.breaker.is_open)

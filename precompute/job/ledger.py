@@ -22,6 +22,8 @@ class Ledger:
         self.failed: dict[str, str] = {}
         """Tar → the last attempt's error."""
         self.under_way = UnderWay(0, 0)
+        self.has_news = False
+        """Whether a tar has ended since figures were last shown. The fleet's next `UnderWay` no longer counts it."""
         self.rate = Rate()
         self.metrics = Metrics()
         self.progress = Progress("precompute", "tars", total)
@@ -52,7 +54,7 @@ class Ledger:
                 self.encoded += books.encoded
                 self.rejected.update(books.rejected)
                 self.metrics.tar_done(books, node)
-                self._show()
+                self.has_news = True
             case Failed(key=tar, which=which, failure=failure, again=again):
                 self.metrics.attempt_failed(event)
                 if self.failures:
@@ -62,7 +64,7 @@ class Ledger:
                     self.progress.say(f"tar {tar}: {which}{finally_failed}: {failure.text}")
                 if not again:
                     self.failed[tar] = failure.line
-                    self._show()
+                    self.has_news = True
             case News(text=text):
                 self.progress.say(text)
             case UnderWay():
@@ -70,10 +72,11 @@ class Ledger:
                 self.rate.add(self.samples_in + event.reported)
                 self.metrics.under_way_now(event)
                 self.metrics.speed(self.rate.per_second, self._eta)
-                if self.progress.is_due:
+                if self.has_news or self.progress.is_due:
                     self._show()
 
     def _show(self) -> None:
+        self.has_news = False
         figures = self.figures()
         text = "{images_per_second} img/s  {accepted} accepted  {rejected} rejected".format(**figures)
         self.progress.show(self.done + len(self.failed), text, figures)

@@ -66,14 +66,24 @@ def use_scratch(scratch: Path | None) -> Path:
     Raises:
         RequestError: the file system does not support file locks.
     """
-    top = _scratch(scratch)
-    with locked(top / SWEEPER):
-        _sweep(top.glob("*.*"))
-        lives = ExitStack()
-        folder = _make_owned(top / f"{os.getpid()}.{uuid.uuid4().hex[:12]}", lives)
+    lives = ExitStack()
+    folder = _make_private(_scratch(scratch), lives)
     atexit.register(lives.close)
     tempfile.tempdir = os.environ["TMPDIR"] = str(folder)
     return folder
+
+
+@contextmanager
+def private_folder() -> Iterator[Path]:
+    """Make a private folder in the system's temporary folder, and remove it afterwards.
+
+    What killed processes on this machine left there is removed first.
+
+    Raises:
+        RequestError: the file system does not support file locks.
+    """
+    with ExitStack() as ours:
+        yield _make_private(_scratch(None), ours)
 
 
 def sweep_scratch(scratch: Path | None) -> None:
@@ -98,6 +108,13 @@ def is_held(folder: Path) -> bool:
 
 def _scratch(scratch: Path | None) -> Path:
     return (scratch or Path(tempfile.gettempdir())) / f"latentmill-{os.getuid()}.scratch"
+
+
+def _make_private(top: Path, lives: ExitStack) -> Path:
+    """Create a folder below `top` that this process owns, after removing those of dead processes."""
+    with locked(top / SWEEPER):
+        _sweep(top.glob("*.*"))
+        return _make_owned(top / f"{os.getpid()}.{uuid.uuid4().hex[:12]}", lives)
 
 
 def _sweeper(attempts: Path, tar: str) -> Path:

@@ -16,6 +16,7 @@ import shutil
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -26,6 +27,9 @@ from shards.base.durable import copy_file, create_file, fsync_folder, fsync_tree
 
 UNFINISHED = ".unfinished"
 """Folder of the root in which files are written that are then linked or renamed to where they belong."""
+
+READ_AHEAD = 512
+"""Files per request of `read_each`."""
 
 
 class Entry(NamedTuple):
@@ -141,6 +145,27 @@ class Store(ABC):
     @abstractmethod
     def attempts(self) -> Path:
         """The local folder under which attempts are made: in the temporary folder where the root is not local."""
+
+
+def read_each(store: Store, names: Sequence[str], at_once: int = READ_AHEAD) -> Iterator[tuple[str, bytes]]:
+    """Yield the names and bytes of any number of small files, in the order of `names`; missing files are left out.
+
+    At most `at_once` files are in memory, and as many again that are fetched while the caller works on these.
+    """
+    batches = (list(names[first : first + at_once]) for first in range(0, len(names), at_once))
+    with ThreadPoolExecutor(1, "read_each") as reader:
+
+        def fetch() -> tuple[list[str], Future[dict[str, bytes]]] | None:
+            batch = next(batches, None)
+            return (batch, reader.submit(store.read_many, batch)) if batch else None
+
+        coming = fetch()
+        while coming:
+            batch, found = coming[0], coming[1].result()
+            coming = fetch()
+            for name in batch:
+                if (data := found.pop(name, None)) is not None:
+                    yield name, data
 
 
 class LocalStore(Store):

@@ -2,18 +2,24 @@
 
 Image latents: exact float16; or int8, means with a scale per channel, log-variances in even steps. The columns are
 `image_latents`, and `image_scales` beside int8. Features: `features.NAME`, and `feature_scales.NAME` beside e4m3 codes.
+
+torch is imported inside the functions that need it: reading a config or a root must not cost its import.
 """
+
+from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from shards.format.buckets import Bucket
 from shards.format.text import in_pieces, stored
 from shards.format.towers import FeatureTower, ImageTower
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 LOG_VARIANCE_RANGE = (-30.0, 20.0)
 """To which diffusers' DiagonalGaussianDistribution clamps them: nothing beyond it is ever used."""
@@ -30,6 +36,8 @@ def quantise(latents: Tensor, channels: int) -> tuple[Tensor, Tensor]:
     half of that. What follows, log-variances, are clamped to their range and rounded to 1/255 of it: to 10 % of a
     variance.
     """
+    import torch
+
     means, log_variances = latents.float().split([channels, latents.shape[-3] - channels], dim=-3)
     scales = (means.abs().amax(dim=(-2, -1)) / LARGEST_CODE).clamp(min=torch.finfo(torch.float32).tiny)
     codes = rounded(means / scales[..., None, None]).clamp(-LARGEST_CODE, LARGEST_CODE)
@@ -46,6 +54,8 @@ def rounded(values: Tensor) -> Tensor:
 
 def dequantise(codes: Tensor, scales: Tensor) -> Tensor:
     """The inverse of `quantise`: float32 of the codes' shape, on the codes' device."""
+    import torch
+
     channels = scales.shape[-1]
     means, steps = codes.float().split([channels, codes.shape[-3] - channels], dim=-3)
     low, high = LOG_VARIANCE_RANGE

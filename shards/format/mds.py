@@ -167,7 +167,7 @@ def parse_index(data: bytes, where: str) -> MdsIndex:
 
 
 def _parts_of(names: Sequence[bytes], samples: Sequence[int]) -> NDArray[np.void]:
-    """The parts of files in an index's order; those of version 1 have their tar's name."""
+    """The parts of files, by their folders, in the order of the index."""
     totals: dict[bytes, int] = {}
     for name, count in zip(names, samples, strict=True):
         folder = name.rpartition(b"/")[0]

@@ -6,18 +6,23 @@ a mask over the tokens, in training and in sampling.
 
 A text tower NAME has the columns `text_latents.NAME`, `text_scales.NAME` beside codes, `num_tokens.NAME` where padding
 is hidden, and `pooled.NAME`. Where a sample may have several captions, each has a leading axis.
+
+torch is imported inside the functions that need it: reading a config or a root must not cost its import.
 """
+
+from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice, repeat
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from shards.format.towers import TextStorage, TextTower
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 FLOAT8_MAX = 448.0  # the largest finite e4m3 number
 SMALLEST_SCALE = float(np.finfo(np.float16).smallest_normal)
@@ -44,7 +49,7 @@ class TextLatents:
         """Those that there are."""
         return [tensor for tensor in (self.states, self.pooled) if tensor is not None]
 
-    def clone(self) -> "TextLatents":
+    def clone(self) -> TextLatents:
         """The same in memory of its own."""
         states, pooled = (None if tensor is None else tensor.clone() for tensor in (self.states, self.pooled))
         return TextLatents(states, self.num_tokens, pooled)
@@ -56,6 +61,8 @@ def quantise(latents: Tensor) -> tuple[Tensor, Tensor]:
     The scale is max|x| / 448 per token, rounded to float16 before it divides, so that decoding uses the very number
     that encoding used. A token of zeros, or one whose scale would underflow, gets the smallest normal float16.
     """
+    import torch
+
     latents = latents.float()
     scales = (latents.abs().amax(dim=-1) / FLOAT8_MAX).clamp(min=SMALLEST_SCALE).half()
     codes = (latents / scales.float().unsqueeze(-1)).clamp(-FLOAT8_MAX, FLOAT8_MAX).to(torch.float8_e4m3fn)
@@ -64,10 +71,12 @@ def quantise(latents: Tensor) -> tuple[Tensor, Tensor]:
 
 def dequantise(codes: Tensor, scales: Tensor) -> Tensor:
     """The inverse of `quantise`: float32 of the codes' shape, on the codes' device."""
+    import torch
+
     return codes.view(torch.float8_e4m3fn).float() * scales.float().unsqueeze(-1)
 
 
-Quantise = Callable[[Tensor], tuple[Tensor, Tensor]]
+Quantise = Callable[["Tensor"], tuple["Tensor", "Tensor"]]
 """(rows, …) floats → codes of the same shape and (rows, …) scales; each row by itself."""
 
 
@@ -84,6 +93,8 @@ def in_pieces(quantise: Quantise, tensors: Iterable[Tensor]) -> Iterator[tuple[n
 
 
 def _together(quantise: Quantise, tensors: list[Tensor]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    import torch
+
     rows = torch.cat(tensors) if len(tensors) > 1 else tensors[0]
     pieces = [quantise(piece) for piece in rows.split(max(1, PIECE // rows[0].numel()))]
     codes, scales = (np.concatenate([part.numpy() for part in parts]) for parts in zip(*pieces, strict=True))

@@ -15,9 +15,11 @@ A receipt is recalled by a tombstone beside it; the next attempt creates that of
 import hashlib
 import time
 import uuid
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 
@@ -181,7 +183,22 @@ def current(store: Store, bucket: str, tar: str) -> tuple[int, Receipt | None]:
         generation += 1
 
 
-def recall(store: Store, receipts: list[Receipt], why: str) -> None:
+class Recallable(Protocol):
+    """What a tombstone says about a receipt."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def token(self) -> str: ...
+    @property
+    def tar(self) -> str: ...
+    @property
+    def bucket(self) -> str: ...
+    @property
+    def generation(self) -> int: ...
+
+
+def recall(store: Store, receipts: Iterable[Recallable], why: str) -> None:
     """Put a tombstone beside each receipt: it is no longer in force, and the next job makes its part anew.
 
     Parts stay where they are, so that a run that has begun with them goes on.

@@ -1,16 +1,17 @@
 """What is committed to a root: its receipts listed, loaded, and added up over the buckets of a tar."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shards.base.errors import RequestError
-from shards.base.store import Store
+from shards.base.store import Store, read_each
 from shards.format.receipts import FOLDER, Receipt, names_in_force, parse_name, parse_receipt
 from shards.format.tables import TOO_SMALL
 
@@ -42,8 +43,7 @@ def load_commits(store: Store, etags: Mapping[str, str]) -> list[Committed]:
     """The receipts of these names, by name and bucket; read at once. What is not there is left out.
 
     Raises:
-        DamagedFile: the bytes of one are not those that were written.
-        RequestError: another version of this program wrote one.
+        DamagedFile, RequestError: as `parse_receipt`.
     """
     return [
         Committed(name, etags[name], parse_receipt(data, store.where(name)))
@@ -51,15 +51,26 @@ def load_commits(store: Store, etags: Mapping[str, str]) -> list[Committed]:
     ]
 
 
-def load_receipts(store: Store) -> list[Receipt]:
-    """The receipts in force, by tar and bucket.
+def read_receipts(store: Store, names: Sequence[str]) -> Iterator[Receipt]:
+    """Yield the receipts of these names, in their order, each parsed when it is its turn.
 
     Raises:
-        DamagedFile: the bytes of one are not those that were written.
+        DamagedFile, RequestError: as `parse_receipt`.
     """
-    etags = list_commits(store)
-    loaded = load_commits(store, {name: etags[name] for name in names_in_force(etags)})
-    return sorted((committed.receipt for committed in loaded), key=lambda receipt: (receipt.tar, receipt.bucket))
+    for name, data in read_each(store, names):
+        yield parse_receipt(data, store.where(name))
+
+
+def iter_receipts(store: Store) -> Iterator[Receipt]:
+    """Yield the receipts in force, by tar and bucket.
+
+    A large root has 158,000 of them, which would take 6 GB as objects: keep what you need from each, and not the
+    receipt.
+
+    Raises:
+        DamagedFile, RequestError: as `parse_receipt`.
+    """
+    yield from read_receipts(store, by_tar_and_bucket(names_in_force(list_commits(store))))
 
 
 def tar_of(name: str) -> str:
@@ -67,6 +78,11 @@ def tar_of(name: str) -> str:
     parsed = parse_name(name)
     assert parsed is not None
     return parsed[1]
+
+
+def by_tar_and_bucket(names: Iterable[str]) -> list[str]:
+    """Sort names of receipts by tar, and those of a tar by bucket and generation."""
+    return sorted(names, key=lambda name: (tar_of(name), name))
 
 
 @dataclass(frozen=True)
@@ -106,6 +122,19 @@ class TarBooks:
         return {reason: count for reason, count in sorted(counts.items()) if count}
 
 
+def rejected_once(parts: Iterable[Receipt]) -> dict[str, int]:
+    """Count a tar's samples that at least one of these `parts` rejects: reason → samples.
+
+    A sample that several of its buckets reject for the same reason counts once.
+    """
+    rows: dict[str, NDArray[np.bool_]] = {}
+    for part in parts:
+        for reason in part.rejects:
+            bits = part.rejected_samples(reason)
+            rows[reason] = rows[reason] | bits if reason in rows else bits
+    return {reason: int(bits.sum()) for reason, bits in rows.items()}
+
+
 def by_tar(receipts: Iterable[Receipt]) -> list[TarBooks]:
     """Receipts in force → the books of each tar, by name."""
     parts: dict[str, dict[str, Receipt]] = {}
@@ -114,18 +143,31 @@ def by_tar(receipts: Iterable[Receipt]) -> list[TarBooks]:
     return [TarBooks(tar, parts[tar]) for tar in sorted(parts)]
 
 
-def load_books(store: Store) -> list[TarBooks]:
-    """The books of every tar, by name."""
-    return by_tar(load_receipts(store))
+def iter_books(store: Store) -> Iterator[TarBooks]:
+    """Yield the books of every tar, by name, as `iter_receipts` does its receipts."""
+    for tar, receipts in groupby(iter_receipts(store), key=lambda receipt: receipt.tar):
+        yield TarBooks(tar, {receipt.bucket: receipt for receipt in receipts})
 
 
-def load_committed(store: Store) -> list[TarBooks]:
-    """The books of every tar of a root that holds something.
+def iter_committed(store: Store) -> Iterator[TarBooks]:
+    """Yield the books of every tar of a root that holds something.
 
     Raises:
-        RequestError: nothing is committed to it.
+        RequestError: nothing is committed to it; or as `parse_receipt`.
     """
-    books = load_books(store)
-    if not books:
+    is_empty = True
+    for books in iter_books(store):
+        is_empty = False
+        yield books
+    if is_empty:
         raise RequestError(f"{store.where()} holds no committed shard yet: run `make precompute` first.")
-    return books
+
+
+def load_receipts(store: Store) -> list[Receipt]:
+    """All receipts in force, by tar and bucket; only for small roots. Raises as `parse_receipt`."""
+    return list(iter_receipts(store))
+
+
+def load_books(store: Store) -> list[TarBooks]:
+    """The books of every tar, by name; only for small roots. Raises as `parse_receipt`."""
+    return list(iter_books(store))

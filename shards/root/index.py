@@ -20,10 +20,12 @@ from shards.format.mds_writer import file_config
 from shards.format.receipts import Receipt
 from shards.root.manifest import Manifest, load_rows, read_index
 from shards.root.publish import Publisher
-from shards.root.segments import files_of, make_rows
+from shards.root.segments import files_of, make_rows, merge
 
 HOLE = "\0"
 FILES_AT_ONCE = 1 << 14
+ROWS_AT_ONCE = 64
+"""Receipts of a bucket that are held before they become rows."""
 
 
 def write_indexes(store: Store) -> dict[str, int]:
@@ -83,10 +85,38 @@ def _written(name: bytes, size: int, hash: int, samples: int) -> Iterable[bytes]
     )
 
 
-def sound_index(encoding: EncodingRecord, bucket: str, receipts: Iterable[Receipt]) -> bytes:
-    """The index.json of `bucket` over those of `receipts` that are of it."""
-    rows = make_rows((receipt, "") for receipt in receipts if receipt.bucket == bucket)
-    return b"".join(bucket_index(encoding, bucket, rows))
+class RowsByBucket:
+    """Receipts, collected as rows of parts: compact tables of a bucket each, such as indexes are made of."""
+
+    def __init__(self) -> None:
+        self.waiting: dict[str, list[Receipt]] = {}
+        self.pieces: dict[str, list[pa.Table]] = {}
+
+    def add(self, receipt: Receipt) -> None:
+        """Keep what an index says of a part; its receipt is let go of soon."""
+        waiting = self.waiting.setdefault(receipt.bucket, [])
+        waiting.append(receipt)
+        if len(waiting) == ROWS_AT_ONCE:
+            self._collect(receipt.bucket)
+
+    def tables(self) -> dict[str, pa.Table]:
+        """Bucket → the rows of all its parts, by tar."""
+        for bucket in self.waiting:
+            self._collect(bucket)
+        return {bucket: merge(self.pieces[bucket]) for bucket in sorted(self.pieces)}
+
+    def _collect(self, bucket: str) -> None:
+        rows = make_rows((receipt, "") for receipt in self.waiting[bucket])
+        self.pieces.setdefault(bucket, []).append(rows)
+        self.waiting[bucket] = []
+
+
+def index_digest(encoding: EncodingRecord, bucket: str, rows: pa.Table) -> str:
+    """SHA-256 of the index.json of a bucket with these parts."""
+    digest = hashlib.sha256()
+    for piece in bucket_index(encoding, bucket, rows):
+        digest.update(piece)
+    return digest.hexdigest()
 
 
 def _write(store: Store, bucket: str, pieces: Iterable[bytes]) -> None:

@@ -1,13 +1,15 @@
-"""A latents root as a whole: made once, matched by every later run, read by the trainer."""
+"""A latents root as a whole: made once, matched by every later run, read by the trainer.
+
+torch is imported inside the functions that need it: reading a config or a root must not cost its import.
+"""
+
+from __future__ import annotations
 
 import hashlib
 import uuid
 from collections.abc import Iterator
 from pathlib import PurePath
-
-import torch
-from safetensors.torch import load, save
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from shards.base.durable import DamagedFile, parse_sealed_json, sealed_json
 from shards.base.errors import RequestError
@@ -17,6 +19,9 @@ from shards.format.encoding import FILE_NAME, EncodingRecord
 from shards.format.receipts import names_in_force
 from shards.format.text import TextLatents
 from shards.root.committed import list_commits, load_commits
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 UNCOND_NAME = "uncond.safetensors"
 
@@ -130,10 +135,14 @@ def write_uncond(store: Store, empty: dict[str, TextLatents]) -> None:
 
     (It may differ by rounding where another kind of GPU made it.)
     """
+    from safetensors.torch import save
+
     store.create(UNCOND_NAME, save(dict(_uncond_tensors(empty))))
 
 
 def _uncond_tensors(empty: dict[str, TextLatents]) -> Iterator[tuple[str, Tensor]]:
+    import torch
+
     for name, caption in empty.items():
         yield f"num_tokens.{name}", torch.tensor(caption.num_tokens)
         if caption.states is not None:
@@ -149,6 +158,8 @@ def load_uncond(store: Store) -> dict[str, TextLatents]:
         RequestError: the root has none, so no shard of it was ever encoded.
         DamagedFile: they are not what a receipt recorded.
     """
+    from safetensors.torch import load
+
     try:
         data = store.read(UNCOND_NAME)
     except FileNotFoundError:

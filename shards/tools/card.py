@@ -11,9 +11,9 @@ from shards.format.buckets import Bucket
 from shards.format.encoding import EncodingRecord
 from shards.format.tables import CAPTION_CHANGES
 from shards.format.towers import TextTower
-from shards.root.committed import TarBooks, load_committed
+from shards.root.committed import TarBooks, iter_committed
 from shards.root.exclusions import exclusion_ids, load_exclusion
-from shards.tools.stats import bucket_sizes, rejected_samples, stored_captions
+from shards.tools.stats import RootTotals, caption_counts, captions_once
 
 CARD = Path(__file__).with_name("card.md")
 ABOUT_POSTERIOR = {
@@ -22,6 +22,8 @@ ABOUT_POSTERIOR = {
     "deterministic": "the autoencoder's latents",
 }
 POWERS = ("", "1K", "10K", "100K", "1M", "10M", "100M", "1B", "10B", "100B", "1T")
+VALUES_SHOWN = 10
+"""Of each setting: a derived root has one for each part."""
 ABOUT_COLUMNS = {
     "key": ": of the input sample",
     "image_latents": ": channels, height, width",
@@ -36,26 +38,33 @@ def dataset_card(store: Store) -> str:
     Raises:
         RequestError: not a latents root, or nothing is committed to it.
     """
-    encoding, books = EncodingRecord.load(store), load_committed(store)
-    sizes, started = bucket_sizes(books), [part.started[:10] for tar in books for part in tar.parts.values()]
-    encoded, bucket, captions = sum(tar.encoded for tar in books), next(iter(sizes)), stored_captions(books)
+    encoding, totals, captions = EncodingRecord.load(store), RootTotals(), caption_counts()
+    settings, days = SettingCounts(), set[str]()
+    for books in iter_committed(store):
+        totals.add(books)
+        settings.add(books)
+        days |= {part.started[:10] for part in books.parts.values()}
+        for counts in captions_once(store, books):
+            captions.update(counts)
+    sizes = totals.buckets
+    bucket = next(iter(sizes))
     columns = encoding.columns(Bucket.parse(bucket))
     return CARD.read_text().format(
-        size_category=size_category(encoded),
+        size_category=size_category(totals.encoded),
         configs="\n".join(f"- config_name: {bucket}\n  data_files: {bucket}/*/*.mds" for bucket in sizes),
         encoding=encoding,
-        encoded=encoded,
+        encoded=totals.encoded,
         image=ABOUT_POSTERIOR[encoding.image.posterior],
         texts="; ".join(_about_text(name, tower) for name, tower in encoding.texts.items()),
         weights=_rows((name, weights.name, f"`{weights.sha256}`") for name, weights in encoding.weights.items()),
-        num_tars=len(books),
-        first_day=min(started),
-        last_day=max(started),
+        num_tars=totals.shards,
+        first_day=min(days),
+        last_day=max(days),
         sizes=_rows((bucket, f"{s['samples']:,}", f"{s['bytes_per_sample']:,}") for bucket, s in sizes.items()),
-        samples_in=sum(tar.samples_in for tar in books),
-        rejected=_rows((why, f"{n:,}") for why, n in (rejected_samples(books) or {"none": 0}).items()),
+        samples_in=totals.samples_in,
+        rejected=_rows((why, f"{n:,}") for why, n in (totals.rejected.most_common() or [("none", 0)])),
         exclusions=_exclusions(store),
-        settings=_rows(_settings(encoding, books)),
+        settings=_rows([*_encoding_settings(encoding), *settings.described()]),
         columns=_rows((f"`{name}`", f"`{kind}`{ABOUT_COLUMNS.get(name, '')}") for name, kind in columns.items()),
         name=store.where().rstrip("/").rpartition("/")[2],
         bucket=bucket,
@@ -85,16 +94,40 @@ def _rows(rows: Iterable[Iterable[Any]]) -> str:
     return "\n".join(f"| {' | '.join(map(str, cells))} |" for cells in rows)
 
 
-def _settings(encoding: EncodingRecord, books: list[TarBooks]) -> Iterator[tuple[str, Any]]:
-    """Of encoding.json, the same for every sample; of the receipts, every value that occurs."""
+class SettingCounts:
+    """The settings and software versions that receipts name: in how many tars each value occurs."""
+
+    def __init__(self) -> None:
+        self.num_tars = 0
+        self.tars: dict[str, dict[str, Counter[str]]] = {"settings": {}, "software": {}}
+        """Section → setting → value → tars with it."""
+        self.having: Counter[tuple[str, str]] = Counter()
+        """(section, setting) → tars that name it."""
+
+    def add(self, books: TarBooks) -> None:
+        """Add a tar; its buckets may have been made with different settings."""
+        self.num_tars += 1
+        for section, counts in self.tars.items():
+            made = [getattr(part, section) for part in books.parts.values()]
+            for key in {key for part in made for key in part}:
+                counts.setdefault(key, Counter()).update({str(part.get(key)) for part in made})
+                self.having[section, key] += 1
+
+    def described(self) -> Iterator[tuple[str, str]]:
+        """Each setting with its values, the most frequent first; "None" for the tars that do not name it."""
+        for section, counts in self.tars.items():
+            for key in sorted(counts):
+                values = counts[key] + Counter({"None": self.num_tars - self.having[section, key]})
+                ordered = sorted(values.items(), key=lambda item: (-item[1], item[0]))
+                listed = [value if len(ordered) == 1 else f"{value} ({tars} shards)" for value, tars in ordered]
+                more = [f"and {len(listed) - VALUES_SHOWN:,} more values"] if len(listed) > VALUES_SHOWN else []
+                yield key, ", ".join(listed[:VALUES_SHOWN] + more)
+
+
+def _encoding_settings(encoding: EncodingRecord) -> Iterator[tuple[str, Any]]:
+    """What encoding.json records, which is the same for every sample."""
     record = flatten(encoding.model_dump(mode="json"))
-    yield from ((path, value) for path, value in record.items() if not path.endswith((".name", ".sha256")))
-    for section in ("settings", "software"):
-        made = [[getattr(part, section) for part in tar.parts.values()] for tar in books]
-        for key in sorted({key for parts in made for part in parts for key in part}):
-            values = Counter(value for parts in made for value in {str(part.get(key)) for part in parts}).most_common()
-            counted = [value if len(values) == 1 else f"{value} ({count} shards)" for value, count in values]
-            yield key, ", ".join(counted)
+    return ((path, value) for path, value in record.items() if not path.endswith((".name", ".sha256")))
 
 
 def _decoding(encoding: EncodingRecord) -> Iterator[str]:

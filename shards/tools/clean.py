@@ -13,7 +13,7 @@ from shards.base.scratch import is_held
 from shards.base.store import UNFINISHED, Store
 from shards.format.encoding import EncodingRecord
 from shards.format.receipts import parse_name
-from shards.root.committed import list_commits, load_commits
+from shards.root.committed import list_commits, read_receipts
 
 UNITS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
 LEAST_AGE = QUIET = 3600.0
@@ -84,9 +84,8 @@ def _is_alive(store: Store, folder: str) -> bool:
 
 def named_parts(store: Store) -> set[str]:
     """The folders of all parts that a receipt names, in force or recalled."""
-    etags = list_commits(store)
-    receipts = {name: etag for name, etag in etags.items() if (parsed := parse_name(name)) and not parsed[3]}
-    return {committed.receipt.folder for committed in load_commits(store, receipts)}
+    names = [name for name in list_commits(store) if (parsed := parse_name(name)) and not parsed[3]]
+    return {receipt.folder for receipt in read_receipts(store, sorted(names))}
 
 
 def clock(store: Store) -> float:

@@ -1,20 +1,23 @@
 """`python -m shards by-node ROOT` and `recall ROOT`: which machine made what, and how what it made is taken back."""
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, NamedTuple
 
 from shards.base.errors import RequestError
 from shards.base.store import Store
 from shards.derive.source import ORIGIN
 from shards.format.encoding import EncodingRecord
-from shards.format.receipts import Receipt
-from shards.root.committed import load_receipts
+from shards.format.receipts import Receipt, receipt_name
+from shards.root.committed import iter_books, iter_receipts, rejected_once
 
 
 def nodes(store: Store) -> list[dict[str, Any]]:
-    """Of every machine and GPU: parts in force, samples stored, samples refused by telling reason, samples a second.
+    """Of every machine and GPU: parts in force, samples stored, samples rejected by reason, samples a second.
+
+    A sample that one of its parts rejects and another stores counts as a reject here, unlike in `stats`. Several parts
+    of a tar that reject a sample for the same reason count it once.
 
     A part's share of its attempt's time is that of its samples; a rate is over an attempt's whole time.
 
@@ -22,32 +25,54 @@ def nodes(store: Store) -> list[dict[str, Any]]:
         RequestError: not a latents root.
     """
     EncodingRecord.load(store)
-    groups: dict[tuple[str, str, str], list[Receipt]] = {}
-    for receipt in load_receipts(store):
-        made = receipt.made_by
-        groups.setdefault((made.host, made.gpu, made.gpu_uuid or ""), []).append(receipt)
-    return [_node(*who, groups[who]) for who in sorted(groups)]
+    found: dict[tuple[str, str, str], NodeTotals] = {}
+    for books in iter_books(store):
+        made_by: dict[tuple[str, str, str], list[Receipt]] = {}
+        for part in books.parts.values():
+            made = part.made_by
+            made_by.setdefault((made.host, made.gpu, made.gpu_uuid or ""), []).append(part)
+        for who, parts in made_by.items():
+            found.setdefault(who, NodeTotals()).add(parts)
+    return [found[who].described(*who) for who in sorted(found)]
 
 
-def _node(host: str, gpu: str, uuid: str, receipts: list[Receipt]) -> dict[str, Any]:
-    seconds = {receipt.token: receipt.seconds["total"] for receipt in receipts}  # of one attempt, for each bucket
-    stages: Counter[str] = Counter()
-    for receipt in {receipt.token: receipt for receipt in receipts}.values():
-        stages.update(receipt.seconds)
-    taken_in = {receipt.tar: receipt.samples_in for receipt in receipts}
-    rejects = sum((Counter({r: part.refused[r] for r in part.rejects}) for part in receipts), Counter())
-    return {
-        "host": host,
-        "gpu": gpu,
-        "gpu_uuid": uuid,
-        "sources": sorted({receipt.made_by.source_sha256[:12] for receipt in receipts}),
-        "parts": len(receipts),
-        "samples_in": sum(taken_in.values()),
-        "samples": sum(receipt.samples for receipt in receipts),
-        "rejects": dict(rejects.most_common()),
-        "samples_per_second": round(sum(taken_in.values()) / max(sum(seconds.values()), 1e-9), 2),
-        "seconds": {stage: round(value, 1) for stage, value in sorted(stages.items())},
-    }
+@dataclass
+class NodeTotals:
+    """What a machine and GPU made, added up tar by tar."""
+
+    parts: int = 0
+    samples_in: int = 0
+    samples: int = 0
+    total_seconds: float = 0.0
+    rejects: Counter[str] = field(default_factory=Counter)
+    seconds: Counter[str] = field(default_factory=Counter)
+    """By stage."""
+    sources: set[str] = field(default_factory=set)
+
+    def add(self, parts: list[Receipt]) -> None:
+        """Add its parts of one tar."""
+        self.parts += len(parts)
+        self.samples_in += parts[0].samples_in
+        self.samples += sum(part.samples for part in parts)
+        self.rejects.update(rejected_once(parts))
+        self.sources |= {part.made_by.source_sha256[:12] for part in parts}
+        for seconds in {part.token: part.seconds for part in parts}.values():  # an attempt has the same in each bucket
+            self.total_seconds += seconds["total"]
+            self.seconds.update(seconds)
+
+    def described(self, host: str, gpu: str, uuid: str) -> dict[str, Any]:
+        return {
+            "host": host,
+            "gpu": gpu,
+            "gpu_uuid": uuid,
+            "sources": sorted(self.sources),
+            "parts": self.parts,
+            "samples_in": self.samples_in,
+            "samples": self.samples,
+            "rejects": dict(self.rejects.most_common()),
+            "samples_per_second": round(self.samples_in / max(self.total_seconds, 1e-9), 2),
+            "seconds": {stage: round(value, 1) for stage, value in sorted(self.seconds.items())},
+        }
 
 
 def nodes_table(found: list[dict[str, Any]]) -> str:
@@ -103,11 +128,36 @@ def _time(text: str) -> datetime:
     return time if time.tzinfo else time.replace(tzinfo=UTC)
 
 
-def suspects(store: Store, suspicion: Suspicion) -> list[Receipt]:
+class Suspect(NamedTuple):
+    """A receipt to be recalled, without what a recall does not need: there may be 158,000."""
+
+    tar: str
+    bucket: str
+    generation: int
+    token: str
+    part: str
+    samples: int
+
+    @property
+    def name(self) -> str:
+        """The receipt's, relative to the root."""
+        return receipt_name(self.bucket, self.tar, self.generation)
+
+    @property
+    def folder(self) -> str:
+        """The part's, relative to the root."""
+        return f"{self.bucket}/{self.part}"
+
+
+def suspects(store: Store, suspicion: Suspicion) -> list[Suspect]:
     """The receipts in force that it applies to.
 
     Raises:
         RequestError: not a latents root.
     """
     EncodingRecord.load(store)
-    return [receipt for receipt in load_receipts(store) if suspicion.hits(receipt)]
+    return [
+        Suspect(*(getattr(receipt, name) for name in Suspect._fields))
+        for receipt in iter_receipts(store)
+        if suspicion.hits(receipt)
+    ]

@@ -1,7 +1,8 @@
 """`python -m shards stats ROOT`: what a latents root holds, as a table, JSON and a plot."""
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,8 @@ from shards.base.store import Store
 from shards.base.table import aligned
 from shards.format.buckets import Bucket
 from shards.format.encoding import EncodingRecord
-from shards.format.tables import CAPTION_CHANGES
-from shards.root.committed import TarBooks, load_committed
+from shards.format.tables import CAPTION_CHANGES, read_tables
+from shards.root.committed import TarBooks, iter_committed
 from shards.root.reading import captions, image_latents, read_parts
 
 
@@ -23,27 +24,104 @@ def root_stats(store: Store, max_samples: int) -> dict[str, Any]:
     Raises:
         RequestError: not a latents root, or nothing is committed to it.
     """
-    encoding, books = EncodingRecord.load(store), load_committed(store)
-    sizes = bucket_sizes(books)
-    parts = {bucket: [tar.parts[bucket].part for tar in books if bucket in tar.parts] for bucket in sizes}
+    encoding, totals, captions = EncodingRecord.load(store), RootTotals(), caption_counts()
+    first_parts: dict[str, list[str]] = {}
+    for books in iter_committed(store):
+        for bucket, part in books.parts.items():
+            if part.samples and totals.samples[bucket] < max_samples:
+                first_parts.setdefault(bucket, []).append(part.part)
+        totals.add(books)
+        for counts in captions_once(store, books):
+            captions.update(counts)
     return {
         "encoding": encoding.id,
-        "shards": len(books),
-        "samples_in": sum(tar.samples_in for tar in books),
-        "encoded": sum(tar.encoded for tar in books),
-        "rejected": rejected_samples(books),
-        "captions": stored_captions(books),
+        "shards": totals.shards,
+        "samples_in": totals.samples_in,
+        "encoded": totals.encoded,
+        "rejected": dict(totals.rejected.most_common()),
+        "captions": dict(captions),
         "buckets": {
-            bucket: size | sample_stats(islice(read_parts(store, bucket, parts[bucket]), max_samples), encoding)
-            for bucket, size in sizes.items()
+            bucket: size
+            | sample_stats(islice(read_parts(store, bucket, first_parts.get(bucket, [])), max_samples), encoding)
+            for bucket, size in totals.buckets.items()
         },
     }
 
 
-def stored_captions(books: list[TarBooks]) -> dict[str, int]:
-    """Captions `stored`, and how many had each of CAPTION_CHANGES; one that is in two buckets is stored twice."""
-    parts = [part.captions for tar in books for part in tar.parts.values()]
-    return {name: sum(part[name] for part in parts) for name in ("stored", *CAPTION_CHANGES)}
+@dataclass
+class RootTotals:
+    """What a root holds, added up tar by tar."""
+
+    shards: int = 0
+    samples_in: int = 0
+    encoded: int = 0
+    rejected: Counter[str] = field(default_factory=Counter)
+    """Reason → samples that are in no bucket."""
+    samples: Counter[str] = field(default_factory=Counter)
+    """By bucket, also those that hold none."""
+    bytes: Counter[str] = field(default_factory=Counter)
+    """Of MDS files, by bucket."""
+
+    def add(self, books: TarBooks) -> None:
+        """Add a tar."""
+        self.shards += 1
+        self.samples_in += books.samples_in
+        self.encoded += books.encoded
+        self.rejected.update(books.rejected)
+        for bucket, part in books.parts.items():
+            self.samples[bucket] += part.samples
+            self.bytes[bucket] += sum(file.bytes for file in part.mds)
+
+    @property
+    def buckets(self) -> dict[str, dict[str, Any]]:
+        """Bucket → samples, and bytes per sample on disk (MDS files with their headers), smallest bucket first."""
+        return {
+            bucket: {
+                "samples": samples,
+                "bytes_per_sample": round(self.bytes[bucket] / samples) if samples else 0,
+            }
+            for bucket, samples in sorted(self.samples.items(), key=lambda item: Bucket.parse(item[0]))
+        }
+
+
+def root_totals(store: Store) -> RootTotals:
+    """Add up a root.
+
+    Raises:
+        RequestError: nothing is committed to it.
+    """
+    totals = RootTotals()
+    for books in iter_committed(store):
+        totals.add(books)
+    return totals
+
+
+def caption_counts() -> Counter[str]:
+    """Zeros, to which `captions_once` is added: captions `stored`, and how many had each of CAPTION_CHANGES."""
+    return Counter(dict.fromkeys(("stored", *CAPTION_CHANGES), 0))
+
+
+def captions_once(store: Store, books: TarBooks) -> Iterator[dict[str, int]]:
+    """Yield each bucket's caption counts, without those of samples that were counted in a smaller bucket."""
+    counted = np.zeros(books.samples_in, bool)
+    for bucket in sorted(books.parts, key=_area):
+        part, stored = books.parts[bucket], books.parts[bucket].stored_samples
+        # a bucket's samples are usually either all new (aspect buckets) or all known from a smaller bucket
+        if not (stored & counted).any():
+            yield part.captions
+        elif (stored & ~counted).any():  # its receipt only has totals
+            table, _ = read_tables(store, part.folder, part.files)
+            columns = ("captions", *CAPTION_CHANGES)
+            rows = sorted(zip(table["key"], zip(*(table[name] for name in columns), strict=True), strict=True))
+            is_new = ~counted[stored]  # in the order of sorted keys, like `rows`
+            new = [row for (_, row), keep in zip(rows, is_new, strict=True) if keep]
+            yield dict(zip(("stored", *CAPTION_CHANGES), map(sum, zip(*new, strict=True)), strict=True))
+        counted |= stored
+
+
+def _area(bucket: str) -> tuple[int, str]:
+    size = Bucket.parse(bucket)
+    return size.width * size.height, bucket
 
 
 def sample_stats(samples: Iterable[dict[str, Any]], encoding: EncodingRecord) -> dict[str, Any]:
@@ -67,22 +145,6 @@ def sample_stats(samples: Iterable[dict[str, Any]], encoding: EncodingRecord) ->
             zip(("p5", "p50", "p95"), np.percentile(lengths, [5, 50, 95]).tolist(), strict=True)
         ),
     }
-
-
-def rejected_samples(books: list[TarBooks]) -> dict[str, int]:
-    """Reason → samples that are in no bucket, the most frequent first."""
-    return dict(sum((Counter(tar.rejected) for tar in books), Counter()).most_common())
-
-
-def bucket_sizes(books: list[TarBooks]) -> dict[str, dict[str, Any]]:
-    """Bucket → samples, and bytes per sample on disk (MDS files with their headers), smallest bucket first."""
-    sizes = {}
-    for bucket in sorted({name for tar in books for name in tar.parts}, key=Bucket.parse):
-        parts = [tar.parts[bucket] for tar in books if bucket in tar.parts]
-        samples = sum(part.samples for part in parts)
-        size = sum(file.bytes for part in parts for file in part.mds)
-        sizes[bucket] = {"samples": samples, "bytes_per_sample": round(size / samples) if samples else 0}
-    return sizes
 
 
 def stats_table(stats: dict[str, Any]) -> str:
@@ -141,6 +203,7 @@ def plot_stats(stats: dict[str, Any], path: Path) -> None:
     axes[5].set_yticks(range(len(measured)), list(measured))
     axes[5].set(ylim=(len(measured) - 0.4, -0.6), title="caption characters: 5, 50 and 95 %")
     figure.suptitle(f"encoding {stats['encoding']}: {stats['encoded']:,} of {stats['samples_in']:,} samples encoded")
+    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
 
 

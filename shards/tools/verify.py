@@ -1,24 +1,26 @@
 """`python -m shards verify ROOT`: is every byte of a latents root what was written, and does all of it fit together?"""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 
 from shards.base.durable import DamagedFile, parse_sealed_json
 from shards.base.errors import RequestError
-from shards.base.store import LocalStore, Store
+from shards.base.store import LocalStore, Store, read_each
 from shards.format.buckets import Bucket
 from shards.format.encoding import EncodingRecord
-from shards.format.receipts import FileRecord, Receipt, names_in_force, parse_name
+from shards.format.receipts import FileRecord, Receipt, names_in_force, parse_name, parse_receipt
 from shards.format.tables import OTHER_BUCKET, read_tables
 from shards.format.towers import TextTower
 from shards.root.commit import content_hash
-from shards.root.committed import TarBooks, by_tar, list_commits, load_commits
+from shards.root.committed import TarBooks, by_tar_and_bucket, list_commits, tar_of
 from shards.root.exclusions import damaged_exclusions
-from shards.root.index import sound_index
+from shards.root.index import RowsByBucket, index_digest
 from shards.root.manifest import damaged_indexes
 from shards.root.reading import captions, features, read_part, text_latents
 from shards.root.shared import RULES
@@ -36,28 +38,34 @@ def verify_root(store: Store) -> Iterator[str]:
         RequestError: it is not a latents root.
         DamagedFile: its encoding.json is not what was written, so nothing else can be judged.
     """
-    encoding, etags = EncodingRecord.load(store), list_commits(store)
-    in_force, receipts, sound = set(names_in_force(etags)), [], True
-    for name in sorted(name for name in etags if name in in_force or _is_receipt(name)):
-        try:
-            loaded = load_commits(store, {name: etags[name]})
-        except (DamagedFile, RequestError) as error:
-            yield str(error)
-            sound = False
-            continue
-        for _, _, receipt in loaded:
+    encoding, listed = EncodingRecord.load(store), list_commits(store)
+    in_force, sound = set(names_in_force(listed)), True
+    rows, rules = RowsByBucket(), dict[str, set[str]]()
+    names = by_tar_and_bucket(name for name in listed if name in in_force or _is_receipt(name))
+    for tar, files in groupby(read_each(store, names), key=lambda file: tar_of(file[0])):
+        parts: dict[str, Receipt] = {}
+        for name, data in files:
+            try:
+                receipt = parse_receipt(data, store.where(name))
+            except (DamagedFile, RequestError) as error:
+                yield str(error)
+                sound = False
+                continue
             if name != receipt.name:
                 yield f"{store.where(name)} is the receipt {receipt.name}, under another's name"
             yield from verify_receipt(store, name, receipt, encoding)
-            receipts += [receipt] if name in in_force else []
-    yield from verify_records(store, [name for name in etags if name not in in_force and not _is_receipt(name)])
-    yield from verify_rules(store, receipts)
-    for books in by_tar(receipts):
-        yield from verify_books(store, books)
+            if name in in_force:
+                parts[receipt.bucket] = receipt
+                rows.add(receipt)
+                rules.setdefault(receipt.bucket, set()).add(receipt.rule)
+        if parts:
+            yield from verify_books(store, TarBooks(tar, parts))
+    yield from verify_records(store, [name for name in listed if name not in in_force and not _is_receipt(name)])
+    yield from verify_rules(store, rules)
     yield from damaged_indexes(store)
     yield from damaged_exclusions(store)
     if sound:
-        yield from verify_indexes(store, encoding, sorted(receipts, key=lambda receipt: receipt.tar))
+        yield from verify_indexes(store, encoding, rows.tables())
 
 
 def _is_receipt(name: str) -> bool:
@@ -69,7 +77,7 @@ def verify_records(store: Store, names: list[str]) -> Iterator[str]:
     """The seals of what is in commits/ besides receipts that count, in tars/ and in rules/."""
     for folder in ("tars", RULES):
         names = names + [f"{folder}/{name}" for name in store.files(folder)]
-    for name, data in sorted(store.read_many(names).items()):
+    for name, data in read_each(store, sorted(names)):
         try:
             parse_sealed_json(data, store.where(name))
         except DamagedFile as error:
@@ -121,11 +129,8 @@ def _tells(part: Receipt, keys: list[str], stored: dict[str, list[Any]], refused
     return found == [set(stored["key"]), *listed] and counts == part.captions
 
 
-def verify_rules(store: Store, receipts: list[Receipt]) -> Iterator[str]:
-    """Every bucket was filled by one rule."""
-    rules: dict[str, set[str]] = {}
-    for receipt in receipts:
-        rules.setdefault(receipt.bucket, set()).add(receipt.rule)
+def verify_rules(store: Store, rules: Mapping[str, set[str]]) -> Iterator[str]:
+    """Every bucket was filled by one rule; `rules` has all that its receipts name."""
     for bucket, found in sorted(rules.items()):
         if len(found) > 1:
             yield f"{store.where(bucket)} was filled by more than one rule: {'; '.join(sorted(found))}"
@@ -168,11 +173,11 @@ def text_fits(states: np.ndarray, tower: TextTower) -> bool:
     return width == tower.width and (1 <= tokens <= tower.length if tower.trim else tokens == tower.length)
 
 
-def verify_indexes(store: Store, encoding: EncodingRecord, receipts: list[Receipt]) -> Iterator[str]:
+def verify_indexes(store: Store, encoding: EncodingRecord, tables: Mapping[str, pa.Table]) -> Iterator[str]:
     """Every bucket's index.json against what the receipts give, byte for byte."""
-    for bucket in sorted({receipt.bucket for receipt in receipts}):
+    for bucket, rows in tables.items():
         name = f"{bucket}/index.json"
-        if store.read_many([name]).get(name) != sound_index(encoding, bucket, receipts):
+        if store.size(name) is None or store.sha256(name) != index_digest(encoding, bucket, rows):
             yield (
                 f"{store.where(name)} is not what the receipts give: write it anew with `python -m shards index "
                 f"{store.where()}`"

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import yaml
+from accelerate.commands.launch import launch_command_parser
 from ray.autoscaler._private.util import prepare_config, validate_config
 
 from precompute.config import PrecomputeConfig
 from shards.base.config import load_asked, load_config
 from tests.deploy.crds import MANIFESTS, problems, strict
 from train.config import TrainConfig
-from train.launch import launch_command_parser
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"

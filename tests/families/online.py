@@ -22,7 +22,7 @@ from shards.format.buckets import Bucket
 from tests.families.small import TEMPLATE, TOKENS, Small
 from train.config import TrainConfig
 from train.data.draws import Draws, Purpose
-from train.objective.times import ShiftConfig
+from train.objective.config import ShiftConfig
 
 SIDE = 64
 Embeds = dict[str, Tensor]

@@ -1,5 +1,6 @@
 """Stable Diffusion 2 base as counted, so that one test alone has to count it, and plans built from the repository."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
 
@@ -13,6 +14,14 @@ from shards.base.config import load_config
 from shards.format.towers import ONLY_TEXT
 
 REPOSITORY = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Counts are kept in a folder of this session's."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
 
 
 class MakePlan(Protocol):

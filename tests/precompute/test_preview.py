@@ -1,19 +1,36 @@
 """The contact sheet: the pictures that went in come back, under their captions."""
 
 import shutil
+import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
-from PIL import Image
+from fontTools.fontBuilder import FontBuilder
+from fontTools.pens.ttGlyphPen import TTGlyphPen
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image, ImageChops, ImageDraw
 
 from examples.shapes.encoders.vae import draw_pictures
 from examples.shapes.models import MODELS
-from precompute.preview import contact_sheet, decode_pictures, load_decoder, pick_samples, run, wrapped
+from precompute.lettering import Lettering
+from precompute.preview import (
+    contact_sheet,
+    decode_pictures,
+    fair_shares,
+    load_decoder,
+    pick_samples,
+    run,
+    wrapped,
+)
 from shards.base.errors import RequestError
 from shards.format.encoding import EncodingRecord
 from shards.open import open_store
+from shards.root.committed import load_receipts
 from tests.conftest import encode_all, folder_of, precompute_config
+from tests.random_roots import random_root
 from tests.tiny import make_tar
 
 
@@ -75,9 +92,126 @@ def test_a_bucket_that_is_not_there(root: Path) -> None:
         run([str(root), "--bucket", "512x512"])
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_as_many_samples_as_asked_for_or_all(tmp_path: Path, seed: int) -> None:
+    """However many parts there are, and however unevenly they are filled; some of them are empty."""
+    store = open_store(random_root(tmp_path / "root", seed))
+    receipts = [receipt for receipt in load_receipts(store) if receipt.bucket == "64x64"]
+    total = sum(receipt.samples for receipt in receipts)
+    for count in range(1, total + 3):
+        bucket, samples = pick_samples(store, "64x64", count)
+        keys = [sample["key"] for sample in samples]
+        assert bucket == "64x64" and len(set(keys)) == len(keys) == min(count, total)
+
+
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=20), st.integers(1, 200))
+def test_shares_are_fair_and_add_up(sizes: list[int], total: int) -> None:
+    shares = fair_shares(sizes, total)
+    assert sum(shares) == min(total, sum(sizes))
+    for share, size in zip(shares, sizes, strict=True):
+        assert share == size or max(shares) - 1 <= share < size  # less than another's only if it has no more
+
+
+def test_by_default_it_is_written_where_git_ignores_it(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    repository = Path(__file__).parents[2]
+    monkeypatch.chdir(tmp_path)
+    run([str(root), "--samples", "1"])
+    (written,) = (path.relative_to(tmp_path) for path in tmp_path.rglob("*") if path.is_file())
+    assert capsys.readouterr().out.startswith(f"{written}: 1 samples")
+    assert subprocess.run(["git", "check-ignore", "-q", str(written)], cwd=repository).returncode == 0
+
+
+def drawn(text: str, lettering: Lettering) -> Image.Image:
+    image = Image.new("RGB", (200, 20), "white")
+    lettering.write(ImageDraw.Draw(image), 0, 0, text)
+    return image
+
+
+@pytest.fixture
+def without_system_fonts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("precompute.lettering.system_fonts", list)
+
+
+NO_CHARACTER = "\uffff"
+"""No font has a glyph for it."""
+
+
+@pytest.mark.usefixtures("without_system_fonts")
+def test_european_captions_need_no_system_font() -> None:
+    text = "é ü ñ ß Å č ł ő „Größe“ – 5 € ½ Ελλάδα Москва e\u0301\u200b\ufeff"
+    lettering = Lettering([text, NO_CHARACTER], 12)
+    assert lettering.missing == [NO_CHARACTER]
+    box = drawn(NO_CHARACTER, lettering)
+    for char in "éüñßÅčłő„“–€½λМ":
+        assert ImageChops.difference(drawn(char, lettering), box).getbbox() is not None, char
+    assert lettering.length("a\u200b\ufeffb") == lettering.length("ab")  # no box for what cannot be seen
+
+
+@pytest.fixture
+def make_font(tmp_path: Path) -> Callable[[str, str, int], Path]:
+    """A function that makes a font file with a rectangle of a certain height for each of some characters."""
+
+    def make(name: str, characters: str, height: int) -> Path:
+        pen = TTGlyphPen(None)
+        for place, corner in enumerate([(0, 0), (0, height), (1000, height), (1000, 0)]):
+            (pen.lineTo if place else pen.moveTo)(corner)
+        pen.closePath()
+        names = [f"uni{ord(char):04X}" for char in characters]
+        builder = FontBuilder(1000)
+        builder.setupGlyphOrder([".notdef", *names])
+        builder.setupCharacterMap(dict(zip(map(ord, characters), names, strict=True)))
+        builder.setupGlyf(dict.fromkeys([".notdef", *names], pen.glyph()))
+        builder.setupHorizontalMetrics(dict.fromkeys([".notdef", *names], (1000, 0)))
+        builder.setupHorizontalHeader(ascent=1000, descent=0)
+        builder.setupNameTable({"familyName": name, "styleName": "Regular"})
+        builder.setupOS2()
+        builder.setupPost()
+        builder.save(tmp_path / name)
+        return tmp_path / name
+
+    return make
+
+
+def test_scripts_that_the_first_font_lacks_come_from_system_fonts(
+    make_font: Callable[[str, str, int], Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "broken.ttf").write_bytes(b"no font")
+    fonts = [tmp_path / "broken.ttf", make_font("few.ttf", "中", 300), make_font("many.ttf", "中文。a", 900)]
+    monkeypatch.setattr("precompute.lettering.system_fonts", lambda: fonts)
+    lettering = Lettering(["a 中文。 кот", "한"], 10)
+    assert lettering.missing == ["한"]
+    # the font that covers most gives the glyphs, of 10 px each and 9 px high; DejaVu Sans still gives the letters
+    assert lettering.length("中文。") == 30
+    left, top, right, bottom = ImageChops.invert(drawn("中文。", lettering)).getbbox() or (0, 0, 0, 0)
+    assert (right - left, bottom - top) == (30, 9)
+    assert lettering.length("a") != 10
+    assert lettering.length("a 中文。 кот") == pytest.approx(
+        30 + lettering.length("a ") + lettering.length("кот") + lettering.length(" "), abs=1
+    )
+
+
+@pytest.mark.usefixtures("without_system_fonts")
+def test_missing_glyphs_are_said_in_one_line(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("precompute.preview.captions", lambda sample, encoding: ["中文字幕和日本語、한국어"])
+    run([str(root), "--samples", "1", "--output", str(tmp_path / "new" / "sheet.png")])
+    _, note = capsys.readouterr().out.splitlines()
+    assert note.startswith("No installed font has a glyph for 、 (U+3001), 中 (U+4E2D), ")
+    assert " and 7 more, so boxes stand in their place." in note and "fonts-noto-cjk" in note
+    assert Lettering(["plain"], 12).note == ""
+
+
 def test_labels_are_wrapped_and_cut() -> None:
-    lines = wrapped("000001234\n" + "word " * 40, 20)
-    assert lines[0] == "000001234" and len(lines) == 5 and lines[-1].endswith("…")
-    assert all(len(line) <= 20 for line in lines[1:])
-    sheet = contact_sheet([Image.new("RGB", (512, 512))], ["key\ncaption"], "title")
+    lettering = Lettering(["word …"], 12)
+    lines = wrapped("000001234\n" + "word " * 40, 140, lettering)
+    assert lines[0] == "000001234" and len(lines) == 5 and lines[-1].endswith(" …")
+    assert all(110 < lettering.length(line) <= 140 for line in lines[1:])
+    # without blanks, as in Chinese or in a URL: after what stands before it, and cut where the line is full
+    lines = wrapped("key\nword " + "x" * 50, 140, Lettering(["word x…"], 12))
+    assert lines[1].startswith("word xxx") and "".join(lines[1:]) == "word " + "x" * 50
+    assert wrapped("key\nshort", 140, lettering) == ["key", "short"] and wrapped("key\n", 140, lettering) == ["key"]
+    sheet = contact_sheet([Image.new("RGB", (512, 512))], ["key\ncaption"], "title", lettering)
     assert sheet.width == 528

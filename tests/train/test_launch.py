@@ -10,18 +10,20 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from shards.base.errors import RequestError, WorkError, exit_code_of
 from tests import ranks
-from tests.runs import PYTHON, compare, environment, last_step, train_fields, write_config
+from tests.runs import PYTHON, compare, environment, last_step, launcher, train_fields, write_config
 from train import launch
 from train.__main__ import run
 from train.data.spec import DataConfig
 from train.run.preflight import World
+from train.run.saving.checkpoint import list_checkpoints, step_of, verify_checkpoint
 
 STEP = {
     "SLURM_JOB_ID": "1234567",
@@ -303,3 +305,196 @@ def test_two_machines_of_a_file_of_hosts_train_leave_and_go_on(ssh: Path, latent
         2,
     )
     compare(tmp_path / "run", tmp_path / "whole")
+
+
+SAVES_SLOWLY = """
+import pathlib, signal, sys, time
+folder = pathlib.Path(sys.argv[1])
+signal.signal(signal.SIGTERM, lambda *_: (folder / f"told-{time.monotonic_ns()}").touch())
+signal.signal(signal.SIGINT, lambda *_: None)
+(folder / f"ready-{time.monotonic_ns()}").touch()
+while True:
+    time.sleep(0.05)
+"""
+LISTENS_TO_NOTHING = """
+import pathlib, signal, sys, time
+signal.signal(signal.SIGINT, signal.SIG_DFL)
+(pathlib.Path(sys.argv[1]) / f"ready-{time.monotonic_ns()}").touch()
+time.sleep(600)
+"""
+
+
+def start_launcher(folder: Path, num_processes: int, *words: str, **variables: str) -> subprocess.Popen[str]:
+    """A launcher in a process group of its own, as a shell starts it; its standard error is in `folder`/errors."""
+    with (folder / "errors").open("w") as errors:
+        return subprocess.Popen(
+            [*launcher(num_processes), *words],
+            env=environment(**variables),
+            stdout=subprocess.DEVNULL,
+            stderr=errors,
+            text=True,
+            start_new_session=True,
+        )
+
+
+def wait_until(folder: Path, pattern: str, count: int, process: subprocess.Popen[str]) -> None:
+    """Until so many files of this name exist."""
+    end = time.monotonic() + 120
+    while len(list(folder.glob(pattern))) < count:
+        assert process.poll() is None and time.monotonic() < end, (folder / "errors").read_text()
+        time.sleep(0.02)
+
+
+def signal_group(process: subprocess.Popen[str], number: signal.Signals) -> None:
+    """What a terminal does at Ctrl-C: every process of the group gets the signal."""
+    os.killpg(process.pid, number)
+
+
+def signal_launcher(process: subprocess.Popen[str], number: signal.Signals) -> None:
+    """What a scheduler may do: the launcher alone gets the signal."""
+    process.send_signal(number)
+
+
+@pytest.mark.parametrize(
+    ("send", "number"),
+    [
+        (signal_group, signal.SIGINT),
+        (signal_launcher, signal.SIGINT),
+        (signal_launcher, signal.SIGTERM),
+        (signal_launcher, signal.SIGHUP),
+    ],
+    ids=["Ctrl-C", "SIGINT", "SIGTERM", "SIGHUP"],
+)
+def test_a_single_process_under_the_launcher_saves_before_both_leave(
+    latents: Path, tmp_path: Path, send: Callable[[subprocess.Popen[str], signal.Signals], None], number: signal.Signals
+) -> None:
+    fields = train_fields(latents, tmp_path / "run", max_steps=100_000, checkpoint={"every": 100_000})
+    config = write_config(tmp_path, fields)
+    process = start_launcher(tmp_path, 1, "-m", "train", "--config", str(config), "--num_processes", "1")
+    while last_step(tmp_path / "run") < 2:
+        assert process.poll() is None, (tmp_path / "errors").read_text()
+        time.sleep(0.02)
+    send(process, number)
+    assert process.wait(120) == 75
+    errors = " ".join((tmp_path / "errors").read_text().split())
+    assert "Traceback" not in errors
+    (folder,) = list_checkpoints(tmp_path / "run")
+    assert f"told to leave, saved after step {step_of(folder)}" in errors
+    assert f"the launcher received {number.name} and the run saved. The same command resumes it." in errors
+    verify_checkpoint(folder)
+
+
+@pytest.mark.parametrize("num_processes", [1, 2])
+@pytest.mark.parametrize("send", [signal_group, signal_launcher])
+def test_a_second_ctrl_c_ends_the_processes_at_once(
+    tmp_path: Path, num_processes: int, send: Callable[[subprocess.Popen[str], signal.Signals], None]
+) -> None:
+    """They handle every signal and never leave by themselves; the first Ctrl-C asks them to, the second kills them."""
+    (tmp_path / "slow.py").write_text(SAVES_SLOWLY)
+    process = start_launcher(tmp_path, num_processes, str(tmp_path / "slow.py"), str(tmp_path))
+    wait_until(tmp_path, "ready-*", num_processes, process)
+    send(process, signal.SIGINT)
+    wait_until(tmp_path, "told-*", num_processes, process)
+    trainers = psutil.Process(process.pid).children()
+    assert len(trainers) == num_processes
+    send(process, signal.SIGINT)
+    assert process.wait(120) == 130
+    assert [trainer for trainer in trainers if trainer.is_running()] == []
+    errors = " ".join((tmp_path / "errors").read_text().split())
+    assert "Ctrl-C again ends them at once" in errors and "Traceback" not in errors
+    assert "Interrupted twice by Ctrl-C: the processes were killed." in errors
+
+
+@pytest.mark.parametrize("num_processes", [1, 2])
+def test_processes_that_do_not_leave_in_time_are_killed(tmp_path: Path, num_processes: int) -> None:
+    (tmp_path / "slow.py").write_text(SAVES_SLOWLY)
+    words = (str(tmp_path / "slow.py"), str(tmp_path))
+    process = start_launcher(tmp_path, num_processes, *words, PET_SHUTDOWN_TIMEOUT="1")
+    wait_until(tmp_path, "ready-*", num_processes, process)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(120) == 75
+    errors = " ".join((tmp_path / "errors").read_text().split())
+    assert len(list(tmp_path.glob("told-*"))) == num_processes
+    assert "did not exit within 1 s (PET_SHUTDOWN_TIMEOUT; LEAVE of make) and was killed" in errors
+
+
+@pytest.mark.parametrize("num_processes", [1, 2])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
+def test_before_the_first_step_nothing_is_said_to_be_saved(
+    tmp_path: Path, num_processes: int, number: signal.Signals, code: int
+) -> None:
+    (tmp_path / "early.py").write_text(LISTENS_TO_NOTHING)
+    process = start_launcher(tmp_path, num_processes, str(tmp_path / "early.py"), str(tmp_path))
+    wait_until(tmp_path, "ready-*", num_processes, process)
+    signal_group(process, number)
+    assert process.wait(120) == code
+    errors = " ".join((tmp_path / "errors").read_text().split())
+    assert f"received {number.name} before the first step: this launch saved nothing. The same command" in errors
+    assert "Traceback" not in errors
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_ctrl_c_reaches_one_process_on_one_host(tmp_path: Path, times: int) -> None:
+    """By ssh, which stays on this machine here: the first one saves, where the process does; the second one kills."""
+    (tmp_path / "ssh").write_text(SSH)
+    (tmp_path / "ssh").chmod(0o755)
+    (tmp_path / "hosts").write_text("localhost\n")
+    saves = SAVES_SLOWLY if times == 2 else SAVES_SLOWLY.replace(".touch())", ".touch() or sys.exit(75))", 1)
+    (tmp_path / "script.py").write_text(saves)
+    words = ["--hosts", str(tmp_path / "hosts"), "1", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
+    with (tmp_path / "errors").open("w") as errors:
+        process = subprocess.Popen(
+            [*PYTHON, "-m", "train.launch", *words, "--quiet", str(tmp_path / "script.py"), str(tmp_path)],
+            env=environment(PATH=f"{tmp_path}{os.pathsep}{os.environ['PATH']}"),
+            stdout=subprocess.DEVNULL,
+            stderr=errors,
+            text=True,
+            start_new_session=True,
+        )
+    wait_until(tmp_path, "ready-*", 1, process)
+    signal_group(process, signal.SIGINT)
+    if times == 2:
+        wait_until(tmp_path, "told-*", 1, process)
+        signal_group(process, signal.SIGINT)
+    assert process.wait(120) == (130 if times == 2 else 75)
+    errors_said = " ".join((tmp_path / "errors").read_text().split())
+    assert "Traceback" not in errors_said and len(list(tmp_path.glob("told-*"))) == 1
+    assert ("Interrupted twice" if times == 2 else "the launcher received SIGINT and the run saved") in errors_said
+
+
+@pytest.mark.parametrize("code", [0, 3, 75])
+def test_the_exit_code_of_a_single_process_is_handed_on(tmp_path: Path, code: int) -> None:
+    (tmp_path / "exit.py").write_text(f"import sys; sys.exit({code})")
+    assert start_launcher(tmp_path, 1, str(tmp_path / "exit.py")).wait(120) == code
+
+
+@pytest.mark.parametrize(
+    "words", [["train.launch", "x.py"], ["train", "--config", "CONFIG"]], ids=lambda words: words[0]
+)
+def test_ctrl_c_during_the_imports_is_one_line(latents: Path, tmp_path: Path, words: list[str]) -> None:
+    """An import of torch that takes until the signal comes."""
+    config = write_config(tmp_path, train_fields(latents, tmp_path / "run"))
+    words = [str(config) if word == "CONFIG" else word for word in words]
+    program = f"""
+import runpy, sys, time
+from importlib import abc
+
+class Slow(abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name in ("accelerate", "torch"):
+            print("importing", flush=True)
+            time.sleep(600)
+
+sys.meta_path.insert(0, Slow())
+sys.argv = {words!r}
+runpy.run_module({words[0]!r}, run_name="__main__", alter_sys=True)
+"""
+    process = subprocess.Popen(
+        [*PYTHON, "-c", program], env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "importing\n"
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 130
+    assert "Traceback" not in errors and errors.count("error: ") == 1, errors

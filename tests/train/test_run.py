@@ -166,7 +166,8 @@ def test_a_microbatch_larger_than_the_share_of_the_batch_is_reported(
 @pytest.mark.parametrize(
     ("package", "forbidden"),
     [
-        ("train.__main__", ["precompute", "ray", "img2dataset"]),
+        ("train.__main__", ["precompute", "ray", "img2dataset", "torch"]),
+        ("train.start", ["precompute", "ray", "img2dataset"]),
         ("precompute.__main__", ["train", "img2dataset"]),
         ("shards.root.index", ["precompute", "train", "diffusers", "ray", "accelerate"]),
     ],

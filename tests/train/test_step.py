@@ -27,14 +27,14 @@ from tests.train.specs import CHANNELS, make_batch, spec
 from train.data.batch import Batch
 from train.data.draws import Draws, philox
 from train.loop import train_step
-from train.model.ema import Ema, EmaConfig
+from train.model.config import DdpConfig, EmaConfig, OptimizerConfig, ScheduleConfig
+from train.model.ema import Ema
 from train.model.inputs import Conditioning
-from train.model.optimizer import Optimizer, OptimizerConfig, ScheduleConfig, make_adamw
-from train.model.sharding import DdpConfig
+from train.model.optimizer import Optimizer, make_adamw
 from train.model.unet import build_unet, compile_network
+from train.objective.config import ObjectiveConfig
 from train.objective.latents import StoredLatents
 from train.objective.loss import DiffusionLoss
-from train.objective.paths import ObjectiveConfig
 from train.objective.validation import Validation
 
 META = torch.device("meta")

@@ -15,7 +15,7 @@ from train.export.components import default_size, trained_sizes
 from train.model.backbone import PipelineConfig
 from train.model.inputs import Guidance
 from train.model.unet import class_name
-from train.objective.paths import ObjectiveConfig
+from train.objective.config import ObjectiveConfig
 
 CARD = Path(__file__).with_name("card.md")
 SIZES = ("block_out_channels", "cross_attention_dim", "num_layers", "num_attention_heads", "depth", "hidden_size")

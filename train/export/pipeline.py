@@ -41,7 +41,8 @@ from train.export.components import (
 from train.model.backbone import PipelineConfig
 from train.model.inputs import Guidance
 from train.model.unet import class_name
-from train.objective.paths import ObjectiveConfig, noise_scheduler
+from train.objective.config import ObjectiveConfig
+from train.objective.paths import noise_scheduler
 from train.run.saving.checkpoint import Checkpoint, newest_checkpoint, step_folder, verify_checkpoint
 from train.run.saving.local_copy import copied
 
@@ -84,18 +85,17 @@ def write_pipeline(run_dir: Place, options: ExportConfig) -> Path:
     if isinstance(run_dir, str):
         if options.output is None:
             raise RequestError(f"{run_dir} is an address, and a pipeline a folder. Give --output FOLDER for it.")
-        with copied(run_dir, options.step) as copy:
-            return write_pipeline(copy, options)
+        _check_target(options.output)
+        with copied(run_dir, options.step) as (copy, checkpoint):
+            return _write_pipeline(copy, checkpoint, options.output, options)
     if not run_dir.is_dir():
         raise RequestError(f"There is no run folder {run_dir}. Give the run_dir of a training run.")
     target = options.output or run_dir / "export"
-    if target.exists() and not target.is_dir():
-        raise RequestError(f"{target} is a file, and a pipeline is a folder. Give another --output.")
-    if target.exists() and any(target.iterdir()) and not (target / "model_index.json").is_file():
-        raise RequestError(
-            f"{target} holds something else than a pipeline, and would be replaced. Give another --output."
-        )
-    checkpoint = _chosen(run_dir, options.step)
+    _check_target(target)
+    return _write_pipeline(run_dir, _chosen(run_dir, options.step), target, options)
+
+
+def _write_pipeline(run_dir: Path, checkpoint: Checkpoint, target: Path, options: ExportConfig) -> Path:
     config = load_config(TrainConfig, run_dir / "config.yaml", [], "train export")
     weights = checkpoint.weights(options.weights)
     encoding = EncodingRecord.load(open_store(config.data.streams[0].root))
@@ -189,6 +189,15 @@ def scheduler_of(pipeline: PipelineConfig, objective: ObjectiveConfig, latent_hw
             f"backbone.pipeline.scheduler: {pipeline.scheduler} with {pipeline.scheduler_settings} cannot be made: "
             f"{error}. Give a scheduler of diffusers and settings that it has."
         ) from error
+
+
+def _check_target(target: Path) -> None:
+    if target.exists() and not target.is_dir():
+        raise RequestError(f"{target} is a file, and a pipeline is a folder. Give another --output.")
+    if target.exists() and any(target.iterdir()) and not (target / "model_index.json").is_file():
+        raise RequestError(
+            f"{target} holds something else than a pipeline, and would be replaced. Give another --output."
+        )
 
 
 def _chosen(run_dir: Path, step: int | None) -> Checkpoint:

@@ -18,7 +18,8 @@ from torch import Tensor
 from shards.base.config import Config, load_named
 from shards.base.durable import replaced_folder, sha256_file, write_sealed_json
 from shards.base.errors import RequestError, WorkError
-from train.model.ema import Width, average_name, posthoc_coefficients
+from train.model.config import Width, average_name
+from train.model.ema import posthoc_coefficients
 from train.model.tensors import write_tensors
 from train.run.saving.checkpoint import (
     SNAPSHOTS,

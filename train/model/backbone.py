@@ -1,16 +1,23 @@
-"""How a network is called, by its config: which arguments it gets, and the conventions that no signature shows."""
+"""How a network is called, by its config: which arguments it gets, and the conventions that no signature shows.
+
+torch is imported inside the functions that need it: reading a config or a root must not cost its import.
+"""
+
+from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, model_validator
-from torch import Tensor, nn
 
 from shards.base.config import Config
 from shards.base.errors import RequestError
 from shards.format.towers import TextTower
 from train.model.inputs import Conditioning, Given, Input, Pooled, States
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
 
 
 class PipelineConfig(Config):
@@ -57,13 +64,13 @@ class BackboneConfig(Config):
     pipeline: PipelineConfig = PipelineConfig()
 
     @model_validator(mode="after")
-    def _check(self) -> "BackboneConfig":
+    def _check(self) -> BackboneConfig:
         if sum(isinstance(item, States) for item in self.inputs.values()) != 1:
             raise ValueError("inputs must have one of kind `states`, which may be made of several towers")
         return self
 
     @property
-    def called(self) -> "BackboneConfig":
+    def called(self) -> BackboneConfig:
         """What of it changes the numbers."""
         return self.model_copy(update={"config": None, "pipeline": PipelineConfig()})
 
@@ -84,7 +91,7 @@ class BackboneConfig(Config):
         masks = [self.states.mask] if self.states.mask else []
         return list(dict.fromkeys([*(name.split(".")[0] for name in self.inputs), *masks]))
 
-    def resolved(self, texts: dict[str, TextTower]) -> "BackboneConfig":
+    def resolved(self, texts: dict[str, TextTower]) -> BackboneConfig:
         """With its text tower named, where it is the one that there is.
 
         Raises:

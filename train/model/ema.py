@@ -1,45 +1,14 @@
 """Moving averages of the weights: the run's own, and those from which any width can be rebuilt afterwards."""
 
 from collections.abc import Iterable, Sequence
-from typing import Annotated, Literal
 
 import numpy as np
 import torch
-from pydantic import Field, field_validator
 from torch import Tensor
 
-from shards.base.config import Config
+from train.model.config import EmaConfig, average_name
 
-Width = Annotated[float, Field(gt=0, lt=0.28)]
-"""Standard deviation in time of an average, as a share of the steps done; a flat average has 1/√12 = 0.289."""
 SNAPSHOT_DTYPES = {"float16": torch.float16, "float32": torch.float32}
-
-
-class EmaConfig(Config):
-    """The exponential moving average of the weights."""
-
-    kind: Literal["constant", "power"] = "constant"
-    """`power` widens the average with the run, to the same share of it at every step (Karras et al., 2024)."""
-    decay: float = Field(0.9999, gt=0, lt=1)
-    """Of `constant`."""
-    sigma_rel: Width = 0.1
-    """Of `power`: the average's width (standard deviation in time) as a share of the steps done."""
-    start_step: int | None = Field(None, ge=0)
-    """Step from which it is held; null: never. It takes no memory before."""
-    snapshot_every: int | None = Field(None, ge=1)
-    """Steps between snapshots of further averages, held from the first step on, from which `python -m train ema RUN`
-    rebuilds any width afterwards; null: none are held."""
-    std: list[Width] = Field([0.05, 0.1], min_length=1)
-    """Widths of those, as `sigma_rel`; each takes 4 bytes a parameter, on the device and in every checkpoint."""
-    snapshot_dtype: Literal["float16", "float32"] = "float16"
-    """Type of the snapshots' numbers; float16 rounds each to 1/2048 of itself."""
-
-    @field_validator("std")
-    @classmethod
-    def _differ(cls, std: list[float]) -> list[float]:
-        if len({average_name(width) for width in std}) < len(std):
-            raise ValueError(f"{std} names a width twice; three decimals tell them apart")
-        return std
 
 
 def ema_decay(config: EmaConfig, step: int) -> float:
@@ -62,11 +31,6 @@ def power_exponent(sigma_rel: float) -> float:
     """
     inverse = sigma_rel**-2
     return float(np.roots([1.0, 7.0, 16.0 - inverse, 12.0 - inverse]).real.max())
-
-
-def average_name(std: float) -> str:
-    """The folder of a post-hoc average in checkpoints and snapshots: `ema-0.050`."""
-    return f"ema-{std:.3f}"
 
 
 def correlation(a_step: np.ndarray, a_std: np.ndarray, b_step: np.ndarray, b_std: np.ndarray) -> np.ndarray:

@@ -2,13 +2,17 @@
 
 MFU, the model FLOPs utilisation of Chowdhery et al. (2022), is the arithmetic that the model needs over what the device
 does at its peak; what gradient checkpointing computes again does not count.
+
+torch is imported inside the functions that need it: reading a config or a root must not cost its import.
 """
 
-from collections.abc import Callable
-from typing import Any
+from __future__ import annotations
 
-import torch
-from torch.utils.flop_counter import FlopCounterMode
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
 
 TRAIN_OVER_FORWARD = 3
 """A training step is 3 × the forward pass: the backward pass makes two products of each layer's one. Counted exactly
@@ -36,6 +40,8 @@ architecture papers; their headline figures with sparsity are twice these. GeFor
 
 def count_flops(function: Callable[..., Any], *inputs: torch.Tensor) -> int:
     """FLOPs of one call by torch's counter, a multiply-add being 2; on meta tensors it costs next to nothing."""
+    from torch.utils.flop_counter import FlopCounterMode
+
     with FlopCounterMode(display=False) as counter:
         function(*inputs)
     return counter.get_total_flops()
@@ -43,6 +49,8 @@ def count_flops(function: Callable[..., Any], *inputs: torch.Tensor) -> int:
 
 def training_flops(call: Callable[[], Any]) -> int:
     """FLOPs of one image in a training step, of whose forward pass `call` is one on the meta device."""
+    import torch
+
     with torch.no_grad():
         return TRAIN_OVER_FORWARD * count_flops(call)
 

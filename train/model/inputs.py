@@ -1,16 +1,21 @@
-"""A batch's conditioning → keyword arguments of a backbone, by one small object for each kind of input."""
+"""A batch's conditioning → keyword arguments of a backbone, by one small object for each kind of input.
+
+torch is imported inside the functions that need it: reading a config or a root must not cost its import.
+"""
+
+from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
-import torch
-import torch.nn.functional as F
 from pydantic import Field
-from torch import Tensor
 
 from shards.base.config import Config
 from shards.format.towers import TextTower
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 SizeName = Literal["original", "crop", "target", "aspect_ratio"]
 
@@ -26,7 +31,7 @@ class TextConditioning:
     pooled: Tensor | None
     """(N, pooled) float32."""
 
-    def take(self, rows: slice | Tensor) -> "TextConditioning":
+    def take(self, rows: slice | Tensor) -> TextConditioning:
         """Of those samples."""
         parts = (None if value is None else value[rows] for value in (self.states, self.mask, self.pooled))
         return TextConditioning(*parts)
@@ -42,7 +47,7 @@ class Conditioning:
     target: tuple[int, int]
     """(height, width) of the bucket, in pixels."""
 
-    def take(self, rows: slice | Tensor) -> "Conditioning":
+    def take(self, rows: slice | Tensor) -> Conditioning:
         """Of those samples."""
         return Conditioning({name: text.take(rows) for name, text in self.texts.items()}, self.sizes[rows], self.target)
 
@@ -76,6 +81,8 @@ class States(Config):
 
     def arguments(self, name: str, given: Given) -> dict[str, Tensor | None]:
         """The states, and their mask where there is an argument for it."""
+        import torch.nn.functional as F
+
         texts = given.conditioning.texts
         rows = [_beside(texts[tower].states for tower in row) for row in self.towers or []]
         width = max(row.shape[-1] for row in rows)
@@ -120,6 +127,8 @@ class Sizes(Config):
 
     def arguments(self, name: str, given: Given) -> dict[str, Tensor | None]:
         """The numbers, one after the other."""
+        import torch
+
         known = given.conditioning.sizes[:, 0] > 0
         width, height, top, left = given.conditioning.sizes.long().clamp(min=1 - known.long()[:, None]).unbind(1)
         target_height, target_width = given.conditioning.target
@@ -147,6 +156,8 @@ class Positions(Config):
 
     def arguments(self, name: str, given: Given) -> dict[str, Tensor | None]:
         """The positions."""
+        import torch
+
         device = given.conditioning.sizes.device
         if self.of == "text":
             num_tokens = max(value.shape[1] for value in given.made.values() if value is not None and value.ndim == 3)
@@ -165,6 +176,8 @@ class Guidance(Config):
 
     def arguments(self, name: str, given: Given) -> dict[str, Tensor | None]:
         """The same for all samples."""
+        import torch
+
         sizes = given.conditioning.sizes
         return {name: torch.full((len(sizes),), self.scale, device=sizes.device)}
 
@@ -174,6 +187,8 @@ Input = Annotated[States | Pooled | Sizes | Positions | Guidance, Field(discrimi
 
 def example(texts: dict[str, TextTower], target: tuple[int, int]) -> Conditioning:
     """Conditioning of one sample, of the shapes that these towers give, on the current default device."""
+    import torch
+
     return Conditioning(
         {
             name: TextConditioning(
@@ -194,9 +209,13 @@ def _rounded(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _beside(parts: Iterable[Tensor | None]) -> Tensor:
+    import torch
+
     found = [part for part in parts if part is not None]
     return found[0] if len(found) == 1 else torch.cat(found, dim=-1)
 
 
 def _behind(parts: list[Tensor]) -> Tensor:
+    import torch
+
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)

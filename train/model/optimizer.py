@@ -2,43 +2,14 @@
 
 import math
 from collections.abc import Iterable
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import torch
 from accelerate import Accelerator
-from pydantic import Field
 from torch import Tensor, nn
 
-from shards.base.config import Config
+from train.model.config import OptimizerConfig, ScheduleConfig
 from train.model.sharding import whole
-
-Momentum = Annotated[float, Field(ge=0, lt=1)]
-
-
-class OptimizerConfig(Config):
-    """AdamW, and the clip before it."""
-
-    lr: float = Field(1e-4, gt=0)
-    """The learning rate after warm-up."""
-    betas: tuple[Momentum, Momentum] = (0.9, 0.999)
-    """AdamW's decays of the first and second moment."""
-    eps: float = Field(1e-8, gt=0)
-    """AdamW's."""
-    weight_decay: float = Field(0.01, ge=0)
-    """AdamW's, decoupled from the gradient."""
-    max_grad_norm: float = Field(1.0, gt=0)
-    """Gradients are scaled down to this global norm."""
-    max_skipped_steps: int = Field(100, ge=0)
-    """A step whose gradient is not finite leaves weights and optimizer alone and is counted; more stop the run."""
-
-
-class ScheduleConfig(Config):
-    """The learning rate over the steps."""
-
-    kind: Literal["constant", "cosine"] = "constant"
-    """After warm-up: as it is, or half a cosine down to zero at `max_steps`."""
-    warmup_steps: int = Field(10_000, ge=0)
-    """Linear from zero."""
 
 
 def learning_rate(step: int, base: float, config: ScheduleConfig, max_steps: int) -> float:

@@ -7,40 +7,17 @@ accelerate's own FSDP2 plugin does nothing on a CPU.
 """
 
 import os
-from typing import Literal
 
 import torch
-from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs
 from diffusers.models.resnet import ResnetBlock2D
 from diffusers.models.transformers.transformer_2d import Transformer2DModel
-from pydantic import Field
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from shards.base.config import Config
 from shards.base.device import Precision
 from shards.base.errors import RequestError
-
-Sharding = Literal["none", "grad_op", "full"]
-
-
-class DdpConfig(Config):
-    """How processes that each hold the whole network exchange gradients (`sharding: none`)."""
-
-    bucket_mb: int = Field(500, ge=1)
-    """Gradients travel in so many MB at once, while the backward pass goes on; a compiled network is cut there."""
-    gradients: Literal["float32", "bfloat16"] = "float32"
-    """Type in which they travel; bfloat16 is half the bytes, and rounds each to 1/256 of itself."""
-
-    def handler(self) -> DistributedDataParallelKwargs:
-        """As accelerate is told of it.
-
-        Gradients are views of what travels, so that none is copied back. The graph is not declared static: all that
-        would spare is the search for unused weights, which is off.
-        """
-        hook = DDPCommunicationHookType.BF16 if self.gradients == "bfloat16" else DDPCommunicationHookType.NO
-        return DistributedDataParallelKwargs(bucket_cap_mb=self.bucket_mb, gradient_as_bucket_view=True, comm_hook=hook)
+from train.model.config import Sharding
 
 
 def launched_sharding() -> Sharding | None:

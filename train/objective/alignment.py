@@ -8,52 +8,19 @@ import difflib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from shards.base.config import Config
 from shards.base.errors import RequestError
 from shards.format.buckets import Bucket
 from shards.format.text import dequantise
 from shards.format.towers import FeatureTower
 from train.data.batch import Batch
 from train.data.spec import DataSpec
-
-
-class RepaConfig(Config):
-    """An alignment loss of a hidden layer with a feature tower of the root, beside the loss (REPA)."""
-
-    layer: str | None = None
-    """Module of the network by its name, such as down_blocks.1 or transformer_blocks.7; null: no alignment."""
-    output: int = Field(0, ge=0)
-    """Which of its outputs, where it has several: 0 of a U-Net's blocks, 1 of blocks that give text, then image."""
-    tower: str | None = None
-    """Name of the feature tower; null: the one that is read."""
-    weight: float = Field(0.5, gt=0)
-    """λ, the loss's coefficient."""
-    schedule: Literal["constant", "linear"] = "constant"
-    """λ up to `until`, and 0 from there; or falling to 0 there in a line."""
-    until: int | None = Field(None, ge=1)
-    """Step; null: λ for good."""
-    hidden: int = Field(2048, ge=1)
-    """Width of the projection head, three linear layers with SiLU between."""
-
-    @model_validator(mode="after")
-    def _check(self) -> "RepaConfig":
-        if self.schedule == "linear" and self.until is None:
-            raise ValueError("schedule linear needs `until`, the step at which it ends")
-        return self
-
-    def coefficient(self, step: int) -> float:
-        """λ of optimizer step `step` (the first is 0)."""
-        if self.until is None:
-            return self.weight
-        left = max(0.0, 1.0 - step / self.until)
-        return self.weight * left if self.schedule == "linear" else self.weight * (left > 0)
+from train.objective.config import RepaConfig
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,9 @@ from train.data.draws import Draws, Purpose
 from train.data.spec import DataSpec
 from train.model.backbone import BackboneConfig
 from train.objective.alignment import Aligned
+from train.objective.config import ObjectiveConfig
 from train.objective.latents import StoredLatents
-from train.objective.paths import ObjectiveConfig, noise_path
+from train.objective.paths import noise_path
 
 
 @dataclass(frozen=True)

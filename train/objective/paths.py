@@ -2,77 +2,14 @@
 
 import math
 from abc import ABC, abstractmethod
-from typing import Literal
 
 import torch
 from diffusers import DDPMScheduler
-from pydantic import Field, model_validator
 from torch import Tensor
 
-from shards.base.config import Config
 from train.data.draws import Draws, Purpose
-from train.objective.times import ShiftConfig, cosmap, mode, shifted
-
-FLOW_ONLY = ("timestep_sampling", "weighting", "shift")
-
-
-class ObjectiveConfig(Config):
-    """What the U-Net learns to predict, under which noise."""
-
-    prediction: Literal["epsilon", "v_prediction", "sample", "flow_matching"] = "epsilon"
-    """The first three are DDPM's, over the β below; flow_matching is rectified flow, which has no β."""
-    num_train_timesteps: int = Field(1000, ge=1)
-    """With flow_matching, the scale on which the U-Net is told the time in [0, 1]."""
-    timestep_sampling: Literal["uniform", "logit_normal", "mode", "cosmap"] = "uniform"
-    """How flow_matching draws its time; the sigmoid of a normal dwells in the middle (Esser et al., 2024)."""
-    logit_mean: float = 0.0
-    """Of the normal of logit_normal."""
-    logit_std: float = Field(1.0, gt=0)
-    """Of the same."""
-    mode_scale: float = Field(1.29, ge=-1, le=2 / (math.pi - 2))
-    """Of mode; 0 is uniform, and within these bounds no two draws give one time."""
-    shift: ShiftConfig = ShiftConfig()
-    weighting: Literal["none", "sigma_sqrt", "cosmap"] = "none"
-    """With flow_matching, each sample's weight in the loss: max(t, 1/num_train_timesteps)^−2, or
-    2 / (π·(1 − 2t + 2t²)), the density of cosmap. Without the limit t^−2 has an infinite mean over uniform times; at
-    1/1000 diffusers' training scripts have their smallest time."""
-    beta_schedule: Literal["scaled_linear", "linear", "squaredcos_cap_v2"] = "scaled_linear"
-    """How β goes from `beta_start` to `beta_end`, as diffusers names it."""
-    beta_start: float = Field(0.00085, gt=0, lt=1)
-    """Variance of the first noise step."""
-    beta_end: float = Field(0.012, gt=0, lt=1)
-    """Variance of the last."""
-    caption_dropout: float = Field(0.1, ge=0, le=1)
-    """Share of samples that see the empty caption, for classifier-free guidance."""
-    min_snr_gamma: float | None = Field(None, gt=0)
-    """Weigh each sample's loss by min(SNR, γ) in terms of the latents (Hang et al., 2023); null: all alike. With
-    zero_terminal_snr the weight is min(SNR + 1, γ), because min(SNR, γ) is 0 at the last timestep, which would then
-    never be trained."""
-    offset_noise: float = Field(0.0, ge=0)
-    """Size of a further draw per channel, the same over the picture, added to the noise."""
-    zero_terminal_snr: bool = False
-    """Rescale the schedule so that its last step is pure noise (Lin et al., 2023); not with epsilon."""
-
-    @model_validator(mode="after")
-    def _check(self) -> "ObjectiveConfig":
-        if self.prediction == "flow_matching":
-            for name in ("zero_terminal_snr", "min_snr_gamma", "offset_noise"):
-                if getattr(self, name):
-                    raise ValueError(
-                        f"{name} with prediction flow_matching: that path ends in pure noise by itself and has no SNR "
-                        f"weights; leave it out"
-                    )
-            return self
-        for name in FLOW_ONLY:
-            value = getattr(self, name)
-            if value != type(self).model_fields[name].default:
-                shown = f"{name}.kind {value.kind}" if isinstance(value, ShiftConfig) else f"{name} {value}"
-                raise ValueError(f"{shown} goes with prediction flow_matching alone")
-        if self.zero_terminal_snr and self.prediction == "epsilon":
-            raise ValueError(
-                "zero_terminal_snr with prediction epsilon has nothing to learn at the last step; use v_prediction"
-            )
-        return self
+from train.objective.config import ObjectiveConfig
+from train.objective.times import cosmap, mode, shifted
 
 
 class NoisePath(ABC):

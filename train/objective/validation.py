@@ -4,20 +4,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from accelerate import Accelerator
 from numpy.typing import NDArray
-from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from shards.base.config import Config
 from shards.base.durable import DamagedFile
 from shards.base.errors import RequestError
-from shards.base.store import LocalStore, Place, Store
-from shards.format.buckets import BucketName
+from shards.base.store import LocalStore, Store
 from shards.format.encoding import EncodingRecord
 from shards.format.mds import Decoder, hash_file, header_size, parse_offsets
 from shards.open import open_store
@@ -31,44 +28,14 @@ from train.data.spec import column_lengths, encoding_differences, only_read
 from train.data.streams import FoundStream, find_stream, map_index
 from train.model.ema import Ema
 from train.model.sharding import reshard
+from train.objective.config import NUM_TIMESTEPS, ValidationConfig
 from train.objective.loss import DiffusionLoss, Noised
 
-NUM_TIMESTEPS = 8
 PLACES = {"middles": 0.5, "starts": 0.0}
 NUM_READERS = 16
 """Samples read at once: on a remote root, the round trip dominates."""
 FIRST_STEP = 1 << 47
 """Keys of validation draws: steps that no training reaches."""
-
-
-class ValidationConfig(Config):
-    """Held-out samples whose loss is taken now and then; a root of its own, encoded as the training data is."""
-
-    root: Place | None = None
-    """The latents root, a folder or an address; null: no validation."""
-    bucket: BucketName = "256x256"
-    """WIDTHxHEIGHT in pixels."""
-    samples: int = Field(1024, ge=1)
-    """Number of samples: the first ones of the bucket that no exclusion list of the root names. As for the training
-    data, a run keeps the index and exclusions that it began with, unless it is resumed with `data.index: newest`."""
-    batch_size: int = Field(64, ge=1)
-    """Samples per forward pass."""
-    every: int = Field(1000, ge=1)
-    """Steps; the value goes with that step's line of metrics.jsonl, so `log.every` must divide it."""
-    timesteps: Literal["middles", "starts"] = "middles"
-    """Of eight equal parts of the time axis; the starts of flow matching's, t = k/8, are MLPerf's for FLUX.1."""
-    dealt: bool = False
-    """Each sample at one of the eight, in turn, as MLPerf has it; false: at all, for eight times the cost."""
-    weights: Literal["raw", "ema"] = "raw"
-    """Whose loss; ema: the moving average's, where it is held, which takes the weights' place meanwhile."""
-
-    @model_validator(mode="after")
-    def _check(self) -> "ValidationConfig":
-        if self.dealt and self.samples < NUM_TIMESTEPS:
-            raise ValueError(
-                f"samples {self.samples}, dealt to {NUM_TIMESTEPS} timesteps, leave some without; give more"
-            )
-        return self
 
 
 @dataclass(frozen=True)

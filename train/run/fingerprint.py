@@ -12,7 +12,7 @@ from train.data import order
 from train.data.spec import DataConfig, DataSpec, OpenStream
 from train.model.backbone import BackboneConfig
 from train.model.unet import class_name
-from train.objective.paths import ObjectiveConfig
+from train.objective.config import ObjectiveConfig
 
 GROWING = ("samples", "selection_sha256", "index_sha256", "exclusions")
 """Of a stream: what changes where parts or exclusions are added to its root."""

@@ -3,14 +3,17 @@
 import os
 from dataclasses import dataclass
 from pathlib import Path
-
-from accelerate import Accelerator
-from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
-from accelerate.utils import DistributedType, gather_object
+from typing import TYPE_CHECKING
 
 from shards.base.errors import RequestError
 
-PLAIN_LAUNCHES = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+LAUNCHER = "LATENTMILL_LAUNCHER"
+"""Environment variable: the process id of `python -m train.launch`, for the processes that it starts."""
+PLAIN_LAUNCHES = ("NO", "MULTI_GPU", "MULTI_CPU")
+"""Of accelerate's `DistributedType`."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,8 @@ def check_tracker(name: str) -> None:
     """
     if name == "none":
         return
+    from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
+
     if name not in LOGGER_TYPE_TO_CLASS:
         raise RequestError(
             f"log.tracker {name} is unknown. Set it to none, or to one of {', '.join(sorted(LOGGER_TYPE_TO_CLASS))}."
@@ -75,7 +80,7 @@ def check_tracker(name: str) -> None:
         )
 
 
-def check_launch(accelerator: Accelerator | None, world: World) -> None:
+def check_launch(accelerator: "Accelerator | None", world: World) -> None:
     """Hold what the launcher set up against what this trainer drives.
 
     Raises:
@@ -83,7 +88,9 @@ def check_launch(accelerator: Accelerator | None, world: World) -> None:
     """
     shares, scaled = {world.local_size}, False
     if accelerator is not None:
-        if accelerator.distributed_type not in PLAIN_LAUNCHES:
+        from accelerate.utils import gather_object
+
+        if accelerator.distributed_type.value not in PLAIN_LAUNCHES:
             raise RequestError(
                 f"The launcher set up {accelerator.distributed_type.value}, which this trainer does not drive. Launch "
                 f"with one of configs/accelerate/."

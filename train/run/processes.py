@@ -18,9 +18,8 @@ from shards.base.errors import RequestError, WorkError
 from shards.base.stop import Heard
 from train.run.health.heartbeat import STARTING, Heart
 from train.run.launches import Launch
+from train.run.preflight import LAUNCHER
 
-LAUNCHER = "LATENTMILL_LAUNCHER"
-"""Environment variable: the process id of `python -m train.launch`, for the processes that it starts."""
 PR_SET_PDEATHSIG = 1
 LOOK_SECONDS = 1.0
 """Between looks at whether to leave: half of the 2 s within which it is agreed, as steps are not all alike."""

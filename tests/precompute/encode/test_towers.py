@@ -62,7 +62,7 @@ from train.data.draws import global_slots
 from train.data.loader import Loader
 from train.data.streams import open_data
 from train.model.unet import build_unet
-from train.objective.paths import ObjectiveConfig
+from train.objective.config import ObjectiveConfig
 from train.prepare import prepare
 from train.run.fingerprint import check_resume, make_fingerprint
 from train.run.telling.json_lines import read_json_lines

@@ -1,12 +1,21 @@
-"""The bar that a person at a terminal sees; the JSON lines are in test_job.py."""
+"""What a job shows while it runs: a bar at a terminal, JSON lines elsewhere."""
 
+import json
 import os
 import pty
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import pytest
+
+from precompute.cluster.fleet import Done
+from precompute.job.ledger import Ledger
+from tests.precompute.cluster.played import Cluster, Outcome, error, make_fleet
 from tests.runs import environment
 
 SHOW = """
@@ -25,6 +34,7 @@ with Ledger(3) as ledger:
     ledger.record(Failed("00001", None, "attempt 1 of 3 failed", failure, again=True))
     ledger.record(Done("00001", None, second))
     ledger.record(Failed("00002", None, "attempt 3 of 3 failed", failure, again=False))
+    ledger.record(UnderWay(0, 0))
 """
 
 
@@ -51,3 +61,36 @@ def test_a_bar_on_a_terminal(latents: Path) -> None:
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", seen.decode())
     assert "tar 00001: attempt 1 of 3 failed: [no markup]" in text
     assert "3/3 tars" in text and re.search(r"img/s  30 accepted  16 rejected +0:00:00", text), text
+
+
+@pytest.mark.parametrize("told_to_leave", [False, True])
+def test_what_has_ended_is_not_in_flight(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], told_to_leave: bool
+) -> None:
+    """At most two tars are in flight; each line is printed when one of them has ended."""
+
+    def play(key: str, number: int, node: str) -> Outcome | None:
+        if told_to_leave and key == "s" and not signalled:  # it ends between the signal and the drain
+            signalled.append(key)
+            os.kill(os.getpid(), signal.SIGTERM)
+            return None
+        return error(final=True) if key == "q" else "ok"
+
+    signalled: list[str] = []
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    seconds = {"total": 1.0}
+    books: Any = SimpleNamespace(
+        samples_in=10,
+        encoded=10,
+        rejected={},
+        parts={"64x64": SimpleNamespace(started="", seconds=seconds, token="")},
+    )
+    cluster = Cluster(play)
+    with Ledger(4) as ledger:
+        for event in make_fleet(monkeypatch, cluster, "pqrs", max_in_flight=2, attempts=1):
+            ledger.record(Done(event.key, event.node, books) if isinstance(event, Done) else event)
+    lines = [json.loads(line) for line in capsys.readouterr().err.splitlines() if line.startswith("{")]
+    assert (lines[-1]["shards_done"], lines[-1]["shards_failed"]) == (3, 1)
+    assert [line["shards_done"] + line["shards_failed"] for line in lines] == [1, 2, 3, 4]
+    assert [line["shards_in_flight"] for line in lines] == [1, 1, 1, 0]
+    assert [line["under_way"] for line in lines] == [10, 10, 10, 0]  # samples: `Cluster` reports 10 per attempt

@@ -16,7 +16,15 @@ import pytest
 from precompute.input.tars import local_copy
 from shards.base.durable import locked
 from shards.base.errors import RequestError
-from shards.base.scratch import OWNER, SWEEPER, attempt_folder, sweep_attempts, sweep_scratch, use_scratch
+from shards.base.scratch import (
+    OWNER,
+    SWEEPER,
+    attempt_folder,
+    private_folder,
+    sweep_attempts,
+    sweep_scratch,
+    use_scratch,
+)
 from shards.base.store import LocalStore, Store
 from shards.open import open_store
 from tests.forks import fork, wait_for
@@ -65,6 +73,34 @@ def test_twenty_kills_leave_nothing_behind(tmp_path: Path) -> None:
     wait_for(alive)
     sweep_scratch(scratch)
     assert [path.name for path in top.iterdir()] == [SWEEPER]
+
+
+def hold(ready: Path) -> None:
+    """A private folder with a file, until this process is killed."""
+    with private_folder() as folder:
+        (folder / "file").write_bytes(bytes(1 << 16))
+        ready.write_text(str(folder))
+        time.sleep(600)
+
+
+def test_a_killed_process_s_private_folder_is_removed_by_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    child = fork(lambda: hold(tmp_path / "ready"))
+    until = time.monotonic() + 120
+    while not (tmp_path / "ready").is_file() or not (tmp_path / "ready").read_text():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    other = Path((tmp_path / "ready").read_text())
+    with private_folder() as ours:
+        assert tmp_path in ours.parents and tmp_path in other.parents
+        assert (other / "file").is_file()
+    assert not ours.exists()
+    os.kill(child, signal.SIGKILL)
+    wait_for(child)
+    with private_folder():
+        assert not other.exists()
 
 
 def test_who_ends_well_leaves_nothing(tmp_path: Path) -> None:

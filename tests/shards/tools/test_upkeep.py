@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import time
+from collections import Counter
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,14 @@ from shards.__main__ import run
 from shards.base.durable import read_sealed_json, write_sealed_json
 from shards.base.errors import RequestError, exit_code_of
 from shards.base.scratch import attempt_folder
+from shards.format.tables import read_tables
 from shards.open import open_store
-from shards.root.committed import load_receipts
+from shards.root.committed import load_books, load_receipts
+from shards.tools.recall import nodes
+from shards.tools.stats import root_stats
 from shards.tools.verify import verify_root
 from tests.conftest import encode_all, precompute_config
+from tests.random_roots import random_root
 from tests.roots import tree
 
 
@@ -86,6 +91,28 @@ def test_by_node_counts_what_each_made(root: Path, capsys: pytest.CaptureFixture
     run(["recall", str(root), "--gpu", "GPU-9"])
     left = load_receipts(open_store(root))
     assert len(left) == 3 and ("64x64", "00001") not in {(receipt.bucket, receipt.tar) for receipt in left}
+
+
+def test_by_node_counts_a_reject_once_for_all_buckets(root: Path, tmp_path: Path) -> None:
+    """One machine made the whole root, so its rejects are those of `stats`."""
+    store = open_store(root)
+    (node,) = nodes(store)
+    rejected = root_stats(store, 0)["rejected"]
+    assert node["rejects"] == {reason: rejected[reason] for reason in rejected if reason != "too_small"} != {}
+    # of samples that one bucket rejects and another stores, or both reject for different reasons
+    store = open_store(random_root(tmp_path / "random", 0))
+    expected: dict[str, Counter[str]] = {}
+    for books in load_books(store):
+        seen = set()
+        for part in books.parts.values():
+            assert part.made_by is not None
+            _, refused = read_tables(store, part.folder, part.files)
+            who = part.made_by.gpu_uuid or ""
+            seen |= {(who, key, why) for key, why in zip(refused["key"], refused["reason"], strict=True)}
+        for who, _, why in seen:
+            if why != "too_small":
+                expected.setdefault(who, Counter())[why] += 1
+    assert {node["gpu_uuid"]: node["rejects"] for node in nodes(store)} == expected
 
 
 def aged(root: Path, seconds: float) -> Path:

@@ -9,9 +9,12 @@ import pytest
 from shards.__main__ import run
 from shards.base.durable import read_sealed_json, write_sealed_json
 from shards.base.errors import RequestError, WorkError, exit_code_of
+from shards.format.tables import CAPTION_CHANGES, read_tables
 from shards.open import open_store
+from shards.root.committed import load_books
 from shards.tools.stats import root_stats
 from shards.tools.verify import verify_root
+from tests.random_roots import random_root
 from tests.roots import part_of
 
 
@@ -82,14 +85,36 @@ def test_stats(root: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -
     # 8 planes of 8x8 and 16 tokens of 16, in two bytes each, and a little besides
     assert 1024 + 512 < stats["buckets"]["64x64"]["bytes_per_sample"] < 1024 + 512 + 200
     assert len(stats["buckets"]["64x64"]["latent_std"]) == 4
-    run(["stats", str(root), "--plot", str(tmp_path / "stats.png")])
+    run(["stats", str(root), "--plot", str(tmp_path / "new" / "stats.png")])
     printed = capsys.readouterr().out
     assert "46 samples in, 30 encoded" in printed
     for bucket, b in stats["buckets"].items():
         (row,) = (line for line in printed.splitlines() if line.split()[:1] == [bucket])
         lengths = " / ".join(f"{length:.0f}" for length in b["caption_characters"].values())
         assert lengths in row and ", ".join(f"{value:.3f}" for value in b["latent_std"]) in row
-    assert (tmp_path / "stats.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "new" / "stats.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_caption_in_several_buckets_is_counted_once(
+    tmp_path: Path, seed: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By the parts' tables, whichever buckets hold a sample; in the dataset card too."""
+    store = open_store(random_root(tmp_path / "root", seed))
+    expected = dict.fromkeys(("stored", *CAPTION_CHANGES), 0)
+    for books in load_books(store):
+        rows: dict[str, tuple[int, ...]] = {}
+        for part in books.parts.values():
+            stored, _ = read_tables(store, part.folder, part.files)
+            columns = (stored[name] for name in ("captions", *CAPTION_CHANGES))
+            rows |= zip(stored["key"], zip(*columns, strict=True), strict=True)
+        for name, column in zip(expected, zip(*rows.values(), strict=True), strict=False):
+            expected[name] += sum(column)
+    found = root_stats(store, 10)
+    assert found["captions"] == expected and found["captions"]["stored"] == found["encoded"]
+    run(["card", store.where()])
+    changes = ", ".join(f"{name} {expected[name]:,}" for name in CAPTION_CHANGES)
+    assert f"Of {expected['stored']:,} captions: {changes}." in capsys.readouterr().out
 
 
 def test_not_a_root(tmp_path: Path) -> None:

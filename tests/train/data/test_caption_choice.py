@@ -20,7 +20,8 @@ from train.data.draws import Draws, Purpose
 from train.data.loader import Loader
 from train.data.spec import DataConfig, StreamConfig, column_lengths
 from train.data.streams import open_data
-from train.objective.validation import ValidationConfig, open_validation
+from train.objective.config import ValidationConfig
+from train.objective.validation import open_validation
 from train.run.telling.json_lines import read_json_lines
 
 FIELDS = ["txt", "json:blip", "json:human"]

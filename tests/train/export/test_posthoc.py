@@ -14,7 +14,7 @@ from tests.runs import curve, train_fields, write_config
 from train.__main__ import run as command
 from train.export.pipeline import ExportConfig, write_pipeline
 from train.export.posthoc import RECORD, RebuildConfig, combine, write_average
-from train.model.ema import EmaConfig
+from train.model.config import EmaConfig
 from train.run.saving.checkpoint import WEIGHTS_NAME, list_checkpoints, newest_checkpoint, step_folder
 from train.run.telling.json_lines import read_json_lines
 

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bench.kit.roots import make_root
 from tests.runs import curve, launcher, run_module, train_fields, write_config
-from train.model.sharding import DdpConfig
+from train.model.config import DdpConfig
 
 STEPS, LAST, SEEDS = 500, 200, 3
 GRADIENTS = ("float32", "bfloat16")

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import integrate
 
-from train.model.ema import Ema, EmaConfig, correlation, make_averages, posthoc_coefficients, power_exponent
+from train.model.config import EmaConfig
+from train.model.ema import Ema, correlation, make_averages, posthoc_coefficients, power_exponent
 
 
 def averages(ema: Ema) -> dict[str, torch.Tensor]:

@@ -4,7 +4,8 @@ import math
 
 import pytest
 
-from train.model.optimizer import ScheduleConfig, learning_rate
+from train.model.config import ScheduleConfig
+from train.model.optimizer import learning_rate
 
 
 @pytest.mark.parametrize(

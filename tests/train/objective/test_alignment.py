@@ -27,7 +27,6 @@ from train.model.unet import build_unet
 from train.objective.alignment import (
     Aligned,
     FeaturesOf,
-    RepaConfig,
     find_features,
     grid_of,
     hear,
@@ -35,8 +34,8 @@ from train.objective.alignment import (
     negative_cosine,
     resized,
 )
+from train.objective.config import ObjectiveConfig, RepaConfig
 from train.objective.loss import DiffusionLoss
-from train.objective.paths import ObjectiveConfig
 from train.prepare import prepare
 from train.run.saving.checkpoint import HEAD_NAME, newest_checkpoint, step_folder
 from train.run.telling.json_lines import read_json_lines

@@ -17,8 +17,8 @@ from tests.train.specs import make_batch, spec
 from train.data.draws import Draws
 from train.export.pipeline import sampler
 from train.model.unet import build_unet
+from train.objective.config import ObjectiveConfig
 from train.objective.loss import DiffusionLoss
-from train.objective.paths import ObjectiveConfig
 
 OBJECTIVE = ObjectiveConfig(prediction="flow_matching", caption_dropout=0)
 UNET = Path(__file__).parents[2] / "tiny_unet.json"

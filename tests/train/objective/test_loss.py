@@ -15,8 +15,9 @@ from shards.format.text import quantise
 from tests.train.specs import CHANNELS, TOKENS, WIDTH, make_batch, spec
 from train.data.batch import Batch
 from train.data.draws import Draws, Purpose
+from train.objective.config import ObjectiveConfig
 from train.objective.loss import DiffusionLoss
-from train.objective.paths import ObjectiveConfig, noise_path, noise_scheduler
+from train.objective.paths import noise_path, noise_scheduler
 from train.objective.sums import LossSums
 
 N, SIDE = 6, 8

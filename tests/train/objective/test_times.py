@@ -15,10 +15,11 @@ from scipy import stats
 from tests.train.specs import CHANNELS, TOKENS, WIDTH, Answer, make_batch, spec
 from train.data.draws import Draws, Purpose
 from train.export.pipeline import sampler
+from train.objective.config import ObjectiveConfig, ShiftConfig, ValidationConfig
 from train.objective.loss import DiffusionLoss
-from train.objective.paths import ObjectiveConfig, noise_path
-from train.objective.times import ShiftConfig, cosmap, mode, shifted
-from train.objective.validation import PLACES, ValidationConfig
+from train.objective.paths import noise_path
+from train.objective.times import cosmap, mode, shifted
+from train.objective.validation import PLACES
 
 DRAWN = Draws(3, 1, torch.arange(20_000))
 

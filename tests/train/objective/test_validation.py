@@ -16,9 +16,10 @@ from shards.root.exclusions import add_exclusion, make_exclusion
 from tests.train.specs import CHANNELS, TOKENS, WIDTH, make_batch
 from train.data.batch import Batch
 from train.data.draws import Draws
+from train.objective.config import ObjectiveConfig, ValidationConfig
 from train.objective.loss import Noised
-from train.objective.paths import ObjectiveConfig, noise_path
-from train.objective.validation import PLACES, Validation, ValidationConfig, find_validation, open_validation
+from train.objective.paths import noise_path
+from train.objective.validation import PLACES, Validation, find_validation, open_validation
 
 SAMPLES = 21
 

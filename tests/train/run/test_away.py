@@ -12,7 +12,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ import pytest
 
 from shards.base.durable import write_sealed_json
 from shards.base.errors import Outage, RequestError, WorkError
-from shards.base.store import LocalStore
+from shards.base.store import LocalStore, Store
 from shards.open import open_store
 from tests import ranks
 from tests.faults.proxy import FAULTS, resume, set_fault, suspend
@@ -30,8 +30,17 @@ from train.__main__ import run as command
 from train.run.health.output import outdated
 from train.run.saving import away
 from train.run.saving.away import Away, take, wait_until_free
-from train.run.saving.checkpoint import list_checkpoints, step_folder, verify_checkpoint
-from train.run.saving.local_copy import bring, fetch, find_checkpoints, sha256_of_state, work_folder
+from train.run.saving.checkpoint import Checkpoint, list_checkpoints, step_folder, verify_checkpoint
+from train.run.saving.local_copy import (
+    download,
+    find,
+    find_checkpoints,
+    install,
+    obtain_same,
+    sha256_of_state,
+    stored_checkpoints,
+    work_folder,
+)
 from train.run.saving.shares import AtAddress, Writers
 from train.run.telling.json_lines import JsonLines
 
@@ -43,6 +52,32 @@ def train(latents: Path, folder: Path, run_dir: Path | str, **changes: Any) -> P
     fields = train_fields(latents, run_dir, **changes)
     command(["--config", str(write_config(folder, fields))])
     return work_folder(run_dir)
+
+
+def fetch(store: Store, run: Path, name: str) -> Checkpoint:
+    """Download a checkpoint to the folder `run`: the whole of it, or an error is raised."""
+    return download(store, stored_checkpoints(store)[name], step_folder(run, int(name.removeprefix("step-"))))
+
+
+def bring(store: Store, work: Path, alone: bool = False) -> dict[str, str]:
+    """Do to `work` what a launch does before and after it takes the run; returns the checkpoints at the address."""
+    own = work / "launches" / "0001"
+    own.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as downloads:
+        found, checkpoint = find(store, work, downloads, alone)
+        install(checkpoint, work, own)
+    return found
+
+
+def content_of(folder: Path) -> dict[str, bytes | None]:
+    """Paths below a folder, and the bytes of files."""
+    paths = sorted(folder.rglob("*"))
+    return {path.relative_to(folder).as_posix(): path.read_bytes() if path.is_file() else None for path in paths}
+
+
+def content_at(store: Store) -> dict[str, bytes]:
+    """The objects of a store, and their bytes."""
+    return {name: store.read(name) for name in store.files()}
 
 
 def empty_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,6 +132,135 @@ def test_a_machine_goes_on_from_what_it_has_and_puts_it_there(
     assert f"resuming {address} after step 4" in said
     assert curve(work) == curve(whole)
     assert sorted(find_checkpoints(store)) == ["step-00000004", "step-00000006"]
+
+
+@pytest.mark.parametrize("machine", ["empty", "with another run's files", "ahead"])
+def test_check_names_the_step_and_changes_nothing(
+    s3: str,
+    latents: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    machine: str,
+) -> None:
+    address = f"{s3}/checked"
+    empty_machine(tmp_path, monkeypatch)
+    work, store = train(latents, tmp_path, address, max_steps=4), open_store(address)
+    if machine == "ahead":
+        store.remove([f"checkpoints/{name}" for name in store.files("checkpoints") if "4.0001/state.json" in name])
+    elif machine == "with another run's files":
+        for name in ("step-00000004", "step-00000009", "step-00000004.abc"):
+            (work / "checkpoints" / name).mkdir(exist_ok=True)
+            (work / "checkpoints" / name / "state.json").write_text("{}")
+        (work / "metrics.jsonl").write_text('{"step": 9}\n')
+    elif machine == "empty":
+        empty_machine(tmp_path, monkeypatch)
+        work = work_folder(address)
+    before, there = content_of(work), content_at(store)
+    config = write_config(tmp_path, train_fields(latents, address, max_steps=STEPS))
+    capsys.readouterr()
+    command(["check", "--config", str(config)])
+    said = capsys.readouterr().out
+    assert f"{address} would resume after step 4 (checked, step-00000004).\n" in said
+    assert ("is whole on this machine" in said) == (machine == "ahead")
+    assert (content_of(work), content_at(store)) == (before, there)
+    assert work.exists() == (machine != "empty")
+    scratch = Path(tempfile.gettempdir()) / f"latentmill-{os.getuid()}.scratch"
+    assert not list(scratch.glob("*/"))  # the download is gone
+
+    # so does one of a run that begins with these weights
+    fields = train_fields(latents, tmp_path / "next", init_from=address)
+    command(["check", "--config", str(write_config(tmp_path, fields))])
+    said = capsys.readouterr().out
+    expected = 2 if machine == "ahead" else 4  # only the run's own machine resumes from what was not uploaded
+    assert f"{tmp_path}/next would start from checked after step {expected} (" in said
+    assert (content_of(work), content_at(store)) == (before, there) and not (tmp_path / "next").exists()
+
+
+def test_a_launch_that_is_refused_changes_nothing(
+    s3: str, latents: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another machine has the run: when this launch looks, or just before it would take it."""
+    address = f"{s3}/refused"
+    empty_machine(tmp_path, monkeypatch)
+    machine = tempfile.gettempdir()
+    work, store = train(latents, tmp_path, address, max_steps=2), open_store(address)
+    empty_machine(tmp_path, monkeypatch)
+    train(latents, tmp_path, address, max_steps=4)
+    monkeypatch.setattr(tempfile, "tempdir", machine)
+    (work / "checkpoints" / "step-00000004.abc").mkdir()
+    before = content_of(work)
+    assert "checkpoints/step-00000002/state.json" in before
+    config = write_config(tmp_path, train_fields(latents, address, max_steps=STEPS))
+    taken = list[Away]()
+
+    def taken_meanwhile(*arguments: Any) -> Any:
+        taken.append(launched(store))
+        monkeypatch.setattr("train.run.launches.machine", lambda: "another")
+        return take(*arguments)
+
+    with monkeypatch.context() as patches:
+        patches.setattr(away, "take", taken_meanwhile)
+        with pytest.raises(RequestError, match=r"refused/? is in use: launch 3"):
+            command(["--config", str(config)])
+    assert content_of(work) == before
+
+    def beat() -> None:
+        while not stop.wait(0.05):
+            taken[0].sign()
+
+    stop = threading.Event()
+    thread = threading.Thread(target=beat)
+    thread.start()
+    there = set(store.files()) | {"launches/0003.sign"}
+    try:
+        with pytest.raises(RequestError, match=r"refused/? is in use: launch 3"):
+            command(["--config", str(config)])
+    finally:
+        stop.set()
+        thread.join()
+    assert content_of(work) == before and set(store.files()) == there
+
+
+@pytest.mark.parametrize("machine", ["empty", "its own", "ahead", "damaged"])
+def test_every_file_of_a_checkpoint_at_an_address_is_hashed_once(
+    s3: str, latents: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, machine: str
+) -> None:
+    address = f"{s3}/hashed"
+    work, store = train(latents, tmp_path, address, max_steps=4), open_store(address)
+    content = verify_checkpoint(step_folder(work, 4)).content
+    files = [*content["files"], *content["lines"]]
+    if machine == "ahead":
+        store.remove([f"checkpoints/{name}" for name in store.files("checkpoints") if "4.0001/state.json" in name])
+    elif machine == "damaged":
+        (step_folder(work, 4) / min(files)).write_bytes(b"flipped")
+    elif machine == "empty":
+        empty_machine(tmp_path, monkeypatch)
+    hashed, digest = list[str](), hashlib.file_digest
+
+    def counted(file: Any, *arguments: Any) -> Any:
+        hashed.append(file.name)
+        return digest(file, *arguments)
+
+    def hashed_by(words: list[str], step: int) -> list[str]:
+        """Files of the checkpoint that the command hashed, with each repetition."""
+        hashed.clear()
+        with monkeypatch.context() as patches:
+            patches.setattr(hashlib, "file_digest", counted)
+            command(words)
+        before = f"step-{step:08d}/"
+        return sorted(name.partition(before)[2] for name in hashed if before in name)
+
+    fields = train_fields(latents, address, max_steps=5)
+    found = hashed_by(["--config", str(write_config(tmp_path, fields))], 4)
+    assert found == sorted([*files, min(files)] if machine == "damaged" else files)
+    verify_checkpoint(step_folder(work_folder(address), 5))
+    if machine == "empty":
+        empty_machine(tmp_path, monkeypatch)
+        fields = train_fields(latents, tmp_path / "next", init_from=address)
+        assert hashed_by(["check", "--config", str(write_config(tmp_path, fields))], 5) == sorted(files)
+        for more in ([], ["--step", "5"]):
+            assert hashed_by(["export", address, "--output", str(tmp_path / "pipeline"), *more], 5) == sorted(files)
 
 
 @pytest.fixture
@@ -315,7 +479,7 @@ def store(tmp_path: Path) -> LocalStore:
     return LocalStore(tmp_path / "there")
 
 
-def launched(store: LocalStore) -> Away:
+def launched(store: Store) -> Away:
     """A launch that takes the run over from the newest one."""
     return take(store.where().rstrip("/"), away.newest_sign(store)[0], find_checkpoints(store))
 
@@ -431,12 +595,29 @@ def test_one_that_is_whole_here_and_not_there_yet_is_gone_on_from(store: LocalSt
     bring(store, work, alone=True)
     second = take(launch.address, 1, found, ahead={ahead.name: sha256_of_state(ahead) or ""})
     assert list(find_checkpoints(store)) == ["step-00000001"]
+    bring(store, work, alone=True)  # the second launch was killed before it had uploaded what it accepted
+    assert list_checkpoints(work)[-1].name == ahead.name
     second.put(ahead, work)
     assert list(find_checkpoints(store)) == ["step-00000001", ahead.name]
     # from here on the run goes another way
     checkpoint(work, 3, launch)
     bring(store, work, alone=True)
     assert list_checkpoints(work)[-1].name == ahead.name
+
+
+def test_each_machine_obtains_the_checkpoint_that_the_main_process_found(store: LocalStore, tmp_path: Path) -> None:
+    work, other, launch = tmp_path / "work", tmp_path / "other", launched(store)
+    launch.put(checkpoint(work, 1, launch), work)
+    checkpoint(other, 1, launch, "of an earlier run, and sound")
+    with ExitStack() as downloads:
+        _, found = find(store, work, downloads)
+        assert found is not None and found.folder == step_folder(work, 1)
+        same = obtain_same(store, found, other, downloads)
+        assert same.content == found.content and (same.folder / "unet/weights").read_text() == "weights"
+        store.remove([f"checkpoints/{name}" for name in store.files("checkpoints")])
+        with pytest.raises(WorkError, match=r"no longer has the checkpoint step-00000001 that this launch found"):
+            obtain_same(store, found, other, downloads)
+    assert (step_folder(other, 1) / "unet/weights").read_text() == "of an earlier run, and sound"
 
 
 class Killed(BaseException):

@@ -24,8 +24,8 @@ from tests.runs import curve, environment, launcher, rank_processes, train_field
 from train.loop import train
 from train.run.health.heartbeat import Heart
 from train.run.launches import Pace
+from train.run.preflight import LAUNCHER
 from train.run.processes import (
-    LAUNCHER,
     LOOK_SECONDS,
     MOST_STEPS,
     Leaving,
@@ -33,7 +33,7 @@ from train.run.processes import (
     join_processes,
     look_interval,
 )
-from train.run.saving.writer import CheckpointConfig
+from train.run.saving.config import CheckpointConfig
 from train.run.telling.json_lines import read_json_lines
 
 

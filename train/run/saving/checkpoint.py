@@ -8,26 +8,28 @@ checkpoints/step-00001000/unet/         config.json, diffusion_pytorch_model.saf
 
 Of a run whose weights are split, each process writes a share: x-00001-of-00004.safetensors; x.safetensors.index.json
 says which tensor is in which.
+
+torch is imported inside the functions that need it: reading a config or a root must not cost its import.
 """
+
+from __future__ import annotations
 
 import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shards.base.durable import DamagedFile, read_sealed_json, sha256_file
 from shards.base.errors import RequestError
-from train.model.ema import Ema
-from train.model.sharding import share_like
-from train.model.tensors import file_of, load_tensors
-from train.model.unet import load_matching
 from train.run.launches import remove
-from train.run.state import TrainState
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+
+    from train.model.ema import Ema
+    from train.run.state import TrainState
 
 STATE_NAME = "state.json"
 VERSION = 1
@@ -64,6 +66,8 @@ class Checkpoint:
     @property
     def state(self) -> TrainState:
         """Where the run stood."""
+        from train.run.state import TrainState
+
         return TrainState.from_json(self.content["state"])
 
     @property
@@ -77,6 +81,8 @@ class Checkpoint:
         Raises:
             RequestError: it holds no moving average, and that was asked for; or there are no weights in that folder.
         """
+        from train.model.tensors import file_of
+
         if which not in ("auto", "raw", "ema"):
             if not file_of(Path(which) / WEIGHTS_NAME).is_file():
                 raise RequestError(
@@ -172,6 +178,9 @@ def restore(
     head: nn.Module | None = None,
 ) -> TrainState:
     """Load what a checkpoint holds besides weights: into the optimizer and the moving averages, in place."""
+    from train.model.sharding import share_like
+    from train.model.tensors import load_tensors
+
     unflatten(trained(unet, head), optimizer, load_tensors(checkpoint.folder / OPTIMIZER_NAME))
     state = checkpoint.state
     for folder, ema in averages.items():
@@ -190,11 +199,15 @@ def load_weights(unet: Any, folder: Path) -> None:
     Raises:
         RequestError: they are another architecture's.
     """
+    from train.model.unet import load_matching
+
     load_matching(unet, folder / WEIGHTS_NAME, json.loads((folder / "config.json").read_text()))
 
 
 def load_head(head: nn.Module, folder: Path) -> bool:
     """Load the projection head of the checkpoint in `folder`, where it has one of the same shapes; whether it has."""
+    from train.model.tensors import load_tensors
+
     if not (folder / HEAD_NAME).is_file():
         return False
     saved = load_tensors(folder / HEAD_NAME)
@@ -223,6 +236,10 @@ def flatten(parameters: dict[str, nn.Parameter], optimizer: Optimizer) -> dict[s
 
 def unflatten(parameters: dict[str, nn.Parameter], optimizer: Optimizer, tensors: dict[str, Tensor]) -> None:
     """What `flatten` gave, into the optimizer."""
+    import torch
+
+    from train.model.sharding import share_like
+
     for key, value in tensors.items():
         kind, _, name = key.partition("/")
         parameter = parameters[name]

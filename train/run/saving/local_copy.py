@@ -6,16 +6,17 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from shards.base.durable import DamagedFile, fsync_tree, parse_sealed_json
-from shards.base.errors import RequestError
+from shards.base.durable import DamagedFile, copy_file, fsync_tree, parse_sealed_json
+from shards.base.errors import RequestError, WorkError
+from shards.base.scratch import private_folder
 from shards.base.store import Place, Store
 from shards.open import open_store
-from train.run.launches import TRACKER_ID
+from train.run.launches import TRACKER_ID, publish, remove
 from train.run.saving.checkpoint import (
     LINES,
     STATE_NAME,
@@ -27,16 +28,12 @@ from train.run.saving.checkpoint import (
 )
 
 
-def work_folder(place: Place, shelf: str = "runs") -> Path:
-    """Where this machine has a run: in its run folder, or, of one at an address, in the temporary folder.
-
-    Args:
-        shelf: `runs`, of the launch that holds it; `read`, of those who only take its weights.
-    """
+def work_folder(place: Place) -> Path:
+    """Where this machine has a run: in its run folder, or, of one at an address, in the temporary folder."""
     if isinstance(place, Path):
         return place
     name = hashlib.sha256(place.encode()).hexdigest()[:12]
-    return Path(tempfile.gettempdir()) / f"latentmill-{shelf}-{os.getuid()}" / name / place.rpartition("/")[2]
+    return Path(tempfile.gettempdir()) / f"latentmill-runs-{os.getuid()}" / name / place.rpartition("/")[2]
 
 
 class Stored(NamedTuple):
@@ -98,70 +95,146 @@ def newest_accepting(store: Store) -> int:
     return max(accepting, default=0)
 
 
-def bring(store: Store, work: Path, alone: bool = False) -> dict[str, str]:
-    """Have the newest sound checkpoint of the run in `work`, and no other; returns what `find_checkpoints` does.
+def find(
+    store: Store, work: Path, downloads: ExitStack, alone: bool = False
+) -> tuple[dict[str, str], Checkpoint | None]:
+    """Find the newest sound checkpoint of the run at `store`. Changes nothing there, nor in `work`.
+
+    The checkpoint is used where it is if `work` has it, and downloaded to a private folder otherwise. Each of its files
+    is hashed once.
 
     Args:
-        alone: no other machine needs it, so it may be one of this machine that never got to the address.
+        work: this machine's folder of the run.
+        downloads: closing it removes the private folder.
+        alone: whether no other machine needs the checkpoint, so that it may be one that was never uploaded.
+
+    Returns:
+        What `find_checkpoints` returns, and the checkpoint; None if there is none.
 
     Raises:
         RequestError: there are checkpoints, and all are damaged.
     """
-    found = find_checkpoints(store)
-    work.mkdir(parents=True, exist_ok=True)
-    bring_tracker_id(store, work)
+    stored = stored_checkpoints(store)
+    found = {name: each.sha256 for name, each in stored.items()}
     ahead = find_ahead(store, work, found) if alone else None
-    for folder in list_checkpoints(work):
-        if sha256_of_state(folder) != found.get(folder.name) and folder != ahead:
-            shutil.rmtree(folder)
     if ahead is not None:
-        print(f"{ahead.name} is whole on this machine and not at {store.where()} yet.", flush=True)
-        copy_lines(ahead, work)
-        return found
-    for name in sorted(found, key=lambda name: step_of(Path(name)), reverse=True):
+        print(f"{ahead.folder.name} is whole on this machine and not at {store.where()} yet.", flush=True)
+        return found, ahead
+    return found, newest_stored(store, stored, lambda name: obtain(store, stored[name], name, work, downloads))
+
+
+def newest_stored(
+    store: Store, stored: Mapping[str, Stored], obtained: Callable[[str], Checkpoint]
+) -> Checkpoint | None:
+    """The newest of the `stored` checkpoints that is sound, on this machine; None: none is stored.
+
+    Args:
+        obtained: brings the checkpoint of a name to this machine, and verifies it.
+
+    Raises:
+        RequestError: all are damaged.
+    """
+    for name in sorted(stored, key=lambda name: step_of(Path(name)), reverse=True):
         try:
-            checkpoint = fetch(store, work, name)
+            return obtained(name)
         except DamagedFile as error:
             print(f"checkpoint {name} is damaged and passed over: {error}", flush=True)
-            continue
-        copy_lines(checkpoint.folder, work)
-        return found
-    if found:
+    if stored:
         raise RequestError(
-            f"Every checkpoint of {store.where()} is damaged ({', '.join(sorted(found))}). Restore one from a copy; or "
-            f"give another run_dir to train from the start."
+            f"Every checkpoint of {store.where()} is damaged ({', '.join(sorted(stored))}). Restore one from a copy; "
+            f"or give another run_dir to train from the start."
         )
-    for path in work.glob("*.jsonl"):
-        path.unlink()
-    return found
+    return None
 
 
-def find_ahead(store: Store, work: Path, found: Mapping[str, str]) -> Path | None:
-    """A whole checkpoint of this machine that is newer than all that are `found` at the address: the launch whose word
-    holds there made it, so the run would have gone on from it, and ended before it was put. None: there is none."""
+def find_ahead(store: Store, work: Path, found: Mapping[str, str]) -> Checkpoint | None:
+    """The newest whole checkpoint on this machine that is newer than all that are `found` at the address, and that the
+    newest launch there wrote or accepted, but did not live to upload. None: there is none."""
     number = newest_accepting(store)
     for folder in reversed(list_checkpoints(work)):
         if number == 0 or step_of(folder) <= max((step_of(Path(name)) for name in found), default=0):
             return None
         try:
-            content = verify_checkpoint(folder).content
+            checkpoint = verify_checkpoint(folder)
         except DamagedFile:
             continue
-        # numbers begin again where a run was removed and begun anew
-        if content.get("token") == json.loads(store.read(f"launches/{number:04d}.json"))["token"]:
-            return folder
+        # launch numbers say nothing: they start again when a run is deleted and started anew
+        wrote = checkpoint.content.get("token") == json.loads(store.read(f"launches/{number:04d}.json"))["token"]
+        accepted = json.loads(store.read(f"launches/{number:04d}.accepted.json"))
+        if wrote or accepted.get(folder.name) == sha256_of_state(folder):
+            return checkpoint
     return None
 
 
-def copy_lines(folder: Path, work: Path) -> None:
-    """The logs up to a checkpoint => the run folder of this machine."""
-    for path in sorted((folder / LINES).glob("*")):
-        shutil.copyfile(path, work / path.name)
+def obtain(store: Store, stored: Stored, name: str, work: Path, downloads: ExitStack) -> Checkpoint:
+    """The checkpoint `name`: in `work` if it is there and sound, otherwise downloaded, as `find` says.
+
+    Raises:
+        DamagedFile: a file at the address is missing or differs.
+    """
+    local = work / "checkpoints" / name
+    if sha256_of_state(local) == stored.sha256:
+        try:
+            return verify_checkpoint(local)
+        except DamagedFile as error:
+            print(f"{name} is downloaded again, because its copy on this machine is damaged: {error}", flush=True)
+    return download(store, stored, downloads.enter_context(private_folder()) / work.name / "checkpoints" / name)
+
+
+def obtain_same(store: Store, checkpoint: Checkpoint, work: Path, downloads: ExitStack) -> Checkpoint:
+    """Obtain, on a different machine, the checkpoint that the main process found.
+
+    Raises:
+        DamagedFile: a file at the address is missing or differs.
+        WorkError: the checkpoint was replaced or removed meanwhile.
+    """
+    name = checkpoint.folder.name
+    stored = stored_checkpoints(store).get(name)
+    copy = obtain(store, stored, name, work, downloads) if stored is not None else None
+    if copy is None or copy.content != checkpoint.content:
+        raise WorkError(
+            f"{store.where()} no longer has the checkpoint {name} that this launch found at its start: a different "
+            f"launch replaced or removed it. Run the command again to resume from the newest one."
+        )
+    return copy
+
+
+def install(checkpoint: Checkpoint | None, work: Path, folder: Path) -> None:
+    """Move `checkpoint` to this machine's folder of the run, copy the logs up to its step there, and remove all other
+    checkpoints; without a checkpoint, remove the logs as well.
+
+    Only a launch that owns the run may do this, because other launches may need what it removes.
+
+    Args:
+        folder: below `work`, and this launch's own: every change is a rename from or to it.
+
+    Raises:
+        FileNotFoundError: another launch has taken over, and `folder` with it.
+    """
+    kept = None if checkpoint is None else checkpoint.folder
+    for other in (*list_checkpoints(work), *(work / "checkpoints").glob("step-*.*")):  # interrupted ones, too
+        if other != kept:
+            remove(other, folder)
+    if checkpoint is None:
+        for path in work.glob("*.jsonl"):
+            path.replace(folder / path.name).unlink()
+        return
+    target = work / "checkpoints" / checkpoint.folder.name
+    if checkpoint.folder != target:
+        moved = Path(shutil.move(checkpoint.folder, folder / target.name))
+        fsync_tree(moved)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        publish(moved, target, folder)
+    for path in sorted((target / LINES).glob("*")):
+        publish(copy_file(path, folder / path.name), work / path.name, folder)
 
 
 @contextmanager
-def copied(address: str, step: int | None) -> Iterator[Path]:
-    """A run at an address as a run folder here, with one checkpoint: of `step`, or the newest sound one; gone after.
+def copied(address: str, step: int | None) -> Iterator[tuple[Path, Checkpoint]]:
+    """Copy a run at an address to a temporary run folder, with one checkpoint: of `step`, or the newest sound one.
+
+    Yields:
+        The folder, and the checkpoint in it, which has been verified.
 
     Raises:
         RequestError: there is no run, or no such checkpoint in it.
@@ -175,21 +248,29 @@ def copied(address: str, step: int | None) -> Iterator[Path]:
             store.get("config.yaml", run / "config.yaml")
         except FileNotFoundError:
             raise RequestError(f"{address} holds no run: it has no config.yaml. Give a run's address.") from None
+        stored = stored_checkpoints(store)
+
+        def obtained(name: str) -> Checkpoint:
+            return download(store, stored[name], run / "checkpoints" / name)
+
         if step is None:
-            bring(store, run)
+            checkpoint = newest_stored(store, stored, obtained)
+            if checkpoint is None:
+                raise RequestError(f"{address} has no complete checkpoint: there is nothing to export yet.")
         else:
             name = step_folder(run, step).name
-            if name not in (found := find_checkpoints(store)):
-                there = f"It has {', '.join(sorted(found))}." if found else "It has no complete one yet."
+            if name not in stored:
+                there = f"It has {', '.join(sorted(stored))}." if stored else "It has no complete one yet."
                 raise RequestError(f"{address} has no checkpoint {name}. {there}")
-            fetch(store, run, name)
-        yield run
+            checkpoint = obtained(name)
+        yield run, checkpoint
 
 
-def bring_tracker_id(store: Store, work: Path) -> None:
-    """The run's id in its tracker, where it has one."""
+def bring_tracker_id(store: Store, work: Path, folder: Path) -> None:
+    """The run's id in its tracker, where it has one; `folder`: the launch's own."""
     with suppress(FileNotFoundError):
-        store.get(TRACKER_ID, work / TRACKER_ID)
+        store.get(TRACKER_ID, folder / TRACKER_ID)
+        publish(folder / TRACKER_ID, work / TRACKER_ID, folder)
 
 
 def sha256_of_state(folder: Path) -> str | None:
@@ -198,32 +279,19 @@ def sha256_of_state(folder: Path) -> str | None:
     return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
 
 
-def fetch(store: Store, work: Path, name: str) -> Checkpoint:
-    """The checkpoint `step-…` in the folder of this machine, whole; copied there unless it is there already.
+def download(store: Store, stored: Stored, target: Path) -> Checkpoint:
+    """Download a checkpoint to the new folder `target`, and hash it; if it is damaged, nothing stays.
 
     Raises:
-        DamagedFile: what is missing at the address, or differs.
+        DamagedFile: a file is missing at the address, or differs.
     """
-    stored = stored_checkpoints(store).get(name)
-    if stored is None:
-        raise DamagedFile(f"{store.where()} no longer has the checkpoint {name}.")
-    target = work / "checkpoints" / name
+    target.mkdir(parents=True)
     try:
-        return verify_checkpoint(target)
-    except DamagedFile:
-        shutil.rmtree(target, ignore_errors=True)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    for unfinished in target.parent.glob("step-*.*"):  # of whoever was killed
-        shutil.rmtree(unfinished, ignore_errors=True)
-    with tempfile.TemporaryDirectory(prefix=f"{name}.", dir=target.parent) as private:
-        copy = Path(private) / name
         for file in store.files(stored.folder):
-            (copy / file).parent.mkdir(parents=True, exist_ok=True)
-            try:
-                store.get(f"{stored.folder}/{file}", copy / file)
-            except FileNotFoundError:
-                continue  # it went meanwhile; whether it is missed, its state.json says
-        verify_checkpoint(copy)
-        fsync_tree(copy)
-        copy.rename(target)
-    return verify_checkpoint(target)
+            (target / file).parent.mkdir(parents=True, exist_ok=True)
+            with suppress(FileNotFoundError):  # it was removed meanwhile; state.json says whether it is missed
+                store.get(f"{stored.folder}/{file}", target / file)
+        return verify_checkpoint(target)
+    except BaseException:
+        shutil.rmtree(target)
+        raise

@@ -10,33 +10,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field
-
 from shards.base.durable import fsync_file, sha256_file
 from shards.base.errors import Outage, WorkError
 from train.model.tensors import HostCopies, bytes_of, free_memory, owners, share_name, write_index, write_tensors
 from train.run.launches import Pace, remove
 from train.run.saving.away import Away
 from train.run.saving.checkpoint import HEAD_NAME, LINES, VERSION, list_checkpoints, step_folder, step_of
-from train.run.saving.keep import KeepConfig, superfluous
+from train.run.saving.config import CheckpointConfig
+from train.run.saving.keep import superfluous
 from train.run.saving.shares import ALONE, Writers, meeting
 from train.run.saving.snapshot import Snapshot
 
 AGREED_SECONDS = 2.0
 """Within which the processes agree to leave."""
-
-
-class CheckpointConfig(KeepConfig):
-    """When the run is saved."""
-
-    every: int = Field(1000, ge=1)
-    """Steps; the last step is always saved."""
-    asynchronous: bool = True
-    """Copy what is to be saved to the CPU's memory, and write it while training goes on; one at a time."""
-    grace: float = Field(120.0, gt=0)
-    """Seconds from the signal to leave to the kill, as the scheduler has it: a run that saves more slowly is warned."""
-    tag: str | None = None
-    """The phase's name, in the checkpoint and in messages; null: the run folder's name."""
 
 
 def too_slow_to_leave(pace: Pace | None, config: CheckpointConfig) -> str | None:

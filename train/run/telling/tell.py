@@ -96,6 +96,6 @@ def held(place: Place, store: Store, last: int, patience: float) -> Iterator[Lau
     with tempfile.TemporaryDirectory(prefix="latentmill-") as scratch:
         work = Path(scratch) / place.rstrip("/").rpartition("/")[2]
         work.mkdir()
-        bring_tracker_id(store, work)
         with Launch(take(work, patience), away=there) as launch:
+            bring_tracker_id(store, work, launch.folder)
             yield launch

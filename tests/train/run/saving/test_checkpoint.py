@@ -14,7 +14,8 @@ from diffusers import UNet2DConditionModel
 from shards.base.errors import RequestError, WorkError
 from tests import ranks
 from tests.runs import UNET, curve, train_fields, write_config
-from train.model.ema import EmaConfig, make_averages
+from train.model.config import EmaConfig
+from train.model.ema import make_averages
 from train.model.unet import build_unet, read_unet_config
 from train.run.launches import Launch, Pace, take
 from train.run.saving import writer as checkpoint
@@ -26,9 +27,10 @@ from train.run.saving.checkpoint import (
     step_folder,
     verify_checkpoint,
 )
+from train.run.saving.config import CheckpointConfig
 from train.run.saving.keep import superfluous
 from train.run.saving.snapshot import Snapshot, take_snapshot
-from train.run.saving.writer import CheckpointConfig, CheckpointWriter, too_slow_to_leave
+from train.run.saving.writer import CheckpointWriter, too_slow_to_leave
 from train.run.state import TrainState
 
 

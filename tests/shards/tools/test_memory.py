@@ -1,0 +1,237 @@
+"""Commands read all receipts of a root without keeping them, and find the same as if they had kept them."""
+
+import shutil
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from bench.kit.receipts import ThinStore, synthetic_receipt
+from bench.kit.roots import encoding_record
+from evaluate.report.page import data
+from examples.shapes.report import root_totals
+from precompute.preview import pick_samples
+from shards.__main__ import run
+from shards.base.errors import RequestError, WorkError
+from shards.base.store import LocalStore, Store, read_each
+from shards.format.receipts import Receipt, parse_receipt
+from shards.open import open_store
+from shards.root.committed import iter_books, iter_receipts, load_books, load_receipts
+from shards.tools.clean import named_parts
+from shards.tools.recall import Suspicion, nodes, suspects
+from shards.tools.stats import root_stats
+from shards.tools.verify import verify_root
+from tests.random_roots import HOSTS, random_root
+
+TARS, BUCKETS = 400, ("256x256", "512x512")
+MOST_ALIVE = 8
+"""Those of two or three tars."""
+MOST_ALIVE_IN_VERIFY = MOST_ALIVE + 2 * 64
+"""It also holds 64 of each bucket before they become rows of an index."""
+
+
+@pytest.fixture(scope="module")
+def many(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A root of 800 receipts whose parts are not there."""
+    root = tmp_path_factory.mktemp("many")
+    encoding_record(4, 4).save(LocalStore(root))
+    for bucket in BUCKETS:
+        (root / "commits" / bucket).mkdir(parents=True)
+        for number in range(TARS):
+            started = {"started": "2026-11-24T00:00:00+00:00"}
+            receipt = synthetic_receipt(f"{number:05d}", bucket).model_copy(update=started)
+            (root / receipt.name).write_bytes(receipt.sealed())
+    return root
+
+
+class Alive:
+    """Counts receipts that were parsed and not yet let go of."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        self.now = self.most = self.parsed = 0
+        monkeypatch.setattr("shards.root.committed.parse_receipt", self.parse)
+
+    def parse(self, data: bytes, where: str) -> Receipt:
+        receipt = parse_receipt(data, where)
+        self.parsed += 1
+        self.now += 1
+        self.most = max(self.most, self.now)
+        weakref.finalize(receipt, self.gone)
+        return receipt
+
+    def gone(self) -> None:
+        self.now -= 1
+
+
+def write_report(root: Path) -> None:
+    streams = [{"root": str(root), "bucket": BUCKETS[0]}]
+    runs: list[Any] = [SimpleNamespace(name="run", config={"data": {"streams": streams}})]
+    said = data(runs)
+    assert "cannot be read" not in said
+
+
+COMMANDS: dict[str, Callable[[Path], object]] = {
+    "stats": lambda root: run(["stats", str(root), "--max-samples", "0"]),
+    "card": lambda root: run(["card", str(root)]),
+    "by-node": lambda root: run(["by-node", str(root)]),
+    "recall": lambda root: run(["recall", str(root), "--since", "2000-01-01", "--dry-run"]),
+    "verify": lambda root: run(["verify", str(root)]),
+    "clean": lambda root: named_parts(open_store(root)),
+    "report": write_report,
+    "demo's report": lambda root: root_totals(open_store(root)),
+    "preview": lambda root: pick_samples(open_store(root), None, 2 * TARS),
+}
+EXPECTED_ERRORS = {"verify": WorkError, "preview": FileNotFoundError}
+"""The parts are not there."""
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_receipts_in_memory_do_not_grow_with_the_root(
+    many: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alive = Alive(monkeypatch)
+    if name in EXPECTED_ERRORS:
+        with pytest.raises(EXPECTED_ERRORS[name]):
+            COMMANDS[name](many)
+    else:
+        COMMANDS[name](many)
+    assert alive.parsed >= TARS  # `preview` needs those of one bucket
+    assert 0 < alive.most <= (MOST_ALIVE_IN_VERIFY if name == "verify" else MOST_ALIVE)
+    kept = Alive(monkeypatch)
+    receipts = load_receipts(open_store(many))  # it is counted: this is more than allowed
+    assert kept.most == len(receipts) == len(BUCKETS) * TARS > MOST_ALIVE_IN_VERIFY
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_books_and_receipts_come_in_the_order_of_tars_each_once(tmp_path: Path, seed: int) -> None:
+    store = open_store(random_root(tmp_path / "root", seed))
+    receipts = list(iter_receipts(store))
+    places = [(receipt.tar, receipt.bucket) for receipt in receipts]
+    assert places == sorted(set(places)) and len(places) == len(list((tmp_path / "root" / "commits").rglob("*.json")))
+    books = list(iter_books(store))
+    assert [tar.tar for tar in books] == sorted({receipt.tar for receipt in receipts})
+    assert [receipt for tar in books for receipt in tar.parts.values()] == receipts
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_what_commands_add_up_is_what_all_receipts_say(tmp_path: Path, seed: int) -> None:
+    store = open_store(random_root(tmp_path / "root", seed))
+    receipts, books = load_receipts(store), load_books(store)
+    stats = root_stats(store, 5)
+    assert stats["shards"] == len(books)
+    assert stats["samples_in"] == sum(tar.samples_in for tar in books)
+    assert stats["encoded"] == sum(tar.encoded for tar in books)
+    assert stats["rejected"] == sum((Counter(tar.rejected) for tar in books), Counter())
+    for bucket, found in stats["buckets"].items():
+        parts = [receipt for receipt in receipts if receipt.bucket == bucket]
+        samples = sum(part.samples for part in parts)
+        size = sum(file.bytes for part in parts for file in part.mds)
+        assert (found["samples"], found["bytes_per_sample"]) == (samples, round(size / samples) if samples else 0)
+        assert found.get("measured_on", 0) == min(5, samples)
+    for node in nodes(store):
+        made = [part for part in receipts if part.made_by and part.made_by.gpu_uuid == node["gpu_uuid"]]
+        tars, attempts = {part.tar: part.samples_in for part in made}, {part.token: part.seconds for part in made}
+        assert node["parts"] == len(made) and node["samples"] == sum(part.samples for part in made)
+        assert node["samples_in"] == sum(tars.values())
+        assert node["seconds"]["encode"] == round(sum(seconds["encode"] for seconds in attempts.values()), 1)
+    for host, _, uuid in HOSTS:
+        made = [part for part in receipts if part.made_by and part.made_by.gpu_uuid == uuid]
+        found = suspects(store, Suspicion(host, uuid, None))
+        assert [(one.name, one.folder, one.token, one.samples) for one in found] == [
+            (part.name, part.folder, part.token, part.samples) for part in made
+        ]
+    assert named_parts(store) == {receipt.folder for receipt in receipts}
+
+
+def test_verify_names_all_that_is_wrong(tmp_path: Path) -> None:
+    """In parts, tables and receipts of several tars, and in the index."""
+    store = open_store(random_root(tmp_path / "root", 1))
+    assert list(verify_root(store)) == []
+    first, *_, last = [receipt for receipt in load_receipts(store) if receipt.samples]
+    (tmp_path / "root" / first.folder / "refused.parquet").unlink()
+    (tmp_path / "root" / last.folder / "samples.parquet").write_bytes(b"x")
+    with (tmp_path / "root" / last.bucket / "index.json").open("a") as file:
+        file.write(" ")
+    lines = [line.replace(f"{tmp_path}/root/", "") for line in verify_root(store)]
+    assert lines[0] == f"{first.folder}/refused.parquet is missing"
+    assert lines[1].startswith(f"{last.folder}/samples.parquet has 1 bytes; its receipt says ")
+    assert lines[2].startswith(f"{last.bucket}/index.json is not what the receipts give") and len(lines) == 3
+    # a root whose receipts cannot all be read has no index to compare with
+    path = tmp_path / "root" / first.name
+    path.write_bytes(path.read_bytes()[:-9])
+    lines = [line.replace(f"{tmp_path}/root/", "") for line in verify_root(store)]
+    assert first.name in lines[0] and lines[1].startswith(f"{last.folder}/samples.parquet") and len(lines) == 2
+
+
+def test_nothing_committed_is_said(tmp_path: Path) -> None:
+    encoding_record(4, 4).save(LocalStore(tmp_path))
+    for command in ("stats", "card"):
+        with pytest.raises(RequestError, match="holds no committed shard yet"):
+            run([command, str(tmp_path)])
+
+
+def test_a_settings_values_are_counted_by_tar(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    store = open_store(random_root(tmp_path / "root", 2))
+    run(["card", store.where()])
+    card = capsys.readouterr().out
+    for section, key in (("settings", "batch_size"), ("settings", "salvage"), ("software", "torch")):
+        tars = [{str(getattr(part, section).get(key)) for part in tar.parts.values()} for tar in load_books(store)]
+        counts = Counter(value for values in tars for value in values)
+        ordered = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
+        assert len(ordered) > 1
+        assert f"| {key} | {', '.join(f'{value} ({count} shards)' for value, count in ordered)} |" in card
+
+
+def test_of_a_setting_with_many_values_the_card_shows_some(
+    latents: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As `derived_from` of a derived root, whose every part has its own."""
+    store = LocalStore(shutil.copytree(latents, tmp_path / "root"))
+    (receipt, *_) = load_receipts(store)
+    for number in range(30):
+        settings = receipt.settings | {"origin": f"part {number:02d}"}
+        more = receipt.model_copy(update={"tar": f"more{number:02d}", "settings": settings})
+        assert store.create(more.name, more.sealed())
+    run(["card", store.where()])
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| origin |")]
+    assert line.startswith("| origin | None (2 shards), part 00 (1 shards), ") and line.endswith(
+        ", and 21 more values |"
+    )
+
+
+class Listening(ThinStore):
+    """Notes what each request is for, and what has been handed over by then."""
+
+    def __init__(self, root: Path):
+        super().__init__(root)
+        self.requests: list[list[str]] = []
+
+    def read_many(self, names: list[str]) -> dict[str, bytes]:
+        self.requests.append(names)
+        return super().read_many(names)
+
+
+def test_small_files_are_read_ahead_in_batches(tmp_path: Path) -> None:
+    store: Store = Listening(tmp_path)
+    assert isinstance(store, Listening)
+    names = [f"{(7 * number) % 23:02d}" for number in range(23)]
+    for name in names:
+        if name != "05":
+            (tmp_path / name).write_text(name)
+    got = []
+    for name, content in read_each(store, names, 4):
+        assert content == name.encode()
+        got.append(name)
+        # the batch that is handed over, and the next one
+        assert len(store.requests) <= (names.index(name) // 4 + 1) + 1
+    assert got == [name for name in names if name != "05"]
+    assert store.requests == [names[first : first + 4] for first in range(0, 23, 4)]
+    assert list(read_each(store, [], 4)) == []
+    # a caller that has seen enough leaves the rest
+    store.requests.clear()
+    next(read_each(store, names, 4))
+    assert 1 <= len(store.requests) <= 2
