@@ -193,7 +193,7 @@ def trainer(
                 "global_batch_size": options.batch,
                 "microbatch_size": setting.microbatch_size,
                 "data": {"streams": [{"root": folder, "bucket": setting.bucket}], "num_canonical_nodes": 1},
-                "unet": options.unet,
+                "backbone": {"config": options.unet},
                 "precision": options.precision,
                 "channels_last": setting.channels_last,
                 "low_precision_norms": setting.low_precision_norms,

@@ -48,14 +48,13 @@ def memory_row(name: str) -> str:
     import torch
 
     from plan.arithmetic.work import _image_tower, _text_tower
-    from plan.config import Plan, TextNetwork
+    from plan.config import Plan
     from precompute.encode.networks import lowered
     from shards.base.config import load_config
 
     networks = load_config(Plan, ROOT / "configs" / name / "plan.yaml", [], "plan").networks
-    texts = networks.texts or {"text": TextNetwork(config=networks.text_encoder, class_name="CLIPTextModel")}
     with torch.device("meta"):
-        vae, towers = _image_tower(networks.vae)[0], [_text_tower(*item)[0] for item in texts.items()]
+        vae, towers = _image_tower(networks.vae)[0], [_text_tower(*item)[0] for item in networks.texts.items()]
 
     def size(model: torch.nn.Module, linear: int = 0) -> int:
         """Bytes, with so many for each weight of a linear layer; 0: as it is."""

@@ -9,7 +9,7 @@ from plan.machines import Checkpoints, Gpu, Links, Regions, Storage
 from shards.base.config import Config
 from shards.base.errors import RequestError
 from shards.format.buckets import Bucket
-from shards.format.towers import ImageStorage, TextStorage
+from shards.format.towers import ONLY_TEXT, ImageStorage, TextStorage
 
 
 class TextNetwork(Config):
@@ -38,16 +38,14 @@ class TextNetwork(Config):
 class Networks(Config):
     """Config files of the networks; their weights are never built."""
 
-    unet: str = "configs/unet/sd2-base.json"
-    """diffusers UNet2DConditionModel."""
-    backbone: str | None = None
-    """In place of `unet`: a training config (YAML), whose `backbone` says the network and how it is called."""
+    backbone: str = "configs/phase1.yaml"
+    """A training config (YAML), whose `backbone` section names the network and says how it is called."""
     vae: str = "configs/vae/sd2.json"
     """diffusers autoencoder."""
-    text_encoder: str = "configs/text_encoder/sd2.json"
-    """transformers CLIPTextModel."""
-    texts: dict[str, TextNetwork] = Field({})
-    """In place of `text_encoder`: text towers, by the names that the training config has for them."""
+    texts: dict[str, TextNetwork] = Field(
+        {ONLY_TEXT: TextNetwork(config="configs/text_encoder/sd2.json", class_name="CLIPTextModel")}, min_length=1
+    )
+    """Text towers, by the names that the training config has for them."""
 
 
 class Data(Config):

@@ -93,7 +93,7 @@ def use(place: Path, world: Path) -> str:
         "--data.num_canonical_nodes",
         "4",
     ]
-    cheap = ["--unet", str(UNET), "--precision", "float32", "--compile", "false", "--data.num_workers", "1"]
+    cheap = ["--backbone.config", str(UNET), "--precision", "float32", "--compile", "false", "--data.num_workers", "1"]
     stream = ["--data.root", "latents", "--data.bucket", "64x64"]
     command("latentmill-train", "--config", "configs/phase1.yaml", *stream, *sizes, *cheap)
     command("latentmill-train", "export", "runs/phase1", "--output", "exported")

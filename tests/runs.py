@@ -25,7 +25,7 @@ def train_fields(latents: Path, run_dir: Path | str, **changes: Any) -> dict[str
         "max_steps": 6,
         "global_batch_size": 8,
         "microbatch_size": 4,
-        "unet": str(UNET),
+        "backbone": {"config": str(UNET)},
         "data": {"streams": [{"root": str(latents), "bucket": "64x64"}], "num_workers": 0, "num_canonical_nodes": 4},
         "schedule": {"warmup_steps": 3},
         "ema": {"decay": 0.9, "start_step": 2},

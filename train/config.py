@@ -46,10 +46,9 @@ class TrainConfig(Config):
     init_weights: Literal["auto", "raw", "ema"] = "auto"
     """Which of its weights; auto: the moving average where it has one."""
     init_unet: str | None = None
-    """A folder of a pretrained diffusers U-Net, or its hub name (org/repo/unet), to start from; of `unet`'s config."""
+    """A folder of a pretrained diffusers U-Net, or its hub name (org/repo/unet), to start from. Its config must be that
+    of `backbone.config`."""
     data: DataConfig
-    unet: Path | None = None
-    """A diffusers UNet2DConditionModel config (JSON); short for `backbone.config`."""
     backbone: BackboneConfig = BackboneConfig()
     objective: ObjectiveConfig = ObjectiveConfig()
     repa: RepaConfig = RepaConfig()
@@ -88,8 +87,8 @@ class TrainConfig(Config):
 
     @model_validator(mode="after")
     def _check(self) -> "TrainConfig":
-        if (self.unet is None) == (self.backbone.config is None):
-            raise ValueError("`unet`, or in its place `backbone.config`, names the network to train; give one of them")
+        if self.backbone.config is None:
+            raise ValueError("`backbone.config` is missing: give the diffusers config (JSON) of the network to train")
         if self.global_batch_size % self.data.num_canonical_nodes:
             raise ValueError(
                 f"global_batch_size {self.global_batch_size} is not a multiple of data.num_canonical_nodes "
@@ -134,6 +133,5 @@ class TrainConfig(Config):
     @property
     def network(self) -> Path:
         """The diffusers config of the network to train."""
-        path = self.unet or self.backbone.config
-        assert path is not None
-        return path
+        assert self.backbone.config is not None
+        return self.backbone.config

@@ -51,7 +51,7 @@ def main() -> None:
                 "global_batch_size": 1,
                 "microbatch_size": 1,
                 "data": {"streams": [{"root": root, "bucket": "64x64"}], "num_workers": 0, "num_canonical_nodes": 1},
-                "unet": network(Path(folder), options.widths),
+                "backbone": {"config": network(Path(folder), options.widths)},
                 "ema": {"start_step": 1},
                 "log": {"tracker": "none"},
                 "checkpoint": {"asynchronous": not options.synchronous},

@@ -101,7 +101,7 @@ def train_config(folder: Path, root: Path, steps: int, seed: int) -> TrainConfig
         "max_steps": steps,
         "global_batch_size": BATCH_SIZE,
         "microbatch_size": BATCH_SIZE,
-        "unet": folder / "unet.json",
+        "backbone": {"config": folder / "unet.json"},
         "data": {"streams": [{"root": root, "bucket": "64x64"}], "num_workers": 0, "num_canonical_nodes": 8},
         "objective": {"prediction": "v_prediction"},
         "optimizer": {"lr": 2e-3, "betas": (0.9, 0.99)},

@@ -20,6 +20,7 @@ from plan.config import Networks
 from precompute.encode.encoders import attend_by_products
 from precompute.encode.networks import lowered as with_weights_in
 from shards.format.buckets import Bucket
+from shards.format.towers import ONLY_TEXT
 from train.model.channels_last import keep_channels_last
 from train.model.norms import use_low_precision_norms
 from train.model.unet import build_unet
@@ -84,7 +85,7 @@ def encoder_work(networks: Networks, buckets: Iterable[str]) -> dict[str, Work]:
     found = {}
     with torch.device("meta"):
         vae = diffusers.AutoencoderKL.from_config(json.loads(Path(networks.vae).read_text()))
-        config = transformers.CLIPTextConfig(**json.loads(Path(networks.text_encoder).read_text()))
+        config = transformers.CLIPTextConfig(**json.loads(Path(networks.texts[ONLY_TEXT].config).read_text()))
         text_model = with_weights_in(transformers.CLIPTextModel(config), "bfloat16")
     vae.to(memory_format=torch.channels_last)
     attend_by_products(vae)

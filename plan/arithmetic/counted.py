@@ -53,12 +53,12 @@ def cache_folder() -> Path:
 
 def key(networks: Networks, buckets: Collection[str]) -> str:
     """A hash of everything that the count depends on."""
-    backbone = None if networks.backbone is None else Path(networks.backbone).read_text()
+    configs = read_configs(networks)
     code = [path for folder in CODE for path in sorted((ROOT / folder).rglob("*")) if path.suffix in (".py", ".yaml")]
     parts = {
         "networks": networks.model_dump(mode="json"),
-        "configs": read_configs(networks),
-        "backbone": backbone,
+        "configs": configs,
+        "backbone": Path(networks.backbone).read_text(),
         "buckets": list(buckets),
         "code": [hashlib.sha256(path.read_bytes()).hexdigest() for path in code],
         "libraries": [metadata.version(name) for name in LIBRARIES],

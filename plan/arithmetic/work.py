@@ -16,7 +16,7 @@ import yaml
 from plan.config import Networks, TextNetwork
 from shards.base.errors import RequestError
 from shards.format.buckets import Bucket
-from shards.format.towers import ONLY_TEXT, ImageTower, TextTower, Weights
+from shards.format.towers import ImageTower, TextTower, Weights
 from train.model.flops import TRAIN_OVER_FORWARD, count_flops
 
 if TYPE_CHECKING:
@@ -59,8 +59,7 @@ def count_work(networks: Networks, buckets: Iterable[str]) -> Work:
 
     with torch.device("meta"), torch.no_grad():
         vae, image = _image_tower(networks.vae)
-        towers = networks.texts or {ONLY_TEXT: TextNetwork(config=networks.text_encoder, class_name="CLIPTextModel")}
-        encoders = {name: _text_tower(name, tower) for name, tower in towers.items()}
+        encoders = {name: _text_tower(name, tower) for name, tower in networks.texts.items()}
         shapes = {name: _latent_hw(name, image.downsampling) for name in buckets}
         pictures = {name: (Bucket.parse(name).height, Bucket.parse(name).width) for name in shapes}
         encode = {name: count_flops(vae.encode, torch.empty(1, 3, *hw)) for name, hw in pictures.items()}
@@ -90,7 +89,7 @@ def read_configs(networks: Networks) -> list[dict[str, Any]]:
     Raises:
         RequestError: one is missing, or is no JSON.
     """
-    texts = [text.config for text in networks.texts.values()] or [networks.text_encoder]
+    texts = [text.config for text in networks.texts.values()]
     return [_read_json(path) for path in (networks.vae, *texts, _backbone(networks)[1])]
 
 
@@ -156,8 +155,6 @@ def _backbone(networks: Networks) -> tuple[Any, str]:
     """How the network is called, and its config file."""
     from train.model.backbone import BackboneConfig
 
-    if networks.backbone is None:
-        return BackboneConfig(), networks.unet
     section = _read(networks.backbone, yaml.safe_load).get("backbone", {})
     backbone = BackboneConfig.model_validate(section)
     return backbone, str(backbone.config)

@@ -187,7 +187,7 @@ def test_both_stages_run_in_it(image: Image, models: Path, tars: Path) -> None:
     shutil.copytree(tars, data / "tars")
     shutil.copy(UNET, data / "unet.json")
     root, run = data / "latents", data / "runs" / "phase1"
-    fields = train_fields(root, run, unet=str(data / "unet.json"), max_steps=4)
+    fields = train_fields(root, run, backbone={"config": str(data / "unet.json")}, max_steps=4)
     config = write_config(data, fields)
     for path in [data, *data.rglob("*")]:
         shutil.chown(path, USER, USER)

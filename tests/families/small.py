@@ -71,7 +71,7 @@ class Family:
     @property
     def network(self) -> dict[str, Any]:
         """Its network's diffusers config, small."""
-        full = self.read("phase1.yaml").get("unet") or f"configs/{self.name}/backbone.json"
+        full = self.read("phase1.yaml")["backbone"]["config"]
         fields: dict[str, Any] = json.loads((self.configs.parent / full).read_text())
         return fields | self.backbone
 
@@ -214,7 +214,6 @@ class Small:
         shipped = self.family.read("phase1.yaml")
         backbone = {**shipped.get("backbone", {}), "config": str(self.folder / "backbone.json")}
         fields = train_fields(self.root, run_dir, objective=shipped["objective"], **changes)
-        del fields["unet"]
         return {**fields, "backbone": backbone}
 
     def components(self) -> dict[str, Any]:

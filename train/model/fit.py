@@ -50,8 +50,10 @@ def check_fit(unet: Any, spec: DataSpec, backbone: BackboneConfig | None = None)
     if not wrong:
         wrong = _wrong_call(unet, spec, backbone)
     if wrong:
-        what, field = ("U-Net", "unet") if _is_unet(unet.config) else (class_name(unet.config), "backbone")
-        raise RequestError(f"The {what} does not fit the latents: {'; '.join(wrong)}. Give another `{field}` or root.")
+        what = "U-Net" if _is_unet(unet.config) else class_name(unet.config)
+        raise RequestError(
+            f"The {what} does not fit the latents: {'; '.join(wrong)}. Give another `backbone.config`, or another root."
+        )
 
 
 def check_precision(unet: Any, precision: str) -> None:

@@ -155,8 +155,8 @@ def load_matching(unet: Any, path: Path, theirs: Mapping[str, Any]) -> None:
     """
     if different := architecture_differences(theirs, unet):
         raise RequestError(
-            f"{path.parent} is another architecture than `unet`: {different} (there ≠ here). Set `unet` to a config "
-            f"like {path.parent}/config.json."
+            f"{path.parent} has a different architecture than `backbone.config`: {different} (there ≠ here). Set it to "
+            f"a config like {path.parent}/config.json."
         )
     try:
         unet.load_state_dict({key: value.float() for key, value in load_tensors(path).items()})

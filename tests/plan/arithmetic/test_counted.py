@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from plan.arithmetic import counted
 from plan.arithmetic.work import Work
@@ -43,7 +44,7 @@ def test_the_same_networks_are_counted_once(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (["--gpu.prise_per_hour", "2"], "unknown option --gpu.prise_per_hour"),
-        (["--networks.unet", "nowhere.json"], "There is no network config nowhere.json"),
+        (["--networks.backbone", "nowhere.yaml"], "There is no network config nowhere.yaml"),
         (["--config", "nowhere.yaml"], "There is no config file nowhere.yaml"),
         (["--measured", "nowhere.json"], "nowhere.json"),
     ],
@@ -66,8 +67,9 @@ def test_a_count_is_kept_for_exactly_what_it_depends_on(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(counted, "count_work", count)
     unet = tmp_path / "unet.json"
-    shutil.copyfile(Networks().unet, unet)
-    networks = Networks(unet=str(unet))
+    shutil.copyfile("configs/unet/sd2-base.json", unet)
+    (tmp_path / "phase1.yaml").write_text(yaml.safe_dump({"backbone": {"config": str(unet)}}))
+    networks = Networks(backbone=str(tmp_path / "phase1.yaml"))
     assert [counted.counted_work(networks, ["256x256"]) for _ in range(2)] == [sd2, sd2]
     assert len(counts) == 1
     counted.counted_work(networks, ["512x512"])

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from plan.arithmetic.work import Work, count_work
-from plan.config import Networks
+from plan.config import Networks, TextNetwork
 from shards.base.errors import RequestError
 
 
@@ -53,7 +53,7 @@ def test_buckets_need_not_be_square() -> None:
 @pytest.mark.parametrize(
     "networks, bucket, message",
     [
-        (Networks(unet="nowhere.json"), "256x256", "There is no network config nowhere.json. Give the config.json"),
+        (Networks(backbone="nowhere.yaml"), "256x256", "There is no network config nowhere.yaml."),
         (Networks(vae="configs/plan.yaml"), "256x256", "configs/plan.yaml cannot be read as JSON"),
         (Networks(), "260x256", "bucket 260x256 is not a multiple of the VAE's downsampling, 8. Choose another bucket"),
     ],
@@ -67,4 +67,5 @@ def test_text_encoder_must_fit_the_unet(tmp_path: Path) -> None:
     small = json.loads(Path("configs/text_encoder/sd2.json").read_text()) | {"hidden_size": 512}
     (tmp_path / "text.json").write_text(json.dumps(small))
     with pytest.raises(RequestError, match=r"it attends to states of width 1024; text latents have 512"):
-        count_work(Networks(text_encoder=str(tmp_path / "text.json")), ["256x256"])
+        text = TextNetwork(config=str(tmp_path / "text.json"), class_name="CLIPTextModel")
+        count_work(Networks(texts={"text": text}), ["256x256"])

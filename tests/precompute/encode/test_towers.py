@@ -480,8 +480,9 @@ def test_the_trainer_reads_every_tower_into_its_batches(root: Path, tmp_path: Pa
 def test_a_run_says_which_tower_it_trains_on(root: Path, tmp_path: Path) -> None:
     fields = train_fields(root, tmp_path / "run", max_steps=2)
     unet = tmp_path / "unet.json"
-    unet.write_text(json.dumps(json.loads(Path(fields["unet"]).read_text()) | {"cross_attention_dim": T5_WIDTH}))
-    fields["unet"] = str(unet)
+    config = json.loads(Path(fields["backbone"]["config"]).read_text())
+    unet.write_text(json.dumps(config | {"cross_attention_dim": T5_WIDTH}))
+    fields["backbone"] = {"config": str(unet)}
 
     def run(**data: Any) -> None:
         path = tmp_path / "config.yaml"
@@ -501,15 +502,15 @@ def test_a_run_reads_the_towers_that_it_uses(root: Path, tmp_path: Path) -> None
     """Of two texts and features: the text that its network is told of, and features only where a layer is aligned."""
     fields = train_fields(root, tmp_path / "run")
     unet = tmp_path / "unet.json"
-    unet.write_text(json.dumps(json.loads(Path(fields["unet"]).read_text()) | {"cross_attention_dim": T5_WIDTH}))
+    config = json.loads(Path(fields["backbone"]["config"]).read_text())
+    unet.write_text(json.dumps(config | {"cross_attention_dim": T5_WIDTH}))
     states = {"kind": "states", "towers": [["t5"]], "mask": "encoder_attention_mask"}
     held_out = {"root": str(root), "bucket": BUCKET, "samples": 8, "batch_size": 8, "every": 5}
     for repa, of_features in ({}, set()), ({"layer": "mid_block", "hidden": 8}, {"features.dino"}):
         config = TrainConfig.model_validate(
             {
                 **fields,
-                "unet": str(unet),
-                "backbone": {"inputs": {"encoder_hidden_states": states}},
+                "backbone": {"config": str(unet), "inputs": {"encoder_hidden_states": states}},
                 "repa": repa,
                 "validation": held_out,
                 "log": {"every": 5},
@@ -528,7 +529,7 @@ def test_a_run_goes_on_with_the_tower_that_it_began_with(root: Path, tmp_path: P
     found = []
     for tower in ("texts.clip", "texts.t5"):
         spec = open_data(data.model_copy(update={"towers": [tower]}), 8)
-        unet = build_unet(Path(train_fields(root, tmp_path / "run")["unet"]), 0)
+        unet = build_unet(Path(train_fields(root, tmp_path / "run")["backbone"]["config"]), 0)
         found.append(make_fingerprint(0, 8, data, spec, ObjectiveConfig(), unet))
     with pytest.raises(RequestError, match="text: clip ≠ t5"):
         check_resume(tmp_path, found[0], found[1])

@@ -18,7 +18,7 @@ def test_the_card_of_an_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     fields: Any = {
         "run_dir": tmp_path / "phase9",
         "max_steps": 7,
-        "unet": "configs/unet/small.json",
+        "backbone": {"config": "configs/unet/small.json"},
         "data": {
             "streams": [{"root": "r", "bucket": "64x96"}],
             "filter": {"aesthetic": {"min": 4.5}, "width": {"min": 64, "max": 99}},

@@ -92,8 +92,8 @@ def test_a_unet_that_does_not_fit_the_latents(
     root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], change: dict[str, Any], words: str
 ) -> None:
     (unet := tmp_path / "unet.json").write_text(json.dumps(json.loads(UNET.read_text()) | change))
-    message = refusal(tmp_path, train_fields(root, tmp_path / "run", unet=str(unet)), capsys)
-    assert words in message and "Give another `unet` or root" in message
+    message = refusal(tmp_path, train_fields(root, tmp_path / "run", backbone={"config": str(unet)}), capsys)
+    assert words in message and "Give another `backbone.config`, or another root" in message
 
 
 @pytest.mark.parametrize("content", ["[1]", '"runwayml/stable-diffusion-v1-5"', "3"])
@@ -101,7 +101,7 @@ def test_a_unet_config_that_is_no_object(
     root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str
 ) -> None:
     (unet := tmp_path / "unet.json").write_text(content)
-    message = refusal(tmp_path, train_fields(root, tmp_path / "run", unet=str(unet)), capsys)
+    message = refusal(tmp_path, train_fields(root, tmp_path / "run", backbone={"config": str(unet)}), capsys)
     assert f"The U-Net config {unet} holds no JSON object" in message
 
 
@@ -160,5 +160,6 @@ def test_a_bucket_that_the_unet_cannot_halve(root: Path, tmp_path: Path, capsys:
     }
     (unet := tmp_path / "unet.json").write_text(json.dumps(fields | deeper))
     streams = [{"root": str(root), "bucket": "64x96"}]
-    message = refusal(tmp_path, train_fields(root, tmp_path / "run", unet=str(unet), data={"streams": streams}), capsys)
+    backbone, data = {"config": str(unet)}, {"streams": streams}
+    message = refusal(tmp_path, train_fields(root, tmp_path / "run", backbone=backbone, data=data), capsys)
     assert "it halves 3 times; latents of 64x96 are (12, 8)" in message

@@ -220,7 +220,7 @@ def test_weights_of_another_architecture_of_equal_shapes_are_refused(
     other = UNet2DConditionModel.from_config({**read_unet_config(UNET), **field})
     assert all(a.shape == b.shape for a, b in zip(unet.parameters(), other.parameters(), strict=True))
     (name,) = field
-    with pytest.raises(RequestError, match=f"is another architecture than `unet`: {name}"):
+    with pytest.raises(RequestError, match=f"has a different architecture than `backbone.config`: {name}"):
         load_weights(other, step_folder(tmp_path, 1) / "unet")
 
 
