@@ -114,9 +114,9 @@ def test_the_plan_is_of_what_is_encoded_and_trained(name: str) -> None:
         assert (phase.bucket, phase.steps) == (config.data.streams[0].bucket, config.max_steps)
         assert phase.global_batch_size == config.global_batch_size
     assert plan.image.storage == stage1.image.storage
-    assert plan.networks.texts.keys() == stage1.texts.keys()
+    assert plan.networks.texts.keys() == stage1.text_towers.keys()
     for tower, planned in plan.networks.texts.items():
-        encoded = stage1.texts[tower]
+        encoded = stage1.text_towers[tower]
         assert (planned.states, planned.pooled, planned.masked) == (encoded.states, encoded.pooled, encoded.masked)
         assert (planned.trim, planned.storage) == (encoded.trim, encoded.storage)
         assert planned.max_tokens == encoded.max_tokens or encoded.beyond_template

@@ -62,7 +62,7 @@ def refusal(small: Small, network: dict[str, Any], inputs: dict[str, Any], **cha
             {"joint_attention_dim": 16},
             {},
             {},
-            "of width 16; text latents have 12. Give another `backbone` or root.",
+            "of width 16; text latents have 12. Give another `backbone.config`, or another root.",
         ),
         (FLUX, {"pooled_projection_dim": 8}, {}, {}, "it takes pooled outputs of width 8; the text towers' have 16"),
         (FLUX, {}, {}, {"pack": 1}, "it maps 16 to 16 channels; latents have 4"),

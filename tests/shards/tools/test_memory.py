@@ -53,7 +53,8 @@ class Alive:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         self.now = self.most = self.parsed = 0
-        monkeypatch.setattr("shards.root.committed.parse_receipt", self.parse)
+        for module in ("shards.root.committed", "shards.tools.verify"):
+            monkeypatch.setattr(f"{module}.parse_receipt", self.parse)
 
     def parse(self, data: bytes, where: str) -> Receipt:
         receipt = parse_receipt(data, where)
