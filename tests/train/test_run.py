@@ -14,6 +14,8 @@ import torch
 import yaml
 
 from shards.base.errors import WorkError, exit_code_of
+from shards.base.store import LocalStore
+from shards.root.index import write_indexes
 from tests import ranks
 from tests.roots import part_of
 from tests.runs import PYTHON, compare, curve, environment, launcher, run_module, train_fields, write_config
@@ -230,10 +232,9 @@ def test_a_run_over_an_index_that_is_no_longer_there(
         index.unlink()
     fields = train_fields(root, tmp_path / "run", max_steps=20)
     message = refused(tmp_path / "data", fields, capsys)
-    assert "has no index " in message and "or start a new run" in message
-    # told to take up what is there, it may go on
-    fields["data"]["index"] = "newest"
-    assert exit_code_of(lambda: command(["check", "--config", str(write_config(tmp_path / "newest", fields))])) == 0
+    assert "has no index " in message and "write it anew with `python -m shards index" in message
+    write_indexes(LocalStore(root))  # it names the same parts, so it is the same index
+    assert exit_code_of(lambda: command(["check", "--config", str(write_config(tmp_path / "again", fields))])) == 0
 
 
 def test_phase_2_again_needs_the_latents_and_phase_1_alone(
