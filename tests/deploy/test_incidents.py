@@ -18,7 +18,7 @@ from tests.rooms import PACKAGES
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "how-to" / "incidents.md").read_text()
-QUOTED = re.findall(r"^[|-] `([^`]+)`(?: \||$)", PAGE, re.MULTILINE)
+QUOTED = re.findall(r"^- `([^`]+)`(?::|$)", PAGE, re.MULTILINE)
 
 
 def texts() -> set[str]:
