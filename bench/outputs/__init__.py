@@ -2,5 +2,5 @@
 
 Inside: the error of text storages, how often metrics' intervals hold, the speed of sampling, a save's memory.
 In: known distributions, a trained text encoder, an exported pipeline.
-Out: tables for docs/evidence/text-storage.md and docs/evaluation.md.
+Out: tables for docs/evidence/text-storage.md and docs/evidence/intervals.md.
 """

@@ -1,6 +1,6 @@
 """Measure the error of int8 on heavy-tailed latents: `python -m bench.outputs.heavy_tails`.
 
-The table is for docs/evidence/image-storage.md. The latents are synthetic, with the shape of a 32-channel
+The table is for docs/evidence/storage.txt. The latents are synthetic, with the shape of a 32-channel
 autoencoder's at 1024 px, 32 × 32: no weights of such an autoencoder were at hand. int8 has one scale per plane (one
 channel of one picture), so a plane's largest value sets the error of all of it.
 """

@@ -61,7 +61,7 @@ def test_wrong_requests_exit_with_2(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_documentation_shows_what_the_command_prints(report: MakeReport) -> None:
-    assert render(report("--gpus", "64")).strip() in Path("docs/evidence/planning.md").read_text()
+    assert render(report("--gpus", "64")).strip() == Path("docs/evidence/plan-sd2.txt").read_text().strip()
 
 
 def test_what_128_gpus_cost_on_the_page_is_what_its_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
