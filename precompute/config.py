@@ -1,7 +1,7 @@
 """The config of stage 1, put together from its rooms' own, and what follows from it: encoding record and recipe."""
 
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -28,7 +28,6 @@ from shards.base.store import Place
 from shards.derive.conversion import Conversion
 from shards.format.buckets import Bucket
 from shards.format.encoding import EncodingRecord
-from shards.format.towers import ONLY_TEXT
 from shards.root.publish import IndexConfig
 
 
@@ -38,8 +37,6 @@ class WorkersConfig(WorkerConfig, FleetConfig):
 
 class PrecomputeConfig(Config):
     """Stage 1: tars of captioned pictures → a latents root."""
-
-    short_for: ClassVar[dict[str, str]] = {"text_encoder": "texts", "tokenizer": "texts"}
 
     input: str
     """Folder or address of the tars that `make download` wrote."""
@@ -55,12 +52,8 @@ class PrecomputeConfig(Config):
     aspect: AspectConfig = AspectConfig()
     vae: str
     """Folder, org/repo[@revision]/folder on the hub, or address such as s3://bucket/vae, of a diffusers autoencoder."""
-    text_encoder: str | None = None
-    """Folder, or hub name, of the one text model, a transformers CLIPTextModel used as Stable Diffusion uses it."""
-    tokenizer: str | None = None
-    """Folder, or hub name, of its CLIPTokenizer."""
-    texts: dict[TowerName, TextTowerConfig] = Field(default_factory=dict)
-    """In place of these two: text towers by name, any number."""
+    texts: dict[TowerName, TextTowerConfig] = Field(min_length=1)
+    """Text towers by name, any number."""
     features: dict[TowerName, FeatureTowerConfig] = Field(default_factory=dict)
     """Feature towers by name, any number."""
     posterior: Literal["moments", "mean"] | None = None
@@ -96,24 +89,12 @@ class PrecomputeConfig(Config):
 
     @model_validator(mode="after")
     def _check_towers(self) -> "PrecomputeConfig":
-        if self.texts and (self.text_encoder or self.tokenizer):
-            raise ValueError("text_encoder and tokenizer are short for one of `texts`; give these two, or `texts`")
         rounded = [name for name, tower in self.texts.items() if tower.weights == "int8"]
         if rounded and self.precision == "float16":
             raise ValueError(
                 f"texts.{rounded[0]}.weights: products with int8 weights overflow float16; give precision: bfloat16"
             )
-        if not self.texts and not (self.text_encoder and self.tokenizer):
-            raise ValueError("no text tower: give text_encoder and tokenizer, or `texts`")
         return self
-
-    @property
-    def text_towers(self) -> dict[str, TextTowerConfig]:
-        """By name; that of `text_encoder` is `text`."""
-        if self.text_encoder and self.tokenizer:
-            one = TextTowerConfig(model=self.text_encoder, tokenizer=self.tokenizer, class_name="CLIPTextModel")
-            return {ONLY_TEXT: one}
-        return self.texts
 
     @property
     def to_fill(self) -> Buckets:
@@ -123,7 +104,7 @@ class PrecomputeConfig(Config):
 
 def with_absolute_paths(config: PrecomputeConfig) -> PrecomputeConfig:
     """Local paths made absolute: a Ray worker's current folder is not the driver's."""
-    found = _located({name: getattr(config, name) for name in ("vae", "text_encoder", "tokenizer")})
+    found = _located({"vae": config.vae})
     texts = {
         name: tower.model_copy(update=_located({"model": tower.model, "tokenizer": tower.tokenizer}))
         for name, tower in config.texts.items()
@@ -166,7 +147,7 @@ def describe_encoding(config: PrecomputeConfig) -> EncodingRecord:
             color="srgb",
             storage=config.image.storage,
         ),
-        texts={name: describe_text(name, tower, config.text) for name, tower in config.text_towers.items()},
+        texts={name: describe_text(name, tower, config.text) for name, tower in config.texts.items()},
         features={name: describe_features(name, tower, config.to_fill.all) for name, tower in config.features.items()},
         captions=tuple(config.captions),
         max_characters=config.limits.max_caption_characters,
@@ -184,7 +165,7 @@ def describe_encoding(config: PrecomputeConfig) -> EncodingRecord:
 def make_recipe(config: PrecomputeConfig, encoding: EncodingRecord, how: Conversion | None = None) -> Recipe:
     """What a worker needs to know of a run; `how` the numbers of `source` become its own."""
     towers: dict[str, TextTowerConfig | FeatureTowerConfig] = {
-        **{f"texts.{name}": tower for name, tower in config.text_towers.items()},
+        **{f"texts.{name}": tower for name, tower in config.texts.items()},
         **{f"features.{name}": tower for name, tower in config.features.items()},
     }
     batch_sizes = {name: tower.batch_size for name, tower in towers.items() if tower.batch_size}

@@ -152,6 +152,15 @@ def tars(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def clip_tower(models: Path) -> dict[str, str]:
+    """The text encoder of `make_models`, as a field of `texts`."""
+    return {
+        "model": str(models / "text_encoder"),
+        "tokenizer": str(models / "tokenizer"),
+        "class_name": "CLIPTextModel",
+    }
+
+
 def precompute_config(models: Path, tars: Path, output: Path | str, **changes: Any) -> PrecomputeConfig:
     """Stage 1 on the CPU, in float32, stored without rounding, for the 64x64 and 128x128 buckets."""
     fields = {
@@ -159,8 +168,7 @@ def precompute_config(models: Path, tars: Path, output: Path | str, **changes: A
         "output": output,
         "buckets": ["64x64", "128x128"],
         "vae": str(models / "vae"),
-        "text_encoder": str(models / "text_encoder"),
-        "tokenizer": str(models / "tokenizer"),
+        "texts": {"text": clip_tower(models)},
         "precision": "float32",
         "workers": {"num_gpus": 0, "num_cpus": 1, "decode_threads": 2, "batch_size": 8},
     }

@@ -78,7 +78,8 @@ def use(place: Path, world: Path) -> str:
     for name in ("select", "download", "precompute", "train", "shards", "plan"):
         command(f"latentmill-{name}", "--help")
     command("latentmill-plan")
-    models = [w for name in ("vae", "text_encoder", "tokenizer") for w in (f"--{name}", str(world / "models" / name))]
+    names = {"vae": "vae", "texts.text.model": "text_encoder", "texts.text.tokenizer": "tokenizer"}
+    models = [word for field, name in names.items() for word in (f"--{field}", str(world / "models" / name))]
     workers = ["--workers.num_gpus", "0", "--workers.num_cpus", "1", "--workers.decode_threads", "2"]
     paths = ["--input", str(world / "tars"), "--output", "latents", "--buckets", '["64x64"]', "--precision", "float32"]
     command("latentmill-precompute", "--config", "configs/precompute.yaml", *paths, *models, *workers)

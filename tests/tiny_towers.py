@@ -113,8 +113,6 @@ def texts(towers: Path, models: Path, **of_t5: Any) -> dict[str, Any]:
 def config_of(models: Path, tars: Path, root: Path, towers: Path, **changes: Any) -> PrecomputeConfig:
     """Stage 1 with two text towers and one of features, into one bucket."""
     fields = {
-        "text_encoder": None,
-        "tokenizer": None,
         "texts": texts(towers, models),
         "features": {"dino": {"model": str(towers / "dino")}},
         "buckets": [BUCKET],

@@ -78,7 +78,14 @@ def encode_root(tars: Path, root: Path, storage: dict[str, Any]) -> None:
         "input": str(tars),
         "output": root,
         "buckets": ["64x64"],
-        **{model: str(MODELS / model) for model in ("vae", "text_encoder", "tokenizer")},
+        "vae": str(MODELS / "vae"),
+        "texts": {
+            "text": {
+                "model": str(MODELS / "text_encoder"),
+                "tokenizer": str(MODELS / "tokenizer"),
+                "class_name": "CLIPTextModel",
+            }
+        },
         "precision": "float32",
         "workers": {"num_gpus": 0, "num_cpus": 1, "decode_threads": 1},
     }

@@ -24,7 +24,8 @@ def worker_config(tars: Path, output: Path, threads: int) -> PrecomputeConfig:
     return PrecomputeConfig.model_validate(
         {
             **{"input": str(tars), "output": output, "buckets": list(BUCKETS)},
-            **dict.fromkeys(("vae", "text_encoder", "tokenizer"), "stand-in"),
+            "vae": "stand-in",
+            "texts": {"text": {"model": "stand-in", "tokenizer": "stand-in"}},
             "workers": {"num_gpus": 0, "num_cpus": threads, "decode_threads": threads},
         }
     )

@@ -73,7 +73,8 @@ class Case:
     @property
     def config(self) -> PrecomputeConfig:
         """As a user would have it for a CPU; the defaults for the rest."""
-        models = {name: str(self.folder / "models" / name) for name in ("vae", "text_encoder", "tokenizer")}
+        models = self.folder / "models"
+        text = {"model": str(models / "text_encoder"), "tokenizer": str(models / "tokenizer")}
         workers = {"num_gpus": 0, "num_cpus": self.threads, "decode_threads": self.threads}
         workers["batch_size"] = self.batch_size
         return PrecomputeConfig.model_validate(
@@ -83,7 +84,8 @@ class Case:
                 "buckets": list(self.buckets),
                 "precision": "float32",
                 "workers": workers,
-                **models,
+                "vae": str(models / "vae"),
+                "texts": {"text": text | {"class_name": "CLIPTextModel"}},
             }
         )
 
@@ -119,7 +121,8 @@ class Running:
         self.tars = list_tars(config.input)
         self.buckets = [Bucket.parse(name) for name in case.buckets]
         if way == "plain":
-            folders = (Path(str(folder)) for folder in (config.vae, config.text_encoder, config.tokenizer))
+            text = config.texts["text"]
+            folders = (Path(folder) for folder in (config.vae, text.model, text.tokenizer))
             self.encoders = free_of(self.record, self.buckets) if case.free else load_encoders(*folders)
         else:
             warm_up()

@@ -5,9 +5,10 @@ import difflib
 import inspect
 import json
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from itertools import chain, islice, takewhile
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
@@ -148,6 +149,7 @@ def _parse_overrides(
     model: type[BaseModel], overrides: list[str], prog: str, about: str | None = None
 ) -> dict[str, Any]:
     # The command line alone is read here: required fields may still come from the file.
+    overrides, entries = _split_entries(model, overrides)
     settings: Any = create_model(model.__name__, __base__=(BaseSettings, model), __doc__=model.__doc__)
     try:
         source = CliSettingsSource[Any](
@@ -161,7 +163,7 @@ def _parse_overrides(
         # by itself the usage lists every field, of which a screen is full before anything is said
         source.root_parser.usage = f"python -m {prog} [--FIELD VALUE …]"
         source.root_parser.description = inspect.cleandoc(about) if about else source.root_parser.description
-        return source(args=overrides)()
+        return _lay(model, source(args=overrides)(), entries)
     except SettingsError as error:
         known = _field_paths(model)
         hints = [f"--{name}{_nearest(name, known)}" for name, _ in _options(overrides) if name not in known]
@@ -172,6 +174,49 @@ def _parse_overrides(
                 _no_json(overrides) or f"{str(error).removeprefix('error parsing CLI: ')}, in {' '.join(overrides)}"
             )
         raise RequestError(f"{prog}: {reason}. `{prog} --help` lists every option.") from None
+
+
+def _split_entries(model: type[BaseModel], overrides: list[str]) -> tuple[list[str], dict[str, Any]]:
+    """Take options such as `--texts.t5.max_tokens 77` out, which name an entry of a field that holds sections by name.
+
+    pydantic-settings has no options for these, since it cannot know the names.
+
+    Returns:
+        The other words, and the entries as nested dicts. Values stay text unless they are `null` or JSON.
+    """
+    rest: list[str] = []
+    entries: dict[str, Any] = {}
+    words = iter(overrides)
+    for word in words:
+        name, has_value, value = word.removeprefix("--").partition("=")
+        field, _, below = name.partition(".")
+        if not (word.startswith("--") and below and _holds_sections(model, field)):
+            rest.append(word)
+            continue
+        text = value if has_value else next(words, "")
+        section = entries.setdefault(field, {})
+        *path, last = below.split(".")
+        for key in path:
+            section = section.setdefault(key, {})
+        section[last] = _parse_value(text)
+    return rest, entries
+
+
+def _parse_value(text: str) -> Any:
+    """Parse `null`, a list or a dict; all else, and what is no JSON, stays text for pydantic to judge."""
+    if text == "null" or text.startswith(("[", "{")):
+        with suppress(ValueError):
+            return json.loads(text)
+    return text
+
+
+def _holds_sections(model: type[BaseModel], name: str) -> bool:
+    """Whether a field of `model` is a dict of config sections."""
+    field = model.model_fields.get(name)
+    if field is None or get_origin(field.annotation) is not dict:
+        return False
+    _, value = get_args(field.annotation)
+    return isinstance(value, type) and issubclass(value, BaseModel)
 
 
 def _options(overrides: list[str]) -> Iterator[tuple[str, str]]:

@@ -196,11 +196,6 @@ class Small:
         }
         changes: dict[str, Any] = {"vae": str(self.folder / "vae"), "buckets": ["64x64"], "texts": texts}
         changes["image"] = {"storage": image}
-        if texts.keys() == {"text"}:
-            models = {"text_encoder": texts["text"]["model"], "tokenizer": texts["text"]["tokenizer"]}
-            changes |= models | {"texts": {}}
-        else:
-            changes |= {"text_encoder": None, "tokenizer": None}
         encode_all(precompute_config(self.folder, self.tar.parent, self.root, **changes), self.folder)
 
     def _tower(self, name: str, shipped: dict[str, Any]) -> dict[str, Any]:

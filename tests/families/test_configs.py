@@ -47,12 +47,12 @@ def test_the_files_of_a_family(name: str) -> None:
         (stream,) = config.data.streams
         assert str(stream.root) == str(stage1.output) and stream.bucket in stage1.buckets
     towers = one.backbone.text_towers or ["text"]
-    assert set(towers) <= set(stage1.text_towers) and set(one.backbone.pipeline.towers) <= set(stage1.text_towers)
+    assert set(towers) <= set(stage1.texts) and set(one.backbone.pipeline.towers) <= set(stage1.texts)
     fields = read_unet_config(CONFIGS.parent / one.network)
     with torch.device("meta"):
         network = class_of(fields, one.network).from_config(fields)
     assert sum(parameter.numel() for parameter in network.parameters()) == PARAMETERS[name]
-    hidden = {name: tower.masked for name, tower in stage1.text_towers.items() if tower.masked or tower.trim}
+    hidden = {name: tower.masked for name, tower in stage1.texts.items() if tower.masked or tower.trim}
     assert not hidden or one.backbone.states.mask
 
 
@@ -114,9 +114,9 @@ def test_the_plan_is_of_what_is_encoded_and_trained(name: str) -> None:
         assert (phase.bucket, phase.steps) == (config.data.streams[0].bucket, config.max_steps)
         assert phase.global_batch_size == config.global_batch_size
     assert plan.image.storage == stage1.image.storage
-    assert plan.networks.texts.keys() == stage1.text_towers.keys()
+    assert plan.networks.texts.keys() == stage1.texts.keys()
     for tower, planned in plan.networks.texts.items():
-        encoded = stage1.text_towers[tower]
+        encoded = stage1.texts[tower]
         assert (planned.states, planned.pooled, planned.masked) == (encoded.states, encoded.pooled, encoded.masked)
         assert (planned.trim, planned.storage) == (encoded.trim, encoded.storage)
         assert planned.max_tokens == encoded.max_tokens or encoded.beyond_template

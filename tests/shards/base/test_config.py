@@ -116,6 +116,21 @@ def test_a_list_of_words_needs_no_quotes_and_is_not_blamed(file: Path) -> None:
         load_config(Outer, file, ["--inner.names", "[b,c]", "--inner.rate", "-1"], "t")
 
 
+class Named(Config):
+    sections: dict[str, Inner] = Field({})
+
+
+def test_entries_of_a_dict_of_sections_are_options(tmp_path: Path) -> None:
+    path = tmp_path / "named.yaml"
+    path.write_text("sections: {a: {rate: 1.0}, b: {rate: 2.0}}\n")
+    found = load_config(Named, path, ["--sections.b.rate", "3", "--sections.c.rate=4"], "program")
+    assert {name: section.rate for name, section in found.sections.items()} == {"a": 1.0, "b": 3.0, "c": 4.0}
+    with pytest.raises(RequestError, match=r"unknown key `sections\.b\.rat`"):
+        load_config(Named, path, ["--sections.b.rat", "3"], "program")
+    with pytest.raises(RequestError, match=r"`sections\.b\.rate` = 'fast'"):
+        load_config(Named, path, ["--sections.b.rate", "fast"], "program")
+
+
 def test_missing_file(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match=r"There is no config file /nowhere/absent\.yaml\. Give one"):
         load_config(Outer, Path("/nowhere/absent.yaml"), [], "t")

@@ -34,13 +34,18 @@ for name in sys.argv[1:]:
         said.append(f"refused: {error}")
 print(json.dumps(said))
 """
-NAMES = ("vae", "text_encoder", "tokenizer")
+NAMES = {
+    "vae": "vae",
+    "texts.text.model": "text_encoder",
+    "texts.text.tokenizer": "tokenizer",
+}
 
 
 def options(tmp_path: Path, repo: str) -> list[str]:
     """Stage 1's config, with the models of a repository."""
     fixed = ["--input", str(tmp_path), "--output", str(tmp_path / "latents"), "--buckets", '["64x64", "128x128"]']
-    models = [word for name in NAMES for word in (f"--{name}", f"{repo}/{name}")]
+    models = [word for field, name in NAMES.items() for word in (f"--{field}", f"{repo}/{name}")]
+    models += ["--texts.text.class_name", "CLIPTextModel"]
     return [*fixed, "--precision", "float32", "--image.storage", "float16", "--text.storage", "float16", *models]
 
 

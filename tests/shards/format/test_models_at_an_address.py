@@ -41,7 +41,9 @@ def test_models_at_an_address_are_those_of_the_folder(s3: str, models: Path, tmp
     for name in names:
         put(models / name, f"{s3}/models/{name}")
     config = precompute_config(models, tmp_path, tmp_path / "latents")
-    found = describe_encoding(config.model_copy(update={name: f"{s3}/models/{name}" for name in names}))
+    vae, model, tokenizer = (f"{s3}/models/{name}" for name in names)
+    text = config.texts["text"].model_copy(update={"model": model, "tokenizer": tokenizer})
+    found = describe_encoding(config.model_copy(update={"vae": vae, "texts": {"text": text}}))
     assert found.id == describe_encoding(config).id
     assert {weights.name for weights in found.weights.values()} == {f"{s3}/models/{name}" for name in names}
     once = len(gets)
