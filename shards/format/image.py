@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from shards.format.buckets import Bucket
-from shards.format.text import in_pieces, stored
+from shards.format.text import quantise_in_chunks, stored
 from shards.format.towers import FeatureTower, ImageTower
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def pack(tower: ImageTower, latents: Iterable[Tensor]) -> Iterator[dict[str, np.
         yield from ({"image_latents": of_picture.half().numpy()} for of_picture in latents)
         return
     rows = (of_picture[None] for of_picture in latents)
-    for codes, scales in in_pieces(partial(quantise, channels=tower.channels), rows):
+    for codes, scales in quantise_in_chunks(partial(quantise, channels=tower.channels), rows):
         yield {"image_latents": codes[0], "image_scales": scales[0]}
 
 

@@ -246,7 +246,7 @@ class Decoder:
         return sample
 
 
-def shape_head(shape: tuple[int, ...]) -> bytes:
+def shape_header(shape: tuple[int, ...]) -> bytes:
     """What stands before an array that says its own shape: axes × 4 + log2 of the bytes of each side, and the sides."""
     width = next(i for i in range(3) if max(shape) < 1 << (8 << i))
     return bytes([len(shape) << 2 | width]) + np.array(shape, f"<u{1 << width}").tobytes()

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from shards.base.durable import fsync_file
 from shards.format.buckets import Bucket
 from shards.format.encoding import EncodingRecord
-from shards.format.mds import HASH, Column, array_type, shape_head
+from shards.format.mds import HASH, Column, array_type, shape_header
 from shards.format.receipts import FileRecord
 
 FILE_BYTES = 1 << 27
@@ -107,7 +107,7 @@ class PartMDSWriter:
             else:
                 parts = [np.ascontiguousarray(value).data.cast("B")]
                 if shape is None:
-                    parts.insert(0, shape_head(value.shape))
+                    parts.insert(0, shape_header(value.shape))
             if column.size is None:
                 sizes.append(sum(map(len, parts)))
             pieces += parts

@@ -11,7 +11,7 @@ from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
 
 from shards.base.durable import canonical_json, sha256_file
 from shards.base.errors import RequestError, is_storage_error
-from shards.base.fetched import alone, fetch_folder, newest_copy
+from shards.base.fetched import fetch_lock, fetch_folder, latest_copy
 from shards.format.towers import Weights
 
 WEIGHT_FILES = ("diffusion_pytorch_model.safetensors", "model.safetensors")
@@ -50,7 +50,7 @@ def model_folder(name: str, files: Sequence[str] = TO_FETCH) -> Path:
     """
     if Path(name).is_dir():
         return Path(name)
-    with alone(name, _cache()):
+    with fetch_lock(name, _cache()):
         return _fetch(name, files)
 
 
@@ -64,7 +64,7 @@ def recorded_folder(weights: Weights) -> Path:
     before = _cached(weights.name)
     if before and _holds(before, weights):
         return before
-    with alone(weights.name, _cache()):
+    with fetch_lock(weights.name, _cache()):
         folder = _cached(weights.name)
         if folder is None or folder == before:  # no other process has fetched it meanwhile
             folder = _fetch(weights.name, TO_FETCH)
@@ -89,7 +89,7 @@ def _cached(name: str) -> Path | None:
     if Path(name).is_dir():
         return Path(name)
     if "://" in name:
-        return newest_copy(name, _cache())
+        return latest_copy(name, _cache())
     try:
         repo, revision, folder = _parse(name)
         snapshot = Path(snapshot_download(repo, revision=revision or None, local_files_only=True))

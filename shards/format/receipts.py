@@ -207,7 +207,7 @@ def generations(names: Iterable[str]) -> dict[tuple[str, str], tuple[set[int], s
     return found
 
 
-def names_in_force(names: Iterable[str]) -> list[str]:
+def active_receipts(names: Iterable[str]) -> list[str]:
     """Of the names in commits/, the receipts that count: each tar's and bucket's newest, if it was not recalled."""
     return [
         receipt_name(bucket, tar, max(made))

@@ -80,7 +80,7 @@ Quantise = Callable[["Tensor"], tuple["Tensor", "Tensor"]]
 """(rows, …) floats → codes of the same shape and (rows, …) scales; each row by itself."""
 
 
-def in_pieces(quantise: Quantise, tensors: Iterable[Tensor]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def quantise_in_chunks(quantise: Quantise, tensors: Iterable[Tensor]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """(rows, …) floats each → each one's codes and scales: small ones together, a large one a piece after the other."""
     held: list[Tensor] = []
     for tensor in tensors:
@@ -108,7 +108,7 @@ def stored(latents: Iterable[Tensor], storage: TextStorage) -> Iterator[tuple[np
     """(tokens, width) each → the array of each as float16; or its codes and scales."""
     if storage == "float16":
         return ((tensor.half().numpy(),) for tensor in latents)
-    return in_pieces(quantise, latents)
+    return quantise_in_chunks(quantise, latents)
 
 
 def pack(
@@ -168,7 +168,7 @@ def kind_of(column: str) -> str | None:
     return kind if tower and kind in AXES else None
 
 
-def has_several(sample: dict[str, Any]) -> bool:
+def has_multiple_captions(sample: dict[str, Any]) -> bool:
     """Whether a stored sample's text columns have a leading axis of captions."""
     kinds = ((kind_of(column), array) for column, array in sample.items())
     return any(array.ndim > AXES[kind] for kind, array in kinds if kind and kind != "num_tokens")

@@ -15,7 +15,7 @@ from shards.base.errors import RequestError, WorkError
 from shards.base.remote import RemoteStore
 from shards.base.scratch import attempt_folder, sweep_attempts
 from shards.base.store import LocalStore, Store
-from shards.format.receipts import names_in_force
+from shards.format.receipts import active_receipts
 from shards.open import open_store
 from shards.root.commit import content_hash, place, record_files
 from shards.root.committed import list_commits, load_books, load_receipts
@@ -85,7 +85,7 @@ def test_a_kill_between_two_steps_leaves_nothing_that_anybody_reads(
         die_before(patch, number)
         with pytest.raises(Killed):
             encode_all(config, models)
-    assert len(names_in_force(list_commits(open_store(root)))) == max(0, number - 2) // 2
+    assert len(active_receipts(list_commits(open_store(root)))) == max(0, number - 2) // 2
     encode_all(config, models)
     assert list(verify_root(open_store(config.output))) == []
     one = {name: data for name, data in contents(latents).items() if "00001" not in name}
