@@ -31,7 +31,7 @@ from evaluate.scoring import check_measurable, choose_metrics, score, table
 from evaluate.study.__main__ import run as study
 from evaluate.watch.follow import Follower, read_wants
 from evaluate.watch.tracker import open_tracker, tell_rest
-from shards.base.config import parse_subcommand, load_from_args, load_config
+from shards.base.config import load_config, load_from_args, parse_subcommand
 from shards.base.durable import write_atomically
 from shards.base.errors import RequestError, console
 from shards.base.store import parse_place

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from pydantic import Field, PositiveInt
 
 from shards.base.config import Config
-from shards.base.device import PrecisionOption, Precision
+from shards.base.device import Precision, PrecisionOption
 from shards.base.durable import canonical_json
 from shards.format.buckets import BucketName
 

@@ -23,7 +23,7 @@ from evaluate.study.config import StudyConfig
 from evaluate.study.protocol import check_pictures, read_study
 from evaluate.study.schedule import Draws, make_schedule
 from evaluate.study.votes import open_votes
-from shards.base.config import parse_subcommand, load_config
+from shards.base.config import load_config, parse_subcommand
 from shards.base.errors import RequestError, console
 
 PROG = "evaluate.study"

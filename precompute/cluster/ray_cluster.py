@@ -17,7 +17,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from precompute.cluster.board import BOARD_SECONDS, Board, Reported, Reporter
 from precompute.cluster.hands import Attempt, Worker, assign, surplus, wanted
 from precompute.cluster.nodes import Resources, ResourcesConfig, describe, missing
-from shards.base.device import PrecisionOption, Precision, resolve_precision
+from shards.base.device import Precision, PrecisionOption, resolve_precision
 from shards.base.durable import DamagedFile
 from shards.base.errors import DamagedInput, Outage, Preempted, RequestError, WorkError, is_storage_error, say
 from shards.base.stop import exit_on_stop_signal

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from shards.base.store import Store
 from shards.format.encoding import EncodingRecord
-from shards.format.receipts import Receipt, generations, active_receipts, parse_name
+from shards.format.receipts import Receipt, active_receipts, generations, parse_name
 from shards.root.committed import Committed, list_commits, load_commits
 
 ORIGIN = "derived_from"

@@ -14,7 +14,7 @@ from accelerate.commands.launch import launch_command_parser
 from ray.autoscaler._private.util import prepare_config, validate_config
 
 from precompute.config import PrecomputeConfig
-from shards.base.config import load_from_args, load_config
+from shards.base.config import load_config, load_from_args
 from tests.deploy.crds import MANIFESTS, problems, strict
 from train.config import TrainConfig
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench.kit.roots import encoding_record
-from shards.format.text import TextLatents, columns, dequantise, quantise_in_chunks, pack, quantise, unpack
+from shards.format.text import TextLatents, columns, dequantise, pack, quantise, quantise_in_chunks, unpack
 from shards.format.towers import TextTower
 
 
