@@ -135,7 +135,7 @@ def parse_index(data: bytes, where: str) -> MdsIndex:
     known: dict[str, tuple[Column, ...]] = {}
 
     def compact(value: dict[str, Any]) -> Any:
-        # convert each file's entry as soon as it is parsed, so that the whole index is never in memory as Python objects
+        # convert each entry as soon as it is parsed, so that the index is never in memory as Python objects
         if "raw_data" not in value:
             return value
         if value["format"] != "mds" or value["compression"] is not None:

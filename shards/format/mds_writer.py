@@ -80,7 +80,7 @@ class PartMDSWriter:
         """
         pieces = self._pieces(sample)
         size = sum(map(len, pieces))
-        # header: the number of samples, the start of each, the end of the last, and the JSON of the columns
+        # header: the number of samples, the start of each, the end of the last, the JSON of the columns
         header_bytes = 4 + 4 * (len(self.ends) + 1) + len(self.config_data)
         if header_bytes + self.ends[-1] + size > FILE_BYTES:
             self._write_file()
@@ -104,7 +104,7 @@ class PartMDSWriter:
                 parts = [value.encode()]
             elif value.dtype != dtype or shape not in (None, value.shape) or not value.size:
                 raise ValueError(
-                    f"{column.name} has dtype {value.dtype} and shape {value.shape}, but its column has type {column.encoding}"
+                    f"{column.name} has dtype {value.dtype} and shape {value.shape}, but its type is {column.encoding}"
                 )
             else:
                 parts = [np.ascontiguousarray(value).data.cast("B")]

@@ -75,7 +75,7 @@ def recorded_folder(weights: Weights) -> Path:
             folder = _fetch(weights.name, DOWNLOAD_PATTERNS)
     if hash_weights(weights.name, folder).sha256 != weights.sha256:
         raise RequestError(
-            f"{weights.name} ({folder}) has different content from the model recorded in encoding.json. Provide the recorded model."
+            f"{weights.name} ({folder}) differs from the model recorded in encoding.json. Provide the recorded one."
         )
     return folder
 
@@ -133,13 +133,14 @@ def _fetch(name: str, files: Sequence[str]) -> Path:
         if is_storage_error(error):
             raise
         raise RequestError(
-            f"The model {name} is not a local folder, and {_describe_hub_error(repo, revision, error)}. Alternatively, "
-            f"give a local folder, created with `hf download {repo} --local-dir DIR` on a machine that reaches the hub."
+            f"The model {name} is not a local folder, and {_describe_hub_error(repo, revision, error)}. "
+            f"Alternatively, give a local folder, created with `hf download {repo} --local-dir DIR` on a machine that "
+            f"reaches the hub."
         ) from error
     if not (snapshot / folder).is_dir():
         raise RequestError(
-            f"The hub's {repo} has no folder {folder} with safetensors weights, or its download is incomplete ({snapshot}). "
-            f"Check the folder's name at {constants.ENDPOINT}/{repo}."
+            f"The hub's {repo} has no folder {folder} with safetensors weights, or its download is incomplete "
+            f"({snapshot}). Check the folder's name at {constants.ENDPOINT}/{repo}."
         )
     return snapshot / folder
 
@@ -154,11 +155,11 @@ def _describe_hub_error(repo: str, revision: str, error: BaseException | None) -
     status = next((e.response.status_code for e in errors if getattr(e, "response", None) is not None), 0)
     if any(isinstance(e, OfflineModeIsEnabled) for e in errors):
         return (
-            f"the hub's cache here ({constants.HF_HUB_CACHE}) does not contain it, and HF_HUB_OFFLINE prevents a "
+            f"the hub's cache ({constants.HF_HUB_CACHE}) does not contain it, and HF_HUB_OFFLINE prevents a "
             f"download. Unset HF_HUB_OFFLINE"
         )
     if any(isinstance(e, RevisionNotFoundError) for e in errors):
-        return f"the hub's {repo} has no revision {revision}. Its commits are listed at {constants.ENDPOINT}/{repo}/commits"
+        return f"the hub's {repo} has no revision {revision}. See {constants.ENDPOINT}/{repo}/commits"
     if status in (401, 403, 404):
         return (
             f"the hub has no {repo} that you may read (HTTP status {status}): it was removed or renamed, or it is "

@@ -230,8 +230,8 @@ def parse_receipt(data: bytes, where: str) -> Receipt:
     fields: Mapping[str, Any] = parse_sealed_json(data, where)
     if (version := fields.get("version")) != VERSION:
         raise RequestError(
-            f"{where} has format version {version}, but this version of latentmill only reads version {VERSION}. Use the "
-            f"version that wrote it, or encode into a new root."
+            f"{where} has format version {version}, but this version of latentmill only reads version {VERSION}. Use "
+            f"the version that wrote it, or encode into a new root."
         )
     try:
         return Receipt.model_validate(fields)
