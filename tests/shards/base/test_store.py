@@ -83,7 +83,7 @@ def test_of_many_creators_one_is_told_so(store: Store) -> None:
 
 
 def test_a_store_without_conditions_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(RequestError, match="cannot create an object on condition that there is none"):
+    with pytest.raises(RequestError, match="does not support create-if-absent"):
         RemoteStore(f"local://{tmp_path}/root").create("a", b"1")
 
 

@@ -111,9 +111,9 @@ def test_an_array_that_says_its_own_shape(shape: tuple[int, ...], head: int) -> 
 
 @pytest.mark.parametrize("encoding", ["pkl", "int", "ndarray", "ndarray:float64:3", "ndarray:int32:3:4"])
 def test_a_type_that_stage_1_never_writes(encoding: str) -> None:
-    with pytest.raises(RequestError, match="is none that stage 1 writes"):
+    with pytest.raises(RequestError, match="which stage 1 never writes"):
         Column.of("a", encoding)
-    with pytest.raises(RequestError, match="is none that stage 1 writes"):
+    with pytest.raises(RequestError, match="which stage 1 never writes"):
         Decoder([Column("a", encoding, None)])
 
 
