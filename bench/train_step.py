@@ -26,7 +26,7 @@ from torch import Tensor
 from bench.kit.common import Pair, command, matmul_tflops, section, synchronize, table, timed_in_turn
 from bench.kit.roots import encoding_record
 from plan.measured import BenchFile, Measurement
-from shards.base.pool import keep_memory
+from shards.base.pool import configure_malloc
 from shards.format.buckets import Bucket
 from shards.format.mds import parse_index
 from shards.format.text import TextLatents
@@ -85,7 +85,7 @@ def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     accelerator = Accelerator(mixed_precision=ACCELERATE_PRECISION[options.precision], cpu=device.type == "cpu")
     if device.type == "cpu":
-        keep_memory()  # as `train` does
+        configure_malloc()  # as `train` does
     unet = build_unet(options.unet, seed=0)
     matrix_rate = matmul_tflops(device, DTYPES[options.precision])
     parts = []

@@ -31,7 +31,7 @@ from evaluate.scoring import check_measurable, choose_metrics, score, table
 from evaluate.study.__main__ import run as study
 from evaluate.watch.follow import Follower, read_wants
 from evaluate.watch.tracker import open_tracker, tell_rest
-from shards.base.config import first_word, load_asked, load_config
+from shards.base.config import load_config, load_from_args, parse_subcommand
 from shards.base.durable import write_atomically
 from shards.base.errors import RequestError, console
 from shards.base.store import parse_place
@@ -39,7 +39,7 @@ from shards.open import open_store
 
 
 def run(arguments: list[str]) -> None:
-    command, rest = first_word(COMMANDS, arguments, "evaluate", __doc__)
+    command, rest = parse_subcommand(COMMANDS, arguments, "evaluate", __doc__)
     COMMANDS[command](rest)
 
 
@@ -50,7 +50,7 @@ def sample(arguments: list[str]) -> None:
       python -m evaluate sample --config configs/evaluate.yaml --model runs/phase2 --prompts.file prompts.txt
       python -m evaluate sample --config configs/evaluate.yaml --model runs/phase2 --sampling.guidance 1,3,8
     """
-    config = load_asked(EvaluateConfig, arguments, "evaluate sample", sample.__doc__)
+    config = load_from_args(EvaluateConfig, arguments, "evaluate sample", sample.__doc__)
     draw(config, config.step, output_of(config))
 
 
@@ -61,7 +61,7 @@ def score_sets(arguments: list[str]) -> None:
       python -m evaluate score --config configs/evaluate.yaml --model runs/phase2 --prompts.file prompts.txt
       python -m evaluate score --config configs/evaluate.yaml --model runs/phase2 --extractors.inception.weights FILE
     """
-    config = load_asked(EvaluateConfig, arguments, "evaluate score", score_sets.__doc__)
+    config = load_from_args(EvaluateConfig, arguments, "evaluate score", score_sets.__doc__)
     names = choose_metrics(config.metrics, config.extractors, config.reference)
     draw_and_score(config, names, config.step, output_of(config))
 
@@ -74,7 +74,7 @@ def watch(arguments: list[str]) -> None:
       python -m evaluate watch s3://bucket/phase2 --config configs/evaluate.yaml --once true
     """
     named = ["--model", *arguments[:1]] if arguments and not arguments[0].startswith("-") else []
-    config = load_asked(WatchConfig, [*named, *arguments[len(named) // 2 :]], "evaluate watch RUN", watch.__doc__)
+    config = load_from_args(WatchConfig, [*named, *arguments[len(named) // 2 :]], "evaluate watch RUN", watch.__doc__)
     if config.step is not None:
         raise RequestError("evaluate watch takes many steps: say which with --every and --until, and leave --step out.")
     names = choose_metrics(config.metrics, config.extractors, config.reference)

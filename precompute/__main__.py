@@ -17,7 +17,7 @@ from precompute.config import PrecomputeConfig, describe_encoding, make_recipe, 
 from precompute.input.tars import Named, choose_tars, list_tars, say_what_is_unchecked
 from precompute.job.ledger import Ledger
 from precompute.job.run import announce, conclude, not_committed, run_job
-from shards.base.config import load_asked
+from shards.base.config import load_from_args
 from shards.base.device import Precision
 from shards.base.errors import console
 from shards.base.scratch import sweep_attempts, sweep_scratch
@@ -34,7 +34,7 @@ from shards.root.shared import agree_on_rules, check_root, check_rules, create_r
 
 def run(arguments: list[str]) -> None:
     """Stage 1 for the tars asked for."""
-    config = with_absolute_paths(load_asked(PrecomputeConfig, arguments, "precompute", __doc__))
+    config = with_absolute_paths(load_from_args(PrecomputeConfig, arguments, "precompute", __doc__))
     config = config.model_copy(update={"precision": resolved_precision(config)})
 
     # all that can be wrong with the request is found before anything is written

@@ -22,7 +22,7 @@ from precompute.input.tars import TarsConfig
 from precompute.pixels.buckets import AspectConfig, Buckets
 from precompute.pixels.decode import LimitsConfig, PixelsConfig
 from shards.base.config import Config
-from shards.base.device import AskedPrecision
+from shards.base.device import PrecisionOption
 from shards.base.errors import RequestError
 from shards.base.store import Place
 from shards.derive.conversion import Conversion
@@ -62,7 +62,7 @@ class PrecomputeConfig(Config):
     captions: list[str] = Field(["txt"], min_length=1)
     """Where a sample's captions are: `txt`, its member of that name, or `json:FIELD` of its JSON. Of several, each is
     stored, and the trainer draws one afresh each time."""
-    precision: AskedPrecision = "float16"
+    precision: PrecisionOption = "float16"
     """Autocast type of all towers; part of the encoding id. A sample that overflows is encoded again in float32. `auto`
     is that of the root; for a new root, it is bfloat16 where a worker's device supports it, and float32 elsewhere."""
     image: ImageConfig = ImageConfig()

@@ -24,7 +24,7 @@ from shards.base.errors import RequestError, console
 from shards.base.store import Store
 from shards.format.encoding import EncodingRecord
 from shards.format.models import hash_weights, model_folder
-from shards.format.receipts import names_in_force
+from shards.format.receipts import active_receipts
 from shards.open import open_store
 from shards.root.committed import by_tar_and_bucket, iter_receipts, list_commits, read_receipts
 from shards.root.reading import captions, image_latents, read_parts
@@ -83,7 +83,7 @@ def pick_samples(store: Store, bucket: str | None, count: int) -> tuple[str, lis
 
 def names_of_bucket(store: Store, bucket: str) -> list[str]:
     """List the receipts in force of a bucket, by tar."""
-    names = by_tar_and_bucket(names_in_force(list_commits(store)))
+    names = by_tar_and_bucket(active_receipts(list_commits(store)))
     return [name for name in names if name.split("/")[1] == bucket]
 
 

@@ -32,10 +32,10 @@ WORDS += [["python", "-m", program] for program in sorted(PROGRAMS)]
 WORDS += [["python", "-m", program, name] for program, names in sorted(SUBCOMMANDS.items()) for name in sorted(names)]
 
 READ = [
-    *(f"{program}.__main__.load_asked" for program in ("evaluate", "precompute", "train")),
-    *(f"precompute.{name}.__main__.load_asked" for name in ("select", "download")),
+    *(f"{program}.__main__.load_from_args" for program in ("evaluate", "precompute", "train")),
+    *(f"precompute.{name}.__main__.load_from_args" for name in ("select", "download")),
     *(f"{program}.__main__.load_config" for program in ("evaluate", "evaluate.study", "plan")),
-    *(f"train.{name}.load_named" for name in ("export.pipeline", "export.posthoc", "run.telling.tell")),
+    *(f"train.{name}.load_for_run" for name in ("export.pipeline", "export.posthoc", "run.telling.tell")),
 ]
 """Functions that read what was typed."""
 WORK = [

@@ -20,7 +20,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shards.base.config import load_asked
+from shards.base.config import load_from_args
 from shards.base.errors import console
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def read_config(arguments: list[str], prog: str, about: str | None) -> "TrainCon
     """Read the config that the arguments name."""
     from train.config import TrainConfig
 
-    return load_asked(TrainConfig, arguments, prog, about)
+    return load_from_args(TrainConfig, arguments, prog, about)
 
 
 def answer_early(config: "TrainConfig", arguments: list[str]) -> str | None:

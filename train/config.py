@@ -8,7 +8,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from shards.base.config import Config
-from shards.base.device import AskedDevice, AskedPrecision
+from shards.base.device import DeviceOption, PrecisionOption
 from shards.base.store import Place
 from train.data.spec import DataConfig
 from train.model.backbone import BackboneConfig
@@ -60,10 +60,10 @@ class TrainConfig(Config):
     log: LogConfig = LogConfig()
     alarm: AlarmConfig = AlarmConfig()
     evaluate: RequestConfig = RequestConfig()
-    device: AskedDevice = "auto"
+    device: DeviceOption = "auto"
     """`auto` trains on the GPUs if torch can use them, and stops if there are GPUs that it cannot use; `cpu` trains on
     the CPU in any case."""
-    precision: AskedPrecision = "auto"
+    precision: PrecisionOption = "auto"
     """Autocast type; weights and optimizer are float32. `auto` is bfloat16 where the hardware supports it and float32
     elsewhere; a resumed run keeps what it began with. `float32` is without TF32, also in convolutions."""
     gradient_checkpointing: bool = False

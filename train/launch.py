@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from shards.base.config import load_asked
+from shards.base.config import load_from_args
 from shards.base.errors import INTERRUPTED, Preempted, RequestError, WorkError, exit_code_of, say
 from train.run.preflight import LAUNCHER
 
@@ -241,7 +241,7 @@ def answer_trainer(words: list[str]) -> str | None:
     from train import early
     from train.config import TrainConfig
 
-    return early.answer_early(load_asked(TrainConfig, words, "train", None), early.config_file(words))
+    return early.answer_early(load_from_args(TrainConfig, words, "train", None), early.config_file(words))
 
 
 def trainer_arguments(arguments: list[str]) -> list[str] | None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from shards.base.errors import Preempted, RequestError, WorkError, say
-from shards.base.stop import Heard, StopSignal
+from shards.base.stop import SignalFlag, StopSignal
 from train.data.batch import Batch
 from train.data.draws import Draws
 from train.data.loader import Loader
@@ -94,7 +94,7 @@ def train(run: Run) -> None:
 def _train(run: Run) -> None:
     state, first = run.state, run.state.step
     metrics_at = run.log.config.metrics_at if run.log.main else None
-    leaving = Leaving(run.accelerator, run.launch, StopSignal(), Heard(signal.SIGUSR2), state.step)
+    leaving = Leaving(run.accelerator, run.launch, StopSignal(), SignalFlag(signal.SIGUSR2), state.step)
     with (
         lost_processes_named(run.heart),
         closing(iter(run.loader)) as batches,

@@ -9,7 +9,7 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
 from shards.base.device import choose_device
 from shards.base.errors import RequestError
-from shards.base.pool import keep_memory
+from shards.base.pool import configure_malloc
 from train.assemble import assemble
 from train.config import TrainConfig
 from train.finish import describe_finished, nothing_to_do
@@ -55,7 +55,7 @@ def _train_here(config: TrainConfig, config_file: Path | None, heart: Heart, dev
         )
         torch.backends.cudnn.allow_tf32 = False
         if accelerator.device.type == "cpu":
-            keep_memory()
+            configure_malloc()
         prepared = prepare(config, accelerator, downloads)
         if prepared.checkpoint is not None and prepared.checkpoint.state.step >= config.max_steps:
             accelerator.print(nothing_to_do(config))

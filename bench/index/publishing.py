@@ -21,7 +21,7 @@ from bench.kit.common import section, status_mb, table
 from bench.kit.receipts import NAMES_PER_PAGE, ThinStore, synthetic_receipt
 from bench.kit.roots import encoding_record
 from shards.base.store import LocalStore
-from shards.format.receipts import names_in_force
+from shards.format.receipts import active_receipts
 from shards.root.committed import list_commits
 from shards.root.index import write_streaming
 from shards.root.manifest import newest_manifest
@@ -92,7 +92,7 @@ def run_phase(phase: str, root: Path) -> None:
     result: Any = None
     match phase:
         case "start":
-            result = len(names_in_force(list_commits(store)))
+            result = len(active_receipts(list_commits(store)))
         case "streaming":
             manifest = newest_manifest(store)
             assert manifest is not None

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from pydantic import Field, PositiveInt
 
 from shards.base.config import Config
-from shards.base.device import AskedPrecision, Precision
+from shards.base.device import Precision, PrecisionOption
 from shards.base.durable import canonical_json
 from shards.format.buckets import BucketName
 
@@ -38,7 +38,7 @@ class SamplingConfig(Config):
     negative_prompt: str | None = None
     """Text that guidance leads away from. null: the input that stood for dropped captions in training, which for most
     models is the empty caption and for others zeros."""
-    precision: AskedPrecision = "float32"
+    precision: PrecisionOption = "float32"
     """Type of the whole pipeline. `auto` is that of the sample set; for a new set, it is bfloat16 where a worker's
     device supports it, and float32 elsewhere."""
     batch_size: int = Field(16, ge=1)

@@ -23,14 +23,14 @@ from evaluate.study.config import StudyConfig
 from evaluate.study.protocol import check_pictures, read_study
 from evaluate.study.schedule import Draws, make_schedule
 from evaluate.study.votes import open_votes
-from shards.base.config import first_word, load_config
+from shards.base.config import load_config, parse_subcommand
 from shards.base.errors import RequestError, console
 
 PROG = "evaluate.study"
 
 
 def run(arguments: list[str]) -> None:
-    command, rest = first_word(COMMANDS, arguments, PROG, __doc__)
+    command, rest = parse_subcommand(COMMANDS, arguments, PROG, __doc__)
     parser = argparse.ArgumentParser(prog=f"{PROG} {command}", add_help=False, allow_abbrev=False)
     parser.add_argument("--config")
     if command == "invite":

@@ -7,7 +7,7 @@ from plan.config import Plan
 from plan.output.text import stars_of
 from plan.report import Report, Row
 from shards.base.config import flatten
-from shards.base.table import aligned
+from shards.base.table import format_table
 
 TOTALS: dict[str, tuple[str, Callable[[Report], str]]] = {
     "B per sample": ("size", lambda report: " + ".join(f"{bucket.sample_bytes:,.0f}" for bucket in report.buckets)),
@@ -46,9 +46,9 @@ def render_comparison(plans: list[Plan], reports: list[Report]) -> str:
     return "\n\n".join(
         [
             "Side by side (* rests on an assumed number)",
-            aligned([["  differs in", *names], *(different or [["  nothing", *("" for _ in names)]])]),
-            aligned([["  total", *names], *totals]),
-            "Days with precompute, GPU-hours, cost of GPUs, and costs by A's\n" + aligned([header, *lines]),
+            format_table([["  differs in", *names], *(different or [["  nothing", *("" for _ in names)]])]),
+            format_table([["  total", *names], *totals]),
+            "Days with precompute, GPU-hours, cost of GPUs, and costs by A's\n" + format_table([header, *lines]),
         ]
     )
 

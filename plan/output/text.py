@@ -8,7 +8,7 @@ from plan.facts import ASSUMED, Fact
 from plan.latents import BucketReport
 from plan.measured import Rate
 from plan.report import Report, Row
-from shards.base.table import aligned
+from shards.base.table import format_table
 
 T = TypeVar("T")
 Columns = list[tuple[str, Callable[[T], str]]]
@@ -55,7 +55,7 @@ def render(report: Report) -> str:
 
 def table(rows: Iterable[T], columns: Columns[T]) -> str:
     """One line for each row, under the titles."""
-    return aligned([[title for title, _ in columns], *([cell(row) for _, cell in columns] for row in rows)])
+    return format_table([[title for title, _ in columns], *([cell(row) for _, cell in columns] for row in rows)])
 
 
 def stars_of(report: Report) -> dict[str, str]:
@@ -185,7 +185,7 @@ def _numbers(report: Report) -> str:
         for name, rate in report.rates.items()
     ]
     rows += [(f"  {fact.field}", f"{fact.value:,g}", fact.unit, _source(fact)) for fact in report.facts]
-    return f"Numbers that this rests on\n{aligned(rows, '<><<')}"
+    return f"Numbers that this rests on\n{format_table(rows, '<><<')}"
 
 
 def _source(number: Fact | Rate) -> str:

@@ -94,7 +94,7 @@ class Breaker:
             self.since = now
         # causes may alternate, so each probe of a pause counts towards its end
         self.probed.append(key)
-        self.unfit = 0 if outage.passes else self.unfit + 1
+        self.unfit = 0 if outage.is_transient else self.unfit + 1
         seconds = now - self.since
         if len(self.probed) >= self.most or self.unfit >= UNFIT_PROBES:
             tried = ", ".join(sorted(set(self.probed)))

@@ -17,10 +17,10 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from precompute.cluster.board import BOARD_SECONDS, Board, Reported, Reporter
 from precompute.cluster.hands import Attempt, Worker, assign, surplus, wanted
 from precompute.cluster.nodes import Resources, ResourcesConfig, describe, missing
-from shards.base.device import AskedPrecision, Precision, resolve_precision
+from shards.base.device import Precision, PrecisionOption, resolve_precision
 from shards.base.durable import DamagedFile
 from shards.base.errors import DamagedInput, Outage, Preempted, RequestError, WorkError, is_storage_error, say
-from shards.base.stop import leave_when_told
+from shards.base.stop import exit_on_stop_signal
 
 Work = TypeVar("Work")
 Result = TypeVar("Result")
@@ -104,7 +104,7 @@ def start_ray(config: ResourcesConfig) -> None:
         )
 
 
-def precision_on_worker(asked: AskedPrecision, config: ResourcesConfig) -> Precision:
+def precision_on_worker(asked: PrecisionOption, config: ResourcesConfig) -> Precision:
     """Resolve a precision on the device that a worker would have: on this machine, or in a task on the cluster.
 
     A given precision is warned about on this machine alone: a task on the cluster would delay every job for it.
@@ -133,7 +133,7 @@ def precision_on_worker(asked: AskedPrecision, config: ResourcesConfig) -> Preci
     return precision
 
 
-def _resolve(asked: AskedPrecision, device: str) -> tuple[Precision, list[str]]:
+def _resolve(asked: PrecisionOption, device: str) -> tuple[Precision, list[str]]:
     forget_ranks()
     lines: list[str] = []
     return resolve_precision(asked, device, lines.append), lines
@@ -146,7 +146,7 @@ def _init(**options: Any) -> None:
     except SystemExit:
         say(Preempted(TOLD_TO_LEAVE))
         sys.exit(Preempted.exit_code)
-    leave_when_told(TOLD_TO_LEAVE)
+    exit_on_stop_signal(TOLD_TO_LEAVE)
 
 
 def forget_ranks() -> None:

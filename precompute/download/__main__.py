@@ -12,13 +12,13 @@ from precompute.download.fetch import require_img2dataset
 from precompute.download.job import fetch_missing
 from precompute.download.report import describe, write_report
 from precompute.download.rows import plan_download
-from shards.base.config import load_asked
+from shards.base.config import load_from_args
 from shards.base.durable import locked
 from shards.base.errors import WorkError, console
 
 
 def run(arguments: list[str]) -> None:
-    config = load_asked(DownloadConfig, arguments, "precompute.download", __doc__)
+    config = load_from_args(DownloadConfig, arguments, "precompute.download", __doc__)
     require_img2dataset()
 
     start = time.monotonic()

@@ -23,7 +23,7 @@ from precompute.encode.tar import encode_tar
 from precompute.encode.towers import TextTowers, Towers
 from precompute.input.tars import InputTar
 from shards.base.errors import RequestError, UnfitNode
-from shards.base.pool import keep_memory
+from shards.base.pool import configure_malloc
 from shards.base.scratch import use_scratch
 from shards.base.store import Store
 from shards.derive.part import Captions, Derivation, Settings, derive_tar, kept_uncond
@@ -222,7 +222,7 @@ def _recorded(weights: Weights) -> Path:
 
 def warm_up() -> None:
     """What a process does once, when its encoders are loaded."""
-    keep_memory()
+    configure_malloc()
     pa.array([None])  # loads pandas, where that is installed; or the device would wait for it at the first tar's end
     gc.collect()
     atexit.register(gc.unfreeze)  # libraries complain of objects that are never collected

@@ -26,7 +26,7 @@ from precompute.input.layout import IMAGE_SUFFIXES, Member, read_layout
 from shards.base.config import Config
 from shards.base.durable import sha256_file
 from shards.base.errors import DamagedInput, Outage, RequestError
-from shards.base.remote import explained
+from shards.base.remote import store_errors
 
 TarPolicy = Literal["reject", "salvage"]
 MOST_NAMED = 5
@@ -180,7 +180,7 @@ def local_copy(address: str, suffix: str = "") -> Iterator[Path]:
         return
     with tempfile.TemporaryDirectory(prefix="latentmill-") as folder:
         target = Path(folder) / f"copy{suffix}"
-        with explained(address, FileNotFoundError):
+        with store_errors(address, FileNotFoundError):
             file_system.get_file(path, str(target))
             size = file_system.size(path)
         if target.stat().st_size != size:
@@ -329,7 +329,7 @@ def counted_samples(tar: InputTar) -> Counted:
 
 def _side_file(file_system: Any, name: str) -> bytes | None:
     try:
-        with explained(name, FileNotFoundError):
+        with store_errors(name, FileNotFoundError):
             return bytes(file_system.cat_file(name))
     except FileNotFoundError:
         return None

@@ -11,12 +11,12 @@ import time
 from precompute.select.config import SelectConfig
 from precompute.select.funnel import describe
 from precompute.select.job import FUNNEL_NAME, select
-from shards.base.config import load_asked
+from shards.base.config import load_from_args
 from shards.base.errors import WorkError, console
 
 
 def run(arguments: list[str]) -> None:
-    config = load_asked(SelectConfig, arguments, "precompute.select", __doc__)
+    config = load_from_args(SelectConfig, arguments, "precompute.select", __doc__)
     start = time.monotonic()
     try:
         funnel = select(config)

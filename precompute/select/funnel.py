@@ -9,7 +9,7 @@ import numpy as np
 
 from precompute.select.passes import FilteredFile, OutputFile
 from precompute.select.rules import NUM_SCORE_BINS, NUM_SIZE_BINS, SCORE_BIN, SIZE_BIN, Rule
-from shards.base.table import aligned
+from shards.base.table import format_table
 
 INK, MUTED, PALE, LOST, KEPT = "#1f2933", "#6b7785", "#dde3ea", "#e07a5f", "#2a6f97"
 STYLE: Any = {
@@ -79,7 +79,7 @@ def describe(funnel: dict[str, Any]) -> str:
         counts = [f"{step[name]:,}" for name in ("by_value", "no_value", "left")]
         rows.append([step["rule"], *counts, f"{100 * step['left'] / max(rows_in, 1):.1f} %", step["keeps"]])
     rows.append(["rows out", "", "", f"{funnel['rows_out']:,}", "", ""])
-    lines = [aligned(rows, "<>>>><")]
+    lines = [format_table(rows, "<>>>><")]
     lines += [f"large enough for {name}: {count:,}" for name, count in funnel["buckets"].items()]
     return "\n".join(lines)
 

@@ -1,6 +1,4 @@
-"""What everything stands on.
+"""Shared foundation: errors, config loading, devices, durable files, local and object stores, progress output.
 
-Inside: errors, configs, tables as text, stop signals, durable files, stores (a folder or an object store).
-In: paths, addresses, YAML and option words.
-Out: objects that the rest is given.
+This package imports no other package of the project.
 """

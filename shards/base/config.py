@@ -1,4 +1,4 @@
-"""Config files: YAML, with every field open to `--a.b value` on the command line, checked by pydantic models."""
+"""Config loading: YAML files validated by pydantic models, with every field open to a `--a.b VALUE` override."""
 
 import argparse
 import difflib
@@ -20,82 +20,89 @@ from shards.base.store import Place, parse_place
 
 
 class Config(BaseModel):
-    """Base of every config section: unknown keys are refused, and a built config does not change."""
+    """Base class of every config section. Unknown keys are rejected, and a built config is immutable."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
     short_for: ClassVar[dict[str, str]] = {}
-    """Field that is short for another → that one; where a file or the command line gives that, what was below goes."""
+    """Shorthand field → the field that it abbreviates. Setting the latter discards a shorthand inherited from a
+    lower layer."""
 
 
 ConfigT = TypeVar("ConfigT", bound=BaseModel)
 
-MOST_FILES = 1000
-"""Looked at for the name that may be meant."""
-GIVEN = "given"
-"""Under this key of its context a validator finds the paths of the fields that the command line gave."""
+MAX_SUGGESTION_FILES = 1000
+"""Upper bound on the files searched for a "did you mean" suggestion."""
+OVERRIDDEN = "overridden"
+"""Key of the validation context that holds the dotted paths of all fields set on the command line."""
 
 
 def load_config(
     model: type[ConfigT], path: str | Path | None, overrides: list[str], prog: str, about: str | None = None
 ) -> ConfigT:
-    """Read the YAML file at `path` (none: defaults only), lay `--a.b value` overrides over it, and validate.
+    """Read the YAML file at `path`, apply `--a.b VALUE` overrides and validate the result.
 
-    A file with `base: other.yaml` holds what differs from that one.
+    Without a path, only the defaults and the overrides apply. A file with a `base: other.yaml` key inherits the values
+    of that file and overrides some of them.
 
-    `--help` among the overrides prints `about` (what the command does, its subcommands, examples) and every field, and
-    exits with 0.
+    If the overrides contain `--help`, print `about` (what the command does, its subcommands, examples) and every field,
+    then exit with code 0.
 
     Raises:
-        RequestError: no such file, not YAML, an unknown key (with the nearest known one), or a value out of range.
+        RequestError: the file is missing or not YAML, a key is unknown (the message suggests the closest known key), or
+            a value is invalid.
     """
-    given = _parse_overrides(model, overrides, prog, about)
-    values = _lay(model, _read_yaml(model, path) if path else {}, given)
+    overridden = _parse_overrides(model, overrides, prog, about)
+    values = _merge(model, _read_yaml(model, path) if path else {}, overridden)
     try:
-        return model.model_validate(values, context={GIVEN: set(flatten(given))})
+        return model.model_validate(values, context={OVERRIDDEN: set(flatten(overridden))})
     except ValidationError as error:
         source = f"{path} with its overrides" if path else "the command line"
-        wrong = [_no_json(overrides, _place(item)) or _explain(model, item) for item in error.errors()]
+        wrong = [_json_hint(overrides, _place(item)) or _explain(model, item) for item in error.errors()]
         raise RequestError(f"{source}: {'; '.join(dict.fromkeys(wrong))}.") from None
 
 
-def load_asked(model: type[ConfigT], arguments: list[str], prog: str, about: str | None) -> ConfigT:
-    """What `load_config` makes of the file that `--config` names, and of all other arguments as overrides."""
+def load_from_args(model: type[ConfigT], arguments: list[str], prog: str, about: str | None) -> ConfigT:
+    """Load the config file named by `--config`, treating all other arguments as overrides. See `load_config`."""
     parser = argparse.ArgumentParser(prog=prog, add_help=False, allow_abbrev=False)
     parser.add_argument("--config")
     options, overrides = parser.parse_known_args(arguments)
     return load_config(model, options.config, overrides, prog, about)
 
 
-def first_word(known: Iterable[str], arguments: list[str], prog: str, about: str | None) -> tuple[str, list[str]]:
-    """The subcommand that the first argument names, and the arguments behind it; none, or `--help`, prints `about`.
+def parse_subcommand(known: Iterable[str], arguments: list[str], prog: str, about: str | None) -> tuple[str, list[str]]:
+    """Split the arguments into a subcommand and its own arguments.
+
+    Without arguments, or with `--help`, print `about` and exit with code 0.
 
     Raises:
-        RequestError: there is no such subcommand.
+        RequestError: the subcommand is unknown.
     """
     word, *rest = arguments or ["--help"]
     if word in ("-h", "--help"):
         raw = argparse.RawDescriptionHelpFormatter
         argparse.ArgumentParser(f"python -m {prog}", description=about, formatter_class=raw).parse_args(["--help"])
     if word not in known:
-        raise RequestError(f"python -m {prog} has no command {word}; it has {', '.join(known)}.")
+        raise RequestError(f"python -m {prog} has no command `{word}`. Choose one of: {', '.join(known)}.")
     return word, rest
 
 
-def load_named(model: type[ConfigT], arguments: list[str], command: str, about: str | None) -> tuple[Place, ConfigT]:
-    """The run that the first argument names, and the options behind it, for `python -m COMMAND RUN --a.b value`.
+def load_for_run(model: type[ConfigT], arguments: list[str], command: str, about: str | None) -> tuple[Place, ConfigT]:
+    """Parse the arguments of `python -m COMMAND RUN --a.b VALUE` into the run and the config.
 
     Raises:
-        RequestError: it begins with an option, or as `load_config`.
+        RequestError: the first argument is an option instead of a run, or `load_config` fails.
     """
     if not arguments or arguments[0].startswith("-"):
         if set(arguments) & {"-h", "--help"}:
             load_config(model, None, ["--help"], f"{command} RUN", about)
-        raise RequestError(f"{command}: name the run first: `python -m {command} RUN …`; --help lists the options.")
+        raise RequestError(
+            f"{command}: the run is missing. Name it first: `python -m {command} RUN …`. --help lists the options."
+        )
     return parse_place(arguments[0]), load_config(model, None, arguments[1:], f"{command} RUN")
 
 
 def flatten(values: dict[str, Any], separator: str = ".") -> dict[str, Any]:
-    """`a.b` → value, for every value that is no section, or an empty one."""
+    """Flatten nested sections to `a.b` → value. An empty section is kept as a value."""
     flat: dict[str, Any] = {}
     for name, value in values.items():
         below = flatten(value, separator) if isinstance(value, dict) else {}
@@ -104,51 +111,56 @@ def flatten(values: dict[str, Any], separator: str = ".") -> dict[str, Any]:
 
 
 def save_config(config: BaseModel, path: Path) -> None:
-    """Write the resolved config as YAML, so that `load_config(type(config), path, [])` gives it back."""
+    """Write the resolved config as YAML, so that `load_config(type(config), path, [])` restores it."""
     path.write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
 
 
-class _EachKeyOnce(yaml.SafeLoader):
-    """Refuses a key that stands twice, as YAML 1.2 does (3.2.1.3); PyYAML would take the last without a word."""
+class _UniqueKeyLoader(yaml.SafeLoader):
+    """YAML loader that rejects duplicate keys, as YAML 1.2 requires (3.2.1.3). PyYAML silently keeps the last one."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """As `SafeLoader`."""
+        """Build the mapping after checking its keys for duplicates."""
         keys: set[str] = set()
         for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
             if key.value in keys:
-                raise ConstructorError(None, None, f"the key {key.value} stands there twice", key.start_mark)
+                raise ConstructorError(None, None, f"the key `{key.value}` is given twice", key.start_mark)
             keys.add(key.value)
         return super().construct_mapping(node, deep)
 
 
-def _read_yaml(model: type[BaseModel], path: str | Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """The file's values, laid over those of the file that its `base` names, relative to its own folder."""
+def _read_yaml(model: type[BaseModel], path: str | Path, derived: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """Read a file and its chain of `base` files, whose paths are relative to the file that names them."""
     try:
-        values = yaml.load(Path(path).read_text(), _EachKeyOnce)
+        values = yaml.load(Path(path).read_text(), _UniqueKeyLoader)
     except FileNotFoundError:
-        remedy = f"{above[-1]} names it as its `base`: mend that" if above else "Give one with --config PATH"
-        nearest = _nearest_file(Path(path), above)
+        remedy = f"{derived[-1]} names it as its `base`: correct it" if derived else "Give one with --config PATH"
+        nearest = _nearest_file(Path(path), derived)
         raise RequestError(f"There is no config file {path}{nearest}. {remedy}.") from None
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        what, mark = getattr(error, "problem", None) or error, getattr(error, "problem_mark", None)
+        problem, mark = getattr(error, "problem", None) or error, getattr(error, "problem_mark", None)
         at = f" (line {mark.line + 1})" if mark else ""
-        raise RequestError(f"The config file {path} cannot be read as YAML: {what}{at}. Mend it.") from None
+        raise RequestError(
+            f"The config file {path} cannot be parsed as YAML: {problem}{at}. Fix the file and run the command again."
+        ) from None
     if not isinstance(values, dict):
-        raise RequestError(f"The config file {path} holds {type(values).__name__}, not `key: value` pairs.")
+        raise RequestError(f"The config file {path} contains {type(values).__name__} instead of `key: value` pairs.")
     if (base := values.pop("base", None)) is None:
         return values
     if not isinstance(base, str) or not base:
-        raise RequestError(f"The config file {path} has `base: {base!r}`. Give the path of a config file.")
-    below, through = Path(path).parent / base, (*above, Path(path))
-    if below.resolve() in [file.resolve() for file in through]:
-        raise RequestError(f"The config file {path} has `base: {base}`, which is based on it in turn. Remove one.")
-    return _lay(model, _read_yaml(model, below, through), values)
+        raise RequestError(f"The config file {path} has `base: {base!r}`; `base` must be the path of a config file.")
+    parent, chain_so_far = Path(path).parent / base, (*derived, Path(path))
+    if parent.resolve() in [file.resolve() for file in chain_so_far]:
+        raise RequestError(
+            f"The config file {path} has `base: {base}`, which in turn is based on this file. Remove one of the `base` "
+            f"keys that form the cycle."
+        )
+    return _merge(model, _read_yaml(model, parent, chain_so_far), values)
 
 
 def _parse_overrides(
     model: type[BaseModel], overrides: list[str], prog: str, about: str | None = None
 ) -> dict[str, Any]:
-    # The command line alone is read here: required fields may still come from the file.
+    # The model is not validated here, because required fields may still come from the file.
     overrides, entries = _split_entries(model, overrides)
     settings: Any = create_model(model.__name__, __base__=(BaseSettings, model), __doc__=model.__doc__)
     try:
@@ -160,7 +172,7 @@ def _parse_overrides(
             cli_parse_none_str="null",
             cli_use_class_docs_for_groups=True,
         )
-        # by itself the usage lists every field, of which a screen is full before anything is said
+        # the default usage lists every field, which would push the description off the screen
         source.root_parser.usage = f"python -m {prog} [--FIELD VALUE …]"
         source.root_parser.description = inspect.cleandoc(about) if about else source.root_parser.description
         return _lay(model, source(args=overrides)(), entries)
@@ -171,7 +183,7 @@ def _parse_overrides(
             reason = f"unknown option {', '.join(hints)}"
         else:
             reason = (
-                _no_json(overrides) or f"{str(error).removeprefix('error parsing CLI: ')}, in {' '.join(overrides)}"
+                _json_hint(overrides) or f"{str(error).removeprefix('error parsing CLI: ')}, in {' '.join(overrides)}"
             )
         raise RequestError(f"{prog}: {reason}. `{prog} --help` lists every option.") from None
 
@@ -220,7 +232,7 @@ def _holds_sections(model: type[BaseModel], name: str) -> bool:
 
 
 def _options(overrides: list[str]) -> Iterator[tuple[str, str]]:
-    """Each option's name and what stands behind it, as far as the next one."""
+    """Yield each option's name and its value, including any words up to the next option."""
     for i, word in enumerate(overrides):
         if word.startswith("--"):
             name, _, value = word.removeprefix("--").partition("=")
@@ -228,8 +240,9 @@ def _options(overrides: list[str]) -> Iterator[tuple[str, str]]:
             yield name, " ".join([*filter(None, [value]), *behind])
 
 
-def _no_json(overrides: list[str], place: str | None = None) -> str:
-    """What to say of an option whose value should have been JSON; of any, or of the one that gave the field `place`."""
+def _json_hint(overrides: list[str], place: str | None = None) -> str:
+    """Return a hint if an option's value looks like JSON but does not parse: any option, or the one that sets
+    `place`."""
     for name, text in _options(overrides):
         if text.startswith(("[", "{")) and (place is None or f"{place}.".startswith(f"{name}.")):
             try:
@@ -238,20 +251,20 @@ def _no_json(overrides: list[str], place: str | None = None) -> str:
                 quoted = '[{"name": "value"}]' if text.startswith("[") else '{"name": "value"}'
                 escaped = quoted.replace('"', '\\"')
                 return (
-                    f"--{name} was read as {text}, which is no JSON. If the shell took its quotes away, put single "
-                    f"""ones around it, --{name} '{quoted}', and behind make, ARGS="--{name} '{escaped}'\""""
+                    f"--{name} arrived as {text}, which is not valid JSON. If the shell removed the quotes, put single "
+                    f"""quotes around the value: --{name} '{quoted}', or with make: ARGS="--{name} '{escaped}'\""""
                 )
     return ""
 
 
-def _lay(model: Any, below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
-    """Values of a file or the command line, laid over those below, section by section."""
-    shorts = getattr(model, "short_for", {})
-    merged = {key: value for key, value in below.items() if shorts.get(key) not in above}
+def _merge(model: Any, below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+    """Merge the values of a file or the command line over those of a lower layer, section by section."""
+    shorthands = getattr(model, "short_for", {})
+    merged = {key: value for key, value in below.items() if shorthands.get(key) not in above}
     for key, value in above.items():
         both_are_sections = isinstance(value, dict) and isinstance(merged.get(key), dict)
         field = getattr(model, "model_fields", {}).get(key)
-        merged[key] = _lay(field and field.annotation, merged[key], value) if both_are_sections else value
+        merged[key] = _merge(field and field.annotation, merged[key], value) if both_are_sections else value
     return merged
 
 
@@ -264,9 +277,11 @@ def _explain(model: type[BaseModel], item: Any) -> str:
     if item["type"] == "extra_forbidden":
         return f"unknown key `{place}`{_nearest(place, _field_paths(model))}"
     if item["type"] == "missing":
-        return f"`{place}` is missing: give it in the file or as --{place} VALUE"
+        return f"`{place}` is missing: set it in the file or with --{place} VALUE"
     message = item["msg"].removeprefix("Value error, ").rstrip(".")
-    value = "" if isinstance(item["input"], dict) else f" = {item['input']!r}"  # a section says nothing by its fields
+    value = (
+        "" if isinstance(item["input"], dict) else f" = {item['input']!r}"
+    )  # a whole section would clutter the message
     return f"`{place}`{value}: {message[0].lower()}{message[1:]}"
 
 
@@ -275,14 +290,14 @@ def _nearest(name: str, known: list[str]) -> str:
     return f" (did you mean `{close[0]}`?)" if close else ""
 
 
-def _nearest_file(path: Path, above: tuple[Path, ...]) -> str:
-    """Of YAML files in the nearest folder that is there, and in the folders in it; none where these cannot be read."""
+def _nearest_file(path: Path, excluded: tuple[Path, ...]) -> str:
+    """Suggest a YAML file with a similar path, at most one folder below the closest existing parent folder."""
     try:
         folder = next(each for each in path.parents if each.is_dir())
-        if str(folder) == path.anchor:  # all that the machine has
+        if str(folder) == path.anchor:  # do not scan the file system from its root
             return ""
-        found = islice(chain(folder.glob("*.yaml"), folder.glob("*/*.yaml")), MOST_FILES)
-        names = {str(file.relative_to(folder)): file for file in found if file not in above}
+        found = islice(chain(folder.glob("*.yaml"), folder.glob("*/*.yaml")), MAX_SUGGESTION_FILES)
+        names = {str(file.relative_to(folder)): file for file in found if file not in excluded}
     except OSError:
         return ""
     close = difflib.get_close_matches(str(path.relative_to(folder)), sorted(names), n=1, cutoff=0.65)

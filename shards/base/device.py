@@ -1,6 +1,6 @@
-"""The device that runs a command, the precision that suits it, and the CPU cores that may be used.
+"""Device and precision selection, and the number of usable CPU cores.
 
-torch is imported inside the functions: reading a config must not cost its import.
+torch is imported inside the functions, because parsing a config must not pay for that import.
 """
 
 import functools
@@ -15,24 +15,24 @@ from typing import Literal
 from shards.base.errors import RequestError
 
 Precision = Literal["float32", "float16", "bfloat16"]
-AskedPrecision = Literal["auto", "float32", "float16", "bfloat16"]
-AskedDevice = Literal["auto", "cpu", "cuda"]
+PrecisionOption = Literal["auto", "float32", "float16", "bfloat16"]
+DeviceOption = Literal["auto", "cpu", "cuda"]
 
-CHANNELS, SIDE = 64, 16
-"""Size of the trial: small enough that a CPU that emulates bfloat16 finishes it in under 100 ms."""
+TRIAL_CHANNELS, TRIAL_SIDE = 64, 16
+"""Tensor size of the timing trial, small enough to finish in under 100 ms on a CPU that emulates bfloat16."""
 TRIAL_SECONDS = 0.02
-"""How long each type is timed, after one run that is not counted."""
-WORTH_A_WARNING = 1.5
-"""From this slowdown on, a lowered precision on a CPU is warned about."""
+"""Measurement time per data type, after one warm-up run."""
+WARN_SLOWDOWN = 1.5
+"""Slowdown relative to float32 from which an explicitly chosen lower precision on a CPU triggers a warning."""
 
 
-def choose_device(asked: AskedDevice = "auto", devices: Path = Path("/dev")) -> Literal["cpu", "cuda"]:
-    """Return `cuda` if torch can use a GPU here, otherwise `cpu`; or the device that was asked for.
+def choose_device(requested: DeviceOption = "auto", devices: Path = Path("/dev")) -> Literal["cpu", "cuda"]:
+    """Return the requested device; for `auto`, `cuda` if torch can use a GPU and `cpu` otherwise.
 
     Raises:
-        RequestError: the machine has an NVIDIA GPU, or one was asked for, but torch cannot use it.
+        RequestError: torch cannot use a GPU although one was requested or the machine has an NVIDIA GPU.
     """
-    if asked == "cpu":
+    if requested == "cpu":
         return "cpu"
     import torch
 
@@ -40,19 +40,19 @@ def choose_device(asked: AskedDevice = "auto", devices: Path = Path("/dev")) -> 
         return "cuda"
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1", "NoDevFiles")
     has_gpu = any(devices.glob("nvidia[0-9]*")) and not hidden
-    if asked == "cuda" or has_gpu:
+    if requested == "cuda" or has_gpu:
         raise RequestError(unusable_gpu(has_gpu))
     return "cpu"
 
 
 def unusable_gpu(has_gpu: bool, driver: Path = Path("/sys/module/nvidia/version")) -> str:
-    """Explain why torch sees no GPU: which driver and which torch build there are, and what to install."""
+    """Explain why torch sees no GPU, naming the driver and the torch build, and say what to install."""
     import torch
 
     version = driver.read_text().strip() if driver.is_file() else None
     found = f"driver {version}" if version else "no loaded NVIDIA driver"
     built = f"CUDA {torch.version.cuda}" if torch.version.cuda else "the CPU only"
-    seen = "This machine has an NVIDIA GPU, but torch" if has_gpu else "A GPU was asked for, but torch"
+    subject = "This machine has an NVIDIA GPU, but torch" if has_gpu else "A GPU was requested, but torch"
     remedy = (
         f"Install a torch build that this driver supports (`uv pip install --torch-backend=auto torch torchvision`), "
         f"or a driver for {built}"
@@ -60,65 +60,65 @@ def unusable_gpu(has_gpu: bool, driver: Path = Path("/sys/module/nvidia/version"
         else "Install a torch build with CUDA (`uv pip install --torch-backend=auto torch torchvision`)"
     )
     return (
-        f"{seen} {torch.__version__}, built for {built}, cannot use it ({found}). {remedy}. To run on the CPU on "
-        f"purpose, set the option for it: `--device cpu` in training, `--workers.num_gpus 0` elsewhere."
+        f"{subject} {torch.__version__}, built for {built}, cannot use it ({found}). {remedy}. To run on the CPU "
+        f"instead, pass `--device cpu` to training, or `--workers.num_gpus 0` to the other commands."
     )
 
 
-def resolve_precision(asked: AskedPrecision, device: str, say: Callable[[str], None] | None = None) -> Precision:
-    """Turn `auto` into the precision that suits `device`, which must be a device of this machine.
+def resolve_precision(requested: PrecisionOption, device: str, say: Callable[[str], None] | None = None) -> Precision:
+    """Resolve `auto` to the best precision for `device`, which must be present on this machine.
 
-    On a GPU that is bfloat16 where the hardware has it. On a CPU it is bfloat16 where a short trial finds it no slower
-    than float32: CPUs without instructions for it emulate it, at 8 to 30 times the cost.
+    On a GPU, `auto` is bfloat16 if the hardware supports it. On a CPU, it is bfloat16 if a short trial finds it no
+    slower than float32; CPUs without native support emulate it at 8 to 30 times the cost.
 
     Args:
-        say: is given one line on what `auto` became, or a warning that an explicit precision is emulated here.
+        say: receives one line on how `auto` was resolved, or a warning that an explicit precision is emulated.
     """
     say = say or (lambda text: print(text, file=sys.stderr, flush=True))
-    if asked == "auto":
+    if requested == "auto":
         if device == "cuda":
             import torch
 
             return "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float32"
         slowdown = cpu_slowdown("bfloat16")
         chosen: Precision = "bfloat16" if slowdown <= 1 else "float32"
-        say(f"precision: auto is {chosen}; on this CPU, bfloat16 takes {slowdown:.2g} × the time of float32")
+        say(f"precision: auto selects {chosen}; on this CPU, bfloat16 takes {slowdown:.2g} × the time of float32")
         return chosen
-    if asked != "float32" and device == "cpu" and (slowdown := cpu_slowdown(asked)) >= WORTH_A_WARNING:
+    if requested != "float32" and device == "cpu" and (slowdown := cpu_slowdown(requested)) >= WARN_SLOWDOWN:
         say(
-            f"warning: this CPU emulates {asked}, which takes {slowdown:.2g} × the time of float32. Set "
-            f"`--precision auto` (or float32), unless the numbers must be those of {asked}."
+            f"warning: this CPU emulates {requested}, which takes {slowdown:.2g} × the time of float32. Set "
+            f"`--precision auto` or `--precision float32`, unless you need the exact results of {requested}."
         )
-    return asked
+    return requested
 
 
 @functools.cache
 def cpu_slowdown(precision: Precision) -> float:
-    """Time of one convolution and one matrix product in `precision` over that in float32, forward and backward.
+    """Return the time of a convolution and a matrix product in `precision` relative to float32, forward and backward.
 
-    One thread works: other processes on the machine then disturb both types alike.
+    The trial uses a single thread, so that other processes on the machine disturb both data types alike.
     """
     import torch
 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        # a caller may be in inference mode, which would record nothing to differentiate
+        # the caller may be in inference mode, where autograd records nothing
         with torch.inference_mode(False), torch.enable_grad():
             return _trial(precision) / _trial("float32")
     finally:
         torch.set_num_threads(threads)
 
 
-def _trial(name: Precision) -> float:
-    """Time the convolution and the product in the type `name`: the shortest of several runs, in seconds."""
+def _trial(precision: Precision) -> float:
+    """Return the shortest of several timings of the convolution and the product, in seconds."""
     import torch
     from torch.nn import functional
 
-    dtype = getattr(torch, name)
-    weights = torch.full((CHANNELS, CHANNELS, 3, 3), 0.01, dtype=dtype, requires_grad=True)
-    matrix = torch.full((4 * CHANNELS, CHANNELS), 0.01, dtype=dtype, requires_grad=True)
-    image = torch.ones(1, CHANNELS, SIDE, SIDE, dtype=dtype)
+    dtype = getattr(torch, precision)
+    weights = torch.full((TRIAL_CHANNELS, TRIAL_CHANNELS, 3, 3), 0.01, dtype=dtype, requires_grad=True)
+    matrix = torch.full((4 * TRIAL_CHANNELS, TRIAL_CHANNELS), 0.01, dtype=dtype, requires_grad=True)
+    image = torch.ones(1, TRIAL_CHANNELS, TRIAL_SIDE, TRIAL_SIDE, dtype=dtype)
     shortest, spent, is_warm = math.inf, 0.0, False
     while spent < TRIAL_SECONDS:
         started = time.perf_counter()
@@ -132,20 +132,20 @@ def _trial(name: Precision) -> float:
 
 
 def available_cores(cgroups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
-    """Number of CPU cores that this process may keep busy: its affinity, within its cgroups' CPU quotas."""
+    """Return the number of CPU cores this process may use: its affinity mask, capped by its cgroups' CPU quotas."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, math.ceil(min([cores, *_quotas(cgroups, own)])))
 
 
 def _quotas(cgroups: Path, own: Path) -> list[float]:
-    """CPU quotas, in cores, of the process's cgroups and of those above them (version 1 and 2)."""
+    """Return the CPU quotas, in cores, of the process's cgroups and their ancestors (cgroup v1 and v2)."""
     found = []
     for line in own.read_text().splitlines() if own.is_file() else []:
         _, controllers, path = line.split(":", 2)
         if controllers and "cpu" not in controllers.split(","):
             continue
         base = cgroups / controllers if controllers else cgroups
-        # in a container the path may be the host's, and its own cgroup is mounted at the base
+        # in a container, the path may be the host's while the container's own cgroup is mounted at the base
         for folder in [base / path.lstrip("/"), *(base / path.lstrip("/")).parents]:
             found.append(_quota(folder))
             if folder == base:
@@ -154,7 +154,7 @@ def _quotas(cgroups: Path, own: Path) -> list[float]:
 
 
 def _quota(folder: Path) -> float | None:
-    """CPU quota of one cgroup in cores; None where there is no limit."""
+    """Return the CPU quota of one cgroup in cores, or None if it is unlimited."""
     version_2, version_1 = folder / "cpu.max", folder / "cpu.cfs_quota_us"
     if version_2.is_file():
         quota, period = version_2.read_text().split()

@@ -1,4 +1,4 @@
-"""Durable files: a file or folder is either absent or whole, and stored JSON knows its own hash."""
+"""Durable files: atomic writes that survive a power cut, file locks, and JSON sealed with its own hash."""
 
 import ctypes
 import errno
@@ -17,12 +17,12 @@ from shards.base.errors import RequestError, WorkError
 
 NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
 NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
-PIECE_BYTES = 1 << 20
+COPY_CHUNK_BYTES = 1 << 20
 AT_FDCWD, RENAME_NOREPLACE = -100, 1
 
 
 class DamagedFile(WorkError):
-    """A stored file is not what was written: bits flipped, bytes missing, or edited by hand."""
+    """A stored file that differs from what was written: corrupted, truncated or edited by hand."""
 
 
 def sha256_file(path: Path) -> str:
@@ -31,7 +31,7 @@ def sha256_file(path: Path) -> str:
 
 
 def fsync_folder(folder: Path) -> None:
-    """Make renames and new names in `folder` survive a power cut."""
+    """Flush a folder's entries to disk, so that renames and new names survive a power cut."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -40,7 +40,7 @@ def fsync_folder(folder: Path) -> None:
 
 
 def make_folder(folder: Path) -> None:
-    """Make it, and those above it, so that they survive a power cut."""
+    """Create a folder and its missing parents, flushing each new entry to disk."""
     if not folder.is_dir():
         make_folder(folder.parent)
         folder.mkdir(exist_ok=True)
@@ -48,10 +48,10 @@ def make_folder(folder: Path) -> None:
 
 
 def fsync_file(path: str | Path, forget: bool = False) -> None:
-    """Flush a file to the disk; and `forget` its pages in memory, where nobody will read it here soon.
+    """Flush a file to disk and, with `forget`, drop its pages from the page cache.
 
-    (A writer of terabytes that kept them would push everything else out of memory, the tars that it reads too; and
-    the kernel needs several times as long to find a fresh page as to fill it.)
+    Otherwise, a job that writes terabytes evicts everything else from the cache, including the tars it reads. The
+    kernel also takes several times as long to find a free page as to fill it.
     """
     with open(path, "rb") as file:
         os.fsync(file.fileno())
@@ -60,7 +60,7 @@ def fsync_file(path: str | Path, forget: bool = False) -> None:
 
 
 def fsync_tree(folder: Path) -> None:
-    """Flush every file and folder below `folder`, itself included, to the disk."""
+    """Flush `folder` and everything below it to disk."""
     for parent, _, names in os.walk(folder, topdown=False):
         for name in names:
             fsync_file(os.path.join(parent, name))
@@ -68,8 +68,8 @@ def fsync_tree(folder: Path) -> None:
 
 
 @contextmanager
-def replaced_folder(target: Path) -> Iterator[Path]:
-    """A new folder beside `target`, which takes its place, whole and on the disk, where the block ends well."""
+def atomic_folder(target: Path) -> Iterator[Path]:
+    """Yield a new folder that replaces `target`, complete and flushed to disk, if the block succeeds."""
     private = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}")
     private.mkdir(parents=True)
     try:
@@ -84,16 +84,16 @@ def replaced_folder(target: Path) -> Iterator[Path]:
 
 
 def write_file(path: Path, data: bytes) -> Path:
-    """A new file, on the disk; gone again where it cannot be written. Returns its path."""
+    """Write a new file, flush it to disk and return its path. A file that cannot be written completely is removed."""
     with _new_file(path) as file:
         file.write(data)
     return path
 
 
 def copy_file(source: Path, path: Path) -> Path:
-    """A copy, as `write_file` writes; of a file that need not fit into memory."""
-    with source.open("rb") as whole, _new_file(path) as file:
-        shutil.copyfileobj(whole, file, PIECE_BYTES)
+    """Copy a file in chunks with the guarantees of `write_file`."""
+    with source.open("rb") as original, _new_file(path) as file:
+        shutil.copyfileobj(original, file, COPY_CHUNK_BYTES)
     return path
 
 
@@ -110,7 +110,7 @@ def _new_file(path: Path) -> Iterator[BinaryIO]:
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Write `data` to `path` so that a reader sees the old file or the new one, whatever happens in between."""
+    """Write `data` to `path` atomically: readers see either the old file or the new one, even after a crash."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
     try:
@@ -121,13 +121,13 @@ def write_atomically(path: Path, data: bytes) -> None:
 
 
 def create_file(path: Path, temporary: Path) -> bool:
-    """Give a file the name `path`, durably, if nothing has it; of two that do so at once, one does.
+    """Move `temporary` to `path` durably if `path` does not exist. Of concurrent callers, only one succeeds.
 
     Returns:
-        Whether nothing had it. `temporary` is gone either way.
+        Whether the file was created. `temporary` is removed in either case.
 
     Raises:
-        RequestError: the file system can do neither `link` nor `renameat2`.
+        RequestError: the file system supports neither hard links nor `renameat2`.
     """
     try:
         try:
@@ -140,16 +140,18 @@ def create_file(path: Path, temporary: Path) -> bool:
         return False
     finally:
         temporary.unlink(missing_ok=True)
-        fsync_folder(path.parent)  # for a loser too, who reads what a winner may not have flushed yet
+        fsync_folder(
+            path.parent
+        )  # the loser flushes as well: it will read a file whose winner may not have flushed yet
     return True
 
 
 def rename_if_absent(source: Path, target: Path) -> None:
-    """renameat2 with RENAME_NOREPLACE: for file systems without hard links.
+    """Rename without replacing (`renameat2` with RENAME_NOREPLACE), for file systems that lack hard links.
 
     Raises:
-        FileExistsError: `target` is there.
-        RequestError: the file system, or the system, does not know it.
+        FileExistsError: `target` exists.
+        RequestError: the kernel or the file system does not support the call.
     """
     function = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     done = function and function(AT_FDCWD, os.fsencode(source), AT_FDCWD, os.fsencode(target), RENAME_NOREPLACE)
@@ -158,40 +160,43 @@ def rename_if_absent(source: Path, target: Path) -> None:
     number = ctypes.get_errno() if function else errno.ENOSYS
     if number in (errno.EINVAL, errno.ENOSYS, *NO_LINKS):
         raise RequestError(
-            f"The file system of {target.parent} has neither hard links nor renames that replace nothing. Two jobs "
-            f"could not be kept apart on it: put the root on another one, or on an object store."
+            f"The file system of {target.parent} supports neither hard links nor RENAME_NOREPLACE, so concurrent "
+            f"jobs could overwrite each other. Use a different file system or an object store for `output`."
         )
     raise OSError(number, os.strerror(number), str(target))
 
 
 def canonical_json(value: Any) -> bytes:
-    """The one byte string that stands for `value`: sorted keys, two spaces, UTF-8, a newline at the end."""
+    """Serialise `value` to its canonical bytes: sorted keys, two-space indent, UTF-8, trailing newline."""
     return (json.dumps(value, sort_keys=True, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode()
 
 
 def sealed_json(value: dict[str, Any]) -> bytes:
-    """`value` with a `sha256` of its own canonical bytes."""
+    """Serialise `value` with an added `sha256` field, the hash of its canonical bytes."""
     seal = hashlib.sha256(canonical_json(value)).hexdigest()
     return canonical_json({**value, "sha256": seal})
 
 
 def write_sealed_json(path: Path, value: dict[str, Any]) -> None:
-    """Write `sealed_json(value)`, atomically."""
+    """Write `sealed_json(value)` atomically."""
     write_atomically(path, sealed_json(value))
 
 
 def read_sealed_json(path: Path) -> dict[str, Any]:
-    """Read what `write_sealed_json` wrote.
+    """Read a file written by `write_sealed_json`.
 
     Raises:
-        FileNotFoundError: there is no such file.
+        FileNotFoundError: the file does not exist.
         DamagedFile: any byte of it differs from what was written.
     """
     return parse_sealed_json(path.read_bytes(), str(path))
 
 
 def parse_sealed_json(data: bytes, where: str) -> dict[str, Any]:
-    """The value of `sealed_json`'s bytes, without the seal; `where` they came from, for people.
+    """Verify the bytes of a sealed JSON and return its value without the `sha256` field.
+
+    Args:
+        where: the path or URL of the file, for error messages.
 
     Raises:
         DamagedFile: any byte differs from what was written.
@@ -207,14 +212,18 @@ def parse_sealed_json(data: bytes, where: str) -> dict[str, Any]:
         intact = False
     if not intact:
         raise DamagedFile(
-            f"{where} is damaged: its content does not match the SHA-256 it carries. Restore it from a copy; "
-            f"`python -m shards verify ROOT` names all that is damaged."
+            f"{where} is damaged: its content does not match the SHA-256 stored in it. Restore it from a copy. "
+            f"`python -m shards verify ROOT` lists all damaged files."
         )
     return value
 
 
 def parse_json_lines(data: bytes, where: str) -> list[dict[str, Any]]:
-    """The whole lines of a run's log, each an object with a `step`. A damaged one is passed over, loudly."""
+    """Parse the complete lines of a run's log, each a JSON object with an integer `step`.
+
+    A damaged line is skipped with a warning on stdout. A partial last line, which a killed writer leaves behind, is
+    ignored.
+    """
     found = []
     *whole, _torn = data.decode(errors="replace").split("\n")
     for number, line in enumerate(whole, start=1):
@@ -225,15 +234,15 @@ def parse_json_lines(data: bytes, where: str) -> list[dict[str, Any]]:
         if isinstance(fields, dict) and isinstance(fields.get("step"), int):
             found.append(fields)
         else:
-            print(f"{where}: line {number} is damaged and passed over", flush=True)
+            print(f"{where}: line {number} is damaged; skipping it", flush=True)
     return found
 
 
 @contextmanager
 def locked(path: Path) -> Iterator[BinaryIO]:
-    """Hold an exclusive lock on the file `path`, which is created or truncated; yields the file, open for writing.
+    """Hold an exclusive lock on the file `path`, and yield the file, open for writing.
 
-    The kernel releases the lock when the holder dies.
+    The file is created or truncated. The kernel releases the lock when its holder dies.
 
     Raises:
         RequestError: the file system does not support file locks.
@@ -245,7 +254,7 @@ def locked(path: Path) -> Iterator[BinaryIO]:
 
 
 def flock(descriptor: int, path: Path, wait: bool = True) -> None:
-    """Take an exclusive lock on an open file; `path` is its path, for the error message.
+    """Take an exclusive lock on an open file. `path` appears only in the error message.
 
     Raises:
         BlockingIOError: another process holds the lock, and `wait` is false.
@@ -258,6 +267,6 @@ def flock(descriptor: int, path: Path, wait: bool = True) -> None:
             raise
         raise RequestError(
             f"The file system of {path.parent} does not support file locks (flock: {error.strerror}), which are needed "
-            f"to tell the files of running processes from those of dead ones: mount it with flock support (Lustre: "
-            f"`-o flock` or `-o localflock`), or choose a folder on a different file system."
+            f"to distinguish the files of running processes from those of dead ones. Mount it with flock support "
+            f"(Lustre: `-o flock` or `-o localflock`), or choose a folder on a different file system."
         ) from error

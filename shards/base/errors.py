@@ -1,4 +1,4 @@
-"""The ways in which a command fails, and how each reaches the person at the terminal."""
+"""Exception types, their exit codes, and how errors are printed on the terminal."""
 
 import errno
 import signal
@@ -9,54 +9,55 @@ from typing import NoReturn
 
 
 class RequestError(ValueError):
-    """The request was wrong (a config, a path, a root that does not fit). Nothing was written."""
+    """An invalid request: a wrong config, path or root. Nothing was written."""
 
     exit_code = 2
 
 
 class WorkError(RuntimeError):
-    """The work failed on the way (a shard, a run). What was finished stays valid."""
+    """A failure of running work, such as a tar or a training run. Completed work remains valid."""
 
     exit_code = 1
 
 
 class DamagedInput(WorkError):
-    """What was to be read is not what was once written. Another attempt would find the same, so there is none."""
+    """An input that differs from what was once written. It is not retried, since a retry would read the same bytes."""
 
 
 class Outage(WorkError):
-    """Storage, credentials, models or the cluster failed, and not the work: the same work may go well later."""
+    """A failure of storage, credentials, models or the cluster rather than of the work, which may succeed later."""
 
-    passes = True
+    is_transient = True
     """Whether waiting may help."""
 
 
 class UnfitNode(Outage):
-    """This machine lacks what the work needs: models, the root, the code. Other machines may have it."""
+    """A machine that lacks what the work needs (models, access to the root, the code). Other machines may have it."""
 
-    passes = False
+    is_transient = False
 
 
 class Preempted(WorkError):
-    """The run was told to leave; it saved first. The code is EX_TEMPFAIL, on which a scheduler requeues."""
+    """A stop request from the scheduler or the user; all progress was saved. Schedulers requeue on exit code 75
+    (EX_TEMPFAIL)."""
 
     exit_code = 75
 
 
 INTERRUPTED = 128 + signal.SIGINT
-"""Exit code after Ctrl-C where there was nothing to save, as shells report it."""
+"""Exit code for Ctrl-C with nothing to save, following the shell convention."""
 STORAGE_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.ESTALE}
 
 
 def is_storage_error(error: BaseException | None) -> bool:
-    """Whether a disk is full, broken or gone: no bug of ours."""
+    """Return whether the error means a full, broken or unmounted disk rather than a bug in this program."""
     return isinstance(error, OSError) and error.errno in STORAGE_ERRORS
 
 
 def exit_code_of(command: Callable[[], int | None]) -> int:
-    """Run `command`; turn its errors for people into a paragraph on stderr and an exit code (0, 1, 2 or 75).
+    """Run `command`, print user-facing errors to stderr, and return an exit code (0, 1, 2, 75 or 130).
 
-    Any other exception is a bug of ours and keeps its traceback.
+    Any other exception is a bug and keeps its traceback.
     """
     try:
         return command() or 0
@@ -64,21 +65,21 @@ def exit_code_of(command: Callable[[], int | None]) -> int:
         say(error)
         return error.exit_code
     except KeyboardInterrupt:
-        say(WorkError("Interrupted by Ctrl-C. What was finished stays valid: the same command again continues."))
+        say(WorkError("Interrupted by Ctrl-C. Completed work remains valid. Run the same command again to continue."))
         return INTERRUPTED
     except OSError as error:
         if not is_storage_error(error):
             raise
-        say(WorkError(f"{error}. What was finished stays valid: mend that, and give the same command again."))
+        say(WorkError(f"{error}. Completed work remains valid. Fix the storage and run the same command again."))
         return WorkError.exit_code
 
 
 def console(run: Callable[[list[str]], int | None]) -> Callable[[], NoReturn]:
-    """A command's console entry point: `run` is given the command line's words, and its exit code ends the process."""
+    """Build a console entry point: call `run` with the command-line arguments and exit with its exit code."""
     return lambda: sys.exit(exit_code_of(lambda: run(sys.argv[1:])))
 
 
 def say(error: Exception) -> None:
-    """An error for people, as a paragraph on stderr."""
+    """Print a user-facing error to stderr as a wrapped paragraph."""
     text = textwrap.fill(f"error: {error}", width=110, break_long_words=False, break_on_hyphens=False)
     print(text, file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""Folders of an object store, copied to this machine once, for all of its processes."""
+"""Download of folders from an object store into a cache shared by all processes of a machine."""
 
 import hashlib
 import os
@@ -16,43 +16,46 @@ FETCHING = ".fetching"
 
 
 @contextmanager
-def alone(name: str, cache: Path) -> Iterator[None]:
-    """Inside, no other process of this machine fetches what has this name into `cache`."""
+def fetch_lock(name: str, cache: Path) -> Iterator[None]:
+    """Keep other processes of this machine from fetching `name` into `cache`."""
     if not os.access(next(folder for folder in (cache, *cache.parents) if folder.exists()), os.W_OK):
-        yield  # filled before, and read-only: nothing is fetched into it
+        yield  # a read-only cache was filled beforehand, so nothing is fetched into it
         return
     with locked(cache / f"{_id(name)}.lock"):
         yield
 
 
-def newest_copy(address: str, cache: Path) -> Path | None:
-    """What was fetched of a folder last, without asking the store; None where nothing was."""
+def latest_copy(address: str, cache: Path) -> Path | None:
+    """Return the most recently fetched copy of a folder, without contacting the store, or None if there is none."""
     copies = [copy for copy in (cache / _id(address)).glob("*") if not copy.name.startswith(FETCHING)]
     return max(copies, key=lambda copy: copy.stat().st_mtime, default=None)
 
 
 def fetch_folder(address: str, patterns: Sequence[str], cache: Path) -> Path:
-    """A copy in `cache` of the files directly in the folder at `address` whose names match; who calls is `alone`.
+    """Download the files directly in the folder at `address` that match `patterns`, and return their local folder.
 
-    A copy is whole or not there. It is told from others by what the store says of the files.
+    The caller must hold `fetch_lock`. A copy appears atomically, and its name is derived from the sizes and etags that
+    the store reports, so a changed folder is fetched again.
 
     Raises:
-        Outage: the store or the way to it failed.
-        RequestError: there are no such files.
+        Outage: the store cannot be reached.
+        RequestError: no file matches.
     """
-    from shards.base.remote import RemoteStore  # fsspec and its file systems, where they are needed
+    from shards.base.remote import RemoteStore  # deferred: imports fsspec and its file systems
 
     store = RemoteStore(address)
     entries = store.listing()
     found = {name: entry for name, entry in entries.items() if any(fnmatch(name, pattern) for pattern in patterns)}
     if not found:
-        raise RequestError(f"{address} has none of {', '.join(patterns[:3])}, …: it is no model's folder. Look for it.")
+        raise RequestError(
+            f"{address} is not a model folder, as it has no {', '.join(patterns[:3])}, …. Check the URL."
+        )
     top = cache / _id(address)
     copy = top / _id(canonical_json({name: [entry.bytes, entry.etag] for name, entry in found.items()}).decode())
     if copy.is_dir():
         return copy
-    for left in top.glob(f"{FETCHING}*"):  # by who was killed
-        shutil.rmtree(left)
+    for abandoned in top.glob(f"{FETCHING}*"):  # left by killed processes
+        shutil.rmtree(abandoned)
     fetching = top / f"{FETCHING}-{uuid.uuid4().hex[:8]}"
     fetching.mkdir(parents=True)
     for name in found:

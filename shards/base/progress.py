@@ -1,4 +1,4 @@
-"""How far a command is: a bar on a terminal, JSON lines otherwise; on stderr."""
+"""Progress reports on stderr: a progress bar on a terminal, JSON lines otherwise."""
 
 import json
 import sys
@@ -10,14 +10,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemaini
 from rich.progress import Progress as Bar
 
 LINE_SECONDS = 30.0
-"""Between JSON lines, while nothing ends."""
+"""Minimum interval between two JSON lines of progress."""
 
 
 class Progress:
-    """Shows a command's figures. A context manager: the bar is there while it is open."""
+    """Progress display of a command. As a context manager, it shows the bar while open."""
 
     def __init__(self, command: str, units: str, total: int, completed: int = 0):
-        """`completed`: of the `total` units, when it begins."""
+        """Set up the display; `completed` of the `total` units are already done."""
         self.total, self.completed = total, completed
         self.shown = time.monotonic()
         self.bar: Bar | None = None
@@ -44,18 +44,18 @@ class Progress:
 
     @property
     def is_due(self) -> bool:
-        """Whether to show figures of which none is final: often on a terminal, now and then in a log."""
+        """Whether to show intermediate figures: always on a terminal, at intervals in a log."""
         return self.bar is not None or time.monotonic() - self.shown >= LINE_SECONDS
 
-    def say(self, what: str) -> None:
-        """A line for people."""
+    def say(self, message: str) -> None:
+        """Print a message above the bar, or to stderr."""
         if self.bar:
-            self.bar.console.print(what, markup=False)
+            self.bar.console.print(message, markup=False)
         else:
-            print(what, file=sys.stderr, flush=True)
+            print(message, file=sys.stderr, flush=True)
 
     def advance(self) -> None:
-        """One more unit is done with; on a terminal, which need not wait for figures, and in a log now and then."""
+        """Count one more completed unit. The bar updates immediately, a log at intervals."""
         self.completed += 1
         if self.bar and self.bar.tasks:
             self.bar.advance(self.task)
@@ -63,7 +63,7 @@ class Progress:
             self.show(self.completed, "", {"completed": self.completed, "of": self.total})
 
     def show(self, completed: int, text: str, figures: dict[str, Any]) -> None:
-        """The units that are done with, of all; `text` beside the bar, or `figures` as a line of JSON."""
+        """Set the number of completed units, and show `text` beside the bar or print `figures` as a line of JSON."""
         self.shown = time.monotonic()
         if self.bar and self.bar.tasks:
             self.bar.update(self.task, completed=completed, description=text)

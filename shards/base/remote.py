@@ -1,8 +1,8 @@
-"""A latents root on an object store, through fsspec.
+"""Object stores, accessed through fsspec.
 
-What such a store gives: a put of one object is atomic, a listing shows what was put before it, and an object can be
-created on condition that there is none (`If-None-Match` on S3, `ifGenerationMatch=0` on GCS). What it does not:
-renames. So nothing here excludes anybody, and the commit rests on that condition alone (`shards/root/commit.py`).
+An object store offers atomic writes of single objects, consistent listings, and create-if-absent (`If-None-Match` on
+S3, `ifGenerationMatch=0` on GCS), but no renames. Nothing here takes a lock: the commit protocol relies on
+create-if-absent alone (`shards/root/commit.py`).
 """
 
 import hashlib
@@ -19,23 +19,23 @@ import fsspec
 from shards.base.errors import Outage, RequestError
 from shards.base.store import Entry, Store
 
-CONDITIONAL = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "memory"}
-"""Kinds of address whose file system creates on condition; others of fsspec's look first, and then write."""
+CREATE_IF_ABSENT = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "memory"}
+"""URL schemes whose fsspec client creates objects atomically if absent. Other clients check first and then write."""
 S3 = {"s3", "s3a"}
 EXISTS, CONFLICTS = "PreconditionFailed", ("ConditionalRequestConflict", "OperationAborted")
-"""What S3 answers where there is an object, and to two that create one in the same moment: to be asked again."""
-MODIFIED = ("LastModified", "mtime", "updated", "last_modified", "created")
-TRIES, PAUSE_SECONDS = 8, 0.2
-PIECES = {"chunksize": 16 << 20, "max_concurrency": 4}
-"""How a file goes up to S3, from the disk: 64 MiB of it in memory at a time, of one file."""
+"""S3 error codes: the object exists; and two concurrent requests to create it collided, so they must be retried."""
+MODIFIED_KEYS = ("LastModified", "mtime", "updated", "last_modified", "created")
+MAX_ATTEMPTS, RETRY_SECONDS = 8, 0.2
+S3_UPLOAD_OPTIONS = {"chunksize": 16 << 20, "max_concurrency": 4}
+"""Multipart upload settings for S3, which bound memory to 64 MiB per upload."""
 
 
 class RemoteStore(Store):
-    """An address on an object store."""
+    """Store at an object-store URL."""
 
     def __init__(self, address: str):
         self.address = address
-        # a listing that was remembered would hide what others commit
+        # a cached listing would hide the commits of other processes
         self.fs, self.path = fsspec.core.url_to_fs(address, use_listings_cache=False)
         self.path = self.path.rstrip("/")
 
@@ -46,16 +46,16 @@ class RemoteStore(Store):
         return f"{self.address}/{name}" if name else self.address
 
     def read(self, name: str) -> bytes:
-        with self._explained(name, FileNotFoundError):
+        with self._store_errors(name, FileNotFoundError):
             return bytes(self.fs.cat_file(self._path(name)))
 
     def read_range(self, name: str, start: int, end: int) -> bytes:
-        with self._explained(name, FileNotFoundError):
+        with self._store_errors(name, FileNotFoundError):
             return bytes(self.fs.cat_file(self._path(name), start=start, end=end))
 
     def read_many(self, names: list[str]) -> dict[str, bytes]:
         paths = {self._path(name): name for name in names}
-        with self._explained(""):
+        with self._store_errors(""):
             found = self.fs.cat(list(paths), on_error="return") if paths else {}
         for path, data in found.items():
             if isinstance(data, Exception) and not isinstance(data, FileNotFoundError):
@@ -63,11 +63,11 @@ class RemoteStore(Store):
         return {paths[path]: bytes(data) for path, data in found.items() if not isinstance(data, Exception)}
 
     def get(self, name: str, target: Path) -> None:
-        with self._explained(name, FileNotFoundError):
+        with self._store_errors(name, FileNotFoundError):
             self.fs.get_file(self._path(name), str(target))
 
     def size(self, name: str) -> int | None:
-        with self._explained(name):
+        with self._store_errors(name):
             try:
                 info = self.fs.info(self._path(name))
             except FileNotFoundError:
@@ -75,61 +75,61 @@ class RemoteStore(Store):
         return int(info["size"]) if info["type"] == "file" else None
 
     def sha256(self, name: str) -> str:
-        with self._explained(name, FileNotFoundError), self.fs.open(self._path(name), "rb") as file:
+        with self._store_errors(name, FileNotFoundError), self.fs.open(self._path(name), "rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
 
     def listing(self, folder: str = "") -> dict[str, Entry]:
         top = self._path(folder)
-        with self._explained(folder):
+        with self._store_errors(folder):
             try:
                 found = self.fs.find(top, detail=True)
             except FileNotFoundError:
                 return {}
-        return {path.removeprefix(f"{top}/"): entry_of(info) for path, info in found.items() if path != top}
+        return {path.removeprefix(f"{top}/"): entry_from_info(info) for path, info in found.items() if path != top}
 
     def entries(self) -> list[str]:
-        with self._explained(""):
+        with self._store_errors(""):
             try:
                 return sorted(Path(path).name for path in self.fs.ls(self.path, detail=False))
             except FileNotFoundError:
                 return []
 
     def write(self, name: str, data: bytes) -> None:
-        with self._explained(name):
+        with self._store_errors(name):
             self.fs.pipe_file(self._path(name), data)
 
     def create(self, name: str, data: bytes) -> bool:
-        if not CONDITIONAL.intersection(protocols(self.fs)):
+        if not CREATE_IF_ABSENT.intersection(protocols(self.fs)):
             raise RequestError(
-                f"{self.address} is on a kind of store ({', '.join(protocols(self.fs))}) whose client cannot create an "
-                f"object on condition that there is none. Two jobs could not be kept apart on it: give an `output` on "
-                f"S3, GCS or Azure, or in a folder."
+                f"{self.address} is on a store ({', '.join(protocols(self.fs))}) whose client does not support "
+                f"create-if-absent, so concurrent jobs could overwrite each other. Use S3, GCS, Azure or a local "
+                f"folder for `output`."
             )
-        for last in (*(TRIES - 1) * [False], True):
-            with self._explained(name):
+        for is_last in (*(MAX_ATTEMPTS - 1) * [False], True):
+            with self._store_errors(name):
                 try:
                     self.fs.pipe_file(self._path(name), data, mode="create")
                 except OSError as error:
-                    if isinstance(error, FileExistsError) or code_of(error) == EXISTS:
+                    if isinstance(error, FileExistsError) or s3_error_code(error) == EXISTS:
                         return False
-                    if last or code_of(error) not in CONFLICTS:
+                    if is_last or s3_error_code(error) not in CONFLICTS:
                         raise
                 else:
                     return True
-            time.sleep(PAUSE_SECONDS)
-        raise AssertionError("the last try has an outcome")
+            time.sleep(RETRY_SECONDS)
+        raise AssertionError("the last attempt returns or raises")
 
     def move(self, source: Path, folder: str) -> bool:
         return False
 
     def put(self, files: Mapping[str, Path]) -> None:
-        pieces = PIECES if S3.intersection(protocols(self.fs)) else {}
+        options = S3_UPLOAD_OPTIONS if S3.intersection(protocols(self.fs)) else {}
         for name, path in files.items():
-            with self._explained(name):
-                self.fs.put_file(str(path), self._path(name), **pieces)
+            with self._store_errors(name):
+                self.fs.put_file(str(path), self._path(name), **options)
 
     def remove(self, names: Sequence[str]) -> None:
-        with self._explained(next(iter(names), "")), suppress(FileNotFoundError):
+        with self._store_errors(next(iter(names), "")), suppress(FileNotFoundError):
             self.fs.rm([self._path(name) for name in names])
 
     def abort_uploads(self, before: float) -> list[str]:
@@ -137,7 +137,7 @@ class RemoteStore(Store):
             return []
         bucket, key, _ = self.fs.split_path(self.path)
         top, names = f"{key}/" if key else "", []
-        with self._explained(""):
+        with self._store_errors(""):
             for upload in list(self._uploads(bucket, top)):
                 if upload["Initiated"].timestamp() < before:
                     self.fs.call_s3(
@@ -157,7 +157,7 @@ class RemoteStore(Store):
     def local(self, folder: str) -> Iterator[Path]:
         with tempfile.TemporaryDirectory(prefix="latentmill-") as copy:
             if names := self.files(folder):
-                with self._explained(folder):
+                with self._store_errors(folder):
                     self.fs.get([self._path(f"{folder}/{name}") for name in names], [f"{copy}/{n}" for n in names])
             yield Path(copy)
 
@@ -168,52 +168,52 @@ class RemoteStore(Store):
     def _path(self, name: str) -> str:
         return f"{self.path}/{name}" if name else self.path
 
-    def _explained(self, name: str, *expected: type[Exception]) -> AbstractContextManager[None]:
-        return explained(self.where(name), *expected)
+    def _store_errors(self, name: str, *expected: type[Exception]) -> AbstractContextManager[None]:
+        return store_errors(self.where(name), *expected)
 
 
 @contextmanager
-def explained(address: str, *expected: type[Exception]) -> Iterator[None]:
-    """Inside, `address` is read or written; what is `expected` passes through.
+def store_errors(address: str, *expected: type[Exception]) -> Iterator[None]:
+    """Turn any exception of the block, except those `expected`, into an `Outage` that names `address`.
 
     Raises:
-        Outage: the store or the way to it failed.
+        Outage: the store cannot be reached or refuses access.
     """
     try:
         yield
     except expected:
         raise
-    except Exception as error:  # each store's client has exceptions of its own
+    except Exception as error:  # every client library has its own exception types
         raise outage(address, error) from error
 
 
 def outage(address: str, error: Exception) -> Outage:
-    """What a store's client said, for people."""
+    """Build the user-facing error for an exception of a store's client."""
     reason = str(error).strip().splitlines()[-1] if str(error).strip() else "(no message)"
     return Outage(
-        f"{address} cannot be read or written: {type(error).__name__}: {reason}. Check the address, the credentials, "
+        f"{address} cannot be read or written: {type(error).__name__}: {reason}. Check the URL, the credentials "
         f"and the network."
     )
 
 
 def protocols(file_system: Any) -> tuple[str, ...]:
-    """The kinds of address that it opens."""
+    """Return the URL schemes that a file system handles."""
     found = file_system.protocol
     return (found,) if isinstance(found, str) else tuple(found)
 
 
-def code_of(error: OSError) -> str | None:
-    """S3's own word for what went wrong."""
+def s3_error_code(error: OSError) -> str | None:
+    """Return the error code of the S3 response behind `error`, if any."""
     response = getattr(error.__cause__, "response", None) or {}
     code: str | None = response.get("Error", {}).get("Code")
     return code
 
 
-def entry_of(info: dict[str, Any]) -> Entry:
-    """What a file system of fsspec's says of an object; each has words of its own for it."""
-    modified = next((info[word] for word in MODIFIED if info.get(word)), 0)
+def entry_from_info(info: dict[str, Any]) -> Entry:
+    """Convert an fsspec info dictionary, whose keys differ between file systems."""
+    modified = next((info[key] for key in MODIFIED_KEYS if info.get(key)), 0)
     if isinstance(modified, str):
         modified = datetime.fromisoformat(modified)
     seconds = modified.timestamp() if isinstance(modified, datetime) else float(modified)
-    etag = next((info[word] for word in ("ETag", "etag", "md5") if info.get(word)), seconds)
+    etag = next((info[key] for key in ("ETag", "etag", "md5") if info.get(key)), seconds)
     return Entry(int(info["size"]), f"{info['size']}-{etag}", seconds)

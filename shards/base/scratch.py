@@ -1,10 +1,11 @@
-"""Private folders of attempts, and of processes, for files that nobody else needs.
+"""Private temporary folders of attempts and processes, with cleanup after killed owners.
 
-    .attempts/00042.<random>/.owner         host, machine and boot of the owner, as JSON; locked while the owner lives
+    .attempts/00042.<random>/.owner     host, machine and boot ID of the owner, as JSON; locked while the owner lives
 
-A killed owner cannot remove its folder, so the next process on the same machine does: there the kernel's lock says
-whether the owner is alive. Other machines leave the folder alone, because a lock may be visible on one machine only
-(Lustre with `localflock`, many NFS mounts). What a machine never came back for is left to `python -m shards clean`.
+A killed owner cannot remove its folder, so the next process on the same machine removes it: there, the kernel's lock
+shows whether the owner is alive. Other machines leave the folder alone, because a lock may be visible on one machine
+only (Lustre with `localflock`, many NFS mounts). Folders of machines that never return are left to `python -m shards
+clean`.
 """
 
 import atexit
@@ -23,79 +24,79 @@ from shards.base.store import Store
 
 OWNER = ".owner"
 NEW = ".new"
-"""Suffix of a folder whose owner is not yet written down."""
+"""Suffix of a folder whose owner has not been recorded yet."""
 SWEEPER = ".sweeper.lock"
 
 
 @contextmanager
 def attempt_folder(store: Store, tar: str) -> Iterator[Path]:
-    """A private local folder for one attempt at `tar`; gone afterwards, however the attempt ended.
+    """Yield a private local folder for one attempt at `tar`, and remove it afterwards, whatever the outcome.
 
-    What killed attempts at this tar on this machine left behind is removed first.
+    Folders left by killed attempts at this tar on this machine are removed first.
 
     Raises:
         RequestError: the file system does not support file locks.
     """
     attempts = store.attempts()
-    with ExitStack() as ours:
-        with locked(_sweeper(attempts, tar)):
+    with ExitStack() as owned:
+        with locked(_sweep_lock(attempts, tar)):
             _sweep(attempts.glob(f"{tar}.*"))
-            folder = _make_owned(attempts / f"{tar}.{uuid.uuid4().hex[:12]}", ours)
+            folder = _make_owned(attempts / f"{tar}.{uuid.uuid4().hex[:12]}", owned)
         yield folder
 
 
 def sweep_attempts(store: Store) -> None:
-    """Remove what killed attempts left behind on this machine.
+    """Remove the folders that killed attempts left on this machine.
 
-    The next attempt at a tar does it for that tar; but there is none after one that was killed when it had committed,
-    or when the job was told to leave.
+    An attempt sweeps the folders of its own tar, but no attempt follows one that was killed after its commit, or while
+    the job was stopping.
     """
     attempts = store.attempts()
     for tar in {folder.name.removesuffix(NEW).rpartition(".")[0] for folder in attempts.glob("*.*")}:
-        with locked(_sweeper(attempts, tar)):
+        with locked(_sweep_lock(attempts, tar)):
             _sweep(attempts.glob(f"{tar}.*"))
 
 
 def use_scratch(scratch: Path | None) -> Path:
-    """Have all temporaries of this process, and of its children, in a folder of its own below `scratch`, or below the
-    system's temporary folder; returns it.
+    """Direct all temporary files of this process and its children to a private folder, and return that folder.
 
-    What processes of this machine that are gone left there, of whichever job, is removed first. The folder goes when
-    this process ends; if this process is killed, the next one removes it.
+    It is created below `scratch`, by default below the system's temporary folder, after sweeping the folders of dead
+    processes of this machine, whichever job they belonged to. It is removed when this process exits; if this process is
+    killed, the next one removes it.
 
     Raises:
         RequestError: the file system does not support file locks.
     """
-    lives = ExitStack()
-    folder = _make_private(_scratch(scratch), lives)
-    atexit.register(lives.close)
+    owned = ExitStack()
+    folder = _make_private(_scratch(scratch), owned)
+    atexit.register(owned.close)
     tempfile.tempdir = os.environ["TMPDIR"] = str(folder)
     return folder
 
 
 @contextmanager
 def private_folder() -> Iterator[Path]:
-    """Make a private folder in the system's temporary folder, and remove it afterwards.
+    """Yield a private folder in the system's temporary folder, and remove it afterwards.
 
-    What killed processes on this machine left there is removed first.
+    Folders left by killed processes on this machine are removed first.
 
     Raises:
         RequestError: the file system does not support file locks.
     """
-    with ExitStack() as ours:
-        yield _make_private(_scratch(None), ours)
+    with ExitStack() as owned:
+        yield _make_private(_scratch(None), owned)
 
 
 def sweep_scratch(scratch: Path | None) -> None:
-    """Remove what processes that are gone left below `scratch` on this machine."""
+    """Remove the folders that dead processes of this machine left below `scratch`."""
     top = _scratch(scratch)
     if top.is_dir():
         with locked(top / SWEEPER):
             _sweep(top.glob("*.*"))
 
 
-def is_held(folder: Path) -> bool:
-    """Whether a process on this machine owns the folder and is alive. Owners on other machines may not be visible."""
+def has_live_owner(folder: Path) -> bool:
+    """Return whether a live process on this machine owns the folder. Owners on other machines may not be visible."""
     try:
         with (folder / OWNER).open("r+b") as owner:
             flock(owner.fileno(), folder / OWNER, wait=False)
@@ -110,19 +111,19 @@ def _scratch(scratch: Path | None) -> Path:
     return (scratch or Path(tempfile.gettempdir())) / f"latentmill-{os.getuid()}.scratch"
 
 
-def _make_private(top: Path, lives: ExitStack) -> Path:
-    """Create a folder below `top` that this process owns, after removing those of dead processes."""
+def _make_private(top: Path, owned: ExitStack) -> Path:
+    """Sweep `top`, then create a folder in it that this process owns."""
     with locked(top / SWEEPER):
         _sweep(top.glob("*.*"))
-        return _make_owned(top / f"{os.getpid()}.{uuid.uuid4().hex[:12]}", lives)
+        return _make_owned(top / f"{os.getpid()}.{uuid.uuid4().hex[:12]}", owned)
 
 
-def _sweeper(attempts: Path, tar: str) -> Path:
+def _sweep_lock(attempts: Path, tar: str) -> Path:
     return attempts.with_name(f"{attempts.name}.locks") / f"{tar}.lock"
 
 
-def _make_owned(folder: Path, lives: ExitStack) -> Path:
-    """Create a folder that never exists without its owner; closing `lives` removes it and releases its lock."""
+def _make_owned(folder: Path, owned: ExitStack) -> Path:
+    """Create a folder that never exists without an owner. Closing `owned` removes the folder and releases its lock."""
     new = folder.with_name(folder.name + NEW)
     while True:
         with ExitStack() as made:
@@ -134,8 +135,8 @@ def _make_owned(folder: Path, lives: ExitStack) -> Path:
                 owner.flush()
                 new.rename(folder)
             except FileNotFoundError:
-                continue  # another machine took it for abandoned
-            lives.push(made.pop_all())
+                continue  # another machine considered the folder abandoned and removed it
+            owned.push(made.pop_all())
             return folder
 
 
@@ -151,11 +152,11 @@ def _first_line(path: str) -> str:
     try:
         return Path(path).read_text().strip()
     except OSError:
-        return ""  # containers often have no machine-id; other systems have neither
+        return ""  # containers often lack a machine-id, and systems other than Linux lack both files
 
 
-def _is_ours(folder: Path) -> bool:
-    """Whether this machine made the folder, in this boot or an earlier one; or nobody has finished making it."""
+def _made_on_this_machine(folder: Path) -> bool:
+    """Return whether this machine created the folder, in any boot, or its creation was never completed."""
     try:
         data = (folder / OWNER).read_bytes()
     except FileNotFoundError:
@@ -166,7 +167,7 @@ def _is_ours(folder: Path) -> bool:
         return folder.suffix == NEW
     ours = _this_machine()
     same_boot = owner.get("boot") == ours["boot"] != ""
-    # several machines may share one host name (localhost), and images that were cloned share a machine-id
+    # machines may share a host name (localhost), and cloned images share a machine-id, so both must match
     same_machine = all(owner.get(name) == ours[name] for name in ("host", "machine"))
     return same_boot or same_machine
 
@@ -174,7 +175,7 @@ def _is_ours(folder: Path) -> bool:
 def _sweep(folders: Iterable[Path]) -> None:
     for folder in folders:
         try:
-            if not _is_ours(folder) or is_held(folder):
+            if not _made_on_this_machine(folder) or has_live_owner(folder):
                 continue
             shutil.rmtree(folder, ignore_errors=True)
         except NotADirectoryError:

@@ -1,4 +1,4 @@
-"""Being told to leave."""
+"""Stop signals from schedulers and from the terminal."""
 
 import signal
 import sys
@@ -9,8 +9,9 @@ from shards.base.errors import Preempted, say
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
-class Heard:
-    """Whether this process got one of some signals. It listens from its making on; as a context manager, until left."""
+class SignalFlag:
+    """Flag that is set once this process receives one of the given signals. Closing it restores the previous
+    handlers."""
 
     def __init__(self, *numbers: signal.Signals) -> None:
         self.received = False
@@ -25,26 +26,27 @@ class Heard:
 
     def _receive(self, number: int, *_: object) -> None:
         self.received = True
-        if number == signal.SIGINT:  # a second Ctrl-C ends the process at once
+        if number == signal.SIGINT:  # a second Ctrl-C ends the process immediately
             signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-class StopSignal(Heard):
-    """Whether this process received SIGTERM or SIGUSR1, which schedulers send, or SIGINT, which Ctrl-C sends."""
+class StopSignal(SignalFlag):
+    """Flag for stop requests: SIGTERM and SIGUSR1, which schedulers send, and SIGINT, which Ctrl-C sends."""
 
     def __init__(self) -> None:
         super().__init__(*STOP_SIGNALS)
 
 
-def leave_when_told(message: str) -> None:
-    """From now on SIGTERM, SIGUSR1 and SIGINT end the process with `message` and Preempted's code, whatever it is at.
+def exit_on_stop_signal(message: str) -> None:
+    """Make SIGTERM, SIGUSR1 and SIGINT end the process immediately, with `message` and the exit code of `Preempted`.
 
-    By SystemExit: Preempted itself would be taken for an error of the store, or of the cluster, that it interrupts.
+    The handler raises SystemExit, because code interrupted in a store or cluster call would mistake `Preempted` for an
+    error of that call.
     """
 
-    def leave(*_: object) -> NoReturn:
+    def exit_now(*_: object) -> NoReturn:
         say(Preempted(message))
         sys.exit(Preempted.exit_code)
 
     for number in STOP_SIGNALS:
-        signal.signal(number, leave)
+        signal.signal(number, exit_now)

@@ -1,14 +1,14 @@
-"""Where a latents root lies: a folder, or an address on an object store (s3://, gs://, az://, whatever fsspec opens).
+"""Stores for latents roots: local folders, and object stores at any URL that fsspec opens (s3://, gs://, az://, …).
 
-Both have one layout and one commit protocol (`shards/root/commit.py`). A `Store` is the little that the protocol needs.
-Writers never exclude each other; each way of writing says what becomes of two that meet:
+Both kinds share one layout and one commit protocol (`shards/root/commit.py`), and `Store` has only the operations that
+the protocol needs. Writers never lock each other out; conflicts are resolved as follows:
 
-                     create: one of two wins       move: a folder, whole or not at all
+                     create: one writer wins       move: a whole folder, atomically
     LocalStore       link, or renameat2            rename
-    RemoteStore      If-None-Match, and its like   there is none: files are put one by one
+    RemoteStore      If-None-Match or similar      not supported: files are uploaded one by one
 
-So a part on an object store may be there in pieces for a while, as one that was renamed into place may be there without
-its receipt: nobody looks before the receipt says so.
+A part on an object store may therefore be incomplete for a while, just as a part on a disk may exist before its
+receipt. Readers are unaffected, since they only look at parts that have a receipt.
 """
 
 import os
@@ -25,48 +25,49 @@ from pydantic import PlainSerializer, PlainValidator
 
 from shards.base.durable import copy_file, create_file, fsync_folder, fsync_tree, make_folder, sha256_file, write_file
 
-UNFINISHED = ".unfinished"
-"""Folder of the root in which files are written that are then linked or renamed to where they belong."""
+STAGING_FOLDER = ".unfinished"
+"""Folder of the root in which files are written before they are linked or renamed into place."""
 
 READ_AHEAD = 512
-"""Files per request of `read_each`."""
+"""Number of files that `read_each` fetches per request."""
 
 
 class Entry(NamedTuple):
-    """What a listing says of a file."""
+    """Metadata of a file in a listing."""
 
     bytes: int
     etag: str
-    """Changes with the content."""
+    """Opaque tag that changes with the content."""
     modified: float
-    """Seconds since the epoch, by the store's own clock."""
+    """Modification time in seconds since the epoch, by the store's clock."""
 
 
 class Store(ABC):
-    """A latents root. Names are relative to it, with forward slashes: `commits/256x256/00042.json`."""
+    """Storage of a latents root. Names are relative to the root and use forward slashes:
+    `commits/256x256/00042.json`."""
 
     @abstractmethod
     def where(self, name: str = "") -> str:
-        """The full path or address of `name`, for people."""
+        """Return the full path or URL of `name`, for messages."""
 
     @abstractmethod
     def read(self, name: str) -> bytes:
-        """A file's bytes.
+        """Read a whole file.
 
         Raises:
-            FileNotFoundError: there is no such file.
+            FileNotFoundError: the file does not exist.
         """
 
     @abstractmethod
     def read_range(self, name: str, start: int, end: int) -> bytes:
-        """Read the bytes [start, end) of a file; fewer if the file ends before `end`.
+        """Read the bytes [start, end) of a file, or fewer if the file is shorter.
 
         Raises:
-            FileNotFoundError: there is no such file.
+            FileNotFoundError: the file does not exist.
         """
 
     def read_many(self, names: list[str]) -> dict[str, bytes]:
-        """Many small files at once, by name; those that are not there are left out."""
+        """Read many small files at once. Missing files are left out of the result."""
         found = {}
         for name in names:
             try:
@@ -80,96 +81,97 @@ class Store(ABC):
         """Copy a file to a local path.
 
         Raises:
-            FileNotFoundError: there is no such file.
+            FileNotFoundError: the file does not exist.
         """
 
     @abstractmethod
     def size(self, name: str) -> int | None:
-        """A file's size in bytes; None where there is none."""
+        """Return a file's size in bytes, or None if it does not exist."""
 
     @abstractmethod
     def sha256(self, name: str) -> str:
-        """SHA-256 of a file, as hex, read in blocks."""
+        """Return the SHA-256 of a file as hex, reading it in blocks."""
 
     @abstractmethod
     def listing(self, folder: str = "") -> dict[str, Entry]:
-        """Every file below `folder`, by name relative to it; none where there is no such folder."""
+        """List all files below `folder` by relative name. A missing folder gives an empty listing."""
 
     def files(self, folder: str = "") -> list[str]:
-        """Their names, sorted."""
+        """List the names of all files below `folder`, relative to it, in sorted order."""
         return sorted(self.listing(folder))
 
     def etags(self, folder: str) -> dict[str, str]:
-        """Their names relative to the root → etag."""
+        """Map the name of each file below `folder`, relative to the root, to its etag."""
         return {f"{folder}/{name}": entry.etag for name, entry in self.listing(folder).items()}
 
     @abstractmethod
     def entries(self) -> list[str]:
-        """Names directly in the root, files and folders."""
+        """List the names of the files and folders directly in the root."""
 
     @abstractmethod
     def write(self, name: str, data: bytes) -> None:
-        """Write a small file so that a reader sees the old one or the new one, whatever happens in between."""
+        """Write a small file atomically: readers see either the old content or the new one."""
 
     @abstractmethod
     def create(self, name: str, data: bytes) -> bool:
-        """Write a small file, durably, if there is none; returns whether there was none.
+        """Create a small file durably if it does not exist, and return whether this call created it.
 
-        Of any number that do so at once one is told True, or none: where the reply was lost, and the request made
-        again, the winner too is told False.
+        At most one of several concurrent callers gets True. If the reply to the winning request was lost and the
+        request was retried, even the winner gets False.
         """
 
     @abstractmethod
     def move(self, source: Path, folder: str) -> bool:
-        """A local folder => `folder`, durable and whole or not at all; False where that cannot be, or one is there."""
+        """Move a local folder to `folder`, atomically and durably. Return False if it exists or the store cannot do
+        this."""
 
     @abstractmethod
     def put(self, files: Mapping[str, Path]) -> None:
-        """Name → local file: each is there once this returns, durably, instead of what was there."""
+        """Copy local files to the given names, replacing existing files. All are durable on return."""
 
     @abstractmethod
     def remove(self, names: Sequence[str]) -> None:
-        """Remove files, as far as they are there, and folders that are empty then."""
+        """Remove files, ignoring missing ones, and the folders left empty."""
 
     def abort_uploads(self, before: float) -> list[str]:
-        """Give up uploads in pieces that began before (seconds since the epoch) and never ended; returns their names.
+        """Abort multipart uploads begun before `before` (seconds since the epoch), and return their names.
 
-        They take room, and no listing shows them. Only S3 keeps them for ever.
+        Unfinished uploads take up space without appearing in listings. Only S3 keeps them indefinitely.
         """
         return []
 
     @abstractmethod
     def local(self, folder: str) -> AbstractContextManager[Path]:
-        """A folder as a local one for reading: itself, or a copy that is gone afterwards."""
+        """Provide a folder for local reading: the folder itself, or a temporary copy."""
 
     @abstractmethod
     def attempts(self) -> Path:
-        """The local folder under which attempts are made: in the temporary folder where the root is not local."""
+        """Return the local folder for attempts, which is in the temporary folder if the root is remote."""
 
 
-def read_each(store: Store, names: Sequence[str], at_once: int = READ_AHEAD) -> Iterator[tuple[str, bytes]]:
-    """Yield the names and bytes of any number of small files, in the order of `names`; missing files are left out.
+def read_each(store: Store, names: Sequence[str], batch_size: int = READ_AHEAD) -> Iterator[tuple[str, bytes]]:
+    """Yield the names and bytes of small files, in the order of `names`. Missing files are skipped.
 
-    At most `at_once` files are in memory, and as many again that are fetched while the caller works on these.
+    At most `batch_size` files are in memory, plus the next batch, which is fetched while the caller works on this one.
     """
-    batches = (list(names[first : first + at_once]) for first in range(0, len(names), at_once))
+    batches = (list(names[first : first + batch_size]) for first in range(0, len(names), batch_size))
     with ThreadPoolExecutor(1, "read_each") as reader:
 
         def fetch() -> tuple[list[str], Future[dict[str, bytes]]] | None:
             batch = next(batches, None)
             return (batch, reader.submit(store.read_many, batch)) if batch else None
 
-        coming = fetch()
-        while coming:
-            batch, found = coming[0], coming[1].result()
-            coming = fetch()
+        pending = fetch()
+        while pending:
+            batch, found = pending[0], pending[1].result()
+            pending = fetch()
             for name in batch:
                 if (data := found.pop(name, None)) is not None:
                     yield name, data
 
 
 class LocalStore(Store):
-    """A folder, on this machine's disk or on one that all machines mount."""
+    """Store in a local folder, or on a file system shared by all machines."""
 
     def __init__(self, root: Path):
         self.root = root
@@ -202,7 +204,7 @@ class LocalStore(Store):
                 try:
                     stat = path.stat()
                 except FileNotFoundError:
-                    continue  # it went meanwhile
+                    continue  # removed since the listing
                 etag = f"{stat.st_size}-{stat.st_mtime_ns}"
                 found[path.relative_to(top).as_posix()] = Entry(stat.st_size, etag, stat.st_mtime)
         return found
@@ -211,15 +213,15 @@ class LocalStore(Store):
         return sorted(os.listdir(self.root)) if self.root.exists() else []
 
     def write(self, name: str, data: bytes) -> None:
-        write_file(self._unfinished(), data).replace(self._place(name))
-        fsync_folder(self._place(name).parent)
+        write_file(self._staging_path(), data).replace(self._prepare_path(name))
+        fsync_folder(self._prepare_path(name).parent)
 
     def create(self, name: str, data: bytes) -> bool:
-        return create_file(self._place(name), write_file(self._unfinished(), data))
+        return create_file(self._prepare_path(name), write_file(self._staging_path(), data))
 
     def move(self, source: Path, folder: str) -> bool:
         fsync_tree(source)
-        target = self._place(folder)
+        target = self._prepare_path(folder)
         try:
             source.rename(target)
         except OSError:
@@ -232,14 +234,14 @@ class LocalStore(Store):
 
     def put(self, files: Mapping[str, Path]) -> None:
         for name, path in files.items():
-            copy_file(path, self._unfinished()).replace(self._place(name))
-            fsync_folder(self._place(name).parent)
+            copy_file(path, self._staging_path()).replace(self._prepare_path(name))
+            fsync_folder(self._prepare_path(name).parent)
 
     def remove(self, names: Sequence[str]) -> None:
         for name in names:
             (self.root / name).unlink(missing_ok=True)
-        # another process may be about to write into the folder of what is unfinished
-        for folder in {Path(name).parent for name in names} - {Path(UNFINISHED)}:
+        # keep the staging folder, since another process may be about to write into it
+        for folder in {Path(name).parent for name in names} - {Path(STAGING_FOLDER)}:
             if (self.root / folder).is_dir() and not any((self.root / folder).iterdir()):
                 (self.root / folder).rmdir()
 
@@ -248,27 +250,26 @@ class LocalStore(Store):
         yield self.root / folder
 
     def attempts(self) -> Path:
-        return self.root / ".attempts"  # one file system: what is done there is renamed into place
+        return self.root / ".attempts"  # on the root's file system, so that a finished part can be renamed into place
 
-    def _unfinished(self) -> Path:
-        return self._place(f"{UNFINISHED}/{uuid.uuid4().hex}")
+    def _staging_path(self) -> Path:
+        return self._prepare_path(f"{STAGING_FOLDER}/{uuid.uuid4().hex}")
 
-    def _place(self, name: str) -> Path:
+    def _prepare_path(self, name: str) -> Path:
         path = self.root / name
         make_folder(path.parent)
         return path
 
 
 def parse_place(value: Any) -> Path | str:
-    """A latents root as people write it: a path, or an address with `://`. `file://` is a path."""
+    """Parse a latents root given as a path or a URL. `file://` URLs become paths."""
     text = os.fspath(value) if isinstance(value, str | os.PathLike) else None
     if not text:
-        raise ValueError("give a folder, or an address such as s3://bucket/latents")
+        raise ValueError("give a folder, or a URL such as s3://bucket/latents")
     if text.startswith("file://"):
         return Path(text.removeprefix("file://"))
     return text.rstrip("/") if "://" in text else Path(text)
 
 
 Place = Annotated[Path | str, PlainValidator(parse_place), PlainSerializer(str, when_used="json")]
-"""A config field for a latents root: a `Path` where it is local, the address as `str` where it is not; `shards/open.py`
-opens it."""
+"""Config field type of a latents root: a `Path` if local, otherwise the URL as `str`. `shards/open.py` opens it."""

@@ -1,10 +1,11 @@
-"""Tables as text."""
+"""Plain-text tables."""
 
 from collections.abc import Sequence
 
 
-def aligned(rows: Sequence[Sequence[str]], sides: str = "") -> str:
-    """Columns two spaces apart; `sides` has `<` or `>` for each, the side that its cells stand on; else all are `>`."""
+def format_table(rows: Sequence[Sequence[str]], sides: str = "") -> str:
+    """Align rows into columns two spaces apart. `sides` holds `<` or `>` per column; the default aligns all to the
+    right."""
     widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
     sides = sides or ">" * len(widths)
     lines = ([f"{cell:{side}{width}}" for cell, side, width in zip(row, sides, widths, strict=True)] for row in rows)

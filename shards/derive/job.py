@@ -145,7 +145,7 @@ def _run(source: Store, target: Store, how: Conversion, tars: list[SourceTar], p
     with (
         StopSignal() as stop,
         Progress("derive", "tars", len(tars)) as progress,
-        start_pool(min(processes, len(tars)) or 1, begin=_begin) as pool,
+        start_pool(min(processes, len(tars)) or 1, initializer=_begin) as pool,
     ):
         left, running = iter(tars), dict[Future[TarBooks], SourceTar]()
         try:

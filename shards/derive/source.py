@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from shards.base.store import Store
 from shards.format.encoding import EncodingRecord
-from shards.format.receipts import Receipt, generations, names_in_force, parse_name
+from shards.format.receipts import Receipt, active_receipts, generations, parse_name
 from shards.root.committed import Committed, list_commits, load_commits
 
 ORIGIN = "derived_from"
@@ -50,7 +50,7 @@ def contents(source: Store) -> Contents:
 
     A receipt's name has its tar and bucket. The rule is read from the first receipt of each bucket, as all share it.
     """
-    names = names_in_force(etags := list_commits(source))
+    names = active_receipts(etags := list_commits(source))
     found = Contents({}, {})
     first: dict[str, str] = {}
     for name in names:
@@ -79,7 +79,7 @@ def superseded(source: Store, target: Store) -> list[Receipt]:
 
 def _of(store: Store, places: Container[tuple[str, str]], etags: dict[str, str]) -> Iterator[Receipt]:
     """The receipts in force of these tars and buckets."""
-    named = ((name, parse_name(name)) for name in names_in_force(etags))
+    named = ((name, parse_name(name)) for name in active_receipts(etags))
     names = [name for name, parsed in named if parsed and (parsed[1], parsed[0]) in places]
     return (found.receipt for found in _load(store, names, etags))
 

@@ -1,7 +1,5 @@
-"""What lies in a root, as types and bytes.
+"""The on-disk format of a latents root.
 
-Inside: buckets, the encoding record, towers and how their numbers are stored, receipts, tables, MDS files,
-models by content.
-In: bytes.
-Out: objects, and the other way round.
+Covers buckets, the encoding record, storage of image latents, text latents and features, receipts, parquet tables and
+MDS files, and the hashing of model folders.
 """

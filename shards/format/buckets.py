@@ -1,4 +1,5 @@
-"""Resolution buckets: every sample of a bucket has one picture size, so one latent shape. Pure arithmetic."""
+"""Resolution buckets: all samples of a bucket share one picture size and therefore one latent shape. Pure
+arithmetic."""
 
 import re
 from collections.abc import Iterable
@@ -16,50 +17,51 @@ NEAREST = "nearest, "
 
 @dataclass(frozen=True, order=True)
 class Bucket:
-    """A picture size in pixels; its name, WIDTHxHEIGHT, is the name of its folder."""
+    """Picture size in pixels. Its name, WIDTHxHEIGHT, is also the name of its folder."""
 
     width: int
     height: int
 
     @classmethod
     def parse(cls, name: str) -> "Bucket":
-        """`"576x448"` → Bucket(576, 448).
+        """Parse a name such as `"576x448"` into `Bucket(576, 448)`.
 
         Raises:
-            ValueError: not WIDTHxHEIGHT with both at least 1.
+            ValueError: the name is not WIDTHxHEIGHT with both sides at least 1.
         """
         match = re.fullmatch(r"([1-9]\d{0,4})x([1-9]\d{0,4})", name)
         if not match:
-            raise ValueError(f"a bucket is WIDTHxHEIGHT in pixels, such as 512x512, not {name!r}")
+            raise ValueError(f"{name!r} is not a bucket: write WIDTHxHEIGHT in pixels, such as 512x512")
         return cls(int(match[1]), int(match[2]))
 
     def __str__(self) -> str:
         return f"{self.width}x{self.height}"
 
     def fits(self, width: int, height: int) -> bool:
-        """Whether a width × height picture covers this bucket without being enlarged."""
+        """Return whether a width × height picture covers this bucket without upscaling."""
         return width >= self.width and height >= self.height
 
     def latent_hw(self, downsampling: int) -> tuple[int, int]:
-        """(h, w) of the latents of a VAE that shrinks each side `downsampling` times.
+        """Return the latents' (h, w) for a VAE that downsamples each side by `downsampling`.
 
         Raises:
             ValueError: a side is not a multiple of `downsampling`.
         """
         if self.width % downsampling or self.height % downsampling:
-            raise ValueError(f"bucket {self} is not a multiple of the VAE's downsampling, {downsampling}")
+            raise ValueError(f"bucket {self} is not a multiple of the VAE's downsampling factor, {downsampling}")
         return self.height // downsampling, self.width // downsampling
 
 
 BucketName = Annotated[str, AfterValidator(lambda name: str(Bucket.parse(name)))]
-"""A config field for a bucket."""
+"""Config field type of a bucket name."""
 
 
 @dataclass(frozen=True)
 class AspectTable:
-    """Buckets of about base² pixels, whose sides are multiples of `step`, up to a ratio of `max_ratio` either way.
+    """Table of buckets with about base² pixels.
 
-    For base 512, step 64, ratio 2: 512x512, 576x448, 640x384, 704x384, and the last three upright.
+    Their sides are multiples of `step`, and their aspect ratios are at most `max_ratio`. For base 512, step 64 and
+    ratio 2, these are 512x512, 576x448, 640x384, 704x384, and the portrait versions of the last three.
     """
 
     base: int
@@ -71,11 +73,14 @@ class AspectTable:
 
     @cached_property
     def buckets(self) -> tuple[Bucket, ...]:
-        """From the most upright to the widest. For each longer side there is one: that nearest base² (never half a step
-        off, and the smaller of two), so the shorter side never grows with the longer."""
+        """Buckets of the table, from the tallest to the widest.
+
+        There is one bucket per long side. Its area is the closest to base² (at most half a step off; ties go to the
+        smaller one), so the short side never grows with the long side.
+        """
         wide = []
         for width in count(self.base, self.step):
-            # base² / width, to the nearest step; half a step goes down
+            # base² / width, rounded to the nearest step, ties down
             height = self.step * ((2 * self.base**2 + width * self.step - 1) // (2 * width * self.step))
             if not height or width > self.max_ratio * height:
                 break
@@ -83,11 +88,12 @@ class AspectTable:
         return (*(Bucket(b.height, b.width) for b in reversed(wide[1:])), *wide)
 
     def nearest(self, width: int, height: int) -> Bucket | None:
-        """The bucket whose ratio is nearest (by its logarithm) that of a width × height picture, among those that it
-        covers without being enlarged; of two that are as near, the one nearer the square. None where it covers none.
+        """Return the bucket closest in log aspect ratio to a picture, or None if the picture covers no bucket.
 
-        That one is always among the two whose ratios enclose the picture's (or the outermost): if it covers a bucket
-        further out on one side, it covers those in between, whose sides are no longer.
+        Only buckets that the width × height picture covers without upscaling count, and ties go to the one closer to
+        square. The result is always one of the two buckets whose ratios enclose the picture's (or the outermost
+        bucket): a picture that covers a bucket further out on one side also covers those in between, whose sides are no
+        longer.
         """
 
         def distance(bucket: Bucket) -> tuple[Fraction, Fraction]:
@@ -98,21 +104,24 @@ class AspectTable:
 
 
 def _ratio(a: int, b: int) -> Fraction:
-    """The larger over the smaller."""
+    """Return the larger number divided by the smaller."""
     return Fraction(max(a, b), min(a, b))
 
 
 def choose_buckets(
     width: int, height: int, buckets: Iterable[Bucket], aspects: Iterable[AspectTable] = ()
 ) -> list[Bucket]:
-    """Where a width × height picture goes: every one of `buckets` that it covers, and one of each table; each once."""
+    """Return the buckets for a width × height picture: all of `buckets` that it covers and the nearest one of each
+    table."""
     nearest = (table.nearest(width, height) for table in aspects)
     return sorted({b for b in buckets if b.fits(width, height)} | {b for b in nearest if b})
 
 
 def bucket_rules(buckets: Iterable[Bucket], aspects: Iterable[AspectTable] = ()) -> dict[Bucket, str]:
-    """Bucket → which pictures it holds: `covers`, all that cover it, or `nearest, base …`, those whose ratio it is
-    nearest in a table. A table's bucket that is also in `buckets` holds all.
+    """Map each bucket to the rule that assigns pictures to it.
+
+    The rule is `covers` (every picture that covers the bucket) or `nearest, base …` (pictures whose aspect ratio is
+    closest to this bucket in a table). A bucket that is both in a table and in `buckets` has the rule `covers`.
 
     Raises:
         ValueError: two tables share a bucket.
@@ -121,6 +130,7 @@ def bucket_rules(buckets: Iterable[Bucket], aspects: Iterable[AspectTable] = ())
     for table in aspects:
         for bucket in table.buckets:
             if bucket in rules:
-                raise ValueError(f"the aspect tables of {rules[bucket]} and of {table} share the bucket {bucket}")
+                first = rules[bucket].removeprefix(NEAREST)
+                raise ValueError(f"the aspect tables `{first}` and `{table}` both contain the bucket {bucket}")
             rules[bucket] = f"{NEAREST}{table}"
     return rules | dict.fromkeys(buckets, COVERS)

@@ -1,4 +1,5 @@
-"""The encoding record: what the numbers in a latents root mean. One per root; every later run must match it."""
+"""The encoding record, which says how the numbers in a latents root were computed. A root has one; later runs must
+match it."""
 
 import hashlib
 from typing import Any, Literal
@@ -19,17 +20,17 @@ VERSION: Literal[2] = 2
 
 
 class EncodingRecord(Config):
-    """All of it. `id` hashes what changes a sample's stored bytes, and nothing else."""
+    """Complete description of a root's encoding. `id` hashes exactly the fields that affect a sample's stored bytes."""
 
     schema_version: Literal[2] = VERSION
     image: ImageTower
     texts: dict[str, TextTower]
     features: dict[str, FeatureTower] = Field(default_factory=dict)
     captions: tuple[str, ...]
-    """Where the captions were found: `txt` or `json:FIELD`. Where there are several, the text columns have a leading
-    axis, and `caption` is a JSON list with an entry for each, null where the sample has none."""
+    """Sources of the captions: `txt` or `json:FIELD`. With several sources, the text columns have a leading axis,
+    and `caption` is a JSON list with one entry per source, null where the sample has no caption."""
     max_characters: int
-    """Longer captions were cut here, before the tokenizer."""
+    """Length in characters to which captions were cut before tokenization."""
     compute_dtype: Literal["float32", "float16", "bfloat16"]
 
     @field_validator("texts", "features")
@@ -44,7 +45,7 @@ class EncodingRecord(Config):
 
     @property
     def weights(self) -> dict[str, Weights]:
-        """Of each tower and tokenizer, by its place in this record."""
+        """Weights of every tower and tokenizer, keyed by path in this record."""
         texts = {f"texts.{name}": tower.weights for name, tower in self.texts.items()}
         tokenizers = {f"texts.{name}.tokenizer": tower.tokenizer for name, tower in self.texts.items()}
         features = {f"features.{name}": tower.weights for name, tower in self.features.items()}
@@ -52,15 +53,16 @@ class EncodingRecord(Config):
 
     @property
     def id(self) -> str:
-        """16 hex digits. Weights count by content, not by name; scale and shift are applied later, by the trainer."""
-        # a field that is added later, at its default, says what roots without it meant
+        """Hash of the encoding (16 hex digits). Weights count by content rather than name; scale and shift are left
+        out, since the trainer applies them."""
+        # leaving defaults out keeps the id of existing roots when a field is added whose default is the old behaviour
         fields = self.model_dump(mode="json", exclude_defaults=True) | {"schema_version": VERSION}
         del fields["image"]["scale"], fields["image"]["shift"]
         _drop_names(fields)
         return hashlib.sha256(canonical_json(fields)).hexdigest()[:16]
 
     def columns(self, bucket: Bucket) -> dict[str, str]:
-        """MDS column → type, for samples of `bucket`."""
+        """Return the MDS columns and their types for samples of `bucket`."""
         columns = {"key": "str", "caption": "str", **image.columns(self.image, bucket)}
         for name, tower in self.texts.items():
             columns |= text.columns(name, tower, several=self.several)
@@ -70,7 +72,7 @@ class EncodingRecord(Config):
         return columns
 
     def differences(self, other: "EncodingRecord") -> list[str]:
-        """`field: here ≠ there` for every field that differs, the models' names aside."""
+        """List every field that differs, as `field: here ≠ there`, ignoring model names."""
         here, there = (flatten(record.model_dump(mode="json")) for record in (self, other))
         return [
             f"{path}: {here.get(path, 'absent')!r} ≠ {there.get(path, 'absent')!r}"
@@ -79,11 +81,11 @@ class EncodingRecord(Config):
         ]
 
     def sealed(self) -> bytes:
-        """The bytes of ROOT/encoding.json, sealed."""
+        """Serialise the record to the sealed bytes of ROOT/encoding.json."""
         return sealed_json({**self.model_dump(mode="json"), "id": self.id})
 
     def save(self, store: Store) -> None:
-        """Write ROOT/encoding.json over what is there."""
+        """Write ROOT/encoding.json, replacing an existing one."""
         store.write(FILE_NAME, self.sealed())
 
     @classmethod
@@ -91,8 +93,8 @@ class EncodingRecord(Config):
         """Read ROOT/encoding.json.
 
         Raises:
-            RequestError: it is not a latents root, or one of another version.
-            DamagedFile: the record's bytes are not those that were written.
+            RequestError: the folder is not a latents root, or has a different format version.
+            DamagedFile: the file was modified after it was written.
         """
         try:
             data = store.read(FILE_NAME)
@@ -105,34 +107,43 @@ class EncodingRecord(Config):
 
     @classmethod
     def parse(cls, data: bytes, where: str) -> "EncodingRecord":
-        """The bytes of an encoding.json; `where` they came from, for people. Raises as `load`."""
+        """Parse the bytes of an encoding.json.
+
+        Args:
+            where: the path or URL of the file, for error messages.
+
+        Raises:
+            RequestError: the record has a different format version, or was written by a different version of this
+                program.
+            DamagedFile: the file was modified after it was written.
+        """
         fields = parse_sealed_json(data, where)
         id = fields.pop("id")
         if (version := fields.get("schema_version")) != VERSION:
             raise RequestError(
-                f"{where} has format version {version}, and this version of latentmill reads only {VERSION}. Use the "
-                f"one that wrote it, or encode into a new root."
+                f"{where} has format version {version}, but this version of latentmill only reads version {VERSION}. "
+                f"Use the version that wrote it, or encode into a new root."
             )
         try:
             record = cls.model_validate(fields)
         except (ValidationError, KeyError) as error:
-            wrong = f"no {error}"
+            wrong = f"missing {error}"
             if isinstance(error, ValidationError):
                 wrong = ", ".join(".".join(map(str, item["loc"])) for item in error.errors())
             raise RequestError(
-                f"{where} was written by another version of this program: it has other fields than this one's "
+                f"{where} was written by a different version of latentmill, because its fields do not match "
                 f"({wrong}). Use that version, or encode into a new root."
             ) from None
         if record.id != id:
             raise RequestError(
-                f"{where} says that its encoding's id is {id}, and this program makes {record.id} of its fields: "
-                f"another version of it wrote them. Use that version, or encode into a new root."
+                f"{where} records the encoding id {id}, but this version of latentmill computes {record.id} from its "
+                f"fields, so a different version wrote it. Use that version, or encode into a new root."
             )
         return record
 
 
 def _drop_names(fields: Any) -> None:
-    """Take the `name` beside every `sha256` out, in place."""
+    """Remove, in place, every `name` that has a `sha256` beside it."""
     if isinstance(fields, dict):
         if "sha256" in fields:
             fields.pop("name", None)

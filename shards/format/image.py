@@ -1,9 +1,10 @@
-"""How a picture's numbers are stored.
+"""Storage of image latents and features.
 
-Image latents: exact float16; or int8, means with a scale per channel, log-variances in even steps. The columns are
-`image_latents`, and `image_scales` beside int8. Features: `features.NAME`, and `feature_scales.NAME` beside e4m3 codes.
+Image latents are stored as exact float16, or as int8: means with one scale per channel, log-variances in uniform steps.
+The columns are `image_latents` and, for int8, `image_scales`. Features are stored in `features.NAME` and, for e4m3
+codes, `feature_scales.NAME`.
 
-torch is imported inside the functions that need it: reading a config or a root must not cost its import.
+torch is imported inside the functions that need it, because reading a config or a root must not pay for that import.
 """
 
 from __future__ import annotations
@@ -15,45 +16,48 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from shards.format.buckets import Bucket
-from shards.format.text import in_pieces, stored
+from shards.format.text import encode_states, quantise_in_chunks
 from shards.format.towers import FeatureTower, ImageTower
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 LOG_VARIANCE_RANGE = (-30.0, 20.0)
-"""To which diffusers' DiagonalGaussianDistribution clamps them: nothing beyond it is ever used."""
+"""Clamping range of diffusers' DiagonalGaussianDistribution. Values beyond it never affect a result."""
 LARGEST_CODE = 127
 NUM_STEPS = 255
-INTEGERS_FROM = 1.5 * 2**23
-"""From 2^23 to 2^24 float32 holds the integers alone."""
+ROUNDING_OFFSET = 1.5 * 2**23
+"""Midpoint of [2^23, 2^24], where float32 represents exactly the integers."""
 
 
 def quantise(latents: Tensor, channels: int) -> tuple[Tensor, Tensor]:
-    """(…, planes, h, w) floats → int8 codes of the same shape, and float32 scales (…, channels).
+    """Quantise (…, planes, h, w) floats to int8 codes of the same shape and float32 scales (…, channels).
 
-    The first `channels` planes, means, are rounded to multiples of max|x| / 127 of their plane; so the error is at most
-    half of that. What follows, log-variances, are clamped to their range and rounded to 1/255 of it: to 10 % of a
-    variance.
+    The first `channels` planes, the means, are rounded to multiples of max|x| / 127 of their plane, so the error is at
+    most half of that. The remaining planes, the log-variances, are clamped to their range and rounded to 1/255 of it,
+    which changes a variance by at most 10 %.
     """
     import torch
 
     means, log_variances = latents.float().split([channels, latents.shape[-3] - channels], dim=-3)
     scales = (means.abs().amax(dim=(-2, -1)) / LARGEST_CODE).clamp(min=torch.finfo(torch.float32).tiny)
-    codes = rounded(means / scales[..., None, None]).clamp(-LARGEST_CODE, LARGEST_CODE)
+    codes = fast_round(means / scales[..., None, None]).clamp(-LARGEST_CODE, LARGEST_CODE)
     low, high = LOG_VARIANCE_RANGE
-    steps = rounded((log_variances.clamp(low, high) - low) * (NUM_STEPS / (high - low))) - (LARGEST_CODE + 1)
+    steps = fast_round((log_variances.clamp(low, high) - low) * (NUM_STEPS / (high - low))) - (LARGEST_CODE + 1)
     return torch.cat([codes, steps], dim=-3).to(torch.int8), scales
 
 
-def rounded(values: Tensor) -> Tensor:
-    """float32 below 2^22 → as torch.round, which divides 4,096 numbers and more among threads: for 1 us of work these
-    wait for each other for up to a millisecond."""
-    return values + INTEGERS_FROM - INTEGERS_FROM
+def fast_round(values: Tensor) -> Tensor:
+    """Round float32 values below 2^22 to the nearest integer, ties to even.
+
+    `torch.round` splits tensors of 4,096 elements or more among threads, which then wait for each other for up to a
+    millisecond to do 1 us of work.
+    """
+    return values + ROUNDING_OFFSET - ROUNDING_OFFSET
 
 
 def dequantise(codes: Tensor, scales: Tensor) -> Tensor:
-    """The inverse of `quantise`: float32 of the codes' shape, on the codes' device."""
+    """Invert `quantise`: return float32 of the codes' shape, on the codes' device."""
     import torch
 
     channels = scales.shape[-1]
@@ -64,45 +68,47 @@ def dequantise(codes: Tensor, scales: Tensor) -> Tensor:
 
 
 def pack(tower: ImageTower, latents: Iterable[Tensor]) -> Iterator[dict[str, np.ndarray]]:
-    """(planes, h, w) latents of each picture, floats on the CPU → the columns of each one's sample."""
+    """Convert each picture's (planes, h, w) float latents, on the CPU, to the columns of its sample."""
     if tower.storage == "float16":
-        yield from ({"image_latents": of_picture.half().numpy()} for of_picture in latents)
+        yield from ({"image_latents": picture.half().numpy()} for picture in latents)
         return
-    rows = (of_picture[None] for of_picture in latents)
-    for codes, scales in in_pieces(partial(quantise, channels=tower.channels), rows):
+    rows = (picture[None] for picture in latents)
+    for codes, scales in quantise_in_chunks(partial(quantise, channels=tower.channels), rows):
         yield {"image_latents": codes[0], "image_scales": scales[0]}
 
 
 def unpack(latents: Tensor, scales: Tensor | None) -> Tensor:
-    """Stored (…, planes, h, w), and their scales where there are any → float32."""
+    """Decode stored (…, planes, h, w) latents, with their scales if quantised, to float32."""
     return latents.float() if scales is None else dequantise(latents, scales)
 
 
 def draw(moments: Tensor, noise: Tensor) -> Tensor:
-    """(…, 2C, h, w) mean and log-variance, and (…, C, h, w) standard normals → mean + σ·n, as diffusers'
-    DiagonalGaussianDistribution."""
+    """Sample latents (…, C, h, w) from moments (…, 2C, h, w), given standard normal noise (…, C, h, w).
+
+    Computes mean + σ·noise as diffusers' DiagonalGaussianDistribution does.
+    """
     mean, log_variance = moments.chunk(2, dim=-3)
     return mean + (0.5 * log_variance.clamp(*LOG_VARIANCE_RANGE)).exp() * noise
 
 
 def columns(tower: ImageTower, bucket: Bucket) -> dict[str, str]:
-    """The MDS column types of `pack`'s result."""
+    """Return the MDS column types of the output of `pack`."""
     height, width = bucket.latent_hw(tower.downsampling)
     types = {"image_latents": f"ndarray:{tower.storage}:{tower.num_planes},{height},{width}"}
     return types | ({"image_scales": f"ndarray:float32:{tower.channels}"} if tower.storage == "int8" else {})
 
 
 def pack_features(name: str, tower: FeatureTower, features: Iterable[Tensor]) -> Iterator[dict[str, np.ndarray]]:
-    """(tokens, width) features of each picture, floats on the CPU → the columns of each one's sample."""
-    for arrays in stored(features, tower.storage):
+    """Convert each picture's (tokens, width) float features, on the CPU, to the columns of its sample."""
+    for arrays in encode_states(features, tower.storage):
         yield dict(zip((f"features.{name}", f"feature_scales.{name}"), arrays, strict=False))
 
 
 def feature_columns(name: str, tower: FeatureTower, bucket: Bucket) -> dict[str, str]:
-    """The MDS column types of `pack_features`' result.
+    """Return the MDS column types of the output of `pack_features`.
 
     Raises:
-        ValueError: the bucket does not fit the tower.
+        ValueError: the bucket, resized for the tower, is not a whole number of patches.
     """
     height, width = tower.grid(bucket)
     tokens, dtype = height * width, "float16" if tower.storage == "float16" else "uint8"

@@ -1,12 +1,12 @@
-"""The files of a bucket as its index.json lists them, in compact arrays, and single samples read from them.
+"""MDS files: a compact in-memory index of a bucket's files, and reading of single samples.
 
-The format is mosaicml-streaming's, and any StreamingDataset reads it. A file is
+The format is mosaicml-streaming's, and any StreamingDataset can read it. The layout of a file is
 
-    uint32 samples | uint32 begin of each sample, and end of the last | JSON of the columns | samples
+    uint32 number of samples | uint32 start of each sample, and end of the last | JSON of the columns | samples
 
-and a sample is the uint32 sizes of its columns of varying size, then the columns. (streaming's own reader holds an
-index as a tree of Python objects, reads the offsets again for every sample, and parses the types of its columns each
-time.)
+A sample is the uint32 sizes of its variable-size columns, followed by the columns. streaming's own reader is not used,
+because it keeps an index as a tree of Python objects, and for every sample it reads the offsets and parses the column
+types again.
 """
 
 import hashlib
@@ -33,28 +33,32 @@ DTYPES = ("float16", "float32", "int32", "int8", "uint8")
 
 @dataclass(frozen=True)
 class Column:
+    """Column of an MDS file."""
+
     name: str
     encoding: str
-    """`str`; `ndarray:float16:8,32,32`; or `ndarray:float16`, where each sample's array says its own shape."""
+    """`str`; `ndarray:float16:8,32,32`; or `ndarray:float16`, if each sample stores its own shape."""
     size: int | None
-    """Bytes; None where it varies, and each sample says."""
+    """Size in bytes, or None if it varies and each sample stores it."""
 
     @classmethod
     def of(cls, name: str, encoding: str) -> "Column":
-        """With the size that follows from its type.
+        """Build a column with the size that its type implies.
 
         Raises:
-            RequestError: it is no type that stage 1 writes.
+            RequestError: stage 1 does not write this type.
         """
         dtype, shape = array_type(encoding)
         return cls(name, encoding, None if dtype is None or shape is None else math.prod(shape) * dtype.itemsize)
 
 
 def array_type(encoding: str) -> tuple[np.dtype[Any] | None, tuple[int, ...] | None]:
-    """dtype and shape of a column's arrays: no shape where each sample has its own, neither for a `str`.
+    """Return the dtype and shape of a column's arrays.
+
+    The shape is None if each sample stores its own; both are None for `str`.
 
     Raises:
-        RequestError: it is no type that stage 1 writes.
+        RequestError: stage 1 does not write this type.
     """
     match encoding.split(":"):
         case ["str"]:
@@ -63,36 +67,39 @@ def array_type(encoding: str) -> tuple[np.dtype[Any] | None, tuple[int, ...] | N
             return np.dtype(dtype), None
         case ["ndarray", dtype, shape] if dtype in DTYPES:
             return np.dtype(dtype), tuple(map(int, shape.split(",")))
-    raise RequestError(f"A column of type {encoding!r} is none that stage 1 writes. Do not use this root.")
+    raise RequestError(f"A column has type {encoding!r}, which stage 1 never writes. Do not use this root.")
 
 
 def part_type(folder: int = 1, name: int = 1) -> np.dtype[np.void]:
-    """Of a part: folder below the bucket's, `00042.g0`, samples, and SHA-256 of samples.parquet; it is empty where the
-    receipt has to be asked. Strings have this many bytes at most."""
+    """Return the dtype of a part, with strings of at most `folder` and `name` bytes.
+
+    Fields: the folder below the bucket's, the name (`00042.g0`), the number of samples, and the SHA-256 of
+    samples.parquet, which is empty if only the receipt has it.
+    """
     return np.dtype([("folder", f"S{folder}"), ("name", f"S{name}"), ("samples", np.int64), ("table", "S64")])
 
 
 @dataclass(frozen=True, eq=False)
 class MdsIndex:
-    """The files of one bucket, in the index's order; a few dozen bytes for each."""
+    """Files of one bucket in index order, at a few dozen bytes per file."""
 
     names: NDArray[np.bytes_]
-    """(files,) paths below the bucket's folder, such as 00042/shard.00000.mds."""
+    """(files,) Paths relative to the bucket's folder, such as 00042/shard.00000.mds."""
     sizes: NDArray[np.int64]
-    """(files,) bytes."""
+    """(files,) Sizes in bytes."""
     samples: NDArray[np.int64]
-    """(files,)."""
+    """(files,) Numbers of samples."""
     hashes: NDArray[np.uint64]
-    """(files,) xxh3_64."""
+    """(files,) xxh3_64 hashes."""
     columns: tuple[Column, ...]
     parts: NDArray[np.void]
-    """(parts,) of `part_type`, in the same order: each part's files stand together."""
+    """(parts,) of `part_type`, in the order of the files; the files of a part are adjacent."""
 
     def __len__(self) -> int:
         return len(self.names)
 
     def name(self, index: int) -> str:
-        """The path of a file below the bucket's folder."""
+        """Return a file's path relative to the bucket's folder."""
         return bytes(self.names[index]).decode()
 
     @property
@@ -100,40 +107,42 @@ class MdsIndex:
         return int(self.samples.sum())
 
     def save(self, folder: Path) -> None:
-        """Into a folder that is there, all but the columns."""
+        """Save all arrays, but not the columns, to an existing folder."""
         for name in ARRAYS:
             np.save(folder / f"{name}.npy", getattr(self, name))
 
     @classmethod
     def mapped(cls, folder: Path, columns: tuple[Column, ...]) -> "MdsIndex":
-        """One that was saved; in memory that all share who map it."""
+        """Memory-map a saved index, so that all processes share its memory."""
         return cls(columns=columns, **{name: mapped(folder, name) for name in ARRAYS})
 
 
 def mapped(folder: Path, name: str) -> NDArray[Any]:
-    """An array of a folder, NAME.npy; all who map it share its memory."""
+    """Memory-map FOLDER/NAME.npy, so that all processes share its memory."""
     array: NDArray[Any] = np.load(folder / f"{name}.npy", mmap_mode="r")
     return array
 
 
 def parse_index(data: bytes, where: str) -> MdsIndex:
-    """The bytes of BUCKET/index.json → its files.
+    """Parse the bytes of BUCKET/index.json.
 
     Args:
-        data: the bytes.
-        where: the index's own path or address, for people.
+        where: the path or URL of the index, for error messages.
 
     Raises:
-        RequestError: it is no index, or not one that stage 1 writes, or it names a file outside its folder.
+        RequestError: the index is malformed, was not written by stage 1, or names a file outside its folder.
     """
     known: dict[str, tuple[Column, ...]] = {}
 
     def compact(value: dict[str, Any]) -> Any:
-        # every file's entry as soon as it is read, so that the index is never in memory as Python objects
+        # convert each entry as soon as it is parsed, so that the index is never in memory as Python objects
         if "raw_data" not in value:
             return value
         if value["format"] != "mds" or value["compression"] is not None:
-            raise RequestError(f"{where} lists {value['format']} files, compression {value['compression']}: not ours.")
+            raise RequestError(
+                f"{where} lists files that stage 1 did not write (format {value['format']}, compression "
+                f"{value['compression']}). Do not use this root."
+            )
         fields = (value["column_names"], value["column_encodings"], value["column_sizes"])
         columns = known.setdefault(repr(fields), tuple(Column(*column) for column in zip(*fields, strict=True)))
         file = value["raw_data"]
@@ -147,7 +156,7 @@ def parse_index(data: bytes, where: str) -> MdsIndex:
         if isinstance(error, RequestError):
             raise
         raise RequestError(
-            f"{where} is not an index that stage 1 wrote ({type(error).__name__}: {error}). Write it anew with `python "
+            f"{where} is not an index written by stage 1 ({type(error).__name__}: {error}). Rewrite it with `python "
             f"-m shards index ROOT`."
         ) from error
     if len(set(columns)) > 1:
@@ -167,7 +176,7 @@ def parse_index(data: bytes, where: str) -> MdsIndex:
 
 
 def _parts_of(names: Sequence[bytes], samples: Sequence[int]) -> NDArray[np.void]:
-    """The parts of files, by their folders, in the order of the index."""
+    """Group files by folder into parts, in index order."""
     totals: dict[bytes, int] = {}
     for name, count in zip(names, samples, strict=True):
         folder = name.rpartition(b"/")[0]
@@ -178,39 +187,41 @@ def _parts_of(names: Sequence[bytes], samples: Sequence[int]) -> NDArray[np.void
 
 
 def hash_file(path: str) -> int:
-    """xxh3_64 of a file's bytes."""
+    """Return the xxh3_64 of a file's bytes."""
     with open(path, "rb", buffering=0) as file:
-        digest: Any = hashlib.file_digest(file, xxhash.xxh3_64)  # type: ignore[arg-type]  # it lacks what is not asked of it
+        digest: Any = hashlib.file_digest(file, xxhash.xxh3_64)  # type: ignore[arg-type]  # only the hashlib methods in use exist
     return digest.intdigest()
 
 
 def read_offsets(descriptor: int, num_samples: int, path: str) -> NDArray[np.uint32]:
-    """(samples + 1,) where each sample begins, and where the last one ends.
+    """Read the (samples + 1,) offsets of a file: the start of each sample, and the end of the last.
 
     Raises:
-        DamagedFile: the file's header does not hold `num_samples` samples.
+        DamagedFile: the header does not contain `num_samples` samples.
     """
     return parse_offsets(os.pread(descriptor, header_size(num_samples), 0), num_samples, path)
 
 
 def header_size(num_samples: int) -> int:
-    """Size in bytes of the offsets at the start of a file with this many samples."""
+    """Return the size in bytes of the sample count and offsets at the start of a file."""
     return 4 * (num_samples + 2)
 
 
 def parse_offsets(data: bytes, num_samples: int, path: str) -> NDArray[np.uint32]:
-    """Parse the first `header_size` bytes of a file; returns the same as `read_offsets`.
+    """Parse the offsets from the first `header_size` bytes of a file. See `read_offsets`.
 
     Raises:
-        DamagedFile: the header does not hold `num_samples` samples.
+        DamagedFile: the header does not contain `num_samples` samples.
     """
     if len(data) != header_size(num_samples) or struct.unpack_from("<I", data)[0] != num_samples:
-        raise DamagedFile(f"{path} is damaged: its header does not hold the {num_samples} samples that its index says.")
+        raise DamagedFile(
+            f"{path} is damaged: its header does not match its index ({num_samples} samples). Restore it from a copy."
+        )
     return np.frombuffer(data, np.uint32)[1:]
 
 
 def read_sample(descriptor: int, offsets: NDArray[np.uint32], row: int, path: str) -> bytes:
-    """The bytes of one sample of a file with these offsets.
+    """Read the bytes of one sample, given the file's offsets.
 
     Raises:
         DamagedFile: the file ends before the sample does.
@@ -218,15 +229,15 @@ def read_sample(descriptor: int, offsets: NDArray[np.uint32], row: int, path: st
     begin, end = offsets[row : row + 2].tolist()
     data = os.pread(descriptor, end - begin, begin)
     if len(data) != end - begin:
-        raise DamagedFile(f"{path} was cut short while it was read. Restore the file from its copy.")
+        raise DamagedFile(f"{path} is truncated: it ends before its last sample does. Restore it from a copy.")
     return data
 
 
 class Decoder:
-    """Bytes of a sample → its columns; arrays are views of the bytes."""
+    """Decoder from a sample's bytes to its columns. Arrays are views of the bytes."""
 
     def __init__(self, columns: Sequence[Column]):
-        """Raises RequestError where a column is of no type that stage 1 writes."""
+        """Prepare the column types. Raises RequestError for a type that stage 1 does not write."""
         self.columns = [(column.name, column.size, *array_type(column.encoding)) for column in columns]
         self.sizes = struct.Struct(f"<{sum(column.size is None for column in columns)}I")
 
@@ -246,8 +257,8 @@ class Decoder:
         return sample
 
 
-def shape_head(shape: tuple[int, ...]) -> bytes:
-    """What stands before an array that says its own shape: axes × 4 + log2 of the bytes of each side, and the sides."""
+def shape_header(shape: tuple[int, ...]) -> bytes:
+    """Encode the shape stored before an array: one byte (axes × 4 + log2 of the bytes per side), then the sides."""
     width = next(i for i in range(3) if max(shape) < 1 << (8 << i))
     return bytes([len(shape) << 2 | width]) + np.array(shape, f"<u{1 << width}").tobytes()
 

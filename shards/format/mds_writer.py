@@ -1,8 +1,8 @@
-"""The MDS files of a part and their index, in the bytes of streaming's MDSWriter; the format is in `mds.py`.
+"""Writer of a part's MDS files and index, byte-identical to streaming's MDSWriter. `mds.py` describes the format.
 
-Each byte is copied once, and read once for both hashes: a part's samples gather in one buffer, laid out as the file
-will have them; it is as large as a file, and serves one file after the other. (MDSWriter copies an array four times,
-into fresh memory, whose first touch costs more than the copy.)
+Samples are gathered in one reusable buffer of a file's size, in the file's layout, so that each byte is copied once,
+and read once for both hashes. MDSWriter copies each array four times, into fresh memory, whose first touch costs more
+than the copy.
 """
 
 import hashlib
@@ -22,21 +22,22 @@ from numpy.typing import NDArray
 from shards.base.durable import fsync_file
 from shards.format.buckets import Bucket
 from shards.format.encoding import EncodingRecord
-from shards.format.mds import HASH, Column, array_type, shape_head
+from shards.format.mds import HASH, Column, array_type, shape_header
 from shards.format.receipts import FileRecord
 
 FILE_BYTES = 1 << 27
 BLOCK_BYTES = 1 << 20
-"""Are hashed and written together, while they are in the processor's cache."""
+"""Size of the blocks that are hashed and written together while they are in the CPU cache."""
 SPARE_BUFFERS = 2
 
 
 _spare: queue.Queue[NDArray[np.uint8]] = queue.Queue(SPARE_BUFFERS)
-"""Buffers of finished parts, for the next ones: the kernel takes longer to clear fresh memory than it takes to fill."""
+"""Buffers of finished parts, kept for reuse, because the kernel takes longer to clear fresh memory than it takes to
+fill it."""
 
 
 def file_config(columns: Sequence[Column]) -> dict[str, Any]:
-    """What each file's head and its entry in the index say of its columns, which are sorted by name."""
+    """Return the description of the columns, sorted by name, that each file's header and index entry contain."""
     return {
         "version": 2,
         "format": "mds",
@@ -48,7 +49,8 @@ def file_config(columns: Sequence[Column]) -> dict[str, Any]:
 
 
 class PartMDSWriter:
-    """Writes the MDS files of a part into a new folder. A full file goes to the disk while the next is being filled."""
+    """Writer of a part's MDS files into a new folder. A full file is flushed to disk while the next one is being
+    filled."""
 
     def __init__(self, folder: Path, encoding: EncodingRecord, bucket: Bucket):
         folder.mkdir(parents=True)
@@ -58,15 +60,15 @@ class PartMDSWriter:
         self.config = file_config(columns)
         self.config_data = json.dumps(self.config, sort_keys=True).encode()
         self.entries: list[dict[str, Any]] = []
-        """Of the index, one for each file written so far."""
+        """Index entries of the files written so far."""
         self.records: dict[str, FileRecord] = {}
-        """File → size and SHA-256, of the files written so far."""
+        """File name → size and SHA-256, for the files written so far."""
         self.ends = [0]
-        """Where each sample held ends in the buffer."""
+        """End of each buffered sample, as an offset in the buffer."""
         try:
             self.buffer = _spare.get_nowait()
         except queue.Empty:
-            self.buffer = np.empty(FILE_BYTES, np.uint8)  # takes memory as it is filled
+            self.buffer = np.empty(FILE_BYTES, np.uint8)  # pages are allocated only as they are filled
         self.disk = ThreadPoolExecutor(1)
         self.syncing: list[Future[None]] = []
 
@@ -74,25 +76,25 @@ class PartMDSWriter:
         """Append one sample.
 
         Raises:
-            ValueError: an array has not the dtype and shape of its column, or no elements.
+            ValueError: an array is empty, or its dtype or shape does not match its column.
         """
         pieces = self._pieces(sample)
         size = sum(map(len, pieces))
-        # the file's head: how many samples, and where each begins and the last one ends
-        head = 4 + 4 * (len(self.ends) + 1) + len(self.config_data)
-        if head + self.ends[-1] + size > FILE_BYTES:
+        # header: the number of samples, the start of each, the end of the last, the JSON of the columns
+        header_bytes = 4 + 4 * (len(self.ends) + 1) + len(self.config_data)
+        if header_bytes + self.ends[-1] + size > FILE_BYTES:
             self._write_file()
         at = self.ends[-1]
-        if at + size > len(self.buffer):  # one sample is more than a file
+        if at + size > len(self.buffer):  # a single sample larger than a file
             self.buffer = np.concatenate([self.buffer[:at], np.empty(size, np.uint8)])
-        held = self.buffer.data
+        view = self.buffer.data
         for piece in pieces:
-            held[at : at + len(piece)] = piece
+            view[at : at + len(piece)] = piece
             at += len(piece)
         self.ends.append(at)
 
     def _pieces(self, sample: dict[str, Any]) -> list[bytes | memoryview]:
-        """The sizes of columns that vary, then each column's bytes."""
+        """Return the sizes of the variable-size columns, followed by each column's bytes."""
         sizes: list[int] = []
         pieces: list[bytes | memoryview] = []
         for name, column, dtype, shape in self.columns:
@@ -102,26 +104,26 @@ class PartMDSWriter:
                 parts = [value.encode()]
             elif value.dtype != dtype or shape not in (None, value.shape) or not value.size:
                 raise ValueError(
-                    f"{column.name} has dtype {value.dtype} and shape {value.shape}; its column is {column.encoding}"
+                    f"{column.name} has dtype {value.dtype} and shape {value.shape}, but its type is {column.encoding}"
                 )
             else:
                 parts = [np.ascontiguousarray(value).data.cast("B")]
                 if shape is None:
-                    parts.insert(0, shape_head(value.shape))
+                    parts.insert(0, shape_header(value.shape))
             if column.size is None:
                 sizes.append(sum(map(len, parts)))
             pieces += parts
         return [np.array(sizes, np.uint32).tobytes(), *pieces]
 
     def _write_file(self) -> None:
-        """Write the samples held as one file."""
+        """Write the buffered samples to one file."""
         name = f"shard.{len(self.entries):05}.mds"
-        num_samples, held = len(self.ends) - 1, self.buffer[: self.ends[-1]]
+        num_samples, samples = len(self.ends) - 1, self.buffer[: self.ends[-1]]
         offsets = np.array(self.ends) + 4 + 4 * len(self.ends) + len(self.config_data)
         header = np.uint32(num_samples).tobytes() + offsets.astype(np.uint32).tobytes() + self.config_data
         sha256, xxh3 = hashlib.sha256(), xxhash.xxh3_64()
         blocks: list[bytes | memoryview] = [header]
-        blocks += [held[at : at + BLOCK_BYTES].data for at in range(0, len(held), BLOCK_BYTES)]
+        blocks += [samples[at : at + BLOCK_BYTES].data for at in range(0, len(samples), BLOCK_BYTES)]
         with open(self.folder / name, "wb") as file:
             for block in blocks:
                 file.write(block)
@@ -135,10 +137,10 @@ class PartMDSWriter:
         self.ends = [0]
 
     def finish(self) -> None:
-        """Write what is left, and the index; everything but the index is on the disk then.
+        """Write the remaining samples and the index. On return, every file except the index has been flushed to disk.
 
         Raises:
-            OSError: the disk did not take a file.
+            OSError: a file could not be flushed.
         """
         if len(self.ends) > 1:
             self._write_file()
@@ -146,7 +148,7 @@ class PartMDSWriter:
         if len(self.buffer) == FILE_BYTES:
             with suppress(queue.Full):
                 _spare.put_nowait(self.buffer)
-        del self.buffer  # it is another writer's from now on
+        del self.buffer  # from now on, another writer may use it
         self.disk.shutdown()
         for written in self.syncing:
             written.result()

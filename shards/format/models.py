@@ -1,4 +1,4 @@
-"""Where a model's folder is, and what it holds by content. Nothing is loaded into memory here."""
+"""Model folders: locating or downloading them, and hashing their content. Nothing is loaded into memory."""
 
 import hashlib
 import json
@@ -11,65 +11,72 @@ from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
 
 from shards.base.durable import canonical_json, sha256_file
 from shards.base.errors import RequestError, is_storage_error
-from shards.base.fetched import alone, fetch_folder, newest_copy
+from shards.base.fetched import fetch_folder, fetch_lock, latest_copy
 from shards.format.towers import Weights
 
 WEIGHT_FILES = ("diffusion_pytorch_model.safetensors", "model.safetensors")
 TOKENIZER_FILES = ("vocab.json", "merges.txt", "special_tokens_map.json", "tokenizer_config.json")
 FILES = ("config.json", *WEIGHT_FILES, *TOKENIZER_FILES)
 INDEX_FILES = tuple(f"{file}.index.json" for file in WEIGHT_FILES)
-"""Of weights in several files, which it names."""
+"""Index files of sharded weights."""
 OTHER_VOCABULARIES = ("tokenizer.json", "spiece.model", "tokenizer.model", "added_tokens.json")
-"""Of tokenizers that have no vocab.json: T5's, Gemma's."""
-TO_FETCH = (
+"""Vocabulary files of tokenizers without a vocab.json, such as T5's and Gemma's."""
+DOWNLOAD_PATTERNS = (
     *FILES,
     *INDEX_FILES,
     *(file.replace(".safetensors", "-*-of-*.safetensors") for file in WEIGHT_FILES),
     *OTHER_VOCABULARIES,
     "preprocessor_config.json",
 )
-# Entries of a config.json that say where it came from, not what the model computes.
+# Entries of a config.json that describe its origin and do not affect the computation.
 NOT_CONTENT = {"architectures", "dtype", "torch_dtype", "transformers_version", "scaling_factor", "sample_size"}
 NOT_CONTENT |= {"name_or_path", "tokenizer_file"}
-# The same, where they say anything: the trainer shifts and scales.
+# Ignored unless null, because the trainer applies shift and scale.
 NORMALISATION = {"shift_factor", "latents_mean", "latents_std"}
 PIPELINE_INDEX = "model_index.json"
-"""File of a diffusers pipeline's folder that names its class and components."""
+"""File that names the class and components of a diffusers pipeline."""
 TRAINED_GUIDANCE = "_trained_guidance"
-"""Field of an exported network's config.json: the constant that its guidance input had in training."""
+"""Field in an exported network's config.json: the constant value that its guidance input had in training."""
 
 
-def model_folder(name: str, files: Sequence[str] = TO_FETCH) -> Path:
-    """The folder of a model: `name` itself where it is one; else a copy, in this machine's cache, of that at an address
-    such as s3://bucket/vae, or of `org/repo[@revision][/sub/folder]` on the hub. One process of a machine fetches it.
+def model_folder(name: str, files: Sequence[str] = DOWNLOAD_PATTERNS) -> Path:
+    """Return the local folder of a model, downloading the model if necessary.
+
+    `name` is a local folder, a URL such as s3://bucket/vae, or a hub name, `org/repo[@revision][/sub/folder]`. Only one
+    process per machine downloads.
 
     Raises:
-        Outage: the object store, or the way to it, failed.
-        RequestError: there is none, or the hub does not give it and its cache does not hold it.
-        OSError: the disk does not take it.
+        Outage: the object store cannot be reached.
+        RequestError: the model does not exist, or the hub cannot provide it and it is not in the local cache.
+        OSError: writing to the disk failed.
     """
     if Path(name).is_dir():
         return Path(name)
-    with alone(name, _cache()):
+    with fetch_lock(name, _cache()):
         return _fetch(name, files)
 
 
 def recorded_folder(weights: Weights) -> Path:
-    """The folder of the model that was recorded, with that content: what is in this machine's cache, where it is that;
-    else one process of the machine fetches it, for all.
+    """Return the local folder of a model whose content matches its record in encoding.json.
 
-    Raises: as `model_folder`; and
-        RequestError: what is found has other content.
+    The cached copy is used if it matches. Otherwise, one process per machine downloads the model.
+
+    Raises:
+        Outage: the object store cannot be reached.
+        RequestError: the model cannot be found, or its content differs from the record.
+        OSError: writing to the disk failed.
     """
-    before = _cached(weights.name)
-    if before and _holds(before, weights):
-        return before
-    with alone(weights.name, _cache()):
+    cached = _cached(weights.name)
+    if cached and _matches(cached, weights):
+        return cached
+    with fetch_lock(weights.name, _cache()):
         folder = _cached(weights.name)
-        if folder is None or folder == before:  # no other process has fetched it meanwhile
-            folder = _fetch(weights.name, TO_FETCH)
+        if folder is None or folder == cached:  # no other process has downloaded it in the meantime
+            folder = _fetch(weights.name, DOWNLOAD_PATTERNS)
     if hash_weights(weights.name, folder).sha256 != weights.sha256:
-        raise RequestError(f"{weights.name} ({folder}) has other content than encoding.json recorded.")
+        raise RequestError(
+            f"{weights.name} ({folder}) differs from the model recorded in encoding.json. Provide the recorded one."
+        )
     return folder
 
 
@@ -77,36 +84,38 @@ def _cache() -> Path:
     return Path(constants.HF_HOME) / "latentmill"
 
 
-def _holds(folder: Path, weights: Weights) -> bool:
+def _matches(folder: Path, weights: Weights) -> bool:
     try:
         return hash_weights(weights.name, folder).sha256 == weights.sha256
     except RequestError:
-        return False  # half of it was fetched
+        return False  # incomplete download
 
 
 def _cached(name: str) -> Path | None:
-    """What is on this machine, without asking anybody."""
+    """Return the local copy of a model without network access, or None."""
     if Path(name).is_dir():
         return Path(name)
     if "://" in name:
-        return newest_copy(name, _cache())
+        return latest_copy(name, _cache())
     try:
         repo, revision, folder = _parse(name)
         snapshot = Path(snapshot_download(repo, revision=revision or None, local_files_only=True))
-    except (OSError, ValueError):  # RequestError is one; so is what the hub's client says of what is not there
+    except (OSError, ValueError):  # includes RequestError, and the hub client's errors for missing files
         return None
     return snapshot / folder if (snapshot / folder).is_dir() else None
 
 
 def _parse(name: str) -> tuple[str, str, str]:
-    """Repository, revision and folder of a hub name.
+    """Split a hub name into repository, revision and folder.
 
     Raises:
-        RequestError: it is none.
+        RequestError: `name` is not a hub name.
     """
     parts = name.split("/")
     if len(parts) < 2 or not all(parts):
-        raise RequestError(f"There is no model folder {name}, and it is no hub name (org/repo/folder) either.")
+        raise RequestError(
+            f"The model {name} is neither an existing folder nor a hub name (org/repo[/folder]). Correct the name."
+        )
     repo, _, revision = "/".join(parts[:2]).partition("@")
     return repo, revision, "/".join(parts[2:])
 
@@ -120,23 +129,24 @@ def _fetch(name: str, files: Sequence[str]) -> Path:
     patterns = [f"{folder}/{file}" if folder else file for file in files]
     try:
         snapshot = Path(snapshot_download(repo, revision=revision or None, allow_patterns=patterns))
-    except Exception as error:  # the hub's own, and those of whichever libraries fetch for it
+    except Exception as error:  # the hub client's own errors, and those of its HTTP libraries
         if is_storage_error(error):
             raise
         raise RequestError(
-            f"The model {name} is no local folder, and {_why_not(repo, revision, error)}. Or give the path of a local "
-            f"folder: where the hub can be reached, `hf download {repo} --local-dir DIR` makes one."
+            f"The model {name} is not a local folder, and {_describe_hub_error(repo, revision, error)}. "
+            f"Alternatively, give a local folder, created with `hf download {repo} --local-dir DIR` on a machine that "
+            f"reaches the hub."
         ) from error
     if not (snapshot / folder).is_dir():
         raise RequestError(
-            f"The hub's {repo} has no folder {folder} with safetensors weights, or they were never fetched whole "
-            f"({snapshot}). Look at {constants.ENDPOINT}/{repo} for the folder's name."
+            f"The hub's {repo} has no folder {folder} with safetensors weights, or its download is incomplete "
+            f"({snapshot}). Check the folder's name at {constants.ENDPOINT}/{repo}."
         )
     return snapshot / folder
 
 
-def _why_not(repo: str, revision: str, error: BaseException | None) -> str:
-    """What kept the hub from giving a model, what it means and what to do, from its error and that one's causes."""
+def _describe_hub_error(repo: str, revision: str, error: BaseException | None) -> str:
+    """Explain why the hub did not provide a model and what to do, based on the error and its causes."""
     text = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else '-'}"
     errors: list[Any] = []
     while error is not None:
@@ -145,36 +155,36 @@ def _why_not(repo: str, revision: str, error: BaseException | None) -> str:
     status = next((e.response.status_code for e in errors if getattr(e, "response", None) is not None), 0)
     if any(isinstance(e, OfflineModeIsEnabled) for e in errors):
         return (
-            f"the hub's cache here ({constants.HF_HUB_CACHE}) does not hold it, while HF_HUB_OFFLINE forbids to ask "
-            f"the hub. Unset HF_HUB_OFFLINE"
+            f"the hub's cache ({constants.HF_HUB_CACHE}) does not contain it, and HF_HUB_OFFLINE prevents a "
+            f"download. Unset HF_HUB_OFFLINE"
         )
     if any(isinstance(e, RevisionNotFoundError) for e in errors):
-        return f"the hub's {repo} has no revision {revision}. Its commits are at {constants.ENDPOINT}/{repo}/commits"
+        return f"the hub's {repo} has no revision {revision}. See {constants.ENDPOINT}/{repo}/commits"
     if status in (401, 403, 404):
         return (
-            f"the hub has no {repo} that you may read (it answered {status}): it was withdrawn or renamed, or it is "
-            f"private or gated. Look for it at {constants.ENDPOINT}/{repo}, and `hf auth login` where it asks for it"
+            f"the hub has no {repo} that you may read (HTTP status {status}): it was removed or renamed, or it is "
+            f"private or gated. Check {constants.ENDPOINT}/{repo}, and log in with `hf auth login` if it is gated"
         )
     if status == 429:
         return (
-            "the hub answered 429, too many requests from this address or account; the name may be right. Give the "
-            "same command again in some minutes, with HF_TOKEN set, which allows more"
+            "the hub answered HTTP status 429: too many requests from this IP address or account. Run the command "
+            "again in a few minutes, with HF_TOKEN set to raise the limit"
         )
     if status:
-        return f"the hub answered {status}: it has a fault of its own. Give the same command again later"
+        return f"the hub answered HTTP status {status}, a server error. Run the command again later"
     if isinstance(errors[0], LocalEntryNotFoundError):
         return (
-            f"the hub at {constants.ENDPOINT} cannot be reached ({text}). See whether this machine has a network, and "
-            f"what HF_ENDPOINT and HTTPS_PROXY are set to"
+            f"the hub at {constants.ENDPOINT} cannot be reached ({text}). Check the network, and the values of "
+            f"HF_ENDPOINT and HTTPS_PROXY"
         )
-    return f"its download broke off ({text}). The same command again fetches what is missing"
+    return f"its download was interrupted ({text}). Run the command again to download the missing files"
 
 
 def read_model_config(folder: Path) -> dict[str, Any]:
-    """The model's config.json.
+    """Read a model's config.json.
 
     Raises:
-        RequestError: there is none, or it is not JSON.
+        RequestError: the file is missing or not JSON.
     """
     try:
         return json.loads((folder / "config.json").read_text())
@@ -183,17 +193,19 @@ def read_model_config(folder: Path) -> dict[str, Any]:
 
 
 def hash_weights(name: str, folder: Path) -> Weights:
-    """The content of a model or tokenizer folder: weights, vocabulary, and what its config says of the computation.
+    """Hash the content of a model or tokenizer folder.
+
+    The hash covers weights, vocabulary, and the config entries that affect the computation.
 
     Raises:
-        RequestError: a model without safetensors weights; pickled ones are never loaded.
+        RequestError: a model has no safetensors weights; pickled weights are never loaded.
     """
     files = [file for file in FILES if (folder / file).is_file()]
     shards = sorted({shard for file in INDEX_FILES for shard in _weight_shards(folder / file)})
     if "config.json" in files and not (set(WEIGHT_FILES) & set(files) or shards):
         raise RequestError(
-            f"{folder} has no {' or '.join(WEIGHT_FILES)}; other formats are not loaded. If the hub's cache holds half "
-            f"of the model, the same command fetches the rest where the hub can be reached."
+            f"{folder} has no {' or '.join(WEIGHT_FILES)}, and other formats are not supported. If the download is "
+            f"incomplete, run the command again on a machine that reaches the hub."
         )
     if "tokenizer_config.json" in files and "vocab.json" not in files:
         files += [file for file in OTHER_VOCABULARIES if (folder / file).is_file()]
@@ -204,16 +216,18 @@ def hash_weights(name: str, folder: Path) -> Weights:
 
 
 def _weight_shards(index: Path) -> set[str]:
-    """The files that an index of weights names, all of them there.
+    """Return the names of the files that an index of sharded weights refers to.
 
     Raises:
-        RequestError: one is missing.
+        RequestError: one of them is missing.
     """
     if not index.is_file():
         return set()
     shards = set(json.loads(index.read_text())["weight_map"].values())
     if missing := sorted(shard for shard in shards if not (index.parent / shard).is_file()):
-        raise RequestError(f"{index} names {', '.join(missing)}, which the folder has not. Fetch the model again.")
+        raise RequestError(
+            f"{index} refers to {', '.join(missing)}, missing from the folder. Download the model again."
+        )
     return shards
 
 

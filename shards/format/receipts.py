@@ -1,12 +1,12 @@
-"""Receipts: the only thing that says that a part exists, one for each tar and bucket, created if there is none.
+"""Receipts, the only record of which parts exist. There is one per tar and bucket, created if absent.
 
     ROOT/commits/256x256/00042.json             generation 0
-    ROOT/commits/256x256/00042.g0.recalled      a tombstone: generation 0 is no longer in force …
-    ROOT/commits/256x256/00042.g1.json          … and this is what came in its place
+    ROOT/commits/256x256/00042.g0.recalled      tombstone: generation 0 is no longer valid …
+    ROOT/commits/256x256/00042.g1.json          … and was replaced by generation 1
 
-A receipt says how many samples were stored and how many were refused and why (they add up to `samples_in`), which
-ones, as bits, and the size and SHA-256 of every file of the part. The bits of all receipts of a tar are in one
-order, that of its sorted keys, so that what a tar gave over all buckets follows from its receipts alone.
+A receipt records how many samples were stored, how many were refused and why (these add up to `samples_in`), which
+ones, as bitmaps, and the size and SHA-256 of every file of the part. The bitmaps of all receipts of a tar use the order
+of its sorted keys, so the outcome of a tar over all buckets can be computed from its receipts alone.
 """
 
 import base64
@@ -24,21 +24,21 @@ from shards.base.errors import RequestError
 
 FOLDER = "commits"
 INDEX_NAME = "index.json"
-"""A part's own list of its files of samples, in streaming's words."""
+"""Name of a part's list of MDS files, in streaming's format."""
 VERSION = 2
 GENERATION = re.compile(r"(?P<tar>.+?)(?:\.g(?P<generation>[1-9]\d*))?\.json")
 TOMBSTONE = re.compile(r"(?P<tar>.+)\.g(?P<generation>\d+)\.recalled")
 
 
 class FileRecord(Config):
-    """A committed file: its size in bytes and its SHA-256."""
+    """Size in bytes and SHA-256 of a committed file."""
 
     bytes: int
     sha256: str
 
 
 class MdsFile(Config):
-    """A file of samples, as a bucket's index lists it."""
+    """MDS file as listed in a bucket's index."""
 
     basename: str
     bytes: int
@@ -48,106 +48,105 @@ class MdsFile(Config):
 
 
 def mds_file(entry: Mapping[str, Any]) -> MdsFile:
-    """Of an entry of an index.json."""
+    """Convert an entry of an index.json."""
     raw = entry["raw_data"]
     (digest,) = raw["hashes"].values()
     return MdsFile(basename=raw["basename"], bytes=raw["bytes"], samples=entry["samples"], hash=digest)
 
 
 class MadeBy(Config):
-    """Who made a part: what is asked for when a machine turns out to be bad."""
+    """Machine and software that produced a part, for finding the parts of a machine that turns out to be faulty."""
 
     host: str
     gpu: str
-    """The device's name. `version` is the product's."""
+    """Name of the device."""
     gpu_uuid: str | None
-    """None for a CPU."""
+    """UUID of the GPU, or None for a CPU."""
     version: str
+    """Version of latentmill."""
     source_sha256: str
-    """Over its Python files."""
+    """SHA-256 over latentmill's Python files."""
 
 
 class Receipt(Config):
-    """The commit of one tar's part of one bucket."""
+    """Commit of one tar's part in one bucket."""
 
     version: Literal[2] = 2
     tar: str
     bucket: str
     generation: int
-    """How many receipts of this tar and bucket were recalled before."""
+    """Number of earlier receipts for this tar and bucket that were recalled."""
     token: str
-    """The attempt's: who finds it in a receipt has written that receipt."""
+    """Token of the attempt. An attempt that finds its own token in a receipt knows that it won the commit."""
     encoding_id: str
     rule: str
-    """Which pictures the bucket holds: `covers`, all that cover it, or `nearest, ` and the aspect table in which it is
-    the bucket of their ratio."""
+    """Rule that assigns pictures to the bucket: `covers`, or `nearest, ` and the aspect table. See `bucket_rules`."""
     part: str
-    """The folder below the bucket's: 00042.3fa9c1d2, by its content."""
+    """Content-addressed folder below the bucket's: 00042.3fa9c1d2."""
     files: dict[str, FileRecord]
     """Path relative to the part's folder → record."""
     mds: tuple[MdsFile, ...]
-    """The part's files of samples, in order."""
+    """MDS files of the part, in order."""
     samples_in: int
     samples: int
     stored: str
-    """Which of the tar's samples the part holds: bits, as `pack_bits` gives them, in the order of the tar's sorted
-    keys."""
+    """Bitmap of the tar's samples in this part, in the order of the tar's sorted keys. See `pack_bits`."""
     refused: dict[str, int]
-    """Reason → count, of the tar's samples that are not in this part."""
+    """Reason → number of the tar's samples that are not in this part for this reason."""
     rejects: dict[str, str]
-    """Reason → bits, of those refused for another reason than their size or ratio. One that no bucket stores is the
-    tar's reject."""
+    """Reason → bitmap of the samples refused for a reason other than size or aspect ratio. A sample that no bucket
+    stores is rejected from the tar."""
     captions: dict[str, int]
-    """Captions `stored`, and of these: with `invalid_utf8`, with `control_characters`, `too_long` for
-    `limits.max_caption_characters`, and `truncated` by the tokenizer. All were changed for it."""
+    """Caption counts: all `stored` captions, and those modified because they had `invalid_utf8` or
+    `control_characters`, were `too_long` for `limits.max_caption_characters`, or were `truncated` by the tokenizer."""
     input: dict[str, str | int | None]
-    """The tar: its address, bytes, and SHA-256."""
+    """Path or URL, size in bytes and SHA-256 of the tar."""
     shared_files: dict[str, FileRecord]
-    """uncond.safetensors and encoding.json, by path relative to the root."""
+    """Records of uncond.safetensors and encoding.json, by path relative to the root."""
     software: dict[str, str]
     """Package → version."""
     settings: dict[str, str | int | float | bool]
-    """What else decided over the stored bytes, by rounding (device, batch size, compilation) or by what was refused
-    (limits). All that changes what the numbers mean is in encoding.json."""
+    """Settings outside encoding.json that affect the stored bytes, either through rounding (device, batch size,
+    compilation) or through refused samples (limits)."""
     made_by: MadeBy
     attempts: int
     started: str
     seconds: dict[str, float]
-    """Stage → wall-clock seconds that were spent waiting for it: fetch, decode, encode, write, upload; those in which
-    the device was at work, `device`, and of them each tower's, `device.texts.NAME`; `worker`, since it committed the
-    tar before; and `total`, in which stages overlap."""
+    """Stage → wall-clock seconds spent waiting for it: fetch, decode, encode, write, upload. In addition, `device`
+    is the time the device was busy, with a share per tower (`device.texts.NAME`), `worker` is the time since the
+    worker's previous commit, and `total` includes overlapping stages once."""
 
     @model_validator(mode="after")
     def _adds_up(self) -> "Receipt":
-        told = {
+        differences = {
             "samples and refusals": self.samples + sum(self.refused.values()) - self.samples_in,
             "bits": int(self.stored_samples.sum()) - self.samples,
             "MDS files": sum(file.samples for file in self.mds) - self.samples,
         }
         for reason in self.rejects:
-            told[f"{reason} bits"] = int(self.rejected_samples(reason).sum()) - self.refused.get(reason, 0)
-        for what, difference in told.items():
+            differences[f"{reason} bits"] = int(self.rejected_samples(reason).sum()) - self.refused.get(reason, 0)
+        for what, difference in differences.items():
             if difference:
                 raise ValueError(f"receipt {self.name}: {what} are off by {difference} of {self.samples_in} samples")
         return self
 
     @property
     def name(self) -> str:
-        """Relative to the root."""
+        """Name of the receipt relative to the root."""
         return receipt_name(self.bucket, self.tar, self.generation)
 
     @property
     def folder(self) -> str:
-        """The part's, relative to the root."""
+        """Folder of the part relative to the root."""
         return f"{self.bucket}/{self.part}"
 
     @property
     def stored_samples(self) -> NDArray[np.bool_]:
-        """(samples_in,) by sorted key."""
+        """(samples_in,) Mask of stored samples, by sorted key."""
         return unpack_bits(self.stored, self.samples_in)
 
     def rejected_samples(self, reason: str) -> NDArray[np.bool_]:
-        """(samples_in,) by sorted key."""
+        """Return the (samples_in,) mask of the samples rejected for `reason`, by sorted key."""
         return unpack_bits(self.rejects[reason], self.samples_in)
 
     def sealed(self) -> bytes:
@@ -155,40 +154,42 @@ class Receipt(Config):
 
 
 def pack_bits(values: NDArray[np.bool_]) -> str:
-    """(n,) → base64 of eight to a byte."""
+    """Encode a boolean array (n,) as base64, with eight values per byte."""
     return base64.b64encode(np.packbits(values).tobytes()).decode()
 
 
 def unpack_bits(text: str, count: int) -> NDArray[np.bool_]:
-    """The first `count` of `pack_bits`' values.
+    """Decode a boolean array (count,) from the output of `pack_bits`.
 
     Raises:
-        ValueError: `text` holds another number.
+        ValueError: `text` encodes a different number of values.
     """
     data = base64.b64decode(text, validate=True)
     if len(data) != -(-count // 8):
-        raise ValueError(f"{len(data)} bytes of bits for {count} samples")
+        raise ValueError(f"a bitmap of {len(data)} bytes does not match {count} samples")
     return np.unpackbits(np.frombuffer(data, np.uint8), count=count).astype(bool)
 
 
 def receipt_name(bucket: str, tar: str, generation: int = 0) -> str:
-    """Relative to the root.
+    """Return the name of a receipt relative to the root.
 
     Raises:
-        RequestError: the tar's name would read as a generation.
+        RequestError: the tar's name ends like the suffix of a generation.
     """
     if re.search(r"\.g\d+$", tar):
-        raise RequestError(f"The tar {tar} has a name that ends as a receipt's generation does. Rename it.")
+        raise RequestError(
+            f"The name of the tar {tar} ends like the generation suffix of a receipt (.gN). Rename the tar."
+        )
     return f"{FOLDER}/{bucket}/{tar}{f'.g{generation}' if generation else ''}.json"
 
 
 def tombstone_name(bucket: str, tar: str, generation: int) -> str:
-    """Relative to the root."""
+    """Return the name of a tombstone relative to the root."""
     return f"{FOLDER}/{bucket}/{tar}.g{generation}.recalled"
 
 
 def parse_name(name: str) -> tuple[str, str, int, bool] | None:
-    """commits/BUCKET/FILE → bucket, tar, generation, whether it is a tombstone; None for another file."""
+    """Parse commits/BUCKET/FILE into bucket, tar, generation and whether it is a tombstone; None for other files."""
     top, _, rest = name.partition("/")
     bucket, _, file = rest.partition("/")
     match = TOMBSTONE.fullmatch(file) or GENERATION.fullmatch(file)
@@ -198,7 +199,7 @@ def parse_name(name: str) -> tuple[str, str, int, bool] | None:
 
 
 def generations(names: Iterable[str]) -> dict[tuple[str, str], tuple[set[int], set[int]]]:
-    """(tar, bucket) → generations that have a receipt, and those that were recalled."""
+    """Map each (tar, bucket) to the generations that have a receipt and those that were recalled."""
     found: dict[tuple[str, str], tuple[set[int], set[int]]] = {}
     for name in names:
         if parsed := parse_name(name):
@@ -207,8 +208,8 @@ def generations(names: Iterable[str]) -> dict[tuple[str, str], tuple[set[int], s
     return found
 
 
-def names_in_force(names: Iterable[str]) -> list[str]:
-    """Of the names in commits/, the receipts that count: each tar's and bucket's newest, if it was not recalled."""
+def active_receipts(names: Iterable[str]) -> list[str]:
+    """Return the receipts in force among the names in commits/: the newest of each tar and bucket, unless recalled."""
     return [
         receipt_name(bucket, tar, max(made))
         for (tar, bucket), (made, recalled) in sorted(generations(names).items())
@@ -217,19 +218,22 @@ def names_in_force(names: Iterable[str]) -> list[str]:
 
 
 def parse_receipt(data: bytes, where: str) -> Receipt:
-    """A receipt's bytes, which came from `where`.
+    """Parse the bytes of a receipt.
+
+    Args:
+        where: the path or URL of the receipt, for error messages.
 
     Raises:
-        DamagedFile: they are not those that were written, or do not add up.
-        RequestError: a later version of this program wrote them.
+        DamagedFile: the receipt was modified after it was written, or its counts are inconsistent.
+        RequestError: the receipt has a different format version.
     """
     fields: Mapping[str, Any] = parse_sealed_json(data, where)
     if (version := fields.get("version")) != VERSION:
         raise RequestError(
-            f"{where} has format version {version}, and this version of latentmill reads only {VERSION}. Use the one "
-            f"that wrote it, or encode into a new root."
+            f"{where} has format version {version}, but this version of latentmill only reads version {VERSION}. Use "
+            f"the version that wrote it, or encode into a new root."
         )
     try:
         return Receipt.model_validate(fields)
     except ValidationError as error:
-        raise DamagedFile(f"{where} does not add up: {error.errors()[0]['msg']}. Restore it from a copy.") from None
+        raise DamagedFile(f"{where} is inconsistent: {error.errors()[0]['msg']}. Restore it from a copy.") from None

@@ -1,4 +1,4 @@
-"""The two small tables of a part: which samples it holds, and which it refused."""
+"""Parquet tables of a part: the samples that it stores and those that it refused."""
 
 import hashlib
 import io
@@ -16,8 +16,8 @@ from shards.format.receipts import FileRecord
 SAMPLES_NAME = "samples.parquet"
 REFUSED_NAME = "refused.parquet"
 CAPTION_CHANGES = ("invalid_utf8", "control_characters", "too_long", "truncated")
-"""What may have been done to a caption: bytes replaced, characters blanked, cut at `limits.max_caption_characters`, cut
-by the tokenizer. The columns count a sample's captions."""
+"""Modifications of captions: bytes replaced, characters blanked, cut at `limits.max_caption_characters`, truncated
+by the tokenizer. The columns count the affected captions of a sample."""
 SAMPLES_SCHEMA = pa.schema(
     [("key", pa.string()), ("width", pa.int32()), ("height", pa.int32())]
     + [(score, pa.float32()) for score in ("aesthetic", "similarity", "punsafe", "pwatermark")]
@@ -25,39 +25,40 @@ SAMPLES_SCHEMA = pa.schema(
     + [(name, pa.int16()) for name in CAPTION_CHANGES]
     + [("url", pa.string()), ("sha256", pa.string())]
 )
-"""`url` and `sha256`, of the picture's file, by which samples can be excluded later."""
+"""Columns of samples.parquet. Samples can later be excluded by `url` and by `sha256`, the hash of the image file."""
 REFUSED_SCHEMA = pa.schema([(name, pa.string()) for name in ("key", "url", "reason", "detail")])
 TOO_SMALL = "too_small"
 OTHER_BUCKET = "other_bucket"
-"""It is in another bucket of its aspect table: counted in the receipt, but no reject, and listed nowhere."""
+"""Refusal reason of a picture that went to a different bucket of its aspect table. It is counted in the receipt, but
+is not a reject and is not listed in refused.parquet."""
 Columns = dict[str, list[Any]]
-"""Of a table, by name."""
+"""Columns of a table by name."""
 
 
 def write_rows(path: Path | BinaryIO, schema: pa.Schema, rows: list[tuple[Any, ...]]) -> None:
-    """Rows as tuples in the schema's order → a parquet file; the same rows give the same bytes."""
+    """Write rows (tuples in the schema's order) to a parquet file. Equal rows give equal bytes."""
     columns = zip(*rows, strict=True) if rows else [() for _ in schema]
     arrays = [pa.array(values, field.type) for values, field in zip(columns, schema, strict=True)]
     pq.write_table(pa.table(arrays, schema=schema), path)
 
 
 def read_recorded(store: Store, folder: str, files: Mapping[str, FileRecord], names: Sequence[str]) -> dict[str, bytes]:
-    """Some of a part's files, as its receipt recorded them.
+    """Read some of a part's files and verify them against their records.
 
     Raises:
-        DamagedFile: one is missing, or another.
+        DamagedFile: a file is missing, or its SHA-256 differs from the record.
     """
     places = {name: f"{folder}/{name}" for name in names}
     found = store.read_many(list(places.values()))
     for name, place in places.items():
         if hashlib.sha256(found.get(place, b"")).hexdigest() != files[name].sha256:
             where = store.where(place)
-            raise DamagedFile(f"{where} is missing or damaged: it is not the file that its receipt recorded.")
+            raise DamagedFile(f"{where} is missing, or differs from its receipt. Restore it from a copy.")
     return {name: found[place] for name, place in places.items()}
 
 
 def read_tables(store: Store, folder: str, files: Mapping[str, FileRecord]) -> tuple[Columns, Columns]:
-    """A part's two tables: its samples, and those that it refused. Raises as `read_recorded`."""
+    """Read a part's tables of stored and refused samples. Raises as `read_recorded`."""
     data = read_recorded(store, folder, files, (SAMPLES_NAME, REFUSED_NAME))
     stored, refused = (pq.read_table(io.BytesIO(table)).to_pydict() for table in data.values())
     return stored, refused

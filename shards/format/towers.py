@@ -1,4 +1,5 @@
-"""The frozen networks, or towers, that made a root's numbers: each by content, and how its numbers are stored."""
+"""The frozen networks (towers) that produced a root's numbers, identified by content, and how their outputs are
+stored."""
 
 import re
 from typing import Annotated, Literal
@@ -17,129 +18,131 @@ CAUSAL = re.compile(
     r"CLIPTextModel(WithProjection)?|(Gemma2?|Gemma3Text|Llama|Mistral|Phi3|Qwen[23])Model"
     r"|(Gemma[23]?|Llama|Mistral|Phi3|Qwen[23])ForCausalLM"
 )
-"""Classes of transformers in which a token's state does not depend on those behind it."""
+"""transformers classes in which a token's state does not depend on later tokens."""
 ONLY_TEXT = "text"
-"""The name of the text tower of a config that names none."""
+"""Name given to the text tower of a config that does not name its towers."""
 
 
 class Weights(Config):
-    """A model by name, for people, and by content, for machines."""
+    """Reference to a model: its name for people, its content hash for verification."""
 
     name: str
-    """Hub name or folder, as the run was told."""
+    """Hub name or folder, as given in the config."""
     sha256: str
-    """Over its files' own SHA-256s: weights, vocabulary, and what its config says of the computation."""
+    """SHA-256 over the hashes of the model's files: weights, vocabulary, and the config entries that affect the
+    computation."""
 
 
 class ImageTower(Config):
-    """How a picture becomes image latents. Stored latents are neither shifted nor scaled; the trainer does both."""
+    """Encoding of pictures to image latents. Stored latents are neither shifted nor scaled; the trainer does both."""
 
     class_name: str
-    """Of the diffusers autoencoder."""
+    """Class of the diffusers autoencoder."""
     weights: Weights
     posterior: Posterior
-    """`moments`: mean and log-variance, 2 × channels planes; `mean`: channels planes; `deterministic`: the same, of an
-    autoencoder that has no posterior."""
+    """`moments`: mean and log-variance (2 × channels planes); `mean`: the mean alone (channels planes);
+    `deterministic`: latents of an autoencoder without a posterior (channels planes)."""
     channels: int
     downsampling: int
-    """Picture side / latent side."""
+    """Ratio of the picture's side to the latents' side."""
     scale: tuple[float, ...]
-    """(channels,): a model is trained on (latents - shift) × scale."""
+    """(channels,) Normalisation: models are trained on (latents - shift) × scale."""
     shift: tuple[float, ...]
-    """(channels,)."""
+    """(channels,) Normalisation offset; see `scale`."""
     crop: str
     resampling: str
     decoder: str
     resampler: str = "pillow"
-    """Whose implementation of the filter."""
+    """Library whose resampling filter was used."""
     color: str = "as_stored"
-    """`srgb`: embedded profiles were applied; `as_stored`: they were not."""
+    """`srgb`: embedded colour profiles were applied; `as_stored`: they were ignored."""
     storage: ImageStorage = "float16"
 
     @property
     def num_planes(self) -> int:
-        """Channels of stored image latents: 8 for SD's moments, 4 for its means."""
+        """Number of stored latent channels: 8 for SD's moments, 4 for its means."""
         return self.channels * (2 if self.posterior == "moments" else 1)
 
 
 class TextTower(Config):
-    """How a caption becomes text latents."""
+    """Encoding of captions to text latents."""
 
     class_name: str
-    """Of the transformers model."""
+    """Class of the transformers model."""
     weights: Weights
     tokenizer: Weights
     template: str = "{}"
-    """What the tower was given, with the caption in place of `{}`."""
+    """Prompt template; `{}` stands for the caption."""
     lower: bool = False
-    """Whether the caption was put into small letters first."""
+    """Whether captions were converted to lower case."""
     empty: str | None = None
-    """What the tower was given for a dropped caption, template and all; None: the template without a caption."""
+    """Complete prompt for a dropped caption. None: the template with an empty caption."""
     max_tokens: int
-    """Tokens that the tower was given, padding included; longer captions were cut."""
+    """Input length of the tower in tokens, including padding; longer captions were truncated."""
     masked: bool = False
-    """Whether padding was hidden from the tower; a model is then not shown it either."""
+    """Whether padding was masked out in the tower. If so, the trained model must mask it as well."""
     layer: Literal["last"] | int = "last"
-    """Which hidden states: the `last_hidden_state`, or an index into `hidden_states`, such as -2."""
+    """Layer of the stored hidden states: `last_hidden_state`, or an index into `hidden_states`, such as -2."""
     states: bool = True
     """Whether hidden states are stored."""
     keep: tuple[Slice, ...] = ((None, None),)
-    """Which of the tower's tokens are stored: slices, as Python counts, one after the other."""
+    """Slices of the tower's tokens that are stored, in Python's notation and concatenated in this order."""
     length: int
-    """Stored tokens of an untrimmed caption, padding included."""
+    """Number of stored tokens of an untrimmed caption, including padding."""
     width: int
-    """Numbers in a token's state."""
+    """Dimension of a token's hidden state."""
     pooled: int = 0
-    """Numbers in the pooled output, which stands for a whole caption; 0: it is not stored."""
+    """Dimension of the pooled output, which represents the whole caption. 0: not stored."""
     storage: TextStorage
     trim: bool
     quantised: Quantised | None = None
-    """What the weights of the tower's linear layers were rounded to, with a scale for each row; None: they were not."""
+    """Data type to which the weights of the linear layers were quantised, with one scale per row. None: not
+    quantised."""
 
     @property
     def kept(self) -> list[int]:
-        """Places among the tower's tokens of those that are stored."""
-        return [place for bounds in self.keep for place in range(self.max_tokens)[slice(*bounds)]]
+        """Indices of the stored tokens among the tower's tokens."""
+        return [index for bounds in self.keep for index in range(self.max_tokens)[slice(*bounds)]]
 
     @property
     def hides_padding(self) -> bool:
-        """Whether a model needs a mask over this tower's tokens."""
+        """Whether a trained model needs an attention mask over this tower's tokens."""
         return self.masked or self.trim
 
     def prompt(self, caption: str) -> str:
-        """What the tower is given for a caption; for the empty one, what stands for dropped captions."""
+        """Return the tower's input text for a caption. The empty caption gives the prompt for dropped captions."""
         if not caption and self.empty is not None:
             return self.empty
         return self.template.replace("{}", caption.lower() if self.lower else caption)
 
 
 class FeatureTower(Config):
-    """How a picture becomes the features of a frozen vision model, with which a model in training can be aligned."""
+    """Encoding of pictures to the features of a frozen vision model, used as targets for representation alignment."""
 
     class_name: str
-    """Of the transformers model."""
+    """Class of the transformers model."""
     weights: Weights
     resize: float
-    """Side of the picture that the tower was given / side of the bucket."""
+    """Ratio of the tower's input side to the bucket's side."""
     mean: Annotated[tuple[float, ...], Field(min_length=3, max_length=3)]
     std: Annotated[tuple[float, ...], Field(min_length=3, max_length=3)]
-    """Of red, green and blue, in [0, 1]: the tower was given (pixels - mean) / std."""
+    """Normalisation per RGB channel in [0, 1]: the tower's input was (pixels - mean) / std."""
     patch: int
-    """Side of the square of pixels of which a token is made."""
+    """Side of a patch, which gives one token, in pixels."""
     width: int
-    """Numbers in a token's features."""
+    """Dimension of a token's features."""
     storage: TextStorage
 
     def grid(self, bucket: Bucket) -> tuple[int, int]:
-        """(h, w) of a bucket's tokens, which are stored row by row.
+        """Return the (h, w) token grid of a bucket. Tokens are stored row by row.
 
         Raises:
-            ValueError: the bucket, resized, is no whole number of patches.
+            ValueError: the bucket, resized for the tower, is not a whole number of patches.
         """
         sides = []
         for side in (bucket.height, bucket.width):
             patches = side * self.resize / self.patch
             if patches != int(patches):
-                raise ValueError(f"bucket {bucket}, resized to {self.resize:g} of it, is no multiple of {self.patch}")
+                raise ValueError(f"bucket {bucket} × {self.resize:g} is not a multiple of the patch size {self.patch}")
             sides.append(int(patches))
         return sides[0], sides[1]

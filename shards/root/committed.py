@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from shards.base.errors import RequestError
 from shards.base.store import Store, read_each
-from shards.format.receipts import FOLDER, Receipt, names_in_force, parse_name, parse_receipt
+from shards.format.receipts import FOLDER, Receipt, active_receipts, parse_name, parse_receipt
 from shards.format.tables import TOO_SMALL
 
 
@@ -29,14 +29,14 @@ class Committed(NamedTuple):
 def list_commits(store: Store) -> dict[str, str]:
     """Everything in commits/, tombstones too: name relative to the root → etag; one listing.
 
-    `names_in_force` says which of them count.
+    `active_receipts` says which of them count.
     """
     return store.etags(FOLDER)
 
 
 def committed_parts(store: Store) -> set[tuple[str, str]]:
     """(bucket, tar) of every part that has a receipt in force; by names alone."""
-    return {parsed[:2] for name in names_in_force(list_commits(store)) if (parsed := parse_name(name))}
+    return {parsed[:2] for name in active_receipts(list_commits(store)) if (parsed := parse_name(name))}
 
 
 def load_commits(store: Store, etags: Mapping[str, str]) -> list[Committed]:
@@ -70,7 +70,7 @@ def iter_receipts(store: Store) -> Iterator[Receipt]:
     Raises:
         DamagedFile, RequestError: as `parse_receipt`.
     """
-    yield from read_receipts(store, by_tar_and_bucket(names_in_force(list_commits(store))))
+    yield from read_receipts(store, by_tar_and_bucket(active_receipts(list_commits(store))))
 
 
 def tar_of(name: str) -> str:

@@ -15,7 +15,7 @@ from pydantic import Field
 from shards.base.config import Config
 from shards.base.errors import RequestError, WorkError
 from shards.base.store import Store
-from shards.format.receipts import names_in_force, parse_name
+from shards.format.receipts import active_receipts, parse_name
 from shards.root.committed import list_commits, load_commits
 from shards.root.manifest import BucketIndex, BucketSize, Manifest, newest_manifest, read_index
 from shards.root.segments import content_id, load_segment, make_rows, merge, part_name, receipts_of, save_segment, sizes
@@ -131,7 +131,7 @@ def in_force(listed: Mapping[str, str]) -> tuple[dict[str, dict[str, str]], dict
     """Bucket → receipts in force, name → etag; and bucket → names of receipts that were recalled."""
     wanted: dict[str, dict[str, str]] = {}
     recalled: dict[str, list[str]] = {}
-    for name in names_in_force(listed):
+    for name in active_receipts(listed):
         wanted.setdefault(name.split("/")[1], {})[name] = listed[name]
     for name in listed:
         if (parsed := parse_name(name)) and parsed[3]:

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 
 from shards.base.durable import DamagedFile, parse_sealed_json, sealed_json
 from shards.base.errors import RequestError
-from shards.base.store import UNFINISHED, Store
+from shards.base.store import STAGING_FOLDER, Store
 from shards.format.buckets import NEAREST, Bucket
 from shards.format.encoding import FILE_NAME, EncodingRecord
-from shards.format.receipts import names_in_force
+from shards.format.receipts import active_receipts
 from shards.format.text import TextLatents
 from shards.root.committed import list_commits, load_commits
 
@@ -112,7 +112,7 @@ def probe(store: Store) -> None:
     Raises:
         RequestError: the store writes over what is there.
     """
-    name, first, second = f"{UNFINISHED}/{uuid.uuid4().hex}", b"first", b"second"
+    name, first, second = f"{STAGING_FOLDER}/{uuid.uuid4().hex}", b"first", b"second"
     store.create(name, first)
     again = store.create(name, second)
     kept = store.read(name)
@@ -167,7 +167,7 @@ def load_uncond(store: Store) -> dict[str, TextLatents]:
             f"{store.where(UNCOND_NAME)} is missing: no shard of this root has been encoded. "
             f"Run `make precompute` first."
         ) from None
-    names = names_in_force(etags := list_commits(store))[:1]  # any one: all of them recorded it
+    names = active_receipts(etags := list_commits(store))[:1]  # any one: all of them recorded it
     for name, _, receipt in load_commits(store, {name: etags[name] for name in names})[:1]:
         if receipt.shared_files[UNCOND_NAME].sha256 != hashlib.sha256(data).hexdigest():
             raise DamagedFile(

@@ -9,8 +9,8 @@ import re
 import uuid
 
 from shards.base.errors import RequestError
-from shards.base.scratch import is_held
-from shards.base.store import UNFINISHED, Store
+from shards.base.scratch import has_live_owner
+from shards.base.store import STAGING_FOLDER, Store
 from shards.format.encoding import EncodingRecord
 from shards.format.receipts import parse_name
 from shards.root.committed import list_commits, read_receipts
@@ -74,12 +74,12 @@ def clean(store: Store, older_than: float, quiet: float = QUIET) -> list[str]:
 def folder_of(name: str) -> str:
     """The folder of the part or attempt that a file is in, or the file itself if unfinished; empty for all others."""
     match = PART.fullmatch(name)
-    return match[1] if match else name if name.startswith(f"{UNFINISHED}/") else ""
+    return match[1] if match else name if name.startswith(f"{STAGING_FOLDER}/") else ""
 
 
 def _is_alive(store: Store, folder: str) -> bool:
     """Whether it is the private folder of an attempt that is running on this machine."""
-    return folder.startswith(".attempts/") and is_held(store.attempts() / folder.removeprefix(".attempts/"))
+    return folder.startswith(".attempts/") and has_live_owner(store.attempts() / folder.removeprefix(".attempts/"))
 
 
 def named_parts(store: Store) -> set[str]:
@@ -91,7 +91,7 @@ def named_parts(store: Store) -> set[str]:
 def clock(store: Store) -> float:
     """Now, by the store's own clock, which its files' times are of."""
     name = uuid.uuid4().hex
-    store.create(f"{UNFINISHED}/{name}", b"what time is it")
-    now = store.listing(UNFINISHED)[name].modified
-    store.remove([f"{UNFINISHED}/{name}"])
+    store.create(f"{STAGING_FOLDER}/{name}", b"what time is it")
+    now = store.listing(STAGING_FOLDER)[name].modified
+    store.remove([f"{STAGING_FOLDER}/{name}"])
     return now

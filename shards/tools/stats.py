@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from shards.base.store import Store
-from shards.base.table import aligned
+from shards.base.table import format_table
 from shards.format.buckets import Bucket
 from shards.format.encoding import EncodingRecord
 from shards.format.tables import CAPTION_CHANGES, read_tables
@@ -168,7 +168,7 @@ def stats_table(stats: dict[str, Any]) -> str:
             means = ", ".join(f"{value:+.3f}" for value in b["latent_mean"])
             deviations = ", ".join(f"{value:.3f}" for value in b["latent_std"])
             rows[-1][3:] = [lengths, f"mean {means}; std {deviations}; {b['measured_on']:,} samples"]
-    return "\n".join([*lines, aligned(rows, ">>>><")])
+    return "\n".join([*lines, format_table(rows, ">>>><")])
 
 
 def plot_stats(stats: dict[str, Any], path: Path) -> None:

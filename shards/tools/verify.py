@@ -14,7 +14,7 @@ from shards.base.errors import RequestError
 from shards.base.store import LocalStore, Store, read_each
 from shards.format.buckets import Bucket
 from shards.format.encoding import EncodingRecord
-from shards.format.receipts import FileRecord, Receipt, names_in_force, parse_name, parse_receipt
+from shards.format.receipts import FileRecord, Receipt, active_receipts, parse_name, parse_receipt
 from shards.format.tables import OTHER_BUCKET, read_tables
 from shards.format.towers import TextTower
 from shards.root.commit import content_hash
@@ -39,7 +39,7 @@ def verify_root(store: Store) -> Iterator[str]:
         DamagedFile: its encoding.json is not what was written, so nothing else can be judged.
     """
     encoding, listed = EncodingRecord.load(store), list_commits(store)
-    in_force, sound = set(names_in_force(listed)), True
+    in_force, sound = set(active_receipts(listed)), True
     rows, rules = RowsByBucket(), dict[str, set[str]]()
     names = by_tar_and_bucket(name for name in listed if name in in_force or _is_receipt(name))
     for tar, files in groupby(read_each(store, names), key=lambda file: tar_of(file[0])):

@@ -15,7 +15,7 @@ from shards.base.errors import RequestError
 from shards.base.store import Store
 from shards.format.buckets import Bucket
 from shards.format.encoding import EncodingRecord
-from shards.format.receipts import Receipt, names_in_force
+from shards.format.receipts import Receipt, active_receipts
 from shards.format.tables import REFUSED_NAME, SAMPLES_NAME
 from shards.root.committed import TarBooks, by_tar, list_commits, load_commits, tar_of
 
@@ -28,7 +28,7 @@ def find_sample(store: Store, key: str) -> list[dict[str, Any]]:
     """
     encoding, etags = EncodingRecord.load(store), list_commits(store)
     names: dict[str, list[str]] = {}
-    for name in names_in_force(etags):
+    for name in active_receipts(etags):
         names.setdefault(tar_of(name), []).append(name)
     # img2dataset's keys begin with the tar's name: look there first
     for chosen in ([tar for tar in names if key.startswith(tar)], names):

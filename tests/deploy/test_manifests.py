@@ -14,7 +14,7 @@ from accelerate.commands.launch import launch_command_parser
 from ray.autoscaler._private.util import prepare_config, validate_config
 
 from precompute.config import PrecomputeConfig
-from shards.base.config import load_asked, load_config
+from shards.base.config import load_config, load_from_args
 from tests.deploy.crds import MANIFESTS, problems, strict
 from train.config import TrainConfig
 
@@ -95,7 +95,7 @@ def test_the_jobset_launches_what_stage_2_understands() -> None:
     assert (launched.num_machines, launched.num_processes, launched.machine_rank) == (nodes, nodes * gpus, 1)
     first_pod = f"{tree['metadata']['name']}-{job['name']}-0-0.{tree['metadata']['name']}"
     assert launched.main_process_ip == first_pod and spec["parallelism"] == nodes
-    config = load_asked(TrainConfig, [f"--config={ROOT / 'configs/phase1.yaml'}", *trainer[1:]], "train", None)
+    config = load_from_args(TrainConfig, [f"--config={ROOT / 'configs/phase1.yaml'}", *trainer[1:]], "train", None)
     pod = spec["template"]["spec"]
     assert str(config.run_dir).startswith("/runs/") and pod["terminationGracePeriodSeconds"] > config.checkpoint.grace
 

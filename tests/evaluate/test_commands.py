@@ -48,7 +48,7 @@ def test_commands_of_the_pages_are_understood(words: list[str], monkeypatch: pyt
 
         return stop
 
-    monkeypatch.setattr(evaluate, "load_asked", then_stop(evaluate.load_asked))
+    monkeypatch.setattr(evaluate, "load_from_args", then_stop(evaluate.load_from_args))
     monkeypatch.setattr(evaluate, "load_config", then_stop(evaluate.load_config))
     monkeypatch.setattr(evaluate, "read_runs", then_stop(lambda names: names))
     monkeypatch.setattr(study, "load_config", then_stop(study.load_config))

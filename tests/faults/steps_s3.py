@@ -16,7 +16,7 @@ from pathlib import Path
 
 from precompute.config import PrecomputeConfig
 from shards.base.scratch import SWEEPER, sweep_scratch, use_scratch
-from shards.format.receipts import names_in_force
+from shards.format.receipts import active_receipts
 from shards.open import open_store
 from shards.root.committed import list_commits, load_receipts
 from shards.root.reading import read_parts
@@ -72,7 +72,7 @@ def config_of(encoding: Encoding, root: str) -> PrecomputeConfig:
 def look(root: str) -> None:
     """What receipts say is there is there, whole; the index may be an older one, and nothing else may be wrong."""
     store = open_store(root)
-    if names_in_force(list_commits(store)):
+    if active_receipts(list_commits(store)):
         wrong = [line for line in verify_root(store) if "write it anew with" not in line]
         assert not wrong, wrong
 

@@ -145,7 +145,7 @@ def test_planned_checkpoints_lose_more_than_the_best(report: MakeReport) -> None
         (("--phase2.bucket", "768x768"), r"phase2\.bucket is 768x768, of which data\.samples says nothing"),
         (("--gpu.kind", "B200"), r"the kind B200 is none of A100, H100, H200; give its price_per_hour, peak_tflops"),
         (("--regions.data", '{"here": 0.5}'), r"shares must be at least 0 and add up to 1"),
-        (("--data.samples", '{"256": 5}'), r"a bucket is WIDTHxHEIGHT in pixels"),
+        (("--data.samples", '{"256": 5}'), r"is not a bucket: write WIDTHxHEIGHT in pixels"),
         (("--measured", "nowhere.json"), r"There is no benchmark file nowhere\.json"),
         (("--measured", ""), r"The benchmark file `` cannot be read: Is a dir.*`--measured \[\]` plans"),
         (("--measured", "configs/vae/sd2.json"), r"sd2\.json is no benchmark file: `device`: Field required"),

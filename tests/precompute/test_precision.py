@@ -53,4 +53,4 @@ def test_on_a_cluster_a_worker_decides(monkeypatch: pytest.MonkeyPatch, capsys: 
         assert precision_on_worker("auto", ResourcesConfig(num_gpus=0, num_cpus=1)) in ("float32", "bfloat16")
     finally:
         ray.shutdown()
-    assert "precision: auto is " in capsys.readouterr().err
+    assert "precision: auto selects " in capsys.readouterr().err

@@ -488,14 +488,14 @@ def test_a_resumed_run_keeps_the_precision_that_auto_became(latents: Path, tmp_p
     """Of two machines, the second would choose otherwise; the run goes on as it began."""
     fields = train_fields(latents, tmp_path / "run", precision="auto", max_steps=2)
     started = run(tmp_path, fields)
-    assert started.returncode == 0 and "precision: auto is " in started.stderr
+    assert started.returncode == 0 and "precision: auto selects " in started.stderr
     config = tmp_path / "run" / "config.yaml"
     chosen = yaml.safe_load(config.read_text())["precision"]
     assert chosen in ("float32", "bfloat16")
     other = {"float32": "bfloat16", "bfloat16": "float32"}[chosen]
     config.write_text(config.read_text().replace(f"precision: {chosen}", f"precision: {other}"))
     resumed = run(tmp_path, fields | {"max_steps": 3})
-    assert resumed.returncode == 0 and "precision: auto is " not in resumed.stderr
+    assert resumed.returncode == 0 and "precision: auto selects " not in resumed.stderr
     assert yaml.safe_load(config.read_text())["precision"] == other
     given = run(tmp_path, fields | {"max_steps": 4, "precision": "float32"})
     assert given.returncode == 0 and yaml.safe_load(config.read_text())["precision"] == "float32"
@@ -503,7 +503,7 @@ def test_a_resumed_run_keeps_the_precision_that_auto_became(latents: Path, tmp_p
 
 def test_two_ranks_train_in_the_precision_that_the_main_one_chose(latents: Path, tmp_path: Path) -> None:
     ended = run(tmp_path, train_fields(latents, tmp_path / "run", precision="auto", max_steps=1), num_processes=2)
-    assert ended.returncode == 0 and ended.stderr.count("precision: auto is ") == 1
+    assert ended.returncode == 0 and ended.stderr.count("precision: auto selects ") == 1
 
 
 def test_a_start_with_the_same_seed_warns_that_draws_repeat(reference: Path, latents: Path, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import get_worker_info
 
-from shards.format.text import has_several, kind_of, unpack
+from shards.format.text import has_multiple_captions, kind_of, unpack
 from train.data.draws import Draws, Purpose
 
 
@@ -92,7 +92,7 @@ class Collate:
             keys=[sample["key"] for sample in samples],
             slots=self.slots[: len(samples)],
             columns=columns,
-            num_captions=num_captions if any(map(has_several, samples)) else None,
+            num_captions=num_captions if any(map(has_multiple_captions, samples)) else None,
         )
 
 

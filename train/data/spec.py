@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 from pydantic import Field, ValidationInfo, model_validator
 
-from shards.base.config import GIVEN, Config
+from shards.base.config import OVERRIDDEN, Config
 from shards.base.store import Place, Store
 from shards.format import image, text
 from shards.format.buckets import Bucket, BucketName
@@ -85,7 +85,7 @@ class DataConfig(Config):
         if not isinstance(streams, list) or not all(isinstance(stream, dict) for stream in streams):
             return values
         names = " and ".join(f"data.{name}" for name in short)
-        if "data.streams" in (info.context or {}).get(GIVEN, ()):
+        if "data.streams" in (info.context or {}).get(OVERRIDDEN, ()):
             raise ValueError(f"{names} and data.streams are two ways to say what is read; give one of them")
         if len(streams) > 1:
             raise ValueError(

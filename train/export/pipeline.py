@@ -18,8 +18,8 @@ import diffusers
 from diffusers import DDIMScheduler, DPMSolverMultistepScheduler
 from pydantic import Field
 
-from shards.base.config import Config, load_config, load_named
-from shards.base.durable import replaced_folder
+from shards.base.config import Config, load_config, load_for_run
+from shards.base.durable import atomic_folder
 from shards.base.errors import RequestError, WorkError
 from shards.base.store import Place
 from shards.format.buckets import Bucket
@@ -72,7 +72,7 @@ class ExportConfig(Config):
 
 def export(arguments: list[str]) -> Path:
     """Parse the command line, and write the pipeline. Returns its folder."""
-    return write_pipeline(*load_named(ExportConfig, arguments, "train export", __doc__))
+    return write_pipeline(*load_for_run(ExportConfig, arguments, "train export", __doc__))
 
 
 def write_pipeline(run_dir: Place, options: ExportConfig) -> Path:
@@ -111,7 +111,7 @@ def _write_pipeline(run_dir: Path, checkpoint: Checkpoint, target: Path, options
             f"models names {', '.join(unknown)}; {pipeline.class_name} has {', '.join(recorded)} of them."
         )
     components = {name: _same_model(name, given.get(name), recorded) for name, recorded in recorded.items()}
-    with replaced_folder(target) as private:
+    with atomic_folder(target) as private:
         for name, folder in components.items():
             _copy(folder, private / name)
         _copy(weights, private / network_name(pipeline))

@@ -15,8 +15,8 @@ from pydantic import Field
 from safetensors import safe_open
 from torch import Tensor
 
-from shards.base.config import Config, load_named
-from shards.base.durable import replaced_folder, sha256_file, write_sealed_json
+from shards.base.config import Config, load_for_run
+from shards.base.durable import atomic_folder, sha256_file, write_sealed_json
 from shards.base.errors import RequestError, WorkError
 from train.model.config import Width, average_name
 from train.model.ema import posthoc_coefficients
@@ -46,7 +46,7 @@ class RebuildConfig(Config):
 
 def rebuild_average(arguments: list[str]) -> Path:
     """Parse the command line, and write the average. Returns its folder."""
-    run_dir, options = load_named(RebuildConfig, arguments, "train ema", __doc__)
+    run_dir, options = load_for_run(RebuildConfig, arguments, "train ema", __doc__)
     if isinstance(run_dir, str):
         raise RequestError(f"train ema reads a run folder of this machine, not {run_dir}: copy that here first.")
     return write_average(run_dir, options)
@@ -71,7 +71,7 @@ def write_average(run_dir: Path, options: RebuildConfig) -> Path:
         raise RequestError(
             f"{target} holds something else than an average, and would be replaced. Give another --output."
         )
-    with replaced_folder(target) as private:
+    with atomic_folder(target) as private:
         shutil.copyfile(folders[-1] / "config.json", private / "config.json")
         write_tensors(private / WEIGHTS_NAME, combine(folders, coefficients))
         made_of = [

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from accelerate import Accelerator
 
 from shards.base.errors import RequestError, WorkError
-from shards.base.stop import Heard
+from shards.base.stop import SignalFlag
 from train.run.health.heartbeat import STARTING, Heart
 from train.run.launches import Launch
 from train.run.preflight import LAUNCHER
@@ -92,7 +92,7 @@ class Leaving:
     after the same step, so they agree on the next one too.
     """
 
-    def __init__(self, accelerator: Accelerator, launch: Launch, stop: Heard, save: Heard, step: int):
+    def __init__(self, accelerator: Accelerator, launch: Launch, stop: SignalFlag, save: SignalFlag, step: int):
         """`stop` and `save`: what to listen to; `step`: after which the run stands."""
         self.accelerator, self.launch, self.stop, self.save = accelerator, launch, stop, save
         self.looked, self.next, self.since = step, step + 1, time.monotonic()

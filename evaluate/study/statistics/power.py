@@ -13,7 +13,7 @@ from scipy.stats import nct, t
 from evaluate.metrics.intervals import COVERAGE
 from evaluate.study.statistics.leanings import NODES, WEIGHTS, Leanings, expected, tied
 from shards.base.config import Config
-from shards.base.table import aligned
+from shards.base.table import format_table
 
 Several = Annotated[int, Field(ge=2)]
 """One alone says nothing of how others differ."""
@@ -115,4 +115,4 @@ def render(rows: list[Power], margin: float, wanted: float) -> str:
                 fewest[row.raters] = min(row.prompts, fewest.get(row.raters, row.prompts))
         enough = ", ".join(f"{raters} raters × {prompts} prompts" for raters, prompts in fewest.items())
         said.append(f"Enough to {purpose} with probability {wanted:.0%}: {enough or 'none of these'}.")
-    return "\n".join([aligned(cells), "", *said])
+    return "\n".join([format_table(cells), "", *said])

@@ -229,7 +229,7 @@ def test_killed_at_random_with_one_two_and_four_workers(pipeline: Path, tmp_path
     [
         (["--model", "/absent"], "There is no model folder /absent"),
         (["--sampling.sampler", "magic"], "sampling.sampler"),
-        (["--sampling.size", "64"], "a bucket is WIDTHxHEIGHT"),
+        (["--sampling.size", "64"], "is not a bucket: write WIDTHxHEIGHT"),
         (["--prompts.file", "/absent.txt"], "There is no prompt file /absent.txt"),
     ],
 )

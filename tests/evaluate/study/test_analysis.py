@@ -207,4 +207,4 @@ def test_power_is_told_before_there_is_a_study(capsys: pytest.CaptureFixture[str
 
 def test_an_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert exit_code_of(lambda: run(["vote"])) == 2
-    assert "has no command vote; it has power, prepare" in capsys.readouterr().err
+    assert "has no command `vote`. Choose one of: power, prepare" in capsys.readouterr().err

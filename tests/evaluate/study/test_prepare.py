@@ -82,7 +82,7 @@ def test_a_protocol_that_was_edited_is_refused(tmp_path: Path) -> None:
     study = make_study(tmp_path)
     path = study.folder / "protocol.json"
     path.write_text(path.read_text().replace('"margin": 0.1', '"margin": 0.2'))
-    with pytest.raises(DamagedFile, match="does not match the SHA-256 it carries"):
+    with pytest.raises(DamagedFile, match="does not match the SHA-256 stored in it"):
         read_study(study.folder)
 
 

@@ -15,7 +15,7 @@ from precompute.cluster.fleet import Done, Failed, Fleet, News
 from precompute.cluster.ray_cluster import Failure, failure
 from precompute.encode.worker import _recorded
 from shards.base.errors import Outage, UnfitNode, WorkError
-from shards.base.remote import RemoteStore, explained
+from shards.base.remote import RemoteStore, store_errors
 from shards.format.towers import Weights
 from tests.precompute.cluster.played import Clock, Outcome, TimedCluster, make_fleet, told
 
@@ -38,7 +38,7 @@ def raised(error: Exception) -> Failure:
 def stored(error: Exception) -> Failure:
     """What it hears where a store's client raises."""
     try:
-        with explained("s3://bucket/tars/00007.tar", FileNotFoundError):
+        with store_errors("s3://bucket/tars/00007.tar", FileNotFoundError):
             raise error
     except Outage as outage:
         return raised(outage)

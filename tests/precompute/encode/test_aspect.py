@@ -145,7 +145,7 @@ def test_what_may_be_added(aspect_root: Path, shapes: Path, models: Path) -> Non
     [
         ({"bases": [60], "step": 16}, "base 60 is not a multiple of step 16"),
         ({"bases": [64, 64], "step": 16}, "named twice"),
-        ({"bases": [128, 192], "step": 64, "max_ratio": 6}, "share the bucket"),
+        ({"bases": [128, 192], "step": 64, "max_ratio": 6}, "both contain the bucket"),
         ({"bases": [64], "max_ratio": 0.5}, "greater than or equal to 1"),
     ],
 )
@@ -156,7 +156,9 @@ def test_tables_that_cannot_be(aspect: dict, message: str) -> None:
 
 def test_a_table_must_fit_the_vae(models: Path, shapes: Path, tmp_path: Path) -> None:
     config = precompute_config(models, shapes, tmp_path / "root", aspect={"bases": [60], "step": 12})
-    with pytest.raises(RequestError, match=r"bucket .* is not a multiple of the VAE's downsampling, 8.*aspect\.step"):
+    with pytest.raises(
+        RequestError, match=r"bucket .* is not a multiple of the VAE's downsampling factor, 8.*aspect\.step"
+    ):
         describe_encoding(config)
 
 

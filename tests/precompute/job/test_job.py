@@ -86,7 +86,7 @@ def test_a_job_with_a_damaged_tar(models: Path, tars: Path, tmp_path: Path) -> N
         (["--shards", "00009"], "There is no tar 00009"),
         (["--bukets", "[]"], "did you mean `buckets`?"),
         (["--workers.batch_size", "0"], "`workers.batch_size` = '0': input should be greater than or equal to 1"),
-        (["--buckets", '["100x100"]'], "not a multiple of the VAE's downsampling, 8"),
+        (["--buckets", '["100x100"]'], "not a multiple of the VAE's downsampling factor, 8"),
         (["--vae", "/absent"], "There is no model folder /absent"),
         (["--input", "/absent"], "There is no folder /absent, which `input` names"),
     ],

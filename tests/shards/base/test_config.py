@@ -62,11 +62,11 @@ def test_saved_config_comes_back(file: Path, tmp_path: Path) -> None:
         ("path: x\nstep: 3\n", [], r"unknown key `step` \(did you mean `steps`\?\)"),
         ("path: x\ninner: {rte: 3}\n", [], r"unknown key `inner.rte` \(did you mean `inner.rate`\?\)"),
         ("path: x\ninner: {rate: -1}\n", [], r"`inner.rate` = -1: input should be greater than 0"),
-        ("steps: 3\n", [], r"`path` is missing: give it in the file or as --path VALUE"),
+        ("steps: 3\n", [], r"`path` is missing: set it in the file or with --path VALUE"),
         ("path: x\n", ["--inner.rat", "3"], r"unknown option --inner.rat \(did you mean `inner.rate`\?\)"),
-        ("- x\n", [], "holds list, not `key: value` pairs"),
-        ("a: [", [], "cannot be read as YAML"),
-        ("seed: 1\na: 3\nseed: 2", [], "cannot be read as YAML: the key seed stands there twice"),
+        ("- x\n", [], "contains list instead of `key: value` pairs"),
+        ("a: [", [], "cannot be parsed as YAML"),
+        ("seed: 1\na: 3\nseed: 2", [], "cannot be parsed as YAML: the key `seed` is given twice"),
     ],
 )
 def test_errors_name_the_place_and_the_remedy(tmp_path: Path, text: str, overrides: list[str], message: str) -> None:
@@ -79,10 +79,10 @@ def test_errors_name_the_place_and_the_remedy(tmp_path: Path, text: str, overrid
 @pytest.mark.parametrize(
     ("words", "read"),
     [
-        ("--inner.leaves [{name:x}]", "--inner.leaves was read as [{name:x}], which is no JSON"),
-        ("--inner.leaves=[{name:x}] --steps 3", "--inner.leaves was read as [{name:x}], which is no JSON"),
-        ("--steps 3 --inner.leaves [{name: x}]", "--inner.leaves was read as [{name: x}], which is no JSON"),
-        ("--inner.leaf {name:x}", "--inner.leaf was read as {name:x}, which is no JSON"),
+        ("--inner.leaves [{name:x}]", "--inner.leaves arrived as [{name:x}], which is not valid JSON"),
+        ("--inner.leaves=[{name:x}] --steps 3", "--inner.leaves arrived as [{name:x}], which is not valid JSON"),
+        ("--steps 3 --inner.leaves [{name: x}]", "--inner.leaves arrived as [{name: x}], which is not valid JSON"),
+        ("--inner.leaf {name:x}", "--inner.leaf arrived as {name:x}, which is not valid JSON"),
     ],
 )
 def test_json_that_the_shell_has_unquoted(file: Path, words: str, read: str) -> None:
@@ -148,7 +148,7 @@ def test_a_file_says_what_differs_from_its_base(tmp_path: Path) -> None:
     config = load_config(Outer, tmp_path / "c.yaml", ["--inner.rate", "5"], "test")
     assert (config.path, config.inner.rate, config.inner.names, config.steps) == (Path("here"), 5.0, ["x", "y"], None)
     (tmp_path / "a.yaml").write_text("base: c.yaml\npath: here\n")
-    with pytest.raises(RequestError, match="which is based on it in turn"):
+    with pytest.raises(RequestError, match="which in turn is based on this file"):
         load_config(Outer, tmp_path / "c.yaml", [], "test")
     (tmp_path / "a.yaml").unlink()
     with pytest.raises(RequestError, match=r"There is no config file .*a\.yaml\. .*b\.yaml names it as its `base`"):
@@ -161,9 +161,9 @@ def test_a_base_may_lie_elsewhere_and_must_be_a_file(tmp_path: Path) -> None:
     (tmp_path / "far" / "b.yaml").write_text("base: ../a.yaml\nsteps: 3\n")
     assert load_config(Outer, tmp_path / "far" / "b.yaml", [], "test").path == Path("here")
     (tmp_path / "a.yaml").write_text("base: far/b.yaml\n")
-    with pytest.raises(RequestError, match="which is based on it in turn"):
+    with pytest.raises(RequestError, match="which in turn is based on this file"):
         load_config(Outer, tmp_path / "far" / "b.yaml", [], "test")
     for wrong in ('""', "3", "[a]"):
         (tmp_path / "a.yaml").write_text(f"base: {wrong}\n")
-        with pytest.raises(RequestError, match="Give the path of a config file"):
+        with pytest.raises(RequestError, match="`base` must be the path of a config file"):
             load_config(Outer, tmp_path / "a.yaml", [], "test")

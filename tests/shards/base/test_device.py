@@ -59,7 +59,7 @@ def test_a_gpu_that_torch_cannot_use_is_refused(tmp_path: Path, monkeypatch: pyt
     assert choose_device("cpu", tmp_path) == "cpu"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert choose_device("auto", tmp_path) == "cpu"
-    with pytest.raises(RequestError, match="A GPU was asked for"):
+    with pytest.raises(RequestError, match="A GPU was requested"):
         choose_device("cuda", tmp_path)
 
 

@@ -16,9 +16,9 @@ from shards.base.errors import Preempted, RequestError, WorkError, console, exit
         (
             OSError(errno.ENOSPC, "No space left on device", "/x/y"),
             1,
-            "No space left on device: '/x/y'. What was finished",
+            "No space left on device: '/x/y'. Completed work",
         ),
-        (OSError(errno.EIO, "Input/output error"), 1, "Input/output error. What was finished stays valid"),
+        (OSError(errno.EIO, "Input/output error"), 1, "Input/output error. Completed work remains valid"),
     ],
 )
 def test_errors_for_people(error: Exception, code: int, said: str, capsys: pytest.CaptureFixture[str]) -> None:

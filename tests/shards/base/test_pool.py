@@ -5,7 +5,7 @@ import sys
 
 PROGRAM = """
 import resource, torch
-from shards.base.pool import keep_memory
+from shards.base.pool import configure_malloc
 
 def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -15,7 +15,7 @@ def faults():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
 given_back = faults()
-keep_memory()
+configure_malloc()
 faults()
 print(given_back, faults())
 """

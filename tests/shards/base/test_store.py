@@ -11,7 +11,7 @@ from pydantic import BaseModel
 from shards.__main__ import run
 from shards.base.errors import RequestError, WorkError
 from shards.base.remote import RemoteStore
-from shards.base.store import UNFINISHED, LocalStore, Place, Store
+from shards.base.store import STAGING_FOLDER, LocalStore, Place, Store
 from shards.format.encoding import EncodingRecord
 from shards.open import open_store
 from shards.root.committed import load_receipts
@@ -42,7 +42,7 @@ def test_files(store: Store, tmp_path: Path) -> None:
     assert store.read("commits/a.json") == b"newer" and store.size("commits/a.json") == 5
     assert store.sha256("commits/a.json") == hashlib.sha256(b"newer").hexdigest()
     assert store.read_many(["commits/a.json", "commits/b.json"]) == {"commits/a.json": b"newer"}
-    assert [name for name in store.entries() if name != UNFINISHED] == ["commits"]
+    assert [name for name in store.entries() if name != STAGING_FOLDER] == ["commits"]
     assert store.files() == ["commits/a.json"]
     assert store.size("commits") is None
 
@@ -83,7 +83,7 @@ def test_of_many_creators_one_is_told_so(store: Store) -> None:
 
 
 def test_a_store_without_conditions_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(RequestError, match="cannot create an object on condition that there is none"):
+    with pytest.raises(RequestError, match="does not support create-if-absent"):
         RemoteStore(f"local://{tmp_path}/root").create("a", b"1")
 
 

@@ -120,5 +120,5 @@ def test_which_pictures_a_bucket_holds() -> None:
         "448x576": "nearest, base 512, step 64, max_ratio 1.5",
         "576x448": "nearest, base 512, step 64, max_ratio 1.5",
     }
-    with pytest.raises(ValueError, match="share the bucket 64x384"):
+    with pytest.raises(ValueError, match="both contain the bucket 64x384"):
         bucket_rules([], [AspectTable(128, 64, 6.0), AspectTable(192, 64, 6.0)])

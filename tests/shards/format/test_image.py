@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from bench.kit.roots import encoding_record
 from shards.format.buckets import Bucket
-from shards.format.image import columns, dequantise, pack, quantise, rounded, unpack
+from shards.format.image import columns, dequantise, fast_round, pack, quantise, unpack
 from shards.format.towers import ImageTower
 
 
@@ -41,7 +41,7 @@ def test_rounding_is_torch_s() -> None:
     halves = torch.arange(-1024, 1024) / 2
     beside = torch.nextafter(halves, torch.tensor(torch.inf)), torch.nextafter(halves, torch.tensor(-torch.inf))
     for values in (halves, *beside, torch.randn(10_000) * 100):
-        assert torch.equal(rounded(values), values.round())
+        assert torch.equal(fast_round(values), values.round())
 
 
 @settings(deadline=None)

@@ -16,7 +16,7 @@ from shards.base.errors import RequestError
 from shards.format import mds_writer, text
 from shards.format.buckets import Bucket
 from shards.format.encoding import EncodingRecord
-from shards.format.mds import Column, Decoder, shape_head
+from shards.format.mds import Column, Decoder, shape_header
 from shards.format.mds_writer import PartMDSWriter
 from shards.open import open_store
 from shards.root.reading import read_part
@@ -102,8 +102,8 @@ def test_the_bytes_are_those_of_streaming(
 )
 def test_an_array_that_says_its_own_shape(shape: tuple[int, ...], head: int) -> None:
     array = (np.arange(np.prod(shape)) % 1000).astype(np.float16).reshape(shape)
-    data = shape_head(shape) + array.tobytes()
-    assert data == mds_encode("ndarray:float16", array) and len(shape_head(shape)) == head
+    data = shape_header(shape) + array.tobytes()
+    assert data == mds_encode("ndarray:float16", array) and len(shape_header(shape)) == head
     read = Decoder([Column.of("a", "ndarray:float16")])(np.uint32(len(data)).tobytes() + data)["a"]
     np.testing.assert_array_equal(read, array, strict=True)
     np.testing.assert_array_equal(read, mds_decode("ndarray:float16", data), strict=True)
@@ -111,9 +111,9 @@ def test_an_array_that_says_its_own_shape(shape: tuple[int, ...], head: int) -> 
 
 @pytest.mark.parametrize("encoding", ["pkl", "int", "ndarray", "ndarray:float64:3", "ndarray:int32:3:4"])
 def test_a_type_that_stage_1_never_writes(encoding: str) -> None:
-    with pytest.raises(RequestError, match="is none that stage 1 writes"):
+    with pytest.raises(RequestError, match="which stage 1 never writes"):
         Column.of("a", encoding)
-    with pytest.raises(RequestError, match="is none that stage 1 writes"):
+    with pytest.raises(RequestError, match="which stage 1 never writes"):
         Decoder([Column("a", encoding, None)])
 
 

@@ -66,12 +66,12 @@ def test_models_from_the_hub_are_those_of_the_folder(models: Path, tmp_path: Pat
 
 def test_what_is_said_of_each_failure(models: Path, tmp_path: Path) -> None:
     said_of = {
-        "gone/repo/vae": r"has no gone/repo that you may read \(it answered 404\): it was withdrawn or renamed, or it",
-        "hidden/repo/vae": r"has no hidden/repo that you may read \(it answered 401\)",
-        "gated/repo/vae": r"has no gated/repo that you may read \(it answered 403\).*`hf auth login`",
-        "busy/repo/vae": r"answered 429, too many requests .* again in some minutes, with HF_TOKEN set",
-        "down/repo/vae": r"answered 503: it has a fault of its own",
-        "half/repo/vae": r"its download broke off \(.*\)\. The same command again fetches what is missing",
+        "gone/repo/vae": r"has no gone/repo that you may read \(HTTP status 404\): it was removed or renamed, or it",
+        "hidden/repo/vae": r"has no hidden/repo that you may read \(HTTP status 401\)",
+        "gated/repo/vae": r"has no gated/repo that you may read \(HTTP status 403\).*`hf auth login`",
+        "busy/repo/vae": r"answered HTTP status 429: too many requests .* again in a few minutes, with HF_TOKEN set",
+        "down/repo/vae": r"answered HTTP status 503, a server error",
+        "half/repo/vae": r"its download was interrupted \(.*\)\. Run the command again to download the missing files",
         "well/repo@v9/vae": r"well/repo has no revision v9",
         "well/repo/unet": r"well/repo has no folder unet with safetensors weights",
     }
@@ -80,15 +80,15 @@ def test_what_is_said_of_each_failure(models: Path, tmp_path: Path) -> None:
     for name, expected in said_of.items():
         assert re.search(f"^refused: .*{expected}", said[name]), said[name]
         if not name.startswith("well/repo/"):
-            assert f"The model {name} is no local folder" in said[name]
-            assert "Or give the path of a local folder: where the hub can be reached, `hf download" in said[name]
+            assert f"The model {name} is not a local folder" in said[name]
+            assert "Alternatively, give a local folder, created with `hf download" in said[name]
 
 
 def test_no_network(models: Path, tmp_path: Path) -> None:
     with fake_hub(models) as hub:
         pass
     (said,) = json.loads(ask(FOLDERS, hub, tmp_path, "well/repo/vae"))
-    assert re.search(rf"the hub at {hub} cannot be reached \(.*\)\. See whether this machine has a network", said), said
+    assert re.search(rf"the hub at {hub} cannot be reached \(.*\)\. Check the network", said), said
     (said,) = json.loads(ask(FOLDERS, hub, tmp_path, "well/repo/vae", HF_HUB_OFFLINE="1"))
     assert re.search(
         r"cache here \(.*\) does not hold it, while HF_HUB_OFFLINE forbids .*Unset HF_HUB_OFFLINE", said
@@ -98,7 +98,7 @@ def test_no_network(models: Path, tmp_path: Path) -> None:
 def test_half_a_model_is_fetched_whole_by_the_same_command(models: Path, tmp_path: Path) -> None:
     with fake_hub(models) as hub:
         (said,) = json.loads(ask(FOLDERS, hub, tmp_path, "half/repo/vae"))
-        assert "broke off" in said
+        assert "its download was interrupted" in said
     with fake_hub(models, faulty=False) as hub:
         (folder,) = json.loads(ask(FOLDERS, hub, tmp_path, "half/repo/vae"))
     for path in (models / "vae").iterdir():

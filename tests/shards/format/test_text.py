@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench.kit.roots import encoding_record
-from shards.format.text import TextLatents, columns, dequantise, in_pieces, pack, quantise, unpack
+from shards.format.text import TextLatents, columns, dequantise, pack, quantise, quantise_in_chunks, unpack
 from shards.format.towers import TextTower
 
 
@@ -90,7 +90,7 @@ def test_pieces_change_no_byte(seed: int, lengths: list[int], width: int) -> Non
     """Tensors that share a piece, and ones that take several: as each at once."""
     random = torch.Generator().manual_seed(seed)
     tensors = [torch.randn(length, width, generator=random).half() for length in lengths]
-    for found, tensor in zip(in_pieces(quantise, tensors), tensors, strict=True):
+    for found, tensor in zip(quantise_in_chunks(quantise, tensors), tensors, strict=True):
         for array, alone in zip(found, quantise(tensor), strict=True):
             np.testing.assert_array_equal(array, alone.numpy())
 

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from shards.base.store import Entry, Store
-from shards.format.receipts import names_in_force, parse_name, receipt_name, tombstone_name
+from shards.format.receipts import active_receipts, parse_name, receipt_name, tombstone_name
 
 TAR, BUCKET = "00042", "64x64"
 AGE = 100.0
@@ -313,7 +313,7 @@ class ProtocolMachine(RuleBasedStateMachine):
     @rule()
     def pin(self) -> None:
         """A training run begins with what is in force, and reads it for ever."""
-        for name in names_in_force(self.shared.files):
+        for name in active_receipts(self.shared.files):
             self.pinned.add(self.folder_of(self.shared.files[name][0]))
 
     def _reply(self, running: Running, reply: Any) -> None:
@@ -341,7 +341,7 @@ class ProtocolMachine(RuleBasedStateMachine):
     @invariant()
     def one_receipt_an_attempt_and_one_in_force(self) -> None:
         """Generations begin at 0 without a gap, all but the last are recalled, and no attempt wrote two."""
-        assert len(names_in_force(self.shared.files)) <= 1
+        assert len(active_receipts(self.shared.files)) <= 1
         tokens = [self.token_of(data) for data in self._receipts().values()]
         assert len(set(tokens)) == len(tokens), "one attempt committed two generations"
         for generation in range(1, len(tokens)):
@@ -371,7 +371,7 @@ class ProtocolMachine(RuleBasedStateMachine):
         self._begin("attempt", self.attempt("a", "last"), "last")
         while self.running:
             self._reply(self.running[0], self.shared.do(self.running[0].call))
-        assert len(names_in_force(self.shared.files)) == 1
+        assert len(active_receipts(self.shared.files)) == 1
         self.what_a_receipt_names_is_whole()
         self.one_receipt_an_attempt_and_one_in_force()
 

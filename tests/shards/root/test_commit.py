@@ -15,7 +15,7 @@ from shards.base.errors import RequestError, WorkError
 from shards.base.remote import RemoteStore
 from shards.base.scratch import attempt_folder, sweep_attempts
 from shards.base.store import LocalStore, Store
-from shards.format.receipts import names_in_force
+from shards.format.receipts import active_receipts
 from shards.open import open_store
 from shards.root.commit import content_hash, place, record_files
 from shards.root.committed import list_commits, load_books, load_receipts
@@ -85,7 +85,7 @@ def test_a_kill_between_two_steps_leaves_nothing_that_anybody_reads(
         die_before(patch, number)
         with pytest.raises(Killed):
             encode_all(config, models)
-    assert len(names_in_force(list_commits(open_store(root)))) == max(0, number - 2) // 2
+    assert len(active_receipts(list_commits(open_store(root)))) == max(0, number - 2) // 2
     encode_all(config, models)
     assert list(verify_root(open_store(config.output))) == []
     one = {name: data for name, data in contents(latents).items() if "00001" not in name}
@@ -222,7 +222,7 @@ def test_what_dead_attempts_left_is_swept_whatever_their_tar(tmp_path: Path) -> 
 
 def test_a_tar_whose_name_is_a_generation_is_refused(models: Path, tmp_path: Path) -> None:
     make_tar(tmp_path / "tars", "a.g1", make_samples(0, 2, [(200, 150)]))
-    with pytest.raises(RequestError, match=r"The tar a\.g1 has a name that ends as a receipt's generation does"):
+    with pytest.raises(RequestError, match=r"The name of the tar a\.g1 ends like the generation suffix of a receipt"):
         encode_all(precompute_config(models, tmp_path / "tars", tmp_path / "root"), models)
 
 
@@ -301,5 +301,5 @@ def test_of_two_creators_one_is_told_so_without_hard_links_too(tmp_path: Path, m
     assert store.create("a/b", b"1") and not store.create("a/b", b"2") and store.read("a/b") == b"1"
     assert store.files() == ["a/b"]
     monkeypatch.setattr("shards.base.durable.RENAME_NOREPLACE", 1 << 20)  # what no file system knows
-    with pytest.raises(RequestError, match="neither hard links nor renames that replace nothing"):
+    with pytest.raises(RequestError, match="supports neither hard links nor RENAME_NOREPLACE"):
         store.create("a/c", b"1")

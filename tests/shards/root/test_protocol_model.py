@@ -13,7 +13,7 @@ from shards.base.store import Store
 from shards.format.receipts import (
     FileRecord,
     Receipt,
-    names_in_force,
+    active_receipts,
     parse_name,
     receipt_name,
     tombstone_name,
@@ -73,7 +73,7 @@ class Model(ProtocolMachine):
                 yield "write", (f"{folder}/{name}", right)
 
     def recall(self) -> Program:
-        for name in names_in_force((yield "list", "")):
+        for name in active_receipts((yield "list", "")):
             bucket, tar, generation, _ = parse_name(name) or ("", "", 0, False)
             yield "create", (tombstone_name(bucket, tar, generation), b"suspect")
 
@@ -235,7 +235,7 @@ class CleansTheRecalled(Model):
 
     def clean(self) -> Program:
         found, now = (yield "list", ""), self.shared.now
-        named = {self.folder_of(self.shared.files[name][0]) for name in names_in_force(found)}
+        named = {self.folder_of(self.shared.files[name][0]) for name in active_receipts(found)}
         for name, entry in found.items():
             if name.startswith(BUCKET) and name.rpartition("/")[0] not in named and now - entry.modified > AGE:
                 yield "remove", name

@@ -181,7 +181,8 @@ def test_another_versions_manifest_is_refused(tmp_path: Path) -> None:
     store = LocalStore(tmp_path)
     store.create("index/manifests/00000001.json", sealed_json({"version": 3, "number": 1}))
     with pytest.raises(
-        RequestError, match=r"has format version 3, and this version of latentmill reads only 2\. Use the one"
+        RequestError,
+        match=r"has format version 3, but this version of latentmill only reads version 2\. Use the version",
     ):
         current_ids(store)
 

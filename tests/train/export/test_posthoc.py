@@ -110,7 +110,7 @@ def test_bad_requests(runs: tuple[Path, Path], latents: Path, tmp_path: Path) ->
         write_average(runs[0], RebuildConfig(std=0.07, step=9))
     with pytest.raises(RequestError, match=r"holds no snapshots. Train with ema.snapshot_every"):
         write_average(tmp_path, RebuildConfig(std=0.07))
-    with pytest.raises(RequestError, match="name the run first"):
+    with pytest.raises(RequestError, match="Name it first"):
         command(["ema", "--std", "0.07"])
     with pytest.raises(RequestError, match="train ema reads a run folder of this machine, not s3://bucket/run"):
         command(["ema", "s3://bucket/run", "--std", "0.1"])

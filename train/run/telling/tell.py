@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 from accelerate import Accelerator
 
-from shards.base.config import Config, load_named
+from shards.base.config import Config, load_for_run
 from shards.base.errors import RequestError
 from shards.base.store import Place, Store
 from shards.open import open_store
@@ -38,7 +38,7 @@ def tell_finished(arguments: list[str]) -> str:
     Raises:
         RequestError: there is no such run, it is trained in, or it has not done all its steps.
     """
-    place, _ = load_named(TellConfig, arguments, "train tell", __doc__)
+    place, _ = load_for_run(TellConfig, arguments, "train tell", __doc__)
     store = open_store(place)
     settings = read_settings(store)
     config, last = LogConfig.model_validate(settings["log"]), settings["max_steps"]

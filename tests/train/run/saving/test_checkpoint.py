@@ -169,7 +169,7 @@ def with_a_scaler(arguments: list[str]) -> None:
     """The trainer with a loss scaler, which accelerate has on GPUs only; losses overflow from the third step on."""
     from accelerate import Accelerator
 
-    from shards.base.config import load_asked
+    from shards.base.config import load_from_args
     from train.assemble import assemble
     from train.config import TrainConfig
     from train.data.batch import Batch
@@ -185,7 +185,7 @@ def with_a_scaler(arguments: list[str]) -> None:
         return replace(found, target=found.target * (float("inf") if draws.step >= 2 else 1.0))
 
     DiffusionLoss.noised = overflowing  # type: ignore[method-assign]
-    config = load_asked(TrainConfig, arguments, "train", None)
+    config = load_from_args(TrainConfig, arguments, "train", None)
     accelerator = Accelerator(cpu=True)
     accelerator.native_amp = True
     accelerator.state._mixed_precision = "fp16"
