@@ -11,7 +11,7 @@ from shards.base.errors import RequestError
 from shards.format.encoding import EncodingRecord
 from shards.format.towers import CAUSAL, ImageStorage, TextStorage, TextTower
 
-CHOSEN = {
+CHANGEABLE = {
     "image": {"storage", "posterior", "scale", "shift", "weights.name"},
     "texts": {"storage", "trim", "states", "pooled", "weights.name", "tokenizer.name"},
     "features": {"storage", "weights.name"},
@@ -23,11 +23,11 @@ CHOSEN = {
 class Conversion:
     source: EncodingRecord
     target: EncodingRecord
-    fresh: frozenset[str]
+    reencoded: frozenset[str]
     """Text towers of the target that encode the stored captions; all others' numbers are the source's."""
 
 
-def conversion(source: EncodingRecord, target: EncodingRecord, may_encode: bool = False) -> Conversion:
+def plan_conversion(source: EncodingRecord, target: EncodingRecord, may_encode: bool = False) -> Conversion:
     """How the source's numbers become the target's.
 
     Args:
@@ -43,15 +43,15 @@ def conversion(source: EncodingRecord, target: EncodingRecord, may_encode: bool 
     ]
     wrong += image_problems(source, target)
     of_texts = {name: text_problems(name, source.texts.get(name), tower) for name, tower in target.texts.items()}
-    fresh = frozenset(name for name, problems in of_texts.items() if problems and may_encode)
-    wrong += [problem for name in sorted(of_texts.keys() - fresh) for problem in of_texts[name]]
+    reencoded = frozenset(name for name, problems in of_texts.items() if problems and may_encode)
+    wrong += [problem for name in sorted(of_texts.keys() - reencoded) for problem in of_texts[name]]
     wrong += feature_problems(source, target)
     if wrong:
         raise RequestError(
             f"The root cannot become what is asked for: {'; '.join(wrong)}. Ask for what it holds, or encode the tars "
             f"into a new root."
         )
-    return Conversion(source, target, fresh)
+    return Conversion(source, target, reencoded)
 
 
 def image_problems(source: EncodingRecord, target: EncodingRecord) -> list[str]:
@@ -106,7 +106,9 @@ def _differences(kind: str, place: str, here: Config, wanted: Config) -> list[st
     return [
         f"{place}.{field}: {a.get(field)!r} there, {b.get(field)!r} here"
         for field in a | b
-        if field not in CHOSEN[kind] and field.partition(".")[0] not in CHOSEN[kind] and a.get(field) != b.get(field)
+        if field not in CHANGEABLE[kind]
+        and field.partition(".")[0] not in CHANGEABLE[kind]
+        and a.get(field) != b.get(field)
     ]
 
 
@@ -123,7 +125,7 @@ class Changes(Config):
     image_posterior: Literal["mean"] | None = None
 
 
-def changed(source: EncodingRecord, changes: Changes) -> EncodingRecord:
+def apply_changes(source: EncodingRecord, changes: Changes) -> EncodingRecord:
     """The encoding of `source` with the changes.
 
     Raises:

@@ -15,19 +15,19 @@ from shards.base.progress import Progress
 from shards.base.scratch import sweep_attempts, sweep_scratch, use_scratch
 from shards.base.stop import StopSignal
 from shards.base.store import Store
-from shards.derive.conversion import Changes, Conversion, changed, conversion
+from shards.derive.conversion import Changes, Conversion, apply_changes, plan_conversion
 from shards.derive.part import Derivation, counts_tokens, derive_tar, kept_uncond, load_tokenizer
-from shards.derive.source import SourceTar, contents, superseded
+from shards.derive.source import SourceTar, list_contents, superseded
 from shards.format.buckets import Bucket
 from shards.format.encoding import EncodingRecord
 from shards.open import open_store
 from shards.root.commit import recall
-from shards.root.committed import TarBooks, committed_parts
+from shards.root.committed import TarReceipts, committed_parts
 from shards.root.exclusions import add_exclusion, exclusion_ids, load_exclusion
 from shards.root.index import write_streaming
 from shards.root.manifest import Manifest
-from shards.root.publish import Publishing
-from shards.root.shared import agree_on_rules, check_root, create_root, load_uncond, write_uncond
+from shards.root.publish import PeriodicPublisher
+from shards.root.shared import check_root, create_root, load_uncond, record_rules, write_uncond
 
 POLL_SECONDS = 0.5
 PUBLISH_SECONDS = 300.0
@@ -45,9 +45,9 @@ def derive(source: Store, target: Store, changes: Changes, buckets: list[str] | 
         Preempted: it was told to leave.
     """
     asked = None if buckets is None else dict.fromkeys(buckets)
-    how, tars = prepare(source, target, changed(EncodingRecord.load(source), changes), asked)
+    how, tars = prepare(source, target, apply_changes(EncodingRecord.load(source), changes), asked)
     left = missing(target, tars)
-    with Publishing(target, PUBLISH_SECONDS) as publishing:
+    with PeriodicPublisher(target, PUBLISH_SECONDS) as publishing:
         try:
             failed = _run(source, target, how, left, processes)
         except BrokenProcessPool as error:
@@ -88,20 +88,20 @@ def prepare(
     """
     if source.where() == target.where():
         raise RequestError(f"{source.where()} cannot be derived from itself: latents are never replaced. Give another.")
-    how = conversion(EncodingRecord.load(source), encoding, may_encode)
+    how = plan_conversion(EncodingRecord.load(source), encoding, may_encode)
     check_root(target, encoding)
-    for name in how.target.texts.keys() - how.fresh:
+    for name in how.target.texts.keys() - how.reencoded:
         if counts_tokens(here := how.source.texts[name], how.target.texts[name]):
             load_tokenizer(here.tokenizer.name, here.tokenizer.sha256)
-    held = contents(source)
+    held = list_contents(source)
     wanted = dict.fromkeys(held.rules) if buckets is None else buckets
     check_buckets(source, held.rules, wanted)
     empty = load_uncond(source)
     create_root(target, encoding)
     for id in exclusion_ids(source):  # for what is added to the target later, and for runs on it
         add_exclusion(target, load_exclusion(source, id))
-    agree_on_rules(target, {Bucket.parse(bucket): held.rules[bucket] for bucket in wanted})
-    if not how.fresh:
+    record_rules(target, {Bucket.parse(bucket): held.rules[bucket] for bucket in wanted})
+    if not how.reencoded:
         write_uncond(target, kept_uncond(empty.items(), how))
     if old := superseded(source, target):
         recall(target, old, f"{source.where()} has recalled what it was derived from")
@@ -147,7 +147,7 @@ def _run(source: Store, target: Store, how: Conversion, tars: list[SourceTar], p
         Progress("derive", "tars", len(tars)) as progress,
         start_pool(min(processes, len(tars)) or 1, begin=_begin) as pool,
     ):
-        left, running = iter(tars), dict[Future[TarBooks], SourceTar]()
+        left, running = iter(tars), dict[Future[TarReceipts], SourceTar]()
         try:
             while not stop.received:
                 for tar in islice(left, 2 * processes - len(running)):
@@ -181,5 +181,5 @@ def _begin() -> None:
     torch.set_num_threads(1)
 
 
-def _derive_in_process(source: str, target: str, how: Conversion, tar: SourceTar) -> TarBooks:
+def _derive_in_process(source: str, target: str, how: Conversion, tar: SourceTar) -> TarReceipts:
     return derive_tar(tar, Derivation(open_store(source), open_store(target), how))

@@ -26,8 +26,8 @@ from shards.format.receipts import Receipt
 from shards.format.tables import OTHER_BUCKET, REFUSED_NAME, SAMPLES_NAME, SAMPLES_SCHEMA
 from shards.format.text import TextLatents, unpack
 from shards.format.towers import TextTower
-from shards.root.commit import Attempt, commit, current, record_file
-from shards.root.committed import TarBooks, load_commits
+from shards.root.commit import Attempt, commit, current_generation, record_file
+from shards.root.committed import TarReceipts, load_commits
 from shards.root.exclusions import Exclusion, exclusion_ids, load_exclusion
 from shards.root.provenance import Stopwatch, made_by, versions
 from shards.root.reading import captions, decoded, image_latents, read_part
@@ -45,7 +45,7 @@ Encode = Callable[[list[str], Stopwatch], Captions]
 each tower's."""
 
 
-def nothing_fresh(captions: list[str], stopwatch: Stopwatch) -> Captions:
+def encode_nothing(captions: list[str], stopwatch: Stopwatch) -> Captions:
     """An `Encode` without towers."""
     yield from (({}, False) for _ in captions)
 
@@ -57,14 +57,14 @@ class Derivation:
     source: Store
     target: Store
     conversion: Conversion
-    encode: Encode = nothing_fresh
+    encode: Encode = encode_nothing
     device: torch.device = CPU
     settings: Settings = field(default_factory=dict)
 
 
 def derive_tar(
     tar: SourceTar, how: Derivation, attempt: int = 1, report: Callable[[int], None] = lambda samples: None
-) -> TarBooks:
+) -> TarReceipts:
     """Make what the target lacks of one tar, and commit it.
 
     Returns:
@@ -74,7 +74,7 @@ def derive_tar(
         DamagedFile: the source's part is not what its receipt says.
     """
     receipts = [r for _, _, r in load_commits(how.source, dict.fromkeys(tar.receipts, "")) if r.bucket in tar.buckets]
-    in_force = {receipt.bucket: current(how.target, receipt.bucket, tar.name)[1] for receipt in receipts}
+    in_force = {receipt.bucket: current_generation(how.target, receipt.bucket, tar.name)[1] for receipt in receipts}
     committed = {bucket: receipt for bucket, receipt in in_force.items() if receipt}
     excluded = [load_exclusion(how.source, id) for id in exclusion_ids(how.source)]
     done = 0
@@ -88,7 +88,7 @@ def derive_tar(
                 with stopwatch("fetch"):
                     part = held.enter_context(how.source.local(receipt.folder))
                     check_part(part, receipt)
-                writing = _Writing(part, receipt, folder / receipt.bucket, how, excluded, stopwatch)
+                writing = _PartConverter(part, receipt, folder / receipt.bucket, how, excluded, stopwatch)
                 for count in writing.write():
                     report(done := done + count)
                 with stopwatch("write"):
@@ -113,7 +113,7 @@ def derive_tar(
                     clock=stopwatch.began,
                 ),
             )
-    return TarBooks(tar.name, committed)
+    return TarReceipts(tar.name, committed)
 
 
 def _origin(receipt: Receipt) -> Settings:
@@ -139,7 +139,7 @@ def check_part(folder: Path, receipt: Receipt) -> None:
             )
 
 
-class _Writing:
+class _PartConverter:
     """A part on its way from one encoding to another."""
 
     def __init__(
@@ -162,7 +162,7 @@ class _Writing:
         self.places = _places(receipt, [row["key"] for row in self.rows], refused)
         for row in refused:
             self.writer.refuse(**row)
-        self.writer.pass_over(receipt.refused.get(OTHER_BUCKET, 0))
+        self.writer.skip(receipt.refused.get(OTHER_BUCKET, 0))
 
     def write(self) -> Iterator[int]:
         """Convert every sample; yields how many, now and then."""
@@ -225,7 +225,7 @@ def converted(
     """
     columns, rows = image_columns(sample, how), unpack(sample)
     for name, wanted in how.target.texts.items():
-        if name in how.fresh:
+        if name in how.reencoded:
             latents = [of_caption[name] for of_caption in fresh]
         else:
             here = how.source.texts[name]
@@ -292,7 +292,7 @@ def kept_uncond(empty: Iterable[tuple[str, TextLatents]], how: Conversion) -> di
     """Of the source's empty captions those that the target takes over, as far as it stores them."""
     kept = {}
     for name, latents in empty:
-        if name in how.target.texts and name not in how.fresh:
+        if name in how.target.texts and name not in how.reencoded:
             wanted = how.target.texts[name]
             kept[name] = TextLatents(
                 latents.states if wanted.states else None,

@@ -45,7 +45,7 @@ class Contents:
         return found
 
 
-def contents(source: Store) -> Contents:
+def list_contents(source: Store) -> Contents:
     """List what is committed to a root.
 
     A receipt's name has its tar and bucket. The rule is read from the first receipt of each bucket, as all share it.

@@ -11,7 +11,7 @@ from shards.format.buckets import Bucket
 from shards.format.encoding import EncodingRecord
 from shards.format.tables import CAPTION_CHANGES
 from shards.format.towers import TextTower
-from shards.root.committed import TarBooks, iter_committed
+from shards.root.committed import TarReceipts, iter_committed_tars
 from shards.root.exclusions import exclusion_ids, load_exclusion
 from shards.tools.stats import RootTotals, caption_counts, captions_once
 
@@ -40,11 +40,11 @@ def dataset_card(store: Store) -> str:
     """
     encoding, totals, captions = EncodingRecord.load(store), RootTotals(), caption_counts()
     settings, days = SettingCounts(), set[str]()
-    for books in iter_committed(store):
-        totals.add(books)
-        settings.add(books)
-        days |= {part.started[:10] for part in books.parts.values()}
-        for counts in captions_once(store, books):
+    for tar_receipts in iter_committed_tars(store):
+        totals.add(tar_receipts)
+        settings.add(tar_receipts)
+        days |= {part.started[:10] for part in tar_receipts.parts.values()}
+        for counts in captions_once(store, tar_receipts):
             captions.update(counts)
     sizes = totals.buckets
     bucket = next(iter(sizes))
@@ -104,11 +104,11 @@ class SettingCounts:
         self.having: Counter[tuple[str, str]] = Counter()
         """(section, setting) → tars that name it."""
 
-    def add(self, books: TarBooks) -> None:
+    def add(self, tar_receipts: TarReceipts) -> None:
         """Add a tar; its buckets may have been made with different settings."""
         self.num_tars += 1
         for section, counts in self.tars.items():
-            made = [getattr(part, section) for part in books.parts.values()]
+            made = [getattr(part, section) for part in tar_receipts.parts.values()]
             for key in {key for part in made for key in part}:
                 counts.setdefault(key, Counter()).update({str(part.get(key)) for part in made})
                 self.having[section, key] += 1

@@ -10,10 +10,10 @@ from shards.base.store import Store
 from shards.derive.source import ORIGIN
 from shards.format.encoding import EncodingRecord
 from shards.format.receipts import Receipt, receipt_name
-from shards.root.committed import iter_books, iter_receipts, rejected_once
+from shards.root.committed import iter_receipts, iter_tars, rejected_once
 
 
-def nodes(store: Store) -> list[dict[str, Any]]:
+def node_totals(store: Store) -> list[dict[str, Any]]:
     """Of every machine and GPU: parts in force, samples stored, samples rejected by reason, samples a second.
 
     A sample that one of its parts rejects and another stores counts as a reject here, unlike in `stats`. Several parts
@@ -26,9 +26,9 @@ def nodes(store: Store) -> list[dict[str, Any]]:
     """
     EncodingRecord.load(store)
     found: dict[tuple[str, str, str], NodeTotals] = {}
-    for books in iter_books(store):
+    for tar_receipts in iter_tars(store):
         made_by: dict[tuple[str, str, str], list[Receipt]] = {}
-        for part in books.parts.values():
+        for part in tar_receipts.parts.values():
             made = part.made_by
             made_by.setdefault((made.host, made.gpu, made.gpu_uuid or ""), []).append(part)
         for who, parts in made_by.items():
@@ -88,7 +88,7 @@ def nodes_table(found: list[dict[str, Any]]) -> str:
 
 
 @dataclass(frozen=True)
-class Suspicion:
+class RecallFilter:
     """Whose parts are recalled: those to which all that is given applies."""
 
     node: str | None
@@ -128,7 +128,7 @@ def _time(text: str) -> datetime:
     return time if time.tzinfo else time.replace(tzinfo=UTC)
 
 
-class Suspect(NamedTuple):
+class RecallCandidate(NamedTuple):
     """A receipt to be recalled, without what a recall does not need: there may be 158,000."""
 
     tar: str
@@ -149,7 +149,7 @@ class Suspect(NamedTuple):
         return f"{self.bucket}/{self.part}"
 
 
-def suspects(store: Store, suspicion: Suspicion) -> list[Suspect]:
+def recall_candidates(store: Store, suspicion: RecallFilter) -> list[RecallCandidate]:
     """The receipts in force that it applies to.
 
     Raises:
@@ -157,7 +157,7 @@ def suspects(store: Store, suspicion: Suspicion) -> list[Suspect]:
     """
     EncodingRecord.load(store)
     return [
-        Suspect(*(getattr(receipt, name) for name in Suspect._fields))
+        RecallCandidate(*(getattr(receipt, name) for name in RecallCandidate._fields))
         for receipt in iter_receipts(store)
         if suspicion.hits(receipt)
     ]

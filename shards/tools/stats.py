@@ -14,7 +14,7 @@ from shards.base.table import aligned
 from shards.format.buckets import Bucket
 from shards.format.encoding import EncodingRecord
 from shards.format.tables import CAPTION_CHANGES, read_tables
-from shards.root.committed import TarBooks, iter_committed
+from shards.root.committed import TarReceipts, iter_committed_tars
 from shards.root.reading import captions, image_latents, read_parts
 
 
@@ -26,12 +26,12 @@ def root_stats(store: Store, max_samples: int) -> dict[str, Any]:
     """
     encoding, totals, captions = EncodingRecord.load(store), RootTotals(), caption_counts()
     first_parts: dict[str, list[str]] = {}
-    for books in iter_committed(store):
-        for bucket, part in books.parts.items():
+    for tar_receipts in iter_committed_tars(store):
+        for bucket, part in tar_receipts.parts.items():
             if part.samples and totals.samples[bucket] < max_samples:
                 first_parts.setdefault(bucket, []).append(part.part)
-        totals.add(books)
-        for counts in captions_once(store, books):
+        totals.add(tar_receipts)
+        for counts in captions_once(store, tar_receipts):
             captions.update(counts)
     return {
         "encoding": encoding.id,
@@ -62,13 +62,13 @@ class RootTotals:
     bytes: Counter[str] = field(default_factory=Counter)
     """Of MDS files, by bucket."""
 
-    def add(self, books: TarBooks) -> None:
+    def add(self, tar_receipts: TarReceipts) -> None:
         """Add a tar."""
         self.shards += 1
-        self.samples_in += books.samples_in
-        self.encoded += books.encoded
-        self.rejected.update(books.rejected)
-        for bucket, part in books.parts.items():
+        self.samples_in += tar_receipts.samples_in
+        self.encoded += tar_receipts.encoded
+        self.rejected.update(tar_receipts.rejected)
+        for bucket, part in tar_receipts.parts.items():
             self.samples[bucket] += part.samples
             self.bytes[bucket] += sum(file.bytes for file in part.mds)
 
@@ -91,8 +91,8 @@ def root_totals(store: Store) -> RootTotals:
         RequestError: nothing is committed to it.
     """
     totals = RootTotals()
-    for books in iter_committed(store):
-        totals.add(books)
+    for tar_receipts in iter_committed_tars(store):
+        totals.add(tar_receipts)
     return totals
 
 
@@ -101,11 +101,11 @@ def caption_counts() -> Counter[str]:
     return Counter(dict.fromkeys(("stored", *CAPTION_CHANGES), 0))
 
 
-def captions_once(store: Store, books: TarBooks) -> Iterator[dict[str, int]]:
+def captions_once(store: Store, tar_receipts: TarReceipts) -> Iterator[dict[str, int]]:
     """Yield each bucket's caption counts, without those of samples that were counted in a smaller bucket."""
-    counted = np.zeros(books.samples_in, bool)
-    for bucket in sorted(books.parts, key=_area):
-        part, stored = books.parts[bucket], books.parts[bucket].stored_samples
+    counted = np.zeros(tar_receipts.samples_in, bool)
+    for bucket in sorted(tar_receipts.parts, key=_area):
+        part, stored = tar_receipts.parts[bucket], tar_receipts.parts[bucket].stored_samples
         # a bucket's samples are usually either all new (aspect buckets) or all known from a smaller bucket
         if not (stored & counted).any():
             yield part.captions

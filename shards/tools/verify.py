@@ -18,7 +18,7 @@ from shards.format.receipts import FileRecord, Receipt, names_in_force, parse_na
 from shards.format.tables import OTHER_BUCKET, read_tables
 from shards.format.towers import TextTower
 from shards.root.commit import content_hash
-from shards.root.committed import TarBooks, by_tar_and_bucket, list_commits, tar_of
+from shards.root.committed import TarReceipts, by_tar_and_bucket, list_commits, tar_of
 from shards.root.exclusions import damaged_exclusions
 from shards.root.index import RowsByBucket, index_digest
 from shards.root.manifest import damaged_indexes
@@ -59,7 +59,7 @@ def verify_root(store: Store) -> Iterator[str]:
                 rows.add(receipt)
                 rules.setdefault(receipt.bucket, set()).add(receipt.rule)
         if parts:
-            yield from verify_books(store, TarBooks(tar, parts))
+            yield from verify_tar(store, TarReceipts(tar, parts))
     yield from verify_records(store, [name for name in listed if name not in in_force and not _is_receipt(name)])
     yield from verify_rules(store, rules)
     yield from damaged_indexes(store)
@@ -101,21 +101,23 @@ def verify_receipt(store: Store, name: str, receipt: Receipt, encoding: Encoding
             yield from verify_samples(folder, where, receipt.bucket, receipt.samples, encoding)
 
 
-def verify_books(store: Store, books: TarBooks) -> Iterator[str]:
+def verify_tar(store: Store, tar_receipts: TarReceipts) -> Iterator[str]:
     """What a tar's receipts count, and which samples, against the tables of its parts."""
     try:
-        tables = {bucket: read_tables(store, part.folder, part.files) for bucket, part in books.parts.items()}
+        tables = {bucket: read_tables(store, part.folder, part.files) for bucket, part in tar_receipts.parts.items()}
     except DamagedFile:
         return  # has been said
     keys = sorted({key for stored, refused in tables.values() for key in stored["key"] + refused["key"]})
-    if len(keys) != books.samples_in and not any(OTHER_BUCKET in part.refused for part in books.parts.values()):
-        yield f"the receipts of tar {books.tar} count {books.samples_in} samples; its parts' tables list {len(keys)}"
-    for bucket, part in books.parts.items():
+    if len(keys) != tar_receipts.samples_in and not any(
+        OTHER_BUCKET in part.refused for part in tar_receipts.parts.values()
+    ):
+        yield f"the receipts of tar {tar_receipts.tar} count {tar_receipts.samples_in} samples; its parts' tables list {len(keys)}"
+    for bucket, part in tar_receipts.parts.items():
         stored, refused = tables[bucket]
         told = {reason: count for reason, count in part.refused.items() if reason != OTHER_BUCKET}
         if told != Counter(refused["reason"]):
             yield f"{store.where(part.name)} counts other refusals of {bucket} than its part"
-        if len(keys) == books.samples_in and not _tells(part, keys, stored, refused):
+        if len(keys) == tar_receipts.samples_in and not _tells(part, keys, stored, refused):
             yield f"{store.where(part.name)} does not say which samples its part's tables list"
 
 

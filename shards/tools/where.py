@@ -17,7 +17,7 @@ from shards.format.buckets import Bucket
 from shards.format.encoding import EncodingRecord
 from shards.format.receipts import Receipt, names_in_force
 from shards.format.tables import REFUSED_NAME, SAMPLES_NAME
-from shards.root.committed import TarBooks, by_tar, list_commits, load_commits, tar_of
+from shards.root.committed import TarReceipts, group_by_tar, list_commits, load_commits, tar_of
 
 
 def find_sample(store: Store, key: str) -> list[dict[str, Any]]:
@@ -32,7 +32,7 @@ def find_sample(store: Store, key: str) -> list[dict[str, Any]]:
         names.setdefault(tar_of(name), []).append(name)
     # img2dataset's keys begin with the tar's name: look there first
     for chosen in ([tar for tar in names if key.startswith(tar)], names):
-        books = (book for tar in chosen for book in by_tar(_load(store, {n: etags[n] for n in names[tar]})))
+        books = (book for tar in chosen for book in group_by_tar(_load(store, {n: etags[n] for n in names[tar]})))
         found = [entry for tar in books if (entry := _in_tar(store, key, tar, encoding))]
         if found:
             return found
@@ -43,7 +43,7 @@ def _load(store: Store, etags: dict[str, str]) -> list[Receipt]:
     return [committed.receipt for committed in load_commits(store, etags)]
 
 
-def _in_tar(store: Store, key: str, books: TarBooks, encoding: EncodingRecord) -> dict[str, Any] | None:
+def _in_tar(store: Store, key: str, books: TarReceipts, encoding: EncodingRecord) -> dict[str, Any] | None:
     stored, refused = {}, {}
     for bucket in sorted(books.parts, key=Bucket.parse):
         folder = books.parts[bucket].folder

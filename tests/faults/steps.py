@@ -30,7 +30,7 @@ from shards.base.scratch import sweep_attempts
 from shards.open import open_store
 from shards.root.committed import load_receipts
 from shards.root.index import write_indexes
-from shards.root.shared import agree_on_rules, create_root
+from shards.root.shared import create_root, record_rules
 from shards.root.writing import PartWriter, Sample
 from shards.tools.verify import verify_root
 from tests.conftest import make_towers
@@ -149,7 +149,7 @@ class Encoding:
             setattr(PartWriter, "write", write_other)  # noqa: B010
         encoding, store = describe_encoding(config), open_store(config.output)
         create_root(store, encoding)
-        agree_on_rules(store, config.to_fill.rules)
+        record_rules(store, config.to_fill.rules)
         for tar in list_tars(config.input):
             encode_tar(tar, make_recipe(config, encoding), store, self.towers)
         sweep_attempts(store)

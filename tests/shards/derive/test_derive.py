@@ -16,7 +16,7 @@ from shards.base.errors import Preempted, RequestError, WorkError
 from shards.base.store import LocalStore
 from shards.derive import job
 from shards.derive.job import missing, prepare
-from shards.derive.source import contents
+from shards.derive.source import list_contents
 from shards.format.encoding import EncodingRecord
 from shards.root.committed import load_receipts
 from shards.root.exclusions import exclusion_ids
@@ -318,7 +318,7 @@ def test_receipts_are_not_all_read_to_find_the_tars(latents: Path, monkeypatch: 
         return read_many(self, names)
 
     monkeypatch.setattr(LocalStore, "read_many", counting)
-    held = contents(store)
+    held = list_contents(store)
     assert {(tar, bucket) for tar, buckets in held.parts.items() for bucket in buckets} == {
         (tar, bucket) for tar in ("00000", "00001") for bucket in ("64x64", "128x128")
     }

@@ -17,8 +17,8 @@ from shards.base.scratch import attempt_folder, sweep_attempts
 from shards.base.store import LocalStore, Store
 from shards.format.receipts import names_in_force
 from shards.open import open_store
-from shards.root.commit import content_hash, place, record_files
-from shards.root.committed import list_commits, load_books, load_receipts
+from shards.root.commit import content_hash, record_files, store_part
+from shards.root.committed import list_commits, load_receipts, load_tars
 from shards.root.shared import create_root
 from shards.root.writing import PartWriter, WrittenPart
 from shards.tools.verify import verify_root
@@ -121,7 +121,7 @@ def test_the_later_of_two_attempts_adopts_what_is_there(models: Path, tars: Path
     before = tree(root)
     with pytest.MonkeyPatch.context() as patch:
         # as a job that looked before the other one's commit
-        patch.setattr("precompute.encode.tar.current", lambda store, bucket, tar: (0, None))
+        patch.setattr("precompute.encode.tar.current_generation", lambda store, bucket, tar: (0, None))
         encode_all(precompute_config(models, tars, root), models)
     now = tree(root)
     assert {name for name, data in before.items() if now[name] != data} == set()
@@ -141,7 +141,7 @@ def test_an_attempt_of_other_bytes_has_a_folder_of_its_own(
         return finish(self)
 
     monkeypatch.setattr(PartWriter, "finish", other)
-    monkeypatch.setattr("precompute.encode.tar.current", lambda store, bucket, tar: (0, None))
+    monkeypatch.setattr("precompute.encode.tar.current_generation", lambda store, bucket, tar: (0, None))
     encode_all(config, models)
     now = contents(root)
     assert {name: now[name] for name in before} == before
@@ -159,7 +159,7 @@ def test_a_part_that_lies_there_in_pieces_is_completed(latents: Path, tmp_path: 
     store.write(f"{receipt.folder}/index.json", b"torn")
     store.write(f"{receipt.folder}/shard.00000.mds", right["shard.00000.mds"][:-1] + b"?")
     store.write(f"{receipt.folder}/another's", b"is not removed")
-    place(store, source, receipt.folder, files)
+    store_part(store, source, receipt.folder, files)
     assert {name: store.read(f"{receipt.folder}/{name}") for name in files} == right
     assert store.read(f"{receipt.folder}/another's") == b"is not removed"
 
@@ -170,7 +170,7 @@ def test_another_tar_under_the_same_name_is_refused(models: Path, tmp_path: Path
     encode_all(precompute_config(models, tmp_path / "one", root, buckets=["64x64"]), models)
     with pytest.raises(WorkError, match=r"is not the tar from which shard 00000 was encoded before"):
         encode_all(precompute_config(models, tmp_path / "two", root), models)
-    assert [list(tar.parts) for tar in load_books(open_store(root))] == [["64x64"]]
+    assert [list(tar.parts) for tar in load_tars(open_store(root))] == [["64x64"]]
 
 
 def abandon(root: Path, tar: str) -> Path:

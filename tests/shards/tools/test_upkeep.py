@@ -18,8 +18,8 @@ from shards.base.errors import RequestError, exit_code_of
 from shards.base.scratch import attempt_folder
 from shards.format.tables import read_tables
 from shards.open import open_store
-from shards.root.committed import load_books, load_receipts
-from shards.tools.recall import nodes
+from shards.root.committed import load_receipts, load_tars
+from shards.tools.recall import node_totals
 from shards.tools.stats import root_stats
 from shards.tools.verify import verify_root
 from tests.conftest import encode_all, precompute_config
@@ -96,13 +96,13 @@ def test_by_node_counts_what_each_made(root: Path, capsys: pytest.CaptureFixture
 def test_by_node_counts_a_reject_once_for_all_buckets(root: Path, tmp_path: Path) -> None:
     """One machine made the whole root, so its rejects are those of `stats`."""
     store = open_store(root)
-    (node,) = nodes(store)
+    (node,) = node_totals(store)
     rejected = root_stats(store, 0)["rejected"]
     assert node["rejects"] == {reason: rejected[reason] for reason in rejected if reason != "too_small"} != {}
     # of samples that one bucket rejects and another stores, or both reject for different reasons
     store = open_store(random_root(tmp_path / "random", 0))
     expected: dict[str, Counter[str]] = {}
-    for books in load_books(store):
+    for books in load_tars(store):
         seen = set()
         for part in books.parts.values():
             assert part.made_by is not None
@@ -112,7 +112,7 @@ def test_by_node_counts_a_reject_once_for_all_buckets(root: Path, tmp_path: Path
         for who, _, why in seen:
             if why != "too_small":
                 expected.setdefault(who, Counter())[why] += 1
-    assert {node["gpu_uuid"]: node["rejects"] for node in nodes(store)} == expected
+    assert {node["gpu_uuid"]: node["rejects"] for node in node_totals(store)} == expected
 
 
 def aged(root: Path, seconds: float) -> Path:

@@ -11,7 +11,7 @@ from shards.base.durable import read_sealed_json, write_sealed_json
 from shards.base.errors import RequestError, WorkError, exit_code_of
 from shards.format.tables import CAPTION_CHANGES, read_tables
 from shards.open import open_store
-from shards.root.committed import load_books
+from shards.root.committed import load_tars
 from shards.tools.stats import root_stats
 from shards.tools.verify import verify_root
 from tests.random_roots import random_root
@@ -102,7 +102,7 @@ def test_a_caption_in_several_buckets_is_counted_once(
     """By the parts' tables, whichever buckets hold a sample; in the dataset card too."""
     store = open_store(random_root(tmp_path / "root", seed))
     expected = dict.fromkeys(("stored", *CAPTION_CHANGES), 0)
-    for books in load_books(store):
+    for books in load_tars(store):
         rows: dict[str, tuple[int, ...]] = {}
         for part in books.parts.values():
             stored, _ = read_tables(store, part.folder, part.files)
