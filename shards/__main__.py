@@ -35,6 +35,7 @@ RAW = argparse.RawDescriptionHelpFormatter
 
 
 def run(arguments: list[str]) -> None:
+    """Run `python -m shards` with these arguments."""
     parser = argparse.ArgumentParser(prog="python -m shards", description=__doc__, formatter_class=RAW)
     commands = parser.add_subparsers(dest="command", required=True)
     for name, (do, example) in COMMANDS.items():

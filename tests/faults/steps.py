@@ -204,7 +204,7 @@ def look(root: Path) -> None:
     """What receipts say is there is there, whole; the index may be an older one, and nothing else may be wrong."""
     if (root / "encoding.json").exists():
         load_receipts(open_store(root))
-        wrong = [line for line in verify_root(open_store(root)) if "write it anew with" not in line]
+        wrong = [line for line in verify_root(open_store(root)) if "rebuild it with" not in line]
         assert not wrong, wrong
 
 

@@ -73,7 +73,7 @@ def test_the_index_comes_back_byte_for_byte(root: Path, capsys: pytest.CaptureFi
     path = root / "64x64" / "index.json"
     before = path.read_bytes()
     path.unlink()
-    assert "write it anew with `python -m shards index" in next(verify_root(open_store(root)))
+    assert "rebuild it with `python -m shards index" in next(verify_root(open_store(root)))
     run(["index", str(root)])
     assert path.read_bytes() == before and "64x64: 30 samples" in capsys.readouterr().out
 
