@@ -123,7 +123,7 @@ def verify_tar(store: Store, receipts: TarReceipts) -> Iterator[str]:
         stored, refused = tables[bucket]
         refused_counts = {reason: count for reason, count in part.refused.items() if reason != OTHER_BUCKET}
         if refused_counts != Counter(refused["reason"]):
-            yield f"{store.where(part.name)} has different counts of refused samples than the tables of its {bucket} part"
+            yield f"{store.where(part.name)} has different counts of refused samples than its {bucket} part's table"
         if len(keys) == receipts.samples_in and not _matches_tables(part, keys, stored, refused):
             yield f"{store.where(part.name)} has different samples or caption counts than its part's tables"
 
