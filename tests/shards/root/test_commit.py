@@ -168,7 +168,7 @@ def test_another_tar_under_the_same_name_is_refused(models: Path, tmp_path: Path
     make_tar(tmp_path / "one", "00000", make_samples(0, 6, [(200, 150)]))
     make_tar(tmp_path / "two", "00000", make_samples(9, 6, [(200, 150)]))
     encode_all(precompute_config(models, tmp_path / "one", root, buckets=["64x64"]), models)
-    with pytest.raises(WorkError, match=r"is not the tar from which shard 00000 was encoded before"):
+    with pytest.raises(WorkError, match=r"is not the tar that shard 00000 was encoded from before"):
         encode_all(precompute_config(models, tmp_path / "two", root), models)
     assert [list(tar.parts) for tar in load_tars(open_store(root))] == [["64x64"]]
 
@@ -232,7 +232,7 @@ def test_a_store_that_ignores_the_condition_is_refused(latents: Path, monkeypatc
     store = RemoteStore("memory://ignorant/root")
     pipe = type(store.fs).pipe_file
     monkeypatch.setattr(type(store.fs), "pipe_file", lambda fs, path, data, mode="": pipe(fs, path, data))
-    with pytest.raises(RequestError, match="ignores the condition under which an object is created"):
+    with pytest.raises(RequestError, match="ignores conditional writes"):
         create_root(store, EncodingRecord.load(open_store(latents)))
     assert store.files() == []
 
@@ -263,7 +263,9 @@ def test_another_job_may_make_the_root_in_any_moment(
     if same:
         create_root(store, ours)
     else:
-        with pytest.raises(RequestError, match=r"written with another encoding: max_characters: 7 ≠ \d+ \(root ≠ this"):
+        with pytest.raises(
+            RequestError, match=r"written with a different encoding: max_characters: 7 ≠ \d+ \(root ≠ this"
+        ):
             create_root(store, ours)
     assert overtaken == [theirs] and EncodingRecord.load(other) == theirs
 
@@ -282,7 +284,7 @@ def test_of_jobs_with_different_encodings_at_once_one_kind_goes_on(latents: Path
                 create_root(root, asked)
                 return asked.id
             except RequestError as error:
-                assert "written with another encoding" in str(error)
+                assert "written with a different encoding" in str(error)
                 return ""
 
         with ThreadPoolExecutor(len(records)) as threads:

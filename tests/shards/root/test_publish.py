@@ -181,7 +181,8 @@ def test_another_versions_manifest_is_refused(tmp_path: Path) -> None:
     store = LocalStore(tmp_path)
     store.create("index/manifests/00000001.json", sealed_json({"version": 3, "number": 1}))
     with pytest.raises(
-        RequestError, match=r"has format version 3, and this version of latentmill reads only 2\. Use the one"
+        RequestError,
+        match=r"has format version 3, but this version of latentmill reads only version 2\. Use the version",
     ):
         current_ids(store)
 
@@ -195,7 +196,7 @@ def test_an_index_that_names_a_file_outside_its_folder_is_refused(tmp_path: Path
     (row,) = load_rows(store, manifest.buckets[BUCKET].id, index).to_pylist()
     row |= {"part": part, "files": [file | {"basename": basename} for file in row["files"]]}
     forged = save_segment(store, pa.Table.from_pylist([row], SCHEMA))
-    with pytest.raises(RequestError, match="names a file outside its folder"):
+    with pytest.raises(RequestError, match="names a file outside its bucket's folder"):
         load_rows(store, manifest.buckets[BUCKET].id, index.model_copy(update={"segments": (forged,)}))
 
 

@@ -159,8 +159,8 @@ def test_verify_names_all_that_is_wrong(tmp_path: Path) -> None:
         file.write(" ")
     lines = [line.replace(f"{tmp_path}/root/", "") for line in verify_root(store)]
     assert lines[0] == f"{first.folder}/refused.parquet is missing"
-    assert lines[1].startswith(f"{last.folder}/samples.parquet has 1 bytes; its receipt says ")
-    assert lines[2].startswith(f"{last.bucket}/index.json is not what the receipts give") and len(lines) == 3
+    assert lines[1].startswith(f"{last.folder}/samples.parquet has 1 bytes, but its receipt records ")
+    assert lines[2].startswith(f"{last.bucket}/index.json does not match the receipts") and len(lines) == 3
     # a root whose receipts cannot all be read has no index to compare with
     path = tmp_path / "root" / first.name
     path.write_bytes(path.read_bytes()[:-9])
@@ -171,7 +171,7 @@ def test_verify_names_all_that_is_wrong(tmp_path: Path) -> None:
 def test_nothing_committed_is_said(tmp_path: Path) -> None:
     encoding_record(4, 4).save(LocalStore(tmp_path))
     for command in ("stats", "card"):
-        with pytest.raises(RequestError, match="holds no committed shard yet"):
+        with pytest.raises(RequestError, match="has no committed shards yet"):
             run([command, str(tmp_path)])
 
 
