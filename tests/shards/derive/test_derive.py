@@ -168,9 +168,9 @@ def test_a_damaged_part_gets_no_new_receipt(latents: Path, tmp_path: Path) -> No
     [
         (
             ("--towers", "texts.nobody"),
-            "The root has no texts.nobody. It has texts.clip, texts.t5",
+            "The root has no tower texts.nobody. Its towers are texts.clip, texts.t5",
         ),
-        (("--towers", "features.dino"), "keeps no text tower"),
+        (("--towers", "features.dino"), "names no text tower"),
         (("--text.storage", "float7"), "--text.storage float7: Input should be 'float16' or 'float8'"),
         (("--buckets", "64x64", "32x32"), "has no samples in 32x32; its buckets are 64x64"),
     ],

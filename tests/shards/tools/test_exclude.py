@@ -142,7 +142,7 @@ def test_a_run_under_way_keeps_its_samples_and_the_next_one_leaves_them_out(tmp_
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--keys"], "Nothing to exclude was given"),
+        (["--keys"], "No values to exclude were given"),
         (["--hashes", "abc"], "'abc' is not a SHA-256 (64 hex digits)"),
         (["--urls", "--file", "nowhere.txt"], "--file nowhere.txt cannot be read"),
     ],
