@@ -10,7 +10,7 @@ from shards.base.durable import canonical_json, parse_sealed_json, sealed_json
 from shards.base.errors import DamagedInput
 from shards.base.scratch import attempt_folder
 from shards.base.store import Store
-from shards.root.commit import content_hash, place, record_files
+from shards.root.commit import content_hash, record_files, store_part
 
 Receipt = dict[str, Any]
 """What the part's maker says of it, `part`: its folder, `files`: name → SHA-256, and `seconds` that making it took."""
@@ -54,7 +54,7 @@ def _put(store: Store, folder: str, name: str, make: Callable[[Path], Receipt]) 
         about = make(part) | {"seconds": round(time.monotonic() - started, 3)}
         files = record_files(part, {})
         place_name = f"{folder}/{name}.{content_hash(files)}"
-        place(store, part, place_name, files)
+        store_part(store, part, place_name, files)
         return {**about, "part": place_name, "files": {file: record.sha256 for file, record in files.items()}}
 
 

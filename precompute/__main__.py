@@ -28,8 +28,8 @@ from shards.format.encoding import FILE_NAME, EncodingRecord
 from shards.open import open_store
 from shards.root.index import write_streaming
 from shards.root.manifest import newest_manifest
-from shards.root.publish import Publishing
-from shards.root.shared import agree_on_rules, check_root, check_rules, create_root
+from shards.root.publish import PeriodicPublisher
+from shards.root.shared import check_root, check_rules, create_root, record_rules
 
 
 def run(arguments: list[str]) -> None:
@@ -48,10 +48,10 @@ def run(arguments: list[str]) -> None:
 
     if how is None:
         create_root(store, encoding)
-        agree_on_rules(store, config.to_fill.rules)
+        record_rules(store, config.to_fill.rules)
     else:
         encoding = how.target
-    with Publishing(store, config.index.every) as publishing:
+    with PeriodicPublisher(store, config.index.every) as publishing:
         try:
             recipe = make_recipe(config, encoding, how)
             ledger = run_job(waiting, recipe, config.output, config.workers) if waiting else Ledger(0)

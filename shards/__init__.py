@@ -1,6 +1,5 @@
-"""The contract between the stages: a latents root.
+"""The latents root: its formats, the code that writes, commits and reads it, and its maintenance commands.
 
-Inside: its formats, the code that writes, reads and commits, the tools that look after it.
-In: encoded samples.
-Out: a root that both stages trust by its receipts.
+Stage 1 (`precompute`) writes roots, stage 2 (`train`) reads them, and neither imports the other. A receipt per tar and
+bucket is the only record of what a root contains.
 """

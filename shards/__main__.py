@@ -1,4 +1,4 @@
-"""Look after a latents root, on a disk or at an address such as s3://bucket/latents.
+"""Inspect and maintain a latents root: a local folder, or a URL such as s3://bucket/latents.
 
 examples:
   python -m shards verify runs/data/latents
@@ -26,7 +26,7 @@ from shards.root.publish import Publisher
 from shards.tools.card import dataset_card
 from shards.tools.clean import clean, parse_age
 from shards.tools.exclude import add_and_match, describe_matches
-from shards.tools.recall import Suspicion, nodes, nodes_table, suspects
+from shards.tools.recall import RecallFilter, node_totals, nodes_table, recall_candidates
 from shards.tools.stats import plot_stats, root_stats, stats_table
 from shards.tools.verify import verify_root
 from shards.tools.where import describe_sample, find_sample
@@ -35,15 +35,16 @@ RAW = argparse.RawDescriptionHelpFormatter
 
 
 def run(arguments: list[str]) -> None:
+    """Run `python -m shards` with these arguments."""
     parser = argparse.ArgumentParser(prog="python -m shards", description=__doc__, formatter_class=RAW)
     commands = parser.add_subparsers(dest="command", required=True)
     for name, (do, example) in COMMANDS.items():
         epilog = f"example: python -m shards {name} runs/data/latents{example}"
         command = commands.add_parser(name, help=do.__doc__, description=do.__doc__, epilog=epilog, formatter_class=RAW)
-        command.add_argument("root", help="folder, or address such as s3://bucket/latents")
+        command.add_argument("root", help="local folder, or URL such as s3://bucket/latents")
         add_options(name, command)
     options = parser.parse_args(arguments)
-    options.root = open_store(options.root)  # not by argparse, which would keep the reason to itself
+    options.root = open_store(options.root)  # not as an argparse type: argparse would hide the reason for a failure
     try:
         COMMANDS[options.command][0](options)
     except DamagedFile as error:
@@ -51,12 +52,12 @@ def run(arguments: list[str]) -> None:
 
 
 def add_options(name: str, command: argparse.ArgumentParser) -> None:
-    """A command's own, besides the root."""
+    """Add the options that are specific to the command `name`."""
     if name == "exclude":
         kinds = command.add_mutually_exclusive_group(required=True)
         for kind, about in KINDS.items():
             kinds.add_argument(f"--{about.split()[0]}", nargs="*", dest=kind, metavar="VALUE", help=about)
-        command.add_argument("--file", type=Path, help="more of them, one on each line")
+        command.add_argument("--file", type=Path, help="file with more values, one per line")
     if name == "derive":
         add_changes(command)
     if name == "where":
@@ -65,47 +66,47 @@ def add_options(name: str, command: argparse.ArgumentParser) -> None:
         command.add_argument("--json", action="store_true", help="print JSON")
     match name:
         case "stats":
-            command.add_argument("--plot", type=Path, help="write a PNG here")
-            command.add_argument("--max-samples", type=int, default=10_000, help="read this many of each bucket")
+            command.add_argument("--plot", type=Path, help="path of a PNG to write")
+            command.add_argument("--max-samples", type=int, default=10_000, help="samples to read per bucket")
         case "card":
-            command.add_argument("--output", type=Path, help="write here, say ROOT/README.md; default: print")
+            command.add_argument("--output", type=Path, help="file to write, such as ROOT/README.md; default: stdout")
         case "clean":
-            command.add_argument("--older-than", default="7d", help="7d, 36h, 90m; default: 7d")
+            command.add_argument("--older-than", default="7d", help="minimum age, such as 7d, 36h or 90m; default: 7d")
         case "recall":
-            command.add_argument("--node", help="a host's name")
-            command.add_argument("--gpu", help="a GPU's UUID, or name")
-            command.add_argument("--since", help="what was begun then or later, in UTC: 2026-11-22T10:00")
-            command.add_argument("--dry-run", action="store_true", help="only say what would be recalled")
+            command.add_argument("--node", help="host name")
+            command.add_argument("--gpu", help="GPU UUID or GPU name")
+            command.add_argument("--since", help="only parts started at or after this UTC time: 2026-11-22T10:00")
+            command.add_argument("--dry-run", action="store_true", help="list the parts without recalling them")
 
 
 def add_changes(command: argparse.ArgumentParser) -> None:
-    """What a derived root has otherwise."""
-    command.add_argument("out", help="the new root: folder or address")
-    storage = "float16, float8; of one tower: t5=float8"
+    """Add the options of `derive`: the target root and what changes in it."""
+    command.add_argument("out", help="the new root: local folder or URL")
+    storage = "float16 or float8 for all towers, or for one tower: t5=float8"
+    trim = "true for all towers, or for one tower: t5=true"
     command.add_argument("--text.storage", dest="text_storage", nargs="*", default=[], metavar="VALUE", help=storage)
-    command.add_argument(
-        "--text.trim", dest="text_trim", nargs="*", default=[], metavar="VALUE", help="true; of one tower: t5=true"
-    )
+    command.add_argument("--text.trim", dest="text_trim", nargs="*", default=[], metavar="VALUE", help=trim)
     command.add_argument("--image.storage", dest="image_storage", choices=("float16", "int8"))
     command.add_argument("--image.posterior", dest="image_posterior", choices=("mean",), help="drop the log-variances")
-    command.add_argument("--towers", nargs="*", metavar="KIND.NAME", help="those to keep; default: all")
-    command.add_argument("--buckets", nargs="+", help="those to derive; default: all")
-    command.add_argument("--processes", type=int, default=available_cores(), help="default: one per available core")
+    command.add_argument("--towers", nargs="*", metavar="KIND.NAME", help="towers to keep; default: all")
+    command.add_argument("--buckets", nargs="+", help="buckets to derive; default: all")
+    processes = "worker processes; default: one per available core"
+    command.add_argument("--processes", type=int, default=available_cores(), help=processes)
 
 
 def verify(options: argparse.Namespace) -> None:
-    """Check every byte, shape and count; exit code 1 if anything is wrong."""
-    wrong = 0
+    """Check every byte, shape and count; exit with code 1 if anything is wrong."""
+    num_problems = 0
     for line in verify_root(options.root):
-        wrong += 1
+        num_problems += 1
         print(line)
-    if wrong:
-        raise WorkError(f"{wrong} things are wrong with {options.root.where()}; each is named above.")
-    print(f"{options.root.where()} is sound: every file, sample and count is as its receipt says.")
+    if num_problems:
+        raise WorkError(f"{options.root.where()} has {num_problems} problems, listed above.")
+    print(f"{options.root.where()} is intact: every file, sample and count matches its receipt.")
 
 
 def stats(options: argparse.Namespace) -> None:
-    """Counts, bytes, rejects and latent statistics."""
+    """Show sample counts, bytes, rejects and latent statistics."""
     found = root_stats(options.root, options.max_samples)
     print(json.dumps(found, indent=2) if options.json else stats_table(found))
     if options.plot:
@@ -113,14 +114,14 @@ def stats(options: argparse.Namespace) -> None:
 
 
 def index(options: argparse.Namespace) -> None:
-    """Write every bucket's index.json anew from the receipts."""
+    """Rebuild every bucket's index.json from the receipts."""
     EncodingRecord.load(options.root)
     for bucket, samples in write_indexes(options.root).items():
         print(f"{bucket}: {samples} samples")
 
 
 def card(options: argparse.Namespace) -> None:
-    """A dataset card: what it is, what made it, how to read it."""
+    """Write a dataset card: contents, provenance and how to read the samples."""
     text = dataset_card(options.root)
     if options.output:
         options.output.write_text(text)
@@ -129,43 +130,43 @@ def card(options: argparse.Namespace) -> None:
 
 
 def where(options: argparse.Namespace) -> None:
-    """Of one sample: its tar, part, weights and settings, or why it was rejected."""
+    """Look up one sample: its tar, part, weights and settings, or why it was rejected."""
     found = find_sample(options.root, options.key)
     print(json.dumps(found, indent=2, allow_nan=False) if options.json else "\n\n".join(map(describe_sample, found)))
 
 
 def by_node(options: argparse.Namespace) -> None:
-    """Of each machine and GPU: parts, samples, rates and rejects."""
-    found = nodes(options.root)
+    """Show parts, samples, throughput and rejects per host and GPU."""
+    found = node_totals(options.root)
     print(json.dumps(found, indent=2) if options.json else nodes_table(found))
 
 
 def recall_parts(options: argparse.Namespace) -> None:
-    """Take back what a machine made; the next job makes it anew."""
-    suspicion = Suspicion(options.node, options.gpu, options.since)
-    found = suspects(options.root, suspicion)
+    """Recall the parts that a host or GPU encoded; the next job re-encodes them."""
+    recall_filter = RecallFilter(options.node, options.gpu, options.since)
+    found = recall_candidates(options.root, recall_filter)
     for receipt in found:
         print(receipt.folder)
     if not options.dry_run:
-        recall(options.root, found, f"by the command: {suspicion}")
-        Publisher(options.root).publish()  # so that no run begins with them, and those that have say so
+        recall(options.root, found, f"by the command: {recall_filter}")
+        Publisher(options.root).publish()  # new runs leave these parts out; running ones warn about them
     samples = sum(receipt.samples for receipt in found)
     print(
-        f"{len(found)} parts of {samples:,} samples {'would be' if options.dry_run else 'were'} recalled. The job that "
-        f"made them makes them anew."
+        f"{len(found)} parts with {samples:,} samples {'would be' if options.dry_run else 'were'} recalled. Run their "
+        f"job again to re-encode them."
     )
 
 
 def clean_up(options: argparse.Namespace) -> None:
-    """Remove parts that were never committed, when no job is at work."""
+    """Delete orphaned files: uncommitted parts and unfinished uploads. Needs a root that no job is writing to."""
     gone = clean(options.root, parse_age(options.older_than))
     for folder in gone:
         print(folder)
-    print(f"{len(gone)} that no receipt names, and older than {options.older_than}, were removed.")
+    print(f"Removed {len(gone)} orphaned folders, files and uploads that were older than {options.older_than}.")
 
 
 def derive_root(options: argparse.Namespace) -> None:
-    """Make a new root of it: other storage, fewer towers; no picture is decoded."""
+    """Derive a new root with different storage or fewer towers, without decoding any picture."""
     try:
         changes = Changes.model_validate(
             {
@@ -181,20 +182,20 @@ def derive_root(options: argparse.Namespace) -> None:
         option = str(wrong["loc"][0]).replace("_", ".")
         raise RequestError(f"--{option} {wrong['input']}: {wrong['msg']}.") from None
     if options.processes < 1:
-        raise RequestError(f"--processes {options.processes}: one at least does the work.")
+        raise RequestError(f"--processes {options.processes}: at least one worker process is needed.")
     target = open_store(options.out)
     manifest = derive(options.root, target, changes, options.buckets, options.processes)
-    held = ", ".join(f"{size.samples} samples in {bucket}" for bucket, size in manifest.buckets.items())
-    print(f"{target.where()} holds {held or 'nothing'}.")
+    contents = ", ".join(f"{size.samples} samples in {bucket}" for bucket, size in manifest.buckets.items())
+    print(f"{target.where()} contains {contents or 'no samples'}.")
 
 
 def by_tower(values: list[str]) -> dict[str, str]:
-    """`float8`, of all towers, and `t5=float8`, of one → tower → value."""
+    """Parse option values: `float8` becomes {"*": "float8"} (all towers), `t5=float8` becomes {"t5": "float8"}."""
     return {name or "*": value for name, _, value in (text.rpartition("=") for text in values)}
 
 
 def exclude(options: argparse.Namespace) -> None:
-    """Add a list of samples on which no later run trains."""
+    """Exclude samples from all later training runs, by key, URL or picture SHA-256."""
     try:
         lines = options.file.read_text().splitlines() if options.file else []
     except OSError as error:
@@ -216,7 +217,7 @@ COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], None], str]] = {
     "clean": (clean_up, " --older-than 7d"),
     "derive": (derive_root, " runs/data/small --image.storage int8 --text.storage float8 --text.trim true"),
 }
-"""Word → what it does, which is also its help, and an example's words behind the root."""
+"""Command name → (function, example). The docstring is the help text; the example lists the arguments after ROOT."""
 
 main = console(run)
 

@@ -1,4 +1,4 @@
-"""A bucket of a latents root for anyone's training loop: a StreamingDataset whose samples are decoded."""
+"""A StreamingDataset with decoded samples, for training loops other than latentmill's own."""
 
 from pathlib import Path
 from typing import Any
@@ -16,14 +16,16 @@ from shards.root.reading import captions, decoded, image_latents
 
 
 class LatentDataset(StreamingDataset):
-    """Samples as a model takes them, float32, in place of columns as they are stored:
+    """One bucket of a latents root, decoded to float32 model inputs.
+
+    A sample is a dict with these entries:
 
     key                 str
     captions            list of str
-    image_latents       (C, h, w), normalised: (latents - shift) × scale; drawn from the posterior afresh each time,
-                        where moments are stored
-    text.NAME           (captions, tokens, width), padding included, zeros where it was trimmed
-    text_mask.NAME      (captions, tokens) bool, True where a model may look
+    image_latents       (C, h, w), normalised: (latents - shift) × scale. If the root stores moments, every access
+                        draws a new sample from the posterior
+    text.NAME           (captions, tokens, width), with padding; zeros where the root stores trimmed states
+    text_mask.NAME      (captions, tokens) bool, True for tokens that the model may attend to
     pooled.NAME         (captions, pooled)
     features.NAME       (tokens, width)
     size, scores        as stored
@@ -32,13 +34,14 @@ class LatentDataset(StreamingDataset):
     def __init__(self, root: Path | str, bucket: str, posterior_mean: bool = False, **options: Any):
         """
         Args:
-            root: a latents root, a folder or an address; streaming copies the latter to `local`, which is then given.
+            root: a latents root, as a local folder or a URL. For a URL also pass `local`, the folder that streaming
+                downloads to.
             bucket: WIDTHxHEIGHT in pixels.
-            posterior_mean: the posterior's mean in place of a draw from it.
-            options: of StreamingDataset, such as batch_size and shuffle.
+            posterior_mean: return the posterior's mean instead of a sample from it.
+            options: options of StreamingDataset, such as batch_size and shuffle.
 
         Raises:
-            RequestError: it is not a latents root.
+            RequestError: `root` is not a latents root.
         """
         self.encoding = EncodingRecord.load(open_store(root))
         self.posterior_mean = posterior_mean
@@ -48,11 +51,12 @@ class LatentDataset(StreamingDataset):
             super().__init__(local=str(Path(root) / bucket), **options)
 
     def __getitem__(self, at: Any) -> Any:
-        """One sample; of a slice or a list, a list of them."""
+        """Return one sample, or a list of samples if `at` is a slice or a list."""
         stored = super().__getitem__(at)
         return self.decode(stored) if isinstance(stored, dict) else stored
 
     def decode(self, columns: dict[str, Any]) -> dict[str, Any]:
+        """Convert one sample's stored columns to the entries listed in the class docstring."""
         sample = {name: columns[name] for name in ("key", "size", "scores")}
         sample |= {"captions": captions(columns, self.encoding), "image_latents": self._latents(columns)}
         rows = unpack(columns)

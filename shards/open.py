@@ -1,4 +1,4 @@
-"""Where a command opens the latents root that it was told of. Everything below takes the open `Store`."""
+"""Turn the path or URL of a latents root into a `Store`, which the rest of the package works on."""
 
 from pathlib import Path
 
@@ -7,17 +7,17 @@ from shards.base.store import LocalStore, Store, parse_place
 
 
 def open_store(place: Path | str) -> Store:
-    """The store at a path or an address such as s3://bucket/latents. Nothing is read or made yet.
+    """Open the store at a local path or a URL such as s3://bucket/latents, without reading or creating anything.
 
     Raises:
-        RequestError: no such kind of address, or the package that opens it is not installed.
+        RequestError: the URL scheme is not supported, or the package that supports it is not installed.
     """
     parsed = parse_place(place)
     if isinstance(parsed, Path):
         return LocalStore(parsed)
-    from shards.base.remote import RemoteStore  # fsspec and its file systems, where they are needed
+    from shards.base.remote import RemoteStore  # imported late: local roots need neither fsspec nor its file systems
 
     try:
         return RemoteStore(parsed)
     except (ImportError, ValueError) as error:
-        raise RequestError(f"The address {parsed} cannot be opened: {error}.") from error
+        raise RequestError(f"The URL {parsed} cannot be opened: {error}.") from error

@@ -25,7 +25,7 @@ from precompute.pixels.decode import decode as decode_picture
 from shards.base.durable import locked
 from shards.open import open_store
 from shards.root.index import write_indexes
-from shards.root.shared import agree_on_rules, create_root
+from shards.root.shared import create_root, record_rules
 from tests.tiny import make_models, make_samples, make_tar
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -197,7 +197,7 @@ def encode_all(config: PrecomputeConfig, models: Path, attempt: int = 1, decode:
     store = open_store(config.output)
     encoding = describe_encoding(config)
     create_root(store, encoding)
-    agree_on_rules(store, config.to_fill.rules)
+    record_rules(store, config.to_fill.rules)
     recipe = replace(make_recipe(config, encoding), decode=decode)
     towers = make_towers(config)
     for tar in list_tars(config.input):

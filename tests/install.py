@@ -83,7 +83,7 @@ def use(place: Path, world: Path) -> str:
     workers = ["--workers.num_gpus", "0", "--workers.num_cpus", "1", "--workers.decode_threads", "2"]
     paths = ["--input", str(world / "tars"), "--output", "latents", "--buckets", '["64x64"]', "--precision", "float32"]
     command("latentmill-precompute", "--config", "configs/precompute.yaml", *paths, *models, *workers)
-    assert "is sound" in command("latentmill-shards", "verify", "latents")
+    assert "is intact" in command("latentmill-shards", "verify", "latents")
     sizes = [
         "--max_steps",
         "2",

@@ -7,7 +7,7 @@ from streaming import StreamingDataset
 
 from shards.base.store import LocalStore
 from shards.format.tables import TOO_SMALL, Columns, read_tables
-from shards.root.committed import TarBooks, load_books
+from shards.root.committed import TarReceipts, load_tars
 
 
 def precompute_arguments(models: Path, tars: Path, root: Path, *more: str) -> list[str]:
@@ -38,11 +38,11 @@ def tree(root: Path) -> dict[str, bytes]:
 
 def part_of(root: Path, bucket: str, tar: str) -> Path:
     """The folder of a tar's part, as its receipt names it."""
-    return root / books_of(root, tar).parts[bucket].folder
+    return root / receipts_of_tar(root, tar).parts[bucket].folder
 
 
-def books_of(root: Path, tar: str) -> TarBooks:
-    return next(books for books in load_books(LocalStore(root)) if books.tar == tar)
+def receipts_of_tar(root: Path, tar: str) -> TarReceipts:
+    return next(books for books in load_tars(LocalStore(root)) if books.tar == tar)
 
 
 def list_rejects(tables: Mapping[str, tuple[Columns, Columns]]) -> list[tuple[str, str, str, str, str]]:
@@ -66,7 +66,7 @@ def list_rejects(tables: Mapping[str, tuple[Columns, Columns]]) -> list[tuple[st
 
 def rejects(root: Path, tar: str) -> list[dict[str, str]]:
     """key, url, bucket (empty: in none), reason and detail of what a tar lost, by the tables of its parts."""
-    parts = books_of(root, tar).parts.items()
+    parts = receipts_of_tar(root, tar).parts.items()
     listed = list_rejects({name: read_tables(LocalStore(root), part.folder, part.files) for name, part in parts})
     return [dict(zip(("key", "url", "bucket", "reason", "detail"), row, strict=True)) for row in listed]
 

@@ -16,8 +16,8 @@ from precompute.input.tars import list_tars
 from shards.format.buckets import Bucket
 from shards.format.text import TextLatents
 from shards.open import open_store
-from shards.root.committed import TarBooks
-from shards.root.shared import agree_on_rules, create_root
+from shards.root.committed import TarReceipts
+from shards.root.shared import create_root, record_rules
 from tests.conftest import make_towers
 
 
@@ -80,12 +80,12 @@ class SleepingTowers(Towers):
         return waited
 
 
-def encode_asleep(config: PrecomputeConfig, device: Device, at_once: int) -> Sequence[TarBooks]:
+def encode_asleep(config: PrecomputeConfig, device: Device, at_once: int) -> Sequence[TarReceipts]:
     """All tars of a config, `at_once` in hand as a worker has them."""
     store = open_store(config.output)
     encoding = describe_encoding(config)
     create_root(store, encoding)
-    agree_on_rules(store, config.to_fill.rules)
+    record_rules(store, config.to_fill.rules)
     recipe, towers, turns = make_recipe(config, encoding), SleepingTowers(make_towers(config), device), Turns()
     with ThreadPoolExecutor(at_once) as hands:
         calls = [hands.submit(encode_tar, tar, recipe, store, towers, turns=turns) for tar in list_tars(config.input)]

@@ -11,7 +11,7 @@ import torch
 from diffusers import DiffusionPipeline, StableDiffusionPipeline, UNet2DConditionModel
 
 from shards.open import open_store
-from shards.root.committed import load_books
+from shards.root.committed import load_tars
 from tests.evaluate.sets import draw_here, pictures, sampling
 from tests.roots import precompute_arguments
 from tests.runs import PYTHON, environment, run_module, train_fields, write_config
@@ -27,7 +27,7 @@ def test_end_to_end(models: Path, tars: Path, tmp_path: Path) -> None:
     assert result.returncode == 0, result.stderr
     assert "2 tars encoded (46 samples in, 30 accepted, 16 rejected)" in result.stdout
     assert "20 samples in 128x128, 30 samples in 64x64" in result.stdout
-    assert len(load_books(open_store(root))) == 2
+    assert len(load_tars(open_store(root))) == 2
 
     # the trainer needs none of these, and proves it
     shutil.move(tmp_path / "models", tmp_path / "hidden")

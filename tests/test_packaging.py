@@ -45,7 +45,7 @@ def test_init_writes_configs_that_are_found_from_there(
 def test_init_overwrites_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "configs").mkdir()
     assert exit_code_of(lambda: init.run(["init", str(tmp_path)])) == 2
-    assert f"{tmp_path}/configs is there already, and is left as it is" in capsys.readouterr().err.replace("\n", " ")
+    assert f"{tmp_path}/configs already exists and was not changed" in capsys.readouterr().err.replace("\n", " ")
     assert files_below(tmp_path / "configs") == {}
     (tmp_path / "file").write_text("")
     assert exit_code_of(lambda: init.run(["init", str(tmp_path / "file")])) == 2

@@ -25,7 +25,7 @@ from shards.format.receipts import active_receipts
 from shards.root.committed import list_commits
 from shards.root.index import write_streaming
 from shards.root.manifest import newest_manifest
-from shards.root.publish import Publisher, Publishing
+from shards.root.publish import PeriodicPublisher, Publisher
 
 BUCKETS = ("256x256", "512x512")
 FILES_OF_PARTS = {"256x256": [1060] * 2, "512x512": [190] * 11}
@@ -99,7 +99,7 @@ def run_phase(phase: str, root: Path) -> None:
             write_streaming(store, manifest)
         case "killed":
             signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))  # as a job leaves: by its own exit
-            with Publishing(store, every=0.01):
+            with PeriodicPublisher(store, every=0.01):
                 print("publishing", flush=True)
                 time.sleep(3600)
         case _:

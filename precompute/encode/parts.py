@@ -39,7 +39,7 @@ class Parts:
         """Record that `bucket` does not get a sound picture: it is too small, or its ratio is another bucket's."""
         about, table = sample.about, self.nearest_only.get(bucket)
         if table and not sample.picture.corners.keys().isdisjoint(table.buckets):
-            self.writers[bucket].pass_over()
+            self.writers[bucket].skip()
         else:
             self._refuse(bucket, about.key, about.url, Reject(TOO_SMALL, f"{about.width}x{about.height}"))
 

@@ -20,8 +20,8 @@ from precompute.input.tars import InputTar, Tar, TarRecord, counted_samples, loc
 from shards.base.scratch import attempt_folder
 from shards.base.store import Store
 from shards.format.buckets import Bucket
-from shards.root.commit import Attempt, commit, current
-from shards.root.committed import TarBooks
+from shards.root.commit import Attempt, commit, current_generation
+from shards.root.committed import TarReceipts
 from shards.root.provenance import Stopwatch, made_by, versions
 from shards.root.shared import has_uncond, write_uncond
 
@@ -36,7 +36,7 @@ def encode_tar(
     attempt: int = 1,
     report: Callable[[int], None] = lambda samples_in: None,
     turns: Turns | None = None,
-) -> TarBooks:
+) -> TarReceipts:
     """Encode one tar into every bucket of `recipe` that it has no receipt for yet, and commit it.
 
     `report` hears after each batch how many samples have been taken in. From attempt `workers.isolate_from` on,
@@ -51,11 +51,11 @@ def encode_tar(
         Stuck: a picture was decoded in a thread and did not end. The process should.
     """
     started, stopwatch, turns = datetime.now(UTC), Stopwatch(), turns or Turns()
-    earlier = {str(bucket): current(store, str(bucket), tar.name)[1] for bucket in recipe.buckets.all}
+    earlier = {str(bucket): current_generation(store, str(bucket), tar.name)[1] for bucket in recipe.buckets.all}
     committed = {bucket: receipt for bucket, receipt in earlier.items() if receipt}
     fresh = [bucket for bucket in recipe.buckets.all if str(bucket) not in committed]
     if not fresh:
-        return TarBooks(tar.name, committed)
+        return TarReceipts(tar.name, committed)
     with turns.empty_caption:
         if not has_uncond(store):
             write_uncond(store, towers.empty_caption())
@@ -93,7 +93,7 @@ def encode_tar(
             seconds={**stopwatch.seconds, "worker": turns.lap()},
             clock=stopwatch.began,
         )
-        return TarBooks(tar.name, committed | commit(store, made))
+        return TarReceipts(tar.name, committed | commit(store, made))
 
 
 def fill(

@@ -33,7 +33,7 @@ from shards.format.encoding import EncodingRecord
 from shards.format.models import recorded_folder
 from shards.format.towers import TextTower, Weights
 from shards.open import open_store
-from shards.root.committed import TarBooks
+from shards.root.committed import TarReceipts
 from shards.root.provenance import Stopwatch, made_by
 from shards.root.shared import has_uncond, load_uncond, write_uncond
 
@@ -50,7 +50,7 @@ def encode_on_worker(
     device: str,
     num_cpus: float,
     source: str,
-) -> TarBooks:
+) -> TarReceipts:
     """One attempt at one tar, or at its parts in another root, into the root at `output`; `report` hears how many
     samples were taken in.
 
@@ -173,7 +173,7 @@ def with_fresh_towers(recipe: Recipe, store: Store, device: str) -> Derivation:
     assert recipe.source is not None
     how, worker = recipe.source.conversion, recipe.worker
     on = torch.device(device)
-    texts = _kept_texts(recipe.encoding.sealed(), how.fresh, device, worker.compiles(on), worker.one_by_one)
+    texts = _kept_texts(recipe.encoding.sealed(), how.reencoded, device, worker.compiles(on), worker.one_by_one)
     towers = TextTowers(texts, worker.batch_size, recipe.batch_sizes)
     towers.one_by_one = worker.one_by_one
     if worker.compiles(on):

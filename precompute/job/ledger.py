@@ -8,7 +8,7 @@ from precompute.cluster.fleet import Done, Failed, News, UnderWay
 from precompute.job.metrics import Metrics
 from precompute.job.rate import Rate, eta
 from shards.base.progress import Progress
-from shards.root.committed import TarBooks
+from shards.root.committed import TarReceipts
 
 
 class Ledger:
@@ -45,7 +45,7 @@ class Ledger:
         """Tars that were neither done nor given up, where the job was told to leave."""
         return self.total - self.done - len(self.failed)
 
-    def record(self, event: Done[TarBooks] | Failed | News | UnderWay) -> None:
+    def record(self, event: Done[TarReceipts] | Failed | News | UnderWay) -> None:
         """Enter what the fleet says."""
         match event:
             case Done(result=books, node=node):

@@ -6,7 +6,7 @@ docs/reference/metrics.md says what each means, and deploy/prometheus/alerts.yml
 from ray.util.metrics import Counter, Gauge
 
 from precompute.cluster.fleet import Failed, UnderWay
-from shards.root.committed import TarBooks
+from shards.root.committed import TarReceipts
 
 UNKNOWN = "unknown"
 """Node of an attempt that was lost before it said where it is."""
@@ -28,7 +28,7 @@ class Metrics:
         self.rate = Gauge("latentmill_images_per_second", "Samples taken in, over the last 100 s")
         self.eta = Gauge("latentmill_eta_seconds", "Until the job ends, at that rate; -1 where there is none")
 
-    def tar_done(self, books: TarBooks, node: str | None) -> None:
+    def tar_done(self, books: TarReceipts, node: str | None) -> None:
         """Count what a tar's receipts account for."""
         where = {"node": node or UNKNOWN}
         _add(self.images_in, books.samples_in, where)

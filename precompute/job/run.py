@@ -16,7 +16,7 @@ from shards.base.store import Store
 from shards.format.receipts import receipt_name
 from shards.format.tables import read_tables
 from shards.open import open_store
-from shards.root.committed import TarBooks, committed_parts
+from shards.root.committed import TarReceipts, committed_parts
 from shards.root.manifest import Manifest
 from shards.root.provenance import source_sha256
 
@@ -52,12 +52,12 @@ def run_job(tars: Sequence[Named], recipe: Recipe, output: Path | str, workers: 
     return ledger
 
 
-def lacks_captions(books: TarBooks) -> bool:
+def lacks_captions(books: TarReceipts) -> bool:
     """Whether every sample of a tar was rejected for want of a caption."""
     return books.samples_in > 0 and books.rejected.get("no_caption", 0) == books.samples_in
 
 
-def explain_lack(store: Store, books: TarBooks, fields: Sequence[str]) -> str:
+def explain_lack(store: Store, books: TarReceipts, fields: Sequence[str]) -> str:
     """A warning about such a tar, with what its first sample has instead."""
     part = books.parts[min(books.parts)]
     _, refused = read_tables(store, part.folder, part.files)

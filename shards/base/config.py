@@ -175,7 +175,7 @@ def _parse_overrides(
         # the default usage lists every field, which would push the description off the screen
         source.root_parser.usage = f"python -m {prog} [--FIELD VALUE …]"
         source.root_parser.description = inspect.cleandoc(about) if about else source.root_parser.description
-        return _lay(model, source(args=overrides)(), entries)
+        return _merge(model, source(args=overrides)(), entries)
     except SettingsError as error:
         known = _field_paths(model)
         hints = [f"--{name}{_nearest(name, known)}" for name, _ in _options(overrides) if name not in known]

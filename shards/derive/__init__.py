@@ -1,6 +1,4 @@
-"""A root made from a root: other storage, fewer towers, or further text towers. No picture is decoded again.
+"""Derive one latents root from another: change storage, drop text towers, or add text towers.
 
-Inside: what one encoding can become of another, one tar's parts, all of them.
-In: a committed root, and the encoding that the new one is to have.
-Out: a root as stage 1 would have made it.
+The pictures are not decoded again. The result is the root that stage 1 would have written from the same tars.
 """

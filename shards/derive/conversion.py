@@ -1,4 +1,4 @@
-"""What can be made of a root's stored numbers: only what claims no more of them than they hold."""
+"""Decide which encodings a root's stored values can be converted to, and list the reasons if they cannot."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,123 +11,132 @@ from shards.base.errors import RequestError
 from shards.format.encoding import EncodingRecord
 from shards.format.towers import CAUSAL, ImageStorage, TextStorage, TextTower
 
-CHOSEN = {
+CHANGEABLE = {
     "image": {"storage", "posterior", "scale", "shift", "weights.name"},
     "texts": {"storage", "trim", "states", "pooled", "weights.name", "tokenizer.name"},
     "features": {"storage", "weights.name"},
 }
-"""Fields of a tower in which the encodings may differ; in those that say how much is stored, one way alone."""
+"""Fields of a tower that may differ between source and target. Fields that determine how much information is stored can
+only be changed to store less."""
 
 
 @dataclass(frozen=True)
 class Conversion:
+    """A conversion between two encodings that `plan_conversion` found to be possible."""
+
     source: EncodingRecord
     target: EncodingRecord
-    fresh: frozenset[str]
-    """Text towers of the target that encode the stored captions; all others' numbers are the source's."""
+    reencoded: frozenset[str]
+    """Text towers of the target that encode the stored captions again; all other towers use the source's values."""
 
 
-def conversion(source: EncodingRecord, target: EncodingRecord, may_encode: bool = False) -> Conversion:
-    """How the source's numbers become the target's.
+def plan_conversion(source: EncodingRecord, target: EncodingRecord, may_encode: bool = False) -> Conversion:
+    """Plan the conversion from one encoding to another.
 
     Args:
-        may_encode: a text tower of which the source has not what the target wants encodes the captions.
+        may_encode: encode the stored captions again with each text tower whose latents cannot be converted.
 
     Raises:
-        RequestError: all that the source cannot give, and why.
+        RequestError: the conversion is impossible; the message lists every reason.
     """
-    wrong = [
-        f"{field}: {here!r} there, {wanted!r} here"
+    problems = [
+        f"{field}: {stored!r} in the source, {wanted!r} requested"
         for field in ("captions", "max_characters", "compute_dtype")
-        if (here := getattr(source, field)) != (wanted := getattr(target, field))
+        if (stored := getattr(source, field)) != (wanted := getattr(target, field))
     ]
-    wrong += image_problems(source, target)
-    of_texts = {name: text_problems(name, source.texts.get(name), tower) for name, tower in target.texts.items()}
-    fresh = frozenset(name for name, problems in of_texts.items() if problems and may_encode)
-    wrong += [problem for name in sorted(of_texts.keys() - fresh) for problem in of_texts[name]]
-    wrong += feature_problems(source, target)
-    if wrong:
+    problems += image_problems(source, target)
+    by_text = {name: text_problems(name, source.texts.get(name), tower) for name, tower in target.texts.items()}
+    reencoded = frozenset(name for name, reasons in by_text.items() if reasons and may_encode)
+    problems += [reason for name in sorted(by_text.keys() - reencoded) for reason in by_text[name]]
+    problems += feature_problems(source, target)
+    if problems:
         raise RequestError(
-            f"The root cannot become what is asked for: {'; '.join(wrong)}. Ask for what it holds, or encode the tars "
-            f"into a new root."
+            f"The root cannot be converted to the requested encoding: {'; '.join(problems)}. Request only what the "
+            f"root stores, or encode the tars into a new root."
         )
-    return Conversion(source, target, fresh)
+    return Conversion(source, target, reencoded)
 
 
 def image_problems(source: EncodingRecord, target: EncodingRecord) -> list[str]:
-    """What the stored image latents cannot give."""
-    here, wanted = source.image, target.image
-    problems = _differences("image", "image", here, wanted)
-    if here.posterior != wanted.posterior and (here.posterior, wanted.posterior) != ("moments", "mean"):
-        problems.append(f"image.posterior: {here.posterior} is stored, of which there is no {wanted.posterior}")
-    if (here.storage, wanted.storage) == ("int8", "float16"):
-        problems.append("image.storage: what was rounded to int8 is not float16's")
+    """List why the stored image latents cannot be converted to the target's."""
+    stored, wanted = source.image, target.image
+    problems = _differences("image", "image", stored, wanted)
+    if stored.posterior != wanted.posterior and (stored.posterior, wanted.posterior) != ("moments", "mean"):
+        problems.append(
+            f"image.posterior: {stored.posterior} is stored, which cannot be converted to {wanted.posterior}"
+        )
+    if (stored.storage, wanted.storage) == ("int8", "float16"):
+        problems.append("image.storage: int8 is stored, and the float16 precision cannot be restored")
     return problems
 
 
-def text_problems(name: str, here: TextTower | None, wanted: TextTower) -> list[str]:
-    """What the stored text latents of a tower cannot give."""
+def text_problems(name: str, stored: TextTower | None, wanted: TextTower) -> list[str]:
+    """List why the stored text latents of a tower cannot be converted to the target's."""
     place = f"texts.{name}"
-    if here is None:
-        return [f"{place}: the root has no such tower"]
-    problems = _differences("texts", place, here, wanted)
-    if wanted.states and not here.states:
+    if stored is None:
+        return [f"{place}: the root has no such text tower"]
+    problems = _differences("texts", place, stored, wanted)
+    if wanted.states and not stored.states:
         problems.append(f"{place}.states: only the pooled output is stored")
-    if wanted.pooled and wanted.pooled != here.pooled:
-        problems.append(f"{place}.pooled: {here.pooled} numbers are stored, not {wanted.pooled}")
-    if wanted.states and here.states:
-        if (here.storage, wanted.storage) == ("float8", "float16"):
-            problems.append(f"{place}.storage: what was rounded to float8 is not float16's")
-        if here.trim and not wanted.trim:
-            problems.append(f"{place}.trim: padding is not stored")
-        if wanted.trim and not (here.trim or here.masked or CAUSAL.fullmatch(here.class_name)):
+    if wanted.pooled and wanted.pooled != stored.pooled:
+        problems.append(f"{place}.pooled: the stored pooled output has width {stored.pooled}, not {wanted.pooled}")
+    if wanted.states and stored.states:
+        if (stored.storage, wanted.storage) == ("float8", "float16"):
+            problems.append(f"{place}.storage: float8 is stored, and the float16 precision cannot be restored")
+        if stored.trim and not wanted.trim:
+            problems.append(f"{place}.trim: the states of padding tokens are not stored")
+        if wanted.trim and not (stored.trim or stored.masked or CAUSAL.fullmatch(stored.class_name)):
             problems.append(
-                f"{place}.trim: {here.class_name} saw the padding behind a caption; every token's state depends on it"
+                f"{place}.trim: {stored.class_name} attends to padding, so every token's state depends on the padding"
             )
     return problems
 
 
 def feature_problems(source: EncodingRecord, target: EncodingRecord) -> list[str]:
-    """What the stored features cannot give."""
+    """List why the stored features cannot be converted to the target's."""
     problems = []
     for name, wanted in target.features.items():
-        here, place = source.features.get(name), f"features.{name}"
-        if here is None:
-            problems.append(f"{place}: the root has none, and they are made of pictures")
+        stored, place = source.features.get(name), f"features.{name}"
+        if stored is None:
+            problems.append(
+                f"{place}: the root has no such feature tower, and features can only be computed from pictures"
+            )
             continue
-        problems += _differences("features", place, here, wanted)
-        if (here.storage, wanted.storage) == ("float8", "float16"):
-            problems.append(f"{place}.storage: what was rounded to float8 is not float16's")
+        problems += _differences("features", place, stored, wanted)
+        if (stored.storage, wanted.storage) == ("float8", "float16"):
+            problems.append(f"{place}.storage: float8 is stored, and the float16 precision cannot be restored")
     return problems
 
 
-def _differences(kind: str, place: str, here: Config, wanted: Config) -> list[str]:
-    a, b = (flatten(tower.model_dump(mode="json")) for tower in (here, wanted))
+def _differences(kind: str, place: str, stored: Config, wanted: Config) -> list[str]:
+    a, b = (flatten(tower.model_dump(mode="json")) for tower in (stored, wanted))
     return [
-        f"{place}.{field}: {a.get(field)!r} there, {b.get(field)!r} here"
+        f"{place}.{field}: {a.get(field)!r} in the source, {b.get(field)!r} requested"
         for field in a | b
-        if field not in CHOSEN[kind] and field.partition(".")[0] not in CHOSEN[kind] and a.get(field) != b.get(field)
+        if field not in CHANGEABLE[kind]
+        and field.partition(".")[0] not in CHANGEABLE[kind]
+        and a.get(field) != b.get(field)
     ]
 
 
 class Changes(Config):
-    """What is to be otherwise in a derived root; what is not given stays."""
+    """Requested changes to the encoding of a derived root; anything not given stays as in the source."""
 
     towers: list[str] | None = None
-    """Text and feature towers to keep, such as texts.clip; null: all."""
+    """Text and feature towers to keep, such as texts.clip; null keeps all."""
     text_storage: dict[str, TextStorage] = Field(default_factory=dict)
-    """Tower → storage; `*`: of all."""
+    """Text tower → storage; `*` stands for all towers."""
     text_trim: dict[str, bool] = Field(default_factory=dict)
-    """Tower → whether padding goes; `*`: of all."""
+    """Text tower → whether to drop padding tokens; `*` stands for all towers."""
     image_storage: ImageStorage | None = None
     image_posterior: Literal["mean"] | None = None
 
 
-def changed(source: EncodingRecord, changes: Changes) -> EncodingRecord:
-    """The encoding of `source` with the changes.
+def apply_changes(source: EncodingRecord, changes: Changes) -> EncodingRecord:
+    """Return the encoding of `source` with the changes applied.
 
     Raises:
-        RequestError: a tower that is named is not there.
+        RequestError: a named tower does not exist, or no text tower would remain.
     """
     keep = changes.towers
     texts = {name: tower for name, tower in source.texts.items() if keep is None or f"texts.{name}" in keep}
@@ -135,8 +144,10 @@ def changed(source: EncodingRecord, changes: Changes) -> EncodingRecord:
     named = [*(keep or []), *(f"texts.{n}" for n in (*changes.text_storage, *changes.text_trim) if n != "*")]
     _check_named(source, named)
     if not texts:
-        raise RequestError("`--towers` keeps no text tower, and a model is trained with one. Name one of texts.")
-    of_texts = {
+        raise RequestError(
+            "`--towers` names no text tower, but training needs at least one. Add one, such as texts.NAME."
+        )
+    changed_texts = {
         name: tower.model_copy(
             update={
                 "storage": _chosen(changes.text_storage, name, tower.storage),
@@ -149,17 +160,17 @@ def changed(source: EncodingRecord, changes: Changes) -> EncodingRecord:
     return source.model_copy(
         update={
             "image": source.image.model_copy(update={name: value for name, value in image.items() if value}),
-            "texts": of_texts,
+            "texts": changed_texts,
             "features": features,
         }
     )
 
 
-def _chosen(choice: dict[str, Any], name: str, otherwise: Any) -> Any:
-    return choice.get(name, choice.get("*", otherwise))
+def _chosen(choice: dict[str, Any], name: str, default: Any) -> Any:
+    return choice.get(name, choice.get("*", default))
 
 
 def _check_named(source: EncodingRecord, named: Sequence[str]) -> None:
-    there = [*(f"texts.{name}" for name in source.texts), *(f"features.{name}" for name in source.features)]
-    if missing := sorted(set(named) - set(there)):
-        raise RequestError(f"The root has no {', '.join(missing)}. It has {', '.join(there)}.")
+    existing = [*(f"texts.{name}" for name in source.texts), *(f"features.{name}" for name in source.features)]
+    if missing := sorted(set(named) - set(existing)):
+        raise RequestError(f"The root has no tower {', '.join(missing)}. Its towers are {', '.join(existing)}.")

@@ -1,4 +1,4 @@
-"""`python -m shards derive ROOT OUT`: all of a root's parts, made of another root's by several processes."""
+"""`python -m shards derive ROOT OUT`: derive a whole root from another one in several processes."""
 
 import multiprocessing
 import signal
@@ -15,45 +15,45 @@ from shards.base.progress import Progress
 from shards.base.scratch import sweep_attempts, sweep_scratch, use_scratch
 from shards.base.stop import StopSignal
 from shards.base.store import Store
-from shards.derive.conversion import Changes, Conversion, changed, conversion
+from shards.derive.conversion import Changes, Conversion, apply_changes, plan_conversion
 from shards.derive.part import Derivation, counts_tokens, derive_tar, kept_uncond, load_tokenizer
-from shards.derive.source import SourceTar, contents, superseded
+from shards.derive.source import SourceTar, list_contents, superseded
 from shards.format.buckets import Bucket
 from shards.format.encoding import EncodingRecord
 from shards.open import open_store
 from shards.root.commit import recall
-from shards.root.committed import TarBooks, committed_parts
+from shards.root.committed import TarReceipts, committed_parts
 from shards.root.exclusions import add_exclusion, exclusion_ids, load_exclusion
 from shards.root.index import write_streaming
 from shards.root.manifest import Manifest
-from shards.root.publish import Publishing
-from shards.root.shared import agree_on_rules, check_root, create_root, load_uncond, write_uncond
+from shards.root.publish import PeriodicPublisher
+from shards.root.shared import check_root, create_root, load_uncond, record_rules, write_uncond
 
 POLL_SECONDS = 0.5
 PUBLISH_SECONDS = 300.0
 
 
 def derive(source: Store, target: Store, changes: Changes, buckets: list[str] | None, processes: int) -> Manifest:
-    """Make `target` of `source`: a new root, or one that was begun with the same changes.
+    """Derive `target` from `source`. The target is a new root, or one from an interrupted run with the same changes.
 
     Returns:
-        What the target then holds.
+        The target's manifest.
 
     Raises:
-        RequestError: the source does not hold what is asked for, or the target is another root.
-        WorkError: parts of the source are damaged; all others are derived.
-        Preempted: it was told to leave.
+        RequestError: the source cannot be converted as requested, or the target is a different root.
+        WorkError: parts of the source are damaged (all others were derived), or a process was killed.
+        Preempted: the process received a stop signal.
     """
-    asked = None if buckets is None else dict.fromkeys(buckets)
-    how, tars = prepare(source, target, changed(EncodingRecord.load(source), changes), asked)
-    left = missing(target, tars)
-    with Publishing(target, PUBLISH_SECONDS) as publishing:
+    requested = None if buckets is None else dict.fromkeys(buckets)
+    conversion, tars = prepare(source, target, apply_changes(EncodingRecord.load(source), changes), requested)
+    remaining = missing(target, tars)
+    with PeriodicPublisher(target, PUBLISH_SECONDS) as publishing:
         try:
-            failed = _run(source, target, how, left, processes)
+            failed = _run(source, target, conversion, remaining, processes)
         except BrokenProcessPool as error:
             raise WorkError(
-                "A process was killed while tars were derived; for want of memory, perhaps. What is committed stays: "
-                "the same command with fewer --processes goes on."
+                "A worker process was killed while deriving tars, possibly because memory ran out. Committed parts are "
+                "kept. Run the same command again to resume; use fewer --processes if memory is short."
             ) from error
         finally:
             sweep_attempts(target)
@@ -63,8 +63,8 @@ def derive(source: Store, target: Store, changes: Changes, buckets: list[str] | 
     if failed:
         named = "; ".join(failed[:5]) + (" …" if len(failed) > 5 else "")
         raise WorkError(
-            f"{len(failed)} of {len(tars)} tars were not derived ({named}). The others are committed; the same command "
-            f"again tries just these."
+            f"{len(failed)} of {len(tars)} tars could not be derived ({named}). All others are committed. Run the same "
+            f"command again to retry only the failed ones."
         )
     return manifest
 
@@ -76,70 +76,80 @@ def prepare(
     buckets: Mapping[str, str | None] | None,
     may_encode: bool = False,
 ) -> tuple[Conversion, list[SourceTar]]:
-    """Hold what is asked for against what the source holds, and make the target's shared files as far as they can be.
+    """Check that the source can be converted as requested, and create the target's shared files.
 
-    What was derived of parts that the source has recalled since is recalled in the target too.
+    The empty caption's text latents are written only if no text tower is re-encoded. Parts of the target whose source
+    part has been recalled since are recalled as well.
 
     Args:
-        buckets: those to derive → the rule that each must be filled by, None for any; None: all of the source's.
+        buckets: buckets to derive → the rule that must have filled each of them (None accepts any rule); None derives
+            all buckets of the source.
+
+    Returns:
+        The conversion, and the tars of the source with parts in these buckets.
 
     Raises:
-        RequestError: it does not hold that, or the target is another root, or the same.
+        RequestError: the source cannot be converted as requested, or the target is a different root or the source.
     """
     if source.where() == target.where():
-        raise RequestError(f"{source.where()} cannot be derived from itself: latents are never replaced. Give another.")
-    how = conversion(EncodingRecord.load(source), encoding, may_encode)
+        raise RequestError(
+            f"{source.where()} cannot be derived from itself, because latents are never replaced. Choose a different "
+            f"target root."
+        )
+    conversion = plan_conversion(EncodingRecord.load(source), encoding, may_encode)
     check_root(target, encoding)
-    for name in how.target.texts.keys() - how.fresh:
-        if counts_tokens(here := how.source.texts[name], how.target.texts[name]):
-            load_tokenizer(here.tokenizer.name, here.tokenizer.sha256)
-    held = contents(source)
-    wanted = dict.fromkeys(held.rules) if buckets is None else buckets
-    check_buckets(source, held.rules, wanted)
+    for name in conversion.target.texts.keys() - conversion.reencoded:
+        stored = conversion.source.texts[name]
+        if counts_tokens(stored, conversion.target.texts[name]):
+            load_tokenizer(stored.tokenizer.name, stored.tokenizer.sha256)  # fails now rather than in the workers
+    contents = list_contents(source)
+    wanted = dict.fromkeys(contents.rules) if buckets is None else buckets
+    check_buckets(source, contents.rules, wanted)
     empty = load_uncond(source)
     create_root(target, encoding)
-    for id in exclusion_ids(source):  # for what is added to the target later, and for runs on it
+    for id in exclusion_ids(source):  # they also apply to tars added to the target later, and to runs on the target
         add_exclusion(target, load_exclusion(source, id))
-    agree_on_rules(target, {Bucket.parse(bucket): held.rules[bucket] for bucket in wanted})
-    if not how.fresh:
-        write_uncond(target, kept_uncond(empty.items(), how))
+    record_rules(target, {Bucket.parse(bucket): contents.rules[bucket] for bucket in wanted})
+    if not conversion.reencoded:
+        write_uncond(target, kept_uncond(empty.items(), conversion))
     if old := superseded(source, target):
         recall(target, old, f"{source.where()} has recalled what it was derived from")
-        print(f"{len(old)} parts of {target.where()} were derived from parts recalled since: they are recalled too.")
-    return how, held.tars(wanted)
+        print(f"Recalled {len(old)} parts of {target.where()}, because the parts they were derived from were recalled.")
+    return conversion, contents.tars(wanted)
 
 
 def check_buckets(source: Store, rules: Mapping[str, str], wanted: Mapping[str, str | None]) -> None:
-    """See that the source has the buckets, filled by these rules.
+    """Check that the source has the wanted buckets, and that they were filled by the wanted rules.
 
     Raises:
-        RequestError: it has not.
+        RequestError: a bucket is missing or was filled by a different rule.
     """
     if missing := wanted.keys() - rules.keys():
         raise RequestError(
-            f"{source.where()} holds nothing in {', '.join(sorted(missing))}; its buckets are "
-            f"{', '.join(sorted(rules)) or 'none'}. Pictures are not decoded again: encode the tars for that."
+            f"{source.where()} has no samples in {', '.join(sorted(missing))}; its buckets are "
+            f"{', '.join(sorted(rules)) or 'none'}. Deriving does not decode pictures: to add a bucket, encode the "
+            f"tars instead."
         )
     for bucket, rule in wanted.items():
         if rule not in (None, rules[bucket]):
             raise RequestError(
-                f"{source.where()} fills its bucket {bucket} by the rule `{rules[bucket]}`, and this run's would be "
-                f"`{rule}`. Set `buckets` and `aspect` as it was made with."
+                f"{source.where()} fills bucket {bucket} by the rule `{rules[bucket]}`, but this run would use "
+                f"`{rule}`. Set `buckets` and `aspect` as they were for the source."
             )
 
 
 def missing(target: Store, tars: list[SourceTar]) -> list[SourceTar]:
-    """Those that have not a receipt in force in the target for each of their buckets."""
+    """Return the tars for which the target lacks a receipt in force in at least one bucket."""
     done = committed_parts(target)
     return [tar for tar in tars if not {(bucket, tar.name) for bucket in tar.buckets} <= done]
 
 
-def _run(source: Store, target: Store, how: Conversion, tars: list[SourceTar], processes: int) -> list[str]:
-    """Derive each; returns what failed, in words.
+def _run(source: Store, target: Store, conversion: Conversion, tars: list[SourceTar], processes: int) -> list[str]:
+    """Derive each tar; return one message per failed tar.
 
     Raises:
-        BrokenProcessPool: a process was killed.
-        Preempted: this process was told to leave.
+        BrokenProcessPool: a worker process was killed.
+        Preempted: this process received a stop signal.
     """
     failed: list[str] = []
     with (
@@ -147,11 +157,12 @@ def _run(source: Store, target: Store, how: Conversion, tars: list[SourceTar], p
         Progress("derive", "tars", len(tars)) as progress,
         start_pool(min(processes, len(tars)) or 1, initializer=_begin) as pool,
     ):
-        left, running = iter(tars), dict[Future[TarBooks], SourceTar]()
+        remaining, running = iter(tars), dict[Future[TarReceipts], SourceTar]()
         try:
             while not stop.received:
-                for tar in islice(left, 2 * processes - len(running)):
-                    running[pool.submit(_derive_in_process, str(source.where()), str(target.where()), how, tar)] = tar
+                for tar in islice(remaining, 2 * processes - len(running)):
+                    roots = str(source.where()), str(target.where())
+                    running[pool.submit(_derive_in_process, *roots, conversion, tar)] = tar
                 if not running:
                     return failed
                 for future in wait(running, POLL_SECONDS, FIRST_COMPLETED).done:
@@ -166,20 +177,21 @@ def _run(source: Store, target: Store, how: Conversion, tars: list[SourceTar], p
                         pool.shutdown(wait=False, cancel_futures=True)
                         raise error
         except BrokenProcessPool:
-            if not stop.received:  # a scheduler signals every process of a job
+            if not stop.received:  # a scheduler signals every process of a job, so the workers may have died of it
                 raise
         for process in multiprocessing.active_children():
-            process.terminate()  # in the middle of a tar, as an attempt may be cut off anywhere
+            process.terminate()  # safe in the middle of a tar: an attempt can be interrupted at any point
         raise Preempted(
-            "told to leave before all tars were derived. What is committed stays; the same command again goes on."
+            "stopped by a signal before all tars were derived. Committed parts are kept; run the same command again to "
+            "resume."
         )
 
 
 def _begin() -> None:
-    use_scratch(None)  # copies of parts that are cut off are swept
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all; the first process decides
+    use_scratch(None)  # so that local copies of parts are swept if this process is killed
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends SIGINT to all processes; the parent handles it
     torch.set_num_threads(1)
 
 
-def _derive_in_process(source: str, target: str, how: Conversion, tar: SourceTar) -> TarBooks:
-    return derive_tar(tar, Derivation(open_store(source), open_store(target), how))
+def _derive_in_process(source: str, target: str, conversion: Conversion, tar: SourceTar) -> TarReceipts:
+    return derive_tar(tar, Derivation(open_store(source), open_store(target), conversion))

@@ -1,4 +1,4 @@
-"""One tar's parts, made of another root's: read, converted, written, committed as stage 1 commits them."""
+"""Derive one tar's parts: read them from the source root, convert them, and commit them as stage 1 does."""
 
 import functools
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -26,8 +26,8 @@ from shards.format.receipts import Receipt
 from shards.format.tables import OTHER_BUCKET, REFUSED_NAME, SAMPLES_NAME, SAMPLES_SCHEMA
 from shards.format.text import TextLatents, unpack
 from shards.format.towers import TextTower
-from shards.root.commit import Attempt, commit, current, record_file
-from shards.root.committed import TarBooks, load_commits
+from shards.root.commit import Attempt, commit, current_generation, record_file
+from shards.root.committed import TarReceipts, load_commits
 from shards.root.exclusions import Exclusion, exclusion_ids, load_exclusion
 from shards.root.provenance import Stopwatch, made_by, versions
 from shards.root.reading import captions, decoded, image_latents, read_part
@@ -36,45 +36,49 @@ from shards.root.writing import PartWriter
 EXCLUDED, NON_FINITE = "excluded", "non_finite"
 CPU = torch.device("cpu")
 AT_ONCE = 256
-"""Samples whose captions are encoded together."""
+"""Number of samples whose captions are encoded together."""
 SOFTWARE = ("numpy", "torch", "transformers")
 Settings = dict[str, str | int | float | bool]
 Captions = Generator[tuple[dict[str, TextLatents], bool], None, None]
 Encode = Callable[[list[str], Stopwatch], Captions]
-"""Captions → of each, what the fresh towers make of it, and whether one cut it; the time counts as `encode`, and as
-each tower's."""
+"""Encodes captions with the text towers in `Conversion.reencoded`. Yields for each caption the latents per tower, and
+whether a tower truncated the caption. The time counts as `encode`, and under the name of each tower."""
 
 
-def nothing_fresh(captions: list[str], stopwatch: Stopwatch) -> Captions:
-    """An `Encode` without towers."""
+def encode_nothing(captions: list[str], stopwatch: Stopwatch) -> Captions:
+    """Implement `Encode` for conversions that re-encode no text tower."""
     yield from (({}, False) for _ in captions)
 
 
 @dataclass(frozen=True)
 class Derivation:
-    """All that deriving a tar needs, besides the tar; of one process."""
+    """Everything that one process needs to derive tars: roots, conversion, encoder and device."""
 
     source: Store
     target: Store
     conversion: Conversion
-    encode: Encode = nothing_fresh
+    encode: Encode = encode_nothing
     device: torch.device = CPU
     settings: Settings = field(default_factory=dict)
 
 
 def derive_tar(
     tar: SourceTar, how: Derivation, attempt: int = 1, report: Callable[[int], None] = lambda samples: None
-) -> TarBooks:
-    """Make what the target lacks of one tar, and commit it.
+) -> TarReceipts:
+    """Derive and commit the parts of one tar that the target lacks.
+
+    Args:
+        attempt: number of this attempt, for the receipts.
+        report: called with the number of samples done so far. It may raise to stop.
 
     Returns:
-        The receipts in force afterwards.
+        The target's receipts in force afterwards.
 
     Raises:
-        DamagedFile: the source's part is not what its receipt says.
+        DamagedFile: a source part does not match its receipt.
     """
     receipts = [r for _, _, r in load_commits(how.source, dict.fromkeys(tar.receipts, "")) if r.bucket in tar.buckets]
-    in_force = {receipt.bucket: current(how.target, receipt.bucket, tar.name)[1] for receipt in receipts}
+    in_force = {receipt.bucket: current_generation(how.target, receipt.bucket, tar.name)[1] for receipt in receipts}
     committed = {bucket: receipt for bucket, receipt in in_force.items() if receipt}
     excluded = [load_exclusion(how.source, id) for id in exclusion_ids(how.source)]
     done = 0
@@ -82,24 +86,24 @@ def derive_tar(
         for receipt in receipts:
             if receipt.bucket in committed:
                 continue
-            report(done)  # who was told to leave copies no further part
+            report(done)  # a stopping worker raises here, before it downloads another part
             stopwatch, started = Stopwatch(), datetime.now(UTC)
-            with ExitStack() as held:
+            with ExitStack() as stack:
                 with stopwatch("fetch"):
-                    part = held.enter_context(how.source.local(receipt.folder))
+                    part = stack.enter_context(how.source.local(receipt.folder))
                     check_part(part, receipt)
-                writing = _Writing(part, receipt, folder / receipt.bucket, how, excluded, stopwatch)
-                for count in writing.write():
+                converter = _PartConverter(part, receipt, folder / receipt.bucket, how, excluded, stopwatch)
+                for count in converter.write():
                     report(done := done + count)
                 with stopwatch("write"):
-                    written = writing.writer.finish()
+                    written = converter.writer.finish()
             committed |= commit(
                 how.target,
                 Attempt(
                     tar=tar.name,
                     folder=folder,
                     encoding=how.conversion.target,
-                    places=writing.places,
+                    places=converter.places,
                     samples_in=receipt.samples_in,
                     parts={receipt.bucket: written},
                     rules={receipt.bucket: receipt.rule},
@@ -113,10 +117,11 @@ def derive_tar(
                     clock=stopwatch.began,
                 ),
             )
-    return TarBooks(tar.name, committed)
+    return TarReceipts(tar.name, committed)
 
 
 def _origin(receipt: Receipt) -> Settings:
+    """Return the settings that record a part's source, and who encoded the original part of a chain of derivations."""
     origin: Settings = {ORIGIN: f"{receipt.encoding_id}/{receipt.folder}"}
     if not any(name.startswith(f"{ORIGIN}.") for name in receipt.settings):
         made = {"host": receipt.made_by.host, "gpu": receipt.made_by.gpu, "gpu_uuid": receipt.made_by.gpu_uuid}
@@ -125,22 +130,22 @@ def _origin(receipt: Receipt) -> Settings:
 
 
 def check_part(folder: Path, receipt: Receipt) -> None:
-    """Hold every file of a part against its receipt: what is damaged must not get a new receipt.
+    """Check every file of a part against its receipt, so that damaged data does not get a new, valid receipt.
 
     Raises:
-        DamagedFile: one is missing, or not what was committed.
+        DamagedFile: a file is missing or does not match the receipt.
     """
     here = LocalStore(folder)
     for name, record in receipt.files.items():
         if here.size(name) is None or record_file(here, name) != record:
             raise DamagedFile(
-                f"{receipt.folder}/{name} is missing or damaged: it is not what {receipt.name} recorded. Recall it, or "
-                f"restore it from a copy; nothing was derived of it."
+                f"{receipt.folder}/{name} is missing or damaged: it does not match {receipt.name}. Nothing was derived "
+                f"from this part. Restore the file from a copy, or recall the part."
             )
 
 
-class _Writing:
-    """A part on its way from one encoding to another."""
+class _PartConverter:
+    """Converts one part from the source's encoding to the target's."""
 
     def __init__(
         self,
@@ -162,15 +167,15 @@ class _Writing:
         self.places = _places(receipt, [row["key"] for row in self.rows], refused)
         for row in refused:
             self.writer.refuse(**row)
-        self.writer.pass_over(receipt.refused.get(OTHER_BUCKET, 0))
+        self.writer.skip(receipt.refused.get(OTHER_BUCKET, 0))
 
     def write(self) -> Iterator[int]:
-        """Convert every sample; yields how many, now and then."""
+        """Convert all samples in groups; yield the size of each group."""
         stored = zip(read_part(self.part), self.rows, self.excluded, strict=True)
         while group := list(islice(stored, AT_ONCE)):
-            kept = [(sample, row) for sample, row, gone in group if not gone]
-            for _, row, gone in group:
-                if gone:
+            kept = [(sample, row) for sample, row, is_excluded in group if not is_excluded]
+            for _, row, is_excluded in group:
+                if is_excluded:
                     self.writer.refuse(row["key"], row.get("url", ""), EXCLUDED, "by a list of `shards exclude`")
             self._append(kept)
             yield len(group)
@@ -178,26 +183,26 @@ class _Writing:
     def _append(self, group: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
         samples = [sample for sample, _ in group]
         texts = [captions(sample, self.conversion.source) for sample in samples]
-        every = [caption for of_sample in texts for caption in of_sample]
-        with closing(self.how.encode(every, self.stopwatch)) as fresh:
-            for sample, of_sample, (_, row) in zip(samples, texts, group, strict=True):
-                self._append_one(sample, of_sample, row, [next(fresh) for _ in of_sample])
+        flat = [caption for sample_texts in texts for caption in sample_texts]
+        with closing(self.how.encode(flat, self.stopwatch)) as encoded:
+            for sample, sample_texts, (_, row) in zip(samples, texts, group, strict=True):
+                self._append_one(sample, sample_texts, row, [next(encoded) for _ in sample_texts])
 
     def _append_one(
         self,
         sample: dict[str, Any],
         texts: list[str],
         row: dict[str, Any],
-        made: list[tuple[dict[str, TextLatents], bool]],
+        encoded: list[tuple[dict[str, TextLatents], bool]],
     ) -> None:
         with self.stopwatch("write"):
-            if not all(map(_is_finite, (latents for of_caption, _ in made for latents in of_caption.values()))):
+            if not all(_is_finite(latents) for by_tower, _ in encoded for latents in by_tower.values()):
                 self.writer.refuse(row["key"], row.get("url", ""), NON_FINITE, "encoded in float32 too")
                 return
-            cut = sum(was_cut for _, was_cut in made)
-            values = row | {"truncated": max(row["truncated"], cut)}
+            num_truncated = sum(was_truncated for _, was_truncated in encoded)
+            values = row | {"truncated": max(row["truncated"], num_truncated)}
             columns = {name: sample[name] for name in ("key", "caption", "size", "scores")}
-            columns |= converted(sample, texts, [latents for latents, _ in made], self.conversion)
+            columns |= converted(sample, texts, [by_tower for by_tower, _ in encoded], self.conversion)
             self.writer.append(columns, tuple(values.get(name, "") for name in SAMPLES_SCHEMA.names))
 
 
@@ -206,7 +211,10 @@ def _is_finite(latents: TextLatents) -> bool:
 
 
 def _places(receipt: Receipt, stored: list[str], refused: list[dict[str, str]]) -> dict[str, int]:
-    """Key → its bit, of the samples that a receipt tells apart: a set's keys, sorted, have its bits in order."""
+    """Recover key → bit position for the samples in a receipt's bitmaps.
+
+    Bits are assigned to keys in sorted order, so a bitmap's n-th set bit belongs to the n-th of its sorted keys.
+    """
     places = dict(zip(sorted(stored), np.flatnonzero(receipt.stored_samples).tolist(), strict=True))
     for reason in receipt.rejects:
         keys = sorted(row["key"] for row in refused if row["reason"] == reason)
@@ -215,21 +223,20 @@ def _places(receipt: Receipt, stored: list[str], refused: list[dict[str, str]]) 
 
 
 def converted(
-    sample: dict[str, Any], texts: list[str], fresh: Sequence[dict[str, TextLatents]], how: Conversion
+    sample: dict[str, Any], texts: list[str], encoded: Sequence[dict[str, TextLatents]], how: Conversion
 ) -> dict[str, Any]:
-    """The columns of a stored sample's towers, by the names of version 2 → those of the target.
+    """Convert the tower columns of a stored sample to those of the target.
 
     Args:
-        texts: its captions.
-        fresh: of each, what the fresh towers made of it.
+        texts: the sample's captions.
+        encoded: for each caption, re-encoded text tower → latents.
     """
     columns, rows = image_columns(sample, how), unpack(sample)
     for name, wanted in how.target.texts.items():
-        if name in how.fresh:
-            latents = [of_caption[name] for of_caption in fresh]
+        if name in how.reencoded:
+            latents = [by_tower[name] for by_tower in encoded]
         else:
-            here = how.source.texts[name]
-            counts = num_tokens(name, here, wanted, texts, rows)
+            counts = num_tokens(name, how.source.texts[name], wanted, texts, rows)
             latents = [_text_latents(name, wanted, row, count) for row, count in zip(rows, counts, strict=True)]
         columns |= next(text.pack(name, wanted, [latents], how.target.several))
     for name, feature_tower in how.target.features.items():
@@ -239,60 +246,66 @@ def converted(
 
 
 def image_columns(sample: dict[str, Any], how: Conversion) -> dict[str, np.ndarray]:
-    """The image latents as the target stores them."""
-    here, wanted = how.source.image, how.target.image
-    if here.storage == wanted.storage:  # rounded a second time, their scales would differ in the last bit
+    """Convert a sample's image columns to the target's storage."""
+    stored, wanted = how.source.image, how.target.image
+    if stored.storage == wanted.storage:  # copied, because quantising again would change the last bit of the scales
         planes = {"image_latents": sample["image_latents"][: wanted.num_planes]}
         return planes | {name: sample[name] for name in ("image_scales",) if name in sample}
     return next(image.pack(wanted, [torch.from_numpy(image_latents(sample)[: wanted.num_planes])]))
 
 
 def _text_latents(name: str, wanted: TextTower, row: dict[str, np.ndarray], count: int) -> TextLatents:
-    """One caption's, as stage 1 had them before they were stored."""
-    # what was float16 is float16 again, and codes of float8 are found again: `quantise` gives them their own scale
+    """Restore one caption's text latents as stage 1 had them before storage."""
+    # lossless: float16 values survive the round trip, and quantising dequantised float8 codes gives the same codes
     states = torch.from_numpy(decoded(row, f"text_latents.{name}", f"text_scales.{name}")) if wanted.states else None
     pooled = torch.from_numpy(row[f"pooled.{name}"].astype(np.float32)) if wanted.pooled else None
     return TextLatents(states, count, pooled)
 
 
 def num_tokens(
-    name: str, here: TextTower, wanted: TextTower, texts: list[str], rows: list[dict[str, np.ndarray]]
+    name: str, stored: TextTower, wanted: TextTower, texts: list[str], rows: list[dict[str, np.ndarray]]
 ) -> list[int]:
-    """Real tokens of each of a sample's captions; by the tokenizer, where they are needed and were not stored."""
-    if not counts_tokens(here, wanted):
+    """Return the number of real (non-padding) tokens of each of a sample's captions.
+
+    The captions are tokenised again only if the target needs the counts and the source does not store them.
+    """
+    if not counts_tokens(stored, wanted):
         return [int(row.get(f"num_tokens.{name}", 1)) for row in rows]
-    tokens = load_tokenizer(here.tokenizer.name, here.tokenizer.sha256)(
-        [here.prompt(caption) for caption in texts], verbose=False
+    tokens = load_tokenizer(stored.tokenizer.name, stored.tokenizer.sha256)(
+        [stored.prompt(caption) for caption in texts], verbose=False
     ).input_ids
-    return [max(1, sum(place < len(row) for place in here.kept)) for row in tokens]
+    return [max(1, sum(position < len(row) for position in stored.kept)) for row in tokens]
 
 
-def counts_tokens(here: TextTower, wanted: TextTower) -> bool:
-    """Whether a tower's real tokens are needed, and are not stored."""
-    return here.states and wanted.states and wanted.hides_padding and not here.hides_padding
+def counts_tokens(stored: TextTower, wanted: TextTower) -> bool:
+    """Return whether the target needs a tower's token counts and the source does not store them."""
+    return stored.states and wanted.states and wanted.hides_padding and not stored.hides_padding
 
 
 @functools.lru_cache
 def load_tokenizer(name: str, sha256: str) -> Any:
-    """That of a text tower.
+    """Load a text tower's tokenizer.
 
     Raises:
-        RequestError: it is not here.
-        UnfitNode: another one is.
+        RequestError: the tokenizer is not available on this machine.
+        UnfitNode: its files differ from those recorded in encoding.json.
     """
-    import transformers  # where captions are tokenised alone
+    import transformers  # imported late: only needed when captions are tokenised again
 
     folder = model_folder(name)
     if hash_weights(name, folder).sha256 != sha256:
-        raise UnfitNode(f"The tokenizer in {folder} has other content than encoding.json recorded of {name}.")
+        raise UnfitNode(
+            f"The tokenizer in {folder} differs from the one that encoding.json records for {name}. Install the "
+            f"recorded one on this machine."
+        )
     return transformers.AutoTokenizer.from_pretrained(folder)
 
 
 def kept_uncond(empty: Iterable[tuple[str, TextLatents]], how: Conversion) -> dict[str, TextLatents]:
-    """Of the source's empty captions those that the target takes over, as far as it stores them."""
+    """Select the source's empty-caption latents that the target keeps: text tower → latents."""
     kept = {}
     for name, latents in empty:
-        if name in how.target.texts and name not in how.fresh:
+        if name in how.target.texts and name not in how.reencoded:
             wanted = how.target.texts[name]
             kept[name] = TextLatents(
                 latents.states if wanted.states else None,

@@ -1,4 +1,4 @@
-"""What there is to derive: by the names of the source's receipts, as there may be a hundred thousand of them."""
+"""List the parts of the source root, by receipt name only: a root can have a hundred thousand receipts."""
 
 from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass
@@ -9,34 +9,34 @@ from shards.format.receipts import Receipt, active_receipts, generations, parse_
 from shards.root.committed import Committed, list_commits, load_commits
 
 ORIGIN = "derived_from"
-"""Setting of a derived part's receipt: the encoding and the part that it was made of; `derived_from.host`, `.gpu` and
-`.gpu_uuid` say who had made that."""
+"""Receipt setting of a derived part: the encoding id and folder of its source part. `derived_from.host`, `.gpu` and
+`.gpu_uuid` record where the source part was encoded."""
 AT_ONCE = 1024
-"""Receipts that are held at once."""
+"""Receipts loaded into memory at once."""
 
 
 @dataclass(frozen=True)
 class SourceTar:
-    """A tar by its receipts in the source."""
+    """A tar of the source root that is to be derived."""
 
     name: str
     receipts: tuple[str, ...]
-    """Their names."""
+    """Names of its receipts in the source root."""
     buckets: tuple[str, ...]
-    """Those of them that are derived."""
+    """Buckets to derive."""
 
 
 @dataclass(frozen=True)
 class Contents:
-    """What is committed to the source."""
+    """The committed parts of the source root."""
 
     parts: dict[str, dict[str, str]]
     """Tar → bucket → name of the receipt in force."""
     rules: dict[str, str]
-    """Bucket → which pictures it holds."""
+    """Bucket → rule that selects its pictures."""
 
     def tars(self, buckets: Container[str]) -> list[SourceTar]:
-        """Those that have parts of these buckets, by name."""
+        """Return the tars with parts in these buckets, ordered by name."""
         found = []
         for tar in sorted(self.parts):
             names = {bucket: name for bucket, name in sorted(self.parts[tar].items()) if bucket in buckets}
@@ -45,10 +45,11 @@ class Contents:
         return found
 
 
-def contents(source: Store) -> Contents:
-    """List what is committed to a root.
+def list_contents(source: Store) -> Contents:
+    """List the committed parts of a root.
 
-    A receipt's name has its tar and bucket. The rule is read from the first receipt of each bucket, as all share it.
+    Tars and buckets come from the receipts' names. The rule of a bucket comes from its first receipt, because all
+    receipts of a bucket have the same rule.
     """
     names = active_receipts(etags := list_commits(source))
     found = Contents({}, {})
@@ -64,23 +65,26 @@ def contents(source: Store) -> Contents:
 
 
 def superseded(source: Store, target: Store) -> list[Receipt]:
-    """The target's receipts in force of parts whose source was recalled, and not made anew with the same content."""
-    ours, theirs = list_commits(target), list_commits(source)
-    recalled = {place for place, (_, stones) in generations(theirs).items() if stones}
-    now = {(r.tar, r.bucket): r.folder for r in _of(source, recalled, theirs)}
+    """Return the target's receipts in force whose source part was recalled.
+
+    Parts whose source was re-encoded with identical content are not returned.
+    """
+    target_etags, source_etags = list_commits(target), list_commits(source)
+    recalled = {part for part, (_, tombstones) in generations(source_etags).items() if tombstones}
+    current = {(r.tar, r.bucket): r.folder for r in _load_parts(source, recalled, source_etags)}
     id = EncodingRecord.load(source).id
     return [
         receipt
-        for receipt in _of(target, recalled, ours)
+        for receipt in _load_parts(target, recalled, target_etags)
         if (origin := str(receipt.settings.get(ORIGIN, ""))).startswith(f"{id}/")
-        and origin != f"{id}/{now.get((receipt.tar, receipt.bucket))}"
+        and origin != f"{id}/{current.get((receipt.tar, receipt.bucket))}"
     ]
 
 
-def _of(store: Store, places: Container[tuple[str, str]], etags: dict[str, str]) -> Iterator[Receipt]:
-    """The receipts in force of these tars and buckets."""
-    named = ((name, parse_name(name)) for name in active_receipts(etags))
-    names = [name for name, parsed in named if parsed and (parsed[1], parsed[0]) in places]
+def _load_parts(store: Store, parts: Container[tuple[str, str]], etags: dict[str, str]) -> Iterator[Receipt]:
+    """Yield the receipts in force of these (tar, bucket) pairs."""
+    parsed_names = ((name, parse_name(name)) for name in active_receipts(etags))
+    names = [name for name, parsed in parsed_names if parsed and (parsed[1], parsed[0]) in parts]
     return (found.receipt for found in _load(store, names, etags))
 
 

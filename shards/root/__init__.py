@@ -1,6 +1,1 @@
-"""A root as it is written and read.
-
-Inside: what all tars share, parts in writing, commits, indexes, reading part by part.
-In: a `Store`.
-Out: committed parts, and their samples.
-"""
+"""A latents root on a `Store`: shared files, part writing, commits, indexes, and sample-by-sample reading."""

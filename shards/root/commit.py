@@ -1,15 +1,17 @@
-"""Exactly once, without a lock: attempts meet in names that only one of them can create.
+"""Commit each tar's parts exactly once, without a lock: concurrent attempts are resolved by atomic creation.
 
-    ROOT/.attempts/00042.<random>/256x256/…       private; swept by the next attempt if its owner died
-    ROOT/tars/00042.json                          which tar it is, and how many samples it has: the first one's word
-    ROOT/256x256/00042.3fa9c1d2/…                 in place, named by its content; but nobody looks before …
-    ROOT/commits/256x256/00042.json               … the receipt says so
+    ROOT/.attempts/00042.<random>/256x256/…       the attempt's private folder; the next attempt removes it if the
+                                                  owner died
+    ROOT/tars/00042.json                          identity and sample count of the tar, written by the first attempt
+    ROOT/256x256/00042.3fa9c1d2/…                 the part, named by its content hash; invisible to readers until …
+    ROOT/commits/256x256/00042.json               … its receipt exists
 
-Equal attempts meet in one folder, which either may complete; different ones have folders of their own. Of the receipts,
-one is created. Who is told that there is one reads it: with its own token in it, the reply to the first request was
-lost, and it has won after all. Nobody deletes: parts that no receipt names stay until `python -m shards clean`.
+Attempts with identical output share one folder, and either can complete it; attempts with different output use
+different folders. Only one attempt can create the receipt. An attempt that finds a receipt reads it: if the receipt
+carries the attempt's own token, its create request had succeeded and only the reply was lost. Committing never deletes
+anything: orphaned parts stay until `python -m shards clean`.
 
-A receipt is recalled by a tombstone beside it; the next attempt creates that of the next generation.
+A tombstone next to a receipt recalls it. The next attempt then creates the receipt of the next generation.
 """
 
 import hashlib
@@ -42,48 +44,49 @@ from shards.root.writing import WrittenPart
 
 @dataclass(frozen=True)
 class Attempt:
-    """What receipts need to know of an attempt besides its files."""
+    """One attempt at a tar: everything that its receipts record besides the files."""
 
     tar: str
     folder: Path
-    """Holds one sub-folder per bucket."""
+    """The private folder, with one sub-folder per bucket."""
     encoding: EncodingRecord
     places: dict[str, int]
-    """Key → its bit, which is its place among the tar's sorted keys; of samples that a receipt tells apart."""
+    """Key → its bit position in the receipt's bitmaps, which is its position among the tar's sorted keys. Only keys
+    that appear in a bitmap need an entry."""
     samples_in: int
-    """All of the tar's samples."""
+    """Number of samples in the tar."""
     parts: dict[str, WrittenPart]
-    """By bucket, as `PartWriter.finish` returned them."""
+    """Bucket → written part, as returned by `PartWriter.finish`."""
     rules: dict[str, str]
-    """Bucket → which pictures it holds, as `bucket_rules` says it."""
+    """Bucket → rule that selects its pictures, as returned by `bucket_rules`."""
     source: dict[str, str | int | None]
-    """The tar: its address, bytes, and SHA-256."""
+    """Address, size in bytes and SHA-256 of the tar."""
     software: dict[str, str]
     settings: dict[str, str | int | float | bool]
     made_by: MadeBy
     number: int
     started: str
     seconds: dict[str, float]
-    """Per stage, without `upload` and `total`."""
+    """Stage → seconds, without `upload` and `total`."""
     clock: float
-    """`time.monotonic` when it began."""
+    """`time.monotonic()` at the start of the attempt."""
     token: str = field(default_factory=lambda: uuid.uuid4().hex)
 
     def bits(self, keys: list[str]) -> str:
-        """Those of the tar's samples that have these keys."""
+        """Pack a bitmap over the tar's samples with the bits of these keys set."""
         values = np.zeros(self.samples_in, bool)
         values[[self.places[key] for key in keys]] = True
         return pack_bits(values)
 
 
 def commit(store: Store, attempt: Attempt) -> dict[str, Receipt]:
-    """Put an attempt's parts into place, and create their receipts.
+    """Move or upload an attempt's parts into the root and create their receipts.
 
     Returns:
-        Bucket → the receipt now in force; another's, where another committed that part first.
+        Bucket → the receipt now in force. It belongs to a different attempt if that one committed the part first.
 
     Raises:
-        WorkError: the tar's other parts were encoded from another tar, or its side files counted otherwise.
+        WorkError: the root already has parts of this shard from a different tar, or with a different sample count.
     """
     record_tar(store, attempt.tar, attempt.source, attempt.samples_in)
     shared = {name: record_file(store, name) for name in (UNCOND_NAME, FILE_NAME)}
@@ -92,7 +95,7 @@ def commit(store: Store, attempt: Attempt) -> dict[str, Receipt]:
         began, folder = time.monotonic(), attempt.folder / bucket
         files = record_files(folder, part.records)
         name = f"{attempt.tar}.{content_hash(files)}"
-        place(store, folder, f"{bucket}/{name}", files)
+        store_part(store, folder, f"{bucket}/{name}", files)
         now = time.monotonic()
         times = {"upload": now - began, "total": now - attempt.clock}
         receipt = make_receipt(attempt, bucket, name, files, shared, times)
@@ -101,40 +104,40 @@ def commit(store: Store, attempt: Attempt) -> dict[str, Receipt]:
 
 
 def record_tar(store: Store, tar: str, source: dict[str, str | int | None], samples_in: int) -> None:
-    """Create tars/TAR.json, or hold the one that is there against this.
+    """Create tars/TAR.json, or check that the existing one describes the same tar.
 
     Raises:
-        WorkError: they are of different tars.
+        WorkError: the SHA-256 or the sample count differs.
     """
     name, ours = f"tars/{tar}.json", {"tar": source, "samples_in": samples_in}
     store.create(name, sealed_json(ours))
     theirs = parse_sealed_json(store.read(name), store.where(name))
     if theirs["tar"]["sha256"] != source["sha256"]:
         raise WorkError(
-            f"{source['address']} is not the tar from which shard {tar} was encoded before, "
-            f"{theirs['tar']['address']} ({store.where(name)}). Put that one back, or encode into a new root."
+            f"{source['address']} is not the tar that shard {tar} was encoded from before: {theirs['tar']['address']} "
+            f"({store.where(name)}) has a different SHA-256. Restore the original tar, or encode into a new root."
         )
     if theirs["samples_in"] != samples_in:
         raise WorkError(
-            f"{source['address']} and the files beside it now count {samples_in} samples, but {theirs['samples_in']} "
-            f"when shard {tar} was encoded before. Put the files that img2dataset wrote beside it back, or encode into "
-            f"a new root."
+            f"{source['address']} and its side files now contain {samples_in} samples; they contained "
+            f"{theirs['samples_in']} when shard {tar} was first encoded. Restore the files that img2dataset wrote next "
+            f"to the tar, or encode into a new root."
         )
 
 
 def content_hash(files: dict[str, FileRecord]) -> str:
-    """8 hex digits of all names, sizes and contents."""
+    """Return 8 hex digits of a SHA-256 over all file names, sizes and contents."""
     return hashlib.sha256(canonical_json({name: record.model_dump() for name, record in files.items()})).hexdigest()[:8]
 
 
-def place(store: Store, source: Path, folder: str, files: dict[str, FileRecord]) -> None:
-    """Put a part's files into `folder`, whose name is their content's hash.
+def store_part(store: Store, source: Path, folder: str, files: dict[str, FileRecord]) -> None:
+    """Store a part's files in `folder`, which is named after their content hash.
 
-    What lies there already is hashed, and used where it is right. The first file is written in any case: as long as an
-    attempt may come to its receipt, its part is not old, and `clean` leaves it alone.
+    Existing files are hashed and kept if they are correct. The first file is always written again, so that the part
+    looks recent to `clean` for as long as this attempt may still create its receipt.
 
     Raises:
-        WorkError: what then lies there has not the size of what was put.
+        WorkError: a file does not have the expected size after the upload.
     """
     if store.move(source, folder):
         return
@@ -145,12 +148,13 @@ def place(store: Store, source: Path, folder: str, files: dict[str, FileRecord])
         for name in wrong:
             if sizes.get(name) != files[name].bytes:
                 raise WorkError(
-                    f"{store.where(f'{folder}/{name}')} has {sizes.get(name)} bytes of {files[name].bytes}."
+                    f"{store.where(f'{folder}/{name}')} has {sizes.get(name)} bytes after the upload instead of "
+                    f"{files[name].bytes}. The part was not committed; run the job again to retry it."
                 )
 
 
 def _compare(store: Store, folder: str, files: dict[str, FileRecord]) -> dict[str, bool]:
-    """File → whether what lies in `folder` is that."""
+    """Check the files in `folder` by size and SHA-256: file name → whether it is correct."""
     found = store.listing(folder)
     return {
         name: name in found and found[name].bytes == record.bytes and store.sha256(f"{folder}/{name}") == record.sha256
@@ -159,21 +163,25 @@ def _compare(store: Store, folder: str, files: dict[str, FileRecord]) -> dict[st
 
 
 def create_receipt(store: Store, receipt: Receipt) -> Receipt:
-    """Create the receipt of a part that is in place, and return it; or another's, where that is in force."""
+    """Create the receipt of a stored part.
+
+    Returns:
+        The receipt in force: this one, or that of the attempt that committed the part first.
+    """
     while True:
-        generation, _ = current(store, receipt.bucket, receipt.tar)
+        generation, _ = current_generation(store, receipt.bucket, receipt.tar)
         receipt = receipt.model_copy(update={"generation": generation})
         if store.create(receipt.name, receipt.sealed()):
             return receipt
         found = parse_receipt(store.read(receipt.name), store.where(receipt.name))
         if found.token == receipt.token:
-            return found  # created by this attempt, which was not told
+            return found  # an earlier request of this attempt created it, and the reply was lost
         if store.size(tombstone_name(receipt.bucket, receipt.tar, generation)) is None:
             return found
 
 
-def current(store: Store, bucket: str, tar: str) -> tuple[int, Receipt | None]:
-    """The generation that is not recalled, and its receipt if there is one."""
+def current_generation(store: Store, bucket: str, tar: str) -> tuple[int, Receipt | None]:
+    """Return the first generation that has not been recalled, and its receipt if one exists."""
     generation = 0
     while True:
         name, tombstone = receipt_name(bucket, tar, generation), tombstone_name(bucket, tar, generation)
@@ -184,7 +192,7 @@ def current(store: Store, bucket: str, tar: str) -> tuple[int, Receipt | None]:
 
 
 class Recallable(Protocol):
-    """What a tombstone says about a receipt."""
+    """The properties of a receipt that its tombstone records."""
 
     @property
     def name(self) -> str: ...
@@ -199,9 +207,9 @@ class Recallable(Protocol):
 
 
 def recall(store: Store, receipts: Iterable[Recallable], why: str) -> None:
-    """Put a tombstone beside each receipt: it is no longer in force, and the next job makes its part anew.
+    """Create a tombstone for each receipt, which takes it out of force; the next job re-encodes the part.
 
-    Parts stay where they are, so that a run that has begun with them goes on.
+    The files of the part stay, so that training runs that already read it can continue.
     """
     for receipt in receipts:
         stone = {"receipt": receipt.name, "token": receipt.token, "why": why, "at": datetime.now(UTC).isoformat()}
@@ -216,7 +224,11 @@ def make_receipt(
     shared: dict[str, FileRecord],
     times: dict[str, float],
 ) -> Receipt:
-    """The receipt of `attempt`'s part of a bucket, of generation 0; books that do not add up are refused."""
+    """Build the generation-0 receipt of an attempt's part in `bucket`.
+
+    Raises:
+        ValidationError: the sample counts are inconsistent.
+    """
     part = attempt.parts[bucket]
     return Receipt(
         tar=attempt.tar,
@@ -246,13 +258,16 @@ def make_receipt(
 
 
 def record_files(folder: Path, known: dict[str, FileRecord]) -> dict[str, FileRecord]:
-    """Size and SHA-256 of every file below `folder`, by relative path, sorted; `known` ones are not read again."""
+    """Map the relative path of every file below `folder`, sorted, to its size and SHA-256.
+
+    Files with an entry in `known` are not read again.
+    """
     here = LocalStore(folder)
     return {name: known.get(name) or record_file(here, name) for name in here.files()}
 
 
 def record_file(store: Store, name: str) -> FileRecord:
-    """Size and SHA-256 of one file, which is there."""
+    """Return the size and SHA-256 of an existing file."""
     size = store.size(name)
     assert size is not None
     return FileRecord(bytes=size, sha256=store.sha256(name))

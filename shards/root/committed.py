@@ -1,4 +1,7 @@
-"""What is committed to a root: its receipts listed, loaded, and added up over the buckets of a tar."""
+"""List and load a root's receipts, and aggregate them per tar.
+
+A receipt is in force if no tombstone recalls it and it has the latest generation.
+"""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -17,30 +20,30 @@ from shards.format.tables import TOO_SMALL
 
 
 class Committed(NamedTuple):
-    """A receipt, and where it was read."""
+    """A loaded receipt with its object's name and ETag."""
 
     name: str
-    """Relative to the root."""
+    """Path relative to the root."""
     etag: str
-    """The object's own."""
+    """ETag of the receipt's object."""
     receipt: Receipt
 
 
 def list_commits(store: Store) -> dict[str, str]:
-    """Everything in commits/, tombstones too: name relative to the root → etag; one listing.
+    """List commits/ in one pass, tombstones included: name relative to the root → ETag.
 
-    `active_receipts` says which of them count.
+    `active_receipts` selects the receipts in force.
     """
     return store.etags(FOLDER)
 
 
 def committed_parts(store: Store) -> set[tuple[str, str]]:
-    """(bucket, tar) of every part that has a receipt in force; by names alone."""
+    """Return (bucket, tar) of every part with a receipt in force, from object names alone."""
     return {parsed[:2] for name in active_receipts(list_commits(store)) if (parsed := parse_name(name))}
 
 
 def load_commits(store: Store, etags: Mapping[str, str]) -> list[Committed]:
-    """The receipts of these names, by name and bucket; read at once. What is not there is left out.
+    """Load these receipts into memory, sorted by name. Names that do not exist are skipped.
 
     Raises:
         DamagedFile, RequestError: as `parse_receipt`.
@@ -52,7 +55,7 @@ def load_commits(store: Store, etags: Mapping[str, str]) -> list[Committed]:
 
 
 def read_receipts(store: Store, names: Sequence[str]) -> Iterator[Receipt]:
-    """Yield the receipts of these names, in their order, each parsed when it is its turn.
+    """Yield these receipts in the order of `names`, parsing one at a time.
 
     Raises:
         DamagedFile, RequestError: as `parse_receipt`.
@@ -62,10 +65,10 @@ def read_receipts(store: Store, names: Sequence[str]) -> Iterator[Receipt]:
 
 
 def iter_receipts(store: Store) -> Iterator[Receipt]:
-    """Yield the receipts in force, by tar and bucket.
+    """Yield the receipts in force, ordered by tar and bucket.
 
-    A large root has 158,000 of them, which would take 6 GB as objects: keep what you need from each, and not the
-    receipt.
+    A large root has 158,000 receipts, which take 6 GB as Python objects, so keep the fields you need rather than the
+    receipts.
 
     Raises:
         DamagedFile, RequestError: as `parse_receipt`.
@@ -74,28 +77,28 @@ def iter_receipts(store: Store) -> Iterator[Receipt]:
 
 
 def tar_of(name: str) -> str:
-    """The tar of a receipt in force, by the receipt's name."""
+    """Return the tar that a receipt's name refers to."""
     parsed = parse_name(name)
     assert parsed is not None
     return parsed[1]
 
 
 def by_tar_and_bucket(names: Iterable[str]) -> list[str]:
-    """Sort names of receipts by tar, and those of a tar by bucket and generation."""
+    """Sort receipt names by tar, then by bucket and generation."""
     return sorted(names, key=lambda name: (tar_of(name), name))
 
 
 @dataclass(frozen=True)
-class TarBooks:
-    """What one tar gave, over all of its buckets."""
+class TarReceipts:
+    """All receipts of one tar, with counts over its buckets."""
 
     tar: str
     parts: dict[str, Receipt]
-    """By bucket."""
+    """Bucket → receipt."""
 
     @property
     def samples_in(self) -> int:
-        """Of the tar."""
+        """Number of samples in the tar."""
         return next(iter(self.parts.values())).samples_in
 
     @cached_property
@@ -104,28 +107,31 @@ class TarBooks:
 
     @property
     def encoded(self) -> int:
-        """Samples in at least one bucket."""
+        """Number of samples stored in at least one bucket."""
         return int(self._stored.sum())
 
     @property
     def rejected(self) -> dict[str, int]:
-        """Reason → samples that are in no bucket; the first bucket's that has a telling one."""
-        left, counts = ~self._stored, Counter[str]()
+        """Reason → number of samples that no bucket stores.
+
+        A sample counts under the reason of the first bucket that records one other than its size, else as too small.
+        """
+        unexplained, counts = ~self._stored, Counter[str]()
         for bucket in sorted(self.parts):
-            part, telling = self.parts[bucket], np.zeros(self.samples_in, bool)
+            part, explained = self.parts[bucket], np.zeros(self.samples_in, bool)
             for reason in part.rejects:
-                rows = part.rejected_samples(reason) & left
+                rows = part.rejected_samples(reason) & unexplained
                 counts[reason] += int(rows.sum())
-                telling |= rows
-            left = left & ~telling
-        counts[TOO_SMALL] += int(left.sum())
+                explained |= rows
+            unexplained = unexplained & ~explained
+        counts[TOO_SMALL] += int(unexplained.sum())
         return {reason: count for reason, count in sorted(counts.items()) if count}
 
 
 def rejected_once(parts: Iterable[Receipt]) -> dict[str, int]:
-    """Count a tar's samples that at least one of these `parts` rejects: reason → samples.
+    """Count a tar's samples that at least one of `parts` rejects: reason → number of samples.
 
-    A sample that several of its buckets reject for the same reason counts once.
+    A sample that several buckets reject for the same reason counts once.
     """
     rows: dict[str, NDArray[np.bool_]] = {}
     for part in parts:
@@ -135,39 +141,44 @@ def rejected_once(parts: Iterable[Receipt]) -> dict[str, int]:
     return {reason: int(bits.sum()) for reason, bits in rows.items()}
 
 
-def by_tar(receipts: Iterable[Receipt]) -> list[TarBooks]:
-    """Receipts in force → the books of each tar, by name."""
+def group_by_tar(receipts: Iterable[Receipt]) -> list[TarReceipts]:
+    """Group receipts in force by tar, ordered by tar name."""
     parts: dict[str, dict[str, Receipt]] = {}
     for receipt in receipts:
         parts.setdefault(receipt.tar, {})[receipt.bucket] = receipt
-    return [TarBooks(tar, parts[tar]) for tar in sorted(parts)]
+    return [TarReceipts(tar, parts[tar]) for tar in sorted(parts)]
 
 
-def iter_books(store: Store) -> Iterator[TarBooks]:
-    """Yield the books of every tar, by name, as `iter_receipts` does its receipts."""
-    for tar, receipts in groupby(iter_receipts(store), key=lambda receipt: receipt.tar):
-        yield TarBooks(tar, {receipt.bucket: receipt for receipt in receipts})
-
-
-def iter_committed(store: Store) -> Iterator[TarBooks]:
-    """Yield the books of every tar of a root that holds something.
+def iter_tars(store: Store) -> Iterator[TarReceipts]:
+    """Yield the receipts of one tar after another, ordered by tar name.
 
     Raises:
-        RequestError: nothing is committed to it; or as `parse_receipt`.
+        DamagedFile, RequestError: as `parse_receipt`.
+    """
+    for tar, receipts in groupby(iter_receipts(store), key=lambda receipt: receipt.tar):
+        yield TarReceipts(tar, {receipt.bucket: receipt for receipt in receipts})
+
+
+def iter_committed_tars(store: Store) -> Iterator[TarReceipts]:
+    """Yield the receipts of one tar after another, and fail if nothing has been committed.
+
+    Raises:
+        RequestError: the root has no receipts in force; or as `parse_receipt`.
+        DamagedFile: as `parse_receipt`.
     """
     is_empty = True
-    for books in iter_books(store):
+    for tar_receipts in iter_tars(store):
         is_empty = False
-        yield books
+        yield tar_receipts
     if is_empty:
-        raise RequestError(f"{store.where()} holds no committed shard yet: run `make precompute` first.")
+        raise RequestError(f"{store.where()} has no committed shards yet. Run `make precompute` first.")
 
 
 def load_receipts(store: Store) -> list[Receipt]:
-    """All receipts in force, by tar and bucket; only for small roots. Raises as `parse_receipt`."""
+    """Load all receipts in force, ordered by tar and bucket. Only for small roots; raises as `parse_receipt`."""
     return list(iter_receipts(store))
 
 
-def load_books(store: Store) -> list[TarBooks]:
-    """The books of every tar, by name; only for small roots. Raises as `parse_receipt`."""
-    return list(iter_books(store))
+def load_tars(store: Store) -> list[TarReceipts]:
+    """Load the receipts of all tars, ordered by tar name. Only for small roots; raises as `parse_receipt`."""
+    return list(iter_tars(store))

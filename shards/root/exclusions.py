@@ -1,8 +1,9 @@
-"""Samples that no later run may train on: takedowns, licences. Lists that are added to a root and never changed.
+"""Exclusion lists: samples that later training runs must skip, for example after takedown or licence requests.
 
-    ROOT/exclusions/url.SHA256.txt      sorted lines; of keys, of URLs, or of SHA-256s of the pictures' files
+    ROOT/exclusions/url.SHA256.txt      sorted lines of keys, URLs, or SHA-256s of picture files
 
-A run applies all lists that were there when it began, and its fingerprint names them. Nothing stored is touched.
+Lists are immutable and only ever added. A run applies the lists that exist when it starts, and its fingerprint names
+them. The stored samples are not modified.
 """
 
 import hashlib
@@ -27,76 +28,81 @@ KINDS = {
     "url": "urls that the pictures were downloaded from",
     "sha256": "hashes, SHA-256, of the pictures' files",
 }
-"""Column of samples.parquet → what it holds."""
+"""Column of samples.parquet → description. The first word is also the command-line option."""
 
 
 @dataclass(frozen=True)
 class Exclusion:
+    """An exclusion list: the values of one column whose samples are excluded."""
+
     kind: str
-    """The column of samples.parquet that it is about: one of KINDS."""
+    """Column of samples.parquet that the values are matched against: one of KINDS."""
     values: pa.Array
 
     @property
     def data(self) -> bytes:
+        """Content of the stored file, one value per line."""
         return "".join(f"{value}\n" for value in self.values.to_pylist()).encode()
 
     @property
     def id(self) -> str:
-        """`url.SHA256`."""
+        """Kind and SHA-256 of the content, as in `url.SHA256`."""
         return f"{self.kind}.{hashlib.sha256(self.data).hexdigest()}"
 
     def hits(self, table: pa.Table) -> NDArray[np.bool_]:
-        """(rows,) which samples of a part are excluded."""
+        """Return (rows,) bool: which rows of a part's sample table are excluded."""
         return self.lines_of(table) >= 0
 
     def lines_of(self, table: pa.Table) -> NDArray[np.int64]:
-        """(rows,) index into `values` of the line that excludes each sample; -1 where none does."""
+        """Return (rows,) index into `values` of the line that excludes each sample, -1 if none does."""
         return np.asarray(pc.index_in(table[self.kind], self.values).fill_null(-1)).astype(np.int64)
 
 
 def make_exclusion(kind: str, values: Iterable[str]) -> Exclusion:
-    """A list of what is to be excluded; blank lines count for nothing.
+    """Build an exclusion list from values; blank lines and duplicates are dropped.
 
     Raises:
-        RequestError: there is nothing in it, or what stands there is no SHA-256.
+        RequestError: there are no values, or a value of kind `sha256` is not a SHA-256.
     """
     assert kind in KINDS
     lines = {value.strip() for value in values} - {""}
     if kind == "sha256":
         lines = {line.lower() for line in lines}
         if wrong := [line for line in lines if len(line) != 64 or set(line) - set("0123456789abcdef")]:
-            raise RequestError(f"{min(wrong)!r} is no SHA-256, which is 64 hex digits. Nothing was excluded.")
+            raise RequestError(f"{min(wrong)!r} is not a SHA-256 (64 hex digits). Nothing was excluded.")
     if not lines:
-        raise RequestError("Nothing to exclude was given. Give values, or a file with one on each line.")
+        raise RequestError("No values to exclude were given. Pass values, or --file with one value per line.")
     return Exclusion(kind, pa.array(sorted(lines), pa.string()))
 
 
 def add_exclusion(store: Store, exclusion: Exclusion) -> bool:
-    """Store a list; returns whether it was not there yet."""
+    """Store an exclusion list; return False if the root already has it."""
     return store.create(f"{FOLDER}/{exclusion.id}.txt", exclusion.data)
 
 
 def exclusion_ids(store: Store) -> list[str]:
-    """Of all lists of a root, sorted."""
+    """Return the ids of all exclusion lists of a root, sorted."""
     return [name.removesuffix(".txt") for name in store.files(FOLDER) if name.partition(".")[0] in KINDS]
 
 
 def load_exclusion(store: Store, id: str) -> Exclusion:
-    """A list.
+    """Load an exclusion list.
 
     Raises:
-        DamagedFile: it is not there, or not what was stored.
+        DamagedFile: the list is missing or its content does not match its name.
     """
     name = f"{FOLDER}/{id}.txt"
     data = store.read_many([name]).get(name, b"")
     exclusion = Exclusion(id.partition(".")[0], pa.array(data.decode(errors="replace").split("\n")[:-1], pa.string()))
     if exclusion.id != id:
-        raise DamagedFile(f"{store.where(name)} is missing or damaged: its SHA-256 is not its name. Restore it.")
+        raise DamagedFile(
+            f"{store.where(name)} is missing or damaged: its SHA-256 does not match its name. Restore it from a copy."
+        )
     return exclusion
 
 
 def damaged_exclusions(store: Store) -> Iterator[str]:
-    """Lists that are not as they were stored."""
+    """Yield an error message for each exclusion list that is damaged."""
     for id in exclusion_ids(store):
         try:
             load_exclusion(store, id)
@@ -105,23 +111,31 @@ def damaged_exclusions(store: Store) -> Iterator[str]:
 
 
 def read_samples(store: Store, bucket: str, part: np.void, columns: Sequence[str]) -> pa.Table:
-    """Read `columns` and the keys of a part's table of samples, in order.
+    """Read `key` and `columns` from a part's sample table, in stored order.
 
     Args:
-        part: of `part_type`.
+        part: a record of dtype `part_type`.
 
     Raises:
-        DamagedFile: it is not the one that was committed, or has not the part's number of samples.
-        RequestError: it is missing.
+        DamagedFile: the table is not the one that was committed, or its row count is not the part's sample count.
+        RequestError: the table is missing.
     """
     folder, expected = part["folder"].decode(), part["table"].decode()
     name = f"{bucket}/{folder}/{SAMPLES_NAME}"
     data = store.read_many([name]).get(name)
     if data is None:
-        raise RequestError(f"{store.where(name)} is missing, and the stream's filter needs it. Restore it from a copy.")
+        raise RequestError(
+            f"{store.where(name)} is missing, so filters and exclusions cannot be applied to its part. Restore it from "
+            f"a copy."
+        )
     if hashlib.sha256(data).hexdigest() != expected:
-        raise DamagedFile(f"{store.where(name)} is damaged: its SHA-256 is not the one in its receipt. Restore it.")
+        raise DamagedFile(
+            f"{store.where(name)} is damaged: its SHA-256 does not match its receipt. Restore it from a copy."
+        )
     table = pq.ParquetFile(io.BytesIO(data)).read([*dict.fromkeys(["key", *columns])], use_threads=False)
     if len(table) != part["samples"]:
-        raise DamagedFile(f"{store.where(name)} has {len(table)} rows; the index says {part['samples']} samples.")
+        raise DamagedFile(
+            f"{store.where(name)} has {len(table)} rows, but the index lists {part['samples']} samples. Check the root "
+            f"with `python -m shards verify {store.where()}`."
+        )
     return table

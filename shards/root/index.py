@@ -1,7 +1,8 @@
-"""BUCKET/index.json: streaming's own index, built from receipts and never from a listing.
+"""Write BUCKET/index.json, the index that `streaming.StreamingDataset` reads.
 
-`streaming.base.util.merge_index` keeps only the leaf folder's name and fails on foreign JSON files, so the index is
-written here. The same parts always give the same bytes.
+It is built from receipts, never from a directory listing, and the same parts always give the same bytes.
+`streaming.base.util.merge_index` cannot do this: it keeps only the last folder of a path and fails on foreign JSON
+files.
 """
 
 import hashlib
@@ -22,21 +23,21 @@ from shards.root.manifest import Manifest, load_rows, read_index
 from shards.root.publish import Publisher
 from shards.root.segments import files_of, make_rows, merge
 
-HOLE = "\0"
+PLACEHOLDER = "\0"
 FILES_AT_ONCE = 1 << 14
 ROWS_AT_ONCE = 64
-"""Receipts of a bucket that are held before they become rows."""
+"""Receipts per bucket that `RowsByBucket` buffers before it converts them to rows."""
 
 
 def write_indexes(store: Store) -> dict[str, int]:
-    """Publish what is committed, and write every bucket's index.json; returns bucket → samples in it."""
+    """Publish all committed parts and write every bucket's index.json; return bucket → number of samples."""
     manifest = Publisher(store).publish()
     write_streaming(store, manifest)
     return {bucket: size.samples for bucket, size in manifest.buckets.items()}
 
 
 def write_streaming(store: Store, manifest: Manifest) -> None:
-    """Write the index.json of every bucket of a manifest."""
+    """Write index.json for every bucket of a manifest."""
     for bucket, size in manifest.buckets.items():
         index = read_index(store, bucket, size.id)
         pieces = bucket_index(EncodingRecord.load(store), bucket, load_rows(store, size.id, index))
@@ -44,39 +45,41 @@ def write_streaming(store: Store, manifest: Manifest) -> None:
 
 
 def index_columns(encoding: EncodingRecord, bucket: str) -> list[Column]:
-    """What the MDS files of a bucket hold, in their order."""
+    """Return the columns of a bucket's MDS files in stored order."""
     types = encoding.columns(Bucket.parse(bucket))
     return [Column.of(name, types[name]) for name in sorted(types)]
 
 
 def compact_json(value: Any) -> bytes:
-    """On one line, with sorted keys."""
+    """Encode `value` as JSON on one line with sorted keys."""
     return (json.dumps(value, sort_keys=True, ensure_ascii=False) + "\n").encode()
 
 
 def bucket_index(encoding: EncodingRecord, bucket: str, rows: pa.Table) -> Iterator[bytes]:
-    """ROOT/BUCKET/index.json over these parts, in pieces: a whole one may have 600 MB."""
-    # a million entries as Python objects would take gigabytes: two are dumped with their own values left open
+    """Yield ROOT/BUCKET/index.json for these parts in pieces, because the whole file can reach 600 MB."""
+    # A million entries as Python objects would take gigabytes. Instead, two entries with placeholder values are dumped
+    # as a template, and the values of each file are inserted between the constant pieces of text.
     config = file_config(index_columns(encoding, bucket))
-    raw_data = {"basename": HOLE, "bytes": HOLE, "hashes": {HASH: HOLE}}
-    entry = config | {"raw_data": raw_data, "samples": HOLE, "zip_data": None}
-    files, hole = files_of(rows), json.dumps(HOLE).encode()
+    raw_data = {"basename": PLACEHOLDER, "bytes": PLACEHOLDER, "hashes": {HASH: PLACEHOLDER}}
+    entry = config | {"raw_data": raw_data, "samples": PLACEHOLDER, "zip_data": None}
+    files, placeholder = files_of(rows), json.dumps(PLACEHOLDER).encode()
     if not len(files):
         yield compact_json({"version": 2, "shards": []})
         return
-    head, *between, tail = compact_json({"version": 2, "shards": [entry, entry]}).split(hole)
-    joints, next_head = [head, *between[:3]], between[3]
+    head, *between, tail = compact_json({"version": 2, "shards": [entry, entry]}).split(placeholder)
+    separators, next_head = [head, *between[:3]], between[3]
     for batch in files.to_batches(max_chunksize=FILES_AT_ONCE):
         piece: list[bytes] = []
         for values in zip(*(batch[name].to_pylist() for name in ("name", "bytes", "hash", "samples")), strict=True):
-            for joint, value in zip(joints, _written(*values), strict=True):
-                piece += joint, value
-            joints[0] = next_head
+            for separator, value in zip(separators, _json_values(*values), strict=True):
+                piece += separator, value
+            separators[0] = next_head
         yield b"".join(piece)
     yield tail
 
 
-def _written(name: bytes, size: int, hash: int, samples: int) -> Iterable[bytes]:
+def _json_values(name: bytes, size: int, hash: int, samples: int) -> Iterable[bytes]:
+    """Encode one file's values as JSON, in the order in which sorted keys place them."""
     return (
         json.dumps(name.decode(), ensure_ascii=False).encode(),
         str(size).encode(),
@@ -86,21 +89,21 @@ def _written(name: bytes, size: int, hash: int, samples: int) -> Iterable[bytes]
 
 
 class RowsByBucket:
-    """Receipts, collected as rows of parts: compact tables of a bucket each, such as indexes are made of."""
+    """Collects receipts as compact tables of part rows, one table per bucket, from which indexes are built."""
 
     def __init__(self) -> None:
         self.waiting: dict[str, list[Receipt]] = {}
         self.pieces: dict[str, list[pa.Table]] = {}
 
     def add(self, receipt: Receipt) -> None:
-        """Keep what an index says of a part; its receipt is let go of soon."""
+        """Add a part; its receipt is released once `ROWS_AT_ONCE` of them have been converted to rows."""
         waiting = self.waiting.setdefault(receipt.bucket, [])
         waiting.append(receipt)
         if len(waiting) == ROWS_AT_ONCE:
             self._collect(receipt.bucket)
 
     def tables(self) -> dict[str, pa.Table]:
-        """Bucket → the rows of all its parts, by tar."""
+        """Return bucket → rows of all added parts, sorted by tar."""
         for bucket in self.waiting:
             self._collect(bucket)
         return {bucket: merge(self.pieces[bucket]) for bucket in sorted(self.pieces)}
@@ -112,7 +115,7 @@ class RowsByBucket:
 
 
 def index_digest(encoding: EncodingRecord, bucket: str, rows: pa.Table) -> str:
-    """SHA-256 of the index.json of a bucket with these parts."""
+    """Return the SHA-256 that a bucket's index.json must have for these parts."""
     digest = hashlib.sha256()
     for piece in bucket_index(encoding, bucket, rows):
         digest.update(piece)

@@ -1,10 +1,10 @@
-"""Numbered manifests: which index each bucket has now. An index is what a run is pinned to.
+"""Numbered manifests, which map each bucket to its current index. Training runs are pinned to an index.
 
-    ROOT/index/manifests/00000017.json      bucket → id of its index, and what was recalled; the highest number counts
-    ROOT/index/buckets/ID.json              an index: its segments. ID follows from the set of parts alone
+    ROOT/index/manifests/00000017.json      bucket → index id, and recalled parts; the highest number is current
+    ROOT/index/buckets/ID.json              an index: its list of segments. ID depends only on the set of parts
     ROOT/index/segments/SHA256.arrow        rows of parts
 
-All of it is created if absent, and nothing is ever replaced.
+All files are written with create-if-absent and are never replaced, except to repair an index that lost a segment.
 """
 
 import re
@@ -26,7 +26,7 @@ NUMBER = re.compile(r"(\d{8})\.json")
 
 
 class BucketSize(Config):
-    """A bucket as a manifest lists it."""
+    """A bucket's index id and its totals, as listed in a manifest."""
 
     id: str
     parts: int
@@ -35,94 +35,101 @@ class BucketSize(Config):
 
 
 class Manifest(Config):
-    """What the root's buckets held when this was published."""
+    """The contents of a root's buckets at the time of publication."""
 
     version: Literal[2] = 2
     number: int
     buckets: dict[str, BucketSize]
     recalled: dict[str, tuple[str, ...]]
-    """Bucket → parts that were recalled, as `part_name` has them; never fewer than before."""
+    """Bucket → names of recalled parts, as returned by `part_name`. The list only ever grows."""
 
     def save(self, store: Store) -> bool:
-        """Whether nobody had published this number before."""
+        """Publish the manifest; return False if another process has already published this number."""
         return store.create(f"{FOLDER}/{self.number:08d}.json", sealed_json(self.model_dump(mode="json")))
 
 
 class BucketIndex(Config):
-    """An index: the segments that hold its rows. Which rows they hold is fixed by the id; how they are cut is not."""
+    """A bucket's index, stored as a list of segments.
+
+    The id fixes the set of rows, but not how they are divided into segments.
+    """
 
     version: Literal[2] = 2
     bucket: str
     segments: tuple[str, ...]
-    """SHA-256 of each."""
+    """SHA-256 of each segment."""
 
     def save(self, store: Store, id: str, replace: bool = False) -> None:
-        """Under the id of its rows."""
+        """Store the index under `id`, the `content_id` of its rows."""
         (store.write if replace else store.create)(index_name(id), sealed_json(self.model_dump(mode="json")))
 
 
 def newest_manifest(store: Store) -> Manifest | None:
-    """The highest number's; None where nothing was published.
+    """Load the manifest with the highest number; return None if nothing has been published.
 
     Raises:
-        DamagedFile: it is not what was published.
-        RequestError: another version of this program published it.
+        DamagedFile: the manifest is damaged.
+        RequestError: the manifest has a different format version.
     """
     numbers = [name for name in store.files(FOLDER) if NUMBER.fullmatch(name)]
     if not numbers:
         return None
     name = f"{FOLDER}/{max(numbers)}"
-    return Manifest.model_validate(_of_this_version(store.read(name), store.where(name)))
+    return Manifest.model_validate(_parse_version_2(store.read(name), store.where(name)))
 
 
 def read_index(store: Store, bucket: str, id: str) -> BucketIndex:
-    """An index.
+    """Load the index `id` of a bucket.
 
     Raises:
-        RequestError: the root has no such index, or another version of this program published it.
-        DamagedFile: it is not what was published.
+        RequestError: the root has no such index, or the index has a different format version.
+        DamagedFile: the index is damaged.
     """
     name = index_name(id)
     data = store.read_many([name]).get(name)
     if data is None:
         raise RequestError(
-            f"{store.where()} has no index {id} of its bucket {bucket}. Restore {name} from a copy; or, if it is "
-            f"the root's newest, write it anew with `python -m shards index {store.where()}`; or start a new run."
+            f"{store.where()} has no index {id} for bucket {bucket}. Restore {name} from a copy; or, if it is the "
+            f"root's newest index, rebuild it with `python -m shards index {store.where()}`; or start a new run."
         )
-    return BucketIndex.model_validate(_of_this_version(data, store.where(name)))
+    return BucketIndex.model_validate(_parse_version_2(data, store.where(name)))
 
 
 def load_rows(store: Store, id: str, index: BucketIndex) -> pa.Table:
-    """All rows of an index.
+    """Load all rows of an index.
 
     Raises:
-        DamagedFile: a segment is missing, or not what was stored.
-        RequestError: it names a file outside its folder, so somebody forged it.
+        DamagedFile: a segment is missing or damaged, or the rows do not match `id`.
+        RequestError: a row names a path outside the bucket's folder, so the index was forged.
     """
     try:
         rows = merge([load_segment(store, sha256) for sha256 in index.segments])
     except FileNotFoundError as error:
         raise DamagedFile(
-            f"A segment of {store.where(index_name(id))} is missing ({error}). Restore it from a copy; or, if it is "
-            f"the root's newest index, write it anew with `python -m shards index {store.where()}`."
+            f"A segment of {store.where(index_name(id))} is missing ({error}). Restore it from a copy; or, if this is "
+            f"the root's newest index, rebuild it with `python -m shards index {store.where()}`."
         ) from None
     if outside := names_outside(rows):
         raise RequestError(
-            f"{store.where(index_name(id))} names a file outside its folder, {outside[0]!r}. Do not use this root."
+            f"{store.where(index_name(id))} names a file outside its bucket's folder: {outside[0]!r}. The index may "
+            f"have been tampered with. Do not use this root."
         )
     if content_id(rows) != id:
-        raise DamagedFile(f"{store.where(index_name(id))} names other rows than its name says. Restore it from a copy.")
+        raise DamagedFile(
+            f"{store.where(index_name(id))} is damaged: its rows do not match the id in its name. Restore it from a "
+            f"copy."
+        )
     return rows
 
 
 def current_ids(store: Store) -> dict[str, str]:
-    """Bucket → id of its newest index; empty where nothing was published."""
+    """Return bucket → id of its current index; empty if nothing has been published."""
     manifest = newest_manifest(store)
     return {bucket: size.id for bucket, size in manifest.buckets.items()} if manifest else {}
 
 
 def damaged_indexes(store: Store) -> Iterator[str]:
-    """What is wrong with what was published: of manifests, indexes and segments each that is not as it was stored."""
+    """Yield an error message for each manifest, index or segment that is damaged."""
     for name in [f"{folder}/{file}" for folder in (FOLDER, INDEXES, SEGMENTS) for file in store.files(folder)]:
         folder, _, file = name.rpartition("/")
         data, stem = store.read(name), file.partition(".")[0]
@@ -130,23 +137,23 @@ def damaged_indexes(store: Store) -> Iterator[str]:
             if folder == SEGMENTS:
                 load_segment(store, stem)
             elif folder == FOLDER:
-                Manifest.model_validate(_of_this_version(data, store.where(name)))
+                Manifest.model_validate(_parse_version_2(data, store.where(name)))
             else:
-                load_rows(store, stem, BucketIndex.model_validate(_of_this_version(data, store.where(name))))
+                load_rows(store, stem, BucketIndex.model_validate(_parse_version_2(data, store.where(name))))
         except (DamagedFile, RequestError) as error:
             yield str(error)
 
 
 def index_name(id: str) -> str:
-    """Relative to the root."""
+    """Return an index file's path relative to the root."""
     return f"{INDEXES}/{id}.json"
 
 
-def _of_this_version(data: bytes, where: str) -> dict[str, Any]:
+def _parse_version_2(data: bytes, where: str) -> dict[str, Any]:
     fields = parse_sealed_json(data, where)
     if fields.get("version") != 2:
         raise RequestError(
-            f"{where} has format version {fields.get('version')}, and this version of latentmill reads only 2. Use the "
-            f"one that wrote it."
+            f"{where} has format version {fields.get('version')}, but this version of latentmill reads only version 2. "
+            f"Use the version of latentmill that wrote it."
         )
     return fields

@@ -1,4 +1,4 @@
-"""Who makes a part, by which code, and how long each stage takes: for its receipt."""
+"""Provenance for receipts: host and GPU, source code hash, package versions, and time per stage."""
 
 import functools
 import hashlib
@@ -20,12 +20,12 @@ from shards.format.receipts import MadeBy
 
 Item = TypeVar("Item")
 PACKAGES = ("precompute", "shards")
-"""Those whose code decides over the bytes of a part."""
+"""Packages whose code determines the bytes of a part."""
 
 
 @functools.cache
 def source_sha256() -> str:
-    """Over the Python files of PACKAGES, as this process would import them."""
+    """Hash the Python files of PACKAGES, as this process would import them."""
     digest = hashlib.sha256()
     for package in PACKAGES:
         spec = find_spec(package)
@@ -39,13 +39,13 @@ def source_sha256() -> str:
 
 @functools.cache
 def versions(packages: tuple[str, ...]) -> dict[str, str]:
-    """Package → its version. (To look six up takes as long as a dozen small pictures.)"""
+    """Return package → version. Cached, because looking up six versions takes as long as a dozen small pictures."""
     return {name: version(name) for name in packages}
 
 
 @functools.cache
 def made_by(device: torch.device) -> MadeBy:
-    """This process, on `device`."""
+    """Describe this process and `device` for a receipt."""
     gpu = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
     return MadeBy(
         host=os.uname().nodename,
@@ -57,7 +57,7 @@ def made_by(device: torch.device) -> MadeBy:
 
 
 class Stopwatch:
-    """Seconds by stage, added up over whatever threads work on it."""
+    """Seconds per stage, summed over all threads."""
 
     def __init__(self) -> None:
         self.began = time.monotonic()
@@ -74,7 +74,7 @@ class Stopwatch:
                 self.seconds[stage] += time.monotonic() - began
 
     def waiting(self, stage: str, items: Iterable[Item]) -> Iterator[Item]:
-        """`items`; the wait for each counts."""
+        """Yield `items`, and count the wait for each of them under `stage`."""
         iterator = iter(items)
         while True:
             try:

@@ -1,8 +1,9 @@
-"""Receipts → manifests, while a job runs and at its end. Any number of processes may publish at once.
+"""Publish manifests from receipts, while a job runs and at its end. Several processes may publish concurrently.
 
-A publisher lists the commits, and fetches the receipts that the newest manifest does not know. It makes one segment of
-them per bucket, merging smaller ones as it goes, so that their number grows with the logarithm of the parts'. Then it
-creates the next manifest; where another was faster, it looks again. A kill leaves at most files that nobody reads.
+A publisher lists the commits and fetches only the receipts that the newest manifest does not cover. It writes them as
+one new segment per bucket and merges small segments into it, so the number of segments grows with the logarithm of the
+number of parts. Then it creates the next manifest, and starts over if another process was faster. A killed publisher
+leaves at most some unreferenced files.
 """
 
 import sys
@@ -21,39 +22,39 @@ from shards.root.manifest import BucketIndex, BucketSize, Manifest, newest_manif
 from shards.root.segments import content_id, load_segment, make_rows, merge, part_name, receipts_of, save_segment, sizes
 
 RECEIPTS_AT_ONCE = 512
-"""Held in memory before they become rows."""
-LEAVE_SECONDS = 5.0
-"""For so long a process that is told to leave waits for a step of its publisher; only a listing takes longer."""
+"""Receipts in memory before they are converted to rows."""
+JOIN_TIMEOUT_SECONDS = 5.0
+"""Seconds that a stopping process waits for its publisher's current step. Only a listing can take longer."""
 MERGE_BELOW = 2
-"""A segment is merged into the next one where it has fewer than this many times its parts."""
+"""A new segment absorbs an existing one that has fewer than this many times its rows."""
 
 
 class IndexConfig(Config):
-    """When what is committed becomes visible to training runs that begin."""
+    """How often committed parts are published, so that new training runs see them."""
 
     every: float = Field(300.0, gt=0)
-    """Seconds between two manifests while a job runs; one more is published at its end, unless it was told to leave."""
+    """Seconds between two manifests while a job runs. One more is published at the end, unless the job was stopped."""
 
 
-class Stopped(Exception):
-    """Publishing was given up, as it was told."""
+class PublishStopped(Exception):
+    """Publishing was abandoned because the process is stopping."""
 
 
 class Publisher:
-    """Publishes a root, again and again; the segments of the newest manifest stay in memory."""
+    """Publishes a root repeatedly and caches the segments of the newest manifest in memory."""
 
     def __init__(self, store: Store, stop: Callable[[], bool] = lambda: False):
-        """`stop` is asked before each step, of a second or so; Stopped is raised where it says yes."""
+        """`stop` is polled before each step (about a second of work); PublishStopped is raised once it returns True."""
         self.store = store
         self.stop = stop
         self.tables: dict[str, pa.Table] = {}
 
     def publish(self) -> Manifest:
-        """The manifest of what is committed now; a new one, unless the newest says the same.
+        """Publish all committed parts, unless the newest manifest already lists them; return the current manifest.
 
         Raises:
-            DamagedFile: a receipt or a segment is not what was written.
-            Stopped: `stop` said so.
+            DamagedFile: a receipt or a segment is damaged.
+            PublishStopped: `stop` returned True.
         """
         while True:
             newest, listed = newest_manifest(self.store), list_commits(self.store)
@@ -67,7 +68,7 @@ class Publisher:
                 return manifest
 
     def _extend(self, bucket: str, known: BucketSize | None, wanted: Mapping[str, str]) -> BucketSize:
-        """Store a bucket's index of the receipts `wanted`, name → etag, beginning with what is `known`."""
+        """Store the index of a bucket's receipts `wanted` (name → ETag), reusing the segments of the `known` index."""
         kept, loose, fresh = [], [], dict(wanted)
         tables = self._load(bucket, known.id) if known else {}
         for sha256, table in (tables or {}).items():
@@ -85,7 +86,7 @@ class Publisher:
         return self._store(bucket, kept, merge([*loose, *self._fetch(fresh)]), repair=tables is None)
 
     def _load(self, bucket: str, id: str) -> dict[str, pa.Table] | None:
-        """SHA-256 → table, of the segments of an index; None where a file is gone, which the receipts can make anew."""
+        """Load the segments of an index: SHA-256 → table. Return None if a file is gone; receipts can replace it."""
         try:
             index = read_index(self.store, bucket, id)
             for sha256 in index.segments:
@@ -104,9 +105,9 @@ class Publisher:
             yield make_rows((committed.receipt, committed.etag) for committed in loaded)
 
     def _store(self, bucket: str, kept: list[tuple[str, pa.Table]], rows: pa.Table, repair: bool) -> BucketSize:
-        """Store an index of the segments `kept` and the new `rows`, which take in those that are not much larger.
+        """Store an index of the segments `kept` and the new `rows`, after merging small segments into `rows`.
 
-        To `repair` is to replace what may be stored under the same id, but name a segment that is gone.
+        With `repair`, an index stored under the same id is replaced, because it may refer to a segment that is gone.
         """
         kept.sort(key=lambda segment: len(segment[1]), reverse=True)
         while kept and len(kept[-1][1]) < MERGE_BELOW * len(rows):
@@ -124,11 +125,15 @@ class Publisher:
 
     def _check(self) -> None:
         if self.stop():
-            raise Stopped
+            raise PublishStopped
 
 
 def in_force(listed: Mapping[str, str]) -> tuple[dict[str, dict[str, str]], dict[str, tuple[str, ...]]]:
-    """Bucket → receipts in force, name → etag; and bucket → names of receipts that were recalled."""
+    """Split a listing of commits/ by bucket.
+
+    Returns:
+        Bucket → receipts in force (name → ETag), and bucket → sorted names of the recalled parts.
+    """
     wanted: dict[str, dict[str, str]] = {}
     recalled: dict[str, list[str]] = {}
     for name in active_receipts(listed):
@@ -137,31 +142,34 @@ def in_force(listed: Mapping[str, str]) -> tuple[dict[str, dict[str, str]], dict
         if (parsed := parse_name(name)) and parsed[3]:
             bucket, tar, generation, _ = parsed
             recalled.setdefault(bucket, []).append(part_name(tar, generation))
-            wanted.setdefault(bucket, {})  # of which all may be recalled
+            wanted.setdefault(bucket, {})  # all parts of the bucket may have been recalled
     return wanted, {bucket: tuple(sorted(names)) for bucket, names in sorted(recalled.items())}
 
 
-class Publishing:
-    """Publishes every so often while its body runs; and at the end where `finish` is called, not on the way out."""
+class PeriodicPublisher:
+    """Context manager that publishes at intervals from a thread.
+
+    The last manifest is published by `finish`, not on exit, so a body that raises publishes nothing more.
+    """
 
     def __init__(self, store: Store, every: float):
-        """`every`: seconds between two manifests."""
+        """`every` is the number of seconds between two manifests."""
         self.every = every
         self.over = threading.Event()
         self.publisher = Publisher(store, self.over.is_set)
         self.thread = threading.Thread(target=self._publish, daemon=True, name="publish")
 
-    def __enter__(self) -> "Publishing":
+    def __enter__(self) -> "PeriodicPublisher":
         self.thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self.over.set()
-        # it leaves nothing half done, but a process must not end while it is in the middle of Arrow's code
-        self.thread.join(LEAVE_SECONDS)
+        # abandoning a step is harmless, but the process must not exit while the thread is inside Arrow's native code
+        self.thread.join(JOIN_TIMEOUT_SECONDS)
 
     def finish(self) -> Manifest:
-        """The manifest of all that is committed.
+        """Stop the thread and publish all committed parts; return the manifest.
 
         Raises:
             DamagedFile, RequestError: as `Publisher.publish`.
@@ -175,8 +183,8 @@ class Publishing:
         while not self.over.wait(self.every):
             try:
                 self.publisher.publish()
-            except Stopped:
+            except PublishStopped:
                 return
             except (WorkError, RequestError, OSError) as error:
-                # the next one may succeed; the last one, which must, says so otherwise
-                print(f"No index was published this time: {error}", file=sys.stderr, flush=True)
+                # a later attempt may succeed, and `finish` raises if the last one fails
+                print(f"The index could not be published and will be retried: {error}", file=sys.stderr, flush=True)

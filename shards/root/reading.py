@@ -1,4 +1,4 @@
-"""Reading committed parts sample by sample, without a dataset, a cache or shared memory."""
+"""Read committed parts sample by sample, without a StreamingDataset, a cache or shared memory."""
 
 import json
 from collections.abc import Iterable, Iterator
@@ -18,9 +18,9 @@ from shards.format.towers import TextTower
 
 
 def read_parts(store: Store, bucket: str, shards: Iterable[str], each: int | None = None) -> Iterator[dict[str, Any]]:
-    """The samples of a bucket's parts, one part after the other; the first `each` of a part.
+    """Yield the samples of a bucket's parts in order, at most `each` per part.
 
-    Where the root is not local, a part is copied when its turn comes.
+    If the root is remote, each part is downloaded when it is reached.
     """
     for shard in shards:
         with store.local(f"{bucket}/{shard}") as folder:
@@ -28,10 +28,10 @@ def read_parts(store: Store, bucket: str, shards: Iterable[str], each: int | Non
 
 
 def read_part(folder: Path) -> Iterator[dict[str, Any]]:
-    """The samples of ROOT/BUCKET/SHARD in order, one dict of columns each.
+    """Yield the samples of a part's folder in order, each as a dict of columns.
 
     Raises:
-        DamagedFile: a file holds other samples than the part's index says.
+        DamagedFile: an MDS file does not match the part's index.
     """
     index = folder / "index.json"
     files = parse_index(index.read_bytes(), str(index))
@@ -45,21 +45,23 @@ def read_part(folder: Path) -> Iterator[dict[str, Any]]:
 
 
 def captions(sample: dict[str, Any], encoding: EncodingRecord) -> list[str]:
-    """The captions that a sample has, in the order of its text latents."""
+    """Return a sample's captions, in the order of its text latents."""
     if not encoding.several:
         return [sample["caption"]]
     return [caption for caption in json.loads(sample["caption"]) if caption is not None]
 
 
 def image_latents(sample: dict[str, Any]) -> np.ndarray:
-    """(planes, h, w) float32 of a sample, neither shifted nor scaled."""
+    """Return a sample's image latents, (planes, h, w) float32, before the VAE's shift and scale."""
     scales = torch.tensor(sample["image_scales"]) if "image_scales" in sample else None
     return image.unpack(torch.tensor(sample["image_latents"]), scales).numpy()
 
 
 def text_latents(sample: dict[str, Any], encoding: EncodingRecord) -> list[dict[str, np.ndarray]]:
-    """Each of a sample's captions: text tower → its states, (tokens, width) float32; those of real tokens alone where
-    captions were trimmed."""
+    """Return a dict for each of a sample's captions: text tower → hidden states, (tokens, width) float32.
+
+    If the root stores trimmed states, padding tokens are left out.
+    """
     states = {name: tower for name, tower in encoding.texts.items() if tower.states}
     return [{name: _states(row, name, tower) for name, tower in states.items()} for row in unpack(sample)]
 
@@ -70,12 +72,12 @@ def _states(row: dict[str, np.ndarray], name: str, tower: TextTower) -> np.ndarr
 
 
 def features(sample: dict[str, Any], encoding: EncodingRecord) -> dict[str, np.ndarray]:
-    """Feature tower → (tokens, width) float32 of a sample."""
+    """Return a sample's features: feature tower → (tokens, width) float32."""
     return {name: decoded(sample, f"features.{name}", f"feature_scales.{name}") for name in encoding.features}
 
 
 def decoded(columns: dict[str, Any], latents: str, scales: str, rows: slice = slice(None)) -> np.ndarray:
-    """Stored (tokens, width) → float32: of float16, or of codes and their `scales`."""
+    """Convert the stored (tokens, width) column `latents` to float32, from float16 or from codes and `scales`."""
     stored = torch.tensor(columns[latents][rows])
     if scales not in columns:
         return stored.float().numpy()

@@ -1,7 +1,7 @@
-"""Rows of parts: what a bucket's index says of each, in tables that are written once and never changed.
+"""Index segments: immutable Arrow tables with one row per part.
 
-A row is a part, with its MDS files nested in it; 158,000 parts of 1.03 M files are some 90 MB. Rows stand in the order
-of their tars, so that merging tables gives the same whatever the pieces were.
+The part's MDS files are nested in its row; 158,000 parts with 1.03 M files take about 90 MB. Rows are sorted by tar and
+generation, so the merged table does not depend on how the rows were divided into segments.
 """
 
 import hashlib
@@ -27,18 +27,18 @@ SCHEMA = pa.schema(
     [
         ("tar", pa.string()),
         ("generation", pa.int32()),
-        ("part", pa.string()),  # folder below the bucket's
-        ("etag", pa.string()),  # the store's, of the receipt
+        ("part", pa.string()),  # folder below the bucket's folder
+        ("etag", pa.string()),  # ETag of the receipt's object
         ("samples", pa.int64()),
         ("table", pa.string()),  # SHA-256 of samples.parquet
-        ("digest", pa.binary(32)),  # over all that a reader is told of the part
+        ("digest", pa.binary(32)),  # see `digest`
         ("files", pa.list_(MDS_FILE)),
     ]
 )
 
 
 def make_rows(receipts: Iterable[tuple[Receipt, str]]) -> pa.Table:
-    """A table of receipts, each with its etag."""
+    """Build a table from receipts and their ETags."""
     rows = [
         {
             "tar": receipt.tar,
@@ -56,13 +56,13 @@ def make_rows(receipts: Iterable[tuple[Receipt, str]]) -> pa.Table:
 
 
 def digest(receipt: Receipt) -> bytes:
-    """SHA-256 over what decides a part's samples and their place, and nothing else: not when or where it was made."""
-    told = receipt.model_dump(mode="json", include={"bucket", "tar", "generation", "part", "samples", "mds"})
-    return hashlib.sha256(canonical_json(told | {"table": receipt.files[SAMPLES_NAME].sha256})).digest()
+    """Hash everything that determines a part's samples and their location, but not when or where they were encoded."""
+    identity = receipt.model_dump(mode="json", include={"bucket", "tar", "generation", "part", "samples", "mds"})
+    return hashlib.sha256(canonical_json(identity | {"table": receipt.files[SAMPLES_NAME].sha256})).digest()
 
 
 def merge(tables: list[pa.Table], columns: Sequence[str] = SCHEMA.names) -> pa.Table:
-    """All rows of tables that are sorted, by tar and generation, in memory of one piece."""
+    """Merge sorted tables into one, sorted by tar and generation, with contiguous columns."""
     tables = [table.select(columns) for table in tables if len(table)] or [SCHEMA.empty_table().select(columns)]
     rows = tables[0] if len(tables) == 1 else _sorted(pa.concat_tables(tables))
     return rows if rows["tar"].num_chunks == 1 else rows.combine_chunks()
@@ -73,23 +73,23 @@ def _sorted(rows: pa.Table) -> pa.Table:
 
 
 def content_id(rows: pa.Table) -> str:
-    """64 hex digits over the set of parts: the same in whatever pieces and whenever it was published."""
+    """Return an id of 64 hex digits that depends only on the set of parts, not on segments or publication times."""
     return hashlib.sha256(b"".join(rows["digest"].to_pylist())).hexdigest()
 
 
 def receipts_of(rows: pa.Table, bucket: str) -> list[str]:
-    """(rows,) names of the receipts, relative to the root."""
+    """Return (rows,) paths of the receipts relative to the root."""
     pairs = zip(rows["tar"].to_pylist(), rows["generation"].to_pylist(), strict=True)
     return [receipt_name(bucket, tar, generation) for tar, generation in pairs]
 
 
 def part_name(tar: str, generation: int) -> str:
-    """`00042.g0`, as a tombstone is called."""
+    """Return a part's name, such as `00042.g0`, which tombstones use as well."""
     return f"{tar}.g{generation}"
 
 
 def sizes(tables: Iterable[pa.Table]) -> dict[str, int]:
-    """How many parts, files and samples."""
+    """Count the parts, files and samples of several tables."""
     counts = {"parts": 0, "files": 0, "samples": 0}
     for rows in tables:
         counts["parts"] += len(rows)
@@ -99,7 +99,7 @@ def sizes(tables: Iterable[pa.Table]) -> dict[str, int]:
 
 
 def files_of(rows: pa.Table) -> pa.Table:
-    """(files,) the MDS files in order: `MDS_FILE`'s columns, and `name`, their paths below the bucket's folder."""
+    """Flatten to one row per MDS file, in order: the fields of `MDS_FILE`, and `name`, its path below the bucket."""
     nested = rows["files"].combine_chunks()
     parts = pc.take(rows["part"].combine_chunks(), pc.list_parent_indices(nested))
     flat = nested.flatten()
@@ -109,7 +109,7 @@ def files_of(rows: pa.Table) -> pa.Table:
 
 
 def names_outside(rows: pa.Table) -> list[str]:
-    """Folders of parts and names of files that are not plain names: a path built from them may leave the bucket."""
+    """Return part folders and file names that are not plain names, so that their paths could leave the bucket."""
     basenames = pc.list_flatten(rows["files"]).combine_chunks().field("basename")
     names = pa.concat_arrays([rows["part"].combine_chunks(), basenames])
     outside: list[str] = names.filter(pc.match_substring_regex(names, r"/|\\|^\.*$")).to_pylist()
@@ -117,7 +117,10 @@ def names_outside(rows: pa.Table) -> list[str]:
 
 
 def save_arrays(rows: pa.Table, folder: Path) -> None:
-    """What `MdsIndex.mapped` maps; of the strings only some are Python objects at a time."""
+    """Write the .npy files that `MdsIndex.mapped` memory-maps.
+
+    Names are converted in blocks of ROWS_AT_ONCE to limit the number of Python strings in memory.
+    """
     files = files_of(rows)
     for name, column in (("sizes", "bytes"), ("samples", "samples"), ("hashes", "hash")):
         np.save(folder / f"{name}.npy", files[column].to_numpy())
@@ -129,7 +132,7 @@ def save_arrays(rows: pa.Table, folder: Path) -> None:
 
 
 def parts_of(rows: pa.Table) -> NDArray[np.void]:
-    """(parts,) of `part_type`."""
+    """Return (parts,) records of dtype `part_type`."""
     folders = [part.encode() for part in rows["part"].to_pylist()]
     named = [
         part_name(*pair).encode() for pair in zip(rows["tar"].to_pylist(), rows["generation"].to_pylist(), strict=True)
@@ -142,8 +145,8 @@ def parts_of(rows: pa.Table) -> NDArray[np.void]:
 
 
 def save_segment(store: Store, rows: pa.Table) -> str:
-    """Store a table under its own SHA-256, which is returned."""
-    sink = io.BytesIO()  # whose value is not copied
+    """Store a table as a file named after its SHA-256; return the SHA-256."""
+    sink = io.BytesIO()  # `getvalue` returns its buffer without a copy
     with pa.ipc.new_file(sink, SCHEMA) as writer:
         writer.write_table(rows)
     data = sink.getvalue()
@@ -153,22 +156,22 @@ def save_segment(store: Store, rows: pa.Table) -> str:
 
 
 def load_segment(store: Store, sha256: str) -> pa.Table:
-    """A stored table.
+    """Load a segment.
 
     Raises:
-        FileNotFoundError: it is not there.
-        DamagedFile: it is not what was stored.
+        FileNotFoundError: the segment is missing.
+        DamagedFile: its content does not match its SHA-256.
     """
     name = segment_name(sha256)
     data = store.read(name)
     if hashlib.sha256(data).hexdigest() != sha256:
         raise DamagedFile(
-            f"{store.where(name)} is damaged: its SHA-256 is not its name. Restore it from a copy; or remove it, and "
-            f"write it anew with `python -m shards index {store.where()}`."
+            f"{store.where(name)} is damaged: its SHA-256 does not match its name. Restore it from a copy; or delete "
+            f"it and rebuild it with `python -m shards index {store.where()}`."
         )
     return pa.ipc.open_file(pa.BufferReader(data)).read_all()
 
 
 def segment_name(sha256: str) -> str:
-    """Relative to the root."""
+    """Return a segment's path relative to the root."""
     return f"{FOLDER}/{sha256}.arrow"

@@ -1,6 +1,7 @@
-"""A latents root as a whole: made once, matched by every later run, read by the trainer.
+"""Files that belong to the root as a whole: encoding.json, bucket rules, and the empty caption's text latents.
 
-torch is imported inside the functions that need it: reading a config or a root must not cost its import.
+The first job creates them, and every later job must match them. torch is imported inside the functions that need it, so
+that reading a config or a root does not pay for its import.
 """
 
 from __future__ import annotations
@@ -24,22 +25,22 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 UNCOND_NAME = "uncond.safetensors"
-
-
 RULES = "rules"
 
 
 def check_root(store: Store, encoding: EncodingRecord) -> None:
-    """Refuse a root whose encoding is not `encoding`; an absent root is fine.
+    """Check that a root has this encoding, or does not exist yet.
 
     Raises:
-        RequestError: the fields that differ, named.
+        RequestError: the root's encoding differs (the message names the fields), or the folder is not a latents root.
     """
-    lie_there = [name for name in store.entries() if not name.startswith(".")]  # first: another job may make the root
+    # listed before encoding.json is looked for, because another job may create the root in between
+    existing = [name for name in store.entries() if not name.startswith(".")]
     if store.size(FILE_NAME) is None:
-        if lie_there:
+        if existing:
             raise RequestError(
-                f"{store.where()} is not empty and not a latents root (it has no {FILE_NAME}). Give another `output`."
+                f"{store.where()} is neither empty nor a latents root (it has no {FILE_NAME}). Set `output` to a "
+                f"different location."
             )
         return
     theirs = EncodingRecord.load(store)
@@ -48,69 +49,70 @@ def check_root(store: Store, encoding: EncodingRecord) -> None:
         vae = ""
         if any(difference.startswith("image.weights.") for difference in differences):
             here, there = encoding.image.weights.name, theirs.image.weights.name
-            vae = f" `vae` is a different model: the root was made with {there}, and this run has {here}."
+            vae = f" `vae` is a different model: the root was encoded with {there}, and this run uses {here}."
         raise RequestError(
-            f"{store.where()} was written with another encoding: {'; '.join(differences)} (root ≠ this run).{vae} Its "
-            f"latents and new ones would not mean the same. Give another `output`, or set these fields as the root has "
-            f"them."
+            f"{store.where()} was written with a different encoding: {'; '.join(differences)} (root ≠ this run).{vae} "
+            f"New latents would be incompatible with those in the root. Set `output` to a different location, or set "
+            f"these fields to the root's values."
         )
 
 
 def check_rules(store: Store, rules: dict[Bucket, str]) -> None:
-    """Refuse to add to a root's buckets by another rule than they were filled by: which pictures a bucket holds, and
-    which is the nearest of a base, would differ from tar to tar.
+    """Check that the root's buckets were filled by the same rules.
+
+    Otherwise the choice of a picture's bucket would differ from tar to tar.
 
     Raises:
-        RequestError: a bucket, or two tables of one base, and their rules.
+        RequestError: a bucket, or an aspect table of the same base, has a different rule; the message names both.
     """
     ours = rule_files(rules)
     for name, data in store.read_many(list(ours)).items():
         theirs = parse_sealed_json(data, store.where(name))["rule"]
         if theirs != ours[name]:
-            kind = "the buckets of" if "base" in name else "its bucket"
+            kind = "the buckets of" if "base" in name else "bucket"
             raise RequestError(
-                f"{store.where()} fills {kind} {PurePath(name).stem} by the rule `{theirs}`, and this run's would "
-                f"be `{ours[name]}`. (`covers`: every picture that covers it, as in `buckets`; `nearest`: those whose "
-                f"ratio it is nearest in that table of `aspect`.) Give another `output`, or set `buckets` and `aspect` "
-                f"as there."
+                f"{store.where()} fills {kind} {PurePath(name).stem} by the rule `{theirs}`, but this run would use "
+                f"`{ours[name]}`. (`covers`: all pictures that cover the bucket, as in `buckets`; `nearest`: pictures "
+                f"whose aspect ratio is nearest to the bucket's in that table of `aspect`.) Set `output` to a "
+                f"different location, or set `buckets` and `aspect` as they were for this root."
             )
 
 
 def rule_files(rules: dict[Bucket, str]) -> dict[str, str]:
-    """Name in the root → rule: one for each bucket, and one for each table, by its base."""
+    """Return path in the root → rule, with one entry per bucket and one per aspect table, named after its base."""
     tables = {rule for rule in rules.values() if rule.startswith(NEAREST)}
     by_base = {rule.removeprefix(NEAREST).split(",")[0].replace(" ", "-"): rule for rule in tables}
     return {f"{RULES}/{name}.json": rule for name, rule in [*by_base.items(), *rules.items()]}
 
 
 def create_root(store: Store, encoding: EncodingRecord) -> None:
-    """Write encoding.json, or check the one that is there. Safe when several jobs do it at once.
+    """Write encoding.json, or check the existing one. Several jobs may call this concurrently.
 
     Raises:
-        RequestError: the one that is there differs, or the store does not create on condition.
+        RequestError: the existing encoding differs, or the store does not support create-if-absent.
     """
     check_root(store, encoding)
-    probe(store)
+    check_create_if_absent(store)
     store.create(FILE_NAME, encoding.sealed())
     check_root(store, encoding)
 
 
-def agree_on_rules(store: Store, rules: dict[Bucket, str]) -> None:
-    """Write the rules of these buckets, or check those that are there.
+def record_rules(store: Store, rules: dict[Bucket, str]) -> None:
+    """Write the rules of these buckets, or check the existing ones.
 
     Raises:
-        RequestError: those that are there differ.
+        RequestError: an existing rule differs.
     """
     for name, rule in rule_files(rules).items():
         store.create(name, sealed_json({"rule": rule}))
     check_rules(store, rules)
 
 
-def probe(store: Store) -> None:
-    """See that of two who create a name one is told so: all of the commit rests on it.
+def check_create_if_absent(store: Store) -> None:
+    """Check that the store supports create-if-absent, on which the commit protocol depends.
 
     Raises:
-        RequestError: the store writes over what is there.
+        RequestError: a second create request overwrote the first object.
     """
     name, first, second = f"{STAGING_FOLDER}/{uuid.uuid4().hex}", b"first", b"second"
     store.create(name, first)
@@ -119,21 +121,21 @@ def probe(store: Store) -> None:
     store.remove([name])
     if again or kept != first:
         raise RequestError(
-            f"{store.where()} is on a store that ignores the condition under which an object is created "
-            f"(`If-None-Match: *`): a second request replaced the first one's object. Two attempts at one tar could "
-            f"not be kept apart. Use a store, or a version of it, that knows conditional writes."
+            f"{store.where()} is on a store that ignores conditional writes (`If-None-Match: *`): a second create "
+            f"request overwrote the first object, so concurrent attempts at the same tar could overwrite each other. "
+            f"Use a store, or a newer version of this one, that supports conditional writes."
         )
 
 
 def has_uncond(store: Store) -> bool:
-    """Whether the empty caption's text latents are there."""
+    """Return whether the root has the empty caption's text latents."""
     return store.size(UNCOND_NAME) is not None
 
 
 def write_uncond(store: Store, empty: dict[str, TextLatents]) -> None:
-    """Store what each text tower makes of the empty caption, if there is none; others' is as good.
+    """Store the text latents of the empty caption, one entry per text tower, unless the root already has them.
 
-    (It may differ by rounding where another kind of GPU made it.)
+    Existing ones are kept: if a different GPU model computed them, they differ at most by rounding.
     """
     from safetensors.torch import save
 
@@ -152,11 +154,11 @@ def _uncond_tensors(empty: dict[str, TextLatents]) -> Iterator[tuple[str, Tensor
 
 
 def load_uncond(store: Store) -> dict[str, TextLatents]:
-    """What each text tower makes of the empty caption, as float16.
+    """Load the empty caption's text latents: text tower → latents as float16.
 
     Raises:
-        RequestError: the root has none, so no shard of it was ever encoded.
-        DamagedFile: they are not what a receipt recorded.
+        RequestError: the file is missing, so no shard has ever been encoded into this root.
+        DamagedFile: the file does not match the SHA-256 that the receipts record.
     """
     from safetensors.torch import load
 
@@ -164,14 +166,14 @@ def load_uncond(store: Store) -> dict[str, TextLatents]:
         data = store.read(UNCOND_NAME)
     except FileNotFoundError:
         raise RequestError(
-            f"{store.where(UNCOND_NAME)} is missing: no shard of this root has been encoded. "
+            f"{store.where(UNCOND_NAME)} is missing: no shard has been encoded into this root. "
             f"Run `make precompute` first."
         ) from None
-    names = active_receipts(etags := list_commits(store))[:1]  # any one: all of them recorded it
+    names = active_receipts(etags := list_commits(store))[:1]  # any receipt will do, because each one records it
     for name, _, receipt in load_commits(store, {name: etags[name] for name in names})[:1]:
         if receipt.shared_files[UNCOND_NAME].sha256 != hashlib.sha256(data).hexdigest():
             raise DamagedFile(
-                f"{store.where(UNCOND_NAME)} is damaged: its SHA-256 is not that in {store.where(name)}. Restore it "
+                f"{store.where(UNCOND_NAME)} is damaged: its SHA-256 does not match {store.where(name)}. Restore it "
                 f"from a copy."
             )
     tensors = load(data)

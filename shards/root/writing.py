@@ -1,4 +1,4 @@
-"""Writing one input shard's samples for one bucket into a private attempt folder: MDS files and the part's tables."""
+"""Write a part, the samples of one tar for one bucket, to a private attempt folder: MDS files and sample tables."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -28,65 +28,66 @@ from shards.format.text import TextLatents
 
 FIRST_COUNT = SAMPLES_SCHEMA.get_field_index("captions")
 CAPTION_COUNTS = slice(FIRST_COUNT, FIRST_COUNT + 1 + len(CAPTION_CHANGES))
-"""Of a row of samples.parquet: captions, and how many of these had each of CAPTION_CHANGES."""
+"""Slice of a samples.parquet row: the number of captions, and how many of them had each of CAPTION_CHANGES."""
 
 
 @dataclass(frozen=True)
 class Caption:
-    """One caption, encoded; on the CPU."""
+    """One encoded caption, in CPU memory."""
 
     text: str
     latents: dict[str, TextLatents]
-    """Of each text tower."""
+    """Text tower → latents."""
     changes: frozenset[str]
-    """Which of `shards.format.tables.CAPTION_CHANGES` cleaning made."""
+    """Changes that cleaning made to the text: a subset of `shards.format.tables.CAPTION_CHANGES`."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One picture with its captions, encoded for one bucket; everything on the CPU."""
+    """One picture with its captions, encoded for one bucket, in CPU memory."""
 
     key: str
     captions: list[Caption | None]
-    """One for each of the encoding's caption fields, None where the sample has none; at least one is there."""
+    """One entry per caption field of the encoding, None where the sample has no such caption; at least one is set."""
     image_latents: Tensor
-    """(planes, h, w): the posterior's mean and log-variance, or its mean alone; neither shifted nor scaled."""
+    """(planes, h, w): the posterior's mean and log-variance, or only its mean, before the VAE's shift and scale."""
     size: tuple[int, int, int, int]
     """Original width and height, crop top and left, in original pixels."""
     scores: np.ndarray
-    """(4,) float32: aesthetic, similarity, punsafe, pwatermark; NaN where absent."""
+    """(4,) float32: aesthetic, similarity, punsafe, pwatermark; NaN if absent."""
     features: dict[str, Tensor] = field(default_factory=dict)
-    """Of each feature tower, (tokens, width)."""
+    """Feature tower → (tokens, width)."""
     url: str = ""
     sha256: str = ""
-    """Of the picture's file, as it is in the tar."""
+    """SHA-256 of the picture file in the tar."""
 
     @property
     def present(self) -> list[Caption]:
-        """The captions that there are."""
+        """The sample's captions, without the missing ones."""
         return [caption for caption in self.captions if caption is not None]
 
 
 @dataclass(frozen=True)
 class WrittenPart:
-    """What a part holds; samples by their keys."""
+    """The contents of a finished part."""
 
     stored: list[str]
+    """Keys of the stored samples."""
     refused: dict[str, int]
-    """Reason → count."""
+    """Reason → number of refused samples."""
     rejects: dict[str, list[str]]
-    """Reason → keys, of those refused for another reason than their size or ratio."""
+    """Reason → keys of the samples that were refused for a reason other than their size or aspect ratio."""
     captions: dict[str, int]
-    """`stored`, and of these how many had each of CAPTION_CHANGES."""
+    """Number of `stored` captions, and how many of them had each of CAPTION_CHANGES."""
     mds: tuple[MdsFile, ...]
     records: dict[str, FileRecord]
-    """Size and SHA-256 of the MDS files, taken as they were written."""
+    """Size and SHA-256 of the MDS files, computed while they were written."""
 
 
 class PartWriter:
-    """Writes samples of one bucket to `folder`. Nothing there is valid until `finish` returns.
+    """Writes the samples of one bucket to `folder`, which is incomplete until `finish` returns.
 
-    It is no context manager on purpose: one that finished where its body raised would publish a valid-looking index.
+    This is deliberately not a context manager: finishing on an exception would leave a valid-looking index.
     """
 
     def __init__(self, folder: Path, encoding: EncodingRecord, bucket: Bucket):
@@ -98,7 +99,7 @@ class PartWriter:
         self.writer = PartMDSWriter(folder, encoding, bucket)
 
     def write(self, *samples: Sample) -> None:
-        """Append samples; order is kept."""
+        """Append samples in the given order."""
         for sample, *of_towers in zip(samples, *self._tower_columns(samples), strict=True):
             columns = {
                 "key": sample.key,
@@ -114,7 +115,7 @@ class PartWriter:
             self.append(columns, row)
 
     def append(self, columns: dict[str, Any], row: tuple[Any, ...]) -> None:
-        """Append one sample as it is stored: its columns, and its row of samples.parquet."""
+        """Append one sample in its stored form: its MDS columns and its row of samples.parquet."""
         self.writer.write(columns)
         self.samples.append(row)
 
@@ -123,7 +124,7 @@ class PartWriter:
         return json.dumps(texts, ensure_ascii=False) if self.encoding.several else str(texts[0])
 
     def _tower_columns(self, samples: Sequence[Sample]) -> Iterator[Iterator[dict[str, np.ndarray]]]:
-        """Of each tower, its columns of each sample."""
+        """Yield one iterator per tower, which yields the tower's columns of each sample."""
         yield image.pack(self.encoding.image, [sample.image_latents for sample in samples])
         for name, tower in self.encoding.texts.items():
             captions = [[caption.latents[name] for caption in sample.present] for sample in samples]
@@ -132,18 +133,18 @@ class PartWriter:
             yield image.pack_features(name, feature_tower, [sample.features[name] for sample in samples])
 
     def refuse(self, key: str, url: str, reason: str, detail: str) -> None:
-        """Record a sample of the input shard that is not in this bucket."""
+        """Record a sample that is not stored in this bucket, with a one-word reason and details."""
         self.refused.append((key, url, reason, detail))
 
-    def pass_over(self, count: int = 1) -> None:
-        """Count samples that are in another bucket of the aspect table."""
+    def skip(self, count: int = 1) -> None:
+        """Count samples that belong to a different bucket of the aspect table."""
         self.elsewhere += count
 
     def finish(self) -> WrittenPart:
-        """Close the part's files; returns what they hold."""
+        """Close the part's files and return their contents."""
         self.writer.finish()
         write_rows(self.folder / SAMPLES_NAME, SAMPLES_SCHEMA, self.samples)
-        # several stages of a worker refuse samples, each at its own time: by key, the same in every run
+        # several stages of a worker refuse samples concurrently; sorting by key makes the file reproducible
         write_rows(self.folder / REFUSED_NAME, REFUSED_SCHEMA, sorted(self.refused))
         keys: dict[str, list[str]] = {}
         for key, _, reason, _ in sorted(self.refused):

@@ -1,6 +1,1 @@
-"""What `python -m shards` and `latentmill init` do.
-
-Inside: verify, stats, card, where; init.
-In: a root.
-Out: findings, tables, cards, configs, for people.
-"""
+"""The maintenance commands behind `python -m shards`, and `latentmill init`."""

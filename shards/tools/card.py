@@ -1,4 +1,4 @@
-"""`python -m shards card ROOT`: a dataset card, from encoding.json and receipts. Its Markdown is card.md."""
+"""`python -m shards card ROOT`: fill the template card.md from encoding.json and the receipts."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -11,7 +11,7 @@ from shards.format.buckets import Bucket
 from shards.format.encoding import EncodingRecord
 from shards.format.tables import CAPTION_CHANGES
 from shards.format.towers import TextTower
-from shards.root.committed import TarBooks, iter_committed
+from shards.root.committed import TarReceipts, iter_committed_tars
 from shards.root.exclusions import exclusion_ids, load_exclusion
 from shards.tools.stats import RootTotals, caption_counts, captions_once
 
@@ -23,9 +23,9 @@ ABOUT_POSTERIOR = {
 }
 POWERS = ("", "1K", "10K", "100K", "1M", "10M", "100M", "1B", "10B", "100B", "1T")
 VALUES_SHOWN = 10
-"""Of each setting: a derived root has one for each part."""
+"""Limit per setting, because a derived root has a different value for each part."""
 ABOUT_COLUMNS = {
-    "key": ": of the input sample",
+    "key": ": key of the input sample",
     "image_latents": ": channels, height, width",
     "size": ": original width, height, crop top, left, in pixels",
     "scores": ": aesthetic, similarity, punsafe, pwatermark; NaN where absent",
@@ -33,18 +33,18 @@ ABOUT_COLUMNS = {
 
 
 def dataset_card(store: Store) -> str:
-    """The card of a latents root.
+    """Return the dataset card of a latents root as Markdown.
 
     Raises:
-        RequestError: not a latents root, or nothing is committed to it.
+        RequestError: `store` is not a latents root, or nothing has been committed to it.
     """
     encoding, totals, captions = EncodingRecord.load(store), RootTotals(), caption_counts()
     settings, days = SettingCounts(), set[str]()
-    for books in iter_committed(store):
-        totals.add(books)
-        settings.add(books)
-        days |= {part.started[:10] for part in books.parts.values()}
-        for counts in captions_once(store, books):
+    for tar_receipts in iter_committed_tars(store):
+        totals.add(tar_receipts)
+        settings.add(tar_receipts)
+        days |= {part.started[:10] for part in tar_receipts.parts.values()}
+        for counts in captions_once(store, tar_receipts):
             captions.update(counts)
     sizes = totals.buckets
     bucket = next(iter(sizes))
@@ -75,46 +75,46 @@ def dataset_card(store: Store) -> str:
 
 
 def _exclusions(store: Store) -> str:
-    """What is stored, and not to be trained on."""
+    """Return a sentence about the samples that are stored but excluded from training."""
     ids = exclusion_ids(store)
     if not ids:
-        return "Nothing of it is excluded from training."
+        return "No samples are excluded from training."
     lists = ", ".join(f"`exclusions/{id}.txt` ({len(load_exclusion(store, id).values):,} lines)" for id in ids)
-    return f"Stored, but excluded from training: what {lists} name."
+    return f"Samples matched by these lists are stored, but excluded from training: {lists}."
 
 
 def size_category(samples: int) -> str:
-    """The Hugging Face hub's name for a number of samples."""
+    """Return the Hugging Face Hub's `size_categories` tag for a number of samples."""
     power = min(max(len(str(samples)) - 3, 0), len(POWERS) - 2)
     return f"{POWERS[power]}<n<{POWERS[power + 1]}" if power else "n<1K"
 
 
 def _rows(rows: Iterable[Iterable[Any]]) -> str:
-    """Of a Markdown table."""
+    """Format the rows of a Markdown table."""
     return "\n".join(f"| {' | '.join(map(str, cells))} |" for cells in rows)
 
 
 class SettingCounts:
-    """The settings and software versions that receipts name: in how many tars each value occurs."""
+    """Number of tars per value, for each setting and software version that the receipts record."""
 
     def __init__(self) -> None:
         self.num_tars = 0
         self.tars: dict[str, dict[str, Counter[str]]] = {"settings": {}, "software": {}}
-        """Section → setting → value → tars with it."""
+        """Section → setting → value → number of tars with that value."""
         self.having: Counter[tuple[str, str]] = Counter()
-        """(section, setting) → tars that name it."""
+        """(section, setting) → number of tars that record the setting."""
 
-    def add(self, books: TarBooks) -> None:
-        """Add a tar; its buckets may have been made with different settings."""
+    def add(self, tar_receipts: TarReceipts) -> None:
+        """Count a tar's settings. Its buckets may have been encoded with different ones."""
         self.num_tars += 1
         for section, counts in self.tars.items():
-            made = [getattr(part, section) for part in books.parts.values()]
+            made = [getattr(part, section) for part in tar_receipts.parts.values()]
             for key in {key for part in made for key in part}:
                 counts.setdefault(key, Counter()).update({str(part.get(key)) for part in made})
                 self.having[section, key] += 1
 
     def described(self) -> Iterator[tuple[str, str]]:
-        """Each setting with its values, the most frequent first; "None" for the tars that do not name it."""
+        """Yield each setting with its values, most frequent first; "None" stands for tars that do not record it."""
         for section, counts in self.tars.items():
             for key in sorted(counts):
                 values = counts[key] + Counter({"None": self.num_tars - self.having[section, key]})
@@ -125,38 +125,39 @@ class SettingCounts:
 
 
 def _encoding_settings(encoding: EncodingRecord) -> Iterator[tuple[str, Any]]:
-    """What encoding.json records, which is the same for every sample."""
+    """Return the settings in encoding.json, which apply to every sample."""
     record = flatten(encoding.model_dump(mode="json"))
     return ((path, value) for path, value in record.items() if not path.endswith((".name", ".sha256")))
 
 
 def _decoding(encoding: EncodingRecord) -> Iterator[str]:
-    """What a reader does with the columns, in this root's case."""
+    """Yield lines that explain how to decode this root's columns."""
     if encoding.image.posterior == "moments":
-        yield "`image_latents` holds the posterior's means and then its log-variances, a half of the channels each."
-        yield "A sample is `mean + exp(0.5 × log-variance) × noise`;"
+        yield "`image_latents` holds the posterior's means in the first half of its channels, and the log-variances in"
+        yield "the second half. A latent is sampled as `mean + exp(0.5 × log-variance) × noise`."
     else:
-        yield "`image_latents` has no variance: it is used as it is;"
+        yield "`image_latents` has no variances and is used directly."
     if encoding.image.storage == "int8":
-        yield "Both are int8 codes: a mean is its code times its channel's entry in `image_scales`, a log-variance"
-        yield "`(code + 128) × 50 / 255 - 30`."
-    yield f"What a model sees is that less the VAE's shift, {_values(encoding.image.shift)}, times its scale,"
-    yield f"{_values(encoding.image.scale)}."
+        yield "The values are stored as int8 codes: a mean is its code times its channel's entry in `image_scales`, and"
+        yield "a log-variance is `(code + 128) × 50 / 255 - 30`."
+    yield f"The model's input is `(latent - shift) × scale`, with the VAE's shift {_values(encoding.image.shift)} and"
+    yield f"scale {_values(encoding.image.scale)}."
     stored = [tower.storage for tower in encoding.texts.values()]
     if "float8" in stored + [tower.storage for tower in encoding.features.values()]:
-        yield "What is uint8 are e4m3 codes: a token's vector is its codes, viewed as `torch.float8_e4m3fn`, times its"
-        yield "entry in the scales beside them."
+        yield "Columns of type uint8 hold e4m3 codes: a token's vector is its codes, viewed as `torch.float8_e4m3fn`,"
+        yield "times its entry in the matching scales column."
     if encoding.several:
-        yield f"A sample may have several captions ({', '.join(encoding.captions)}): `caption` is a JSON list with"
-        yield "an entry for each, null where it has none; the text columns have a leading axis over those it has."
+        yield f"A sample can have several captions ({', '.join(encoding.captions)}): `caption` is a JSON list with one"
+        yield "entry per caption field, null for a missing caption. The text columns have a leading axis over the"
+        yield "captions that exist."
 
 
 def _values(values: tuple[float, ...]) -> str:
-    """Per channel, or the one of all."""
+    """Format per-channel values, or the single value if all channels share it."""
     return ", ".join(map(str, values)) if len(set(values)) > 1 else str(values[0])
 
 
 def _about_text(name: str, tower: TextTower) -> str:
-    kept = "the real ones of " if tower.trim else ""
-    states = f"hidden states ({tower.layer}) of {kept}{tower.length} tokens of {tower.width} in {tower.storage}"
+    kept = "up to " if tower.trim else ""
+    states = f"hidden states ({tower.layer}) of {kept}{tower.length} tokens × {tower.width} in {tower.storage}"
     return f"{name}, {' and '.join([states] * tower.states + ['a pooled output'] * bool(tower.pooled))}"

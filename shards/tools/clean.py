@@ -1,8 +1,7 @@
-"""`python -m shards clean ROOT`: removes parts without a receipt, private folders of killed attempts, and unfinished
-uploads.
+"""`python -m shards clean ROOT`: delete orphaned parts, folders of killed attempts, and unfinished uploads.
 
-Nothing else ever removes a part, and no lock says whether a job is running. So a part is removed only when all of its
-files are old by the store's own clock, and nothing is removed if a job wrote to the root recently.
+No other code deletes parts, and no lock shows whether a job is running. Therefore a part is deleted only if all of its
+files are old by the store's own clock, and nothing is deleted if a job has written to the root recently.
 """
 
 import re
@@ -17,38 +16,39 @@ from shards.root.committed import list_commits, read_receipts
 
 UNITS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
 LEAST_AGE = QUIET = 3600.0
-"""Seconds. From an attempt that puts its part into place to the last request of its that arrives it takes less."""
+"""Seconds; longer than any attempt takes from storing its part to its last request."""
 PART = re.compile(r"(\d+x\d+/[^/]+|\.attempts/[^/]+)/.+")
 WRITTEN_BY_JOBS = re.compile(r"(\d+x\d+/[^/]+|\.attempts|\.unfinished|tars)/.+|commits/.+\.json")
-"""Files that only a running job writes. Finished commands write others: an index, exclusions, tombstones, a card."""
+"""Files that only a running job writes, unlike indexes, exclusion lists, tombstones and cards."""
 
 
 def parse_age(text: str) -> float:
-    """`7d`, `36h`, `90m` → seconds.
+    """Convert an age such as `7d`, `36h` or `90m` to seconds.
 
     Raises:
-        RequestError: it is none of these, or less than an hour.
+        RequestError: the age is malformed, or less than one hour.
     """
     match = re.fullmatch(r"(\d+)([dhms])", text)
     seconds = int(match[1]) * UNITS[match[2]] if match else -1.0
     if seconds < LEAST_AGE:
         raise RequestError(
-            f"--older-than {text}: give an age such as 7d, 36h or 90m, and at least one hour: a younger part's receipt "
-            f"may be on its way."
+            f"--older-than {text} is not an age of at least one hour, such as 7d, 36h or 90m. Younger parts are kept, "
+            f"because a running job may still be about to commit them."
         )
     return seconds
 
 
 def clean(store: Store, older_than: float, quiet: float = QUIET) -> list[str]:
-    """Remove parts that no receipt names, in force or recalled, private folders of attempts, unfinished files and
-    unfinished uploads; each only if all of its files are older than `older_than` seconds. An attempt that is alive on
-    this machine keeps its folder.
+    """Delete orphaned parts, folders of attempts, unfinished files and unfinished uploads.
+
+    A part is orphaned if no receipt refers to it, whether in force or recalled. A folder is deleted only if all of its
+    files are older than `older_than` seconds. Attempts that are running on this machine keep their folders.
 
     Returns:
-        The folders and files that went.
+        The deleted folders, files and uploads.
 
     Raises:
-        RequestError: a job wrote to the root less than `quiet` seconds ago, or it is not a latents root.
+        RequestError: a job wrote to the root less than `quiet` seconds ago, or `store` is not a latents root.
     """
     EncodingRecord.load(store)
     now, found = clock(store), store.listing()
@@ -56,40 +56,43 @@ def clean(store: Store, older_than: float, quiet: float = QUIET) -> list[str]:
     last = max(written, key=lambda name: written[name], default="")
     if last and (since := now - written[last]) < quiet:
         raise RequestError(
-            f"{store.where(last)} was written {max(0.0, since):.0f} s ago: a job may be running, and its newest parts "
-            f"have no receipts yet. Stop the job, and clean when it has written nothing for {quiet:.0f} s."
+            f"{store.where(last)} was written {max(0.0, since):.0f} s ago, so a job may be running whose newest parts "
+            f"have no receipts yet. Nothing was deleted. Stop the job, wait {quiet:.0f} s and try again."
         )
     old: dict[str, list[str]] = {}
     young = {folder_of(name) for name, entry in found.items() if now - entry.modified <= older_than}
     for name in found:
         if (folder := folder_of(name)) and folder not in young:
             old.setdefault(folder, []).append(name)
-    named = named_parts(store)  # after the listing: a receipt that came meanwhile counts
-    gone = sorted(folder for folder in old if folder not in named and not _is_alive(store, folder))
-    for folder in gone:
+    named = named_parts(store)  # read after the listing, so that receipts created in between count
+    orphans = sorted(folder for folder in old if folder not in named and not _is_alive(store, folder))
+    for folder in orphans:
         store.remove(old[folder])
-    return gone + [f"{name} (an upload that never ended)" for name in store.abort_uploads(now - older_than)]
+    return orphans + [f"{name} (unfinished upload)" for name in store.abort_uploads(now - older_than)]
 
 
 def folder_of(name: str) -> str:
-    """The folder of the part or attempt that a file is in, or the file itself if unfinished; empty for all others."""
+    """Return the folder of the part or attempt that a file belongs to.
+
+    An unfinished file is returned itself. All other files give an empty string and are never deleted.
+    """
     match = PART.fullmatch(name)
     return match[1] if match else name if name.startswith(f"{STAGING_FOLDER}/") else ""
 
 
 def _is_alive(store: Store, folder: str) -> bool:
-    """Whether it is the private folder of an attempt that is running on this machine."""
+    """Return whether `folder` is the private folder of an attempt that is running on this machine."""
     return folder.startswith(".attempts/") and has_live_owner(store.attempts() / folder.removeprefix(".attempts/"))
 
 
 def named_parts(store: Store) -> set[str]:
-    """The folders of all parts that a receipt names, in force or recalled."""
+    """Return the folders of all parts that have a receipt, whether in force or recalled."""
     names = [name for name in list_commits(store) if (parsed := parse_name(name)) and not parsed[3]]
     return {receipt.folder for receipt in read_receipts(store, sorted(names))}
 
 
 def clock(store: Store) -> float:
-    """Now, by the store's own clock, which its files' times are of."""
+    """Return the current time by the store's clock, which also sets the modification times of its files."""
     name = uuid.uuid4().hex
     store.create(f"{STAGING_FOLDER}/{name}", b"what time is it")
     now = store.listing(STAGING_FOLDER)[name].modified

@@ -1,4 +1,4 @@
-"""`python -m shards exclude ROOT`: names samples on which no later run trains, by key, URL or the picture's SHA-256."""
+"""`python -m shards exclude ROOT`: add an exclusion list of keys, URLs or picture SHA-256s."""
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -19,23 +19,23 @@ NUM_READERS = 16
 
 @dataclass(frozen=True)
 class Matches:
-    """What a list matches in one bucket."""
+    """Number of samples and parts that an exclusion list matches in one bucket."""
 
     bucket: str
     samples: int
     parts: int
-    """That hold some of these."""
+    """Parts with at least one matched sample."""
     all_parts: int
 
 
 def add_and_match(store: Store, exclusion: Exclusion) -> tuple[bool, list[Matches], list[str]]:
-    """Add a list to a root. Parts that are written later are checked against it too.
+    """Add an exclusion list to a root. It also applies to parts that are written later.
 
     Returns:
-        Whether the list is new, what it matches now, and its values that match no sample of the published indexes.
+        Whether the list is new, its matches per bucket, and its values that match no published sample.
 
     Raises:
-        RequestError: `store` is not a latents root; or the list has keys, and no sample has any of them.
+        RequestError: `store` is not a latents root; or it is a list of keys of which none exists.
     """
     EncodingRecord.load(store)
     is_matched = np.zeros(len(exclusion.values), bool)
@@ -44,14 +44,14 @@ def add_and_match(store: Store, exclusion: Exclusion) -> tuple[bool, list[Matche
     if exclusion.kind == "key" and not is_matched.any():
         raise RequestError(
             f"No sample of {store.where()} has {_examples(unmatched, 'the key', 'any of the keys')}, so nothing was "
-            f"excluded. `python -m shards where {store.where()} KEY` looks a key up. Keys are those of published "
-            f"parts: if a job has just encoded them, run `python -m shards index {store.where()}` first."
+            f"excluded. Look keys up with `python -m shards where {store.where()} KEY`. Only published parts are "
+            f"searched: if a job has just encoded the samples, run `python -m shards index {store.where()}` first."
         )
     return add_exclusion(store, exclusion), found, unmatched
 
 
 def _match(store: Store, bucket: str, id: str, exclusion: Exclusion, is_matched: NDArray[np.bool_]) -> Matches:
-    """Match a list against a bucket, and set `is_matched` for each of its values that is found."""
+    """Match a list against one bucket, and set `is_matched` for each value that is found."""
     parts = _parts(store, bucket, id)
 
     def match(part: np.void) -> NDArray[np.int64]:
@@ -68,7 +68,7 @@ def _match(store: Store, bucket: str, id: str, exclusion: Exclusion, is_matched:
 
 
 def _examples(values: list[str], one: str, several: str) -> str:
-    """`the key '00017'`, or `any of the keys '1', '2', '3' and 14 more`."""
+    """Format values for a message, as in `the key '00017'` or `any of the keys '1', '2', '3' and 14 more`."""
     if len(values) == 1:
         return f"{one} {values[0]!r}"
     more = f" and {len(values) - 3:,} more" if len(values) > 3 else ""
@@ -80,9 +80,10 @@ def _parts(store: Store, bucket: str, id: str) -> NDArray[np.void]:
 
 
 def describe_matches(exclusion: Exclusion, is_new: bool, found: list[Matches], unmatched: list[str]) -> str:
+    """Format the results of `add_and_match` for the terminal."""
     lines = [
-        f"{len(exclusion.values):,} lines, by {exclusion.kind}: exclusions/{exclusion.id}.txt"
-        f"{'' if is_new else ', which was there already'}. Runs that begin from now on leave these samples out."
+        f"{'Added' if is_new else 'Already present:'} exclusions/{exclusion.id}.txt ({len(exclusion.values):,} lines, "
+        f"matched by {exclusion.kind}). Runs that start from now on skip these samples."
     ]
     for matches in found:
         lines.append(
@@ -90,7 +91,7 @@ def describe_matches(exclusion: Exclusion, is_new: bool, found: list[Matches], u
         )
     if unmatched:
         lines.append(
-            f"No sample matches {_examples(unmatched, 'the line', 'the lines')}. Check the spelling; parts that are "
-            f"written later are checked against the whole list too."
+            f"No sample matches {_examples(unmatched, 'the line', 'the lines')}. Check the spelling. The list also "
+            f"applies to parts that are written later."
         )
     return "\n".join(lines)

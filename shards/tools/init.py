@@ -1,4 +1,6 @@
-"""latentmill: encode once, train lean. `init` writes the configs that come with the package, to be edited.
+"""latentmill: encode images and captions once, then train latent diffusion models on the latents.
+
+`init` copies the example configs that come with the package, for you to edit.
 
 examples:
   latentmill init .          ./configs/
@@ -8,7 +10,8 @@ then, in that folder:
   latentmill-precompute --config configs/precompute.yaml --shards all
   latentmill-train --config configs/phase1.yaml
 
-latentmill-select, latentmill-download, latentmill-evaluate, latentmill-shards and latentmill-plan are the others.
+The other commands are latentmill-select, latentmill-download, latentmill-evaluate, latentmill-shards and
+latentmill-plan.
 """
 
 import argparse
@@ -18,30 +21,31 @@ from pathlib import Path
 from shards.base.errors import RequestError, console
 
 PACKAGED = Path(__file__).with_name("configs")
-"""Where a wheel has them."""
+"""Location of the configs in an installed wheel."""
 CHECKOUT = Path(__file__).parents[2] / "configs"
-"""Where a clone has them."""
+"""Location of the configs in a git checkout."""
 
 
 def write_configs(folder: Path) -> Path:
-    """Write FOLDER/configs, and return it.
+    """Copy the configs to FOLDER/configs, and return that path.
 
     Raises:
-        RequestError: it is there already, or cannot be written.
+        RequestError: FOLDER/configs already exists or cannot be written.
     """
     target = folder / "configs"
     try:
-        # without the mode bits: packages may be read-only, and these are to be edited
+        # copyfile drops the mode bits: an installed package may be read-only, but the copies must be editable
         shutil.copytree(PACKAGED if PACKAGED.is_dir() else CHECKOUT, target, copy_function=shutil.copyfile)
     except FileExistsError:
-        raise RequestError(f"{target} is there already, and is left as it is. Give another folder.") from None
+        raise RequestError(f"{target} already exists and was not changed. Choose a different folder.") from None
     except OSError as error:
-        shutil.rmtree(target, ignore_errors=True)  # not half of them
-        raise RequestError(f"{target} cannot be written: {error}. Give another folder.") from None
+        shutil.rmtree(target, ignore_errors=True)  # do not leave a partial copy
+        raise RequestError(f"{target} cannot be written: {error}. Choose a different folder.") from None
     return target
 
 
 def run(arguments: list[str]) -> None:
+    """Run the `latentmill` command."""
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(prog="latentmill", description=__doc__, formatter_class=raw)
     commands = parser.add_subparsers(dest="command", required=True)
@@ -50,8 +54,8 @@ def run(arguments: list[str]) -> None:
     command.add_argument("folder", metavar="DIR", type=Path)
     target = write_configs(parser.parse_args(arguments).folder)
     print(
-        f"Wrote {target}. In {target.parent.resolve()}, set `input` and `output` in configs/precompute.yaml, then: "
-        f"latentmill-precompute --config configs/precompute.yaml --shards all"
+        f"Wrote {target}. Next, in {target.parent.resolve()}: set `input` and `output` in configs/precompute.yaml, "
+        f"then run latentmill-precompute --config configs/precompute.yaml --shards all"
     )
 
 

@@ -1,4 +1,5 @@
-"""`python -m shards by-node ROOT` and `recall ROOT`: which machine made what, and how what it made is taken back."""
+"""`python -m shards by-node ROOT` and `recall ROOT`: find the parts that a host or GPU encoded, and select them for
+recall."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -10,25 +11,23 @@ from shards.base.store import Store
 from shards.derive.source import ORIGIN
 from shards.format.encoding import EncodingRecord
 from shards.format.receipts import Receipt, receipt_name
-from shards.root.committed import iter_books, iter_receipts, rejected_once
+from shards.root.committed import iter_receipts, iter_tars, rejected_once
 
 
-def nodes(store: Store) -> list[dict[str, Any]]:
-    """Of every machine and GPU: parts in force, samples stored, samples rejected by reason, samples a second.
+def node_totals(store: Store) -> list[dict[str, Any]]:
+    """Return totals per host and GPU: parts in force, samples stored and rejected, and samples per second.
 
-    A sample that one of its parts rejects and another stores counts as a reject here, unlike in `stats`. Several parts
-    of a tar that reject a sample for the same reason count it once.
-
-    A part's share of its attempt's time is that of its samples; a rate is over an attempt's whole time.
+    Unlike in `stats`, a sample counts as rejected if any part rejects it, even if another bucket stores it. Several
+    parts of a tar that reject a sample for the same reason count it once. Rates use the total time of each attempt.
 
     Raises:
-        RequestError: not a latents root.
+        RequestError: `store` is not a latents root.
     """
     EncodingRecord.load(store)
     found: dict[tuple[str, str, str], NodeTotals] = {}
-    for books in iter_books(store):
+    for tar_receipts in iter_tars(store):
         made_by: dict[tuple[str, str, str], list[Receipt]] = {}
-        for part in books.parts.values():
+        for part in tar_receipts.parts.values():
             made = part.made_by
             made_by.setdefault((made.host, made.gpu, made.gpu_uuid or ""), []).append(part)
         for who, parts in made_by.items():
@@ -38,7 +37,7 @@ def nodes(store: Store) -> list[dict[str, Any]]:
 
 @dataclass
 class NodeTotals:
-    """What a machine and GPU made, added up tar by tar."""
+    """Totals of one host and GPU, accumulated tar by tar."""
 
     parts: int = 0
     samples_in: int = 0
@@ -46,21 +45,24 @@ class NodeTotals:
     total_seconds: float = 0.0
     rejects: Counter[str] = field(default_factory=Counter)
     seconds: Counter[str] = field(default_factory=Counter)
-    """By stage."""
+    """Stage → seconds."""
     sources: set[str] = field(default_factory=set)
+    """Source code hashes (first 12 digits)."""
 
     def add(self, parts: list[Receipt]) -> None:
-        """Add its parts of one tar."""
+        """Add the parts of one tar."""
         self.parts += len(parts)
         self.samples_in += parts[0].samples_in
         self.samples += sum(part.samples for part in parts)
         self.rejects.update(rejected_once(parts))
         self.sources |= {part.made_by.source_sha256[:12] for part in parts}
-        for seconds in {part.token: part.seconds for part in parts}.values():  # an attempt has the same in each bucket
+        # all parts of an attempt record its times, so they count once per attempt
+        for seconds in {part.token: part.seconds for part in parts}.values():
             self.total_seconds += seconds["total"]
             self.seconds.update(seconds)
 
     def described(self, host: str, gpu: str, uuid: str) -> dict[str, Any]:
+        """Return the totals as a JSON-serialisable dict."""
         return {
             "host": host,
             "gpu": gpu,
@@ -76,6 +78,7 @@ class NodeTotals:
 
 
 def nodes_table(found: list[dict[str, Any]]) -> str:
+    """Format the result of `node_totals` as a table."""
     lines = [f"{'host':20} {'gpu':28} {'parts':>8} {'samples':>12} {'in/s':>8}  rejects, sources"]
     for node in found:
         gpu = f"{node['gpu']} {node['gpu_uuid'][:12]}".strip()
@@ -88,33 +91,37 @@ def nodes_table(found: list[dict[str, Any]]) -> str:
 
 
 @dataclass(frozen=True)
-class Suspicion:
-    """Whose parts are recalled: those to which all that is given applies."""
+class RecallFilter:
+    """Selects the parts to recall: those that match every criterion that is set."""
 
     node: str | None
     gpu: str | None
-    """A GPU's UUID, or its name."""
+    """GPU UUID or GPU name."""
     since: str | None
-    """When the attempt began, or later: 2026-11-22 or 2026-11-22T10:00, in UTC."""
+    """Earliest start of the attempt in UTC, such as 2026-11-22 or 2026-11-22T10:00."""
 
     def __post_init__(self) -> None:
-        """Refuse what would recall everything, and what is no time."""
+        """Reject an empty filter, which would recall everything, and an invalid time."""
         if not (self.node or self.gpu or self.since):
-            raise RequestError("Say what is recalled: --node, --gpu or --since; `python -m shards by-node` lists them.")
+            raise RequestError(
+                "recall needs --node, --gpu or --since; without one it would recall every part. `python -m shards "
+                "by-node` lists hosts and GPUs."
+            )
         if self.since:
             _time(self.since)
 
     def _fits(self, host: object, gpu: object, gpu_uuid: object) -> bool:
         return (not self.node or self.node == host) and (not self.gpu or self.gpu in (gpu, gpu_uuid))
 
-    def hits(self, receipt: Receipt) -> bool:
+    def matches(self, receipt: Receipt) -> bool:
+        """Return whether the part, or the part that it was derived from, matches every criterion."""
         return any(self._fits(*who) for who in makers(receipt)) and (
             not self.since or _time(receipt.started) >= _time(self.since)
         )
 
 
 def makers(receipt: Receipt) -> list[tuple[object, object, object]]:
-    """List host, GPU and GPU UUID of what made a part, and of what made its origin (None if it was not derived)."""
+    """Return (host, GPU, GPU UUID) for a part and for the part it was derived from (all None if it was not derived)."""
     made = receipt.made_by
     host, gpu, gpu_uuid = (receipt.settings.get(f"{ORIGIN}.{name}") for name in ("host", "gpu", "gpu_uuid"))
     return [(made.host, made.gpu, made.gpu_uuid), (host, gpu, gpu_uuid)]
@@ -124,12 +131,14 @@ def _time(text: str) -> datetime:
     try:
         time = datetime.fromisoformat(text)
     except ValueError:
-        raise RequestError(f"{text!r} is no time: give a day or a moment, such as 2026-11-22T10:00, in UTC.") from None
+        raise RequestError(
+            f"--since {text!r} is not a valid date or time. Use a UTC time such as 2026-11-22T10:00."
+        ) from None
     return time if time.tzinfo else time.replace(tzinfo=UTC)
 
 
-class Suspect(NamedTuple):
-    """A receipt to be recalled, without what a recall does not need: there may be 158,000."""
+class RecallCandidate(NamedTuple):
+    """The fields of a receipt that `recall` needs. A root can have 158,000 receipts, so the rest is not kept."""
 
     tar: str
     bucket: str
@@ -140,24 +149,24 @@ class Suspect(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The receipt's, relative to the root."""
+        """Path of the receipt relative to the root."""
         return receipt_name(self.bucket, self.tar, self.generation)
 
     @property
     def folder(self) -> str:
-        """The part's, relative to the root."""
+        """Path of the part's folder relative to the root."""
         return f"{self.bucket}/{self.part}"
 
 
-def suspects(store: Store, suspicion: Suspicion) -> list[Suspect]:
-    """The receipts in force that it applies to.
+def recall_candidates(store: Store, recall_filter: RecallFilter) -> list[RecallCandidate]:
+    """Return the receipts in force that match a filter.
 
     Raises:
-        RequestError: not a latents root.
+        RequestError: `store` is not a latents root.
     """
     EncodingRecord.load(store)
     return [
-        Suspect(*(getattr(receipt, name) for name in Suspect._fields))
+        RecallCandidate(*(getattr(receipt, name) for name in RecallCandidate._fields))
         for receipt in iter_receipts(store)
-        if suspicion.hits(receipt)
+        if recall_filter.matches(receipt)
     ]

@@ -1,4 +1,4 @@
-"""`python -m shards stats ROOT`: what a latents root holds, as a table, JSON and a plot."""
+"""`python -m shards stats ROOT`: summarise a latents root as a table, JSON or a plot."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -14,24 +14,24 @@ from shards.base.table import format_table
 from shards.format.buckets import Bucket
 from shards.format.encoding import EncodingRecord
 from shards.format.tables import CAPTION_CHANGES, read_tables
-from shards.root.committed import TarBooks, iter_committed
+from shards.root.committed import TarReceipts, iter_committed_tars
 from shards.root.reading import captions, image_latents, read_parts
 
 
 def root_stats(store: Store, max_samples: int) -> dict[str, Any]:
-    """Counts from receipts; moments of latents and caption lengths from the first `max_samples` of each bucket.
+    """Compute counts from receipts, and latent and caption statistics from the first `max_samples` of each bucket.
 
     Raises:
-        RequestError: not a latents root, or nothing is committed to it.
+        RequestError: `store` is not a latents root, or nothing has been committed to it.
     """
     encoding, totals, captions = EncodingRecord.load(store), RootTotals(), caption_counts()
     first_parts: dict[str, list[str]] = {}
-    for books in iter_committed(store):
-        for bucket, part in books.parts.items():
+    for tar_receipts in iter_committed_tars(store):
+        for bucket, part in tar_receipts.parts.items():
             if part.samples and totals.samples[bucket] < max_samples:
                 first_parts.setdefault(bucket, []).append(part.part)
-        totals.add(books)
-        for counts in captions_once(store, books):
+        totals.add(tar_receipts)
+        for counts in captions_once(store, tar_receipts):
             captions.update(counts)
     return {
         "encoding": encoding.id,
@@ -50,31 +50,31 @@ def root_stats(store: Store, max_samples: int) -> dict[str, Any]:
 
 @dataclass
 class RootTotals:
-    """What a root holds, added up tar by tar."""
+    """Totals of a root, accumulated tar by tar."""
 
     shards: int = 0
     samples_in: int = 0
     encoded: int = 0
     rejected: Counter[str] = field(default_factory=Counter)
-    """Reason → samples that are in no bucket."""
+    """Reason → number of samples that no bucket stores."""
     samples: Counter[str] = field(default_factory=Counter)
-    """By bucket, also those that hold none."""
+    """Bucket → number of samples, with empty buckets included."""
     bytes: Counter[str] = field(default_factory=Counter)
-    """Of MDS files, by bucket."""
+    """Bucket → bytes of its MDS files."""
 
-    def add(self, books: TarBooks) -> None:
+    def add(self, tar_receipts: TarReceipts) -> None:
         """Add a tar."""
         self.shards += 1
-        self.samples_in += books.samples_in
-        self.encoded += books.encoded
-        self.rejected.update(books.rejected)
-        for bucket, part in books.parts.items():
+        self.samples_in += tar_receipts.samples_in
+        self.encoded += tar_receipts.encoded
+        self.rejected.update(tar_receipts.rejected)
+        for bucket, part in tar_receipts.parts.items():
             self.samples[bucket] += part.samples
             self.bytes[bucket] += sum(file.bytes for file in part.mds)
 
     @property
     def buckets(self) -> dict[str, dict[str, Any]]:
-        """Bucket → samples, and bytes per sample on disk (MDS files with their headers), smallest bucket first."""
+        """Bucket → number of samples and bytes per sample (MDS files with headers), smallest bucket first."""
         return {
             bucket: {
                 "samples": samples,
@@ -85,35 +85,35 @@ class RootTotals:
 
 
 def root_totals(store: Store) -> RootTotals:
-    """Add up a root.
+    """Compute the totals of a root.
 
     Raises:
-        RequestError: nothing is committed to it.
+        RequestError: nothing has been committed to it.
     """
     totals = RootTotals()
-    for books in iter_committed(store):
-        totals.add(books)
+    for tar_receipts in iter_committed_tars(store):
+        totals.add(tar_receipts)
     return totals
 
 
 def caption_counts() -> Counter[str]:
-    """Zeros, to which `captions_once` is added: captions `stored`, and how many had each of CAPTION_CHANGES."""
+    """Return zero counts for captions `stored` and for each of CAPTION_CHANGES, to add `captions_once` to."""
     return Counter(dict.fromkeys(("stored", *CAPTION_CHANGES), 0))
 
 
-def captions_once(store: Store, books: TarBooks) -> Iterator[dict[str, int]]:
-    """Yield each bucket's caption counts, without those of samples that were counted in a smaller bucket."""
-    counted = np.zeros(books.samples_in, bool)
-    for bucket in sorted(books.parts, key=_area):
-        part, stored = books.parts[bucket], books.parts[bucket].stored_samples
-        # a bucket's samples are usually either all new (aspect buckets) or all known from a smaller bucket
+def captions_once(store: Store, tar_receipts: TarReceipts) -> Iterator[dict[str, int]]:
+    """Yield caption counts for each bucket, without the samples that were already counted in a smaller bucket."""
+    counted = np.zeros(tar_receipts.samples_in, bool)
+    for bucket in sorted(tar_receipts.parts, key=_area):
+        part, stored = tar_receipts.parts[bucket], tar_receipts.parts[bucket].stored_samples
+        # usually a bucket's samples are all new (aspect buckets) or were all counted in a smaller bucket
         if not (stored & counted).any():
             yield part.captions
-        elif (stored & ~counted).any():  # its receipt only has totals
+        elif (stored & ~counted).any():  # the receipt has only totals, so read the table
             table, _ = read_tables(store, part.folder, part.files)
             columns = ("captions", *CAPTION_CHANGES)
             rows = sorted(zip(table["key"], zip(*(table[name] for name in columns), strict=True), strict=True))
-            is_new = ~counted[stored]  # in the order of sorted keys, like `rows`
+            is_new = ~counted[stored]  # ordered by key, like `rows`
             new = [row for (_, row), keep in zip(rows, is_new, strict=True) if keep]
             yield dict(zip(("stored", *CAPTION_CHANGES), map(sum, zip(*new, strict=True)), strict=True))
         counted |= stored
@@ -125,7 +125,10 @@ def _area(bucket: str) -> tuple[int, str]:
 
 
 def sample_stats(samples: Iterable[dict[str, Any]], encoding: EncodingRecord) -> dict[str, Any]:
-    """Moments of the latents, as the trainer scales them, and lengths of the captions; nothing where none are given."""
+    """Compute mean and standard deviation of the scaled latents per channel, and percentiles of caption lengths.
+
+    Return an empty dict if there are no samples.
+    """
     moments, lengths, image = [], [], encoding.image
     scale, shift = (np.array(values)[:, None, None] for values in (image.scale, image.shift))
     for sample in samples:
@@ -148,12 +151,13 @@ def sample_stats(samples: Iterable[dict[str, Any]], encoding: EncodingRecord) ->
 
 
 def stats_table(stats: dict[str, Any]) -> str:
+    """Format the result of `root_stats` as a table."""
     counts = stats["captions"]
     changes = ", ".join(f"{name.replace('_', ' ')} {counts[name]:,}" for name in CAPTION_CHANGES)
     lines = [
         f"encoding {stats['encoding']}, {stats['shards']} shards: {stats['samples_in']:,} samples in, "
         f"{stats['encoded']:,} encoded",
-        f"captions: {counts['stored']:,} stored, of which changed: {changes}",
+        f"captions: {counts['stored']:,} stored; changed: {changes}",
         "rejected: " + (", ".join(f"{reason} {count:,}" for reason, count in stats["rejected"].items()) or "none"),
         "",
     ]
@@ -172,7 +176,7 @@ def stats_table(stats: dict[str, Any]) -> str:
 
 
 def plot_stats(stats: dict[str, Any], path: Path) -> None:
-    """Samples and bytes per bucket, rejects by reason, latent statistics and caption lengths, as a PNG."""
+    """Plot samples and bytes per bucket, rejects by reason, latent statistics and caption lengths to a PNG."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(14, 7.5), dpi=110, layout="tight")

@@ -1,4 +1,4 @@
-"""`python -m shards verify ROOT`: is every byte of a latents root what was written, and does all of it fit together?"""
+"""`python -m shards verify ROOT`: check every byte of a latents root, and the consistency of its files."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -18,7 +18,7 @@ from shards.format.receipts import FileRecord, Receipt, active_receipts, parse_n
 from shards.format.tables import OTHER_BUCKET, read_tables
 from shards.format.towers import TextTower
 from shards.root.commit import content_hash
-from shards.root.committed import TarBooks, by_tar_and_bucket, list_commits, tar_of
+from shards.root.committed import TarReceipts, by_tar_and_bucket, list_commits, tar_of
 from shards.root.exclusions import damaged_exclusions
 from shards.root.index import RowsByBucket, index_digest
 from shards.root.manifest import damaged_indexes
@@ -27,19 +27,22 @@ from shards.root.shared import RULES
 
 
 def verify_root(store: Store) -> Iterator[str]:
-    """Yield one line for each thing that is wrong; none if the root is sound.
+    """Yield one line per problem; none if the root is intact.
 
-    Checked: the seal of every receipt and record; size and SHA-256 of every file that a receipt lists, in force or
-    recalled; that parts hold no other files; that each sample has its bucket's shape and is finite, and the parts as
-    many as receipts say; that receipts say which samples those are; that each bucket's index.json is what the receipts
-    give.
+    Checks:
+    - the checksum of every receipt and sealed record
+    - size and SHA-256 of every file that a receipt lists, whether the receipt is in force or recalled
+    - that parts contain no unlisted files
+    - shape and finiteness of every sample, and the number of samples per part
+    - that sample tables match the receipts' counts and bitmaps
+    - that every bucket's index.json matches the receipts
 
     Raises:
-        RequestError: it is not a latents root.
-        DamagedFile: its encoding.json is not what was written, so nothing else can be judged.
+        RequestError: `store` is not a latents root.
+        DamagedFile: encoding.json is damaged, so nothing else can be checked.
     """
     encoding, listed = EncodingRecord.load(store), list_commits(store)
-    in_force, sound = set(active_receipts(listed)), True
+    in_force, all_readable = set(active_receipts(listed)), True
     rows, rules = RowsByBucket(), dict[str, set[str]]()
     names = by_tar_and_bucket(name for name in listed if name in in_force or _is_receipt(name))
     for tar, files in groupby(read_each(store, names), key=lambda file: tar_of(file[0])):
@@ -49,22 +52,22 @@ def verify_root(store: Store) -> Iterator[str]:
                 receipt = parse_receipt(data, store.where(name))
             except (DamagedFile, RequestError) as error:
                 yield str(error)
-                sound = False
+                all_readable = False
                 continue
             if name != receipt.name:
-                yield f"{store.where(name)} is the receipt {receipt.name}, under another's name"
+                yield f"{store.where(name)} contains the receipt {receipt.name}, so it was renamed or copied"
             yield from verify_receipt(store, name, receipt, encoding)
             if name in in_force:
                 parts[receipt.bucket] = receipt
                 rows.add(receipt)
                 rules.setdefault(receipt.bucket, set()).add(receipt.rule)
         if parts:
-            yield from verify_books(store, TarBooks(tar, parts))
+            yield from verify_tar(store, TarReceipts(tar, parts))
     yield from verify_records(store, [name for name in listed if name not in in_force and not _is_receipt(name)])
     yield from verify_rules(store, rules)
     yield from damaged_indexes(store)
     yield from damaged_exclusions(store)
-    if sound:
+    if all_readable:
         yield from verify_indexes(store, encoding, rows.tables())
 
 
@@ -74,7 +77,7 @@ def _is_receipt(name: str) -> bool:
 
 
 def verify_records(store: Store, names: list[str]) -> Iterator[str]:
-    """The seals of what is in commits/ besides receipts that count, in tars/ and in rules/."""
+    """Check the checksums of the sealed records `names` and of everything in tars/ and rules/."""
     for folder in ("tars", RULES):
         names = names + [f"{folder}/{name}" for name in store.files(folder)]
     for name, data in read_each(store, sorted(names)):
@@ -85,42 +88,50 @@ def verify_records(store: Store, names: list[str]) -> Iterator[str]:
 
 
 def verify_receipt(store: Store, name: str, receipt: Receipt, encoding: EncodingRecord) -> Iterator[str]:
-    """What is wrong with one part, or with what its receipt says of the root."""
+    """Check one receipt against the root, and the part's files and samples against the receipt."""
     if receipt.encoding_id != encoding.id:
-        yield f"{store.where(name)} is of encoding {receipt.encoding_id}; the root's is {encoding.id}"
+        yield f"{store.where(name)} has encoding {receipt.encoding_id}, but the root has {encoding.id}"
     if receipt.part != f"{receipt.tar}.{content_hash(receipt.files)}":
-        yield f"{store.where(name)} names a part, {receipt.part}, that is not named by its content"
+        yield f"{store.where(name)} refers to part {receipt.part}, whose name does not match its content hash"
     for shared, record in receipt.shared_files.items():
         yield from verify_file(store, shared, record, store.where(shared))
     with store.local(receipt.folder) as folder:
         where, here = store.where(receipt.folder), LocalStore(folder)
-        wrong = [line for n, record in receipt.files.items() for line in verify_file(here, n, record, f"{where}/{n}")]
-        wrong += [f"{where}/{name} is in no receipt" for name in here.files() if name not in receipt.files]
-        yield from wrong
-        if not wrong and receipt.samples:
+        problems = [
+            line
+            for file, record in receipt.files.items()
+            for line in verify_file(here, file, record, f"{where}/{file}")
+        ]
+        problems += [
+            f"{where}/{file} is not listed in any receipt" for file in here.files() if file not in receipt.files
+        ]
+        yield from problems
+        if not problems and receipt.samples:
             yield from verify_samples(folder, where, receipt.bucket, receipt.samples, encoding)
 
 
-def verify_books(store: Store, books: TarBooks) -> Iterator[str]:
-    """What a tar's receipts count, and which samples, against the tables of its parts."""
+def verify_tar(store: Store, receipts: TarReceipts) -> Iterator[str]:
+    """Check the counts and bitmaps of a tar's receipts against its parts' sample tables."""
     try:
-        tables = {bucket: read_tables(store, part.folder, part.files) for bucket, part in books.parts.items()}
+        tables = {bucket: read_tables(store, part.folder, part.files) for bucket, part in receipts.parts.items()}
     except DamagedFile:
-        return  # has been said
+        return  # reported by `verify_receipt`
     keys = sorted({key for stored, refused in tables.values() for key in stored["key"] + refused["key"]})
-    if len(keys) != books.samples_in and not any(OTHER_BUCKET in part.refused for part in books.parts.values()):
-        yield f"the receipts of tar {books.tar} count {books.samples_in} samples; its parts' tables list {len(keys)}"
-    for bucket, part in books.parts.items():
+    if len(keys) != receipts.samples_in and not any(OTHER_BUCKET in part.refused for part in receipts.parts.values()):
+        yield f"the receipts of tar {receipts.tar} count {receipts.samples_in} samples, but its tables list {len(keys)}"
+    for bucket, part in receipts.parts.items():
         stored, refused = tables[bucket]
-        told = {reason: count for reason, count in part.refused.items() if reason != OTHER_BUCKET}
-        if told != Counter(refused["reason"]):
-            yield f"{store.where(part.name)} counts other refusals of {bucket} than its part"
-        if len(keys) == books.samples_in and not _tells(part, keys, stored, refused):
-            yield f"{store.where(part.name)} does not say which samples its part's tables list"
+        refused_counts = {reason: count for reason, count in part.refused.items() if reason != OTHER_BUCKET}
+        if refused_counts != Counter(refused["reason"]):
+            yield f"{store.where(part.name)} has different counts of refused samples than its {bucket} part's table"
+        if len(keys) == receipts.samples_in and not _matches_tables(part, keys, stored, refused):
+            yield f"{store.where(part.name)} has different samples or caption counts than its part's tables"
 
 
-def _tells(part: Receipt, keys: list[str], stored: dict[str, list[Any]], refused: dict[str, list[Any]]) -> bool:
-    """Whether a receipt's bits and caption counts are those of its part's tables."""
+def _matches_tables(
+    part: Receipt, keys: list[str], stored: dict[str, list[Any]], refused: dict[str, list[Any]]
+) -> bool:
+    """Return whether a receipt's bitmaps and caption counts match its part's tables."""
     rows = [part.stored_samples, *map(part.rejected_samples, part.rejects)]
     found = [{key for key, bit in zip(keys, bits, strict=True) if bit} for bits in rows]
     pairs = list(zip(refused["key"], refused["reason"], strict=True))
@@ -130,25 +141,25 @@ def _tells(part: Receipt, keys: list[str], stored: dict[str, list[Any]], refused
 
 
 def verify_rules(store: Store, rules: Mapping[str, set[str]]) -> Iterator[str]:
-    """Every bucket was filled by one rule; `rules` has all that its receipts name."""
+    """Check that each bucket was filled by a single rule, given bucket → rules that its receipts name."""
     for bucket, found in sorted(rules.items()):
         if len(found) > 1:
             yield f"{store.where(bucket)} was filled by more than one rule: {'; '.join(sorted(found))}"
 
 
 def verify_file(store: Store, name: str, record: FileRecord, where: str) -> Iterator[str]:
-    """Missing, of another size, or of another content."""
+    """Check that a file exists and has the recorded size and SHA-256."""
     size = store.size(name)
     if size is None:
         yield f"{where} is missing"
     elif size != record.bytes:
-        yield f"{where} has {size} bytes; its receipt says {record.bytes}"
+        yield f"{where} has {size} bytes, but its receipt records {record.bytes}"
     elif store.sha256(name) != record.sha256:
-        yield f"{where} is damaged: its SHA-256 is not the one in its receipt"
+        yield f"{where} is damaged: its SHA-256 does not match its receipt"
 
 
 def verify_samples(folder: Path, where: str, bucket: str, num_samples: int, encoding: EncodingRecord) -> Iterator[str]:
-    """Shapes and finiteness of every sample of a part, and their number."""
+    """Check shape and finiteness of every sample of a part, and the number of samples."""
     shape = (encoding.image.num_planes, *Bucket.parse(bucket).latent_hw(encoding.image.downsampling))
     count = 0
     for sample in read_part(folder):
@@ -160,25 +171,25 @@ def verify_samples(folder: Path, where: str, bucket: str, num_samples: int, enco
         if sample["image_latents"].shape != shape or not all(fits):
             yield f"{where}: sample {sample['key']} has shapes {' and '.join(str(array.shape) for array in arrays)}"
         elif len(captions(sample, encoding)) != len(texts):
-            yield f"{where}: sample {sample['key']} has not as many captions as text latents"
+            yield f"{where}: sample {sample['key']} has a different number of captions than of text latents"
         elif not all(np.isfinite(array).all() for array in (*arrays, *numbers, *features(sample, encoding).values())):
-            yield f"{where}: sample {sample['key']} is not finite"
+            yield f"{where}: sample {sample['key']} has non-finite values"
     if count != num_samples:
-        yield f"{where} holds {count} samples; its receipt says {num_samples}"
+        yield f"{where} has {count} samples, but its receipt records {num_samples}"
 
 
 def text_fits(states: np.ndarray, tower: TextTower) -> bool:
-    """Whether one caption's states have a shape that `tower` allows."""
+    """Return whether one caption's hidden states, (tokens, width), have a shape that `tower` allows."""
     tokens, width = states.shape
     return width == tower.width and (1 <= tokens <= tower.length if tower.trim else tokens == tower.length)
 
 
 def verify_indexes(store: Store, encoding: EncodingRecord, tables: Mapping[str, pa.Table]) -> Iterator[str]:
-    """Every bucket's index.json against what the receipts give, byte for byte."""
+    """Check that every bucket's index.json is byte-identical to the one built from the receipts."""
     for bucket, rows in tables.items():
         name = f"{bucket}/index.json"
         if store.size(name) is None or store.sha256(name) != index_digest(encoding, bucket, rows):
             yield (
-                f"{store.where(name)} is not what the receipts give: write it anew with `python -m shards index "
+                f"{store.where(name)} does not match the receipts: rebuild it with `python -m shards index "
                 f"{store.where()}`"
             )

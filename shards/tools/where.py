@@ -1,6 +1,6 @@
-"""`python -m shards where ROOT KEY`: of one sample, which tar it came from, and which weights and settings made it.
+"""`python -m shards where ROOT KEY`: find the tar, part, weights and settings that a sample was encoded with.
 
-All of it is read from encoding.json, receipts and the parts' own tables: it can be said long after the tars are gone.
+The answer comes from encoding.json, receipts and sample tables alone, so it remains available when the tars are gone.
 """
 
 import io
@@ -17,36 +17,39 @@ from shards.format.buckets import Bucket
 from shards.format.encoding import EncodingRecord
 from shards.format.receipts import Receipt, active_receipts
 from shards.format.tables import REFUSED_NAME, SAMPLES_NAME
-from shards.root.committed import TarBooks, by_tar, list_commits, load_commits, tar_of
+from shards.root.committed import TarReceipts, group_by_tar, list_commits, load_commits, tar_of
 
 
 def find_sample(store: Store, key: str) -> list[dict[str, Any]]:
-    """What became of the sample `key`: one entry for each input shard that had one, which is one as a rule.
+    """Look up the sample `key`. The result has one entry per tar that contains the key, normally exactly one.
 
     Raises:
-        RequestError: not a latents root, or no committed shard had such a sample.
+        RequestError: `store` is not a latents root, or no committed tar contains the key.
     """
     encoding, etags = EncodingRecord.load(store), list_commits(store)
     names: dict[str, list[str]] = {}
     for name in active_receipts(etags):
         names.setdefault(tar_of(name), []).append(name)
-    # img2dataset's keys begin with the tar's name: look there first
+    # img2dataset's keys start with the name of their tar, so search those tars first
     for chosen in ([tar for tar in names if key.startswith(tar)], names):
-        books = (book for tar in chosen for book in by_tar(_load(store, {n: etags[n] for n in names[tar]})))
-        found = [entry for tar in books if (entry := _in_tar(store, key, tar, encoding))]
+        grouped = (item for tar in chosen for item in group_by_tar(_load(store, {n: etags[n] for n in names[tar]})))
+        found = [entry for tar in grouped if (entry := _in_tar(store, key, tar, encoding))]
         if found:
             return found
-    raise RequestError(f"None of the {len(names)} committed shards of {store.where()} had a sample {key}.")
+    raise RequestError(
+        f"The key {key} is in none of the {len(names)} committed shards of {store.where()}. Check the key, and whether "
+        f"its shard has been encoded."
+    )
 
 
 def _load(store: Store, etags: dict[str, str]) -> list[Receipt]:
     return [committed.receipt for committed in load_commits(store, etags)]
 
 
-def _in_tar(store: Store, key: str, books: TarBooks, encoding: EncodingRecord) -> dict[str, Any] | None:
+def _in_tar(store: Store, key: str, tar: TarReceipts, encoding: EncodingRecord) -> dict[str, Any] | None:
     stored, refused = {}, {}
-    for bucket in sorted(books.parts, key=Bucket.parse):
-        folder = books.parts[bucket].folder
+    for bucket in sorted(tar.parts, key=Bucket.parse):
+        folder = tar.parts[bucket].folder
         if row := _row(store, f"{folder}/{SAMPLES_NAME}", key):
             stored[bucket] = {"folder": store.where(folder), "row": row[0], **row[1]}
         if row := _row(store, f"{folder}/{REFUSED_NAME}", key):
@@ -54,11 +57,11 @@ def _in_tar(store: Store, key: str, books: TarBooks, encoding: EncodingRecord) -
     if not stored and not refused:
         return None
     made = ("settings", "software", "made_by", "started", "attempts", "generation")
-    parts = {bucket: part.model_dump(mode="json", include=set(made)) for bucket, part in books.parts.items()}
+    parts = {bucket: part.model_dump(mode="json", include=set(made)) for bucket, part in tar.parts.items()}
     return {
         "key": key,
-        "shard": books.tar,
-        "tar": next(iter(books.parts.values())).input,
+        "shard": tar.tar,
+        "tar": next(iter(tar.parts.values())).input,
         "stored": stored,
         "refused": refused,
         "encoding": {"id": encoding.id, **encoding.model_dump(mode="json")},
@@ -68,17 +71,18 @@ def _in_tar(store: Store, key: str, books: TarBooks, encoding: EncodingRecord) -
 
 
 def _row(store: Store, table: str, key: str) -> tuple[int, dict[str, Any]] | None:
-    """The row of a table with this key: its number, and its other columns."""
+    """Find a key in a sample table; return its row number and its other columns, or None if it is not there."""
     rows = pq.read_table(io.BytesIO(store.read(table)))
     number = pc.index(rows["key"], key).as_py()
     if number < 0:
         return None
     values = rows.slice(number, 1).to_pylist()[0]
-    # a score that the source did not have is NaN in the table, which JSON cannot say
+    # missing scores are NaN in the table, which JSON cannot represent
     return number, {name: None if value != value else value for name, value in values.items() if name != "key"}
 
 
 def describe_sample(entry: dict[str, Any]) -> str:
+    """Format one entry of `find_sample` for the terminal."""
     lines = (f"  {name.replace('_', ' '):15} {value}" for name, value in _lines(entry))
     return "\n".join([f"sample {entry['key']} of shard {entry['shard']}", *lines])
 
@@ -105,7 +109,7 @@ def _lines(entry: dict[str, Any]) -> Iterator[tuple[str, Any]]:
         }
         if len(set(listed.values())) == 1:
             yield section, next(iter(listed.values()))
-        else:  # buckets that were added at different times
+        else:  # the buckets were encoded at different times
             yield from ((section, f"{bucket}: {value}") for bucket, value in listed.items())
 
 

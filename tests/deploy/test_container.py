@@ -22,7 +22,7 @@ import pytest
 import yaml
 
 from shards.open import open_store
-from shards.root.committed import load_books
+from shards.root.committed import load_tars
 from tests.roots import precompute_arguments
 from tests.runs import UNET, train_fields, write_config
 
@@ -125,7 +125,7 @@ def test_it_is_no_larger_than_the_page_says(image: Image) -> None:
 
 def contents(root: Path) -> dict[str, dict[str, int]]:
     """Tar → bucket → its samples."""
-    return {tar.tar: {name: part.samples for name, part in tar.parts.items()} for tar in load_books(open_store(root))}
+    return {tar.tar: {name: part.samples for name, part in tar.parts.items()} for tar in load_tars(open_store(root))}
 
 
 def encode_on_a_cluster(image: Image, words: list[str]) -> None:
@@ -196,7 +196,7 @@ def test_both_stages_run_in_it(image: Image, models: Path, tars: Path) -> None:
     words = precompute_arguments(data / "models", data / "tars", root)[2:]
     said = image.run(*shlex.split(job)[:5], *words)
     assert "2 tars encoded (46 samples in, 30 accepted, 16 rejected)" in said
-    assert len(load_books(open_store(root))) == 2
+    assert len(load_tars(open_store(root))) == 2
     there = data / "on-a-cluster"
     arguments = precompute_arguments(data / "models", data / "tars", there)[2:]
     encode_on_a_cluster(image, [*shlex.split(job)[:5], *arguments])

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from shards.open import open_store
-from shards.root.committed import load_books, load_receipts
+from shards.root.committed import load_receipts, load_tars
 from shards.tools.verify import verify_root
 from tests import ranks
 from tests.deploy.machines import missing, wait_until
@@ -221,4 +221,4 @@ def test_an_array_of_small_jobs_shares_the_tars(slurm: Slurm, models: Path, tars
         state = slurm.finish(f"{job}_{task}")
         assert (state["JobState"], state["ExitCode"]) == ("COMPLETED", "0:0"), (tmp_path / f"log-{task}").read_text()
         assert "1 tars encoded" in (tmp_path / f"log-{task}").read_text()
-    assert len(load_books(open_store(tmp_path / "root"))) == 2
+    assert len(load_tars(open_store(tmp_path / "root"))) == 2

@@ -10,11 +10,11 @@ from precompute.cluster.ray_cluster import Report
 from precompute.encode.recipe import Recipe
 from precompute.encode.worker import encode_on_worker
 from precompute.input.tars import InputTar
-from shards.root.committed import TarBooks
+from shards.root.committed import TarReceipts
 from tests.faults.decoders import poisoned
 
 
-def encode_with_poison(tar: InputTar, attempt: int, report: Report, recipe: Recipe, **options: Any) -> TarBooks:
+def encode_with_poison(tar: InputTar, attempt: int, report: Report, recipe: Recipe, **options: Any) -> TarReceipts:
     """Runs in a Ray worker, to which it goes by value, as it is this script's own."""
     return encode_on_worker(tar, attempt, report, replace(recipe, decode=poisoned), **options)
 

@@ -30,7 +30,7 @@ from shards.base.scratch import sweep_attempts
 from shards.open import open_store
 from shards.root.committed import load_receipts
 from shards.root.index import write_indexes
-from shards.root.shared import agree_on_rules, create_root
+from shards.root.shared import create_root, record_rules
 from shards.root.writing import PartWriter, Sample
 from shards.tools.verify import verify_root
 from tests.conftest import make_towers
@@ -149,7 +149,7 @@ class Encoding:
             setattr(PartWriter, "write", write_other)  # noqa: B010
         encoding, store = describe_encoding(config), open_store(config.output)
         create_root(store, encoding)
-        agree_on_rules(store, config.to_fill.rules)
+        record_rules(store, config.to_fill.rules)
         for tar in list_tars(config.input):
             encode_tar(tar, make_recipe(config, encoding), store, self.towers)
         sweep_attempts(store)
@@ -204,7 +204,7 @@ def look(root: Path) -> None:
     """What receipts say is there is there, whole; the index may be an older one, and nothing else may be wrong."""
     if (root / "encoding.json").exists():
         load_receipts(open_store(root))
-        wrong = [line for line in verify_root(open_store(root)) if "write it anew with" not in line]
+        wrong = [line for line in verify_root(open_store(root)) if "rebuild it with" not in line]
         assert not wrong, wrong
 
 

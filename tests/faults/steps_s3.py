@@ -73,7 +73,7 @@ def look(root: str) -> None:
     """What receipts say is there is there, whole; the index may be an older one, and nothing else may be wrong."""
     store = open_store(root)
     if active_receipts(list_commits(store)):
-        wrong = [line for line in verify_root(store) if "write it anew with" not in line]
+        wrong = [line for line in verify_root(store) if "rebuild it with" not in line]
         assert not wrong, wrong
 
 

@@ -8,7 +8,7 @@ import pytest
 from precompute.pixels.decode import LimitsConfig
 from precompute.pixels.isolation import Isolated
 from shards.open import open_store
-from shards.root.committed import load_books
+from shards.root.committed import load_tars
 from tests.conftest import encode_all, precompute_config
 from tests.faults.decoders import ACCEPTED, outcome_and_memory
 from tests.faults.images import hostile
@@ -49,6 +49,6 @@ def test_a_shard_of_nothing_else(corpus: dict[str, tuple[bytes, str]], models: P
     make_tar(tmp_path / "tars", "00000", samples)
     config = precompute_config(models, tmp_path / "tars", tmp_path / "root", buckets=["64x64"])
     encode_all(config, models)
-    receipt = load_books(open_store(config.output))[0]
+    receipt = load_tars(open_store(config.output))[0]
     outcomes = Counter(outcome for _, outcome in corpus.values())
     assert receipt.encoded == outcomes.pop(ACCEPTED) and receipt.rejected == outcomes

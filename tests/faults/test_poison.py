@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from shards.open import open_store
-from shards.root.committed import load_books
+from shards.root.committed import load_tars
 from shards.tools.verify import verify_root
 from tests.conftest import SIZES
 from tests.roots import precompute_arguments
@@ -28,7 +28,7 @@ def test_a_job_finds_the_pictures_that_kill_its_workers(
     result = run_module("tests.faults.poisoned_job", *arguments, launcher=PYTHON)
     assert result.returncode == 0, result.stderr
     assert list(verify_root(open_store(tmp_path / "root"))) == []
-    receipts = load_books(open_store(tmp_path / "root"))
+    receipts = load_tars(open_store(tmp_path / "root"))
     assert [receipt.rejected.get("decoder_crash", 0) for receipt in receipts] == [1, 1, 0]
     attempts = [receipt.parts["64x64"].attempts for receipt in receipts]
     assert attempts[:2] >= [2, 2] and attempts[2] <= 3, attempts  # what kills a process is lost with its other tars

@@ -18,7 +18,7 @@ from precompute.config import PrecomputeConfig
 from precompute.input.tars import InputTar, RawSample, Tar, TarsConfig, counted_samples, list_tars
 from shards.base.errors import DamagedInput
 from shards.open import open_store
-from shards.root.committed import TarBooks, load_books
+from shards.root.committed import TarReceipts, load_tars
 from shards.tools.verify import verify_root
 from tests.conftest import encode_all, folder_of, precompute_config
 from tests.faults.world import stored_keys
@@ -249,12 +249,12 @@ def config_with(models: Path, folder: Path, root: Path, **tars: object) -> Preco
     return config.model_copy(update={"tars": TarsConfig.model_validate(tars)})
 
 
-def salvaged(models: Path, folder: Path, **changes: object) -> tuple[Path, TarBooks]:
+def salvaged(models: Path, folder: Path, **changes: object) -> tuple[Path, TarReceipts]:
     """Stage 1 over the tars in `folder`, salvaging: the root and the receipt."""
     config = config_with(models, folder, folder / "root", policy="salvage", **changes)
     encode_all(config, models)
     assert list(verify_root(open_store(config.output))) == []
-    return folder_of(config), load_books(open_store(config.output))[0]
+    return folder_of(config), load_tars(open_store(config.output))[0]
 
 
 def test_a_salvaged_shard_accounts_for_every_sample(models: Path, tmp_path: Path) -> None:
@@ -274,7 +274,7 @@ def test_a_bit_of_a_picture(models: Path, tmp_path: Path) -> None:
     config = config_with(models, tmp_path, tmp_path / "rejected", check_sha256=True)
     with pytest.raises(DamagedInput, match=r"sample 000000003 has not the sha256 of its JSON"):
         encode_all(config, models)
-    assert load_books(open_store(config.output)) == []
+    assert load_tars(open_store(config.output)) == []
     _, receipt = salvaged(models, tmp_path, check_sha256=True)
     assert (receipt.encoded, receipt.rejected) == (7, {"lost_in_tar": 1})
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from shards.open import open_store
-from shards.root.committed import load_books
+from shards.root.committed import load_tars
 from tests.roots import precompute_arguments
 from tests.runs import PYTHON, environment, run_module
 
@@ -73,7 +73,7 @@ def head() -> Iterator[Head]:
 
 def test_a_submitted_job(head: Head, models: Path, tars: Path, tmp_path: Path) -> None:
     submit(head, precompute_arguments(models, tars, tmp_path / "root"))
-    assert len(load_books(open_store(tmp_path / "root"))) == 2
+    assert len(load_tars(open_store(tmp_path / "root"))) == 2
 
 
 def submit(head: Head, arguments: list[str]) -> None:
@@ -105,7 +105,7 @@ def test_the_token_and_a_submitted_job(head: Head, models: Path, tars: Path, tmp
     assert not (tmp_path / "root").exists()
 
     submit(head, arguments)
-    assert len(load_books(open_store(tmp_path / "root"))) == 2
+    assert len(load_tars(open_store(tmp_path / "root"))) == 2
     again = run_module(
         "precompute", *arguments, launcher=PYTHON, variables={"RAY_ADDRESS": head.address, **head.allowed}
     )

@@ -17,7 +17,7 @@ from precompute.input.tars import InputTar, list_tars
 from shards.open import open_store
 from shards.root.index import write_indexes
 from shards.root.provenance import source_sha256
-from shards.root.shared import agree_on_rules, create_root
+from shards.root.shared import create_root, record_rules
 from shards.tools.verify import verify_root
 from tests.conftest import SIZES, encode_all, folder_of, precompute_config
 from tests.roots import tree
@@ -42,7 +42,7 @@ def test_two_workers_are_on_one_gpu_at_once(one_gpu: None, models: Path, tmp_pat
     config = precompute_config(models, tmp_path / "tars", tmp_path / "root", workers=HALF)
     store, encoding = open_store(config.output), describe_encoding(config)
     create_root(store, encoding)
-    agree_on_rules(store, config.to_fill.rules)
+    record_rules(store, config.to_fill.rules)
     # on this machine the device is a CPU, whatever Ray counts
     encode = partial(
         encode_on_worker,

@@ -15,7 +15,7 @@ from shards.__main__ import run as run_shards
 from shards.base.errors import RequestError
 from shards.format.buckets import AspectTable
 from shards.open import open_store
-from shards.root.committed import load_books, load_receipts
+from shards.root.committed import load_receipts, load_tars
 from shards.root.shared import check_rules
 from shards.tools.verify import verify_root
 from tests.conftest import encode_all, folder_of, precompute_config
@@ -52,7 +52,7 @@ def test_each_picture_is_in_every_square_and_one_shape(aspect_root: Path, shapes
     buckets = sorted(path.name for path in aspect_root.glob("[0-9]*x*"))
     assert buckets == ["128x128", "48x80", "48x96", "64x64", "80x48", "96x48"]
     for bucket in buckets:
-        if load_books(open_store(aspect_root))[0].parts[bucket].samples:
+        if load_tars(open_store(aspect_root))[0].parts[bucket].samples:
             for row in rows(aspect_root, bucket):
                 found.setdefault(row["key"], set()).add(bucket)
                 width, height = map(int, bucket.split("x"))
@@ -64,7 +64,7 @@ def test_each_picture_is_in_every_square_and_one_shape(aspect_root: Path, shapes
 
 
 def test_the_books_add_up_and_other_buckets_are_no_rejects(aspect_root: Path) -> None:
-    receipt = load_books(open_store(aspect_root))[0]
+    receipt = load_tars(open_store(aspect_root))[0]
     assert (receipt.samples_in, receipt.encoded) == (37, 30)
     assert receipt.rejected == {"not_an_image": 1, "too_small": 6}
     refused = {name: part.refused for name, part in receipt.parts.items()}
@@ -80,7 +80,7 @@ def test_the_books_add_up_and_other_buckets_are_no_rejects(aspect_root: Path) ->
 def test_without_the_square_among_the_buckets_it_takes_its_nearest(shapes: Path, models: Path, tmp_path: Path) -> None:
     config = precompute_config(models, shapes, tmp_path / "root", buckets=["128x128"], aspect=ASPECT)
     encode_all(config, models)
-    receipt = load_books(open_store(config.output))[0]
+    receipt = load_tars(open_store(config.output))[0]
     assert receipt.parts["64x64"].samples == 12
     assert receipt.parts["64x64"].refused == {"not_an_image": 1, "other_bucket": 18, "too_small": 6}
     assert sum(receipt.parts[str(bucket)].samples for bucket in TABLE.buckets) == receipt.encoded == 30
@@ -88,7 +88,7 @@ def test_without_the_square_among_the_buckets_it_takes_its_nearest(shapes: Path,
 
 
 def test_empty_parts_are_sound(aspect_root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert load_books(open_store(aspect_root))[0].parts["96x48"].samples == 0
+    assert load_tars(open_store(aspect_root))[0].parts["96x48"].samples == 0
     assert list(verify_root(open_store(aspect_root))) == []
     run_shards(["stats", str(aspect_root)])
     assert "96x48" in capsys.readouterr().out

@@ -13,7 +13,7 @@ from precompute import describe
 from precompute.config import PrecomputeConfig, describe_encoding
 from precompute.encode.networks import Network, Precision, Site, quantised
 from shards.base.errors import RequestError, UnfitNode
-from shards.derive.conversion import conversion
+from shards.derive.conversion import plan_conversion
 from shards.format.encoding import EncodingRecord
 from shards.format.receipts import Receipt
 from shards.format.towers import Quantised
@@ -57,9 +57,9 @@ def test_a_root_of_the_tower_as_it_is_stored_is_encoded_anew(
     models: Path, tars: Path, towers: Path, as_if_installed: None
 ) -> None:
     source, target = (record(models, tars, towers, weights) for weights in ("as_stored", "int8"))
-    assert conversion(source, target, may_encode=True).fresh == {"t5"}
+    assert plan_conversion(source, target, may_encode=True).reencoded == {"t5"}
     with pytest.raises(RequestError, match="t5"):
-        conversion(source, target)
+        plan_conversion(source, target)
 
 
 def test_what_is_not_installed_is_refused(

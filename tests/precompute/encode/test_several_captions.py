@@ -14,7 +14,7 @@ from shards.__main__ import run
 from shards.base.errors import RequestError
 from shards.format.encoding import EncodingRecord
 from shards.open import open_store
-from shards.root.committed import load_books
+from shards.root.committed import load_tars
 from shards.root.reading import captions, read_part, text_latents
 from shards.root.shared import check_root
 from shards.tools.verify import verify_root
@@ -102,7 +102,7 @@ def test_captions_are_counted_per_bucket_in_receipts_and_once_in_stats(
     models: Path, captioned: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     root = encoded(models, captioned, tmp_path / "root")
-    receipt = load_books(open_store(root))[0]
+    receipt = load_tars(open_store(root))[0]
     assert receipt.rejected == {"no_caption": 1}
     changes = {"invalid_utf8": 2, "control_characters": 1, "too_long": 1, "truncated": 1}
     assert receipt.parts["64x64"].captions == {"stored": 20, **changes}
@@ -113,10 +113,7 @@ def test_captions_are_counted_per_bucket_in_receipts_and_once_in_stats(
     run(["stats", str(root)])
     assert receipt.parts["128x128"].captions["stored"] == 11  # of the same samples
     printed = capsys.readouterr().out
-    assert (
-        "captions: 20 stored, of which changed: invalid utf8 2, control characters 1, too long 1, truncated 1\n"
-        in printed
-    )
+    assert "captions: 20 stored; changed: invalid utf8 2, control characters 1, too long 1, truncated 1\n" in printed
 
 
 def test_a_caption_is_encoded_once_and_in_filled_batches(
@@ -143,7 +140,7 @@ def test_a_bucket_added_later_has_the_same_captions(models: Path, captioned: Pat
             models, captioned, tmp_path / "later", captions=FIELDS, buckets=[bucket], text=text, limits=limits
         )
         encode_all(config, models)
-    one, two = load_books(open_store(both))[0], load_books(open_store(tmp_path / "later"))[0]
+    one, two = load_tars(open_store(both))[0], load_tars(open_store(tmp_path / "later"))[0]
     for bucket in BUCKETS:
         assert (one.parts[bucket].files, one.parts[bucket].captions) == (
             two.parts[bucket].files,
@@ -173,4 +170,4 @@ def test_a_caption_that_was_lost_is_found(models: Path, captioned: Path, tmp_pat
         patch.setattr(PartWriter, "_caption_text", lose_one)
         encoded(models, captioned, tmp_path / "root")
     wrong = list(verify_root(open_store(tmp_path / "root")))
-    assert wrong and all("not as many captions as text latents" in line for line in wrong)
+    assert wrong and all("a different number of captions than of text latents" in line for line in wrong)

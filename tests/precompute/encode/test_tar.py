@@ -29,7 +29,7 @@ from shards.format.buckets import Bucket
 from shards.format.encoding import EncodingRecord
 from shards.format.text import dequantise
 from shards.open import open_store
-from shards.root.committed import load_books, load_receipts
+from shards.root.committed import load_receipts, load_tars
 from shards.root.shared import check_root, load_uncond
 from tests.conftest import encode_all, folder_of, precompute_config
 from tests.roots import part_of, rejects, rows, tree
@@ -74,7 +74,7 @@ def test_latents_equal_diffusers_and_transformers(latents: Path, tars: Path, mod
 
 
 def test_counts_rejects_and_tables_add_up(latents: Path) -> None:
-    for receipt in load_books(open_store(latents)):
+    for receipt in load_tars(open_store(latents)):
         assert (receipt.samples_in, receipt.encoded) == (23, 15)
         assert receipt.rejected == {"no_caption": 1, "no_image": 1, "not_an_image": 1, "too_small": 5}
         assert {name: part.samples for name, part in receipt.parts.items()} == {"64x64": 15, "128x128": 10}
@@ -117,7 +117,7 @@ def test_a_bucket_added_later_gives_what_both_at_once_give(
 ) -> None:
     root = tmp_path / "root"
     encode_all(precompute_config(models, tars, root, buckets=["128x128"]), models)
-    assert load_books(open_store(root))[0].encoded == 10
+    assert load_tars(open_store(root))[0].encoded == 10
     encode_all(precompute_config(models, tars, root, buckets=["64x64"]), models)
     expected, found = tree(latents), tree(root)
     assert expected.keys() == found.keys()
@@ -143,7 +143,7 @@ def test_a_bucket_is_not_added_once_the_side_files_count_otherwise(models: Path,
     tar.with_suffix(".parquet").unlink()
     with pytest.raises(WorkError, match="now count 2 samples, but 3 when shard 00000 was encoded before"):
         encode("128x128")
-    (receipt,) = load_books(open_store(tmp_path / "root"))
+    (receipt,) = load_tars(open_store(tmp_path / "root"))
     assert receipt.samples_in == 3 and list(receipt.parts) == ["64x64"]
 
 
@@ -153,7 +153,7 @@ def test_each_part_keeps_the_settings_that_made_it(models: Path, tars: Path, tmp
         workers = {"num_gpus": 0, "num_cpus": 1, "decode_threads": 1, "batch_size": batch_size}
         config = precompute_config(models, tmp_path / "tars", tmp_path / "root", buckets=[bucket], workers=workers)
         encode_all(config, models)
-    receipt = load_books(open_store(tmp_path / "root"))[0]
+    receipt = load_tars(open_store(tmp_path / "root"))[0]
     made = {bucket: part.settings["batch_size"] for bucket, part in receipt.parts.items()}
     assert made == {"128x128": 4, "64x64": 8}
 
@@ -180,7 +180,7 @@ def test_text_storage(latents: Path, models: Path, tars: Path, tmp_path: Path, s
 def test_long_captions_are_cut_and_counted(latents: Path) -> None:
     # one token a character, and begin and end: all captions here are longer than 16 tokens
     counts = {"stored": 15, "invalid_utf8": 0, "control_characters": 0, "too_long": 0, "truncated": 15}
-    assert [receipt.parts["64x64"].captions for receipt in load_books(open_store(latents))] == [counts, counts]
+    assert [receipt.parts["64x64"].captions for receipt in load_tars(open_store(latents))] == [counts, counts]
 
 
 def test_uncond_is_the_empty_prompt(latents: Path, models: Path) -> None:
@@ -201,7 +201,7 @@ def test_a_damaged_tar_commits_nothing(models: Path, tars: Path, tmp_path: Path)
     config = precompute_config(models, tmp_path / "tars", tmp_path / "root")
     with pytest.raises(WorkError, match=r"00001.tar"):
         encode_all(config, models)
-    assert [tar.tar for tar in load_books(open_store(config.output))] == ["00000"]
+    assert [tar.tar for tar in load_tars(open_store(config.output))] == ["00000"]
     root = folder_of(config)
     assert not list(root.glob("[!.]*/00001*")) and not list(root.glob(".attempts/00001.*[!k]"))
 
@@ -241,7 +241,7 @@ def test_what_stays_non_finite_is_rejected(
     monkeypatch.setattr(ImageEncoder, "start_batch", poison)
     config = precompute_config(models, tars, tmp_path / "root")
     encode_all(config, models)
-    receipt = load_books(open_store(config.output))[0]
+    receipt = load_tars(open_store(config.output))[0]
     # batches of 8: two of the ten 128x128 pictures head one; they are still in 64x64, so no sample is lost
     assert receipt.parts["128x128"].refused["non_finite"] == 2 and receipt.encoded == 15
     listed = rejects(folder_of(config), "00000")

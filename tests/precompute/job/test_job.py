@@ -126,7 +126,7 @@ def test_a_root_with_another_encoding_is_left_alone(
     arguments = precompute_arguments(models, tars, latents, "--posterior", "mean")
     assert exit_code_of(lambda: command(arguments)) == 2
     error = capsys.readouterr().err.replace("\n", " ")
-    assert "was written with another encoding: image.posterior: 'moments' ≠ 'mean' (root ≠ this run)" in error
+    assert "was written with a different encoding: image.posterior: 'moments' ≠ 'mean' (root ≠ this run)" in error
     assert tree(latents) == before
 
 
@@ -169,8 +169,8 @@ def test_another_vae_on_a_root_is_named_with_both_paths(
     arguments = precompute_arguments(models, tars, latents, "--vae", str(tmp_path / "other"))
     assert exit_code_of(lambda: command(arguments)) == 2
     error = " ".join(capsys.readouterr().err.split())
-    assert f"`vae` is a different model: the root was made with {models / 'vae'}" in error
-    assert f"and this run has {tmp_path / 'other'}." in error
+    assert f"`vae` is a different model: the root was encoded with {models / 'vae'}" in error
+    assert f"and this run uses {tmp_path / 'other'}." in error
 
 
 @pytest.mark.parametrize(("buckets", "odd"), [(["144x112", "256x256"], "144x112"), (["512x512", "320x192"], "")])

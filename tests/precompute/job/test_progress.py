@@ -23,10 +23,10 @@ import sys
 from precompute.cluster.fleet import Done, Failed, UnderWay
 from precompute.cluster.ray_cluster import Failure
 from precompute.job.ledger import Ledger
-from shards.root.committed import load_books
+from shards.root.committed import load_tars
 from shards.open import open_store
 
-first, second = load_books(open_store(sys.argv[1]))
+first, second = load_tars(open_store(sys.argv[1]))
 failure = Failure(is_lost=False, is_final=False, line="[no markup]", text="[no markup]")
 with Ledger(3) as ledger:
     ledger.record(UnderWay(2, 7))

@@ -14,7 +14,7 @@ from precompute.pixels.isolation import Isolated
 from shards.base.errors import WorkError
 from shards.format.buckets import Bucket
 from shards.open import open_store
-from shards.root.committed import load_books
+from shards.root.committed import load_tars
 from shards.tools.verify import verify_root
 from tests.conftest import SIZES, encode_all, folder_of, precompute_config
 from tests.faults.decoders import killed_once, poisoned
@@ -111,7 +111,7 @@ def test_the_rest_of_a_poisoned_shard_survives_byte_for_byte(models: Path, tmp_p
     encode_all(one, models)
     encode_all(two, models, attempt=2, decode=poisoned)
     assert list(verify_root(open_store(two.output))) == []
-    receipt = load_books(open_store(two.output))[0]
+    receipt = load_tars(open_store(two.output))[0]
     assert receipt.rejected == {"decoder_crash": 3, "too_small": 3} and receipt.parts["64x64"].attempts == 2
     listed = rejects(folder_of(two), "00000")
     assert {row["key"] for row in listed if row["reason"] == "decoder_crash"} == {key for key, _ in poisons}

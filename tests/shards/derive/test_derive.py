@@ -16,7 +16,7 @@ from shards.base.errors import Preempted, RequestError, WorkError
 from shards.base.store import LocalStore
 from shards.derive import job
 from shards.derive.job import missing, prepare
-from shards.derive.source import contents
+from shards.derive.source import list_contents
 from shards.format.encoding import EncodingRecord
 from shards.root.committed import load_receipts
 from shards.root.exclusions import exclusion_ids
@@ -168,11 +168,11 @@ def test_a_damaged_part_gets_no_new_receipt(latents: Path, tmp_path: Path) -> No
     [
         (
             ("--towers", "texts.nobody"),
-            "The root has no texts.nobody. It has texts.clip, texts.t5",
+            "The root has no tower texts.nobody. Its towers are texts.clip, texts.t5",
         ),
-        (("--towers", "features.dino"), "keeps no text tower"),
+        (("--towers", "features.dino"), "names no text tower"),
         (("--text.storage", "float7"), "--text.storage float7: Input should be 'float16' or 'float8'"),
-        (("--buckets", "64x64", "32x32"), "holds nothing in 32x32; its buckets are 64x64"),
+        (("--buckets", "64x64", "32x32"), "has no samples in 32x32; its buckets are 64x64"),
     ],
 )
 def test_refusals(many: Path, tmp_path: Path, options: tuple[str, ...], message: str) -> None:
@@ -186,14 +186,14 @@ def test_what_is_not_there_cannot_be_asked_for(latents: Path, tmp_path: Path, mo
     with pytest.raises(RequestError) as refusal:
         derive(small, tmp_path / "out", *(word for option in WIDER for word in option))
     for part in (
-        "image.storage: what was rounded to int8 is not float16's",
-        "texts.text.storage: what was rounded to float8 is not float16's",
-        "texts.text.trim: padding is not stored",
+        "image.storage: int8 is stored, and the float16 precision cannot be restored",
+        "texts.text.storage: float8 is stored, and the float16 precision cannot be restored",
+        "texts.text.trim: the states of padding tokens are not stored",
     ):
         assert part in str(refusal.value)
     with pytest.raises(RequestError, match="cannot be derived from itself"):
         derive(small, small)
-    with pytest.raises(RequestError, match=r"was written with another encoding: .*texts.text.storage"):
+    with pytest.raises(RequestError, match=r"was written with a different encoding: .*texts.text.storage"):
         derive(latents, small, "--image.storage", "int8", "--image.posterior", "mean", "--text.trim", "true")
 
 
@@ -201,7 +201,7 @@ def test_trim_is_refused_where_states_depend_on_padding(models: Path, tars: Path
     of_flux = texts(towers, models, masked=False)
     unmasked = config_of(models, tars, tmp_path / "flux", towers, texts=of_flux, features={})
     encode_all(unmasked, models)
-    with pytest.raises(RequestError, match=r"texts.t5.trim: T5EncoderModel saw the padding behind a caption"):
+    with pytest.raises(RequestError, match=r"texts.t5.trim: T5EncoderModel attends to padding"):
         derive(folder_of(unmasked), tmp_path / "out", "--text.trim", "true")
     derive(folder_of(unmasked), tmp_path / "out", "--text.trim", "clip=true")
 
@@ -257,14 +257,14 @@ def test_a_text_tower_is_added_without_a_picture(
 def test_other_rules_are_refused_before_a_root_is_made(latents: Path, models: Path, tars: Path, tmp_path: Path) -> None:
     aspect = {"bases": [128], "step": 64, "max_ratio": 1.0}
     config = precompute_config(models, tars, tmp_path / "out", buckets=["64x64"], aspect=aspect)
-    with pytest.raises(RequestError, match=r"latents fills its bucket 128x128 by the rule `covers`.*`nearest"):
+    with pytest.raises(RequestError, match=r"latents fills bucket 128x128 by the rule `covers`.*`nearest"):
         derive_by_config(config, latents)
     assert not (tmp_path / "out").exists()
 
 
 def test_features_are_made_of_pictures(latents: Path, models: Path, tars: Path, tmp_path: Path, towers: Path) -> None:
     config = precompute_config(models, tars, tmp_path / "out", features={"dino": {"model": str(towers / "dino")}})
-    with pytest.raises(RequestError, match=r"features.dino: the root has none, and they are made of pictures"):
+    with pytest.raises(RequestError, match=r"features.dino: the root has no such feature tower"):
         derive_by_config(config, latents)
     assert not (tmp_path / "out").exists()
 
@@ -278,7 +278,7 @@ def test_what_the_source_recalls_is_derived_anew(
     shards(["recall", str(source), "--node", os.uname().nodename])
     (source / "commits" / "64x64" / "00001.g0.recalled").unlink()  # but this one
     derive(source, derived, *SMALL)
-    assert "3 parts of" in (said := capsys.readouterr().out) and "they are recalled too" in said
+    assert "Recalled 3 parts of" in capsys.readouterr().out
     assert parts(derived).keys() == {name for name in whole if name.startswith("64x64/00001.")}
     encode_all(config, models)  # by a good machine: other parts
     for receipt in load_receipts(LocalStore(source)):
@@ -318,7 +318,7 @@ def test_receipts_are_not_all_read_to_find_the_tars(latents: Path, monkeypatch: 
         return read_many(self, names)
 
     monkeypatch.setattr(LocalStore, "read_many", counting)
-    held = contents(store)
+    held = list_contents(store)
     assert {(tar, bucket) for tar, buckets in held.parts.items() for bucket in buckets} == {
         (tar, bucket) for tar in ("00000", "00001") for bucket in ("64x64", "128x128")
     }
@@ -329,7 +329,7 @@ def test_a_process_that_is_killed_ends_the_command(
     latents: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(job, "_derive_in_process", kill_process)
-    with pytest.raises(WorkError, match="A process was killed while tars were derived"):
+    with pytest.raises(WorkError, match="A worker process was killed while deriving tars"):
         derive(latents, tmp_path / "out", "--processes", "1", in_processes=True)
 
 
@@ -338,7 +338,7 @@ def test_a_signal_to_all_processes_is_one_to_leave(
 ) -> None:
     """As Slurm and a service manager send it: a process dies of it, and the first one was told."""
     monkeypatch.setattr(job, "_derive_in_process", signal_both)
-    with pytest.raises(Preempted, match="told to leave before all tars were derived"):
+    with pytest.raises(Preempted, match="stopped by a signal before all tars were derived"):
         derive(latents, tmp_path / "out", "--processes", "1", in_processes=True)
 
 

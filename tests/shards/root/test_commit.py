@@ -17,8 +17,8 @@ from shards.base.scratch import attempt_folder, sweep_attempts
 from shards.base.store import LocalStore, Store
 from shards.format.receipts import active_receipts
 from shards.open import open_store
-from shards.root.commit import content_hash, place, record_files
-from shards.root.committed import list_commits, load_books, load_receipts
+from shards.root.commit import content_hash, record_files, store_part
+from shards.root.committed import list_commits, load_receipts, load_tars
 from shards.root.shared import create_root
 from shards.root.writing import PartWriter, WrittenPart
 from shards.tools.verify import verify_root
@@ -121,7 +121,7 @@ def test_the_later_of_two_attempts_adopts_what_is_there(models: Path, tars: Path
     before = tree(root)
     with pytest.MonkeyPatch.context() as patch:
         # as a job that looked before the other one's commit
-        patch.setattr("precompute.encode.tar.current", lambda store, bucket, tar: (0, None))
+        patch.setattr("precompute.encode.tar.current_generation", lambda store, bucket, tar: (0, None))
         encode_all(precompute_config(models, tars, root), models)
     now = tree(root)
     assert {name for name, data in before.items() if now[name] != data} == set()
@@ -141,7 +141,7 @@ def test_an_attempt_of_other_bytes_has_a_folder_of_its_own(
         return finish(self)
 
     monkeypatch.setattr(PartWriter, "finish", other)
-    monkeypatch.setattr("precompute.encode.tar.current", lambda store, bucket, tar: (0, None))
+    monkeypatch.setattr("precompute.encode.tar.current_generation", lambda store, bucket, tar: (0, None))
     encode_all(config, models)
     now = contents(root)
     assert {name: now[name] for name in before} == before
@@ -159,7 +159,7 @@ def test_a_part_that_lies_there_in_pieces_is_completed(latents: Path, tmp_path: 
     store.write(f"{receipt.folder}/index.json", b"torn")
     store.write(f"{receipt.folder}/shard.00000.mds", right["shard.00000.mds"][:-1] + b"?")
     store.write(f"{receipt.folder}/another's", b"is not removed")
-    place(store, source, receipt.folder, files)
+    store_part(store, source, receipt.folder, files)
     assert {name: store.read(f"{receipt.folder}/{name}") for name in files} == right
     assert store.read(f"{receipt.folder}/another's") == b"is not removed"
 
@@ -168,9 +168,9 @@ def test_another_tar_under_the_same_name_is_refused(models: Path, tmp_path: Path
     make_tar(tmp_path / "one", "00000", make_samples(0, 6, [(200, 150)]))
     make_tar(tmp_path / "two", "00000", make_samples(9, 6, [(200, 150)]))
     encode_all(precompute_config(models, tmp_path / "one", root, buckets=["64x64"]), models)
-    with pytest.raises(WorkError, match=r"is not the tar from which shard 00000 was encoded before"):
+    with pytest.raises(WorkError, match=r"is not the tar that shard 00000 was encoded from before"):
         encode_all(precompute_config(models, tmp_path / "two", root), models)
-    assert [list(tar.parts) for tar in load_books(open_store(root))] == [["64x64"]]
+    assert [list(tar.parts) for tar in load_tars(open_store(root))] == [["64x64"]]
 
 
 def abandon(root: Path, tar: str) -> Path:
@@ -232,7 +232,7 @@ def test_a_store_that_ignores_the_condition_is_refused(latents: Path, monkeypatc
     store = RemoteStore("memory://ignorant/root")
     pipe = type(store.fs).pipe_file
     monkeypatch.setattr(type(store.fs), "pipe_file", lambda fs, path, data, mode="": pipe(fs, path, data))
-    with pytest.raises(RequestError, match="ignores the condition under which an object is created"):
+    with pytest.raises(RequestError, match="ignores conditional writes"):
         create_root(store, EncodingRecord.load(open_store(latents)))
     assert store.files() == []
 
@@ -263,7 +263,9 @@ def test_another_job_may_make_the_root_in_any_moment(
     if same:
         create_root(store, ours)
     else:
-        with pytest.raises(RequestError, match=r"written with another encoding: max_characters: 7 ≠ \d+ \(root ≠ this"):
+        with pytest.raises(
+            RequestError, match=r"written with a different encoding: max_characters: 7 ≠ \d+ \(root ≠ this"
+        ):
             create_root(store, ours)
     assert overtaken == [theirs] and EncodingRecord.load(other) == theirs
 
@@ -282,7 +284,7 @@ def test_of_jobs_with_different_encodings_at_once_one_kind_goes_on(latents: Path
                 create_root(root, asked)
                 return asked.id
             except RequestError as error:
-                assert "written with another encoding" in str(error)
+                assert "written with a different encoding" in str(error)
                 return ""
 
         with ThreadPoolExecutor(len(records)) as threads:

@@ -101,9 +101,9 @@ class Product(ProtocolMachine):
         receipt = make_receipt(token, f"{TAR}.{commit.content_hash(files)}", files)
 
         def work(store: Store) -> str:
-            _, found = commit.current(store, BUCKET, TAR)
+            _, found = commit.current_generation(store, BUCKET, TAR)
             if found is None:
-                commit.place(store, source, receipt.folder, files)
+                commit.store_part(store, source, receipt.folder, files)
                 found = commit.create_receipt(store, receipt)
             return found.token
 
@@ -311,7 +311,7 @@ def test_worse_code_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def create_receipt(store: Store, receipt: Receipt) -> Receipt:
         while True:
-            generation, found = commit.current(store, BUCKET, TAR)
+            generation, found = commit.current_generation(store, BUCKET, TAR)
             receipt = receipt.model_copy(update={"generation": generation})
             if found is not None:
                 return found

@@ -16,7 +16,7 @@ from shards.base.errors import RequestError
 from shards.base.store import LocalStore, Store
 from shards.format.receipts import tombstone_name
 from shards.root.manifest import BucketIndex, Manifest, current_ids, load_rows, newest_manifest, read_index
-from shards.root.publish import Publisher, Publishing, Stopped
+from shards.root.publish import PeriodicPublisher, Publisher, PublishStopped
 from shards.root.segments import SCHEMA, content_id, files_of, make_rows, receipts_of, save_segment
 
 BUCKET = "256x256"
@@ -130,12 +130,12 @@ def test_publishing_that_is_told_to_stop_leaves_the_manifest_that_was(tmp_path: 
     commit(store, "00000")
     manifest = Publisher(store).publish()
     commit(store, "00001")
-    with pytest.raises(Stopped):
+    with pytest.raises(PublishStopped):
         Publisher(store, stop=lambda: True).publish()
-    with pytest.raises(KeyboardInterrupt), Publishing(store, every=3600):
+    with pytest.raises(KeyboardInterrupt), PeriodicPublisher(store, every=3600):
         raise KeyboardInterrupt
     assert newest_manifest(store) == manifest
-    with Publishing(store, every=3600) as publishing:
+    with PeriodicPublisher(store, every=3600) as publishing:
         finished = publishing.finish()
     assert finished.number == 2 and newest_manifest(store) == finished
 
@@ -143,7 +143,7 @@ def test_publishing_that_is_told_to_stop_leaves_the_manifest_that_was(tmp_path: 
 def test_a_job_publishes_while_it_runs(tmp_path: Path) -> None:
     store = LocalStore(tmp_path)
     commit(store, "00000")
-    with Publishing(store, every=0.01):
+    with PeriodicPublisher(store, every=0.01):
         for _ in range(3000):
             if newest_manifest(store) is not None:
                 break
@@ -182,7 +182,7 @@ def test_another_versions_manifest_is_refused(tmp_path: Path) -> None:
     store.create("index/manifests/00000001.json", sealed_json({"version": 3, "number": 1}))
     with pytest.raises(
         RequestError,
-        match=r"has format version 3, but this version of latentmill only reads version 2\. Use the version",
+        match=r"has format version 3, but this version of latentmill reads only version 2\. Use the version",
     ):
         current_ids(store)
 
@@ -196,7 +196,7 @@ def test_an_index_that_names_a_file_outside_its_folder_is_refused(tmp_path: Path
     (row,) = load_rows(store, manifest.buckets[BUCKET].id, index).to_pylist()
     row |= {"part": part, "files": [file | {"basename": basename} for file in row["files"]]}
     forged = save_segment(store, pa.Table.from_pylist([row], SCHEMA))
-    with pytest.raises(RequestError, match="names a file outside its folder"):
+    with pytest.raises(RequestError, match="names a file outside its bucket's folder"):
         load_rows(store, manifest.buckets[BUCKET].id, index.model_copy(update={"segments": (forged,)}))
 
 

@@ -66,7 +66,7 @@ def test_by_key_url_and_hash(root: Path, tmp_path: Path, capsys: pytest.CaptureF
     assert "64x64: 1 samples in 1 of 2 parts" in capsys.readouterr().out
     assert keys(root) == everything - {one}
     shards(["exclude", str(root), "--file", str(path), "--urls", f"http://example.org/{four}"])
-    assert "3 lines, by url" in capsys.readouterr().out
+    assert "(3 lines, matched by url)" in capsys.readouterr().out
     assert keys(root) == everything - {one, two, four}
     table = pq.read_table(part_of(root, "64x64", three[:5]) / "samples.parquet").to_pylist()
     (hash,) = (row["sha256"] for row in table if row["key"] == three)
@@ -76,7 +76,7 @@ def test_by_key_url_and_hash(root: Path, tmp_path: Path, capsys: pytest.CaptureF
     # the same list again is the same list
     capsys.readouterr()
     shards(["exclude", str(root), "--hashes", hash])
-    assert "which was there already" in capsys.readouterr().out and len(exclusion_ids(LocalStore(root))) == 3
+    assert "Already present: exclusions/" in capsys.readouterr().out and len(exclusion_ids(LocalStore(root))) == 3
 
 
 def test_a_sample_on_two_lists_counts_once_and_the_error_blames_no_filter(root: Path) -> None:
@@ -142,8 +142,8 @@ def test_a_run_under_way_keeps_its_samples_and_the_next_one_leaves_them_out(tmp_
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--keys"], "Nothing to exclude was given"),
-        (["--hashes", "abc"], "'abc' is no SHA-256, which is 64 hex digits"),
+        (["--keys"], "No values to exclude were given"),
+        (["--hashes", "abc"], "'abc' is not a SHA-256 (64 hex digits)"),
         (["--urls", "--file", "nowhere.txt"], "--file nowhere.txt cannot be read"),
     ],
 )

@@ -20,9 +20,9 @@ from shards.base.errors import RequestError, WorkError
 from shards.base.store import LocalStore, Store, read_each
 from shards.format.receipts import Receipt, parse_receipt
 from shards.open import open_store
-from shards.root.committed import iter_books, iter_receipts, load_books, load_receipts
+from shards.root.committed import iter_receipts, iter_tars, load_receipts, load_tars
 from shards.tools.clean import named_parts
-from shards.tools.recall import Suspicion, nodes, suspects
+from shards.tools.recall import RecallFilter, node_totals, recall_candidates
 from shards.tools.stats import root_stats
 from shards.tools.verify import verify_root
 from tests.random_roots import HOSTS, random_root
@@ -113,7 +113,7 @@ def test_books_and_receipts_come_in_the_order_of_tars_each_once(tmp_path: Path, 
     receipts = list(iter_receipts(store))
     places = [(receipt.tar, receipt.bucket) for receipt in receipts]
     assert places == sorted(set(places)) and len(places) == len(list((tmp_path / "root" / "commits").rglob("*.json")))
-    books = list(iter_books(store))
+    books = list(iter_tars(store))
     assert [tar.tar for tar in books] == sorted({receipt.tar for receipt in receipts})
     assert [receipt for tar in books for receipt in tar.parts.values()] == receipts
 
@@ -121,7 +121,7 @@ def test_books_and_receipts_come_in_the_order_of_tars_each_once(tmp_path: Path, 
 @pytest.mark.parametrize("seed", range(4))
 def test_what_commands_add_up_is_what_all_receipts_say(tmp_path: Path, seed: int) -> None:
     store = open_store(random_root(tmp_path / "root", seed))
-    receipts, books = load_receipts(store), load_books(store)
+    receipts, books = load_receipts(store), load_tars(store)
     stats = root_stats(store, 5)
     assert stats["shards"] == len(books)
     assert stats["samples_in"] == sum(tar.samples_in for tar in books)
@@ -133,7 +133,7 @@ def test_what_commands_add_up_is_what_all_receipts_say(tmp_path: Path, seed: int
         size = sum(file.bytes for part in parts for file in part.mds)
         assert (found["samples"], found["bytes_per_sample"]) == (samples, round(size / samples) if samples else 0)
         assert found.get("measured_on", 0) == min(5, samples)
-    for node in nodes(store):
+    for node in node_totals(store):
         made = [part for part in receipts if part.made_by and part.made_by.gpu_uuid == node["gpu_uuid"]]
         tars, attempts = {part.tar: part.samples_in for part in made}, {part.token: part.seconds for part in made}
         assert node["parts"] == len(made) and node["samples"] == sum(part.samples for part in made)
@@ -141,7 +141,7 @@ def test_what_commands_add_up_is_what_all_receipts_say(tmp_path: Path, seed: int
         assert node["seconds"]["encode"] == round(sum(seconds["encode"] for seconds in attempts.values()), 1)
     for host, _, uuid in HOSTS:
         made = [part for part in receipts if part.made_by and part.made_by.gpu_uuid == uuid]
-        found = suspects(store, Suspicion(host, uuid, None))
+        found = recall_candidates(store, RecallFilter(host, uuid, None))
         assert [(one.name, one.folder, one.token, one.samples) for one in found] == [
             (part.name, part.folder, part.token, part.samples) for part in made
         ]
@@ -159,8 +159,8 @@ def test_verify_names_all_that_is_wrong(tmp_path: Path) -> None:
         file.write(" ")
     lines = [line.replace(f"{tmp_path}/root/", "") for line in verify_root(store)]
     assert lines[0] == f"{first.folder}/refused.parquet is missing"
-    assert lines[1].startswith(f"{last.folder}/samples.parquet has 1 bytes; its receipt says ")
-    assert lines[2].startswith(f"{last.bucket}/index.json is not what the receipts give") and len(lines) == 3
+    assert lines[1].startswith(f"{last.folder}/samples.parquet has 1 bytes, but its receipt records ")
+    assert lines[2].startswith(f"{last.bucket}/index.json does not match the receipts") and len(lines) == 3
     # a root whose receipts cannot all be read has no index to compare with
     path = tmp_path / "root" / first.name
     path.write_bytes(path.read_bytes()[:-9])
@@ -171,7 +171,7 @@ def test_verify_names_all_that_is_wrong(tmp_path: Path) -> None:
 def test_nothing_committed_is_said(tmp_path: Path) -> None:
     encoding_record(4, 4).save(LocalStore(tmp_path))
     for command in ("stats", "card"):
-        with pytest.raises(RequestError, match="holds no committed shard yet"):
+        with pytest.raises(RequestError, match="has no committed shards yet"):
             run([command, str(tmp_path)])
 
 
@@ -180,7 +180,7 @@ def test_a_settings_values_are_counted_by_tar(tmp_path: Path, capsys: pytest.Cap
     run(["card", store.where()])
     card = capsys.readouterr().out
     for section, key in (("settings", "batch_size"), ("settings", "salvage"), ("software", "torch")):
-        tars = [{str(getattr(part, section).get(key)) for part in tar.parts.values()} for tar in load_books(store)]
+        tars = [{str(getattr(part, section).get(key)) for part in tar.parts.values()} for tar in load_tars(store)]
         counts = Counter(value for values in tars for value in values)
         ordered = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
         assert len(ordered) > 1

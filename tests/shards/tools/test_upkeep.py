@@ -18,8 +18,8 @@ from shards.base.errors import RequestError, exit_code_of
 from shards.base.scratch import attempt_folder
 from shards.format.tables import read_tables
 from shards.open import open_store
-from shards.root.committed import load_books, load_receipts
-from shards.tools.recall import nodes
+from shards.root.committed import load_receipts, load_tars
+from shards.tools.recall import node_totals
 from shards.tools.stats import root_stats
 from shards.tools.verify import verify_root
 from tests.conftest import encode_all, precompute_config
@@ -43,13 +43,13 @@ def test_what_is_recalled_is_made_anew_and_its_part_stays(
     parts = {name: data for name, data in tree(root).items() if "x" in name.split("/")[0]}
     host = os.uname().nodename
     run(["recall", str(root), "--node", host, "--dry-run"])
-    assert "4 parts of 50 samples would be recalled" in capsys.readouterr().out
+    assert "4 parts with 50 samples would be recalled" in capsys.readouterr().out
     assert len(load_receipts(open_store(root))) == 4
     for nobody in (["--node", "another"], ["--gpu", "GPU-1"], ["--since", "2999-01-01"]):
         run(["recall", str(root), *nobody])
-        assert "0 parts of 0 samples were" in capsys.readouterr().out
+        assert "0 parts with 0 samples were" in capsys.readouterr().out
     run(["recall", str(root), "--node", host, "--since", "2020-01-01T10:00"])
-    assert "4 parts of 50 samples were recalled" in capsys.readouterr().out
+    assert "4 parts with 50 samples were recalled" in capsys.readouterr().out
     assert load_receipts(open_store(root)) == []
     now = tree(root)
     assert {name: now[name] for name in parts} == parts  # a run that has begun with them reads on
@@ -61,7 +61,7 @@ def test_what_is_recalled_is_made_anew_and_its_part_stays(
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [([], "Say what is recalled: --node, --gpu or --since"), (["--since", "lately"], "'lately' is no time")],
+    [([], "recall needs --node, --gpu or --since"), (["--since", "lately"], "'lately' is not a valid date or time")],
 )
 def test_recalls_that_are_refused(
     root: Path, options: list[str], message: str, capsys: pytest.CaptureFixture[str]
@@ -87,7 +87,7 @@ def test_by_node_counts_what_each_made(root: Path, capsys: pytest.CaptureFixture
     assert "gpu-17               H100 GPU-9" in capsys.readouterr().out
     for gpu in ("H100", "GPU-9"):  # by name, and by UUID
         run(["recall", str(root), "--gpu", gpu, "--dry-run"])
-        assert "1 parts of 15 samples would be recalled" in capsys.readouterr().out
+        assert "1 parts with 15 samples would be recalled" in capsys.readouterr().out
     run(["recall", str(root), "--gpu", "GPU-9"])
     left = load_receipts(open_store(root))
     assert len(left) == 3 and ("64x64", "00001") not in {(receipt.bucket, receipt.tar) for receipt in left}
@@ -96,13 +96,13 @@ def test_by_node_counts_what_each_made(root: Path, capsys: pytest.CaptureFixture
 def test_by_node_counts_a_reject_once_for_all_buckets(root: Path, tmp_path: Path) -> None:
     """One machine made the whole root, so its rejects are those of `stats`."""
     store = open_store(root)
-    (node,) = nodes(store)
+    (node,) = node_totals(store)
     rejected = root_stats(store, 0)["rejected"]
     assert node["rejects"] == {reason: rejected[reason] for reason in rejected if reason != "too_small"} != {}
     # of samples that one bucket rejects and another stores, or both reject for different reasons
     store = open_store(random_root(tmp_path / "random", 0))
     expected: dict[str, Counter[str]] = {}
-    for books in load_books(store):
+    for books in load_tars(store):
         seen = set()
         for part in books.parts.values():
             assert part.made_by is not None
@@ -112,7 +112,7 @@ def test_by_node_counts_a_reject_once_for_all_buckets(root: Path, tmp_path: Path
         for who, _, why in seen:
             if why != "too_small":
                 expected.setdefault(who, Counter())[why] += 1
-    assert {node["gpu_uuid"]: node["rejects"] for node in nodes(store)} == expected
+    assert {node["gpu_uuid"]: node["rejects"] for node in node_totals(store)} == expected
 
 
 def aged(root: Path, seconds: float) -> Path:
@@ -131,9 +131,9 @@ def test_clean_removes_what_no_receipt_names_and_nothing_else(root: Path, capsys
     (root / ".unfinished" / "torn").write_text("x")
     aged(root, 3 * 86400)
     run(["clean", str(root), "--older-than", "7d"])
-    assert "0 that no receipt names" in capsys.readouterr().out and orphan.is_dir()
+    assert "Removed 0 orphaned" in capsys.readouterr().out and orphan.is_dir()
     run(["clean", str(root), "--older-than", "2d"])
-    assert "2 that no receipt names" in capsys.readouterr().out and not orphan.exists()
+    assert "Removed 2 orphaned" in capsys.readouterr().out and not orphan.exists()
     assert tree(root) == before and not list((root / ".unfinished").glob("*"))
 
 
@@ -191,10 +191,8 @@ def test_clean_gives_up_uploads_that_never_ended(
     monkeypatch.setattr("shards.tools.clean.clock", lambda store: now.timestamp() + 3700)
     run(["clean", f"{s3}/root", "--older-than", "7d"])
     said = capsys.readouterr().out
-    assert (
-        "64x64/00000.0/a.mds (an upload that never ended)\n64x64/00002.0/c.mds (an upload that never ended)\n" in said
-    )
-    assert "2 that no receipt names" in said
+    assert "64x64/00000.0/a.mds (unfinished upload)\n64x64/00002.0/c.mds (unfinished upload)\n" in said
+    assert "Removed 2 orphaned" in said
     assert asked == ["", "root/64x64/00000.0/a.mds", "root/64x64/00001.0/b.mds"]
     monkeypatch.setattr(type(files), "call_s3", call)
     left = call(files, "list_multipart_uploads", Bucket=bucket)["Uploads"]
@@ -212,9 +210,9 @@ def test_finished_commands_do_not_block_clean(root: Path, capsys: pytest.Capture
     run(["exclude", str(root), "--keys", "000000001"])
     run(["recall", str(root), "--since", "2020-01-01"])
     run(["clean", str(root)])
-    assert "1 that no receipt names" in capsys.readouterr().out and not orphan.exists()
+    assert "Removed 1 orphaned" in capsys.readouterr().out and not orphan.exists()
     (root / "commits" / "64x64" / "00009.json").write_text("{}")
-    with pytest.raises(RequestError, match=r"00009\.json was written \d s ago: a job may be running"):
+    with pytest.raises(RequestError, match=r"00009\.json was written \d s ago, so a job may be running"):
         run(["clean", str(root)])
 
 

@@ -11,7 +11,7 @@ from shards.base.durable import read_sealed_json, write_sealed_json
 from shards.base.errors import RequestError, WorkError, exit_code_of
 from shards.format.tables import CAPTION_CHANGES, read_tables
 from shards.open import open_store
-from shards.root.committed import load_books
+from shards.root.committed import load_tars
 from shards.tools.stats import root_stats
 from shards.tools.verify import verify_root
 from tests.random_roots import random_root
@@ -31,7 +31,7 @@ def committed_files(root: Path) -> list[Path]:
 
 def test_a_sound_root(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run(["verify", str(root)])
-    assert "is sound" in capsys.readouterr().out
+    assert "is intact" in capsys.readouterr().out
 
 
 def test_a_flipped_bit_in_any_file_names_it(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -57,7 +57,7 @@ def test_a_missing_and_a_foreign_file(root: Path) -> None:
     (two / "notes.txt").write_text("x")
     assert [line.split("/root/")[1] for line in verify_root(open_store(root))] == [
         f"64x64/{one.name}/shard.00000.mds is missing",
-        f"64x64/{two.name}/notes.txt is in no receipt",
+        f"64x64/{two.name}/notes.txt is not listed in any receipt",
     ]
 
 
@@ -66,14 +66,17 @@ def test_a_receipt_that_tells_another_reason_than_its_part(root: Path) -> None:
     for counted in ("refused", "rejects"):
         receipt[counted]["looks_odd"] = receipt[counted].pop("no_image")
     write_sealed_json(root / "commits" / "64x64" / "00000.json", receipt)
-    assert any("counts other refusals of 64x64 than its part" in line for line in verify_root(open_store(root)))
+    assert any(
+        "has different counts of refused samples than its 64x64 part's table" in line
+        for line in verify_root(open_store(root))
+    )
 
 
 def test_the_index_comes_back_byte_for_byte(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = root / "64x64" / "index.json"
     before = path.read_bytes()
     path.unlink()
-    assert "write it anew with `python -m shards index" in next(verify_root(open_store(root)))
+    assert "rebuild it with `python -m shards index" in next(verify_root(open_store(root)))
     run(["index", str(root)])
     assert path.read_bytes() == before and "64x64: 30 samples" in capsys.readouterr().out
 
@@ -102,7 +105,7 @@ def test_a_caption_in_several_buckets_is_counted_once(
     """By the parts' tables, whichever buckets hold a sample; in the dataset card too."""
     store = open_store(random_root(tmp_path / "root", seed))
     expected = dict.fromkeys(("stored", *CAPTION_CHANGES), 0)
-    for books in load_books(store):
+    for books in load_tars(store):
         rows: dict[str, tuple[int, ...]] = {}
         for part in books.parts.values():
             stored, _ = read_tables(store, part.folder, part.files)

@@ -159,7 +159,9 @@ def test_a_flipped_bit_in_a_table_is_found(root: Path, tmp_path: Path, monkeypat
     data = bytearray(path.read_bytes())
     data[200] ^= 1
     path.write_bytes(data)
-    with pytest.raises(DamagedFile, match=r"00002\.\w+/samples\.parquet is damaged: its SHA-256 is not the one"):
+    with pytest.raises(
+        DamagedFile, match=r"00002\.\w+/samples\.parquet is damaged: its SHA-256 does not match its receipt"
+    ):
         open_data(data_config(copy, filter=FILTERS[0]), 8)
     path.unlink()
     with pytest.raises(RequestError, match=r"samples\.parquet or its receipt is missing"):
