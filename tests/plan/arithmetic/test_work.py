@@ -53,8 +53,8 @@ def test_buckets_need_not_be_square() -> None:
 @pytest.mark.parametrize(
     "networks, bucket, message",
     [
-        (Networks(backbone="nowhere.yaml"), "256x256", "There is no network config nowhere.yaml."),
-        (Networks(vae="configs/plan.yaml"), "256x256", "configs/plan.yaml cannot be read as JSON"),
+        (Networks(backbone="nowhere.yaml"), "256x256", "The network config nowhere.yaml does not exist."),
+        (Networks(vae="configs/plan.yaml"), "256x256", "configs/plan.yaml cannot be parsed"),
         (Networks(), "260x256", "bucket 260x256 is not a multiple of the VAE's downsampling, 8. Choose another bucket"),
     ],
 )
