@@ -36,8 +36,9 @@ HEAD = """\
 
 Set a field in the command's YAML file, or override it on the command line with `--a.b value`.
 `base: other.yaml` loads that file first and overrides its fields; the path is relative to the file
-that contains it. Separate list items with commas: `--buckets 256x256,512x512`. Pass nested values as
-JSON in single quotes. Unknown fields are rejected with a suggestion of the closest name.
+that contains it. Separate list items with commas: `--buckets 256x256,512x512`. Pass nested values
+as JSON in single quotes. `null` unsets an optional field. Unknown fields are rejected,
+with a suggestion of the closest name.
 """
 BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<", "min_length": "length ≥"}
 NAMES = {"str": "text", "Path": "path", "int": "integer", "float": "number", "bool": "true or false"}

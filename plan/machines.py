@@ -38,7 +38,7 @@ class Gpu(Config):
         missing = [name for name, field in cls.model_fields.items() if field.is_required() and name not in given]
         if kind not in GPU_KINDS and missing:
             known = ", ".join(GPU_KINDS)
-            raise ValueError(f"{kind} is not a known GPU kind ({known}); set its {', '.join(missing)} as well")
+            raise ValueError(f"the GPU kind {kind} is not one of {known}; set its {', '.join(missing)} as well")
         return {name: value for name, (value, _) in GPU_KINDS.get(kind, {}).items()} | given
 
 

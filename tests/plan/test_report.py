@@ -143,7 +143,7 @@ def test_planned_checkpoints_lose_more_than_the_best(report: MakeReport) -> None
         (("--gpus", "48"), r"phase1\.global_batch_size is 2048, which is not a multiple of 48 GPUs"),
         (("--gpu_counts", "[3]"), r"phase1\.global_batch_size is 2048, which is not a multiple of 3 GPUs"),
         (("--phase2.bucket", "768x768"), r"phase2\.bucket is 768x768, which is not in data\.samples"),
-        (("--gpu.kind", "B200"), r"B200 is not a known GPU kind \(A100, H100, H200\); set its price_per_hour, peak_t"),
+        (("--gpu.kind", "B200"), r"the GPU kind B200 is not one of A100, H100, H200; set its price_per_hour, peak_t"),
         (("--regions.data", '{"here": 0.5}'), r"shares must not be negative and must sum to 1"),
         (("--data.samples", '{"256": 5}'), r"a bucket is WIDTHxHEIGHT in pixels"),
         (("--measured", "nowhere.json"), r"The benchmark file nowhere\.json does not exist"),
