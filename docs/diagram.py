@@ -1,4 +1,4 @@
-"""Draws docs/diagram.svg: the two stages and the root between them. `python docs/diagram.py`."""
+"""Draw docs/diagram.svg, the two stages and the latents root between them: `python docs/diagram.py`."""
 
 from pathlib import Path
 
@@ -17,7 +17,7 @@ Colors = tuple[str, str]
 
 
 def text(x: float, y: float, words: str, size: float = 13, color: str = INK, weight: int = 400, **more: str) -> str:
-    """A line of text, centred on x unless `anchor` says otherwise."""
+    """Draw a line of text, centred on x unless `anchor` is given."""
     family, anchor = more.get("family", SANS), more.get("anchor", "middle")
     safe = words.replace("&", "&amp;").replace("<", "&lt;")
     return (
@@ -27,7 +27,7 @@ def text(x: float, y: float, words: str, size: float = 13, color: str = INK, wei
 
 
 def rect(x: float, y: float, width: float, height: float, colors: Colors, radius: float = 8, dash: str = "") -> str:
-    """A box with round corners."""
+    """Draw a box with rounded corners."""
     dashes = f' stroke-dasharray="{dash}"' if dash else ""
     return (
         f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="{radius:g}" '
@@ -36,7 +36,7 @@ def rect(x: float, y: float, width: float, height: float, colors: Colors, radius
 
 
 def arrow(x1: float, y1: float, x2: float, y2: float) -> str:
-    """A straight arrow."""
+    """Draw a straight arrow."""
     return (
         f'<line x1="{x1:g}" y1="{y1:g}" x2="{x2:g}" y2="{y2:g}" stroke="{LINE}" stroke-width="1.8" '
         f'marker-end="url(#head)"/>'
@@ -44,7 +44,7 @@ def arrow(x1: float, y1: float, x2: float, y2: float) -> str:
 
 
 def panel(x: float, width: float, title: str, about: str, colors: Colors) -> str:
-    """A stage's ground, with its title above."""
+    """Draw the background of a stage with a title and subtitle above it."""
     middle = x + width / 2
     return (
         text(middle, 48, title, 17, colors[1], 700)
@@ -54,7 +54,7 @@ def panel(x: float, width: float, title: str, about: str, colors: Colors) -> str
 
 
 def steps(x: float, width: float, boxes: list[tuple[str, str]], colors: Colors) -> str:
-    """Boxes below each other, each with a title and a second line, and arrows between them."""
+    """Draw a column of boxes connected by arrows, each with a title and a subtitle."""
     drawn, height, gap = [], 58, 20
     for k, (title, about) in enumerate(boxes):
         y = 98 + k * (height + gap)
@@ -66,8 +66,8 @@ def steps(x: float, width: float, boxes: list[tuple[str, str]], colors: Colors) 
     return "".join(drawn)
 
 
-def end(x: float, y: float, lines: list[str], colors: Colors = GREY, dash: str = "") -> str:
-    """A box at either end: the first line is its title."""
+def endpoint(x: float, y: float, lines: list[str], colors: Colors = GREY, dash: str = "") -> str:
+    """Draw an input or output box; the first line is its title."""
     drawn = [rect(x, y, 128, 30 + 17 * len(lines), colors, 8, dash)]
     drawn += [
         text(x + 64, y + 27 + 17 * k, line, 13.5 if k == 0 else 12, INK if k == 0 else SOFT, 600 if k == 0 else 400)
@@ -77,7 +77,7 @@ def end(x: float, y: float, lines: list[str], colors: Colors = GREY, dash: str =
 
 
 def root(x: float, width: float) -> str:
-    """What lies in a latents root."""
+    """Draw the files of a latents root."""
     rows = [
         ("encoding.json", "what the numbers mean"),
         ("256x256/00042.3fa9c1d2/", "a part: moments + text"),
@@ -95,7 +95,7 @@ def root(x: float, width: float) -> str:
 
 
 def diagram() -> str:
-    """The whole picture."""
+    """Return the diagram as SVG."""
     stage_1 = [
         ("read and check the tar", "complete? as many as counted?"),
         ("decode, crop, scale", "once for all buckets it covers"),
@@ -110,18 +110,18 @@ def diagram() -> str:
     ]
     body = [
         f'<rect width="{WIDTH}" height="{HEIGHT}" rx="14" fill="#ffffff" stroke="#d0d7de"/>',
-        end(20, 98, ["metadata", "LAION: select,", "then download"], dash="5 4"),
+        endpoint(20, 98, ["metadata", "LAION: select,", "then download"], dash="5 4"),
         arrow(84, 181, 84, 210),
-        end(20, 214, ["tars", "key.jpg, key.txt,", "from anywhere"]),
+        endpoint(20, 214, ["tars", "key.jpg, key.txt,", "from anywhere"]),
         panel(180, 236, "Stage 1", "python -m precompute, a Ray job", BLUE),
         steps(200, 196, stage_1, BLUE),
         panel(448, 224, "The latents root", "a folder, or s3://…", AMBER),
         root(448, 224),
         panel(704, 236, "Stage 2", "python -m train, on 1 to N GPUs", GREEN),
         steps(724, 196, stage_2, GREEN),
-        end(972, 98, ["checkpoints", "safetensors", "and JSON"]),
+        endpoint(972, 98, ["checkpoints", "safetensors", "and JSON"]),
         arrow(1036, 181, 1036, 210),
-        end(972, 214, ["pipeline", "diffusers loads it"]),
+        endpoint(972, 214, ["pipeline", "diffusers loads it"]),
         arrow(149, 254, 177, 254),
         arrow(417, 361, 445, 361),
         arrow(673, 127, 701, 127),

@@ -1,7 +1,4 @@
-"""Writes the tables of the families from the configs and the plan: `make docs`.
-
-That of docs/how-to/families.md, and that of docs/how-to/towers.md, of the memory that towers take.
-"""
+"""Generate the tables in docs/how-to/families.md and docs/how-to/towers.md from the configs: `make docs`."""
 
 import sys
 from pathlib import Path
@@ -22,7 +19,7 @@ MEMORY_HEAD = (
 
 
 def row(name: str) -> str:
-    """One family's line."""
+    """Return a family's row in families.md."""
     from plan.config import Plan
     from plan.report import make_report
     from shards.base.config import load_config
@@ -38,44 +35,46 @@ def row(name: str) -> str:
     sizes = ", ".join(f"{bucket.sample_bytes:,.0f} ({bucket.bucket.split('x')[0]})" for bucket in report.buckets)
     towers = ", ".join(config.backbone.text_towers or ["text"])
     network = class_name(read_unet_config(ROOT / config.network)).removesuffix("Model")
-    # 12 bytes a parameter
+    # phase 1 keeps no EMA: 12 bytes per parameter
     parameters = report.checkpoint_gb[0] / 12
     return f"| {name} | {network} | {parameters:.3f} B | {towers} | {phases} | {sizes} | ${cost:,.0f} |"
 
 
 def memory_row(name: str) -> str:
-    """One family's line: GB of weights on the device, in bfloat16 with the float32 ones beside or waiting."""
+    """Return a family's row in towers.md: GB of device memory for encoder weights in each mode."""
     import torch
 
-    from plan.arithmetic.work import _image_tower, _text_tower
+    from plan.arithmetic.work import build_image_tower, build_text_tower
     from plan.config import Plan
     from precompute.encode.networks import lowered
     from shards.base.config import load_config
 
     networks = load_config(Plan, ROOT / "configs" / name / "plan.yaml", [], "plan").networks
     with torch.device("meta"):
-        vae, towers = _image_tower(networks.vae)[0], [_text_tower(*item)[0] for item in networks.texts.items()]
+        vae = build_image_tower(networks.vae)[0]
+        towers = [build_text_tower(name, text)[0] for name, text in networks.texts.items()]
 
-    def size(model: torch.nn.Module, linear: int = 0) -> int:
-        """Bytes, with so many for each weight of a linear layer; 0: as it is."""
+    def num_bytes(model: torch.nn.Module, linear: int = 0) -> int:
+        """Return the bytes of `model`, with `linear` bytes per weight of a linear layer (0: their actual size)."""
         weights = {module.weight for module in model.modules() if isinstance(module, torch.nn.Linear) and linear}
-        held = {*model.parameters(), *model.buffers()}
-        return sum(tensor.numel() * linear if tensor in weights else tensor.nbytes for tensor in held)
+        tensors = {*model.parameters(), *model.buffers()}
+        return sum(tensor.numel() * linear if tensor in weights else tensor.nbytes for tensor in tensors)
 
-    full, low = [size(model) for model in (vae, *towers)], [size(lowered(m, "bfloat16")) for m in (vae, *towers)]
-    rounded = [size(tower, linear=1) for tower in towers]
+    full = [num_bytes(model) for model in (vae, *towers)]
+    low = [num_bytes(lowered(model, "bfloat16")) for model in (vae, *towers)]
+    int8 = [num_bytes(tower, linear=1) for tower in towers]
     numbers = (
         sum(full) + sum(low),
         max(low),
         max(full),
-        full[0] + low[0] + 2 * sum(rounded),
-        max(low[0], *rounded),
+        full[0] + low[0] + 2 * sum(int8),
+        max(low[0], *int8),
     )
     return f"| {name} | {' | '.join(f'{number / 1e9:.1f}' for number in numbers)} |"
 
 
-def put(page: str, head: tuple[str, str], rows: list[str]) -> None:
-    """Put a table in place of the one that is there."""
+def replace_table(page: str, head: tuple[str, str], rows: list[str]) -> None:
+    """Replace the table of `page` that starts with the line `head[0]`."""
     path = HOW_TO / page
     before, after = path.read_text().split(f"{head[0]}\n")
     rest = after.splitlines(keepends=True)
@@ -85,13 +84,13 @@ def put(page: str, head: tuple[str, str], rows: list[str]) -> None:
 
 HEADS = {"families.md": HEAD, "towers.md": MEMORY_HEAD}
 ROWS = {"families.md": row, "towers.md": memory_row}
-"""Page → what makes a family's line of its table."""
+"""Function that returns a family's row in the table of each page."""
 
 
 def main() -> None:
-    """Write both."""
+    """Update the tables of both pages."""
     for page, make_row in ROWS.items():
-        put(page, HEADS[page], list(map(make_row, ORDER)))
+        replace_table(page, HEADS[page], list(map(make_row, ORDER)))
 
 
 if __name__ == "__main__":

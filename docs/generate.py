@@ -1,4 +1,4 @@
-"""Writes docs/reference/config.md from the config models and their docstrings: `python docs/generate.py`."""
+"""Generate docs/reference/config.md from the config models and their docstrings: `python docs/generate.py`."""
 
 import json
 import sys
@@ -28,23 +28,24 @@ COMMANDS = {
     "evaluate watch RUN": ("configs/evaluate.yaml", "evaluate.config:WatchConfig"),
     "evaluate report RUN…": (None, "evaluate.report.page:ReportConfig"),
 }
-"""Command → (its config file, the class of its config): the one place that knows where they are."""
+"""Default config file and config class of each command."""
 HEAD = """\
 # Config reference
 
-`make docs` writes this page from the docstrings in the code. Do not edit it.
+`make docs` generates this page from the docstrings in the code. Do not edit it.
 
-Every field can stand in the command's YAML file, or be given as `--a.b value`, which wins.
-A file with `base: other.yaml` is laid over that file. The path is relative to its own folder.
-A list of words takes commas: `--buckets 256x256,512x512`. Anything deeper is JSON in single quotes.
-`null` is none. Unknown fields are refused, with the nearest name.
+Set a field in the command's YAML file, or override it on the command line with `--a.b value`.
+`base: other.yaml` loads that file first and overrides its fields; the path is relative to the file
+that contains it. Separate list items with commas: `--buckets 256x256,512x512`. Pass nested values
+as JSON in single quotes. `null` unsets an optional field. Unknown fields are rejected,
+with a suggestion of the closest name.
 """
 BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<", "min_length": "length ≥"}
 NAMES = {"str": "text", "Path": "path", "int": "integer", "float": "number", "bool": "true or false"}
 
 
 def reference() -> str:
-    """The whole page."""
+    """Return the page as Markdown."""
     page = [HEAD]
     listed: dict[type[BaseModel], str] = {}
     for command, (file, place) in COMMANDS.items():
@@ -69,7 +70,13 @@ def reference() -> str:
 def lines(
     model: type[BaseModel], seen: dict[Any, str], prefix: str = "", defaults: Any = None, known: Collection[str] = ()
 ) -> Iterator[str]:
-    """A list item for each field of `model` but the `known`, then its sections, those `seen` before by place alone."""
+    """List the fields of `model` and its sections.
+
+    Args:
+        seen: path of each section listed so far. Later occurrences link to it. Extended in place.
+        defaults: instance whose values override the default of each field.
+        known: fields to omit.
+    """
     sections = []
     for name, field in ((name, field) for name, field in model.model_fields.items() if name not in known):
         path = prefix + name
@@ -90,7 +97,11 @@ def lines(
 
 
 def item(path: str, field: FieldInfo, default: Any, section: str) -> str:
-    """``- `path`: type, default. Meaning``; `section` is where the fields of its kind are listed."""
+    """Format a field as ``- `path`: type; default. Meaning``.
+
+    Args:
+        section: path under which the fields of the same class are already listed, or an empty string.
+    """
     bounds = [f"{sign} {getattr(m, key)}" for m in field.metadata for key, sign in BOUNDS.items() if hasattr(m, key)]
     words = [", ".join([type_name(field.annotation), *bounds])]
     if not isinstance(default, BaseModel):
@@ -100,8 +111,8 @@ def item(path: str, field: FieldInfo, default: Any, section: str) -> str:
 
 
 def type_name(kind: Any) -> str:
-    """A type, for people."""
-    if hasattr(kind, "__metadata__"):  # Annotated: its bounds are shown for fields alone
+    """Describe a type in words."""
+    if hasattr(kind, "__metadata__"):  # Annotated; bounds are shown only for fields
         return type_name(kind.__origin__)
     if get_origin(kind) is Literal:
         return " or ".join(f"`{value}`" for value in get_args(kind))
@@ -118,7 +129,7 @@ def type_name(kind: Any) -> str:
 
 
 def models_in(kind: Any) -> Iterator[type[BaseModel]]:
-    """The config sections that a field's type names."""
+    """Yield the config classes that occur in a field's type."""
     if isinstance(kind, type) and issubclass(kind, BaseModel):
         yield kind
     for part in get_args(kind):
@@ -126,14 +137,14 @@ def models_in(kind: Any) -> Iterator[type[BaseModel]]:
 
 
 def shown(value: Any) -> str:
-    """A default as one types it."""
+    """Format a default as it is written in YAML or on the command line."""
     if value is None or isinstance(value, bool | dict):
         return json.dumps(value, default=lambda model: model.model_dump(mode="json", exclude_none=True))
     return f"[{', '.join(map(shown, value))}]" if isinstance(value, list | tuple) else str(value)
 
 
 def wrapped(text: str, bullet: str = "") -> str:
-    """A paragraph, or a list item, within 100 columns."""
+    """Wrap a paragraph or list item at 100 columns."""
     return textwrap.fill(" ".join(text.split()), 100, initial_indent=bullet, subsequent_indent=" " * len(bullet))
 
 

@@ -1,4 +1,4 @@
-"""What a training will take: days, cost and storage, as text, and as JSON and a plot with `--out`.
+"""Estimate the days, cost and storage of a training run. `--out` also writes JSON and a plot.
 
 examples:
   python -m plan --gpus 64
@@ -25,10 +25,12 @@ PROG = "python -m plan"
 def run(arguments: list[str]) -> None:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(PROG, description=__doc__, allow_abbrev=False, formatter_class=raw)
-    parser.add_argument("--config", default="configs/plan.yaml", help="the plan; any field follows as --a.b VALUE")
-    parser.add_argument("--gpus", nargs="?", help="a number of GPUs to add to the table and to point out")
-    parser.add_argument("--compare", nargs="+", default=[], help="further plans, as they stand, for a comparison")
-    parser.add_argument("--out", type=Path, help="a folder for plan.txt, plan.json and plan.png")
+    parser.add_argument("--config", default="configs/plan.yaml", help="plan file; override any field with --a.b VALUE")
+    parser.add_argument("--gpus", nargs="?", help="GPU count to add to the table and highlight")
+    parser.add_argument(
+        "--compare", nargs="+", default=[], help="more plan files to compare with; overrides do not apply to them"
+    )
+    parser.add_argument("--out", type=Path, help="folder to write plan.txt, plan.json and plan.png to")
     options, overrides = parser.parse_known_args(arguments)
     overrides += ["--gpus", options.gpus] if options.gpus else []
     plans = [load_config(Plan, options.config, overrides, PROG)]
@@ -41,17 +43,17 @@ def run(arguments: list[str]) -> None:
 
 
 def write(folder: Path, text: str, reports: list[Report]) -> None:
-    """plan.txt, plan.json and plan.png, each atomically."""
+    """Write plan.txt, plan.json and plan.png, each atomically."""
     from plan.output.figure import draw
 
     write_atomically(folder / "plan.txt", text.encode())
     write_atomically(folder / "plan.json", canonical_json({"plans": [as_json(report) for report in reports]}))
     write_atomically(folder / "plan.png", draw(reports))
-    print(f"Written: plan.txt, plan.json and plan.png in {folder}")
+    print(f"Wrote plan.txt, plan.json and plan.png to {folder}")
 
 
 def as_json(report: Report) -> dict[str, Any]:
-    """The report as plain values; each number it rests on says whether it is assumed."""
+    """Convert the report to JSON-serializable values, marking each input as assumed or not."""
     facts = [{**asdict(fact), "assumed": fact.assumed} for fact in report.facts]
     return {**asdict(report), "facts": facts}
 

@@ -1,4 +1,4 @@
-"""The plan's YAML: what is to be trained, on what, at what prices. The defaults: Stable Diffusion 2 base on A100s."""
+"""Config of `python -m plan`. The defaults describe Stable Diffusion 2 base on A100s."""
 
 from typing import Annotated, Literal
 
@@ -13,54 +13,54 @@ from shards.format.towers import ONLY_TEXT, ImageStorage, TextStorage
 
 
 class TextNetwork(Config):
-    """A text tower; its fields are as in stage 1, where they are not said to be otherwise."""
+    """A text encoder. The fields have the same meaning as in the precompute config, except where noted."""
 
     config: str
-    """Of the transformers model (JSON, with its `model_type`)."""
+    """Path of the transformers model's config.json, including its `model_type`."""
     class_name: str
-    """Of the transformers model."""
+    """Class name of the transformers model."""
     max_tokens: int | None = Field(None, ge=1)
-    """Tokens that it is given; null: its positions."""
+    """Maximum number of input tokens; null: the model's maximum sequence length."""
     length: int | None = Field(None, ge=1)
-    """Tokens that are kept of these; null: all."""
+    """Number of tokens stored per caption; null: all input tokens."""
     states: bool = True
-    """Hidden states are stored."""
+    """Store the hidden states."""
     pooled: bool = False
-    """The pooled output is stored."""
+    """Store the pooled output."""
     masked: bool = False
-    """Padding is hidden."""
+    """Mask padding tokens in attention."""
     trim: bool | None = None
-    """In place of `text.trim`."""
+    """Overrides `text.trim` for this encoder."""
     storage: TextStorage | None = None
-    """In place of `text.storage`."""
+    """Overrides `text.storage` for this encoder."""
 
 
 class Networks(Config):
-    """Config files of the networks; their weights are never built."""
+    """Config files of the networks. No weights are loaded or allocated."""
 
     backbone: str = "configs/phase1.yaml"
-    """A training config (YAML), whose `backbone` section names the network and says how it is called."""
+    """Training config (YAML) whose `backbone` section names the network and its inputs."""
     vae: str = "configs/vae/sd2.json"
-    """diffusers autoencoder."""
+    """Path of the diffusers autoencoder's config.json."""
     texts: dict[str, TextNetwork] = Field(
         {ONLY_TEXT: TextNetwork(config="configs/text_encoder/sd2.json", class_name="CLIPTextModel")}, min_length=1
     )
-    """Text towers, by the names that the training config has for them."""
+    """Text encoders, keyed by the names used in the training config."""
 
 
 class Data(Config):
-    """The pictures."""
+    """The dataset."""
 
     pictures: int = Field(790_000_000, gt=0)
-    """Distinct pictures; each has one caption, encoded once."""
+    """Number of distinct pictures. Each has one caption, which is encoded once."""
     samples: dict[str, int] = Field({"256x256": 790_000_000, "512x512": 300_000_000}, min_length=1)
-    """Bucket → how many pictures are large enough for it; stage 1 encodes every bucket named here."""
+    """Number of pictures large enough for each bucket. Stage 1 encodes every bucket listed here."""
     posterior: Literal["moments", "mean"] = "moments"
-    """As in stage 1: moments are 2 × latent channels, the mean is latent channels."""
+    """Stored posterior: `moments` takes 2 × latent channels per position, `mean` takes 1 × latent channels."""
     string_bytes: float = fact("B per sample", 80, ge=0)
-    """A sample's key and caption."""
+    """Combined size of a sample's key and caption."""
     picture_bytes: float = fact("B per picture", 100_000, gt=0)
-    """A compressed picture, read when encoding online."""
+    """Size of a compressed picture, read in training when encoding online."""
 
     @field_validator("samples")
     @classmethod
@@ -73,91 +73,91 @@ class Data(Config):
 
 
 class Image(Config):
-    """As in stage 1: how image latents are stored."""
+    """Storage of image latents."""
 
     storage: ImageStorage = "int8"
-    """`float16`, or `int8` at half the bytes."""
+    """Element type; `int8` takes half the bytes of `float16`."""
 
 
 class Text(Config):
-    """As in stage 1: how text latents are stored."""
+    """Storage of text latents."""
 
     storage: TextStorage = "float8"
-    """`float16`, or `float8` at about half the bytes."""
+    """Element type; `float8` takes about half the bytes of `float16`."""
     trim: bool = False
-    """Keep the real tokens alone."""
+    """Store only non-padding tokens."""
     tokens: float = fact("real tokens per caption", 20, gt=0)
-    """Begin and end included; used when `trim` is on."""
+    """Mean number of non-padding tokens, including the start and end tokens; used when `trim` is on."""
 
 
 class Phase(Config):
-    """One training phase; the defaults are the first's."""
+    """The first training phase."""
 
     bucket: str = "256x256"
-    """WIDTHxHEIGHT; one of `data.samples`."""
+    """Bucket to train on (WIDTHxHEIGHT); one of `data.samples`."""
     steps: int = Field(550_000, gt=0)
-    """Optimizer steps."""
+    """Number of optimizer steps."""
     global_batch_size: int = Field(2048, gt=0)
-    """Images per step, over all GPUs."""
+    """Images per step, summed over all GPUs."""
     microbatch_size: int = Field(64, gt=0)
-    """Images a GPU takes at once; gradients travel during the last one's backward pass."""
+    """Images per GPU in one forward and backward pass. Gradients are all-reduced during the last backward pass."""
     ema: bool = False
-    """Keep an average of the weights: it adds to the checkpoint."""
+    """Maintain an exponential moving average of the weights, which makes checkpoints larger."""
 
 
 class SecondPhase(Phase):
-    """The second phase, at twice the side."""
+    """The second training phase, by default at twice the resolution of the first."""
 
     bucket: str = "512x512"
-    """As in the first phase, as are all fields here."""
+    """Bucket to train on (WIDTHxHEIGHT); one of `data.samples`."""
     steps: int = Field(850_000, gt=0)
-    """Optimizer steps."""
+    """Number of optimizer steps."""
     microbatch_size: int = Field(16, gt=0)
-    """Images a GPU takes at once."""
+    """Images per GPU in one forward and backward pass."""
     ema: bool = True
-    """Keep an average of the weights."""
+    """Maintain an exponential moving average of the weights."""
 
 
-class Vouched(Config):
+class SourcedValue(Config):
     """A number with its source."""
 
     value: float
-    """The vouched value; the source does not hold for another one."""
+    """The value that the source confirms. If the field has a different value, the source is ignored."""
     source: str
-    """Who measured, published or quoted it."""
+    """Where the value was measured, published or quoted."""
 
 
 class Plan(Config):
-    """One training, from pictures to a U-Net."""
+    """A training run, from pictures to a trained backbone."""
 
     title: str = "Stable Diffusion 2 base"
-    """Heads the report."""
+    """Heading of the report."""
     encoding: Literal["beforehand", "online"] = "beforehand"
-    """`online` encodes each image whenever it is trained on, and precomputes nothing."""
+    """`beforehand` precomputes latents; `online` encodes every image each time it is trained on."""
     every_size: bool = False
-    """Precompute each bucket for all pictures, as MosaicML did, not only for those large enough."""
+    """Precompute every bucket for all pictures, as MosaicML did, instead of only for pictures that are large enough."""
     gpus: int | None = Field(None, gt=0)
-    """A number of GPUs to add to the table and to point out."""
+    """GPU count to add to the table and highlight."""
     gpu_counts: list[Annotated[int, Field(gt=0)]] = Field([8, 16, 32, 64, 128, 256, 512, 1024], min_length=1)
-    """The table's rows."""
+    """GPU counts in the table."""
     least_speedup: float = Field(1.5, gt=1, le=2)
-    """Twice the GPUs pay while training gets this many times faster."""
+    """Minimum speedup from doubling the GPUs for scaling to count as worthwhile."""
     measured: list[str] = Field([])
-    """Benchmark files (docs/how-to/plan.md); those of other GPU kinds are left aside."""
+    """Benchmark files (docs/how-to/plan.md). Files for other GPU kinds are skipped."""
     networks: Networks = Networks()
     data: Data = Data()
     image: Image = Image()
     text: Text = Text()
     phase1: Phase = Phase()
     phase2: SecondPhase | None = SecondPhase()
-    """The second phase; null: there is none."""
+    """The second phase; null: train one phase only."""
     gpu: Gpu = Field(default_factory=lambda: Gpu.model_validate({}))
     links: Links = Links()
     storage: Storage = Storage()
     regions: Regions = Regions()
     checkpoints: Checkpoints = Checkpoints()
-    sources: dict[str, Vouched] = Field({})
-    """Field → value and source, for numbers of this file that are more than assumptions."""
+    sources: dict[str, SourcedValue] = Field({})
+    """Sources for values set in this file, by field. Values without a source are marked as assumed."""
 
     @property
     def phases(self) -> list[Phase]:
@@ -165,31 +165,41 @@ class Plan(Config):
 
     @property
     def counts(self) -> list[int]:
-        """The table's numbers of GPUs, in rising order: those that can share every global batch."""
-        asked = sorted({*self.gpu_counts, *([self.gpus] if self.gpus else [])})
-        return [gpus for gpus in asked if all(phase.global_batch_size % gpus == 0 for phase in self.phases)]
+        """GPU counts in the table, ascending. Counts that do not divide every global batch size are dropped."""
+        requested = sorted({*self.gpu_counts, *([self.gpus] if self.gpus else [])})
+        return [gpus for gpus in requested if all(phase.global_batch_size % gpus == 0 for phase in self.phases)]
 
     def facts(self) -> list[Fact]:
-        """The numbers about the world that the plan rests on, each with its source or as assumed."""
-        of_kind = {f"gpu.{name}": entry for name, entry in GPU_KINDS.get(self.gpu.kind, {}).items()}
-        return list_facts(self, of_kind | {name: (entry.value, entry.source) for name, entry in self.sources.items()})
+        """Return the plan's numeric inputs, each with its source or marked as assumed."""
+        kind_defaults = {f"gpu.{name}": entry for name, entry in GPU_KINDS.get(self.gpu.kind, {}).items()}
+        own_sources = {name: (entry.value, entry.source) for name, entry in self.sources.items()}
+        return list_facts(self, kind_defaults | own_sources)
 
     def check(self) -> None:
-        """Raise RequestError where the parts do not fit each other."""
+        """Check that the sections are consistent.
+
+        Raises:
+            RequestError: a phase's bucket is not in `data.samples`, a requested GPU count does not divide a global
+                batch size, or `sources` names an unknown field.
+        """
         for number, phase in enumerate(self.phases, 1):
             if phase.bucket not in self.data.samples:
                 known = ", ".join(self.data.samples)
                 raise RequestError(
-                    f"phase{number}.bucket is {phase.bucket}, of which data.samples says nothing (it has {known}). "
-                    f"Add the bucket's number of samples there."
+                    f"phase{number}.bucket is {phase.bucket}, which is not in data.samples (it has {known}). "
+                    f"Add the bucket and its number of samples to data.samples."
                 )
-            wanted = [self.gpus] if self.gpus else [] if self.counts else self.gpu_counts
-            for gpus in wanted:
+            required = [self.gpus] if self.gpus else [] if self.counts else self.gpu_counts
+            for gpus in required:
                 if phase.global_batch_size % gpus:
                     raise RequestError(
-                        f"{gpus} GPUs cannot share phase{number}'s global batch of {phase.global_batch_size} images: "
-                        f"it is not a multiple of {gpus}. Choose GPUs that divide it, or another global_batch_size."
+                        f"phase{number}.global_batch_size is {phase.global_batch_size}, which is not a multiple of "
+                        f"{gpus} GPUs, so the batch cannot be split evenly. Choose a GPU count that divides it, or "
+                        f"change global_batch_size."
                     )
         unknown = set(self.sources) - {fact.field for fact in self.facts()}
         if unknown:
-            raise RequestError(f"sources names {', '.join(sorted(unknown))}, which no plan rests on. Mend the name.")
+            raise RequestError(
+                f"sources has an entry for {', '.join(sorted(unknown))}, which is not a numeric input of the plan. "
+                f"Check the spelling; docs/reference/config.md lists the fields."
+            )

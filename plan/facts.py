@@ -1,4 +1,4 @@
-"""Numbers about the world: each has a unit, and either a source or the mark `assumed`."""
+"""Numeric inputs of a plan. Each has a unit and either a source or the mark `assumed`."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -11,12 +11,12 @@ from pydantic import BaseModel, Field
 ASSUMED = "assumed"
 
 GPU_KINDS: dict[str, dict[str, tuple[float, str]]] = yaml.safe_load(Path(__file__).with_name("gpus.yaml").read_text())
-"""Kind → field of the plan's `gpu` section → (value, source)."""
+"""Default (value, source) of each field in the plan's `gpu` section, by GPU kind."""
 
 
 @dataclass(frozen=True)
 class Fact:
-    """One number that a plan rests on."""
+    """A numeric input of a plan, with its unit and source."""
 
     field: str
     value: float
@@ -25,28 +25,29 @@ class Fact:
 
     @property
     def assumed(self) -> bool:
-        """Nobody measured or published it for this plan."""
+        """Whether the value has no source."""
         return self.source == ASSUMED
 
 
 def fact(unit: str, default: float | None = None, source: str = ASSUMED, **limits: Any) -> Any:
-    """A config field that is a number about the world. `source` vouches for the default alone."""
-    extra: Any = {"unit": unit, "vouched": default, "source": source}
+    """Define a config field for a numeric input of the plan. `source` applies only to the default value."""
+    extra: Any = {"unit": unit, "sourced_value": default, "source": source}
     start: Any = ... if default is None else default
     return Field(start, json_schema_extra=extra, **limits)
 
 
-def list_facts(plan: BaseModel, vouched: Mapping[str, tuple[float, str]]) -> list[Fact]:
-    """Every fact field of `plan`, with the source of its present value.
+def list_facts(plan: BaseModel, sources: Mapping[str, tuple[float, str]]) -> list[Fact]:
+    """Return every numeric input of `plan` with the source of its current value.
 
     Args:
-        vouched: field → (value, source), beside the fields' own defaults. A field whose value is neither its vouched
-            value nor its default has no source: it is assumed, whoever typed it.
+        sources: (value, source) by field, in addition to the fields' own defaults. A field that has neither its sourced
+            value nor its default is assumed, because neither source applies to the value.
     """
     facts = []
     for field, value, extra in _fact_fields(plan):
-        known = (vouched.get(field, (None, ASSUMED)), (extra["vouched"], extra["source"]))
-        facts.append(Fact(field, value, extra["unit"], next((source for of, source in known if of == value), ASSUMED)))
+        candidates = (sources.get(field, (None, ASSUMED)), (extra["sourced_value"], extra["source"]))
+        source = next((source for sourced, source in candidates if sourced == value), ASSUMED)
+        facts.append(Fact(field, value, extra["unit"], source))
     return facts
 
 

@@ -1,4 +1,4 @@
-"""The latents as goods: what they take to make, to keep and to move, and when making them beforehand pays."""
+"""Cost of encoding, storing and transferring the latents, and the break-even against online encoding."""
 
 from dataclasses import dataclass
 
@@ -9,38 +9,39 @@ from plan.rows import Inputs
 
 @dataclass(frozen=True)
 class BucketReport:
-    """What one phase's samples are. Costs in $."""
+    """Size and cost of one bucket's latents. Costs are in $."""
 
     bucket: str
     samples: int
     passes: float
-    """Over the samples, in the plan."""
+    """Planned training passes over the samples."""
     sample_bytes: float
     stored_tb: float
     price_per_month: float
     encode_cost: float
-    """Encoding the bucket beforehand, captions included."""
+    """Cost of precomputing the bucket, including captions."""
     storage_cost: float
-    """Over `storage.months`."""
+    """Cost of storing the bucket for `storage.months`."""
     pays_from: float
-    """Passes from which encoding beforehand is no dearer than online."""
+    """Number of passes from which precomputing costs no more than encoding online."""
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Latents across regions. Costs in $."""
+    """Data read during training, and the cost of reading it across regions. Costs are in $."""
 
     read_tb: float
-    """By the whole training, if nothing is cached."""
+    """Total read during training without a cache."""
     foreign_tb: float
-    """Of these, from other regions."""
+    """Portion of `read_tb` that comes from other regions."""
     cost: float
+    """Cost of reading `foreign_tb` across regions."""
     copy_cost: float
-    """Copying the foreign share into the GPUs' region once instead, without its second storage."""
+    """Cost of copying the foreign data to the GPUs' region once instead, excluding the storage of the copy."""
 
 
 def precompute_hours(inputs: Inputs) -> float:
-    """GPU-hours to encode every picture for its buckets and every caption once."""
+    """Return the GPU-hours needed to encode every caption once and every picture for each of its buckets."""
     data = inputs.plan.data
     seconds = data.pictures / inputs.rates_of("text", None)[0].images_per_second_per_gpu
     for bucket, samples in data.samples.items():
@@ -50,7 +51,7 @@ def precompute_hours(inputs: Inputs) -> float:
 
 
 def bucket_report(inputs: Inputs, bucket: str) -> BucketReport:
-    """Size and price of `bucket`, and when encoding it beforehand pays."""
+    """Compute the size and cost of `bucket` and its break-even against online encoding."""
     plan = inputs.plan
     samples = plan.data.samples[bucket]
     stored = samples * inputs.sample_bytes(bucket) / TERA
@@ -75,8 +76,8 @@ def _num_images(phase: Phase) -> int:
     return phase.steps * phase.global_batch_size
 
 
-def traffic_of(inputs: Inputs) -> Traffic:
-    """What the whole training reads, and what comes from another region."""
+def training_traffic(inputs: Inputs) -> Traffic:
+    """Compute the data read during training and the cost of the portion from other regions."""
     plan = inputs.plan
     online = plan.encoding == "online"
     read = sum(_num_images(phase) * inputs.step(phase, online=online).sample_bytes for phase in plan.phases)

@@ -1,5 +1,4 @@
-"""Benchmark files: what `bench/encode.py` and `bench/train_step.py` write, what somebody published, or what
-`bench/roofline` models where there is neither."""
+"""Benchmark files: measured by bench/encode.py or bench/train_step.py, published, or modelled by bench/roofline."""
 
 import re
 from collections.abc import Iterable
@@ -12,58 +11,58 @@ from pydantic import Field, ValidationError, model_validator
 from shards.base.config import Config
 from shards.base.errors import RequestError
 
-SAME_KIND = re.compile(r"nvidia|tesla|quadro|geforce|amd|instinct|generation|gpu|sxm\d*|oam|hbm\w*|\d+gb?|\d+tb")
-"""Words of a device name that do not tell one kind of GPU from another: vendor, brand, module form, memory."""
+IGNORED_WORDS = re.compile(r"nvidia|tesla|quadro|geforce|amd|instinct|generation|gpu|sxm\d*|oam|hbm\w*|\d+gb?|\d+tb")
+"""Words in a device name that do not identify the GPU kind: vendor, brand, form factor and memory."""
 
 
 class Measurement(Config):
-    """One rate on one number of GPUs."""
+    """Throughput of one stage on a given number of GPUs."""
 
     stage: Literal["train", "encode", "text", "decode", "decode_on_gpu"]
-    """`train`: images through training steps; `encode`: pictures from tar bytes to moments; `text`: captions; `decode`:
-    pictures from their files to every bucket's pixels, by one core; `decode_on_gpu`: JPEGs to pixels, by the GPU."""
+    """`train`: training steps; `encode`: pictures from tar bytes to moments; `text`: caption encoding; `decode`:
+    picture files to the pixels of every bucket, on one CPU core; `decode_on_gpu`: JPEG decoding on the GPU."""
     bucket: str | None = None
-    """WIDTHxHEIGHT, of `train` and `encode`."""
+    """Bucket (WIDTHxHEIGHT); required for `train` and `encode`, not allowed for other stages."""
     images_per_second_per_gpu: float = Field(gt=0)
-    """Captions per second for `text`; per core for `decode`."""
+    """Images per second per GPU; captions for `text`, images per CPU core for `decode`."""
     gpus: int | None = Field(None, gt=0)
-    """Where it differs from the file's."""
+    """Number of GPUs; null: the file's `gpus`."""
     global_batch_size: int | None = Field(None, gt=0)
-    """For `train`; none: the plan's."""
+    """Global batch size of a `train` measurement; null: the plan's."""
     microbatch_size: int | None = Field(None, gt=0)
-    """For `train`; none: the plan's."""
+    """Microbatch size of a `train` measurement; null: the plan's."""
 
     @model_validator(mode="after")
     def _has_a_bucket(self) -> "Measurement":
-        of_bucket = self.stage in ("train", "encode")
-        if of_bucket != (self.bucket is not None):
-            raise ValueError(f"a {self.stage} measurement {'needs a' if of_bucket else 'has no'} bucket")
+        needs_bucket = self.stage in ("train", "encode")
+        if needs_bucket != (self.bucket is not None):
+            raise ValueError(f"a {self.stage} measurement {'requires' if needs_bucket else 'must not have'} a bucket")
         return self
 
 
 class BenchFile(Config):
-    """A run of a benchmark."""
+    """Results of one benchmark run."""
 
     device: str
-    """As torch.cuda.get_device_name() says; it names the GPU kind."""
+    """Device name from torch.cuda.get_device_name(), which is matched against the plan's `gpu.kind`."""
     gpus: int = Field(gt=0)
-    """GPUs of the run."""
+    """Number of GPUs in the run."""
     date: str
-    """YYYY-MM-DD, or the year of a publication."""
+    """Date of the run (YYYY-MM-DD), or year of publication."""
     command: str
-    """What was run; for a published figure, where it stands."""
+    """Command that was run, or the reference for a published figure."""
     published: bool = False
-    """Taken from a publication, not measured here."""
+    """Whether the figures come from a publication."""
     modelled: bool = False
-    """Worked out, not measured; it stands where nothing else says how fast a stage is, and counts as assumed."""
+    """Whether the figures come from a model. They count as assumed and are used only if no other file has the stage."""
     measurements: list[Measurement]
     details: dict[str, Any] = Field({})
-    """What else the run found; a plan leaves it aside."""
+    """Other results of the run, which the planner ignores."""
 
 
 @dataclass(frozen=True)
 class Rate:
-    """A throughput, and how it is known."""
+    """A throughput and its source."""
 
     images_per_second_per_gpu: float
     gpus: int
@@ -72,33 +71,33 @@ class Rate:
     microbatch_size: int | None = None
     assumed: bool = False
     modelled: bool = False
-    """Assumed, too, but worked out of more than a utilisation."""
+    """Whether the rate comes from a performance model. Such a rate is also assumed."""
 
 
 @dataclass(frozen=True)
 class Rates:
-    """The measurements that a plan can use, and the files that it cannot."""
+    """Rates that apply to the plan's GPU kind, and the benchmark files skipped because they do not."""
 
     by_stage: dict[tuple[str, str | None], list[Rate]]
-    left_aside: list[str]
+    skipped_files: list[str]
 
     def of(self, stage: str, bucket: str | None) -> list[Rate]:
-        """Rates of one stage and bucket, in order of their GPUs."""
+        """Return the rates of a stage and bucket, sorted by number of GPUs."""
         return sorted(self.by_stage.get((stage, bucket), []), key=lambda rate: rate.gpus)
 
 
 def read_rates(paths: Iterable[str], gpu_kind: str) -> Rates:
-    """Read benchmark files; those measured on a GPU of another kind are left aside, and named.
+    """Read benchmark files, skipping those measured on a different GPU kind.
 
     Raises:
-        RequestError: a file is missing or is no benchmark file, or two give the same stage, bucket and GPUs.
+        RequestError: a file is missing or invalid, or two files have the same stage, bucket and number of GPUs.
     """
     by_stage: dict[tuple[str, str | None], list[Rate]] = {}
-    left_aside = []
+    skipped_files = []
     benches = [(path, _read(path)) for path in paths]
     for path, bench in sorted(benches, key=lambda pair: pair[1].modelled):
-        if not is_of_kind(bench.device, gpu_kind):
-            left_aside.append(f"{path} (measured on {bench.device})")
+        if not matches_gpu_kind(bench.device, gpu_kind):
+            skipped_files.append(f"{path} (measured on {bench.device})")
             continue
         verb = "modelled" if bench.modelled else "published" if bench.published else "measured"
         for item in bench.measurements:
@@ -108,8 +107,8 @@ def read_rates(paths: Iterable[str], gpu_kind: str) -> Rates:
             gpus = item.gpus or bench.gpus
             if any(rate.gpus == gpus for rate in rates):
                 raise RequestError(
-                    f"{path} is the second benchmark of {item.stage} {item.bucket or ''} on {gpus} {gpu_kind}s "
-                    f"among `measured`. Keep one of them."
+                    f"{path} repeats a measurement that an earlier file in `measured` already has: "
+                    f"{' '.join(filter(None, (item.stage, item.bucket)))} on {gpus} {gpu_kind}s. Keep one of the files."
                 )
             source = f"{verb} {bench.date}: {bench.command}"
             rates.append(
@@ -123,33 +122,36 @@ def read_rates(paths: Iterable[str], gpu_kind: str) -> Rates:
                     modelled=bench.modelled,
                 )
             )
-    return Rates(by_stage, left_aside)
+    return Rates(by_stage, skipped_files)
 
 
-def is_of_kind(device: str, kind: str) -> bool:
-    """Whether a device, as torch.cuda.get_device_name() calls it, is a GPU of this kind.
+def matches_gpu_kind(device: str, kind: str) -> bool:
+    """Return whether a device name from torch.cuda.get_device_name() denotes the given GPU kind.
 
-    It is if the kind's words occur in its name in a row and the other words are about vendor, module or memory. So an
-    H100 PCIe, an RTX 4090 Laptop GPU and a MIG slice are kinds of their own.
+    The words of the kind must occur consecutively in the name, and all other words must match `IGNORED_WORDS`. An H100
+    PCIe, an RTX 4090 Laptop GPU and a MIG slice are therefore different kinds from the full GPU.
     """
     name, wanted = (re.findall(r"[a-z0-9.]+", text.lower()) for text in (device, kind))
     starts = [i for i in range(len(name) - len(wanted) + 1) if wanted and name[i : i + len(wanted)] == wanted]
-    return any(all(map(SAME_KIND.fullmatch, name[:i] + name[i + len(wanted) :])) for i in starts)
+    return any(all(map(IGNORED_WORDS.fullmatch, name[:i] + name[i + len(wanted) :])) for i in starts)
 
 
 def _read(path: str) -> BenchFile:
     try:
         return BenchFile.model_validate_json(Path(path).read_bytes())
     except FileNotFoundError:
-        raise RequestError(f"There is no benchmark file {path}. Make it, or take it out of `measured`.") from None
+        raise RequestError(
+            f"The benchmark file {path} does not exist. Create it, or remove it from `measured`."
+        ) from None
     except OSError as error:
         raise RequestError(
-            f"The benchmark file {path or '``'} cannot be read: {error.strerror}. `--measured []` plans with none."
+            f"The benchmark file {path or '``'} cannot be read: {error.strerror}. Check `measured`, or pass "
+            f"`--measured []` to plan without benchmark files."
         ) from None
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(str(part) for part in first["loc"]) or "file"
         raise RequestError(
-            f"{path} is no benchmark file: `{place}`: {first['msg'].removeprefix('Value error, ')}. "
-            f"docs/how-to/plan.md shows one."
+            f"{path} is not a valid benchmark file: `{place}`: {first['msg'].removeprefix('Value error, ')}. "
+            f"docs/how-to/plan.md has an example."
         ) from None

@@ -1,27 +1,27 @@
-"""The whole answer of a plan: a row for each number of GPUs, the bytes, online or beforehand, the numbers behind."""
+"""The report of a plan: time and cost per GPU count, storage, online encoding, inputs and notes."""
 
 from dataclasses import dataclass
 
-from plan.arithmetic.costs import GIGA, SECONDS_PER_HOUR, TERA, checkpoint_bytes, gpu_hours_of, speedup_per_doubling
-from plan.arithmetic.counted import counted_work
+from plan.arithmetic.costs import GIGA, SECONDS_PER_HOUR, TERA, checkpoint_bytes, gpu_hours, speedup_per_doubling
+from plan.arithmetic.counted import cached_work
 from plan.arithmetic.work import Work
 from plan.config import Plan
 from plan.facts import Fact
-from plan.latents import BucketReport, Traffic, bucket_report, precompute_hours, traffic_of
+from plan.latents import BucketReport, Traffic, bucket_report, precompute_hours, training_traffic
 from plan.measured import Rate, read_rates
 from plan.rows import Inputs, PhaseRow, phase_row
 
-UNEXPLAINED = 0.1
-"""A measurement this far below the prediction from fewer GPUs is pointed out."""
-SPLITTING_PAYS = 1.05
-"""A step faster by more than this is pointed out."""
-FEW_IMAGES = 8
-"""Per GPU and step: with fewer, the arithmetic no longer keeps a GPU busy."""
+MAX_UNEXPLAINED_GAP = 0.1
+"""Relative shortfall of a measurement against its prediction above which the report adds a note."""
+MIN_SHARDING_SPEEDUP = 1.05
+"""Speedup from sharding (HSDP) above which the report adds a note."""
+MIN_IMAGES_PER_GPU = 8
+"""Images per GPU and step below which kernels are too small to keep a GPU busy."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """The training on one number of GPUs. Costs in $, of GPUs alone."""
+    """Estimates for one GPU count. Costs are in $ and cover only GPUs."""
 
     gpus: int
     phases: list[PhaseRow]
@@ -30,25 +30,28 @@ class Row:
     training_hours: float
     precompute_hours: float
     cost: float
-    """Uninterrupted."""
+    """Cost without checkpoints and failures."""
     expected_days: float
-    """With checkpoints and failures; precompute repeats one shard at most and is taken as it is."""
+    """Days including checkpoints and failures. Precompute is not adjusted, as a failure repeats at most one tar."""
     expected_cost: float
+    """Cost including checkpoints and failures."""
     lost: float
-    """Share of the training time that checkpoints and failures add."""
+    """Time added by checkpoints and failures, as a fraction of the training time."""
     online_days: float
-    """Of a training that encodes online."""
+    """Days of training when encoding online."""
     online_ratio: float
-    """Its time ÷ that of training on latents."""
+    """Training time when encoding online, divided by the time on precomputed latents."""
     online_cost: float
     speedup: float | None
-    """Of training, per doubling of the GPUs from the row before."""
+    """Training speedup per doubling of the GPUs, relative to the previous row."""
     bottleneck: str
-    """Of the phases, each by its bucket where they differ."""
+    """Bottleneck of all phases, or of each phase with its bucket where they differ."""
 
 
 @dataclass(frozen=True)
 class Report:
+    """All results of a plan, with the inputs they depend on."""
+
     title: str
     gpu: str
     encoding: str
@@ -60,24 +63,24 @@ class Report:
     stored_tb: float
     price_per_month: float
     checkpoint_gb: list[float]
-    """Size of one, for each phase."""
+    """Size of one checkpoint in each phase."""
     checkpoints_kept_tb: float
     traffic: Traffic
     facts: list[Fact]
     rates: dict[str, Rate]
-    """What each stage's speed rests on, by `stage bucket`."""
+    """Rate used for each stage, keyed by `stage bucket`."""
     notes: list[str]
 
 
 def make_report(plan: Plan, work: Work | None = None) -> Report:
-    """Work `plan` out. Counting the networks' work takes seconds, and so may be handed over.
+    """Compute the report of `plan`. Pass `work` to skip counting FLOPs, which takes several seconds.
 
     Raises:
-        RequestError: the plan's parts, files or measurements do not fit each other.
+        RequestError: the plan, its config files or its measurements are inconsistent.
     """
     plan.check()
     rates = read_rates(plan.measured, plan.gpu.kind)
-    work = work or counted_work(plan.networks, plan.data.samples)
+    work = work or cached_work(plan.networks, plan.data.samples)
     inputs = Inputs(plan, work, rates)
     rows: list[Row] = []
     for gpus in plan.counts:
@@ -97,21 +100,21 @@ def make_report(plan: Plan, work: Work | None = None) -> Report:
         price_per_month=sum(bucket.price_per_month for bucket in buckets),
         checkpoint_gb=[size / GIGA for size in sizes],
         checkpoints_kept_tb=sum(sizes) * plan.checkpoints.keep / TERA,
-        traffic=traffic_of(inputs),
+        traffic=training_traffic(inputs),
         facts=_used_facts(inputs),
         rates=_used_rates(inputs),
         notes=_notes(inputs, rows),
     )
 
 
-def _row(inputs: Inputs, gpus: int, before: Row | None) -> Row:
+def _row(inputs: Inputs, gpus: int, previous: Row | None) -> Row:
     plan, price = inputs.plan, inputs.plan.gpu.price_per_hour
     latents, online = ([phase_row(inputs, phase, gpus, online) for phase in plan.phases] for online in (False, True))
     chosen = online if plan.encoding == "online" else latents
     days, latent_days, online_days = (sum(phase.days for phase in phases) for phases in (chosen, latents, online))
     expected = sum(phase.expected_days for phase in chosen)
     encode_hours = 0.0 if plan.encoding == "online" else precompute_hours(inputs)
-    hours = gpu_hours_of(days, gpus)
+    hours = gpu_hours(days, gpus)
     return Row(
         gpus=gpus,
         phases=chosen,
@@ -121,12 +124,12 @@ def _row(inputs: Inputs, gpus: int, before: Row | None) -> Row:
         precompute_hours=encode_hours,
         cost=(hours + encode_hours) * price,
         expected_days=expected + encode_hours / gpus / 24,
-        expected_cost=(gpu_hours_of(expected, gpus) + encode_hours) * price,
+        expected_cost=(gpu_hours(expected, gpus) + encode_hours) * price,
         lost=expected / days - 1,
         online_days=online_days,
         online_ratio=online_days / latent_days,
-        online_cost=gpu_hours_of(online_days, gpus) * price,
-        speedup=speedup_per_doubling(before.training_days, days, before.gpus, gpus) if before else None,
+        online_cost=gpu_hours(online_days, gpus) * price,
+        speedup=speedup_per_doubling(previous.training_days, days, previous.gpus, gpus) if previous else None,
         bottleneck=_bottleneck(chosen),
     )
 
@@ -144,61 +147,65 @@ def _used_rates(inputs: Inputs) -> dict[str, Rate]:
 
 
 def _used_facts(inputs: Inputs) -> list[Fact]:
-    """The plan's facts, without those that nothing in this plan depends on."""
+    """Return the plan's numeric inputs, except those that do not affect this plan."""
     used = _used_rates(inputs).items()
     assumed = {stage.split()[0] for stage, rate in used if rate.assumed and not rate.modelled}
-    idle = {
+    unused = {
         "gpu.train_utilisation": "train" not in assumed,
         "gpu.encode_utilisation": "encode" not in assumed,
         "gpu.peak_tflops": not assumed,
         "text.tokens": not any(tower.trim for tower in inputs.texts),
         "regions.egress_per_gb": set(inputs.plan.regions.data) == {inputs.plan.regions.gpus},
     }
-    return [fact for fact in inputs.plan.facts() if not idle.get(fact.field)]
+    return [fact for fact in inputs.plan.facts() if not unused.get(fact.field)]
 
 
 def _notes(inputs: Inputs, rows: list[Row]) -> list[str]:
-    notes = [f"Not used: {left}; the plan is for {inputs.plan.gpu.kind}." for left in inputs.rates.left_aside]
-    left_out = [str(gpus) for gpus in sorted(inputs.plan.gpu_counts) if gpus not in inputs.plan.counts]
-    if left_out:
-        notes.append(f"Left out: {', '.join(left_out)} GPUs, which do not divide the global batches.")
+    notes = [f"Skipped {file}; the plan is for {inputs.plan.gpu.kind}." for file in inputs.rates.skipped_files]
+    dropped = [str(gpus) for gpus in sorted(inputs.plan.gpu_counts) if gpus not in inputs.plan.counts]
+    if dropped:
+        notes.append(f"Omitted {', '.join(dropped)} GPUs, which do not divide the global batch sizes evenly.")
     for row in rows:
         for phase in row.phases:
             gap = 1 - phase.images_per_second / phase.predicted_images_per_second
-            if phase.basis == "measured" and gap > UNEXPLAINED:
+            if phase.basis == "measured" and gap > MAX_UNEXPLAINED_GAP:
                 notes.append(
-                    f"{row.gpus} GPUs, {phase.bucket}: measured {gap:.0%} below what another number of GPUs predicts; "
-                    f"the stated bandwidths do not explain it, so what bounds it is uncertain."
+                    f"{row.gpus} GPUs, {phase.bucket}: the measured rate is {gap:.0%} below the prediction from a "
+                    f"different GPU count. The given bandwidths do not explain the gap, so the bottleneck is uncertain."
                 )
-    split = [
+    sharding_gains = [
         f"{phase.bucket} on {row.gpus} GPUs by {phase.split_speedup - 1:.0%}"
         for row in rows
         for phase in row.phases
-        if phase.split_speedup > SPLITTING_PAYS
+        if phase.split_speedup > MIN_SHARDING_SPEEDUP
     ]
-    if split:
+    if sharding_gains:
         notes.append(
-            f"Weights split within each node (HSDP), which the trainer has not, would speed up {'; '.join(split)}."
+            f"Sharding weights within each node (HSDP), which the trainer does not support, would speed up "
+            f"{'; '.join(sharding_gains)}."
         )
-    notes += _decoding(inputs)
-    thin = [row for row in rows if any(phase.images_per_gpu < FEW_IMAGES for phase in row.phases)]
-    if thin:
+    notes += _decoding_notes(inputs)
+    underfilled = [row for row in rows if any(phase.images_per_gpu < MIN_IMAGES_PER_GPU for phase in row.phases)]
+    if underfilled:
         notes.append(
-            f"From {thin[0].gpus} GPUs on, a GPU has fewer than {FEW_IMAGES} images per step: kernels this small run "
-            f"below the calibrated rate, so these rows are bounds from below on days and cost."
+            f"From {underfilled[0].gpus} GPUs, each GPU has fewer than {MIN_IMAGES_PER_GPU} images per step. Kernels "
+            f"this small run below the calibrated rate, so these rows are lower bounds on days and cost."
         )
     return notes
 
 
-def _decoding(inputs: Inputs) -> list[str]:
-    """What keeps a GPU's encoders fed, where somebody measured it."""
+def _decoding_notes(inputs: Inputs) -> list[str]:
+    """Describe the CPU cores needed to keep a GPU's encoders busy, if the decoding rate was measured."""
     on_core, on_gpu = (inputs.rates.of(stage, None) for stage in ("decode", "decode_on_gpu"))
     if not on_core or inputs.plan.encoding == "online":
         return []
-    wanted = inputs.plan.data.pictures / (precompute_hours(inputs) * SECONDS_PER_HOUR)
-    cores = wanted / on_core[0].images_per_second_per_gpu
-    said = f"A GPU encodes {wanted:,.0f} pictures/s, which take {cores:.1f} cores to decode ({on_core[0].source})."
+    pictures_per_second = inputs.plan.data.pictures / (precompute_hours(inputs) * SECONDS_PER_HOUR)
+    cores = pictures_per_second / on_core[0].images_per_second_per_gpu
+    note = (
+        f"One GPU encodes {pictures_per_second:,.0f} pictures/s, which takes {cores:.1f} CPU cores to decode "
+        f"({on_core[0].source})."
+    )
     if on_gpu:
-        share = wanted / on_gpu[0].images_per_second_per_gpu
-        said += f" Decoding them itself would take {share:.0%} of the GPU's time, and give other pixels."
-    return [said]
+        share = pictures_per_second / on_gpu[0].images_per_second_per_gpu
+        note += f" Decoding on the GPU would take {share:.0%} of its time and produce different pixels."
+    return [note]

@@ -1,11 +1,11 @@
-"""One phase of a plan on one number of GPUs, from the nearest measurement or from an assumed utilisation."""
+"""Estimates for one phase on one GPU count, from the nearest measurement or an assumed utilisation."""
 
 import math
 from dataclasses import dataclass
 from typing import Literal
 
-from plan.arithmetic.costs import GIGA, SECONDS_PER_HOUR, checkpoint_bytes, days_of, sample_bytes, text_bytes
-from plan.arithmetic.restarts import best_interval, expected_time
+from plan.arithmetic.costs import GIGA, SECONDS_PER_HOUR, checkpoint_bytes, days_for, sample_bytes, text_bytes
+from plan.arithmetic.restarts import daly_interval, expected_time
 from plan.arithmetic.scaling import Machine, Step, StepTime, calibrate, step_time
 from plan.arithmetic.work import Work
 from plan.config import Phase, Plan
@@ -15,12 +15,12 @@ from shards.format.towers import TextTower
 
 BITS, MEGA = 8, 1e6
 Basis = Literal["measured", "predicted", "assumed"]
-"""A throughput measured on this number of GPUs; predicted from another number; or from an assumed utilisation."""
+"""How a throughput was obtained: `measured` on this GPU count, `predicted` from a different one, or `assumed`."""
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """A plan with its counted work and its measured rates."""
+    """A plan with its counted FLOPs and measured rates."""
 
     plan: Plan
     work: Work
@@ -28,7 +28,7 @@ class Inputs:
 
     @property
     def machine(self) -> Machine:
-        """The plan's bandwidths in B/s."""
+        """Effective bandwidths of the plan's hardware, in B/s."""
         gpu, links = self.plan.gpu, self.plan.links
         return Machine(
             gpus_per_node=gpu.gpus_per_node,
@@ -41,17 +41,17 @@ class Inputs:
 
     @property
     def texts(self) -> list[TextTower]:
-        """The text towers, stored as the plan says where they do not say it themselves."""
+        """Text encoders, with the plan's default `storage` and `trim` where an encoder does not override them."""
         towers = []
         for name, tower in self.work.texts.items():
-            asked, default = self.plan.networks.texts.get(name), self.plan.text
-            storage = (asked and asked.storage) or default.storage
-            trim = default.trim if asked is None or asked.trim is None else asked.trim
+            override, default = self.plan.networks.texts.get(name), self.plan.text
+            storage = (override and override.storage) or default.storage
+            trim = default.trim if override is None or override.trim is None else override.trim
             towers.append(tower.model_copy(update={"storage": storage, "trim": trim and tower.states}))
         return towers
 
     def sample_bytes(self, bucket: str) -> float:
-        """Bytes of one stored sample of `bucket`."""
+        """Return the bytes of one stored sample of `bucket`."""
         data, work = self.plan.data, self.work
         moments = data.posterior == "moments" and work.has_posterior
         return sample_bytes(
@@ -64,7 +64,7 @@ class Inputs:
         )
 
     def rates_of(self, stage: Literal["train", "encode", "text"], bucket: str | None) -> list[Rate]:
-        """Measured rates of a stage, by rising GPUs; or the one that the assumed utilisation gives on a node."""
+        """Return the measured rates of a stage, sorted by GPU count, or one rate from the assumed utilisation."""
         gpu, work = self.plan.gpu, self.work
         flops = work.caption if bucket is None else (work.train if stage == "train" else work.encode)[bucket]
         utilisation = gpu.train_utilisation if stage == "train" else gpu.encode_utilisation
@@ -73,12 +73,12 @@ class Inputs:
         return self.rates.of(stage, bucket) or [modelled]
 
     def encode_seconds(self, bucket: str) -> float:
-        """GPU-seconds to encode one picture of `bucket` and its caption."""
+        """Return the GPU-seconds needed to encode one picture of `bucket` and its caption."""
         rates = self.rates_of("encode", bucket)[0], self.rates_of("text", None)[0]
         return sum(1 / rate.images_per_second_per_gpu for rate in rates)
 
     def step(self, phase: Phase, rate: Rate | None = None, online: bool = False) -> Step:
-        """The phase's step, with the batch sizes of `rate`'s own run where it had others."""
+        """Describe a step of `phase`. The batch sizes recorded with `rate` override those of the phase."""
         data = self.plan.data
         return Step(
             (rate and rate.global_batch_size) or phase.global_batch_size,
@@ -93,48 +93,49 @@ class Inputs:
 
 @dataclass(frozen=True)
 class PhaseRow:
-    """One phase on one number of GPUs. Times in seconds where not said otherwise."""
+    """Estimates for one phase on one GPU count. Times are in seconds unless a field says otherwise."""
 
     bucket: str
     images_per_gpu: float
-    """Per step."""
+    """Images per GPU and step."""
     images_per_second: float
     basis: Basis
     source: str
     predicted_images_per_second: float
-    """From another number of GPUs, also where this one was measured."""
+    """Prediction from a different GPU count, even where this one was measured."""
     step: StepTime
     split_speedup: float
-    """Of weights split within each node (HSDP), which the trainer has not."""
+    """Speedup from sharding weights within each node (HSDP), which the trainer does not support."""
     bottleneck: str
     days: float
     read_per_node: float
-    """B/s into one node."""
+    """Read rate of one node, in B/s."""
     read_total: float
-    """B/s out of the store."""
+    """Total read rate from the store, in B/s."""
     save_every_steps: int
     best_interval: float
-    """Of work between checkpoints: Daly's optimum."""
+    """Optimal work between checkpoints by Daly's formula."""
     num_checkpoints: int
     expected_days: float
-    """With checkpoints and failures."""
+    """Days including checkpoints and failures."""
 
 
 def phase_row(inputs: Inputs, phase: Phase, gpus: int, online: bool) -> PhaseRow:
-    """`phase` on `gpus`, encoding online or reading latents.
+    """Estimate `phase` on `gpus` GPUs, encoding online or reading precomputed latents.
 
     Raises:
-        RequestError: the stated bandwidths do not allow a measured rate.
+        RequestError: a measured rate is impossible at the given bandwidths, or failures are so frequent that training
+            never finishes.
     """
     rates = inputs.rates_of("train", phase.bucket)
     rate = _basis_for(rates, gpus)
     time = _predict(inputs, phase, rate, gpus, online)
-    of_another = _basis_for([other for other in rates if other.gpus != gpus] or rates, gpus)
+    other_rate = _basis_for([other for other in rates if other.gpus != gpus] or rates, gpus)
     step = inputs.step(phase, online=online)
-    like_the_benchmark = rate.gpus == gpus and not online and inputs.step(phase, rate) == step
-    exact = like_the_benchmark and time.bottleneck != "data rate"
+    matches_benchmark = rate.gpus == gpus and not online and inputs.step(phase, rate) == step
+    exact = matches_benchmark and time.bottleneck != "data rate"
     images_per_second = phase.global_batch_size / time.total
-    days = days_of(phase.steps * phase.global_batch_size, images_per_second)
+    days = days_for(phase.steps * phase.global_batch_size, images_per_second)
     read = images_per_second * step.sample_bytes
     every, best, expected = _restarts(inputs, phase, time.total, gpus)
     return PhaseRow(
@@ -143,9 +144,9 @@ def phase_row(inputs: Inputs, phase: Phase, gpus: int, online: bool) -> PhaseRow
         images_per_second=images_per_second,
         basis="assumed" if rate.assumed else "measured" if exact else "predicted",
         source=rate.source,
-        predicted_images_per_second=phase.global_batch_size / _predict(inputs, phase, of_another, gpus, online).total,
+        predicted_images_per_second=phase.global_batch_size / _predict(inputs, phase, other_rate, gpus, online).total,
         step=time,
-        split_speedup=time.total / _predict(inputs, phase, rate, gpus, online, is_split=True).total,
+        split_speedup=time.total / _predict(inputs, phase, rate, gpus, online, sharded=True).total,
         bottleneck=time.bottleneck,
         days=days,
         read_per_node=read * min(gpus, inputs.plan.gpu.gpus_per_node) / gpus,
@@ -158,36 +159,36 @@ def phase_row(inputs: Inputs, phase: Phase, gpus: int, online: bool) -> PhaseRow
 
 
 def _basis_for(rates: list[Rate], gpus: int) -> Rate:
-    """The measurement on the most GPUs up to `gpus`, or else on the fewest above; `rates` rise."""
+    """Return the rate with the most GPUs up to `gpus`, or else with the fewest. `rates` must be sorted by GPU count."""
     return next((rate for rate in reversed(rates) if rate.gpus <= gpus), rates[0])
 
 
-def _predict(inputs: Inputs, phase: Phase, rate: Rate, gpus: int, online: bool, is_split: bool = False) -> StepTime:
+def _predict(inputs: Inputs, phase: Phase, rate: Rate, gpus: int, online: bool, sharded: bool = False) -> StepTime:
     machine = inputs.machine
     try:
         seconds = calibrate(rate.images_per_second_per_gpu, inputs.step(phase, rate), rate.gpus, machine)
     except ValueError as error:
         raise RequestError(
-            f"{phase.bucket}: {error}. One of the two is wrong: mend `links` and `gpu`, or the benchmark "
-            f"({rate.source})."
+            f"{phase.bucket}: {error}. Either the bandwidths in `links` and `gpu` or the benchmark ({rate.source}) "
+            f"must be wrong. Correct one of them."
         ) from None
     encode_seconds = inputs.encode_seconds(phase.bucket) if online else 0.0
-    return step_time(seconds, inputs.step(phase, online=online), gpus, machine, encode_seconds, is_split=is_split)
+    return step_time(seconds, inputs.step(phase, online=online), gpus, machine, encode_seconds, sharded=sharded)
 
 
 def _restarts(inputs: Inputs, phase: Phase, step_seconds: float, gpus: int) -> tuple[int, float, float]:
-    """Steps between checkpoints, the best interval in seconds, and expected time ÷ uninterrupted time."""
+    """Return the steps between checkpoints, the optimal interval in seconds, and expected ÷ uninterrupted time."""
     saving = inputs.plan.checkpoints
     num_bytes = checkpoint_bytes(inputs.work.num_parameters, phase.ema)
     seconds = num_bytes / (inputs.plan.links.checkpoint_gbit * GIGA / BITS)
-    between = saving.gpu_hours_per_failure * SECONDS_PER_HOUR / gpus
-    best = best_interval(seconds, between)
+    between_failures = saving.gpu_hours_per_failure * SECONDS_PER_HOUR / gpus
+    best = daly_interval(seconds, between_failures)
     every = min(phase.steps, saving.every_steps or max(1, round(best / step_seconds)))
-    expected = expected_time(1.0, every * step_seconds, seconds, saving.restart_seconds, between)
+    expected = expected_time(1.0, every * step_seconds, seconds, saving.restart_seconds, between_failures)
     if math.isinf(expected):
         raise RequestError(
-            f"On {gpus} GPUs a failure comes every {between:.3g} s, and {phase.bucket} saves every "
-            f"{every * step_seconds:.3g} s: the training would never end. Lower checkpoints.every_steps, or mend "
-            f"checkpoints.gpu_hours_per_failure."
+            f"On {gpus} GPUs, a failure occurs every {between_failures:.3g} s on average, but {phase.bucket} saves "
+            f"only every {every * step_seconds:.3g} s, so the training would never finish. Lower "
+            f"checkpoints.every_steps, or correct checkpoints.gpu_hours_per_failure."
         )
     return every, best, expected

@@ -65,7 +65,9 @@ def rates(bench: BenchFile, predicted: list[str]) -> str:
     models = read_rates(predicted, kind)
     rows = [rate_row(item, models.of(item.stage, item.bucket)) for item in bench.measurements]
     text = "## How fast\n\n" + table(("stage", "bucket", "microbatch", "per second", "predicted", "of it", "by"), rows)
-    aside = f"\n\nOf another kind of device, and left aside: {', '.join(models.left_aside)}." * bool(models.left_aside)
+    aside = f"\n\nSkipped, measured on a different GPU kind: {', '.join(models.skipped_files)}." * bool(
+        models.skipped_files
+    )
     return text + aside
 
 

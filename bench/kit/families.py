@@ -7,7 +7,7 @@ from pathlib import Path
 from torch import nn
 
 from bench.kit.roots import encoding_record
-from plan.arithmetic.work import UNKNOWN, count_work, network_calls
+from plan.arithmetic.work import NO_WEIGHTS, count_work, network_calls
 from plan.config import Plan
 from plan.measured import Rates
 from plan.rows import Inputs, phase_row
@@ -46,7 +46,7 @@ def read_family(name: str) -> Family:
     width = int(phase.bucket.partition("x")[0])
     image = ImageTower(
         class_name="none",
-        weights=UNKNOWN,
+        weights=NO_WEIGHTS,
         posterior=posterior,
         channels=work.latent_channels,
         downsampling=width // work.latent_hw[phase.bucket][1],

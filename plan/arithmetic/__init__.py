@@ -1,6 +1,1 @@
-"""The planner's sums, without any input or output.
-
-Inside: FLOPs, scaling, costs, restarts.
-In: numbers.
-Out: numbers.
-"""
+"""The planner's arithmetic: FLOPs, scaling, costs and restarts."""

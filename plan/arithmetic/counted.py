@@ -1,7 +1,8 @@
-"""Counted work is kept: counting takes torch, diffusers and several seconds, and most plans change only prices or GPUs.
+"""On-disk cache of FLOP counts.
 
-The user's cache folder holds a file for each set of networks. Its name is a hash of everything that the count depends
-on: the networks' configs, the buckets, the code that counts, and the versions of the libraries that build the networks.
+Counting imports torch and diffusers and takes several seconds, but most plans change only prices or GPUs. The user's
+cache folder has one file per set of networks. Its name is a hash of everything the count depends on: the network
+configs, the buckets, the counting code, and the versions of the libraries that build the networks.
 """
 
 import hashlib
@@ -20,39 +21,39 @@ from shards.base.durable import canonical_json, write_atomically
 
 ROOT = Path(__file__).parents[2]
 CODE = ("plan", "train/model", "shards/format")
-"""Folders whose files decide what is counted."""
+"""Folders whose code affects the counts."""
 LIBRARIES = ("torch", "diffusers", "transformers")
 FOLDER = Path("latentmill") / "plan"
 WORK = TypeAdapter(Work)
 
 
-def counted_work(networks: Networks, buckets: Collection[str]) -> Work:
-    """`count_work`, or what it gave before for the same networks and buckets.
+def cached_work(networks: Networks, buckets: Collection[str]) -> Work:
+    """Return the work of `networks` from the cache, or count and cache it.
 
     Raises:
-        RequestError: as `count_work`.
+        RequestError: the networks cannot be built; see `count_work`.
     """
-    path = cache_folder() / f"{key(networks, buckets)}.json"
-    with suppress(OSError, ValidationError):  # not there, or cut short: it is counted again
+    path = cache_folder() / f"{cache_key(networks, buckets)}.json"
+    with suppress(OSError, ValidationError):  # missing or truncated: count again
         return WORK.validate_json(path.read_bytes())
     work = count_work(networks, buckets)
-    with suppress(OSError):  # a home that cannot be written: the next plan counts again
+    with suppress(OSError):  # read-only home: the next plan counts again
         write_atomically(path, WORK.dump_json(work))
     return work
 
 
 def cache_folder() -> Path:
-    """Where counts are kept."""
+    """Return the folder of cached counts."""
     if given := os.environ.get("XDG_CACHE_HOME"):
         return Path(given) / FOLDER
     try:
         return Path.home() / ".cache" / FOLDER
-    except RuntimeError:  # a user without a home, as in some containers
+    except RuntimeError:  # some containers run as a user without a home
         return Path(tempfile.gettempdir()) / f"latentmill-cache-{os.getuid()}" / FOLDER
 
 
-def key(networks: Networks, buckets: Collection[str]) -> str:
-    """A hash of everything that the count depends on."""
+def cache_key(networks: Networks, buckets: Collection[str]) -> str:
+    """Hash everything the count depends on."""
     configs = read_configs(networks)
     code = [path for folder in CODE for path in sorted((ROOT / folder).rglob("*")) if path.suffix in (".py", ".yaml")]
     parts = {

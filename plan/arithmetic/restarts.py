@@ -1,27 +1,27 @@
-"""What failures and checkpoints cost, and how often to save. Pure arithmetic, times in any one unit.
+"""Optimal checkpoint interval, and expected time with failures. All times must have the same unit.
 
 J. W. Young, "A first order approximation to the optimum checkpoint interval", CACM 17(9), 1974: τ = √(2 δ M).
 J. T. Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps", FGCS 22(3), 2006:
-equation 20 for the expected wall time, equation 37 for the interval. M is the mean time between failures, δ a
-checkpoint's time, R the restart's, τ the work between two checkpoints. Failures are independent of each other.
+equation 20 for the expected wall time, equation 37 for the interval. M is the mean time between failures, δ the
+time to write a checkpoint, R the restart time and τ the work between two checkpoints. Failures are independent.
 """
 
 import math
 
 
 def young_interval(checkpoint: float, between_failures: float) -> float:
-    """√(2 δ M): the first-order optimum."""
+    """Return Young's first-order optimal interval, √(2 δ M)."""
     return math.sqrt(2 * checkpoint * between_failures)
 
 
-def best_interval(checkpoint: float, between_failures: float) -> float:
-    """Daly's higher-order optimum of the work between checkpoints: eq. 37, and M where δ ≥ 2 M.
+def daly_interval(checkpoint: float, between_failures: float) -> float:
+    """Return Daly's higher-order optimal interval (eq. 37), or M if δ ≥ 2 M.
 
     Raises:
-        ValueError: a time is not positive.
+        ValueError: `checkpoint` or `between_failures` is not positive.
     """
     if checkpoint <= 0 or between_failures <= 0:
-        raise ValueError(f"checkpoint {checkpoint} and time between failures {between_failures} must be positive")
+        raise ValueError(f"checkpoint time {checkpoint} and time between failures {between_failures} must be positive")
     ratio = checkpoint / (2 * between_failures)
     if ratio >= 1:
         return between_failures
@@ -29,12 +29,13 @@ def best_interval(checkpoint: float, between_failures: float) -> float:
 
 
 def expected_time(work: float, interval: float, checkpoint: float, restart: float, between_failures: float) -> float:
-    """Expected wall time of `work` that saves after each `interval`: M e^(R/M) (e^((τ+δ)/M) − 1) work / τ, eq. 20.
+    """Return the expected wall time of `work` with a checkpoint every `interval`.
 
-    Infinite where a failure is all but certain before the next checkpoint.
+    This is eq. 20, M e^(R/M) (e^((τ+δ)/M) − 1) work / τ. It overflows to infinity if a failure before the next
+    checkpoint is almost certain.
 
     Raises:
-        ValueError: work or interval is not positive.
+        ValueError: `work` or `interval` is not positive.
     """
     if work <= 0 or interval <= 0:
         raise ValueError(f"work {work} and interval {interval} must be positive")

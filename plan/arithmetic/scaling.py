@@ -1,14 +1,14 @@
-"""A training step as a few resources, each of which can be the bottleneck. Pure arithmetic.
+"""Performance model of a training step with three potential bottlenecks: compute, gradient traffic and data reads.
 
-A step computes on b = global_batch_size / n images per GPU, sums the gradients over all GPUs, and reads its samples.
-Reading goes on beside everything else. The gradients of the last microbatch travel during its backward pass, in buckets
-one after the other, each once the backward pass has come past its weights; what is left then is exposed:
+In a step on n GPUs, each GPU computes on global_batch_size / n images, all-reduces the gradients and reads its samples.
+Reads overlap with everything else. Gradients are all-reduced in sequential buckets during the backward pass of the last
+microbatch, each as soon as it is complete. The communication left after the backward pass is exposed:
 
     step = max(data, compute + exposed)
 
-With one GPU per process and whole copies of the model on each (DDP); or weights, gradients and optimizer split over the
-GPUs of a node and equal between nodes (HSDP). Small kernels that run below the calibrated rate, stragglers and the
-host's own time are not in it.
+The model is either replicated on every GPU (DDP), or has its weights, gradients and optimizer states sharded within
+each node and replicated across nodes (HSDP). Not modelled: small kernels that run below the calibrated rate,
+stragglers, and host overhead.
 """
 
 import functools
@@ -19,51 +19,51 @@ import numpy as np
 from numpy.typing import NDArray
 
 BACKWARD_SHARE = 2 / 3
-"""Of a training step's arithmetic: the backward pass is two of its three products."""
+"""Share of a training step's FLOPs in the backward pass: two of three matrix products."""
 ADAMW_BYTES = 28
-"""Per parameter and step, in float32: AdamW reads weight, gradient and two moments and writes all but the gradient."""
-GATHERED_BYTES = 2
-"""Per parameter of split weights, which are gathered as bfloat16: once for the forward pass, and once more backward."""
-SCATTERED_BYTES = 4
-"""Per parameter of split gradients, which are summed as float32 after each microbatch."""
+"""Bytes per parameter and step in float32: AdamW reads weight, gradient and moments, and writes weight and moments."""
+ALL_GATHER_BYTES = 2
+"""Bytes per parameter in a bfloat16 all-gather of sharded weights, once each for the forward and backward pass."""
+REDUCE_SCATTER_BYTES = 4
+"""Bytes per parameter in the float32 reduce-scatter of sharded gradients, once per microbatch."""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Bandwidths in B/s, after their efficiency."""
+    """Effective bandwidths of the hardware, in B/s."""
 
     gpus_per_node: int
     link: float
-    """Of one GPU, within its node."""
+    """Bandwidth of one GPU to the others in its node."""
     network: float
-    """Of one node, for gradients."""
+    """Bandwidth of one node to other nodes."""
     memory: float
-    """Of one GPU."""
+    """Memory bandwidth of one GPU."""
     data_per_node: float
-    """From the store into one node."""
+    """Read bandwidth of one node from the store."""
     data_total: float
-    """From the store in all."""
+    """Total read bandwidth of the store."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """What a step does, whatever the GPUs."""
+    """Work in one training step, independent of the hardware."""
 
     global_batch_size: int
     microbatch_size: int
     num_parameters: int
     gradient_bytes: int
-    """Per parameter, as the all-reduce sends them."""
+    """Bytes per gradient element in the all-reduce."""
     sample_bytes: float
-    """Read per image."""
+    """Bytes read per image."""
     bucket_bytes: float = 25e6
-    """Of gradients that travel together."""
+    """Size of a gradient bucket."""
     backward: tuple[tuple[float, float], ...] = ((1.0, 1.0),)
-    """Shares of the weights and of the backward pass's time, block by block, as the backward pass comes past them."""
+    """(share of the weights, share of the backward time) of each block, in the order of the backward pass."""
 
     @property
     def num_buckets(self) -> int:
-        """That the gradients travel in."""
+        """Number of gradient buckets."""
         return max(1, math.ceil(self.num_parameters * self.gradient_bytes / self.bucket_bytes))
 
 
@@ -74,58 +74,58 @@ class StepTime:
     compute: float
     gradients: float
     exposed: float
-    """Of the traffic's time: what is left when the backward pass ends."""
+    """Gradient traffic that remains after the backward pass."""
     data: float
 
     @property
     def total(self) -> float:
-        """Seconds from step to step."""
+        """Duration of the step in seconds."""
         return max(self.data, self.compute + self.exposed)
 
     @property
     def bottleneck(self) -> str:
-        """The resource that is busy longest: with perfect overlap, the step would take as long as it."""
+        """Name of the resource that is busy longest, which bounds the step time even with full overlap."""
         busy = {"compute": self.compute, "gradient traffic": self.gradients, "data rate": self.data}
         return max(busy, key=lambda name: busy[name])
 
 
 def all_reduce_seconds(num_bytes: float, gpus: int, machine: Machine) -> float:
-    """2 (n − 1) / n × bytes ÷ bandwidth of the slowest link, for a ring over n GPUs.
+    """Return the seconds of a ring all-reduce over n GPUs: 2 (n − 1) / n × bytes ÷ bandwidth of the slowest link.
 
-    The factor is the nccl-tests' (PERFORMANCE.md, "AllReduce"). Across nodes the rings share each node's network, so
-    the bandwidth is the node's, or one GPU's link where that is slower.
+    The factor is from nccl-tests (PERFORMANCE.md, "AllReduce"). Across nodes, all rings share the node's network, so
+    the bandwidth is the minimum of the node's network and one GPU's link.
     """
     bandwidth = machine.link if gpus <= machine.gpus_per_node else min(machine.link, machine.network)
     return 2 * (gpus - 1) / gpus * num_bytes / bandwidth
 
 
 def data_seconds(step: Step, gpus: int, machine: Machine) -> float:
-    """Seconds to read a step's samples: into the fullest node, or out of the store."""
+    """Return the seconds to read a step's samples, limited by the busiest node or by the store."""
     on_one_node = step.global_batch_size / gpus * min(gpus, machine.gpus_per_node)
     return step.sample_bytes * max(on_one_node / machine.data_per_node, step.global_batch_size / machine.data_total)
 
 
 def exposed_seconds(backward_seconds: float, gradient_seconds: float, step: Step) -> float:
-    """Seconds of gradient traffic that are left when the backward pass ends.
+    """Return the seconds of gradient traffic that remain after the backward pass.
 
-    The buckets travel one after the other, each as soon as it is ready. So the last one arrives when the slowest chain
-    has: the time at which some bucket was ready, plus the traffic of it and of all buckets after it.
+    Buckets are sent in sequence, each as soon as it is ready. The last one therefore completes at the maximum, over all
+    buckets, of the time a bucket is ready plus the time to send it and all later buckets.
     """
-    ready = backward_seconds * ready_at(step.backward, step.num_buckets)
+    ready = backward_seconds * bucket_ready_times(step.backward, step.num_buckets)
     remaining = gradient_seconds / step.num_buckets * np.arange(step.num_buckets, 0, -1)
     return max(0.0, float((ready + remaining).max()) - backward_seconds)
 
 
 @functools.lru_cache(maxsize=64)
-def ready_at(blocks: tuple[tuple[float, float], ...], num_buckets: int) -> NDArray[np.float64]:
-    """(num_buckets,) share of the backward pass's time after which each bucket of gradients is complete.
+def bucket_ready_times(blocks: tuple[tuple[float, float], ...], num_buckets: int) -> NDArray[np.float64]:
+    """Return when each gradient bucket is complete, as a share of the backward time. Shape (num_buckets,).
 
-    Buckets hold equal shares of the weights, and within a block the pass is taken to advance evenly.
+    Buckets have equal shares of the weights. Within a block, gradients are assumed to complete at a constant rate.
     """
-    weights, seconds = np.array([*blocks, (0.0, 0.0)], np.float64).T  # the last one: rounded shares may not reach 1
+    weights, seconds = np.array([*blocks, (0.0, 0.0)], np.float64).T  # sentinel block: rounded shares may sum to < 1
     shares = np.arange(1, num_buckets + 1) / num_buckets
     before, start = np.cumsum(weights) - weights, np.append(np.cumsum(seconds[:-1]) - seconds[:-1], 1.0)
-    # rounded sums must not push a share that ends with a block into the next one
+    # tolerance, so that rounding does not move a bucket that ends with a block into the next block
     block = np.searchsorted(np.cumsum(weights)[:-1] * (1 + 1e-9), shares)
     within = np.divide(shares - before[block], weights[block], out=np.ones(num_buckets), where=weights[block] > 0)
     ready: NDArray[np.float64] = start[block] + seconds[block] * within
@@ -139,52 +139,54 @@ def step_time(
     machine: Machine,
     encode_seconds: float = 0.0,
     *,
-    is_split: bool = False,
+    sharded: bool = False,
 ) -> StepTime:
-    """The times of one step on `gpus`, where one image trains one GPU for `seconds_per_image`.
+    """Return the time of one step on `gpus` GPUs.
 
     Args:
-        encode_seconds: per image, before its training step: VAE and text encoder, where encoding is online.
-        is_split: weights, gradients and optimizer over the GPUs of a node (HSDP).
+        seconds_per_image: forward and backward time of one image on one GPU.
+        encode_seconds: VAE and text encoder time of one image on one GPU, if encoding online.
+        sharded: shard weights, gradients and optimizer states within each node (HSDP).
     """
     images = step.global_batch_size / gpus
     microbatches = math.ceil(images / step.microbatch_size)
     training, local = images * seconds_per_image, min(gpus, machine.gpus_per_node)
     gradients = all_reduce_seconds(step.num_parameters * step.gradient_bytes, gpus, machine)
-    optimizer, further = step.num_parameters * ADAMW_BYTES / machine.memory, 0.0
-    if is_split:
+    optimizer, exposed_sharding = step.num_parameters * ADAMW_BYTES / machine.memory, 0.0
+    if sharded:
         optimizer /= local
-        # within the node for each microbatch, beside its arithmetic; between nodes as without
-        within = microbatches * split_seconds(step.num_parameters, local, machine)
-        gradients, further = gradients if gpus > local else 0.0, max(0.0, within - training)
+        # Collectives within a node run on every microbatch and overlap with its compute.
+        # The all-reduce across nodes is the same as without sharding.
+        within = microbatches * sharding_seconds(step.num_parameters, local, machine)
+        gradients, exposed_sharding = gradients if gpus > local else 0.0, max(0.0, within - training)
     exposed = exposed_seconds(BACKWARD_SHARE * training / microbatches, gradients, step)
     return StepTime(
         compute=training + images * encode_seconds + optimizer,
         gradients=gradients,
-        exposed=exposed + further,
+        exposed=exposed + exposed_sharding,
         data=data_seconds(step, gpus, machine),
     )
 
 
-def split_seconds(num_parameters: int, gpus: int, machine: Machine) -> float:
-    """Seconds that a microbatch's gathers of weights and sums of gradients take on the links within a node."""
-    return (gpus - 1) / gpus * num_parameters * (2 * GATHERED_BYTES + SCATTERED_BYTES) / machine.link
+def sharding_seconds(num_parameters: int, gpus: int, machine: Machine) -> float:
+    """Return the seconds of one microbatch's all-gathers and reduce-scatter within a node."""
+    return (gpus - 1) / gpus * num_parameters * (2 * ALL_GATHER_BYTES + REDUCE_SCATTER_BYTES) / machine.link
 
 
 def calibrate(images_per_second_per_gpu: float, step: Step, gpus: int, machine: Machine) -> float:
-    """Seconds per image for which `step_time` on `gpus` gives back the measured rate, where data does not bound it.
+    """Return the seconds per image for which `step_time` reproduces the measured rate, ignoring data reads.
 
     Raises:
-        ValueError: no such time: the stated bandwidths alone make a step slower than it was measured.
+        ValueError: at the given bandwidths, gradients and optimizer alone take longer than the measured step.
     """
     images = step.global_batch_size / gpus
     measured = images / images_per_second_per_gpu
-    at_once = step_time(0.0, step, gpus, machine)
-    if at_once.compute + at_once.exposed >= measured:
+    overhead = step_time(0.0, step, gpus, machine)
+    if overhead.compute + overhead.exposed >= measured:
         raise ValueError(
-            f"a step of {step.global_batch_size} images on {gpus} GPUs was measured at {measured:.3f} s, and by the "
-            f"stated bandwidths gradients take {at_once.gradients:.3f} s and the optimizer {at_once.compute:.3f} s, "
-            f"which leaves no time to compute"
+            f"a step of {step.global_batch_size} images on {gpus} GPUs was measured at {measured:.3f} s, but at the "
+            f"given bandwidths the gradients take {overhead.gradients:.3f} s and the optimizer takes "
+            f"{overhead.compute:.3f} s, which leaves no time for the forward and backward pass"
         )
     low, high = 0.0, measured / images
     while low < (middle := (low + high) / 2) < high:

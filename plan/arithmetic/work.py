@@ -1,6 +1,6 @@
-"""How much arithmetic one image, caption or step is, counted on the meta device: no weights, no GPU, no data.
+"""FLOP counts per image, caption and step, measured on the meta device without weights, GPU or data.
 
-torch is imported inside the functions that need it: reading a config or a root must not cost its import.
+torch is imported inside the functions that need it, because it is slow to import and cached plans do not use it.
 """
 
 from __future__ import annotations
@@ -22,44 +22,47 @@ from train.model.flops import TRAIN_OVER_FORWARD, count_flops
 if TYPE_CHECKING:
     import torch
 
-UNKNOWN = Weights(name="none", sha256="0" * 64)
+NO_WEIGHTS = Weights(name="none", sha256="0" * 64)
+"""Placeholder for the weights of networks that are built from a config only."""
 PROBE_SIDE = 256
+"""Side of the picture that is encoded to find the shape of the latents."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """FLOPs by torch's counter, one multiply-add being 2, and sizes."""
+    """FLOPs and sizes of a set of networks. FLOPs are from torch's counter; a multiply-add counts as 2."""
 
     num_parameters: int
-    """Of the network that is trained."""
+    """Number of parameters of the trained network."""
     train: dict[str, int]
-    """Bucket → FLOPs of one image's training step."""
+    """Training FLOPs per image (forward and backward) in each bucket."""
     backward: dict[str, tuple[tuple[float, float], ...]]
-    """Bucket → shares of the weights and of the arithmetic, block by block, as a backward pass comes past them."""
+    """(share of the weights, share of the FLOPs) of each block in each bucket, in the order of the backward pass."""
     encode: dict[str, int]
-    """Bucket → FLOPs of one picture's encoding."""
+    """Encoding FLOPs per picture in each bucket."""
     caption: int
-    """FLOPs of one caption's encoding, by all text towers."""
+    """Encoding FLOPs per caption, summed over all text encoders."""
     latent_hw: dict[str, tuple[int, int]]
+    """(height, width) of the latents in each bucket."""
     latent_channels: int
     has_posterior: bool
     texts: dict[str, TextTower]
-    """As `networks` says alone; `Inputs.texts` knows of the plan's `text` too."""
+    """Text encoders from `networks` only. `Inputs.texts` also applies the plan's `text` defaults."""
 
 
 def count_work(networks: Networks, buckets: Iterable[str]) -> Work:
-    """Build the networks without weights and count one image of each bucket through them.
+    """Build the networks on the meta device and count the FLOPs of one image in each bucket.
 
     Raises:
-        RequestError: a config file is missing or is no JSON, the network does not fit the encoders, or a bucket does
-            not suit the VAE.
+        RequestError: a config file is missing or invalid, the backbone does not accept the encoders' outputs, or a
+            bucket's size is not a multiple of the VAE's downsampling.
     """
-    read_configs(networks)  # before torch is imported: a wrong path is refused at once
+    read_configs(networks)  # fail on a wrong path before the slow import of torch
     import torch
 
     with torch.device("meta"), torch.no_grad():
-        vae, image = _image_tower(networks.vae)
-        encoders = {name: _text_tower(name, tower) for name, tower in networks.texts.items()}
+        vae, image = build_image_tower(networks.vae)
+        encoders = {name: build_text_tower(name, tower) for name, tower in networks.texts.items()}
         shapes = {name: _latent_hw(name, image.downsampling) for name in buckets}
         pictures = {name: (Bucket.parse(name).height, Bucket.parse(name).width) for name in shapes}
         encode = {name: count_flops(vae.encode, torch.empty(1, 3, *hw)) for name, hw in pictures.items()}
@@ -84,10 +87,10 @@ def count_work(networks: Networks, buckets: Iterable[str]) -> Work:
 
 
 def read_configs(networks: Networks) -> list[dict[str, Any]]:
-    """Read every config file that `networks` names.
+    """Read the config files of all networks.
 
     Raises:
-        RequestError: one is missing, or is no JSON.
+        RequestError: a file is missing or invalid.
     """
     texts = [text.config for text in networks.texts.values()]
     return [_read_json(path) for path in (networks.vae, *texts, _backbone(networks)[1])]
@@ -96,17 +99,20 @@ def read_configs(networks: Networks) -> list[dict[str, Any]]:
 def network_calls(
     networks: Networks, shapes: Mapping[str, tuple[int, int]], image: ImageTower, texts: dict[str, TextTower]
 ) -> dict[str, tuple[torch.nn.Module, Callable[[], torch.Tensor]]]:
-    """Bucket → the network that is trained, on the meta device, and a call of it for one sample.
+    """Build the trained network on the meta device, and a function per bucket that calls it with one sample.
 
     Args:
-        shapes: bucket → its latents' height and width.
+        shapes: (height, width) of the latents in each bucket.
+
+    Returns:
+        (network, call) for each bucket.
 
     Raises:
-        RequestError: the network's config is missing or is no JSON, or does not fit the encoders.
+        RequestError: the network's config is missing or invalid, or the network does not accept the encoders' outputs.
     """
     import torch
 
-    from train.data.spec import DataSpec  # with diffusers, which a report alone does not need
+    from train.data.spec import DataSpec  # imports diffusers, which cached plans do not need
     from train.model.fit import check_fit, on_meta
     from train.model.unet import class_of
 
@@ -120,11 +126,11 @@ def network_calls(
 
 
 def count_by_block(network: torch.nn.Module, call: Callable[[], Any]) -> tuple[int, tuple[tuple[float, float], ...]]:
-    """Count the FLOPs of a forward pass, and describe the backward pass block by block, in its order.
+    """Count the FLOPs of a forward pass in total and by block.
 
     Returns:
-        FLOPs of `call`, and (share of the weights, share of the FLOPs) of each block of `network`, from the last block
-        that `call` runs to the first. Blocks whose shares both round to 0.0000 are left out.
+        The FLOPs of `call`, and (share of the weights, share of the FLOPs) of each block of `network` in the order of
+        the backward pass, rounded to four digits. Blocks whose shares both round to zero are omitted.
     """
     import torch
     from torch.utils.flop_counter import FlopCounterMode
@@ -152,7 +158,7 @@ def count_by_block(network: torch.nn.Module, call: Callable[[], Any]) -> tuple[i
 
 
 def _backbone(networks: Networks) -> tuple[Any, str]:
-    """How the network is called, and its config file."""
+    """Read the `backbone` section of the training config. Return it with the path of the network's config."""
     from train.model.backbone import BackboneConfig
 
     section = _read(networks.backbone, yaml.safe_load).get("backbone", {})
@@ -160,8 +166,8 @@ def _backbone(networks: Networks) -> tuple[Any, str]:
     return backbone, str(backbone.config)
 
 
-def _image_tower(path: str) -> tuple[Any, ImageTower]:
-    """The autoencoder of a config file, and what a root says of it."""
+def build_image_tower(path: str) -> tuple[Any, ImageTower]:
+    """Build the autoencoder of a config file, and the description of it that a latents root stores."""
     import diffusers
     import torch
 
@@ -174,7 +180,7 @@ def _image_tower(path: str) -> tuple[Any, ImageTower]:
     channels = int(latents.shape[1])
     return vae, ImageTower(
         class_name=class_name,
-        weights=UNKNOWN,
+        weights=NO_WEIGHTS,
         posterior="moments" if has_posterior else "deterministic",
         channels=channels,
         downsampling=PROBE_SIDE // int(latents.shape[-1]),
@@ -186,34 +192,34 @@ def _image_tower(path: str) -> tuple[Any, ImageTower]:
     )
 
 
-def _text_tower(name: str, asked: TextNetwork) -> tuple[Any, TextTower]:
-    """The text model of a config file, and what a root says of it."""
+def build_text_tower(name: str, text: TextNetwork) -> tuple[Any, TextTower]:
+    """Build the text encoder of a config file, and the description of it that a latents root stores."""
     import transformers
 
-    fields = _read_json(asked.config)
+    fields = _read_json(text.config)
     try:
         config: Any = transformers.AutoConfig.for_model(**{"model_type": "clip_text_model", **fields})
-        model = getattr(transformers, asked.class_name)(config)
+        model = getattr(transformers, text.class_name)(config)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise RequestError(
-            f"networks.texts.{name}: transformers cannot make a {asked.class_name} of {asked.config}: {error}. Give "
-            f"the class and the config.json of one model."
+            f"networks.texts.{name}: transformers cannot build a {text.class_name} from {text.config}: {error}. Set "
+            f"`class_name` and `config` to the class and the config.json of the same model."
         ) from error
     config = getattr(config, "encoder", None) or config.get_text_config()
-    max_tokens = asked.max_tokens or int(config.max_position_embeddings)
-    projected = asked.class_name.endswith("WithProjection")
+    max_tokens = text.max_tokens or int(config.max_position_embeddings)
+    projected = text.class_name.endswith("WithProjection")
     return model, TextTower(
-        class_name=asked.class_name,
-        weights=UNKNOWN,
-        tokenizer=UNKNOWN,
+        class_name=text.class_name,
+        weights=NO_WEIGHTS,
+        tokenizer=NO_WEIGHTS,
         max_tokens=max_tokens,
-        masked=asked.masked,
-        states=asked.states,
-        length=asked.length or max_tokens,
+        masked=text.masked,
+        states=text.states,
+        length=text.length or max_tokens,
         width=int(config.hidden_size),
-        pooled=int(config.projection_dim if projected else config.hidden_size) if asked.pooled else 0,
-        storage=asked.storage or "float16",
-        trim=bool(asked.trim) and asked.states,
+        pooled=int(config.projection_dim if projected else config.hidden_size) if text.pooled else 0,
+        storage=text.storage or "float16",
+        trim=bool(text.trim) and text.states,
     )
 
 
@@ -230,12 +236,14 @@ def _read_json(path: str) -> dict[str, Any]:
 
 def _read(path: str, parse: Any) -> dict[str, Any]:
     try:
-        found: dict[str, Any] = parse(Path(path).read_text())
+        fields: dict[str, Any] = parse(Path(path).read_text())
     except FileNotFoundError:
         raise RequestError(
-            f"There is no network config {path}. Give the config.json of a diffusers or transformers model "
-            f"in `networks`."
+            f"The network config {path} does not exist. Set `networks` to the config.json files of diffusers or "
+            f"transformers models."
         ) from None
     except (OSError, ValueError, yaml.YAMLError) as error:
-        raise RequestError(f"The network config {path} cannot be read as JSON: {error}.") from None
-    return found
+        raise RequestError(
+            f"The network config {path} cannot be parsed: {error}. Correct the file, or choose another in `networks`."
+        ) from None
+    return fields

@@ -1,6 +1,1 @@
-"""How a plan is shown.
-
-Inside: words and tables, plans side by side, the figure.
-In: the report's rows.
-Out: text, and a PNG.
-"""
+"""Renderers of a report: text tables, the comparison of several plans, and the figure."""

@@ -1,4 +1,4 @@
-"""The report as a picture: throughput over GPUs above, cost over days below, one column for each plan."""
+"""Figure of one or more reports: throughput by GPU count (top) and cost by duration (bottom), one column per plan."""
 
 import io
 import textwrap
@@ -19,7 +19,7 @@ FOOTER_WIDTH = 78
 
 
 def draw(reports: list[Report]) -> bytes:
-    """A PNG. Measured points are filled, predictions hollow on a dashed line; what is assumed stands below."""
+    """Draw the reports as a PNG. Measured points are filled and predictions hollow; a footer lists assumed inputs."""
     columns = len(reports)
     settings: Any = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}
     with rc_context(settings):
@@ -29,7 +29,7 @@ def draw(reports: list[Report]) -> bytes:
             _throughput(axes[0][column], report)
             _cost(axes[1][column], report)
         axes[0][0].set_ylabel("images per second")
-        axes[1][0].set_ylabel("cost of GPUs, precompute included ($1000)")
+        axes[1][0].set_ylabel("GPU cost including precompute ($1000)")
         _legends(axes[0][0], axes[1][0], reports)
         figure.tight_layout(rect=(0, 0.15, 1, 1), h_pad=2)
         for column, report in enumerate(reports):
@@ -52,9 +52,11 @@ def _throughput(axes: Axes, report: Report) -> None:
             style = {"marker": "o", "markersize": 6.5} if measured else {"marker": MARKERS[phase.bottleneck]}
             face = colour if measured else "white"
             axes.plot(count, phase.images_per_second, color=colour, markerfacecolor=face, zorder=3, **style)
-        word = first.source.split()[0]
-        speed = f"{word} speeds" if word == "modelled" or first.basis != "assumed" else "assumed utilisation"
-        _say(axes, 0.03, 0.97 - 0.06 * number, f"{first.bucket}, {speed}", color=colour)
+        source_kind = first.source.split()[0]
+        speed = (
+            f"{source_kind} speeds" if source_kind == "modelled" or first.basis != "assumed" else "assumed utilisation"
+        )
+        _annotate(axes, 0.03, 0.97 - 0.06 * number, f"{first.bucket}, {speed}", color=colour)
     axes.set_xscale("log", base=2)
     axes.set(yscale="log", xlabel="GPUs")
     axes.set_xticks(gpus, [str(count) for count in gpus])
@@ -82,31 +84,36 @@ def _cost(axes: Axes, report: Report) -> None:
     axes.margins(y=0.15)
     axes.set_ylim(bottom=0)
     axes.grid(True, which="major", alpha=0.25)
-    axes.set_xlabel("days, precompute included")
+    axes.set_xlabel("days, including precompute")
     price = next(fact for fact in report.facts if fact.field == "gpu.price_per_hour")
     text = f"\\${price.value:g} per GPU-hour{', assumed' if price.assumed else ''}"
-    _say(axes, 0.97, 0.97, text, color=GREY, ha="right")
+    _annotate(axes, 0.97, 0.97, text, color=GREY, ha="right")
 
 
-def _say(axes: Axes, x: float, y: float, text: str, **style: Any) -> None:
+def _annotate(axes: Axes, x: float, y: float, text: str, **style: Any) -> None:
     axes.text(x, y, text, fontsize=8.5, va="top", transform=axes.transAxes, **style)
 
 
 def _legends(throughput: Axes, cost: Axes, reports: list[Report]) -> None:
     phases = [phase for report in reports for row in report.rows for phase in row.phases]
-    entries = [_entry("perfect scaling", ":", None), _entry("predicted from another number of GPUs", "--", None)]
+    entries = [
+        _legend_entry("perfect scaling", ":", None),
+        _legend_entry("predicted from a different GPU count", "--", None),
+    ]
     if any(phase.basis == "measured" for phase in phases):
-        entries.append(_entry("measured", "", "o", filled=True))
+        entries.append(_legend_entry("measured", "", "o", filled=True))
     bounds = {phase.bottleneck for phase in phases if phase.basis != "measured"}
-    entries += [_entry(f"predicted, bound by {name}", "", marker) for name, marker in MARKERS.items() if name in bounds]
+    entries += [
+        _legend_entry(f"predicted, bound by {name}", "", marker) for name, marker in MARKERS.items() if name in bounds
+    ]
     throughput.legend(handles=entries, loc="lower right", fontsize=7.5, framealpha=0.9)
-    points = [_entry("predicted (number: GPUs)", "", "o")]
+    points = [_legend_entry("predicted (number: GPUs)", "", "o")]
     if any(all(phase.basis == "measured" for phase in row.phases) for report in reports for row in report.rows):
-        points.insert(0, _entry("training measured (number: GPUs)", "", "o", filled=True))
+        points.insert(0, _legend_entry("training measured (number: GPUs)", "", "o", filled=True))
     cost.legend(handles=points, loc="lower left", fontsize=7.5)
 
 
-def _entry(label: str, line: Any, marker: str | None, filled: bool = False) -> Line2D:
+def _legend_entry(label: str, line: Any, marker: str | None, filled: bool = False) -> Line2D:
     face = GREY if filled else "white"
     return Line2D([], [], linestyle=line, marker=marker, color=GREY, markerfacecolor=face, label=label)
 

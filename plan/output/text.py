@@ -1,4 +1,4 @@
-"""The report as text. A star marks what rests on an assumed number, a tilde what is predicted from other GPUs."""
+"""Text form of a report. `*` marks values that depend on an assumed number, `~` predictions from other GPU counts."""
 
 from collections.abc import Callable, Iterable
 from typing import TypeVar
@@ -12,14 +12,12 @@ from shards.base.table import format_table
 
 T = TypeVar("T")
 Columns = list[tuple[str, Callable[[T], str]]]
-"""A title, and the cell of a row under it."""
+"""Columns of a table: each has a title and a function that formats a row's cell."""
 
 MEGA, MINUTE = 1e6, 60
 MARKS = {"measured": "", "predicted": "~", "assumed": "*"}
-LEGEND = (
-    "* rests on an assumed number, marked below   ~ predicted from a measurement on other GPUs and the bandwidths below"
-)
-RESTS_ON = {
+LEGEND = "* depends on an assumed number (see below)   ~ predicted from a measurement on a different GPU count"
+DEPENDS_ON = {
     "encode": ("encode",),
     "speed": ("train", "encode"),
     "cost": ("gpu.price_per_hour", "train", "encode"),
@@ -32,12 +30,12 @@ RESTS_ON = {
     "online": ("encode", "train", "data.picture_bytes"),
     "egress": ("regions.egress_per_gb",),
 }
-"""What is shown → the facts it rests on; `train` and `encode` stand for a speed from a utilisation."""
+"""Inputs that each group of values depends on. `train` and `encode` stand for rates from an assumed utilisation."""
 
 
 def render(report: Report) -> str:
-    """Every part of the report, for a terminal of 120 columns."""
-    stars = stars_of(report)
+    """Render all sections of the report for a terminal of about 120 columns."""
+    stars = star_marks(report)
     parts = [
         f"{report.title} on {report.gpu}, encoding {report.encoding}\n{LEGEND}",
         _time_and_cost(report, stars),
@@ -54,52 +52,52 @@ def render(report: Report) -> str:
 
 
 def table(rows: Iterable[T], columns: Columns[T]) -> str:
-    """One line for each row, under the titles."""
+    """Format rows as an aligned table with a header line."""
     return format_table([[title for title, _ in columns], *([cell(row) for _, cell in columns] for row in rows)])
 
 
-def stars_of(report: Report) -> dict[str, str]:
-    """What is shown → `*` if one of the facts that it rests on is assumed."""
+def star_marks(report: Report) -> dict[str, str]:
+    """Return `*` for each key of `DEPENDS_ON` that has an assumed input, and an empty string for the others."""
     assumed = {fact.field for fact in report.facts if fact.assumed}
     assumed |= {name.split()[0] for name, rate in report.rates.items() if rate.assumed}
-    return {name: "*" if assumed & set(fields) else "" for name, fields in RESTS_ON.items()}
+    return {name: "*" if assumed & set(fields) else "" for name, fields in DEPENDS_ON.items()}
 
 
 def scaling_verdict(report: Report) -> str:
-    """From which row on more GPUs no longer pay."""
+    """Describe the GPU count beyond which adding GPUs is no longer worthwhile."""
     for before, row in zip(report.rows, report.rows[1:], strict=False):
         if row.speedup is not None and row.speedup < report.least_speedup:
             return (
-                f"Scaling stops paying at {before.gpus} GPUs: on {row.gpus}, training is {row.speedup:.2f}x faster per "
-                f"doubling (less than {report.least_speedup:g}x),\ncosts {row.cost / before.cost - 1:.0%} more, and is "
-                f"bound by {row.bottleneck}."
+                f"Scaling stops paying off at {before.gpus} GPUs: on {row.gpus}, the speedup per doubling is "
+                f"{row.speedup:.2f}x (below {report.least_speedup:g}x),\nthe cost is "
+                f"{row.cost / before.cost - 1:.0%} higher, and the bottleneck is {row.bottleneck}."
             )
     most = report.rows[-1].gpus
-    return f"Scaling pays up to {most} GPUs: each doubling makes training at least {report.least_speedup:g}x faster."
+    return f"Scaling pays off up to {most} GPUs: the speedup per doubling is at least {report.least_speedup:g}x."
 
 
 def _gpus(report: Report) -> tuple[str, Callable[[Row], str]]:
-    """The first column; the number that was asked for is pointed out."""
+    """Return the first column, which highlights the requested GPU count."""
     return "GPUs", lambda row: f"> {row.gpus}" if row.gpus == report.highlighted else str(row.gpus)
 
 
 def _time_and_cost(report: Report, stars: dict[str, str]) -> str:
     columns = [_gpus(report)]
     for number, phase in enumerate(report.rows[0].phases):
-        columns += _of_phase(number, phase.bucket)
+        columns += _phase_columns(number, phase.bucket)
     columns += [
         ("training", lambda row: _marked(row, f"{row.training_days:.2f}")),
         (f"precompute{stars['encode']}", lambda row: f"{row.precompute_days:.2f}"),
         (f"GPU-hours{stars['speed']}", lambda row: f"{row.training_hours + row.precompute_hours:,.0f}"),
         (f"cost{stars['cost']}", lambda row: f"${row.cost:,.0f}"),
-        (f"all, failing{stars['failing']}", lambda row: f"{row.expected_days:.2f}"),
+        (f"with failures{stars['failing']}", lambda row: f"{row.expected_days:.2f}"),
         (f"cost{stars['failing'] or stars['cost']}", lambda row: f"${row.expected_cost:,.0f}"),
     ]
-    title = "Days, and cost of GPUs: uninterrupted, and with the failures to be expected\n"
+    title = "Days and GPU cost, uninterrupted and with expected failures\n"
     return title + table(report.rows, columns)
 
 
-def _of_phase(number: int, bucket: str) -> Columns[Row]:
+def _phase_columns(number: int, bucket: str) -> Columns[Row]:
     return [
         (f"{bucket} img/s", lambda row: _marked(row, f"{row.phases[number].images_per_second:,.0f}", number)),
         ("days", lambda row: _marked(row, f"{row.phases[number].days:.2f}", number)),
@@ -107,7 +105,7 @@ def _of_phase(number: int, bucket: str) -> Columns[Row]:
 
 
 def _marked(row: Row, text: str, phase: int | None = None) -> str:
-    """With the mark of one phase, or of the row's least certain one."""
+    """Prefix `text` with the mark of one phase, or with that of the least certain phase of the row."""
     phases = row.phases if phase is None else [row.phases[phase]]
     return MARKS[max((phase.basis for phase in phases), key=list(MARKS).index)] + text
 
@@ -117,12 +115,12 @@ def _machines(report: Report, stars: dict[str, str]) -> str:
     columns: Columns[Row] = [
         _gpus(report),
         (f"MB/s per node{reading}", lambda row: f"{max(phase.read_per_node for phase in row.phases) / MEGA:,.0f}"),
-        (f"GB/s in all{reading}", lambda row: f"{max(phase.read_total for phase in row.phases) / GIGA:.2f}"),
+        (f"GB/s total{reading}", lambda row: f"{max(phase.read_total for phase in row.phases) / GIGA:.2f}"),
         (
-            f"save every min{failing}",
+            f"min between saves{failing}",
             lambda row: " / ".join(f"{p.save_every_steps * p.step.total / MINUTE:.0f}" for p in row.phases),
         ),
-        (f"lost{failing}", lambda row: f"{row.lost:.2%}"),
+        (f"time lost{failing}", lambda row: f"{row.lost:.2%}"),
         (
             f"checkpoints TB{failing}",
             lambda row: f"{sum(p.num_checkpoints * gb / 1000 for p, gb in zip(row.phases, sizes, strict=True)):,.1f}",
@@ -130,7 +128,7 @@ def _machines(report: Report, stars: dict[str, str]) -> str:
         (f"per doubling{scaling}", lambda row: f"{row.speedup:.2f}x" if row.speedup else ""),
         (f"bound by{scaling}", lambda row: row.bottleneck),
     ]
-    return "Reading (the busier phase), saving, failing, scaling\n" + table(report.rows, columns)
+    return "Reading (busier phase), checkpoints, failures and scaling\n" + table(report.rows, columns)
 
 
 def _latents(report: Report, stars: dict[str, str]) -> str:
@@ -144,7 +142,7 @@ def _latents(report: Report, stars: dict[str, str]) -> str:
     ]
     checkpoints = ", ".join(f"{size:.1f}" for size in report.checkpoint_gb)
     return (
-        f"Latents: {report.stored_tb:.1f} TB{size}, ${report.price_per_month:,.0f}{price} a month\n"
+        f"Latents: {report.stored_tb:.1f} TB{size}, ${report.price_per_month:,.0f}{price} per month\n"
         f"{table(report.buckets, columns)}\n"
         f"Checkpoints: {checkpoints} GB each, {report.checkpoints_kept_tb:.2f} TB kept"
     )
@@ -156,14 +154,14 @@ def _online(report: Report, stars: dict[str, str]) -> str:
     columns: Columns[BucketReport] = [
         ("  bucket", lambda bucket: f"  {bucket.bucket}"),
         ("passes", lambda bucket: f"{bucket.passes:.2f}"),
-        (f"encoding once{price}", lambda bucket: f"${bucket.encode_cost:,.0f}"),
-        (f"{report.months:g} months' storage{price}", lambda bucket: f"${bucket.storage_cost:,.0f}"),
-        (f"pays from{price}", lambda bucket: f"{bucket.pays_from:.2f} passes"),
+        (f"precompute{price}", lambda bucket: f"${bucket.encode_cost:,.0f}"),
+        (f"storage ({report.months:g} mo){price}", lambda bucket: f"${bucket.storage_cost:,.0f}"),
+        (f"break-even{price}", lambda bucket: f"{bucket.pays_from:.2f} passes"),
     ]
     return (
-        f"Encoding online on {row.gpus} GPUs: training takes {row.online_ratio:.2f}x{rate} the time on latents, "
-        f"{row.online_days:.2f} days{rate}, ${row.online_cost:,.0f}{price}.\n"
-        f"Encoding beforehand pays for a bucket that training passes over more often than `pays from` says:\n"
+        f"Encoding online on {row.gpus} GPUs: training takes {row.online_days:.2f} days{rate} "
+        f"({row.online_ratio:.2f}x{rate} the time on precomputed latents) and costs ${row.online_cost:,.0f}{price}.\n"
+        f"Precomputing a bucket is cheaper than encoding it online if training makes more passes than `break-even`:\n"
         f"{table(report.buckets, columns)}"
     )
 
@@ -175,17 +173,17 @@ def _traffic(report: Report, stars: dict[str, str]) -> str:
         return f"{text}, none of it from another region."
     return (
         f"{text}, {traffic.foreign_tb:,.0f} TB of it from another region: ${traffic.cost:,.0f}{price}; "
-        f"copying that share over once: ${traffic.copy_cost:,.0f}{price}."
+        f"copying that share once: ${traffic.copy_cost:,.0f}{price}."
     )
 
 
 def _numbers(report: Report) -> str:
     rows = [
-        (f"  {name}", f"{rate.images_per_second_per_gpu:,.1f}", "per second and GPU", _source(rate))
+        (f"  {name}", f"{rate.images_per_second_per_gpu:,.1f}", "per second per GPU", _source(rate))
         for name, rate in report.rates.items()
     ]
     rows += [(f"  {fact.field}", f"{fact.value:,g}", fact.unit, _source(fact)) for fact in report.facts]
-    return f"Numbers that this rests on\n{format_table(rows, '<><<')}"
+    return f"Inputs and their sources\n{format_table(rows, '<><<')}"
 
 
 def _source(number: Fact | Rate) -> str:

@@ -16,7 +16,7 @@ from tests.plan.conftest import MakeReport
 
 @pytest.fixture(autouse=True)
 def _counted(monkeypatch: pytest.MonkeyPatch, sd2: Work) -> None:
-    monkeypatch.setattr(report_module, "counted_work", lambda networks, buckets: sd2)
+    monkeypatch.setattr(report_module, "cached_work", lambda networks, buckets: sd2)
 
 
 @pytest.mark.parametrize("arguments", [["--gpus", "64"], ["--gpus", "64", "--text.storage", "float8"]])

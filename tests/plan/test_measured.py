@@ -50,4 +50,4 @@ def test_a_plan_uses_the_rates_of_its_own_kind_of_gpu(
         Path(path).write_text(json.dumps(fields))
     rates = read_rates(paths.values(), kind)
     assert [rate.gpus - 1 for rate in rates.of("text", None)] == list(range(len(own)))
-    assert rates.left_aside == [f"{paths[device]} (measured on {device})" for device in others]
+    assert rates.skipped_files == [f"{paths[device]} (measured on {device})" for device in others]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from plan.arithmetic.costs import days_of, sample_bytes
+from plan.arithmetic.costs import days_for, sample_bytes
 from plan.arithmetic.scaling import calibrate, step_time
 from plan.arithmetic.work import Work
 from plan.latents import precompute_hours
@@ -67,8 +67,8 @@ def test_version_2_took_longer_than_its_throughput_table_says(report: MakeReport
     row = next(row for row in report().rows if row.gpus == 128)
     assert 20_051 / row.training_hours == pytest.approx(1.184, abs=0.001)
     # Both phases, the first more so.
-    assert 1.6 / days_of(PHASE1_IMAGES, 11_600) == pytest.approx(1.42, abs=0.01)
-    assert 4.9 / days_of(PHASE2_IMAGES, 4_590) == pytest.approx(1.12, abs=0.01)
+    assert 1.6 / days_for(PHASE1_IMAGES, 11_600) == pytest.approx(1.42, abs=0.01)
+    assert 4.9 / days_for(PHASE2_IMAGES, 4_590) == pytest.approx(1.12, abs=0.01)
 
 
 def test_precompute_hours_follow_from_encoding_every_size(plan: MakePlan, sd2: Work) -> None:

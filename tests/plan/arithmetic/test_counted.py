@@ -44,7 +44,7 @@ def test_the_same_networks_are_counted_once(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (["--gpu.prise_per_hour", "2"], "unknown option --gpu.prise_per_hour"),
-        (["--networks.backbone", "nowhere.yaml"], "There is no network config nowhere.yaml"),
+        (["--networks.backbone", "nowhere.yaml"], "The network config nowhere.yaml does not exist"),
         (["--config", "nowhere.yaml"], "There is no config file nowhere.yaml"),
         (["--measured", "nowhere.json"], "nowhere.json"),
     ],
@@ -70,23 +70,23 @@ def test_a_count_is_kept_for_exactly_what_it_depends_on(
     shutil.copyfile("configs/unet/sd2-base.json", unet)
     (tmp_path / "phase1.yaml").write_text(yaml.safe_dump({"backbone": {"config": str(unet)}}))
     networks = Networks(backbone=str(tmp_path / "phase1.yaml"))
-    assert [counted.counted_work(networks, ["256x256"]) for _ in range(2)] == [sd2, sd2]
+    assert [counted.cached_work(networks, ["256x256"]) for _ in range(2)] == [sd2, sd2]
     assert len(counts) == 1
-    counted.counted_work(networks, ["512x512"])
+    counted.cached_work(networks, ["512x512"])
     assert len(counts) == 2
     unet.write_text(json.dumps(json.loads(unet.read_text()) | {"layers_per_block": 1}))
-    counted.counted_work(networks, ["256x256"])
+    counted.cached_work(networks, ["256x256"])
     assert len(counts) == 3
     monkeypatch.setattr(counted.metadata, "version", lambda name: "0")
-    counted.counted_work(networks, ["256x256"])
+    counted.cached_work(networks, ["256x256"])
     assert len(counts) == 4
-    (file,) = tmp_path.glob(f"cache/latentmill/plan/{counted.key(networks, ['256x256'])}.json")
+    (file,) = tmp_path.glob(f"cache/latentmill/plan/{counted.cache_key(networks, ['256x256'])}.json")
     file.write_bytes(file.read_bytes()[:-5])  # cut short
-    assert counted.counted_work(networks, ["256x256"]) == sd2
+    assert counted.cached_work(networks, ["256x256"]) == sd2
     assert len(counts) == 5
     unet.unlink()
-    with pytest.raises(RequestError, match="There is no network config"):
-        counted.counted_work(networks, ["256x256"])
+    with pytest.raises(RequestError, match=r"The network config .* does not exist"):
+        counted.cached_work(networks, ["256x256"])
 
 
 def test_a_cache_that_cannot_be_written_is_left_alone(
@@ -95,4 +95,4 @@ def test_a_cache_that_cannot_be_written_is_left_alone(
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     monkeypatch.setattr(counted, "count_work", lambda *_: sd2)
-    assert counted.counted_work(Networks(), ["256x256"]) == sd2
+    assert counted.cached_work(Networks(), ["256x256"]) == sd2

@@ -17,20 +17,20 @@ def test_daly_interval_is_within_a_permille_of_the_best(checkpoint: float, betwe
     def cost(interval: float) -> float:
         return restarts.expected_time(1, interval, checkpoint, restart, between)
 
-    daly = restarts.best_interval(checkpoint, between)
+    daly = restarts.daly_interval(checkpoint, between)
     brute_force = min(cost(daly * 1.02**power) for power in range(-100, 101))
     assert cost(daly) <= brute_force * 1.001
     assert cost(daly) <= cost(restarts.young_interval(checkpoint, between)) * 1.001
 
 
 def test_daly_interval_where_checkpoints_outlast_the_machine() -> None:
-    assert restarts.best_interval(200, 100) == 100
+    assert restarts.daly_interval(200, 100) == 100
 
 
 @pytest.mark.parametrize("checkpoint, between", [(0, 1), (1, 0), (-1, 1)])
 def test_intervals_need_positive_times(checkpoint: float, between: float) -> None:
     with pytest.raises(ValueError, match="must be positive"):
-        restarts.best_interval(checkpoint, between)
+        restarts.daly_interval(checkpoint, between)
 
 
 def test_expected_time_needs_work() -> None:

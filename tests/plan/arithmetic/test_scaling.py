@@ -89,7 +89,7 @@ def test_weights_that_the_backward_pass_comes_to_late_travel_unhidden() -> None:
     )
     assert scaling.exposed_seconds(1.0, 0.5, early) == 0
     assert scaling.exposed_seconds(1.0, 0.5, late) == pytest.approx(0.41)
-    assert scaling.ready_at(late.backward, 2) == pytest.approx([0.95, 1.0])
+    assert scaling.bucket_ready_times(late.backward, 2) == pytest.approx([0.95, 1.0])
 
 
 def test_splitting_weights_within_a_node_pays_where_the_optimizer_is_a_large_part() -> None:
@@ -97,11 +97,11 @@ def test_splitting_weights_within_a_node_pays_where_the_optimizer_is_a_large_par
     machine = scaling.Machine(8, link=2e11, network=1e11, memory=1e12, data_per_node=1e12, data_total=1e14)
     step = scaling.Step(2048, 64, 10**9, 4, 1.0)
     for gpus, seconds in ((128, 0.01), (2048, 0.0001)):
-        whole, split = (scaling.step_time(seconds, step, gpus, machine, is_split=on) for on in (False, True))
+        whole, split = (scaling.step_time(seconds, step, gpus, machine, sharded=on) for on in (False, True))
         saved = 7 / 8 * 28e9 / 1e12
         beyond = max(0.0, 7 / 8 * 8e9 / 2e11 - 2048 / gpus * seconds)
         assert whole.total - split.total == pytest.approx(saved - beyond)
-    one_node = scaling.step_time(0.01, step, 8, machine, is_split=True)
+    one_node = scaling.step_time(0.01, step, 8, machine, sharded=True)
     assert one_node.gradients == one_node.exposed == 0
 
 
@@ -116,7 +116,7 @@ def test_encoding_online_hides_no_gradients() -> None:
 def test_calibrating_refuses_what_the_bandwidths_forbid() -> None:
     machine = scaling.Machine(8, link=1e9, network=1e9, memory=1e12, data_per_node=1e12, data_total=1e12)
     step = scaling.Step(512, 64, 10**9, 4, 1e5)
-    with pytest.raises(ValueError, match=r"512 images on 8 GPUs was measured at 0.064 s, and by the stated bandwidths"):
+    with pytest.raises(ValueError, match=r"512 images on 8 GPUs was measured at 0.064 s, but at the given bandwidths"):
         scaling.calibrate(1000, step, 8, machine)
 
 
