@@ -49,7 +49,8 @@ def render_comparison(plans: list[Plan], reports: list[Report]) -> str:
             "Side by side (* depends on an assumed number)",
             format_table([["  differs in", *names], *(different or [["  nothing", *("" for _ in names)]])]),
             format_table([["  total", *names], *totals]),
-            "Days and GPU-hours including precompute, GPU cost, and cost relative to A\n" + format_table([header, *lines]),
+            "Days and GPU-hours including precompute, GPU cost, and cost relative to A\n"
+            + format_table([header, *lines]),
         ]
     )
 

@@ -55,7 +55,11 @@ def test_buckets_need_not_be_square() -> None:
     [
         (Networks(backbone="nowhere.yaml"), "256x256", "The network config nowhere.yaml does not exist."),
         (Networks(vae="configs/plan.yaml"), "256x256", "configs/plan.yaml cannot be parsed"),
-        (Networks(), "260x256", "bucket 260x256 is not a multiple of the VAE's downsampling factor, 8. Choose another bucket"),
+        (
+            Networks(),
+            "260x256",
+            "bucket 260x256 is not a multiple of the VAE's downsampling factor, 8. Choose another bucket",
+        ),
     ],
 )
 def test_wrong_networks_are_refused(networks: Networks, bucket: str, message: str) -> None:
