@@ -48,7 +48,7 @@ def check_caption_fields(fields: Sequence[str]) -> None:
 
 
 def read_captions(raw: RawSample, fields: Sequence[str], max_characters: int) -> list[CleanCaption | None]:
-    """Return a sample's captions, one per entry of `fields` (`txt`, or `json:NAME` of its metadata), or None if missing.
+    """Return a sample's captions, one per entry of `fields` (`txt` or `json:NAME`); a missing one is None.
 
     Raises:
         Reject: `no_caption`, if every field is missing; the detail lists the fields that do have text.
