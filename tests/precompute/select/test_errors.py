@@ -25,7 +25,8 @@ BAD_REQUESTS: list[tuple[Callable[[Path], object], str]] = [
     (lambda path: (path / "a.parquet").write_bytes(b"PAR1 and no more"), r"a.parquet cannot be read as parquet: "),
     (
         lambda path: laion.write(path / "a.parquet", laion.rows(2).drop_columns(["punsafe"])),
-        r"a.parquet has no column for punsafe, which the rule `punsafe` needs \(punsafe < 0.1\). Its columns are URL, TEXT.*"
+        r"a.parquet has no column for punsafe, which the rule `punsafe` needs \(punsafe < 0.1\). "
+        r"Its columns are URL, TEXT.*"
         r"disable the filter with --filters.max_punsafe null",
     ),
     (lambda path: laion.write(path / "a.parquet", laion.rows(2).drop_columns(["URL"])), "has no column for URL"),
