@@ -1,6 +1,6 @@
-"""What comes in: tars and their samples.
+"""Read samples from webdataset tars.
 
-Inside: the tars of a folder, what their headers say, clean captions, why a sample is rejected.
-In: an address, which is a path or whatever fsspec opens.
-Out: undecoded samples, each with why it is lost where it is.
+Contents: listing and checking tars, parsing tar headers, cleaning captions, the `Reject` exception.
+Input: a folder of tars, as a local path or an fsspec URL.
+Output: undecoded samples; a sample lost to damage carries the reason.
 """

@@ -1,4 +1,4 @@
-"""Captions: any bytes in, clean text out, and what had to be done to it."""
+"""Decode and clean captions, recording which changes were made, and read LAION scores."""
 
 import math
 import re
@@ -21,67 +21,68 @@ FLOAT32_MAX = float(np.finfo(np.float32).max)
 CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ufeff]+")
 SURROGATE = re.compile(r"[\ud800-\udfff]")
 JSON_PREFIX = "json:"
-MOST_FIELDS, MOST_NAME = 20, 64
-"""How many fields a reject names, and how many characters of each."""
+MAX_FIELDS, MAX_NAME_CHARACTERS = 20, 64
+"""Limits on a reject's detail: number of fields listed, and characters of each name."""
 
 
 @dataclass(frozen=True)
 class CleanCaption:
-    """A caption that may be stored."""
+    """A caption ready to be stored."""
 
     text: str
     changes: frozenset[str]
-    """Which of `CAPTION_CHANGES` (shards.format.tables) cleaning made: all but `truncated`."""
+    """Changes made by cleaning, from `CAPTION_CHANGES` (shards.format.tables); never `truncated`."""
 
 
 def check_caption_fields(fields: Sequence[str]) -> None:
-    """See that each of `fields` is `txt` or `json:NAME`, and none comes twice.
+    """Check that each of `fields` is `txt` or `json:NAME`, without duplicates.
 
     Raises:
-        ValueError: which one is not.
+        ValueError: A field has another form, or occurs twice.
     """
     for field in fields:
         if field != "txt" and not (field.startswith(JSON_PREFIX) and len(field) > len(JSON_PREFIX)):
-            raise ValueError(f"{field!r} names no caption; give txt or json:FIELD, such as json:blip_caption")
+            raise ValueError(f"{field!r} is not a caption field; use txt or json:FIELD, such as json:blip_caption")
     if len(set(fields)) != len(fields):
-        raise ValueError("a caption is named twice")
+        raise ValueError(f"{', '.join(fields)} lists a caption field twice; list each once")
 
 
 def read_captions(raw: RawSample, fields: Sequence[str], max_characters: int) -> list[CleanCaption | None]:
-    """A sample's captions, one for each of `fields`: `txt`, or `json:NAME` of its metadata; None where it has none.
+    """Return a sample's captions, one per entry of `fields` (`txt` or `json:NAME`); a missing one is None.
 
     Raises:
-        Reject: `no_caption`, where it has none in any field; the detail names the fields that hold text.
+        Reject: `no_caption`, if every field is missing; the detail lists the fields that do have text.
     """
     captions: list[CleanCaption | None] = []
-    why_not = []
+    problems = []
     for field in fields:
         try:
             captions.append(clean_caption(_raw_caption(raw, field), max_characters))
         except Reject as reject:
             captions.append(None)
-            why_not.append(f"{field} is {reject}")
+            problems.append(f"{field} is {reject}")
     if not any(captions):
-        raise Reject("no_caption", f"{', '.join(why_not)}; the sample has {_text_fields(raw)}")
+        raise Reject("no_caption", f"{', '.join(problems)}; the sample has {_text_fields(raw)}")
     return captions
 
 
 def clean_caption(raw: object, max_characters: int) -> CleanCaption:
-    """Bytes, or a text out of JSON → text without control characters and outer blanks, of `max_characters` at most.
+    """Clean a caption (bytes, or a value from JSON) and truncate it to `max_characters`.
 
-    What is no UTF-8 becomes U+FFFD; a run of control characters becomes a blank.
+    Invalid UTF-8 becomes U+FFFD, each run of control characters becomes a space, and surrounding whitespace is
+    stripped.
 
     Raises:
-        Reject: `no_caption`, where nothing is left.
+        Reject: `no_caption`, if `raw` is not text or nothing is left.
     """
     if not isinstance(raw, bytes | str):
-        raise Reject("no_caption", "absent" if raw is None else f"no text but {type(raw).__name__}")
+        raise Reject("no_caption", "absent" if raw is None else f"{type(raw).__name__}, not text")
     text = raw.decode("utf-8", errors="surrogateescape") if isinstance(raw, bytes) else raw
     changes = set()
     if SURROGATE.search(text):
         text = valid_text(text)
         changes.add("invalid_utf8")
-    text = text.strip()  # outer blanks and line ends are no fault
+    text = text.strip()  # surrounding whitespace does not count as a change
     if CONTROL.search(text):
         text = CONTROL.sub(" ", text).strip()
         changes.add("control_characters")
@@ -94,7 +95,7 @@ def clean_caption(raw: object, max_characters: int) -> CleanCaption:
 
 
 def valid_text(text: str) -> str:
-    """`text` with U+FFFD for what UTF-8 cannot hold."""
+    """Replace lone surrogates, which UTF-8 cannot encode, with U+FFFD."""
     return SURROGATE.sub("\ufffd", text)
 
 
@@ -103,16 +104,18 @@ def _raw_caption(raw: RawSample, field: str) -> object:
 
 
 def _text_fields(raw: RawSample) -> str:
-    """Name the fields of a sample that could hold captions, for a person."""
+    """List the fields of a sample that have text, for a reject's detail."""
     names = [f"{JSON_PREFIX}{name}" for name, value in raw.metadata.items() if isinstance(value, str) and value.strip()]
-    shown = (["txt"] if raw.caption and raw.caption.strip() else []) + [name[:MOST_NAME] for name in names]
-    more = f" and {len(shown) - MOST_FIELDS} more" if len(shown) > MOST_FIELDS else ""
-    return f"{', '.join(shown[:MOST_FIELDS])}{more}" if shown else "no text in any field"
+    shown = (["txt"] if raw.caption and raw.caption.strip() else []) + [name[:MAX_NAME_CHARACTERS] for name in names]
+    more = f" and {len(shown) - MAX_FIELDS} more" if len(shown) > MAX_FIELDS else ""
+    return f"{', '.join(shown[:MAX_FIELDS])}{more}" if shown else "no text in any field"
 
 
 def read_scores(metadata: dict[str, Any]) -> np.ndarray:
-    """(4,) float32: aesthetic, similarity, punsafe, pwatermark, under any of LAION's spellings; NaN where there is no
-    number that float32 holds."""
+    """Return (aesthetic, similarity, punsafe, pwatermark) as (4,) float32, accepting each of LAION's spellings.
+
+    A score that is missing, not a number, or out of float32 range becomes NaN.
+    """
     return np.array([_first_number(metadata, names) for names in SCORE_NAMES], np.float32)
 
 

@@ -1,8 +1,8 @@
-"""What a tar's headers say: members by key, and every place where it is not what a downloader wrote.
+"""Parse all headers of a tar: group its members by key, and detect damage.
 
-Python's tarfile finds the headers, and goes on to the next one after bytes that are none; where a header begins that is
-not where the last member ended, something was lost. Nothing is ever extracted: links, folders and devices are passed
-over, and of a name only the last component counts.
+Python's tarfile finds the headers and skips bytes that are not one. If a header does not start where the previous
+member ended, something was lost. Nothing is ever extracted: links, folders and devices are skipped, and only the last
+component of a member's path is used.
 """
 
 import re
@@ -18,7 +18,7 @@ from shards.base.errors import DamagedInput
 IMAGE_SUFFIXES = {"jpg", "jpeg", "png", "webp", "gif", "tif", "tiff", "avif"}
 MAGIC = {
     re.compile(rb"\x1f\x8b"): "gzip",
-    re.compile(rb"BZh[1-9]1AY&SY"): "bzip2",  # the first four bytes alone may begin a name
+    re.compile(rb"BZh[1-9]1AY&SY"): "bzip2",  # a member name may start with the first four bytes alone
     re.compile(rb"\xfd7zXZ"): "xz",
     re.compile(rb"\x28\xb5\x2f\xfd"): "zstd",
 }
@@ -33,14 +33,14 @@ EXTENDED = (
     tarfile.SOLARIS_XHDTYPE,
 )
 MAX_EXTENDED_BYTES = 1 << 20
-"""Of a long name, or of what pax says of a member: tarfile reads all of it into memory."""
+"""Largest GNU long name or pax header accepted, because tarfile reads it into memory as a whole."""
 HEADER_ERRORS = (tarfile.TarError, ValueError, OverflowError, IndexError)
 PLAIN = (tarfile.REGTYPE, tarfile.AREGTYPE)
 
 
 @dataclass(frozen=True)
 class Member:
-    """One file of a tar, by the place of its bytes."""
+    """A file in a tar, located by its byte offset and size."""
 
     name: str
     offset: int
@@ -49,68 +49,71 @@ class Member:
 
 @dataclass
 class Layout:
-    """The members of a tar, and what is wrong with it."""
+    """The members of a tar and its damage."""
 
     members: dict[str, dict[str, Member]] = field(default_factory=dict)
     """Key → suffix → member; keys in the order of their first members."""
     lost: dict[str, str] = field(default_factory=dict)
-    """Key → why its sample is not sound."""
+    """Key → reason why its sample is unusable."""
     damage: list[str] = field(default_factory=list)
-    """What is wrong, in words that go on from the tar's name; none where it is whole."""
+    """Descriptions of the damage, each a predicate that follows the tar's name; empty for an intact tar."""
 
 
 def read_layout(path: Path) -> Layout:
     """Read every header of the tar at `path`.
 
-    A sample that has a damaged place before, in or after it is sound if picture, caption and JSON are all there. One
-    whose members are apart is put together. Where a key comes twice with the same kind of member, neither is sound.
+    A sample next to damaged bytes is kept only if it has an image, a caption and JSON. A sample with members in
+    different parts of the tar is put together. If a key occurs twice with the same kind of member, both samples are
+    lost.
 
     Raises:
-        DamagedInput: it is compressed.
+        DamagedInput: The tar is compressed, or its extended headers nest too deeply.
     """
     layout, size = Layout(), path.stat().st_size
-    end, key, placed = 0, "", ""
-    beside_damage: list[str] = []
+    end, key, last_added = 0, "", ""
+    keys_near_damage: list[str] = []
     with path.open("rb") as file:
         refuse_compressed(path, file)
-        for header, next_header in not_too_deep(path, read_headers(file, size)):
+        for header, next_header in limit_nesting(path, read_headers(file, size)):
             before, (key, suffix) = key, split_name(header.name)
             if header.offset != end and header.offset != after_global_header(file, end):
-                layout.damage.append(f"is damaged: bytes {end} to {header.offset} of it are no members")
-                beside_damage += [before, key]
+                layout.damage.append(f"is damaged: bytes {end} to {header.offset} are not tar members")
+                keys_near_damage += [before, key]
             end = next_header
             if end > size:
-                layout.damage.append(f"is cut short within {header.name!r}")
-                beside_damage.append(key)
+                layout.damage.append(f"is truncated within {header.name!r}")
+                keys_near_damage.append(key)
             elif key and header.type in PLAIN and not header.issparse():
-                _place(layout, key, suffix, placed, Member(header.name, header.offset_data, header.size))
-                placed = key
-        if end <= size and (damage := damage_at_end(file, end)):
+                _add_member(layout, key, suffix, last_added, Member(header.name, header.offset_data, header.size))
+                last_added = key
+        if end <= size and (damage := check_end_marker(file, end)):
             layout.damage.append(damage)
-            beside_damage.append(key)
+            keys_near_damage.append(key)
     split = split_dotted(layout)
-    for key in [key for first in beside_damage for key in split.get(first, [first])]:
-        kinds = {"picture" if suffix in IMAGE_SUFFIXES else suffix for suffix in layout.members.get(key, ())}
-        if key and not {"picture", "txt", "json"} <= kinds:
-            layout.lost.setdefault(key, "a member of it is damaged or missing")
+    for key in [key for first in keys_near_damage for key in split.get(first, [first])]:
+        kinds = {"image" if suffix in IMAGE_SUFFIXES else suffix for suffix in layout.members.get(key, ())}
+        if key and not {"image", "txt", "json"} <= kinds:
+            layout.lost.setdefault(key, "one of its members is damaged or missing")
     return layout
 
 
-def _place(layout: Layout, key: str, suffix: str, before: str, member: Member) -> None:
+def _add_member(layout: Layout, key: str, suffix: str, previous_key: str, member: Member) -> None:
     members = layout.members.setdefault(key, {})
     if suffix in members or (suffix in IMAGE_SUFFIXES and not IMAGE_SUFFIXES.isdisjoint(members)):
-        layout.damage.append(f"is not sound: the key {key} comes twice, so its samples cannot be told apart")
-        layout.lost[key] = "its key comes twice"
-    elif members and key != before:
-        layout.damage.append(f"is not in order: the key {key} comes twice, with other samples between")
+        layout.damage.append(f"is ambiguous: the key {key} occurs twice, so its members cannot be assigned to samples")
+        layout.lost[key] = "its key occurs twice"
+    elif members and key != previous_key:
+        layout.damage.append(f"is not in order: the members of the key {key} are separated by other samples")
     members.setdefault(suffix, member)
 
 
 def split_dotted(layout: Layout) -> dict[str, list[str]]:
-    """Split members such as `a.b.jpg` and `a.b.txt` into samples by their last dot, where no member of `a` has a plain
-    suffix; returns the new keys of each that was split.
+    """Regroup members such as `a.b.jpg` and `a.b.txt` by their last dot, if no member of `a` has a plain suffix.
 
-    Elsewhere a key ends at the first dot, as in webdataset: beside `a.jpg`, `a.seg.png` is a further member of `a`.
+    Otherwise a key ends at the first dot, as in webdataset: next to `a.jpg`, `a.seg.png` is another member of `a`.
+
+    Returns:
+        Old key → new keys, for each key that was split.
     """
     split: dict[str, list[str]] = {}
     grouped, layout.members = layout.members, {}
@@ -122,7 +125,7 @@ def split_dotted(layout: Layout) -> dict[str, list[str]]:
         split[key] = []
         for member in members.values():
             name = split_name(member.name, at_last_dot=True)
-            _place(layout, *name, before, member)
+            _add_member(layout, *name, before, member)
             before = name[0]
             split[key].append(before)
             if why_lost:
@@ -131,19 +134,19 @@ def split_dotted(layout: Layout) -> dict[str, list[str]]:
 
 
 class Header(tarfile.TarInfo):
-    """tarfile's, read in a third of the time where it is a plain file's, as nearly all are.
+    """A `TarInfo` that parses the headers of regular files, which nearly all are, three times as fast.
 
-    Of such a header only name, size and checksum are read; tarfile sees to all others.
+    For these it reads only the name, size and checksum; tarfile parses all others.
     """
 
     @classmethod
     def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> Self:
-        """As `tarfile.TarInfo.frombuf`."""
+        """Parse a header, with the interface of `tarfile.TarInfo.frombuf`."""
         return cls._read(super().frombuf, buf, encoding, errors)
 
     @classmethod
     def _frombuf(cls, buf: bytes, encoding: str, errors: str, **options: Any) -> Self:
-        """What later releases of Python call in its place."""
+        """Parse a header; newer Python releases call this instead of `frombuf`."""
         return cls._read(partial(super()._frombuf, **options), buf, encoding, errors)  # type: ignore[misc]
 
     @classmethod
@@ -152,7 +155,7 @@ class Header(tarfile.TarInfo):
         if (
             len(buf) == BLOCK
             and buf[156] == ord(tarfile.REGTYPE)
-            and buf[345] == 0  # no prefix to the name
+            and buf[345] == 0  # no name prefix
             and OCTAL.fullmatch(size)
             and OCTAL.fullmatch(checksum)
             and int(checksum, 8) == sum(buf) - sum(buf[148:156]) + 8 * ord(" ")
@@ -162,17 +165,17 @@ class Header(tarfile.TarInfo):
             return header
         header = by_tarfile(buf, encoding, errors)
         if header.type in EXTENDED and header.size > MAX_EXTENDED_BYTES:
-            raise tarfile.InvalidHeaderError(f"of {header.size} bytes")  # type: ignore[attr-defined]
+            raise tarfile.InvalidHeaderError(f"extended header of {header.size} bytes")  # type: ignore[attr-defined]
         return header
 
 
 def read_headers(file: BinaryIO, size: int) -> Iterator[tuple[tarfile.TarInfo, int]]:
-    """Every header that can be read, and where the next one should be; what lies between is passed over."""
+    """Yield each readable header and the offset where the next one should start, skipping unreadable bytes."""
     try:
         tar = tarfile.TarFile(fileobj=file, ignore_zeros=True, tarinfo=Header)
     except HEADER_ERRORS:
         return
-    first = True  # has been read already
+    first = True  # the constructor has already read the first header
     while first or tar.offset < size:
         first, at = False, tar.offset
         try:
@@ -182,26 +185,28 @@ def read_headers(file: BinaryIO, size: int) -> Iterator[tuple[tarfile.TarInfo, i
             continue
         if header is None:
             return
-        if header.size < 0 or tar.offset <= header.offset:  # a size below zero leads tarfile in circles
+        if header.size < 0 or tar.offset <= header.offset:  # a negative size would make tarfile loop
             tar.offset = header.offset + BLOCK
             continue
         yield header, tar.offset
 
 
-def not_too_deep(path: Path, headers: Iterator[Item]) -> Iterator[Item]:
-    """`headers`, which tarfile reads by recursion where extended ones follow each other.
+def limit_nesting(path: Path, headers: Iterator[Item]) -> Iterator[Item]:
+    """Pass `headers` through; tarfile recurses once for each extended header in a row.
 
     Raises:
-        DamagedInput: too many do.
+        DamagedInput: A chain of extended headers exceeds the recursion limit.
     """
     try:
         yield from headers
     except RecursionError:
-        raise DamagedInput(f"{path} is damaged: its extended headers nest without end.") from None
+        raise DamagedInput(
+            f"{path} is damaged: its extended headers are nested too deeply. Download this tar again."
+        ) from None
 
 
 def after_global_header(file: BinaryIO, offset: int) -> int:
-    """Where a pax header for the whole archive at `offset` ends, about which tarfile says nothing; or `offset`."""
+    """Return where a global pax header at `offset` ends, which tarfile does not report; `offset` if there is none."""
     file.seek(offset)
     try:
         header = tarfile.TarInfo.frombuf(file.read(BLOCK), "utf-8", "surrogateescape")
@@ -211,33 +216,36 @@ def after_global_header(file: BinaryIO, offset: int) -> int:
 
 
 def split_name(name: str, at_last_dot: bool = False) -> tuple[str, str]:
-    """`folder/000420017.jpg` → key and suffix. What is not UTF-8 in it is written out as escapes."""
+    """Split a path such as `folder/000420017.jpg` into key and suffix; bytes that are not UTF-8 become escapes."""
     name = name.encode("utf-8", "backslashreplace").decode().rpartition("/")[2]
     key, _, suffix = name.rpartition(".") if at_last_dot else name.partition(".")
     return key, suffix.lower()
 
 
 def refuse_compressed(path: Path, file: BinaryIO) -> None:
-    """Refuse a tar within another format, under either policy: nothing of it is lost.
+    """Refuse a compressed tar under either policy, since nothing is lost by decompressing it.
 
     Raises:
-        DamagedInput: it is one.
+        DamagedInput: The file starts with the magic bytes of a compression format.
     """
     start = file.read(10)
     file.seek(0)
     for magic, name in MAGIC.items():
         if magic.match(start):
             raise DamagedInput(
-                f"{path} is not a whole, uncompressed tar: it is compressed with {name}. Decompress it in its place."
+                f"{path} is compressed with {name}, but tars must be uncompressed. Decompress it in place."
             )
 
 
-def damage_at_end(file: BinaryIO, offset: int) -> str:
-    """What is wrong from `offset`, the last member's end, on, where there should be two blocks of zeros or more."""
+def check_end_marker(file: BinaryIO, offset: int) -> str:
+    """Describe damage after `offset`, the end of the last member, where at least two zero blocks must follow.
+
+    Returns an empty string if there is none.
+    """
     length = 0
     file.seek(offset)
     while block := file.read(1 << 20):
         if block.count(0) != len(block):
-            return f"is damaged: what follows byte {offset} is neither a member nor the end of the archive"
+            return f"is damaged: the bytes after {offset} are neither a member nor the end-of-archive marker"
         length += len(block)
-    return "" if length >= 2 * BLOCK else "is cut short: it ends without the end-of-archive marker"
+    return "" if length >= 2 * BLOCK else "is truncated: the end-of-archive marker is missing"

@@ -213,7 +213,7 @@ class Tar:
         if layout.damage and policy == "reject":
             if "is not in order" in layout.damage[0]:
                 remedy = "Write it again, sorted by name: tar --sort=name -cf NAME.tar -C FOLDER ."
-            elif "comes twice" in layout.damage[0]:
+            elif "occurs twice" in layout.damage[0]:
                 remedy = "Write it again with a key of its own for each sample."
             else:
                 remedy = "Download this tar again, or write it again if it is your own."

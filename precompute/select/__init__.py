@@ -1,6 +1,6 @@
-"""The rows of LAION-like metadata that are worth downloading.
+"""Select the rows of LAION-style metadata that are worth downloading.
 
-Inside: the job in passes, the filters, what is read of the metadata, the funnel that is printed.
-In: parquet files of URLs, captions and scores.
-Out: parquet files of selected rows, and a count of what was dropped and why.
+Contents: the three-pass job, the filter rules, the opt-out list, the metadata reader and the funnel report.
+Input: parquet files with URLs, captions and scores.
+Output: parquet files with the selected rows, and a funnel that counts the rows dropped by each rule.
 """

@@ -1,4 +1,4 @@
-"""LAION's metadata → the rows worth downloading, and a count of what each rule dropped.
+"""Select the rows of LAION metadata that are worth downloading, and count the rows that each rule drops.
 
 examples:
   python -m precompute.select --config configs/select.yaml --metadata laion/ --output runs/data/selected
@@ -23,8 +23,8 @@ def run(arguments: list[str]) -> None:
     except OSError as error:
         no_space = error.errno == errno.ENOSPC
         raise WorkError(
-            f"{f'No space is left in {config.output}' if no_space else 'The selection stopped'}: {error}. What was "
-            f"finished is kept{'; free some space, and' if no_space else ':'} the same command continues."
+            f"{f'No space is left in {config.output}' if no_space else 'The selection stopped'}: {error}. Finished "
+            f"work is kept. {'Free some space, then run' if no_space else 'Run'} the same command again to continue."
         ) from error
     print(describe(funnel))
     files = len(funnel["outputs"])

@@ -1,4 +1,4 @@
-"""What a selection may be asked for."""
+"""Config of `python -m precompute.select`."""
 
 from pathlib import Path
 from typing import Annotated
@@ -12,54 +12,54 @@ Probability = Annotated[float, Field(ge=0, le=1)]
 
 
 class FiltersConfig(Config):
-    """Rows that stay. Each is off where it is null; a row without a value for a filter that is on is dropped."""
+    """Filters on the metadata columns. A null filter is disabled; an enabled filter drops rows that lack its value."""
 
     min_aesthetic: float | None = 4.5
-    """AESTHETIC_SCORE at or above."""
+    """Minimum AESTHETIC_SCORE (inclusive)."""
     max_punsafe: Probability | None = 0.1
-    """punsafe below."""
+    """Upper bound on punsafe (exclusive)."""
     max_pwatermark: Probability | None = None
-    """pwatermark below."""
+    """Upper bound on pwatermark (exclusive)."""
     min_similarity: float | None = None
-    """similarity of picture and caption at or above."""
+    """Minimum CLIP similarity of image and caption (inclusive)."""
     min_side: NonNegativeInt | None = 256
-    """The shorter of WIDTH and HEIGHT, in pixels, at or above."""
+    """Minimum of WIDTH and HEIGHT in pixels (inclusive)."""
     max_aspect_ratio: Annotated[float, Field(ge=1)] | None = None
-    """The longer side divided by the shorter, at or below."""
+    """Maximum ratio of the longer side to the shorter one (inclusive)."""
     languages: list[str] | None = None
-    """LANGUAGE one of these."""
+    """Accepted values of LANGUAGE."""
     min_caption: NonNegativeInt | None = 1
-    """Characters of TEXT without the blanks around it, at or above."""
+    """Minimum length of TEXT in characters, after stripping whitespace (inclusive)."""
     max_caption: PositiveInt | None = None
-    """Characters of TEXT without the blanks around it, at or below."""
+    """Maximum length of TEXT in characters, after stripping whitespace (inclusive)."""
 
 
 class UrlsConfig(Config):
-    """URLs that stay. Those that are not http or https never do."""
+    """Filters on URLs. Rows whose URL is not http or https are always dropped."""
 
     allow_private_hosts: bool = False
-    """Keep URLs of private and loopback hosts (a local server; never a crawl of others' URLs)."""
+    """Keep URLs of private and loopback hosts. Use it for a local test server, never to crawl third-party URLs."""
     drop_duplicates: bool = True
-    """Of rows with the same URL, byte for byte, keep the first that passed all else."""
+    """Among rows with a byte-identical URL, keep only the first one that passes all other rules."""
     opt_out: Path | None = None
-    """Drop the hosts and URLs that this file lists: text with one per line, or parquet with a URL column. An entry that
-    would drop nothing is refused."""
+    """Opt-out list of hosts and URLs to drop: a text file with one entry per line, or parquet with a URL column. The
+    command fails on entries that could never match."""
 
 
 class SelectConfig(Config):
-    """LAION metadata → the rows to download, and a funnel that says what was dropped and why."""
+    """Selects the rows of LAION metadata to download, and records how many rows each rule dropped."""
 
     metadata: str
-    """Parquet: a file, a folder (all files below it) or a glob; a path, or any address that fsspec opens."""
+    """Parquet metadata: a file, a folder (searched recursively) or a glob, as a local path or an fsspec URL."""
     output: Path
-    """Folder of the selected rows: selected-00000.parquet and so on, funnel.json, funnel.png."""
+    """Output folder for selected-00000.parquet (and so on), funnel.json and funnel.png."""
     filters: FiltersConfig = FiltersConfig()
     urls: UrlsConfig = UrlsConfig()
     buckets: tuple[BucketName, ...] = ("256x256", "512x512")
-    """Resolution buckets to count the selected rows for."""
+    """Resolution buckets; the funnel reports how many selected rows are large enough for each."""
     rows_per_file: PositiveInt = 1_000_000
-    """Rows of each output file; the last has the rest."""
+    """Rows per output file; the last file may have fewer."""
     processes: PositiveInt = 2
-    """Input files read at the same time."""
+    """Number of worker processes, each of which reads one input file at a time."""
     partition_rows: PositiveInt = 2_000_000
-    """Duplicates are looked for among this many rows at a time, in each process: about 100 bytes of memory a row."""
+    """Mean rows per partition when finding duplicates. Each process needs about 100 bytes of memory per row."""

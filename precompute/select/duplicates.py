@@ -1,7 +1,7 @@
-"""Second pass, one partition at a time: which rows have a URL that came before, or that is on the opt-out list.
+"""Second pass: find rows with duplicate or opted-out URLs, one hash partition at a time.
 
-URLs are 128-bit hashes, on disk in partitions by their first bits, so that one partition fits in memory. Two URLs of n
-share a hash by chance with probability n² / 2¹²⁹: 4 × 10⁻²⁰ for five billion.
+URLs are represented by 128-bit hashes, partitioned on disk by their leading bits so that one partition fits in memory.
+The probability that any two of n distinct URLs collide is about n² / 2¹²⁹: 4 × 10⁻²⁰ for five billion URLs.
 """
 
 import math
@@ -19,31 +19,31 @@ ENTRY = np.dtype([("high", "<u8"), ("low", "<u8"), ("row", "<i8")])
 SEGMENT_ROWS = 2**20
 ENTRIES_NAME, OFFSETS_NAME = "hashes.bin", "offsets.npy"
 COMPARABLE_NAME = "comparable"
-"""Subfolder with hashes of URLs as the opt-out list is compared with them; duplicates are compared byte for byte."""
-FILE_SHIFT = 40  # a row's place in the input order: file number × 2⁴⁰ + row in the filtered file
-OPTED_OUT, DUPLICATE = 0, 1  # the last bit of a drop
+"""Subfolder for hashes of canonical URLs, which the opt-out list is matched against. Duplicates use the exact bytes."""
+FILE_SHIFT = 40  # a row's position in input order is file number × 2⁴⁰ + row in the filtered file
+OPTED_OUT, DUPLICATE = 0, 1  # reason, stored in the lowest bit of each drop
 
 
 def hash_urls(urls: pa.ChunkedArray | pa.Array) -> np.ndarray:
-    """(n, 2) uint64: the XXH3-128 of each URL's bytes, high half first."""
+    """Return the XXH3-128 hash of each URL's bytes as (n, 2) uint64, high half first."""
     digests = b"".join(map(xxhash.xxh3_128_digest, urls.cast(pa.binary()).to_pylist()))
     return np.frombuffer(digests, ">u8").reshape(-1, 2).astype(np.uint64)
 
 
 def count_partitions(num_rows: int, partition_rows: int) -> int:
-    """The power of two, up to 4096, that makes partitions of `partition_rows` rows or fewer on average."""
+    """Return the smallest power of two, capped at 4096, whose mean partition has at most `partition_rows` rows."""
     return min(2 ** math.ceil(math.log2(max(num_rows / partition_rows, 1))), 4096)
 
 
 def write_hashes(folder: Path, hashes: Iterable[np.ndarray], partitions: int) -> None:
-    """Write (n, 2) hashes into `folder`; see `HashWriter`."""
+    """Write batches of (n, 2) hashes into `folder` with a `HashWriter`."""
     with HashWriter(folder, partitions) as writer:
-        for some in hashes:
-            writer.add(some)
+        for batch in hashes:
+            writer.add(batch)
 
 
 class HashWriter:
-    """Writes hashes into `folder`, in segments that are each sorted by partition; rows are numbered as they come."""
+    """Writer of hashes in segments, each sorted by partition; rows are numbered in the order they are added."""
 
     def __init__(self, folder: Path, partitions: int):
         self.folder, self.partitions = folder, partitions
@@ -63,7 +63,7 @@ class HashWriter:
                 np.save(self.folder / OFFSETS_NAME, np.array(self.offsets, np.int64).reshape(-1, self.partitions + 1))
 
     def add(self, hashes: np.ndarray) -> None:
-        """Add (n, 2) hashes."""
+        """Append (n, 2) hashes, and flush a segment once enough are buffered."""
         self.waiting.append(hashes)
         if sum(map(len, self.waiting)) >= SEGMENT_ROWS:
             self._write_segment()
@@ -85,12 +85,12 @@ class HashWriter:
 
 
 def partition_of(high: np.ndarray, partitions: int) -> np.ndarray:
-    """The first log2(partitions) bits, as uint16: numpy sorts those by radix."""
+    """Return the leading log2(partitions) bits of each hash, as uint16 because numpy radix-sorts that type."""
     return (high >> np.uint64(48)).astype(np.uint16) >> (16 - (partitions.bit_length() - 1))
 
 
 def read_partition(folder: Path, partition: int) -> np.ndarray:
-    """ENTRY of one partition, in the order in which they were written."""
+    """Return the ENTRY records of one partition, in the order in which they were written."""
     offsets = np.load(folder / OFFSETS_NAME, mmap_mode="r")
     parts = [np.empty(0, ENTRY)]
     with (folder / ENTRIES_NAME).open("rb") as file:
@@ -103,51 +103,51 @@ def read_partition(folder: Path, partition: int) -> np.ndarray:
 def find_drops(
     target: Path, partition: int, filtered: Sequence[Path], opt_out: Path | None, drop_duplicates: bool
 ) -> Path:
-    """Write the drops of one partition to `target`, unless it is there: sorted int64, place × 2 + reason.
+    """Write the drops of one partition to `target` as sorted int64 (position × 2 + reason), unless `target` exists.
 
     Args:
-        filtered: the folders of the filtered files, in input order; their URLs' hashes, and with `opt_out` those of
-            the comparable URLs in the folder `COMPARABLE_NAME` of each.
-        opt_out: the folder with the hashes of opted-out URLs.
+        filtered: folders of the filtered files, in input order. Each holds the hashes of its URLs, and with `opt_out`
+            also those of its canonical URLs, in the subfolder `COMPARABLE_NAME`.
+        opt_out: folder with the hashes of opted-out URLs.
     """
     if target.exists():
         return target
     drops = [np.empty(0, np.int64)]
     if opt_out:
         listed = read_partition(opt_out, partition)
-        entries, places = _read_partitions([folder / COMPARABLE_NAME for folder in filtered], partition)
-        # before every row
-        entries, places = np.concatenate([listed, entries]), np.concatenate([np.full(len(listed), -1), places])
-        first_places = _first_places(entries, places)
-        drops.append(places[(first_places < 0) & (places >= 0)] * 2 + OPTED_OUT)
+        entries, positions = _read_partitions([folder / COMPARABLE_NAME for folder in filtered], partition)
+        # listed URLs get position -1, ahead of every row
+        entries, positions = np.concatenate([listed, entries]), np.concatenate([np.full(len(listed), -1), positions])
+        first_positions = _first_positions(entries, positions)
+        drops.append(positions[(first_positions < 0) & (positions >= 0)] * 2 + OPTED_OUT)
     if drop_duplicates:
-        entries, places = _read_partitions(filtered, partition)
-        drops.append(places[_first_places(entries, places) < places] * 2 + DUPLICATE)
+        entries, positions = _read_partitions(filtered, partition)
+        drops.append(positions[_first_positions(entries, positions) < positions] * 2 + DUPLICATE)
     write_atomically(target, np.sort(np.concatenate(drops)).tobytes())
     return target
 
 
 def _read_partitions(folders: Sequence[Path], partition: int) -> tuple[np.ndarray, np.ndarray]:
-    """ENTRY of one partition of all files, and their places."""
+    """Return the ENTRY records of one partition across all files, and their positions in input order."""
     parts = [read_partition(folder, partition) for folder in folders]
-    places = [(number << FILE_SHIFT) + entries["row"] for number, entries in enumerate(parts)]
-    return np.concatenate([np.empty(0, ENTRY), *parts]), np.concatenate([np.empty(0, np.int64), *places])
+    positions = [(number << FILE_SHIFT) + entries["row"] for number, entries in enumerate(parts)]
+    return np.concatenate([np.empty(0, ENTRY), *parts]), np.concatenate([np.empty(0, np.int64), *positions])
 
 
-def _first_places(entries: np.ndarray, places: np.ndarray) -> np.ndarray:
-    """For each entry the place of the first one with the same hash; `places` ascend, apart from equal ones."""
-    # lexsort is stable: within one hash the first in input order is first
+def _first_positions(entries: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """Return, for each entry, the position of the first entry with the same hash; `positions` must not decrease."""
+    # lexsort is stable, so equal hashes keep their input order
     order = np.lexsort((entries["low"], entries["high"]))
     ordered = entries[order]
     is_first = np.ones(len(entries), bool)
     is_first[1:] = (ordered["high"][1:] != ordered["high"][:-1]) | (ordered["low"][1:] != ordered["low"][:-1])
-    first_places = np.empty(len(entries), np.int64)
-    first_places[order] = places[order][is_first][np.cumsum(is_first) - 1]
-    return first_places
+    first_positions = np.empty(len(entries), np.int64)
+    first_positions[order] = positions[order][is_first][np.cumsum(is_first) - 1]
+    return first_positions
 
 
 def rows_to_drop(paths: Sequence[Path], number: int) -> tuple[np.ndarray, np.ndarray]:
-    """Rows of filtered file `number` that are opted out, and those that are duplicates, from all partitions' files."""
+    """Return the opted-out rows and the duplicate rows of filtered file `number`, merged from all partitions."""
     low, high = number << (FILE_SHIFT + 1), (number + 1) << (FILE_SHIFT + 1)
     parts = [np.empty(0, np.int64)]
     for path in paths:
@@ -157,4 +157,4 @@ def rows_to_drop(paths: Sequence[Path], number: int) -> tuple[np.ndarray, np.nda
     drops_of_file = np.concatenate(parts) - low
     rows, reasons = drops_of_file // 2, drops_of_file % 2
     opted_out = rows[reasons == OPTED_OUT]
-    return opted_out, np.setdiff1d(rows[reasons == DUPLICATE], opted_out)  # a row counts once
+    return opted_out, np.setdiff1d(rows[reasons == DUPLICATE], opted_out)  # count a row under one reason only

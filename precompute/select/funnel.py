@@ -1,4 +1,4 @@
-"""How many rows came in, what each rule dropped, and what is left: funnel.json, text and picture."""
+"""The selection funnel (input rows, rows dropped by each rule, rows left) as JSON, text and plot."""
 
 import io
 from collections import Counter
@@ -35,11 +35,11 @@ def build_funnel(
     selected: Counter[str],
     buckets: Sequence[str],
 ) -> dict[str, Any]:
-    """The content of funnel.json.
+    """Build the content of funnel.json.
 
     Args:
-        global_drops: name → (condition, rows dropped) of the rules that look at all rows together.
-        selected: the selected rows' `tally`.
+        global_drops: name → (condition, rows dropped), for the rules that compare rows with each other or with a list.
+        selected: `tally` of the selected rows.
     """
     counts = sum((file.counts for file in filtered), Counter[str]())
     steps = [_step(rule.name, rule.condition, *(counts[counter] for counter in rule.counters)) for rule in rules]
@@ -48,7 +48,9 @@ def build_funnel(
     for step in steps:
         rows_left -= step["by_value"] + step["no_value"]
         step["left"] = rows_left
-    assert rows_left == selected["rows"] == sum(output.num_rows for output in outputs), "the funnel does not add up"
+    assert rows_left == selected["rows"] == sum(output.num_rows for output in outputs), (
+        "row counts of the funnel are inconsistent"
+    )
     return {
         "rows_in": rows_in,
         "rules": steps,
@@ -73,6 +75,7 @@ def _histograms(name: str, num_bins: int, before: Counter[str], after: Counter[s
 
 
 def describe(funnel: dict[str, Any]) -> str:
+    """Format the funnel as a text table for the terminal."""
     rows_in = funnel["rows_in"]
     rows = [["rule", "dropped", "no value", "left", "", "keeps"], ["rows in", "", "", f"{rows_in:,}", "100.0 %", ""]]
     for step in funnel["rules"]:
@@ -80,13 +83,13 @@ def describe(funnel: dict[str, Any]) -> str:
         rows.append([step["rule"], *counts, f"{100 * step['left'] / max(rows_in, 1):.1f} %", step["keeps"]])
     rows.append(["rows out", "", "", f"{funnel['rows_out']:,}", "", ""])
     lines = [format_table(rows, "<>>>><")]
-    lines += [f"large enough for {name}: {count:,}" for name, count in funnel["buckets"].items()]
+    lines += [f"rows large enough for {name}: {count:,}" for name, count in funnel["buckets"].items()]
     return "\n".join(lines)
 
 
 def draw_funnel(funnel: dict[str, Any]) -> bytes:
-    """The same as a PNG: rows left after each rule, and what the rows look like before and after."""
-    from matplotlib import rc_context  # for the one process that draws, not for every worker
+    """Render the funnel as a PNG: rows left after each rule, and histograms of sizes and scores before and after."""
+    from matplotlib import rc_context  # imported here so that worker processes do not load it
     from matplotlib.figure import Figure
 
     num_bars = len(funnel["rules"]) + 1
@@ -112,17 +115,17 @@ def _draw_steps(axes: Any, funnel: dict[str, Any]) -> None:
         axes.barh(range(len(steps)), rows, left=ends, color=LOST if label else KEPT, alpha=alpha, label=label)
         ends += rows
     axes.text(rows_in * 1.01, 0, f"{rows_in:,}", va="center", fontweight="bold")
-    for place, step in enumerate(steps[1:], 1):
-        lost = ends[place] - step["left"]
-        note = f"{step['left']:,}   " + (f"−{lost:,} ({_share(lost, rows_in)})" if lost else "none dropped")
-        axes.text(ends[place] + rows_in * 0.01, place, note, va="center", color=INK if lost else MUTED)
+    for index, step in enumerate(steps[1:], 1):
+        lost = ends[index] - step["left"]
+        note = f"{step['left']:,}   " + (f"−{lost:,} ({_format_share(lost, rows_in)})" if lost else "none dropped")
+        axes.text(ends[index] + rows_in * 0.01, index, note, va="center", color=INK if lost else MUTED)
     axes.set_yticks(range(len(steps)), [_shorten(step["keeps"]) for step in steps], color=INK)
     axes.set_xlim(0, rows_in * 1.3)
     axes.invert_yaxis()
     axes.xaxis.set_visible(False)
     axes.spines[["bottom", "left"]].set_visible(False)
     axes.tick_params(left=False)
-    selected = f"{funnel['rows_out']:,} selected ({_share(funnel['rows_out'], rows_in)})"
+    selected = f"{funnel['rows_out']:,} selected ({_format_share(funnel['rows_out'], rows_in)})"
     axes.set_title(f"{rows_in:,} rows in, {selected}", fontsize=13, pad=2)
     axes.legend(loc="lower right", frameon=False, ncols=2)
 
@@ -144,13 +147,13 @@ def _draw_buckets(axes: Any, funnel: dict[str, Any]) -> None:
     names, counts = list(funnel["buckets"]), list(funnel["buckets"].values())
     axes.bar_label(axes.bar(names, counts, color=KEPT, width=0.6), fmt="{:,.0f}")
     axes.set_ylim(0, max([*counts, 1]) * 1.15)
-    axes.set_title("Large enough for a bucket")
+    axes.set_title("Rows large enough for each bucket")
     axes.yaxis.set_visible(False)
     axes.spines["left"].set_visible(False)
 
 
-def _share(rows: int, of: int) -> str:
-    percent = 100 * rows / of
+def _format_share(rows: int, total: int) -> str:
+    percent = 100 * rows / total
     return f"{percent:.1f} %" if percent >= 0.1 or not rows else "< 0.1 %"
 
 

@@ -1,4 +1,4 @@
-"""Which URLs name a host on the public Internet, by their text alone: no name is resolved here."""
+"""Classify and canonicalise the hosts of URLs from their text alone, without DNS lookups."""
 
 import re
 import socket
@@ -11,19 +11,19 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-# A dotted ASCII name whose last label begins with a letter, so no number in disguise, and neither user nor escapes
-# before it: nearly every URL. All others are parsed one by one.
+# Fast path, which matches nearly every URL: a dotted ASCII host name without user info or escapes. Its last label
+# begins with a letter, so it cannot be an obfuscated address. All other URLs are parsed one by one.
 PLAIN_HOST = r"(?i)^https?://(?:[a-z0-9_-]+\.)+[a-z][a-z0-9-]*\.?(?::\d*)?(?:[/?#]|$)"
-# Names that no public server may have (RFC 6761, 6762, 8375, and ICANN's .internal).
+# Suffixes reserved for private use (RFC 6761, 6762, 8375, and ICANN's .internal).
 PRIVATE_SUFFIXES = (".localhost", ".local", ".internal", ".home.arpa")
 PRIVATE_NAME = rf"(?i)^https?://[^/?#]*(?:{'|'.join(map(re.escape, PRIVATE_SUFFIXES))})\.?(?::\d*)?(?:[/?#]|$)"
 
 
 def is_public_address(literal: str) -> bool:
-    """Whether an IPv4 or IPv6 address is one of the public Internet, also when it is IPv4 wrapped in IPv6.
+    """Return whether an IPv4 or IPv6 address is globally routable, looking inside IPv4-mapped and 6to4 addresses.
 
     Raises:
-        ValueError: not an address.
+        ValueError: `literal` is not an address.
     """
     address = ip_address(literal)
     if address.version == 6:
@@ -32,9 +32,9 @@ def is_public_address(literal: str) -> bool:
 
 
 def is_private_host(host: str) -> bool:
-    """Whether `host` is a literal outside the public Internet, or a name that none there has.
+    """Return whether `host` is a non-public address literal or a name reserved for private networks.
 
-    Addresses are read as the C library reads them: `127.1`, `0x7f000001`, `2130706433` and `①②⑦.0.0.1` are loopback.
+    Addresses are parsed as the C library does: `127.1`, `0x7f000001`, `2130706433` and `①②⑦.0.0.1` are loopback.
     """
     host = unicodedata.normalize("NFKC", urllib.parse.unquote(host)).lower().rstrip(".").strip("[]").partition("%")[0]
     if ":" in host:
@@ -42,7 +42,7 @@ def is_private_host(host: str) -> bool:
     try:
         return not _is_public(socket.inet_ntoa(socket.inet_aton(host)))
     except OSError:
-        pass  # a name, then
+        pass  # not an address, so it is a name
     return "." not in host or host.endswith(PRIVATE_SUFFIXES)
 
 
@@ -54,7 +54,7 @@ def _is_public(literal: str) -> bool:
 
 
 def host_of(url: str) -> str | None:
-    """The host of an http or https URL; None where it is another kind of URL, or none at all."""
+    """Return the host of an http or https URL; None for other schemes and unparsable URLs."""
     try:
         parts = urllib.parse.urlsplit(url)
         return (parts.hostname or None) if parts.scheme in ("http", "https") else None
@@ -63,45 +63,46 @@ def host_of(url: str) -> str | None:
 
 
 def are_http(urls: pa.Array) -> np.ndarray:
-    """Mask over `urls` (no nulls, whole UTF-8): http or https, and with a host."""
-    return _judge(urls, PLAIN_HOST, lambda host: host is not None)
+    """Return a mask of the `urls` (no nulls, valid UTF-8) that are http or https and have a host."""
+    return _mask_by_host(urls, PLAIN_HOST, lambda host: host is not None)
 
 
 def are_private(urls: pa.Array) -> np.ndarray:
-    """Mask over `urls` (no nulls, whole UTF-8): http or https, and the host is private."""
-    public = _judge(urls, PLAIN_HOST, lambda host: host is None or not is_private_host(host))
+    """Return a mask of the `urls` (no nulls, valid UTF-8) that are http or https and have a private host."""
+    public = _mask_by_host(urls, PLAIN_HOST, lambda host: host is None or not is_private_host(host))
     return ~public | np.asarray(pc.match_substring_regex(urls, PRIVATE_NAME))
 
 
-def _judge(urls: pa.Array, pattern: str, judge: Callable[[str | None], bool]) -> np.ndarray:
-    """True where `pattern` matches, which is fast; elsewhere what `judge` says of the host."""
+def _mask_by_host(urls: pa.Array, pattern: str, accepts: Callable[[str | None], bool]) -> np.ndarray:
+    """Return True where `pattern` matches (the fast path), and the result of `accepts(host)` elsewhere."""
     mask = np.array(pc.match_substring_regex(urls, pattern))
     for index in np.flatnonzero(~mask):
-        mask[index] = judge(host_of(urls[int(index)].as_py()))
+        mask[index] = accepts(host_of(urls[int(index)].as_py()))
     return mask
 
 
 def hosts_of(url: str) -> list[str]:
-    """The hosts that clients may take an http or https URL to name: mostly one, none of another kind of URL.
+    """Return every host that a client might contact for an http or https URL; an empty list for other URLs.
 
-    They disagree about backslashes, which browsers read as slashes.
+    There is usually one. There may be two when the URL has backslashes, which browsers treat as slashes and other
+    clients do not.
     """
     first = host_of(url)
     second = host_of(url.replace("\\", "/")) if "\\" in url else None
     return list(dict.fromkeys(host for host in (first, second) if host))
 
 
-# Characters that names ignore (Unicode's Default_Ignorable_Code_Point, as far as UTS 46 drops them).
+# Characters ignored in host names: the part of Unicode's Default_Ignorable_Code_Point that UTS 46 drops.
 _IGNORED = re.compile("[\u00ad\u034f\u180b-\u180f\u200b-\u200d\u2060\u2064\ufe00-\ufe0f\ufeff]")
 _DOTS = re.compile("[\u3002\uff0e\uff61]")
 
 
 def comparable_host(host: str) -> str:
-    """Spell a host so that two spellings of one are equal: for comparison, not to be resolved.
+    """Return the canonical form of a host, for comparison only: the result may not resolve.
 
-    Case, the trailing dot, percent-encoding, international names in Unicode or Punycode and unusual spellings of
-    addresses do not matter. Both versions of IDNA give one result: `straße.de` is `strasse.de`, as the downloader
-    resolves it, and `xn--strae-oqa.de`, as browsers do.
+    Case, a trailing dot, percent-encoding, Unicode versus Punycode, and unusual notations of addresses make no
+    difference. Both versions of IDNA map to one result: `straße.de` equals `strasse.de` (which the downloader
+    resolves) and `xn--strae-oqa.de` (which browsers resolve).
     """
     host = urllib.parse.unquote(host).strip("[]").partition("%")[0]
     host = _fold(_DOTS.sub(".", host)).strip(".")
@@ -123,7 +124,7 @@ def _comparable_label(label: str) -> str:
 
 
 def _fold(text: str) -> str:
-    """Unicode's NFKC_Casefold, on which names of hosts are based."""
+    """Apply Unicode's NFKC_Casefold, the normalisation that IDNA builds on."""
     text = _IGNORED.sub("", text)
     if text.isascii():
         return text.lower()
@@ -131,10 +132,10 @@ def _fold(text: str) -> str:
 
 
 def is_listed(urls: pa.Array, hosts: Collection[str]) -> np.ndarray:
-    """Mask over `urls` (no nulls, whole UTF-8): the host is one of `hosts`, or below one of them.
+    """Return a mask of the `urls` (no nulls, valid UTF-8) whose host is one of `hosts` or a subdomain of one.
 
     Args:
-        hosts: as `comparable_host` spells them.
+        hosts: hosts in the canonical form of `comparable_host`.
     """
     hosts = frozenset(hosts)
     mask = np.zeros(len(urls), bool)
@@ -142,12 +143,12 @@ def is_listed(urls: pa.Array, hosts: Collection[str]) -> np.ndarray:
         pc.match_substring(urls, "xn--", ignore_case=True)
     )
     names = pc.struct_field(pc.extract_regex(urls.filter(pa.array(plain)), r"^[A-Za-z]+://(?P<host>[^/?#:]*)"), "host")
-    encoded = pc.dictionary_encode(names)  # few hosts serve most pictures
+    encoded = pc.dictionary_encode(names)  # a few hosts serve most images, so match each distinct name once
     listed = [_is_at_or_below(name.lower().rstrip("."), hosts) for name in encoded.dictionary.to_pylist()]
     mask[plain] = np.array(listed, bool)[np.asarray(encoded.indices)] if listed else False
     for index in np.flatnonzero(~plain):
-        named = hosts_of(urls[int(index)].as_py())
-        mask[index] = any(_is_at_or_below(comparable_host(host), hosts) for host in named)
+        candidates = hosts_of(urls[int(index)].as_py())
+        mask[index] = any(_is_at_or_below(comparable_host(host), hosts) for host in candidates)
     return mask
 
 

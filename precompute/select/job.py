@@ -1,4 +1,4 @@
-"""The whole selection: filter each file, find duplicates, write what is left, publish it with its funnel."""
+"""The selection job: filter each file, find duplicates, write the remaining rows, publish them with the funnel."""
 
 import hashlib
 import json
@@ -26,14 +26,15 @@ FUNNEL_NAME, PLOT_NAME = "funnel.json", "funnel.png"
 
 
 def select(config: SelectConfig) -> dict[str, Any]:
-    """Select rows into `config.output`, and return the funnel.
+    """Write the selected rows to `config.output` and return the funnel.
 
-    The outputs appear when all are written, funnel.json last; the same call again continues, or does nothing.
+    Outputs are published only after all of them are written, funnel.json last. Calling this again resumes an
+    interrupted selection and does nothing for a finished one.
 
     Raises:
-        RequestError: metadata that cannot be read or lacks a column; an output folder with another selection.
-        WorkError: a damaged file; no row left.
-        OSError: no space.
+        RequestError: The metadata cannot be read or lacks a column, or the output folder holds a different selection.
+        WorkError: An input file is damaged, or no row passes.
+        OSError: The disk is full.
     """
     hosts: list[str] = []
     if config.urls.opt_out:
@@ -47,23 +48,23 @@ def select(config: SelectConfig) -> dict[str, Any]:
             return finished
         folder = _open_run(config.output, request)
 
-        # pass 1: rows that pass every rule of their own
+        # pass 1: apply the rules that judge each row by itself
         partitions = duplicates.count_partitions(sum(file.num_rows for file in files), config.partition_rows)
         calls = [(config, file, hosts, partitions) for file in files]
         filtered = list(_with_progress(run(filter_file, calls), len(files)))
 
-        # pass 2: of those, which are opted out or came before
-        calls_of_drops = _calls_of_drops(config, folder, [file.folder for file in filtered], partitions)
-        drops = list(run(duplicates.find_drops, calls_of_drops))
+        # pass 2: find opted-out and duplicate URLs among the remaining rows
+        drop_calls = _plan_drops(config, folder, [file.folder for file in filtered], partitions)
+        drops = list(run(duplicates.find_drops, drop_calls))
         counts = [[len(rows) for rows in duplicates.rows_to_drop(drops, number)] for number in range(len(filtered))]
         kept = [file.rows_out - sum(count) for file, count in zip(filtered, counts, strict=True)]
 
-        # pass 3: all others, in input order
+        # pass 3: write the other rows, in input order
         outputs = plan_outputs(sum(kept), config.rows_per_file)
         tallies = run(write_output, [(folder, output, filtered, kept, drops, config.buckets) for output in outputs])
         selected = sum(tallies, Counter[str]())
 
-        dropped = _rules_across_rows(config, counts)
+        dropped = _global_rules(config, counts)
         funnel = build_funnel(rules, filtered, dropped, outputs, selected, config.buckets)
         if not outputs:
             raise WorkError(_explain_empty(funnel))
@@ -71,8 +72,8 @@ def select(config: SelectConfig) -> dict[str, Any]:
         return funnel
 
 
-def _rules_across_rows(config: SelectConfig, counts: list[list[int]]) -> dict[str, tuple[str, int]]:
-    """Name → (condition, rows dropped), from each file's counts of opted-out rows and duplicates."""
+def _global_rules(config: SelectConfig, counts: list[list[int]]) -> dict[str, tuple[str, int]]:
+    """Return name → (condition, rows dropped), given the (opted-out, duplicate) row counts of each file."""
     opted_out, repeated = map(sum, zip(*counts, strict=True))
     rules = {}
     if config.urls.opt_out:
@@ -86,12 +87,14 @@ def _locked_output(output: Path) -> AbstractContextManager[BinaryIO]:
     try:
         output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise RequestError(f"The output folder {output} cannot be made: {error}.") from None
+        raise RequestError(
+            f"The output folder {output} cannot be created: {error}. Choose a writable --output."
+        ) from None
     return locked(output / ".lock")
 
 
 def _describe_config(config: SelectConfig) -> dict[str, Any]:
-    """What the result depends on."""
+    """Return the config fields that determine the result."""
     return config.model_dump(mode="json", exclude={"output", "processes", "partition_rows"})
 
 
@@ -108,11 +111,11 @@ def _read_finished(output: Path, request: str) -> dict[str, Any] | None:
     funnel: dict[str, Any] = json.loads(path.read_text())
     if funnel.get("request") != request:
         raise RequestError(
-            f"{output} holds a finished selection of other metadata or with other settings (see {path}). It stays as "
-            "it is: choose another --output, or remove that folder."
+            f"{output} holds a finished selection with different metadata or settings (see {path}). It will not be "
+            "overwritten: choose a different --output, or remove that folder."
         )
     shutil.rmtree(output / WORK_NAME, ignore_errors=True)
-    print(f"{output} holds this selection already: nothing to do.")
+    print(f"{output} already holds this selection: nothing to do.")
     return funnel
 
 
@@ -120,14 +123,14 @@ def _open_run(output: Path, request: str) -> Path:
     run = output / WORK_NAME / f"run-{request[:16]}"
     if not run.exists() and any(output.glob("selected-*.parquet")):
         raise RequestError(
-            f"{output} holds outputs of another selection that did not finish. Choose another --output, or remove them."
+            f"{output} holds outputs of a different, unfinished selection. Choose a different --output, or remove them."
         )
     run.mkdir(parents=True, exist_ok=True)
     return run
 
 
-def _calls_of_drops(config: SelectConfig, run: Path, filtered: list[Path], partitions: int) -> list[tuple[Any, ...]]:
-    """The arguments of `find_drops` for each partition; none where nothing is looked for."""
+def _plan_drops(config: SelectConfig, run: Path, filtered: list[Path], partitions: int) -> list[tuple[Any, ...]]:
+    """Return the arguments of `find_drops` for each partition; empty if there is no opt-out list or deduplication."""
     opt_out = None
     if config.urls.opt_out:
         opt_out = run / "opt_out"
@@ -142,7 +145,7 @@ def _calls_of_drops(config: SelectConfig, run: Path, filtered: list[Path], parti
 def _publish(config: SelectConfig, run: Path, outputs: Sequence[OutputFile], funnel: dict[str, Any]) -> None:
     fsync_tree(run)
     for output in outputs:
-        if (run / output.name).exists():  # or it was moved before an earlier run was killed
+        if (run / output.name).exists():  # otherwise an earlier, interrupted run has already moved it
             (run / output.name).replace(config.output / output.name)
     write_atomically(config.output / PLOT_NAME, draw_funnel(funnel))
     write_atomically(config.output / FUNNEL_NAME, canonical_json(funnel))
@@ -151,22 +154,23 @@ def _publish(config: SelectConfig, run: Path, outputs: Sequence[OutputFile], fun
 
 def _explain_empty(funnel: dict[str, Any]) -> str:
     if not funnel["rows_in"]:
-        return "The metadata holds no rows: nothing was selected and nothing written."
+        return "The metadata has no rows, so nothing was written. Check --metadata."
     worst = max(funnel["rules"], key=lambda step: step["by_value"] + step["no_value"])
     return (
-        f"No row of {funnel['rows_in']} is left, and nothing was written. The rule `{worst['rule']}` "
-        f"({worst['keeps']}) dropped most: {worst['by_value']} by value, {worst['no_value']} without a value."
+        f"None of the {funnel['rows_in']} rows passed, so nothing was written. The rule `{worst['rule']}` "
+        f"({worst['keeps']}) dropped the most: {worst['by_value']} by value, {worst['no_value']} without a value. "
+        f"Relax the filters."
     )
 
 
 def _with_progress(filtered: Iterable[FilteredFile], num_files: int) -> Iterator[FilteredFile]:
-    """The same, and a line for each."""
+    """Pass `filtered` through, and print a progress line for each file."""
     rows, start = 0, time.monotonic()
     for number, file in enumerate(filtered, 1):
         rows += file.counts["rows"]
         rate = rows / max(time.monotonic() - start, 1e-3)
         print(
-            f"[{number}/{num_files}] {file.source}: {file.counts['rows']:,} rows, {file.rows_out:,} pass "
+            f"[{number}/{num_files}] {file.source}: {file.counts['rows']:,} rows, {file.rows_out:,} passed "
             f"({rate:,.0f} rows/s so far)",
             flush=True,
         )

@@ -1,4 +1,4 @@
-"""The metadata files: found, checked before any work, and read in batches, LAION's columns under one name each."""
+"""Find and validate the metadata files, and read them in batches with canonical names for LAION's columns."""
 
 import hashlib
 from collections.abc import Iterator
@@ -25,24 +25,26 @@ COLUMNS: dict[str, tuple[pa.DataType, tuple[str, ...]]] = {
     "pwatermark": (pa.float32(), ("pwatermark", "PWATERMARK")),
     "AESTHETIC_SCORE": (pa.float32(), ("AESTHETIC_SCORE", "aesthetic", "aesthetic_score", "AESTHETIC")),
     "LANGUAGE": (pa.string(), ("LANGUAGE", "language")),
-    "source_key": (pa.string(), ("key", "source_key")),  # img2dataset keeps the name `key` for its own
+    "source_key": (pa.string(), ("key", "source_key")),  # img2dataset reserves the name `key`
 }
-"""Our name → the type that select writes, whatever the releases have, and the names that they publish it under."""
+"""Canonical column name → (type in the selected files, names under which the LAION releases publish the column)."""
 OUTPUT_SCHEMA = pa.schema([(name, kind) for name, (kind, _) in COLUMNS.items()])
-DICTIONARY_COLUMNS = ["LANGUAGE"]  # URLs and captions hardly repeat, so parquet's dictionaries of them would only cost
+DICTIONARY_COLUMNS = ["LANGUAGE"]  # URLs and captions rarely repeat, so dictionary encoding would only cost time
 BATCH_ROWS = 131_072
-WORK_NAME = ".work"  # in the output folder, until the selection is finished
-BUFFER_BYTES = 2**22  # read at once of each column: whole row groups may be gigabytes
+WORK_NAME = ".work"  # subfolder of the output folder, removed when the selection is finished
+BUFFER_BYTES = 2**22  # read per column at a time, because a whole row group may be gigabytes
 
 
 @dataclass(frozen=True)
 class MetadataFile:
+    """A validated metadata file."""
+
     address: str
     num_rows: int
     num_bytes: int
     footer_sha256: str
     columns: dict[str, str]
-    """Our name → the file's."""
+    """Canonical column name → the name in this file."""
 
     @property
     def name(self) -> str:
@@ -50,10 +52,10 @@ class MetadataFile:
 
 
 def find_files(metadata: str) -> list[str]:
-    """The addresses of all parquet files of `metadata`: itself, those below it, or those that it matches; sorted.
+    """Return the sorted addresses of the parquet files that `metadata` (a file, a folder or a glob) names.
 
     Raises:
-        RequestError: there is no such place, or no parquet in it.
+        RequestError: The path cannot be listed or has no parquet files.
     """
     try:
         file_system, path = fsspec.core.url_to_fs(metadata)
@@ -62,29 +64,29 @@ def find_files(metadata: str) -> list[str]:
         else:
             found = file_system.glob(f"{path.rstrip('/')}/**/*.parquet" if file_system.isdir(path) else path)
     except (OSError, ImportError, ValueError) as error:
-        raise RequestError(f"The metadata {metadata} cannot be listed: {error}.") from error
+        raise RequestError(f"The metadata {metadata} cannot be listed: {error}. Check --metadata.") from error
     if not found:
         raise RequestError(
-            f"There is no parquet file at {metadata}. Give a file, a folder or a glob with --metadata PATH."
+            f"There is no parquet file at {metadata}. Pass a file, a folder or a glob with --metadata PATH."
         )
     return [file_system.unstrip_protocol(name) for name in sorted(found)]
 
 
 def inspect(address: str, rules: list[Rule]) -> MetadataFile:
-    """Read a file's footer, and see that it has what the rules need.
+    """Read a file's footer and check that it has the columns that the rules need.
 
     Raises:
-        RequestError: not a parquet file, a column that a rule needs is missing, or one is of a wrong type.
+        RequestError: The file is not parquet, lacks a column that a rule needs, or has one of an unsuitable type.
     """
     footer = read_footer(address)
     found = find_columns(footer.schema, address)
     for rule in rules:
         for column in rule.columns:
             if column not in found:
-                off = f", or switch the filter off: --{rule.option} null" if rule.option.startswith("filters") else ""
+                off = f", or disable the filter with --{rule.option} null" if rule.option.startswith("filters") else ""
                 raise RequestError(
-                    f"{address} has no column for {column}, which the rule `{rule.name}` needs ({rule.condition}); "
-                    f"it has {', '.join(footer.schema.names)}. Use metadata that has it{off}."
+                    f"{address} has no column for {column}, which the rule `{rule.name}` needs ({rule.condition}). "
+                    f"Its columns are {', '.join(footer.schema.names)}. Use metadata with that column{off}."
                 )
     check_types(footer.schema, found, address)
     return MetadataFile(address, footer.num_rows, footer.num_bytes, footer.sha256, found)
@@ -92,58 +94,60 @@ def inspect(address: str, rules: list[Rule]) -> MetadataFile:
 
 @dataclass(frozen=True)
 class Footer:
-    """What the end of a parquet file says of it."""
+    """Schema and size of a parquet file, from its footer."""
 
     schema: pa.Schema
     num_rows: int
     num_bytes: int
-    """Of the file."""
+    """Size of the file."""
     sha256: str
-    """Of the footer: it has each column chunk's size and extremes, so it changes with them."""
+    """Hash of the footer. It has the sizes and min/max statistics of all column chunks, so it changes with the data."""
 
 
 def read_footer(address: str | Path) -> Footer:
-    """The footer of a parquet file.
+    """Read the footer of a parquet file.
 
     Raises:
-        RequestError: it is empty, or cannot be read as parquet.
+        RequestError: The file is empty or cannot be read as parquet.
     """
     try:
         with fsspec.open(str(address), "rb") as file:
             if not (num_bytes := file.seek(0, 2)):
-                raise RequestError(f"{address} is empty. Fetch it again, or remove it.")
+                raise RequestError(f"{address} is empty. Download it again, or remove it.")
             metadata = pq.read_metadata(file)
-            file.seek(-8 - metadata.serialized_size, 2)  # the file ends: footer, its length in four bytes, PAR1
+            file.seek(
+                -8 - metadata.serialized_size, 2
+            )  # a parquet file ends with the footer, its 4-byte length, and PAR1
             sha256 = hashlib.sha256(file.read(metadata.serialized_size)).hexdigest()
     except (pa.ArrowException, OSError) as error:
-        raise RequestError(f"{address} cannot be read as parquet: {error}. Mend or remove it.") from None
+        raise RequestError(f"{address} cannot be read as parquet: {error}. Replace or remove it.") from None
     return Footer(metadata.schema.to_arrow_schema(), metadata.num_rows, num_bytes, sha256)
 
 
-def find_columns(schema: pa.Schema, place: str) -> dict[str, str]:
-    """Our name → the file's name, for each known column that `schema` has.
+def find_columns(schema: pa.Schema, location: str) -> dict[str, str]:
+    """Return canonical name → name in the file, for each known column that `schema` has.
 
     Raises:
-        RequestError: one column is there under two spellings, so that we cannot know which is meant.
+        RequestError: The file has a column under two spellings, so the choice would be ambiguous.
     """
     found = {}
     for name, (_, spellings) in COLUMNS.items():
         present = [spelling for spelling in spellings if spelling in schema.names]
         if len(present) > 1:
             raise RequestError(
-                f"{place} has the columns {' and '.join(f'`{spelling}`' for spelling in present)}, which both mean "
-                f"{name}. Keep one of them."
+                f"{location} has the columns {' and '.join(f'`{spelling}`' for spelling in present)}, which are both "
+                f"names for {name}, so the choice is ambiguous. Keep one of them."
             )
         if present:
             found[name] = present[0]
     return found
 
 
-def check_types(schema: pa.Schema, found: dict[str, str], place: str) -> None:
-    """Refuse a known column whose type cannot be what it means.
+def check_types(schema: pa.Schema, found: dict[str, str], location: str) -> None:
+    """Check that the type of each known column can be converted to ours.
 
     Raises:
-        RequestError: such a column, with its type and the one wanted.
+        RequestError: A column has an unsuitable type; the message gives the actual and the expected one.
     """
     for name, spelling in found.items():
         wanted, actual = OUTPUT_SCHEMA.field(name).type, schema.field(spelling).type
@@ -155,17 +159,17 @@ def check_types(schema: pa.Schema, found: dict[str, str], place: str) -> None:
         )
         if not fits and not pa.types.is_null(actual):
             raise RequestError(
-                f"{place}: the column `{spelling}` is {actual}, and {name} is to be {wanted}. Mend or remove the file."
+                f"{location}: the column `{spelling}` is {actual}, but {name} must be {wanted}. Fix or remove the file."
             )
 
 
 def read_batches(source: MetadataFile, columns: list[str] | None = None) -> Iterator[pa.RecordBatch]:
-    """The file's rows in order, its known columns (or those of them in `columns`) under our names.
+    """Yield the file's rows in order, with its known columns (or those in `columns`) under their canonical names.
 
-    Memory does not depend on the file's size, nor on that of its row groups.
+    Memory use does not depend on the size of the file or of its row groups.
 
     Raises:
-        WorkError: the file is damaged, or changed since it was inspected.
+        WorkError: The file is damaged, or has changed since it was inspected.
     """
     wanted = {name: spelling for name, spelling in source.columns.items() if columns is None or name in columns}
     num_rows = 0
@@ -176,11 +180,14 @@ def read_batches(source: MetadataFile, columns: list[str] | None = None) -> Iter
                 yield _rename(batch, wanted)
     except (pa.ArrowException, OSError) as error:
         raise WorkError(
-            f"{source.address} cannot be read after row {num_rows} of {source.num_rows}: {error}. Fetch it again; "
-            "the other files' work is kept, and the same command goes on from there."
+            f"{source.address} cannot be read after row {num_rows} of {source.num_rows}: {error}. Download it again, "
+            "then run the same command: it reuses the work on the other files."
         ) from error
     if num_rows != source.num_rows:
-        raise WorkError(f"{source.address} gave {num_rows} rows of {source.num_rows}. It changed; start again.")
+        raise WorkError(
+            f"{source.address} now has {num_rows} rows instead of {source.num_rows}: it changed during the run. Run "
+            "the same command again."
+        )
 
 
 @contextmanager
@@ -188,7 +195,7 @@ def _open(source: MetadataFile) -> Iterator[pq.ParquetFile]:
     if source.address.startswith("file://"):
         handle = pa.OSFile(source.address.removeprefix("file://"))
     else:
-        # each column is read in order, BUFFER_BYTES at a time: read-ahead of fsspec's own would fetch all many times
+        # each column is read sequentially in BUFFER_BYTES pieces; fsspec's read-ahead would fetch bytes many times
         handle = fsspec.open(source.address, "rb", cache_type="none").open()
     with handle, pq.ParquetFile(handle, buffer_size=BUFFER_BYTES, pre_buffer=False) as file:
         yield file
@@ -199,16 +206,16 @@ def _rename(batch: pa.RecordBatch, wanted: dict[str, str]) -> pa.RecordBatch:
     for name, spelling in wanted.items():
         column, field = batch.column(spelling), OUTPUT_SCHEMA.field(name)
         if pa.types.is_string(field.type) or pa.types.is_null(column.type):
-            column = column.cast(field.type)  # dictionaries, large strings, numeric keys, columns of nothing
+            column = column.cast(field.type)  # from dictionaries, large strings, numeric keys and null columns
         columns.append(column)
     return pa.RecordBatch.from_arrays(columns, names=list(wanted))
 
 
 def unify(batch: pa.RecordBatch) -> pa.Table:
-    """Columns under our names → a table of OUTPUT_SCHEMA; columns that are not there are null.
+    """Convert a batch with canonical column names to a table of OUTPUT_SCHEMA, filling missing columns with nulls.
 
     Raises:
-        pa.ArrowInvalid: a number does not fit, such as a width of 10¹².
+        pa.ArrowInvalid: A number is out of range for its column, such as a width of 10¹².
     """
     columns = []
     for field in OUTPUT_SCHEMA:
@@ -217,7 +224,7 @@ def unify(batch: pa.RecordBatch) -> pa.Table:
             continue
         column = batch.column(field.name)
         if pa.types.is_integer(field.type) and pa.types.is_floating(column.type):
-            column = pc.if_else(pc.is_nan(column), None, column)  # pandas writes missing integers so
-        # hashes of 64 bits wrap around where the release has them unsigned
+            column = pc.if_else(pc.is_nan(column), None, column)  # pandas writes missing integers as NaN
+        # some releases store the 64-bit hash as unsigned, so let it wrap around
         columns.append(column.cast(field.type, safe=field.name != "hash"))
     return pa.table(columns, schema=OUTPUT_SCHEMA)

@@ -1,7 +1,7 @@
-"""The opt-out list: what its entries mean, and one spelling by which URLs of the list and of rows are compared.
+"""Parse the opt-out list, and canonicalise URLs so that its entries can be matched against rows.
 
-Wherever an entry could mean more or less, it means more: a URL that is dropped needlessly costs one sample, one that is
-kept breaks a promise to its owner.
+Ambiguous entries get the broader reading: dropping a URL needlessly costs one sample, but keeping an opted-out one
+breaks a promise to its owner.
 """
 
 import re
@@ -20,11 +20,11 @@ from precompute.select.hosts import comparable_host, hosts_of
 from precompute.select.metadata import BATCH_ROWS, find_columns
 from shards.base.errors import RequestError
 
-MOST_SHOWN = 5
-# An escape in upper case of a byte that `comparable_url` leaves escaped, or of one that it never escapes itself.
+MAX_LISTED = 5
+# An upper-case escape that `comparable_url` leaves unchanged.
 _ESCAPE = "%(?:[089A-F][0-9A-F]|1[0-9A-F]|2[02356BF]|3[BCDEF]|5[CE]|60|7[BCDF])"
 _PLAIN = r"[A-Za-z0-9!$&'()*+,./:;=?@\[\]_~-]"
-# URLs that `comparable_url` only strips of their scheme, which a regular expression can do: nearly all.
+# URLs whose canonical form is the URL without its scheme. Nearly all match, so they skip the parser.
 COMPARABLE = rf"^https?://(?:[a-z0-9_-]+\.)+[a-z][a-z0-9-]*/(?:{_PLAIN}|{_ESCAPE})*$"
 _STAY_ESCAPED = set(b' "#%&+/;<=>?\\^`{|}') | set(range(0x21)) | set(range(0x7F, 0x100))
 _TO_ESCAPE = set(b' "<>\\^`{|}') | set(range(0x21)) | set(range(0x7F, 0x100))
@@ -35,18 +35,18 @@ _HOST_AND_PORT = re.compile(r"(?P<host>\[[^\]]*\]|[^:]*)(?::(?P<port>\d*))?")
 
 @dataclass
 class OptOuts:
-    """Some entries of a list, as they are compared with rows."""
+    """A batch of opt-out entries in canonical form."""
 
     hosts: set[str] = field(default_factory=set)
-    """Each stands for itself and for all hosts below it."""
+    """Opted-out hosts; each includes its subdomains."""
     urls: list[str] = field(default_factory=list)
 
 
 def comparable_url(url: str) -> str:
-    """Spell a URL so that two that name the same picture are equal; what is not an http or https URL stays as it is.
+    """Return the canonical form of a URL, equal for all spellings of one resource; other schemes are unchanged.
 
-    Scheme, user, port and fragment are dropped, the host is spelled as by `comparable_host`, dot segments are resolved,
-    and only those characters are percent-encoded that would otherwise mean something else.
+    Scheme, user info, port and fragment are dropped, the host is canonicalised by `comparable_host`, dot segments are
+    removed, and only characters that would otherwise change the meaning stay percent-encoded.
     """
     hosts = hosts_of(url)
     if not hosts:
@@ -57,11 +57,11 @@ def comparable_url(url: str) -> str:
     path, question_mark, query = rest.partition("#")[0].partition("?")
     path = _normalise_escapes(path.replace("\\", "/"))
     if "/." in path:
-        path = _without_dot_segments(path)
+        path = _remove_dot_segments(path)
     return f"{comparable_host(hosts[0])}{path or '/'}{question_mark}{_normalise_escapes(query)}"
 
 
-_REMOVED = {ord(character): None for character in "\t\r\n"}  # as browsers and urllib do
+_REMOVED = {ord(character): None for character in "\t\r\n"}  # browsers and urllib remove these too
 
 
 def _normalise_escapes(text: str) -> str:
@@ -75,8 +75,8 @@ def _normalise_escapes(text: str) -> str:
     return _ANY_ESCAPE.sub(spell, text.encode("utf-8", "surrogatepass")).decode("ascii")
 
 
-def _without_dot_segments(path: str) -> str:
-    """Resolve `.` and `..`, as RFC 3986 does."""
+def _remove_dot_segments(path: str) -> str:
+    """Remove `.` and `..` segments (RFC 3986, section 5.2.4)."""
     kept: list[str] = []
     segments = path.split("/")[1:]
     for segment in segments:
@@ -89,26 +89,26 @@ def _without_dot_segments(path: str) -> str:
 
 
 def comparable_urls(urls: pa.Array) -> pa.Array:
-    """`comparable_url` of each of `urls` (no nulls, whole UTF-8)."""
-    as_they_are = np.asarray(pc.match_substring_regex(urls, COMPARABLE)) & ~np.asarray(pc.match_substring(urls, "/."))
-    as_they_are &= ~np.asarray(pc.match_substring(urls, "xn--"))
+    """Apply `comparable_url` to an array of URLs (no nulls, valid UTF-8)."""
+    unchanged = np.asarray(pc.match_substring_regex(urls, COMPARABLE)) & ~np.asarray(pc.match_substring(urls, "/."))
+    unchanged &= ~np.asarray(pc.match_substring(urls, "xn--"))
     stripped = pc.replace_substring_regex(urls, "^https?://", "")
-    if as_they_are.all():
+    if unchanged.all():
         return stripped
-    others = urls.filter(pa.array(~as_they_are)).to_pylist()
-    return pc.replace_with_mask(stripped, pa.array(~as_they_are), pa.array(map(comparable_url, others), urls.type))
+    others = urls.filter(pa.array(~unchanged)).to_pylist()
+    return pc.replace_with_mask(stripped, pa.array(~unchanged), pa.array(map(comparable_url, others), urls.type))
 
 
 def parse_entry(entry: str, found: OptOuts) -> None:
-    """Add one entry of a list to `found`: a host (and all below it), or a URL with or without its scheme.
+    """Add one entry to `found`: a host (with its subdomains), or a URL with or without a scheme.
 
     Raises:
-        ValueError: it is neither; says why, and what to write.
+        ValueError: The entry is neither. The message completes a sentence that starts with the entry.
     """
     if blank := re.search(r"[\s\x00-\x1f\x7f]", entry):
-        raise ValueError(f"has {blank[0]!r} in it; give one entry per line, with a blank in a URL as %20")
+        raise ValueError(f"contains {blank[0]!r}; write one entry per line, and spaces in URLs as %20")
     try:
-        address = ip_address(entry.strip("[]"))  # or the colons of IPv6 would be taken for a port
+        address = ip_address(entry.strip("[]"))  # checked first, because the colons of IPv6 look like a port
     except ValueError:
         pass
     else:
@@ -116,50 +116,50 @@ def parse_entry(entry: str, found: OptOuts) -> None:
         return
     with_scheme = re.match(r"([A-Za-z][A-Za-z0-9+.-]*):[/\\]{2}", entry)
     if with_scheme and with_scheme[1].lower() not in ("http", "https"):
-        raise ValueError(f"is of the scheme {with_scheme[1]}, and only http and https are ever downloaded")
+        raise ValueError(f"has the scheme {with_scheme[1]}, but only http and https URLs are downloaded")
     parts = _AUTHORITY.fullmatch(entry)
     assert parts is not None, "it matches every text"
     authority, rest = parts["authority"], parts["rest"]
     _, at, host_and_port = authority.rpartition("@")
     if at and not with_scheme:
-        raise ValueError("looks like an e-mail address; give the host or the URL that is opted out")
+        raise ValueError("looks like an e-mail address; write the host or URL to opt out")
     named = _HOST_AND_PORT.fullmatch(host_and_port)
     if named is None or (named["port"] and int(named["port"]) > 65535):
-        raise ValueError(f"has no valid port in {host_and_port!r}")
+        raise ValueError(f"has an invalid port in {host_and_port!r}")
     host = _listed_host(named["host"])
-    if rest.partition("#")[0] in ("", "/", "/*"):  # no picture is there: the site is meant
+    if rest.partition("#")[0] in ("", "/", "/*"):  # the root is not an image, so this means the whole site
         found.hosts.add(host)
     elif "*" in named["host"]:
-        raise ValueError("has a * in its host and also a path; give the host alone, or whole URLs")
+        raise ValueError("has both a * in its host and a path; write the host alone, or complete URLs")
     elif "*" in rest.partition("?")[0].rpartition("/")[2] and rest.endswith("*"):
-        raise ValueError("ends in a *, and folders cannot be listed; give the host, or whole URLs")
+        raise ValueError("ends with a *, but path prefixes are not supported; write the host, or complete URLs")
     elif re.fullmatch(r"/\d{1,3}", rest) and _is_address(host):
-        raise ValueError("is a range of addresses; give each address, or the names of the hosts")
+        raise ValueError("is an address range, which is not supported; write each address, or the host names")
     else:
         found.urls.append(comparable_url(f"http://{host_and_port}{rest}"))
 
 
 def _listed_host(text: str) -> str:
-    """The host of an entry; `*.` or a dot before it change nothing, but they make a single name one.
+    """Canonicalise the host of an entry. A leading `*.` or `.` is optional, except for single-label names.
 
     Raises:
-        ValueError: it is not a host.
+        ValueError: `text` is not a valid host.
     """
     name = re.sub(r"^(?:\*?\.)", "", text)
     host = comparable_host(name)
     if _is_address(host):
         if "." in name and not re.fullmatch(r"(?:\d+\.){3}\d+", name):
-            raise ValueError(f"{text!r} is not a whole address; give all four numbers")
+            raise ValueError(f"{text!r} is an incomplete address; write all four numbers")
         return host
     labels = host.split(".")
     if "*" in host:
-        raise ValueError("has a * in its host; only *. at its beginning has a meaning")
+        raise ValueError("has a * in its host, which is only supported as a leading *.")
     if not host or not all(re.fullmatch(r"[a-z0-9_-]{1,63}", label) for label in labels) or len(host) > 253:
-        raise ValueError(f"{text!r} is not a host")
+        raise ValueError(f"{text!r} is not a valid host")
     if labels[-1].isdigit():
-        raise ValueError(f"{text!r} is neither a name nor an address")
+        raise ValueError(f"{text!r} is neither a host name nor an IP address")
     if len(labels) == 1 and name == text:
-        raise ValueError(f"{text!r} is a single name; for it and all hosts below it give *.{text}")
+        raise ValueError(f"{text!r} is a single label; to opt out it and all its subdomains, write *.{text}")
     return host
 
 
@@ -172,14 +172,14 @@ def _is_address(host: str) -> bool:
 
 
 def read_opt_outs(path: Path) -> Iterator[OptOuts]:
-    """Read a list, a batch of entries at a time.
+    """Yield the entries of an opt-out list in batches.
 
     Raises:
-        RequestError: no such file, not UTF-8, not parquet, no URL column, or entries that mean nothing: the first ones
-            are named, with their lines.
+        RequestError: The file is missing, is not UTF-8 (or not parquet, or lacks a URL column), or has invalid
+            entries. The message lists the first of them with their line numbers.
     """
-    wrong: list[str] = []
-    num_wrong = 0
+    invalid: list[str] = []
+    num_invalid = 0
     is_parquet = path.suffix == ".parquet"
     for numbers, entries in _parquet_entries(path) if is_parquet else _text_entries(path):
         found = OptOuts()
@@ -191,66 +191,67 @@ def read_opt_outs(path: Path) -> Iterator[OptOuts]:
             try:
                 parse_entry(texts[index], found)
             except ValueError as error:
-                num_wrong += 1
-                if len(wrong) < MOST_SHOWN:
-                    wrong.append(f"{'row' if is_parquet else 'line'} {numbers[index]}, {texts[index]!r}: {error}")
+                num_invalid += 1
+                if len(invalid) < MAX_LISTED:
+                    invalid.append(f"{'row' if is_parquet else 'line'} {numbers[index]}, {texts[index]!r}: {error}")
         yield found
-    if wrong:
-        more = f"\n  and {num_wrong - len(wrong)} more" if num_wrong > len(wrong) else ""
-        listed = "".join(f"\n  {line}" for line in wrong)
+    if invalid:
+        more = f"\n  and {num_invalid - len(invalid)} more" if num_invalid > len(invalid) else ""
+        listed = "".join(f"\n  {line}" for line in invalid)
         raise RequestError(
-            f"The opt-out file {path} has {num_wrong} entries that would drop nothing:{listed}{more}\n"
-            "Correct them, or begin their lines with # if they are comments. Nothing was selected."
+            f"The opt-out file {path} has {num_invalid} invalid entries, which would not match any URL:{listed}{more}\n"
+            "Correct them, or start comment lines with #. Nothing was selected."
         )
 
 
 def read_hosts(path: Path) -> tuple[list[str], int]:
-    """The hosts on a list, sorted, and how many URLs are on it.
+    """Return the sorted hosts on an opt-out list, and the number of URLs on it.
 
     Raises:
-        RequestError: see `read_opt_outs`.
+        RequestError: The list is invalid; see `read_opt_outs`.
     """
     hosts: set[str] = set()
     num_urls = 0
-    for some in read_opt_outs(path):
-        hosts |= some.hosts
-        num_urls += len(some.urls)
+    for batch in read_opt_outs(path):
+        hosts |= batch.hosts
+        num_urls += len(batch.urls)
     return sorted(hosts), num_urls
 
 
 def read_urls(path: Path) -> Iterator[pa.Array]:
-    """The URLs on a list, as `comparable_url` spells them.
+    """Yield the URLs on an opt-out list, in the canonical form of `comparable_url`.
 
     Raises:
-        RequestError: see `read_opt_outs`.
+        RequestError: The list is invalid; see `read_opt_outs`.
     """
-    for some in read_opt_outs(path):
-        yield pa.array(some.urls, pa.string())
+    for batch in read_opt_outs(path):
+        yield pa.array(batch.urls, pa.string())
 
 
 def _parquet_entries(path: Path) -> Iterator[tuple[np.ndarray, pa.Array]]:
+    """Yield batches of row numbers (from 0) and entries, skipping nulls and blank values."""
     start = 0
     try:
         with pq.ParquetFile(path) as file:
             column = find_columns(file.schema_arrow, str(path)).get("URL")
             if column is None:
                 names = ", ".join(file.schema_arrow.names)
-                raise RequestError(f"The opt-out file {path} has no URL column; it has {names}.")
+                raise RequestError(f"The opt-out file {path} has no URL column. Its columns are {names}.")
             for batch in file.iter_batches(BATCH_ROWS, columns=[column]):
                 entries = batch.column(0).cast(pa.string())
                 entries.validate(full=True)
                 entries = pc.utf8_trim_whitespace(entries)
-                is_there = np.asarray(pc.fill_null(pc.not_equal(entries, ""), False))
-                yield start + np.flatnonzero(is_there), entries.filter(pa.array(is_there))
+                present = np.asarray(pc.fill_null(pc.not_equal(entries, ""), False))
+                yield start + np.flatnonzero(present), entries.filter(pa.array(present))
                 start += len(batch)
     except FileNotFoundError:
         raise RequestError(f"There is no opt-out file {path}.") from None
     except (pa.ArrowException, OSError) as error:
-        raise RequestError(f"The opt-out file {path} cannot be read as parquet: {error}. Mend it.") from None
+        raise RequestError(f"The opt-out file {path} cannot be read as parquet: {error}. Replace it.") from None
 
 
 def _text_entries(path: Path) -> Iterator[tuple[np.ndarray, pa.Array]]:
-    """Numbers of lines, from 1, and their entries, without blank lines and comments."""
+    """Yield batches of line numbers (from 1) and entries, skipping blank lines and comments."""
     lines = _lines(path)
     while batch := list(islice(lines, BATCH_ROWS)):
         numbers, entries = zip(*batch, strict=True)
@@ -259,11 +260,13 @@ def _text_entries(path: Path) -> Iterator[tuple[np.ndarray, pa.Array]]:
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
     try:
-        with path.open(encoding="utf-8-sig") as file:  # Windows puts a byte order mark before UTF-8
+        with path.open(encoding="utf-8-sig") as file:  # Windows editors add a byte order mark
             for number, line in enumerate(file, 1):
                 if entry := re.sub(r"(?:^|\s)#.*", "", line.rstrip("\n")).strip():
                     yield number, entry
     except FileNotFoundError:
         raise RequestError(f"There is no opt-out file {path}.") from None
     except UnicodeDecodeError as error:
-        raise RequestError(f"The opt-out file {path} is not UTF-8 text: {error}. Mend it, or give parquet.") from None
+        raise RequestError(
+            f"The opt-out file {path} is not UTF-8 text: {error}. Convert it to UTF-8, or use parquet."
+        ) from None

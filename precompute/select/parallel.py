@@ -1,4 +1,4 @@
-"""The same function over many items, in this process or in several."""
+"""Map a function over many items, in this process or in a process pool."""
 
 import itertools
 from collections.abc import Callable, Iterator
@@ -12,10 +12,12 @@ from shards.base.pool import start_pool
 
 @contextmanager
 def workers(processes: int) -> Iterator[Callable[..., Iterator[Any]]]:
-    """`run(function, calls)` gives `function(*call)` for each call, in order; with one process, in this one.
+    """Provide `run(function, calls)`, which yields `function(*call)` for each call in order.
+
+    With `processes` = 1 the calls run in this process.
 
     Raises:
-        WorkError: a process died. The first error of `function` is raised as it is.
+        WorkError: A worker process died. An exception raised by `function` propagates unchanged.
     """
     if processes == 1:
         yield itertools.starmap
@@ -25,8 +27,8 @@ def workers(processes: int) -> Iterator[Callable[..., Iterator[Any]]]:
         yield lambda function, calls: pool.map(function, *zip(*calls, strict=True))
     except BrokenProcessPool:
         raise WorkError(
-            "A worker process died (out of memory, or killed). What was finished is kept: run the same command "
-            "again, with fewer --processes."
+            "A worker process died (out of memory, or killed). Finished work is kept. Run the same command again "
+            "with fewer --processes."
         ) from None
     finally:
         pool.shutdown(cancel_futures=True)

@@ -1,7 +1,7 @@
-"""What goes over all rows: the first and the third pass. (The second: `duplicates.py`.)
+"""First and third pass of the selection, which read all rows; the second is in `duplicates.py`.
 
-First, one input file at a time: the rows that pass the rules, and the hashes of their URLs. Third, one output file at a
-time: the rows that are left, in input order, `rows_per_file` to a file.
+The first pass works on one input file at a time, and writes the rows that pass the rules and the hashes of their URLs.
+The third works on one output file at a time, and writes the remaining rows in input order, `rows_per_file` to a file.
 """
 
 import hashlib
@@ -26,24 +26,24 @@ from shards.base.durable import canonical_json, fsync_tree, read_sealed_json, wr
 from shards.base.errors import WorkError
 
 RECEIPT_NAME, ROWS_NAME = "receipt.json", "rows.parquet"
-GROUP_ROWS = 65_536  # rows of a row group
-VERSION = 2  # of what a work folder holds
+GROUP_ROWS = 65_536  # rows per row group
+VERSION = 2  # format of the work folders; a change invalidates existing ones
 
 
 @dataclass(frozen=True)
 class FilteredFile:
-    """What the first pass left of one input file."""
+    """Result of the first pass on one input file."""
 
     folder: Path
     source: str
-    """The input file's name."""
+    """Name of the input file."""
     rows_out: int
     counts: Counter[str]
-    """Of all its rows: `tally`'s, and of those dropped each rule's `counters`."""
+    """Counts over all input rows: those of `tally`, and the `counters` of each rule for the rows that it dropped."""
 
 
 def _folder_of(config: SelectConfig, source: MetadataFile, opt_out_hosts: list[str], partitions: int) -> Path:
-    """The work folder of one input file: its name changes with everything that its content depends on."""
+    """Return the work folder of one input file; its name hashes everything that its content depends on."""
     identity = [
         VERSION,
         asdict(source),
@@ -58,11 +58,11 @@ def _folder_of(config: SelectConfig, source: MetadataFile, opt_out_hosts: list[s
 
 
 def filter_file(config: SelectConfig, source: MetadataFile, opt_out_hosts: list[str], partitions: int) -> FilteredFile:
-    """Filter one input file into its work folder, unless that is there, whole, from an earlier run.
+    """Filter one input file into its work folder, or reuse the folder of an earlier run if it is complete.
 
     Raises:
-        WorkError: the input is damaged, or a value does not fit its column.
-        OSError: no space.
+        WorkError: The input is damaged, or a value is out of range for its column.
+        OSError: The disk is full.
     """
     folder = _folder_of(config, source, opt_out_hosts, partitions)
     if not (folder / RECEIPT_NAME).exists():
@@ -97,12 +97,12 @@ def _filtered(source: MetadataFile, rules: list[Rule], counts: Counter[str]) -> 
         try:
             yield unify(kept)
         except pa.ArrowInvalid as error:
-            message = f"{source.address} has a value that cannot be meant: {error}. Mend or remove the file."
+            message = f"{source.address} has an out-of-range value: {error}. Fix or remove the file."
             raise WorkError(message) from error
 
 
 def write_rows(path: Path, tables: Iterable[pa.Table], compression: str) -> Iterator[pa.Table]:
-    """Write `tables` to `path`, and yield each row group once it is written; the file is whole after the last."""
+    """Write `tables` to `path`, yielding each row group once it is written; the file is complete after the last one."""
     with pq.ParquetWriter(path, OUTPUT_SCHEMA, compression=compression, use_dictionary=DICTIONARY_COLUMNS) as writer:
         for group in regroup(tables, GROUP_ROWS):
             writer.write_table(group, row_group_size=GROUP_ROWS)
@@ -110,7 +110,7 @@ def write_rows(path: Path, tables: Iterable[pa.Table], compression: str) -> Iter
 
 
 def regroup(tables: Iterable[pa.Table], num_rows: int) -> Iterator[pa.Table]:
-    """The same rows in tables of exactly `num_rows`; the last has the rest."""
+    """Yield the same rows in tables of exactly `num_rows`; the last table may be shorter."""
     waiting: list[pa.Table] = []
     for table in tables:
         waiting.append(table)
@@ -127,7 +127,7 @@ def regroup(tables: Iterable[pa.Table], num_rows: int) -> Iterator[pa.Table]:
 
 @dataclass(frozen=True)
 class OutputFile:
-    """One output file: the selected rows [first_row, first_row + num_rows)."""
+    """An output file, which holds the selected rows [first_row, first_row + num_rows)."""
 
     number: int
     first_row: int
@@ -139,7 +139,7 @@ class OutputFile:
 
 
 def plan_outputs(num_rows: int, rows_per_file: int) -> list[OutputFile]:
-    """The output files of `num_rows` selected rows."""
+    """Split `num_rows` selected rows into output files."""
     starts = range(0, num_rows, rows_per_file)
     return [OutputFile(i, start, min(rows_per_file, num_rows - start)) for i, start in enumerate(starts)]
 
@@ -152,20 +152,20 @@ def write_output(
     drops: Sequence[Path],
     buckets: Sequence[str],
 ) -> Counter[str]:
-    """Write one output file into `folder`, unless it is there whole; its rows' `tally`.
+    """Write one output file into `folder`, unless a complete one exists; return the `tally` of its rows.
 
     Args:
         filtered: all filtered files, in input order.
-        kept: how many rows of each are left after `drops`.
+        kept: number of rows left in each of them after `drops`.
     """
     path, counts_path = folder / output.name, folder / f"{output.name}.counts.json"
-    if counts_path.exists():  # it is written last
+    if counts_path.exists():  # written last, so the parquet file is complete
         return Counter(json.loads(counts_path.read_text()))
     counts: Counter[str] = Counter()
     temporary = path.with_suffix(".tmp")
     for group in write_rows(temporary, _rows(output, filtered, kept, drops), "zstd"):
         counts += tally(group, buckets)
-    assert counts["rows"] == output.num_rows, f"{output} got {counts['rows']} rows"
+    assert counts["rows"] == output.num_rows, f"{output} has {counts['rows']} rows"
     temporary.replace(path)
     write_atomically(counts_path, canonical_json(counts))
     return counts
@@ -184,10 +184,10 @@ def _rows(
 
 
 def _kept_rows(file: FilteredFile, dropped: np.ndarray, low: int, high: int) -> Iterator[pa.Table]:
-    """Of the rows of `file` that are not dropped, those from `low` up to `high`."""
+    """Yield the rows [low, high) of `file`, counted after `dropped` rows are removed."""
     keep = np.ones(file.rows_out, bool)
     keep[dropped] = False
-    position = np.cumsum(keep)  # 1 for the first row kept
+    position = np.cumsum(keep)  # the first kept row gets 1
     keep &= (position > low) & (position <= high)
     start = 0
     with pq.ParquetFile(file.folder / ROWS_NAME) as rows:

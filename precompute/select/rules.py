@@ -1,4 +1,4 @@
-"""The rules a row has to pass, in order, and what is counted of rows: dropped by which rule, sizes, scores."""
+"""The rules that each row must pass, in order, and the counts of dropped rows, image sizes and scores."""
 
 import operator
 from collections import Counter
@@ -15,41 +15,41 @@ from precompute.select.hosts import are_http, are_private, is_listed
 from shards.format.buckets import Bucket
 
 TEXTS = {"LANGUAGE", "TEXT", "URL"}
-SIZE_BIN, NUM_SIZE_BINS = 64, 33  # pixels of the shorter side; the last bin is open: 2048 and more
-SCORE_BIN, NUM_SCORE_BINS = 0.25, 41  # aesthetic score; the last bin is open: 10 and more
+SIZE_BIN, NUM_SIZE_BINS = 64, 33  # pixels of the shorter side; the last bin is open-ended (≥ 2048)
+SCORE_BIN, NUM_SCORE_BINS = 0.25, 41  # aesthetic score; the last bin is open-ended (≥ 10)
 
 
 @dataclass(frozen=True)
 class Rule:
-    """One condition on a row."""
+    """A condition that a row must satisfy."""
 
     name: str
     condition: str
-    """The condition in words, with its value."""
+    """Human-readable condition, including its threshold."""
     columns: tuple[str, ...]
-    """What it reads, under our names."""
+    """Canonical names of the columns that it reads."""
     option: str
-    """The config field that switches it."""
-    judge: Callable[..., pa.BooleanArray]
-    """Of its columns: which rows pass; null where a row has no value to judge."""
+    """Config field that enables or disables it; empty if it is always on."""
+    predicate: Callable[..., pa.BooleanArray]
+    """Function from its columns to a mask of the rows that pass; null for rows without a value."""
 
     @property
     def counters(self) -> tuple[str, str]:
-        """Under which names the rows are counted that it dropped: by their value, and for want of one."""
+        """Names of the counters for rows dropped by their value, and for rows dropped for lack of one."""
         return f"{self.name} by_value", f"{self.name} no_value"
 
 
 def apply(rules: Sequence[Rule], batch: pa.RecordBatch, counts: Counter[str]) -> pa.RecordBatch:
-    """The rows of `batch` (columns under our names) that pass every rule; the others are added to `counts`.
+    """Return the rows of `batch` (canonical column names) that pass every rule, and add the dropped ones to `counts`.
 
-    Numbers are judged on the whole batch, texts only on the rows that are left: they cost a hundred times as much.
+    Numeric rules run on the whole batch. Text rules, which cost a hundred times as much, only run on the rows left.
     """
     left = _all(batch)
     for rule in rules:
         if left.false_count and not TEXTS.isdisjoint(rule.columns):
             batch = batch.filter(left)
             left = _all(batch)
-        passes = rule.judge(*(batch[name] for name in rule.columns))
+        passes = rule.predicate(*(batch[name] for name in rule.columns))
         before, absent = left.true_count, pc.and_(left, passes.is_null()).true_count
         left = pc.and_(left, passes.fill_null(False))
         by_value, no_value = rule.counters
@@ -63,7 +63,7 @@ def _all(batch: pa.RecordBatch) -> pa.BooleanArray:
 
 
 def build_rules(filters: FiltersConfig, urls: UrlsConfig, opt_out_hosts: list[str]) -> list[Rule]:
-    """The rules that are switched on, in the order in which a row meets them."""
+    """Return the enabled rules, in the order in which they are applied."""
     rules: list[Rule] = []
     for name, column, bound, sign in (
         ("aesthetic", "AESTHETIC_SCORE", filters.min_aesthetic, "≥"),
@@ -75,15 +75,17 @@ def build_rules(filters: FiltersConfig, urls: UrlsConfig, opt_out_hosts: list[st
             option = f"filters.{'min' if sign == '≥' else 'max'}_{name}"
             # numpy compares in the column's own precision: a float32 0.7 is not below 0.7
             passes = partial(operator.le if sign == "≥" else operator.gt, bound)
-            rules.append(Rule(name, f"{column} {sign} {bound:g}", (column,), option, _of_numbers(passes)))
+            rules.append(Rule(name, f"{column} {sign} {bound:g}", (column,), option, _numeric_predicate(passes)))
     sides = ("WIDTH", "HEIGHT")
     if (side := filters.min_side) is not None:
-        judge = _of_numbers(lambda w, h: np.minimum(w, h) >= side)
-        rules.append(Rule("min_side", f"shorter side ≥ {side} px", sides, "filters.min_side", judge))
+        predicate = _numeric_predicate(lambda w, h: np.minimum(w, h) >= side)
+        rules.append(Rule("min_side", f"shorter side ≥ {side} px", sides, "filters.min_side", predicate))
     if (ratio := filters.max_aspect_ratio) is not None:
         condition = f"longer ÷ shorter side ≤ {ratio:g}"
-        judge = _of_numbers(lambda w, h: (np.minimum(w, h) > 0) & (np.maximum(w, h) <= ratio * np.minimum(w, h)))
-        rules.append(Rule("aspect_ratio", condition, sides, "filters.max_aspect_ratio", judge))
+        predicate = _numeric_predicate(
+            lambda w, h: (np.minimum(w, h) > 0) & (np.maximum(w, h) <= ratio * np.minimum(w, h))
+        )
+        rules.append(Rule("aspect_ratio", condition, sides, "filters.max_aspect_ratio", predicate))
     return rules + _text_rules(filters, urls, opt_out_hosts)
 
 
@@ -91,46 +93,48 @@ def _text_rules(filters: FiltersConfig, urls: UrlsConfig, opt_out_hosts: list[st
     rules = []
     if (languages := filters.languages) is not None:
         listed = pa.array(languages, pa.string())
-        judge = _of_texts(lambda texts: np.asarray(pc.is_in(texts, listed)))
-        rules.append(Rule("language", f"LANGUAGE in {', '.join(languages)}", ("LANGUAGE",), "filters.languages", judge))
+        predicate = _text_predicate(lambda texts: np.asarray(pc.is_in(texts, listed)))
+        rules.append(
+            Rule("language", f"LANGUAGE in {', '.join(languages)}", ("LANGUAGE",), "filters.languages", predicate)
+        )
     low, high = filters.min_caption, filters.max_caption
     if low is not None or high is not None:
         bounds = (low or 0, high if high is not None else 2**31)
         condition = f"caption of {bounds[0]}{f' to {high}' if high is not None else ' or more'} characters"
         option = "filters.min_caption and filters.max_caption"
-        judge = _of_texts(lambda texts: _length(texts, *bounds))
-        rules.append(Rule("caption", condition, ("TEXT",), option, judge))
-    rules.append(Rule("url_scheme", "an http or https URL", ("URL",), "", _of_texts(are_http)))
+        predicate = _text_predicate(lambda texts: _length(texts, *bounds))
+        rules.append(Rule("caption", condition, ("TEXT",), option, predicate))
+    rules.append(Rule("url_scheme", "an http or https URL", ("URL",), "", _text_predicate(are_http)))
     if not urls.allow_private_hosts:
         option = "urls.allow_private_hosts"
-        judge = _of_texts(lambda texts: ~are_private(texts))
-        rules.append(Rule("url_host", "a host that is not private", ("URL",), option, judge))
+        predicate = _text_predicate(lambda texts: ~are_private(texts))
+        rules.append(Rule("url_host", "a host that is not private", ("URL",), option, predicate))
     if opt_out_hosts:
         hosts = frozenset(opt_out_hosts)
-        judge = _of_texts(lambda texts: ~is_listed(texts, hosts))
-        rules.append(Rule("opt_out_host", "host not in the opt-out file", ("URL",), "urls.opt_out", judge))
+        predicate = _text_predicate(lambda texts: ~is_listed(texts, hosts))
+        rules.append(Rule("opt_out_host", "host not in the opt-out file", ("URL",), "urls.opt_out", predicate))
     return rules
 
 
-def _of_numbers(passes: Callable[..., np.ndarray]) -> Callable[..., pa.BooleanArray]:
-    """A judge of numbers, from one of arrays, where null and NaN are NaN: no value."""
+def _numeric_predicate(passes: Callable[..., np.ndarray]) -> Callable[..., pa.BooleanArray]:
+    """Turn a predicate on NumPy arrays into one on Arrow arrays; null and NaN count as no value."""
 
-    def judge(*columns: pa.Array) -> pa.BooleanArray:
+    def predicate(*columns: pa.Array) -> pa.BooleanArray:
         arrays = [np.asarray(column) for column in columns]
         return pa.array(passes(*arrays), mask=reduce(np.logical_or, (array != array for array in arrays)))
 
-    return judge
+    return predicate
 
 
-def _of_texts(passes: Callable[[pa.Array], np.ndarray]) -> Callable[..., pa.BooleanArray]:
-    """A judge of texts, from one of whole UTF-8 without nulls: what is none is no value."""
+def _text_predicate(passes: Callable[[pa.Array], np.ndarray]) -> Callable[..., pa.BooleanArray]:
+    """Turn a predicate on valid UTF-8 without nulls into one on any text; null and invalid UTF-8 count as no value."""
 
-    def judge(texts: pa.Array) -> pa.BooleanArray:
+    def predicate(texts: pa.Array) -> pa.BooleanArray:
         absent = _is_unreadable(texts)
         readable = pc.if_else(pa.array(absent), "", texts) if absent.any() else texts
         return pa.array(passes(readable), mask=absent)
 
-    return judge
+    return predicate
 
 
 def _length(texts: pa.Array, low: int, high: int) -> np.ndarray:
@@ -139,7 +143,7 @@ def _length(texts: pa.Array, low: int, high: int) -> np.ndarray:
 
 
 def _is_unreadable(texts: pa.Array) -> np.ndarray:
-    """Null, or bytes that are not UTF-8 (parquet does not check them)."""
+    """Return a mask of the values that are null or not UTF-8, which parquet does not check."""
     absent = np.asarray(texts.is_null())
     try:
         texts.validate(full=True)
@@ -150,8 +154,11 @@ def _is_unreadable(texts: pa.Array) -> np.ndarray:
 
 
 def tally(batch: pa.RecordBatch | pa.Table, buckets: Sequence[str]) -> Counter[str]:
-    """Of the rows of `batch`, whose columns are under our names: all as `rows`, those in the third bin of sizes as
-    `size 2`, of scores as `score 2`, and those large enough for a bucket under its name."""
+    """Count the rows of `batch`, which has canonical column names.
+
+    The keys are `rows` for all rows, `size N` and `score N` for each histogram bin N, and the name of each bucket for
+    the rows that are large enough for it.
+    """
     counts = Counter(rows=batch.num_rows)
     if {"WIDTH", "HEIGHT"} <= set(batch.schema.names):
         width, height = np.asarray(batch["WIDTH"]), np.asarray(batch["HEIGHT"])
@@ -164,7 +171,7 @@ def tally(batch: pa.RecordBatch | pa.Table, buckets: Sequence[str]) -> Counter[s
 
 
 def _binned(name: str, values: np.ndarray, width: float, num_bins: int) -> Counter[str]:
-    """Counts of floor(value ÷ width), everything past the last bin in the last; NaN and negatives are left out."""
+    """Histogram floor(value ÷ width), with an open-ended last bin; NaN and negative values are ignored."""
     values = values[values >= 0]
     bins = np.bincount(np.minimum(values / width, num_bins - 1).astype(np.int64))
     return Counter({f"{name} {number}": count for number, count in enumerate(bins.tolist())})

@@ -90,11 +90,11 @@ def negative_size(data: bytearray) -> bytearray:
 
 # the class, how it comes about, what it is refused for, and the keys that salvaging loses
 BROKEN: dict[str, tuple[Callable[[Path], None], str, list[int]]] = {
-    "cut at a header": (changed(lambda d: d[: d.index(b"000000005.jpg")]), "cut short", [5, 6, 7]),
-    "cut within a sample": (changed(lambda d: d[: d.index(b"000000005.txt")]), "cut short", [5, 6, 7]),
-    "cut within a member": (changed(lambda d: d[: d.index(b"000000005.jpg") + 700]), "cut short", [5, 6, 7]),
+    "cut at a header": (changed(lambda d: d[: d.index(b"000000005.jpg")]), "truncated", [5, 6, 7]),
+    "cut within a sample": (changed(lambda d: d[: d.index(b"000000005.txt")]), "truncated", [5, 6, 7]),
+    "cut within a member": (changed(lambda d: d[: d.index(b"000000005.jpg") + 700]), "truncated", [5, 6, 7]),
     "cut within a header": (changed(lambda d: d[: d.index(b"000000005.jpg") + 99]), "damaged", [5, 6, 7]),
-    "without its end": (changed(lambda d: d.rstrip(b"\0") + bytes(-len(d.rstrip(b"\0")) % 512)), "cut short", []),
+    "without its end": (changed(lambda d: d.rstrip(b"\0") + bytes(-len(d.rstrip(b"\0")) % 512)), "truncated", []),
     "a bit of a header": (changed(lambda d: flip(d, b"000000003.txt")), "damaged", [3]),
     "a bit of a first header": (changed(lambda d: flip(d, b"000000000.jpg")), "damaged", [0]),
     "a bit of a name": (changed(lambda d: flip(d, b"000000003.jpg", 3)), "damaged", [3]),
@@ -105,8 +105,8 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str, list[int]]] = {
         "damaged",
         [],
     ),
-    "a key twice": (reordered(lambda m: m + m[:3]), "comes twice", [0]),
-    "a key twice, side by side": (reordered(lambda m: m[:3] + m[:3] + m[3:]), "comes twice", [0]),
+    "a key twice": (reordered(lambda m: m + m[:3]), "occurs twice", [0]),
+    "a key twice, side by side": (reordered(lambda m: m[:3] + m[:3] + m[3:]), "occurs twice", [0]),
     "members out of order": (reordered(lambda m: m[::3] + m[1::3] + m[2::3]), "not in order", []),
     "samples out of order": (reordered(lambda m: m[12:] + m[:12]), "", []),
     "a sample missing": (reordered(lambda m: m[:9] + m[12:]), "holds 7 samples, but 00000_stats.json", [3]),
@@ -116,7 +116,7 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str, list[int]]] = {
         [3],
     ),
     "random bytes": (changed(lambda d: random.Random(0).randbytes(len(d))), "damaged", KEYS),  # type: ignore[dict-item]
-    "empty": (changed(lambda d: b""), "cut short", KEYS),  # type: ignore[dict-item]
+    "empty": (changed(lambda d: b""), "truncated", KEYS),  # type: ignore[dict-item]
     "an HTML page": (changed(lambda d: b"<html>" * 1000), "damaged", KEYS),  # type: ignore[dict-item]
 }
 

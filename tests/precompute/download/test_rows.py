@@ -63,7 +63,7 @@ def with_column(name: str, values: Any) -> pa.Table:
     ("table", "fields", "message"),
     [
         (laion.rows(2).drop_columns(["TEXT", "URL"]), {}, "a.parquet has no URL and no TEXT column; it has WIDTH, "),
-        (with_column("url", pa.array(["a", "b"])), {}, "has the columns `URL` and `url`, which both mean URL"),
+        (with_column("url", pa.array(["a", "b"])), {}, "has the columns `URL` and `url`, which are both names for URL"),
         (
             with_column("t", pa.array([0, 1], pa.timestamp("ms"))),
             {},
@@ -101,7 +101,7 @@ def test_bad_places(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match=r"holds no \*.parquet file"):
         plan_download(config(tmp_path / "in", tmp_path / "out"))
     (tmp_path / "in" / "a.parquet").write_bytes(b"PAR1")
-    with pytest.raises(RequestError, match=r"a.parquet cannot be read as parquet: .* Mend or remove it"):
+    with pytest.raises(RequestError, match=r"a.parquet cannot be read as parquet: .* Replace or remove it"):
         plan_download(config(tmp_path / "in", tmp_path / "out"))
     (tmp_path / "in" / ".work").mkdir()
     with pytest.raises(RequestError, match=r"is not finished. Let `precompute.select` end first"):

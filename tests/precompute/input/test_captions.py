@@ -65,7 +65,7 @@ def test_several_fields() -> None:
     with pytest.raises(Reject) as caught:
         read_captions(raw, ["json:absent", "json:empty", "json:number"], LIMIT)
     assert str(caught.value) == (
-        "json:absent is absent, json:empty is empty, json:number is no text but int; the sample has txt, json:blip"
+        "json:absent is absent, json:empty is empty, json:number is int, not text; the sample has txt, json:blip"
     )
     with pytest.raises(Reject, match="txt is absent; the sample has no text in any field"):
         read_captions(RawSample("0"), ["txt"], LIMIT)
@@ -92,9 +92,9 @@ def test_any_json_in(tmp_path: Path, data: bytes, expected: str | None) -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        (["blip"], "names no caption"),
-        (["json:"], "names no caption"),
-        (["txt", "txt"], "named twice"),
+        (["blip"], "is not a caption field"),
+        (["json:"], "is not a caption field"),
+        (["txt", "txt"], "lists a caption field twice"),
         ([], "at least 1"),
     ],
 )

@@ -20,26 +20,27 @@ def table_with(column: str, values: pa.Array) -> pa.Table:
 
 
 BAD_REQUESTS: list[tuple[Callable[[Path], object], str]] = [
-    (lambda path: None, r"There is no parquet file at .*in\. Give a file, a folder or a glob"),
-    (lambda path: (path / "a.parquet").write_bytes(b""), r"a.parquet is empty. Fetch it again, or remove it"),
+    (lambda path: None, r"There is no parquet file at .*in\. Pass a file, a folder or a glob"),
+    (lambda path: (path / "a.parquet").write_bytes(b""), r"a.parquet is empty. Download it again, or remove it"),
     (lambda path: (path / "a.parquet").write_bytes(b"PAR1 and no more"), r"a.parquet cannot be read as parquet: "),
     (
         lambda path: laion.write(path / "a.parquet", laion.rows(2).drop_columns(["punsafe"])),
-        r"a.parquet has no column for punsafe, which the rule `punsafe` needs \(punsafe < 0.1\); it has URL, TEXT.*"
-        r"switch the filter off: --filters.max_punsafe null",
+        r"a.parquet has no column for punsafe, which the rule `punsafe` needs \(punsafe < 0.1\). "
+        r"Its columns are URL, TEXT.*"
+        r"disable the filter with --filters.max_punsafe null",
     ),
     (lambda path: laion.write(path / "a.parquet", laion.rows(2).drop_columns(["URL"])), "has no column for URL"),
     (
         lambda path: laion.write(path / "a.parquet", table_with("WIDTH", pa.array(["640", "480"]))),
-        r"a.parquet: the column `WIDTH` is string, and WIDTH is to be int32",
+        r"a.parquet: the column `WIDTH` is string, but WIDTH must be int32",
     ),
     (
         lambda path: laion.write(path / "a.parquet", table_with("URL", pa.array([[1], [2]]))),
-        r"the column `URL` is list<element: int64>, and URL is to be string",
+        r"the column `URL` is list<element: int64>, but URL must be string",
     ),
     (
         lambda path: laion.write(path / "a.parquet", laion.rows(2).append_column("url", pa.array(["a", "b"]))),
-        r"has the columns `URL` and `url`, which both mean URL. Keep one of them",
+        r"has the columns `URL` and `url`, which are both names for URL, .* Keep one of them",
     ),
 ]
 
@@ -75,18 +76,18 @@ def test_bad_opt_out_files(content: bytes | None, message: str, metadata: Path, 
 
 def test_no_row_left(metadata: Path, tmp_path: Path) -> None:
     with pytest.raises(
-        WorkError, match=r"No row of 900 is left.*`aesthetic` \(AESTHETIC_SCORE ≥ 11\) dropped most: 900"
+        WorkError, match=r"None of the 900 rows passed.*`aesthetic` \(AESTHETIC_SCORE ≥ 11\) dropped the most: 900"
     ):
         select(laion.config(metadata, tmp_path / "out", filters={"min_aesthetic": 11}))
     laion.write(tmp_path / "empty.parquet", laion.rows(0))
-    with pytest.raises(WorkError, match="The metadata holds no rows"):
+    with pytest.raises(WorkError, match="The metadata has no rows"):
         select(laion.config(tmp_path / "empty.parquet", tmp_path / "out2"))
     assert not list(tmp_path.glob("out*/*.parquet"))
 
 
 def test_a_width_that_cannot_be_meant(tmp_path: Path) -> None:
     laion.write(tmp_path / "in.parquet", table_with("WIDTH", pa.array([640, 10**12], pa.int64())))
-    with pytest.raises(WorkError, match=r"in.parquet has a value that cannot be meant: .*1000000000000"):
+    with pytest.raises(WorkError, match=r"in.parquet has an out-of-range value: .*1000000000000"):
         select(laion.config(tmp_path / "in.parquet", tmp_path / "out"))
 
 
@@ -101,5 +102,5 @@ def test_no_space(
         patch.setattr("precompute.select.passes.hash_urls", full)
         assert exit_code_of(lambda: command.run(arguments)) == 1
     error = " ".join(capsys.readouterr().err.split())
-    assert "No space is left in" in error and "free some space, and the same command continues" in error
+    assert "No space is left in" in error and "Free some space, then run the same command again" in error
     assert exit_code_of(lambda: command.run(arguments)) == 0

@@ -32,6 +32,6 @@ def test_results_come_in_order_and_the_first_error_as_it_is(processes: int) -> N
 
 
 def test_a_process_that_dies_says_so() -> None:
-    message = r"A worker process died .* run the same command again, with fewer --processes"
+    message = r"A worker process died .* Run the same command again with fewer --processes"
     with pytest.raises(WorkError, match=message), workers(2) as run:
         list(run(die, [(1,), (2,)]))
