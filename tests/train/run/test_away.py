@@ -30,7 +30,7 @@ from train.__main__ import run as command
 from train.run.health.output import outdated
 from train.run.saving import away
 from train.run.saving.away import Away, take, wait_until_free
-from train.run.saving.checkpoint import Checkpoint, list_checkpoints, step_folder, verify_checkpoint
+from train.run.saving.checkpoint import VERSION, Checkpoint, list_checkpoints, step_folder, verify_checkpoint
 from train.run.saving.local_copy import (
     download,
     find,
@@ -464,7 +464,12 @@ def checkpoint(work: Path, step: int, launch: Away, text: str = "weights", token
     folder = step_folder(work, step)
     (folder / "unet").mkdir(parents=True)
     (folder / "unet" / "weights").write_text(text)
-    content = {"launch": launch.number, "token": token or launch.token, "files": {"unet/weights": away_sha(folder)}}
+    content = {
+        "version": VERSION,
+        "launch": launch.number,
+        "token": token or launch.token,
+        "files": {"unet/weights": away_sha(folder)},
+    }
     write_sealed_json(folder / "state.json", content)
     return folder
 
@@ -673,7 +678,8 @@ def put_in_parts(work: Path, launch: Away, text: str) -> None:
         hashes = {f"unet-{rank + 1}": hashlib.sha256(text.encode()).hexdigest()}
         meetings[rank].hand_in(private, target, hashes)
     hashes |= meetings[0].wait_for(private, target, 1)
-    meetings[0].publish(private, target, {"launch": launch.number, "token": launch.token, "lines": {}, "files": hashes})
+    content = {"version": VERSION, "launch": launch.number, "token": launch.token, "lines": {}, "files": hashes}
+    meetings[0].publish(private, target, content)
 
 
 def test_kept_output_of_old_launches_goes(store: LocalStore, tmp_path: Path) -> None:
