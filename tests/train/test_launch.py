@@ -164,7 +164,7 @@ def wait_for(*paths: Path) -> None:
 
 def test_each_host_gets_a_launcher_of_its_own(machines: Path) -> None:
     assert (
-        launch.launch_on_hosts([str(machines / "hosts"), "2", "8", "--quiet", "-m", "train", "--run_dir", "a b"]) == 0
+        launch.launch_on_hosts([str(machines / "hosts"), "2", "8", "--quiet", "-m", "mine", "--run_dir", "a b"]) == 0
     )
     for rank in range(2):
         folder, *words = json.loads((machines / f"words-{rank}").read_text())
@@ -178,7 +178,7 @@ def test_each_host_gets_a_launcher_of_its_own(machines: Path) -> None:
             "--multi_gpu",
             "--quiet",
             "-m",
-            "train",
+            "mine",
             "--run_dir",
             "a b",
         ]

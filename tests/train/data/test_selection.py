@@ -162,6 +162,6 @@ def test_a_flipped_bit_in_a_table_is_found(root: Path, tmp_path: Path, monkeypat
     with pytest.raises(DamagedFile, match=r"00002\.\w+/samples\.parquet is damaged: its SHA-256 is not the one"):
         open_data(data_config(copy, filter=FILTERS[0]), 8)
     path.unlink()
-    with pytest.raises(RequestError, match=r"samples\.parquet or its receipt is missing"):
+    with pytest.raises(RequestError, match=r"samples\.parquet is missing"):
         open_data(data_config(copy, filter=FILTERS[0]), 8)
     assert open_data(data_config(copy), 8).uncond  # nobody needs it without a filter

@@ -167,6 +167,6 @@ def test_trackers_are_accelerates(monkeypatch: pytest.MonkeyPatch) -> None:
     check_tracker("tensorboard")
     with pytest.raises(RequestError, match=r"tensorbord is unknown\. Set it to none, or to one of aim, clearml"):
         check_tracker("tensorbord")
-    monkeypatch.setattr("train.run.preflight.get_available_trackers", lambda: [])
+    monkeypatch.setattr("accelerate.tracking.get_available_trackers", lambda: [])
     with pytest.raises(RequestError, match="comet_ml needs a package that is not installed"):
         check_tracker("comet_ml")
