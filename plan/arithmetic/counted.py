@@ -42,7 +42,7 @@ def counted_work(networks: Networks, buckets: Collection[str]) -> Work:
 
 
 def cache_folder() -> Path:
-    """Where counts are kept."""
+    """Return the folder of cached counts."""
     if given := os.environ.get("XDG_CACHE_HOME"):
         return Path(given) / FOLDER
     try:

@@ -164,6 +164,19 @@ def rename_if_absent(source: Path, target: Path) -> None:
     raise OSError(number, os.strerror(number), str(target))
 
 
+def check_version(found: Any, expected: int, where: str) -> None:
+    """Check the format version of a stored record.
+
+    Raises:
+        RequestError: another version of latentmill wrote it.
+    """
+    if found != expected:
+        raise RequestError(
+            f"{where} has format version {found}, and this version of latentmill reads only {expected}. Use the one "
+            f"that wrote it, or start anew."
+        )
+
+
 def canonical_json(value: Any) -> bytes:
     """The one byte string that stands for `value`: sorted keys, two spaces, UTF-8, a newline at the end."""
     return (json.dumps(value, sort_keys=True, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode()

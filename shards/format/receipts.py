@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from pydantic import ValidationError, model_validator
 
 from shards.base.config import Config
-from shards.base.durable import DamagedFile, parse_sealed_json, sealed_json
+from shards.base.durable import DamagedFile, check_version, parse_sealed_json, sealed_json
 from shards.base.errors import RequestError
 
 FOLDER = "commits"
@@ -208,7 +208,7 @@ def generations(names: Iterable[str]) -> dict[tuple[str, str], tuple[set[int], s
 
 
 def names_in_force(names: Iterable[str]) -> list[str]:
-    """Of the names in commits/, the receipts that count: each tar's and bucket's newest, if it was not recalled."""
+    """Select the receipts in force from the names in commits/: each tar's newest per bucket, unless it was recalled."""
     return [
         receipt_name(bucket, tar, max(made))
         for (tar, bucket), (made, recalled) in sorted(generations(names).items())
@@ -224,11 +224,7 @@ def parse_receipt(data: bytes, where: str) -> Receipt:
         RequestError: a later version of this program wrote them.
     """
     fields: Mapping[str, Any] = parse_sealed_json(data, where)
-    if (version := fields.get("version")) != VERSION:
-        raise RequestError(
-            f"{where} has format version {version}, and this version of latentmill reads only {VERSION}. Use the one "
-            f"that wrote it, or encode into a new root."
-        )
+    check_version(fields.get("version"), VERSION, where)
     try:
         return Receipt.model_validate(fields)
     except ValidationError as error:

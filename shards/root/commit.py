@@ -184,7 +184,7 @@ def current(store: Store, bucket: str, tar: str) -> tuple[int, Receipt | None]:
 
 
 class Recallable(Protocol):
-    """What a tombstone says about a receipt."""
+    """The fields of a receipt that a recall needs."""
 
     @property
     def name(self) -> str: ...

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import pyarrow as pa
 
 from shards.base.config import Config
-from shards.base.durable import DamagedFile, parse_sealed_json, sealed_json
+from shards.base.durable import DamagedFile, check_version, parse_sealed_json, sealed_json
 from shards.base.errors import RequestError
 from shards.base.store import Store
 from shards.root.segments import FOLDER as SEGMENTS
@@ -22,6 +22,7 @@ from shards.root.segments import content_id, load_segment, merge, names_outside
 
 FOLDER = "index/manifests"
 INDEXES = "index/buckets"
+VERSION: Literal[2] = 2
 NUMBER = re.compile(r"(\d{8})\.json")
 
 
@@ -37,7 +38,7 @@ class BucketSize(Config):
 class Manifest(Config):
     """What the root's buckets held when this was published."""
 
-    version: Literal[2] = 2
+    version: Literal[2] = VERSION
     number: int
     buckets: dict[str, BucketSize]
     recalled: dict[str, tuple[str, ...]]
@@ -51,7 +52,7 @@ class Manifest(Config):
 class BucketIndex(Config):
     """An index: the segments that hold its rows. Which rows they hold is fixed by the id; how they are cut is not."""
 
-    version: Literal[2] = 2
+    version: Literal[2] = VERSION
     bucket: str
     segments: tuple[str, ...]
     """SHA-256 of each."""
@@ -144,9 +145,5 @@ def index_name(id: str) -> str:
 
 def _of_this_version(data: bytes, where: str) -> dict[str, Any]:
     fields = parse_sealed_json(data, where)
-    if fields.get("version") != 2:
-        raise RequestError(
-            f"{where} has format version {fields.get('version')}, and this version of latentmill reads only 2. Use the "
-            f"one that wrote it."
-        )
+    check_version(fields.get("version"), VERSION, where)
     return fields

@@ -38,7 +38,7 @@ def nodes(store: Store) -> list[dict[str, Any]]:
 
 @dataclass
 class NodeTotals:
-    """What a machine and GPU made, added up tar by tar."""
+    """Totals of the parts that one machine and GPU made, summed tar by tar."""
 
     parts: int = 0
     samples_in: int = 0
@@ -46,11 +46,11 @@ class NodeTotals:
     total_seconds: float = 0.0
     rejects: Counter[str] = field(default_factory=Counter)
     seconds: Counter[str] = field(default_factory=Counter)
-    """By stage."""
+    """Stage → seconds."""
     sources: set[str] = field(default_factory=set)
 
     def add(self, parts: list[Receipt]) -> None:
-        """Add its parts of one tar."""
+        """Add the parts that it made from one tar."""
         self.parts += len(parts)
         self.samples_in += parts[0].samples_in
         self.samples += sum(part.samples for part in parts)

@@ -50,7 +50,7 @@ def root_stats(store: Store, max_samples: int) -> dict[str, Any]:
 
 @dataclass
 class RootTotals:
-    """What a root holds, added up tar by tar."""
+    """Totals of a root, summed tar by tar."""
 
     shards: int = 0
     samples_in: int = 0
@@ -58,9 +58,9 @@ class RootTotals:
     rejected: Counter[str] = field(default_factory=Counter)
     """Reason → samples that are in no bucket."""
     samples: Counter[str] = field(default_factory=Counter)
-    """By bucket, also those that hold none."""
+    """Bucket → samples, including empty buckets."""
     bytes: Counter[str] = field(default_factory=Counter)
-    """Of MDS files, by bucket."""
+    """Bucket → bytes of its MDS files."""
 
     def add(self, books: TarBooks) -> None:
         """Add a tar."""
