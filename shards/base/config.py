@@ -211,7 +211,7 @@ def _parse_value(text: str) -> Any:
 
 
 def _holds_sections(model: type[BaseModel], name: str) -> bool:
-    """Whether a field of `model` is a dict of config sections."""
+    """Return whether a field of `model` is a dict of config sections."""
     field = model.model_fields.get(name)
     if field is None or get_origin(field.annotation) is not dict:
         return False
