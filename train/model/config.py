@@ -63,7 +63,7 @@ class OptimizerConfig(Config):
     max_grad_norm: float = Field(1.0, gt=0)
     """Gradients are scaled down to this global norm."""
     max_skipped_steps: int = Field(100, ge=0)
-    """Number of steps with a non-finite gradient that a run tolerates. Such steps change no weights; more stop the run."""
+    """Number of steps with a non-finite gradient, which change no weights, that a run tolerates before it stops."""
 
 
 class ScheduleConfig(Config):
