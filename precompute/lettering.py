@@ -13,7 +13,7 @@ from PIL import ImageDraw, ImageFont
 FIRST = Path(matplotlib.get_data_path()) / "fonts" / "ttf" / "DejaVuSans.ttf"
 """Comes with matplotlib, so it is always there: Latin, Greek, Cyrillic, Arabic, Hebrew, Georgian and many symbols."""
 SHOWN = 5
-"""How many characters without a glyph the note names."""
+"""Number of characters without a glyph that the note names."""
 SPECIAL = ("bold", "italic", "oblique", "black", "light", "thin", "condensed", "mono", "serif")
 """Words in the file names of fonts that are only used if no plainer font covers as much."""
 PLACEHOLDERS = "lastresort"
@@ -26,7 +26,7 @@ class Face:
 
     font: ImageFont.FreeTypeFont
     characters: frozenset[str]
-    """Those of the text that it can draw."""
+    """The characters of the text that the font can draw."""
 
 
 class Lettering:
@@ -117,10 +117,10 @@ def _open(path: Path, size: int, wanted: set[str]) -> Face:
 
 
 def _is_invisible(char: str) -> bool:
-    """Whether nothing is lost if it is not drawn: blanks, control and format characters, variation selectors."""
+    """Return whether a character needs no glyph: blanks, control and format characters, variation selectors."""
     return unicodedata.category(char) in ("Zs", "Zl", "Zp", "Cc", "Cf") or "\ufe00" <= char <= "\ufe0f"
 
 
 def _is_neutral(char: str) -> bool:
-    """Whether it goes with the letters before it: blanks, punctuation, marks above and below letters."""
+    """Return whether a character keeps the font of the letters before it: blanks, punctuation, combining marks."""
     return not char or unicodedata.category(char)[0] in "ZPMC"

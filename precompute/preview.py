@@ -30,7 +30,7 @@ from shards.root.committed import by_tar_and_bucket, iter_receipts, list_commits
 from shards.root.reading import captions, image_latents, read_parts
 
 OUTPUT = Path("runs/preview.png")
-"""By default; Git ignores runs/."""
+"""Default output. Git ignores runs/."""
 LABEL_LINES, LINE_HEIGHT, MARGIN, FONT_SIZE = 5, 15, 8, 12
 MORE = " …"
 SMALLEST_TILE = 256

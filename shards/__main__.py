@@ -56,7 +56,7 @@ def add_options(name: str, command: argparse.ArgumentParser) -> None:
     if name == "exclude":
         kinds = command.add_mutually_exclusive_group(required=True)
         for kind, about in KINDS.items():
-            kinds.add_argument(f"--{about.split()[0]}", nargs="*", dest=kind, metavar="VALUE", help=about)
+            kinds.add_argument(f"--{about.split()[0].rstrip(',')}", nargs="*", dest=kind, metavar="VALUE", help=about)
         command.add_argument("--file", type=Path, help="file with more values, one per line")
     if name == "derive":
         add_changes(command)

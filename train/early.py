@@ -1,4 +1,4 @@
-"""What can be said against a request before torch is imported; `prepare` checks the same again, and the rest."""
+"""Checks of a request that need no torch. `prepare` repeats them and makes the remaining ones."""
 
 import argparse
 from pathlib import Path

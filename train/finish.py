@@ -85,7 +85,7 @@ def _init_from(path: Path) -> Place | None:
 
 
 def _same(config: TrainConfig, data: bytes) -> bool:
-    """Whether a run's config.yaml holds this config."""
+    """Return whether a run's config.yaml holds this config."""
     try:
         saved = yaml.safe_load(data)
     except yaml.YAMLError:  # edited by hand, perhaps: the run writes it anew

@@ -62,7 +62,7 @@ class Shutdown:
         self.received: signal.Signals | None = None
         """The first signal."""
         self.interrupts = 0
-        """How many SIGINTs there were."""
+        """Number of SIGINTs received."""
         self.timed_out = False
         """Whether processes were killed because they took too long to save."""
         self.exit_codes: list[int] = []

@@ -151,7 +151,7 @@ FILE = FileRecord(bytes=1_000_000, sha256="d" * 64)
 
 
 def bits(rows: Iterable[int]) -> str:
-    """Of SAMPLES_IN samples, those at `rows`."""
+    """Pack a mask of SAMPLES_IN samples that is set at `rows`."""
     values = np.zeros(SAMPLES_IN, bool)
     values[np.asarray(rows)] = True
     return pack_bits(values)

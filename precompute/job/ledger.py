@@ -23,7 +23,7 @@ class Ledger:
         """Tar → the last attempt's error."""
         self.under_way = UnderWay(0, 0)
         self.has_news = False
-        """Whether a tar has ended since figures were last shown. The fleet's next `UnderWay` no longer counts it."""
+        """Set when a tar ends, until figures are shown again. The fleet's next `UnderWay` no longer counts that tar."""
         self.rate = Rate()
         self.metrics = Metrics()
         self.progress = Progress("precompute", "tars", total)

@@ -115,9 +115,8 @@ def read_footer(address: str | Path) -> Footer:
             if not (num_bytes := file.seek(0, 2)):
                 raise RequestError(f"{address} is empty. Download it again, or remove it.")
             metadata = pq.read_metadata(file)
-            file.seek(
-                -8 - metadata.serialized_size, 2
-            )  # a parquet file ends with the footer, its 4-byte length, and PAR1
+            # a parquet file ends with the footer, its 4-byte length, and PAR1
+            file.seek(-8 - metadata.serialized_size, 2)
             sha256 = hashlib.sha256(file.read(metadata.serialized_size)).hexdigest()
     except (pa.ArrowException, OSError) as error:
         raise RequestError(f"{address} cannot be read as parquet: {error}. Replace or remove it.") from None

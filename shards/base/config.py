@@ -223,7 +223,7 @@ def _parse_value(text: str) -> Any:
 
 
 def _holds_sections(model: type[BaseModel], name: str) -> bool:
-    """Whether a field of `model` is a dict of config sections."""
+    """Return whether a field of `model` is a dict of config sections."""
     field = model.model_fields.get(name)
     if field is None or get_origin(field.annotation) is not dict:
         return False
@@ -279,9 +279,8 @@ def _explain(model: type[BaseModel], item: Any) -> str:
     if item["type"] == "missing":
         return f"`{place}` is missing: set it in the file or with --{place} VALUE"
     message = item["msg"].removeprefix("Value error, ").rstrip(".")
-    value = (
-        "" if isinstance(item["input"], dict) else f" = {item['input']!r}"
-    )  # a whole section would clutter the message
+    # a whole section would clutter the message
+    value = "" if isinstance(item["input"], dict) else f" = {item['input']!r}"
     return f"`{place}`{value}: {message[0].lower()}{message[1:]}"
 
 

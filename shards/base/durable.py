@@ -140,9 +140,8 @@ def create_file(path: Path, temporary: Path) -> bool:
         return False
     finally:
         temporary.unlink(missing_ok=True)
-        fsync_folder(
-            path.parent
-        )  # the loser flushes as well: it will read a file whose winner may not have flushed yet
+        # the loser flushes as well: it will read a file whose winner may not have flushed yet
+        fsync_folder(path.parent)
     return True
 
 
@@ -164,6 +163,19 @@ def rename_if_absent(source: Path, target: Path) -> None:
             f"jobs could overwrite each other. Use a different file system or an object store for `output`."
         )
     raise OSError(number, os.strerror(number), str(target))
+
+
+def check_version(found: Any, expected: int, where: str) -> None:
+    """Check the format version of a stored record.
+
+    Raises:
+        RequestError: another version of latentmill wrote it.
+    """
+    if found != expected:
+        raise RequestError(
+            f"{where} has format version {found}, and this version of latentmill reads only {expected}. Use the one "
+            f"that wrote it, or start anew."
+        )
 
 
 def canonical_json(value: Any) -> bytes:

@@ -7,7 +7,7 @@ from typing import Any, Literal
 from pydantic import Field, ValidationError, field_validator
 
 from shards.base.config import Config, flatten
-from shards.base.durable import canonical_json, parse_sealed_json, sealed_json
+from shards.base.durable import canonical_json, check_version, parse_sealed_json, sealed_json
 from shards.base.errors import RequestError
 from shards.base.store import Store
 from shards.format import image, text
@@ -119,11 +119,7 @@ class EncodingRecord(Config):
         """
         fields = parse_sealed_json(data, where)
         id = fields.pop("id")
-        if (version := fields.get("schema_version")) != VERSION:
-            raise RequestError(
-                f"{where} has format version {version}, but this version of latentmill only reads version {VERSION}. "
-                f"Use the version that wrote it, or encode into a new root."
-            )
+        check_version(fields.get("schema_version"), VERSION, where)
         try:
             record = cls.model_validate(fields)
         except (ValidationError, KeyError) as error:

@@ -56,7 +56,7 @@ class PartMDSWriter:
         folder.mkdir(parents=True)
         self.folder = folder
         columns = [Column.of(name, kind) for name, kind in sorted(encoding.columns(bucket).items())]
-        self.columns = [(column.name, column, *array_type(column.encoding)) for column in columns]
+        self.columns = [(column, *array_type(column.encoding)) for column in columns]
         self.config = file_config(columns)
         self.config_data = json.dumps(self.config, sort_keys=True).encode()
         self.entries: list[dict[str, Any]] = []
@@ -97,8 +97,8 @@ class PartMDSWriter:
         """Return the sizes of the variable-size columns, followed by each column's bytes."""
         sizes: list[int] = []
         pieces: list[bytes | memoryview] = []
-        for name, column, dtype, shape in self.columns:
-            value = sample[name]
+        for column, dtype, shape in self.columns:
+            value = sample[column.name]
             parts: list[bytes | memoryview]
             if dtype is None:
                 parts = [value.encode()]

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from pydantic import ValidationError, model_validator
 
 from shards.base.config import Config
-from shards.base.durable import DamagedFile, parse_sealed_json, sealed_json
+from shards.base.durable import DamagedFile, check_version, parse_sealed_json, sealed_json
 from shards.base.errors import RequestError
 
 FOLDER = "commits"
@@ -228,11 +228,7 @@ def parse_receipt(data: bytes, where: str) -> Receipt:
         RequestError: the receipt has a different format version.
     """
     fields: Mapping[str, Any] = parse_sealed_json(data, where)
-    if (version := fields.get("version")) != VERSION:
-        raise RequestError(
-            f"{where} has format version {version}, but this version of latentmill only reads version {VERSION}. Use "
-            f"the version that wrote it, or encode into a new root."
-        )
+    check_version(fields.get("version"), VERSION, where)
     try:
         return Receipt.model_validate(fields)
     except ValidationError as error:

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import pyarrow as pa
 
 from shards.base.config import Config
-from shards.base.durable import DamagedFile, parse_sealed_json, sealed_json
+from shards.base.durable import DamagedFile, check_version, parse_sealed_json, sealed_json
 from shards.base.errors import RequestError
 from shards.base.store import Store
 from shards.root.segments import FOLDER as SEGMENTS
@@ -22,6 +22,7 @@ from shards.root.segments import content_id, load_segment, merge, names_outside
 
 FOLDER = "index/manifests"
 INDEXES = "index/buckets"
+VERSION: Literal[2] = 2
 NUMBER = re.compile(r"(\d{8})\.json")
 
 
@@ -37,7 +38,7 @@ class BucketSize(Config):
 class Manifest(Config):
     """The contents of a root's buckets at the time of publication."""
 
-    version: Literal[2] = 2
+    version: Literal[2] = VERSION
     number: int
     buckets: dict[str, BucketSize]
     recalled: dict[str, tuple[str, ...]]
@@ -54,7 +55,7 @@ class BucketIndex(Config):
     The id fixes the set of rows, but not how they are divided into segments.
     """
 
-    version: Literal[2] = 2
+    version: Literal[2] = VERSION
     bucket: str
     segments: tuple[str, ...]
     """SHA-256 of each segment."""
@@ -151,9 +152,5 @@ def index_name(id: str) -> str:
 
 def _parse_version_2(data: bytes, where: str) -> dict[str, Any]:
     fields = parse_sealed_json(data, where)
-    if fields.get("version") != 2:
-        raise RequestError(
-            f"{where} has format version {fields.get('version')}, but this version of latentmill reads only version 2. "
-            f"Use the version of latentmill that wrote it."
-        )
+    check_version(fields.get("version"), VERSION, where)
     return fields

@@ -23,7 +23,7 @@ ABOUT_POSTERIOR = {
 }
 POWERS = ("", "1K", "10K", "100K", "1M", "10M", "100M", "1B", "10B", "100B", "1T")
 VALUES_SHOWN = 10
-"""Limit per setting, because a derived root has a different value for each part."""
+"""Number of values listed per setting, because a derived root has one `derived_from` per part."""
 ABOUT_COLUMNS = {
     "key": ": key of the input sample",
     "image_latents": ": channels, height, width",

@@ -163,9 +163,7 @@ def wait_for(*paths: Path) -> None:
 
 
 def test_each_host_gets_a_launcher_of_its_own(machines: Path) -> None:
-    assert (
-        launch.launch_on_hosts([str(machines / "hosts"), "2", "8", "--quiet", "-m", "mine", "--run_dir", "a b"]) == 0
-    )
+    assert launch.launch_on_hosts([str(machines / "hosts"), "2", "8", "--quiet", "-m", "mine", "--run_dir", "a b"]) == 0
     for rank in range(2):
         folder, *words = json.loads((machines / f"words-{rank}").read_text())
         assert folder == os.getcwd()

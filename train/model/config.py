@@ -1,4 +1,4 @@
-"""Config of the optimizer, the moving averages and the distribution over processes, without torch: it is read first."""
+"""Config of the optimizer, the moving averages and DDP. It is read before torch is imported."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ class EmaConfig(Config):
     kind: Literal["constant", "power"] = "constant"
     """`power` widens the average with the run, to the same share of it at every step (Karras et al., 2024)."""
     decay: float = Field(0.9999, gt=0, lt=1)
-    """Of `constant`."""
+    """Decay per step, for `constant`."""
     sigma_rel: Width = 0.1
-    """Of `power`: the average's width (standard deviation in time) as a share of the steps done."""
+    """Width of the average for `power`: its standard deviation in time, as a share of the steps done."""
     start_step: int | None = Field(None, ge=0)
-    """Step from which it is held; null: never. It takes no memory before."""
+    """First step of the average; null: none. It takes no memory before that step."""
     snapshot_every: int | None = Field(None, ge=1)
-    """Steps between snapshots of further averages, held from the first step on, from which `python -m train ema RUN`
-    rebuilds any width afterwards; null: none are held."""
+    """Steps between snapshots of the averages in `std`, from which `python -m train ema RUN` rebuilds any width
+    afterwards; null: no snapshots."""
     std: list[Width] = Field([0.05, 0.1], min_length=1)
-    """Widths of those, as `sigma_rel`; each takes 4 bytes a parameter, on the device and in every checkpoint."""
+    """Widths of these averages, like `sigma_rel`. Each takes 4 bytes per parameter, also in checkpoints."""
     snapshot_dtype: Literal["float16", "float32"] = "float16"
-    """Type of the snapshots' numbers; float16 rounds each to 1/2048 of itself."""
+    """Data type of snapshots; float16 rounds to within 1/2048 of each value."""
 
     @field_validator("std")
     @classmethod
@@ -50,44 +50,44 @@ def average_name(std: float) -> str:
 
 
 class OptimizerConfig(Config):
-    """AdamW, and the clip before it."""
+    """AdamW with gradient clipping."""
 
     lr: float = Field(1e-4, gt=0)
     """The learning rate after warm-up."""
     betas: tuple[Momentum, Momentum] = (0.9, 0.999)
     """AdamW's decays of the first and second moment."""
     eps: float = Field(1e-8, gt=0)
-    """AdamW's."""
+    """AdamW's ε."""
     weight_decay: float = Field(0.01, ge=0)
-    """AdamW's, decoupled from the gradient."""
+    """AdamW's decoupled weight decay."""
     max_grad_norm: float = Field(1.0, gt=0)
     """Gradients are scaled down to this global norm."""
     max_skipped_steps: int = Field(100, ge=0)
-    """A step whose gradient is not finite leaves weights and optimizer alone and is counted; more stop the run."""
+    """Number of steps with a non-finite gradient, which change no weights, that a run tolerates before it stops."""
 
 
 class ScheduleConfig(Config):
-    """The learning rate over the steps."""
+    """The learning rate schedule."""
 
     kind: Literal["constant", "cosine"] = "constant"
-    """After warm-up: as it is, or half a cosine down to zero at `max_steps`."""
+    """After warm-up: constant, or half a cosine down to zero at `max_steps`."""
     warmup_steps: int = Field(10_000, ge=0)
-    """Linear from zero."""
+    """Steps of linear warm-up from zero."""
 
 
 class DdpConfig(Config):
-    """How processes that each hold the whole network exchange gradients (`sharding: none`)."""
+    """Gradient exchange between processes that each hold the whole network (`sharding: none`)."""
 
     bucket_mb: int = Field(500, ge=1)
-    """Gradients travel in so many MB at once, while the backward pass goes on; a compiled network is cut there."""
+    """Size in MB of the buckets that are all-reduced during the backward pass. A compiled network is split there."""
     gradients: Literal["float32", "bfloat16"] = "float32"
-    """Type in which they travel; bfloat16 is half the bytes, and rounds each to 1/256 of itself."""
+    """Data type of all-reduced gradients; bfloat16 halves the bytes and rounds to within 1/256 of each value."""
 
     def handler(self) -> DistributedDataParallelKwargs:
-        """As accelerate is told of it.
+        """Return Accelerate's handler for these settings.
 
-        Gradients are views of what travels, so that none is copied back. The graph is not declared static: all that
-        would spare is the search for unused weights, which is off.
+        Gradients are views of the buckets, so nothing is copied back. The graph is not declared static, because that
+        would only save the search for unused parameters, which is off anyway.
         """
         from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs
 

@@ -1,4 +1,4 @@
-"""Config of the objective, the alignment loss and validation, without torch: it is read first."""
+"""Config of the objective, the alignment loss and validation. It is read before torch is imported."""
 
 import math
 from typing import Any, Literal
@@ -14,23 +14,23 @@ NUM_TIMESTEPS = 8
 
 
 class ShiftConfig(Config):
-    """Moves the drawn times towards noise, t → αt / (1 + (α − 1)·t): larger pictures need more of it to be hidden."""
+    """Shift of the drawn timesteps towards noise, t → αt / (1 + (α − 1)·t), because larger images need more noise."""
 
     kind: Literal["constant", "log_linear", "square_root"] = "constant"
-    """α is `factor` for all (SD3); or e^μ, with μ linear in a picture's tokens (FLUX.1); or `factor` times the root of
-    the tokens over `base_tokens` (equation 23)."""
+    """`constant`: α is `factor` (SD3). `log_linear`: α is e^μ, with μ linear in an image's tokens (FLUX.1).
+    `square_root`: α is `factor` · √(tokens / `base_tokens`) (Esser et al., 2024, equation 23)."""
     factor: float = Field(1.0, gt=0)
-    """Of `constant` and `square_root`; 1 leaves the times of the base size as they are."""
+    """Factor for `constant` and `square_root`; 1 leaves the timesteps of the base size unchanged."""
     base_tokens: int = Field(256, ge=1)
     """Tokens at which μ is `base_shift`."""
     max_tokens: int = Field(4096, ge=1)
-    """Tokens at which μ is `max_shift`; beyond, the line goes on."""
+    """Tokens at which μ is `max_shift`; larger images extrapolate."""
     base_shift: float = 0.5
-    """Of `log_linear`."""
+    """Value of μ at `base_tokens`, for `log_linear`."""
     max_shift: float = 1.15
-    """Of the same."""
+    """Value of μ at `max_tokens`, for `log_linear`."""
     patch: int = Field(2, ge=1)
-    """A token is so many latents wide and high."""
+    """Side of a token, in latents."""
 
     @model_validator(mode="after")
     def _check(self) -> "ShiftConfig":
@@ -39,7 +39,7 @@ class ShiftConfig(Config):
         return self
 
     def alpha(self, latent_hw: tuple[int, int]) -> float:
-        """α of pictures whose latents are (h, w)."""
+        """Return α for images whose latents are (h, w)."""
         tokens = latent_hw[0] * latent_hw[1] // self.patch**2
         if self.kind == "constant":
             return self.factor
@@ -49,9 +49,9 @@ class ShiftConfig(Config):
         return math.exp(self.base_shift + slope * (tokens - self.base_tokens))
 
     def scheduler_settings(self, scheduler: str, latent_hw: tuple[int, int]) -> dict[str, Any]:
-        """Fields by which a diffusers scheduler of this class steps where training's times were moved to.
+        """Return the settings with which a diffusers scheduler of this class applies the same shift.
 
-        Where a scheduler cannot follow the picture's size, as pictures of the latents (h, w) ask for.
+        A scheduler that cannot follow the image size gets the shift of images whose latents are (h, w).
         """
         if scheduler == "DPMSolverMultistepScheduler":
             return {"flow_shift": self.alpha(latent_hw)}
@@ -64,39 +64,39 @@ class ShiftConfig(Config):
 
 
 class ObjectiveConfig(Config):
-    """What the U-Net learns to predict, under which noise."""
+    """Prediction target and noise schedule."""
 
     prediction: Literal["epsilon", "v_prediction", "sample", "flow_matching"] = "epsilon"
-    """The first three are DDPM's, over the β below; flow_matching is rectified flow, which has no β."""
+    """The first three are DDPM targets and use the β schedule below; flow_matching is rectified flow, without β."""
     num_train_timesteps: int = Field(1000, ge=1)
-    """With flow_matching, the scale on which the U-Net is told the time in [0, 1]."""
+    """With flow_matching, the factor between the time in [0, 1] and the timestep that the network receives."""
     timestep_sampling: Literal["uniform", "logit_normal", "mode", "cosmap"] = "uniform"
-    """How flow_matching draws its time; the sigmoid of a normal dwells in the middle (Esser et al., 2024)."""
+    """Distribution of flow_matching's times; `logit_normal` favours the middle (Esser et al., 2024)."""
     logit_mean: float = 0.0
-    """Of the normal of logit_normal."""
+    """Mean of the normal distribution behind `logit_normal`."""
     logit_std: float = Field(1.0, gt=0)
-    """Of the same."""
+    """Standard deviation of the normal distribution behind `logit_normal`."""
     mode_scale: float = Field(1.29, ge=-1, le=2 / (math.pi - 2))
-    """Of mode; 0 is uniform, and within these bounds no two draws give one time."""
+    """Scale of `mode`; 0 is uniform. Within these bounds the mapping from draws to times is one to one."""
     shift: ShiftConfig = ShiftConfig()
     weighting: Literal["none", "sigma_sqrt", "cosmap"] = "none"
     """With flow_matching, each sample's weight in the loss: max(t, 1/num_train_timesteps)^−2, or
     2 / (π·(1 − 2t + 2t²)), the density of cosmap. Without the limit t^−2 has an infinite mean over uniform times; at
     1/1000 diffusers' training scripts have their smallest time."""
     beta_schedule: Literal["scaled_linear", "linear", "squaredcos_cap_v2"] = "scaled_linear"
-    """How β goes from `beta_start` to `beta_end`, as diffusers names it."""
+    """Schedule of β from `beta_start` to `beta_end`, by its name in diffusers."""
     beta_start: float = Field(0.00085, gt=0, lt=1)
     """Variance of the first noise step."""
     beta_end: float = Field(0.012, gt=0, lt=1)
-    """Variance of the last."""
+    """Variance of the last noise step."""
     caption_dropout: float = Field(0.1, ge=0, le=1)
     """Share of samples that see the empty caption, for classifier-free guidance."""
     min_snr_gamma: float | None = Field(None, gt=0)
-    """Weigh each sample's loss by min(SNR, γ) in terms of the latents (Hang et al., 2023); null: all alike. With
+    """Weight each sample's loss by min(SNR, γ) in terms of the latents (Hang et al., 2023); null: no weighting. With
     zero_terminal_snr the weight is min(SNR + 1, γ), because min(SNR, γ) is 0 at the last timestep, which would then
     never be trained."""
     offset_noise: float = Field(0.0, ge=0)
-    """Size of a further draw per channel, the same over the picture, added to the noise."""
+    """Scale of an additional draw per channel, constant over the image, that is added to the noise."""
     zero_terminal_snr: bool = False
     """Rescale the schedule so that its last step is pure noise (Lin et al., 2023); not with epsilon."""
 
@@ -123,20 +123,20 @@ class ObjectiveConfig(Config):
 
 
 class RepaConfig(Config):
-    """An alignment loss of a hidden layer with a feature tower of the root, beside the loss (REPA)."""
+    """An additional loss that aligns a hidden layer with a feature tower of the root (REPA)."""
 
     layer: str | None = None
     """Module of the network by its name, such as down_blocks.1 or transformer_blocks.7; null: no alignment."""
     output: int = Field(0, ge=0)
-    """Which of its outputs, where it has several: 0 of a U-Net's blocks, 1 of blocks that give text, then image."""
+    """Index of the output to align, if the module has several: 0 for U-Net blocks, 1 where text comes first."""
     tower: str | None = None
     """Name of the feature tower; null: the one that is read."""
     weight: float = Field(0.5, gt=0)
     """λ, the loss's coefficient."""
     schedule: Literal["constant", "linear"] = "constant"
-    """λ up to `until`, and 0 from there; or falling to 0 there in a line."""
+    """`constant`: λ until `until`, then 0. `linear`: a linear decay to 0 at `until`."""
     until: int | None = Field(None, ge=1)
-    """Step; null: λ for good."""
+    """Step at which the alignment ends; null: never."""
     hidden: int = Field(2048, ge=1)
     """Width of the projection head, three linear layers with SiLU between."""
 
@@ -147,7 +147,7 @@ class RepaConfig(Config):
         return self
 
     def coefficient(self, step: int) -> float:
-        """λ of optimizer step `step` (the first is 0)."""
+        """Return λ at optimizer step `step` (the first is 0)."""
         if self.until is None:
             return self.weight
         left = max(0.0, 1.0 - step / self.until)
@@ -155,7 +155,7 @@ class RepaConfig(Config):
 
 
 class ValidationConfig(Config):
-    """Held-out samples whose loss is taken now and then; a root of its own, encoded as the training data is."""
+    """Loss on held-out samples, from a root that was encoded like the training data."""
 
     root: Place | None = None
     """The latents root, a folder or an address; null: no validation."""
@@ -169,11 +169,13 @@ class ValidationConfig(Config):
     every: int = Field(1000, ge=1)
     """Steps; the value goes with that step's line of metrics.jsonl, so `log.every` must divide it."""
     timesteps: Literal["middles", "starts"] = "middles"
-    """Of eight equal parts of the time axis; the starts of flow matching's, t = k/8, are MLPerf's for FLUX.1."""
+    """Middles or starts of eight equal parts of the time axis. With flow matching, the starts, t = k/8, are those of
+    MLPerf's FLUX.1 benchmark."""
     dealt: bool = False
-    """Each sample at one of the eight, in turn, as MLPerf has it; false: at all, for eight times the cost."""
+    """Evaluate each sample at one of the eight timesteps, in turn, as MLPerf does; false: at all eight, at eight times
+    the cost."""
     weights: Literal["raw", "ema"] = "raw"
-    """Whose loss; ema: the moving average's, where it is held, which takes the weights' place meanwhile."""
+    """Weights to validate; `ema` swaps the moving average in for the validation, once there is one."""
 
     @model_validator(mode="after")
     def _check(self) -> "ValidationConfig":

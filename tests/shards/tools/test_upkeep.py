@@ -154,7 +154,7 @@ def test_a_receipt_of_another_version_is_refused(root: Path, capsys: pytest.Capt
     path = root / "commits" / "64x64" / "00000.json"
     write_sealed_json(path, read_sealed_json(path) | {"version": 3})
     assert exit_code_of(lambda: run(["stats", str(root)])) == 2
-    assert "has format version 3, but this version of latentmill only reads version 2" in words(capsys)
+    assert "has format version 3, but this version of latentmill reads only version 2" in words(capsys)
 
 
 def test_clean_gives_up_uploads_that_never_ended(

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from shards.base.durable import DamagedFile, read_sealed_json, sha256_file
+from shards.base.durable import DamagedFile, check_version, read_sealed_json, sha256_file
 from shards.base.errors import RequestError
 from train.run.launches import remove
 
@@ -137,11 +137,7 @@ def verify_checkpoint(folder: Path) -> Checkpoint:
     """
     try:
         content = read_sealed_json(folder / STATE_NAME)
-        if (version := content.get("version")) != VERSION:
-            raise RequestError(
-                f"{folder} has format version {version}, and this version of latentmill reads only {VERSION}. Use the "
-                f"one that wrote it."
-            )
+        check_version(content.get("version"), VERSION, str(folder))
         for name, sha256 in (content["files"] | content.get("lines", {})).items():
             if sha256_file(folder / name) != sha256:
                 raise DamagedFile(f"{folder / name} does not have the SHA-256 that it was written with.")

@@ -29,7 +29,7 @@ from train.run.saving.checkpoint import (
 
 
 def work_folder(place: Place) -> Path:
-    """Where this machine has a run: in its run folder, or, of one at an address, in the temporary folder."""
+    """Return this machine's folder of a run: the run folder, or a temporary folder if the run is at an address."""
     if isinstance(place, Path):
         return place
     name = hashlib.sha256(place.encode()).hexdigest()[:12]
