@@ -33,7 +33,7 @@ $(if $(filter train,$(MAKECMDGOALS)),$(if $(filter-out 1,$(NODES)),$(if $(SLURM_
 $(if $(filter train,$(MAKECMDGOALS)),$(if $(HOSTS),$(if $(wildcard $(HOSTS)),,$(error there is no $(HOSTS): HOSTS is a file with a host to a line))))
 $(if $(filter train,$(MAKECMDGOALS)),$(if $(wildcard $(PHASE_CONFIG)),,$(error there is no $(PHASE_CONFIG): say PHASE=1 or PHASE=2, or CONFIG=path.yaml)))
 
-.PHONY: help setup demo test test-slow-cpu test-browser test-faults test-alerts test-slurm test-container test-families test-quantised test-install test-oldest test-gpu-check bench gpu-check check-lock lint docs select download precompute train sample evaluate watch report study plan lock clean
+.PHONY: help setup demo test test-slow-cpu test-browser test-faults test-alerts test-slurm test-container test-families test-quantised test-install test-oldest test-gpu-check bench gpu-check check-lock lint docs select download precompute train sample evaluation watch report study plan lock clean
 
 help:
 	@echo "make demo                                     everything, on a picture world of its own (no GPU; 13 to 28 minutes on 2 cores)"
@@ -218,22 +218,22 @@ train: setup
 
 EVALUATE = --config $(or $(CONFIG),configs/evaluate.yaml) --model $(RUN) $(if $(PROMPTS),--prompts.file $(PROMPTS)) $(if $(OUT),--output $(OUT))
 sample: setup
-	$(BIN)/python -m evaluate sample $(EVALUATE) $(ARGS)
+	$(BIN)/python -m evaluation sample $(EVALUATE) $(ARGS)
 
 evaluate: setup
-	$(BIN)/python -m evaluate score $(EVALUATE) $(ARGS)
+	$(BIN)/python -m evaluation score $(EVALUATE) $(ARGS)
 
 empty :=
 STUDY = --config $(or $(CONFIG),configs/study.yaml) $(if $(OUT),--output $(OUT)) $(ARGS)
 study: setup
-	$(BIN)/python -m evaluate.study prepare --sets $(subst $(empty) ,$(comma),$(strip $(A) $(B) $(C) $(D))) $(STUDY)
-	$(BIN)/python -m evaluate.study serve $(STUDY)
+	$(BIN)/python -m evaluation.study prepare --sets $(subst $(empty) ,$(comma),$(strip $(A) $(B) $(C) $(D))) $(STUDY)
+	$(BIN)/python -m evaluation.study serve $(STUDY)
 
 watch: setup
-	$(BIN)/python -m evaluate watch $(RUN) --config $(or $(CONFIG),configs/evaluate.yaml) --prompts.file $(PROMPTS) $(if $(OUT),--output $(OUT)) $(ARGS)
+	$(BIN)/python -m evaluation watch $(RUN) --config $(or $(CONFIG),configs/evaluate.yaml) --prompts.file $(PROMPTS) $(if $(OUT),--output $(OUT)) $(ARGS)
 
 report: setup
-	$(BIN)/python -m evaluate report $(RUN) --output $(or $(OUT),runs/report.html) $(ARGS)
+	$(BIN)/python -m evaluation report $(RUN) --output $(or $(OUT),runs/report.html) $(ARGS)
 
 plan: setup
 	$(BIN)/python -m plan --config $(or $(CONFIG),$(CONFIGS)/plan.yaml) $(if $(GPUS),--gpus $(GPUS)) $(ARGS)

@@ -23,10 +23,10 @@ COMMANDS = {
     "precompute.select": ("configs/select.yaml", "precompute.select.config:SelectConfig"),
     "precompute.download": ("configs/download.yaml", "precompute.download.config:DownloadConfig"),
     "plan": ("configs/plan.yaml", "plan.config:Plan"),
-    "evaluate score": ("configs/evaluate.yaml", "evaluate.config:EvaluateConfig"),
-    "evaluate.study prepare": ("configs/study.yaml", "evaluate.study.config:StudyConfig"),
-    "evaluate watch RUN": ("configs/evaluate.yaml", "evaluate.config:WatchConfig"),
-    "evaluate report RUN…": (None, "evaluate.report.page:ReportConfig"),
+    "evaluation score": ("configs/evaluate.yaml", "evaluation.config:EvaluateConfig"),
+    "evaluation.study prepare": ("configs/study.yaml", "evaluation.study.config:StudyConfig"),
+    "evaluation watch RUN": ("configs/evaluate.yaml", "evaluation.config:WatchConfig"),
+    "evaluation report RUN…": (None, "evaluation.report.page:ReportConfig"),
 }
 """Default config file and config class of each command."""
 HEAD = """\

@@ -20,9 +20,9 @@ from pathlib import Path
 from shards.base.errors import exit_code_of
 
 SERVER = get_context("forkserver")
-COMMANDS = ("precompute.__main__", "evaluate.__main__", "train.__main__", "train.start", "train.export.pipeline")
+COMMANDS = ("precompute.__main__", "evaluation.__main__", "train.__main__", "train.start", "train.export.pipeline")
 SERVER.set_forkserver_preload(
-    ["tests.ranks", *COMMANDS, "tests.evaluate.watch.watching", "torch.distributed.tensor", "torch._dynamo"]
+    ["tests.ranks", *COMMANDS, "tests.evaluation.watch.watching", "torch.distributed.tensor", "torch._dynamo"]
 )
 
 CLONE_NEWNS, MS_REC, MS_PRIVATE = 0x00020000, 0x4000, 1 << 18

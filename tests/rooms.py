@@ -10,15 +10,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("shards", "precompute", "train", "plan", "evaluate", "examples", "bench")
+PACKAGES = ("shards", "precompute", "train", "plan", "evaluation", "examples", "bench")
 MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "shards": (),
     "precompute": ("shards",),
     "train": ("shards",),
     "plan": ("shards", "train"),
-    "evaluate": ("shards", "precompute"),
-    "examples": ("shards", "precompute", "train", "evaluate"),
-    "bench": ("shards", "precompute", "train", "plan", "evaluate", "examples"),
+    "evaluation": ("shards", "precompute"),
+    "examples": ("shards", "precompute", "train", "evaluation"),
+    "bench": ("shards", "precompute", "train", "plan", "evaluation", "examples"),
 }
 """Top-level package → those below it. precompute and train never meet."""
 

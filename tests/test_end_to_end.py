@@ -12,7 +12,7 @@ from diffusers import DiffusionPipeline, StableDiffusionPipeline, UNet2DConditio
 
 from shards.open import open_store
 from shards.root.committed import load_tars
-from tests.evaluate.sets import draw_here, pictures, sampling
+from tests.evaluation.sets import draw_here, pictures, sampling
 from tests.roots import precompute_arguments
 from tests.runs import PYTHON, environment, run_module, train_fields, write_config
 from train.run.telling.json_lines import read_json_lines

@@ -10,20 +10,20 @@ from typing import Any
 
 import pytest
 
-import evaluate.__main__
-import evaluate.study.__main__
+import evaluation.__main__
+import evaluation.study.__main__
 import shards.__main__
 import train.__main__
 
 ROOT = Path(__file__).parents[1]
 SCRIPTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
-WITHOUT_SCRIPT = ("evaluate.study", "precompute.preview", "train.launch")
+WITHOUT_SCRIPT = ("evaluation.study", "precompute.preview", "train.launch")
 PROGRAMS = {
     place.split(":")[0].removesuffix(".__main__") for name, place in SCRIPTS.items() if name != "latentmill"
 } | set(WITHOUT_SCRIPT)
 SUBCOMMANDS = {
-    "evaluate": set(evaluate.__main__.COMMANDS) - {"study"},  # which has a table of its own
-    "evaluate.study": set(evaluate.study.__main__.COMMANDS),
+    "evaluation": set(evaluation.__main__.COMMANDS) - {"study"},  # which has a table of its own
+    "evaluation.study": set(evaluation.study.__main__.COMMANDS),
     "shards": set(shards.__main__.COMMANDS),
     "train": set(train.__main__.COMMANDS),
 }
@@ -32,15 +32,15 @@ WORDS += [["python", "-m", program] for program in sorted(PROGRAMS)]
 WORDS += [["python", "-m", program, name] for program, names in sorted(SUBCOMMANDS.items()) for name in sorted(names)]
 
 READ = [
-    *(f"{program}.__main__.load_from_args" for program in ("evaluate", "precompute", "train")),
+    *(f"{program}.__main__.load_from_args" for program in ("evaluation", "precompute", "train")),
     *(f"precompute.{name}.__main__.load_from_args" for name in ("select", "download")),
-    *(f"{program}.__main__.load_config" for program in ("evaluate", "evaluate.study", "plan")),
+    *(f"{program}.__main__.load_config" for program in ("evaluation", "evaluation.study", "plan")),
     *(f"train.{name}.load_for_run" for name in ("export.pipeline", "export.posthoc", "run.telling.tell")),
 ]
 """Functions that read what was typed."""
 WORK = [
     *("shards.__main__.open_store", "precompute.preview.open_store", "shards.tools.init.write_configs"),
-    *("train.run.telling.plot.plot_run", "accelerate.commands.launch.launch_command", "evaluate.__main__.read_runs"),
+    *("train.run.telling.plot.plot_run", "accelerate.commands.launch.launch_command", "evaluation.__main__.read_runs"),
 ]
 """Functions with which work begins, where argparse reads."""
 
@@ -115,13 +115,13 @@ def test_every_command_has_examples_that_are_understood(
         ("train export", ["--weights"]),
         ("train ema", ["--std"]),
         ("train.launch", ["--num_processes"]),
-        ("evaluate", [f"evaluate {name}" for name in evaluate.__main__.COMMANDS]),
-        ("evaluate sample", ["--sampling.guidance"]),
-        ("evaluate score", ["--extractors.clip.weights"]),
-        ("evaluate watch", ["--every", "--once"]),
-        ("evaluate report", ["--price_per_hour"]),
-        ("evaluate study", [f"evaluate.study {name}" for name in evaluate.study.__main__.COMMANDS]),
-        ("evaluate.study serve", ["evaluate.study invite", "--serve.port"]),
+        ("evaluation", [f"evaluation {name}" for name in evaluation.__main__.COMMANDS]),
+        ("evaluation sample", ["--sampling.guidance"]),
+        ("evaluation score", ["--extractors.clip.weights"]),
+        ("evaluation watch", ["--every", "--once"]),
+        ("evaluation report", ["--price_per_hour"]),
+        ("evaluation study", [f"evaluation.study {name}" for name in evaluation.study.__main__.COMMANDS]),
+        ("evaluation.study serve", ["evaluation.study invite", "--serve.port"]),
         ("shards", list(shards.__main__.COMMANDS)),
         *((f"shards {name}", ["root"]) for name in shards.__main__.COMMANDS),
     ],

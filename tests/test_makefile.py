@@ -66,8 +66,8 @@ def test_what_a_target_runs() -> None:
     assert check.endswith("-m train check --config configs/phase1.yaml --max_steps 5")
     assert "-m train.launch --num_machines 1 --num_processes 2 --multi_gpu" in launch
     study = make("--dry-run", "study", "A=a", "B=b", "C=c", "OUT=o", "ARGS=--protocol.seed 1").stdout
-    assert "-m evaluate.study prepare --sets a,b,c --config configs/study.yaml --output o --protocol.seed 1" in study
-    assert "-m evaluate.study serve --config configs/study.yaml --output o --protocol.seed 1" in study
+    assert "-m evaluation.study prepare --sets a,b,c --config configs/study.yaml --output o --protocol.seed 1" in study
+    assert "-m evaluation.study serve --config configs/study.yaml --output o --protocol.seed 1" in study
     assert launch.endswith("-m train --config configs/phase1.yaml --num_processes $((1 * 2)) --max_steps 5")
 
 

@@ -21,7 +21,7 @@ from train.run.telling.config import LogConfig
 
 
 class RequestConfig(Config):
-    """What the run asks of `python -m evaluate watch`; the trainer itself evaluates nothing."""
+    """What the run asks of `python -m evaluation watch`; the trainer itself evaluates nothing."""
 
     every: int | None = Field(None, ge=1)
     """Checkpoints of steps that this divides are to be evaluated, and the last; null: all."""

@@ -62,7 +62,7 @@ def next_commands(config: TrainConfig, config_file: Path | None) -> list[str]:
     # an export is a folder, also where the run is at an address
     output = "" if isinstance(config.run_dir, Path) else f" --output runs/{Path(config.run_dir).name}/export"
     return [
-        f"python -m evaluate score --config configs/evaluate.yaml --model {run}",
+        f"python -m evaluation score --config configs/evaluate.yaml --model {run}",
         f"python -m train export {run}{output}",
         *(f"python -m train --config {shlex.quote(str(path))}" for path in following_phases(config, config_file)),
     ]

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from evaluate.study.schedule import deal
-from evaluate.study.statistics.leanings import Leanings
+from evaluation.study.schedule import deal
+from evaluation.study.statistics.leanings import Leanings
 
 
 @dataclass(frozen=True)

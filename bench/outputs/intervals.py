@@ -1,7 +1,7 @@
 """How often the metrics' 95 % intervals hold what they are said to hold: `python -m bench.outputs.intervals`.
 
 Features are drawn from known distributions, far from each other, near, and equal; each interval is computed as
-`python -m evaluate score` computes it. What it estimates comes from elsewhere: a closed form, kernels over samples that
+`python -m evaluation score` computes it. What it estimates comes from elsewhere: a closed form, kernels over samples that
 are all independent, or, where the estimand is a mean over draws, the mean of other draws.
 """
 
@@ -15,10 +15,10 @@ import numpy as np
 import torch
 
 from bench.kit.common import machine
-from evaluate.metrics.frechet import Moments, frechet_at_n, frechet_distance, frechet_infinity
-from evaluate.metrics.intervals import Estimate, mean_interval
-from evaluate.metrics.kernels import CMMD_SCALE, Kernel, cmmd, cubic, gaussian, kid
-from evaluate.metrics.manifold import precision, recall
+from evaluation.metrics.frechet import Moments, frechet_at_n, frechet_distance, frechet_infinity
+from evaluation.metrics.intervals import Estimate, mean_interval
+from evaluation.metrics.kernels import CMMD_SCALE, Kernel, cmmd, cubic, gaussian, kid
+from evaluation.metrics.manifold import precision, recall
 
 FIXED_SEED, OTHER_SEEDS = 10**6, 2 * 10**6
 """Of what an estimand holds fixed; the first one of the draws that say what the estimand is."""

@@ -10,13 +10,13 @@ from pathlib import Path
 import torch
 
 from bench.kit.common import machine, timed_in_turn
-from evaluate.parts import commit_part
-from evaluate.sampling.job import describe_drawing, list_samples
-from evaluate.sampling.noise import initial_noise
-from evaluate.sampling.pipeline import load_pipeline
-from evaluate.sampling.prompts import Prompt
-from evaluate.sampling.settings import SamplingConfig
-from evaluate.sampling.worker import PICTURES, Part, draw_part
+from evaluation.parts import commit_part
+from evaluation.sampling.job import describe_drawing, list_samples
+from evaluation.sampling.noise import initial_noise
+from evaluation.sampling.pipeline import load_pipeline
+from evaluation.sampling.prompts import Prompt
+from evaluation.sampling.settings import SamplingConfig
+from evaluation.sampling.worker import PICTURES, Part, draw_part
 from shards.format.buckets import Bucket
 from shards.open import open_store
 

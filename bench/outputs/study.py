@@ -1,7 +1,7 @@
 """How often a blind study's intervals hold what they are said to hold: `python -m bench.outputs.study`.
 
 Studies are simulated with prompts and raters that lean to one model or the other, each vote keyed as the schedule deals
-it. Each interval is computed as `python -m evaluate.study analyse` computes it; what it estimates is known. Beside it
+it. Each interval is computed as `python -m evaluation.study analyse` computes it; what it estimates is known. Beside it
 stand Wilson's interval of independent votes, and the one that clusters by prompt alone.
 """
 
@@ -13,10 +13,10 @@ from scipy.stats import norm
 
 from bench.kit.common import section, table
 from bench.kit.studies import Design, share_of
-from evaluate.study.statistics.leanings import Leanings
-from evaluate.study.statistics.power import weigh
-from evaluate.study.statistics.preference import Preference, preference
-from evaluate.study.statistics.strengths import strengths
+from evaluation.study.statistics.leanings import Leanings
+from evaluation.study.statistics.power import weigh
+from evaluation.study.statistics.preference import Preference, preference
+from evaluation.study.statistics.strengths import strengths
 
 PROMPTS, RATERS, VOTES = 200, 15, 5
 DESIGNS = {

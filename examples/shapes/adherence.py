@@ -1,12 +1,12 @@
-"""The fixed prompts for `evaluate`, and how many of the pictures that it drew of them show what was asked for."""
+"""The fixed prompts for `evaluation`, and how many of the pictures that it drew of them show what was asked for."""
 
 import json
 from pathlib import Path
 
 import numpy as np
 
-from evaluate.report.pictures import first_pictures
-from evaluate.report.records import evaluations
+from evaluation.report.pictures import first_pictures
+from evaluation.report.records import evaluations
 from examples.shapes.judge import judge
 from examples.shapes.prompts import PROMPT_SEED, Prompt, held_out_prompts, seen_prompts
 

@@ -146,7 +146,7 @@ class Demo:
         for phase, side in SIDES.items():
             size, reference = f"{side}x{side}", str(self.folder / f"reference-{side}")
             call(
-                *("evaluate", "watch", str(self.folder / phase), "--config", str(CONFIGS / "evaluate.yaml")),
+                *("evaluation", "watch", str(self.folder / phase), "--config", str(CONFIGS / "evaluate.yaml")),
                 *("--prompts.file", str(prompts), "--sampling.size", size, "--reference.size", size),
                 *("--reference.pictures", str(self.folder / "tars"), "--reference.place", reference),
             )

@@ -8,9 +8,9 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from evaluate.report.markup import section, table, text
-from evaluate.report.page import ReportConfig, render
-from evaluate.report.runs import Run, read_runs
+from evaluation.report.markup import section, table, text
+from evaluation.report.page import ReportConfig, render
+from evaluation.report.runs import Run, read_runs
 from examples.shapes.adherence import PHASES, newest_pictures, prompt_lists
 from shards.open import open_store
 from shards.tools.stats import root_totals

@@ -9,10 +9,10 @@ import diffusers
 import pytest
 import torch
 
-from evaluate.sampling.job import describe_drawing
-from evaluate.sampling.pipeline import Sample, draw, has_guidance_input, load_pipeline
-from evaluate.sampling.prompts import Prompt
-from evaluate.sampling.settings import SamplingConfig
+from evaluation.sampling.job import describe_drawing
+from evaluation.sampling.pipeline import Sample, draw, has_guidance_input, load_pipeline
+from evaluation.sampling.prompts import Prompt
+from evaluation.sampling.settings import SamplingConfig
 from tests.families.calls import OWN
 from tests.families.small import FAMILIES, Small, stir
 from tests.families.starting import small_run, started

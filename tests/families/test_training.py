@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 import torch
 
-from evaluate.sampling.job import describe_drawing, list_samples
-from evaluate.sampling.pipeline import draw, load_pipeline
-from evaluate.sampling.settings import SamplingConfig
+from evaluation.sampling.job import describe_drawing, list_samples
+from evaluation.sampling.pipeline import draw, load_pipeline
+from evaluation.sampling.settings import SamplingConfig
 from tests import ranks
-from tests.evaluate.sets import PROMPTS
+from tests.evaluation.sets import PROMPTS
 from tests.families.calls import picture
 from tests.families.online import Online
 from tests.families.small import FAMILIES, Small

@@ -48,7 +48,7 @@ def check_message(folder: Path, printed: str) -> None:
     run = folder / "phase1"
     assert lines.count(f"Finished at step 2. Checkpoint: {step_folder(run, 2)}") == 1
     assert lines[lines.index("Next:") + 1 :][:3] == [
-        f"  python -m evaluate score --config configs/evaluate.yaml --model {run}",
+        f"  python -m evaluation score --config configs/evaluate.yaml --model {run}",
         f"  python -m train export {run}",
         f"  python -m train --config {folder / 'phase2.yaml'}",
     ]

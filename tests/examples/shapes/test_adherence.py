@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from PIL import ImageOps
 
-from evaluate.parts import commit_part
-from evaluate.sampling.prompts import PromptsConfig, prompts_sha256, read_prompts
+from evaluation.parts import commit_part
+from evaluation.sampling.prompts import PromptsConfig, prompts_sha256, read_prompts
 from examples.shapes.adherence import LEAST, check_adherence, newest_pictures, prompt_lists, score, write_prompts
 from examples.shapes.scenes import draw_scene
 from shards.base.durable import sealed_json

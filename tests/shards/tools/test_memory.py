@@ -12,7 +12,7 @@ import pytest
 
 from bench.kit.receipts import ThinStore, synthetic_receipt
 from bench.kit.roots import encoding_record
-from evaluate.report.page import data
+from evaluation.report.page import data
 from examples.shapes.report import root_totals
 from precompute.preview import pick_samples
 from shards.__main__ import run

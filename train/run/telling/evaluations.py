@@ -1,4 +1,4 @@
-"""What `evaluate watch` found, told to the run's tracker by the run itself: a tracker's run has one writer.
+"""What `evaluation watch` found, told to the run's tracker by the run itself: a tracker's run has one writer.
 
 With two, wandb loses rows of one of them (its issues 10349 and 12269). So a watcher leaves a sheet of each checkpoint
 in the run, and the launch that trains tells of them, one at each line of metrics.jsonl. Those that come after training

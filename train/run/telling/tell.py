@@ -1,4 +1,4 @@
-"""What `evaluate watch` found after training had ended, told to the run's tracker.
+"""What `evaluation watch` found after training had ended, told to the run's tracker.
 
 examples:
   python -m train tell runs/phase2

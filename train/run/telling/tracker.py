@@ -35,7 +35,7 @@ def start_tracker(config: LogConfig, accelerator: Accelerator, settings: dict[st
             "tags": dict.fromkeys(config.tags, "true"),
         },
     }
-    if config.tracker == "tensorboard":  # a folder of the run folder, which `evaluate` writes to as well
+    if config.tracker == "tensorboard":  # a folder of the run folder, which `evaluation` writes to as well
         accelerator.init_trackers("tracker")
         if main:
             writer = accelerator.get_tracker("tensorboard", unwrap=True)

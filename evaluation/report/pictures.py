@@ -1,0 +1,87 @@
+"""Pictures of fixed prompts: read from a sample set, put side by side, never degraded but for their size."""
+
+import io
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from PIL import Image, ImageDraw, ImageFont
+
+from evaluation.parts import read_part, read_receipt, read_sealed
+from evaluation.sampling.job import RECORD
+from evaluation.sampling.prompts import Prompt
+from evaluation.sampling.worker import PICTURES, file_name
+from shards.base.errors import DamagedInput
+from shards.open import open_store
+
+Item = TypeVar("Item")
+LABEL_HEIGHT, GAP = 20, 4
+
+
+@dataclass(frozen=True)
+class Shown:
+    """The first picture of a prompt."""
+
+    prompt: Prompt
+    picture: Image.Image
+
+
+def first_pictures(place: Path | str, count: int, side: int) -> list[Shown]:
+    """Of a sample set's first `count` prompts; at most `side` pixels high and wide.
+
+    Those of missing parts are left out, and, with a word, those that are not as they were drawn.
+    """
+    store = open_store(place)
+    content = read_sealed(store, RECORD)
+    if content is None:
+        return []
+    per_prompt, codec = content["drawing"]["images_per_prompt"], content["drawing"]["codec"]
+    found = []
+    for number, prompt in enumerate(content["prompts"][:count]):
+        sample = number * per_prompt
+        receipt = read_receipt(store, PICTURES, f"{sample // content['part_size']:05d}")
+        if receipt is not None:
+            name = file_name(sample, codec)
+            try:
+                data = read_part(store, receipt | {"files": {name: receipt["files"][name]}})[name]
+            except DamagedInput as error:
+                print(f"A picture is left out: {error}", flush=True)
+                continue
+            picture = Image.open(io.BytesIO(data), formats=["PNG", "WEBP"])
+            picture.thumbnail((side, side), Image.Resampling.LANCZOS)
+            found.append(Shown(Prompt(**prompt), picture.convert("RGB")))
+    return found
+
+
+def side_by_side(pictures: Mapping[str, Image.Image]) -> Image.Image:
+    """In a row, each under its label."""
+    font = ImageFont.load_default(14)
+    width = max(
+        *(picture.width for picture in pictures.values()), *(int(font.getlength(name)) + 4 for name in pictures)
+    )
+    height = max(picture.height for picture in pictures.values())
+    strip = Image.new("RGB", (len(pictures) * (width + GAP) - GAP, height + LABEL_HEIGHT), "white")
+    draw = ImageDraw.Draw(strip)
+    for number, (label, picture) in enumerate(pictures.items()):
+        left = number * (width + GAP)
+        draw.text((left + 2, 2), label, fill="black", font=font)
+        strip.paste(picture, (left, LABEL_HEIGHT))
+    return strip
+
+
+def grid(pictures: Sequence[Image.Image], columns: int) -> Image.Image:
+    """In rows of `columns`, left to right."""
+    width, height = (max(sizes) for sizes in zip(*(picture.size for picture in pictures), strict=True))
+    rows = -(-len(pictures) // columns)
+    whole = Image.new("RGB", (min(columns, len(pictures)) * (width + GAP) - GAP, rows * (height + GAP) - GAP), "white")
+    for number, picture in enumerate(pictures):
+        whole.paste(picture, (number % columns * (width + GAP), number // columns * (height + GAP)))
+    return whole
+
+
+def spread(steps: Sequence[Item], count: int) -> list[Item]:
+    """At most `count` of them, the first and the last among them, evenly by their place."""
+    if len(steps) <= count:
+        return list(steps)
+    return [steps[round(i * (len(steps) - 1) / max(1, count - 1))] for i in range(count)]

@@ -1,0 +1,161 @@
+"""A diffusers pipeline drawing pictures whose noise is keyed by sample."""
+
+import hashlib
+import inspect
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import torch
+from diffusers import DiffusionPipeline
+from torch import Tensor
+
+from evaluation.sampling.code import check_code, code_files
+from evaluation.sampling.noise import initial_noise, step_generator
+from evaluation.sampling.prompts import Prompt
+from evaluation.sampling.settings import Drawing, SamplerName
+from shards.base.device import Precision
+from shards.base.errors import RequestError, WorkError
+from shards.format.buckets import Bucket
+from shards.format.models import TRAINED_GUIDANCE
+
+SCHEDULERS: dict[SamplerName, str] = {
+    "ddim": "DDIMScheduler",
+    "ddpm": "DDPMScheduler",
+    "dpm_solver": "DPMSolverMultistepScheduler",
+    "euler": "EulerDiscreteScheduler",
+    "euler_ancestral": "EulerAncestralDiscreteScheduler",
+    "heun": "HeunDiscreteScheduler",
+    "unipc": "UniPCMultistepScheduler",
+}
+FLOW = "flow_prediction"
+PACKED = 4
+"""Latents of a patch that pipelines pack into one token, 2 × 2."""
+SWITCHED_OFF = ("use_resolution_binning", "clean_caption")
+"""Options of pipelines that default to true in some: drawing in the nearest of the pipeline's own sizes and scaling the
+result, and rewriting prompts, which stage 1 did not do to captions."""
+ZEROS = "force_zeros_for_empty_prompt"
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One picture that is to be drawn."""
+
+    number: int
+    """Its place in the sample set."""
+    prompt: Prompt
+    index: int
+    """Which of the prompt's pictures."""
+
+
+def load_pipeline(folder: Path, device: str, precision: Precision, trust_remote_code: bool = False) -> Any:
+    """Load the pipeline to `device`, without a safety checker, which would replace suspicious pictures by black ones.
+
+    Raises:
+        RequestError: the folder has code of its own that is not trusted.
+    """
+    check_code(folder, trust_remote_code)
+    index = DiffusionPipeline.load_config(folder)
+    options: dict[str, Any] = {"safety_checker": None} if "safety_checker" in index else {}
+    if code_files(folder):  # the export's own, or trusted
+        options["trust_remote_code"] = True
+    pipeline = DiffusionPipeline.from_pretrained(folder, use_safetensors=True, **options)
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline.to(device, getattr(torch, precision))
+
+
+def load_scheduler(folder: Path) -> Any:
+    """The scheduler of a pipeline's folder."""
+    _, name = DiffusionPipeline.load_config(folder)["scheduler"]
+    return getattr(diffusers, name).from_pretrained(folder, subfolder="scheduler")
+
+
+def sampler_of(scheduler: Any, name: SamplerName) -> Any:
+    """The pipeline's own scheduler, or another over the same noise.
+
+    Raises:
+        RequestError: the model was trained for flow matching, which the named one knows nothing of.
+    """
+    if name == "own":
+        return scheduler
+    if scheduler.config.get("prediction_type", FLOW) == FLOW:
+        raise RequestError(f"sampler {name} is not for flow matching, for which this model was trained. Set it to own.")
+    return getattr(diffusers, SCHEDULERS[name]).from_config(scheduler.config)
+
+
+def describe(scheduler: Any) -> str:
+    """A scheduler's class and its settings' hash."""
+    settings = {key: value for key, value in scheduler.config.items() if not key.startswith("_")}
+    digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:12]
+    return f"{type(scheduler).__name__} {digest}"
+
+
+@torch.inference_mode()
+def draw(pipeline: Any, samples: Sequence[Sample], drawing: Drawing) -> Tensor:
+    """(N, 3, height, width) float32 in [0, 1], before any rounding.
+
+    Raises:
+        WorkError: a picture is not finite.
+    """
+    bucket, setting = Bucket.parse(drawing.size), drawing.setting
+    keys = [(drawing.seed, sample.prompt.id, sample.index) for sample in samples]
+    network = getattr(pipeline, "unet", None) or pipeline.transformer
+    is_packed = hasattr(pipeline, "_pack_latents")
+    channels = network.config.in_channels // (PACKED if is_packed else 1)
+    shape = (channels, *bucket.latent_hw(pipeline.vae_scale_factor))
+    latents = torch.stack([initial_noise(*key, shape) for key in keys]).to(network.dtype)
+    if is_packed:
+        latents = pipeline._pack_latents(latents, len(keys), *shape)
+    accepts = inspect.signature(pipeline.__call__).parameters
+    options = {name: False for name in SWITCHED_OFF if name in accepts}
+    pictures: Tensor = pipeline(
+        [sample.prompt.text for sample in samples],
+        height=bucket.height,
+        width=bucket.width,
+        num_inference_steps=setting.steps,
+        latents=latents,
+        generator=[step_generator(*key) for key in keys],
+        output_type="pt",
+        **guidance_arguments(pipeline, drawing, len(samples)),
+        **options,
+    ).images.float()
+    if not torch.isfinite(pictures).all():
+        raise WorkError(
+            f"The model draws pictures that are not finite, {samples[0].prompt.text!r} among them. Try "
+            f"sampling.precision float32; if they stay so, the checkpoint's weights are broken."
+        )
+    return pictures
+
+
+def guidance_arguments(pipeline: Any, drawing: Drawing, count: int) -> dict[str, Any]:
+    """Build the arguments that make the pipeline guide a batch of `count` prompts away from what `drawing` says.
+
+    Without a negative prompt the unconditional input is the one that training used for dropped captions. A pipeline
+    that replaces a missing negative prompt by zeros gets none; all others get the empty caption, because some of them
+    skip guidance unless there is a negative prompt.
+    """
+    text = drawing.negative_prompt
+    zeros = text is None and pipeline.config.get(ZEROS, False)
+    arguments: dict[str, Any] = {"negative_prompt": None if zeros else [text or ""] * count}
+    if "true_cfg_scale" not in inspect.signature(pipeline.__call__).parameters:
+        return arguments | {"guidance_scale": drawing.setting.guidance}
+    arguments["true_cfg_scale"] = drawing.setting.guidance
+    scale = drawing.guidance_input
+    if scale is None:
+        scale = pipeline.transformer.config.get(TRAINED_GUIDANCE)
+    # `guidance_scale` is an input of the network here; without a value the pipeline's default holds
+    return arguments | ({} if scale is None else {"guidance_scale": scale})
+
+
+def has_guidance_input(folder: Path) -> bool:
+    """Whether a pipeline's network takes a guidance scale as an input."""
+    config = folder / "transformer" / "config.json"
+    return config.is_file() and bool(json.loads(config.read_text()).get("guidance_embeds", False))
+
+
+def to_bytes(pictures: Tensor) -> Tensor:
+    """(N, 3, H, W) in [0, 1] → (N, H, W, 3) uint8 on the CPU, rounded to the nearest level."""
+    return (pictures * 255).round().to(torch.uint8).permute(0, 2, 3, 1).cpu()

@@ -1,0 +1,182 @@
+"""Votes → who was preferred, by how much, and how sure that is, by the protocol's own rules."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from evaluation.metrics.intervals import COVERAGE
+from evaluation.study.protocol import Protocol, Study
+from evaluation.study.schedule import Draws, Showing, make_schedule
+from evaluation.study.statistics.preference import preference
+from evaluation.study.statistics.strengths import strengths
+from evaluation.study.votes import Vote
+from shards.base.errors import RequestError
+
+WORTH = {"first": 1.0, "tie": 0.5, "second": 0.0}
+ESTIMAND = "the share of votes that raters like these give on prompts like these; a tie is half a vote"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A vote, by what was shown."""
+
+    vote: Vote
+    showing: Showing
+    score: float
+    """1 for the item's first picture, 0 for its second, 0.5 for a tie: whichever side they were on."""
+
+
+@dataclass(frozen=True)
+class Rater:
+    number: int
+    done: int
+    showings: int
+    gold_right: int
+    gold_answers: int
+    repeats_same: int
+    repeats_answers: int
+    ties: int
+    answers: int
+    median_seconds: float | None
+    excluded: bool
+    """By the protocol's rule."""
+
+
+def analyse(study: Study, votes: Sequence[Vote], partial: bool = False) -> dict[str, Any]:
+    """The whole result, for results.json.
+
+    Raises:
+        RequestError: there are no votes that count, or not all that were planned and `partial` was not asked for.
+    """
+    protocol = study.protocol
+    schedule = make_schedule(protocol, Draws(study.secret, protocol.seed))
+    answers = [_read(vote, schedule) for vote in votes]
+    planned = sum(map(len, schedule)) * len(protocol.questions)
+    if len(answers) < planned and not partial:
+        raise RequestError(
+            f"{study.folder} has {len(answers)} of {planned} planned answers. A study that is stopped once its result "
+            f"pleases finds differences that are not there: wait for the others (`python -m evaluation.study status` "
+            f"says whose they are), or set --partial true, and the result says that it is partial."
+        )
+    raters = [_about(number, schedule[number], answers, protocol) for number in range(protocol.raters)]
+    out = {rater.number - 1 for rater in raters if rater.excluded}
+    counted = [a for a in answers if a.showing.kind == "first" and a.vote.rater not in out]
+    if not counted:
+        raise RequestError(
+            f"{study.folder} has no vote that counts: {len(answers)} answers, {len(out)} raters left out by its rule."
+        )
+    return {
+        "name": protocol.name,
+        "protocol_sha256": protocol.sha256,
+        "questions": protocol.questions,
+        "models": [{"letter": at, **model} for at, model in zip(protocol.letters, protocol.models, strict=True)],
+        "answers": len(answers),
+        "planned": planned,
+        "partial": len(answers) < planned,
+        "margin": protocol.margin,
+        "coverage": COVERAGE,
+        "estimand": ESTIMAND,
+        "exclude_below": protocol.exclude_below,
+        "preferences": list(_preferences(counted, protocol, lambda answer: None)),
+        "by_category": list(_preferences(counted, protocol, lambda answer: answer.showing.item.category or "none"))
+        if any(item.category for item in protocol.items)
+        else [],
+        "strengths": list(_strengths(counted, protocol)) if len(protocol.models) > 2 else [],
+        "raters": [asdict(rater) for rater in raters],
+    }
+
+
+def _read(vote: Vote, schedule: list[list[Showing]]) -> Answer:
+    showing = schedule[vote.rater][vote.showing - 1]
+    worth = WORTH[vote.answer]
+    return Answer(vote, showing, 1 - worth if showing.swapped else worth)
+
+
+def _about(rater: int, showings: list[Showing], answers: Sequence[Answer], protocol: Protocol) -> Rater:
+    own = [answer for answer in answers if answer.vote.rater == rater]
+    golds = [answer.score == 1 for answer in own if answer.showing.kind == "gold"]
+    first = {(a.showing.item.id, a.vote.question): a.score for a in own if a.showing.kind == "first"}
+    repeats = [a.score == first[a.showing.item.id, a.vote.question] for a in own if a.showing.kind == "repeat"]
+    seconds = {answer.vote.showing: answer.vote.seconds for answer in own}
+    least = protocol.exclude_below
+    return Rater(
+        number=rater + 1,
+        done=len(seconds),
+        showings=len(showings),
+        gold_right=sum(golds),
+        gold_answers=len(golds),
+        repeats_same=sum(repeats),
+        repeats_answers=len(repeats),
+        ties=sum(answer.score == 0.5 for answer in own),
+        answers=len(own),
+        median_seconds=median(seconds.values()) if seconds else None,
+        excluded=bool(golds) and least is not None and sum(golds) < least * len(golds),
+    )
+
+
+def _preferences(
+    counted: Sequence[Answer], protocol: Protocol, group: Callable[[Answer], str | None]
+) -> list[dict[str, Any]]:
+    """A row for each question, pair of models and group of items."""
+    groups: dict[tuple[str, tuple[int, int], str | None], list[Answer]] = {}
+    for answer in counted:
+        assert answer.showing.item.models is not None
+        groups.setdefault((answer.vote.question, answer.showing.item.models, group(answer)), []).append(answer)
+    order = list(protocol.questions)
+    keys = sorted(groups, key=lambda key: (order.index(key[0]), key[1], key[2] or ""))
+    return [_preference(groups[key], key, protocol) for key in keys]
+
+
+def _preference(
+    answers: Sequence[Answer], key: tuple[str, tuple[int, int], str | None], protocol: Protocol
+) -> dict[str, Any]:
+    question, (first, second), category = key
+    scores, prompts, raters = _columns(answers)
+    found = preference(scores, prompts, raters)
+    low, high = found.interval()
+    equivalent = bool(found.is_within(protocol.margin))
+    a, b = protocol.letters[first], protocol.letters[second]
+    verdict = f"{a} is preferred" if low > 0.5 else f"{b} is preferred" if high < 0.5 else "no difference shown"
+    return {
+        "question": question,
+        "models": [a, b],
+        "category": category,
+        "preference": float(found.value),
+        "low": float(low),
+        "high": float(high),
+        "degrees_of_freedom": float(found.degrees),
+        "votes": len(scores),
+        "prompts": len(np.unique(prompts)),
+        "raters": len(np.unique(raters)),
+        "won": int((scores == 1).sum()),
+        "tied": int((scores == 0.5).sum()),
+        "lost": int((scores == 0).sum()),
+        "equivalent": equivalent,
+        "verdict": verdict + (f"; equivalent within ±{protocol.margin:g}" if equivalent else ""),
+    }
+
+
+def _strengths(counted: Sequence[Answer], protocol: Protocol) -> list[dict[str, Any]]:
+    """A row for each question and model."""
+    rows = []
+    for question in protocol.questions:
+        own = [answer for answer in counted if answer.vote.question == question]
+        pairs = np.array([answer.showing.item.models for answer in own])
+        scores, prompts, raters = _columns(own)
+        found = strengths(scores, pairs, prompts, raters, len(protocol.models), protocol.seed)
+        for number, letter in enumerate(protocol.letters):
+            columns = {name: float(values[number]) for name, values in vars(found).items()}
+            rows.append({"question": question, "model": letter, **columns})
+    return rows
+
+
+def _columns(answers: Sequence[Answer]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(N,) scores, prompts' ids, raters."""
+    return (
+        np.array([answer.score for answer in answers]),
+        np.array([answer.showing.item.prompt_id for answer in answers]),
+        np.array([answer.vote.rater for answer in answers]),
+    )

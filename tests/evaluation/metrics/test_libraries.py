@@ -1,0 +1,63 @@
+"""Metrics against those of torchmetrics and torch-fidelity, on random features in float64."""
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch_fidelity.metric_fid import fid_features_to_statistics, fid_statistics_to_metric
+from torch_fidelity.metric_prc import calculate_precision_recall_full
+from torchmetrics.image.fid import FrechetInceptionDistance
+from torchmetrics.image.kid import KernelInceptionDistance
+
+from evaluation.metrics.frechet import Moments, frechet_distance
+from evaluation.metrics.kernels import kid
+from evaluation.metrics.manifold import precision, recall
+
+DIMENSIONS = 12
+
+
+class Flat(nn.Module):
+    """Pictures of 12 numbers are their own features."""
+
+    num_features = DIMENSIONS
+
+    def forward(self, pictures: Tensor) -> Tensor:
+        """(N, 3, 2, 2) → (N, 12)."""
+        return pictures.flatten(1)
+
+
+@pytest.fixture
+def two_sides() -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(0)
+    mixing = rng.normal(size=(DIMENSIONS, DIMENSIONS))
+    return rng.gamma(2, size=(300, DIMENSIONS)) @ mixing, rng.gamma(3, size=(250, DIMENSIONS)) @ mixing
+
+
+def fed(metric: nn.Module, x: np.ndarray, y: np.ndarray) -> nn.Module:
+    for rows, real in ((x, False), (y, True)):
+        metric.update(torch.from_numpy(rows).reshape(-1, 3, 2, 2), real=real)  # type: ignore[operator]
+    return metric
+
+
+def test_frechet_as_torchmetrics_and_torch_fidelity_have_it(two_sides: tuple[np.ndarray, np.ndarray]) -> None:
+    x, y = two_sides
+    found = frechet_distance(Moments.of(x), Moments.of(y))
+    theirs = fed(FrechetInceptionDistance(feature=Flat(), input_img_size=(3, 2, 2)).set_dtype(torch.float64), x, y)
+    assert found == pytest.approx(float(theirs.compute()), rel=1e-6)  # type: ignore[operator]
+    statistics = [fid_features_to_statistics(torch.from_numpy(rows)) for rows in (x, y)]
+    fidelity = fid_statistics_to_metric(*statistics, verbose=False)["frechet_inception_distance"]
+    assert found == pytest.approx(fidelity, rel=1e-6)
+
+
+def test_kid_as_torchmetrics_has_it_over_one_subset_of_all(two_sides: tuple[np.ndarray, np.ndarray]) -> None:
+    x, y = two_sides[0][:250], two_sides[1]
+    theirs = fed(KernelInceptionDistance(feature=Flat(), subsets=1, subset_size=250).set_dtype(torch.float64), x, y)
+    mean, _ = theirs.compute()  # type: ignore[operator]
+    assert kid(x, np.arange(250), y).value == pytest.approx(float(mean), rel=1e-6)
+
+
+def test_precision_and_recall_as_torch_fidelity_has_them(two_sides: tuple[np.ndarray, np.ndarray]) -> None:
+    x, y = two_sides
+    theirs = calculate_precision_recall_full(torch.from_numpy(x), torch.from_numpy(y), 3, 10000)
+    assert precision(x, np.arange(300), y).value == pytest.approx(float(theirs[0]))
+    assert recall(x, np.arange(300), y).value == pytest.approx(float(theirs[1]))

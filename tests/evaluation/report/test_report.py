@@ -1,0 +1,190 @@
+"""The page of some runs: what it says, that it needs no other file, and what it never puts together."""
+
+import re
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from evaluation.__main__ import run as command
+from evaluation.report.charts import MARKERS, Series, line_chart
+from evaluation.report.pictures import first_pictures, side_by_side, spread
+from evaluation.report.runs import binned, read_runs, short_names, starts
+from shards.base.durable import sealed_json
+from shards.base.errors import exit_code_of
+from shards.open import open_store
+from tests.evaluation.report.pages import add_evaluation, make_run, report
+from tests.runs import run_module, train_fields, write_config
+
+
+def test_a_page_of_two_phases(tmp_path: Path) -> None:
+    first = make_run(tmp_path / "a" / "phase1")
+    second = make_run(tmp_path / "a" / "phase2", steps=20, init_from=str(first))
+    for step in (10, 20, 40):
+        add_evaluation(first, step, "id1", 5 - step / 10)
+    add_evaluation(second, 20, "id2", 3)
+    page = report(first, second, "--output", tmp_path / "out" / "page.html", "--price_per_hour", 2)
+    source = page.source
+
+    assert "phase2 began from another of these runs" in source
+    assert all(f"<figcaption>kid, g8-s1-own, id {number}</figcaption>" in source for number in ("id1", "id2"))
+    # 40 steps of 8 images at 20 a second are 16 s, of two processes 32 s
+    assert '<th scope="row">phase1</th><td>320</td><td>2</td><td>0.004444</td><td>0.008889</td><td>$0.02</td>' in source
+    assert "The root cannot be read from here" in source and "absent/root" in source
+    assert "a &lt;b&gt;shape&lt;/b&gt; &amp; 0" in source and "<b>shape" not in source
+    strip = [image for image in page.all("img") if "step 10" in (image["alt"] or "")]
+    assert len(strip) == 3 and strip[0]["alt"] == "step 10: a <b>shape</b> & 0"
+    assert "phase1, step 40: a" in source and "Runs side by side" in source
+
+
+def test_a_page_of_a_real_run_accounts_for_its_data(latents: Path, tmp_path: Path) -> None:
+    config = write_config(tmp_path, train_fields(latents, tmp_path / "run", max_steps=4))
+    trained = run_module("train", "--config", str(config))
+    assert trained.returncode == 0, trained.stderr
+    source = report(tmp_path / "run", "--output", tmp_path / "page.html").source
+    assert "The root cannot be read" not in source and "run reads 64x64" in source
+    for row in (("in the tars", 46), ("encoded", 30), ("rejected", 16), ("tars", 2)):
+        assert '<th scope="row">{}</th><td>{}</td>'.format(*row) in source, row
+    assert "Rejected because" in source and '<th scope="row">not_an_image</th><td>2</td>' in source
+    assert '<th scope="row">64x64</th><td>30</td>' in source and '<th scope="row">128x128</th><td>20</td>' in source
+    assert len(read_runs([str(tmp_path / "run")])[0].curve("loss")) == 4
+
+
+def test_the_page_stands_alone_and_can_be_heard_and_walked(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    add_evaluation(run, 10, "id1", 5)
+    page = report(run, "--output", tmp_path / "page.html")
+    places = [a.get("src") or a.get("href") for tag in ("img", "a", "script", "link", "iframe") for a in page.all(tag)]
+    assert all(place and place.startswith(("#", "data:image/png")) for place in places)
+    assert "url(" not in page.source and "@import" not in page.source
+    ids = [attributes["id"] for _, attributes in page.tags if "id" in attributes]
+    assert len(ids) == len(set(ids))
+    targets = [place[1:] for place in places if place and place.startswith("#")]
+    targets += " ".join(a["aria-labelledby"] or "" for _, a in page.tags if "aria-labelledby" in a).split()
+    assert set(targets) <= set(ids) and targets[0] == "main"
+    assert page.all("html") == [{"lang": "en"}] and len(page.all("main")) == len(page.all("h1")) == 1
+    assert all(image["alt"] for image in page.all("img"))
+    assert all(svg["role"] == "img" and svg["aria-labelledby"] for svg in page.all("svg"))
+    assert len(page.all("svg")) == len(page.all("details")) == len(page.all("title")) - 1
+    frames = [a for a in page.all("div") if a.get("class") == "frame"]
+    assert frames and all(a["tabindex"] == "0" and a["aria-label"] for a in frames)
+    assert len(page.all("caption")) == len(page.all("table"))
+    assert all(a["scope"] in ("row", "col") for a in page.all("th"))
+    levels = [int(tag[1]) for tag, _ in page.tags if re.fullmatch(r"h\d", tag)]
+    assert all(after - before <= 1 for before, after in pairwise(levels))
+    assert "prefers-color-scheme" in page.source and ":focus-visible" in page.source
+
+
+def test_lines_differ_without_colour() -> None:
+    lines = [Series(f"run {i}", [(0, i), (1, i + 1)], style=i) for i in range(len(MARKERS))]
+    svg = line_chart("t", "x", "y", lines)
+    dashes = re.findall(r'stroke-dasharray="([^"]*)"', svg)
+    assert len(set(dashes)) == len(lines) and all(marker in svg for marker in MARKERS)
+    places = [float(y) for y in re.findall(r'<text x="433\.0" y="([\d.]+)"', svg)]
+    assert len(places) == len(lines) and min(abs(a - b) for a in places for b in places if a != b) >= 19
+
+
+@pytest.mark.parametrize("count", [2, 8, 13, 30])
+def test_many_lines_stay_in_the_picture_and_differ(count: int) -> None:
+    """All end at one place, at the bottom."""
+    svg = line_chart("t", "x", "y", [Series(f"r{i}", [(0, 1), (1, 0)], style=i) for i in range(count)])
+    places = sorted(float(y) - 4 for y in re.findall(r'<text x="433\.0" y="([\d.]+)"', svg))
+    assert len(places) == count and places[0] > 0 and places[-1] <= 320 - 48
+    assert len({round(place, 1) for place in places}) == count
+    looks = re.findall(r'<g class="(s\d)"><g transform[^>]*>(<[^>]*>)', svg)
+    assert len(set(looks)) == count
+
+
+def test_charts_hold_what_they_are_given() -> None:
+    """The path goes through the values' places, the bars to their ends; one point alone, equal values, a log scale."""
+    svg = line_chart("t", "x", "y", [Series("a", [(0, 0), (10, 10), (5, 5)], [(-10, 5), (0, 20), (0, 6)])])
+    (path,) = re.findall(r'<path d="M([\d. L]+)" stroke', svg)
+    (x0, y0), (x1, y1), (x2, y2) = ([float(v) for v in place.split()] for place in path.split("L"))
+    assert x0 < x2 < x1 and y0 > y2 > y1
+    assert x2 - x0 == pytest.approx(x1 - x2, abs=0.2) and y0 - y2 == pytest.approx(y2 - y1, abs=0.2)
+    (low, high), *_ = re.findall(r'<path d="M[\d.]+ ([\d.]+)V([\d.]+)M', svg)
+    assert float(low) - y0 == pytest.approx(y0 - y1, abs=0.2) and y0 - float(high) == pytest.approx(y0 - y2, abs=0.2)
+    assert svg.count("h8") == 6
+    for points in ([(5, 5)], [(1, 2), (2, 2)], [(1, 0.001), (2, 1000)]):
+        assert "nan" not in line_chart("t", "x", "y", [Series("a", points)], log=True).lower()
+
+
+def test_runs_without_evaluations_without_a_log_and_what_is_none(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bare = make_run(tmp_path / "bare")
+    (bare / "metrics.jsonl").unlink()
+    page = report(bare, "--output", tmp_path / "page.html")
+    assert "Nothing was logged yet" in page.source and "No metrics yet" in page.source
+
+    def said(*words: Any) -> str:
+        assert exit_code_of(lambda: command([str(word) for word in words])) == 2
+        return capsys.readouterr().err.replace("\n", " ")
+
+    assert "is no run: it has no config.yaml" in said("report", tmp_path)
+    assert "name the runs first" in said("report")
+    assert "stands there twice" in said("report", bare, bare)
+    assert "bare and other have no metric in common: bare has none" in said(
+        "compare", bare, make_run(tmp_path / "other")
+    )
+
+
+def test_numbers_of_two_ids_are_not_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first, second = make_run(tmp_path / "a"), make_run(tmp_path / "b")
+    for step in (10, 20):
+        add_evaluation(first, step, "id1", step)
+    add_evaluation(second, 10, "id2", 7)
+    assert exit_code_of(lambda: command(["compare", str(first), str(second)])) == 2
+    assert "are two metrics: they differ in the extractor" in capsys.readouterr().err.replace("\n", " ")
+    add_evaluation(second, 20, "id1", 4)
+    assert exit_code_of(lambda: command(["compare", str(first), str(second)])) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[0].startswith("kid id1 (lower is better)") and "20.0000" in shown[1] and "4.0000" in shown[2]
+
+
+def test_pictures_of_a_set(tmp_path: Path) -> None:
+    """Exact where they are small enough; those of a missing part are left out."""
+    run = make_run(tmp_path / "run")
+    add_evaluation(run, 10, "id", 1)
+    place = run / "evaluations" / "step-00000010-auto" / "g8-s1-own"
+    shown = first_pictures(place, 9, side=64)
+    assert [(one.prompt.id, one.picture.getpixel((0, 0))) for one in shown] == [
+        (f"p{i}", (10, 40 * i, 7)) for i in range(3)
+    ]
+    assert first_pictures(place, 1, side=16)[0].picture.size == (16, 8)
+    strip = side_by_side({f"step {i}": one.picture for i, one in enumerate(shown)})
+    assert strip.size == (3 * 68 - 4, 52) and strip.getpixel((68, 40)) == (10, 40, 7)
+    (place / "receipts" / "pictures" / "00000.json").unlink()
+    assert [one.prompt.id for one in first_pictures(place, 9, side=64)] == ["p2"]
+
+
+@pytest.mark.parametrize(
+    ("names", "short"),
+    [
+        (["runs/a", "runs/b/"], ["a", "b"]),
+        (["x/run", "y/run"], ["x/run", "y/run"]),
+        (["s3://k/phase1"], ["phase1"]),
+    ],
+)
+def test_runs_are_named_as_short_as_tells_them_apart(names: list[str], short: list[str]) -> None:
+    assert short_names(names) == short
+
+
+def test_chains_bins_and_spreads(tmp_path: Path) -> None:
+    a = make_run(tmp_path / "a")
+    b = make_run(tmp_path / "b", steps=20, init_from=str(a))
+    c = make_run(tmp_path / "c", init_from=str(b))
+    assert starts(read_runs([str(c), str(a), str(b)])) == {"c": 60, "a": 0, "b": 40}
+    assert binned([(i, 2.0 * i) for i in range(7)], 3) == [(1, 2), (4, 8), (6, 12)]
+    assert spread(list(range(10)), 3) == [0, 4, 9] and spread([1, 2], 3) == [1, 2]
+
+
+def test_what_evaluations_took_is_a_part_of_the_price(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")  # 40 steps of 8 images at 20 a second, on two processes: 32 s
+    for number, seconds in enumerate((3600.0, 1800.0)):
+        store = open_store(run / "evaluations" / f"step-{number + 1:08d}-auto" / "g8-s1-own")
+        for folder in ("pictures", "features/abc"):
+            store.create(f"receipts/{folder}/00000.json", sealed_json({"seconds": seconds}))
+    page = report(run, "--output", tmp_path / "page.html", "--price_per_hour", "2").source
+    assert "run, 2 evaluations" in page and "$6.00" in page and "$6.02" in page

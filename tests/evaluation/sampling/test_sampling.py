@@ -1,0 +1,307 @@
+"""Sampling: the same pictures from any number of workers, in any batches, whatever was killed on the way."""
+
+import inspect
+import io
+import os
+import random
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from diffusers import DPMSolverMultistepScheduler, PixArtSigmaPipeline, StableDiffusionPipeline
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+from safetensors.torch import load_file
+
+from evaluation.__main__ import run as command
+from evaluation.sampling.job import describe_drawing, list_samples, read_set, split
+from evaluation.sampling.model import hash_pipeline
+from evaluation.sampling.noise import initial_noise
+from evaluation.sampling.pipeline import Sample, draw, load_pipeline, sampler_of, to_bytes
+from evaluation.sampling.prompts import Prompt
+from evaluation.sampling.settings import SamplerName, SamplingConfig
+from shards.base.errors import RequestError, WorkError, exit_code_of
+from tests import ranks
+from tests.conftest import as_in_a_fresh_process
+from tests.evaluation.sets import PROMPTS, draw_here, pictures, sampling
+from tests.fake_hub import ask, fake_hub
+from tests.runs import run_module, train_fields, write_config
+from train.__main__ import run as train
+
+STEP = 1 / 255
+"""Of a pixel's levels."""
+COMMAND = """
+import sys
+
+from evaluation.__main__ import run
+
+run(sys.argv[1:])
+"""
+
+
+def drawn(pipeline: Path, batch_size: int, **changes: object) -> torch.Tensor:
+    """Every picture before rounding, in batches of that size."""
+    config = sampling(**changes)
+    (setting,) = config.grid
+    drawing = describe_drawing(pipeline, PROMPTS, config, setting)
+    loaded = load_pipeline(pipeline, "cpu", "float32")
+    loaded.scheduler = sampler_of(loaded.scheduler, setting.sampler)
+    samples = list_samples(PROMPTS, config.images_per_prompt)
+    parts = [samples[start : start + batch_size] for start in range(0, len(samples), batch_size)]
+    return torch.cat([draw(loaded, part, drawing) for part in parts])
+
+
+@pytest.mark.parametrize("sampler", ["own", "ddim", "ddpm", "dpm_solver", "euler", "euler_ancestral", "heun", "unipc"])
+def test_any_batch_size_gives_the_same_pictures(pipeline: Path, sampler: SamplerName) -> None:
+    """Within a thousandth of a level, before rounding, the samplers that draw noise at each step among them."""
+    steps = 6 if sampler == "heun" else 2  # in few, its second evaluations enlarge rounding in an untrained network
+    alone, together = (drawn(pipeline, size, sampler=[sampler], steps=[steps]) for size in (1, 4))
+    assert (alone - together).abs().max() <= 1e-3 * STEP
+    assert alone.std(0).mean() > 5 * STEP  # each sample is another picture
+
+
+def test_as_the_bare_pipeline_draws_them(pipeline: Path) -> None:
+    ours = drawn(pipeline, 5, images_per_prompt=1, guidance=[3.0], steps=[3])
+    noise = torch.stack([initial_noise(0, prompt.id, 0, (4, 8, 8)) for prompt in PROMPTS])
+    bare = load_pipeline(pipeline, "cpu", "float32")(
+        [prompt.text for prompt in PROMPTS],
+        height=64,
+        width=64,
+        latents=noise,
+        num_inference_steps=3,
+        guidance_scale=3.0,
+        output_type="pt",
+    )
+    assert torch.equal(ours, bare.images)
+
+
+class RewritesPrompts(StableDiffusionPipeline):
+    """A pipeline that cleans prompts by default, as PixArtSigmaPipeline does where ftfy and bs4 are installed."""
+
+    def __call__(self, prompt: list[str], clean_caption: bool = True, **options: Any) -> Any:
+        return super().__call__([text.replace("blobs", "") if clean_caption else text for text in prompt], **options)
+
+
+def test_prompts_reach_the_text_encoder_as_they_are(pipeline: Path) -> None:
+    """Stage 1 does not clean captions, so a pipeline must not clean prompts."""
+    assert inspect.signature(PixArtSigmaPipeline.__call__).parameters["clean_caption"].default is True
+    config = sampling(images_per_prompt=1)
+    drawing = describe_drawing(pipeline, PROMPTS, config, config.grid[0])
+    samples = list_samples(PROMPTS, 1)
+    cleaning = RewritesPrompts.from_pretrained(pipeline, safety_checker=None)
+    cleaning.set_progress_bar_config(disable=True)
+    plain = load_pipeline(pipeline, "cpu", "float32")
+    assert torch.equal(draw(cleaning, samples, drawing), draw(plain, samples, drawing))
+    shorter = [
+        Sample(each.number, Prompt(each.prompt.id, each.prompt.text.replace("blobs", "")), 0) for each in samples
+    ]
+    assert not torch.equal(draw(plain, shorter, drawing), draw(plain, samples, drawing))
+
+
+def test_pictures_are_rounded_and_files_hold_nothing_else(pipeline: Path, tmp_path: Path) -> None:
+    levels = torch.tensor([0.0, 0.4999, 0.5001, 1.2, 254.6, 255.0]) / 255
+    assert to_bytes(levels.expand(1, 3, 1, 6))[0, 0, :, 0].tolist() == [0, 0, 1, 1, 255, 255]
+    before = drawn(pipeline, 2)
+    for codec in ("png", "webp"):
+        found = pictures(draw_here(pipeline, tmp_path / codec, sampling(codec=codec)))
+        assert len(found) == 10
+        for number, name in enumerate(sorted(found)):
+            assert name == f"{number:07d}.{codec}"
+            picture = Image.open(io.BytesIO(found[name]))
+            assert not set(picture.info) - {"loop", "background", "timestamp", "duration"} and not picture.getexif()
+            assert np.array_equal(np.asarray(picture), to_bytes(before[number : number + 1])[0].numpy())
+
+
+def test_another_division_into_parts_gives_the_same_files(pipeline: Path, tmp_path: Path) -> None:
+    first = pictures(draw_here(pipeline, tmp_path / "a", sampling(part_size=4)))
+    second = pictures(draw_here(pipeline, tmp_path / "b", sampling(part_size=10)))
+    assert first == second and len(first) == 10
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"guidance": [2.0]}, "drawing.setting.guidance differ"),
+        ({"seed": 4}, "drawing.seed differ"),
+        ({"part_size": 5}, "part_size differ"),
+    ],
+)
+def test_a_set_goes_on_under_its_own_settings_alone(
+    pipeline: Path, tmp_path: Path, change: dict[str, object], message: str
+) -> None:
+    place = draw_here(pipeline, tmp_path, sampling())
+    assert draw_here(pipeline, tmp_path, sampling(batch_size=5)) == place
+    with pytest.raises(RequestError, match=message):
+        draw_here(pipeline, tmp_path, sampling(**change))
+    with pytest.raises(RequestError, match=r"its prompts differ|drawing\.num_samples"):
+        draw_here(pipeline, tmp_path, sampling(), PROMPTS[:4])
+
+
+def test_a_set_that_is_not_all_there(pipeline: Path, tmp_path: Path) -> None:
+    place = draw_here(pipeline, tmp_path, sampling())
+    assert [len(receipt["samples"]) for receipt in read_set(place).parts.values()] == [4, 4, 2]
+    (place / "receipts" / "pictures" / "00001.json").unlink()
+    with pytest.raises(WorkError, match="has 6 of 10 pictures"):
+        read_set(place)
+    draw_here(pipeline, tmp_path, sampling())
+    assert read_set(place).prompts == PROMPTS
+    with pytest.raises(RequestError, match="is no sample set"):
+        read_set(tmp_path)
+
+
+def test_flow_matching_takes_its_own_sampler(pipeline: Path) -> None:
+    scheduler = DPMSolverMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True)
+    assert sampler_of(scheduler, "own") is scheduler
+    with pytest.raises(RequestError, match="not for flow matching"):
+        sampler_of(scheduler, "ddim")
+
+
+def test_a_guidance_input_is_for_networks_that_have_one(pipeline: Path) -> None:
+    config = sampling(guidance_input=3.5)
+    with pytest.raises(RequestError, match=r"guidance_input is 3\.5, but the network in .* takes no"):
+        describe_drawing(pipeline, PROMPTS, config, config.grid[0])
+
+
+def test_an_empty_negative_prompt_and_none_are_different_settings(pipeline: Path) -> None:
+    ids = {
+        describe_drawing(pipeline, PROMPTS, config, config.grid[0]).id
+        for config in (sampling(), sampling(negative_prompt=""), sampling(negative_prompt="blurry"))
+    }
+    assert len(ids) == 3
+
+
+def arguments(pipeline: Path, output: Path, *more: str) -> list[str]:
+    """`evaluation sample` with the settings of `sampling`, on the CPU."""
+    prompts = output.parent / "prompts.json"
+    prompts.write_text("{" + ", ".join(f'"{p.id}": {{"prompt": "{p.text}"}}' for p in PROMPTS) + "}")
+    words = ["sample", "--model", str(pipeline), "--output", str(output), "--prompts.file", str(prompts)]
+    words += ["--sampling.size", "64x64", "--sampling.images_per_prompt", "2", "--sampling.steps", "2"]
+    words += ["--sampling.batch_size", "2", "--sampling.part_size", "2"]
+    return [*words, "--workers.num_gpus", "0", "--workers.num_cpus", "1", *more]
+
+
+def test_killed_and_given_again_with_other_workers(pipeline: Path, tmp_path: Path) -> None:
+    """Four workers at once, the whole job killed after a part or more; then one at a time: as in one process."""
+    expected = pictures(draw_here(pipeline, tmp_path / "here", sampling(part_size=2, guidance=[1.0])))
+    words = arguments(pipeline, tmp_path / "out", "--sampling.guidance", "1,4")
+    receipts = tmp_path / "out" / "g1-s2-own" / "receipts" / "pictures"
+    (four,) = ranks.start(tmp_path / "log", [*words, "--workers.num_cpus", "0.5"], program="evaluation.__main__:run")
+    while four.exitcode is None and not list(receipts.glob("*.json")):
+        time.sleep(0.05)
+    assert four.pid is not None
+    os.killpg(four.pid, signal.SIGKILL)
+    four.join()
+    one = run_module("evaluation", *words, "--workers.max_in_flight", "1")
+    assert one.returncode == 0, one.stderr
+    assert pictures(tmp_path / "out" / "g1-s2-own") == expected
+    guided = pictures(tmp_path / "out" / "g4-s2-own")
+    assert guided.keys() == expected.keys() and guided != expected
+    assert "g4-s2-own: 10 pictures" in one.stdout
+
+
+@pytest.mark.slow
+def test_killed_at_random_with_one_two_and_four_workers(pipeline: Path, tmp_path: Path) -> None:
+    expected = pictures(draw_here(pipeline, tmp_path / "here", sampling(part_size=2, guidance=[1.0])))
+    words = arguments(pipeline, tmp_path / "out", "--sampling.guidance", "1,4")
+    rng, kills = random.Random(0), 0
+    for num_cpus in ("0.5", "1", "2") * 3:  # 4, 2 and 1 workers at once on two cores
+        flags = [*words, "--workers.num_cpus", num_cpus]
+        (job,) = ranks.start(tmp_path / "log", flags, program="evaluation.__main__:run")
+        job.join(rng.uniform(3, 20))
+        if job.exitcode is None:
+            assert job.pid is not None
+            os.killpg(job.pid, signal.SIGKILL)
+            kills += 1
+        job.join()
+    assert kills > 1
+    done = run_module("evaluation", *words)
+    assert done.returncode == 0, done.stderr
+    assert pictures(tmp_path / "out" / "g1-s2-own") == expected
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (["--model", "/absent"], "There is no model folder /absent"),
+        (["--sampling.sampler", "magic"], "sampling.sampler"),
+        (["--sampling.size", "64"], "is not a bucket: write WIDTHxHEIGHT"),
+        (["--prompts.file", "/absent.txt"], "There is no prompt file /absent.txt"),
+    ],
+)
+def test_wrong_requests_write_nothing(
+    pipeline: Path, tmp_path: Path, change: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert exit_code_of(lambda: command(arguments(pipeline, tmp_path / "out", *change))) == 2
+    assert message in capsys.readouterr().err.replace("\n", " ")
+    assert not list((tmp_path / "out").rglob("*.png"))
+
+
+def test_the_grid_names_each_combination_once() -> None:
+    config = SamplingConfig(guidance=[1, 7.5, 1], steps=[10, 50], sampler=["own", "ddim"])
+    assert [str(setting) for setting in config.grid][:3] == ["g1-s10-own", "g1-s10-ddim", "g1-s50-own"]
+    assert len(config.grid) == 8
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(1, 40), st.integers(1, 3), st.integers(1, 50))
+def test_each_prompt_is_in_exactly_one_part_as_often_as_asked(count: int, per_prompt: int, part_size: int) -> None:
+    """Whatever the parts: nothing is padded, nothing is twice."""
+    prompts = [Prompt(str(i), "x") for i in range(count)]
+    samples = list_samples(prompts, per_prompt)
+    parts = [part for _, part in split(samples, part_size)]
+    drawn = [(sample.prompt.id, sample.index) for part in parts for sample in part]
+    assert drawn == [(str(i), index) for i in range(count) for index in range(per_prompt)]
+    assert [sample.number for part in parts for sample in part] == list(range(len(drawn)))
+    assert max(map(len, parts)) <= part_size
+
+
+def test_mlperfs_30000_prompts_are_each_drawn_once() -> None:
+    """On any number of workers, which take parts: the last is shorter, and nothing fills it up."""
+    prompts = [Prompt(str(i), "x") for i in range(30_000)]
+    parts = [part for _, part in split(list_samples(prompts, 1), SamplingConfig().part_size)]
+    assert len(parts) == 118 and len(parts[-1]) == 48
+    for workers in (1, 2, 4, 8, 7):
+        drawn = [sample for worker in range(workers) for part in parts[worker::workers] for sample in part]
+        assert sorted(int(sample.prompt.id) for sample in drawn) == list(range(30_000))
+        assert sorted(sample.number for sample in drawn) == list(range(30_000))
+
+
+def test_pictures_of_a_pipeline_of_the_hub(pipeline: Path, tmp_path: Path) -> None:
+    """Fetched by the command and opened by Ray's workers under its name: those of the same pipeline in a folder."""
+    with fake_hub(pipeline) as hub:
+        words = arguments(pipeline, tmp_path / "out", "--model", "someone/a-pipeline", "--sampling.guidance", "3")
+        assert "g3-s2-own: 10 pictures" in ask(COMMAND, hub, tmp_path / "cache", *words)
+    found = read_set(tmp_path / "out" / "g3-s2-own")
+    assert (found.model.name, found.model.content) == ("someone/a-pipeline", hash_pipeline(pipeline))
+    here = draw_here(pipeline, tmp_path / "here", sampling(part_size=2))
+    assert len(pictures(here)) == 10 and pictures(tmp_path / "out" / "g3-s2-own") == pictures(here)
+
+
+def test_pictures_of_an_average_that_was_rebuilt(latents: Path, tmp_path: Path) -> None:
+    """Those that the pipeline of the raw weights draws once it is given the average's in memory."""
+    run_dir = tmp_path / "run"
+    changes = {"ema": {"snapshot_every": 2}, "optimizer": {"lr": 1e-2}}
+    train(["--config", str(write_config(tmp_path, train_fields(latents, run_dir, **changes)))])
+    train(["ema", str(run_dir), "--std", "0.15"])
+    (average,) = (run_dir / "posthoc").glob("std-*")
+    drawn_of = {}
+    for name, weights in (("raw", "raw"), ("ema", "ema"), ("average", str(average))):
+        train(["export", str(run_dir), "--weights", weights, "--output", str(tmp_path / name)])
+        as_in_a_fresh_process()
+        drawn_of[name] = pictures(draw_here(tmp_path / name, tmp_path / f"{name}-drawn", sampling(part_size=2)))
+    expected = load_pipeline(tmp_path / "raw", "cpu", "float32")
+    expected.unet.load_state_dict(load_file(average / "diffusion_pytorch_model.safetensors"))
+    config = sampling()
+    drawing = describe_drawing(tmp_path / "raw", PROMPTS, config, config.grid[0])
+    for start in range(0, 10, 2):
+        batch = list_samples(PROMPTS, 2)[start : start + 2]
+        for sample, pixels in zip(batch, to_bytes(draw(expected, batch, drawing)).numpy(), strict=True):
+            data = drawn_of["average"].pop(f"{sample.number:07d}.png")
+            assert np.array_equal(np.asarray(Image.open(io.BytesIO(data))), pixels)
+            assert data not in (of[f"{sample.number:07d}.png"] for of in (drawn_of["raw"], drawn_of["ema"]))
+    assert drawn_of["average"] == {}

@@ -1,0 +1,389 @@
+"""The page in a real browser, before the real server: `make test-browser`."""
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from evaluation.study.analysis import analyse
+from evaluation.study.protocol import Study
+from evaluation.study.votes import Vote, open_votes
+from tests.evaluation.study.browser import Browser, Page, browsing, chromium
+from tests.evaluation.study.studies import make_study, schedule_of
+from tests.runs import environment
+
+pytestmark = [pytest.mark.slow, pytest.mark.browser]
+READY = "!document.getElementById('ballot').hidden && !document.querySelector('.waiting')"
+DONE = "document.getElementById('message').textContent.startsWith('That was the last one')"
+COUNT = "document.getElementById('count').textContent"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _needs_chromium() -> None:
+    if chromium() is None:
+        pytest.fail("These tests need Chromium: apt-get install chromium")
+
+
+class Serving:
+    """The server's command in a process of its own."""
+
+    def __init__(self, study: Study, *options: str):
+        self.study, self.options = study, options
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        self.process: subprocess.Popen[str] | None = None
+
+    def start(self) -> None:
+        """Until it listens."""
+        words = ["serve", "--output", str(self.study.folder), "--serve.port", str(self.port), *self.options]
+        command = [sys.executable, "-m", "evaluation.study", *words]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment())
+        assert self.process.stdout is not None
+        assert "raters are invited; more: python -m evaluation.study invite" in self.process.stdout.readline()
+        assert f"http://127.0.0.1:{self.port} (Ctrl-C ends it" in self.process.stdout.readline()
+
+    def kill(self) -> None:
+        assert self.process is not None
+        os.kill(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+    def links(self, count: int) -> list[str]:
+        with open_votes(self.study) as votes:
+            return [f"http://127.0.0.1:{self.port}/#{votes.invite(rater)}" for rater in range(count)]
+
+    def votes(self) -> list[Vote]:
+        with open_votes(self.study) as votes:
+            return votes.all()
+
+
+@contextmanager
+def served(folder: Path, **protocol: Any) -> Iterator[Serving]:
+    serving = Serving(make_study(folder, **protocol), "--serve.rater_rate", "200", "--serve.entry_rate", "100")
+    serving.start()
+    try:
+        yield serving
+    finally:
+        serving.kill()
+
+
+async def begin(browser: Browser, link: str, width: int = 1280, height: int = 800) -> Page:
+    page = await browser.page()
+    await page.size(width, height)
+    await page.go(link)
+    await page.wait("!document.getElementById('intro').hidden")
+    await page.click("#begin")
+    await page.wait(READY)
+    return page
+
+
+def answered(votes: list[Vote]) -> dict[tuple[int, int, str], str]:
+    """By rater, showing and question; no two alike."""
+    found = {(vote.rater, vote.showing, vote.question): vote.answer for vote in votes}
+    assert len(found) == len(votes)
+    return found
+
+
+async def by_keys(page: Page, keys: tuple[str, str], after: str) -> None:
+    for key in (*keys, "Enter"):
+        await page.press(key)
+    await page.wait(f"{COUNT} === '{after}' && ({READY} || {DONE})")
+
+
+def test_a_whole_study_of_three_raters(tmp_path: Path) -> None:
+    """One by keys, one by double clicks, one on a phone with reloads; what they said is what is stored."""
+
+    async def main(serving: Serving) -> dict[tuple[int, int, str], str]:
+        totals = [len(showings) for showings in schedule_of(serving.study)]
+        said: dict[tuple[int, int, str], str] = {}
+        pressed = {"1": "first", "2": "second", "0": "tie"} | {
+            "ArrowLeft": "first",
+            "ArrowRight": "second",
+            "ArrowDown": "tie",
+        }
+
+        async def keyboard(page: Page) -> None:
+            keys = list(pressed)
+            for number in range(1, totals[0] + 1):
+                two = keys[number % 6], keys[(number + 2) % 6]
+                await by_keys(page, two, f"{number} of {totals[0]}")
+                said.update(
+                    {(0, number, q): pressed[key] for q, key in zip(serving.study.protocol.questions, two, strict=True)}
+                )
+
+        async def mouse(page: Page) -> None:
+            for number in range(1, totals[1] + 1):
+                for question, answer in (("alignment", "second"), ("quality", "tie")):  # in the other order
+                    await page.click(f"input[name={question}][value={answer}]")
+                    said[1, number, question] = answer
+                await page.click("#send", times=2)
+                await page.wait(f"{COUNT} === '{number} of {totals[1]}' && ({READY} || {DONE})")
+
+        async def phone(page: Page) -> None:
+            for number in range(1, totals[2] + 1):
+                assert await page.run("document.getElementById('send').disabled")
+                for question in ("quality", "alignment"):
+                    await page.click(f"input[name={question}][value=first]")
+                    said[2, number, question] = "first"
+                await page.click("#send")
+                await page.wait(f"{COUNT} === '{number} of {totals[2]}' && ({READY} || {DONE})")
+                if number % 4 == 1 and number < totals[2]:
+                    await page.send("Page.reload")
+                    await asyncio.sleep(0.2)
+                    await page.wait(READY)  # where it was, without the introduction
+                    assert await page.run(COUNT) == f"{number} of {totals[2]}"
+
+        async with browsing() as browser:
+            links = serving.links(3)
+            pages = [await begin(browser, link, *size) for link, size in zip(links, SIZES, strict=True)]
+            for page in pages:
+                assert await page.run("location.hash + document.cookie + document.referrer") == ""
+            await asyncio.gather(keyboard(pages[0]), mouse(pages[1]), phone(pages[2]))
+            for page in pages:
+                assert await page.run(DONE)
+                await page.send("Page.reload")
+                await page.wait(DONE)
+            assert browser.messages == []
+        return said
+
+    with served(tmp_path, gold={"share": 0.25, "exclude_below": None}) as serving:
+        said = asyncio.run(main(serving))
+        assert answered(serving.votes()) == said
+        assert not analyse(serving.study, serving.votes())["partial"]
+
+
+SIZES = ((1280, 800), (1024, 700), (390, 844))
+
+
+def test_two_tabs_of_one_rater(tmp_path: Path) -> None:
+    """The vote that comes first stays; the other tab goes on from there."""
+
+    async def main(serving: Serving) -> None:
+        (link,) = serving.links(1)
+        async with browsing() as browser:
+            first = await begin(browser, link)
+            second = await browser.page(beside=first)
+            await second.go(link.partition("#")[0])  # the cookie is the browser's
+            await second.wait("!document.getElementById('intro').hidden")
+            await second.click("#begin")
+            await second.wait(READY)
+            total = len(schedule_of(serving.study)[0])
+            await by_keys(first, ("1", "1"), f"1 of {total}")
+            await by_keys(first, ("1", "1"), f"2 of {total}")
+            await by_keys(second, ("2", "2"), f"2 of {total}")  # it still showed the first ones
+            await by_keys(second, ("0", "0"), f"3 of {total}")
+
+    with served(tmp_path) as serving:
+        asyncio.run(main(serving))
+        answers = ["first", "first", "first", "first", "tie", "tie"]
+        assert [vote.answer for vote in serving.votes()] == answers
+
+
+def test_a_lost_network(tmp_path: Path) -> None:
+    """The vote waits, through a closed page too, and arrives once."""
+
+    async def main(serving: Serving) -> None:
+        (link,) = serving.links(1)
+        total = len(schedule_of(serving.study)[0])
+        async with browsing() as browser:
+            page = await begin(browser, link)
+            await page.network(False)
+            for key in ("1", "2", "Enter", "Enter"):
+                await page.press(key)
+            await page.wait("document.getElementById('message').textContent.startsWith('Waiting for the network')")
+            assert serving.votes() == []
+            await page.network(True)
+            await page.wait(f"{COUNT} === '1 of {total}' && {READY}")
+            assert await page.run("document.getElementById('message').textContent") == ""
+            # and again, with the page closed before it could be sent
+            await page.network(False)
+            for key in ("0", "1", "Enter"):
+                await page.press(key)
+            await page.wait("document.getElementById('message').textContent.startsWith('Waiting')")
+            again = await browser.page(beside=page)
+            await page.send("Page.close")
+            await again.go(link.partition("#")[0])
+            await again.wait(f"{COUNT} === '2 of {total}' && {READY}")
+
+    with served(tmp_path) as serving:
+        asyncio.run(main(serving))
+        assert [vote.answer for vote in serving.votes()] == ["first", "second", "tie", "first"]
+
+
+def test_pictures_come_up_together(tmp_path: Path) -> None:
+    """However late one is: which of them is slow, or large, is not seen."""
+
+    async def main(serving: Serving) -> None:
+        (link,) = serving.links(1)
+        async with browsing() as browser:
+            page = await begin(browser, link)
+            await page.send("Fetch.enable", patterns=[{"urlPattern": "*/second"}])
+            total = len(schedule_of(serving.study)[0])
+            await by_keys(page, ("1", "1"), f"1 of {total}")  # that one was there already
+            for key in ("1", "1", "Enter"):
+                await page.press(key)
+            await page.wait(f"{COUNT} === '2 of {total}'")
+            await asyncio.sleep(1.0)
+            hidden = "getComputedStyle(document.getElementById('first')).visibility"
+            assert await page.run(hidden) == "hidden"
+            await page.send("Fetch.disable")
+            await page.wait(READY)
+            assert await page.run(hidden) == "visible"
+
+    with served(tmp_path) as serving:
+        asyncio.run(main(serving))
+
+
+AUTOPILOT = """
+window.cast = [];
+setInterval(() => {
+  const begin = document.getElementById("begin"), intro = document.getElementById("intro");
+  if (!window.isOn) return;
+  if (intro && !intro.hidden) begin.click();
+  const ballot = document.getElementById("ballot"), send = document.getElementById("send");
+  if (!ballot || ballot.hidden || ballot.classList.contains("waiting")) return;
+  const fields = [...document.querySelectorAll("fieldset")];
+  if (fields.length && !fields.some((field) => field.querySelector("input:checked"))) {
+    const number = Number(document.getElementById("count").textContent.split(" ")[0]) + 1;
+    const answers = fields.map((field) => {
+      const inputs = [...field.querySelectorAll("input")];
+      const chosen = inputs[Math.floor(Math.random() * inputs.length)];
+      chosen.click();
+      return [chosen.name, chosen.value];
+    });
+    window.cast.push([number, answers]);
+    send.click(); send.click(); send.click();
+  }
+}, 20);
+"""
+
+
+def test_thirty_raters_at_once_and_a_server_that_is_killed(tmp_path: Path) -> None:
+    """Every vote that a page gave is stored, once, as it was given."""
+    raters = 30
+
+    async def main(serving: Serving) -> dict[tuple[int, int, str], str]:
+        totals = [len(showings) for showings in schedule_of(serving.study)]
+        async with browsing() as browser:
+            pages = [await browser.page() for _ in range(raters)]
+            for page, link in zip(pages, serving.links(raters), strict=True):
+                await page.send("Page.addScriptToEvaluateOnNewDocument", source=AUTOPILOT)
+                await page.go(link)
+            for page in pages:
+                await page.wait("!document.getElementById('intro').hidden && (window.isOn = true)")
+            for share in (0.2, 0.5, 0.8):
+                while len(serving.votes()) < share * 2 * sum(totals):
+                    await asyncio.sleep(0.05)
+                serving.kill()
+                await asyncio.sleep(0.5)
+                serving.start()
+            for page in pages:
+                await page.wait(DONE)
+            cast = [await page.run("window.cast") for page in pages]
+        said: dict[tuple[int, int, str], str] = {}
+        for rater, its in enumerate(cast):
+            assert Counter(number for number, _ in its) == Counter(range(1, totals[rater] + 1))
+            said |= {(rater, number, question): answer for number, answers in its for question, answer in answers}
+        return said
+
+    with served(tmp_path, raters=raters, votes_per_item=raters) as serving:
+        said = asyncio.run(main(serving))
+        assert answered(serving.votes()) == said
+        assert len(said) == 2 * sum(map(len, schedule_of(serving.study)))
+
+
+def test_links_that_are_not_ones_own(tmp_path: Path) -> None:
+    async def main(serving: Serving) -> None:
+        links = serving.links(2)
+        async with browsing() as browser:
+            stranger = await browser.page()
+            for tail in ("#nonsense", ""):
+                await stranger.go("about:blank")
+                await stranger.go(links[0].partition("#")[0] + tail)
+                await stranger.wait("document.body.innerText.includes('This link is not valid (any more)')")
+            page = await begin(browser, links[0])
+            other = await browser.page(beside=page)
+            await other.go(links[1])  # a second rater's, in the same browser
+            await other.wait("!document.getElementById('intro').hidden")
+            for key in ("1", "1", "Enter"):
+                await page.press(key)
+            await page.wait("document.body.innerText.includes('Another invitation was opened in this browser since')")
+            assert serving.votes() == []
+            back = await browser.page(beside=page)
+            await back.go(links[0])  # what was not sent then is sent now
+            await back.wait(f"{COUNT}.startsWith('1 of ')")
+
+    with served(tmp_path) as serving:
+        asyncio.run(main(serving))
+        assert [(vote.rater, vote.answer) for vote in serving.votes()] == [(0, "first"), (0, "first")]
+
+
+@pytest.mark.parametrize(("width", "height"), [(1280, 800), (390, 844), (360, 640), (844, 390)])
+def test_a_long_prompt_hides_no_picture(tmp_path: Path, width: int, height: int) -> None:
+    """What has no room is scrolled to; nothing lies over anything, or one side would be favoured."""
+
+    async def main(serving: Serving) -> None:
+        (link,) = serving.links(1)
+        async with browsing() as browser:
+            page = await begin(browser, link, width, height)
+            await page.run("document.querySelector('.prompt q').textContent = 'a very long prompt '.repeat(16)")
+            boxes = await page.run(
+                "[...document.querySelectorAll('figure, #answers')].map(e => e.getBoundingClientRect())"
+                ".map(b => [b.left, b.top, b.right, b.bottom])"
+            )
+            assert len(boxes) == 3
+            for number, (x0, y0, x1, y1) in enumerate(boxes):
+                assert x1 - x0 > 100 and y1 - y0 > 80
+                for left, top, right, bottom in boxes[number + 1 :]:
+                    assert x1 <= left or right <= x0 or y1 <= top or bottom <= y0
+            await page.picture(tmp_path / f"{width}.png")
+
+    with served(tmp_path) as serving:
+        asyncio.run(main(serving))
+
+
+@pytest.mark.parametrize(("width", "height"), [(1280, 800), (390, 844), (360, 640), (844, 390)])
+def test_all_is_seen_without_scrolling_and_has_a_name(tmp_path: Path, width: int, height: int) -> None:
+    async def main(serving: Serving) -> None:
+        (link,) = serving.links(1)
+        async with browsing() as browser:
+            page = await begin(browser, link, width, height)
+            root = "document.documentElement"
+            assert await page.run(f"{root}.scrollWidth <= innerWidth && {root}.scrollHeight <= innerHeight")
+            boxes = await page.run(
+                "[...document.querySelectorAll('img, label, button, q')].filter(e => e.offsetParent)"
+                ".map(e => e.getBoundingClientRect()).map(b => [b.left, b.top, b.right, b.bottom])"
+            )
+            assert len(boxes) == 10  # a text, two pictures, six answers, a button
+            assert all(0 <= x0 < x1 <= width and 0 <= y0 < y1 <= height for x0, y0, x1, y1 in boxes)
+            tall = await page.run("[...document.querySelectorAll('label, #send')].map(e => e.offsetHeight)")
+            assert min(tall) >= 44  # a finger's width
+            pictures = [box for box in boxes if box[3] - box[1] > 100]
+            assert len(pictures) == 2
+            await page.press("1")
+            focus = "document.activeElement.name + document.activeElement.type"
+            assert await page.run(focus) == "alignmentradio"  # on to the next question
+            tree = await page.send("Accessibility.getFullAXTree")
+            named = {
+                (node["role"]["value"], node["name"]["value"])
+                for node in tree["nodes"]
+                if not node["ignored"] and node.get("name")
+            }
+            assert {("radio", "Picture 1"), ("radio", "No difference"), ("radio", "Picture 2")} <= named
+            assert {("group", text) for text in serving.study.protocol.questions.values()} <= named
+            assert {("image", "Picture 1"), ("image", "Picture 2"), ("button", "Next")} <= named
+            assert any(role.lower().startswith("progress") and " of " in name for role, name in named)
+            await page.picture(tmp_path / f"{width}.png")
+            assert browser.messages == []
+
+    with served(tmp_path) as serving:
+        asyncio.run(main(serving))

@@ -1,0 +1,486 @@
+"""The server: a whole study by its requests, and what a hostile or curious rater tries."""
+
+import asyncio
+import json
+import re
+import sqlite3
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import ClientResponse, CookieJar
+from aiohttp import test_utils as web_utils
+
+from evaluation.study.protocol import Study
+from evaluation.study.serving.config import ServeConfig
+from evaluation.study.serving.limits import MOST_KEPT, Limit
+from evaluation.study.serving.server import HEADER, HEADERS, Server
+from evaluation.study.votes import Votes, open_votes
+from tests.evaluation.study.studies import make_study, schedule_of
+
+ANSWERS = {"quality": "first", "alignment": "tie"}
+Scene = Callable[["Stage"], Awaitable[None]]
+
+
+class Stage:
+    """A served study, and browsers that ask it."""
+
+    def __init__(self, study: Study, votes: Votes, server: web_utils.BaseTestServer):
+        self.study, self.votes, self.server = study, votes, server
+        self.clients: list[web_utils.TestClient[Any, Any]] = []
+
+    @property
+    def origin(self) -> str:
+        return str(self.server.make_url("")).rstrip("/")
+
+    async def browser(self, token: str | None = None) -> "Browser":
+        """A new one, which has entered with a token."""
+        client: web_utils.TestClient[Any, Any] = web_utils.TestClient(self.server, cookie_jar=CookieJar(unsafe=True))
+        self.clients.append(client)
+        browser = Browser(client, self.origin)
+        if token is not None:
+            reply = await browser.post("/enter", {"token": token})
+            assert reply.status == 200, await reply.text()
+            browser.state = await reply.json()
+        return browser
+
+
+class Browser:
+    """What a page does."""
+
+    def __init__(self, client: web_utils.TestClient[Any, Any], origin: str):
+        self.client, self.origin, self.state = client, origin, {}  # type: ignore[var-annotated]
+
+    async def get(self, path: str, **options: Any) -> ClientResponse:
+        found: ClientResponse = await self.client.get(path, **options)
+        await found.read()
+        return found
+
+    async def get_raw(self, path: str) -> tuple[int, bytes]:
+        """As it stands: a client library would tidy the path up. Status and body."""
+        cookies = "; ".join(f"{cookie.key}={cookie.value}" for cookie in self.client.session.cookie_jar)
+        host = self.origin.removeprefix("http://")
+        reader, writer = await asyncio.open_connection(*host.split(":"))
+        lines = [f"GET {path} HTTP/1.1", f"Host: {host}", f"Cookie: {cookies}", "Connection: close", "", ""]
+        writer.write("\r\n".join(lines).encode())
+        head, _, body = (await reader.read()).partition(b"\r\n\r\n")
+        writer.close()
+        return int(head.split()[1]), body
+
+    async def post(self, path: str, content: Any, **headers: str) -> ClientResponse:
+        own = {"Origin": self.origin, HEADER: self.state.get("proof", "")} | headers
+        found: ClientResponse = await self.client.post(path, json=content, headers=own)
+        await found.read()
+        return found
+
+    async def vote(self, showing: int, answers: dict[str, str] = ANSWERS, **headers: str) -> ClientResponse:
+        ballot = {"showing": showing, "answers": answers, "id": f"v{showing}", "seconds": 1.0}
+        return await self.post("/vote", ballot, **headers)
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Study:
+    return make_study(tmp_path_factory.mktemp("server"))
+
+
+@pytest.fixture
+def play(prepared: Study, tmp_path: Path) -> Iterator[Callable[..., None]]:
+    """Runs a scene on a served study without votes."""
+    (tmp_path / "pictures").symlink_to(prepared.folder / "pictures")
+    study = replace(prepared, folder=tmp_path)
+
+    @asynccontextmanager
+    async def staged(votes: Votes, **config: Any) -> AsyncIterator[Stage]:
+        app = Server(study, votes, ServeConfig(**config)).app()
+        async with web_utils.TestServer(app) as server:
+            stage = Stage(study, votes, server)
+            try:
+                yield stage
+            finally:
+                for client in stage.clients:
+                    await client.session.close()
+
+    def run(scene: Scene, **config: Any) -> None:
+        async def main() -> None:
+            with open_votes(study) as votes:
+                async with staged(votes, **config) as stage:
+                    await scene(stage)
+
+        asyncio.run(main())
+
+    yield run
+
+
+def test_a_whole_study_by_its_requests(play: Callable[..., None]) -> None:
+    """Three raters at once; each answer lands on the side that was shown."""
+
+    async def scene(stage: Stage) -> None:
+        schedule = schedule_of(stage.study)
+
+        async def rate(rater: int) -> None:
+            browser = await stage.browser(stage.votes.invite(rater))
+            state = browser.state
+            assert state["total"] == len(schedule[rater]) and [name for name, _ in state["questions"]] == list(ANSWERS)
+            while state["next"]:
+                assert len(state["next"]) == min(2, state["total"] - state["done"])  # this one, and one to have ready
+                now = state["next"][0]
+                assert now == {"number": state["done"] + 1, "prompt": schedule[rater][state["done"]].item.prompt}
+                for side, name in zip(("first", "second"), schedule[rater][state["done"]].pictures, strict=True):
+                    reply = await browser.get(f"/picture/{now['number']}/{side}")
+                    assert await reply.read() == (stage.study.folder / "pictures" / name).read_bytes()
+                reply = await browser.vote(now["number"])
+                state = await reply.json()
+                assert state["counted"] == ANSWERS
+            assert state["done"] == state["total"]
+
+        await asyncio.gather(*map(rate, range(3)))
+        votes = stage.votes.all()
+        assert len(votes) == 2 * sum(map(len, schedule))
+        assert {(vote.question, vote.answer) for vote in votes} == set(ANSWERS.items())
+
+    play(scene, rater_rate=1000)
+
+
+def test_double_clicks_two_tabs_and_reloads(play: Callable[..., None]) -> None:
+    async def scene(stage: Stage) -> None:
+        token = stage.votes.invite(0)
+        tabs = [await stage.browser(token) for _ in range(2)]
+        replies = await asyncio.gather(*(tab.vote(1) for tab in tabs for _ in range(5)))
+        assert {reply.status for reply in replies} == {200}
+        reply = await tabs[1].vote(1, {"quality": "second", "alignment": "second"})
+        assert (await reply.json())["counted"] == ANSWERS  # the first vote stays, and the tab is told
+        assert len(stage.votes.all()) == 2
+        reloaded = await tabs[0].get("/state")
+        assert (await reloaded.json())["done"] == 1
+
+    play(scene)
+
+
+# --- what must not get through ---
+
+
+def test_ballots_that_are_refused(play: Callable[..., None]) -> None:
+    async def scene(stage: Stage) -> None:
+        browser = await stage.browser(stage.votes.invite(0))
+        total = browser.state["total"]
+        good = {"showing": 1, "answers": ANSWERS, "id": "x", "seconds": 1.0}
+        for ballot, status in (
+            (good | {"showing": 2}, 409),
+            (good | {"showing": 0}, 409),
+            (good | {"showing": -1}, 409),
+            (good | {"showing": total + 1}, 409),
+            (good | {"showing": "1"}, 400),
+            (good | {"answers": {"quality": "first"}}, 400),
+            (good | {"answers": ANSWERS | {"more": "tie"}}, 400),
+            (good | {"answers": ANSWERS | {"quality": "A"}}, 400),
+            (good | {"id": ""}, 400),
+            (good | {"id": "x" * 65}, 400),
+            (good | {"seconds": -1.0}, 400),
+            (good | {"rater": 1}, 400),
+            ([good], 400),
+            ("x" * 20_000, 413),
+        ):
+            reply = await browser.post("/vote", ballot)
+            assert reply.status == status, (ballot, await reply.text())
+            assert set(await reply.json()) == {"error"}
+        for raw in (b"", b"{", b"\xff", b'{"seconds": NaN}'):
+            headers = {"Origin": stage.origin, HEADER: browser.state["proof"], "Content-Type": "application/json"}
+            async with browser.client.post("/vote", data=raw, headers=headers) as raw_reply:
+                assert raw_reply.status == 400
+        headers = {"Origin": stage.origin, HEADER: "é\udc80"}
+        assert (await browser.post("/vote", good, **headers)).status == 403
+        reply = await browser.post("/enter", {"token": "é\udc80"})  # half a character
+        assert reply.status == 400
+        assert (await browser.post("/enter", {"token": "é"})).status == 403
+        assert stage.votes.all() == []
+
+    play(scene)
+
+
+def test_votes_from_other_sites_and_other_raters(play: Callable[..., None]) -> None:
+    async def scene(stage: Stage) -> None:
+        browser, other = [await stage.browser(stage.votes.invite(rater)) for rater in range(2)]
+        for headers in (
+            {"Origin": "https://evil.example"},
+            {"Origin": "null"},
+            {"Origin": stage.origin + ".evil.example"},
+            {"Origin": ""},
+            {HEADER: ""},
+            {HEADER: "0" * 64},
+            {HEADER: other.state["proof"]},  # of another invitation, opened in the same browser since
+        ):
+            reply = await browser.vote(1, **headers)
+            assert reply.status == 403
+        ballot = {"showing": 1, "answers": ANSWERS, "id": "x", "seconds": 1.0}
+        for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data"):  # what a form can send
+            headers = {"Origin": stage.origin, HEADER: browser.state["proof"], "Content-Type": kind}
+            async with browser.client.post("/vote", data=json.dumps(ballot), headers=headers) as sent:
+                assert sent.status == 403
+        assert (await browser.get("/vote")).status == 405
+        assert stage.votes.all() == []
+        cookie = next(iter(browser.client.session.cookie_jar))
+        assert cookie["httponly"] and cookie["samesite"] == "Strict" and cookie["path"] == "/" and not cookie["secure"]
+
+    play(scene)
+
+
+def test_behind_https_the_cookie_is_secure_and_the_origin_is_the_public_one(play: Callable[..., None]) -> None:
+    async def scene(stage: Stage) -> None:
+        browser = await stage.browser()
+        token = stage.votes.invite(0)
+        assert (await browser.post("/enter", {"token": token})).status == 403
+        reply = await browser.post("/enter", {"token": token}, Origin="https://study.example.org")
+        assert reply.status == 200 and "Secure" in reply.headers["Set-Cookie"]
+
+    play(scene, origin="https://study.example.org")
+
+
+def test_another_study_on_another_port_has_a_cookie_of_its_own(prepared: Study) -> None:
+    """A browser sends a host's cookies to all of its ports."""
+    other = replace(prepared, secret=bytes(32))
+    with open_votes(prepared) as votes:
+        first, again, second = (Server(study, votes, ServeConfig()).cookie for study in (prepared, prepared, other))
+    assert first == again != second and re.fullmatch(r"study-[0-9a-f]{12}", first)
+
+
+def test_a_body_that_is_not_as_its_headers_say(play: Callable[..., None]) -> None:
+    async def scene(stage: Stage) -> None:
+        browser = await stage.browser(stage.votes.invite(0))
+        headers = {"Content-Encoding": "deflate", "Content-Type": "application/json", "Origin": browser.origin}
+        headers |= {HEADER: browser.state["proof"]}
+        reply = await browser.client.post("/vote", data=b"no deflate", headers=headers)
+        assert reply.status == 400 and "Load it again" in (await reply.json())["error"]
+
+    play(scene)
+
+
+def test_a_database_that_cannot_be_read_is_told_to_its_owner(
+    play: Callable[..., None], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def scene(stage: Stage) -> None:
+        browser = await stage.browser(stage.votes.invite(0))
+
+        def fails(*_: object) -> int:
+            raise sqlite3.OperationalError("disk I/O error")
+
+        monkeypatch.setattr(Votes, "rater_of", fails)
+        reply = await browser.get("/state")
+        assert reply.status == 503 and await reply.json() == {"error": "The server cannot go on just now."}
+
+    play(scene)
+    assert "disk I/O error" in capsys.readouterr().err
+
+
+def test_wrong_void_and_missing_tokens(play: Callable[..., None]) -> None:
+    async def scene(stage: Stage) -> None:
+        token = stage.votes.invite(0)
+        entered = await stage.browser(token)
+        stranger = await stage.browser()
+        for tried in ("x", token[:-1], token + "x", token.swapcase()):
+            reply = await stranger.post("/enter", {"token": tried})
+            assert reply.status == 403
+            assert "This link is not valid (any more). Ask whoever invited you" in (await reply.json())["error"]
+        for path in ("/state", "/picture/1/first"):
+            assert (await stranger.get(path)).status == 403
+        stage.votes.invite(0)  # a new link in place of a lost one
+        assert (await entered.get("/state")).status == 403
+        assert (await entered.vote(1)).status == 403
+        assert stage.votes.all() == []
+
+    play(scene)
+
+
+def test_a_token_whose_votes_are_all_given_is_thanked(play: Callable[..., None]) -> None:
+    async def scene(stage: Stage) -> None:
+        token = stage.votes.invite(0)
+        total = len(schedule_of(stage.study)[0])
+        for number in range(1, total + 1):
+            stage.votes.cast(0, number, ANSWERS, "x", 1.0)
+        browser = await stage.browser(token)
+        assert browser.state["done"] == total and browser.state["next"] == []
+        assert (await browser.get(f"/picture/{total}/first")).status == 404
+        assert (await browser.vote(total)).status == 200  # again, as a page does whose acknowledgement was lost
+        assert (await browser.vote(total + 1)).status == 409
+        assert len(stage.votes.all()) == 2 * total
+
+    play(scene)
+
+
+def test_paths_and_numbers_that_were_not_given(play: Callable[..., None]) -> None:
+    """Traversal, enumeration, other raters' pictures: one answer for all."""
+
+    async def scene(stage: Stage) -> None:
+        browser = await stage.browser(stage.votes.invite(0))
+        names = [*stage.study.protocol.items[0].pictures, "../secret", "protocol.json", "votes.sqlite"]
+        tried = [
+            f"/picture/{number}/first" for number in (0, 3, 17, -1, "01", "1.0", "%EF%BC%91", "..", "%2e%2e", "1%00")
+        ]
+        tried += [
+            "/picture/1/third",
+            "/picture/1/",
+            "/picture/1/../../../etc/passwd",
+            "/picture/..%2f..%2fsecret/first",
+        ]
+        tried += [f"/{name}" for name in names] + [f"/pictures/{name}" for name in names]
+        tried += ["/study.js/../../server.py", "/..%2f__init__.py", "/%2e%2e/%2e%2e/etc/passwd", "//etc/passwd"]
+        tried += ["/static/study.html", "/results.json", "/.git/config", "/votes", "/invite", "/api"]
+        bodies = set()
+        for path in tried:
+            status, body = await browser.get_raw(path)
+            assert status == 404, path
+            bodies.add(body)
+        assert len(bodies) == 1
+        for side in ("first", "second"):
+            for number in (1, 2):  # this one, and the next one to have it ready
+                assert (await browser.get(f"/picture/{number}/{side}")).status == 200
+
+    play(scene)
+
+
+# --- what a curious rater could learn ---
+
+
+def test_replies_to_both_pictures_are_shaped_alike(play: Callable[..., None]) -> None:
+    """Of repeats and gold too: headers differ in length and date alone, and name nothing."""
+
+    async def scene(stage: Stage) -> None:
+        schedule = schedule_of(stage.study)[0]
+        browser = await stage.browser(stage.votes.invite(0))
+        shapes, kinds = set(), set()
+        for showing in schedule:
+            for side in ("first", "second"):
+                reply = await browser.get(f"/picture/{showing.number}/{side}")
+                varying = ("Content-Length", "Date")
+                shapes.add(tuple((name, value) for name, value in reply.headers.items() if name not in varying))
+                kinds.add(showing.kind)
+            text = await (await browser.vote(showing.number)).text()
+            for word in ("gold", "repeat", "model", "swapped", "item", ".png", *showing.pictures, showing.item.id):
+                assert word not in re.sub(r'"prompt": "[^"]*"', "", text)
+        assert kinds == {"first", "repeat", "gold"} and len(shapes) == 1
+        names = {name.lower() for name, _ in shapes.pop()}
+        assert not names & {"etag", "last-modified", "content-disposition", "set-cookie", "x-powered-by"}
+
+    play(scene, rater_rate=1000)
+
+
+def test_an_address_is_a_place_in_a_raters_own_order(play: Callable[..., None]) -> None:
+    """So equal pictures of two models have addresses that share nothing but their form, and no two raters' agree."""
+
+    async def scene(stage: Stage) -> None:
+        browsers = [await stage.browser(stage.votes.invite(rater)) for rater in range(3)]
+        bodies = [await (await browser.get("/picture/1/first")).read() for browser in browsers]
+        names = [showings[0].pictures[0] for showings in schedule_of(stage.study)]
+        assert bodies == [(stage.study.folder / "pictures" / name).read_bytes() for name in names]
+        assert len(set(names)) == 3
+
+    play(scene)
+
+
+def test_every_reply_may_not_be_kept_framed_or_sniffed(play: Callable[..., None]) -> None:
+    async def scene(stage: Stage) -> None:
+        browser = await stage.browser(stage.votes.invite(0))
+        replies = [
+            await browser.get(path) for path in ("/", "/study.js", "/study.css", "/state", "/picture/1/first", "/x")
+        ]
+        replies += [await browser.vote(1), await browser.vote(99), await browser.get("/vote")]
+        for reply in replies:
+            assert {name: reply.headers.get(name) for name in HEADERS} == HEADERS, reply.url
+        assert HEADERS["Cache-Control"] == "no-store" and HEADERS["Referrer-Policy"] == "no-referrer"
+        policy = HEADERS["Content-Security-Policy"]
+        assert policy.startswith("default-src 'none'; script-src 'self'") and "unsafe" not in policy
+        page = "".join([await reply.text() for reply in replies[:3]])
+        assert not re.search(
+            r"https?:|//[a-z]+\.|<script>| style=| on[a-z]+=", page
+        )  # nothing from elsewhere, nothing inline
+
+    play(scene)
+
+
+def test_the_page_is_the_same_for_all_and_names_no_study(play: Callable[..., None]) -> None:
+    async def scene(stage: Stage) -> None:
+        stranger, rater = await stage.browser(), await stage.browser(stage.votes.invite(0))
+        assert await (await stranger.get("/")).read() == await (await rater.get("/")).read()
+
+    play(scene)
+
+
+def test_what_the_server_cannot_do_is_told_to_its_owner(
+    play: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The page is told to ask again."""
+
+    async def scene(stage: Stage) -> None:
+        browser = await stage.browser(stage.votes.invite(0))
+        (stage.study.folder / "pictures").unlink()
+        reply = await browser.get("/picture/1/first")
+        assert reply.status == 503 and await reply.json() == {"error": "The server cannot go on just now."}
+        stage.votes._db.execute("PRAGMA query_only = ON")  # as a full disk, or one that cannot be written to any more
+        assert (await browser.vote(1)).status == 503
+        stage.votes._db.execute("PRAGMA query_only = OFF")
+        assert (await browser.vote(1)).status == 200
+
+    play(scene)
+    said = " ".join(capsys.readouterr().err.split())
+    assert ".png is missing. Restore it from a copy" in said
+    assert "votes.sqlite cannot be written: attempt to write a readonly database. What was voted before is kept" in said
+
+
+# --- limits ---
+
+
+def test_a_bucket_of_tokens() -> None:
+    now = 0.0
+    limit = Limit(2.0, 3, clock=lambda: now)
+    assert [limit.wait("a") for _ in range(4)] == [0, 0, 0, 0.5]
+    assert limit.wait("b") == 0
+    now = 0.5
+    assert [limit.wait("a") for _ in range(2)] == [0, 0.5]
+    now = 100.0
+    assert [limit.wait("a") for _ in range(4)] == [0, 0, 0, 0.5]
+    for number in range(3 * MOST_KEPT):
+        now += 1.0
+        assert limit.wait(str(number)) == 0
+    assert len(limit._left) <= MOST_KEPT + 1  # addresses that are done with are forgotten
+
+
+@pytest.mark.parametrize(
+    ("config", "path", "count"),
+    [
+        ({"rater_rate": 0.001}, "/state", 60),
+        ({"address_rate": 0.001}, "/", 1000),
+        ({"entry_rate": 0.001}, "/enter", 60),
+    ],
+)
+def test_who_asks_too_often_is_told_to_wait(
+    play: Callable[..., None], config: dict[str, float], path: str, count: int
+) -> None:
+    async def scene(stage: Stage) -> None:
+        browser = await stage.browser(stage.votes.invite(0))
+        found = []
+        for _ in range(count + 1):
+            reply = await (browser.post(path, {"token": "guess"}) if path == "/enter" else browser.get(path))
+            found.append(reply.status)
+        assert 429 in found[-2:] and 429 not in found[: count - 2]
+        assert int(reply.headers["Retry-After"]) > 1
+
+    play(scene, **config)
+
+
+def test_behind_a_proxy_the_address_is_what_the_proxy_says(play: Callable[..., None]) -> None:
+    """What the client wrote into the header itself stands further left, and is not believed."""
+
+    async def scene(stage: Stage) -> None:
+        browser = await stage.browser()
+
+        async def guess(forwarded: str) -> int:
+            headers = {"Origin": stage.origin, "X-Forwarded-For": forwarded}
+            async with browser.client.post("/enter", json={"token": "guess"}, headers=headers) as reply:
+                return reply.status
+
+        assert [await guess(f"9.9.9.{n}, 1.1.1.1") for n in range(61)].count(429) == 1
+        assert await guess("1.1.1.1, 2.2.2.2") == 403
+
+    play(scene, proxies=1, entry_rate=0.001)

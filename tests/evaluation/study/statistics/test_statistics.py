@@ -1,0 +1,266 @@
+"""A study's statistics against obvious loops, scipy, closed forms, and simulated studies whose truth is known."""
+
+from itertools import product
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.optimize import minimize
+from scipy.special import expit
+from scipy.stats import t
+
+from bench.kit.studies import Design, share_of, simulate
+from evaluation.study.statistics.leanings import Leanings
+from evaluation.study.statistics.power import PowerConfig, components, power_table, render, weigh
+from evaluation.study.statistics.preference import preference
+from evaluation.study.statistics.strengths import PRIOR, bradley_terry, shares, strengths
+
+seeds = st.integers(0, 2**32 - 1)
+
+
+def random_votes(seed: int, count: int = 60) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Scores, prompts and raters of an uneven study, with ids that are no indexes; some vote twice on a prompt."""
+    rng = np.random.default_rng(seed)
+    prompts, raters = rng.integers(0, 9, count), rng.integers(0, 5, count)
+    return rng.choice([0.0, 0.5, 1.0], count), np.array([f"p{i}" for i in prompts]), raters * 7 + 3
+
+
+# --- the preference ---
+
+
+@settings(max_examples=20, deadline=None)
+@given(seeds)
+def test_the_variance_is_that_of_all_pairs_of_votes(seed: int) -> None:
+    """Σ over pairs that share a prompt or a rater of e·e' less the mean over those that share neither, by a loop."""
+    scores, prompts, raters = random_votes(seed)
+    e = scores - scores.mean()
+    related: list[float] = []
+    apart: list[float] = []
+    same_cell: list[float] = []
+    for i, j in product(range(len(scores)), repeat=2):
+        is_prompt, is_rater = prompts[i] == prompts[j], raters[i] == raters[j]
+        (related if is_prompt or is_rater else apart).append(e[i] * e[j])
+        if is_prompt and is_rater:
+            same_cell.append(e[i] * e[j])
+    count = len(scores)
+    base = np.mean(apart)
+    expected = (sum(related) - len(related) * base) / count**2
+    least = (sum(same_cell) - len(same_cell) * base) / count**2
+    assert preference(scores, prompts, raters).variance == pytest.approx(max(expected, least), rel=1e-9)
+
+
+@settings(max_examples=20, deadline=None)
+@given(seeds)
+def test_laws_of_a_preference(seed: int) -> None:
+    scores, prompts, raters = random_votes(seed)
+    found = preference(scores, prompts, raters)
+    low, high = found.interval()
+    assert 0 <= low < found.value < high <= 1
+    other = preference(1 - scores, prompts, raters)
+    assert other.interval() == pytest.approx((1 - high, 1 - low))
+    order = np.random.default_rng(seed).permutation(len(scores))
+    again = preference(scores[order], prompts[order], raters[order])
+    assert again.interval() == pytest.approx((low, high))
+    both = preference(np.stack([scores, 1 - scores]), prompts, raters)  # several studies at once
+    assert both.interval()[0] == pytest.approx([low, 1 - high])
+    narrow = found.interval(0.9)
+    assert low < narrow[0] and narrow[1] < high
+
+
+def test_independent_votes_have_wilsons_interval() -> None:
+    """Each of one prompt and one rater of its own: nothing is shared."""
+    scores = np.repeat([1.0, 0.0], [70, 30])
+    found = preference(scores, np.arange(100), np.arange(100))
+    variance = 0.7 * 0.3 / 99
+    assert found.variance == pytest.approx(variance)
+    assert found.degrees == pytest.approx(99)
+    q2 = t.ppf(0.975, 99) ** 2 * variance / 0.21
+    middle = (0.7 + q2 / 2) / (1 + q2)
+    assert sum(found.interval()) / 2 == pytest.approx(middle)
+
+
+@pytest.mark.parametrize("score", [0.0, 0.5, 1.0])
+def test_when_all_votes_are_alike_the_fewest_clusters_count(score: float) -> None:
+    prompts, raters = (part.ravel() for part in np.indices((20, 4)))
+    found = preference(np.full(80, score), prompts, raters)
+    low, high = found.interval()
+    q2 = t.ppf(0.975, 3) ** 2 / 4
+    assert high - low == pytest.approx(q2 / (1 + q2) if score != 0.5 else np.sqrt(q2 * (1 + q2)) / (1 + q2))
+    assert not found.is_within(0.2)
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_one_rater_or_one_prompt_says_nothing_of_others(which: int) -> None:
+    ids = [np.zeros(10), np.arange(10)]
+    found = preference(np.repeat([1.0, 0.0], 5), ids[which], ids[1 - which])
+    assert found.interval() == pytest.approx((0, 1))
+
+
+@pytest.mark.parametrize(
+    ("leanings", "least", "most"),
+    [
+        (Leanings(0.5, 0.2, 0.5, 0.2), 0.93, 0.975),
+        (Leanings(1.0, 0.4), 0.93, 0.97),
+        (Leanings(1.5, 1.0, 1.5, 0.2), 0.93, 0.97),
+    ],
+)
+def test_intervals_hold_the_truth_in_simulated_studies(leanings: Leanings, least: float, most: float) -> None:
+    """1,500 each: bench.outputs.study has the table of 10,000. Wilson's of independent votes holds too little."""
+    design = Design.make(200, 15, 5)
+    truth = leanings.preference
+
+    def holds(scores: np.ndarray) -> np.ndarray:
+        low, high = preference(scores, design.prompts, design.raters).interval()
+        return np.asarray((low <= truth) & (truth <= high))
+
+    assert least < share_of(holds, leanings, design, 1500, seed=5) < most
+
+
+# --- simulation ---
+
+
+@pytest.mark.parametrize("ties", [0.0, 0.3])
+def test_the_true_preference_is_the_mean_of_very_many_votes(ties: float) -> None:
+    leanings = Leanings(1.0, 0.4, 0.5, ties)
+    one_each = Design(np.arange(1000), np.arange(1000))
+    scores = simulate(leanings, one_each, 400, np.random.default_rng(0))
+    assert scores.mean() == pytest.approx(leanings.preference, abs=4 * 0.5 / np.sqrt(scores.size))
+    equal = simulate(Leanings(1.0, 0.4, 0.0, ties), one_each, 400, np.random.default_rng(1))
+    assert (equal == 0.5).mean() == pytest.approx(ties, abs=0.005)
+    assert leanings.at(0.7).preference == pytest.approx(0.7)
+
+
+def test_components_are_those_of_simulated_votes() -> None:
+    """Covariances of votes of one prompt, of one rater, and of one vote with itself."""
+    leanings = Leanings(1.2, 0.7, 0.4, 0.2)
+    rng = np.random.default_rng(0)
+    two = Design(np.array([0, 0, 1]), np.array([0, 1, 0]))
+    votes = simulate(leanings, two, 400_000, rng)
+    covariance = np.cov(votes, rowvar=False)
+    found = components(leanings)
+    assert found[0] == pytest.approx(covariance[0, 1], abs=0.001)
+    assert found[1] == pytest.approx(covariance[0, 2], abs=0.001)
+    assert sum(found) == pytest.approx(covariance[0, 0], abs=0.001)
+
+
+# --- power ---
+
+
+@pytest.mark.parametrize(("raters", "prompts"), [(15, 200), (30, 400)])
+def test_power_is_what_simulated_studies_have(raters: int, prompts: int) -> None:
+    leanings, margin = Leanings(0.5, 0.2, ties=0.2), 0.06
+    design = Design.make(prompts, raters, 5)
+    found = weigh(leanings, raters, prompts, 5, margin)
+
+    def is_seen(scores: np.ndarray) -> np.ndarray:
+        low, high = preference(scores, design.prompts, design.raters).interval()
+        return np.asarray((low > 0.5) | (high < 0.5))
+
+    def is_equal(scores: np.ndarray) -> np.ndarray:
+        return preference(scores, design.prompts, design.raters).is_within(margin)
+
+    assert share_of(is_seen, leanings.at(0.5 + margin), design, 600, 1) == pytest.approx(found.difference, abs=0.06)
+    assert share_of(is_equal, leanings.at(0.5), design, 600, 2) == pytest.approx(found.equivalence, abs=0.06)
+    assert share_of(is_equal, leanings.at(0.5 + margin), design, 600, 3) < 0.08  # 5 % at most, and its error
+
+
+def test_more_raters_and_prompts_have_more_power() -> None:
+    config = PowerConfig(raters=[5, 15, 45], prompts=[50, 200])
+    rows = power_table(config, 5, 0.08)
+    assert [(row.raters, row.prompts) for row in rows] == [(5, 50), (5, 200), (15, 50), (15, 200), (45, 50), (45, 200)]
+    by = {(row.raters, row.prompts): row for row in rows}
+    for raters, prompts in ((5, 50), (15, 50), (5, 200)):
+        for more in ((raters * 3, prompts), (raters, 200)):
+            assert by[more].half_width <= by[raters, prompts].half_width
+            assert by[more].difference >= by[raters, prompts].difference
+            assert by[more].equivalence >= by[raters, prompts].equivalence
+    text = render(rows, 0.08, 0.8)
+    assert "Enough to see a preference of 58% with probability 80%: " in text and "45 raters × 200 prompts" in text
+    assert "none of these" in render(rows, 0.08, 0.9999)
+
+
+# --- strengths ---
+
+
+@settings(max_examples=15, deadline=None)
+@given(seeds, st.integers(2, 5))
+def test_strengths_are_scipys_maximum(seed: int, count: int) -> None:
+    wins = np.random.default_rng(seed).integers(0, 30, (count, count)) * 0.5
+    np.fill_diagonal(wins, 0)
+    padded = (wins + PRIOR) * (1 - np.eye(count))
+
+    def cost(theta: np.ndarray) -> float:
+        return -float((padded * np.log(expit(theta[:, None] - theta[None, :]))).sum())
+
+    best = minimize(cost, np.zeros(count), tol=1e-10).x
+    found = bradley_terry(wins)
+    assert found == pytest.approx(best - best.mean(), abs=1e-4)
+    assert cost(found) <= cost(best) + 1e-9
+
+
+def test_strengths_as_published() -> None:
+    """Of the American League's teams in 1987: Agresti, "Categorical Data Analysis" (2002), section 10.6."""
+    wins = np.array(
+        [
+            [0, 7, 9, 7, 7, 9, 11],  # Milwaukee, against the columns' teams in this order
+            [6, 0, 7, 5, 11, 9, 9],  # Detroit
+            [4, 6, 0, 7, 7, 8, 12],  # Toronto
+            [6, 8, 6, 0, 6, 7, 10],  # New York
+            [6, 2, 6, 7, 0, 7, 12],  # Boston
+            [4, 4, 5, 6, 6, 0, 6],  # Cleveland
+            [2, 4, 1, 3, 1, 7, 0],  # Baltimore
+        ]
+    )
+    found = bradley_terry(wins - PRIOR)
+    assert found - found[-1] == pytest.approx([1.58, 1.44, 1.29, 1.25, 1.11, 0.68, 0], abs=0.005)
+
+
+def test_two_models_in_closed_form() -> None:
+    """Haldane and Anscombe's log odds; and one that lost every vote has a strength too."""
+    for won, lost in ((30.5, 10), (20, 0)):
+        theta = bradley_terry(np.array([[0, won], [lost, 0]]))
+        assert theta[0] - theta[1] == pytest.approx(np.log((won + 0.5) / (lost + 0.5)))
+        assert shares(theta)[0] == pytest.approx((won + 0.5) / (won + lost + 1))
+
+
+@pytest.mark.parametrize("count", [3, 6])
+@pytest.mark.parametrize("votes", [5, 1000, 100_000])
+def test_models_that_won_or_lost_every_vote_have_strengths(count: int, votes: int) -> None:
+    """At the maximum the wins that are expected are those that there were."""
+    wins = np.triu(np.full((count, count), float(votes)), 1)
+    theta, padded = bradley_terry(wins), (wins + PRIOR) * (1 - np.eye(count))
+    games = padded + padded.T
+    assert (games * expit(theta[:, None] - theta)).sum(1) == pytest.approx(padded.sum(1), rel=1e-9)
+    assert (np.diff(theta) < 0).all() and theta.sum() == pytest.approx(0, abs=1e-9)
+
+
+def test_strengths_of_votes_and_their_intervals() -> None:
+    """Three models: the interval of a strong one lies above the others'; more raters make it narrower."""
+    rng = np.random.default_rng(0)
+    widths = []
+    for num_raters in (4, 40):
+        prompts, raters, pair = (part.ravel() for part in np.indices((20, num_raters, 3)))
+        pairs = np.array([(0, 1), (0, 2), (1, 2)])[pair]
+        felt = np.array([1.0, 0.0, 0.0])[pairs] @ [1, -1] + rng.normal(scale=0.5, size=num_raters)[raters]
+        scores = (rng.random(len(felt)) < expit(felt)).astype(float)
+        found = strengths(scores, pairs, prompts, raters, 3, seed=0, replicates=200)
+        assert (found.low < found.value).all() and (found.value < found.high).all()
+        assert (found.share_low < found.share).all() and (found.share < found.share_high).all()
+        assert found.value.sum() == pytest.approx(0) and found.share.mean() == pytest.approx(0.5)
+        widths.append(found.high - found.low)
+        again = strengths(scores, pairs, prompts, raters, 3, seed=0, replicates=200)
+        assert (again.low == found.low).all()
+    assert found.share_low[0] > max(found.share_high[1:])
+    assert (widths[1] < widths[0]).all()
+
+
+@pytest.mark.parametrize("deciding", [0, 1])
+def test_both_prompts_and_raters_are_drawn_again(deciding: int) -> None:
+    """Where one of the two decides every vote, its clusters alone vary: p·(1 − p)/G of the share."""
+    clusters = [part.ravel() for part in np.indices((16, 16))]
+    scores = (clusters[deciding] % 4 == 0).astype(float)
+    pairs = np.tile([0, 1], (len(scores), 1))
+    found = strengths(scores, pairs, clusters[0], clusters[1], 2, seed=1)
+    expected = 2 * 1.96 * np.sqrt(0.25 * 0.75 / 16)
+    assert found.share_high[0] - found.share_low[0] == pytest.approx(expected, rel=0.12)

@@ -1,0 +1,210 @@
+"""Votes to a result: sides undone, gold and repeats kept apart, rules applied, files written; the commands."""
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from evaluation.study.__main__ import run
+from evaluation.study.analysis import analyse
+from evaluation.study.output.results import render
+from evaluation.study.protocol import Study, read_study
+from evaluation.study.schedule import Showing
+from evaluation.study.statistics.preference import preference
+from evaluation.study.votes import Vote, open_votes
+from shards.base.errors import RequestError, exit_code_of
+from tests.evaluation.study.studies import make_set, make_study, random_score, schedule_of, votes_of
+
+
+@pytest.fixture(scope="module")
+def study(tmp_path_factory: pytest.TempPathFactory) -> Study:
+    return make_study(tmp_path_factory.mktemp("two"))
+
+
+@pytest.fixture(scope="module")
+def three(tmp_path_factory: pytest.TempPathFactory) -> Study:
+    return make_study(tmp_path_factory.mktemp("three"), num_models=3)
+
+
+def test_sides_are_undone(study: Study) -> None:
+    """Who always prefers A's picture, wherever it stood, prefers A."""
+    results = analyse(study, votes_of(study, lambda rater, showing, question: 1.0))
+    for row in results["preferences"]:
+        assert row["preference"] == 1 and row["models"] == ["A", "B"] and row["votes"] == 24
+        assert (row["won"], row["tied"], row["lost"], row["raters"], row["prompts"]) == (24, 0, 0, 3, 8)
+        assert row["verdict"] == "no difference shown" and row["high"] == pytest.approx(1)  # of three raters
+    sided = [Vote(v.rater, v.showing, v.question, "first", 1.0) for v in votes_of(study, lambda r, s, q: 1.0)]
+    about = analyse(study, sided)
+    left = [
+        showings for showings, rater in zip(schedule_of(study), about["raters"], strict=True) if not rater["excluded"]
+    ]
+    swapped = np.mean([showing.swapped for showings in left for showing in showings if showing.kind == "first"])
+    assert about["preferences"][0]["preference"] == pytest.approx(1 - swapped)
+    assert all(rater["repeats_same"] == 0 for rater in about["raters"])  # who clicks on one side is found out
+
+
+def test_only_first_votes_count(study: Study) -> None:
+    """Repeats that say the opposite, and gold, change no preference; they are told of each rater."""
+    honest = random_score(0)
+    plain = analyse(study, votes_of(study, honest))
+
+    def inconsistent(rater: int, showing: Showing, question: str) -> float:
+        score = honest(rater, showing, question)
+        return 1 - score if showing.kind == "repeat" and rater == 1 else score
+
+    results = analyse(study, votes_of(study, inconsistent))
+    assert results["preferences"] == plain["preferences"]
+    raters = results["raters"]
+    assert [rater["repeats_same"] == rater["repeats_answers"] for rater in raters] == [True, False, True]
+    assert all(rater["repeats_answers"] == 4 and rater["gold_answers"] == 4 for rater in raters)
+    assert all(rater["median_seconds"] == 2.5 and rater["done"] == rater["showings"] for rater in raters)
+
+
+def test_the_interval_is_that_of_the_counted_votes(study: Study) -> None:
+    votes = votes_of(study, random_score(1))
+    results = analyse(study, votes)
+    for row in results["preferences"]:
+        scores, prompts, raters = [], [], []
+        for rater, showings in enumerate(schedule_of(study)):
+            for showing in showings:
+                if showing.kind == "first":
+                    scores.append(random_score(1)(rater, showing, row["question"]))
+                    prompts.append(showing.item.prompt_id)
+                    raters.append(rater)
+        found = preference(np.array(scores), np.array(prompts), np.array(raters))
+        assert row["preference"] == pytest.approx(float(found.value))
+        assert [row["low"], row["high"]] == pytest.approx([float(end) for end in found.interval()])
+    categories = {(row["question"], row["category"]): row["votes"] for row in results["by_category"]}
+    assert categories == {(q, c): 12 for q in ("quality", "alignment") for c in ("colours", "counting")}
+
+
+@pytest.mark.parametrize(("exclude_below", "out"), [(0.75, [False, True, False]), (None, [False] * 3)])
+def test_raters_who_fail_gold_are_left_out_by_the_protocols_rule_alone(
+    tmp_path: Path, exclude_below: float | None, out: list[bool]
+) -> None:
+    study = make_study(tmp_path, gold={"share": 0.25, "exclude_below": exclude_below})
+
+    def score(rater: int, showing: Showing, question: str) -> float:
+        return 0.0 if rater == 1 else 1.0
+
+    results = analyse(study, votes_of(study, score))
+    assert [rater["excluded"] for rater in results["raters"]] == out
+    assert [rater["gold_right"] for rater in results["raters"]] == [4, 0, 4]
+    assert results["preferences"][0]["votes"] == (16 if out[1] else 24)
+    assert ("below 75% of gold answers right): rater 2." in render(results)) == out[1]
+    if out[1]:
+        with pytest.raises(RequestError, match=r"has no vote that counts: 72 answers, 3 raters left out by its rule"):
+            analyse(study, votes_of(study, lambda r, s, q: 0.0))
+
+
+@pytest.mark.parametrize(("wrong", "out"), [(1, False), (2, True)])
+def test_the_rule_is_below_and_not_at(study: Study, wrong: int, out: bool) -> None:
+    """3 of 4 gold answers right are 75 %."""
+    golds = [s.number for s in schedule_of(study)[1] if s.kind == "gold"]
+
+    def score(rater: int, showing: Showing, question: str) -> float:
+        is_wrong = rater == 1 and question == "quality" and showing.number in golds[:wrong]
+        return 0.0 if is_wrong else 1.0
+
+    results = analyse(study, votes_of(study, score))
+    assert results["raters"][1]["gold_right"] == 4 - wrong
+    assert [rater["excluded"] for rater in results["raters"]] == [False, out, False]
+
+
+def test_a_study_that_goes_on_is_analysed_only_on_request(study: Study) -> None:
+    votes = votes_of(study, random_score(2))[:-3]
+    with pytest.raises(RequestError, match=r"has 69 of 72 planned answers\. A study that is stopped once its result"):
+        analyse(study, votes)
+    results = analyse(study, votes, partial=True)
+    assert results["partial"] and "PARTIAL: 69 of 72 planned answers" in render(results)
+    with pytest.raises(RequestError, match="has no vote that counts: 0 answers"):
+        analyse(study, [], partial=True)
+
+
+def test_equivalence_is_shown_by_many_even_votes(tmp_path: Path) -> None:
+    study = make_study(tmp_path, raters=30, votes_per_item=30, margin=0.2)
+    results = analyse(study, votes_of(study, random_score(3, 0.4)))
+    row = results["preferences"][0]
+    assert 0.4 < row["low"] < 0.5 < row["high"] < 0.6
+    assert row["equivalent"] and row["verdict"] == "no difference shown; equivalent within ±0.2"
+    wide = analyse(study, votes_of(study, random_score(3, 0.75)))["preferences"][0]
+    assert not wide["equivalent"] and wide["verdict"] == "A is preferred"
+    other = analyse(study, votes_of(study, random_score(3, 0.05)))["preferences"][0]
+    assert not other["equivalent"] and other["verdict"] == "B is preferred"
+
+
+def test_three_models(three: Study) -> None:
+    order = {0: 2, 1: 1, 2: 0}  # A is better than B, and B than C
+
+    def score(rater: int, showing: Showing, question: str) -> float:
+        if showing.item.models is None:
+            return 1.0
+        first, second = showing.item.models
+        is_odd = (rater + int(showing.item.prompt_id[1:])) % 4 == 0
+        return float((order[first] > order[second]) != is_odd)
+
+    results = analyse(three, votes_of(three, score))
+    assert [tuple(row["models"]) for row in results["preferences"]] == [("A", "B"), ("A", "C"), ("B", "C")] * 2
+    for question in ("quality", "alignment"):
+        rows = [row for row in results["strengths"] if row["question"] == question]
+        assert [row["model"] for row in rows] == ["A", "B", "C"]
+        assert rows[0]["value"] > rows[1]["value"] > rows[2]["value"]
+        assert all(row["low"] - 1e-9 < row["value"] < row["high"] + 1e-9 for row in rows)  # B is always midway
+    assert analyse(three, votes_of(three, score)) == results
+
+
+# --- the commands ---
+
+
+def test_from_sample_sets_to_a_result(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def said(*words: str, code: int = 0) -> str:
+        assert exit_code_of(lambda: run([*words, "--output", str(tmp_path / "study")])) == code
+        out = capsys.readouterr()
+        return " ".join((out.out + out.err).split()) if code else out.out
+
+    assert "is no study" in said("serve", code=2)
+    sets = [str(make_set(tmp_path / name, number)) for number, name in enumerate("ab")]
+    protocol = ["--protocol.raters", "3", "--protocol.votes_per_item", "2"]
+    text = said("prepare", "--sets", ",".join(sets), *protocol)
+    assert f"A: {sets[0]}" in text and "8 items; each of 3 raters sees 7 to 8" in text
+    sha256 = re.search(r"protocol (\w{64}): send this", text)
+    links = said("invite", "2", "--serve.origin", "https://s.example").split()
+    assert links[::2] == ["1", "2"] and all(
+        re.fullmatch(r"https://s\.example/#[\w-]{32}", link) for link in links[1::2]
+    )
+    assert "3 raters, of whom 2 are invited" in said("invite", "2", code=2)
+    assert "Say how many more" in said("invite", code=2)
+    assert said("invite", "1").startswith("3\thttp://127.0.0.1:8770/#")
+    assert said("invite", "--again", "2").startswith("2\t")
+    assert "Rater 4 was not invited yet" in said("invite", "--again", "4", code=2)
+    assert re.fullmatch(r"rater 1: 0 of \d\nrater 2: 0 of \d\nrater 3: 0 of \d\n", said("status"))
+    assert "has 0 of" in said("analyse", code=2)
+
+    study = read_study(tmp_path / "study")
+    assert sha256 is not None and sha256[1] == study.protocol.sha256
+    with open_votes(study) as votes:
+        for vote in votes_of(study, lambda r, s, q: 1.0):
+            votes.cast(vote.rater, vote.showing, {vote.question: vote.answer}, "x", 1.0)
+    text = said("analyse")
+    assert "quality      A over B: 100.0% [" in text and "No rater was left out." in text
+    assert {path.name for path in (tmp_path / "study").glob("results.*")} == {
+        "results.html",
+        "results.json",
+        "results.png",
+    }
+    assert "holds a study with another protocol" in said("prepare", "--sets", ",".join(sets), code=2)
+    next((tmp_path / "study" / "pictures").iterdir()).unlink()
+    assert "is missing. Restore it from a copy" in said("serve", code=1)
+
+
+def test_power_is_told_before_there_is_a_study(capsys: pytest.CaptureFixture[str]) -> None:
+    run(["power", "--protocol.margin", "0.1", "--power.raters", "10,30", "--power.prompts", "200"])
+    out = capsys.readouterr().out
+    assert len(re.findall(r"^ +(?:10|30) +200 ", out, re.MULTILINE)) == 2
+    assert "Enough to see a preference of 60% with probability 80%" in out
+
+
+def test_an_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_code_of(lambda: run(["vote"])) == 2
+    assert "has no command `vote`. Choose one of: power, prepare" in capsys.readouterr().err

@@ -1,0 +1,59 @@
+"""What the pages on evaluation tell people to type is understood; nothing is run."""
+
+import re
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from evaluation import __main__ as evaluate
+from evaluation.study import __main__ as study
+from tests.makefile import make
+
+ROOT = Path(__file__).parents[2]
+PAGES = ("README.md", "docs/evaluation.md", "docs/how-to/study.md")
+COMMAND = re.compile(r"make (sample|evaluate|watch|report|study) |\S*python -m evaluation")
+RUNS: dict[str, Callable[[list[str]], None]] = {"evaluation": evaluate.run, "evaluation.study": study.run}
+
+
+class UnderstoodError(Exception):
+    """Arguments are read, and work would begin."""
+
+
+def commands() -> list[list[str]]:
+    """Words of each command on evaluation in a code block."""
+    blocks = [block for page in PAGES for block in re.findall(r"```\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)]
+    lines = [line for block in blocks for line in block.replace("\\\n", "").splitlines()]
+    return [shlex.split(line, comments=True) for line in lines if COMMAND.match(line)]
+
+
+def modules(words: list[str]) -> list[list[str]]:
+    """What the command runs of evaluation: module, arguments."""
+    if words[0] != "make":
+        return [words[2:]]
+    told = make("--dry-run", *words[1:])
+    assert told.returncode == 0, told.stderr
+    lines = [shlex.split(line) for line in told.stdout.replace("\\\n", "").splitlines() if "-m evaluation" in line]
+    return [line[line.index("-m") + 1 :] for line in lines]
+
+
+@pytest.mark.parametrize("words", commands(), ids=" ".join)
+def test_commands_of_the_pages_are_understood(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def then_stop(read: Callable[..., Any]) -> Callable[..., Any]:
+        def stop(*arguments: Any) -> Any:
+            read(*arguments)
+            raise UnderstoodError
+
+        return stop
+
+    monkeypatch.setattr(evaluate, "load_from_args", then_stop(evaluate.load_from_args))
+    monkeypatch.setattr(evaluate, "load_config", then_stop(evaluate.load_config))
+    monkeypatch.setattr(evaluate, "read_runs", then_stop(lambda names: names))
+    monkeypatch.setattr(study, "load_config", then_stop(study.load_config))
+    found = modules(words)
+    assert found
+    for module, *arguments in found:
+        with pytest.raises(UnderstoodError):
+            RUNS[module](arguments)

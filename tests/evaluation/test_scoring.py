@@ -1,0 +1,321 @@
+"""Features and metrics of sample sets, against references made through stage 1's pixel path."""
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from transformers import CLIPConfig, CLIPModel, CLIPTokenizer
+
+from evaluation.__main__ import run as command
+from evaluation.features.extractors import ExtractorConfig, ExtractorsConfig, load_extractor, load_text_features
+from evaluation.features.job import extract, reference_features
+from evaluation.features.sources import ReferenceConfig, sample_units
+from evaluation.metrics.frechet import Moments, frechet_distance
+from evaluation.sampling.job import read_set
+from evaluation.sampling.prompts import Prompt
+from evaluation.scoring import choose_metrics, score, table
+from precompute.cluster.fleet import FleetConfig
+from shards.base.durable import read_sealed_json
+from shards.base.errors import DamagedInput, RequestError, WorkError, exit_code_of
+from tests.evaluation.sets import draw_here, sampling
+from tests.runs import run_module, train_fields, write_config
+from tests.tiny import make_samples, make_tar
+
+TOY = ExtractorsConfig(toy=True, batch_size=16)
+WORKERS = FleetConfig(num_gpus=0, num_cpus=1)
+MANY = [Prompt(f"p{i}", f"picture {i}") for i in range(30)]
+
+
+@pytest.fixture(autouse=True)
+def without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    def here(units: Sequence[tuple[str, Any]], function: Callable[..., Any], *rest: object) -> None:
+        for _, unit in units:
+            function(unit, 1, lambda count: None)
+
+    monkeypatch.setattr("evaluation.features.job.run_units", here)
+
+
+@pytest.fixture(scope="module")
+def drawn(pipeline: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Sixty pictures of 64 px, two of each prompt."""
+    place = tmp_path_factory.mktemp("drawn")
+    return draw_here(pipeline, place, sampling(part_size=25, batch_size=20, steps=[1]), MANY)
+
+
+@pytest.fixture(scope="module")
+def references(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same 70 pictures in two tars and as files; three more are too small or broken."""
+    folder = tmp_path_factory.mktemp("references")
+    for shard in range(2):
+        samples = make_samples(shard, 35, [(80, 64), (200, 150)])
+        samples.append((f"{shard:05d}9000", {"jpg": b"<html>", "txt": b"not a picture", "json": b"{}"}))
+        make_tar(folder / "tars", f"{shard:05d}", samples)
+        for key, members in samples:
+            path = folder / "files" / f"{key}.jpg"
+            path.parent.mkdir(exist_ok=True)
+            path.write_bytes(members["jpg"])
+    return folder
+
+
+def reference(place: Path, pictures: Path | None, **changes: Any) -> ReferenceConfig:
+    """At 64 px."""
+    return ReferenceConfig(place=place, pictures=pictures and str(pictures), size="64x64", **changes)
+
+
+def test_metrics_come_with_interval_n_and_id_and_features_are_taken_once(
+    drawn: Path, references: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = reference(tmp_path / "reference", references / "tars")
+    rows = score(read_set(drawn), choose_metrics(None, TOY, made), TOY, made, WORKERS)
+    assert [row["metric"] for row in rows] == ["toy_fid", "toy_kid"]
+    assert all(row["low"] <= row["value"] <= row["high"] and row["n"] == 60 for row in rows)
+    assert all(row["reference_n"] == 70 and len(row["id"]) == 16 for row in rows)
+    assert read_sealed_json(drawn / "metrics.json") == {"metrics": json.loads(json.dumps(rows))}
+    assert "toy_fid" in table(rows) and "against this reference" in table(rows)
+
+    pixels = [np.asarray(Image.open(path)) for path in sorted((drawn / "pictures").rglob("*.png"))]
+    cells = np.stack(pixels).reshape(60, 4, 16, 4, 16, 3).mean((2, 4)).transpose(0, 3, 1, 2).reshape(60, 48) / 255
+    found = extract(sample_units(read_set(drawn)), "toy", TOY, drawn, WORKERS).values
+    np.testing.assert_allclose(found, cells, atol=1e-5)
+
+    monkeypatch.setattr("evaluation.features.job.load_extractor", None)
+    again = score(read_set(drawn), ["toy_fid"], TOY, reference(tmp_path / "reference", None), WORKERS)
+    assert again == rows[:1]
+
+    (path,) = (tmp_path / "reference" / "moments").rglob("moments.npz")
+    theirs, number = reference_features(reference(tmp_path / "reference", None), "toy", TOY, WORKERS)
+    assert path.parent.name.startswith(number)
+    np.testing.assert_array_equal(np.load(path)["mu"], theirs.values.astype(np.float64).mean(0))
+    np.testing.assert_allclose(np.load(path)["sigma"], np.cov(theirs.values.T.astype(np.float64)))
+    monkeypatch.setattr(Moments, "of", None)  # read, and not computed again
+    for record in (drawn / "metrics").glob("toy_fid-*"):
+        record.unlink()
+    assert score(read_set(drawn), ["toy_fid"], TOY, reference(tmp_path / "reference", None), WORKERS) == again
+
+
+def test_moments_of_others_are_a_reference_of_frechet_distances(drawn: Path, references: Path, tmp_path: Path) -> None:
+    """As MLPerf's: the same number as of the pictures that they were taken of, and another id."""
+    (row,) = score(read_set(drawn), ["toy_fid"], TOY, reference(tmp_path / "reference", references / "tars"), WORKERS)
+    theirs, _ = reference_features(reference(tmp_path / "reference", None), "toy", TOY, WORKERS)
+    path, moments = tmp_path / "stats.npz", Moments.of(theirs.values)
+    np.savez(path, mu=moments.mean, sigma=moments.covariance)
+    given = ReferenceConfig(moments=path)
+    (found,) = score(read_set(drawn), choose_metrics(["toy_fid"], TOY, given), TOY, given, WORKERS)
+    assert (found["value"], found["low"], found["high"]) == (row["value"], row["low"], row["high"])
+    assert found["id"] != row["id"] and found["reference_n"] is None and "N 60" in table([found])
+    with pytest.raises(RequestError, match="toy_kid cannot be held against moments alone"):
+        choose_metrics(None, TOY, given)
+    with pytest.raises(ValueError, match="give moments or pictures"):
+        ReferenceConfig(moments=path, pictures=str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("arrays", "message"),
+    [
+        (None, "cannot be read as moments"),
+        ({"mu": np.zeros(48)}, "cannot be read as moments: .*sigma"),
+        ({"mu": np.zeros(48), "sigma": np.eye(47)}, "holds no Gaussian"),
+        ({"mu": np.full(48, np.nan), "sigma": np.eye(48)}, "holds no Gaussian"),
+        ({"mu": np.zeros(8), "sigma": np.eye(8)}, "moments are of 8 features, and the extractor has 48"),
+    ],
+)
+def test_moments_that_are_none(drawn: Path, tmp_path: Path, arrays: dict[str, Any] | None, message: str) -> None:
+    path = tmp_path / "stats.npz"
+    if arrays is None:
+        path.write_bytes(b"<html>")
+    else:
+        np.savez(path, **arrays)
+    with pytest.raises(RequestError, match=message):
+        score(read_set(drawn), ["toy_fid"], TOY, ReferenceConfig(moments=path), WORKERS)
+
+
+def test_other_limits_make_another_reference(drawn: Path, references: Path, tmp_path: Path) -> None:
+    """They decide which pictures are in it."""
+    rows = []
+    for name, limits in (("all", {}), ("small", {"max_pixels": 6000})):
+        made = reference(tmp_path / name, references / "tars", limits=limits)
+        rows.append(score(read_set(drawn), ["toy_kid"], TOY, made, WORKERS)[0])
+    assert [row["reference_n"] for row in rows] == [70, 36] and rows[0]["id"] != rows[1]["id"]
+    with pytest.raises(RequestError, match="is a reference of other pictures or another size: limits"):
+        score(read_set(drawn), ["toy_kid"], TOY, reference(tmp_path / "small", references / "tars"), WORKERS)
+
+
+def test_features_that_are_not_finite_are_refused(
+    pipeline: Path, references: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One row of them would make an ordinary recall of 0."""
+    toy = load_extractor("toy", None, "cpu")
+
+    def one_is_not(pictures: np.ndarray) -> torch.Tensor:
+        features = toy(pictures)
+        features[0, 0] = torch.inf
+        return features
+
+    monkeypatch.setattr("evaluation.features.job.cached_extractor", lambda *_: one_is_not)
+    place = draw_here(pipeline, tmp_path / "drawn", sampling(part_size=30, batch_size=30, steps=[1]), MANY)
+    made = reference(tmp_path / "reference", references / "tars")
+    with pytest.raises(WorkError, match=r"toy gave features of .* that are not finite: its weights are damaged"):
+        score(read_set(place), ["toy_kid"], TOY, made, WORKERS)
+    assert not list(place.rglob("features.npy"))
+
+
+def test_what_cannot_be_measured_is_refused_before_it_is_drawn(
+    references: Path,
+    tmp_path: Path,
+    pipeline: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("evaluation.__main__.draw_sets", None)
+    (tmp_path / "few.txt").write_text("".join(f"picture {i}\n" for i in range(23)))
+    (tmp_path / "many.txt").write_text("".join(f"picture {i}\n" for i in range(24)))
+    words = ["score", "--model", str(pipeline), "--output", str(tmp_path / "out"), "--extractors.toy", "true"]
+    words += ["--sampling.size", "64x64", "--reference.size", "64x64", "--reference.pictures", str(references / "tars")]
+
+    def said(prompts: str, *more: str) -> str:
+        assert exit_code_of(lambda: command([*words, "--prompts.file", str(tmp_path / prompts), *more])) == 2
+        return " ".join(capsys.readouterr().err.split())
+
+    place = ["--reference.place", str(tmp_path / "reference")]
+    assert "There are 23 prompts, and a metric's interval needs 24 or more" in said("few.txt", *place)
+    assert "Set reference.size to 64x64" in said("many.txt", *place, "--reference.size", "128x128")
+    assert "No reference is given. Set reference.place" in said("many.txt")
+    assert "sampling.steps.0" in said("many.txt", *place, "--sampling.steps", "[0]")
+
+
+def test_a_small_reference_is_refused(drawn: Path, tmp_path: Path) -> None:
+    make_tar(tmp_path / "tars", "00000", make_samples(0, 23, [(80, 64)]))
+    made = reference(tmp_path / "reference", tmp_path / "tars")
+    with pytest.raises(RequestError, match="The reference has 23 pictures, and a metric with its interval needs 24"):
+        score(read_set(drawn), ["toy_kid"], TOY, made, WORKERS)
+
+
+def test_a_reference_from_files_is_the_one_from_tars(drawn: Path, references: Path, tmp_path: Path) -> None:
+    values = []
+    for kind in ("tars", "files"):
+        made = reference(tmp_path / kind, references / kind)
+        values.append(score(read_set(drawn), ["toy_fid"], TOY, made, WORKERS)[0])
+        (receipt, *_) = sorted((tmp_path / kind / "receipts").rglob("*.json"))
+        assert read_sealed_json(receipt)["rejected"]["not_an_image"] >= 1
+    assert values[0]["value"] == pytest.approx(values[1]["value"], rel=1e-6)
+    assert values[0]["id"] != values[1]["id"]
+
+
+def test_what_is_wrong_with_a_reference(drawn: Path, references: Path, tmp_path: Path) -> None:
+    def attempt(config: ReferenceConfig) -> None:
+        score(read_set(drawn), ["toy_kid"], TOY, config, WORKERS)
+
+    with pytest.raises(RequestError, match="samples are 64x64 and the reference is 128x128"):
+        attempt(ReferenceConfig(place=tmp_path, size="128x128"))
+    with pytest.raises(RequestError, match="No reference is given"):
+        attempt(ReferenceConfig(size="64x64"))
+    with pytest.raises(RequestError, match="is no reference"):
+        attempt(reference(tmp_path / "absent", None))
+    with pytest.raises(RequestError, match="holds neither tars nor pictures"):
+        attempt(reference(tmp_path / "absent", tmp_path))
+    attempt(reference(tmp_path / "made", references / "tars"))
+    with pytest.raises(
+        RequestError, match="a reference of other pictures or another size: resampling 'bicubic' ≠ 'lan"
+    ):
+        attempt(reference(tmp_path / "made", None, pixels={"resampling": "lanczos"}))
+    next((tmp_path / "made" / "receipts").rglob("00001.json")).unlink()
+    with pytest.raises(WorkError, match="features of 1 of 2 parts"):
+        attempt(reference(tmp_path / "made", None))
+
+
+def test_a_damaged_picture_is_named(pipeline: Path, tmp_path: Path) -> None:
+    place = draw_here(pipeline, tmp_path, sampling())
+    found = read_set(place)
+    (picture,) = (place / "pictures").glob("00001.*/0000005.png")
+    picture.write_bytes(b"flipped")
+    with pytest.raises(DamagedInput, match=r"0000005\.png is damaged.*its receipt in .*, and the same command"):
+        extract(sample_units(found), "toy", TOY, place, WORKERS)
+
+
+def test_metrics_without_weights_are_refused() -> None:
+    with pytest.raises(RequestError, match="no extractor is given"):
+        choose_metrics(None, ExtractorsConfig(), ReferenceConfig())
+    with pytest.raises(RequestError, match="weights of clip are not given"):
+        choose_metrics(["clip_score"], TOY, ReferenceConfig())
+
+
+@pytest.fixture(scope="module")
+def clip(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A CLIP with small random towers, and its tokenizer."""
+    folder = tmp_path_factory.mktemp("clip")
+    tower = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    tokenizer = CLIPTokenizer.from_pretrained(models / "tokenizer")
+    text = tower | {"vocab_size": len(tokenizer), "max_position_embeddings": 16, "eos_token_id": len(tokenizer) - 1}
+    vision = tower | {"image_size": 32, "patch_size": 8}
+    torch.manual_seed(0)
+    CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=12)).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def test_clip_features_are_the_models_own(clip: Path, drawn: Path) -> None:
+    """On pictures of the model's own size nothing is resized: as transformers' preprocessing has it."""
+    pixels = np.random.default_rng(0).integers(0, 256, (3, 32, 32, 3), dtype=np.uint8)
+    mean, std = [0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.27577711]
+    model = CLIPModel.from_pretrained(clip).eval()
+    with torch.inference_mode():
+        shown = torch.from_numpy((pixels / 255 - mean) / std).float().permute(0, 3, 1, 2)
+        tokens = CLIPTokenizer.from_pretrained(clip)(["a b"], padding="max_length", max_length=16, return_tensors="pt")
+        both = model(**tokens, pixel_values=shown)
+    ours = torch.nn.functional.normalize(load_extractor("clip", clip, "cpu")(pixels), dim=1)
+    torch.testing.assert_close(ours, both.image_embeds)
+    texts = torch.nn.functional.normalize(load_text_features(clip, "cpu")(["a b"]), dim=1)
+    torch.testing.assert_close(texts, both.text_embeds)
+
+    given = ExtractorsConfig(clip=ExtractorConfig(weights=clip))
+    (row,) = score(read_set(drawn), ["clip_score"], given, ReferenceConfig(), WORKERS)
+    assert row["reference_n"] is None and 0 <= row["low"] <= row["value"] <= row["high"]
+
+
+def test_the_toys_distance_is_frechets(drawn: Path, references: Path, tmp_path: Path) -> None:
+    made = reference(tmp_path, references / "tars")
+    (row,) = score(read_set(drawn), ["toy_fid"], TOY, made, WORKERS)
+    (extractor,) = (tmp_path / "features").iterdir()  # the toy's alone; beside the samples' lie others'
+    sides = []
+    for folder in (drawn, tmp_path):
+        parts = sorted((folder / "features" / extractor.name).rglob("features.npy"))
+        sides.append(Moments.of(np.concatenate([np.load(part) for part in parts])))
+    assert row["value"] == pytest.approx(frechet_distance(*sides))
+
+
+def test_a_runs_checkpoint_from_the_command_line(
+    latents: Path, references: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An earlier checkpoint than the newest; one that is not there, and one that is damaged."""
+    run_dir = tmp_path / "run"
+    config = write_config(tmp_path, train_fields(latents, run_dir, max_steps=4))
+    trained = run_module("train", "--config", str(config))
+    assert trained.returncode == 0, trained.stderr
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("".join(f"{prompt.text}\n" for prompt in MANY))
+    words = ["score", "--model", str(run_dir), "--step", "2", "--prompts.file", str(prompts)]
+    words += ["--sampling.size", "64x64", "--sampling.images_per_prompt", "2", "--sampling.steps", "1"]
+    words += ["--workers.num_gpus", "0", "--workers.num_cpus", "1", "--extractors.toy", "true"]
+    words += ["--reference.place", str(tmp_path / "reference"), "--reference.pictures", str(references / "tars")]
+    words += ["--reference.size", "64x64", "--weights", "raw"]
+    scored = run_module("evaluation", *words)
+    assert scored.returncode == 0, scored.stderr
+    place = run_dir / "evaluations" / "step-00000002-raw" / "g8-s1-own"
+    rows = read_sealed_json(place / "metrics.json")["metrics"]
+    assert [(row["metric"], row["step"], row["weights"]) for row in rows] == [
+        ("toy_fid", 2, "raw"),
+        ("toy_kid", 2, "raw"),
+    ]
+    assert f"{rows[0]['value']:.4f}" in scored.stdout
+    assert exit_code_of(lambda: command([*words, "--step", "3"])) == 2
+    assert "has no checkpoint of step 3. It has 2, 4." in capsys.readouterr().err.replace("\n", " ")
+    weights = run_dir / "checkpoints" / "step-00000004" / "unet" / "diffusion_pytorch_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-8])
+    assert exit_code_of(lambda: command([*words, "--step", "4"])) == 1
+    said = capsys.readouterr().err.replace("\n", " ")
+    assert "Step 4 of" in said and "does not have the SHA-256" in said
