@@ -77,7 +77,7 @@ def watch(arguments: list[str]) -> None:
     config = load_from_args(WatchConfig, [*named, *arguments[len(named) // 2 :]], "evaluation watch RUN", watch.__doc__)
     if config.step is not None:
         raise RequestError(
-            "evaluation watch takes many steps: say which with --every and --until, and leave --step out."
+            "evaluation watch follows many steps: choose them with --every and --until, not with --step."
         )
     names = choose_metrics(config.metrics, config.extractors, config.reference)
     run, output = open_store(config.model), base_of(config)

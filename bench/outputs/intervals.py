@@ -1,7 +1,7 @@
 """How often the metrics' 95 % intervals hold what they are said to hold: `python -m bench.outputs.intervals`.
 
-Features are drawn from known distributions, far from each other, near, and equal; each interval is computed as
-`python -m evaluation score` computes it. What it estimates comes from elsewhere: a closed form, kernels over samples that
+Features are drawn from known distributions that are far apart, close, or equal, and each interval is computed as
+`python -m evaluation score` computes it. The true value comes from elsewhere: a closed form, kernels over samples that
 are all independent, or, where the estimand is a mean over draws, the mean of other draws.
 """
 

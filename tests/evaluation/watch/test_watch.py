@@ -114,7 +114,7 @@ def test_two_at_once_and_one_of_them_killed(run_dir: Path, words: list[str], alo
 
 def test_killed_and_begun_again_at_any_moment(run_dir: Path, words: list[str], alone: Path) -> None:
     """Died after the first part, after the records, before the receipt, again and again: the same lines."""
-    for place in ("evaluation.parts.place", "evaluation.__main__.table", "evaluation.watch.follow.create_once"):
+    for place in ("evaluation.parts.store_part", "evaluation.__main__.table", "evaluation.watch.follow.create_once"):
         process = watcher(run_dir, words, dies_at=place)
         process.join(120)
         assert process.exitcode == 9, place
@@ -149,7 +149,7 @@ def test_a_run_that_was_moved_is_evaluated_on(run_dir: Path, words: list[str], a
 
 def test_a_step_that_was_begun_is_finished_without_its_checkpoint(run_dir: Path, words: list[str]) -> None:
     """The watcher died, and the trainer dropped the checkpoint before the next one came."""
-    process = watcher(run_dir, words, dies_at="evaluation.parts.place")
+    process = watcher(run_dir, words, dies_at="evaluation.parts.store_part")
     process.join(120)
     assert process.exitcode == 9
     shutil.rmtree(run_dir / "checkpoints" / "step-00000002")
