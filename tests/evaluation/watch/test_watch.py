@@ -197,7 +197,7 @@ def test_what_is_no_run_and_what_is_empty(run_dir: Path, words: list[str], capsy
         return (printed.err + printed.out).replace("\n", " ")
 
     assert "is no run: it has no config.yaml" in said_by(2, run_dir / "absent", words)
-    assert "leave --step out" in said_by(2, run_dir, words, "--step", "2")
+    assert "follows many steps: choose them with --every and --until" in said_by(2, run_dir, words, "--step", "2")
     shutil.rmtree(run_dir / "checkpoints")
     process = watcher(run_dir, words)
     assert process.pid is not None
