@@ -91,7 +91,7 @@ def test_no_network(models: Path, tmp_path: Path) -> None:
     assert re.search(rf"the hub at {hub} cannot be reached \(.*\)\. Check the network", said), said
     (said,) = json.loads(ask(FOLDERS, hub, tmp_path, "well/repo/vae", HF_HUB_OFFLINE="1"))
     assert re.search(
-        r"cache here \(.*\) does not hold it, while HF_HUB_OFFLINE forbids .*Unset HF_HUB_OFFLINE", said
+        r"the hub's cache \(.*\) does not contain it, and HF_HUB_OFFLINE prevents .*Unset HF_HUB_OFFLINE", said
     ), said
 
 
