@@ -25,7 +25,9 @@ from bench.kit.common import machine, table
 CONFIGS = Path("configs")
 TIMESTEPS = (47.0, 501.0, 981.0)
 """None of them over 1000 is a bfloat16 number."""
-CAPTION_TOKENS = 77
+CAPTION_TOKENS = 32
+TOKENS_PER_SIDE = 16
+"""A 512 px picture of SANA, or a 256 px picture of FLUX."""
 
 
 def flux(blocks: int) -> tuple[nn.Module, Callable[[Tensor], dict[str, Any]]]:
@@ -34,7 +36,7 @@ def flux(blocks: int) -> tuple[nn.Module, Callable[[Tensor], dict[str, Any]]]:
     model = FluxTransformer2DModel.from_config(
         fields | {"num_layers": blocks, "num_single_layers": blocks, "num_attention_heads": 8}
     )
-    side = 16  # patches of a 256 px picture
+    side = TOKENS_PER_SIDE
     ids = torch.zeros(side, side, 3)
     ids[..., 1], ids[..., 2] = torch.arange(side)[:, None], torch.arange(side)[None]
 
@@ -65,7 +67,7 @@ def sana(blocks: int) -> tuple[nn.Module, Callable[[Tensor], dict[str, Any]]]:
             "cross_attention_dim": 1120,
         }
     )
-    side = fields["sample_size"]  # latents of a 1024 px picture
+    side = TOKENS_PER_SIDE
 
     def arguments(timesteps: Tensor) -> dict[str, Any]:
         n = len(timesteps)

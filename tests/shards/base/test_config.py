@@ -90,7 +90,7 @@ def test_json_that_the_shell_has_unquoted(file: Path, words: str, read: str) -> 
         load_config(Outer, file, words.split(), "t")
     assert read in str(caught.value)
     # both forms that it says to type are read, the second by two shells
-    said = re.search(r"put single ones around it, (.*), and behind make, (ARGS=.*\")", str(caught.value))
+    said = re.search(r"put single quotes around the value: (.*), or with make: (ARGS=.*\")", str(caught.value))
     assert said
     (make,) = shlex.split(said[2])
     for typed in (said[1], make.removeprefix("ARGS=")):
