@@ -48,7 +48,7 @@ def fetch_folder(address: str, patterns: Sequence[str], cache: Path) -> Path:
     found = {name: entry for name, entry in entries.items() if any(fnmatch(name, pattern) for pattern in patterns)}
     if not found:
         raise RequestError(
-            f"{address} is not a model folder, as it has no {', '.join(patterns[:3])}, …. Check the URL."
+            f"{address} is not a model folder: it contains none of {', '.join(patterns)}. Check the URL."
         )
     top = cache / _id(address)
     copy = top / _id(canonical_json({name: [entry.bytes, entry.etag] for name, entry in found.items()}).decode())

@@ -117,7 +117,7 @@ def test_places() -> None:
     assert place("s3://bucket/latents/") == "s3://bucket/latents"
     assert Config(output="s3://b/x").model_dump(mode="json") == Config(output="s3://b/x").model_dump(mode="json")
     assert isinstance(open_store("file:///mnt/latents"), LocalStore)
-    with pytest.raises(RequestError, match="The address nonsense://x cannot be opened"):
+    with pytest.raises(RequestError, match="The URL nonsense://x cannot be opened"):
         open_store("nonsense://x")
 
 
