@@ -169,12 +169,12 @@ def check_version(found: Any, expected: int, where: str) -> None:
     """Check the format version of a stored record.
 
     Raises:
-        RequestError: another version of latentmill wrote it.
+        RequestError: a different version of latentmill wrote it.
     """
     if found != expected:
         raise RequestError(
-            f"{where} has format version {found}, and this version of latentmill reads only {expected}. Use the one "
-            f"that wrote it, or start anew."
+            f"{where} has format version {found}, but this version of latentmill reads only version {expected}. Use "
+            f"the version of latentmill that wrote it, or start over in a new folder."
         )
 
 

@@ -137,5 +137,5 @@ def test_a_root_of_another_version_is_refused_in_words(root: Path) -> None:
     fields = read_sealed_json(root / "encoding.json")
     del fields["captions"]
     write_sealed_json(root / "encoding.json", fields)
-    with pytest.raises(RequestError, match=r"written by another version of this program.*\(captions\)"):
+    with pytest.raises(RequestError, match=r"written by a different version of latentmill.*\(captions\)"):
         run(["verify", str(root)])
