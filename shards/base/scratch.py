@@ -16,7 +16,7 @@ import socket
 import tempfile
 import uuid
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from shards.base.durable import flock, locked
@@ -24,7 +24,7 @@ from shards.base.store import Store
 
 OWNER = ".owner"
 NEW = ".new"
-"""Suffix of a folder whose owner has not been recorded yet."""
+"""Suffix of a folder whose owner has not been recorded yet, or that is being removed."""
 SWEEPER = ".sweeper.lock"
 
 
@@ -127,8 +127,8 @@ def _make_owned(folder: Path, owned: ExitStack) -> Path:
     new = folder.with_name(folder.name + NEW)
     while True:
         with ExitStack() as made:
-            made.callback(shutil.rmtree, new, ignore_errors=True)
-            made.callback(shutil.rmtree, folder, ignore_errors=True)
+            made.callback(_remove, new)
+            made.callback(_remove, folder)
             try:
                 owner = made.enter_context(locked(new / OWNER))
                 owner.write(json.dumps(_this_machine()).encode())
@@ -177,6 +177,18 @@ def _sweep(folders: Iterable[Path]) -> None:
         try:
             if not _made_on_this_machine(folder) or has_live_owner(folder):
                 continue
-            shutil.rmtree(folder, ignore_errors=True)
+            _remove(folder)
         except NotADirectoryError:
             continue
+
+
+def _remove(folder: Path) -> None:
+    """Remove a folder whose owner is this process or is dead.
+
+    The folder is renamed first, because its owner record may be deleted before its other files. Should this process be
+    killed in between, the rest is swept later: without a record, only a folder named `.new` counts as abandoned.
+    """
+    if folder.suffix != NEW:
+        with suppress(OSError):
+            folder = folder.rename(folder.with_name(folder.name + NEW))
+    shutil.rmtree(folder, ignore_errors=True)

@@ -10,6 +10,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -101,6 +102,32 @@ def test_a_killed_process_s_private_folder_is_removed_by_the_next(
     wait_for(child)
     with private_folder():
         assert not other.exists()
+
+
+def end_while_removing(root: Path, after: int) -> None:
+    """Make an attempt that is killed once it has removed `after` of its files."""
+    removed = 0
+
+    def unlink(*words: Any, **options: Any) -> None:
+        nonlocal removed
+        if removed == after:
+            os._exit(9)
+        removed += 1
+        os_unlink(*words, **options)
+
+    os_unlink = os.unlink
+    with attempt_folder(LocalStore(root), "00000") as attempt:
+        for name in ("a", "b"):
+            (attempt / name).write_bytes(b"latents")
+        os.unlink = unlink  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("after", [0, 1, 2])
+def test_a_process_killed_while_removing_its_attempt(tmp_path: Path, after: int) -> None:
+    assert wait_for(fork(lambda: end_while_removing(tmp_path, after))) == 9
+    assert list((tmp_path / ".attempts").iterdir())
+    sweep_attempts(LocalStore(tmp_path))
+    assert not list((tmp_path / ".attempts").iterdir())
 
 
 def test_who_ends_well_leaves_nothing(tmp_path: Path) -> None:
