@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from precompute.cluster.fleet import Done, Failed, Fleet, FleetConfig, News, UnderWay
-from precompute.cluster.ray_cluster import Function, start_ray
+from cluster.fleet import Done, Failed, Fleet, FleetConfig, News, UnderWay
+from cluster.ray_cluster import Function, start_ray
 from precompute.encode.overlap import Stuck
 from shards.base.errors import Preempted, WorkError
 from shards.base.progress import Progress

@@ -3,8 +3,8 @@
 from collections import Counter
 from types import TracebackType
 
-from precompute.cluster.failures import FailureLog
-from precompute.cluster.fleet import Done, Failed, News, UnderWay
+from cluster.failures import FailureLog
+from cluster.fleet import Done, Failed, News, UnderWay
 from precompute.job.metrics import Metrics
 from precompute.job.rate import Rate, eta
 from shards.base.progress import Progress

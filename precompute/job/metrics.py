@@ -5,7 +5,7 @@ docs/reference/metrics.md says what each means, and deploy/prometheus/alerts.yml
 
 from ray.util.metrics import Counter, Gauge
 
-from precompute.cluster.fleet import Failed, UnderWay
+from cluster.fleet import Failed, UnderWay
 from shards.root.committed import TarReceipts
 
 UNKNOWN = "unknown"

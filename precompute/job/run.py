@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from precompute.cluster.failures import FailureLog, named
-from precompute.cluster.fleet import Done, Fleet, FleetConfig
+from cluster.failures import FailureLog, named
+from cluster.fleet import Done, Fleet, FleetConfig
 from precompute.encode.recipe import Recipe
 from precompute.encode.worker import encode_on_worker
 from precompute.input.tars import InputTar, Named

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from precompute.cluster.failures import FailureLog
-from precompute.cluster.fleet import Failed
-from tests.precompute.cluster.played import error
+from cluster.failures import FailureLog
+from cluster.fleet import Failed
+from tests.cluster.played import error
 from tests.rooms import PACKAGES
 
 ROOT = Path(__file__).parents[2]

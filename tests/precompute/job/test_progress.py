@@ -13,15 +13,15 @@ from typing import Any
 
 import pytest
 
-from precompute.cluster.fleet import Done
+from cluster.fleet import Done
 from precompute.job.ledger import Ledger
-from tests.precompute.cluster.played import Cluster, Outcome, error, make_fleet
+from tests.cluster.played import Cluster, Outcome, error, make_fleet
 from tests.runs import environment
 
 SHOW = """
 import sys
-from precompute.cluster.fleet import Done, Failed, UnderWay
-from precompute.cluster.ray_cluster import Failure
+from cluster.fleet import Done, Failed, UnderWay
+from cluster.ray_cluster import Failure
 from precompute.job.ledger import Ledger
 from shards.root.committed import load_tars
 from shards.open import open_store

@@ -14,9 +14,9 @@ from typing import Any, Generic, TypeVar
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from precompute.cluster.board import BOARD_SECONDS, Board, Reported, Reporter
-from precompute.cluster.hands import Attempt, Worker, assign, surplus, wanted
-from precompute.cluster.nodes import Resources, ResourcesConfig, describe, missing
+from cluster.board import BOARD_SECONDS, Board, Reported, Reporter
+from cluster.hands import Attempt, Worker, assign, surplus, wanted
+from cluster.nodes import Resources, ResourcesConfig, describe, missing
 from shards.base.device import Precision, PrecisionOption, resolve_precision
 from shards.base.durable import DamagedFile
 from shards.base.errors import DamagedInput, Outage, Preempted, RequestError, WorkError, is_storage_error, say

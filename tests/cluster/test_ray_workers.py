@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import ray
 
-from precompute.cluster.fleet import Done, Failed, Fleet, FleetConfig, UnderWay
-from precompute.cluster.ray_cluster import Function, start_ray
+from cluster.fleet import Done, Failed, Fleet, FleetConfig, UnderWay
+from cluster.ray_cluster import Function, start_ray
 from shards.base.errors import WorkError
 
 AT_ONCE = 3
@@ -38,8 +38,8 @@ def test_told_to_leave_before_or_after_the_fleet_listens(number: signal.Signals)
     """Ray has SIGTERM end a process with code 15 and without a word; a scheduler requeues 75."""
     program = """
 import time
-from precompute.cluster.fleet import FleetConfig
-from precompute.cluster.ray_cluster import start_ray
+from cluster.fleet import FleetConfig
+from cluster.ray_cluster import start_ray
 from shards.base.errors import exit_code_of
 from shards.base.remote import RemoteStore
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import ray
 
-from precompute.cluster.fleet import Done, Fleet
-from precompute.cluster.ray_cluster import Report, start_ray
+from cluster.fleet import Done, Fleet
+from cluster.ray_cluster import Report, start_ray
 from precompute.config import describe_encoding, make_recipe
 from precompute.encode.worker import encode_on_worker
 from precompute.input.tars import InputTar, list_tars

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from precompute.cluster.fleet import Done, Failed, FleetConfig, UnderWay
-from precompute.cluster.nodes import LOOK_SECONDS, Resources, ResourcesConfig, Watch, places, shortage
-from tests.precompute.cluster.played import Clock, Outcome, RealClock, TimedCluster, error, make_fleet
+from cluster.fleet import Done, Failed, FleetConfig, UnderWay
+from cluster.nodes import LOOK_SECONDS, Resources, ResourcesConfig, Watch, places, shortage
+from tests.cluster.played import Clock, Outcome, RealClock, TimedCluster, error, make_fleet
 
 
 def held(has: Resources, needs: Resources) -> int:
@@ -85,7 +85,7 @@ def test_twice_as_many_are_under_way_as_there_are_slots_whatever_the_cluster_doe
     cluster = TimedCluster(clock, {}, lambda *_: (20, "ok"))
     sizes = [(0, 0), (100, 3), (400, 0), (500, 300)]
     fleet = iter(make_fleet(monkeypatch, cluster, map(str, range(1200)), wait_for_resources=1000))
-    monkeypatch.setattr("precompute.cluster.nodes.LOOK_SECONDS", LOOK_SECONDS)
+    monkeypatch.setattr("cluster.nodes.LOOK_SECONDS", LOOK_SECONDS)
     seen: list[tuple[float, int, int]] = []
     done = 0
     for event in fleet:
@@ -116,7 +116,7 @@ def test_of_a_cluster_that_shrinks_no_more_are_begun_than_it_has_slots_for(monke
 
     cluster = TimedCluster(clock, {str(node): 1 for node in range(300)}, act)
     fleet = iter(make_fleet(monkeypatch, cluster, map(str, range(2200)), node_failures=1000))
-    monkeypatch.setattr("precompute.cluster.nodes.LOOK_SECONDS", LOOK_SECONDS)
+    monkeypatch.setattr("cluster.nodes.LOOK_SECONDS", LOOK_SECONDS)
     seen: list[tuple[float, int, int, int]] = []
     done, lost = set(), 0
     for event in fleet:
@@ -141,7 +141,7 @@ def test_300_slots_are_busy_with_tasks_of_20_ms(monkeypatch: pytest.MonkeyPatch)
     full: list[float] = []
     cluster = TimedCluster(RealClock(), {str(node): 1 for node in range(300)}, lambda *_: (0.02, "ok"))
     fleet = make_fleet(monkeypatch, cluster, map(str, range(3000)))
-    monkeypatch.setattr("precompute.cluster.nodes.LOOK_SECONDS", LOOK_SECONDS)
+    monkeypatch.setattr("cluster.nodes.LOOK_SECONDS", LOOK_SECONDS)
     begun, done = time.monotonic(), set()
     for event in fleet:
         if cluster.most_busy == 300 and not full:

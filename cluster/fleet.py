@@ -14,12 +14,12 @@ from typing import Generic, Literal, TypeVar
 
 from pydantic import field_validator
 
-from precompute.cluster.attempts import Attempts, Nodes, Queue, RetryConfig
-from precompute.cluster.board import Reported
-from precompute.cluster.breaker import Breaker, OutageConfig
-from precompute.cluster.hands import Attempt
-from precompute.cluster.nodes import ResourcesConfig, Watch
-from precompute.cluster.ray_cluster import Cancelled, Failure, Function, RayCluster
+from cluster.attempts import Attempts, Nodes, Queue, RetryConfig
+from cluster.board import Reported
+from cluster.breaker import Breaker, OutageConfig
+from cluster.hands import Attempt
+from cluster.nodes import ResourcesConfig, Watch
+from cluster.ray_cluster import Cancelled, Failure, Function, RayCluster
 from shards.base.errors import Outage, WorkError
 from shards.base.stop import StopSignal
 

@@ -18,7 +18,7 @@ import pytest
 import ray
 from ray.cluster_utils import Cluster
 
-from precompute.cluster.ray_cluster import NODE_ID, start_ray
+from cluster.ray_cluster import NODE_ID, start_ray
 from precompute.config import describe_encoding, make_recipe
 from precompute.input.tars import list_tars
 from precompute.job.ledger import Ledger
@@ -79,7 +79,7 @@ def test_a_late_node_gets_work_and_a_lost_one_loses_none(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # signals are the main thread's, and the job is not in it here
-    monkeypatch.setattr("precompute.cluster.fleet.StopSignal", lambda *_: nullcontext(SimpleNamespace(received=False)))
+    monkeypatch.setattr("cluster.fleet.StopSignal", lambda *_: nullcontext(SimpleNamespace(received=False)))
     for shard in range(4):
         make_tar(tmp_path / "tars", f"{shard:05d}", make_samples(shard, 80, SIZES))
     workers = {"num_gpus": 0, "num_cpus": 1, "resources": {"encoder": 1}, "decode_threads": 1, "batch_size": 4}

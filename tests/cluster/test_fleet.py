@@ -5,8 +5,8 @@ import signal
 
 import pytest
 
-from precompute.cluster.fleet import Done, Failed, News, UnderWay
-from tests.precompute.cluster.played import Cluster, Outcome, error, make_fleet, told
+from cluster.fleet import Done, Failed, News, UnderWay
+from tests.cluster.played import Cluster, Outcome, error, make_fleet, told
 
 
 def test_each_unit_is_done_or_given_up_and_none_stops_the_others(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
 
-from precompute.cluster.fleet import Failed
+from cluster.fleet import Failed
 from shards.base.errors import Outage
 from shards.open import open_store
 

@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 import ray
 
-from precompute.cluster.failures import FailureLog, named
-from precompute.cluster.fleet import Done, Failed, Fleet, News
-from precompute.cluster.ray_cluster import Failure, failure
+from cluster.failures import FailureLog, named
+from cluster.fleet import Done, Failed, Fleet, News
+from cluster.ray_cluster import Failure, failure
 from precompute.encode.worker import _recorded
 from shards.base.errors import Outage, UnfitNode, WorkError
 from shards.base.remote import RemoteStore, store_errors
 from shards.format.towers import Weights
-from tests.precompute.cluster.played import Clock, Outcome, TimedCluster, make_fleet, told
+from tests.cluster.played import Clock, Outcome, TimedCluster, make_fleet, told
 
 KEYS = [f"{number:05d}" for number in range(60)]
 

@@ -5,7 +5,7 @@ from collections import Counter, deque
 from hypothesis import given
 from hypothesis import strategies as st
 
-from precompute.cluster.hands import Attempt, Worker, assign, surplus, wanted
+from cluster.hands import Attempt, Worker, assign, surplus, wanted
 
 
 def attempts(number: int, avoid: str = "") -> deque[Attempt[str]]:

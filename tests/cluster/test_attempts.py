@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from precompute.cluster.attempts import Attempts, Nodes, Queue, RetryConfig, backoff
-from precompute.cluster.nodes import Resources, ResourcesConfig, Watch, describe, missing
+from cluster.attempts import Attempts, Nodes, Queue, RetryConfig, backoff
+from cluster.nodes import Resources, ResourcesConfig, Watch, describe, missing
 from shards.base.errors import WorkError
 
 

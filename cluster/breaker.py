@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable
 
 from pydantic import Field
 
-from precompute.cluster.attempts import backoff
+from cluster.attempts import backoff
 from shards.base.config import Config
 from shards.base.errors import Outage, WorkError
 

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 import pytest
 
-from precompute.cluster import fleet as fleet_module
-from precompute.cluster.board import Reported
-from precompute.cluster.fleet import Done, Failed, Fleet, FleetConfig, News, UnderWay
-from precompute.cluster.nodes import Resources
-from precompute.cluster.ray_cluster import Cancelled, Failure, Report
+from cluster import fleet as fleet_module
+from cluster.board import Reported
+from cluster.fleet import Done, Failed, Fleet, FleetConfig, News, UnderWay
+from cluster.nodes import Resources
+from cluster.ray_cluster import Cancelled, Failure, Report
 
 Outcome = str | Exception
 Event = Done[str] | Failed | News | UnderWay
@@ -78,7 +78,7 @@ def make_fleet(
     monkeypatch: pytest.MonkeyPatch, cluster: Cluster, keys: Iterable[str], **config: float | str
 ) -> Fleet[str, str]:
     monkeypatch.setattr(fleet_module, "RayCluster", lambda *_: cluster)
-    monkeypatch.setattr("precompute.cluster.nodes.LOOK_SECONDS", 0.0)
+    monkeypatch.setattr("cluster.nodes.LOOK_SECONDS", 0.0)
     options = {"num_gpus": 0, "num_cpus": 1, "backoff": 0} | config
 
     def function(work: str, number: int, report: Report) -> str:
