@@ -1,10 +1,10 @@
-"""Keyed units of work onto Ray workers, each retried where it fails, none able to stop the others.
+"""A fleet of Ray workers that processes keyed units of work. Failed units are retried and never stop the others.
 
     fleet = Fleet(config, function, units)
     for event in fleet:
         ledger.record(event)
 
-It knows nothing of what the work is.
+The fleet knows nothing about the work itself.
 """
 
 import time
@@ -14,187 +14,218 @@ from typing import Generic, Literal, TypeVar
 
 from pydantic import field_validator
 
-from cluster.attempts import Attempts, Nodes, Queue, RetryConfig
-from cluster.board import Reported
 from cluster.breaker import Breaker, OutageConfig
-from cluster.hands import Attempt
-from cluster.nodes import ResourcesConfig, Watch
-from cluster.ray_cluster import Cancelled, Failure, Function, RayCluster
+from cluster.nodes import NodeWatch, ResourcesConfig
+from cluster.placement import assign, missing_workers, surplus_workers
+from cluster.pool import Attempt, Failure, Function, StartFailure, WorkerPool
+from cluster.reports import ProgressReport
+from cluster.retry import NodeHealth, RetryConfig, Unit, UnitQueue
 from shards.base.errors import Outage, WorkError
 from shards.base.stop import StopSignal
 
 Work = TypeVar("Work")
 Result = TypeVar("Result")
 POLL_SECONDS = 1.0
-LEAST_IN_FLIGHT = 8
-"""An autoscaler adds nodes for what waits, also where there are none yet."""
+MIN_IN_FLIGHT = 8
+"""Units in flight while the cluster has no node yet: an autoscaler adds nodes for the workers that wait."""
+NOT_COUNTED = "an outage, which does not count as an attempt"
 
 
 class FleetConfig(RetryConfig, OutageConfig, ResourcesConfig):
-    """What a worker takes of the cluster, and how often what failed is tried again."""
+    """Resources of a worker, and limits on retries."""
 
     max_in_flight: int | Literal["auto"] = "auto"
-    """Units of work under way or about to be; `auto` is all that the workers which the cluster holds can have in hand,
-    and one more for each, while it grows and shrinks."""
+    """Units of work that run or wait for a worker. `auto` follows the size of the cluster: all that its workers can run
+    at once, and one more for each worker."""
 
     @field_validator("max_in_flight")
     @classmethod
-    def _some(cls, given: int | str) -> int | str:
+    def _at_least_one(cls, given: int | str) -> int | str:
         if isinstance(given, int) and given < 1:
-            raise ValueError("give a number from 1 on, or auto")
+            raise ValueError("must be at least 1, or auto")
         return given
 
     def in_flight(self, places: int, at_once: int = 1) -> int:
-        """How many units, where the cluster holds `places` workers with `at_once` in hand each."""
-        return max(LEAST_IN_FLIGHT, (at_once + 1) * places) if self.max_in_flight == "auto" else self.max_in_flight
+        """Return the limit for a cluster with room for `places` workers that run `at_once` units each."""
+        return max(MIN_IN_FLIGHT, (at_once + 1) * places) if self.max_in_flight == "auto" else self.max_in_flight
 
 
 @dataclass(frozen=True)
 class Done(Generic[Result]):
-    """An attempt at a unit came to a result."""
+    """A unit that was completed."""
 
     key: str
     node: str | None
-    """Its address."""
+    """Address of the node."""
     result: Result
 
 
 @dataclass(frozen=True)
 class Failed:
-    """An attempt at a unit failed."""
+    """A failed attempt at a unit."""
 
     key: str
     node: str | None
+    """Address of the node."""
     which: str
-    """`attempt 2 of 3 failed`."""
+    """Description of the attempt: `attempt 2 of 3 failed`."""
     failure: Failure
     again: bool
-    """Whether another attempt follows."""
+    """Whether the unit will be tried again."""
     number: int = 1
-    """Of the attempt."""
+    """Number of the attempt."""
     in_pause: bool = False
-    """The job pauses for this outage, which there is `News` of."""
+    """Whether the job is paused because of this outage, which `News` reports."""
     log: str = ""
-    """The worker's, on that node."""
+    """Path of the worker's log on that node."""
 
 
 @dataclass(frozen=True)
 class News:
-    """What people should hear of the cluster."""
+    """A message about the cluster for the user."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class UnderWay:
-    """About once a second, after attempts have ended, and at the end: how many attempts were begun and have not ended,
-    and what they report in all."""
+    """The current state, about once a second, whenever attempts have ended, and at the end."""
 
     attempts: int
+    """Units that run or wait for a worker."""
     reported: int
+    """Sum of the progress that the running attempts have reported."""
     paused: bool = False
     """Whether the job waits for an outage to end."""
 
 
-@dataclass(frozen=True)
-class _Running(Generic[Work]):
-    unit: Attempts[Work]
-    avoided: frozenset[str]
-    """Nodes that this attempt may not go to."""
-    began: float
-    """When it was handed to the cluster, by `time.monotonic`."""
+Event = Done[Result] | Failed | News | UnderWay
 
 
 class Fleet(Generic[Work, Result]):
-    """Attempts at units of work on the Ray cluster that `start_ray` joined or started; iterate over it once.
+    """Runs units of work on the Ray cluster that `start_ray` joined or started. Iterate over it once.
 
-    It ends when each unit is done or has failed for good. On SIGTERM, SIGUSR1 or SIGINT it interrupts the attempts that
-    are under way, and ends with the results of those that were through by then.
+    Iteration ends when every unit is done or has failed for good. After SIGTERM, SIGUSR1 or SIGINT it interrupts the
+    running attempts, and ends with the results of those that were finished by then.
 
     Raises:
-        WorkError: no node of the cluster could take a worker for `wait_for_resources` seconds, or an outage lasted for
+        WorkError: for `wait_for_resources` seconds no node could take a worker, or an outage lasted for
             `outage_probes` attempts.
     """
 
     def __init__(
-        self, config: FleetConfig, function: Function[Work, Result], units: Iterable[tuple[str, Work]], at_once: int = 1
+        self,
+        config: FleetConfig,
+        function: Function[Work, Result],
+        units: Iterable[tuple[str, Work]],
+        at_once: int = 1,
+        pool: WorkerPool[Work, Result] | None = None,
     ):
-        """`units`: key and work of each; as many as there is room for are asked for at a time. `at_once`: how many a
-        worker has in hand, each in a thread of its own."""
-        self.config, self.at_once = config, at_once
-        self.cluster = RayCluster(config, function, at_once)
-        self.queue = Queue(units)
-        self.watch, self.nodes, self.breaker = Watch(config), Nodes(config.node_failures), Breaker(config)
-        self.running: dict[Attempt[Work], _Running[Work]] = {}
+        """Prepare a fleet for `units` of (key, work), of which only as many are read as there is room for.
 
-    def __iter__(self) -> Iterator[Done[Result] | Failed | News | UnderWay]:
-        with StopSignal() as stop:  # after ray.init, which listens to SIGTERM itself
-            while (self.queue or self.running) and not stop.received:
-                if self.watch.is_due and (news := self.watch.look(self.cluster.alive())):
+        Args:
+            at_once: units that each worker runs at a time, in one thread each.
+            pool: replacement for the Ray workers.
+        """
+        self.config, self.at_once = config, at_once
+        self.pool = pool or WorkerPool(config, function, at_once)
+        self.queue = UnitQueue(units)
+        self.watch, self.health, self.breaker = NodeWatch(config), NodeHealth(config.node_failures), Breaker(config)
+
+    def __iter__(self) -> Iterator[Event[Result]]:
+        with StopSignal() as stop:  # after ray.init, which installs its own SIGTERM handler
+            while (self.queue or self.pool.running) and not stop.received:
+                if self.watch.is_due and (news := self.watch.look(self.pool.alive())):
                     yield News(news)
-                self.cluster.hold(self.watch.places, self.config.in_flight(self.watch.places))
-                self._start()
-                for attempt in self.cluster.ended(list(self.running), POLL_SECONDS):
-                    yield from self._settle(attempt)
-                self._take_back_stranded()
-                at_work = {(running.unit.key, running.unit.number) for running in self.running.values()}
-                yield UnderWay(len(self.running), self.cluster.reported(at_work), self.breaker.is_open)
-                if not self.running:
-                    due = POLL_SECONDS if self.breaker.is_open else self.queue.seconds_until_due()
-                    time.sleep(min(POLL_SECONDS, due))
+                num_waiting = self._start_attempts()
+                for event in self.pool.wait(POLL_SECONDS):
+                    if isinstance(event, StartFailure):
+                        yield from self._settle_start_failure(event)
+                    else:
+                        yield from self._settle(event)
+                in_flight = len(self.pool.running) + num_waiting
+                yield UnderWay(in_flight, self.pool.reported(), self.breaker.is_open)
+                if self.pool.is_idle:
+                    is_waiting = self.breaker.is_open or num_waiting > 0
+                    time.sleep(POLL_SECONDS if is_waiting else min(POLL_SECONDS, self.queue.seconds_until_due()))
             yield from self._drain()
 
-    def _start(self) -> None:
-        """Hand units to the cluster, as far as there is room."""
-        self.queue.put_last(self.breaker.probed)
-        room = self.config.in_flight(self.watch.places, self.at_once) - len(self.running)
-        for unit in self.queue.take_due(self.breaker.room(room, (running.began for running in self.running.values()))):
-            avoided = self.nodes.avoid(unit.failed_on, self.watch.able)
-            attempt = self.cluster.start(unit.key, unit.work, unit.number, avoided, alone=unit.lost > 1)
-            self.running[attempt] = _Running(unit, frozenset(avoided), time.monotonic())
+    def _start_attempts(self) -> int:
+        """Adjust the number of workers, and give units to workers with a free slot.
 
-    def _settle(self, attempt: Attempt[Work]) -> Iterator[Done[Result] | Failed | News | UnderWay]:
-        """Say what became of an attempt that has ended, and have its unit tried again where that may help."""
-        running = self.running.pop(attempt)
-        unit = running.unit
-        report = self.cluster.last_report(unit.key, unit.number)
+        Returns:
+            The number of units that could start but wait for a worker.
+        """
+        self.queue.move_to_end(self.breaker.probed)
+        room = self.config.in_flight(self.watch.places, self.at_once) - len(self.pool.running)
+        units = self.queue.due(self.breaker.allowed(room, (attempt.began for attempt in self.pool.running)))
+        failed_on = {unit.failed_on for unit in units}
+        avoided = {node: self.health.avoid(node, self.watch.able) for node in failed_on}
+
+        def avoided_by(unit: Unit[Work]) -> frozenset[str]:
+            return avoided[unit.failed_on]
+
+        workers, num_running = self.pool.workers, len(self.pool.running)
+        for worker in surplus_workers(units, num_running, workers, avoided_by):
+            self.pool.dismiss(worker)
+        # more than fit on the cluster now, so that an autoscaler adds nodes
+        most = self.config.in_flight(self.watch.places)
+        for avoid in missing_workers(units, num_running, workers, most, avoided_by):
+            self.pool.add(avoid)
+        num_waiting = len(units)
+        for unit, worker in assign(units, workers, self.at_once, self.watch.places, avoided_by):
+            self.queue.remove(unit)
+            self.pool.start(unit, worker)
+            num_waiting -= 1
+        return num_waiting
+
+    def _settle(self, attempt: Attempt[Work]) -> Iterator[Event[Result]]:
+        """Report an attempt that has ended, and requeue its unit if a retry may help."""
+        unit, number = attempt.unit, attempt.number
+        report = self.pool.last_report(attempt)
         node = report.node if report else None
         try:
-            result = self.cluster.result(attempt)
-        except Cancelled:
-            self.queue.put_back(unit)  # it waited for nodes that are gone
+            result = self.pool.result(attempt)
         except Failure as failure:
             if failure.outage is not None:
-                yield from self._outage(running, report, failure, failure.outage)
+                yield from self._settle_outage(unit, attempt.began, report, failure, failure.outage)
                 return
-            number = unit.number
-            again = unit.fail(failure.is_lost, node, self.config) and not failure.is_final
+            again = unit.record_failure(failure.is_lost, node, self.config) and not failure.is_final
             if again:
                 self.queue.put_back(unit)
-            which = unit.last(failure.is_lost, self.config)
+            which = unit.describe_failure(failure.is_lost, self.config)
             yield self._failed(unit.key, report, which, failure, again, number)
-            if not failure.is_final:  # damaged work says nothing of the node
-                yield from self._suspect(node)
+            if not failure.is_final:  # a damaged input does not reflect on the node
+                yield from self._blame(node)
         else:
-            self.nodes.succeeded(node)
-            if news := self.breaker.succeeded(node, running.began):
-                self.nodes = Nodes(self.config.node_failures)  # what they failed in was the outage
+            self.health.record_success(node)
+            if news := self.breaker.record_success(node, attempt.began):
+                self.health = NodeHealth(self.config.node_failures)  # the outage caused the nodes' failures
                 yield News(news)
-            yield Done(unit.key, self.watch.name(node), result)
+            yield Done(unit.key, self.watch.address(node), result)
 
-    def _outage(
-        self, running: _Running[Work], report: Reported | None, failure: Failure, outage: Outage
-    ) -> Iterator[Done[Result] | Failed | News | UnderWay]:
-        """Have a unit tried again at no cost, and pause where most nodes fail so."""
-        unit, node = running.unit, report.node if report else None
-        number, which, again = unit.number, "an outage, which counts for no attempt", True
-        if not unit.spare(self.breaker.went_well, bool(self.breaker.keys - {unit.key}), node, self.config):
-            again = unit.fail(True, node, self.config)
-            which = unit.last(True, self.config)
+    def _settle_start_failure(self, event: StartFailure) -> Iterator[Event[Result]]:
+        """Treat a worker that could not start as an outage that the next unit in the queue has met."""
+        for unit in self.queue.due(1):
+            self.queue.remove(unit)
+            failure = event.failure
+            failure.outage = failure.outage or Outage(f"a worker could not start: {failure.line}")
+            yield from self._settle_outage(unit, event.requested_at, None, failure, failure.outage)
+
+    def _settle_outage(
+        self, unit: Unit[Work], began: float, report: ProgressReport | None, failure: Failure, outage: Outage
+    ) -> Iterator[Event[Result]]:
+        """Requeue a unit after an outage, as a rule without counting the attempt, and pause if most nodes fail."""
+        node = report.node if report else None
+        number, which, again = unit.attempt, NOT_COUNTED, True
+        others_affected = bool(self.breaker.affected - {unit.key})
+        if not unit.excuse_outage(self.breaker.last_success, others_affected, node, self.config):
+            again = unit.record_failure(True, node, self.config)
+            which = unit.describe_failure(True, self.config)
         if again:
             self.queue.put_back(unit)
         try:
-            news = self.breaker.failed(unit.key, node, self.watch.able, running.began, outage)
+            news = self.breaker.record_outage(unit.key, node, self.watch.able, began, outage)
         except WorkError:
             yield self._failed(unit.key, report, which, failure, again, number, in_pause=True)
             yield from self._drain()
@@ -203,30 +234,32 @@ class Fleet(Generic[Work, Result]):
         if news:
             yield News(news)
         elif not self.breaker.is_open:
-            yield from self._suspect(node)
+            yield from self._blame(node)
 
     def _failed(
-        self, key: str, report: Reported | None, which: str, failure: Failure, again: bool, number: int, **more: bool
+        self,
+        key: str,
+        report: ProgressReport | None,
+        which: str,
+        failure: Failure,
+        again: bool,
+        number: int,
+        in_pause: bool = False,
     ) -> Failed:
-        node, log = (self.watch.name(report.node), report.log) if report else (None, "")
-        return Failed(key, node, which, failure, again, number, log=log, **more)
+        node, log = (self.watch.address(report.node), report.log) if report else (None, "")
+        return Failed(key, node, which, failure, again, number, in_pause, log)
 
-    def _suspect(self, node: str | None) -> Iterator[News]:
-        if self.nodes.failed(node):
-            name = self.watch.name(node)
-            yield News(f"node {name} failed {self.config.node_failures} attempts in a row, and is avoided")
-
-    def _take_back_stranded(self) -> None:
-        """Cancel attempts for which every node that they may go to is gone: they would wait for ever."""
-        for attempt, running in self.running.items():
-            if running.avoided and not self.watch.able - running.avoided:
-                self.cluster.cancel(attempt)
+    def _blame(self, node: str | None) -> Iterator[News]:
+        """Count a failure of a node, and report if that suspends it."""
+        if self.health.record_failure(node):
+            address = self.watch.address(node)
+            yield News(f"node {address} failed {self.config.node_failures} attempts in a row and is avoided for now")
 
     def _drain(self) -> Iterator[Done[Result] | UnderWay]:
-        """Interrupt what is under way; what was through meanwhile counts."""
-        for attempt in self.cluster.drain(list(self.running)):
+        """Interrupt the running attempts, and report the results of those that had finished."""
+        for attempt in self.pool.drain():
             try:
-                yield Done(self.running[attempt].unit.key, None, self.cluster.result(attempt))
-            except (Cancelled, Failure):
-                continue  # the next job's
+                yield Done(attempt.unit.key, None, self.pool.result(attempt))
+            except Failure:
+                continue  # left to the next job
         yield UnderWay(0, 0, self.breaker.is_open)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster.fleet import FleetConfig
-from cluster.ray_cluster import precision_on_worker
+from cluster.start import precision_on_worker
 from evaluation.parts import Receipt, read_receipts, read_sealed, write_once
 from evaluation.sampling.model import Model, opened
 from evaluation.sampling.pipeline import Sample, describe, has_guidance_input, load_scheduler, sampler_of

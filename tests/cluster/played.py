@@ -1,98 +1,125 @@
-"""A cluster that a test plays, with a clock of its own, and the fleet on it."""
+"""A pool of workers scripted by the test, with real or simulated time, and a fleet on it."""
 
-import heapq
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import pytest
 
-from cluster import fleet as fleet_module
-from cluster.board import Reported
-from cluster.fleet import Done, Failed, Fleet, FleetConfig, News, UnderWay
+from cluster.fleet import Event, Fleet, FleetConfig, UnderWay
 from cluster.nodes import Resources
-from cluster.ray_cluster import Cancelled, Failure, Report
+from cluster.placement import Worker
+from cluster.pool import Attempt, Failure, Report, StartFailure, WorkerPool
+from cluster.reports import ProgressReport
+from cluster.retry import Unit
 
 Outcome = str | Exception
-Event = Done[str] | Failed | News | UnderWay
+"""Result of an attempt, or what it raises."""
 
 
 def error(final: bool = False, lost: bool = False) -> Failure:
     return Failure(lost, final, "ValueError: no", "ValueError: no")
 
 
-class Cluster:
-    """Two nodes; each attempt ends as `play` says, at once, on the first node that it may go to."""
+class PlayedPool(WorkerPool[str, str]):
+    """Workers on nodes that have one place per CPU. Each attempt ends at once, as `play` (key, number, node) says; None
+    means that it has not ended yet."""
 
-    def __init__(self, play: Callable[[str, int, str], Outcome | None]):
+    def __init__(self, play: Callable[[str, int, str], Outcome | None], nodes: dict[str, int] | None = None):
         self.play = play
-        self.nodes: dict[str, Resources] = {"a": {"CPU": 1}, "b": {"CPU": 1}}
-        self.attempts: list[tuple[str, int, list[str]]] = []
-        self.cancelled: set[int] = set()
+        self.nodes: dict[str, Resources] = {
+            node: {"CPU": float(cpus)} for node, cpus in (nodes or {"a": 1, "b": 1}).items()
+        }
+        self.workers: list[Worker] = []
+        self.running: list[Attempt[str]] = []
+        self.begun: list[tuple[str, int, str]] = []
+        """Key, number and node of each attempt, in order."""
 
     def alive(self) -> dict[str, Resources]:
+        for worker in list(self.workers):
+            if not worker.running and worker.node is not None and worker.node not in self.nodes:
+                self.dismiss(worker)
         return dict(self.nodes)
 
-    def start(self, key: str, work: str, number: int, avoid: list[str], alone: bool = False) -> int:
-        self.attempts.append((key, number, avoid))
-        return len(self.attempts) - 1
+    def add(self, avoid: frozenset[str]) -> None:
+        self.workers.append(Worker(avoid, None, time.monotonic()))
 
-    def _outcome(self, attempt: int) -> Outcome | None:
-        key, number, _ = self.attempts[attempt]
-        return Cancelled() if attempt in self.cancelled else self.play(key, number, self.node_of(key, number) or "")
+    def dismiss(self, worker: Worker) -> None:
+        if worker in self.workers:
+            self.workers.remove(worker)
 
-    def ended(self, attempts: list[int], seconds: float) -> list[int]:
-        return [attempt for attempt in attempts if self._outcome(attempt) is not None][:1]
+    def place(self) -> bool:
+        """Start workers where there is room, spread over the nodes. Return whether there were any."""
+        used = Counter(worker.node for worker in self.workers)
+        free = {node: int(has["CPU"]) - used[node] for node, has in self.nodes.items() if has["CPU"] > used[node]}
+        placed = False
+        for worker in self.workers:
+            if not free:
+                break
+            if worker.node is None and (able := [node for node in free if node not in worker.actor]):
+                worker.node = node = min(able, key=lambda node: used[node])
+                used[node] += 1
+                free[node] -= 1
+                if not free[node]:
+                    del free[node]
+                placed = True
+        return placed
 
-    def result(self, attempt: int) -> str:
-        outcome = self._outcome(attempt)
+    def start(self, unit: Unit[str], worker: Worker) -> None:
+        assert worker.node is not None
+        self.running.append(Attempt(unit, unit.attempt, worker, None, time.monotonic()))
+        self.begun.append((unit.key, unit.attempt, worker.node))
+
+    def outcome(self, attempt: Attempt[str]) -> Outcome | None:
+        return self.play(attempt.unit.key, attempt.number, attempt.worker.node or "")
+
+    def wait(self, seconds: float) -> list[Attempt[str] | StartFailure]:
+        if self.place():
+            return []
+        return list[Attempt[str] | StartFailure](a for a in self.running if self.outcome(a) is not None)[:1]
+
+    def result(self, attempt: Attempt[str]) -> str:
+        outcome = self.outcome(attempt)
+        self.running.remove(attempt)
+        attempt.worker.running.remove(attempt.unit)
+        if (isinstance(outcome, Failure) and outcome.is_lost) or attempt.worker.node not in self.nodes:
+            self.dismiss(attempt.worker)
         if isinstance(outcome, str):
             return outcome
         assert outcome is not None
         raise outcome
 
-    def hold(self, places: int, most: int) -> None:
-        pass
+    def drain(self) -> list[Attempt[str]]:
+        return [attempt for attempt in self.running if isinstance(self.outcome(attempt), str)]
 
-    def last_report(self, key: str, number: int) -> Reported | None:
-        node = self.node_of(key, number)
-        return Reported(node, "worker.err") if node else None
+    def reported(self) -> int:
+        return 10 * len(self.running)
 
-    def cancel(self, attempt: int) -> None:
-        self.cancelled.add(attempt)
-
-    def drain(self, attempts: list[int]) -> list[int]:
-        return [attempt for attempt in attempts if isinstance(self._outcome(attempt), str)]
-
-    def reported(self, running: set[tuple[str, int]]) -> int:
-        return 10 * len(running)
-
-    def node_of(self, key: str, number: int) -> str | None:
-        avoided = next(avoid for k, n, avoid in reversed(self.attempts) if (k, n) == (key, number))
-        return next((node for node in self.nodes if node not in avoided), None)
+    def last_report(self, attempt: Attempt[str]) -> ProgressReport | None:
+        return ProgressReport(attempt.worker.node or "", "worker.err")
 
 
 def make_fleet(
-    monkeypatch: pytest.MonkeyPatch, cluster: Cluster, keys: Iterable[str], **config: float | str
+    monkeypatch: pytest.MonkeyPatch, pool: PlayedPool, keys: Iterable[str], **config: float | str
 ) -> Fleet[str, str]:
-    monkeypatch.setattr(fleet_module, "RayCluster", lambda *_: cluster)
     monkeypatch.setattr("cluster.nodes.LOOK_SECONDS", 0.0)
     options = {"num_gpus": 0, "num_cpus": 1, "backoff": 0} | config
 
     def function(work: str, number: int, report: Report) -> str:
-        raise AssertionError("the cluster is played")
+        raise AssertionError("attempts are scripted")
 
-    return Fleet(FleetConfig.model_validate(options), function, ((key, key.upper()) for key in keys))
+    return Fleet(FleetConfig.model_validate(options), function, ((key, key.upper()) for key in keys), pool=pool)
 
 
-def told(events: Iterator[Event]) -> list[Event]:
+def without_state(events: Iterable[Event[str]]) -> list[Any]:
+    """All events but `UnderWay`."""
     return [event for event in events if not isinstance(event, UnderWay)]
 
 
 class Clock:
-    """Simulated seconds; `time.monotonic` and `time.sleep` are its own while a test has it."""
+    """Simulated seconds, which replace `time.monotonic` and `time.sleep` during a test."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         self.now = 1000.0
@@ -107,7 +134,7 @@ class Clock:
 
 
 class RealClock(Clock):
-    """The machine's own."""
+    """The machine's clock."""
 
     def __init__(self) -> None:
         pass
@@ -120,84 +147,35 @@ class RealClock(Clock):
         time.sleep(max(0.0, second - self.now))
 
 
-@dataclass
-class Attempt:
-    """One at a time on a slot."""
-
-    key: str
-    number: int
-    avoid: list[str]
-    node: str | None = None
-    ends: float = math.inf
-    outcome: Outcome = ""
-
-
-class TimedCluster(Cluster):
-    """Nodes with one slot for each of their CPUs. `act` says, when an attempt begins (key, node, now), for how many
-    seconds it lasts, and how it ends."""
+class TimedPool(PlayedPool):
+    """Attempts that take time. When an attempt begins, `act` (key, node, now) returns how many seconds it takes, and
+    how it ends."""
 
     def __init__(self, clock: Clock, nodes: dict[str, int], act: Callable[[str, str, float], tuple[float, Outcome]]):
-        self.clock, self.act = clock, act
+        super().__init__(lambda *_: None, {"none": 0})
         self.nodes = {node: {"CPU": float(cpus)} for node, cpus in nodes.items()}
-        self.given: list[Attempt] = []
-        self.waiting: list[Attempt] = []
-        self.begun: dict[tuple[str, int], Attempt] = {}
-        self.at_work: list[tuple[float, str]] = []
-        """A heap: when each attempt that was begun ends, and its node."""
-        self.at_work_on: Counter[str] = Counter()
+        self.clock, self.act = clock, act
         self.most_busy = 0
 
-    def start(self, key: str, work: str, number: int, avoid: list[str], alone: bool = False) -> int:
-        self.given.append(Attempt(key, number, avoid))
-        self.waiting.append(self.given[-1])
-        return len(self.given) - 1
+    def start(self, unit: Unit[str], worker: Worker) -> None:
+        super().start(unit, worker)
+        attempt = self.running[-1]
+        seconds, outcome = self.act(unit.key, worker.node or "", self.clock.now)
+        attempt.result = (self.clock.now + seconds, outcome)
+        self.most_busy = max(self.most_busy, len(self.running))
 
-    def busy(self) -> Counter[str]:
-        """Node → attempts that are at work on it."""
-        while self.at_work and self.at_work[0][0] <= self.clock.now:
-            self.at_work_on[heapq.heappop(self.at_work)[1]] -= 1
-        return +self.at_work_on
+    def outcome(self, attempt: Attempt[str]) -> Outcome | None:
+        ends, outcome = attempt.result
+        return outcome if ends <= self.clock.now else None
 
-    def _begin(self) -> None:
-        """Have attempts that wait begin, the first ones first, each on the least busy node that it may go to."""
-        # they begin at one moment, however long this takes
-        now, busy, waiting = self.clock.now, self.busy(), self.waiting
-        free = {node: has["CPU"] for node, has in self.nodes.items() if busy[node] < has["CPU"]}
-        self.waiting = []
-        for number, attempt in enumerate(waiting):
-            if not free:
-                self.waiting += waiting[number:]
-                break
-            if not (may := [node for node in free if node not in attempt.avoid]):
-                self.waiting.append(attempt)
-                continue
-            attempt.node = node = min(may, key=lambda node: busy[node])
-            seconds, attempt.outcome = self.act(attempt.key, node, now)
-            attempt.ends = now + seconds
-            self.begun[attempt.key, attempt.number] = attempt
-            heapq.heappush(self.at_work, (attempt.ends, node))
-            self.at_work_on[node] += 1
-            busy[node] += 1
-            if busy[node] >= free[node]:
-                del free[node]
-        self.most_busy = max(self.most_busy, busy.total())
+    def busy(self) -> int:
+        """Attempts that have not ended."""
+        return sum(attempt.result[0] > self.clock.now for attempt in self.running)
 
-    def ended(self, attempts: list[int], seconds: float) -> list[int]:
-        if not attempts:
+    def wait(self, seconds: float) -> list[Attempt[str] | StartFailure]:
+        if self.place():
             return []
-        self._begin()
-        self.clock.until(min(self.clock.now + seconds, *(self.given[attempt].ends for attempt in attempts)))
-        now = self.clock.now
-        return [attempt for attempt in attempts if self.given[attempt].ends <= now][:1]
-
-    def result(self, attempt: int) -> str:
-        outcome = self.given[attempt].outcome
-        if isinstance(outcome, str):
-            return outcome
-        raise outcome
-
-    def drain(self, attempts: list[int]) -> list[int]:
-        return [attempt for attempt in attempts if self.given[attempt].ends <= self.clock.now]
-
-    def node_of(self, key: str, number: int) -> str | None:
-        return self.begun[key, number].node
+        if not self.is_idle:
+            first = min((attempt.result[0] for attempt in self.running), default=math.inf)
+            self.clock.until(min(self.clock.now + seconds, first))
+        return super().wait(seconds)

@@ -117,7 +117,7 @@ def test_a_local_start_uses_a_token(tmp_path: Path) -> None:
     """`ray.init` turns token authentication on by itself; a client without the token is refused."""
     start = (
         "import ray; from cluster.nodes import ResourcesConfig; "
-        "from cluster.ray_cluster import start_ray; start_ray; "
+        "from cluster.start import start_ray; start_ray; "
         "start_ray(ResourcesConfig(num_gpus=0, num_cpus=1)); import os; "
         "print(os.environ.get('RAY_AUTH_MODE'), ray.get_runtime_context().gcs_address, flush=True); input()"
     )

@@ -10,7 +10,8 @@ import pytest
 import ray
 
 from cluster.fleet import Done, Fleet
-from cluster.ray_cluster import Report, start_ray
+from cluster.pool import Report
+from cluster.start import start_ray
 from precompute.config import describe_encoding, make_recipe
 from precompute.encode.worker import encode_on_worker
 from precompute.input.tars import InputTar, list_tars

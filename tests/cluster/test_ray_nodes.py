@@ -1,4 +1,4 @@
-"""Real Ray nodes on one machine: joining late, being lost, and what the job and its metrics say meanwhile."""
+"""Real Ray nodes on one machine: nodes that join late or are lost, and the job's messages and metrics meanwhile."""
 
 import json
 import re
@@ -18,7 +18,8 @@ import pytest
 import ray
 from ray.cluster_utils import Cluster
 
-from cluster.ray_cluster import NODE_ID, start_ray
+from cluster.pool import NODE_ID
+from cluster.start import start_ray
 from precompute.config import describe_encoding, make_recipe
 from precompute.input.tars import list_tars
 from precompute.job.ledger import Ledger

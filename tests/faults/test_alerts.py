@@ -15,7 +15,8 @@ import ray
 from moto.server import ThreadedMotoServer
 
 from cluster.fleet import Failed, UnderWay
-from cluster.ray_cluster import Failure, start_ray
+from cluster.pool import Failure
+from cluster.start import start_ray
 from precompute.config import PrecomputeConfig, describe_encoding, make_recipe
 from precompute.input.tars import TarsConfig, list_tars
 from precompute.job.ledger import Ledger
@@ -63,7 +64,7 @@ def commits(config: PrecomputeConfig) -> list[Path]:
 def kill_worker() -> None:
     """SIGKILL of the only one; the tar that it has in hand is lost with it."""
     ours = psutil.Process().children(recursive=True)
-    next(process for process in ours if "ray::Hands" in "".join(process.cmdline())).kill()
+    next(process for process in ours if "ray::WorkerActor" in "".join(process.cmdline())).kill()
 
 
 def test_a_job_with_faults_under_prometheus(

@@ -6,7 +6,7 @@ import pytest
 import ray
 
 from cluster.nodes import ResourcesConfig
-from cluster.ray_cluster import precision_on_worker
+from cluster.start import precision_on_worker
 from precompute.__main__ import resolved_precision
 from precompute.config import describe_encoding
 from shards.base import device

@@ -58,7 +58,7 @@ def test_a_job_with_a_damaged_tar(models: Path, tars: Path, tmp_path: Path) -> N
     )
     first = run_module("precompute", *arguments)
     assert first.returncode == 1
-    assert "tar 00001: attempt 1 of 2 failed, and it is not tried again: DamagedInput" in first.stderr
+    assert "tar 00001: attempt 1 of 2 failed, and the tar is given up: DamagedInput" in first.stderr
     assert "attempt 2 of 2" not in first.stderr
     assert "error: 1 of 2 tars failed (00001: DamagedInput" in first.stderr.replace("\n", " ")
     commits = tmp_path / "root" / "commits"

@@ -7,7 +7,7 @@ import pytest
 from ray.util.metrics import Counter
 
 from cluster.fleet import Failed, UnderWay
-from cluster.ray_cluster import Failure
+from cluster.pool import Failure
 from precompute.job.metrics import Metrics, cause
 from shards.base.errors import Outage
 
