@@ -19,13 +19,13 @@ from examples.shapes.encoders.vae import draw_pictures
 from examples.shapes.models import MODELS
 from precompute.describe import TextConfig, TextTowerConfig, describe_image, describe_text
 from precompute.encode.encoders import (
-    EncodedCaption,
     ImageEncoder,
     TextEncoder,
+    TowerCaption,
     attend_by_products,
     attends_by_products,
 )
-from precompute.encode.networks import Precision, Site, autocast
+from precompute.encode.networks import DeviceSettings, Precision, autocast
 from precompute.encode.recipe import WorkerConfig
 from precompute.encode.towers import TextTowers, Towers
 from precompute.encode.worker import compile_now
@@ -57,7 +57,7 @@ def image_encoder(precision: Precision, **options: Any) -> ImageEncoder:
 
 def image_encoder_of(folder: Path, precision: Precision, **options: Any) -> ImageEncoder:
     how = dict.fromkeys(("crop", "resampling", "decoder", "resampler", "color"), "")
-    return ImageEncoder(folder, describe_image(str(folder), None, **how), Site(CPU, precision, **options))
+    return ImageEncoder(folder, describe_image(str(folder), None, **how), DeviceSettings(CPU, precision, **options))
 
 
 def text_encoder(precision: Precision, **options: Any) -> TextEncoder:
@@ -68,10 +68,10 @@ def text_encoder_of(models: Path, precision: Precision, **options: Any) -> TextE
     folder, tokenizer = models / "text_encoder", models / "tokenizer"
     asked = TextTowerConfig(model=str(folder), tokenizer=str(tokenizer), class_name="CLIPTextModel")
     tower = describe_text("text", asked, TextConfig())
-    return TextEncoder(folder, tokenizer, tower, Site(CPU, precision, **options))
+    return TextEncoder(folder, tokenizer, tower, DeviceSettings(CPU, precision, **options))
 
 
-def states(encoded: EncodedCaption) -> Tensor:
+def states(encoded: TowerCaption) -> Tensor:
     assert encoded.latents.states is not None
     return encoded.latents.states
 

@@ -27,7 +27,7 @@ def test_order_is_kept_and_the_number_ahead_is_bounded() -> None:
     with threads(8) as pool:
         assert list(map_in_order(pool, work, range(40), ahead=4)) == [i * i for i in range(40)]
         assert 1 < most <= 4
-        assert list(map_in_order(pool, work, range(41), ahead=6, together=3)) == [i * i for i in range(41)]
+        assert list(map_in_order(pool, work, range(41), ahead=6, in_a_row=3)) == [i * i for i in range(41)]
 
 
 def test_background_runs_ahead_by_its_depth_and_no_further() -> None:
@@ -102,9 +102,9 @@ def test_calls_in_a_row_are_timed_one_by_one_and_end_with_those_who_wait() -> No
         raise ValueError("broken tar")
 
     with threads(1, 0.3) as pool:
-        assert list(map_in_order(pool, work, range(8), ahead=8, seconds=0.3, together=8)) == list(range(8))
+        assert list(map_in_order(pool, work, range(8), ahead=8, seconds=0.3, in_a_row=8)) == list(range(8))
     with pytest.raises(ValueError, match="broken tar"), threads(1, 0.3) as pool:
-        list(map_in_order(pool, work, items(), ahead=16, seconds=0.3, together=8))
+        list(map_in_order(pool, work, items(), ahead=16, seconds=0.3, in_a_row=8))
     assert len(made) < 16
 
 

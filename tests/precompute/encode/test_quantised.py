@@ -11,7 +11,7 @@ from transformers import T5Config, T5EncoderModel
 
 from precompute import describe
 from precompute.config import PrecomputeConfig, describe_encoding
-from precompute.encode.networks import Network, Precision, Site, quantised
+from precompute.encode.networks import DeviceSettings, Network, Precision, quantise
 from shards.base.errors import RequestError, UnfitNode
 from shards.derive.conversion import plan_conversion
 from shards.format.encoding import EncodingRecord
@@ -72,7 +72,7 @@ def test_what_is_not_installed_is_refused(
     for module in ("torchao", "torchao.quantization"):
         monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(UnfitNode, match=r"has no torchao .*makes a text tower's int8 weights\. Install it there"):
-        quantised(nn.Linear(2, 2), "int8")
+        quantise(nn.Linear(2, 2), "int8")
     with pytest.raises(ValueError, match=r"texts\.t5\.weights: products with int8 weights overflow float16"):
         config(models, tars, tars / "none", towers, "int8", precision="float16")
 
@@ -86,7 +86,7 @@ def t5() -> T5EncoderModel:
 
 def states_of(model: nn.Module, precision: Precision) -> tuple[Tensor, Network]:
     ids = torch.randint(0, 64, (4, 24), generator=torch.Generator().manual_seed(5))
-    site = Site(torch.device("cpu"), precision)
+    site = DeviceSettings(torch.device("cpu"), precision)
     network = Network(model, lambda t5, ids: (t5(ids).last_hidden_state,), site)
     return network.start((ids,), len(ids))()[0].float(), network
 
@@ -104,7 +104,7 @@ def test_the_error_of_rounded_weights(to: Quantised) -> None:
     exact, _ = states_of(t5(), "float32")
     precisions: tuple[Precision, ...] = ("float32", "bfloat16")
     for precision in precisions:
-        found, network = states_of(quantised(t5(), to), precision)
+        found, network = states_of(quantise(t5(), to), precision)
         plain, _ = states_of(t5(), precision)
         error, without = (float((of - exact).norm() / exact.norm()) for of in (found, plain))
         print(f"\n{to} in {precision}: {error:.2%}; not rounded: {without:.2%}")

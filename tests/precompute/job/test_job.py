@@ -73,7 +73,7 @@ def test_a_job_with_a_damaged_tar(models: Path, tars: Path, tmp_path: Path) -> N
     second = run_module("precompute", *arguments)
     assert second.returncode == 0, second.stderr
     assert "1 tars encoded (23 samples in, 15 accepted, 8 rejected), 1 had been done before, 0 failed" in second.stdout
-    reasons = re.search(r"Rejected: (.*)\. Their keys and details", second.stdout)
+    reasons = re.search(r"Rejected: (.*)\. The refused\.parquet", second.stdout)
     assert reasons and sum(int(words.split()[1]) for words in reasons[1].split(", ")) == 8
     third = run_module("precompute", *arguments)
     assert third.returncode == 0
