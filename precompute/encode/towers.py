@@ -137,9 +137,7 @@ class TextTowers:
         tower = self.texts[name].tower
         return tower.length * tower.width * tower.states + tower.pooled
 
-    def _start(
-        self, names: list[str], texts: list[str], timer: Timer
-    ) -> Callable[[], Iterator[dict[str, TowerCaption]]]:
+    def _start(self, names: list[str], texts: list[str], timer: Timer) -> WaitForTowers:
         """Start some of the towers, in batches. The function returned waits for each caption's results by tower."""
         batches: dict[str, list[Callable[[], list[TowerCaption]]]] = {name: [] for name in names}
         for name in names:
@@ -157,6 +155,7 @@ class TextTowers:
 
 
 def _merged(finished: list[dict[str, TowerCaption]], wait: WaitForTowers) -> Iterator[CaptionLatents]:
+    """Wait for the last tower, and combine its results with those of the others."""
     for caption, by_tower in zip(finished, wait(), strict=True):
         yield CaptionLatents.of(caption | by_tower)
 
