@@ -133,7 +133,7 @@ def test_after_a_cluster_shrinks_no_more_attempts_start_than_it_has_slots(monkey
                 pool.nodes = {node: {"CPU": 1.0} for node in small}
     assert done == set(map(str, range(2200))) and lost == 290
     assert max(attempts for at, attempts, _, _ in seen if at < shrinks) == 600
-    looked = shrinks + LOOK_SECONDS + 1  # the fleet looks every so often, between polls
+    looked = shrinks + LOOK_SECONDS + 1  # the fleet looks at the nodes at intervals
     above = [(at, attempts, begun) for at, attempts, begun, _ in seen if at >= looked and attempts > 20]
     assert above and len({begun for _, _, begun in above}) == 1, "attempts were begun while more than 20 were under way"
     after = [(attempts, busy) for at, attempts, _, busy in seen if at > above[-1][0]]

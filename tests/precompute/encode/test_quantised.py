@@ -1,4 +1,4 @@
-"""Text towers whose weights are rounded: what that costs in accuracy, what is recorded of it, what is refused."""
+"""Text towers with quantised weights: accuracy, records in the root, and refusals."""
 
 import sys
 from pathlib import Path
@@ -33,7 +33,7 @@ def towers(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def config(models: Path, tars: Path, root: Path, towers: Path, weights: str, **changes: Any) -> PrecomputeConfig:
-    """T5 with such weights beside a CLIP that has its own."""
+    """Return a config with a quantised T5 and an ordinary CLIP."""
     return config_of(models, tars, root, towers, texts=texts(towers, models, weights=weights), features={}, **changes)
 
 
@@ -46,14 +46,16 @@ def record(models: Path, tars: Path, towers: Path, weights: str) -> EncodingReco
     return describe_encoding(config(models, tars, tars / "none", towers, weights))
 
 
-def test_rounded_weights_are_another_encoding(models: Path, tars: Path, towers: Path, as_if_installed: None) -> None:
+def test_quantised_weights_change_the_encoding_id(
+    models: Path, tars: Path, towers: Path, as_if_installed: None
+) -> None:
     records = [record(models, tars, towers, weights) for weights in ("as_stored", "int8", "float8")]
     assert len({of.id for of in records}) == 3
     assert records[0].differences(records[1]) == ["texts.t5.quantised: None ≠ 'int8'"]
     assert all(EncodingRecord.parse(of.sealed(), "encoding.json") == of for of in records)
 
 
-def test_a_root_of_the_tower_as_it_is_stored_is_encoded_anew(
+def test_a_root_of_the_unquantised_tower_is_refused(
     models: Path, tars: Path, towers: Path, as_if_installed: None
 ) -> None:
     source, target = (record(models, tars, towers, weights) for weights in ("as_stored", "int8"))
@@ -62,7 +64,7 @@ def test_a_root_of_the_tower_as_it_is_stored_is_encoded_anew(
         plan_conversion(source, target)
 
 
-def test_what_is_not_installed_is_refused(
+def test_a_node_without_torchao_is_refused(
     models: Path, tars: Path, towers: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(describe, "find_spec", lambda name: None)
@@ -78,7 +80,7 @@ def test_what_is_not_installed_is_refused(
 
 
 def t5() -> T5EncoderModel:
-    """Random, with layers wide enough for errors to average as they do in large ones."""
+    """Return a random T5 with layers wide enough for errors to average out as in large ones."""
     torch.manual_seed(3)
     fields = {"vocab_size": 64, "d_model": 128, "d_kv": 16, "d_ff": 256, "num_layers": 4, "num_heads": 8}
     return T5EncoderModel(T5Config(**fields, feed_forward_proj="gated-gelu")).eval()
@@ -92,7 +94,7 @@ def states_of(model: nn.Module, precision: Precision) -> tuple[Tensor, Network]:
 
 
 def weight_bytes(model: nn.Module) -> tuple[int, int]:
-    """Of linear layers: bytes, and weights."""
+    """Return the bytes and the number of weights of all linear layers."""
     layers = [module.weight for module in model.modules() if isinstance(module, nn.Linear)]
     return sum(weight.qdata.nbytes + weight.scale.nbytes for weight in layers), sum(w.numel() for w in layers)  # type: ignore[attr-defined]
 
@@ -100,7 +102,7 @@ def weight_bytes(model: nn.Module) -> tuple[int, int]:
 @pytest.mark.parametrize("to", LARGEST_ERROR)
 @pytest.mark.slow
 @pytest.mark.quantised
-def test_the_error_of_rounded_weights(to: Quantised) -> None:
+def test_the_error_of_quantised_weights(to: Quantised) -> None:
     exact, _ = states_of(t5(), "float32")
     precisions: tuple[Precision, ...] = ("float32", "bfloat16")
     for precision in precisions:
@@ -117,8 +119,8 @@ def test_the_error_of_rounded_weights(to: Quantised) -> None:
 @pytest.mark.slow
 @pytest.mark.quantised
 @pytest.mark.parametrize("to", LARGEST_ERROR)
-def test_a_root_of_a_rounded_tower(models: Path, tars: Path, tmp_path: Path, towers: Path, to: Quantised) -> None:
-    """Its towers together and one by one: the same bytes; and the receipts say which torchao."""
+def test_a_root_of_a_quantised_tower(models: Path, tars: Path, tmp_path: Path, towers: Path, to: Quantised) -> None:
+    """The bytes are the same with towers one by one, and receipts record the version of torchao."""
     stored = []
     for how in ("together", "one_by_one"):
         workers = {"num_gpus": 0, "num_cpus": 1, "decode_threads": 2, "batch_size": 8, "towers": how}
