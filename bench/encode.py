@@ -31,7 +31,7 @@ from examples.shapes.models import MODELS
 from plan.measured import BenchFile, Measurement
 from precompute.describe import TextConfig, TextTowerConfig, describe_image, describe_text
 from precompute.encode.encoders import ImageEncoder, TextEncoder
-from precompute.encode.networks import Site
+from precompute.encode.networks import DeviceSettings
 from precompute.encode.towers import batch_size_of
 from shards.base.device import Precision
 from shards.format.buckets import Bucket
@@ -89,7 +89,7 @@ def load_encoders(
     vae, text, tokenizer = (folder / name for name in ("vae", "text_encoder", "tokenizer"))
     pixels = dict.fromkeys(("crop", "resampling", "decoder", "resampler", "color"), "")
     tower = describe_text("text", TextTowerConfig(model=str(text), tokenizer=str(tokenizer)), TextConfig())
-    site = Site(device, precision, compiled)
+    site = DeviceSettings(device, precision, compiled)
     return (
         ImageEncoder(vae, describe_image(str(vae), None, **pixels), site),
         TextEncoder(text, tokenizer, tower, site),

@@ -2,6 +2,7 @@
 
 from pydantic import Field
 
+from cluster.fleet import FleetConfig
 from evaluation.features.extractors import ExtractorsConfig
 from evaluation.features.sources import ReferenceConfig
 from evaluation.metrics.table import MetricName
@@ -9,7 +10,6 @@ from evaluation.sampling.model import Weights
 from evaluation.sampling.prompts import PromptsConfig
 from evaluation.sampling.settings import SamplingConfig
 from evaluation.watch.follow import FollowConfig
-from precompute.cluster.fleet import FleetConfig
 from shards.base.config import Config
 from shards.base.store import Place
 

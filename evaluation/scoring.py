@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from cluster.fleet import FleetConfig
 from evaluation.features.extractors import ExtractorsConfig, describe_extractor
 from evaluation.features.job import NO_REFERENCE, Features, extract, read_moments, reference_features, reference_moments
 from evaluation.features.sources import ReferenceConfig, sample_units
@@ -16,7 +17,6 @@ from evaluation.metrics.intervals import LEAST_CLUSTERS
 from evaluation.metrics.table import METRICS, ExtractorName, Inputs, MetricName
 from evaluation.parts import create_once
 from evaluation.sampling.job import SampleSet
-from precompute.cluster.fleet import FleetConfig
 from shards.base.durable import sealed_json
 from shards.base.errors import RequestError
 from shards.open import open_store

@@ -1,4 +1,4 @@
-"""Units of work on Ray, until each is done: what sampling and features share."""
+"""Units of work on Ray, as sampling and feature extraction run them."""
 
 import os
 import random
@@ -7,8 +7,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from precompute.cluster.fleet import Done, Failed, Fleet, FleetConfig, News, UnderWay
-from precompute.cluster.ray_cluster import Function, start_ray
+from cluster.failure_log import summarize
+from cluster.fleet import Done, Failed, Fleet, FleetConfig, News, UnderWay
+from cluster.pool import Function
+from cluster.start import start_ray
 from precompute.encode.overlap import Stuck
 from shards.base.errors import Preempted, WorkError
 from shards.base.progress import Progress
@@ -19,10 +21,10 @@ Work = TypeVar("Work")
 def run_units(
     units: Sequence[tuple[str, Work]], function: Function[Work, Any], workers: FleetConfig, what: str
 ) -> None:
-    """`function` on every unit (key, work). Starts Ray where there is anything to do.
+    """Apply `function` to every unit (key, work) on Ray workers. Starts Ray if there are any units.
 
     Raises:
-        Preempted: the job was told to leave before its end.
+        Preempted: the job was stopped before its end.
         WorkError: some units failed, or no node of the cluster can take a worker.
     """
     if not units:
@@ -30,9 +32,10 @@ def run_units(
     start_ray(workers)
     failed: dict[str, str] = {}
     done = 0
+    # random order, so that two jobs on the same parts share the work except for what is in flight
+    order = random.sample(units, len(units))
     with Progress(what, "parts", len(units)) as progress:
-        # in an order of its own: two jobs at once on the same parts then share them, but for those under way
-        for event in Fleet(workers, function, iter(random.sample(units, len(units)))):
+        for event in Fleet(workers, function, iter(order)):
             match event:
                 case Done():
                     done += 1
@@ -45,22 +48,25 @@ def run_units(
                 case UnderWay(attempts=attempts, reported=reported):
                     if progress.is_due:
                         figures = {"done": done, "parts": len(units), "under_way": attempts, "pictures": reported}
-                        progress.show(done + len(failed), f"{reported} pictures under way", figures)
+                        progress.show(done + len(failed), f"{reported} images in progress", figures)
     if failed:
-        reasons = "; ".join(f"{key}: {reason}" for key, reason in sorted(failed.items()))
+        reasons = summarize(list(failed.items()), most=len(failed))
         raise WorkError(
             f"{what}: {len(failed)} of {len(units)} parts failed ({reasons}). The others are committed; the same "
-            f"command again tries just these."
+            f"command retries only these."
         )
     if done < len(units):
-        raise Preempted(f"{what}: told to leave, {len(units) - done} parts before the end. The same command goes on.")
+        raise Preempted(
+            f"{what}: stopped by a signal, {len(units) - done} parts before the end. Run the same command again to "
+            f"continue."
+        )
 
 
 @contextmanager
 def ending_broken_processes() -> Iterator[None]:
-    """End the process after an error that it cannot recover from, so that Ray starts a new one.
+    """End the process after an error that it cannot recover from, so that the fleet starts a new worker.
 
-    After a CUDA error it cannot use its GPU again; after `Stuck` it has a thread that never ends.
+    After a CUDA error the process cannot use its GPU again, and after `Stuck` it has a thread that never ends.
     """
     try:
         yield

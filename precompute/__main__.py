@@ -12,7 +12,7 @@ further commands, each with a --help of its own:
 
 from collections.abc import Sequence
 
-from precompute.cluster.ray_cluster import precision_on_worker, start_ray
+from cluster.start import precision_on_worker, start_ray
 from precompute.config import PrecomputeConfig, describe_encoding, make_recipe, with_absolute_paths
 from precompute.input.tars import Named, choose_tars, list_tars, say_what_is_unchecked
 from precompute.job.ledger import Ledger

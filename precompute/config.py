@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from precompute.cluster.fleet import FleetConfig
+from cluster.fleet import FleetConfig
 from precompute.describe import (
     FeatureTowerConfig,
     ImageConfig,

@@ -186,9 +186,7 @@ def make_towers(config: PrecomputeConfig) -> Towers:
     """The towers of a config, on the CPU."""
     encoding, one_by_one = describe_encoding(config), config.workers.one_by_one
     networks = load_networks(encoding, "cpu", one_by_one=one_by_one)
-    towers = Towers(*networks, config.workers.batch_size, make_recipe(config, encoding).batch_sizes)
-    towers.one_by_one = one_by_one
-    return towers
+    return Towers(*networks, config.workers.batch_size, make_recipe(config, encoding).batch_sizes, one_by_one)
 
 
 def encode_all(config: PrecomputeConfig, models: Path, attempt: int = 1, decode: Decode = decode_picture) -> None:

@@ -10,15 +10,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("shards", "precompute", "train", "plan", "evaluation", "examples", "bench")
+PACKAGES = ("shards", "cluster", "precompute", "train", "plan", "evaluation", "examples", "bench")
 MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "shards": (),
-    "precompute": ("shards",),
+    "cluster": ("shards",),
+    "precompute": ("shards", "cluster"),
     "train": ("shards",),
     "plan": ("shards", "train"),
-    "evaluation": ("shards", "precompute"),
-    "examples": ("shards", "precompute", "train", "evaluation"),
-    "bench": ("shards", "precompute", "train", "plan", "evaluation", "examples"),
+    "evaluation": ("shards", "cluster", "precompute"),
+    "examples": ("shards", "cluster", "precompute", "train", "evaluation"),
+    "bench": ("shards", "cluster", "precompute", "train", "plan", "evaluation", "examples"),
 }
 """Top-level package → those below it. precompute and train never meet."""
 

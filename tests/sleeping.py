@@ -1,4 +1,4 @@
-"""Towers whose device sleeps in place of arithmetic, and knows how long it was at work; and tars encoded on it."""
+"""Towers whose device sleeps instead of computing and records how long it worked, and tars encoded on it."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -11,7 +11,7 @@ import torch
 from precompute.config import PrecomputeConfig, describe_encoding, make_recipe
 from precompute.encode.overlap import Turns
 from precompute.encode.tar import encode_tar
-from precompute.encode.towers import EncodedCaptions, PictureLatents, Timer, Towers, untimed
+from precompute.encode.towers import CaptionLatents, PictureLatents, Timer, Towers, WaitForCaptions, untimed
 from precompute.input.tars import list_tars
 from shards.format.buckets import Bucket
 from shards.format.text import TextLatents
@@ -23,16 +23,16 @@ from tests.conftest import make_towers
 
 @dataclass
 class Device:
-    """One thing at a time, in the order in which it was asked for, as a GPU's stream does."""
+    """Works on one batch at a time, in the order of the requests, like a GPU's stream."""
 
     seconds: float
-    """A batch takes."""
+    """Duration of a batch."""
     thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
     work: list[tuple[float, float]] = field(default_factory=list)
     """Begin and end of each batch."""
     asked: int = 0
     rests: int = 0
-    """Batches at whose end no other was waiting; the last one is one of them."""
+    """Batches at whose end no other one was waiting, including the last one."""
 
     def start(self) -> Future[None]:
         self.asked += 1
@@ -46,12 +46,12 @@ class Device:
 
     @property
     def busy(self) -> float:
-        """Share of the time, from the first batch's begin to the last one's end."""
+        """Share of the time between the start of the first batch and the end of the last."""
         return sum(end - began for began, end in self.work) / (self.work[-1][1] - self.work[0][0])
 
 
 class SleepingTowers(Towers):
-    """What they make of pictures is noise, and of captions what they make of the empty one."""
+    """Towers that return noise for every image, and the latents of the empty caption for every caption."""
 
     def __init__(self, towers: Towers, device: Device):
         super().__init__(towers.image, towers.texts, towers.features, towers.batch_size)
@@ -61,10 +61,8 @@ class SleepingTowers(Towers):
     def empty_caption(self) -> dict[str, TextLatents]:
         return self.empty
 
-    def start_captions(
-        self, groups: list[list[str]], timer: Timer = untimed
-    ) -> Iterator[list[Callable[[], EncodedCaptions]]]:
-        return ([lambda: EncodedCaptions(self.empty, False)] * len(texts) for texts in groups)
+    def start_captions(self, texts: list[str], timer: Timer = untimed) -> WaitForCaptions:
+        return lambda: iter([CaptionLatents(self.empty, False)] * len(texts))
 
     def start_pictures(
         self, bucket: Bucket, pictures: list[np.ndarray], timer: Timer = untimed
@@ -81,7 +79,7 @@ class SleepingTowers(Towers):
 
 
 def encode_asleep(config: PrecomputeConfig, device: Device, at_once: int) -> Sequence[TarReceipts]:
-    """All tars of a config, `at_once` in hand as a worker has them."""
+    """Encode all tars of a config, `at_once` at a time, in the threads of one worker."""
     store = open_store(config.output)
     encoding = describe_encoding(config)
     create_root(store, encoding)

@@ -50,7 +50,7 @@ def test_streaming_cannot_be_imported_there(without_streaming: dict[str, str]) -
 
 
 def test_every_module_of_the_product(without_streaming: dict[str, str]) -> None:
-    ours = [name for name in modules() if name.split(".")[0] in ("plan", "precompute", "shards", "train")]
+    ours = [name for name in modules() if name.split(".")[0] in ("cluster", "plan", "precompute", "shards", "train")]
     ours.remove("shards.dataset")  # a subclass of streaming's dataset, for those who have it
     result = run(without_streaming, "\n".join(f"import {name}" for name in ours))
     assert result.returncode == 0 and len(ours) > 100, result.stderr

@@ -37,7 +37,7 @@ from bench.worker.alone import (
 )
 from bench.worker.inputs import jpegs, make_tars
 from bench.worker.standins import SleepingImageEncoder, sd2_record
-from precompute.encode.worker import warm_up
+from precompute.encode.worker import prepare_process
 from precompute.input.tars import list_tars
 from shards.format import image, text
 from shards.format.buckets import Bucket
@@ -78,7 +78,7 @@ def overhead(options: Options, number: int) -> list[float]:
         encode([shard], next(roots), free_image_encoder())
         cpu["worker"].append(time.process_time() - start)
 
-    warm_up()
+    prepare_process()
     pair = timed_in_turn(bare, worker, options.rounds)
     rounds = zip(pair.first_seconds, pair.second_seconds, cpu["bare"][1:], cpu["worker"][1:], strict=True)
     return [value for values in rounds for value in values]
@@ -89,7 +89,7 @@ def busy(options: Options, number: int) -> list[float]:
     torch.set_num_threads(1)
     config, encoder = fresh_config(options, f"busy{number}"), sleeping_encoder(options)
     shards, shares = list_tars(config.input)[:3], []
-    warm_up()  # as a worker does when it loads its encoders
+    prepare_process()  # as a worker does when it loads its encoders
     start = time.perf_counter()
     for shard in shards:
         shard_start, busy_before = time.perf_counter(), encoder.busy
@@ -103,7 +103,7 @@ def one_of_two(options: Options, number: int) -> list[float]:
     torch.set_num_threads(1)
     config, encoder = fresh_config(options, f"two{number}"), sleeping_encoder(options)
     shards = list_tars(config.input)[:2]
-    warm_up()
+    prepare_process()
     start = time.time()
     encode(shards if number < 0 else shards[number : number + 1], config, encoder)
     return [start, time.time()]
@@ -120,7 +120,7 @@ def two_workers(options: Options) -> float:
 def memory(options: Options, number: int) -> list[float]:
     """MB resident after each of the shards, and at the peak."""
     torch.set_num_threads(1)
-    warm_up()
+    prepare_process()
     config, resident = fresh_config(options, "memory"), []
     for _, shard in zip(range(options.shards), cycle(list_tars(config.input)), strict=False):
         encode([shard], config, free_image_encoder())

@@ -29,7 +29,7 @@ from precompute.config import PrecomputeConfig, describe_encoding, make_recipe
 from precompute.encode.overlap import Turns
 from precompute.encode.tar import encode_tar
 from precompute.encode.towers import Towers
-from precompute.encode.worker import load_towers, warm_up
+from precompute.encode.worker import load_towers, prepare_process
 from precompute.input.tars import list_tars
 from shards.format.buckets import Bucket
 from shards.format.encoding import EncodingRecord
@@ -125,7 +125,7 @@ class Running:
             folders = (Path(folder) for folder in (config.vae, text.model, text.tokenizer))
             self.encoders = free_of(self.record, self.buckets) if case.free else load_encoders(*folders)
         else:
-            warm_up()
+            prepare_process()
             self.recipe = make_recipe(config, self.record)
             self.towers = load_towers(self.recipe, "cpu") if not case.free else free_towers(self.record, config)
 

@@ -17,7 +17,7 @@ from bench.worker.alone import (
     pictures_of,
     worker_config,
 )
-from precompute.encode.worker import warm_up
+from precompute.encode.worker import prepare_process
 from precompute.input.tars import list_tars
 
 GPU_RATE = 530
@@ -44,7 +44,7 @@ def in_turn(options: Options, _: int) -> list[float]:
         work()
         return time.process_time() - start
 
-    warm_up()
+    prepare_process()
     rounds = [
         (processor(lambda: bare_pixels(pictures, config)), worker(exact=True), worker(exact=False))
         for _ in range(options.rounds + 1)

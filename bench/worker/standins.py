@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from bench.kit.roots import encoding_record
-from precompute.encode.encoders import EncodedCaption
+from precompute.encode.encoders import TowerCaption
 from shards.format.encoding import EncodingRecord
 from shards.format.text import TextLatents
 from shards.format.towers import ImageTower, TextTower
@@ -54,11 +54,11 @@ class FreeTextEncoder:
         self.tower = tower
         self.zeros = Zeros()
 
-    def start_batch(self, captions: list[str], batch_size: int) -> Callable[[], list[EncodedCaption]]:
+    def start_batch(self, captions: list[str], batch_size: int) -> Callable[[], list[TowerCaption]]:
         """(tokens, width) zeros for each caption."""
         length = self.tower.length
         states = self.zeros(len(captions), length, self.tower.width)
-        return lambda: [EncodedCaption(TextLatents(row, length), False) for row in states]
+        return lambda: [TowerCaption(TextLatents(row, length), False) for row in states]
 
 
 class SleepingImageEncoder(FreeImageEncoder):

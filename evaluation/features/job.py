@@ -16,6 +16,7 @@ from zipfile import BadZipFile
 import numpy as np
 import torch
 
+from cluster.fleet import FleetConfig
 from evaluation.features.extractors import (
     Extractor,
     ExtractorsConfig,
@@ -29,7 +30,6 @@ from evaluation.metrics.frechet import Moments
 from evaluation.metrics.table import ExtractorName
 from evaluation.parts import Receipt, commit_part, read_part, read_receipts, read_sealed, write_once
 from evaluation.units import ending_broken_processes, run_units
-from precompute.cluster.fleet import FleetConfig
 from shards.base.durable import canonical_json
 from shards.base.errors import RequestError, WorkError
 from shards.base.store import Store

@@ -5,6 +5,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from cluster.fleet import FleetConfig
+from cluster.start import precision_on_worker
 from evaluation.parts import Receipt, read_receipts, read_sealed, write_once
 from evaluation.sampling.model import Model, opened
 from evaluation.sampling.pipeline import Sample, describe, has_guidance_input, load_scheduler, sampler_of
@@ -12,8 +14,6 @@ from evaluation.sampling.prompts import Prompt, prompts_sha256
 from evaluation.sampling.settings import Drawing, SamplingConfig, Setting
 from evaluation.sampling.worker import PICTURES, Part, Recipe, draw_on_worker
 from evaluation.units import run_units
-from precompute.cluster.fleet import FleetConfig
-from precompute.cluster.ray_cluster import precision_on_worker
 from shards.base.config import flatten
 from shards.base.device import Precision
 from shards.base.errors import RequestError, WorkError

@@ -1,4 +1,4 @@
-"""The three kinds of towers: pictures → image latents, captions → text latents, pictures → features."""
+"""The three kinds of encoders: images → image latents, captions → text latents, images → features."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,30 +13,30 @@ import transformers
 from diffusers.models.attention_processor import Attention, AttnProcessor
 from torch import Tensor, nn
 
-from precompute.encode.networks import Network, Site, filled, model_class, quantised, vision_options
+from precompute.encode.networks import DeviceSettings, Network, model_class, pad, quantise, vision_options
 from shards.format.buckets import Bucket
 from shards.format.text import TextLatents
 from shards.format.towers import FeatureTower, ImageTower, TextTower
 
-WIDEST_FUSED_HEAD = 256
-"""Channels of a head that flash attention and cuDNN take at most."""
+MAX_FUSED_HEAD = 256
+"""Channels per head that flash attention and cuDNN support."""
 
 
 class ImageEncoder(Network):
-    """A diffusers autoencoder, as a function from pixels to what is stored of its latents."""
+    """A diffusers autoencoder, from pixels to the latents that are stored."""
 
-    def __init__(self, folder: Path, tower: ImageTower, site: Site):
-        # float32 whatever the file holds: autocast lowers what may be lowered
+    def __init__(self, folder: Path, tower: ImageTower, settings: DeviceSettings):
+        # in float32 whatever the file contains, because autocast lowers the precision where that is safe
         load = getattr(diffusers, tower.class_name).from_pretrained
         vae = load(folder, use_safetensors=True, torch_dtype=torch.float32).to(memory_format=torch.channels_last)
-        if attends_by_products(site.device):
+        if attends_by_products(settings.device):
             attend_by_products(vae)
-        super().__init__(vae, self.encode, site, "encoder")
+        super().__init__(vae, self.encode, settings, "encoder")
         self.tower = tower
 
     def encode(self, vae: nn.Module, pixels: Tensor) -> tuple[Tensor]:
-        """(N, H, W, 3) uint8 → (N, planes, h, w)."""
-        # which as (N, 3, H, W) in [-1, 1] is channels_last as it lies
+        """Encode (N, H, W, 3) uint8 pixels into (N, planes, h, w)."""
+        # (N, 3, H, W) in [-1, 1]; the permuted memory is channels_last already
         scaled = pixels.permute(0, 3, 1, 2).float().div_(127.5).sub_(1.0)
         encoded: Any = vae.encode(scaled)  # type: ignore[operator]
         if self.tower.posterior == "deterministic":
@@ -45,97 +45,104 @@ class ImageEncoder(Network):
         return (moments if self.tower.posterior == "moments" else moments.chunk(2, dim=1)[0],)
 
     def start_batch(self, pixels: Tensor, count: int) -> Callable[[], Tensor]:
-        """Begin with a full batch, (N, H, W, 3) uint8 on the host, whose first `count` count; the function returned
-        waits for their (count, planes, h, w) float16 on the CPU."""
+        """Start to encode a full batch, (N, H, W, 3) uint8 in host memory, of which the first `count` are not padding.
+        The function returned waits for (count, planes, h, w) float16 on the CPU."""
         wait = self.start((pixels,), count)
         return lambda: wait()[0]
 
     def __call__(self, pictures: list[np.ndarray], batch_size: int) -> Tensor:
-        """N pictures (H, W, 3) uint8 → (N, planes, h, w) float16 on the CPU."""
+        """Encode N images (H, W, 3) uint8 into (N, planes, h, w) float16 on the CPU."""
         return self.start_batch(self.stack(pictures, batch_size), len(pictures))()
 
 
 def attends_by_products(device: torch.device) -> bool:
-    """Whether wide heads attend by plain products there: on a GPU. A CPU's fused kernel takes any width."""
+    """Return whether attention with wide heads uses plain matrix products on `device`: on a GPU, where fused kernels
+    limit the width, and not on a CPU."""
     return device.type == "cuda"
 
 
 def attend_by_products(model: nn.Module) -> None:
-    """Have attention whose heads are too wide for a GPU's fast kernels, as in the middle of a VAE, be plain products.
-
-    They differ from the fused kernel by rounding.
+    """Replace attention with heads too wide for a GPU's fused kernels, as in a VAE's middle block, by plain matrix
+    products. Results differ by rounding.
     """
     for module in model.modules():
-        if isinstance(module, Attention) and module.inner_dim // module.heads > WIDEST_FUSED_HEAD:
+        if isinstance(module, Attention) and module.inner_dim // module.heads > MAX_FUSED_HEAD:
             module.set_processor(AttnProcessor())
 
 
 @dataclass(frozen=True)
-class EncodedCaption:
-    """What one text tower made of a caption, and whether it was cut to fit."""
+class TowerCaption:
+    """A caption's latents by one text tower."""
 
     latents: TextLatents
     truncated: bool
+    """Whether the caption was longer than the tower's maximum."""
 
 
 class TextEncoder(Network):
-    """A transformers text model and its tokenizer, as a function from captions to text latents."""
+    """A text model of transformers with its tokenizer, from captions to text latents."""
 
-    def __init__(self, folder: Path, tokenizer_folder: Path, tower: TextTower, site: Site):
+    def __init__(self, folder: Path, tokenizer_folder: Path, tower: TextTower, settings: DeviceSettings):
         self.tokenizer = transformers.AutoTokenizer.from_pretrained(tokenizer_folder)
         load = model_class(tower.class_name).from_pretrained
-        model = load(folder, use_safetensors=True).to(torch.float32)  # with torch's fused attention, where it has it
+        model = load(folder, use_safetensors=True).to(torch.float32)  # uses torch's fused attention where available
         if tower.quantised:
-            model = quantised(model, tower.quantised)
-        super().__init__(model, self.encode, site)
+            model = quantise(model, tower.quantised)
+        super().__init__(model, self.encode, settings)
         self.tower = tower
         self.kept = torch.tensor(tower.kept)
 
     def encode(self, model: nn.Module, ids: Tensor, mask: Tensor | None = None) -> tuple[Tensor, ...]:
-        """(N, max_tokens) ids, and which of them are real → hidden states and pooled output, as far as stored."""
+        """Encode token ids (N, max_tokens), with a mask of the real ones, into the hidden states and the pooled output,
+        as far as they are stored."""
         by_layer = self.tower.layer != "last"
         outputs = model(ids, attention_mask=mask, output_hidden_states=by_layer)
         results = []
         if self.tower.states:
             states = outputs.hidden_states[self.tower.layer] if by_layer else outputs.last_hidden_state
-            everything = len(self.kept) == ids.shape[1]
-            results.append(states if everything else states[:, self.kept.to(states.device)])
+            keeps_all = len(self.kept) == ids.shape[1]
+            results.append(states if keeps_all else states[:, self.kept.to(states.device)])
         if self.tower.pooled:
             projected = getattr(outputs, "text_embeds", None)
             results.append(outputs.pooler_output if projected is None else projected)
         return tuple(results)
 
-    def start_batch(self, captions: list[str], batch_size: int) -> Callable[[], list[EncodedCaption]]:
-        """Begin with N captions; the function returned waits for what `__call__` returns."""
+    def start_batch(self, captions: list[str], batch_size: int) -> Callable[[], list[TowerCaption]]:
+        """Start to encode N captions; the function returned waits for the same result as `__call__`."""
         ids, mask, truncated = self.tokenize(captions, batch_size)
         wait = self.start((ids, mask) if self.tower.masked else (ids,), len(captions))
-        # of a caption that ends before the tokens that are kept, the first of these stands for it
+        # a caption that ends before the first kept token is represented by that token
         num_tokens = mask[: len(captions), self.kept].sum(dim=1).clamp(min=1).tolist()
         return lambda: [
-            EncodedCaption(self._latents(row, number), cut)
-            for *row, number, cut in zip(*wait(), num_tokens, truncated, strict=True)
+            TowerCaption(self._latents(row, number), was_truncated)
+            for *row, number, was_truncated in zip(*wait(), num_tokens, truncated, strict=True)
         ]
 
-    def __call__(self, captions: list[str], batch_size: int) -> list[EncodedCaption]:
-        """Captions → one `EncodedCaption` each, padded to one length as diffusers' pipelines pad prompts."""
+    def __call__(self, captions: list[str], batch_size: int) -> list[TowerCaption]:
+        """Encode captions, padded to one length in the same way as diffusers' pipelines pad prompts."""
         return self.start_batch(captions, batch_size)()
 
     def tokenize(self, captions: list[str], batch_size: int) -> tuple[Tensor, Tensor, list[bool]]:
-        """(batch_size, max_tokens) ids and which of them are real, on the host; and which captions were cut to fit."""
+        """Tokenize captions into a full batch.
+
+        Returns:
+            Ids (batch_size, max_tokens) and the mask of real tokens, in host memory; and which captions were
+            truncated.
+        """
         texts = [self.tower.prompt(caption) for caption in captions]
         tokens = self.tokenizer(texts, verbose=False).input_ids
         fitted = [self._fitted(text, row) for text, row in zip(texts, tokens, strict=True)]
         ids = self.copies.buffer((batch_size, self.tower.max_tokens), torch.long).fill_(self.tokenizer.pad_token_id)
         mask = self.copies.buffer(tuple(ids.shape), torch.long).zero_()
-        # rows of arrays take a list in a tenth of the time that rows of tensors do
+        # assigning a list to a row of a numpy array takes a tenth of the time that a row of a tensor takes
         id_rows, mask_rows = ids.numpy(), mask.numpy()
-        for i, row in enumerate(filled(fitted, batch_size)):
+        for i, row in enumerate(pad(fitted, batch_size)):
             id_rows[i, : len(row)] = row
             mask_rows[i, : len(row)] = 1
         return ids, mask, [len(row) > self.tower.max_tokens for row in tokens]
 
     def _fitted(self, text: str, tokens: list[int]) -> list[int]:
-        """Cut to the tower's length as the tokenizer does it, where that is needed."""
+        """Truncate the tokens to the tower's length if needed, in the tokenizer's own way."""
         if len(tokens) <= self.tower.max_tokens:
             return tokens
         return self.tokenizer(text, truncation=True, max_length=self.tower.max_tokens).input_ids
@@ -147,16 +154,16 @@ class TextEncoder(Network):
 
 
 class FeatureEncoder(Network):
-    """A transformers vision model, as a function from pixels to the last hidden states of its patches."""
+    """A vision model of transformers, from pixels to the last hidden states of its patches."""
 
-    def __init__(self, folder: Path, tower: FeatureTower, site: Site):
+    def __init__(self, folder: Path, tower: FeatureTower, settings: DeviceSettings):
         model = model_class(tower.class_name).from_pretrained(folder, use_safetensors=True)
-        super().__init__(model.to(torch.float32), self.encode, site)
+        super().__init__(model.to(torch.float32), self.encode, settings)
         self.tower = tower
         self.options = vision_options(model)
 
     def encode(self, model: nn.Module, pixels: Tensor) -> tuple[Tensor]:
-        """(N, H, W, 3) uint8 → (N, tokens, width), those of class and register tokens left out."""
+        """Encode (N, H, W, 3) uint8 pixels into (N, tokens, width), without class and register tokens."""
         height, width = self.tower.grid(Bucket(pixels.shape[2], pixels.shape[1]))
         size = (height * self.tower.patch, width * self.tower.patch)
         pictures = pixels.permute(0, 3, 1, 2).float().div_(255)
@@ -168,6 +175,7 @@ class FeatureEncoder(Network):
         return (states[:, -height * width :],)
 
     def start_batch(self, pixels: Tensor, count: int) -> Callable[[], Tensor]:
-        """As `ImageEncoder.start_batch`: (count, tokens, width) float16."""
+        """Start to encode a full batch, as `ImageEncoder.start_batch` does; the result is (count, tokens, width)
+        float16."""
         wait = self.start((pixels,), count)
         return lambda: wait()[0]

@@ -1,10 +1,10 @@
-"""A frozen network on a device: in lowered precision, with copies that run beside its arithmetic.
+"""A frozen network on a device, in reduced precision, with copies to and from the device that overlap its computation.
 
-Every batch is filled up to one size: kernels are chosen by shape, and so a sample's latents do not depend on how many
-others happened to share its batch.
+Every batch is padded to one size. Kernels are chosen by shape, so a sample's latents do not depend on how many others
+share its batch.
 
-Encoding is in two halves, so that the device never waits for the worker: `start` hands a batch over and comes back at
-once; calling what it returned waits for the latents. On a CPU, `start` does all of it.
+Encoding has two halves, so that the device never waits for the worker: `start` hands over a batch and returns at once,
+and calling the function that it returned waits for the latents. On a CPU, `start` does all of the work.
 """
 
 import copy
@@ -29,35 +29,38 @@ from shards.format.towers import Quantised
 
 Item = TypeVar("Item")
 Model = TypeVar("Model", bound=nn.Module)
-MOST_SHAPES = 64
-"""For which one network is compiled: buckets of an aspect table are many."""
+MAX_SHAPES = 64
+"""Shapes that one network may be compiled for; an aspect table has many buckets."""
 
 
 def model_class(name: str) -> Any:
-    """A class of transformers; or, by MODULE.CLASS, one that diffusers.pipelines.MODULE makes of it.
+    """Return a class of transformers or, for MODULE.CLASS, a class defined in diffusers.pipelines.MODULE.
 
     Raises:
-        AttributeError, ImportError: there is none.
+        AttributeError, ImportError: there is no such class.
     """
     module, _, class_name = name.rpartition(".")
-    where = importlib.import_module(f"diffusers.pipelines.{module}") if module else transformers
-    return getattr(where, class_name)
+    namespace = importlib.import_module(f"diffusers.pipelines.{module}") if module else transformers
+    return getattr(namespace, class_name)
 
 
 def vision_options(model: nn.Module) -> dict[str, bool]:
-    """What some of transformers' vision models want to be told: a picture may have another size than in training."""
-    asked = "interpolate_pos_encoding" in inspect.signature(model.forward).parameters
-    return {"interpolate_pos_encoding": True} if asked else {}
+    """Return the call options with which a vision model of transformers accepts other image sizes than in training."""
+    has_option = "interpolate_pos_encoding" in inspect.signature(model.forward).parameters
+    return {"interpolate_pos_encoding": True} if has_option else {}
 
 
 def autocast(device: torch.device, precision: Precision) -> torch.autocast:
-    """Mixed precision as configured; float32 turns it off."""
+    """Return the autocast context for a precision; it is disabled for float32."""
     dtype = getattr(torch, precision)
     return torch.autocast(device.type, dtype=dtype, enabled=precision != "float32")
 
 
 def lowered(model: Model, precision: Precision) -> Model:
-    """A copy whose products hold their weights in `precision`: what autocast would make of them anew for each batch."""
+    """Return a copy whose convolutions and linear layers have their weights in `precision`.
+
+    Autocast would cast these weights again for every batch. In float32 the model itself is returned.
+    """
     if precision == "float32":
         return model
     model = copy.deepcopy(model)
@@ -67,39 +70,38 @@ def lowered(model: Model, precision: Precision) -> Model:
     return model
 
 
-def quantised(model: Model, to: Quantised) -> Model:
-    """The network, in float32, with the weights of its linear layers in int8 or float8; products are taken in the
-    precision of their inputs.
+def quantise(model: Model, to: Quantised) -> Model:
+    """Quantise the weights of a float32 network's linear layers, in place. Products use the precision of their inputs.
 
     Raises:
-        UnfitNode: torchao is not installed here.
+        UnfitNode: torchao is not installed on this node.
     """
     try:
         from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig, quantize_
     except ImportError as error:
         raise UnfitNode(
-            f"{os.uname().nodename} has no torchao ({error}), which makes a text tower's {to} weights. Install it "
-            f"there: pip install 'latentmill[quantised]'."
+            f"{os.uname().nodename} has no torchao ({error}), which is needed for a text tower's {to} weights. Install "
+            f"it there: pip install 'latentmill[quantised]'."
         ) from error
     quantize_(model, Int8WeightOnlyConfig() if to == "int8" else Float8WeightOnlyConfig())
     return model
 
 
-def filled(items: list[Item], batch_size: int) -> list[Item]:
-    """`items` and as many copies of the last one as make up `batch_size`."""
+def pad(items: list[Item], batch_size: int) -> list[Item]:
+    """Repeat the last item until there are `batch_size`."""
     return items + items[-1:] * (batch_size - len(items))
 
 
-def filled_rows(rows: Tensor, batch_size: int) -> Tensor:
-    """The same for the rows of a tensor."""
+def pad_rows(rows: Tensor, batch_size: int) -> Tensor:
+    """Repeat the last row of a tensor until there are `batch_size`."""
     return torch.cat([rows, rows[-1:].expand(batch_size - len(rows), *rows.shape[1:])])
 
 
-class Copies:
-    """Copies to and from a GPU that run beside its arithmetic: a stream each way, and page-locked memory at this end.
+class DeviceCopies:
+    """Copies to and from a GPU that overlap its computation, with one stream per direction and page-locked host memory.
 
-    The allocators see to it that no buffer is handed out again while a stream still uses it: the host's knows which
-    streams copy, the device's is told by `record_stream`. On the CPU there is nothing to copy.
+    The allocators never reuse a buffer while a stream still needs it: the host's knows which streams copy, and the
+    device's is informed by `record_stream`. On the CPU there is nothing to copy.
     """
 
     def __init__(self, device: torch.device):
@@ -109,22 +111,22 @@ class Copies:
             self.inward, self.outward = torch.cuda.Stream(device), torch.cuda.Stream(device)
 
     def buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Uninitialised host memory that `to_device` can copy from without stopping this thread."""
+        """Allocate uninitialised host memory from which `to_device` can copy without blocking."""
         return torch.empty(shape, dtype=dtype, pin_memory=self.is_cuda)
 
     def to_device(self, host: Tensor) -> Tensor:
-        """Begin to copy `host`; what this thread launches next waits for it on the device."""
+        """Start to copy `host`. Work that this thread launches next waits for the copy on the device."""
         if not self.is_cuda:
             return host
-        arithmetic = torch.cuda.current_stream(self.device)
+        compute = torch.cuda.current_stream(self.device)
         with torch.cuda.stream(self.inward):
             copied = host.to(self.device, non_blocking=True)
-        arithmetic.wait_stream(self.inward)
-        copied.record_stream(arithmetic)
+        compute.wait_stream(self.inward)
+        copied.record_stream(compute)
         return copied
 
     def to_host(self, *results: Tensor) -> Callable[[], tuple[Tensor, ...]]:
-        """Begin to copy `results` once what was launched so far is done; the function returned waits for them."""
+        """Start to copy `results` once the work launched so far is done; the function returned waits for them."""
         if not self.is_cuda:
             return lambda: results
         self.outward.wait_stream(torch.cuda.current_stream(self.device))
@@ -133,7 +135,7 @@ class Copies:
             for result, copied in zip(results, copies, strict=True):
                 copied.copy_(result, non_blocking=True)
                 result.record_stream(self.outward)
-            done = torch.cuda.Event(blocking=True)  # or the wait would take a core from the decoders
+            done = torch.cuda.Event(blocking=True)  # a busy wait would take a core from the decoders
             done.record()
 
         def wait() -> tuple[Tensor, ...]:
@@ -144,33 +146,33 @@ class Copies:
 
 
 class Offload:
-    """A device that has the weights of one network at a time; those of the others wait in the host's memory.
+    """A device that holds the weights of one network at a time, while those of the others stay in host memory.
 
-    Weights do not change, so nothing is copied back. What a network leaves is free for the next one at once: all of
-    them are launched into one stream, whichever thread does it.
+    Weights do not change, so nothing is copied back. The memory that a network releases can be used by the next one at
+    once, because all networks are launched into one stream, whichever thread does it.
     """
 
     def __init__(self, device: torch.device):
         self.device = device
         self.lock = threading.RLock()
-        self.waiting: dict[nn.Module, dict[str, Tensor]] = {}
-        """Network → its weights and buffers on the host."""
+        self.on_host: dict[nn.Module, dict[str, Tensor]] = {}
+        """Network → its weights and buffers in host memory."""
         self.on_device: nn.Module | None = None
 
     def add(self, model: nn.Module) -> None:
-        """A network, which is on the host."""
+        """Register a network whose weights are in host memory."""
         both = (model.named_parameters, model.named_buffers)
-        self.waiting[model] = {name: tensor for named in both for name, tensor in named(remove_duplicate=False)}
+        self.on_host[model] = {name: tensor for named in both for name, tensor in named(remove_duplicate=False)}
 
     @contextmanager
-    def of(self, model: nn.Module) -> Iterator[None]:
-        """`model` is on the device, and stays there while its work is launched."""
+    def loaded(self, model: nn.Module) -> Iterator[None]:
+        """Move `model` to the device and keep it there while its work is launched."""
         with self.lock:
             if self.on_device is not model:
                 if self.on_device is not None:
-                    put(self.on_device, self.waiting[self.on_device])
+                    set_tensors(self.on_device, self.on_host[self.on_device])
                 self.on_device = None
-                put(model, self._moved(self.waiting[model]))
+                set_tensors(model, self._moved(self.on_host[model]))
                 self.on_device = model
             yield
 
@@ -178,7 +180,7 @@ class Offload:
     def _moved(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         moved: dict[int, Tensor] = {}
         for tensor in tensors.values():
-            if id(tensor) not in moved:  # some have two names
+            if id(tensor) not in moved:  # tied weights have several names
                 there = to_device(tensor, self.device)
                 is_weight = isinstance(tensor, nn.Parameter)
                 moved[id(tensor)] = nn.Parameter(there, requires_grad=False) if is_weight else there
@@ -186,91 +188,96 @@ class Offload:
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """On a CPU it is there."""
+    """Copy a tensor to the device; a no-op if it is there."""
     return tensor.to(device)
 
 
-def put(model: nn.Module, tensors: dict[str, Tensor]) -> None:
-    """Have `model` compute with these weights and buffers, by name."""
+def set_tensors(model: nn.Module, tensors: dict[str, Tensor]) -> None:
+    """Replace weights and buffers of `model` by name."""
     for name, tensor in tensors.items():
         owner, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(owner), leaf, tensor)
 
 
 @dataclass(frozen=True)
-class Site:
-    """Where a network runs, and how."""
+class DeviceSettings:
+    """Where and how a network runs."""
 
     device: torch.device
     precision: Precision
-    """Of its products."""
+    """Precision of convolutions and matrix products."""
     compiled: bool = False
-    """For each shape; what is encoded again in float32 is not worth it."""
+    """Whether it is compiled, once per shape. Repeated encoding in float32 is never compiled."""
     offload: Offload | None = None
-    """What moves it to the device to run; None: it is always there."""
+    """Moves the network to the device when it runs; None keeps it there."""
 
 
 class Network:
-    """A frozen network, held in float32 and with its products lowered."""
+    """A frozen network with float32 weights, and a copy with lowered weights that encodes."""
 
-    def __init__(self, model: nn.Module, compute: Callable[..., tuple[Tensor, ...]], site: Site, part: str = ""):
-        """Args:
-        model: in float32, on the CPU.
-        compute: (the network, a batch's inputs on the device) → its results, (batch, …) floats each.
-        part: of the network, which is compiled; `""` for all of it.
+    def __init__(
+        self, model: nn.Module, compute: Callable[..., tuple[Tensor, ...]], settings: DeviceSettings, part: str = ""
+    ):
+        """
+        Args:
+            model: the network in float32 on the CPU.
+            compute: function from the network and a batch's inputs on the device to the results, (batch, …) floats
+                each.
+            part: submodule that is compiled; empty for the whole network.
         """
         self.model = model.eval().requires_grad_(False)
-        self.device, self.precision, self.offload = site.device, site.precision, site.offload
+        self.device, self.precision, self.offload = settings.device, settings.precision, settings.offload
         if self.offload is None:
             self.model.to(self.device)
         self.lowered = lowered(self.model, self.precision)
         if self.offload is not None:
             for held in {self.model, self.lowered}:
                 self.offload.add(held)
-        if site.compiled:
-            # or further shapes would quietly run as they are
-            torch._dynamo.config.recompile_limit = MOST_SHAPES
+        if settings.compiled:
+            # beyond the limit, torch would silently run further shapes uncompiled
+            torch._dynamo.config.recompile_limit = MAX_SHAPES
             self.lowered.get_submodule(part).compile(dynamic=False)
-        torch.backends.cudnn.allow_tf32 = False  # of convolutions in float32, which round to ten bits otherwise
+        # otherwise convolutions in float32 round their inputs to 10 bits of mantissa
+        torch.backends.cudnn.allow_tf32 = False
         self.compute = compute
-        self.copies = Copies(self.device)
+        self.copies = DeviceCopies(self.device)
         self.warm: set[Bucket | None] = set()
-        """What it was warmed up for: buckets; None for captions."""
+        """Buckets that it has been warmed up for; None stands for captions."""
 
     def stack(self, pictures: list[np.ndarray], batch_size: int) -> Tensor:
-        """Pictures (H, W, 3) uint8 as a full batch, (batch_size, H, W, 3), on the host."""
+        """Stack images (H, W, 3) uint8 into a full batch (batch_size, H, W, 3) in host memory."""
         pixels = self.copies.buffer((batch_size, *pictures[0].shape), torch.uint8)
-        batch: list[np.ndarray] = filled(pictures, batch_size)
+        batch: list[np.ndarray] = pad(pictures, batch_size)
         np.stack(batch, out=pixels.numpy())
         return pixels
 
     @torch.inference_mode()
     def start(self, inputs: tuple[Tensor, ...], count: int) -> Callable[[], tuple[Tensor, ...]]:
-        """Begin with a batch's inputs on the host, whose first `count` rows count.
+        """Start to encode a batch of inputs in host memory, of which the first `count` rows are not padding.
 
         Returns:
-            Waits; the results as float16 on the CPU, (count, …) each. A row of which one overflows float16 is encoded
-            again in float32; it may still overflow.
+            A function that waits for the results, as (count, …) float16 each on the CPU. Rows of which a result
+            overflows float16 are encoded again in float32, where they may still overflow.
         """
         results = self._run([self.copies.to_device(host) for host in inputs], self.precision)
         halves = [result[:count].half() for result in results]
-        # a sum is finite exactly if every term is: float32 holds millions of the largest float16
+        # the sum is finite if and only if every term is: float32 can hold the sum of millions of float16 maxima
         finite = [half.flatten(1).sum(dim=1, dtype=torch.float32).isfinite() for half in halves]
         wait = self.copies.to_host(*halves, torch.stack(finite).all(dim=0))
 
         @torch.inference_mode()
-        def waited() -> tuple[Tensor, ...]:
+        def wait_and_repair() -> tuple[Tensor, ...]:
             *stored, finite = wait()
             if self.precision != "float32" and not finite.all():
                 batch = len(inputs[0])
-                rows = [filled_rows(host[:count][~finite], batch).to(self.device) for host in inputs]
+                rows = [pad_rows(host[:count][~finite], batch).to(self.device) for host in inputs]
                 for half, again in zip(stored, self._run(rows, "float32"), strict=True):
                     half[~finite] = again[: int((~finite).sum())].half().cpu()
             return tuple(stored)
 
-        return waited
+        return wait_and_repair
 
     def _run(self, inputs: list[Tensor], precision: Precision) -> tuple[Tensor, ...]:
         model = self.lowered if precision == self.precision else self.model
-        with self.offload.of(model) if self.offload else nullcontext(), autocast(self.device, precision):
+        with self.offload.loaded(model) if self.offload else nullcontext(), autocast(self.device, precision):
             return tuple(result.float() for result in self.compute(model, *inputs))

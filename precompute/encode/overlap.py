@@ -1,4 +1,4 @@
-"""Stages that overlap: each runs ahead of the next by a bounded number of items, and order is kept."""
+"""Overlapping stages: each runs ahead of the next one by a bounded number of items, and the order is kept."""
 
 import queue
 import threading
@@ -20,42 +20,30 @@ _END = object()
 POLL_SECONDS = 0.1
 
 
-class Later(Generic[Result]):
-    """A value that is waited for when it is first asked for; what it took to get it is let go of then."""
-
-    def __init__(self, wait: Callable[[], Result]):
-        self._wait: Callable[[], Result] | None = wait
-
-    def __call__(self) -> Result:
-        if self._wait is not None:
-            self._value, self._wait = self._wait(), None
-        return self._value
-
-
 class Stuck(WorkError):
-    """A call in a thread did not end. Nothing can end it, so the process that it is in has to go."""
+    """A call in a thread that does not end. Threads cannot be killed, so the process should exit."""
 
 
 class Pool(ThreadPoolExecutor):
-    """Threads that know which calls they were given."""
+    """Thread pool that keeps track of its calls."""
 
     def __init__(self, number: int):
         super().__init__(number)
         self.lock = threading.Lock()
-        self.left = threading.Event()
-        """Nobody waits for results any more."""
+        self.closing = threading.Event()
+        """Set once nobody waits for results any more."""
         self.calls: weakref.WeakSet[Future[Any]] = weakref.WeakSet()
 
     def submit(self, function: Callable[..., Result], /, *args: Any, **options: Any) -> Future[Result]:
-        """As `ThreadPoolExecutor`."""
+        """Submit a call, as in `ThreadPoolExecutor`."""
         with self.lock:
             future = super().submit(function, *args, **options)
             self.calls.add(future)
         return future
 
-    def ends(self, seconds: float | None) -> bool:
-        """Take no more calls, cancel those that wait, and see whether the others end in `seconds`."""
-        self.left.set()
+    def close_within(self, seconds: float | None) -> bool:
+        """Cancel pending calls. Return whether the running ones end in `seconds`."""
+        self.closing.set()
         self.shutdown(wait=False, cancel_futures=True)
         with self.lock:
             running = [call for call in self.calls if not call.done()]
@@ -64,55 +52,56 @@ class Pool(ThreadPoolExecutor):
 
 @contextmanager
 def threads(number: int, seconds: float | None = None) -> Iterator[Pool]:
-    """A pool that is waited for on leaving; after an exception for at most `seconds`, and after `Stuck` not at all.
+    """Provide a pool of threads and wait for all calls on exit: after an exception for at most `seconds`, and after
+    `Stuck` not at all.
 
     Raises:
-        Stuck: there was another exception, and one of the calls did not end.
+        Stuck: another exception was raised, and then one of the calls did not end.
     """
     pool = Pool(number)
     try:
         yield pool
     except Stuck:
-        pool.left.set()
+        pool.closing.set()
         pool.shutdown(wait=False, cancel_futures=True)
         raise
     except BaseException as error:
-        if not pool.ends(seconds):
+        if not pool.close_within(seconds):
             raise Stuck(f"a call took more than {seconds} s, after {type(error).__name__}: {error}") from error
         raise
     pool.shutdown()
 
 
-class Row(Generic[Item, Result]):
-    """Calls that a thread of a pool makes one after the other, until nobody waits for results any more."""
+class CallSequence(Generic[Item, Result]):
+    """Calls that one thread of a pool makes one after another, until the pool is closing."""
 
     def __init__(self, pool: Pool, function: Callable[[Item], Result], items: list[Item]):
         self.pool, self.function, self.items = pool, function, items
-        self.made: list[Result] = []
-        self.future = pool.submit(self._make)
+        self.finished: list[Result] = []
+        self.future = pool.submit(self._run)
 
     def results(self, seconds: float | None) -> list[Result]:
-        """Wait for them, in order.
+        """Wait for the results, in order.
 
         Raises:
-            Stuck: a call did not end in `seconds`; it is found in less than twice as many.
+            Stuck: a call did not end in `seconds`. This is noticed within twice that time.
         """
         while True:
-            made = len(self.made)
+            num_finished = len(self.finished)
             try:
                 self.future.exception(seconds)
             except TimeoutError:
-                if len(self.made) == made:
-                    raise Stuck(f"a call took more than {seconds} s") from None
+                if len(self.finished) == num_finished:
+                    raise Stuck(f"a call took more than {seconds} s and cannot be interrupted") from None
             else:
                 self.future.result()
-                return self.made
+                return self.finished
 
-    def _make(self) -> None:
+    def _run(self) -> None:
         for item in self.items:
-            if self.pool.left.is_set():
+            if self.pool.closing.is_set():
                 raise CancelledError
-            self.made.append(self.function(item))
+            self.finished.append(self.function(item))
 
 
 def map_in_order(
@@ -121,37 +110,38 @@ def map_in_order(
     items: Iterable[Item],
     ahead: int,
     seconds: float | None = None,
-    together: int = 1,
+    in_a_row: int = 1,
 ) -> Iterator[Result]:
-    """`map(function, items)` with up to `ahead` calls under way in `pool`.
+    """Map `function` over `items` with up to `ahead` calls in flight in `pool`.
 
     Args:
-        together: calls that a thread makes in a row; to hand it one takes as long as to decode a small picture.
+        in_a_row: number of calls that are submitted to a thread together. Submitting a call takes as long as decoding
+            a small image.
 
     Raises:
-        Stuck: a call whose result is next did not end in `seconds`.
+        Stuck: the call whose result is next did not end in `seconds`.
     """
-    left, running = iter(items), deque[Row[Item, Result]]()
-    while some := list(islice(left, together)):
-        running.append(Row(pool, function, some))
-        if len(running) * together >= ahead:
+    left, running = iter(items), deque[CallSequence[Item, Result]]()
+    while group := list(islice(left, in_a_row)):
+        running.append(CallSequence(pool, function, group))
+        if len(running) * in_a_row >= ahead:
             yield from running.popleft().results(seconds)
     while running:
         yield from running.popleft().results(seconds)
 
 
 def in_background(items: Iterable[Item], ahead: int) -> Generator[Item, None, None]:
-    """Iterate over `items` in a thread of its own, up to `ahead` items before the consumer.
+    """Iterate over `items` in a separate thread, up to `ahead` items before the consumer.
 
-    An exception of `items` reaches the consumer in its place; a consumer that stops early stops the thread.
+    An exception in `items` reaches the consumer in its place. A consumer that stops early stops the thread.
     """
-    ready: queue.Queue[Any] = queue.Queue(maxsize=ahead)
+    buffer: queue.Queue[Any] = queue.Queue(maxsize=ahead)
     stopped = threading.Event()
 
     def put(entry: Any) -> bool:
         while not stopped.is_set():
             try:
-                ready.put(entry, timeout=POLL_SECONDS)
+                buffer.put(entry, timeout=POLL_SECONDS)
                 return True
             except queue.Full:
                 continue
@@ -163,7 +153,7 @@ def in_background(items: Iterable[Item], ahead: int) -> Generator[Item, None, No
                 if not put((item, None)):
                     return
             put((_END, None))
-        except BaseException as error:  # handed over, and raised by the consumer
+        except BaseException as error:  # raised again by the consumer
             put((_END, error))
         finally:
             if isinstance(items, Generator):  # stops the stages before this one
@@ -173,8 +163,8 @@ def in_background(items: Iterable[Item], ahead: int) -> Generator[Item, None, No
     thread.start()
     try:
         while True:
-            try:  # an interrupt of this thread is raised between two looks
-                item, error = ready.get(timeout=POLL_SECONDS)
+            try:  # with a timeout, so that this thread handles interrupts
+                item, error = buffer.get(timeout=POLL_SECONDS)
             except queue.Empty:
                 continue
             if error is not None:
@@ -188,10 +178,10 @@ def in_background(items: Iterable[Item], ahead: int) -> Generator[Item, None, No
 
 
 class Turns:
-    """What the tars that a process has in hand at once take turns at.
+    """Resources that the tars of a process share, one at a time.
 
-    One is at the device, the next one has its first batches ready, and others are being committed: so the memory for
-    pictures is that of two, however many there are.
+    One tar has the device, the next one prepares its first batches, and others are being committed. So there are images
+    of two tars in memory, however many tars are in flight.
     """
 
     def __init__(self) -> None:
@@ -201,13 +191,13 @@ class Turns:
 
     @contextmanager
     def at_device(self, items: Generator[Item, None, None]) -> Iterator[Iterator[Item]]:
-        """`items`: the first is made before the device is waited for, which then is this one's to the end."""
+        """Hold the device, and close `items` on exit. The first item is produced before waiting for the device."""
         with closing(items):
             first = list(islice(items, 1))
             with self.device:
                 yield chain(first, items)
 
     def lap(self) -> float:
-        """Seconds since the last call, or since the process began with this."""
+        """Return the seconds since the last call, or since the process began."""
         before, self.lapped = self.lapped, time.monotonic()
         return self.lapped - before

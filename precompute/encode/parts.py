@@ -1,10 +1,10 @@
-"""The parts that a tar is written to, one for each bucket, and which of its samples each holds or refuses."""
+"""The parts of one tar, one per bucket, and the accounting of its samples: each is stored or refused in each part."""
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from precompute.encode.overlap import threads
-from precompute.encode.samples import Decoded, Encoded, Rejected
+from precompute.encode.samples import DecodedSample, EncodedSample, Rejected
 from precompute.input.reject import Reject
 from precompute.pixels.buckets import Buckets
 from shards.format.buckets import Bucket
@@ -16,45 +16,47 @@ NON_FINITE = Reject("non_finite", "encoded in float32 too")
 
 
 class Parts:
-    """Counts the samples that come in; every one is written to a part or refused by it, for each bucket."""
+    """Counts the samples of a tar and writes each one, for each bucket, to a part or to its list of refusals."""
 
     def __init__(self, folder: Path, encoding: EncodingRecord, fresh: list[Bucket], buckets: Buckets):
-        """`fresh`: those of the job's `buckets` that have no part of this tar yet."""
+        """Open a part for each `fresh` bucket: those of the job's `buckets` for which this tar is not committed."""
         self.writers = {bucket: PartWriter(folder / str(bucket), encoding, bucket) for bucket in fresh}
         self.nearest_only = buckets.nearest_only
         self.keys: list[str] = []
-        """Of all samples that came in."""
+        """Keys of all samples of the tar so far."""
 
-    def accept(self, samples: Iterable[Decoded | Rejected]) -> Iterator[Decoded]:
-        """Count every sample; pass on those with a picture."""
+    def accept(self, samples: Iterable[DecodedSample | Rejected]) -> Iterator[DecodedSample]:
+        """Count every sample. Record rejected ones and yield the others."""
         for sample in samples:
-            self.keys.append(sample.key if isinstance(sample, Rejected) else sample.about.key)
+            self.keys.append(sample.key if isinstance(sample, Rejected) else sample.info.key)
             if isinstance(sample, Rejected):
                 for bucket in self.writers:
                     self._refuse(bucket, sample.key, sample.url, sample.reject)
             else:
                 yield sample
 
-    def leave_out(self, sample: Decoded, bucket: Bucket) -> None:
-        """Record that `bucket` does not get a sound picture: it is too small, or its ratio is another bucket's."""
-        about, table = sample.about, self.nearest_only.get(bucket)
+    def leave_out(self, sample: DecodedSample, bucket: Bucket) -> None:
+        """Record that a valid image does not go to `bucket`, which is too large for it, or not the nearest to its
+        aspect ratio."""
+        info, table = sample.info, self.nearest_only.get(bucket)
         if table and not sample.picture.corners.keys().isdisjoint(table.buckets):
             self.writers[bucket].skip()
         else:
-            self._refuse(bucket, about.key, about.url, Reject(TOO_SMALL, f"{about.width}x{about.height}"))
+            self._refuse(bucket, info.key, info.url, Reject(TOO_SMALL, f"{info.width}x{info.height}"))
 
-    def add(self, bucket: Bucket, samples: Iterable[Encoded]) -> None:
-        """Append samples to a part, or refuse them as `non_finite`: their latents overflow float16, in float32 too."""
+    def add(self, bucket: Bucket, samples: Iterable[EncodedSample]) -> None:
+        """Append samples to a part. Refuse those whose latents overflow float16, even from an encoder in float32, as
+        `non_finite`."""
         finite = []
         for sample in samples:
             if sample.finite:
                 finite.append(sample.to_store)
             else:
-                self._refuse(bucket, sample.about.key, sample.about.url, NON_FINITE)
+                self._refuse(bucket, sample.info.key, sample.info.url, NON_FINITE)
         self.writers[bucket].write(*finite)
 
     def finish(self) -> dict[str, WrittenPart]:
-        """Close the files; bucket → what they hold."""
+        """Close the files. Return the content of each bucket's part."""
         with threads(len(self.writers)) as finishers:
             written = list(finishers.map(PartWriter.finish, self.writers.values()))
         return dict(zip(map(str, self.writers), written, strict=True))

@@ -1,4 +1,4 @@
-"""That a worker runs its driver's code, and how long its device is at work: for a part's receipt."""
+"""Provenance of a part: a check that workers run the driver's code, and the device's time per tower."""
 
 import os
 from collections.abc import Iterator
@@ -10,22 +10,23 @@ from shards.base.errors import UnfitNode
 from shards.root.provenance import Stopwatch, source_sha256
 
 
-def check_source(drivers: str) -> None:
-    """See that this process runs the driver's code.
+def check_source(expected: str) -> None:
+    """Check that the source code of this process has the SHA-256 of the driver's.
 
     Raises:
-        UnfitNode: it does not, and what it made could not be told from what the driver's code makes.
+        UnfitNode: it differs. Nobody could tell which of the parts the other code made.
     """
-    if source_sha256() != drivers:
+    if source_sha256() != expected:
         raise UnfitNode(
             f"The node {os.uname().nodename} runs another version of this program: its source has the SHA-256 "
-            f"{source_sha256()}, the driver's {drivers}. Nothing was encoded there. Bring it to the driver's version, "
-            f"or take it out of the cluster."
+            f"{source_sha256()}, the driver's {expected}. Nothing was encoded there. Install the driver's version on "
+            f"it, or remove it from the cluster."
         )
 
 
 class DeviceClock:
-    """Seconds in which a device is at work for each tower: of a GPU by its own events, else of the calls that work."""
+    """Seconds that a device works for each tower: measured by events on a GPU, and by the duration of calls on a
+    CPU."""
 
     def __init__(self, device: torch.device, stopwatch: Stopwatch):
         self.is_cuda, self.stopwatch = device.type == "cuda", stopwatch
@@ -33,7 +34,7 @@ class DeviceClock:
 
     @contextmanager
     def __call__(self, tower: str) -> Iterator[None]:
-        """What is handed to the device inside counts as that of `tower`: `image`, `texts.NAME` or `features.NAME`."""
+        """Count work that is started inside towards `tower`: `image`, `texts.NAME` or `features.NAME`."""
         stage = f"device.{tower}"
         if not self.is_cuda:
             with self.stopwatch(stage):
@@ -46,7 +47,7 @@ class DeviceClock:
         self.begun.append((stage, begin, end))
 
     def stop(self) -> None:
-        """Add up what all batches took, which were waited for; `device` is the sum over the towers."""
+        """Add up the time of all batches, which must have been waited for. `device` is the sum over the towers."""
         seconds = self.stopwatch.seconds
         for stage, begin, end in self.begun:
             end.synchronize()

@@ -1,4 +1,4 @@
-"""What is made of each tar, and how: the same for all tars of a job."""
+"""The recipe of a job: how each of its tars is encoded."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -16,46 +16,49 @@ from shards.derive.conversion import Conversion
 from shards.format.encoding import EncodingRecord
 
 Decode = Callable[..., Picture]
-"""`pixels.decode`, or what stands in for it."""
+"""`pixels.decode`, or a replacement in tests."""
 
 
 class WorkerConfig(Config):
-    """How one worker goes about a tar; nothing of it changes what the stored numbers mean."""
+    """How a worker processes tars. None of these settings changes what the stored numbers mean."""
 
     decode_threads: int = Field(8, ge=1)
-    """Threads that decode pictures, in each worker."""
+    """Threads per worker that decode images."""
     batch_size: int = Field(64, ge=1)
-    """Pictures of up to 512x512 that are encoded together; the last batch of a tar is smaller."""
+    """Images of up to 512x512 that are encoded together; for larger images, as many as have as many pixels. The last
+    batch of a tar is smaller."""
     compile: bool | None = None
-    """Compile the towers with torch.compile: a minute for each bucket when a worker starts, then faster; null: on GPUs.
-    It changes latents by rounding alone, as the kind of GPU does, so it is in the receipts and not in encoding.json."""
+    """Compile the towers with torch.compile; null means on GPUs. It takes a minute per bucket when a worker starts,
+    and encoding is faster afterwards. Latents change only by rounding, as between kinds of GPU, so receipts record
+    this setting and encoding.json does not."""
     towers: Literal["together", "one_by_one"] = "together"
-    """`together`: all towers' weights are on the device. `one_by_one`: one tower's at a time, the others' in the host's
-    memory; a tar's pictures are encoded first, then its captions by each text tower in turn. The bytes are the same."""
+    """`together` keeps the weights of all towers on the device. `one_by_one` keeps one tower on the device and the
+    others in host memory: a tar's images are encoded first, then its captions by one text tower after another. The
+    stored bytes are the same."""
     tars_at_once: int = Field(3, ge=1, le=4)
-    """Tars that a worker has in hand at once: one at the device, the next, whose first batches are made ready, and one
-    that is being committed. Each takes room in scratch for its latents, and for its copy until it is encoded; pictures
-    of two at most are in memory. 1: one after the other."""
+    """Tars that a worker has in flight: one on the device, the next one, which prepares its first batches, and one that
+    is being committed. Each needs scratch space for its latents, and for its copy until it is encoded. Images of at
+    most two tars are in memory. 1 processes one tar after another."""
     scratch: Path | None = None
-    """Local folder of all that workers need for a while: copies of tars that come from an address, and attempts, each
-    as large as its latents, where `output` is an address; the system's temporary folder if not given."""
+    """Local folder for temporary files: copies of tars from object stores and, if `output` is a URL, attempts, each as
+    large as its latents. Default: the system's temporary folder."""
     isolate_from: int = Field(2, ge=1)
-    """Attempt from which pictures are decoded in child processes, so that one that kills its decoder is found and
-    rejected as `decoder_crash`; 1: always."""
+    """Attempt from which images are decoded in child processes, so that one that crashes its decoder is identified and
+    rejected as `decoder_crash`; 1 always does."""
 
     @property
     def one_by_one(self) -> bool:
-        """Whether towers take turns on the device."""
+        """Whether one tower is on the device at a time."""
         return self.towers == "one_by_one"
 
     def compiles(self, device: torch.device) -> bool:
-        """Whether the towers are compiled there."""
+        """Return whether the towers are compiled on `device`."""
         return device.type == "cuda" if self.compile is None else self.compile
 
 
 @dataclass(frozen=True)
 class SourceRoot:
-    """The root that a job derives another from."""
+    """The root that a job derives another one from."""
 
     place: Path | str
     conversion: Conversion
@@ -63,7 +66,7 @@ class SourceRoot:
 
 @dataclass(frozen=True)
 class Recipe:
-    """All that a worker needs to know of its job, but for the tar, the root and the encoders."""
+    """Everything that a worker needs to know about its job, except the tar, the root and the encoders."""
 
     encoding: EncodingRecord
     buckets: Buckets
@@ -72,18 +75,18 @@ class Recipe:
     tars: TarsConfig
     worker: WorkerConfig
     batch_sizes: dict[str, int] = field(default_factory=dict)
-    """Of towers that have their own: `texts.NAME` or `features.NAME` → samples."""
+    """Batch sizes of towers that have their own, by `texts.NAME` or `features.NAME`."""
     source: SourceRoot | None = None
-    """A root whose parts are encoded again, in place of tars."""
+    """Root whose parts are converted, instead of encoding tars."""
     decode: Decode = decode
 
     def batches(self, device: torch.device) -> dict[str, int | bool]:
-        """How batches go through the towers on `device`, which decides over rounding."""
+        """Return the settings that determine rounding on `device`: batch sizes and compilation."""
         own = {f"batch_size.{name}": size for name, size in self.batch_sizes.items()}
         return {"batch_size": self.worker.batch_size, **own, "compile": self.worker.compiles(device)}
 
     def settings(self, device: torch.device) -> dict[str, str | int | float | bool]:
-        """What a receipt says of it besides the encoding, for towers on `device`."""
+        """Return the settings that a receipt records besides the encoding, for towers on `device`."""
         return {
             **self.batches(device),
             "tars": self.tars.policy,

@@ -1,19 +1,19 @@
-"""A sample on its way through a worker. Each of these is whole once it is made, and does not change.
+"""A sample at each stage of a worker:
 
-    raw sample → Decoded, or Rejected → a Cut for each of its buckets → Started → Encoded
+    raw sample → DecodedSample (or Rejected) → CroppedSample for each of its buckets → EncodedSample
 
-A sample that is in one bucket's batch and waits for another's holds only what it still needs: its pixels of that
-bucket, and its captions in memory of their own.
+A sample that is encoded for one bucket and still waits for another bucket's batch keeps only what that one needs: its
+pixels for that bucket, and its encoded captions in memory of their own.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 
 import numpy as np
 from torch import Tensor
 
-from precompute.encode.overlap import Later
-from precompute.encode.towers import EncodedCaptions, PictureLatents
+from precompute.encode.towers import CaptionLatents, PictureLatents
 from precompute.input.captions import CleanCaption
 from precompute.input.reject import Reject
 from precompute.pixels.decode import Picture
@@ -23,7 +23,7 @@ from shards.root.writing import Caption, Sample
 
 @dataclass(frozen=True)
 class Rejected:
-    """A sample that is not encoded, and why."""
+    """A sample that is not encoded, and the reason."""
 
     key: str
     url: str
@@ -31,118 +31,144 @@ class Rejected:
 
 
 @dataclass(frozen=True)
-class About:
-    """What is known of a sample besides its pixels."""
+class SampleInfo:
+    """Everything about a sample except its pixels."""
 
     key: str
     url: str
     scores: np.ndarray
     """(4,) float32."""
     captions: list[CleanCaption | None]
-    """One for each of the encoding's caption fields."""
+    """One entry per caption field of the encoding; None if the sample lacks it."""
     width: int
     height: int
-    """Of the original, in pixels."""
+    """Size of the original image in pixels."""
     sha256: str
-    """Of the picture's file."""
+    """Hash of the image file."""
 
 
 @dataclass(frozen=True)
-class Decoded:
-    """A sample between decoding and batching, its picture cut and scaled for each bucket that it goes to."""
+class DecodedSample:
+    """A sample with its image decoded, cropped and resized for each of its buckets."""
 
-    about: About
+    info: SampleInfo
     picture: Picture
 
 
 @dataclass(frozen=True)
-class Cut:
-    """A sample's part in one bucket's batch."""
+class EncodedCaption:
+    """A caption as it is stored."""
 
-    about: About
-    pixels: np.ndarray
-    """(height, width, 3) uint8."""
-    corner: tuple[int, int]
-    """The crop's (top, left) in original pixels."""
-    num_buckets: int
-    """How many buckets' batches the sample is in."""
-
-
-@dataclass(frozen=True)
-class Captions:
-    """A sample's captions with their text latents."""
-
-    stored: list[Caption | None]
+    stored: Caption
     finite: bool
+    """Whether all of its latents are finite in float16."""
+
+
+@dataclass(eq=False)
+class CaptionTask:
+    """A caption that is encoded once, for all buckets of its sample."""
+
+    caption: CleanCaption
+    is_queued: bool = False
+    encoded: Future[EncodedCaption] = field(default_factory=Future)
+    """Running from the moment the encoders have it."""
+
+    @property
+    def is_started(self) -> bool:
+        """Whether the encoders have the caption, or have finished it."""
+        return self.encoded.running() or self.encoded.done()
+
+    def finish(self, encoded: CaptionLatents) -> None:
+        """Set the result.
+
+        The latents are copied. A sample that waits for another bucket's batch would otherwise keep the page-locked
+        memory of this whole batch of captions.
+        """
+        latents = {name: of_tower.clone() for name, of_tower in encoded.latents.items()}
+        changes = self.caption.changes | ({"truncated"} if encoded.truncated else set())
+        finite = all(all_finite(tensor) for of_tower in latents.values() for tensor in of_tower.tensors)
+        self.encoded.set_result(EncodedCaption(Caption(self.caption.text, latents, changes), finite))
 
 
 @dataclass(frozen=True)
-class Encoded:
+class EncodedSample:
     """A sample with all of its latents for one bucket, on the CPU."""
 
-    about: About
+    info: SampleInfo
     corner: tuple[int, int]
     captions: list[Caption | None]
     latents: PictureLatents
     finite: bool
-    """Whether nothing overflows float16."""
+    """Whether all latents are finite in float16."""
 
     @property
     def to_store(self) -> Sample:
-        """What its part keeps of it."""
-        about, latents = self.about, self.latents
-        size = (about.width, about.height, *self.corner)
-        named = {"url": about.url, "sha256": about.sha256}
-        return Sample(about.key, self.captions, latents.image, size, about.scores, latents.features, **named)
+        """The sample as its part stores it."""
+        info, latents = self.info, self.latents
+        size = (info.width, info.height, *self.corner)
+        origin = {"url": info.url, "sha256": info.sha256}
+        return Sample(info.key, self.captions, latents.image, size, info.scores, latents.features, **origin)
 
 
 @dataclass(frozen=True)
-class Started:
-    """A sample that is on the device."""
+class CroppedSample:
+    """A sample in the batch of one bucket, without the pixels."""
 
-    about: About
+    info: SampleInfo
+    captions: list[CaptionTask | None]
+    """Shared by the sample's buckets."""
     corner: tuple[int, int]
-    captions: Later[Captions]
+    """(top, left) of the crop in pixels of the original image."""
 
-    def encoded(self, latents: PictureLatents) -> Encoded:
-        """With the picture's latents, waited for."""
-        captions = self.captions()
-        finite = captions.finite and all(map(all_finite, (latents.image, *latents.features.values())))
-        return Encoded(self.about, self.corner, captions.stored, latents, finite)
+    def encoded(self, latents: PictureLatents) -> EncodedSample:
+        """Combine the latents of the image with those of the captions, which must be finished."""
+        captions = [None if task is None else task.encoded.result(timeout=0) for task in self.captions]
+        finite = all(caption is None or caption.finite for caption in captions)
+        finite = finite and all(map(all_finite, (latents.image, *latents.features.values())))
+        stored = [None if caption is None else caption.stored for caption in captions]
+        return EncodedSample(self.info, self.corner, stored, latents, finite)
 
 
-@dataclass(frozen=True)
-class StartedBatch:
-    """Samples of one bucket on the device."""
+@dataclass
+class PixelBatch:
+    """Samples of one bucket that are encoded together."""
 
     bucket: Bucket
-    samples: list[Started]
-    latents: Callable[[], Iterable[PictureLatents]]
-    """Waits for the pictures'."""
-
-    def encoded(self) -> Iterator[Encoded]:
-        """Wait for the batch; its samples in order."""
-        for sample, latents in zip(self.samples, self.latents(), strict=True):
-            yield sample.encoded(latents)
+    samples: list[CroppedSample] = field(default_factory=list)
+    pixels: list[np.ndarray] = field(default_factory=list)
+    """(height, width, 3) uint8 each."""
 
 
-def with_latents(clean: list[CleanCaption | None], encoded: Sequence[Callable[[], EncodedCaptions] | None]) -> Captions:
-    """A sample's clean captions with their text latents, waited for, in memory of their own: what waits for another
-    bucket's batch must not hold this batch's page-locked memory."""
-    stored: list[Caption | None] = []
-    for caption, wait in zip(clean, encoded, strict=True):
-        if caption is None or wait is None:
-            stored.append(None)
-            continue
-        text = wait()
-        cut = {"truncated"} if text.truncated else set()
-        latents = {name: of_tower.clone() for name, of_tower in text.latents.items()}
-        stored.append(Caption(caption.text, latents, caption.changes | cut))
-    made = [latents for caption in stored if caption for latents in caption.latents.values()]
-    return Captions(stored, all(all_finite(tensor) for latents in made for tensor in latents.tensors))
+@dataclass
+class StartedBatch:
+    """Samples of one bucket whose images the encoders have."""
+
+    bucket: Bucket
+    samples: list[CroppedSample]
+    latents: Callable[[], Iterator[PictureLatents]]
+    """Waits for the latents of the images."""
+    finish_captions: list[Callable[[], None]] = field(default_factory=list)
+    """One function per batch of captions that must be waited for before this batch."""
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether all captions of the batch have been started."""
+        return all(task is None or task.is_started for sample in self.samples for task in sample.captions)
+
+    def finish_pictures(self) -> None:
+        """Wait for the images' latents, and release their pixels."""
+        latents = list(self.latents())
+        self.latents = lambda: iter(latents)
+
+    def encoded(self) -> list[EncodedSample]:
+        """Wait for the batch."""
+        for finish in self.finish_captions:
+            finish()
+        self.finish_captions.clear()
+        return [sample.encoded(latents) for sample, latents in zip(self.samples, self.latents(), strict=True)]
 
 
 def all_finite(latents: Tensor) -> bool:
-    """Whether float16 latents hold neither infinities nor NaN: these alone have an exponent of all ones."""
+    """Return whether float16 latents contain neither infinities nor NaN: only those have an exponent of all ones."""
     magnitudes = latents.numpy().view(np.uint16) & 0x7FFF
     return bool(magnitudes.max() < 0x7C00)

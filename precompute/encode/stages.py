@@ -1,27 +1,26 @@
-"""The stages of a worker between a tar's members and its parts: decode, batch by bucket, begin on the device."""
+"""The stages of a worker between a tar's members and its parts: decode, batch by bucket, start on the device."""
 
 import hashlib
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import NoReturn, TypeVar
+from typing import NoReturn
 
-from precompute.encode.overlap import Later, Turns, map_in_order, threads
+from precompute.encode.overlap import Turns, map_in_order, threads
 from precompute.encode.parts import Parts
 from precompute.encode.provenance import DeviceClock
 from precompute.encode.recipe import Decode, Recipe
 from precompute.encode.samples import (
-    About,
-    Captions,
-    Cut,
-    Decoded,
+    CaptionTask,
+    CroppedSample,
+    DecodedSample,
+    PixelBatch,
     Rejected,
-    Started,
+    SampleInfo,
     StartedBatch,
-    with_latents,
 )
-from precompute.encode.towers import EncodedCaptions, Timer, Towers, batch_size_of
+from precompute.encode.towers import Timer, Towers, WaitForCaptions, batch_size_of
 from precompute.input.captions import read_captions, read_scores, valid_text
 from precompute.input.reject import Reject
 from precompute.input.tars import RawSample, TarPolicy
@@ -29,41 +28,41 @@ from precompute.pixels.isolation import CLOCK_PER_PROCESSOR_SECOND, maybe_isolat
 from shards.base.errors import DamagedInput
 from shards.format.buckets import Bucket
 
-Item = TypeVar("Item")
 LOST = "lost_in_tar"
 MAX_DETAIL, MAX_URL = 1000, 4096
-"""Characters that a refusal keeps."""
-MOST_TOGETHER = 8
-"""Pictures that a thread decodes in a row."""
-Decoding = Callable[[Iterable[RawSample]], Iterator[Decoded | Rejected]]
+"""Characters of a refusal's detail and URL that are stored."""
+MAX_DECODED_IN_A_ROW = 8
+"""Images that a thread decodes before it reports results."""
+Decoding = Callable[[Iterable[RawSample]], Iterator[DecodedSample | Rejected]]
 
 
 @contextmanager
 def decoding(recipe: Recipe, fresh: list[Bucket], isolate: bool) -> Iterator[Decoding]:
-    """Threads that decode samples, in their order, for those of the job's buckets that are `fresh`; where `isolate`, in
-    child processes, which a picture may kill.
+    """Provide a function that decodes samples in threads, in their order, for the `fresh` ones of the job's buckets.
+
+    With `isolate`, images are decoded in child processes, because an image may crash its decoder.
 
     Raises:
-        Stuck: a picture was decoded in a thread and did not end. The process should.
+        Stuck: decoding an image in a thread did not end. The process should exit.
     """
     longest = None if isolate else CLOCK_PER_PROCESSOR_SECOND * recipe.limits.decode_seconds
     wanted = [bucket for bucket in recipe.buckets.covering if bucket in fresh]
     worker = recipe.worker
     ahead = max(worker.batch_size, 4 * worker.decode_threads)
-    together = min(MOST_TOGETHER, ahead // (4 * worker.decode_threads))
+    in_a_row = min(MAX_DECODED_IN_A_ROW, ahead // (4 * worker.decode_threads))
     with (
         maybe_isolated(recipe.decode, recipe.limits, isolate) as decode,
         threads(worker.decode_threads, longest) as pool,
     ):
         decode_one = partial(decode_sample, buckets=wanted, recipe=recipe, decode=decode)
-        yield lambda samples: map_in_order(pool, decode_one, samples, ahead, longest, together)
+        yield lambda samples: map_in_order(pool, decode_one, samples, ahead, longest, in_a_row)
 
 
-def decode_sample(raw: RawSample, buckets: list[Bucket], recipe: Recipe, decode: Decode) -> Decoded | Rejected:
-    """Clean the captions and decode the picture.
+def decode_sample(raw: RawSample, buckets: list[Bucket], recipe: Recipe, decode: Decode) -> DecodedSample | Rejected:
+    """Clean the captions and decode the image.
 
     Raises:
-        DamagedInput: the picture is not the one that was downloaded.
+        DamagedInput: the image differs from the one that was downloaded.
     """
     url = valid_text(str(raw.metadata.get("url") or "")[:MAX_URL])
     encoding = recipe.encoding
@@ -80,136 +79,144 @@ def decode_sample(raw: RawSample, buckets: list[Bucket], recipe: Recipe, decode:
             refuse_changed(raw, recipe.tars.policy)
         picture = decode(raw.image, buckets, recipe.pixels, recipe.limits, recipe.buckets.tables)
     except Reject as reject:
-        # it may name a member, whose name may be any bytes, and many
+        # the detail may quote the names of many members, which may be any bytes
         return Rejected(raw.key, url, Reject(reject.reason, valid_text(str(reject)[:MAX_DETAIL])))
     scores = read_scores(raw.metadata)
-    return Decoded(About(raw.key, url, scores, captions, picture.width, picture.height, sha256), picture)
+    return DecodedSample(SampleInfo(raw.key, url, scores, captions, picture.width, picture.height, sha256), picture)
 
 
 def refuse_changed(raw: RawSample, policy: TarPolicy) -> NoReturn:
-    """Reject a sample whose picture is not the one that was downloaded, or its whole tar."""
+    """Reject a sample whose image differs from the one that was downloaded, or, by policy, its whole tar."""
     if policy == "salvage":
         raise Reject(LOST, "the picture has not the sha256 of its JSON")
     raise DamagedInput(
-        f"the picture of sample {raw.key} has not the sha256 of its JSON: the tar was damaged. Download this "
-        f"tar again; or, where img2dataset encoded the pictures again, set tars.check_sha256 to false."
+        f"The image of sample {raw.key} does not have the sha256 that its JSON records, so the tar is damaged. "
+        f"Download the tar again. If img2dataset re-encoded the images, set tars.check_sha256 to false."
     )
 
 
 def batched_by_bucket(
-    samples: Iterable[Decoded], parts: Parts, batch_size: int
-) -> Generator[tuple[Bucket, list[Cut]], None, None]:
-    """Gather samples into one batch per bucket. Who shares a batch depends on the tar's order alone."""
-    waiting: dict[Bucket, list[Cut]] = {bucket: [] for bucket in parts.writers}
+    samples: Iterable[DecodedSample], parts: Parts, batch_size: int
+) -> Generator[PixelBatch, None, None]:
+    """Collect samples into one batch per bucket. Which samples share a batch depends only on the order of the tar."""
+    waiting = {bucket: PixelBatch(bucket) for bucket in parts.writers}
     for sample in samples:
         pixels, corners = sample.picture.pixels, sample.picture.corners
-        num_buckets = sum(bucket in pixels for bucket in waiting)
-        for bucket, batch in waiting.items():
+        captions = [None if caption is None else CaptionTask(caption) for caption in sample.info.captions]
+        for bucket in parts.writers:
             if bucket not in pixels:
                 parts.leave_out(sample, bucket)
                 continue
-            batch.append(Cut(sample.about, pixels[bucket], corners[bucket], num_buckets))
-            if len(batch) == batch_size_of(bucket, batch_size):
-                waiting[bucket] = []
-                yield bucket, batch
-    yield from ((bucket, batch) for bucket, batch in waiting.items() if batch)
+            batch = waiting[bucket]
+            batch.samples.append(CroppedSample(sample.info, captions, corners[bucket]))
+            batch.pixels.append(pixels[bucket])
+            if len(batch.samples) == batch_size_of(bucket, batch_size):
+                waiting[bucket] = PixelBatch(bucket)
+                yield batch
+    yield from (batch for batch in waiting.values() if batch.samples)
 
 
 def start_batches(
-    batches: Generator[tuple[Bucket, list[Cut]], None, None], towers: Towers, clock: DeviceClock, turns: Turns
+    batches: Generator[PixelBatch, None, None], towers: Towers, clock: DeviceClock, turns: Turns
 ) -> Generator[StartedBatch, None, None]:
-    """Hand each batch to the device and go on with the next; a batch comes out once all its captions are begun.
-
-    Where towers run one by one, all pictures are encoded before any caption.
-    """
-    captions = CaptionsOnce(towers, clock)
-    held: deque[tuple[StartedBatch, int]] = deque()
-    before: Callable[[], object] = list
-
-    def begun() -> Iterator[StartedBatch]:
-        while held and held[0][1] <= captions.num_begun:
-            yield held.popleft()[0]
-
+    """Hand batches to the device. Each comes out, in order, once all of its captions have been started too."""
+    start = start_tower_by_tower if towers.one_by_one else start_side_by_side
+    held: deque[StartedBatch] = deque()
     with turns.at_device(batches) as at_device:
-        for bucket, cuts in at_device:
-            asked = captions.start(cuts)
-            latents = Later(listed(towers.start_pictures(bucket, [cut.pixels for cut in cuts], clock)))
-            samples = [Started(cut.about, cut.corner, later) for cut, later in zip(cuts, asked, strict=True)]
-            held.append((StartedBatch(bucket, samples, latents), captions.num_asked))
-            if towers.one_by_one:  # a batch's pixels are held until it was waited for
-                before()
-                before = latents
-            yield from begun()
-        before()
-        while captions.num_begun < captions.num_asked:
-            yield from begun()
-            captions.start_more()
-    yield from begun()
+        yield from start(at_device, towers, clock, held)
+    # everything is started, so the next tar may have the device
+    yield from held
 
 
-def listed(items: Callable[[], Iterable[Item]]) -> Callable[[], list[Item]]:
-    """The same function, that makes a list."""
-    return lambda: list(items())
+def start_side_by_side(
+    batches: Iterable[PixelBatch], towers: Towers, clock: Timer, held: deque[StartedBatch]
+) -> Iterator[StartedBatch]:
+    """Start images and captions side by side: images in the batches of their bucket, captions of all buckets in
+    batches of their own, each as soon as it is full.
 
-
-class CaptionToCome:
-    """A caption's place in a batch that may still have to fill up."""
-
-    wait: Callable[[], EncodedCaptions]
-    """Is set when that batch is begun."""
-
-    def __call__(self) -> EncodedCaptions:
-        return self.wait()
-
-
-class CaptionsOnce:
-    """Has each sample's captions encoded once for all buckets, in full batches, in the order in which they first come.
-
-    A batch of captions is begun when it is full: a bucket's batch brings as many as were not begun with another's.
-    Where towers run one by one the batches are the same, and are begun when all captions were asked for.
+    `held` contains the batches that wait for captions. Those left at the end have all of them started.
     """
+    captions = CaptionBatcher(towers.caption_batch)
+    for batch in batches:
+        captions.add(batch.samples)
+        finish_captions = [start_captions(group, towers, clock) for group in captions.full_batches()]
+        latents = towers.start_pictures(batch.bucket, batch.pixels, clock)
+        held.append(StartedBatch(batch.bucket, batch.samples, latents))
+        held[0].finish_captions += finish_captions
+        yield from ready(held)
+    for group in captions.remaining_batches():
+        held[0].finish_captions.append(start_captions(group, towers, clock))
 
-    def __init__(self, towers: Towers, clock: Timer):
-        self.towers, self.clock = towers, clock
-        self.begun: dict[str, tuple[Later[Captions], int]] = {}
-        """Key → captions, and how many buckets' batches are still to come that need them."""
-        self.waiting: deque[tuple[str, CaptionToCome]] = deque()
-        self.rest: Iterator[list[Callable[[], EncodedCaptions]]] | None = None
-        self.num_asked = 0
-        """Captions that were asked for so far."""
 
-    @property
-    def num_begun(self) -> int:
-        """Of those that were asked for, in their order."""
-        return self.num_asked - len(self.waiting)
+def start_tower_by_tower(
+    batches: Iterable[PixelBatch], towers: Towers, clock: Timer, held: deque[StartedBatch]
+) -> Iterator[StartedBatch]:
+    """Encode all images first, then all captions by one text tower after another, so that each tower is moved to the
+    device once per tar. Batches are the same as in `start_side_by_side`, and so is the role of `held`.
+    """
+    captions = CaptionBatcher(towers.caption_batch)
+    for batch in batches:
+        captions.add(batch.samples)
+        latents = towers.start_pictures(batch.bucket, batch.pixels, clock)
+        if held:  # wait for a batch when the next one has been started; its pixels are in memory until then
+            held[-1].finish_pictures()
+        held.append(StartedBatch(batch.bucket, batch.samples, latents))
+    if held:
+        held[-1].finish_pictures()
+    groups = list(captions.remaining_batches())
+    texts = [[task.caption.text for task in group] for group in groups]
+    for group, wait in zip(groups, towers.start_tower_by_tower(texts, clock), strict=True):
+        yield from ready(held)
+        held[0].finish_captions.append(mark_started(group, wait))
 
-    def start(self, cuts: list[Cut]) -> list[Later[Captions]]:
-        """Ask for every caption of a batch that was not asked for with another bucket's; begin with full batches."""
-        for cut in cuts:
-            if cut.about.key not in self.begun:
-                own = [None if caption is None else self._ask(caption.text) for caption in cut.about.captions]
-                self.begun[cut.about.key] = Later(partial(with_latents, cut.about.captions, own)), cut.num_buckets
-        while not self.towers.one_by_one and len(self.waiting) >= self.towers.caption_batch:
-            self.start_more()
-        return [self._take(cut.about.key) for cut in cuts]
 
-    def start_more(self) -> None:
-        """Begin with the next batch of captions, which is not full where there are no more."""
-        if self.rest is None or not self.towers.one_by_one:
-            size, texts = self.towers.caption_batch, [text for text, _ in self.waiting]
-            firsts = range(0, len(texts), size) if self.towers.one_by_one else range(1)
-            self.rest = self.towers.start_captions([texts[first : first + size] for first in firsts], self.clock)
-        for wait in next(self.rest):
-            self.waiting.popleft()[1].wait = wait
+def ready(held: deque[StartedBatch]) -> Iterator[StartedBatch]:
+    """Take the first batches for as long as all of their captions have been started."""
+    while held and held[0].is_ready:
+        yield held.popleft()
 
-    def _ask(self, text: str) -> CaptionToCome:
-        to_come = CaptionToCome()
-        self.waiting.append((text, to_come))
-        self.num_asked += 1
-        return to_come
 
-    def _take(self, key: str) -> Later[Captions]:
-        captions, left = self.begun.pop(key)
-        if left > 1:
-            self.begun[key] = captions, left - 1
-        return captions
+class CaptionBatcher:
+    """Collects captions into batches in the order in which samples first need them, once for all buckets."""
+
+    def __init__(self, size: int):
+        self.size = size
+        self.waiting: deque[CaptionTask] = deque()
+
+    def add(self, samples: Iterable[CroppedSample]) -> None:
+        """Queue the captions of samples that no other bucket's batch has queued."""
+        for sample in samples:
+            for task in sample.captions:
+                if task is not None and not task.is_queued:
+                    task.is_queued = True
+                    self.waiting.append(task)
+
+    def full_batches(self) -> Iterator[list[CaptionTask]]:
+        """Take as many full batches as there are."""
+        while len(self.waiting) >= self.size:
+            yield self._take()
+
+    def remaining_batches(self) -> Iterator[list[CaptionTask]]:
+        """Take all captions; the last batch may be smaller."""
+        while self.waiting:
+            yield self._take()
+
+    def _take(self) -> list[CaptionTask]:
+        return [self.waiting.popleft() for _ in range(min(self.size, len(self.waiting)))]
+
+
+def start_captions(tasks: list[CaptionTask], towers: Towers, clock: Timer) -> Callable[[], None]:
+    """Start to encode captions; the function returned waits for them and sets their results."""
+    return mark_started(tasks, towers.start_captions([task.caption.text for task in tasks], clock))
+
+
+def mark_started(tasks: list[CaptionTask], wait: WaitForCaptions) -> Callable[[], None]:
+    """Mark captions that the towers have; the function returned waits for them and sets their results."""
+    for task in tasks:
+        task.encoded.set_running_or_notify_cancel()
+
+    def finish() -> None:
+        for task, encoded in zip(tasks, wait(), strict=True):
+            task.finish(encoded)
+
+    return finish

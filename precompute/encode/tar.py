@@ -1,4 +1,4 @@
-"""The whole of stage 1 for one tar, top to bottom."""
+"""The whole of stage 1 for one tar, from top to bottom."""
 
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future
@@ -13,13 +13,12 @@ from precompute.encode.overlap import Turns, in_background, threads
 from precompute.encode.parts import Parts
 from precompute.encode.provenance import DeviceClock
 from precompute.encode.recipe import Recipe
-from precompute.encode.samples import Cut
+from precompute.encode.samples import PixelBatch
 from precompute.encode.stages import batched_by_bucket, decoding, start_batches
 from precompute.encode.towers import Towers
 from precompute.input.tars import InputTar, Tar, TarRecord, counted_samples, local_copy
 from shards.base.scratch import attempt_folder
 from shards.base.store import Store
-from shards.format.buckets import Bucket
 from shards.root.commit import Attempt, commit, current_generation
 from shards.root.committed import TarReceipts
 from shards.root.provenance import Stopwatch, made_by, versions
@@ -37,18 +36,21 @@ def encode_tar(
     report: Callable[[int], None] = lambda samples_in: None,
     turns: Turns | None = None,
 ) -> TarReceipts:
-    """Encode one tar into every bucket of `recipe` that it has no receipt for yet, and commit it.
+    """Encode one tar into every bucket of `recipe` for which it has no receipt yet, and commit it.
 
-    `report` hears after each batch how many samples have been taken in. From attempt `workers.isolate_from` on,
-    pictures are decoded in child processes. Calls with the same `turns`, in threads of one process, overlap: the device
-    has the next tar's batches while this one is being committed.
+    From attempt `workers.isolate_from` on, images are decoded in child processes.
+
+    Args:
+        report: called after each batch with the number of samples taken in so far.
+        turns: shared by calls in several threads of one process. They overlap: the device works on the next tar while
+            this one is being committed.
 
     Returns:
-        The receipts in force afterwards; those that were there where there was nothing to do.
+        The receipts in force afterwards, which are the existing ones if there was nothing to do.
 
     Raises:
         DamagedInput: the tar is damaged, or its samples are not those that img2dataset counted.
-        Stuck: a picture was decoded in a thread and did not end. The process should.
+        Stuck: decoding an image in a thread did not end. The process should exit.
     """
     started, stopwatch, turns = datetime.now(UTC), Stopwatch(), turns or Turns()
     earlier = {str(bucket): current_generation(store, str(bucket), tar.name)[1] for bucket in recipe.buckets.all}
@@ -62,7 +64,7 @@ def encode_tar(
 
     with attempt_folder(store, tar.name) as folder:
         with turns.pictures:
-            report(0)  # who was told to leave while it waited fetches nothing
+            report(0)  # raises if the job was stopped during the wait, before anything is fetched
             parts = Parts(folder, recipe.encoding, fresh, recipe.buckets)
             with (
                 opened(tar, recipe, stopwatch) as (members, source),
@@ -75,7 +77,7 @@ def encode_tar(
                 with stopwatch("write"):
                     written = parts.finish()
                 record = source.result()
-        # parts => committed, while the device has the next tar
+        # parts => committed, while the device works on the next tar
         made = Attempt(
             tar=tar.name,
             folder=folder,
@@ -98,20 +100,20 @@ def encode_tar(
 
 def fill(
     parts: Parts,
-    batches: Generator[tuple[Bucket, list[Cut]], None, None],
+    batches: Generator[PixelBatch, None, None],
     towers: Towers,
     stopwatch: Stopwatch,
     turns: Turns,
     report: Callable[[int], None],
 ) -> None:
-    """Encode batches of pixels into `parts`, in their order; each stage runs ahead of the next."""
+    """Encode batches of pixels into `parts`, in order. Each stage runs ahead of the next one."""
     clock = DeviceClock(towers.device, stopwatch)
-    # begun on the device while the batch before is being written
+    # a batch is started on the device while the one before is being written
     started = start_batches(in_background(batches, ahead=1), towers, clock, turns)
     with closing(in_background(started, ahead=1)) as on_device:
         for batch in on_device:
             with stopwatch("encode"):
-                encoded = list(batch.encoded())
+                encoded = batch.encoded()
             with stopwatch("write"):
                 parts.add(batch.bucket, encoded)
             report(len(parts.keys))
@@ -120,9 +122,10 @@ def fill(
 
 @contextmanager
 def opened(tar: InputTar, recipe: Recipe, stopwatch: Stopwatch) -> Iterator[tuple[Tar, Future[TarRecord]]]:
-    """A tar that was found whole, or was salvaged; and, once its SHA-256 is there, its record for the receipt.
+    """Open a tar that is intact, or was salvaged. The second value will be its record for the receipt, with its
+    SHA-256.
 
-    The hash has a thread of its own: among those that decode, a picture would wait for it, with the clock running.
+    A separate thread computes the hash. Among the decoding threads, an image might wait for it beyond its time limit.
     """
     with ExitStack() as stack:
         with stopwatch("fetch"):
@@ -134,11 +137,11 @@ def opened(tar: InputTar, recipe: Recipe, stopwatch: Stopwatch) -> Iterator[tupl
 
 
 def libraries(recipe: Recipe) -> tuple[str, ...]:
-    """Packages whose versions a receipt names."""
+    """Return the packages whose versions a receipt records."""
     return (*SOFTWARE, "torchao") if any(text.quantised for text in recipe.encoding.texts.values()) else SOFTWARE
 
 
 def settings(recipe: Recipe, device: torch.device) -> dict[str, Any]:
-    """What a receipt says of how the tar was encoded on `device`."""
+    """Return the settings that a receipt records for a tar that was encoded on `device`."""
     own = {"device": made_by(device).gpu, "attention_by_products": attends_by_products(device)}
     return own | recipe.settings(device)

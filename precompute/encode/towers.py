@@ -1,4 +1,4 @@
-"""All of a job's towers as one: what a batch of pictures and its captions go through."""
+"""The towers of a job: the encoders that a batch of images and its captions pass through."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -6,36 +6,36 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
+from typing import TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from precompute.encode.encoders import EncodedCaption, FeatureEncoder, ImageEncoder, TextEncoder
-from precompute.encode.overlap import Later
+from precompute.encode.encoders import FeatureEncoder, ImageEncoder, TextEncoder, TowerCaption
 from shards.format.buckets import Bucket
 from shards.format.text import TextLatents
 
+Result = TypeVar("Result")
 PIXELS_PER_BATCH_ITEM = 512 * 512
-Waits = dict[str, Callable[[], EncodedCaption]]
-"""Tower → waits for what it made of a caption."""
 Timer = Callable[[str], AbstractContextManager[None]]
-"""`image`, `texts.NAME` or `features.NAME` → what is handed to the device inside counts as that tower's time."""
+"""Context manager for `image`, `texts.NAME` or `features.NAME`: work started inside counts towards that tower."""
 
 
 def untimed(tower: str) -> AbstractContextManager[None]:
-    """A `Timer` that counts nothing."""
+    """`Timer` that measures nothing."""
     return nullcontext()
 
 
 def batch_size_of(bucket: Bucket, batch_size: int) -> int:
-    """`batch_size` holds up to 512x512; a larger bucket's batch has as many pixels."""
+    """Return a bucket's batch size: `batch_size` up to 512x512, and above that as many images as have as many
+    pixels."""
     return max(1, batch_size * PIXELS_PER_BATCH_ITEM // max(PIXELS_PER_BATCH_ITEM, bucket.width * bucket.height))
 
 
 @dataclass(frozen=True)
 class PictureLatents:
-    """What the towers made of one picture; float16 on the CPU."""
+    """Latents of one image; float16 on the CPU."""
 
     image: Tensor
     """(planes, h, w)."""
@@ -43,92 +43,136 @@ class PictureLatents:
     """Feature tower → (tokens, width)."""
 
 
+@dataclass(frozen=True)
+class CaptionLatents:
+    """Latents of one caption by all text towers."""
+
+    latents: dict[str, TextLatents]
+    truncated: bool
+    """Whether a tower truncated the caption."""
+
+    @classmethod
+    def of(cls, by_tower: dict[str, TowerCaption]) -> "CaptionLatents":
+        """Combine the results of the towers."""
+        return cls(
+            {name: by_tower[name].latents for name in sorted(by_tower)},
+            any(caption.truncated for caption in by_tower.values()),
+        )
+
+
+WaitForTowers = Callable[[], Iterator[dict[str, TowerCaption]]]
+"""Waits for the results of some of the towers, by tower, for each caption that was started."""
+WaitForCaptions = Callable[[], Iterator[CaptionLatents]]
+"""Waits for the latents of each caption that was started."""
+
+
 class TextTowers:
-    """Any number of text towers. Every batch is filled up to one size."""
+    """Any number of text towers. Every batch is padded to one size."""
 
-    one_by_one = False
-    """A tower is done with all that waits before the next one begins: they take turns on the device."""
-
-    def __init__(self, texts: dict[str, TextEncoder], batch_size: int, batch_sizes: dict[str, int] | None = None):
-        """`batch_sizes`: of towers that have their own, `texts.NAME` or `features.NAME`."""
+    def __init__(
+        self,
+        texts: dict[str, TextEncoder],
+        batch_size: int,
+        batch_sizes: dict[str, int] | None = None,
+        one_by_one: bool = False,
+    ):
+        """
+        Args:
+            batch_sizes: exceptions from `batch_size`, by `texts.NAME` or `features.NAME`.
+            one_by_one: whether only one tower is on the device at a time.
+        """
         self.texts = texts
         self.batch_size = batch_size
         self.batch_sizes = batch_sizes or {}
+        self.one_by_one = one_by_one
 
     @property
     def caption_batch(self) -> int:
-        """Captions that make a full batch of every tower: the largest one's."""
+        """Number of captions that make a full batch for every tower: the largest tower's batch size."""
         return max((self.size_of(name) for name in self.texts), default=self.batch_size)
 
     def size_of(self, name: str) -> int:
-        """Captions of a batch of the text tower `name`."""
+        """Return the batch size of the text tower `name`."""
         return self.batch_sizes.get(f"texts.{name}", self.batch_size)
 
     def empty_caption(self) -> dict[str, TextLatents]:
-        """What each makes of no caption."""
-        return next(self.start_captions([[""]]))[0]().latents
+        """Encode the empty caption."""
+        return next(self.start_captions([""])()).latents
 
     def warm_up(self, buckets: Iterable[Bucket] = ()) -> None:
-        """Run what was not run yet, so that it is compiled, and its kernels chosen, before a tar's time counts."""
+        """Run towers that have not run yet, so that compilation and kernel selection do not count towards a tar."""
         for name, tower in self.texts.items():
             if None not in tower.warm:
                 TextTowers({name: tower}, self.batch_size, self.batch_sizes).empty_caption()
                 tower.warm.add(None)
 
-    def start_captions(
-        self, groups: list[list[str]], timer: Timer = untimed
-    ) -> Iterator[list[Callable[[], "EncodedCaptions"]]]:
-        """Begin with groups of captions, one each time; each function returned waits for a caption's latents.
+    def start_captions(self, texts: list[str], timer: Timer = untimed) -> WaitForCaptions:
+        """Start to encode captions; the function returned waits for their latents.
 
-        Where towers run one by one, all but the last are done with all groups before the first comes out. The last is
-        that of the most numbers, which so need not be held.
+        If towers run one by one, all but the last are finished by then.
         """
-        apart = self.one_by_one and self.texts  # without captions to encode there is one turn, of none
-        turns = [[name] for name in sorted(self.texts, key=self._size)] if apart else [list(self.texts)]
-        waits = deque([Waits() for _ in texts] for texts in groups)
-        for names in turns[:-1]:
-            self._finish(names, groups, waits, timer)
-        for texts in groups:
-            yield self._start_last(turns[-1], texts, waits.popleft(), timer)
+        if self.one_by_one:
+            return next(self.start_tower_by_tower([texts], timer))
+        wait = self._start(list(self.texts), texts, timer)
+        return lambda: map(CaptionLatents.of, wait())
 
-    def _size(self, name: str) -> int:
-        """Numbers that a tower makes of a caption."""
+    def start_tower_by_tower(self, groups: list[list[str]], timer: Timer = untimed) -> Iterator[WaitForCaptions]:
+        """Encode groups of captions by one tower after another, so that each tower is moved to the device once.
+
+        All towers but the last finish every group. Then the groups are started on the last tower one at a time, as the
+        caller iterates. The last tower is the one with the largest latents, which therefore need not be kept in
+        memory.
+        """
+        names = sorted(self.texts, key=self._numbers_per_caption)
+        finished: list[list[dict[str, TowerCaption]]] = [[{} for _ in texts] for texts in groups]
+        for name in names[:-1]:
+            started = (self._start([name], texts, timer) for texts in groups)
+            for group, encoded in zip(finished, one_ahead(started), strict=True):
+                for caption, by_tower in zip(group, encoded, strict=True):
+                    caption.update(by_tower)
+        for texts, group in zip(groups, finished, strict=True):
+            yield partial(_merged, group, self._start(names[-1:], texts, timer))
+
+    def _numbers_per_caption(self, name: str) -> int:
         tower = self.texts[name].tower
         return tower.length * tower.width * tower.states + tower.pooled
 
-    def _start(
-        self, names: list[str], texts: list[str], waits: list[Waits], timer: Timer
-    ) -> list[Later[list[EncodedCaption]]]:
-        """Have these towers begin with captions, in batches."""
-        batches = []
+    def _start(self, names: list[str], texts: list[str], timer: Timer) -> WaitForTowers:
+        """Start some of the towers, in batches. The function returned waits for each caption's results by tower."""
+        batches: dict[str, list[Callable[[], list[TowerCaption]]]] = {name: [] for name in names}
         for name in names:
             size = self.size_of(name)
             for first in range(0, len(texts), size):
-                batch = texts[first : first + size]
                 with timer(f"texts.{name}"):
-                    batches.append(Later(self.texts[name].start_batch(batch, size)))
-                for row in range(len(batch)):
-                    waits[first + row][name] = partial(_row, batches[-1], row)
-        return batches
+                    batches[name].append(self.texts[name].start_batch(texts[first : first + size], size))
 
-    def _finish(self, names: list[str], groups: list[list[str]], waits: Iterable[list[Waits]], timer: Timer) -> None:
-        """Have these towers encode all groups, a group ahead of the one that is waited for."""
-        before: list[Later[list[EncodedCaption]]] = []
-        for group in chain(zip(groups, waits, strict=True), [([], [])]):
-            begun = self._start(names, *group, timer)
-            for batch in before:
-                batch()
-            before = begun
+        def wait() -> Iterator[dict[str, TowerCaption]]:
+            rows = {name: chain.from_iterable(batch() for batch in started) for name, started in batches.items()}
+            for _ in texts:
+                yield {name: next(captions) for name, captions in rows.items()}
 
-    def _start_last(
-        self, names: list[str], texts: list[str], waits: list[Waits], timer: Timer
-    ) -> list[Callable[[], "EncodedCaptions"]]:
-        self._start(names, texts, waits, timer)
-        return [partial(EncodedCaptions.of, wait) for wait in waits]
+        return wait
+
+
+def _merged(finished: list[dict[str, TowerCaption]], wait: WaitForTowers) -> Iterator[CaptionLatents]:
+    """Wait for the last tower, and combine its results with those of the others."""
+    for caption, by_tower in zip(finished, wait(), strict=True):
+        yield CaptionLatents.of(caption | by_tower)
+
+
+def one_ahead(started: Iterable[Callable[[], Iterable[Result]]]) -> Iterator[list[Result]]:
+    """Wait for each item of `started`, but start the next one first, so that the device always has work."""
+    waiting: deque[Callable[[], Iterable[Result]]] = deque()
+    for wait in started:
+        waiting.append(wait)
+        if len(waiting) > 1:
+            yield list(waiting.popleft()())
+    for wait in waiting:
+        yield list(wait())
 
 
 class Towers(TextTowers):
-    """One image tower, text towers and feature towers."""
+    """One image tower, with text towers and feature towers."""
 
     def __init__(
         self,
@@ -137,17 +181,19 @@ class Towers(TextTowers):
         features: dict[str, FeatureEncoder],
         batch_size: int,
         batch_sizes: dict[str, int] | None = None,
+        one_by_one: bool = False,
     ):
-        super().__init__(texts, batch_size, batch_sizes)
+        """Take the same arguments as `TextTowers`, and the other towers."""
+        super().__init__(texts, batch_size, batch_sizes, one_by_one)
         self.image, self.features = image, features
 
     @property
     def device(self) -> torch.device:
-        """Where they are."""
+        """Device of the towers."""
         return self.image.device
 
     def warm_up(self, buckets: Iterable[Bucket] = ()) -> None:
-        """As `TextTowers.warm_up`, of pictures of `buckets` too."""
+        """Run towers that have not run yet, on an image of each of `buckets` too."""
         super().warm_up()
         for bucket in buckets:
             if bucket not in self.image.warm:
@@ -157,7 +203,7 @@ class Towers(TextTowers):
     def start_pictures(
         self, bucket: Bucket, pictures: list[np.ndarray], timer: Timer = untimed
     ) -> Callable[[], Iterator[PictureLatents]]:
-        """Begin with pictures of `bucket`, (height, width, 3) uint8 each; the function returned waits for their
+        """Start to encode images of `bucket`, (height, width, 3) uint8 each; the function returned waits for their
         latents."""
         batch_size = batch_size_of(bucket, self.batch_size)
         pixels = self.image.stack(pictures, batch_size)
@@ -168,43 +214,22 @@ class Towers(TextTowers):
             with timer(f"features.{name}"):
                 features[name] = list(self._start_features(name, bucket, pixels, len(pictures)))
 
-        def waited() -> Iterator[PictureLatents]:
-            made = {name: torch.cat([wait() for wait in waits]) for name, waits in features.items()}
+        def wait() -> Iterator[PictureLatents]:
+            encoded = {name: torch.cat([wait() for wait in waits]) for name, waits in features.items()}
             for i, latents in enumerate(image()):
-                yield PictureLatents(latents, {name: rows[i] for name, rows in made.items()})
+                yield PictureLatents(latents, {name: rows[i] for name, rows in encoded.items()})
 
-        return waited
+        return wait
 
     def _start_features(self, name: str, bucket: Bucket, pixels: Tensor, count: int) -> Iterator[Callable[[], Tensor]]:
-        """Begin with a batch, in pieces of the tower's own batch size."""
+        """Start a feature tower on a batch, in pieces of the tower's own batch size."""
         size = min(len(pixels), batch_size_of(bucket, self.batch_sizes.get(f"features.{name}", self.batch_size)))
         for first in range(0, count, size):
-            # the last piece begins earlier, so that it is as large as the others
+            # the last piece begins earlier and overlaps the one before, so that all pieces have the same size
             start = min(first, len(pixels) - size)
             wait = self.features[name].start_batch(pixels[start : start + size], min(count, first + size) - start)
-            yield partial(_from, wait, first - start)
+            yield partial(_rows_from, wait, first - start)
 
 
-@dataclass(frozen=True)
-class EncodedCaptions:
-    """What each text tower made of one caption, and whether one had to cut it."""
-
-    latents: dict[str, TextLatents]
-    truncated: bool
-
-    @classmethod
-    def of(cls, waits: Waits) -> "EncodedCaptions":
-        """Wait for each tower."""
-        encoded = {name: waits[name]() for name in sorted(waits)}
-        return cls(
-            {name: caption.latents for name, caption in encoded.items()},
-            any(caption.truncated for caption in encoded.values()),
-        )
-
-
-def _row(encoded: Callable[[], list[EncodedCaption]], row: int) -> EncodedCaption:
-    return encoded()[row]
-
-
-def _from(wait: Callable[[], Tensor], first: int) -> Tensor:
+def _rows_from(wait: Callable[[], Tensor], first: int) -> Tensor:
     return wait()[first:]

@@ -1,4 +1,4 @@
-"""What a worker process does: load the encoders once, then encode one tar after another."""
+"""The work of a worker process: load the encoders once, then encode one tar after another."""
 
 import atexit
 import functools
@@ -15,7 +15,7 @@ import torch
 from torch._dynamo.exc import TorchDynamoException
 
 from precompute.encode.encoders import FeatureEncoder, ImageEncoder, TextEncoder
-from precompute.encode.networks import MOST_SHAPES, Offload, Site
+from precompute.encode.networks import MAX_SHAPES, DeviceSettings, Offload
 from precompute.encode.overlap import Stuck, Turns
 from precompute.encode.provenance import DeviceClock, check_source
 from precompute.encode.recipe import Recipe
@@ -38,7 +38,7 @@ from shards.root.provenance import Stopwatch, made_by
 from shards.root.shared import has_uncond, load_uncond, write_uncond
 
 TURNS, LOADING = Turns(), threading.Lock()
-"""Of this process, which has several tars in hand at once, each in a thread."""
+"""Shared by the tars of this process, each of which has a thread."""
 
 
 def encode_on_worker(
@@ -51,17 +51,20 @@ def encode_on_worker(
     num_cpus: float,
     source: str,
 ) -> TarReceipts:
-    """One attempt at one tar, or at its parts in another root, into the root at `output`; `report` hears how many
-    samples were taken in.
+    """Make one attempt at a tar, or at its parts in another root, and commit it to the root at `output`.
+
+    Args:
+        report: called with the number of samples taken in so far.
+        source: SHA-256 of the driver's source code.
 
     Raises:
-        UnfitNode: this node's code has not the SHA-256 `source`, it does not see the latents root that the job made,
-            or it has other models.
+        UnfitNode: this node has other code or other models, or does not see the latents root that the job created.
     """
     check_source(source)
     with LOADING:
         scratch_of_process(recipe.worker.scratch)
-    # encoders on the CPU share its cores; beside a GPU, torch scales pictures in the decoding threads, one core each
+    # encoders on the CPU use all of the worker's cores; with a GPU, torch only resizes images in the decoding threads,
+    # with one core each
     torch.set_num_threads(1 if device == "cuda" else max(1, int(num_cpus)))
     store = open_store(output)
     check_shared_root(store, recipe.encoding)
@@ -75,22 +78,22 @@ def encode_on_worker(
     except RuntimeError as error:
         if "CUDA error" not in str(error) and not isinstance(error, Stuck):
             raise
-        # this process cannot use its GPU again, or has a thread that never ends: Ray starts another one
+        # this process cannot use its GPU again, or has a thread that never ends; the fleet starts another one
         traceback.print_exc()
         os._exit(1)
 
 
 @functools.cache
 def scratch_of_process(scratch: Path | None) -> None:
-    """Once in a process, before anything is written."""
+    """Set the scratch folder, once per process and before anything is written."""
     use_scratch(scratch)
 
 
 def check_shared_root(store: Store, encoding: EncodingRecord) -> None:
-    """See that the root that this worker sees is the one that the driver made.
+    """Check that this worker sees the root that the driver created.
 
     Raises:
-        UnfitNode: it is not.
+        UnfitNode: it sees another folder.
     """
     try:
         shared = EncodingRecord.load(store).id == encoding.id
@@ -98,8 +101,9 @@ def check_shared_root(store: Store, encoding: EncodingRecord) -> None:
         shared = False
     if not shared:
         raise UnfitNode(
-            f"{store.where()} on {os.uname().nodename} is not the latents root that the job made: the nodes do not "
-            f"share this folder. Give an `output` that all of them see under one path, or an object store's address."
+            f"{store.where()} on {os.uname().nodename} is not the latents root that the job made, so the nodes do not "
+            f"share this folder. Set `output` to a folder that all nodes see under one path, or to an object-store "
+            f"URL."
         )
 
 
@@ -107,33 +111,33 @@ Networks = tuple[ImageEncoder, dict[str, TextEncoder], dict[str, FeatureEncoder]
 
 
 def load_towers(recipe: Recipe, device: str) -> Towers:
-    """The towers that the recipe's encoding names, on `device`; their networks are kept for the next call.
+    """Load the towers of the recipe's encoding on `device`. The networks are kept for the next call.
 
     Raises:
-        UnfitNode: this node has not what was recorded under a name.
+        UnfitNode: this node lacks a model that encoding.json records.
     """
-    compiled = recipe.worker.compiles(torch.device(device))
-    networks = _kept_networks(recipe.encoding.sealed(), device, compiled, recipe.worker.one_by_one)
-    towers = Towers(*networks, recipe.worker.batch_size, recipe.batch_sizes)
-    towers.one_by_one = recipe.worker.one_by_one
+    worker = recipe.worker
+    compiled = worker.compiles(torch.device(device))
+    networks = _kept_networks(recipe.encoding.sealed(), device, compiled, worker.one_by_one)
+    towers = Towers(*networks, worker.batch_size, recipe.batch_sizes, worker.one_by_one)
     if compiled:
         compile_now(towers, recipe.buckets.all)
     return towers
 
 
 def compile_now(towers: TextTowers, buckets: Iterable[Bucket] = ()) -> None:
-    """Have what is compiled when it is first run be compiled, before a tar's time counts.
+    """Run the towers once, so that they are compiled before the time of a tar is measured.
 
     Raises:
-        UnfitNode: it cannot be compiled here.
+        UnfitNode: they cannot be compiled on this node.
     """
-    torch._dynamo.config.recompile_limit = MOST_SHAPES  # is a thread's own: another one may have loaded the networks
+    torch._dynamo.config.recompile_limit = MAX_SHAPES  # per thread, and another one may have loaded the networks
     try:
         towers.warm_up(buckets)
     except TorchDynamoException as error:
         raise UnfitNode(
             f"torch.compile fails on {os.uname().nodename} ({' '.join(str(error).split())[:300]}). On GPUs it needs a "
-            f"C compiler beside torch's triton. Install one there, or set workers.compile to false."
+            f"C compiler in addition to torch's triton. Install one there, or set workers.compile to false."
         ) from error
 
 
@@ -141,55 +145,64 @@ def compile_now(towers: TextTowers, buckets: Iterable[Bucket] = ()) -> None:
 def _kept_networks(encoding_json: bytes, device: str, compiled: bool, one_by_one: bool) -> Networks:
     encoding = EncodingRecord.parse(encoding_json, "this job's encoding record")
     networks = load_networks(encoding, device, compiled, one_by_one)
-    warm_up()
+    prepare_process()
     return networks
 
 
 def load_networks(encoding: EncodingRecord, device: str, compiled: bool = False, one_by_one: bool = False) -> Networks:
-    """Each tower's network on `device`, or taking turns there. Raises as `load_towers`."""
-    site = site_of(encoding, torch.device(device), compiled, one_by_one)
-    texts = load_texts(encoding.texts, site)
+    """Load the networks of all towers on `device`, or in host memory if they run one by one.
+
+    Raises:
+        UnfitNode: this node lacks a model that `encoding` records.
+    """
+    settings = device_settings(encoding, torch.device(device), compiled, one_by_one)
+    texts = load_texts(encoding.texts, settings)
     features = {
-        name: FeatureEncoder(_recorded(tower.weights), tower, site) for name, tower in encoding.features.items()
+        name: FeatureEncoder(_recorded(tower.weights), tower, settings) for name, tower in encoding.features.items()
     }
-    return ImageEncoder(_recorded(encoding.image.weights), encoding.image, site), texts, features
+    return ImageEncoder(_recorded(encoding.image.weights), encoding.image, settings), texts, features
 
 
-def site_of(encoding: EncodingRecord, device: torch.device, compiled: bool, one_by_one: bool) -> Site:
-    """Of all networks of an encoding, which take turns on the device where they run `one_by_one`."""
-    return Site(device, encoding.compute_dtype, compiled, Offload(device) if one_by_one else None)
+def device_settings(encoding: EncodingRecord, device: torch.device, compiled: bool, one_by_one: bool) -> DeviceSettings:
+    """Build the settings that all networks of an encoding share."""
+    return DeviceSettings(device, encoding.compute_dtype, compiled, Offload(device) if one_by_one else None)
 
 
-def load_texts(towers: dict[str, TextTower], site: Site) -> dict[str, TextEncoder]:
-    """The networks of text towers. Raises as `load_towers`."""
+def load_texts(towers: dict[str, TextTower], settings: DeviceSettings) -> dict[str, TextEncoder]:
+    """Load the networks of text towers.
+
+    Raises:
+        UnfitNode: this node lacks a recorded model.
+    """
     return {
-        name: TextEncoder(_recorded(tower.weights), _recorded(tower.tokenizer), tower, site)
+        name: TextEncoder(_recorded(tower.weights), _recorded(tower.tokenizer), tower, settings)
         for name, tower in towers.items()
     }
 
 
 def with_fresh_towers(recipe: Recipe, store: Store, device: str) -> Derivation:
-    """How the source's parts become the job's: by the text towers that encode its captions. Raises as `load_towers`."""
+    """Build the derivation from the source root to the job's root, with the text towers that re-encode captions.
+
+    Raises:
+        UnfitNode: this node lacks a recorded model.
+    """
     assert recipe.source is not None
-    how, worker = recipe.source.conversion, recipe.worker
+    conversion, worker = recipe.source.conversion, recipe.worker
     on = torch.device(device)
-    texts = _kept_texts(recipe.encoding.sealed(), how.reencoded, device, worker.compiles(on), worker.one_by_one)
-    towers = TextTowers(texts, worker.batch_size, recipe.batch_sizes)
-    towers.one_by_one = worker.one_by_one
+    texts = _kept_texts(recipe.encoding.sealed(), conversion.reencoded, device, worker.compiles(on), worker.one_by_one)
+    towers = TextTowers(texts, worker.batch_size, recipe.batch_sizes, worker.one_by_one)
     if worker.compiles(on):
         compile_now(towers)
     source = open_store(recipe.source.place)
     if not has_uncond(store):
-        write_uncond(store, kept_uncond(load_uncond(source).items(), how) | towers.empty_caption())
+        write_uncond(store, kept_uncond(load_uncond(source).items(), conversion) | towers.empty_caption())
 
     def encode(captions: list[str], stopwatch: Stopwatch) -> Captions:
         clock = DeviceClock(on, stopwatch)
         try:
             with stopwatch("encode"):
-                waits = next(towers.start_captions([captions], clock))
-            for wait in waits:
-                with stopwatch("encode"):
-                    caption = wait()
+                encoded = towers.start_captions(captions, clock)()
+            for caption in stopwatch.waiting("encode", encoded):
                 yield caption.latents, caption.truncated
         finally:
             clock.stop()
@@ -198,7 +211,7 @@ def with_fresh_towers(recipe: Recipe, store: Store, device: str) -> Derivation:
     if any(tower.tower.quantised for tower in texts.values()):
         settings["torchao"] = version("torchao")
     settings = {f"derived.{name}": value for name, value in settings.items()}
-    return Derivation(source, store, how, encode, on, settings)
+    return Derivation(source, store, conversion, encode, on, settings)
 
 
 @functools.lru_cache(maxsize=1)
@@ -207,23 +220,23 @@ def _kept_texts(
 ) -> dict[str, TextEncoder]:
     encoding = EncodingRecord.parse(encoding_json, "this job's encoding record")
     towers = {name: encoding.texts[name] for name in sorted(names)}
-    texts = load_texts(towers, site_of(encoding, torch.device(device), compiled, one_by_one))
-    warm_up()
+    texts = load_texts(towers, device_settings(encoding, torch.device(device), compiled, one_by_one))
+    prepare_process()
     return texts
 
 
 def _recorded(weights: Weights) -> Path:
-    """The folder on this node of what encoding.json recorded."""
+    """Return the folder on this node of a model that encoding.json records."""
     try:
         return recorded_folder(weights)
     except RequestError as error:
         raise UnfitNode(f"{error} (on {os.uname().nodename})") from error
 
 
-def warm_up() -> None:
-    """What a process does once, when its encoders are loaded."""
+def prepare_process() -> None:
+    """Tune the process once its encoders are loaded."""
     configure_malloc()
-    pa.array([None])  # loads pandas, where that is installed; or the device would wait for it at the first tar's end
+    pa.array([None])  # imports pandas, if installed, which would otherwise delay the device at the end of a first tar
     gc.collect()
-    atexit.register(gc.unfreeze)  # libraries complain of objects that are never collected
-    gc.freeze()  # or each collection would look through all that the libraries made when they were imported
+    atexit.register(gc.unfreeze)  # libraries complain at exit about objects that are never collected
+    gc.freeze()  # otherwise each collection scans everything that libraries created at import

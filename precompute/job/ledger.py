@@ -1,10 +1,10 @@
-"""What came of each tar of a job so far: on stderr, in failures.jsonl, and for Prometheus."""
+"""Results of a job's tars so far, reported on stderr, in failures.jsonl and to Prometheus."""
 
 from collections import Counter
 from types import TracebackType
 
-from precompute.cluster.failures import FailureLog
-from precompute.cluster.fleet import Done, Failed, News, UnderWay
+from cluster.failure_log import FailureLog
+from cluster.fleet import Done, Event, Failed, News, UnderWay
 from precompute.job.metrics import Metrics
 from precompute.job.rate import Rate, eta
 from shards.base.progress import Progress
@@ -12,18 +12,19 @@ from shards.root.committed import TarReceipts
 
 
 class Ledger:
-    """What came of each tar so far; it shows it on stderr, and in Ray's metrics."""
+    """Counts the results of a job's tars, and shows them while the job runs."""
 
     def __init__(self, total: int, failures: FailureLog | None = None):
         self.total, self.failures = total, failures
         self.done = self.samples_in = self.encoded = 0
         self.rejected: Counter[str] = Counter()
-        """Reason → samples in no bucket."""
+        """Reason → samples stored in no bucket."""
         self.failed: dict[str, str] = {}
-        """Tar → the last attempt's error."""
+        """Tar that was given up → its last error."""
         self.under_way = UnderWay(0, 0)
         self.has_news = False
-        """Set when a tar ends, until figures are shown again. The fleet's next `UnderWay` no longer counts that tar."""
+        """Whether a tar has ended since figures were last shown. They are shown with the fleet's next `UnderWay`,
+        which no longer counts that tar."""
         self.rate = Rate()
         self.metrics = Metrics()
         self.progress = Progress("precompute", "tars", total)
@@ -37,31 +38,31 @@ class Ledger:
 
     @property
     def where_failures(self) -> str:
-        """A sentence on where each failed attempt is."""
-        return f" Each failed attempt is in {self.failures.where}, with its trace." if self.failures else ""
+        """Sentence that names the log of failed attempts, with a leading space; empty if there is no log."""
+        return f" {self.failures.where} lists every failed attempt with its traceback." if self.failures else ""
 
     @property
     def left(self) -> int:
-        """Tars that were neither done nor given up, where the job was told to leave."""
+        """Tars that were neither committed nor given up, after a job was stopped."""
         return self.total - self.done - len(self.failed)
 
-    def record(self, event: Done[TarReceipts] | Failed | News | UnderWay) -> None:
-        """Enter what the fleet says."""
+    def record(self, event: Event[TarReceipts]) -> None:
+        """Record an event of the fleet."""
         match event:
-            case Done(result=books, node=node):
+            case Done(result=receipts, node=node):
                 self.done += 1
-                self.samples_in += books.samples_in
-                self.encoded += books.encoded
-                self.rejected.update(books.rejected)
-                self.metrics.tar_done(books, node)
+                self.samples_in += receipts.samples_in
+                self.encoded += receipts.encoded
+                self.rejected.update(receipts.rejected)
+                self.metrics.tar_done(receipts, node)
                 self.has_news = True
             case Failed(key=tar, which=which, failure=failure, again=again):
                 self.metrics.attempt_failed(event)
                 if self.failures:
                     self.failures.record(event)
                 if not event.in_pause:
-                    finally_failed = ", and it is not tried again" if not again else ""
-                    self.progress.say(f"tar {tar}: {which}{finally_failed}: {failure.text}")
+                    is_final = ", and the tar is given up" if not again else ""
+                    self.progress.say(f"tar {tar}: {which}{is_final}: {failure.text}")
                 if not again:
                     self.failed[tar] = failure.line
                     self.has_news = True
@@ -82,7 +83,7 @@ class Ledger:
         self.progress.show(self.done + len(self.failed), text, figures)
 
     def figures(self) -> dict[str, int | float | None]:
-        """All of it. Tars under way count for the share of a mean tar that they have taken in."""
+        """Return the figures of a progress line."""
         seconds = self._eta
         return {
             "shards_done": self.done,
@@ -98,6 +99,7 @@ class Ledger:
 
     @property
     def _eta(self) -> float | None:
+        """Seconds left, assuming that tars in flight have as many samples as the average tar."""
         mean = self.samples_in / self.done if self.done else 0.0
         finished = self.done + len(self.failed)
         return eta(self.total, finished, mean, self.under_way.reported, self.rate.per_second)

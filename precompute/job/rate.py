@@ -1,4 +1,4 @@
-"""How fast a job goes now, and so when it ends: over a window, as a cluster grows and shrinks while it works."""
+"""Current rate of a job and the time left, measured over a window because clusters grow and shrink."""
 
 import time
 from collections import deque
@@ -8,13 +8,14 @@ STEP_SECONDS = 1.0
 
 
 class Rate:
-    """The growth per second of a count, over the last WINDOW_SECONDS."""
+    """Growth of a count per second over the last WINDOW_SECONDS."""
 
     def __init__(self) -> None:
         self.points: deque[tuple[float, float]] = deque([(time.monotonic(), 0.0)])
+        """(time, count), at most one per STEP_SECONDS."""
 
     def add(self, count: float) -> None:
-        """The count now; taken about once a second, however often it is given."""
+        """Record the current count. Calls in quick succession are ignored."""
         now = time.monotonic()
         if now - self.points[-1][0] >= STEP_SECONDS:
             self.points.append((now, count))
@@ -23,15 +24,18 @@ class Rate:
 
     @property
     def per_second(self) -> float:
-        """0 where nothing grew; what lost attempts had done goes, and may outweigh what else was done."""
+        """Rate, never negative. The count drops when an attempt is lost, because its progress no longer counts."""
         (began, before), (now, count) = self.points[0], self.points[-1]
         return max(0.0, count - before) / (now - began) if now > began else 0.0
 
 
 def eta(total: int, finished: int, mean: float, under_way: float, rate: float) -> float | None:
-    """Seconds until `total` tars are finished, at `rate` samples/s; None where nothing says.
+    """Estimate the seconds until `total` tars are finished; None if there is nothing to estimate from.
 
-    `mean` samples to a tar, of which `under_way` were taken in of tars that are not `finished`.
+    Args:
+        mean: samples per tar.
+        under_way: samples taken in from tars that are not finished.
+        rate: samples per second.
     """
     if finished == total:
         return 0.0

@@ -1,12 +1,12 @@
-"""Stage 1 over many tars: which are left, a fleet of workers on them, and the ledger of what came of each."""
+"""Stage 1 for many tars: find those that are not committed, encode them on a fleet of workers, and report."""
 
 import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from precompute.cluster.failures import FailureLog, named
-from precompute.cluster.fleet import Done, Fleet, FleetConfig
+from cluster.failure_log import FailureLog, summarize
+from cluster.fleet import Done, Fleet, FleetConfig
 from precompute.encode.recipe import Recipe
 from precompute.encode.worker import encode_on_worker
 from precompute.input.tars import InputTar, Named
@@ -21,17 +21,18 @@ from shards.root.manifest import Manifest
 from shards.root.provenance import source_sha256
 
 UNET_STEP = 64
-"""Pixels: the VAE divides sides by 8, and three halvings by another 8."""
+"""Required divisor of an image's sides for U-Nets that halve the latents three times, in pixels: 8 for the VAE, times
+8."""
 
 
 def run_job(tars: Sequence[Named], recipe: Recipe, output: Path | str, workers: FleetConfig) -> Ledger:
-    """Encode `tars` into the root at `output`, on Ray, which was started, until each is done or has failed.
+    """Encode `tars` into the root at `output` until each is committed or has failed. Ray must be running.
 
-    On SIGTERM, SIGUSR1 or SIGINT it abandons the attempts that are under way, and returns.
+    On SIGTERM, SIGUSR1 or SIGINT it interrupts the running attempts and returns.
 
     Raises:
-        WorkError: no node of the cluster could take a worker for `workers.wait_for_resources` seconds; or storage,
-            credentials, models or the cluster were out of order for `workers.outage_probes` attempts.
+        WorkError: for `workers.wait_for_resources` seconds no node of the cluster could take a worker; or storage,
+            credentials, models or the cluster failed `workers.outage_probes` attempts in a row.
     """
     device = "cuda" if workers.num_gpus else "cpu"
     work = partial(
@@ -52,28 +53,28 @@ def run_job(tars: Sequence[Named], recipe: Recipe, output: Path | str, workers: 
     return ledger
 
 
-def lacks_captions(books: TarReceipts) -> bool:
-    """Whether every sample of a tar was rejected for want of a caption."""
-    return books.samples_in > 0 and books.rejected.get("no_caption", 0) == books.samples_in
+def lacks_captions(receipts: TarReceipts) -> bool:
+    """Return whether every sample of a tar was rejected because it has no caption."""
+    return receipts.samples_in > 0 and receipts.rejected.get("no_caption", 0) == receipts.samples_in
 
 
-def explain_lack(store: Store, books: TarReceipts, fields: Sequence[str]) -> str:
-    """A warning about such a tar, with what its first sample has instead."""
-    part = books.parts[min(books.parts)]
+def explain_lack(store: Store, receipts: TarReceipts, fields: Sequence[str]) -> str:
+    """Return a warning about a tar without captions, with the fields that its first sample has instead."""
+    part = receipts.parts[min(receipts.parts)]
     _, refused = read_tables(store, part.folder, part.files)
     key, detail = refused["key"][0], refused["detail"][0]
     return (
-        f"warning: no sample of tar {books.tar} has a caption in {', '.join(fields)}, so all {books.samples_in} were "
-        f"rejected. Sample {key}: {detail}. If the other tars are alike, stop this job, set `captions` to one of "
-        f"these fields, and give a new `output`."
+        f"warning: no sample of tar {receipts.tar} has a caption in {', '.join(fields)}, so all {receipts.samples_in} "
+        f"were rejected. Sample {key}: {detail}. If the other tars are similar, stop this job, set `captions` to one "
+        f"of these fields, and choose a new `output`."
     )
 
 
 def not_committed(tars: Sequence[InputTar], buckets: Sequence[object], store: Store) -> list[InputTar]:
-    """Those that have not a receipt in force for every one of `buckets`; one listing.
+    """Return the tars without a receipt in force for every one of `buckets`. Lists the root once.
 
     Raises:
-        RequestError: a tar has a name that no receipt can have.
+        RequestError: a tar's name cannot be used for a receipt.
     """
     for tar in tars:
         receipt_name("", tar.name)
@@ -82,32 +83,33 @@ def not_committed(tars: Sequence[InputTar], buckets: Sequence[object], store: St
 
 
 def announce(waiting: Sequence[object], num_tars: int, buckets: Sequence[object]) -> None:
-    """Say on stderr what a job is about to do: its workers take a while to start.
+    """Print to stderr what the job is going to do, because its workers take a while to start.
 
-    Stage 1 knows no backbone, so it can only warn of sizes that the most demanding ones refuse.
+    Warn of bucket sizes that some U-Nets cannot be trained on. Stage 1 does not know the backbone, so it cannot reject
+    them.
     """
     odd = [name for name in map(str, buckets) if any(int(side) % UNET_STEP for side in name.split("x"))]
     if odd:
         print(
             f"warning: the sides of {', '.join(odd)} are not all multiples of {UNET_STEP} px. U-Nets such as Stable "
-            f"Diffusion's, which halve latents of 1/8 three times, cannot be trained on them; many transformers can. "
-            f"See what your backbone needs before you encode: for aspect buckets set aspect.step to {UNET_STEP}.",
+            f"Diffusion's, which halve the latents three times, cannot be trained on them; many transformers can. "
+            f"Check what your backbone needs before you encode. For aspect buckets, set aspect.step to {UNET_STEP}.",
             file=sys.stderr,
             flush=True,
         )
     print(
-        f"{len(waiting)} of {num_tars} tars to encode, into {', '.join(map(str, buckets))}. Starting workers, which "
-        f"load the encoders first.",
+        f"{len(waiting)} of {num_tars} tars to encode into {', '.join(map(str, buckets))}. Starting workers, which "
+        f"first load the encoders.",
         file=sys.stderr,
         flush=True,
     )
 
 
 def conclude(ledger: Ledger, num_tars: int, root: str, manifest: Manifest | None) -> None:
-    """Say what came of a job's `num_tars`, and what `root` holds by its newest manifest.
+    """Print the result of a job over `num_tars` tars, and the contents of `root` by its newest manifest.
 
     Raises:
-        Preempted: the job was told to leave before its end.
+        Preempted: the job was stopped before its end.
         WorkError: some tars failed, or no sample was accepted.
     """
     sizes = manifest.buckets if manifest is not None else {}
@@ -120,21 +122,21 @@ def conclude(ledger: Ledger, num_tars: int, root: str, manifest: Manifest | None
     )
     if ledger.rejected:
         reasons = ", ".join(f"{reason} {count}" for reason, count in ledger.rejected.most_common())
-        print(f"Rejected: {reasons}. Their keys and details are in the refused.parquet of each part.")
+        print(f"Rejected: {reasons}. The refused.parquet of each part lists their keys and details.")
     if ledger.left:
         raise Preempted(
-            f"told to leave, {ledger.left} tars before the end. What is committed stays; the same command again "
-            f"goes on."
+            f"Stopped by a signal, {ledger.left} tars before the end. Committed work is kept; run the same command "
+            f"again to continue."
         )
     if ledger.failed:
         raise WorkError(
-            f"{len(ledger.failed)} of {num_tars} tars failed ({named(list(ledger.failed.items()))}). The others are "
-            f"committed; the same command again tries just these.{ledger.where_failures}"
+            f"{len(ledger.failed)} of {num_tars} tars failed ({summarize(list(ledger.failed.items()))}). The others "
+            f"are committed; the same command retries only these.{ledger.where_failures}"
         )
     if ledger.samples_in and not ledger.encoded:
         reason, count = ledger.rejected.most_common(1)[0]
         raise WorkError(
             f"Nothing was accepted: all {ledger.samples_in} samples of this job were rejected, {count} of them as "
-            f"{reason}. Each one's key and reason is in refused.parquet of its part in {root}. After a change of "
-            f"`captions`, give a new `output`."
+            f"{reason}. The refused.parquet of each part in {root} lists keys and reasons. If you change `captions`, "
+            f"choose a new `output`."
         )

@@ -19,7 +19,7 @@ import torch
 from shards.format.receipts import MadeBy
 
 Item = TypeVar("Item")
-PACKAGES = ("precompute", "shards")
+PACKAGES = ("cluster", "precompute", "shards")
 """Packages whose code determines the bytes of a part."""
 
 

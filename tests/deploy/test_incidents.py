@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from precompute.cluster.failures import FailureLog
-from precompute.cluster.fleet import Failed
-from tests.precompute.cluster.played import error
+from cluster.failure_log import FailureLog
+from cluster.fleet import Failed
+from tests.cluster.played import error
 from tests.rooms import PACKAGES
 
 ROOT = Path(__file__).parents[2]
@@ -44,7 +44,7 @@ def test_the_product_says_so(quoted: str) -> None:
 
 
 KINDS = {"WorkError", "Outage", "UnfitNode", "Preempted", "Stuck"}
-PLACES = [f"precompute/{name}" for name in ("cluster", "job", "encode")]
+PLACES = ["cluster", *(f"precompute/{name}" for name in ("job", "encode"))]
 PLACES += [f"train/{name}" for name in ("data", "run", "launch.py", "loop.py")]
 PAGES = ("incidents.md", "resume.md")
 
@@ -103,7 +103,12 @@ def test_each_error_that_ends_a_job_or_a_run_is_quoted(message: str) -> None:
 def test_errors_are_found() -> None:
     """Constants, variables, subclasses; not one of them is missing from a list by mistake."""
     assert len(MESSAGES) >= 25
-    for begin in ("No node of the cluster can", "told to leave. What is", "The loader failed after", "The launcher on"):
+    for begin in (
+        "No node of the cluster can",
+        "Stopped by a signal. Committed work",
+        "The loader failed after",
+        "The launcher on",
+    ):
         assert any(message.startswith(begin) for message in MESSAGES), begin
 
 

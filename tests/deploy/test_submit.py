@@ -81,7 +81,7 @@ def site(models: Path, tars: Path, tmp_path_factory: pytest.TempPathFactory) -> 
         pytest.fail(f"These tests need {', '.join(missing())}: apt-get install iproute2 util-linux, as root")
     folder = tmp_path_factory.mktemp("site")
     clone = folder / "clone"
-    for package in ("shards", "precompute", "configs"):
+    for package in ("shards", "cluster", "precompute", "configs"):
         shutil.copytree(REPOSITORY / package, clone / package, ignore=shutil.ignore_patterns("__pycache__"))
     with (clone / "precompute" / "pixels" / "color.py").open("a") as file:
         file.write("\n# otherwise the same\n")

@@ -11,6 +11,7 @@ import torch
 from PIL import Image
 from transformers import CLIPConfig, CLIPModel, CLIPTokenizer
 
+from cluster.fleet import FleetConfig
 from evaluation.__main__ import run as command
 from evaluation.features.extractors import ExtractorConfig, ExtractorsConfig, load_extractor, load_text_features
 from evaluation.features.job import extract, reference_features
@@ -19,7 +20,6 @@ from evaluation.metrics.frechet import Moments, frechet_distance
 from evaluation.sampling.job import read_set
 from evaluation.sampling.prompts import Prompt
 from evaluation.scoring import choose_metrics, score, table
-from precompute.cluster.fleet import FleetConfig
 from shards.base.durable import read_sealed_json
 from shards.base.errors import DamagedInput, RequestError, WorkError, exit_code_of
 from tests.evaluation.sets import draw_here, sampling

@@ -96,8 +96,8 @@ def raylet_of(node: Node) -> psutil.Process:
     return psutil.Process(node.all_processes["raylet"][0].process.pid)
 
 
-def workers_of(node: Node, title: str = "ray::Hands") -> list[psutil.Process]:
-    """A node's worker processes, whatever they are doing; `ray::Hands.attempt`: those with something in hand."""
+def workers_of(node: Node, title: str = "ray::WorkerActor") -> list[psutil.Process]:
+    """A node's worker processes, whatever they are doing; `ray::WorkerActor.attempt`: those with something in hand."""
     found = []
     for process in raylet_of(node).children():
         try:

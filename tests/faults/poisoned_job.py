@@ -5,8 +5,8 @@ from dataclasses import replace
 from typing import Any
 
 import precompute.job.run
+from cluster.pool import Report
 from precompute.__main__ import main
-from precompute.cluster.ray_cluster import Report
 from precompute.encode.recipe import Recipe
 from precompute.encode.worker import encode_on_worker
 from precompute.input.tars import InputTar

@@ -14,8 +14,9 @@ import pytest
 import ray
 from moto.server import ThreadedMotoServer
 
-from precompute.cluster.fleet import Failed, UnderWay
-from precompute.cluster.ray_cluster import Failure, start_ray
+from cluster.fleet import Failed, UnderWay
+from cluster.pool import Failure
+from cluster.start import start_ray
 from precompute.config import PrecomputeConfig, describe_encoding, make_recipe
 from precompute.input.tars import TarsConfig, list_tars
 from precompute.job.ledger import Ledger
@@ -40,7 +41,7 @@ def local_ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setenv("RAY_metrics_report_interval_ms", "1000")
     # signals are the main thread's, and the job is not in it here
-    monkeypatch.setattr("precompute.cluster.fleet.StopSignal", lambda *_: nullcontext(SimpleNamespace(received=False)))
+    monkeypatch.setattr("cluster.fleet.StopSignal", lambda *_: nullcontext(SimpleNamespace(received=False)))
     yield
     ray.shutdown()
 
@@ -63,7 +64,7 @@ def commits(config: PrecomputeConfig) -> list[Path]:
 def kill_worker() -> None:
     """SIGKILL of the only one; the tar that it has in hand is lost with it."""
     ours = psutil.Process().children(recursive=True)
-    next(process for process in ours if "ray::Hands" in "".join(process.cmdline())).kill()
+    next(process for process in ours if "ray::WorkerActor" in "".join(process.cmdline())).kill()
 
 
 def test_a_job_with_faults_under_prometheus(

@@ -24,7 +24,7 @@ def test_a_node_with_an_altered_checkout_is_refused_by_name(
     models: Path, tars: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     altered = tmp_path / "altered"
-    for package in ("shards", "precompute"):
+    for package in ("shards", "cluster", "precompute"):
         shutil.copytree(REPOSITORY / package, altered / package, ignore=shutil.ignore_patterns("__pycache__"))
     with (altered / "precompute" / "pixels" / "color.py").open("a") as file:
         file.write("\n# otherwise the same\n")

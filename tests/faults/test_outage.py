@@ -1,4 +1,4 @@
-"""A store that goes away in the midst of a real job, and comes back: the job waits, and nothing counts as failed."""
+"""A store that becomes unavailable during a real job and comes back: the job pauses, and no attempt is counted."""
 
 import json
 import subprocess
@@ -36,7 +36,7 @@ def test_a_store_goes_away_and_comes_back(models: Path, s3: str, tmp_path: Path)
         make_tar(tmp_path / "tars", f"{tar:05d}", make_samples(tar, 40, SIZES))
     fsspec.filesystem("s3").put(f"{tmp_path / 'tars'}/", f"{s3}/tars/", recursive=True)
     root, log = tmp_path / "root", tmp_path / "log"
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0)  # of the same buckets, and a port that comes and goes
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0)  # the same buckets, on a port that can be closed
     server.start()
     host, port = server.get_host_and_port()
     arguments = precompute_arguments(models, tmp_path / "tars", root, "--input", f"{s3}/tars", *ONCE)
@@ -48,7 +48,7 @@ def test_a_store_goes_away_and_comes_back(models: Path, s3: str, tmp_path: Path)
     try:
         wait_for(lambda: root.exists() and len(list_commits(open_store(root))) > 0, job, log)
         server.stop()
-        wait_for(lambda: "s so far, and tries again in 10 s" in log.read_text(), job, log)
+        wait_for(lambda: "s so far) and retries in 10 s" in log.read_text(), job, log)
         assert "Check the URL, the credentials and the network" in log.read_text()
         server = ThreadedMotoServer(ip_address=host, port=port)
         server.start()
@@ -57,12 +57,12 @@ def test_a_store_goes_away_and_comes_back(models: Path, s3: str, tmp_path: Path)
         job.kill()
         server.stop()
     assert job.returncode == 0, log.read_text()
-    assert "It works again: the job goes on, after" in log.read_text()
+    assert "The outage is over. The job resumes after a pause of" in log.read_text()
     assert f"{NUM_TARS} tars encoded" in log.read_text() and "0 failed" in log.read_text()
     assert list(verify_root(open_store(root))) == []
     failures = [json.loads(line) for line in (tmp_path / "root.failures.jsonl").read_text().splitlines()]
     assert failures and all(line["attempts"] == 1 and not line["final"] for line in failures)
-    assert all(line["outcome"] == "an outage, which counts for no attempt" for line in failures)
+    assert all(line["outcome"] == "an outage, which does not count as an attempt" for line in failures)
     assert all(
         "encode_on_worker" in line["trace"] and "cannot be read or written" in line["cause"] for line in failures
     )

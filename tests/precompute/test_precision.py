@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import ray
 
+from cluster.nodes import ResourcesConfig
+from cluster.start import precision_on_worker
 from precompute.__main__ import resolved_precision
-from precompute.cluster.nodes import ResourcesConfig
-from precompute.cluster.ray_cluster import precision_on_worker
 from precompute.config import describe_encoding
 from shards.base import device
 from shards.open import open_store

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import ray
 
+from cluster.fleet import FleetConfig
 from evaluation.features.extractors import ExtractorsConfig
 from evaluation.features.job import extract
 from evaluation.features.sources import FilesUnit, ReferenceConfig, Taken, TarUnit, reference_units
-from precompute.cluster.fleet import FleetConfig
 from precompute.encode.overlap import Stuck
 from precompute.input.tars import list_tars
 from precompute.pixels.decode import LimitsConfig

@@ -54,7 +54,7 @@ def test_nodes_come_and_go_while_it_watches(
                 time.sleep(0.02)
 
         def at_work(node: Node) -> bool:
-            return bool(workers_of(node, "ray::Hands.attempt"))
+            return bool(workers_of(node, "ray::WorkerActor.attempt"))
 
         first = nodes.node
         wait_until(lambda: at_work(first))

@@ -1,4 +1,4 @@
-"""Aspect buckets through stage 1, what may be added to a root, and a trainer that streams several shapes."""
+"""Aspect buckets in stage 1: encoding, adding them to a root, and training on several shapes."""
 
 import json
 from collections import Counter
@@ -26,13 +26,13 @@ from train.run.telling.json_lines import read_json_lines
 
 ASPECT = {"bases": [64], "step": 16}
 TABLE = AspectTable(64, 16, 2.0)  # 48x96 48x80 64x64 80x48 96x48
-# wide, wide and small, upright, square, too small for all, nearest square and wide enough for 128x128
+# landscape, small landscape, portrait, square, too small for all, nearly square and large enough for 128x128
 SIZES = [(150, 100), (90, 60), (100, 220), (70, 66), (50, 50), (140, 130)]
 
 
 @pytest.fixture(scope="module")
 def shapes(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tar of 36 samples, six of each size, and one that is no picture."""
+    """A tar of 36 samples, six of each size, plus one that is not an image."""
     folder = tmp_path_factory.mktemp("shapes")
     bad = ("000009999", {"jpg": b"<html>", "txt": b"not a picture"})
     make_tar(folder, "00000", [*make_samples(0, 36, SIZES), bad])
@@ -41,13 +41,13 @@ def shapes(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def aspect_root(shapes: Path, models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Not to be written to."""
+    """A root that tests must not modify."""
     config = precompute_config(models, shapes, tmp_path_factory.mktemp("aspect") / "root", aspect=ASPECT)
     encode_all(config, models)
     return folder_of(config)
 
 
-def test_each_picture_is_in_every_square_and_one_shape(aspect_root: Path, shapes: Path) -> None:
+def test_each_image_is_in_every_square_bucket_and_one_aspect_bucket(aspect_root: Path, shapes: Path) -> None:
     found: dict[str, set[str]] = {}
     buckets = sorted(path.name for path in aspect_root.glob("[0-9]*x*"))
     assert buckets == ["128x128", "48x80", "48x96", "64x64", "80x48", "96x48"]
@@ -63,7 +63,7 @@ def test_each_picture_is_in_every_square_and_one_shape(aspect_root: Path, shapes
         assert found.get(sample.key) == expected, (i, SIZES[i % 6])
 
 
-def test_the_books_add_up_and_other_buckets_are_no_rejects(aspect_root: Path) -> None:
+def test_accounting_adds_up_and_images_of_other_buckets_are_not_rejects(aspect_root: Path) -> None:
     receipt = load_tars(open_store(aspect_root))[0]
     assert (receipt.samples_in, receipt.encoded) == (37, 30)
     assert receipt.rejected == {"not_an_image": 1, "too_small": 6}
@@ -77,7 +77,7 @@ def test_the_books_add_up_and_other_buckets_are_no_rejects(aspect_root: Path) ->
     assert listed == {"not_an_image": 1, "too_small": 6}
 
 
-def test_without_the_square_among_the_buckets_it_takes_its_nearest(shapes: Path, models: Path, tmp_path: Path) -> None:
+def test_without_its_square_bucket_an_image_goes_to_the_nearest_one(shapes: Path, models: Path, tmp_path: Path) -> None:
     config = precompute_config(models, shapes, tmp_path / "root", buckets=["128x128"], aspect=ASPECT)
     encode_all(config, models)
     receipt = load_tars(open_store(config.output))[0]
@@ -87,16 +87,14 @@ def test_without_the_square_among_the_buckets_it_takes_its_nearest(shapes: Path,
     assert list(verify_root(open_store(config.output))) == []
 
 
-def test_empty_parts_are_sound(aspect_root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_empty_parts_are_valid(aspect_root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert load_tars(open_store(aspect_root))[0].parts["96x48"].samples == 0
     assert list(verify_root(open_store(aspect_root))) == []
     run_shards(["stats", str(aspect_root)])
     assert "96x48" in capsys.readouterr().out
 
 
-def test_tables_added_later_give_what_both_at_once_give(
-    aspect_root: Path, shapes: Path, models: Path, tmp_path: Path
-) -> None:
+def test_adding_tables_later_gives_the_same_root(aspect_root: Path, shapes: Path, models: Path, tmp_path: Path) -> None:
     root = tmp_path / "root"
     encode_all(precompute_config(models, shapes, root, buckets=["64x64"]), models)
     encode_all(precompute_config(models, shapes, root, aspect=ASPECT), models)
@@ -118,19 +116,19 @@ def test_tables_added_later_give_what_both_at_once_give(
     ],
     ids=["step", "ratio", "square", "explicit"],
 )
-def test_a_bucket_is_filled_by_one_rule(
+def test_a_bucket_keeps_one_rule(
     aspect_root: Path, shapes: Path, models: Path, buckets: list[str], aspect: dict, message: str
 ) -> None:
     config = precompute_config(models, shapes, aspect_root, buckets=buckets, aspect=aspect)
     with pytest.raises(RequestError, match=message):
         check_rules(open_store(config.output), config.to_fill.rules)
-    with pytest.raises(RequestError, match=message):  # by the command too, before anything starts
+    with pytest.raises(RequestError, match=message):  # the command refuses it too, before anything starts
         words = precompute_arguments(models, shapes, aspect_root)
         words[words.index("--buckets") + 1] = json.dumps(buckets)
         run([*words, *(word for key, value in aspect.items() for word in (f"--aspect.{key}", json.dumps(value)))])
 
 
-def test_what_may_be_added(aspect_root: Path, shapes: Path, models: Path) -> None:
+def test_buckets_that_may_be_added(aspect_root: Path, shapes: Path, models: Path) -> None:
     for buckets, aspect in (
         (["256x256"], {}),
         (["64x64", "128x128"], {"bases": [64, 128], "step": 16}),
@@ -149,7 +147,7 @@ def test_what_may_be_added(aspect_root: Path, shapes: Path, models: Path) -> Non
         ({"bases": [64], "max_ratio": 0.5}, "greater than or equal to 1"),
     ],
 )
-def test_tables_that_cannot_be(aspect: dict, message: str) -> None:
+def test_invalid_tables(aspect: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         precompute_config(Path("models"), Path("tars"), Path("root"), aspect=aspect)
 
@@ -163,7 +161,7 @@ def test_a_table_must_fit_the_vae(models: Path, shapes: Path, tmp_path: Path) ->
 
 
 def test_training_on_several_shapes(aspect_root: Path, tmp_path: Path) -> None:
-    """One run over a square, a lying and an upright stream; an empty bucket is refused by name."""
+    """One run over a square, a landscape and a portrait stream; an empty bucket is refused by name."""
     fields = train_fields(aspect_root, tmp_path / "run", max_steps=5, global_batch_size=4, microbatch_size=4)
     buckets = ["64x64", "80x48", "48x96"]
     fields["data"]["streams"] = [{"root": str(aspect_root), "bucket": bucket} for bucket in buckets]

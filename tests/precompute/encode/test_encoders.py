@@ -1,4 +1,4 @@
-"""The encoders: what a batch's neighbours may change, what goes to the device in which order, and by which kernels."""
+"""Encoders: independence from the rest of the batch, order of work on the device, and kernels."""
 
 import functools
 from collections.abc import Callable
@@ -19,13 +19,13 @@ from examples.shapes.encoders.vae import draw_pictures
 from examples.shapes.models import MODELS
 from precompute.describe import TextConfig, TextTowerConfig, describe_image, describe_text
 from precompute.encode.encoders import (
-    EncodedCaption,
     ImageEncoder,
     TextEncoder,
+    TowerCaption,
     attend_by_products,
     attends_by_products,
 )
-from precompute.encode.networks import Precision, Site, autocast
+from precompute.encode.networks import DeviceSettings, Precision, autocast
 from precompute.encode.recipe import WorkerConfig
 from precompute.encode.towers import TextTowers, Towers
 from precompute.encode.worker import compile_now
@@ -35,19 +35,19 @@ from shards.format.buckets import Bucket
 CPU = torch.device("cpu")
 BATCH = 8
 LARGEST = {"float32": 3e-3, "bfloat16": 0.05}
-"""Of a difference, as a share of the latents' standard deviation. docs/evidence/encoding.md has what was measured."""
+"""Largest allowed difference in standard deviations of the latents. docs/evidence/encoding.md has measurements."""
 
 
 @pytest.fixture(scope="module")
 def pictures() -> list[np.ndarray]:
-    """BATCH pictures of the demo's world, 64 px."""
+    """BATCH images of the demo, 64 px."""
     scaled = draw_pictures(BATCH, 64, seed=5)
     return list(((scaled + 1) * 127.5).round().to(torch.uint8).permute(0, 2, 3, 1).numpy())
 
 
 @pytest.fixture(scope="module")
 def captions() -> list[str]:
-    """BATCH captions of the demo's world."""
+    """BATCH captions of the demo."""
     return [caption or "nothing" for caption in labelled_captions(BATCH, np.random.default_rng(5))[0]]
 
 
@@ -57,7 +57,7 @@ def image_encoder(precision: Precision, **options: Any) -> ImageEncoder:
 
 def image_encoder_of(folder: Path, precision: Precision, **options: Any) -> ImageEncoder:
     how = dict.fromkeys(("crop", "resampling", "decoder", "resampler", "color"), "")
-    return ImageEncoder(folder, describe_image(str(folder), None, **how), Site(CPU, precision, **options))
+    return ImageEncoder(folder, describe_image(str(folder), None, **how), DeviceSettings(CPU, precision, **options))
 
 
 def text_encoder(precision: Precision, **options: Any) -> TextEncoder:
@@ -68,10 +68,10 @@ def text_encoder_of(models: Path, precision: Precision, **options: Any) -> TextE
     folder, tokenizer = models / "text_encoder", models / "tokenizer"
     asked = TextTowerConfig(model=str(folder), tokenizer=str(tokenizer), class_name="CLIPTextModel")
     tower = describe_text("text", asked, TextConfig())
-    return TextEncoder(folder, tokenizer, tower, Site(CPU, precision, **options))
+    return TextEncoder(folder, tokenizer, tower, DeviceSettings(CPU, precision, **options))
 
 
-def states(encoded: EncodedCaption) -> Tensor:
+def states(encoded: TowerCaption) -> Tensor:
     assert encoded.latents.states is not None
     return encoded.latents.states
 
@@ -84,7 +84,7 @@ def share_of_deviation(found: Tensor, expected: Tensor) -> float:
 def test_neighbours_do_not_matter_beyond_rounding(
     pictures: list[np.ndarray], captions: list[str], precision: Precision
 ) -> None:
-    """Each sample of a full batch against the same one alone: in a batch that its copies fill up, and in one of one."""
+    """Each sample of a full batch equals the same sample alone, in a padded batch and in a batch of one."""
     image, text = image_encoder(precision), text_encoder(precision)
     together = list(zip(image(pictures, BATCH), text(captions, BATCH), strict=True))
     for picture, caption, (image_latents, encoded) in zip(pictures, captions, together, strict=True):
@@ -95,19 +95,17 @@ def test_neighbours_do_not_matter_beyond_rounding(
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_the_end_of_a_batch_is_as_good_a_place_as_any(
+def test_the_position_in_a_batch_does_not_matter_beyond_rounding(
     pictures: list[np.ndarray], captions: list[str], precision: Precision
 ) -> None:
     image, text = image_encoder(precision), text_encoder(precision)
     first = image([pictures[3], *pictures[4:]], BATCH)[0], states(text([captions[3], *captions[4:]], BATCH)[0])
-    last = image(pictures[:4], BATCH)[-1], states(text(captions[:4], BATCH)[-1])  # its copies fill the batch up
+    last = image(pictures[:4], BATCH)[-1], states(text(captions[:4], BATCH)[-1])  # padded with copies of the last one
     for one, other in zip(first, last, strict=True):
         assert share_of_deviation(one, other) < LARGEST[precision]
 
 
-def test_weights_lowered_once_are_what_autocast_lowers_each_time(
-    pictures: list[np.ndarray], captions: list[str]
-) -> None:
+def test_lowered_weights_equal_those_that_autocast_casts(pictures: list[np.ndarray], captions: list[str]) -> None:
     image, text = image_encoder("bfloat16"), text_encoder("bfloat16")
     assert image.lowered is not image.model
     assert image.model.get_submodule("encoder.conv_in").weight.dtype == torch.float32
@@ -118,8 +116,8 @@ def test_weights_lowered_once_are_what_autocast_lowers_each_time(
         assert torch.equal(states(one), states(other))
 
 
-def test_batches_on_the_device_come_back_each_as_itself(pictures: list[np.ndarray], captions: list[str]) -> None:
-    """Several are begun before the first is waited for; they may be waited for in any order."""
+def test_batches_in_flight_do_not_mix(pictures: list[np.ndarray], captions: list[str]) -> None:
+    """Several batches are started before the first is waited for, and waited for in any order."""
     image, text = image_encoder("bfloat16"), text_encoder("bfloat16")
     begun = [image.start_batch(image.stack(pictures[i : i + 2], 4), 2) for i in (0, 2, 4)]
     begun_texts = [text.start_batch(captions[i : i + 2], 4) for i in (0, 2, 4)]
@@ -130,7 +128,7 @@ def test_batches_on_the_device_come_back_each_as_itself(pictures: list[np.ndarra
             assert one.latents.num_tokens == other.latents.num_tokens
 
 
-def test_what_overflows_is_encoded_again_in_float32(
+def test_rows_that_overflow_are_encoded_again_in_float32(
     pictures: list[np.ndarray], captions: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def overflowing(run: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor, ...]]:
@@ -152,14 +150,14 @@ def test_what_overflows_is_encoded_again_in_float32(
         assert found.isfinite().all() and share_of_deviation(found, expected) < LARGEST["float32"]
 
 
-def test_what_overflows_in_float32_too_stays_infinite(pictures: list[np.ndarray]) -> None:
+def test_rows_that_overflow_in_float32_too_stay_infinite(pictures: list[np.ndarray]) -> None:
     encoder = image_encoder("bfloat16")
     encoder._run = lambda inputs, precision: (torch.full((len(inputs[0]), 8, 8, 8), 1e6),)  # type: ignore[method-assign]
     assert encoder(pictures, BATCH).isinf().all()
 
 
-def test_captions_are_cut_and_padded_as_the_tokenizer_does_it(models: Path) -> None:
-    """The tiny tokenizer makes a token of each character, and takes 16."""
+def test_captions_are_truncated_and_padded_as_by_the_tokenizer(models: Path) -> None:
+    """The tiny tokenizer has one token per character and a maximum of 16."""
     encoder = text_encoder_of(models, "float32")
     tokenizer = CLIPTokenizer.from_pretrained(models / "tokenizer")
     captions = ["", "a", "x" * 13, "x" * 14, "x" * 15, "x" * 40]
@@ -175,7 +173,7 @@ def test_captions_are_cut_and_padded_as_the_tokenizer_does_it(models: Path) -> N
 
 
 def odd_captions(number: int) -> list[str]:
-    """Of any characters there are: scripts, emoji, control characters, long runs, nothing."""
+    """Captions of arbitrary characters: scripts, emoji, control characters, long runs, or empty."""
     random = np.random.default_rng(7)
     ranges = [(32, 127), (0, 0x250), (0x370, 0x600), (0x900, 0xE00), (0x3040, 0xD7A4), (0x1F300, 0x1FAFF), (32, 34)]
     captions = []
@@ -187,7 +185,7 @@ def odd_captions(number: int) -> list[str]:
 
 def test_ids_are_the_tokenizers_own_on_odd_captions() -> None:
     encoder, captions = text_encoder("float32"), odd_captions(10_000)
-    # transformers 4 has a second one, in Python, which splits odd captions otherwise
+    # transformers 4 also has one in Python, which splits odd captions differently
     tokenizer = CLIPTokenizerFast.from_pretrained(MODELS / "tokenizer")
     length = encoder.tower.max_tokens
     for first in range(0, len(captions), 64):
@@ -202,7 +200,7 @@ def test_ids_are_the_tokenizers_own_on_odd_captions() -> None:
 def test_a_compiled_encoder_gives_the_same(
     pictures: list[np.ndarray], captions: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By a back end that needs no C++ compiler: what is handed to torch.compile can be traced, and is used."""
+    """With a backend that needs no C++ compiler: the graph can be traced, and the compiled one is used."""
     seen = []
 
     def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> object:
@@ -219,7 +217,7 @@ def test_a_compiled_encoder_gives_the_same(
 
 
 def attending_vae(folder: Path, channels: int) -> Path:
-    """A VAE that attends in its middle, over all channels with one head, as Stable Diffusion's does."""
+    """A VAE whose middle block attends with one head over all channels, like Stable Diffusion's."""
     torch.manual_seed(0)
     vae = AutoencoderKL(
         block_out_channels=[channels], norm_num_groups=4, layers_per_block=1, mid_block_add_attention=True
@@ -229,7 +227,7 @@ def attending_vae(folder: Path, channels: int) -> Path:
 
 
 def test_attention_takes_the_fused_kernel(models: Path, captions: list[str], tmp_path: Path) -> None:
-    """In CLIP, and in the middle of a VAE."""
+    """In CLIP, and in the middle block of a VAE."""
     attending_vae(tmp_path, 8)
     image = image_encoder_of(tmp_path / "vae", "bfloat16")
     text = text_encoder_of(models, "bfloat16")
@@ -245,7 +243,7 @@ def test_attention_takes_the_fused_kernel(models: Path, captions: list[str], tmp
 def test_wide_heads_attend_by_products_within_rounding(
     pictures: list[np.ndarray], precision: Precision, tmp_path: Path
 ) -> None:
-    """As on a GPU, whose fast kernels take up to 256 channels; the middle of Stable Diffusion's VAE has 512."""
+    """As on a GPU, whose fused kernels support up to 256 channels. Stable Diffusion's VAE has 512 in its middle."""
     vae = attending_vae(tmp_path, 264) / "vae"
     fused, products = image_encoder_of(vae, precision), image_encoder_of(vae, precision)
     attend_by_products(products.model)
@@ -272,7 +270,7 @@ def test_narrow_heads_keep_the_fused_kernel_and_a_cpu_every_head(tmp_path: Path)
 
 
 def test_a_network_is_compiled_for_every_shape(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch.compile itself gives up after eight, and says so in a log alone."""
+    """By default torch.compile gives up after eight shapes, and only logs it."""
     seen = []
 
     def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> object:
@@ -308,7 +306,7 @@ def test_a_node_that_cannot_compile_says_what_it_lacks(models: Path, monkeypatch
         compile_now(TextTowers({"text": text}, batch_size=2))
 
 
-def test_towers_are_compiled_on_gpus_where_nothing_else_is_said() -> None:
+def test_towers_are_compiled_on_gpus_by_default() -> None:
     cuda = torch.device("cuda")
     assert [WorkerConfig(compile=said).compiles(cuda) for said in (None, True, False)] == [True, True, False]
     assert [WorkerConfig(compile=said).compiles(CPU) for said in (None, True, False)] == [False, True, False]

@@ -1,4 +1,4 @@
-"""Towers that take turns on the device: the bytes are the same, and one tower's weights are there at a time."""
+"""Towers that run one by one: the stored bytes are the same, and the device holds one tower's weights at a time."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ from transformers import T5EncoderModel
 
 from precompute.config import PrecomputeConfig, describe_encoding, make_recipe
 from precompute.encode import networks
-from precompute.encode.networks import Network, Offload, Site
+from precompute.encode.networks import DeviceSettings, Network, Offload
 from precompute.encode.provenance import DeviceClock
 from precompute.encode.towers import TextTowers
 from precompute.encode.worker import load_towers
@@ -23,14 +23,14 @@ from tests.tiny_towers import config_of, make_towers, texts
 
 @dataclass
 class Memory:
-    """Stands in for a device's: knows which copies of weights are alive."""
+    """Fake device memory that tracks which copies of weights are alive."""
 
     copies: list[tuple[StorageWeakRef, int]] = field(default_factory=list)
     peak: int = 0
     sizes: dict[nn.Module, int] = field(default_factory=dict)
     """Network → bytes of its weights and buffers."""
     moved: list[nn.Module] = field(default_factory=list)
-    """In turn."""
+    """Networks in the order in which they were moved to the device."""
 
     def to_device(self, tensor: Tensor, device: torch.device) -> Tensor:
         copied = tensor.detach().clone()
@@ -47,10 +47,10 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Memory]:
 
     def added(self: Offload, model: nn.Module) -> None:
         add(self, model)
-        held.sizes[model] = sum(tensor.nbytes for tensor in {id(t): t for t in self.waiting[model].values()}.values())
+        held.sizes[model] = sum(tensor.nbytes for tensor in {id(t): t for t in self.on_host[model].values()}.values())
 
     def moved(self: Offload, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        held.moved += [model for model, waiting in self.waiting.items() if waiting is tensors]
+        held.moved += [model for model, waiting in self.on_host.items() if waiting is tensors]
         return move(self, tensors)
 
     monkeypatch.setattr(networks, "to_device", held.to_device)
@@ -65,7 +65,7 @@ def towers(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def encoded(config: PrecomputeConfig, models: Path) -> dict[str, bytes]:
-    """Every byte that is stored of samples, by its place; a part's folder is named by its content."""
+    """Return all stored files by name; a part's folder is named by its content."""
     encode_all(config, models)
     files = [path for bucket in config.buckets for path in (folder_of(config) / bucket).glob("*.*/*")]
     assert len({path.parent.name for path in files}) == 4
@@ -73,7 +73,7 @@ def encoded(config: PrecomputeConfig, models: Path) -> dict[str, bytes]:
 
 
 def config(models: Path, tars: Path, root: Path, towers: Path, how: str, **changes: object) -> PrecomputeConfig:
-    """Both buckets, several captions, and towers whose batches are of three sizes."""
+    """Return a config with both buckets, several captions, and towers with three batch sizes."""
     workers = {"num_gpus": 0, "num_cpus": 1, "decode_threads": 2, "batch_size": 8, "towers": how}
     fields = {
         "buckets": ["64x64", "128x128"],
@@ -94,20 +94,20 @@ def test_the_bytes_are_the_same_and_one_tower_is_on_the_device(
     assert memory.peak == max(memory.sizes[model] for model in memory.moved)
 
 
-def test_a_tar_changes_towers_once_for_each(
+def test_each_tower_is_moved_once_per_tar(
     models: Path, tars: Path, tmp_path: Path, towers: Path, memory: Memory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Pictures, then captions by the tower of the fewest numbers, then by the other; moves are the device's time."""
+    """Images first, then captions by the tower with the smallest latents, then by the other. Moves are device time."""
     counted = moved_under(DeviceClock, memory, monkeypatch)
     encoded(config(models, tars, tmp_path / "root", towers, "one_by_one", features={}), models)
-    order = ["T5EncoderModel", "CLIPTextModelWithProjection"]  # 24 × 12 numbers, and 16 × 20 with 10
+    order = ["T5EncoderModel", "CLIPTextModelWithProjection"]  # latents of 24 × 12 numbers, and of 16 × 20 + 10
     of_a_tar = ["AutoencoderKL", *order]
     assert [type(model).__name__ for model in memory.moved] == [*order, *of_a_tar, *of_a_tar]
-    assert counted == [False, False, *[True] * 6]  # the empty caption is the root's and no tar's
+    assert counted == [False, False, *[True] * 6]  # the empty caption belongs to the root and counts for no tar
 
 
 def moved_under(clock: type[DeviceClock], memory: Memory, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Of each move, whether the device's time was counted."""
+    """Return a list that will hold, for each move, whether it counted as device time."""
     running, counted, call, move = [], [], clock.__call__, Offload._moved
 
     class Counted:
@@ -130,7 +130,7 @@ def moved_under(clock: type[DeviceClock], memory: Memory, monkeypatch: pytest.Mo
     return counted
 
 
-def test_what_overflows_takes_the_seat_in_float32(
+def test_rows_that_overflow_are_encoded_by_the_float32_network(
     models: Path, tars: Path, tmp_path: Path, towers: Path, memory: Memory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = Network._run
@@ -148,7 +148,7 @@ def test_what_overflows_takes_the_seat_in_float32(
     assert len(both) == 2 and memory.peak == max(memory.sizes[model] for model in memory.moved)
 
 
-def test_tied_weights_move_once_and_come_back_as_they_were() -> None:
+def test_tied_weights_are_moved_once_and_restored() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.BatchNorm1d(4)).eval().requires_grad_(False)
     model[1].weight = model[0].weight
     before, inputs = dict(model.named_parameters(remove_duplicate=False)), torch.randn(2, 4)
@@ -156,15 +156,15 @@ def test_tied_weights_move_once_and_come_back_as_they_were() -> None:
     other = nn.Linear(1, 1)
     offload.add(model)
     offload.add(other)
-    with offload.of(model):
+    with offload.loaded(model):
         assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
         assert model[1].weight is model[0].weight and not model[0].weight.requires_grad
-    with offload.of(other):
+    with offload.loaded(other):
         assert all(model.get_parameter(name) is weight for name, weight in before.items())
         assert torch.equal(model(inputs), expected) and other.weight.is_meta
 
 
-def test_a_move_that_fails_leaves_the_seat_free(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_move_leaves_the_device_empty(monkeypatch: pytest.MonkeyPatch) -> None:
     def no_room(tensor: Tensor, device: torch.device) -> Tensor:
         raise torch.OutOfMemoryError("no room")
 
@@ -172,11 +172,11 @@ def test_a_move_that_fails_leaves_the_seat_free(monkeypatch: pytest.MonkeyPatch)
     offload.add(model)
     moved: Callable[..., Tensor] = networks.to_device
     monkeypatch.setattr(networks, "to_device", no_room)
-    with pytest.raises(torch.OutOfMemoryError), offload.of(model):
+    with pytest.raises(torch.OutOfMemoryError), offload.loaded(model):
         pass
-    assert offload.on_device is None and model.weight is offload.waiting[model]["weight"]
+    assert offload.on_device is None and model.weight is offload.on_host[model]["weight"]
     monkeypatch.setattr(networks, "to_device", moved)
-    with offload.of(model):
+    with offload.loaded(model):
         assert offload.on_device is model
 
 
@@ -193,7 +193,7 @@ def test_weights_that_come_back_find_the_graph_that_was_compiled(
     cpu, inputs = torch.device("cpu"), torch.randn(2, 4)
     offload, models = Offload(cpu), [nn.Linear(4, 4) for _ in range(2)]
     compiled, other = (
-        Network(model, lambda m, x: (m(x),), Site(cpu, "bfloat16", is_compiled, offload))
+        Network(model, lambda m, x: (m(x),), DeviceSettings(cpu, "bfloat16", is_compiled, offload))
         for model, is_compiled in zip(models, (True, False), strict=True)
     )
     for _ in range(3):
@@ -203,7 +203,7 @@ def test_weights_that_come_back_find_the_graph_that_was_compiled(
     assert len(graphs) == 1 and len(memory.moved) == 6
 
 
-def test_a_workers_towers_share_one_seat(models: Path, tars: Path, tmp_path: Path, towers: Path) -> None:
+def test_all_towers_of_a_worker_share_one_device(models: Path, tars: Path, tmp_path: Path, towers: Path) -> None:
     for how in ("together", "one_by_one"):
         asked = config(models, tars, tmp_path / "none", towers, how)
         loaded = load_towers(make_recipe(asked, describe_encoding(asked)), "cpu")
@@ -216,7 +216,5 @@ def test_a_workers_towers_share_one_seat(models: Path, tars: Path, tmp_path: Pat
         )
 
 
-def test_a_job_that_encodes_no_caption_has_no_turns() -> None:
-    towers = TextTowers({}, 8)
-    towers.one_by_one = True
-    assert towers.empty_caption() == {}
+def test_one_by_one_without_text_towers() -> None:
+    assert TextTowers({}, 8, one_by_one=True).empty_caption() == {}

@@ -1,4 +1,4 @@
-"""Stages that overlap keep order, bound what is under way, and hand errors over."""
+"""Overlapping stages keep the order, bound the number of items in flight, and pass on errors."""
 
 import threading
 import time
@@ -27,7 +27,7 @@ def test_order_is_kept_and_the_number_ahead_is_bounded() -> None:
     with threads(8) as pool:
         assert list(map_in_order(pool, work, range(40), ahead=4)) == [i * i for i in range(40)]
         assert 1 < most <= 4
-        assert list(map_in_order(pool, work, range(41), ahead=6, together=3)) == [i * i for i in range(41)]
+        assert list(map_in_order(pool, work, range(41), ahead=6, in_a_row=3)) == [i * i for i in range(41)]
 
 
 def test_background_runs_ahead_by_its_depth_and_no_further() -> None:
@@ -89,7 +89,7 @@ def test_a_stage_that_is_stopped_stops_those_before_it() -> None:
     assert threading.active_count() == before
 
 
-def test_calls_in_a_row_are_timed_one_by_one_and_end_with_those_who_wait() -> None:
+def test_calls_in_a_row_are_timed_separately_and_stop_with_the_pool() -> None:
     made = []
 
     def work(item: int) -> int:
@@ -102,14 +102,14 @@ def test_calls_in_a_row_are_timed_one_by_one_and_end_with_those_who_wait() -> No
         raise ValueError("broken tar")
 
     with threads(1, 0.3) as pool:
-        assert list(map_in_order(pool, work, range(8), ahead=8, seconds=0.3, together=8)) == list(range(8))
+        assert list(map_in_order(pool, work, range(8), ahead=8, seconds=0.3, in_a_row=8)) == list(range(8))
     with pytest.raises(ValueError, match="broken tar"), threads(1, 0.3) as pool:
-        list(map_in_order(pool, work, items(), ahead=16, seconds=0.3, together=8))
+        list(map_in_order(pool, work, items(), ahead=16, seconds=0.3, in_a_row=8))
     assert len(made) < 16
 
 
-def test_a_call_that_never_ends_does_not_hold_up_another_error() -> None:
-    """The error of the consumer closes all stages; the call in the pool is found by whoever leaves the pool."""
+def test_a_call_that_never_ends_does_not_hide_another_error() -> None:
+    """The error of the consumer closes all stages, and leaving the pool notices the call that does not end."""
     end = threading.Event()
 
     def work(item: int) -> int:
@@ -128,7 +128,7 @@ def test_a_call_that_never_ends_does_not_hold_up_another_error() -> None:
         end.set()
 
 
-def test_an_error_is_itself_where_every_call_ends() -> None:
+def test_an_error_is_passed_on_if_all_calls_end() -> None:
     with pytest.raises(ValueError, match="no room"), threads(2, 30) as pool:
         for _ in range(20):
             pool.submit(time.sleep, 0.05)

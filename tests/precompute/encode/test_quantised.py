@@ -1,4 +1,4 @@
-"""Text towers whose weights are rounded: what that costs in accuracy, what is recorded of it, what is refused."""
+"""Text towers with quantised weights: accuracy, records in the root, and refusals."""
 
 import sys
 from pathlib import Path
@@ -11,7 +11,7 @@ from transformers import T5Config, T5EncoderModel
 
 from precompute import describe
 from precompute.config import PrecomputeConfig, describe_encoding
-from precompute.encode.networks import Network, Precision, Site, quantised
+from precompute.encode.networks import DeviceSettings, Network, Precision, quantise
 from shards.base.errors import RequestError, UnfitNode
 from shards.derive.conversion import plan_conversion
 from shards.format.encoding import EncodingRecord
@@ -33,7 +33,7 @@ def towers(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def config(models: Path, tars: Path, root: Path, towers: Path, weights: str, **changes: Any) -> PrecomputeConfig:
-    """T5 with such weights beside a CLIP that has its own."""
+    """Return a config with a quantised T5 and an ordinary CLIP."""
     return config_of(models, tars, root, towers, texts=texts(towers, models, weights=weights), features={}, **changes)
 
 
@@ -46,14 +46,16 @@ def record(models: Path, tars: Path, towers: Path, weights: str) -> EncodingReco
     return describe_encoding(config(models, tars, tars / "none", towers, weights))
 
 
-def test_rounded_weights_are_another_encoding(models: Path, tars: Path, towers: Path, as_if_installed: None) -> None:
+def test_quantised_weights_change_the_encoding_id(
+    models: Path, tars: Path, towers: Path, as_if_installed: None
+) -> None:
     records = [record(models, tars, towers, weights) for weights in ("as_stored", "int8", "float8")]
     assert len({of.id for of in records}) == 3
     assert records[0].differences(records[1]) == ["texts.t5.quantised: None ≠ 'int8'"]
     assert all(EncodingRecord.parse(of.sealed(), "encoding.json") == of for of in records)
 
 
-def test_a_root_of_the_tower_as_it_is_stored_is_encoded_anew(
+def test_a_root_of_the_unquantised_tower_is_refused(
     models: Path, tars: Path, towers: Path, as_if_installed: None
 ) -> None:
     source, target = (record(models, tars, towers, weights) for weights in ("as_stored", "int8"))
@@ -62,7 +64,7 @@ def test_a_root_of_the_tower_as_it_is_stored_is_encoded_anew(
         plan_conversion(source, target)
 
 
-def test_what_is_not_installed_is_refused(
+def test_a_node_without_torchao_is_refused(
     models: Path, tars: Path, towers: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(describe, "find_spec", lambda name: None)
@@ -72,13 +74,13 @@ def test_what_is_not_installed_is_refused(
     for module in ("torchao", "torchao.quantization"):
         monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(UnfitNode, match=r"has no torchao .*makes a text tower's int8 weights\. Install it there"):
-        quantised(nn.Linear(2, 2), "int8")
+        quantise(nn.Linear(2, 2), "int8")
     with pytest.raises(ValueError, match=r"texts\.t5\.weights: products with int8 weights overflow float16"):
         config(models, tars, tars / "none", towers, "int8", precision="float16")
 
 
 def t5() -> T5EncoderModel:
-    """Random, with layers wide enough for errors to average as they do in large ones."""
+    """Return a random T5 with layers wide enough for errors to average out as in large ones."""
     torch.manual_seed(3)
     fields = {"vocab_size": 64, "d_model": 128, "d_kv": 16, "d_ff": 256, "num_layers": 4, "num_heads": 8}
     return T5EncoderModel(T5Config(**fields, feed_forward_proj="gated-gelu")).eval()
@@ -86,13 +88,13 @@ def t5() -> T5EncoderModel:
 
 def states_of(model: nn.Module, precision: Precision) -> tuple[Tensor, Network]:
     ids = torch.randint(0, 64, (4, 24), generator=torch.Generator().manual_seed(5))
-    site = Site(torch.device("cpu"), precision)
+    site = DeviceSettings(torch.device("cpu"), precision)
     network = Network(model, lambda t5, ids: (t5(ids).last_hidden_state,), site)
     return network.start((ids,), len(ids))()[0].float(), network
 
 
 def weight_bytes(model: nn.Module) -> tuple[int, int]:
-    """Of linear layers: bytes, and weights."""
+    """Return the bytes and the number of weights of all linear layers."""
     layers = [module.weight for module in model.modules() if isinstance(module, nn.Linear)]
     return sum(weight.qdata.nbytes + weight.scale.nbytes for weight in layers), sum(w.numel() for w in layers)  # type: ignore[attr-defined]
 
@@ -100,11 +102,11 @@ def weight_bytes(model: nn.Module) -> tuple[int, int]:
 @pytest.mark.parametrize("to", LARGEST_ERROR)
 @pytest.mark.slow
 @pytest.mark.quantised
-def test_the_error_of_rounded_weights(to: Quantised) -> None:
+def test_the_error_of_quantised_weights(to: Quantised) -> None:
     exact, _ = states_of(t5(), "float32")
     precisions: tuple[Precision, ...] = ("float32", "bfloat16")
     for precision in precisions:
-        found, network = states_of(quantised(t5(), to), precision)
+        found, network = states_of(quantise(t5(), to), precision)
         plain, _ = states_of(t5(), precision)
         error, without = (float((of - exact).norm() / exact.norm()) for of in (found, plain))
         print(f"\n{to} in {precision}: {error:.2%}; not rounded: {without:.2%}")
@@ -117,8 +119,8 @@ def test_the_error_of_rounded_weights(to: Quantised) -> None:
 @pytest.mark.slow
 @pytest.mark.quantised
 @pytest.mark.parametrize("to", LARGEST_ERROR)
-def test_a_root_of_a_rounded_tower(models: Path, tars: Path, tmp_path: Path, towers: Path, to: Quantised) -> None:
-    """Its towers together and one by one: the same bytes; and the receipts say which torchao."""
+def test_a_root_of_a_quantised_tower(models: Path, tars: Path, tmp_path: Path, towers: Path, to: Quantised) -> None:
+    """The bytes are the same with towers one by one, and receipts record the version of torchao."""
     stored = []
     for how in ("together", "one_by_one"):
         workers = {"num_gpus": 0, "num_cpus": 1, "decode_threads": 2, "batch_size": 8, "towers": how}

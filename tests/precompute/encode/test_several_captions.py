@@ -1,4 +1,4 @@
-"""Several captions per sample: stored as each would be alone, with a leading axis; what is missing is left out."""
+"""Several captions per sample: each is stored as it would be alone, along a leading axis; missing ones are left out."""
 
 import json
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ BUCKETS = ["64x64", "128x128"]
 
 @pytest.fixture(scope="module")
 def captioned(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tar of 12 samples, of which number 0 has no blip, 1 no txt, 2 neither, 3 bad bytes in both, 4 a long blip."""
+    """A tar of 12 samples: number 0 has no blip, 1 no txt, 2 neither, 3 invalid bytes in both, 4 a long blip."""
     folder = tmp_path_factory.mktemp("captioned")
     samples = make_samples(0, 12, [(80, 64), (200, 150)])
     for i, (_, members) in enumerate(samples):
@@ -58,14 +58,14 @@ def encoded(models: Path, tars: Path, root: Path, fields: Sequence[str] = FIELDS
 
 @pytest.mark.parametrize("storage", ["float16", "float8"])
 @pytest.mark.parametrize("trim", [False, True])
-def test_each_caption_is_what_it_would_be_alone(
+def test_each_caption_is_stored_as_if_it_were_alone(
     models: Path, captioned: Path, tmp_path: Path, storage: str, trim: bool
 ) -> None:
     both = encoded(models, captioned, tmp_path / "both", storage=storage, trim=trim)
     alone = {f: encoded(models, captioned, tmp_path / f, [f], storage=storage, trim=trim) for f in FIELDS}
     for bucket in BUCKETS:
         found: dict[str, list[tuple[str, dict[str, np.ndarray]]]] = {}
-        for field in FIELDS:  # as listed, which is the order that is stored
+        for field in FIELDS:  # stored in the order of the config
             encoding = EncodingRecord.load(open_store(alone[field]))
             for sample in read_part(part_of(alone[field], bucket, "00000")):
                 (caption,), (latents,) = captions(sample, encoding), text_latents(sample, encoding)
@@ -80,13 +80,13 @@ def test_each_caption_is_what_it_would_be_alone(
     assert list(verify_root(open_store(both))) == []
 
 
-def test_what_a_sample_looks_like(models: Path, captioned: Path, tmp_path: Path) -> None:
-    """`caption` keeps a place for each field, so that one can tell which is which; the latents are those that exist."""
+def test_layout_of_a_stored_sample(models: Path, captioned: Path, tmp_path: Path) -> None:
+    """`caption` has an entry per field, so that captions can be told apart. Only existing ones have latents."""
     for trim in (False, True):
         root = encoded(models, captioned, tmp_path / str(trim), storage="float8", trim=trim)
         rows = {int(s["key"]): s for s in read_part(part_of(root, "64x64", "00000"))}
         assert [json.loads(rows[i]["caption"]) for i in (0, 1, 5)] == [[None, "t0"], ["blip 1", None], ["blip 5", "t5"]]
-        # begin, a token a letter, end
+        # begin, one token per letter, end
         kept = {0: [4], 1: [7], 5: [7, 4]} if trim else {0: [TEXT_LENGTH], 1: [TEXT_LENGTH], 5: [TEXT_LENGTH] * 2}
         for i, lengths in kept.items():
             assert rows[i]["text_latents.text"].shape[:2] == (len(lengths), max(lengths))
@@ -106,17 +106,17 @@ def test_captions_are_counted_per_bucket_in_receipts_and_once_in_stats(
     assert receipt.rejected == {"no_caption": 1}
     changes = {"invalid_utf8": 2, "control_characters": 1, "too_long": 1, "truncated": 1}
     assert receipt.parts["64x64"].captions == {"stored": 20, **changes}
-    # per sample, in each part's own table, from which the receipt's follow
+    # each part's table has them per sample; the receipt has the sums
     table = pq.read_table(part_of(root, "64x64", "00000") / "samples.parquet").to_pylist()
     assert {name: sum(row[name] for row in table) for name in changes} == changes
     assert [row["captions"] for row in table] == [1, 1, *[2] * 9]
     run(["stats", str(root)])
-    assert receipt.parts["128x128"].captions["stored"] == 11  # of the same samples
+    assert receipt.parts["128x128"].captions["stored"] == 11  # captions of the same samples
     printed = capsys.readouterr().out
     assert "captions: 20 stored; changed: invalid utf8 2, control characters 1, too long 1, truncated 1\n" in printed
 
 
-def test_a_caption_is_encoded_once_and_in_filled_batches(
+def test_captions_are_encoded_once_and_in_full_batches(
     models: Path, captioned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[list[str]] = []
@@ -129,7 +129,7 @@ def test_a_caption_is_encoded_once_and_in_filled_batches(
     monkeypatch.setattr(TextEncoder, "start_batch", spy)
     encoded(models, captioned, tmp_path / "root")
     assert calls.pop(0) == [""] and sum(map(len, calls)) == 20
-    assert all(len(texts) <= 8 for texts in calls)  # workers.batch_size, up to which each is filled
+    assert all(len(texts) <= 8 for texts in calls)  # workers.batch_size, to which each batch is padded
 
 
 def test_a_bucket_added_later_has_the_same_captions(models: Path, captioned: Path, tmp_path: Path) -> None:
@@ -157,8 +157,8 @@ def test_the_fields_and_the_limit_are_part_of_the_encoding(models: Path, caption
     assert EncodingRecord.load(open_store(root)).captions == tuple(FIELDS)
 
 
-def test_a_caption_that_was_lost_is_found(models: Path, captioned: Path, tmp_path: Path) -> None:
-    """A writer that stores fewer captions than latents: the files are as their receipt says, and still it shows."""
+def test_verify_finds_a_lost_caption(models: Path, captioned: Path, tmp_path: Path) -> None:
+    """A writer that stores fewer captions than latents is noticed, although the files agree with their receipt."""
     from shards.root.writing import Caption, PartWriter
 
     write = PartWriter._caption_text

@@ -1,113 +1,145 @@
-"""What a sample holds on its way: captions that are encoded once for all buckets, and nothing longer than it must."""
+"""Samples between decoding and writing: captions are encoded once for all buckets, in full batches, and no sample keeps
+memory longer than it must."""
 
 import gc
 import weakref
+from collections import deque
 from collections.abc import Callable, Generator
 
 import numpy as np
+import pytest
 import torch
 
-from precompute.encode.encoders import EncodedCaption
-from precompute.encode.overlap import Later, Turns
+from precompute.encode.encoders import TowerCaption
+from precompute.encode.overlap import Turns
 from precompute.encode.provenance import DeviceClock
-from precompute.encode.samples import About, Cut
-from precompute.encode.stages import CaptionsOnce, start_batches
+from precompute.encode.samples import CaptionTask, CroppedSample, PixelBatch, SampleInfo, StartedBatch
+from precompute.encode.stages import start_batches, start_side_by_side
 from precompute.encode.towers import Towers, untimed
 from precompute.input.captions import CleanCaption
 from shards.format.buckets import Bucket
 from shards.format.text import TextLatents
+from shards.format.towers import ONLY_TEXT
 from shards.root.provenance import Stopwatch
 
+SMALL, LARGE = Bucket(8, 8), Bucket(16, 16)
 
-class Text:
-    """Stands in for `TextEncoder`: each batch is one tensor, as page-locked memory is."""
+
+class FakeTower:
+    """Sizes of a text tower's latents."""
+
+    length = width = 2
+    states = True
+    pooled = 0
+
+
+class FakeText:
+    """Replacement for `TextEncoder`. Each batch is one tensor, like page-locked memory."""
+
+    tower = FakeTower()
 
     def __init__(self) -> None:
         self.calls: list[list[str]] = []
         self.batches: list[weakref.ref[torch.Tensor]] = []
 
-    def start_batch(self, texts: list[str], batch_size: int) -> Callable[[], list[EncodedCaption]]:
+    def start_batch(self, texts: list[str], batch_size: int) -> Callable[[], list[TowerCaption]]:
         self.calls.append(texts)
         states = torch.ones(len(texts), 2, 2, dtype=torch.float16)
         self.batches.append(weakref.ref(states))
-        return lambda: [EncodedCaption(TextLatents(row, 2), False) for row in states]
+        return lambda: [TowerCaption(TextLatents(row, 2), False) for row in states]
 
 
-class Pictures:
-    """Stands in for `ImageEncoder`."""
+class FakeImages:
+    """Replacement for `ImageEncoder`."""
+
+    device = torch.device("cpu")
+
+    def __init__(self) -> None:
+        self.batches: list[weakref.ref[torch.Tensor]] = []
 
     def stack(self, pictures: list[np.ndarray], batch_size: int) -> torch.Tensor:
         return torch.zeros(batch_size, *pictures[0].shape)
 
     def start_batch(self, pixels: torch.Tensor, count: int) -> Callable[[], torch.Tensor]:
-        return lambda: torch.zeros(count, 8, 1, 1, dtype=torch.float16)
+        self.batches.append(weakref.ref(pixels))
+        return lambda: torch.zeros(len(pixels), 8, 1, 1, dtype=torch.float16)[:count]
 
 
-def cut(key: str, captions: list[str | None], num_buckets: int) -> Cut:
+def sample(key: str, *captions: str | None) -> CroppedSample:
     clean = [None if text is None else CleanCaption(text, frozenset()) for text in captions]
-    about = About(key, "", np.zeros(4, np.float32), clean, 64, 64, "")
-    return Cut(about, np.zeros((8, 8, 3), np.uint8), (0, 0), num_buckets)
+    tasks = [None if caption is None else CaptionTask(caption) for caption in clean]
+    return CroppedSample(SampleInfo(key, "", np.zeros(4, np.float32), clean, 64, 64, ""), tasks, (0, 0))
 
 
-def test_a_value_is_waited_for_once_and_what_it_took_is_let_go_of() -> None:
-    held = torch.ones(3)
-    seen, calls = weakref.ref(held), []
-
-    def wait(tensor: torch.Tensor = held) -> float:
-        calls.append(1)
-        return float(tensor.sum())
-
-    later = Later(wait)
-    del wait, held
-    assert (later(), later(), calls) == (3.0, 3.0, [1])
-    gc.collect()
-    assert seen() is None
+def batch(bucket: Bucket, *samples: CroppedSample) -> PixelBatch:
+    return PixelBatch(bucket, list(samples), [np.zeros((8, 8, 3), np.uint8) for _ in samples])
 
 
-def test_captions_are_begun_once_for_all_buckets_and_kept_until_the_last() -> None:
-    text = Text()
-    captions = CaptionsOnce(Towers(None, {"text": text}, {}, batch_size=2), untimed)  # type: ignore
-    one = captions.start([cut("a", ["a0", None], 2), cut("b", ["b0", "b1"], 1)])
-    assert text.calls == [["a0", "b0"]] and list(captions.begun) == ["a"]
-    assert (captions.num_asked, captions.num_begun) == (3, 2)
-    two = captions.start([cut("c", ["c0", None], 1), cut("a", ["a0", None], 2)])
-    assert text.calls[1:] == [["b1", "c0"]] and captions.begun == {}
-    assert two[1] is one[0]
-    assert [[caption and caption.text for caption in later().stored] for later in (*one, two[0])] == [
-        ["a0", None],
-        ["b0", "b1"],
-        ["c0", None],
-    ]
-    gc.collect()  # all were waited for: no batch is held, though the captions are
-    assert all(batch() is None for batch in text.batches) and one[0]().finite
+def make_towers(text: FakeText, batch_size: int, one_by_one: bool = False) -> Towers:
+    return Towers(FakeImages(), {ONLY_TEXT: text}, {}, batch_size, one_by_one=one_by_one)  # type: ignore
 
 
-def test_the_captions_of_all_buckets_go_in_full_batches() -> None:
-    """As in a tar of which a third of the pictures are in the large bucket too; each batch waits for its captions."""
-    text, size, large = Text(), 4, [number for number in range(50) if number % 3 == 0]
-    towers = Towers(Pictures(), {"text": text}, {}, batch_size=size)  # type: ignore
+def texts_of(started: StartedBatch) -> list[list[str | None]]:
+    return [[caption.text if caption else None for caption in encoded.captions] for encoded in started.encoded()]
 
-    def batches() -> Generator[tuple[Bucket, list[Cut]], None, None]:
-        waiting: dict[Bucket, list[Cut]] = {Bucket(8, 8): [], Bucket(16, 16): []}
+
+def test_captions_are_encoded_once_for_all_buckets_and_hold_no_batch() -> None:
+    text = FakeText()
+    a, b, c = sample("a", "a0", None), sample("b", "b0", "b1"), sample("c", "c0", None)
+    held: deque[StartedBatch] = deque()
+    batches = [batch(SMALL, a, b), batch(LARGE, c, a)]
+    first, second = start_side_by_side(batches, make_towers(text, batch_size=2), untimed, held)
+    assert text.calls == [["a0", "b0"], ["b1", "c0"]] and not held
+    assert texts_of(first) == [["a0", None], ["b0", "b1"]]
+    assert texts_of(second) == [["c0", None], ["a0", None]]
+    del first, second
+    gc.collect()  # all were waited for: samples keep copies of their captions, and not the batches
+    assert all(of_batch() is None for of_batch in text.batches)
+    assert all(task.encoded.result().finite for each in (a, b, c) for task in each.captions if task)
+
+
+@pytest.mark.parametrize("one_by_one", [False, True])
+def test_the_captions_of_all_buckets_go_in_full_batches(one_by_one: bool) -> None:
+    """A third of the images of a tar are in the large bucket, too. Each batch waits for its captions."""
+    text, size, large = FakeText(), 4, [number for number in range(50) if number % 3 == 0]
+    towers = make_towers(text, size, one_by_one)
+
+    def batches() -> Generator[PixelBatch, None, None]:
+        waiting = {SMALL: batch(SMALL), LARGE: batch(LARGE)}
         for number in range(50):
-            sample = cut(f"{number:02d}", [f"caption {number}"], 2 if number in large else 1)
-            for bucket, batch in waiting.items():
-                if bucket.width == 8 or number in large:
-                    batch.append(sample)
-                    if len(batch) == size:
-                        waiting[bucket] = []
-                        yield bucket, batch
-        yield from waiting.items()
+            each = sample(f"{number:02d}", f"caption {number}")
+            for bucket in (SMALL, LARGE) if number in large else (SMALL,):
+                waiting[bucket].samples.append(each)
+                waiting[bucket].pixels.append(np.zeros((8, 8, 3), np.uint8))
+                if len(waiting[bucket].samples) == size:
+                    yield waiting[bucket]
+                    waiting[bucket] = batch(bucket)
+        yield from waiting.values()
 
-    seen: dict[Bucket, list[str | None]] = {Bucket(8, 8): [], Bucket(16, 16): []}
-    for batch in start_batches(batches(), towers, DeviceClock(torch.device("cpu"), Stopwatch()), Turns()):
-        for sample in batch.samples:
-            caption = sample.captions().stored[0]
-            assert caption is not None and caption.text == f"caption {int(sample.about.key)}"
-            seen[batch.bucket].append(sample.about.key)
+    seen: dict[Bucket, list[str]] = {SMALL: [], LARGE: []}
+    for started in start_batches(batches(), towers, DeviceClock(torch.device("cpu"), Stopwatch()), Turns()):
+        for encoded in started.encoded():
+            caption = encoded.captions[0]
+            assert caption is not None and caption.text == f"caption {int(encoded.info.key)}" and encoded.finite
+            seen[started.bucket].append(encoded.info.key)
     assert list(map(len, text.calls)) == [4] * 12 + [2]
     assert sorted(caption for call in text.calls for caption in call) == sorted(
         f"caption {number}" for number in range(50)
     )
-    assert seen[Bucket(8, 8)] == [f"{number:02d}" for number in range(50)]
-    assert seen[Bucket(16, 16)] == [f"{number:02d}" for number in large]
+    assert seen[SMALL] == [f"{number:02d}" for number in range(50)]
+    assert seen[LARGE] == [f"{number:02d}" for number in large]
+
+
+def test_one_by_one_keeps_the_pixels_of_two_batches_at_most() -> None:
+    towers = make_towers(FakeText(), 2, one_by_one=True)
+    alive: list[int] = []
+
+    def batches() -> Generator[PixelBatch, None, None]:
+        for number in range(6):
+            gc.collect()
+            alive.append(sum(of_batch() is not None for of_batch in towers.image.batches))  # type: ignore[attr-defined]
+            yield batch(SMALL, sample(f"{number}", "text"))
+
+    clock = DeviceClock(torch.device("cpu"), Stopwatch())
+    assert len([started.encoded() for started in start_batches(batches(), towers, clock, Turns())]) == 6
+    assert max(alive) == 1

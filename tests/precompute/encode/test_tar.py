@@ -1,4 +1,4 @@
-"""One tar through stage 1, held against diffusers and transformers; what is committed, rejected and refused."""
+"""One tar through stage 1, compared with diffusers and transformers; commits, rejects and refusals."""
 
 import json
 import os
@@ -47,7 +47,7 @@ def originals(tars: Path) -> dict[str, tuple[bytes, str]]:
 
 @pytest.mark.parametrize("bucket", ["64x64", "128x128"])
 def test_latents_equal_diffusers_and_transformers(latents: Path, tars: Path, models: Path, bucket: str) -> None:
-    """Read back through plain StreamingDataset; the pictures are small, so the decoder takes them whole."""
+    """Read back with plain StreamingDataset. The images are small, so they are decoded at full size."""
     vae = AutoencoderKL.from_pretrained(models / "vae").eval()
     text_encoder = CLIPTextModel.from_pretrained(models / "text_encoder").eval()
     tokenizer = CLIPTokenizer.from_pretrained(models / "tokenizer")
@@ -67,7 +67,7 @@ def test_latents_equal_diffusers_and_transformers(latents: Path, tars: Path, mod
             ids = tokenizer(caption, padding="max_length", truncation=True, return_tensors="pt").input_ids
             states = text_encoder(ids).last_hidden_state[0]
         reference = torch.cat([moments.mean, moments.logvar], dim=1)[0]
-        # our resize is a level, of 255, off Pillow's here and there, which this VAE makes up to 0.02 of
+        # our resize differs from Pillow's by one level (of 255) in places, which this VAE amplifies to 0.02
         error = (torch.tensor(row["image_latents"]).float() - reference).abs()
         assert error.max() < 0.04 and error.mean() < 5e-3
         torch.testing.assert_close(torch.tensor(row["text_latents.text"]).float(), states, rtol=1e-3, atol=1e-3)
@@ -112,9 +112,7 @@ def test_a_second_run_changes_nothing(models: Path, tars: Path, tmp_path: Path) 
     assert tree(folder_of(config)) == before
 
 
-def test_a_bucket_added_later_gives_what_both_at_once_give(
-    latents: Path, models: Path, tars: Path, tmp_path: Path
-) -> None:
+def test_adding_a_bucket_later_gives_the_same_root(latents: Path, models: Path, tars: Path, tmp_path: Path) -> None:
     root = tmp_path / "root"
     encode_all(precompute_config(models, tars, root, buckets=["128x128"]), models)
     assert load_tars(open_store(root))[0].encoded == 10
@@ -128,8 +126,8 @@ def test_a_bucket_added_later_gives_what_both_at_once_give(
         assert one.model_dump(exclude=timed) == two.model_dump(exclude=timed)
 
 
-def test_a_bucket_is_not_added_once_the_side_files_count_otherwise(models: Path, tmp_path: Path) -> None:
-    """The receipt's books would not add up: they are of the whole shard."""
+def test_a_bucket_is_not_added_if_the_side_files_count_differently(models: Path, tmp_path: Path) -> None:
+    """The receipt's accounting, which covers the whole tar, would not add up."""
     samples = make_samples(0, 3, [(160, 160)])
     tar = make_tar(tmp_path / "tars", "00000", samples[:2], stats=False)
     listed = {"key": [key for key, _ in samples], "status": ["success"] * 3}
@@ -177,8 +175,8 @@ def test_text_storage(latents: Path, models: Path, tars: Path, tmp_path: Path, s
         assert error < (0.04 if storage == "float8" else 1e-6)
 
 
-def test_long_captions_are_cut_and_counted(latents: Path) -> None:
-    # one token a character, and begin and end: all captions here are longer than 16 tokens
+def test_long_captions_are_truncated_and_counted(latents: Path) -> None:
+    # one token per character, plus begin and end: all captions here exceed 16 tokens
     counts = {"stored": 15, "invalid_utf8": 0, "control_characters": 0, "too_long": 0, "truncated": 15}
     assert [receipt.parts["64x64"].captions for receipt in load_tars(open_store(latents))] == [counts, counts]
 
@@ -214,7 +212,9 @@ def test_another_encoding_is_refused_by_field(latents: Path, models: Path, tars:
     assert "image.resampling: 'bicubic' ≠ 'lanczos'" in str(caught.value)
 
 
-def test_the_id_follows_content_and_not_names(latents: Path, models: Path, tars: Path, tmp_path: Path) -> None:
+def test_the_encoding_id_depends_on_content_and_not_on_names(
+    latents: Path, models: Path, tars: Path, tmp_path: Path
+) -> None:
     record = EncodingRecord.load(open_store(latents))
     shutil.copytree(models, tmp_path / "copy")
     moved = describe_encoding(precompute_config(tmp_path / "copy", tars, latents, buckets=["64x64"]))
@@ -227,7 +227,7 @@ def test_the_id_follows_content_and_not_names(latents: Path, models: Path, tars:
     assert describe_encoding(precompute_config(tmp_path / "copy", tars, latents)).id != record.id
 
 
-def test_what_stays_non_finite_is_rejected(
+def test_samples_that_stay_non_finite_are_rejected(
     models: Path, tars: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     start = ImageEncoder.start_batch
@@ -242,13 +242,13 @@ def test_what_stays_non_finite_is_rejected(
     config = precompute_config(models, tars, tmp_path / "root")
     encode_all(config, models)
     receipt = load_tars(open_store(config.output))[0]
-    # batches of 8: two of the ten 128x128 pictures head one; they are still in 64x64, so no sample is lost
+    # two of the ten 128x128 images are first in a batch of 8; 64x64 still has them, so no sample is lost
     assert receipt.parts["128x128"].refused["non_finite"] == 2 and receipt.encoded == 15
     listed = rejects(folder_of(config), "00000")
     assert [row["bucket"] for row in listed if row["reason"] == "non_finite"] == ["128x128"] * 2
 
 
-def test_a_member_with_any_bytes_for_a_name_can_be_rejected(models: Path, tars: Path, tmp_path: Path) -> None:
+def test_a_member_whose_name_is_arbitrary_bytes_can_be_rejected(models: Path, tars: Path, tmp_path: Path) -> None:
     raw = RawSample("00000", oversized=f"{os.fsdecode(bytes([0xFF]))}.jpg: 70000000 bytes")
     config = precompute_config(models, tars, tmp_path)
     found = decode_sample(raw, [], make_recipe(config, describe_encoding(config)), decode)
@@ -260,7 +260,7 @@ def test_a_member_with_any_bytes_for_a_name_can_be_rejected(models: Path, tars: 
 def test_the_device_has_its_next_batch_before_the_last_one_is_written(
     models: Path, tars: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nobody may wait for a batch before the one after it was begun; the last of all has none."""
+    """A batch is only waited for once the next one has been started, except the last one."""
     start, begun = ImageEncoder.start_batch, threading.Semaphore(0)
     waited: list[bool] = []
 

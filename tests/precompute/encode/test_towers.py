@@ -1,4 +1,4 @@
-"""Any frozen encoders: what each tower stores is what transformers and diffusers compute, under the same guarantees."""
+"""Arbitrary frozen encoders: each tower stores what transformers and diffusers compute, with the same guarantees."""
 
 import json
 from collections.abc import Callable
@@ -75,7 +75,7 @@ def towers(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory, models: Path, tars: Path, towers: Path) -> Path:
-    """A root of two texts and a feature tower."""
+    """A root with two text towers and a feature tower."""
     config = config_of(models, tars, tmp_path_factory.mktemp("roots") / "root", towers)
     encode_all(config, models)
     return folder_of(config)
@@ -87,7 +87,7 @@ def samples_of(root: Path) -> list[dict[str, Any]]:
 
 @torch.no_grad()
 def clip_reference(towers: Path, models: Path, caption: str) -> tuple[Tensor, Tensor]:
-    """As StableDiffusionXLPipeline.encode_prompt takes it: the last layer but one, and the projection."""
+    """Compute what StableDiffusionXLPipeline.encode_prompt uses: the second-to-last layer, and the projection."""
     ids = AutoTokenizer.from_pretrained(models / "tokenizer")(
         caption, padding="max_length", max_length=16, truncation=True, return_tensors="pt"
     ).input_ids
@@ -97,7 +97,7 @@ def clip_reference(towers: Path, models: Path, caption: str) -> tuple[Tensor, Te
 
 @torch.no_grad()
 def t5_reference(towers: Path, caption: str, masked: bool = True) -> tuple[Tensor, int]:
-    """As PixArtSigmaPipeline.encode_prompt takes it, and how many tokens are real."""
+    """Compute what PixArtSigmaPipeline.encode_prompt uses, and the number of real tokens."""
     inputs = AutoTokenizer.from_pretrained(towers / "t5_tokenizer")(
         caption, padding="max_length", max_length=T5_LENGTH, truncation=True, return_tensors="pt"
     )
@@ -111,7 +111,7 @@ def close(found: Any, expected: Tensor) -> None:
     torch.testing.assert_close(found.float(), expected.float(), rtol=2e-3, atol=2e-3)
 
 
-def test_what_is_stored_is_what_the_pipelines_compute(root: Path, towers: Path, models: Path) -> None:
+def test_stored_latents_equal_those_of_the_pipelines(root: Path, towers: Path, models: Path) -> None:
     encoding = EncodingRecord.load(open_store(root))
     assert encoding.schema_version == 2 and encoding.texts["clip"].pooled == 10
     for sample in samples_of(root)[:4]:
@@ -161,7 +161,7 @@ DINO2 |= {"image_size": 56, "patch_size": PATCH}
     ],
     ids=["dinov2", "dinov2 with registers", "dinov3", "vit", "clip", "siglip", "i-jepa"],
 )
-def test_features_are_the_vision_models_of_the_same_pixels(
+def test_features_equal_the_vision_models_outputs(
     made: Callable[[], PreTrainedModel],
     class_name: str | None,
     others: int,
@@ -172,7 +172,7 @@ def test_features_are_the_vision_models_of_the_same_pixels(
     towers: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The pixels of a batch are looked at on their way in; 64 px become a grid of 4 × 4."""
+    """The test records the pixels of each batch. 64 px become a grid of 4 × 4."""
     torch.manual_seed(3)
     whole = made().eval()
     whole.save_pretrained(tmp_path / "vision")
@@ -217,7 +217,7 @@ def test_features_are_the_vision_models_of_the_same_pixels(
     ],
     ids=["leaves patches out", "merges patches", "with a head", "of pictures and words", "another class"],
 )
-def test_models_that_make_no_token_of_each_patch(
+def test_vision_models_without_one_token_per_patch_are_refused(
     made: Callable[[], PreTrainedModel],
     class_name: str | None,
     words: str,
@@ -226,17 +226,17 @@ def test_models_that_make_no_token_of_each_patch(
     tmp_path: Path,
     towers: Path,
 ) -> None:
-    """Before anything is loaded, and with the name of one that does."""
+    """Before anything is loaded, and with the name of a suitable one."""
     made().save_pretrained(tmp_path / "vision")
     of = {"eyes": {"model": str(tmp_path / "vision"), "class_name": class_name}}
     with pytest.raises(RequestError, match=f"features.eyes: .*{words}.*such as Dinov2Model"):
         describe_encoding(config_of(models, tars, tmp_path / "root", towers, features=of))
 
 
-def test_a_vision_model_that_looks_at_numbers_is_not_refused_for_it(
+def test_a_vision_model_whose_forward_reads_values_is_accepted(
     models: Path, tars: Path, tmp_path: Path, towers: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a model without weights there are none to look at."""
+    """A model without weights has no values to read."""
     asked, forward = [], Dinov2Model.forward
 
     def look(self: Dinov2Model, pixels: Tensor, **options: Any) -> Any:
@@ -249,7 +249,7 @@ def test_a_vision_model_that_looks_at_numbers_is_not_refused_for_it(
     assert asked == ["meta"] and encoding.features["dino"].class_name == "Dinov2Model"
 
 
-def test_each_towers_seconds_are_in_the_receipts(root: Path) -> None:
+def test_receipts_record_the_seconds_of_each_tower(root: Path) -> None:
     for receipt in load_receipts(open_store(root)):
         towers = {"image", "texts.clip", "texts.t5", "features.dino"}
         of = {stage.removeprefix("device."): spent for stage, spent in receipt.seconds.items() if "device." in stage}
@@ -283,8 +283,8 @@ def test_several_captions_and_several_towers(
     assert list(verify_root(open_store(config.output))) == []
 
 
-def test_a_template_and_the_tokens_kept_of_it(models: Path, tars: Path, tmp_path: Path, towers: Path) -> None:
-    """As SanaPipeline: an instruction before the caption, of which the first token and the last ones are kept."""
+def test_a_template_and_the_tokens_that_are_kept(models: Path, tars: Path, tmp_path: Path, towers: Path) -> None:
+    """As in SanaPipeline: an instruction precedes the caption; its first token and the last ones are kept."""
     instruction, length = "say more of: ", 20
     gemma = {
         "model": str(towers / "gemma"),
@@ -352,7 +352,7 @@ def test_a_towers_neighbours_and_its_batch_size_do_not_matter_beyond_rounding(
             close(one[name], torch.tensor(other[name]))
 
 
-def test_what_overflows_in_any_of_a_towers_results_is_encoded_again(
+def test_an_overflow_in_any_result_of_a_tower_is_encoded_again(
     models: Path, tars: Path, tmp_path: Path, towers: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, again = Network._run, []
@@ -360,7 +360,7 @@ def test_what_overflows_in_any_of_a_towers_results_is_encoded_again(
     def overflow(self: Network, inputs: list[Tensor], precision: str) -> tuple[Tensor, ...]:
         results = run(self, inputs, precision)  # type: ignore[arg-type]
         if precision == "bfloat16" and len(results) == 2:
-            results[1][1] = 1e6  # the pooled output alone
+            results[1][1] = 1e6  # only the pooled output
         elif precision == "float32":
             again.append(len(inputs[0]))
         return results
@@ -374,10 +374,10 @@ def test_what_overflows_in_any_of_a_towers_results_is_encoded_again(
     close(found[1].latents.pooled, pooled)
 
 
-def test_a_tokenizer_that_goes_with_no_text_encoder_is_refused(
+def test_a_tokenizer_that_does_not_fit_the_text_encoder_is_refused(
     models: Path, tars: Path, tmp_path: Path, towers: Path
 ) -> None:
-    """Before any worker loads it: on a GPU a token beyond the embedding kills the process."""
+    """It is refused before a worker loads it: on a GPU, a token id beyond the embedding kills the process."""
     folder = tmp_path / "tokenizer"
 
     def describe(tokenizer: PreTrainedTokenizerFast) -> None:
@@ -425,7 +425,7 @@ def test_a_tokenizer_that_goes_with_no_text_encoder_is_refused(
         ({"model": "no/such/place", "tokenizer": "none"}, r"no/such"),
     ],
 )
-def test_what_cannot_be_stored_is_refused_by_name(
+def test_outputs_that_cannot_be_stored_are_refused_by_name(
     models: Path, tars: Path, tmp_path: Path, towers: Path, changes: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(RequestError, match=words):
@@ -441,14 +441,14 @@ def test_what_cannot_be_stored_is_refused_by_name(
         ({"texts": {"a": {"model": "m", "tokenizer": "t", "template": "x"}}}, "where the caption would go"),
     ],
 )
-def test_what_makes_no_sense_is_refused_by_the_config(
+def test_contradictory_settings_are_refused_by_the_config(
     models: Path, tars: Path, tmp_path: Path, towers: Path, changes: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(ValidationError, match=words):
         config_of(models, tars, tmp_path, towers, **changes)
 
 
-def test_a_bucket_that_is_no_whole_number_of_patches(models: Path, tars: Path, tmp_path: Path, towers: Path) -> None:
+def test_a_bucket_that_is_not_a_whole_number_of_patches(models: Path, tars: Path, tmp_path: Path, towers: Path) -> None:
     wrong = r"features.dino: bucket 72x64 × 0\.875 is not a multiple of the patch size 14\. Choose sides.* steps of 16"
     with pytest.raises(RequestError, match=wrong):
         describe_encoding(config_of(models, tars, tmp_path, towers, buckets=["72x64"]))
@@ -477,7 +477,7 @@ def test_the_trainer_reads_every_tower_into_its_batches(root: Path, tmp_path: Pa
     assert batch.columns["text_latents.t5"].shape == (8, T5_LENGTH, T5_WIDTH)
 
 
-def test_a_run_says_which_tower_it_trains_on(root: Path, tmp_path: Path) -> None:
+def test_a_run_names_the_tower_that_it_trains_on(root: Path, tmp_path: Path) -> None:
     fields = train_fields(root, tmp_path / "run", max_steps=2)
     unet = tmp_path / "unet.json"
     config = json.loads(Path(fields["backbone"]["config"]).read_text())
@@ -498,8 +498,8 @@ def test_a_run_says_which_tower_it_trains_on(root: Path, tmp_path: Path) -> None
     assert len(losses) == 2 and np.isfinite(losses).all()
 
 
-def test_a_run_reads_the_towers_that_it_uses(root: Path, tmp_path: Path) -> None:
-    """Of two texts and features: the text that its network is told of, and features only where a layer is aligned."""
+def test_a_run_reads_only_the_towers_that_it_uses(root: Path, tmp_path: Path) -> None:
+    """Of two text towers and features, it reads the text that its network uses, and features only for alignment."""
     fields = train_fields(root, tmp_path / "run")
     unet = tmp_path / "unet.json"
     config = json.loads(Path(fields["backbone"]["config"]).read_text())
@@ -523,8 +523,8 @@ def test_a_run_reads_the_towers_that_it_uses(root: Path, tmp_path: Path) -> None
         assert prepared.validation.batches[0].columns.keys() == {"image_latents", "size"} | of_text
 
 
-def test_a_run_goes_on_with_the_tower_that_it_began_with(root: Path, tmp_path: Path) -> None:
-    """Two towers of one width would fit one U-Net; the fingerprint tells them apart."""
+def test_a_run_resumes_only_with_the_tower_that_it_began_with(root: Path, tmp_path: Path) -> None:
+    """Two towers of the same width fit the same U-Net, but the fingerprint differs."""
     data = TrainConfig.model_validate(train_fields(root, tmp_path / "run")).data
     found = []
     for tower in ("texts.clip", "texts.t5"):
@@ -538,10 +538,10 @@ def test_a_run_goes_on_with_the_tower_that_it_began_with(root: Path, tmp_path: P
         check_resume(tmp_path, found[0], without)
 
 
-def test_a_caption_that_ends_before_the_tokens_that_are_kept(
+def test_a_caption_that_ends_before_the_first_kept_token(
     models: Path, tars: Path, tmp_path: Path, towers: Path
 ) -> None:
-    """One token stands for it, and its tar is committed."""
+    """One token represents it, and its tar is committed."""
     t5 = texts(towers, models)["t5"] | {"keep": [[22, None]], "trim": True}
     config = config_of(models, tars, tmp_path / "root", towers, texts={"t5": t5}, features={})
     encode_all(config, models)

@@ -1,4 +1,4 @@
-"""Several tars in one worker's hands: the device has no rest between them, and one at a time has it."""
+"""Several tars in flight in one worker: the device never idles between them, as it does with one at a time."""
 
 import threading
 from collections.abc import Generator
@@ -24,7 +24,7 @@ def at_device(turns: Turns, items: Generator[Item, None, None]) -> Generator[Ite
         yield from held
 
 
-def test_the_device_works_on_while_tars_begin_and_end(models: Path, tmp_path: Path) -> None:
+def test_the_device_stays_busy_while_tars_begin_and_end(models: Path, tmp_path: Path) -> None:
     for number in range(NUM_TARS):
         make_tar(tmp_path / "tars", f"{number:05d}", make_samples(number, 24, SIZES))
     rests = {}
@@ -40,7 +40,7 @@ def test_the_device_works_on_while_tars_begin_and_end(models: Path, tmp_path: Pa
     assert rests == {1: NUM_TARS, 3: 1}
 
 
-def test_a_turn_ends_with_its_items_and_with_who_stops_early() -> None:
+def test_a_turn_ends_with_its_items_or_when_its_consumer_stops() -> None:
     turns, made = Turns(), threading.Semaphore(0)
 
     def items(name: str) -> Generator[str, None, None]:
@@ -66,7 +66,7 @@ def test_a_turn_ends_with_its_items_and_with_who_stops_early() -> None:
     assert list(at_device(turns, items("c"))) == ["c0", "c1", "c2"]
 
 
-def test_what_a_turn_raises_frees_the_device() -> None:
+def test_an_error_during_a_turn_frees_the_device() -> None:
     turns = Turns()
 
     def items() -> Generator[int, None, None]:

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from ray.util.metrics import Counter
 
-from precompute.cluster.fleet import Failed, UnderWay
-from precompute.cluster.ray_cluster import Failure
+from cluster.fleet import Failed, UnderWay
+from cluster.pool import Failure
 from precompute.job.metrics import Metrics, cause
 from shards.base.errors import Outage
 

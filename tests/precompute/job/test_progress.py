@@ -13,15 +13,15 @@ from typing import Any
 
 import pytest
 
-from precompute.cluster.fleet import Done
+from cluster.fleet import Done
 from precompute.job.ledger import Ledger
-from tests.precompute.cluster.played import Cluster, Outcome, error, make_fleet
+from tests.cluster.played import Outcome, PlayedPool, error, make_fleet
 from tests.runs import environment
 
 SHOW = """
 import sys
-from precompute.cluster.fleet import Done, Failed, UnderWay
-from precompute.cluster.ray_cluster import Failure
+from cluster.fleet import Done, Failed, UnderWay
+from cluster.pool import Failure
 from precompute.job.ledger import Ledger
 from shards.root.committed import load_tars
 from shards.open import open_store
@@ -85,12 +85,12 @@ def test_what_has_ended_is_not_in_flight(
         rejected={},
         parts={"64x64": SimpleNamespace(started="", seconds=seconds, token="")},
     )
-    cluster = Cluster(play)
+    pool = PlayedPool(play)
     with Ledger(4) as ledger:
-        for event in make_fleet(monkeypatch, cluster, "pqrs", max_in_flight=2, attempts=1):
+        for event in make_fleet(monkeypatch, pool, "pqrs", max_in_flight=2, attempts=1):
             ledger.record(Done(event.key, event.node, books) if isinstance(event, Done) else event)
     lines = [json.loads(line) for line in capsys.readouterr().err.splitlines() if line.startswith("{")]
     assert (lines[-1]["shards_done"], lines[-1]["shards_failed"]) == (3, 1)
     assert [line["shards_done"] + line["shards_failed"] for line in lines] == [1, 2, 3, 4]
     assert [line["shards_in_flight"] for line in lines] == [1, 1, 1, 0]
-    assert [line["under_way"] for line in lines] == [10, 10, 10, 0]  # samples: `Cluster` reports 10 per attempt
+    assert [line["under_way"] for line in lines] == [10, 10, 10, 0]  # samples: `PlayedPool` reports 10 per attempt

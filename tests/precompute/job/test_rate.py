@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from precompute.cluster.fleet import Done, UnderWay
+from cluster.fleet import Done, UnderWay
 from precompute.job.ledger import Ledger
 from precompute.job.rate import WINDOW_SECONDS, Rate, eta
-from tests.precompute.cluster.played import Clock
+from tests.cluster.played import Clock
 
 SPEED, SIZE = 500.0, 9000
 """Samples/s of a worker, and samples of a tar: one takes 18 s."""

@@ -1,4 +1,4 @@
-"""Outages of storage, credentials and models: simulated minutes in the midst of a job, on a cluster that is played."""
+"""Outages of storage, credentials and models during a job, in simulated time on a scripted pool."""
 
 import json
 import os
@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 import ray
 
-from precompute.cluster.failures import FailureLog, named
-from precompute.cluster.fleet import Done, Failed, Fleet, News
-from precompute.cluster.ray_cluster import Failure, failure
+from cluster.failure_log import FailureLog, summarize
+from cluster.fleet import Done, Failed, Fleet, News
+from cluster.pool import Failure, describe_failure
 from precompute.encode.worker import _recorded
 from shards.base.errors import Outage, UnfitNode, WorkError
 from shards.base.remote import RemoteStore, store_errors
 from shards.format.towers import Weights
-from tests.precompute.cluster.played import Clock, Outcome, TimedCluster, make_fleet, told
+from tests.cluster.played import Clock, Outcome, TimedPool, make_fleet, without_state
 
 KEYS = [f"{number:05d}" for number in range(60)]
 
@@ -32,7 +32,7 @@ def raised(error: Exception) -> Failure:
     try:
         raise error
     except type(error):
-        return failure(ray.exceptions.RayTaskError("attempt", traceback.format_exc(), error))
+        return describe_failure(ray.exceptions.RayTaskError("attempt", traceback.format_exc(), error))
 
 
 def stored(error: Exception) -> Failure:
@@ -75,15 +75,16 @@ def test_five_minutes_of_an_outage_cost_nothing(
             return 1, outage  # the tar cannot be fetched …
         return 20, outage if of_output and begin <= now + 20 < end else "ok"  # … or not be committed
 
-    cluster = TimedCluster(clock, {"a": 4, "b": 4}, act)
-    events = told(iter(make_fleet(monkeypatch, cluster, KEYS, backoff=5, attempts=1, lost_attempts=1)))
+    pool = TimedPool(clock, {"a": 4, "b": 4}, act)
+    events = without_state(make_fleet(monkeypatch, pool, KEYS, backoff=5, attempts=1, lost_attempts=1))
     assert sorted(event.key for event in events if isinstance(event, Done)) == KEYS
     failed = [event for event in events if isinstance(event, Failed)]
     assert failed and all(event.again and event.number == 1 for event in failed)
-    assert {event.which for event in failed} == {"an outage, which counts for no attempt"}
+    assert {event.which for event in failed} == {"an outage, which does not count as an attempt"}
     said = [event.text for event in events if isinstance(event, News)]
-    assert "The job pauses, for 0 s so far, and tries again in 5 s: " in said[0]
-    assert "It works again: the job goes on, after" in said[-1] and len(said) == 7  # 0, 5, 15, 35, 75, 155; and over
+    assert "The job is paused (for 0 s so far) and retries in 5 s: " in said[0]
+    assert "The outage is over. The job resumes after a pause of" in said[-1]
+    assert len(said) == 7  # after 0, 5, 15, 35, 75 and 155 s, and the end
     probes = [event for event in failed if event.key in {f.key for f in failed[-5:]}]
     assert len({event.key for event in probes}) >= 5, "each probe takes another tar"
     print(
@@ -96,22 +97,22 @@ def test_five_minutes_of_an_outage_cost_nothing(
 
 def test_a_missing_model_stops_the_job_within_a_minute(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     lacking = missing_model()
-    cluster = TimedCluster(clock, {"a": 8, "b": 8}, lambda *_: (1, lacking))
-    fleet: Fleet[str, str] = make_fleet(monkeypatch, cluster, KEYS, backoff=5)
+    pool = TimedPool(clock, {"a": 8, "b": 8}, lambda *_: (1, lacking))
+    fleet: Fleet[str, str] = make_fleet(monkeypatch, pool, KEYS, backoff=5)
     with pytest.raises(
-        WorkError, match=r"(?s)4 attempts in a row \(.*\) met an outage.*no model folder absent"
+        WorkError, match=r"(?s)4 consecutive attempts \(.*\) failed because of an outage.*no model folder absent"
     ) as caught:
-        told(iter(fleet))
+        without_state(fleet)
     print(f"a missing model: stopped after {clock.now - 1000:.0f} s")
     assert clock.now - 1000 < 60
     assert len(str(caught.value).split("(")[1].split(")")[0].split(", ")) == 4, "distinct tars"
-    assert f"(on {os.uname().nodename})" in str(caught.value) and "give the same command again" in str(caught.value)
+    assert f"(on {os.uname().nodename})" in str(caught.value) and "run the same command again" in str(caught.value)
 
 
 def test_an_outage_without_an_end_stops_the_job(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    cluster = TimedCluster(clock, {"a": 8}, lambda *_: (1, EXPIRED))
-    with pytest.raises(WorkError, match=r"16 attempts in a row .* token has expired"):
-        told(iter(make_fleet(monkeypatch, cluster, KEYS, backoff=5)))
+    pool = TimedPool(clock, {"a": 8}, lambda *_: (1, EXPIRED))
+    with pytest.raises(WorkError, match=r"16 consecutive attempts .* token has expired"):
+        without_state(make_fleet(monkeypatch, pool, KEYS, backoff=5))
     print(f"an outage without an end: stopped after {clock.now - 1000:.0f} s")
     assert 45 * 60 < clock.now - 1000 < 70 * 60
 
@@ -126,44 +127,42 @@ def test_alternating_causes_stop_the_job_as_one_cause_does(
     def act(key: str, node: str, now: float) -> tuple[float, Outcome]:
         return 1, SLOW_DOWN if (next(number) % 2 if by == "attempt" else node == "a") else lacking
 
-    cluster = TimedCluster(clock, {"a": 2, "b": 2}, act)
+    pool = TimedPool(clock, {"a": 2, "b": 2}, act)
     many = [f"{number:05d}" for number in range(2000)]
-    with pytest.raises(WorkError, match=r"(4|16) attempts in a row .* met an outage"):
-        for _ in make_fleet(monkeypatch, cluster, many, backoff=5, lost_attempts=10**6):
+    with pytest.raises(WorkError, match=r"(4|16) consecutive attempts .* failed because of an outage"):
+        for _ in make_fleet(monkeypatch, pool, many, backoff=5, lost_attempts=10**6):
             assert clock.now - 1000 < 2 * 3600
-    assert len(cluster.given) < 60
+    assert len(pool.begun) < 60
 
 
 def test_what_one_node_lacks_is_done_elsewhere(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     lacking = missing_model()
-    cluster = TimedCluster(
+    pool = TimedPool(
         clock, {"a": 2, "b": 2, "c": 2}, lambda key, node, now: (1, lacking) if node == "a" else (20, "ok")
     )
-    events = told(iter(make_fleet(monkeypatch, cluster, KEYS, backoff=5, max_in_flight=12)))
+    events = without_state(make_fleet(monkeypatch, pool, KEYS, backoff=5, max_in_flight=12))
     assert sorted(event.key for event in events if isinstance(event, Done)) == KEYS
     assert next(event.text for event in events if isinstance(event, News)) == (
-        "node a failed 5 attempts in a row, and is avoided"
+        "node a failed 5 attempts in a row and is avoided for now"
     )
-    assert not any("pauses" in event.text for event in events if isinstance(event, News))
+    assert not any("is paused" in event.text for event in events if isinstance(event, News))
     assert all(event.again for event in events if isinstance(event, Failed))
-    assert Counter(attempt.node for attempt in cluster.given)["a"] < 20
+    assert Counter(node for _, _, node in pool.begun)["a"] < 20
 
 
 def test_what_one_tar_alone_meets_is_its_own(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     """As an object that nobody may read."""
-    cluster = TimedCluster(
-        clock, {"a": 2, "b": 2}, lambda key, node, now: (1, EXPIRED) if key == "00007" else (20, "ok")
-    )
-    events = told(iter(make_fleet(monkeypatch, cluster, KEYS * 2, backoff=1, lost_attempts=3)))
+    pool = TimedPool(clock, {"a": 2, "b": 2}, lambda key, node, now: (1, EXPIRED) if key == "00007" else (20, "ok"))
+    events = without_state(make_fleet(monkeypatch, pool, KEYS * 2, backoff=1, lost_attempts=3))
     last = [event for event in events if isinstance(event, Failed)][-1]
     assert (last.key, last.again, last.which) == ("00007", False, "an attempt was lost (3 of 3)")
     assert len({event.key for event in events if isinstance(event, Done)}) == len(KEYS) - 1
 
 
 def test_what_the_cluster_refuses_is_an_outage_and_a_lost_worker_is_none() -> None:
-    assert failure(ray.exceptions.RuntimeEnvSetupError("pip failed")).outage is not None
-    assert not failure(ray.exceptions.RuntimeEnvSetupError("pip failed")).is_lost
-    lost = failure(ray.exceptions.WorkerCrashedError())
+    assert describe_failure(ray.exceptions.RuntimeEnvSetupError("pip failed")).outage is not None
+    assert not describe_failure(ray.exceptions.RuntimeEnvSetupError("pip failed")).is_lost
+    lost = describe_failure(ray.exceptions.WorkerCrashedError())
     assert lost.is_lost and lost.outage is None
     assert raised(ValueError("a bug")).outage is None and raised(WorkError("damaged")).outage is None
 
@@ -209,9 +208,9 @@ def test_failures_wait_while_their_own_store_is_away(
         monkeypatch.setattr(RemoteStore, "create", refuse)
         log.record(failed("00003", SLOW_DOWN))
     said = capsys.readouterr().err
-    assert "root.failures cannot be written (no route); its last lines are:" in said and '"shard": "00003"' in said
+    assert "root.failures cannot be written (no route). Its last lines:" in said and '"shard": "00003"' in said
 
 
 def test_a_long_list_of_failures_is_cut() -> None:
-    assert named([("b", "y"), ("a", "x")]) == "a: x; b: y"
-    assert named([(str(i), "x") for i in range(7)]) == "0: x; 1: x; 2: x; 3: x; 4: x; and 2 more"
+    assert summarize([("b", "y"), ("a", "x")]) == "a: x; b: y"
+    assert summarize([(str(i), "x") for i in range(7)]) == "0: x; 1: x; 2: x; 3: x; 4: x; and 2 more"

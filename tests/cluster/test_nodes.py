@@ -1,4 +1,4 @@
-"""How many workers nodes hold, what leaves GPUs unused, and how many units a fleet hands out: without Ray."""
+"""How many workers fit on nodes, what leaves GPUs unused, and how many units a fleet has in flight, without Ray."""
 
 import time
 
@@ -7,13 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from precompute.cluster.fleet import Done, Failed, FleetConfig, UnderWay
-from precompute.cluster.nodes import LOOK_SECONDS, Resources, ResourcesConfig, Watch, places, shortage
-from tests.precompute.cluster.played import Clock, Outcome, RealClock, TimedCluster, error, make_fleet
+from cluster.fleet import Done, Failed, FleetConfig, UnderWay
+from cluster.nodes import LOOK_SECONDS, NodeWatch, Resources, ResourcesConfig, places, shortage
+from tests.cluster.played import Clock, Outcome, RealClock, TimedPool, error, make_fleet
 
 
 def held(has: Resources, needs: Resources) -> int:
-    """The obvious answer: workers put on one by one, in thousandths, each on the first GPU that has room."""
+    """Reference: add workers one by one, in thousandths, each to the first GPU that has room."""
     gpus = [1000] * int(has.get("GPU", 0))
     rest = {name: round(amount * 1000) for name, amount in has.items() if name != "GPU"}
     wanted = {name: round(amount * 1000) for name, amount in needs.items()}
@@ -38,7 +38,7 @@ def held(has: Resources, needs: Resources) -> int:
     st.integers(1, 64),
     st.sampled_from([0.5, 1, 3]),
 )
-def test_a_node_holds_as_many_as_are_put_on_it_one_by_one(
+def test_places_agree_with_adding_workers_one_by_one(
     gpu: float, cpu: float, gpus: int, cpus: int, encoders: float
 ) -> None:
     has: Resources = {"GPU": gpus, "CPU": cpus, "encoder": 4}
@@ -46,19 +46,21 @@ def test_a_node_holds_as_many_as_are_put_on_it_one_by_one(
     assert min(places(has, needs).values()) == held(has, needs)
 
 
-def test_what_leaves_gpus_unused() -> None:
+def test_shortages_that_leave_gpus_unused() -> None:
     needs = ResourcesConfig(num_gpus=1, num_cpus=8).needs
     assert shortage({"GPU": 8, "CPU": 52}, needs) == "6 of 8 GPUs usable: CPUs"
     assert shortage({"GPU": 8, "CPU": 64}, needs) is None and shortage({"CPU": 2}, needs) is None
     assert shortage({"GPU": 8, "CPU": 4}, needs) == "0 of 8 GPUs usable: CPUs"
     both = ResourcesConfig(num_gpus=0.5, num_cpus=1, resources={"encoder": 1}).needs
     assert shortage({"GPU": 8, "CPU": 8, "encoder": 10}, both) == "4 of 8 GPUs usable: CPUs, encoder"
-    assert shortage({"GPU": 1, "CPU": 8}, ResourcesConfig(num_gpus=2, num_cpus=1).needs) is None  # too few GPUs
+    assert (
+        shortage({"GPU": 1, "CPU": 8}, ResourcesConfig(num_gpus=2, num_cpus=1).needs) is None
+    )  # the node is too small, not short
     assert shortage({"GPU": 8, "CPU": 1}, ResourcesConfig(num_gpus=0, num_cpus=1).needs) is None
 
 
-def test_a_node_that_is_short_is_named_once_and_when_it_changes() -> None:
-    watch = Watch(ResourcesConfig(num_gpus=1, num_cpus=8))
+def test_a_shortage_is_reported_once_per_change() -> None:
+    watch = NodeWatch(ResourcesConfig(num_gpus=1, num_cpus=8))
     alive: dict[str, Resources] = {
         "f00": {"GPU": 8, "CPU": 52, "node:10.0.0.7": 1, "node:__internal_head__": 1},
         "f01": {"GPU": 8, "CPU": 64},
@@ -71,42 +73,44 @@ def test_a_node_that_is_short_is_named_once_and_when_it_changes() -> None:
     assert watch.look(alive) is None and watch.places == 9
 
 
-def test_a_worker_has_whole_gpus_or_a_part_of_one() -> None:
+def test_num_gpus_is_whole_or_a_fraction_of_one() -> None:
     assert ResourcesConfig(num_gpus=0.25).num_gpus == 0.25
-    with pytest.raises(ValidationError, match="a worker has whole GPUs, or a part of one"):
+    with pytest.raises(ValidationError, match="must be a whole number of GPUs or a fraction of one"):
         ResourcesConfig(num_gpus=1.5)
 
 
-def test_twice_as_many_are_under_way_as_there_are_slots_whatever_the_cluster_does(
+def test_twice_as_many_are_in_flight_as_there_are_slots(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """0 → 3 → 0 → 300 nodes' slots, as an autoscaler may have it; a tar takes 20 simulated seconds."""
+    """The slots go 0 → 3 → 0 → 300, as with an autoscaler. A tar takes 20 simulated seconds."""
     clock = Clock(monkeypatch)
-    cluster = TimedCluster(clock, {}, lambda *_: (20, "ok"))
+    pool = TimedPool(clock, {}, lambda *_: (20, "ok"))
     sizes = [(0, 0), (100, 3), (400, 0), (500, 300)]
-    fleet = iter(make_fleet(monkeypatch, cluster, map(str, range(1200)), wait_for_resources=1000))
-    monkeypatch.setattr("precompute.cluster.nodes.LOOK_SECONDS", LOOK_SECONDS)
+    fleet = iter(make_fleet(monkeypatch, pool, map(str, range(1200)), wait_for_resources=1000))
+    monkeypatch.setattr("cluster.nodes.LOOK_SECONDS", LOOK_SECONDS)
     seen: list[tuple[float, int, int]] = []
     done = 0
     for event in fleet:
         done += isinstance(event, Done)
         if isinstance(event, UnderWay):
-            seen.append((clock.now - 1000, event.attempts, cluster.busy().total()))
+            seen.append((clock.now - 1000, event.attempts, pool.busy()))
             size = next(size for begin, size in reversed(sizes) if clock.now - 1000 >= begin)
-            cluster.nodes = {str(node): {"CPU": 1.0} for node in range(size)}
+            pool.nodes = {str(node): {"CPU": 1.0} for node in range(size)}
     assert done == 1200
-    assert {attempts for at, attempts, _ in seen if at < 100} == {8}  # what an autoscaler sees, and no more
+    assert {attempts for at, attempts, _ in seen if at < 100} == {
+        8
+    }  # as many workers as an autoscaler sees requests for
     assert all(attempts <= 8 for at, attempts, _ in seen if at < 500)
     assert {busy for at, _, busy in seen if 110 <= at < 395} >= {3}
     assert max(busy for at, _, busy in seen if 430 <= at < 500) == 0
     assert max(attempts for _, attempts, _ in seen) == 600
     first_full = min(at for at, _, busy in seen if busy == 300)
-    print(f"300 slots, tars of 20 s: 300 busy {first_full - 500:.0f} s after they came, 600 under way at most")
+    print(f"300 slots, tars of 20 s: 300 busy {first_full - 500:.0f} s after they appeared, at most 600 in flight")
     assert first_full - 500 <= 5
 
 
-def test_of_a_cluster_that_shrinks_no_more_are_begun_than_it_has_slots_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """300 slots become 10, as preemption has it; what was under way on the lost ones is lost and done again."""
+def test_after_a_cluster_shrinks_no_more_attempts_start_than_it_has_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """300 slots become 10, as with preemption. What ran on the other ones is lost and repeated."""
     clock, shrinks, lost_at = Clock(monkeypatch), 90.0, 95.0
     small = {str(node) for node in range(10)}
 
@@ -114,9 +118,9 @@ def test_of_a_cluster_that_shrinks_no_more_are_begun_than_it_has_slots_for(monke
         at = now - 1000
         return (lost_at - at, error(lost=True)) if node not in small and at + 20 > lost_at else (20, "ok")
 
-    cluster = TimedCluster(clock, {str(node): 1 for node in range(300)}, act)
-    fleet = iter(make_fleet(monkeypatch, cluster, map(str, range(2200)), node_failures=1000))
-    monkeypatch.setattr("precompute.cluster.nodes.LOOK_SECONDS", LOOK_SECONDS)
+    pool = TimedPool(clock, {str(node): 1 for node in range(300)}, act)
+    fleet = iter(make_fleet(monkeypatch, pool, map(str, range(2200)), node_failures=1000))
+    monkeypatch.setattr("cluster.nodes.LOOK_SECONDS", LOOK_SECONDS)
     seen: list[tuple[float, int, int, int]] = []
     done, lost = set(), 0
     for event in fleet:
@@ -124,12 +128,12 @@ def test_of_a_cluster_that_shrinks_no_more_are_begun_than_it_has_slots_for(monke
             done.add(event.key)
         lost += isinstance(event, Failed)
         if isinstance(event, UnderWay):
-            seen.append((clock.now - 1000, event.attempts, len(cluster.given), cluster.busy().total()))
+            seen.append((clock.now - 1000, event.attempts, len(pool.begun), pool.busy()))
             if clock.now - 1000 >= shrinks:
-                cluster.nodes = {node: {"CPU": 1.0} for node in small}
+                pool.nodes = {node: {"CPU": 1.0} for node in small}
     assert done == set(map(str, range(2200))) and lost == 290
     assert max(attempts for at, attempts, _, _ in seen if at < shrinks) == 600
-    looked = shrinks + LOOK_SECONDS + 1  # the fleet looks every so often, between polls
+    looked = shrinks + LOOK_SECONDS + 1  # the fleet looks at the nodes at intervals
     above = [(at, attempts, begun) for at, attempts, begun, _ in seen if at >= looked and attempts > 20]
     assert above and len({begun for _, _, begun in above}) == 1, "attempts were begun while more than 20 were under way"
     after = [(attempts, busy) for at, attempts, _, busy in seen if at > above[-1][0]]
@@ -137,20 +141,20 @@ def test_of_a_cluster_that_shrinks_no_more_are_begun_than_it_has_slots_for(monke
 
 
 def test_300_slots_are_busy_with_tasks_of_20_ms(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the machine's clock: the fleet's loop is the product's, and settles them one by one; Ray's part is played."""
+    """In real time: the loop is the product's, which settles attempts one by one; Ray's part is scripted."""
     full: list[float] = []
-    cluster = TimedCluster(RealClock(), {str(node): 1 for node in range(300)}, lambda *_: (0.02, "ok"))
-    fleet = make_fleet(monkeypatch, cluster, map(str, range(3000)))
-    monkeypatch.setattr("precompute.cluster.nodes.LOOK_SECONDS", LOOK_SECONDS)
+    pool = TimedPool(RealClock(), {str(node): 1 for node in range(300)}, lambda *_: (0.02, "ok"))
+    fleet = make_fleet(monkeypatch, pool, map(str, range(3000)))
+    monkeypatch.setattr("cluster.nodes.LOOK_SECONDS", LOOK_SECONDS)
     begun, done = time.monotonic(), set()
     for event in fleet:
-        if cluster.most_busy == 300 and not full:
+        if pool.most_busy == 300 and not full:
             full.append(time.monotonic() - begun)
         if isinstance(event, Done):
             done.add(event.key)
     rate = len(done) / (time.monotonic() - begun)
     assert done == set(map(str, range(3000)))
-    assert cluster.most_busy == 300
+    assert pool.most_busy == 300
     print(
         f"300 slots, tasks of 20 ms: 300 busy at once after {full[0]:.2f} s; the driver handles {rate:,.0f} tasks/s, "
         f"which keeps 300 busy with tasks of {300 / rate:.2f} s"
@@ -161,5 +165,5 @@ def test_in_flight_is_a_number_or_auto() -> None:
     assert FleetConfig(max_in_flight=3).in_flight(1000) == 3
     assert FleetConfig().in_flight(0) == 8 and FleetConfig().in_flight(1000) == 2000
     assert FleetConfig().in_flight(1000, at_once=3) == 4000
-    with pytest.raises(ValidationError, match="give a number from 1 on, or auto"):
+    with pytest.raises(ValidationError, match="must be at least 1, or auto"):
         FleetConfig(max_in_flight=0)

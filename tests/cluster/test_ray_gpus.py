@@ -1,4 +1,4 @@
-"""Workers with half a GPU each, on a Ray whose node says that it has one: GPUs are Ray's book-keeping, not CUDA's."""
+"""Workers with half a GPU each, on a Ray node that claims one GPU. Ray only does bookkeeping, so none is needed."""
 
 import os
 import time
@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import ray
 
-from precompute.cluster.fleet import Done, Fleet
-from precompute.cluster.ray_cluster import Report, start_ray
+from cluster.fleet import Done, Fleet
+from cluster.pool import Report
+from cluster.start import start_ray
 from precompute.config import describe_encoding, make_recipe
 from precompute.encode.worker import encode_on_worker
 from precompute.input.tars import InputTar, list_tars
@@ -28,7 +29,7 @@ HALF = {"num_gpus": 0.5, "num_cpus": 1, "decode_threads": 1, "batch_size": 8, "t
 
 @pytest.fixture
 def one_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A Ray of this machine's with one GPU, and CPUs for more workers than that holds."""
+    """Ray on this machine with one GPU, and with CPUs for more workers than fit on that GPU."""
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr("ray.init", partial(ray.init, num_cpus=4, num_gpus=1))
     yield
@@ -36,14 +37,14 @@ def one_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def test_two_workers_are_on_one_gpu_at_once(one_gpu: None, models: Path, tmp_path: Path) -> None:
-    """Each waits at its first tar for the other: of workers that come one after the other, the first would fail."""
+    """Each worker waits at its first tar for the other one. If they ran one after the other, the first would fail."""
     for shard in range(4):
         make_tar(tmp_path / "tars", f"{shard:05d}", make_samples(shard, 20, SIZES))
     config = precompute_config(models, tmp_path / "tars", tmp_path / "root", workers=HALF)
     store, encoding = open_store(config.output), describe_encoding(config)
     create_root(store, encoding)
     record_rules(store, config.to_fill.rules)
-    # on this machine the device is a CPU, whatever Ray counts
+    # the device is a CPU, whatever Ray counts
     encode = partial(
         encode_on_worker,
         recipe=make_recipe(config, encoding),
@@ -80,5 +81,5 @@ def test_two_workers_are_on_one_gpu_at_once(one_gpu: None, models: Path, tmp_pat
 
 
 def parts_of(root: Path) -> dict[str, bytes]:
-    """The parts' files: receipts and indexes say by whom and when."""
+    """Return the files of all parts. Receipts and indexes differ, as they record who wrote them and when."""
     return {name: content for name, content in tree(root).items() if name.startswith(("64x64/", "128x128/"))}

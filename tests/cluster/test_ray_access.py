@@ -1,4 +1,4 @@
-"""Who may join, and `ray job submit`: a real head node with a token, started as docs/how-to/cluster.md says."""
+"""Authentication and `ray job submit`, on a real head node that is started as docs/how-to/cluster.md says."""
 
 import socket
 import subprocess
@@ -26,7 +26,7 @@ def free_port() -> int:
 
 
 class Head:
-    """A head node with a dashboard, both on localhost, in sessions of its own."""
+    """A head node with a dashboard on localhost, each in its own session."""
 
     def __init__(self, folder: Path):
         self.token = folder / "token"
@@ -46,19 +46,19 @@ class Head:
         )
 
     def ray(self, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-        """A `ray` command in a process of its own."""
+        """Start a `ray` command in a separate process."""
         env = environment(**variables) | {"PYTHONPATH": str(REPOSITORY)}
         return subprocess.run([RAY, *arguments], capture_output=True, text=True, env=env, timeout=500)
 
     def stop(self) -> None:
-        """`--block` takes all of the node's processes with it."""
+        """Stop the node; with `--block`, its processes end with the command."""
         self.process.terminate()
         self.process.wait(60)
 
 
 @pytest.fixture
 def head() -> Iterator[Head]:
-    """Up, and reachable with its token. Its folder's name is short: Ray's sockets allow 107 characters."""
+    """A running head node, reachable with its token. Its folder's name is short, because socket paths are limited."""
     with tempfile.TemporaryDirectory(prefix="lm-", ignore_cleanup_errors=True) as folder:
         head = Head(Path(folder))
         try:
@@ -77,7 +77,7 @@ def test_a_submitted_job(head: Head, models: Path, tars: Path, tmp_path: Path) -
 
 
 def submit(head: Head, arguments: list[str]) -> None:
-    """By `ray job submit`, to its end."""
+    """Run a command with `ray job submit` and wait for its end."""
     command = [sys.executable, "-m", "precompute", *arguments]
     dashboard = f"http://127.0.0.1:{head.dashboard}"
     submitted = head.ray("job", "submit", "--address", dashboard, "--", *command, **head.allowed)
@@ -114,10 +114,10 @@ def test_the_token_and_a_submitted_job(head: Head, models: Path, tars: Path, tmp
 
 @pytest.mark.slow
 def test_a_local_start_uses_a_token(tmp_path: Path) -> None:
-    """`ray.init` turns token authentication on by itself; a client without the token is refused."""
+    """`ray.init` enables token authentication, and a client without the token is refused."""
     start = (
-        "import ray; from precompute.cluster.nodes import ResourcesConfig; "
-        "from precompute.cluster.ray_cluster import start_ray; start_ray; "
+        "import ray; from cluster.nodes import ResourcesConfig; "
+        "from cluster.start import start_ray; start_ray; "
         "start_ray(ResourcesConfig(num_gpus=0, num_cpus=1)); import os; "
         "print(os.environ.get('RAY_AUTH_MODE'), ray.get_runtime_context().gcs_address, flush=True); input()"
     )

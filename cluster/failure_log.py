@@ -1,4 +1,4 @@
-"""failures.jsonl: one line for each attempt that failed, beside what the job writes."""
+"""failures.jsonl: one line per failed attempt, next to the job's output."""
 
 import json
 import re
@@ -9,37 +9,37 @@ from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
 
-from precompute.cluster.fleet import Failed
+from cluster.fleet import Failed
 from shards.base.errors import Outage
 from shards.open import open_store
 
-COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+ANSI_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
 class FailureLog:
-    """Failed attempts of one job, beside the root at `place`; a context manager.
+    """Log of a job's failed attempts, next to the root at `place`; a context manager.
 
-    Beside a folder it is the file `FOLDER.failures.jsonl`, which later jobs go on with. Object stores do not append:
-    there each object `ADDRESS.failures/TIME.jsonl` has some lines. What cannot be written yet, as in an outage, waits;
-    what still cannot at the job's end goes to stderr.
+    For a folder it is the file `FOLDER.failures.jsonl`, to which later jobs append. Object stores cannot append, so
+    there each object `URL.failures/TIME.jsonl` holds some of the lines. Lines that cannot be written yet, during an
+    outage for example, are kept, and printed to stderr if they still cannot be written at the end of the job.
     """
 
     def __init__(self, place: Path | str):
         self.file = Path(f"{place}.failures.jsonl") if isinstance(place, Path) else None
         self.store = None if self.file else open_store(f"{place}.failures")
         self.where = str(self.file or f"{place}.failures")
-        self.waiting: list[str] = []
+        self.unwritten: list[str] = []
 
     def __enter__(self) -> "FailureLog":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        if why := self._write():
-            lines = "".join(self.waiting)
-            print(f"{self.where} cannot be written ({why}); its last lines are:\n{lines}", file=sys.stderr, flush=True)
+        if reason := self._write():
+            lines = "".join(self.unwritten)
+            print(f"{self.where} cannot be written ({reason}). Its last lines:\n{lines}", file=sys.stderr, flush=True)
 
     def record(self, failed: Failed) -> None:
-        """Add an attempt."""
+        """Append an attempt."""
         line = {
             "time": datetime.now(UTC).isoformat(timespec="seconds"),
             "shard": failed.key,
@@ -49,15 +49,15 @@ class FailureLog:
             "outcome": failed.which,
             "final": not failed.again,
             "log": failed.log,
-            "trace": COLOURS.sub("", failed.failure.trace),
+            "trace": ANSI_COLOURS.sub("", failed.failure.trace),
         }
-        self.waiting.append(f"{json.dumps(line)}\n")
-        if failed.failure.outage is None:  # or the store itself may be away, and each try take long
+        self.unwritten.append(f"{json.dumps(line)}\n")
+        if failed.failure.outage is None:  # in an outage this store may be unavailable too, and slow to say so
             self._write()
 
     def _write(self) -> Exception | None:
-        """Write what waits; returns why that cannot be."""
-        text = "".join(self.waiting)
+        """Write pending lines. Return the error if that fails."""
+        text = "".join(self.unwritten)
         try:
             if text and self.file:
                 with self.file.open("a") as file:
@@ -67,11 +67,11 @@ class FailureLog:
                 self.store.create(name, text.encode())
         except (OSError, Outage) as error:
             return error
-        self.waiting.clear()
+        self.unwritten.clear()
         return None
 
 
-def named(failed: Sequence[tuple[str, str]], most: int = 5) -> str:
-    """The first of units and why they failed, for people."""
+def summarize(failed: Sequence[tuple[str, str]], most: int = 5) -> str:
+    """Format the first of the failed units (key, reason) for an error message."""
     text = "; ".join(f"{key}: {reason}" for key, reason in sorted(failed)[:most])
     return f"{text}; and {len(failed) - most} more" if len(failed) > most else text

@@ -1,4 +1,4 @@
-"""Real Ray nodes on one machine: joining late, being lost, and what the job and its metrics say meanwhile."""
+"""Real Ray nodes on one machine: nodes that join late or are lost, and the job's messages and metrics meanwhile."""
 
 import json
 import re
@@ -18,7 +18,8 @@ import pytest
 import ray
 from ray.cluster_utils import Cluster
 
-from precompute.cluster.ray_cluster import NODE_ID, start_ray
+from cluster.pool import NODE_ID
+from cluster.start import start_ray
 from precompute.config import describe_encoding, make_recipe
 from precompute.input.tars import list_tars
 from precompute.job.ledger import Ledger
@@ -36,10 +37,10 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture
 def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
-    """A head node that takes no worker."""
+    """A head node that is too small for a worker."""
     with tempfile.TemporaryDirectory(prefix="lm-", ignore_cleanup_errors=True) as folder:
         head = {"num_cpus": 1, "include_dashboard": False, "temp_dir": folder}
-        # or whoever calls ray.init on this machine would join
+        # otherwise any ray.init on this machine would join it
         with patch("ray._private.utils.write_ray_address"):
             cluster = Cluster(initialize_head=True, head_node_args=head)
         monkeypatch.setenv("RAY_ADDRESS", cluster.address)
@@ -50,7 +51,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
 
 
 def wait_until(true: Callable[[], object], seconds: float = 240) -> None:
-    """Poll."""
+    """Poll until the condition holds."""
     end = time.monotonic() + seconds
     while not true():
         assert time.monotonic() < end, "it did not happen in time"
@@ -58,11 +59,11 @@ def wait_until(true: Callable[[], object], seconds: float = 240) -> None:
 
 
 def scrape() -> dict[str, float]:
-    """The job's figures on those nodes' metrics endpoints that are up yet: name and labels → the sum."""
+    """Return the job's metrics, summed over the nodes whose metrics endpoint responds, by name and labels."""
     sums: dict[str, float] = {}
     for port in (node["MetricsExportPort"] for node in ray.nodes() if node["Alive"]):
         text = ""
-        # on a busy machine a node's agent comes up after its first attempts
+        # on a busy machine a node's agent may start after its first attempts
         with suppress(URLError), urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as page:
             text = page.read().decode()
         for name, labels, value in re.findall(r"^ray_(latentmill_\w+)\{(.*?)\} (\S+)$", text, re.MULTILINE):
@@ -78,8 +79,8 @@ def test_a_late_node_gets_work_and_a_lost_one_loses_none(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # signals are the main thread's, and the job is not in it here
-    monkeypatch.setattr("precompute.cluster.fleet.StopSignal", lambda *_: nullcontext(SimpleNamespace(received=False)))
+    # the job runs in another thread, which cannot install signal handlers
+    monkeypatch.setattr("cluster.fleet.StopSignal", lambda *_: nullcontext(SimpleNamespace(received=False)))
     for shard in range(4):
         make_tar(tmp_path / "tars", f"{shard:05d}", make_samples(shard, 80, SIZES))
     workers = {"num_gpus": 0, "num_cpus": 1, "resources": {"encoder": 1}, "decode_threads": 1, "batch_size": 4}
@@ -103,10 +104,10 @@ def test_a_late_node_gets_work_and_a_lost_one_loses_none(
         return text in "".join(said)
 
     wait_until(lambda: says("No node of the cluster can take a worker of 0 GPUs, 1 CPUs and 1 encoder"))
-    lost = cluster.add_node(num_cpus=1, resources={"encoder": 1})  # it joins late …
+    lost = cluster.add_node(num_cpus=1, resources={"encoder": 1})  # it joins late,
     wait_until(lambda: list((folder_of(config) / ".attempts").glob("0*")))
-    cluster.remove_node(lost, allow_graceful=False)  # … is lost in the midst of a shard …
-    cluster.add_node(num_cpus=1, resources={"encoder": 1})  # … and another one comes
+    cluster.remove_node(lost, allow_graceful=False)  # it is lost in the middle of a tar,
+    cluster.add_node(num_cpus=1, resources={"encoder": 1})  # and another one joins
     job.join(400)
     says("")
     log = "".join(said)
@@ -147,7 +148,7 @@ def test_a_job_that_no_node_can_take_ends(
 
 
 def test_a_node_that_is_avoided_gets_none(cluster: Cluster) -> None:
-    """The selector that the job gives its workers, as Ray understands it."""
+    """Ray understands the label selector that the job gives its workers."""
     cluster.add_node(num_cpus=1)
     ray.init(log_to_driver=False)
     nodes = [node["NodeID"] for node in ray.nodes()]

@@ -1,4 +1,4 @@
-"""Workers as Ray has them: several attempts in one process, which is lost with all of them, and told to leave."""
+"""Workers on Ray: several attempts in a process, which are lost together, failed starts, and stop signals."""
 
 import os
 import signal
@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 import ray
 
-from precompute.cluster.fleet import Done, Failed, Fleet, FleetConfig, UnderWay
-from precompute.cluster.ray_cluster import Function, start_ray
+from cluster.fleet import Done, Failed, Fleet, FleetConfig, UnderWay
+from cluster.pool import Function
+from cluster.start import start_ray
 from shards.base.errors import WorkError
 
 AT_ONCE = 3
@@ -23,7 +24,7 @@ CONFIG = FleetConfig(num_gpus=0, num_cpus=1, backoff=0)
 
 @pytest.fixture(scope="module")
 def one_slot() -> Iterator[None]:
-    """A Ray of this machine's with room for one worker."""
+    """Ray on this machine, with room for one worker."""
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("RAY_ADDRESS", raising=False)
         init = ray.init
@@ -34,12 +35,12 @@ def one_slot() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_told_to_leave_before_or_after_the_fleet_listens(number: signal.Signals) -> None:
-    """Ray has SIGTERM end a process with code 15 and without a word; a scheduler requeues 75."""
+def test_a_stop_signal_before_or_after_the_fleet_handles_it(number: signal.Signals) -> None:
+    """On SIGTERM Ray ends a process with code 15 and no message, but schedulers requeue on code 75."""
     program = """
 import time
-from precompute.cluster.fleet import FleetConfig
-from precompute.cluster.ray_cluster import start_ray
+from cluster.fleet import FleetConfig
+from cluster.start import start_ray
 from shards.base.errors import exit_code_of
 from shards.base.remote import RemoteStore
 
@@ -58,11 +59,11 @@ raise SystemExit(exit_code_of(publish))
     process.send_signal(number)
     said = process.communicate(timeout=60)[1]
     assert process.returncode == 75
-    assert "error: told to leave. What is committed stays; the same command again goes on." in said
+    assert "error: Stopped by a signal. Committed work is kept; run the same command again to continue." in said
 
 
 @pytest.mark.parametrize("address", [None, "10.0.0.1:6379"])
-def test_told_to_leave_while_ray_starts(
+def test_a_stop_signal_while_ray_starts(
     address: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
@@ -72,10 +73,10 @@ def test_told_to_leave_while_ray_starts(
     monkeypatch.setattr("ray.init", lambda **_: sys.exit(signal.SIGTERM))
     with pytest.raises(SystemExit) as ended:
         start_ray(CONFIG)
-    assert ended.value.code == 75 and "error: told to leave." in capsys.readouterr().err
+    assert ended.value.code == 75 and "error: Stopped by a signal." in capsys.readouterr().err
 
 
-def test_a_machine_on_which_ray_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ray_that_does_not_start_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def init(**_: object) -> None:
         raise Exception("The current node timed out during startup.\nMore.")  # as Ray does
 
@@ -90,12 +91,12 @@ def fleet(function: Function[str, int], keys: str) -> Fleet[str, int]:
     return Fleet(CONFIG, function, ((key, key) for key in keys), AT_ONCE)
 
 
-def test_a_worker_has_several_in_hand_and_is_lost_with_them(one_slot: None, tmp_path: Path) -> None:
+def test_a_worker_runs_several_units_and_loses_them_together(one_slot: None, tmp_path: Path) -> None:
     def meet(key: str, number: int, report: object) -> int:
-        """Three of them meet in one process; one then ends it, once, and one raises, once."""
-        import precompute.encode.overlap as of_process  # any module's namespace is the process's
+        """Three of them meet in one process. Then one ends the process, once, and one raises, once."""
+        import cluster.retry as shared  # any module's namespace is shared by the process
 
-        lock = of_process.__dict__.setdefault("_barrier", threading.Barrier(3))
+        lock = shared.__dict__.setdefault("_barrier", threading.Barrier(3))
         if number == 1:
             lock.wait(100)
         if key == "c" and number == 1:
@@ -124,7 +125,7 @@ def test_a_worker_has_several_in_hand_and_is_lost_with_them(one_slot: None, tmp_
 
 
 def test_a_worker_that_cannot_start_costs_no_attempt(one_slot: None, tmp_path: Path) -> None:
-    """Its process ends while it is handed the function, once."""
+    """Its process ends while it unpickles the function, once."""
     tried = tmp_path / "tried"
 
     def hand_over() -> Function[str, int]:
@@ -140,12 +141,12 @@ def test_a_worker_that_cannot_start_costs_no_attempt(one_slot: None, tmp_path: P
     function: Any = Fatal()
     events = list(Fleet(CONFIG, function, [("a", "a")], AT_ONCE))
     (failed,) = (event for event in events if isinstance(event, Failed))
-    assert failed.which == "an outage, which counts for no attempt" and failed.again
+    assert failed.which == "an outage, which does not count as an attempt" and failed.again
     assert str(failed.failure.outage).startswith("a worker could not start: ActorDiedError: ")
     assert [event.result for event in events if isinstance(event, Done)] == [1]
 
 
-def test_told_to_leave_each_gives_up_at_its_next_report_and_tidies_up(one_slot: None, tmp_path: Path) -> None:
+def test_on_a_stop_signal_attempts_end_at_their_next_report_and_clean_up(one_slot: None, tmp_path: Path) -> None:
     place = str(tmp_path)
 
     def work(key: str, number: int, report: object) -> int:

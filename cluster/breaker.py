@@ -1,0 +1,114 @@
+"""Circuit breaker: while storage, credentials, models or the cluster are unavailable, the job pauses and uses up no
+attempts. One attempt at a time then probes whether the outage is over, with growing delays. Pure logic, without Ray.
+"""
+
+import math
+import time
+from collections.abc import Collection, Iterable
+
+from pydantic import Field
+
+from cluster.retry import backoff
+from shards.base.config import Config
+from shards.base.errors import Outage, WorkError
+
+FIRST_PAUSE_SECONDS = 5.0
+UNFIT_PROBES = 4
+"""Limit on consecutive probes that meet a problem which waiting cannot solve, such as a missing model. The last one
+comes 35 s after the first."""
+
+
+class OutageConfig(Config):
+    """When a job gives up on an outage."""
+
+    outage_probes: int = Field(16, ge=1)
+    """Consecutive attempts that storage, credentials or the cluster may fail before the job stops, each at a different
+    unit of work if possible. The delays between them grow to five minutes, 50 minutes in all."""
+
+
+class Breaker:
+    """Decides whether the job is paused and when it probes. The breaker is open while the job is paused."""
+
+    def __init__(self, config: OutageConfig):
+        self.most = config.outage_probes
+        self.last_success = -math.inf
+        """Start of the latest attempt that succeeded."""
+        self.last_outage = -math.inf
+        """Time at which an outage last ended an attempt."""
+        self.affected: set[str] = set()
+        """Keys of the units that hit the outage."""
+        self.failing: set[str] = set()
+        """Nodes with an outage since their last success."""
+        self.probed: list[str] = []
+        """Keys of the units whose attempts opened the breaker and kept it open, whatever the cause."""
+        self.unfit = 0
+        """Number of the latest of them that met, in a row, a problem which waiting cannot solve."""
+        self.paused_at = self.next_probe = 0.0
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the job is paused."""
+        return bool(self.probed)
+
+    def allowed(self, room: int, began: Iterable[float]) -> int:
+        """Return how many attempts may be started if there is `room`, given the start times of the running ones.
+
+        During a pause that is one probe at a time, when it is due.
+        """
+        if not self.is_open:
+            return room
+        is_due = time.monotonic() >= self.next_probe and not any(map(self._is_probe, began))
+        return min(room, int(is_due))
+
+    def _is_probe(self, began: float) -> bool:
+        return self.is_open and began > self.paused_at
+
+    def record_success(self, node: str | None, began: float) -> str | None:
+        """Record an attempt that succeeded. Return a message for the user, if there is one."""
+        self.last_success = max(self.last_success, began)
+        self.failing.discard(node or "")
+        was_open = self.is_open
+        if began <= (self.paused_at if was_open else self.last_outage):
+            return None  # it may have had all that it needed before the outage
+        self.probed = []
+        self.unfit = 0
+        self.affected.clear()
+        if not was_open:
+            return None
+        self.failing.clear()
+        return f"The outage is over. The job resumes after a pause of {time.monotonic() - self.paused_at:.0f} s."
+
+    def record_outage(
+        self, key: str, node: str | None, able: Collection[str], began: float, outage: Outage
+    ) -> str | None:
+        """Record an attempt that an outage ended on one of the `able` nodes. Return a message, if there is one.
+
+        The job pauses once more than half of the nodes fail in this way. Fewer failing nodes have a problem of their
+        own.
+
+        Raises:
+            WorkError: this was the last probe.
+        """
+        now = self.last_outage = time.monotonic()
+        self.affected.add(key)
+        self.failing = (self.failing | {node or ""}).intersection({"", *able})
+        if self.is_open and not self._is_probe(began):
+            return None
+        if not self.is_open:
+            if 2 * len(self.failing) <= len(able):
+                return None
+            self.paused_at = now
+        # causes may alternate, so every probe of a pause counts, whatever it met
+        self.probed.append(key)
+        self.unfit = 0 if outage.is_transient else self.unfit + 1
+        seconds = now - self.paused_at
+        if len(self.probed) >= self.most or self.unfit >= UNFIT_PROBES:
+            tried = ", ".join(sorted(set(self.probed)))
+            raise WorkError(
+                f"{len(self.probed)} consecutive attempts ({tried}) failed because of an outage that has lasted "
+                f"{seconds:.0f} s. The last one: {outage} Fix the cause and run the same command again. Committed work "
+                f"is kept."
+            )
+        pause = backoff(len(self.probed), FIRST_PAUSE_SECONDS)
+        self.next_probe = now + pause
+        return f"The job is paused (for {seconds:.0f} s so far) and retries in {pause:.0f} s: {outage}"

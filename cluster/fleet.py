@@ -1,0 +1,265 @@
+"""A fleet of Ray workers that processes keyed units of work. Failed units are retried and never stop the others.
+
+    fleet = Fleet(config, function, units)
+    for event in fleet:
+        ledger.record(event)
+
+The fleet knows nothing about the work itself.
+"""
+
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Generic, Literal, TypeVar
+
+from pydantic import field_validator
+
+from cluster.breaker import Breaker, OutageConfig
+from cluster.nodes import NodeWatch, ResourcesConfig
+from cluster.placement import assign, missing_workers, surplus_workers
+from cluster.pool import Attempt, Failure, Function, StartFailure, WorkerPool
+from cluster.reports import ProgressReport
+from cluster.retry import NodeHealth, RetryConfig, Unit, UnitQueue
+from shards.base.errors import Outage, WorkError
+from shards.base.stop import StopSignal
+
+Work = TypeVar("Work")
+Result = TypeVar("Result")
+POLL_SECONDS = 1.0
+MIN_IN_FLIGHT = 8
+"""Units in flight while the cluster has no node yet: an autoscaler adds nodes for the workers that wait."""
+NOT_COUNTED = "an outage, which does not count as an attempt"
+
+
+class FleetConfig(RetryConfig, OutageConfig, ResourcesConfig):
+    """Resources of a worker, and limits on retries."""
+
+    max_in_flight: int | Literal["auto"] = "auto"
+    """Units of work that run or wait for a worker. `auto` follows the size of the cluster: all that its workers can run
+    at once, and one more for each worker."""
+
+    @field_validator("max_in_flight")
+    @classmethod
+    def _at_least_one(cls, given: int | str) -> int | str:
+        if isinstance(given, int) and given < 1:
+            raise ValueError("must be at least 1, or auto")
+        return given
+
+    def in_flight(self, places: int, at_once: int = 1) -> int:
+        """Return the limit for a cluster with room for `places` workers that run `at_once` units each."""
+        return max(MIN_IN_FLIGHT, (at_once + 1) * places) if self.max_in_flight == "auto" else self.max_in_flight
+
+
+@dataclass(frozen=True)
+class Done(Generic[Result]):
+    """A unit that was completed."""
+
+    key: str
+    node: str | None
+    """Address of the node."""
+    result: Result
+
+
+@dataclass(frozen=True)
+class Failed:
+    """A failed attempt at a unit."""
+
+    key: str
+    node: str | None
+    """Address of the node."""
+    which: str
+    """Description of the attempt: `attempt 2 of 3 failed`."""
+    failure: Failure
+    again: bool
+    """Whether the unit will be tried again."""
+    number: int = 1
+    """Number of the attempt."""
+    in_pause: bool = False
+    """Whether the job is paused because of this outage, which `News` reports."""
+    log: str = ""
+    """Path of the worker's log on that node."""
+
+
+@dataclass(frozen=True)
+class News:
+    """A message about the cluster for the user."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class UnderWay:
+    """The current state, about once a second, whenever attempts have ended, and at the end."""
+
+    attempts: int
+    """Units that run or wait for a worker."""
+    reported: int
+    """Sum of the progress that the running attempts have reported."""
+    paused: bool = False
+    """Whether the job waits for an outage to end."""
+
+
+Event = Done[Result] | Failed | News | UnderWay
+
+
+class Fleet(Generic[Work, Result]):
+    """Runs units of work on the Ray cluster that `start_ray` joined or started. Iterate over it once.
+
+    Iteration ends when every unit is done or has failed for good. After SIGTERM, SIGUSR1 or SIGINT it interrupts the
+    running attempts, and ends with the results of those that were finished by then.
+
+    Raises:
+        WorkError: for `wait_for_resources` seconds no node could take a worker, or an outage lasted for
+            `outage_probes` attempts.
+    """
+
+    def __init__(
+        self,
+        config: FleetConfig,
+        function: Function[Work, Result],
+        units: Iterable[tuple[str, Work]],
+        at_once: int = 1,
+        pool: WorkerPool[Work, Result] | None = None,
+    ):
+        """Prepare a fleet for `units` of (key, work), of which only as many are read as there is room for.
+
+        Args:
+            at_once: units that each worker runs at a time, in one thread each.
+            pool: replacement for the Ray workers.
+        """
+        self.config, self.at_once = config, at_once
+        self.pool = pool or WorkerPool(config, function, at_once)
+        self.queue = UnitQueue(units)
+        self.watch, self.health, self.breaker = NodeWatch(config), NodeHealth(config.node_failures), Breaker(config)
+
+    def __iter__(self) -> Iterator[Event[Result]]:
+        with StopSignal() as stop:  # after ray.init, which installs its own SIGTERM handler
+            while (self.queue or self.pool.running) and not stop.received:
+                if self.watch.is_due and (news := self.watch.look(self.pool.alive())):
+                    yield News(news)
+                num_waiting = self._start_attempts()
+                for event in self.pool.wait(POLL_SECONDS):
+                    if isinstance(event, StartFailure):
+                        yield from self._settle_start_failure(event)
+                    else:
+                        yield from self._settle(event)
+                in_flight = len(self.pool.running) + num_waiting
+                yield UnderWay(in_flight, self.pool.reported(), self.breaker.is_open)
+                if self.pool.is_idle:
+                    is_waiting = self.breaker.is_open or num_waiting > 0
+                    time.sleep(POLL_SECONDS if is_waiting else min(POLL_SECONDS, self.queue.seconds_until_due()))
+            yield from self._drain()
+
+    def _start_attempts(self) -> int:
+        """Adjust the number of workers, and give units to workers with a free slot.
+
+        Returns:
+            The number of units that could start but wait for a worker.
+        """
+        self.queue.move_to_end(self.breaker.probed)
+        room = self.config.in_flight(self.watch.places, self.at_once) - len(self.pool.running)
+        units = self.queue.due(self.breaker.allowed(room, (attempt.began for attempt in self.pool.running)))
+        failed_on = {unit.failed_on for unit in units}
+        avoided = {node: self.health.avoid(node, self.watch.able) for node in failed_on}
+
+        def avoided_by(unit: Unit[Work]) -> frozenset[str]:
+            return avoided[unit.failed_on]
+
+        workers, num_running = self.pool.workers, len(self.pool.running)
+        for worker in surplus_workers(units, num_running, workers, avoided_by):
+            self.pool.dismiss(worker)
+        # more than fit on the cluster now, so that an autoscaler adds nodes
+        most = self.config.in_flight(self.watch.places)
+        for avoid in missing_workers(units, num_running, workers, most, avoided_by):
+            self.pool.add(avoid)
+        num_waiting = len(units)
+        for unit, worker in assign(units, workers, self.at_once, self.watch.places, avoided_by):
+            self.queue.remove(unit)
+            self.pool.start(unit, worker)
+            num_waiting -= 1
+        return num_waiting
+
+    def _settle(self, attempt: Attempt[Work]) -> Iterator[Event[Result]]:
+        """Report an attempt that has ended, and requeue its unit if a retry may help."""
+        unit, number = attempt.unit, attempt.number
+        report = self.pool.last_report(attempt)
+        node = report.node if report else None
+        try:
+            result = self.pool.result(attempt)
+        except Failure as failure:
+            if failure.outage is not None:
+                yield from self._settle_outage(unit, attempt.began, report, failure, failure.outage)
+                return
+            again = unit.record_failure(failure.is_lost, node, self.config) and not failure.is_final
+            if again:
+                self.queue.put_back(unit)
+            which = unit.describe_failure(failure.is_lost, self.config)
+            yield self._failed(unit.key, report, which, failure, again, number)
+            if not failure.is_final:  # a damaged input does not reflect on the node
+                yield from self._blame(node)
+        else:
+            self.health.record_success(node)
+            if news := self.breaker.record_success(node, attempt.began):
+                self.health = NodeHealth(self.config.node_failures)  # the outage caused the nodes' failures
+                yield News(news)
+            yield Done(unit.key, self.watch.address(node), result)
+
+    def _settle_start_failure(self, event: StartFailure) -> Iterator[Event[Result]]:
+        """Treat a worker that could not start as an outage that the next unit in the queue has met."""
+        for unit in self.queue.due(1):
+            self.queue.remove(unit)
+            failure = event.failure
+            failure.outage = failure.outage or Outage(f"a worker could not start: {failure.line}")
+            yield from self._settle_outage(unit, event.requested_at, None, failure, failure.outage)
+
+    def _settle_outage(
+        self, unit: Unit[Work], began: float, report: ProgressReport | None, failure: Failure, outage: Outage
+    ) -> Iterator[Event[Result]]:
+        """Requeue a unit after an outage, as a rule without counting the attempt, and pause if most nodes fail."""
+        node = report.node if report else None
+        number, which, again = unit.attempt, NOT_COUNTED, True
+        others_affected = bool(self.breaker.affected - {unit.key})
+        if not unit.excuse_outage(self.breaker.last_success, others_affected, node, self.config):
+            again = unit.record_failure(True, node, self.config)
+            which = unit.describe_failure(True, self.config)
+        if again:
+            self.queue.put_back(unit)
+        try:
+            news = self.breaker.record_outage(unit.key, node, self.watch.able, began, outage)
+        except WorkError:
+            yield self._failed(unit.key, report, which, failure, again, number, in_pause=True)
+            yield from self._drain()
+            raise
+        yield self._failed(unit.key, report, which, failure, again, number, in_pause=self.breaker.is_open)
+        if news:
+            yield News(news)
+        elif not self.breaker.is_open:
+            yield from self._blame(node)
+
+    def _failed(
+        self,
+        key: str,
+        report: ProgressReport | None,
+        which: str,
+        failure: Failure,
+        again: bool,
+        number: int,
+        in_pause: bool = False,
+    ) -> Failed:
+        node, log = (self.watch.address(report.node), report.log) if report else (None, "")
+        return Failed(key, node, which, failure, again, number, in_pause, log)
+
+    def _blame(self, node: str | None) -> Iterator[News]:
+        """Count a failure of a node, and report if that suspends it."""
+        if self.health.record_failure(node):
+            address = self.watch.address(node)
+            yield News(f"node {address} failed {self.config.node_failures} attempts in a row and is avoided for now")
+
+    def _drain(self) -> Iterator[Done[Result] | UnderWay]:
+        """Interrupt the running attempts, and report the results of those that had finished."""
+        for attempt in self.pool.drain():
+            try:
+                yield Done(attempt.unit.key, None, self.pool.result(attempt))
+            except Failure:
+                continue  # left to the next job
+        yield UnderWay(0, 0, self.breaker.is_open)

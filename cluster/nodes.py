@@ -1,0 +1,140 @@
+"""Resources of a worker, and which nodes can take one. Pure logic, without Ray."""
+
+import time
+
+from pydantic import Field, field_validator
+
+from shards.base.config import Config
+from shards.base.errors import WorkError
+
+Resources = dict[str, float]
+"""Amounts by Ray's names: GPU, CPU, and any custom resources."""
+LOOK_SECONDS = 2.0
+"""Interval between two looks at the cluster's nodes."""
+REMIND_SECONDS = 30.0
+"""Interval between two messages while no node can take a worker."""
+EPSILON = 1e-9
+
+
+class ResourcesConfig(Config):
+    """Resources of one worker. Ray runs as many workers as fit on the cluster."""
+
+    num_gpus: float = Field(1.0, ge=0)
+    """GPUs per worker; 0 computes on the CPU, and 0.5 puts two workers on each GPU."""
+    num_cpus: float = Field(4.0, gt=0)
+    """CPUs per worker, as Ray counts them. In stage 1, 4 keep up with a GPU that encodes 500 images a second."""
+    resources: dict[str, float] = Field(default_factory=dict)
+    """Custom Ray resources per worker: {encoder: 1} restricts workers to nodes that were started with such a
+    resource."""
+    wait_for_resources: float = Field(3600.0, ge=0)
+    """Seconds that the job waits for a node that can take a worker before it gives up; on a cluster only."""
+
+    @field_validator("num_gpus")
+    @classmethod
+    def _whole_or_fraction(cls, num_gpus: float) -> float:
+        if num_gpus > 1 and not num_gpus.is_integer():
+            raise ValueError("must be a whole number of GPUs or a fraction of one: 0.5, 1 or 2")
+        return num_gpus
+
+    @property
+    def needs(self) -> Resources:
+        """Resources of one worker, by name."""
+        return {"GPU": self.num_gpus, "CPU": self.num_cpus, **self.resources}
+
+
+def is_too_small(has: Resources, needs: Resources) -> bool:
+    """Return whether a node with the total resources `has` can never take a worker with `needs`."""
+    return any(has.get(name, 0) < amount for name, amount in needs.items())
+
+
+def places(has: Resources, needs: Resources) -> dict[str, int]:
+    """Return how many workers a node can hold at once by each resource; the smallest number is the limit."""
+    fit = {name: int(has.get(name, 0) / amount + EPSILON) for name, amount in needs.items() if amount}
+    if 0 < needs.get("GPU", 0) < 1:  # a fraction is part of one GPU and never spans two
+        fit["GPU"] = int(has.get("GPU", 0)) * int(1 / needs["GPU"] + EPSILON)
+    return fit
+
+
+def shortage(has: Resources, needs: Resources) -> str | None:
+    """Name the resources that leave GPUs of a node unused: `6 of 8 GPUs usable: CPUs`; None if all can be used."""
+    fit = places(has, needs)
+    usable, by_gpu = min(fit.values()), fit.get("GPU", 0)
+    short = [plural(name) for name, count in fit.items() if count < by_gpu]
+    return f"{has['GPU'] * usable / by_gpu:g} of {has['GPU']:g} GPUs usable: {', '.join(short)}" if short else None
+
+
+def address_of(node: str, has: Resources) -> str:
+    """Return a node's address, which Ray lists among its resources, or else its id."""
+    addresses = (name.removeprefix("node:") for name in has if name.startswith("node:"))
+    return next((address for address in addresses if not address.startswith("__")), node)
+
+
+def describe(resources: Resources, wanted: Resources | None = None) -> str:
+    """Format amounts for people: `1 GPUs and 8 CPUs`; with `wanted`, only resources that it names."""
+    named = [f"{resources.get(name, 0):g} {plural(name)}" for name in wanted or resources]
+    return " and ".join([", ".join(named[:-1]), named[-1]] if len(named) > 1 else named)
+
+
+def plural(name: str) -> str:
+    """Add an s to Ray's own resources (GPU, CPU); custom names stay as they are."""
+    return f"{name}s" if name.isupper() else name
+
+
+class NodeWatch:
+    """Keeps track of the nodes that can take a worker, and of how long there have been none."""
+
+    def __init__(self, config: ResourcesConfig):
+        self.needs, self.limit = config.needs, config.wait_for_resources
+        self.able: set[str] = set()
+        """Ids of live nodes that are large enough for a worker."""
+        self.places = 0
+        """Workers that these nodes can hold at once."""
+        self.addresses: dict[str, str] = {}
+        """Node id → address, for every node that was ever alive."""
+        self.shortages: dict[str, str] = {}
+        """Node id → message about GPUs that cannot be used."""
+        self.looked_at = self.reminded_at = -float("inf")
+        self.able_at = time.monotonic()
+        """Last time at which there was an able node."""
+
+    @property
+    def is_due(self) -> bool:
+        """Whether it is time to look again."""
+        return time.monotonic() - self.looked_at >= LOOK_SECONDS
+
+    def address(self, node: str | None) -> str | None:
+        """Return a node's address, or its id if it was never seen alive."""
+        return None if node is None else self.addresses.get(node, node)
+
+    def look(self, alive: dict[str, Resources]) -> str | None:
+        """Update from the total resources of all live nodes. Return a message for the user, if there is one.
+
+        Raises:
+            WorkError: for `wait_for_resources` seconds no node could take a worker.
+        """
+        now = self.looked_at = time.monotonic()
+        self.addresses |= {node: address_of(node, has) for node, has in alive.items()}
+        self.able = {node for node, has in alive.items() if not is_too_small(has, self.needs)}
+        self.places = sum(min(places(alive[node], self.needs).values()) for node in self.able)
+        if self.able:
+            self.able_at, self.reminded_at = now, -float("inf")
+            return self._new_shortages(alive)
+        waited = now - self.able_at
+        sizes = "; ".join(sorted({describe(has, self.needs) for has in alive.values()})) or "none"
+        problem = f"No node of the cluster can take a worker of {describe(self.needs)} (alive: {sizes})"
+        if waited > self.limit:
+            raise WorkError(
+                f"{problem}, and none joined within {self.limit:g} s (workers.wait_for_resources). Add such a node, or "
+                f"lower workers.num_gpus, workers.num_cpus or workers.resources. Committed work is kept."
+            )
+        if now - self.reminded_at < REMIND_SECONDS:
+            return None
+        self.reminded_at = now
+        return f"{problem}. Waiting up to {self.limit - waited:.0f} s for one to join."
+
+    def _new_shortages(self, alive: dict[str, Resources]) -> str | None:
+        before = self.shortages
+        self.shortages = {node: text for node, has in alive.items() if (text := shortage(has, self.needs))}
+        changed = sorted(node for node, text in self.shortages.items() if before.get(node) != text)
+        lines = [f"node {address_of(node, alive[node])}: {self.shortages[node]}" for node in changed]
+        return "\n".join(lines) or None

@@ -1,0 +1,83 @@
+"""Placement of units on workers, and how many workers to ask for. Pure logic, without Ray."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from cluster.retry import Unit
+
+Avoided = Callable[[Unit[Any]], frozenset[str]]
+"""Function from a unit to the nodes that it must not run on."""
+
+
+@dataclass(eq=False)
+class Worker:
+    """A process that runs one or several units at a time."""
+
+    actor: Any
+    """Handle of the Ray actor."""
+    started: Any
+    """Object reference that resolves to the worker's node once its process runs, or to the error that prevents it."""
+    requested_at: float = 0.0
+    """Time by `time.monotonic`."""
+    node: str | None = None
+    """Id of its node; None until its process runs."""
+    running: list[Unit[Any]] = field(default_factory=list)
+
+    def has_slot(self, at_once: int) -> bool:
+        """Whether the worker can take another unit, of which it runs at most `at_once`."""
+        return len(self.running) < at_once and not any(unit.runs_alone for unit in self.running)
+
+
+def assign(
+    units: list[Unit[Any]], workers: list[Worker], at_once: int, places: int, avoided: Avoided
+) -> Iterator[tuple[Unit[Any], Worker]]:
+    """Assign units, in their order, each to the worker that runs the fewest. Occupy the slots, and yield the pairs.
+
+    A worker gets a second unit only if enough units remain for the workers that are still starting and fit on the
+    cluster's `places`. Otherwise the first worker to start would take units that the others could begin with.
+    """
+    started = [worker for worker in workers if worker.node is not None]
+    starting = min(len(workers), places) - len(started)
+    free = [worker for worker in started if worker.has_slot(at_once)]
+    waiting = len(units)
+    for unit in units:
+        if not free:
+            return
+        may_share = waiting > starting and not unit.runs_alone
+        nodes = avoided(unit)
+        candidates = [worker for worker in free if worker.node not in nodes and (may_share or not worker.running)]
+        if not candidates:
+            continue
+        worker = min(candidates, key=lambda worker: len(worker.running))
+        worker.running.append(unit)
+        waiting -= 1
+        if not worker.has_slot(at_once):
+            free.remove(worker)
+        yield unit, worker
+
+
+def missing_workers(
+    units: list[Unit[Any]], num_running: int, workers: list[Worker], most: int, avoided: Avoided
+) -> list[frozenset[str]]:
+    """Return the workers to ask for, up to `most` in all, each as the nodes that it must not be on.
+
+    Beyond `most`, one worker is added for a unit that avoids the nodes of all present workers.
+    """
+    missing = min(len(units) + num_running, most) - len(workers)
+    if missing > 0:
+        return [frozenset()] * missing
+    nodes = [worker.node for worker in workers]
+    if not nodes or None in nodes:  # a starting worker may be the one
+        return []
+    return next(([avoided(unit)] for unit in units if avoided(unit).issuperset(nodes)), [])
+
+
+def surplus_workers(units: list[Unit[Any]], num_running: int, workers: list[Worker], avoided: Avoided) -> list[Worker]:
+    """Return the workers that have not started and that no unit waits for any more."""
+    starting = [worker for worker in workers if worker.node is None]
+    nodes = {worker.node for worker in workers if worker.node is not None}
+    # the last worker that was requested is for a unit that avoids the nodes of all started ones
+    is_reserved = bool(nodes) and any(avoided(unit) >= nodes for unit in units)
+    surplus = min(len(workers) - len(units) - num_running, len(starting) - is_reserved)
+    return starting[: max(0, surplus)]

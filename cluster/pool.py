@@ -1,0 +1,265 @@
+"""Workers as Ray actors: start them, run attempts on them, and collect results, failures and progress."""
+
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from cluster.nodes import Resources, ResourcesConfig
+from cluster.placement import Worker
+from cluster.reports import BOARD_SECONDS, ProgressBoard, ProgressReport, ProgressReporter
+from cluster.retry import Unit
+from cluster.start import forget_ranks
+from shards.base.durable import DamagedFile
+from shards.base.errors import DamagedInput, Outage, RequestError, WorkError, is_storage_error
+
+Work = TypeVar("Work")
+Result = TypeVar("Result")
+Report = Callable[[int], None]
+"""Called in a worker with the amount of its unit that is done."""
+Function = Callable[[Work, int, Report], Result]
+"""What workers run: (work, number of the attempt from 1, report) → result. It is pickled once per job."""
+
+NODE_ID = "ray.io/node-id"
+"""Ray's label of a node's id."""
+GRACE_SECONDS = 10
+"""Time that attempts have to clean up when the job stops."""
+CLUSTER_ERRORS = (ray.exceptions.RuntimeEnvSetupError, ray.exceptions.ActorUnschedulableError)
+
+
+@dataclass(eq=False)
+class Failure(Exception):
+    """The failure of an attempt, which raised or whose process or node died."""
+
+    is_lost: bool
+    """Whether its process or node died."""
+    is_final: bool
+    """Whether another attempt would fail in the same way."""
+    line: str
+    """The cause in one line."""
+    text: str
+    """Message for people: `line` for a user-facing error, the worker's traceback for a bug."""
+    trace: str = ""
+    """The worker's traceback in either case."""
+    outage: Outage | None = None
+    """The outage, if storage, credentials, models or the cluster failed rather than the work."""
+
+
+@dataclass(eq=False)
+class Attempt(Generic[Work]):
+    """An attempt at a unit, running on a worker."""
+
+    unit: Unit[Work]
+    number: int
+    worker: Worker
+    result: Any
+    """Object reference."""
+    began: float
+    """Start by `time.monotonic`."""
+
+
+@dataclass(frozen=True)
+class StartFailure:
+    """A worker that could not start. No unit ran on it."""
+
+    requested_at: float
+    """When the worker was requested, by `time.monotonic`."""
+    failure: Failure
+
+
+class WorkerActor(Generic[Work, Result]):
+    """A worker's process. It keeps its loaded models between attempts, and runs each attempt in a thread."""
+
+    def __init__(self, function: Function[Work, Result], board: ray.actor.ActorHandle):
+        forget_ranks()
+        self.function, self.board = function, board
+        self.stopping = threading.Event()
+
+    def node(self) -> str:
+        """Return the id of the node."""
+        return str(ray.get_runtime_context().get_node_id())
+
+    def attempt(self, key: str, work: Work, number: int) -> Result:
+        """Run an attempt. Its lines in the worker's log carry its key and number, as other attempts run meanwhile."""
+        report = ProgressReporter(self.board, key, number, self.stopping)
+
+        def log(text: str) -> None:
+            lines = (f"{key}: attempt {number} {line}\n" for line in text.splitlines())
+            print("".join(lines), end="", file=sys.stderr, flush=True)
+
+        log("begins")
+        try:
+            result = self.function(work, number, report)
+        except BaseException as error:
+            log(f"failed: {type(error).__name__}: {error}\n{traceback.format_exc()}")
+            raise
+        log("is done")
+        return result
+
+    def stop(self) -> None:
+        """Make all attempts end, each at its next report."""
+        self.stopping.set()
+
+
+class WorkerPool(Generic[Work, Result]):
+    """The workers of one job on the cluster that `start_ray` joined or started.
+
+    The pool does what it is told: the fleet decides how many workers there are, which unit goes where, and what is
+    retried.
+    """
+
+    def __init__(self, config: ResourcesConfig, function: Function[Work, Result], at_once: int = 1):
+        """Prepare the pool, without workers; each runs up to `at_once` attempts, in one thread each."""
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        self.board = ray.remote(ProgressBoard).options(num_cpus=0, scheduling_strategy=here).remote()
+        self.function = ray.put(function)
+        self.actor_class = ray.remote(
+            num_gpus=config.num_gpus,
+            num_cpus=config.num_cpus,
+            resources=config.resources,
+            max_concurrency=at_once + 1,  # one more thread for `stop`
+            scheduling_strategy="SPREAD",
+        )(WorkerActor)
+        self.reading = self.board.read.remote()
+        self.reports: dict[tuple[str, int], ProgressReport] = {}
+        self.workers: list[Worker] = []
+        self.running: list[Attempt[Work]] = []
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no attempt runs and no worker is starting, so that `wait` would return at once."""
+        return not self.running and all(worker.node is not None for worker in self.workers)
+
+    def alive(self) -> dict[str, Resources]:
+        """Return the total resources of each live node, and drop idle workers of dead nodes.
+
+        Otherwise the next attempt on such a worker would be lost.
+        """
+        alive = {node["NodeID"]: node["Resources"] for node in ray.nodes() if node["Alive"]}
+        for worker in list(self.workers):
+            if not worker.running and worker.node is not None and worker.node not in alive:
+                self.dismiss(worker)
+        return alive
+
+    def add(self, avoid: frozenset[str]) -> None:
+        """Request a worker on a node outside `avoid`. Ray starts it once a node has room."""
+        where = {"label_selector": {NODE_ID: f"!in({','.join(sorted(avoid))})"}} if avoid else {}
+        actor = self.actor_class.options(**where).remote(self.function, self.board)
+        self.workers.append(Worker(actor, actor.node.remote(), time.monotonic()))
+
+    def dismiss(self, worker: Worker) -> None:
+        """Kill a worker, or withdraw the request for one."""
+        if worker in self.workers:
+            self.workers.remove(worker)
+            ray.kill(worker.actor)
+
+    def start(self, unit: Unit[Work], worker: Worker) -> None:
+        """Start an attempt at a unit on the worker that it was assigned to."""
+        result = worker.actor.attempt.remote(unit.key, unit.work, unit.attempt)
+        self.running.append(Attempt(unit, unit.attempt, worker, result, time.monotonic()))
+
+    def wait(self, seconds: float) -> list[Attempt[Work] | StartFailure]:
+        """Wait until an attempt ends or a worker starts or cannot start, for at most `seconds`.
+
+        Returns:
+            The attempts that ended, and the failed starts. Empty after a start or a timeout.
+        """
+        starting = {worker.started: worker for worker in self.workers if worker.node is None}
+        attempts = {attempt.result: attempt for attempt in self.running}
+        if not starting and not attempts:
+            return []
+        ready = ray.wait([*attempts, *starting], num_returns=1, timeout=seconds)[0]
+        events: list[Attempt[Work] | StartFailure] = [attempts[ref] for ref in ready if ref in attempts]
+        for worker in (starting[ref] for ref in ready if ref in starting):
+            try:
+                worker.node = ray.get(worker.started)
+            except ray.exceptions.RayError as error:
+                self.dismiss(worker)
+                events.append(StartFailure(worker.requested_at, describe_failure(error)))
+        return events
+
+    def result(self, attempt: Attempt[Work]) -> Result:
+        """Return the result of an attempt that has ended, and free its slot.
+
+        Raises:
+            Failure: the attempt raised, or its process or node died.
+        """
+        self.running.remove(attempt)
+        attempt.worker.running.remove(attempt.unit)
+        try:
+            result: Result = ray.get(attempt.result)
+            return result
+        except ray.exceptions.RayError as error:
+            failure = describe_failure(error)
+            if failure.is_lost:
+                self.dismiss(attempt.worker)
+            raise failure from None
+
+    def drain(self) -> list[Attempt[Work]]:
+        """Interrupt all attempts, wait until they have cleaned up, and kill the workers.
+
+        Returns:
+            The attempts that ended in time; `result` tells how.
+        """
+        results = [attempt.result for attempt in self.running]
+        ended: set[Any] = set()
+        if results:
+            for worker in self.workers:
+                worker.actor.stop.remote()
+            ray.wait(results, num_returns=len(results), timeout=GRACE_SECONDS)
+            ended = set(ray.wait(results, num_returns=len(results), timeout=0)[0])
+        for worker in list(self.workers):
+            self.dismiss(worker)
+        if results:
+            # files that killed attempts leave are swept later, which requires that their processes are gone
+            ray.wait(results, num_returns=len(results), timeout=GRACE_SECONDS)
+        return [attempt for attempt in self.running if attempt.result in ended]
+
+    def reported(self) -> int:
+        """Return the sum of what the running attempts have reported, as far as it is known. Never blocks."""
+        if ray.wait([self.reading], timeout=0)[0]:
+            try:
+                self.reports = ray.get(self.reading)
+            except ray.exceptions.RayError:
+                self.reports = {}
+            self.reading = self.board.read.remote()
+        running = {(attempt.unit.key, attempt.number) for attempt in self.running}
+        return sum(report.done for attempt, report in self.reports.items() if attempt in running)
+
+    def last_report(self, attempt: Attempt[Work]) -> ProgressReport | None:
+        """Take the last report of an attempt that has ended; None if there is none."""
+        try:
+            reference = self.board.take.remote(attempt.unit.key, attempt.number)
+            report: ProgressReport | None = ray.get(reference, timeout=BOARD_SECONDS)
+            return report
+        except ray.exceptions.RayError:
+            return None
+
+
+def describe_failure(error: ray.exceptions.RayError) -> Failure:
+    """Classify an error of Ray."""
+    cause = getattr(error, "cause", None)  # what the worker's function raised, if it raised
+    raised = cause if isinstance(error, ray.exceptions.RayTaskError) and cause else error
+    words = str(raised).strip().splitlines()
+    line = f"{type(raised).__name__}: {words[-1] if words else '(no message)'}"
+    for_people = isinstance(cause, WorkError | RequestError) or is_storage_error(cause)
+    is_cluster_error = isinstance(error, CLUSTER_ERRORS)
+    outage = None
+    if isinstance(cause, Outage):
+        outage = cause
+    elif is_cluster_error or is_storage_error(cause):
+        outage = Outage(line)
+    return Failure(
+        is_lost=not is_cluster_error and not isinstance(error, ray.exceptions.RayTaskError),
+        is_final=isinstance(cause, DamagedInput | DamagedFile),
+        line=line,
+        text=line if for_people else str(error),
+        trace=str(error),
+        outage=outage,
+    )

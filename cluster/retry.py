@@ -1,0 +1,199 @@
+"""Retry policy: when and where a failed unit of work runs again. Pure logic over units and nodes, without Ray.
+
+An attempt that raised counts as an error, because the unit may have caused it. An attempt whose process or node died
+counts as lost, because preemption, for example, is not the unit's fault. Each kind has its own limit.
+"""
+
+import time
+from collections import Counter, deque
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import Generic, TypeVar
+
+from pydantic import Field
+
+from shards.base.config import Config
+
+Work = TypeVar("Work")
+
+MAX_BACKOFF_SECONDS = 300.0
+SUSPENSION_SECONDS = 600.0
+
+
+class RetryConfig(Config):
+    """Limits on retries of failed attempts."""
+
+    attempts: int = Field(3, ge=1)
+    """Attempts at a unit of work (a tar in stage 1) that may raise before the unit is reported as failed."""
+    lost_attempts: int = Field(10, ge=1)
+    """Attempts at a unit that may be lost with their process or node, as on preempted machines, before the unit is
+    reported as failed. They do not count towards `attempts`."""
+    backoff: float = Field(5.0, ge=0)
+    """Seconds before a unit's second attempt; doubled for each further attempt, up to five minutes."""
+    node_failures: int = Field(5, ge=1)
+    """Consecutive failed attempts after which a node gets no work for ten minutes, as long as other nodes can take
+    it."""
+
+
+@dataclass(eq=False)
+class Unit(Generic[Work]):
+    """A unit of work and the record of its failed attempts."""
+
+    key: str
+    work: Work
+    errors: int = 0
+    """Attempts that raised."""
+    lost: int = 0
+    """Attempts whose process or node died."""
+    not_before: float = 0.0
+    """Earliest time of the next attempt, by `time.monotonic`."""
+    failed_on: str | None = None
+    """Node of the last failed attempt."""
+    outage_at: float | None = None
+    """Time at which an outage last ended an attempt, by `time.monotonic`."""
+
+    @property
+    def attempt(self) -> int:
+        """Number of the current or next attempt, from 1."""
+        return self.errors + self.lost + 1
+
+    @property
+    def runs_alone(self) -> bool:
+        """Whether a worker must run this unit by itself: it was lost twice, so it may be what kills its process, and
+        every other unit in that process would be lost with it."""
+        return self.lost > 1
+
+    def record_failure(self, lost: bool, node: str | None, config: RetryConfig) -> bool:
+        """Count a failed attempt and set the backoff. Return whether the unit may be tried again."""
+        self.lost += lost
+        self.errors += not lost
+        self.failed_on = node
+        self.not_before = time.monotonic() + backoff(self.attempt - 1, config.backoff)
+        return self.errors < config.attempts and self.lost < config.lost_attempts
+
+    def describe_failure(self, lost: bool, config: RetryConfig) -> str:
+        """Describe the last failure for people: `attempt 2 of 3 failed`."""
+        if lost:
+            return f"an attempt was lost ({self.lost} of {config.lost_attempts})"
+        return f"attempt {self.errors} of {config.attempts} failed"
+
+    def excuse_outage(self, last_success: float, others_affected: bool, node: str | None, config: RetryConfig) -> bool:
+        """Schedule a retry after an outage without counting the attempt.
+
+        Args:
+            last_success: start time of the latest attempt at any unit that succeeded.
+            others_affected: whether other units hit outages too.
+
+        Returns:
+            False if this unit had an outage before and appears to be the only one affected. Then the cause may be the
+            unit itself (an object that nobody may read, for example), and the attempt must be counted.
+        """
+        previous, self.outage_at = self.outage_at, time.monotonic()
+        if previous is not None and (last_success > previous or not others_affected):
+            return False
+        self.failed_on, self.not_before = node, self.outage_at + config.backoff
+        return True
+
+
+def backoff(failures: int, seconds: float) -> float:
+    """Return the delay after `failures` failed attempts: s, 2s, 4s, …, up to five minutes."""
+    return min(seconds * 2 ** (failures - 1), MAX_BACKOFF_SECONDS)
+
+
+class UnitQueue(Generic[Work]):
+    """Units that wait for a worker: new ones in their order, then failed ones.
+
+    With new units first, an outage costs every unit one attempt instead of costing the first units all of theirs.
+    """
+
+    def __init__(self, units: Iterable[tuple[str, Work]]):
+        self.source: Iterator[tuple[str, Work]] | None = iter(units)
+        """Units not read yet; None once exhausted."""
+        self.new: deque[Unit[Work]] = deque()
+        """Units read from the source that have not been tried."""
+        self.failed: deque[Unit[Work]] = deque()
+
+    def __bool__(self) -> bool:
+        """Whether units may be left."""
+        return self.source is not None or bool(self.new or self.failed)
+
+    def due(self, limit: int) -> list[Unit[Work]]:
+        """Return the first units, at most `limit`, that may start now. They stay in the queue until `remove`.
+
+        Reads no more of the source than needed.
+        """
+        limit = max(0, limit)
+        while len(self.new) < limit and self.source is not None:
+            unit = next(self.source, None)
+            if unit is None:
+                self.source = None
+            else:
+                self.new.append(Unit(*unit))
+        now = time.monotonic()
+        found = list(islice(self.new, limit))
+        retries = (unit for unit in self.failed if unit.not_before <= now)
+        found.extend(islice(retries, limit - len(found)))
+        return found
+
+    def remove(self, unit: Unit[Work]) -> None:
+        """Remove a unit that starts now."""
+        (self.new if unit in self.new else self.failed).remove(unit)
+
+    def put_back(self, unit: Unit[Work]) -> None:
+        """Add a failed unit for another attempt."""
+        self.failed.append(unit)
+
+    def move_to_end(self, keys: Collection[str]) -> None:
+        """Order the failed units so that those in `keys` come last."""
+        if keys:
+            self.failed = deque(sorted(self.failed, key=lambda unit: unit.key in keys))
+
+    def seconds_until_due(self) -> float:
+        """Return the time until the first failed unit may run again."""
+        first = min((unit.not_before for unit in self.failed), default=0.0)
+        return max(0.0, first - time.monotonic())
+
+
+class NodeHealth:
+    """Consecutive failures per node. A node that keeps failing is suspended, so that it cannot use up every unit's
+    attempts."""
+
+    def __init__(self, node_failures: int):
+        self.node_failures = node_failures
+        self.failures: Counter[str] = Counter()
+        """Node → consecutive failures."""
+        self.suspended: dict[str, float] = {}
+        """Node → end of its suspension, by `time.monotonic`."""
+
+    def record_success(self, node: str | None) -> None:
+        """Clear the record of `node` after a successful attempt."""
+        if node is not None:
+            self.failures.pop(node, None)
+            self.suspended.pop(node, None)
+
+    def record_failure(self, node: str | None) -> bool:
+        """Count a failed attempt on `node`. Return whether the node is suspended now.
+
+        A suspension ends after ten minutes, because the work may have been the cause. One more failure renews it.
+        """
+        if node is None:
+            return False
+        self.failures[node] += 1
+        if self.failures[node] < self.node_failures:
+            return False
+        self.suspended[node] = time.monotonic() + SUSPENSION_SECONDS
+        return True
+
+    def avoid(self, failed_on: str | None, able: Collection[str]) -> frozenset[str]:
+        """Return the nodes that a unit should avoid: suspended ones, and the one where its last attempt failed.
+
+        The second restriction is dropped, and then the first, if no node of `able` (those large enough for a worker)
+        would remain.
+        """
+        now, able = time.monotonic(), frozenset(able)
+        suspended = frozenset(node for node, until in self.suspended.items() if until > now)
+        for avoided in (suspended | {failed_on} if failed_on else suspended, suspended):
+            if able - avoided:
+                return able & avoided
+        return frozenset()

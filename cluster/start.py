@@ -1,0 +1,118 @@
+"""Join or start a Ray cluster, and resolve a precision on the device of its workers."""
+
+import logging
+import os
+import sys
+from typing import Any
+
+import ray
+
+from cluster.nodes import ResourcesConfig, describe, is_too_small
+from shards.base.device import Precision, PrecisionOption, resolve_precision
+from shards.base.errors import Preempted, RequestError, WorkError, say
+from shards.base.stop import exit_on_stop_signal
+
+STOPPED = "Stopped by a signal. Committed work is kept; run the same command again to continue."
+# With a launcher's variables in the environment, `streaming` would take this process for one of several ranks.
+RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def start_ray(config: ResourcesConfig) -> None:
+    """Join the cluster at RAY_ADDRESS, or start one on this machine that accepts no outside connections.
+
+    From then on stop signals end this process with exit code 75, except while a fleet handles them.
+
+    Raises:
+        RequestError: the cluster cannot be joined, or this machine lacks the resources of one worker.
+        WorkError: Ray does not start on this machine.
+    """
+    forget_ranks()
+    if ray.is_initialized():
+        return
+    if address := os.environ.get("RAY_ADDRESS"):
+        try:
+            _init()
+        except (ray.exceptions.RayError, ConnectionError, RuntimeError, ValueError) as error:
+            raise RequestError(
+                f"The Ray cluster at RAY_ADDRESS={address} cannot be joined: {first_line(error)} This machine must be "
+                f"a node of it; from any other machine, submit the job with `ray job submit`. If the nodes were "
+                f"started with a token, this machine needs the same one: RAY_AUTH_MODE=token, and the token in "
+                f"~/.ray/auth_token or at RAY_AUTH_TOKEN_PATH (docs/how-to/cluster.md)."
+            ) from error
+        return
+    try:
+        _init(
+            address="local",  # otherwise Ray joins any cluster that runs on this machine
+            include_dashboard=False,
+            object_store_memory=256 << 20,  # units are passed by name, and only small results come back
+        )
+    except Exception as error:  # after a timeout Ray raises a plain Exception
+        raise WorkError(
+            f"Ray did not start on this machine: {first_line(error)} The likeliest cause is a busy machine, or too "
+            f"little memory or space in /tmp. Ray's logs are in /tmp/ray/session_latest/logs. Run the same command "
+            f"again."
+        ) from error
+    here = ray.cluster_resources()
+    if is_too_small(here, config.needs):
+        raise RequestError(
+            f"One worker needs {describe(config.needs)}, but this machine has {describe(here, config.needs)}. Lower "
+            f"workers.num_gpus (0 encodes on the CPU), workers.num_cpus or workers.resources, or join a cluster with "
+            f"RAY_ADDRESS."
+        )
+
+
+def precision_on_worker(requested: PrecisionOption, config: ResourcesConfig) -> Precision:
+    """Resolve a precision on the device of a worker: on this machine, or in a task on the cluster.
+
+    An explicit precision is returned as it is when workers are on a cluster. Checking it there would delay every job.
+
+    Raises:
+        RequestError, WorkError: as `start_ray`; WorkError also if no node of the cluster could run the task.
+    """
+    if not config.num_gpus and not os.environ.get("RAY_ADDRESS"):
+        return resolve_precision(requested, "cpu")
+    if requested != "auto":
+        return requested
+    start_ray(config)
+    task = ray.remote(num_gpus=config.num_gpus, num_cpus=config.num_cpus, resources=config.resources)(_resolve)
+    try:
+        precision, lines = ray.get(
+            task.remote(requested, "cuda" if config.num_gpus else "cpu"), timeout=config.wait_for_resources
+        )
+    except ray.exceptions.GetTimeoutError as error:
+        raise WorkError(
+            f"precision {requested} is resolved on a worker, but no node of the cluster could take one of "
+            f"{describe(config.needs)} within {config.wait_for_resources:g} s (workers.wait_for_resources). Add such a "
+            f"node, or set the precision explicitly: `--precision bfloat16`."
+        ) from error
+    for line in lines:
+        print(line, file=sys.stderr, flush=True)
+    return precision
+
+
+def _resolve(requested: PrecisionOption, device: str) -> tuple[Precision, list[str]]:
+    forget_ranks()
+    lines: list[str] = []
+    return resolve_precision(requested, device, lines.append), lines
+
+
+def _init(**options: Any) -> None:
+    """Call `ray.init`, during which Ray's own handler would end the process on SIGTERM with code 15 and no message."""
+    try:
+        ray.init(log_to_driver=False, logging_level=logging.ERROR, **options)
+    except SystemExit:
+        say(Preempted(STOPPED))
+        sys.exit(Preempted.exit_code)
+    exit_on_stop_signal(STOPPED)
+
+
+def forget_ranks() -> None:
+    """Remove a launcher's variables from the environment."""
+    for name in RANK_VARIABLES:
+        os.environ.pop(name, None)
+
+
+def first_line(error: Exception) -> str:
+    """Return the first line of an error, or its type if it has no message."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else f"{type(error).__name__}."
