@@ -43,7 +43,7 @@ OUTCOMES = {
     "huge": "too large: 10000000000000 bytes announced, 100000 allowed",
     "endless": "too large: more than the 100000 bytes allowed",
     "silent": "timed out",
-    "trickle": "deadline: no end of the response after 1 seconds",
+    "trickle": "deadline: response not complete after 1 seconds",
     "noai": "Use of image disallowed by X-Robots-Tag directive",
     "noai-for-us": "Use of image disallowed by X-Robots-Tag directive",
 }
@@ -125,8 +125,8 @@ def test_the_report_adds_up(downloaded: tuple[DownloadConfig, PlannedTar]) -> No
     assert report["formats"] == {"jpeg": 6, "png": 1, "html": 1, "empty": 1}
     assert json.loads((request.output / "download_report.json").read_text()) == report
     text = describe(report)
-    assert "1 of 1 shards are published, 1 of them now (2.0 s); 0 failed." in text
-    assert "18 rows: 9 pictures (50.0 %)" in text and "jpeg 6, empty 1, html 1, png 1" in text
+    assert "1 of 1 tars are complete, 1 of them downloaded in this run (2.0 s); 0 failed." in text
+    assert "18 rows: 9 images (50.0 %)" in text and "jpeg 6, empty 1, html 1, png 1" in text
 
 
 def test_nothing_else_is_left_in_the_output(downloaded: tuple[DownloadConfig, PlannedTar]) -> None:
@@ -139,7 +139,8 @@ def test_a_shard_with_too_few_successes_fails(server: BadServer, tmp_path: Path)
     request = config(tmp_path / "in.parquet", tmp_path / "out", min_success_share=0.25)
     [shard] = plan_download(request)
     with pytest.raises(
-        WorkError, match=r"0 of 4 pictures came, where min_success_share asks for 1; most often: HTTP Er"
+        WorkError,
+        match=r"0 of 4 images were downloaded, but min_success_share requires 1; the most frequent error is: HTTP Er",
     ):
         fetch_tar(request, shard)
     assert [path.name for path in (tmp_path / "out").glob("0*")] == []
@@ -193,12 +194,12 @@ def test_the_command_fetches_what_is_missing(server: BadServer, tmp_path: Path) 
         command = [sys.executable, "-m", "precompute.download", "--config", "configs/download.yaml", *options]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
-    assert "3 of 3 shards are published, 3 of them now" in run()
+    assert "3 of 3 tars are complete, 3 of them downloaded in this run" in run()
     assert [server.requests[f"/jpeg/command-{i}"] for i in range(5)] == [1] * 5
     times = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").glob("0000[02]*")}
     (tmp_path / "out" / "00001_stats.json").unlink()  # as a run leaves it that is killed while it publishes
     (tmp_path / "out" / ".attempts" / "00001-123").mkdir(parents=True)
-    assert "2 of 3 shards are there, 1 to fetch" in run()
+    assert "2 of 3 tars are complete, 1 to download" in run()
     assert [server.requests[f"/jpeg/command-{i}"] for i in range(5)] == [1, 1, 2, 2, 1]
     assert times == {path: path.stat().st_mtime_ns for path in times}
     names = {path.name for path in (tmp_path / "out").iterdir()}
