@@ -10,6 +10,10 @@ further commands, each with a --help of its own:
   python -m precompute.preview     a root's latents → pictures on a contact sheet
 """
 
+import shards.base.interrupt  # noqa: F401
+
+# isort: split
+
 from collections.abc import Sequence
 
 from precompute.cluster.ray_cluster import precision_on_worker, start_ray

@@ -7,6 +7,10 @@ examples:
 
 # It lives here and not in `shards`, which knows nothing of diffusers.
 
+import shards.base.interrupt  # noqa: F401
+
+# isort: split
+
 import argparse
 import math
 from collections.abc import Iterator

@@ -5,6 +5,10 @@ examples:
   python -m precompute.download --config configs/download.yaml --recheck true
 """
 
+import shards.base.interrupt  # noqa: F401
+
+# isort: split
+
 import time
 
 from precompute.download.config import DownloadConfig

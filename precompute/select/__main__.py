@@ -5,6 +5,10 @@ examples:
   python -m precompute.select --config configs/select.yaml --metadata laion/ --filters.min_side 512
 """
 
+import shards.base.interrupt  # noqa: F401
+
+# isort: split
+
 import errno
 import time
 

@@ -138,10 +138,8 @@ def test_a_shard_with_too_few_successes_fails(server: BadServer, tmp_path: Path)
     laion.write(tmp_path / "in.parquet", laion.rows(4, URL=[f"{server.address}/nowhere/{i}" for i in range(4)]))
     request = config(tmp_path / "in.parquet", tmp_path / "out", min_success_share=0.25)
     [shard] = plan_download(request)
-    with pytest.raises(
-        WorkError,
-        match=r"0 of 4 images were downloaded, but min_success_share requires 1; the most frequent error is: HTTP Er",
-    ):
+    message = r"0 of 4 images were downloaded, but min_success_share requires 1; the most frequent error is: HTTP Error"
+    with pytest.raises(WorkError, match=message):
         fetch_tar(request, shard)
     assert [path.name for path in (tmp_path / "out").glob("0*")] == []
     fetch_tar(request.model_copy(update={"min_success_share": 0.0}), shard)

@@ -65,7 +65,7 @@ def with_column(name: str, values: Any) -> pa.Table:
         (
             laion.rows(2).drop_columns(["TEXT", "URL"]),
             {},
-            "a.parquet has no URL and no TEXT column. Its columns are WIDTH, ",
+            "a.parquet has no URL and no TEXT column. Its columns are WIDTH",
         ),
         (with_column("url", pa.array(["a", "b"])), {}, "has the columns `URL` and `url`, which are both names for URL"),
         (
@@ -123,9 +123,7 @@ def test_an_output_keeps_to_the_rows_it_was_begun_with(tmp_path: Path) -> None:
 
     laion.write(source / "b.parquet", laion.rows(3, start=5))
     assert plan_download(config(source, output, rows_per_shard=2))[:3] == before
-    with pytest.raises(
-        RequestError, match=r"was started with rows_per_shard 2, not 3, and all its tars must have the same settings"
-    ):
+    with pytest.raises(RequestError, match=r"was started with rows_per_shard 2, not 3, and all its tars must"):
         plan_download(config(source, output, rows_per_shard=3))
     with pytest.raises(RequestError, match=r"was started with images {.*original.*}, not {.*keep_ratio_largest"):
         plan_download(config(source, output, rows_per_shard=2, images={"mode": "keep_ratio_largest"}))
@@ -133,14 +131,12 @@ def test_an_output_keeps_to_the_rows_it_was_begun_with(tmp_path: Path) -> None:
     laion.write(source / "a.parquet", laion.rows(5, start=100))
     with pytest.raises(
         RequestError,
-        match=r"started with a.parquet \(5 rows\) as input file 0, which is now a.parquet with 5 rows, or its rows",
+        match=r"started with a.parquet \(5 rows\) as input file 0, which is now a.parquet with 5 rows, or",
     ):
         plan_download(config(source, output, rows_per_shard=2))
     (source / "b.parquet").unlink()
     laion.write(source / "a.parquet", laion.rows(5))
-    with pytest.raises(
-        RequestError, match=r"started with b.parquet \(3 rows\) as input file 1, which is now missing\."
-    ):
+    with pytest.raises(RequestError, match=r"started with b.parquet \(3 rows\) as input file 1, which is now missing"):
         plan_download(config(source, output, rows_per_shard=2))
 
     (output / "download_plan.json").write_text("{}")

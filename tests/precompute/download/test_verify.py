@@ -109,12 +109,12 @@ DAMAGE: list[tuple[Callable[[Path], None], str]] = [
     (lambda folder: change_stats(folder, successes=2), "sum of stats 3"),
     (
         lambda folder: change_stats(folder, successes=2, failed_to_resize=1),
-        "parquet file lists 3 successes, the stats 2",
+        "lists 3 successes, the stats 2",
     ),
     (lambda folder: change_parquet(folder, lambda table: table.slice(1)), "parquet 3"),
     (
         lambda folder: change_parquet(folder, lambda t: rename(t, "0000002", "0000001")),
-        "the parquet file lists a key twice",
+        "parquet file lists a key twice",
     ),
     (lambda folder: change_parquet(folder, lambda t: rename(t, "0000001", "0000009")), "does not list as a success"),
 ]
