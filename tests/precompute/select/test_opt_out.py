@@ -10,10 +10,11 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from precompute.select.hosts import comparable_host, is_listed
+from precompute.select.hosts import is_listed
 from precompute.select.job import select
-from precompute.select.opt_out import OptOuts, comparable_url, comparable_urls, parse_entry
+from precompute.select.opt_out import OptOuts, parse_entry
 from shards.base.errors import RequestError
+from shards.base.urls import comparable_host, comparable_url, comparable_urls
 from tests.precompute.select import laion
 
 pytestmark = pytest.mark.usefixtures("no_plot")
