@@ -73,7 +73,7 @@ def test_a_child_that_was_killed_by_chance_costs_nothing(tmp_path: Path) -> None
     ("code", "seconds", "message"),
     [
         ("import os; os._exit(3)", 300.0, "did not start: exit code 3"),
-        ("import time; time.sleep(600)", 0.5, r"did not start: not in 0\.5 s"),
+        ("import time; time.sleep(600)", 0.5, r"did not start: not ready after 0\.5 s"),
     ],
 )
 def test_a_child_that_does_not_start_is_no_fault_of_the_picture(
