@@ -67,8 +67,10 @@ def test_an_autoencoder_class_beyond_the_shipped_families(models: Path, tmp_path
 def test_classes_of_unknown_normalisation_are_refused_by_name(name: str, models: Path, tmp_path: Path) -> None:
     """Even where the class's own constructor has a scaling_factor."""
     kl().save_pretrained(tmp_path / "vae")
-    known = "Give the folder of an AutoencoderKL, AutoencoderDC or AutoencoderKLHunyuanImage"
-    with pytest.raises(RequestError, match=f"names the class {name}, and this program does not know how .*{known}"):
+    known = "Use the folder of an AutoencoderKL, AutoencoderDC or AutoencoderKLHunyuanImage"
+    with pytest.raises(
+        RequestError, match=f"names the class {name}, for which the scale and shift .* are unknown.*{known}"
+    ):
         tower(models, tmp_path / "vae", _class_name=name)
 
 
@@ -82,7 +84,7 @@ def test_classes_of_unknown_normalisation_are_refused_by_name(name: str, models:
         ({"latents_mean": MEAN}, "has latents_mean but no latents_std"),
         ({"latents_std": STD}, "has latents_std but no latents_mean"),
         ({"latents_mean": MEAN[:3], "latents_std": STD}, "must have 4 numbers each"),
-        ({"latents_mean": MEAN, "latents_std": [1, 1, 0, 1]}, "those of latents_std above 0"),
+        ({"latents_mean": MEAN, "latents_std": [1, 1, 0, 1]}, "those of latents_std must be above 0"),
         ({"latents_mean": MEAN, "latents_std": STD, "shift_factor": 0.1}, "both shift_factor and latents_mean"),
     ],
 )
