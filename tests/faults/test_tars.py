@@ -152,7 +152,7 @@ def check_class(name: str, tmp_path: Path) -> None:
     with pytest.raises(DamagedInput, match=message):
         read(tmp_path, "reject")
     if lost == KEYS:
-        with pytest.raises(DamagedInput, match="nothing sound is left"):
+        with pytest.raises(DamagedInput, match="no intact sample is left"):
             read(tmp_path, "salvage")
         return
     tar, samples = read(tmp_path, "salvage")

@@ -81,14 +81,14 @@ def test_the_command(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 
 def test_another_vae_is_refused(root: Path, models: Path, tmp_path: Path) -> None:
-    with pytest.raises(RequestError, match="is not the one that made these latents"):
+    with pytest.raises(RequestError, match="is not the one that produced these latents"):
         run([str(root), "--vae", str(models / "vae"), "--output", str(tmp_path / "sheet.png")])
     shutil.copytree(MODELS / "vae", tmp_path / "moved")
     run([str(root), "--vae", str(tmp_path / "moved"), "--output", str(tmp_path / "sheet.png"), "--samples", "1"])
 
 
 def test_a_bucket_that_is_not_there(root: Path) -> None:
-    with pytest.raises(RequestError, match="holds no sample in 512x512"):
+    with pytest.raises(RequestError, match="has no samples in 512x512"):
         run([str(root), "--bucket", "512x512"])
 
 
@@ -200,7 +200,7 @@ def test_missing_glyphs_are_said_in_one_line(
     run([str(root), "--samples", "1", "--output", str(tmp_path / "new" / "sheet.png")])
     _, note = capsys.readouterr().out.splitlines()
     assert note.startswith("No installed font has a glyph for 、 (U+3001), 中 (U+4E2D), ")
-    assert " and 7 more, so boxes stand in their place." in note and "fonts-noto-cjk" in note
+    assert " and 7 more, so boxes are drawn instead." in note and "fonts-noto-cjk" in note
     assert Lettering(["plain"], 12).note == ""
 
 
