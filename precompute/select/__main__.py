@@ -20,6 +20,7 @@ from shards.base.errors import WorkError, console
 
 
 def run(arguments: list[str]) -> None:
+    """Run `python -m precompute.select` with these arguments."""
     config = load_from_args(SelectConfig, arguments, "precompute.select", __doc__)
     start = time.monotonic()
     try:

@@ -5,7 +5,7 @@ import multiprocessing
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from typing import TypeVar
@@ -37,7 +37,7 @@ def run_each(
     max_tasks_per_child: int | None = None,
     initializer: Callable[[], None] | None = None,
     should_stop: Callable[[], bool] = lambda: False,
-) -> Iterator[tuple[Item, Future[Result]]]:
+) -> Generator[tuple[Item, Future[Result]], None, None]:
     """Call `function` on each item in worker processes, and yield (item, finished future) in order of completion.
 
     A worker that dies, for example because memory ran out, breaks its whole pool. No more than `processes` calls are
