@@ -1,4 +1,4 @@
-"""The scale and shift of an autoencoder's latents: those of diffusers' pipelines, or a refusal."""
+"""Scale and shift of an autoencoder's latents are those of diffusers' pipelines, or the autoencoder is refused."""
 
 import json
 from pathlib import Path
@@ -20,7 +20,7 @@ MEAN, STD = [0.5, -1.0, 0.0, 2.0], [2.0, 4.0, 1.0, 0.5]
 
 
 def tower(models: Path, folder: Path, **changes: Any) -> ImageTower:
-    """Describe the VAE in `folder`, with fields of its config.json changed; None takes one out."""
+    """Describe the VAE in `folder`, with fields of its config.json changed, or removed by None."""
     path = folder / "config.json"
     fields = json.loads(path.read_text()) | changes
     path.write_text(json.dumps({name: value for name, value in fields.items() if value is not None}))
@@ -65,7 +65,7 @@ def test_an_autoencoder_class_beyond_the_shipped_families(models: Path, tmp_path
 
 @pytest.mark.parametrize("name", ["AutoencoderKLFlux2", "AutoencoderRAE", "AutoencoderKLTemporalDecoder", "VQModel"])
 def test_classes_of_unknown_normalisation_are_refused_by_name(name: str, models: Path, tmp_path: Path) -> None:
-    """Even where the class's own constructor has a scaling_factor."""
+    """Even if the constructor of the class has a scaling_factor."""
     kl().save_pretrained(tmp_path / "vae")
     known = "Use the folder of an AutoencoderKL, AutoencoderDC or AutoencoderKLHunyuanImage"
     with pytest.raises(

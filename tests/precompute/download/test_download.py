@@ -1,4 +1,4 @@
-"""The download as a whole: a server that misbehaves, tars that are checked, and runs that go on."""
+"""The whole download: a misbehaving server, verified tars, and interrupted runs that resume."""
 
 import hashlib
 import io
@@ -26,7 +26,7 @@ from tests.precompute.select import laion
 
 pytestmark = pytest.mark.filterwarnings("ignore:.imghdr. is deprecated:DeprecationWarning")
 
-# path → what img2dataset's parquet says of it
+# path → outcome in img2dataset's parquet file
 OUTCOMES = {
     "jpeg/0": "success",
     "jpeg/1": "success",
@@ -34,7 +34,7 @@ OUTCOMES = {
     "redirect": "success",
     "slow/2": "success",
     "flaky": "success",
-    "html": "success",  # stage 1 owns every reject of a picture
+    "html": "success",  # rejecting images is up to stage 1
     "empty": "success",
     "noai-for-another": "success",
     "nowhere": "HTTP Error 404: Not Found",
@@ -68,7 +68,7 @@ def keep_opener(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def downloaded(server: BadServer, tmp_path_factory: pytest.TempPathFactory) -> tuple[DownloadConfig, PlannedTar]:
-    """One shard of every kind of answer, published."""
+    """Download a tar with every kind of response, and publish it."""
     folder = tmp_path_factory.mktemp("download")
     urls = [f"{server.address}/{path}" for path in OUTCOMES]
     table = laion.rows(len(urls), URL=urls, TEXT=[None, *(f"caption {i}" for i in range(1, len(urls)))])
@@ -171,7 +171,7 @@ def test_shrinking_pictures(server: BadServer, tmp_path: Path, monkeypatch: pyte
     assert report["failures"] == {"not_an_image": 1} and report["formats"] == {"jpeg": 2}
 
 
-def test_a_full_disk_is_told(server: BadServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_reported(server: BadServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     laion.write(tmp_path / "in.parquet", laion.rows(1, URL=[f"{server.address}/nowhere"]))
     request = config(tmp_path / "in.parquet", tmp_path / "out")
     [shard] = plan_download(request)
@@ -195,7 +195,7 @@ def test_the_command_fetches_what_is_missing(server: BadServer, tmp_path: Path) 
     assert "3 of 3 tars are complete, 3 of them downloaded in this run" in run()
     assert [server.requests[f"/jpeg/command-{i}"] for i in range(5)] == [1] * 5
     times = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").glob("0000[02]*")}
-    (tmp_path / "out" / "00001_stats.json").unlink()  # as a run leaves it that is killed while it publishes
+    (tmp_path / "out" / "00001_stats.json").unlink()  # as after a kill while publishing
     (tmp_path / "out" / ".attempts" / "00001-123").mkdir(parents=True)
     assert "2 of 3 tars are complete, 1 to download" in run()
     assert [server.requests[f"/jpeg/command-{i}"] for i in range(5)] == [1, 1, 2, 2, 1]

@@ -1,4 +1,4 @@
-"""Which rows go into which tar, under which names."""
+"""Assignment of rows to tars, and names of the stored columns."""
 
 from pathlib import Path
 from typing import Any
@@ -116,7 +116,7 @@ def test_bad_places(tmp_path: Path) -> None:
         plan_download(config(tmp_path / "in", tmp_path / "out"))
 
 
-def test_an_output_keeps_to_the_rows_it_was_begun_with(tmp_path: Path) -> None:
+def test_an_output_keeps_the_rows_it_was_started_with(tmp_path: Path) -> None:
     source, output = tmp_path / "in", tmp_path / "out"
     laion.write(source / "a.parquet", laion.rows(5))
     before = plan_download(config(source, output, rows_per_shard=2))
@@ -144,7 +144,7 @@ def test_an_output_keeps_to_the_rows_it_was_begun_with(tmp_path: Path) -> None:
         plan_download(config(source, output, rows_per_shard=2))
 
 
-def test_damaged_rows_are_told(tmp_path: Path) -> None:
+def test_damaged_rows_are_reported(tmp_path: Path) -> None:
     broken = pa.Array.from_buffers(pa.string(), 2, pa.array([b"ok", b"\xff"], pa.binary()).buffers())
     laion.write(tmp_path / "a.parquet", laion.rows(2).set_column(1, "TEXT", broken))
     [shard] = plan_download(config(tmp_path / "a.parquet", tmp_path / "out"))

@@ -1,4 +1,4 @@
-"""A shard against its own records: every kind of damage is found."""
+"""Verification of a tar against its own records: every kind of damage is found."""
 
 import hashlib
 import io
@@ -28,7 +28,7 @@ SHARD = PlannedTar(0, Path("in.parquet"), 0, 4)
 
 @pytest.fixture
 def config(tmp_path: Path) -> DownloadConfig:
-    """Of the output folder that holds shard 00000: four rows, three successes, as img2dataset writes them."""
+    """Write tar 00000 as img2dataset does, with four rows and three successes, and return the config of its folder."""
     keys = [f"{i:07d}" for i in range(4)]
     hashes = {key: hashlib.sha256(data).hexdigest() for key, data in PICTURES.items()}
     statuses = ["success" if key in PICTURES else "failed_to_download" for key in keys]
@@ -101,7 +101,7 @@ DAMAGE: list[tuple[Callable[[Path], None], str]] = [
     (lambda folder: change_tar(folder, jpg=b"other"), "sample 0000001 does not match the SHA-256"),
     (lambda folder: flip(folder, 600), "sample 0000000 does not match the SHA-256"),
     (lambda folder: flip(folder, 5), "uncompressed|damaged"),
-    # in a later header: the listing of Python's tarfile ends there without an error
+    # in a later header, where Python's tarfile ends the listing without an error
     (lambda folder: flip(folder, 512 + 2048 + 5), "damaged"),
     (lambda folder: cut(folder, 512 + 2048), "truncated"),
     (lambda folder: cut(folder, 1000), "truncated within"),
