@@ -82,7 +82,7 @@ class LimitsConfig(Config):
     stored."""
     decode_seconds: int = Field(30, ge=1)
     """CPU time limit for decoding one image in a child process. Threads cannot be killed: if a decode in a thread takes
-    ten times as long in wall-clock time, the attempt at the tar is abandoned, and the next one uses child processes."""
+    ten times as long by the clock, the attempt at the tar is abandoned, and the next one uses child processes."""
     decode_bytes: int = Field(8 << 30, ge=1 << 32)
     """Address space limit of a decoding child process; torch takes 3 GB of it."""
 

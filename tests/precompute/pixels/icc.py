@@ -53,7 +53,7 @@ def grey_profile(gamma: float) -> bytes:
 
 
 def cmyk_profile() -> bytes:
-    """Build a CMYK profile: a table of 2⁴ corners in which lightness falls with ink, most with C and K, without colour."""
+    """Build a CMYK profile from a table of 2⁴ corners: ink, mostly C and K, reduces lightness and adds no colour."""
     corners = np.array(np.meshgrid(*[[0, 1]] * 4, indexing="ij")).reshape(4, -1).T
     lightness = 1 - corners @ np.array([0.3, 0.2, 0.1, 0.4])
     table = np.stack([lightness, np.full(16, 0.5), np.full(16, 0.5)], axis=-1)

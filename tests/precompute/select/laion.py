@@ -43,7 +43,7 @@ def write(path: Path, table: pa.Table, **options: Any) -> Path:
 
 
 def three_files(folder: Path) -> Path:
-    """Write three files with 900 rows: every tenth is unsafe, every seventh of the rest small, and 150 URLs occur twice."""
+    """Write three files, 900 rows: every tenth is unsafe, every seventh of the rest small, and 150 URLs occur twice."""
     for number in range(3):
         indexes = range(number * 300, number * 300 + 300)
         table = rows(
