@@ -134,7 +134,7 @@ def with_absolute_paths(config: PrecomputeConfig) -> PrecomputeConfig:
 
 def _absolute_folder(name: str) -> str:
     """Return the absolute path of `name` if it is a local folder, and `name` itself otherwise."""
-    return str(Path(name).absolute()) if Path(name).is_dir() else name
+    return str(Path(name).absolute()) if name and Path(name).is_dir() else name
 
 
 def describe_encoding(config: PrecomputeConfig) -> EncodingRecord:
