@@ -13,6 +13,10 @@ commands, each with a --help of its own:
   python -m evaluation compare     the newest numbers of two runs
 """
 
+import shards.base.interrupt  # noqa: F401
+
+# isort: split
+
 import argparse
 from collections.abc import Callable
 from itertools import takewhile

@@ -6,6 +6,10 @@ examples:
   python -m plan --compare configs/plan/h100.yaml configs/plan/h200.yaml
 """
 
+import shards.base.interrupt  # noqa: F401
+
+# isort: split
+
 import argparse
 from dataclasses import asdict
 from pathlib import Path

@@ -1,20 +1,24 @@
-"""Stage 1: tars of captioned pictures → a latents root.
+"""Stage 1: encode webdataset tars of captioned images into a latents root.
 
 examples:
   python -m precompute --config configs/precompute.yaml --shards 00000-00099
   python -m precompute --config configs/precompute.yaml --input s3://bucket/tars --workers.num_gpus 0
 
-further commands, each with a --help of its own:
-  python -m precompute.select      LAION's metadata → the rows worth downloading
-  python -m precompute.download    those rows → webdataset tars, each checked
-  python -m precompute.preview     a root's latents → pictures on a contact sheet
+other commands (each has its own --help):
+  python -m precompute.select      select rows of LAION metadata to download
+  python -m precompute.download    download selected rows into verified webdataset tars
+  python -m precompute.preview     decode some latents of a root into a contact sheet
 """
+
+import shards.base.interrupt  # noqa: F401
+
+# isort: split
 
 from collections.abc import Sequence
 
 from cluster.start import precision_on_worker, start_ray
 from precompute.config import PrecomputeConfig, describe_encoding, make_recipe, with_absolute_paths
-from precompute.input.tars import Named, choose_tars, list_tars, say_what_is_unchecked
+from precompute.input.tars import Named, choose_tars, list_tars, note_unverifiable
 from precompute.job.ledger import Ledger
 from precompute.job.run import announce, conclude, not_committed, run_job
 from shards.base.config import load_from_args
@@ -33,32 +37,32 @@ from shards.root.shared import check_root, check_rules, create_root, record_rule
 
 
 def run(arguments: list[str]) -> None:
-    """Stage 1 for the tars asked for."""
+    """Run stage 1 on the requested tars."""
     config = with_absolute_paths(load_from_args(PrecomputeConfig, arguments, "precompute", __doc__))
     config = config.model_copy(update={"precision": resolved_precision(config)})
 
-    # all that can be wrong with the request is found before anything is written
+    # check the whole request before writing anything
     encoding, store = describe_encoding(config), open_store(config.output)
-    how, tars, waiting = find_work(config, encoding, store)
+    conversion, tars, waiting = find_work(config, encoding, store)
     if waiting:
         announce(waiting, len(tars), config.to_fill.all)
         if config.source is None:
-            say_what_is_unchecked(config.input, waiting)
+            note_unverifiable(config.input, waiting)
         start_ray(config.workers)
 
-    if how is None:
+    if conversion is None:
         create_root(store, encoding)
         record_rules(store, config.to_fill.rules)
     else:
-        encoding = how.target
+        encoding = conversion.target
     with PeriodicPublisher(store, config.index.every) as publishing:
         try:
-            recipe = make_recipe(config, encoding, how)
+            recipe = make_recipe(config, encoding, conversion)
             ledger = run_job(waiting, recipe, config.output, config.workers) if waiting else Ledger(0)
         finally:
             sweep_attempts(store)
             sweep_scratch(config.workers.scratch)
-        # who tells a job to leave does not wait until all is listed: what was published last stays
+        # listing a large root takes minutes, which a job that was asked to stop does not have
         manifest = newest_manifest(store) if ledger.left else publishing.finish()
     if manifest is not None and not ledger.left:
         write_streaming(store, manifest)
@@ -66,26 +70,29 @@ def run(arguments: list[str]) -> None:
 
 
 def resolved_precision(config: PrecomputeConfig) -> Precision:
-    """Return the precision given; or for `auto`, that of the root or of its source, or what suits a worker's device.
+    """Return the configured precision; for `auto`, that of the root or its source, or else the best for the workers.
 
-    Prints one line about what `auto` became, or a warning if the workers' CPU emulates the given precision.
+    Prints the precision that `auto` selects, or a warning if the workers' CPU emulates the configured one.
     """
-    asked = config.precision
-    if asked == "auto":
+    precision = config.precision
+    if precision == "auto":
         for place in (config.output, config.source):
             if place is not None and (record := open_store(place).read_many([FILE_NAME])):
-                asked = EncodingRecord.parse(record[FILE_NAME], str(place)).compute_dtype
+                precision = EncodingRecord.parse(record[FILE_NAME], str(place)).compute_dtype
                 break
-    return precision_on_worker(asked, config.workers)
+    return precision_on_worker(precision, config.workers)
 
 
 def find_work(
     config: PrecomputeConfig, encoding: EncodingRecord, store: Store
 ) -> tuple[Conversion | None, Sequence[Named], Sequence[Named]]:
-    """How the source's numbers become the job's, if there is a source; the tars asked for; those that are left.
+    """Check the request against the root and the tars.
+
+    Returns:
+        The conversion of the source's data (None without a source), the requested tars, and those not yet committed.
 
     Raises:
-        RequestError: tars or root do not fit what is asked for.
+        RequestError: The tars or the root do not fit the request.
     """
     check_root(store, encoding)
     check_rules(store, config.to_fill.rules)
@@ -93,9 +100,9 @@ def find_work(
         tars = choose_tars(config.shards, list_tars(config.input))
         return None, tars, not_committed(tars, config.to_fill.all, store)
     rules = {str(bucket): rule for bucket, rule in config.to_fill.rules.items()}
-    how, found = prepare(open_store(config.source), store, encoding, rules, may_encode=True)
+    conversion, found = prepare(open_store(config.source), store, encoding, rules, may_encode=True)
     sources = choose_tars(config.shards, found)
-    return how, sources, missing(store, sources)
+    return conversion, sources, missing(store, sources)
 
 
 main = console(run)

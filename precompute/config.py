@@ -1,7 +1,7 @@
-"""The config of stage 1, put together from its rooms' own, and what follows from it: encoding record and recipe."""
+"""Config of stage 1, and what is derived from it: the encoding record of the root and the recipe for workers."""
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -32,39 +32,39 @@ from shards.root.publish import IndexConfig
 
 
 class WorkersConfig(WorkerConfig, FleetConfig):
-    """What one worker takes, and how it goes about its work. Ray runs as many as the cluster holds."""
+    """Resources and behaviour of workers. Ray runs as many workers as fit into the cluster."""
 
 
 class PrecomputeConfig(Config):
-    """Stage 1: tars of captioned pictures → a latents root."""
+    """Stage 1: webdataset tars of captioned images → a latents root."""
 
     input: str
-    """Folder or address of the tars that `make download` wrote."""
+    """Folder or URL of the tars, such as those that `make download` wrote."""
     source: Place | None = None
-    """A latents root that is encoded again in place of `input`: its image latents and what else it has are taken over,
-    and text towers that it lacks encode its captions. No picture is decoded."""
+    """Latents root to derive from, instead of `input`. Its image latents are reused, and so are text latents and
+    features of towers that do not change; new text towers encode its captions. No image is decoded."""
     output: Place
-    """The latents root: a folder, or an address on an object store, such as s3://bucket/latents."""
+    """The latents root: a local folder, or an object-store URL such as s3://bucket/latents."""
     shards: str = "all"
-    """Which tars: `00042`, `00000-00099`, commas of both, or `all`."""
+    """Tars to encode: `00042`, `00000-00099`, a comma-separated list of both, or `all`."""
     buckets: list[str] = Field(["256x256", "512x512"], min_length=1)
-    """WIDTHxHEIGHT in pixels; a picture goes to each that it covers without being enlarged."""
+    """Buckets as WIDTHxHEIGHT in pixels. An image goes to every bucket that it covers without upscaling."""
     aspect: AspectConfig = AspectConfig()
     vae: str
-    """Folder, org/repo[@revision]/folder on the hub, or address such as s3://bucket/vae, of a diffusers autoencoder."""
+    """A diffusers autoencoder: local folder, hub name org/repo[@revision]/folder, or URL such as s3://bucket/vae."""
     texts: dict[TowerName, TextTowerConfig] = Field(min_length=1)
-    """Text towers by name, any number."""
+    """Text encoders by name, one or more."""
     features: dict[TowerName, FeatureTowerConfig] = Field(default_factory=dict)
-    """Feature towers by name, any number."""
+    """Vision encoders by name, any number."""
     posterior: Literal["moments", "mean"] | None = None
-    """`moments`, the default, keeps mean and log-variance, so that training samples afresh each epoch; `mean` is half
-    the size. An autoencoder without a posterior takes neither."""
+    """`moments`, the default, stores mean and log-variance, so that training draws a new latent in every epoch; `mean`
+    takes half the space. Leave it out for an autoencoder without a posterior."""
     captions: list[str] = Field(["txt"], min_length=1)
-    """Where a sample's captions are: `txt`, its member of that name, or `json:FIELD` of its JSON. Of several, each is
-    stored, and the trainer draws one afresh each time."""
+    """Caption fields of a sample: `txt` for its text member, or `json:FIELD` for a field of its JSON. If there are
+    several, all are stored, and the trainer draws one each time."""
     precision: PrecisionOption = "float16"
-    """Autocast type of all towers; part of the encoding id. A sample that overflows is encoded again in float32. `auto`
-    is that of the root; for a new root, it is bfloat16 where a worker's device supports it, and float32 elsewhere."""
+    """Autocast type of all towers; part of the encoding id. Samples that overflow are encoded again in float32. `auto`
+    uses the root's precision; for a new root, bfloat16 if the workers' device supports it, and float32 otherwise."""
     image: ImageConfig = ImageConfig()
     text: TextConfig = TextConfig()
     pixels: PixelsConfig = PixelsConfig()
@@ -78,7 +78,7 @@ class PrecomputeConfig(Config):
     def _parse_buckets(cls, names: list[str]) -> list[str]:
         buckets = sorted({Bucket.parse(name) for name in names})
         if len(buckets) != len(names):
-            raise ValueError("a bucket is named twice")
+            raise ValueError("a bucket is listed twice")
         return [str(bucket) for bucket in buckets]
 
     @field_validator("captions")
@@ -92,50 +92,59 @@ class PrecomputeConfig(Config):
         rounded = [name for name, tower in self.texts.items() if tower.weights == "int8"]
         if rounded and self.precision == "float16":
             raise ValueError(
-                f"texts.{rounded[0]}.weights: products with int8 weights overflow float16; give precision: bfloat16"
+                f"texts.{rounded[0]}.weights: products with int8 weights overflow float16; set precision: bfloat16"
             )
         return self
 
     @property
     def to_fill(self) -> Buckets:
-        """Every bucket, those of `aspect` too."""
+        """All buckets, including those of `aspect`."""
         return Buckets(tuple(Bucket.parse(name) for name in self.buckets), self.aspect.tables)
 
 
 def with_absolute_paths(config: PrecomputeConfig) -> PrecomputeConfig:
-    """Local paths made absolute: a Ray worker's current folder is not the driver's."""
-    found = _located({"vae": config.vae})
+    """Make all local paths absolute, because a Ray worker has a different working directory than the driver.
+
+    `input` and models may also be URLs or hub names, so they count as paths only if the folder exists.
+    """
     texts = {
-        name: tower.model_copy(update=_located({"model": tower.model, "tokenizer": tower.tokenizer}))
+        name: tower.model_copy(
+            update={"model": _absolute_folder(tower.model), "tokenizer": _absolute_folder(tower.tokenizer)}
+        )
         for name, tower in config.texts.items()
     }
     features = {
-        name: tower.model_copy(update=_located({"model": tower.model})) for name, tower in config.features.items()
+        name: tower.model_copy(update={"model": _absolute_folder(tower.model)})
+        for name, tower in config.features.items()
     }
-    here = {"input": str(Path(config.input).absolute())} if Path(config.input).is_dir() else {}
-    output = config.output.absolute() if isinstance(config.output, Path) else config.output
-    workers, scratch = config.workers, config.workers.scratch
-    workers = workers.model_copy(update={"scratch": scratch and scratch.absolute()})
-    towers = {**found, "texts": texts, "features": features}
-    source = config.source.absolute() if isinstance(config.source, Path) else config.source
-    changes = {"output": output, "source": source, "workers": workers}
-    return config.model_copy(update=changes | towers | here)
+    scratch = config.workers.scratch
+    workers = config.workers.model_copy(update={"scratch": scratch and scratch.absolute()})
+    return config.model_copy(
+        update={
+            "input": _absolute_folder(config.input),
+            "source": config.source.absolute() if isinstance(config.source, Path) else config.source,
+            "output": config.output.absolute() if isinstance(config.output, Path) else config.output,
+            "vae": _absolute_folder(config.vae),
+            "texts": texts,
+            "features": features,
+            "workers": workers,
+        }
+    )
 
 
-def _located(fields: dict[str, Any]) -> dict[str, str]:
-    """Those fields that name a folder that is there, with its absolute path."""
-    folders = {name: Path(value).absolute() for name, value in fields.items() if value}
-    return {name: str(folder) for name, folder in folders.items() if folder.is_dir()}
+def _absolute_folder(name: str) -> str:
+    """Return the absolute path of `name` if it is a local folder, and `name` itself otherwise."""
+    return str(Path(name).absolute()) if name and Path(name).is_dir() else name
 
 
 def describe_encoding(config: PrecomputeConfig) -> EncodingRecord:
-    """The encoding record of a run: reads the models' configs and hashes their weights; loads nothing.
+    """Return the encoding record of a run, from the configs and hashes of its models. No weights are loaded.
 
     Raises:
-        RequestError: a model is missing or of another kind, or a bucket does not fit a tower.
+        RequestError: A model is missing or unsuitable, or a bucket does not fit a tower.
     """
     pixels = config.pixels
-    assert config.precision != "auto", "it must be resolved first"
+    assert config.precision != "auto", "resolve the precision first"
     record = EncodingRecord(
         image=describe_image(
             config.vae,
@@ -158,12 +167,16 @@ def describe_encoding(config: PrecomputeConfig) -> EncodingRecord:
             record.columns(bucket)
         except ValueError as error:
             step = record.image.downsampling
-            raise RequestError(f"{error}. Choose sides, or aspect.step, in steps of {step}.") from None
+            raise RequestError(f"{error}. Choose bucket sides, or aspect.step, in steps of {step}.") from None
     return record
 
 
-def make_recipe(config: PrecomputeConfig, encoding: EncodingRecord, how: Conversion | None = None) -> Recipe:
-    """What a worker needs to know of a run; `how` the numbers of `source` become its own."""
+def make_recipe(config: PrecomputeConfig, encoding: EncodingRecord, conversion: Conversion | None = None) -> Recipe:
+    """Return what workers need to know about a run.
+
+    Args:
+        conversion: how to convert the stored data of `config.source`, if there is a source.
+    """
     towers: dict[str, TextTowerConfig | FeatureTowerConfig] = {
         **{f"texts.{name}": tower for name, tower in config.texts.items()},
         **{f"features.{name}": tower for name, tower in config.features.items()},
@@ -177,5 +190,5 @@ def make_recipe(config: PrecomputeConfig, encoding: EncodingRecord, how: Convers
         config.tars,
         config.workers,
         batch_sizes,
-        SourceRoot(config.source, how) if config.source is not None and how is not None else None,
+        SourceRoot(config.source, conversion) if config.source is not None and conversion is not None else None,
     )

@@ -1,11 +1,15 @@
-"""Decode some of a bucket's latents back to pictures, on a contact sheet with keys and captions.
+"""Decode some latents of a bucket into a contact sheet with keys and captions.
 
 examples:
   python -m precompute.preview runs/data/latents
   python -m precompute.preview runs/data/latents --bucket 512x512 --samples 25 --output runs/512.png
 """
 
-# It lives here and not in `shards`, which knows nothing of diffusers.
+# This command is not part of `shards`, because that package does not import diffusers.
+
+import shards.base.interrupt  # noqa: F401
+
+# isort: split
 
 import argparse
 import math
@@ -30,7 +34,7 @@ from shards.root.committed import by_tar_and_bucket, iter_receipts, list_commits
 from shards.root.reading import captions, image_latents, read_parts
 
 OUTPUT = Path("runs/preview.png")
-"""Default output. Git ignores runs/."""
+"""Default output, in a folder that git ignores."""
 LABEL_LINES, LINE_HEIGHT, MARGIN, FONT_SIZE = 5, 15, 8, 12
 MORE = " …"
 SMALLEST_TILE = 256
@@ -38,40 +42,43 @@ DECODE_TOGETHER = 4
 
 
 def load_decoder(encoding: EncodingRecord, name: str | None) -> Any:
-    """The VAE that made the latents: where encoding.json says it was, or at `name`.
+    """Load the VAE that produced the latents, from the folder in encoding.json or from `name`.
 
     Raises:
-        RequestError: it is not there, or has other content than encoding.json recorded.
+        RequestError: The VAE is missing, or differs from the one recorded in encoding.json.
     """
     folder = model_folder(name or encoding.image.weights.name)
     if hash_weights(str(folder), folder).sha256 != encoding.image.weights.sha256:
-        raise RequestError(f"The VAE in {folder} is not the one that made these latents. Give that one with --vae.")
+        raise RequestError(
+            f"The VAE in {folder} is not the one that produced these latents, which encoding.json records as "
+            f"{encoding.image.weights.name}. Pass its current folder with --vae."
+        )
     vae: Any = getattr(diffusers, encoding.image.class_name).from_pretrained(folder, use_safetensors=True)
     return vae.eval().to("cuda" if torch.cuda.is_available() else "cpu", torch.float32)
 
 
 def pick_samples(store: Store, bucket: str | None, count: int) -> tuple[str, list[dict[str, Any]]]:
-    """Choose a bucket, by default the first that holds samples, and `count` samples from all over it, or all it has.
+    """Choose a bucket, by default the first one with samples, and `count` samples spread over its parts.
 
-    Its parts give equal numbers of samples, as far as they have as many: each its first ones, and no two parts of a
-    bucket that has more than `count` of them.
+    Every chosen part contributes its first samples, in numbers as equal as possible. If the bucket has more than
+    `count` parts, `count` of them contribute one sample each. If it has fewer than `count` samples, all are returned.
 
     Raises:
-        RequestError: the bucket, or every one, holds none.
+        RequestError: The bucket, or the whole root, has no samples.
     """
     root, has_samples = store.where(), (receipt for receipt in iter_receipts(store) if receipt.samples)
     bucket = bucket or next((receipt.bucket for receipt in has_samples), None)
     if bucket is None:
-        raise RequestError(f"{root} holds no sample yet: run `make precompute` first.")
+        raise RequestError(f"{root} has no samples yet. Run `make precompute` first.")
     names = names_of_bucket(store, bucket)
     parts: list[tuple[str, str, int]] = []
     for receipt in read_receipts(store, spread_out(names, count)):
         if receipt.bucket == bucket and receipt.samples:
             parts.append((receipt.tar, receipt.part, receipt.samples))
-        if len(parts) == count:  # in a large root, the others need not be read
+        if len(parts) == count:  # do not read the other receipts of a large root
             break
     if not parts:
-        raise RequestError(f"{root} holds no sample in {bucket}. `python -m shards stats {root}` lists its buckets.")
+        raise RequestError(f"{root} has no samples in {bucket}. `python -m shards stats {root}` lists its buckets.")
     parts.sort()
     shares = fair_shares([samples for *_, samples in parts], count)
     return bucket, [
@@ -82,19 +89,19 @@ def pick_samples(store: Store, bucket: str | None, count: int) -> tuple[str, lis
 
 
 def names_of_bucket(store: Store, bucket: str) -> list[str]:
-    """List the receipts in force of a bucket, by tar."""
+    """Return the names of a bucket's receipts in force, sorted by tar."""
     names = by_tar_and_bucket(active_receipts(list_commits(store)))
     return [name for name in names if name.split("/")[1] == bucket]
 
 
 def spread_out(names: list[str], count: int) -> list[str]:
-    """First `count` of the names, at equal distances, and then all others."""
+    """Return all names, starting with `count` of them at equal distances."""
     chosen = names if len(names) <= count else [names[number * len(names) // count] for number in range(count)]
     return list(dict.fromkeys([*chosen, *names]))
 
 
 def fair_shares(sizes: list[int], total: int) -> list[int]:
-    """Split `total` into shares as equal as they can be where none is larger than its size; all there is if less."""
+    """Split `total` into shares as equal as possible, none of which exceeds its size."""
     shares = [0] * len(sizes)
     by_size = sorted(range(len(sizes)), key=lambda place: sizes[place])
     for number, place in enumerate(by_size):
@@ -105,7 +112,7 @@ def fair_shares(sizes: list[int], total: int) -> list[int]:
 
 @torch.inference_mode()
 def decode_pictures(samples: list[dict[str, Any]], encoding: EncodingRecord, vae: Any) -> list[Image.Image]:
-    """The posterior's means, decoded."""
+    """Decode the means of the stored posteriors."""
     pictures = []
     for start in range(0, len(samples), DECODE_TOGETHER):
         stored = np.stack([image_latents(sample) for sample in samples[start : start + DECODE_TOGETHER]])
@@ -116,7 +123,7 @@ def decode_pictures(samples: list[dict[str, Any]], encoding: EncodingRecord, vae
 
 
 def contact_sheet(pictures: list[Image.Image], labels: list[str], title: str, lettering: Lettering) -> Image.Image:
-    """Pictures in a grid, each with its label, wrapped, under it. Small ones are shown enlarged."""
+    """Arrange images in a grid, each with its wrapped label below. Small images are enlarged."""
     scale = max(1, SMALLEST_TILE // pictures[0].width)
     width, height = pictures[0].width * scale, pictures[0].height * scale
     columns = math.ceil(len(pictures) ** 0.5)
@@ -134,8 +141,10 @@ def contact_sheet(pictures: list[Image.Image], labels: list[str], title: str, le
 
 
 def wrapped(label: str, width: float, lettering: Lettering) -> list[str]:
-    """Break a label into at most LABEL_LINES lines of `width` pixels: its first line as it is, then the rest. The last
-    line ends with an ellipsis if there is more."""
+    """Wrap a label to LABEL_LINES lines of `width` pixels. Its first line is kept as it is.
+
+    If text is left over, the last line ends with an ellipsis.
+    """
     first, _, rest = label.partition("\n")
     lines = list(islice(_filled(rest.split(), width, lettering), LABEL_LINES))
     if len(lines) < LABEL_LINES:
@@ -147,7 +156,7 @@ def wrapped(label: str, width: float, lettering: Lettering) -> list[str]:
 
 
 def _filled(words: list[str], width: float, lettering: Lettering) -> Iterator[str]:
-    """Lines of as many words as go in; a word that is wider than a line, as in scripts without blanks, is cut."""
+    """Yield lines filled with words. A word wider than a line, as in scripts without spaces, is broken anywhere."""
     line = ""
     for word in words:
         together = f"{line} {word}" if line else word
@@ -168,25 +177,26 @@ def _filled(words: list[str], width: float, lettering: Lettering) -> Iterator[st
 
 
 def run(arguments: list[str]) -> None:
+    """Run `python -m precompute.preview` with these arguments."""
     parser = argparse.ArgumentParser(
         prog="python -m precompute.preview",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("root", help="a folder, or an address such as s3://bucket/latents")
-    parser.add_argument("--bucket", help="WIDTHxHEIGHT; default: the first that holds samples")
-    parser.add_argument("--samples", type=int, default=16, help="how many")
-    parser.add_argument("--output", type=Path, default=OUTPUT, help=f"a PNG; default: {OUTPUT}")
-    parser.add_argument("--vae", help="where the VAE is now, if not where encoding.json says")
+    parser.add_argument("root", help="local folder, or URL such as s3://bucket/latents")
+    parser.add_argument("--bucket", help="WIDTHxHEIGHT; default: the first bucket with samples")
+    parser.add_argument("--samples", type=int, default=16, help="number of samples; default: 16")
+    parser.add_argument("--output", type=Path, default=OUTPUT, help=f"PNG to write; default: {OUTPUT}")
+    parser.add_argument("--vae", help="folder of the VAE; default: the one in encoding.json")
     options = parser.parse_args(arguments)
     if options.samples < 1:
-        raise RequestError(f"--samples {options.samples}: give 1 or more.")
+        raise RequestError(f"--samples is {options.samples}, but must be at least 1.")
     store = open_store(options.root)
     encoding = EncodingRecord.load(store)
     bucket, samples = pick_samples(store, options.bucket, options.samples)
     pictures = decode_pictures(samples, encoding, load_decoder(encoding, options.vae))
     labels = [f"{sample['key']}\n{' | '.join(captions(sample, encoding))}" for sample in samples]
-    title = f"{bucket} of {Path(store.where()).name}, decoded from its latents by {encoding.image.weights.name}"
+    title = f"{bucket} of {Path(store.where()).name}, latents decoded by {encoding.image.weights.name}"
     lettering = Lettering([title, *labels], FONT_SIZE)
     options.output.parent.mkdir(parents=True, exist_ok=True)
     contact_sheet(pictures, labels, title, lettering).save(options.output)

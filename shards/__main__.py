@@ -5,6 +5,10 @@ examples:
   python -m shards stats runs/data/latents --plot runs/stats.png
 """
 
+import shards.base.interrupt  # noqa: F401
+
+# isort: split
+
 import argparse
 import json
 from collections.abc import Callable

@@ -16,6 +16,10 @@ commands, each with a --help of its own:
   python -m evaluation.study analyse   results.json, results.html and results.png
 """
 
+import shards.base.interrupt  # noqa: F401
+
+# isort: split
+
 import argparse
 from collections.abc import Callable
 

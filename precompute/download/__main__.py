@@ -1,9 +1,13 @@
-"""Selected rows → webdataset tars of pictures and captions, each held against img2dataset's own counts.
+"""Download the images of selected rows into webdataset tars, and verify each tar against its own records.
 
 examples:
   python -m precompute.download --config configs/download.yaml --input runs/data/selected --output runs/data/tars
   python -m precompute.download --config configs/download.yaml --recheck true
 """
+
+import shards.base.interrupt  # noqa: F401
+
+# isort: split
 
 import time
 
@@ -18,20 +22,21 @@ from shards.base.errors import WorkError, console
 
 
 def run(arguments: list[str]) -> None:
+    """Run `python -m precompute.download` with these arguments."""
     config = load_from_args(DownloadConfig, arguments, "precompute.download", __doc__)
     require_img2dataset()
 
     start = time.monotonic()
-    shards = plan_download(config)
+    tars = plan_download(config)
     with locked(config.output / ".lock"):
-        fetched, failed = fetch_missing(config, shards)
-        report = write_report(config.output, shards, failed, fetched, time.monotonic() - start)
+        fetched, failed = fetch_missing(config, tars)
+        report = write_report(config.output, tars, failed, fetched, time.monotonic() - start)
     print(describe(report))
     if failed:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in sorted(failed.items()))
         raise WorkError(
-            f"{len(failed)} of {len(shards)} shards failed ({reasons}). The others are published and stay; "
-            "the same command again tries just these."
+            f"{len(failed)} of {len(tars)} tars could not be downloaded ({reasons}). The others are complete and kept. "
+            "Run the same command again to retry only the failed ones."
         )
 
 

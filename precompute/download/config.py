@@ -1,4 +1,4 @@
-"""What a download may be asked for."""
+"""Config of the download."""
 
 from pathlib import Path
 from typing import Annotated, Literal
@@ -9,10 +9,11 @@ from shards.base.config import Config
 
 
 class ImagesConfig(Config):
-    """What is stored of a picture."""
+    """How images are stored."""
 
     mode: Literal["original", "keep_ratio_largest"] = "original"
-    """`original`: the bytes as served. `keep_ratio_largest`: JPEG again, the longer side at most `max_side`."""
+    """`original` stores the bytes as served. `keep_ratio_largest` re-encodes as JPEG, with the longer side scaled down
+    to `max_side`."""
     max_side: PositiveInt = 1024
     """Longest side in pixels under keep_ratio_largest."""
     jpeg_quality: Annotated[int, Field(ge=1, le=100)] = 95
@@ -20,52 +21,52 @@ class ImagesConfig(Config):
 
 
 class RequestsConfig(Config):
-    """How one picture is asked for, and where we refuse to ask."""
+    """Limits of a request, and hosts that are never contacted."""
 
     timeout_seconds: PositiveFloat = 10.0
-    """Longest wait for a connection, or for the next bytes."""
+    """Timeout for connecting and for each read."""
     deadline_seconds: PositiveFloat = 30.0
-    """Longest time for one response: ends servers that trickle."""
+    """Deadline for a whole response, which ends servers that trickle."""
     max_bytes: PositiveInt = 64 * 2**20
-    """Longest response; a longer one is given up at once."""
+    """Maximum response size; larger responses are aborted at once."""
     max_redirects: NonNegativeInt = 5
-    """Redirects followed for one picture."""
+    """Maximum number of redirects per image."""
     retries: NonNegativeInt = 1
-    """Further tries of a picture that failed."""
+    """Retries of a failed image."""
     allow_private_hosts: bool = False
-    """Open loopback and private addresses (a local server; never for a crawl of others' URLs)."""
+    """Allow loopback and private addresses, for a local server. Never enable it to crawl other people's URLs."""
 
 
 class RobotsConfig(Config):
-    """What a site says in its X-Robots-Tag header is respected."""
+    """How X-Robots-Tag response headers are respected."""
 
     user_agent_token: str = "latentmill"
-    """Our name, in the user agent and in directives meant for one robot."""
+    """Name of this crawler, in the user agent and in directives addressed to one robot."""
     disallowed_directives: tuple[str, ...] = ("noai", "noimageai", "noindex", "noimageindex")
-    """A response that carries one of these is not stored."""
+    """Responses with any of these directives are not stored."""
 
 
 class DownloadConfig(Config):
-    """Selected rows → webdataset tars, by img2dataset."""
+    """Selected rows → webdataset tars, downloaded with img2dataset."""
 
     input: Path
-    """A parquet file, or a folder of them: what `precompute.select` wrote, or any with a URL and a TEXT column."""
+    """Parquet file, or folder of parquet files: the output of `precompute.select`, or any with URL and TEXT columns."""
     output: Path
-    """Folder of the tars: 00000.tar, 00000.parquet, 00000_stats.json, and so on, with download_report.json."""
+    """Folder for the tars: 00000.tar, 00000.parquet, 00000_stats.json and so on, and download_report.json."""
     rows_per_shard: PositiveInt = 10_000
-    """Rows of one tar. Fixed for the life of `output`, since it decides which row gets which key."""
+    """Rows per tar. It cannot change once `output` has been started, because it determines each row's key."""
     extra_columns: list[str] | None = None
-    """Columns carried into each sample's JSON beside url and caption; unset: every other column."""
+    """Columns stored in each sample's JSON besides url and caption; default: all other columns."""
     processes: PositiveInt = 2
-    """Shards downloaded at the same time."""
+    """Tars downloaded in parallel, one per process."""
     threads: PositiveInt = 64
     """Connections per process."""
     shard_attempts: PositiveInt = 2
-    """Tries of a shard within one run."""
+    """Attempts per tar within one run."""
     min_success_share: Annotated[float, Field(ge=0, le=1)] = 0.02
-    """A shard with a smaller share of successes failed (the network was out), and is not published."""
+    """Minimum share of successful rows. A tar below it is not published, because the network was probably down."""
     recheck: bool = False
-    """Read and hash the tars of earlier runs again, instead of comparing their sizes."""
+    """Read and hash the tars of earlier runs again, instead of only comparing their sizes."""
     images: ImagesConfig = ImagesConfig()
     requests: RequestsConfig = RequestsConfig()
     robots: RobotsConfig = RobotsConfig()

@@ -1,4 +1,4 @@
-"""One shard, in a worker process: rows → img2dataset → check → published tar."""
+"""Download one tar in a worker process: read its rows, run img2dataset, verify the result, publish it."""
 
 import contextlib
 import errno
@@ -21,28 +21,30 @@ from precompute.download.verify import check_tar
 from shards.base.durable import fsync_folder, fsync_tree, write_atomically
 from shards.base.errors import RequestError, WorkError
 
-RECEIPT = "latentmill"  # our section of img2dataset's stats
+RECEIPT = "latentmill"
+"""Key of our own section in img2dataset's stats file."""
 ATTEMPTS_NAME = ".attempts"
-LOW_SPACE = 2**26  # bytes; a failure with less free than this is put down to it
+LOW_SPACE = 2**26
+"""Free space in bytes below which a failure is attributed to a full disk."""
 
 
 def require_img2dataset() -> None:
-    """Refuse to start where img2dataset cannot run.
+    """Check that img2dataset can run.
 
     Raises:
-        RequestError: it is not installed, or lacks a module that Python 3.13 removed.
+        RequestError: img2dataset is not installed, or a module that it needs and Python 3.13 removed is missing.
     """
-    # imghdr: Python 3.13 has it no more, and the extra brings it back
+    # Python 3.13 removed imghdr; the extra installs a replacement
     missing = [name for name in ("img2dataset", "imghdr") if importlib.util.find_spec(name) is None]
     if missing:
         raise RequestError(
-            f"{' and '.join(missing)}: not installed. Install the extra: pip install 'latentmill[download]'."
+            f"{' and '.join(missing)}: not installed. Install the download extra: pip install 'latentmill[download]'."
         )
 
 
 def _import_img2dataset() -> Any:
-    os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")  # or its import asks the Internet for a newer version
-    with _hidden("torch", "ray"):  # it would load both and use neither: 700 MB a process instead of 200
+    os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")  # otherwise importing it checks PyPI for updates
+    with _hidden("torch", "ray"):  # img2dataset would import both without using them: 700 MB per process, not 200
         from img2dataset import downloader, resizer, writer
 
     return downloader.Downloader, resizer.Resizer, writer.WebDatasetSampleWriter
@@ -50,9 +52,9 @@ def _import_img2dataset() -> Any:
 
 @contextlib.contextmanager
 def _hidden(*names: str) -> Iterator[None]:
-    """While the context is open, these modules seem not to be installed."""
+    """Make these modules appear to be missing inside the block."""
     hidden = {name: sys.modules.get(name) for name in names}
-    sys.modules |= dict.fromkeys(names)  # type: ignore[arg-type]  # None stands for a module that cannot be imported
+    sys.modules |= dict.fromkeys(names)  # type: ignore[arg-type]  # importing a module whose entry is None fails
     try:
         yield
     finally:
@@ -62,45 +64,46 @@ def _hidden(*names: str) -> Iterator[None]:
                 sys.modules[name] = module
 
 
-def fetch_tar(config: DownloadConfig, shard: PlannedTar) -> dict[str, Any]:
-    """Download one shard into a private folder, check it, and move it into `config.output`.
+def fetch_tar(config: DownloadConfig, tar: PlannedTar) -> dict[str, Any]:
+    """Download one tar into a private folder, verify it, and move it into `config.output`.
 
-    `NNNNN_stats.json` is moved last: a shard whose stats are there is whole. Where the shard fails, what img2dataset
-    printed is kept as `NNNNN.log`.
+    `NNNNN_stats.json` is moved last, so a tar whose stats exist is complete. If the download fails, the output of
+    img2dataset is kept in `NNNNN.log`.
 
     Returns:
-        the published stats.
+        The published stats.
 
     Raises:
-        WorkError: the tar is not what its records say, too few pictures came, or the input is damaged.
-        OSError: the disk is full.
+        WorkError: The tar does not match its records, too few images were downloaded, or the input is damaged.
+        OSError: The disk is full.
     """
-    folder = config.output / ATTEMPTS_NAME / f"{shard.name}-{os.getpid()}"
+    folder = config.output / ATTEMPTS_NAME / f"{tar.name}-{os.getpid()}"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    log = config.output / f"{shard.name}.log"
+    log = config.output / f"{tar.name}.log"
     try:
         with log.open("w") as file, contextlib.redirect_stdout(file), contextlib.redirect_stderr(file):
-            _download(config, shard, folder)
-        found = check_tar(folder, shard.name, shard.num_rows, config)
-        stats = _publish(config, shard, folder, found)
+            _download(config, tar, folder)
+        receipt = check_tar(folder, tar.name, tar.num_rows, config)
+        stats = _publish(config, tar, folder, receipt)
         log.write_text("")
         return stats
     except (WorkError, OSError) as error:
-        # img2dataset swallows errors of writing single samples, so that a full disk shows as samples that are missing
+        # img2dataset swallows errors while writing a sample, so a full disk shows up as missing samples
         if shutil.disk_usage(config.output).free < LOW_SPACE:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(config.output)) from error
-        raise WorkError(f"{error}{f'; what img2dataset said is in {log}' if log.stat().st_size else ''}") from error
+        hint = f"; see the output of img2dataset in {log}" if log.stat().st_size else ""
+        raise WorkError(f"{error}{hint}") from error
     finally:
         shutil.rmtree(folder, ignore_errors=True)
         if log.exists() and not log.stat().st_size:
             log.unlink()
 
 
-def _download(config: DownloadConfig, shard: PlannedTar, folder: Path) -> None:
+def _download(config: DownloadConfig, tar: PlannedTar, folder: Path) -> None:
     downloader_class, resizer_class, writer_class = _import_img2dataset()
     opener.install(config.requests)
-    table = read_rows(shard, config.extra_columns)
+    table = read_rows(tar, config.extra_columns)
     with pa.OSFile(str(folder / "rows.arrow"), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
         writer.write_table(table)
     downloader = downloader_class(
@@ -127,24 +130,30 @@ def _download(config: DownloadConfig, shard: PlannedTar, folder: Path) -> None:
         user_agent_token=config.robots.user_agent_token,
         disallowed_header_directives=config.robots.disallowed_directives or None,
     )
-    downloader.download_shard((shard.shard_id, str(folder / "rows.arrow")))
+    downloader.download_shard((tar.shard_id, str(folder / "rows.arrow")))
 
 
-def _publish(config: DownloadConfig, shard: PlannedTar, folder: Path, found: dict[str, Any]) -> dict[str, Any]:
-    stats_path = folder / f"{shard.name}_stats.json"
+def _publish(config: DownloadConfig, tar: PlannedTar, folder: Path, receipt: dict[str, Any]) -> dict[str, Any]:
+    """Add `receipt` to the stats, and move the tar's files into `config.output`; return the stats.
+
+    Raises:
+        WorkError: The share of successful rows is below `min_success_share`.
+    """
+    stats_path = folder / f"{tar.name}_stats.json"
     stats = json.loads(stats_path.read_text())
     needed = math.ceil(config.min_success_share * stats["count"])
     if stats["successes"] < needed:
         errors = {text: count for text, count in stats["status_dict"].items() if text != "success"}
         raise WorkError(
-            f"{stats['successes']} of {stats['count']} pictures came, where min_success_share asks for {needed}; most "
-            f"often: {max(errors, key=errors.__getitem__)}. Is the network there? --min_success_share 0 accepts it"
+            f"only {stats['successes']} of {stats['count']} images were downloaded, but min_success_share requires "
+            f"{needed}; the most frequent error is: {max(errors, key=errors.__getitem__)}. Check the network, or "
+            f"accept any share with --min_success_share 0"
         )
-    stats |= {RECEIPT: found}
+    stats |= {RECEIPT: receipt}
     write_atomically(stats_path, json.dumps(stats, indent=2).encode())
     fsync_tree(folder)
-    (config.output / stats_path.name).unlink(missing_ok=True)  # of a shard that was damaged since
+    (config.output / stats_path.name).unlink(missing_ok=True)  # of an earlier download that was damaged
     for suffix in (".tar", ".parquet", "_stats.json"):
-        (folder / f"{shard.name}{suffix}").replace(config.output / f"{shard.name}{suffix}")
+        (folder / f"{tar.name}{suffix}").replace(config.output / f"{tar.name}{suffix}")
         fsync_folder(config.output)
     return stats

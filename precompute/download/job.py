@@ -1,12 +1,13 @@
-"""Many shards: what is missing is fetched by worker processes, and tried again where it fails."""
+"""The download job: fetch the missing tars in worker processes, and retry those that fail."""
 
 import errno
+import functools
 import json
 import shutil
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable
-from concurrent.futures import FIRST_COMPLETED, Future, wait
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import closing
 from typing import Any
 
 from precompute.download.config import DownloadConfig
@@ -15,97 +16,87 @@ from precompute.download.report import stats_path
 from precompute.download.rows import PlannedTar
 from precompute.download.verify import check_tar
 from shards.base.errors import WorkError
-from shards.base.pool import start_pool
+from shards.base.pool import run_each
 
-SHARDS_PER_WORKER = 20  # then a fresh process, so that leaks stay small
+TARS_PER_WORKER = 20
+"""A worker process is replaced after this many tars, so that memory leaks stay small."""
 WORKER_DIED = "a worker process died (out of memory, or killed)"
 
 Fetch = Callable[[DownloadConfig, PlannedTar], dict[str, Any]]
 
 
 def fetch_missing(
-    config: DownloadConfig, shards: list[PlannedTar], fetch: Fetch = fetch_tar
+    config: DownloadConfig, tars: list[PlannedTar], fetch: Fetch = fetch_tar
 ) -> tuple[int, dict[str, str]]:
-    """Download the shards that are not published.
+    """Download the tars that are not published yet.
 
     Returns:
-        how many were published now; and name → reason for those that failed `shard_attempts` times.
+        The number of tars published by this call, and name → reason for those that failed `shard_attempts` times.
 
     Raises:
-        WorkError: the disk is full.
+        WorkError: The disk is full.
     """
-    shutil.rmtree(config.output / ATTEMPTS_NAME, ignore_errors=True)  # of a run that was killed
-    missing = [shard for shard in shards if not is_published(config, shard)]
-    print(f"{len(shards) - len(missing)} of {len(shards)} shards are there, {len(missing)} to fetch.", flush=True)
-    waiting, tries, failed = deque(missing), Counter[str](), dict[str, str]()
-    own_reasons: dict[str, str] = {}  # a process that dies is held against all that ran; this one is the shard's
+    shutil.rmtree(config.output / ATTEMPTS_NAME, ignore_errors=True)  # left by a run that was killed
+    missing = [tar for tar in tars if not is_published(config, tar)]
+    print(f"{len(tars) - len(missing)} of {len(tars)} tars are complete, {len(missing)} to download.", flush=True)
+    attempts, failed = Counter[str](), dict[str, str]()
+    # A dying worker fails every tar that was being downloaded, so a tar's own reason is the better one to report.
+    own_reasons: dict[str, str] = {}
+    waiting = missing
     while waiting:
-        for shard, outcome in _fetch_until_broken(config, waiting, fetch):
-            tries[shard.name] += 1
-            if isinstance(outcome, str) and outcome != WORKER_DIED:
-                own_reasons[shard.name] = outcome
-            if isinstance(outcome, dict):
-                print(f"{shard.name}: {_describe(outcome)}", flush=True)
-            elif tries[shard.name] < config.shard_attempts:
-                print(f"{shard.name} failed, and is tried again: {outcome}", flush=True)
-                waiting.append(shard)
-            else:
-                print(f"{shard.name} failed: {outcome}", flush=True)
-                failed[shard.name] = own_reasons.get(shard.name, outcome)
+        retries: list[PlannedTar] = []
+        calls = run_each(
+            functools.partial(fetch, config), waiting, config.processes, max_tasks_per_child=TARS_PER_WORKER
+        )
+        with closing(calls) as finished:
+            for tar, future in finished:
+                attempts[tar.name] += 1
+                if (error := future.exception()) is None:
+                    print(f"{tar.name}: {_describe(future.result())}", flush=True)
+                    continue
+                reason = _explain(error, config)
+                if reason != WORKER_DIED:
+                    own_reasons[tar.name] = reason
+                if attempts[tar.name] < config.shard_attempts:
+                    print(f"{tar.name} failed and will be retried: {reason}", flush=True)
+                    retries.append(tar)
+                else:
+                    print(f"{tar.name} failed: {reason}", flush=True)
+                    failed[tar.name] = own_reasons.get(tar.name, reason)
+        waiting = retries
     shutil.rmtree(config.output / ATTEMPTS_NAME, ignore_errors=True)
     return len(missing) - len(failed), failed
 
 
-def is_published(config: DownloadConfig, shard: PlannedTar) -> bool:
-    """Whether the shard's three files are there and whole, as far as sizes say, or hashes where `recheck` is set.
+def is_published(config: DownloadConfig, tar: PlannedTar) -> bool:
+    """Return whether the tar's three files exist and are intact, judged by their sizes, or by hashes under `recheck`.
 
-    A damaged one counts as missing, and is fetched again.
+    A damaged tar counts as missing, and is downloaded again.
     """
-    stats, tar = stats_path(config.output, shard), config.output / f"{shard.name}.tar"
+    stats, file = stats_path(config.output, tar), config.output / f"{tar.name}.tar"
     if not stats.exists():
         return False
     try:
         receipt = json.loads(stats.read_text())[RECEIPT]
-        whole = tar.stat().st_size == receipt["tar_bytes"] and (config.output / f"{shard.name}.parquet").exists()
-        if whole and config.recheck:
-            whole = check_tar(config.output, shard.name, shard.num_rows, config) == receipt
+        intact = file.stat().st_size == receipt["tar_bytes"] and (config.output / f"{tar.name}.parquet").exists()
+        if intact and config.recheck:
+            intact = check_tar(config.output, tar.name, tar.num_rows, config) == receipt
     except (OSError, ValueError, KeyError, WorkError) as error:
-        print(f"{shard.name} is damaged, and is fetched again: {error}", flush=True)
+        print(f"{tar.name} is damaged and will be downloaded again: {error}", flush=True)
         return False
-    if not whole:
-        print(f"{shard.name} is not the tar that was published, and is fetched again.", flush=True)
-    return whole
-
-
-def _fetch_until_broken(config: DownloadConfig, waiting: deque[PlannedTar], fetch: Fetch) -> Any:
-    """(shard, its stats or why it failed) as shards end; returns when `waiting` is empty or a worker process died.
-
-    No more shards are handed out than processes run, so a dead process takes only those few with it.
-    """
-    running: dict[Future[dict[str, Any]], PlannedTar] = {}
-    with start_pool(min(config.processes, len(waiting)), SHARDS_PER_WORKER) as pool:
-        is_broken = False
-        while running or (waiting and not is_broken):
-            while waiting and not is_broken and len(running) < config.processes:
-                try:
-                    running[pool.submit(fetch, config, waiting[0])] = waiting[0]
-                    waiting.popleft()
-                except BrokenProcessPool:  # a process died since the last shard ended
-                    is_broken = True
-            ended, _ = wait(running, return_when=FIRST_COMPLETED)
-            for future in ended:
-                error = future.exception()
-                is_broken |= isinstance(error, BrokenProcessPool)
-                yield running.pop(future), future.result() if error is None else _explain(error, config)
+    if not intact:
+        print(f"{tar.name} differs from what was published and will be downloaded again.", flush=True)
+    return intact
 
 
 def _explain(error: BaseException, config: DownloadConfig) -> str:
+    """Return why a tar failed. A full disk ends the whole run, and other exceptions are bugs."""
     if isinstance(error, BrokenProcessPool):
         return WORKER_DIED
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
         raise WorkError(
-            f"No space is left in {config.output}. The published shards stay: free some space, and the same command "
-            "fetches the others."
+            f"No space is left in {config.output}. Published tars are kept. Free some space, and run the same command "
+            "again to download the others."
         )
     if isinstance(error, WorkError | OSError):
         return str(error)
@@ -114,6 +105,6 @@ def _explain(error: BaseException, config: DownloadConfig) -> str:
 
 def _describe(stats: dict[str, Any]) -> str:
     return (
-        f"{stats['successes']} of {stats['count']} pictures in {stats['duration']:.1f} s "
+        f"{stats['successes']} of {stats['count']} images in {stats['duration']:.1f} s "
         f"({stats['successes'] / max(stats['duration'], 1e-3):.0f}/s, {stats[RECEIPT]['tar_bytes'] / 1e6:.1f} MB)"
     )

@@ -1,7 +1,7 @@
-"""A urllib opener that stays on the public web: what img2dataset's requests go through.
+"""A restricted urllib opener for img2dataset's requests: public hosts only, with size and time limits.
 
-img2dataset calls `urllib.request.urlopen`, which opens `file://` and private addresses, follows redirects to them, and
-reads a response to its end, however long. `install` replaces the opener behind it, in the process that calls it.
+img2dataset calls `urllib.request.urlopen`, which also opens `file://` URLs and private addresses, follows redirects to
+them, and reads responses of any length. `install` replaces the opener behind it in the calling process.
 """
 
 import io
@@ -16,18 +16,21 @@ from typing import Any
 from precompute.download.config import RequestsConfig
 from precompute.select.hosts import is_private_host, is_public_address
 
+HEADER_BYTES = 2**16
+"""Bytes that a response may have in addition to its body."""
+
 
 class RefusedResponse(OSError):
-    """A response that we do not read, or do not read further."""
+    """A request or response that violates the limits, so it is not sent or not read any further."""
 
 
 def install(config: RequestsConfig) -> None:
-    """Send every later `urllib.request.urlopen` of this process through `config`'s limits."""
+    """Apply the limits of `config` to all later calls of `urllib.request.urlopen` in this process."""
     urllib.request.install_opener(build_opener(config))
 
 
 def build_opener(config: RequestsConfig) -> urllib.request.OpenerDirector:
-    """An opener for http and https alone: no file, ftp or data URLs."""
+    """Build an opener that supports only http and https: no file, ftp or data URLs."""
     redirects = type("Redirects", (urllib.request.HTTPRedirectHandler,), {"max_redirections": config.max_redirects})()
     opener = urllib.request.OpenerDirector()
     for handler in (
@@ -43,11 +46,11 @@ def build_opener(config: RequestsConfig) -> urllib.request.OpenerDirector:
 
 
 class _LimitedHandler(urllib.request.AbstractHTTPHandler):
-    """Opens http and https over connections that know the limits."""
+    """Handler that opens http and https URLs over connections that enforce the limits."""
 
     def __init__(self, config: RequestsConfig) -> None:
         super().__init__()
-        self.tls = ssl.create_default_context()  # reads the machine's certificates: once, not per connection
+        self.tls = ssl.create_default_context()  # shared by all connections, because it loads the CA certificates
         self.make_response = partial(_LimitedResponse, config=config)
         proxies = {urllib.parse.urlsplit(address).hostname for address in urllib.request.getproxies().values()}
         self.trusted_hosts = None if config.allow_private_hosts else proxies
@@ -74,14 +77,14 @@ class _LimitedHandler(urllib.request.AbstractHTTPHandler):
 
 
 class _PublicHTTPConnection(HTTPConnection):
-    """Sends nothing to an address outside the public Internet.
+    """Connection that sends nothing to addresses outside the public Internet.
 
-    The address that the connection really has is looked at, not the host's name: no trick of spelling or of name
-    resolution passes.
+    It checks the address of the connected socket rather than the host name, so neither unusual spellings nor DNS
+    rebinding get around it.
     """
 
     trusted_hosts: set[str | None] | None = None
-    """Hosts that may be private (the proxies in use); None: all."""
+    """Hosts that may have private addresses (the configured proxies); None allows all hosts."""
 
     def connect(self) -> None:
         super().connect()
@@ -90,7 +93,7 @@ class _PublicHTTPConnection(HTTPConnection):
 
 
 class _PublicHTTPSConnection(_PublicHTTPConnection, HTTPSConnection):
-    """The same over TLS, whose handshake comes before the check."""
+    """TLS connection with the check of `_PublicHTTPConnection`, which runs after the handshake."""
 
 
 def _check_public(connection: HTTPConnection) -> None:
@@ -101,7 +104,7 @@ def _check_public(connection: HTTPConnection) -> None:
 
 
 class _LimitedResponse(HTTPResponse):
-    """A response whose header and body end by a deadline and below a size."""
+    """Response whose header and body are limited in total time and size."""
 
     def __init__(self, sock: Any, *args: Any, config: RequestsConfig, **kwargs: Any) -> None:
         super().__init__(sock, *args, **kwargs)
@@ -115,7 +118,7 @@ class _LimitedResponse(HTTPResponse):
 
 
 class _LimitedReader(io.RawIOBase):
-    """The bytes of a socket until the deadline, or the limit."""
+    """Raw reader of a socket that fails after the deadline or the maximum number of bytes."""
 
     def __init__(self, sock: Any, raw: io.RawIOBase, config: RequestsConfig) -> None:
         self.sock, self.raw, self.config = sock, raw, config
@@ -140,12 +143,9 @@ class _LimitedReader(io.RawIOBase):
 
     def _check_deadline(self) -> None:
         if time.monotonic() >= self.end:
-            raise TimeoutError(f"deadline: no end of the response after {self.config.deadline_seconds:g} seconds")
+            raise TimeoutError(f"deadline: response not complete after {self.config.deadline_seconds:g} seconds")
 
     def close(self) -> None:
         if not self.closed:
             self.raw.close()
         super().close()
-
-
-HEADER_BYTES = 2**16  # what we grant a response beside its body

@@ -1,4 +1,4 @@
-"""What a folder of tars holds, from the stats of its published shards: printed, and kept as download_report.json."""
+"""Summary of a folder of tars from the stats of the published ones, for the terminal and download_report.json."""
 
 import json
 import re
@@ -12,7 +12,8 @@ from precompute.download.verify import SUCCESS
 from shards.base.durable import canonical_json, write_atomically
 
 REPORT_NAME = "download_report.json"
-# kind: the texts of it (urllib's, http.client's, ssl's, our opener's and img2dataset's own), tried in this order
+# Kind of failure → pattern of its messages, which come from urllib, http.client, ssl, our opener and img2dataset. The
+# first match wins.
 KINDS = {
     "robots": r"X-Robots-Tag",
     "private_address": r"private address",
@@ -38,16 +39,16 @@ KINDS = {
 
 
 def write_report(
-    output: Path, shards: list[PlannedTar], failed: dict[str, str], fetched: int, seconds: float
+    output: Path, tars: list[PlannedTar], failed: dict[str, str], fetched: int, seconds: float
 ) -> dict[str, Any]:
-    """Sum up every published shard of the plan; write the report and return it.
+    """Summarise the published tars of the plan; write the report and return it.
 
     Args:
-        failed: shard name → reason, for those that failed in this run.
-        fetched: shards published in this run.
+        failed: name → reason of the tars that failed in this run.
+        fetched: number of tars published in this run.
         seconds: wall time of this run.
     """
-    stats = [json.loads(path.read_text()) for shard in shards if (path := stats_path(output, shard)).exists()]
+    stats = [json.loads(path.read_text()) for tar in tars if (path := stats_path(output, tar)).exists()]
     totals = {name: sum(item[name] for item in stats) for name in ("count", "successes")}
     failures, formats = Counter[str](), Counter[str]()
     for item in stats:
@@ -56,8 +57,8 @@ def write_report(
             if message != SUCCESS:
                 failures[kind_of(message)] += count
     report = {
-        "rows": sum(shard.num_rows for shard in shards),
-        "shards": {"planned": len(shards), "published": len(stats), "fetched_now": fetched, "failed": failed},
+        "rows": sum(tar.num_rows for tar in tars),
+        "shards": {"planned": len(tars), "published": len(stats), "fetched_now": fetched, "failed": failed},
         "published_rows": totals["count"],
         "successes": totals["successes"],
         "success_share": round(totals["successes"] / totals["count"], 4) if stats else None,
@@ -71,27 +72,28 @@ def write_report(
     return report
 
 
-def stats_path(output: Path, shard: PlannedTar) -> Path:
-    """img2dataset's record of a shard; there once the shard is published."""
-    return output / f"{shard.name}_stats.json"
+def stats_path(output: Path, tar: PlannedTar) -> Path:
+    """Return the path of img2dataset's stats for a tar. The file exists once the tar is published."""
+    return output / f"{tar.name}_stats.json"
 
 
 def describe(report: dict[str, Any]) -> str:
+    """Format the report for the terminal."""
     shards, count = report["shards"], report["published_rows"]
     lines = [
-        f"{shards['published']} of {shards['planned']} shards are published, {shards['fetched_now']} of them now "
-        f"({report['run_seconds']:.1f} s); {len(shards['failed'])} failed."
+        f"{shards['published']} of {shards['planned']} tars are complete, {shards['fetched_now']} of them downloaded "
+        f"in this run ({report['run_seconds']:.1f} s); {len(shards['failed'])} failed."
     ]
     if count:
         share, size = 100 * report["success_share"], report["tar_bytes"] / 1e6
-        lines.append(f"{count:,} rows: {report['successes']:,} pictures ({share:.1f} %), {size:,.1f} MB of tars")
+        lines.append(f"{count:,} rows: {report['successes']:,} images ({share:.1f} %), {size:,.1f} MB of tars")
     lines += [f"  {number:>12,}  {kind}" for kind, number in report["failures"].items()]
     if report["formats"]:
         formats = ", ".join(f"{name} {number:,}" for name, number in report["formats"].items())
-        lines.append(f"pictures by first bytes: {formats}")
+        lines.append(f"images by format (magic bytes): {formats}")
     return "\n".join(lines)
 
 
 def kind_of(message: str) -> str:
-    """The kind of failure that an error text speaks of; `other` where it fits none."""
+    """Return the kind of failure that an error message describes, or `other`."""
     return next((kind for kind, pattern in KINDS.items() if re.search(pattern, message)), "other")

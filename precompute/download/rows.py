@@ -1,5 +1,8 @@
-"""Which rows go into which tar, decided once per output folder, so that a row keeps its key for good; and the rows of
-one, as img2dataset wants them: an Arrow file with `url`, `caption` and the columns to carry."""
+"""Assignment of rows to tars, and the rows of a tar as img2dataset expects them.
+
+The assignment is fixed once per output folder, so that a row keeps its key. img2dataset reads an Arrow file with `url`,
+`caption` and any extra columns.
+"""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -17,8 +20,8 @@ from shards.base.durable import DamagedFile, read_sealed_json, write_sealed_json
 from shards.base.errors import RequestError, WorkError
 
 PLAN_NAME = "download_plan.json"
-MAX_SHARDS = 100_000  # five digits name a shard, and begin each key
-# img2dataset gives these names to what it finds out itself
+MAX_TARS = 100_000  # a tar is named by five digits, which also start each key
+# Columns that img2dataset adds itself.
 RESERVED = {
     *("key", "caption", "url", "width", "height", "original_width", "original_height", "status", "error_message"),
     *("exif", "md5", "sha256", "sha512"),
@@ -27,7 +30,7 @@ RESERVED = {
 
 @dataclass(frozen=True)
 class PlannedTar:
-    """The rows [first_row, first_row + num_rows) of one input file, which become one tar."""
+    """A tar to download: the rows [first_row, first_row + num_rows) of one input file."""
 
     shard_id: int
     file: Path
@@ -40,13 +43,13 @@ class PlannedTar:
 
 
 def plan_download(config: DownloadConfig) -> list[PlannedTar]:
-    """The shards of `config.input`, in order; what `config.output` was begun with is kept to.
+    """Return the tars for the rows of `config.input`, in order, and record the plan in `config.output`.
 
-    A shard never spans two files, so files may be added at the end between two runs.
+    A tar never spans two input files, so files may be added at the end between two runs.
 
     Raises:
-        RequestError: no parquet there, one that cannot be read or whose columns do not fit (see `name_columns`), no
-            rows, too many shards, or the output was begun with other rows or settings.
+        RequestError: There are no parquet files or no rows; a file cannot be read, or its columns do not fit (see
+            `name_columns`); there are too many tars; or the output was started with different rows or settings.
     """
     inputs: list[dict[str, Any]] = []
     tars: list[PlannedTar] = []
@@ -58,11 +61,11 @@ def plan_download(config: DownloadConfig) -> list[PlannedTar]:
             num_rows = min(config.rows_per_shard, footer.num_rows - first)
             tars.append(PlannedTar(len(tars), path, first, num_rows))
     if not tars:
-        raise RequestError(f"{config.input} holds no rows: there is nothing to download.")
-    if len(tars) > MAX_SHARDS:
+        raise RequestError(f"{config.input} contains no rows, so there is nothing to download. Check --input.")
+    if len(tars) > MAX_TARS:
         raise RequestError(
-            f"{config.input} makes {len(tars)} shards of {config.rows_per_shard} rows, and five digits name "
-            f"{MAX_SHARDS}. Raise rows_per_shard."
+            f"{config.input} needs {len(tars)} tars of {config.rows_per_shard} rows, but the limit is {MAX_TARS}, "
+            f"because tars are named by five digits. Raise rows_per_shard."
         )
     settings = config.model_dump(mode="json", include={"rows_per_shard", "extra_columns", "images"})
     _keep_to_plan(config.output / PLAN_NAME, {"settings": settings, "inputs": inputs})
@@ -70,27 +73,34 @@ def plan_download(config: DownloadConfig) -> list[PlannedTar]:
 
 
 def find_parquet(source: Path) -> list[Path]:
-    """`source` itself, or the parquet files right inside it, by name.
+    """Return `source` itself if it is a file, or else the parquet files directly in it, sorted by name.
 
     Raises:
-        RequestError: there is no such place, or no parquet in it.
+        RequestError: `source` does not exist, contains no parquet files, or is an unfinished selection.
     """
     if source.is_file():
         return [source]
     if not source.is_dir():
         raise RequestError(
-            f"There is no file or folder {source}. Give the parquet files of selected rows with --input PATH."
+            f"There is no file or folder {source}. Pass the parquet files of selected rows with --input PATH."
         )
     if (source / WORK_NAME).exists():
-        raise RequestError(f"The selection in {source} is not finished. Let `precompute.select` end first.")
+        raise RequestError(f"The selection in {source} is not finished. Run `precompute.select` to completion first.")
     paths = sorted(path for path in source.glob("*.parquet") if not path.name.startswith((".", "_")))
     if not paths:
-        raise RequestError(f"The folder {source} holds no *.parquet file. Give selected rows with --input PATH.")
+        raise RequestError(f"The folder {source} contains no *.parquet file. Pass selected rows with --input PATH.")
     return paths
 
 
 def _keep_to_plan(path: Path, now: dict[str, Any]) -> None:
-    """`now`: `settings`, and of each of the `inputs` its name, rows and the hash of its footer."""
+    """Check that a plan agrees with the one recorded at `path`, and record it.
+
+    Args:
+        now: `settings`, and `inputs` with the name, number of rows and footer hash of each input file.
+
+    Raises:
+        RequestError: The recorded plan is damaged, has other settings or does not start with the same inputs.
+    """
     if not path.exists():
         write_sealed_json(path, now)
         return
@@ -98,46 +108,52 @@ def _keep_to_plan(path: Path, now: dict[str, Any]) -> None:
         before = read_sealed_json(path)
     except DamagedFile as error:
         raise RequestError(
-            f"{error} Without it we cannot know which rows the tars beside it hold; restore it."
+            f"{error} Without this file, the rows of the existing tars are unknown. Or choose a different --output."
         ) from None
     for name, value in now["settings"].items():
         if before["settings"][name] != value:
             raise RequestError(
-                f"{path.parent} was begun with {name} {before['settings'][name]}, not {value}: its shards would not go "
-                "together. Keep to it, or choose another --output."
+                f"{path.parent} was started with {name} {before['settings'][name]}, not {value}, and all its tars must "
+                "have the same settings. Keep that value, or choose a different --output."
             )
     for index, (item, found) in enumerate(zip_longest(before["inputs"], now["inputs"])):
         if item is not None and found != item:
-            what = f"{found['name']} with {found['num_rows']} rows" if found else "none"
+            instead = f"{found['name']} with {found['num_rows']} rows" if found else "missing"
+            differs = "" if found is None else ", or its rows differ"
             raise RequestError(
-                f"{path.parent} was begun with {item['name']} of {item['num_rows']} rows as input file {index}; now "
-                f"that is {what}, or has other rows. Files may be added after the last one; for other rows choose "
-                "another --output."
+                f"{path.parent} was started with {item['name']} ({item['num_rows']} rows) as input file {index}, which "
+                f"is now {instead}{differs}. Files may only be added after the last one; for different rows, choose a "
+                "different --output."
             )
     if now["inputs"] != before["inputs"]:
         write_sealed_json(path, now)
 
 
 def name_columns(schema: pa.Schema, extra_columns: list[str] | None, place: str) -> dict[str, str]:
-    """The file's name → the stored name, for the columns of `schema` that are carried.
+    """Return column name in the file → stored name, for the columns of `schema` that are stored.
 
-    LAION's columns get one spelling, a name that img2dataset reserves gets `source_` before it, and caption and url,
-    as img2dataset calls them, are last.
+    The spellings of LAION's columns are unified, and names that img2dataset reserves get the prefix `source_`. The text
+    and URL columns come last, under img2dataset's names `caption` and `url`.
 
     Raises:
-        RequestError: no URL or no TEXT column; `extra_columns` names a column that is not there; a column's type is
-            none that JSON holds; two columns would get one name.
+        RequestError: The URL or TEXT column is missing, `extra_columns` names a missing column, JSON cannot represent a
+            column's type, or two columns would get the same name.
     """
     found = find_columns(schema, place)
     missing = [name for name in ("URL", "TEXT") if name not in found]
     if missing:
-        raise RequestError(f"{place} has no {' and no '.join(missing)} column; it has {', '.join(schema.names)}.")
+        raise RequestError(
+            f"{place} has no {' and no '.join(missing)} column. Its columns are {', '.join(schema.names)}."
+        )
     known = {spelling: name for name, spelling in found.items()}
     core = {found["TEXT"]: "caption", found["URL"]: "url"}
     names = {}
     for column in schema.names if extra_columns is None else extra_columns:
         if column not in schema.names:
-            raise RequestError(f"{place} has no column `{column}` to carry; it has {', '.join(schema.names)}.")
+            raise RequestError(
+                f"{place} has no column `{column}`, which extra_columns names. Its columns are "
+                f"{', '.join(schema.names)}."
+            )
         name = known.get(column, column)
         names[column] = f"source_{name}" if name in RESERVED else name
     names |= core
@@ -145,7 +161,7 @@ def name_columns(schema: pa.Schema, extra_columns: list[str] | None, place: str)
     twice = [name for name, count in Counter(names.values()).items() if count > 1]
     if twice:
         raise RequestError(
-            f"{place}: two columns would be stored as `{twice[0]}`. Name those to carry: --extra_columns."
+            f"{place}: two columns would be stored as `{twice[0]}`. List the columns to store with --extra_columns a,b."
         )
     return {column: name for column, name in names.items() if column not in core} | core
 
@@ -157,42 +173,42 @@ def _check_types(schema: pa.Schema, names: dict[str, str], place: str) -> None:
         is_number = pa.types.is_boolean(kind) or pa.types.is_integer(kind) or pa.types.is_floating(kind)
         if not is_text and (name in ("url", "caption") or not is_number):
             raise RequestError(
-                f"{place}: the column `{column}` is {kind}, which cannot be stored as {name}: caption and url are "
-                "strings, and a sample's JSON holds strings, numbers and booleans. Name the columns to carry: "
+                f"{place}: the column `{column}` has type {kind}, so it cannot be stored as {name}: caption and url "
+                "must be strings, and other columns strings, numbers or booleans. List the columns to store with "
                 "--extra_columns a,b."
             )
 
 
 def _plain_type(kind: pa.DataType) -> pa.DataType:
-    """Strings as `string`, dictionaries as what they encode."""
+    """Return the type to store: `string` for all strings, and the value type of dictionaries."""
     kind = kind.value_type if pa.types.is_dictionary(kind) else kind
     return pa.string() if pa.types.is_large_string(kind) else kind
 
 
-def read_rows(shard: PlannedTar, extra_columns: list[str] | None) -> pa.Table:
-    """The shard's rows, under their stored names.
+def read_rows(tar: PlannedTar, extra_columns: list[str] | None) -> pa.Table:
+    """Read the rows of a tar, under their stored names.
 
     Raises:
-        RequestError: see `name_columns`.
-        WorkError: the file is damaged, or holds text that is not UTF-8.
+        RequestError: The columns do not fit; see `name_columns`.
+        WorkError: The file is damaged, or contains text that is not UTF-8.
     """
     try:
-        with pq.ParquetFile(shard.file) as file:
-            names = name_columns(file.schema_arrow, extra_columns, str(shard.file))
-            groups, skipped = _row_groups(file.metadata, shard)
+        with pq.ParquetFile(tar.file) as file:
+            names = name_columns(file.schema_arrow, extra_columns, str(tar.file))
+            groups, skipped = _row_groups(file.metadata, tar)
             table = file.read_row_groups(groups, columns=list(names))
-        table = table.slice(shard.first_row - skipped, shard.num_rows).select(list(names))
+        table = table.slice(tar.first_row - skipped, tar.num_rows).select(list(names))
         table = table.cast(pa.schema([(field.name, _plain_type(field.type)) for field in table.schema]))
         table.validate(full=True)
     except (pa.ArrowException, OSError) as error:
-        rows = f"{shard.first_row} to {shard.first_row + shard.num_rows}"
-        raise WorkError(f"{shard.file} cannot be read at rows {rows}: {error}. Mend the file") from error
+        rows = f"{tar.first_row} to {tar.first_row + tar.num_rows}"
+        raise WorkError(f"{tar.file} cannot be read at rows {rows}: {error}. Repair or replace the file") from error
     return table.rename_columns(list(names.values()))
 
 
-def _row_groups(metadata: pq.FileMetaData, shard: PlannedTar) -> tuple[list[int], int]:
-    """The row groups that hold the shard, and how many rows come before the first of them."""
+def _row_groups(metadata: pq.FileMetaData, tar: PlannedTar) -> tuple[list[int], int]:
+    """Return the indices of the row groups that contain the tar's rows, and the number of rows before the first one."""
     starts = np.cumsum([0, *(metadata.row_group(index).num_rows for index in range(metadata.num_row_groups))])
-    first = np.searchsorted(starts[1:], shard.first_row, side="right")
-    end = np.searchsorted(starts[:-1], shard.first_row + shard.num_rows)
+    first = np.searchsorted(starts[1:], tar.first_row, side="right")
+    end = np.searchsorted(starts[:-1], tar.first_row + tar.num_rows)
     return list(range(first, end)), int(starts[first])

@@ -1,4 +1,4 @@
-"""Hold a downloaded tar against its stats and its parquet, byte for byte where the bytes are the originals."""
+"""Verify a downloaded tar against its stats and its parquet file, and original images byte for byte."""
 
 import hashlib
 import json
@@ -15,7 +15,7 @@ from shards.base.errors import WorkError
 
 SUCCESS = "success"
 
-# format: how a file of it begins, tried in this order
+# Image format → pattern of its magic bytes. The first match wins.
 FORMATS = {
     "webp": rb"RIFF....WEBP",
     "avif": rb"....ftypavi[fs]",
@@ -30,13 +30,13 @@ FORMATS = {
 
 
 def check_tar(folder: Path, name: str, num_rows: int, config: DownloadConfig) -> dict[str, Any]:
-    """Read `name`.tar to its end; compare it with `name`.parquet, `name`_stats.json and the number of rows asked for.
+    """Read all of `name`.tar, and compare it with `name`.parquet, `name`_stats.json and the number of requested rows.
 
     Returns:
-        `tar_bytes` and `tar_sha256` of the tar, and `formats`, the number of pictures by what their first bytes say.
+        `tar_bytes` and `tar_sha256`, the size and hash of the tar, and `formats`, the number of images per format.
 
     Raises:
-        WorkError: the first difference, with the key.
+        WorkError: They differ; the message names the first difference and its key.
     """
     stats = json.loads((folder / f"{name}_stats.json").read_text())
     rows = pq.read_table(folder / f"{name}.parquet", columns=["key", "status", "sha256"]).to_pylist()
@@ -46,11 +46,15 @@ def check_tar(folder: Path, name: str, num_rows: int, config: DownloadConfig) ->
     tar = Tar(folder / f"{name}.tar", config.requests.max_bytes)
     for sample in tar.samples():
         if sample.key not in missing:
-            raise WorkError(f"{name}.tar holds the sample {sample.key}, which the parquet does not list as a success")
+            raise WorkError(
+                f"{name}.tar contains the sample {sample.key}, which the parquet file does not list as a success"
+            )
         _check_sample(sample, missing.pop(sample.key), config.images.mode == "original")
         formats[format_of(sample.image or b"")] += 1
     if missing:
-        raise WorkError(f"{name}.tar lacks {len(missing)} samples that the parquet lists, the first {min(missing)}")
+        raise WorkError(
+            f"{name}.tar lacks {len(missing)} samples that the parquet file lists, the first of them {min(missing)}"
+        )
     return {"tar_bytes": tar.bytes, "tar_sha256": tar.sha256, "formats": dict(sorted(formats.items()))}
 
 
@@ -58,30 +62,30 @@ def _check_counts(stats: dict[str, Any], rows: list[dict[str, Any]], num_rows: i
     failed = stats["failed_to_download"] + stats["failed_to_resize"]
     in_parquet = Counter(row["status"] for row in rows)
     if len({row["key"] for row in rows}) != len(rows):
-        raise WorkError("the parquet lists a key twice")
+        raise WorkError("the parquet file lists a key twice")
     counts = {
-        "rows asked for": num_rows,
+        "requested": num_rows,
         "stats": stats["count"],
-        "stats, summed": stats["successes"] + failed,
+        "sum of stats": stats["successes"] + failed,
         "parquet": len(rows),
     }
     if len(set(counts.values())) > 1:
-        raise WorkError(
-            f"the counts of rows differ: {', '.join(f'{place} {count}' for place, count in counts.items())}"
-        )
+        raise WorkError(f"the row counts differ: {', '.join(f'{place} {count}' for place, count in counts.items())}")
     if in_parquet[SUCCESS] != stats["successes"]:
-        raise WorkError(f"the parquet lists {in_parquet[SUCCESS]} successes, the stats {stats['successes']}")
+        raise WorkError(f"the parquet file lists {in_parquet[SUCCESS]} successes, the stats {stats['successes']}")
 
 
 def _check_sample(sample: RawSample, sha256: str, original_bytes: bool) -> None:
     if sample.image is None or sample.caption is None:
-        raise WorkError(f"sample {sample.key} has no {'picture' if sample.image is None else 'caption'} in the tar")
+        raise WorkError(f"sample {sample.key} has no {'image' if sample.image is None else 'caption'} in the tar")
     if sample.metadata.get("key") != sample.key:
-        raise WorkError(f"the JSON of sample {sample.key} is of {sample.metadata.get('key', 'no sample')}")
+        found = sample.metadata.get("key")
+        problem = f"has the key {found}" if found else "is missing or has no key"
+        raise WorkError(f"the JSON of sample {sample.key} {problem}")
     if original_bytes and hashlib.sha256(sample.image).hexdigest() != sha256:
-        raise WorkError(f"the bytes of sample {sample.key} do not match the SHA-256 of what was downloaded")
+        raise WorkError(f"the image of sample {sample.key} does not match the SHA-256 taken at its download")
 
 
 def format_of(data: bytes) -> str:
-    """One of FORMATS, or `other`, by the first bytes."""
+    """Return the format of an image by its magic bytes: a key of FORMATS, or `other`."""
     return next((name for name, begin in FORMATS.items() if re.match(begin, data[:512], re.DOTALL)), "other")

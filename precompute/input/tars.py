@@ -1,9 +1,9 @@
-"""One tar: an uncompressed webdataset tar, its members grouped into samples, and proof that it is whole.
+"""Uncompressed webdataset tars: listing them, reading their samples, and verifying that they are complete.
 
-Nothing in the tar format tells a shortened archive from a short one: a flipped bit in a header, or a cut at one, ends
-the listing without an error. So the headers are read first, all of them (`layout.py`), and the samples must
-be those that img2dataset's own `NNNNN_stats.json` and parquet beside the tar counted. A tar that lost something is
-refused, or, where the config says so, what is sound of it is taken and every sample that is not is accounted for.
+The tar format cannot distinguish a truncated archive from a short one: a flipped bit in a header, or a cut at one, ends
+the listing without an error. Therefore all headers are read first (`layout.py`), and the samples must be those listed
+in img2dataset's side files, `NNNNN_stats.json` and `NNNNN.parquet`. A damaged tar is refused by default; under
+`salvage`, its intact samples are used and every lost one is accounted for.
 """
 
 import io
@@ -29,33 +29,34 @@ from shards.base.errors import DamagedInput, Outage, RequestError
 from shards.base.remote import store_errors
 
 TarPolicy = Literal["reject", "salvage"]
-MOST_NAMED = 5
+MAX_LISTED = 5
+"""Maximum number of damages listed in a receipt."""
 MAX_JSON_BYTES = 1 << 20
-"""A larger one is passed over as a broken one is: parsed, it takes up to 30 times as much memory."""
+"""Maximum size of a sample's JSON. Parsing takes up to 30 times as much memory; a larger one is ignored, like an
+invalid one."""
 MAX_ROWS = 1_000_000
-"""Of the parquet beside a tar: few bytes may say many rows."""
-
+"""Maximum number of rows in the parquet side file, because a few bytes can decode to any number of rows."""
 
 TarRecord = dict[str, str | int | None]
-"""Which tar it was, for a receipt."""
+"""Description of a tar in receipts."""
 
 
 class TarsConfig(Config):
-    """What is done with tars that are damaged."""
+    """Handling of damaged tars."""
 
     policy: TarPolicy = "reject"
-    """`reject` fails a tar that lost anything; `salvage` takes the sound samples, and records the loss."""
+    """`reject` fails a damaged tar; `salvage` uses its intact samples and records the loss."""
     check_sha256: bool = False
-    """Hold each picture against the `sha256` of its JSON, where there is one: for tars that keep the bytes as served,
-    as `make download` has it, not for ones whose pictures img2dataset encoded again."""
+    """Check each image against the `sha256` in its JSON, if present. Use it for tars with the original bytes, such as
+    those of `make download` by default, but not if img2dataset re-encoded the images."""
 
 
 class Named(Protocol):
-    """A tar, or what is left of it in a root."""
+    """A unit of work named after its tar: a tar to encode, or a tar's parts in a root to derive from."""
 
     @property
     def name(self) -> str:
-        """00042."""
+        """Name of the tar, such as 00042."""
 
 
 AnyTar = TypeVar("AnyTar", bound=Named)
@@ -63,31 +64,31 @@ AnyTar = TypeVar("AnyTar", bound=Named)
 
 @dataclass
 class RawSample:
-    """The members of one key, undecoded."""
+    """The undecoded members of one key."""
 
     key: str
     image: bytes | None = None
     caption: bytes | None = None
     metadata: dict[str, Any] = field(default_factory=dict)
     oversized: str = ""
-    """The member that was over the size limit and was not read."""
+    """Name and size of a member that was not read because it exceeds the size limit; empty if there is none."""
     lost: str = ""
-    """Why this sample is not to be had from the tar, where a damaged one is salvaged."""
+    """Reason why damage to the tar made this sample unusable; empty for an intact sample."""
 
 
 @dataclass(frozen=True)
 class InputTar:
-    """A tar by its name, such as `00042`, and its address (a path or any fsspec URL)."""
+    """A tar's name, such as `00042`, and its address, a path or any fsspec URL."""
 
     name: str
     address: str
 
 
 def list_tars(folder: str) -> list[InputTar]:
-    """The tars directly in `folder` (a path or any fsspec URL), by name; hidden files are none.
+    """Return the tars directly in `folder` (a path or any fsspec URL), sorted by name, without hidden files.
 
     Raises:
-        RequestError: the folder cannot be listed, or holds no tar.
+        RequestError: The folder cannot be listed, or contains no tar.
     """
     file_system, names = _listed(folder, "*.tar")
     found = [name for name in names if not Path(name).name.startswith(".")]
@@ -95,23 +96,23 @@ def list_tars(folder: str) -> list[InputTar]:
         compressed = [name for pattern in ("*.tar.*", "*.tgz") for name in _listed(folder, pattern)[1]]
         if compressed:
             raise RequestError(
-                f"{folder} holds only compressed tars, such as {Path(compressed[0]).name}, and they cannot be read at "
-                "random. Decompress them in place (gunzip, zstd -d, …)."
+                f"{folder} contains only compressed tars, such as {Path(compressed[0]).name}, which do not support "
+                "random access. Decompress them in place (gunzip, zstd -d, …)."
             )
         if not _exists(file_system, folder):
             raise RequestError(
-                f"There is no folder {folder}, which `input` names. Set `input` to the folder that holds the tars: one "
-                "that `make download` wrote, or your own."
+                f"The `input` folder {folder} does not exist. Set `input` to the folder of your tars, or to the output "
+                "of `make download`."
             )
         raise RequestError(
-            f"There is no tar in {folder}. Set `input` to a folder that holds NAME.tar directly: one that `make "
-            "download` wrote, or your own."
+            f"The `input` folder {folder} contains no *.tar files. Set `input` to the folder that directly contains "
+            "your tars, or to the output of `make download`."
         )
     return [InputTar(Path(name).stem, file_system.unstrip_protocol(name)) for name in found]
 
 
 def _exists(file_system: Any, folder: str) -> bool:
-    """Whether there is such a folder; object stores have none, so there it depends on the objects below it."""
+    """Return whether a folder exists. On an object store, a folder exists if there are objects below it."""
     try:
         return bool(file_system.exists(fsspec.core.url_to_fs(folder)[1]))
     except (OSError, ValueError) as error:
@@ -126,28 +127,28 @@ def _listed(folder: str, pattern: str) -> tuple[Any, list[str]]:
         raise RequestError(f"The input {folder} cannot be listed: {error}.") from error
 
 
-def say_what_is_unchecked(folder: str, tars: Sequence[Named]) -> None:
-    """One line for people, where tars of `folder` have no side file of img2dataset's beside them.
+def note_unverifiable(folder: str, tars: Sequence[Named]) -> None:
+    """Print a note if some of the tars in `folder` have no side file of img2dataset.
 
     Raises:
-        RequestError: the folder cannot be listed.
+        RequestError: The folder cannot be listed.
     """
-    beside = {Path(name).name for name in _listed(folder, "*")[1]}
-    alone = [tar for tar in tars if not beside & {f"{tar.name}_stats.json", f"{tar.name}.parquet"}]
-    if alone:
+    files = {Path(name).name for name in _listed(folder, "*")[1]}
+    unverifiable = [tar for tar in tars if not files & {f"{tar.name}_stats.json", f"{tar.name}.parquet"}]
+    if unverifiable:
         print(
-            f"{len(alone)} of {len(tars)} tars in {folder} have neither NNNNN_stats.json nor NNNNN.parquet beside "
-            f"them, such as img2dataset writes. Damage that shows in a tar itself is found all the same, but not that "
-            f"whole samples are gone from it: nothing says how many it held.",
+            f"note: {len(unverifiable)} of {len(tars)} tars in {folder} have no NNNNN_stats.json or NNNNN.parquet, "
+            f"which img2dataset writes next to each tar. Corrupt and truncated tars are still detected, but whole "
+            f"samples that are missing from a tar are not.",
             flush=True,
         )
 
 
 def choose_tars(wanted: str, available: list[AnyTar]) -> list[AnyTar]:
-    """`00042`, `00000-00099`, commas of both, or `all` → tars, in order, each once.
+    """Return the tars selected by `00042`, `00000-00099`, a comma-separated list of both, or `all`, in order.
 
     Raises:
-        RequestError: a name that cannot be read, or a tar that is not there.
+        RequestError: The selection cannot be parsed, or selects a tar that does not exist.
     """
     if wanted == "all":
         return available
@@ -156,16 +157,19 @@ def choose_tars(wanted: str, available: list[AnyTar]) -> list[AnyTar]:
     for word in wanted.split(","):
         match = re.fullmatch(r"(\d+)(?:-(\d+))?", word.strip())
         if not match:
-            raise RequestError(f"shards = {wanted!r}: give 00042, 00000-00099, commas of both, or `all`.")
+            raise RequestError(
+                f"--shards {wanted} is not a selection of tars. Use 00042, 00000-00099, a comma-separated list of "
+                f"both, or all."
+            )
         first, last = match[1], match[2] or match[1]
         if int(last) < int(first):
-            raise RequestError(f"shards = {wanted!r}: the range {word} runs backwards.")
+            raise RequestError(f"--shards {wanted}: the end of the range {word} is before its start.")
         names += [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
     missing = [name for name in names if name not in by_name]
     if missing:
         listed = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
         raise RequestError(
-            f"There is no tar {listed}. The input holds {available[0].name} to {available[-1].name} "
+            f"There is no tar {listed}. The input contains {available[0].name} to {available[-1].name} "
             f"({len(available)} tars)."
         )
     return [by_name[name] for name in sorted(set(names))]
@@ -173,7 +177,12 @@ def choose_tars(wanted: str, available: list[AnyTar]) -> list[AnyTar]:
 
 @contextmanager
 def local_copy(address: str, suffix: str = "") -> Iterator[Path]:
-    """The file at `address` as a local path: itself where it is local, a temporary copy otherwise."""
+    """Provide the file at `address` as a local path: the file itself if it is local, or else a temporary copy.
+
+    Raises:
+        Outage: The file could not be downloaded completely.
+        FileNotFoundError: It does not exist.
+    """
     file_system, path = fsspec.core.url_to_fs(address)
     if "file" in file_system.protocol:
         yield Path(path)
@@ -184,25 +193,26 @@ def local_copy(address: str, suffix: str = "") -> Iterator[Path]:
             file_system.get_file(path, str(target))
             size = file_system.size(path)
         if target.stat().st_size != size:
-            raise Outage(f"{address} did not come whole: {target.stat().st_size} bytes of {size}.")
+            raise Outage(f"{address} was downloaded incompletely: {target.stat().st_size} of {size} bytes.")
         yield target
 
 
 @dataclass(frozen=True)
 class Counted:
-    """What img2dataset says a tar holds."""
+    """Samples of a tar according to img2dataset's side files."""
 
     counts: dict[str, int]
-    """Side file → samples, for those of the two that are there."""
+    """Name of each existing side file → number of samples."""
     urls: dict[str, str] | None
-    """Key → URL, where the parquet is there."""
+    """Key → URL of each sample; None if there is no parquet file."""
 
 
 class Tar:
-    """A local tar being read.
+    """A local tar, whose headers have been read.
 
     Raises:
-        DamagedInput: it is compressed; or, but under `salvage`, it is cut short or damaged, or a key comes twice.
+        DamagedInput: The tar is compressed. Unless the policy is `salvage`: it is truncated or damaged, or a key occurs
+            twice.
     """
 
     def __init__(self, path: Path, max_member_bytes: int, policy: TarPolicy = "reject"):
@@ -212,11 +222,11 @@ class Tar:
         layout = read_layout(path)
         if layout.damage and policy == "reject":
             if "is not in order" in layout.damage[0]:
-                remedy = "Write it again, sorted by name: tar --sort=name -cf NAME.tar -C FOLDER ."
+                remedy = "Create it again, sorted by name: tar --sort=name -cf NAME.tar -C FOLDER ."
             elif "occurs twice" in layout.damage[0]:
-                remedy = "Write it again with a key of its own for each sample."
+                remedy = "Create it again with a unique key for each sample."
             else:
-                remedy = "Download this tar again, or write it again if it is your own."
+                remedy = "Download this tar again, or create it again if it is your own."
             raise DamagedInput(f"{path} {layout.damage[0]}. {remedy}")
         self.policy = policy
         self.damage = layout.damage
@@ -226,33 +236,32 @@ class Tar:
 
     @cached_property
     def sha256(self) -> str:
-        """Of the whole file."""
+        """SHA-256 of the whole file."""
         return sha256_file(self.path)
 
     def check(self, tar: InputTar, counted: Counted) -> None:
-        """Hold the samples against those that img2dataset counted; under `salvage`, take down which are missing.
+        """Check the samples against img2dataset's side files. Under `salvage`, record the missing ones as lost.
 
         Raises:
-            DamagedInput: they are others, so the tar lost or gained samples after it was written; under `salvage`, none
-                is left.
+            DamagedInput: The samples differ, so the tar lost or gained samples after it was written. Under `salvage`:
+                no intact sample is left.
         """
         listed = counted.urls if counted.urls is not None else dict.fromkeys(self.members | self.lost, "")
         missing = listed.keys() - self.members.keys()
         foreign = self.members.keys() - listed.keys()
         found = len(self.members)
         wrong = [
-            f"holds {found} samples, but {file} beside it counted {count}"
+            f"contains {found} samples, but {file} lists {count}"
             for file, count in counted.counts.items()
             if count != found
         ]
         if foreign:
             wrong.append(
-                f"holds {len(foreign)} samples that are not in the parquet beside it, the first {min(foreign)}"
+                f"contains {len(foreign)} samples that its parquet file does not list, the first of them {min(foreign)}"
             )
         if wrong and self.policy == "reject":
             raise DamagedInput(
-                f"{tar.address} {wrong[0]}. The tar is not the one that was written, or was damaged: "
-                f"download this tar again."
+                f"{tar.address} {wrong[0]}. The tar was replaced or damaged since its download. Download it again."
             )
         self.damage += wrong
         self.members = {key: members for key, members in self.members.items() if key in listed}
@@ -261,10 +270,12 @@ class Tar:
         num_known = len(self.members) + len(self.lost)
         self.num_unnamed = max([num_known, *counted.counts.values()]) - num_known
         if self.damage and not self.members:
-            raise DamagedInput(f"{tar.address} {self.damage[0]}; nothing sound is left of it. Download it again.")
+            raise DamagedInput(
+                f"{tar.address} {self.damage[0]}, and no intact sample is left. Download this tar again."
+            )
 
     def samples(self) -> Iterator[RawSample]:
-        """Samples in the order of their first members, and after them those that are lost, by key."""
+        """Yield the samples in the order of their first members, and then the lost ones, sorted by key."""
         with self.path.open("rb") as file:
             for key, members in self.members.items():
                 sample = RawSample(key)
@@ -274,14 +285,14 @@ class Tar:
         yield from self.lost.values()
 
     def record(self, address: str) -> TarRecord:
-        """Which tar it was, for the receipt; of a damaged one also what was lost.
+        """Describe the tar for receipts, and what a damaged one lost.
 
-        `lost` samples are among the rejects, as `lost_in_tar`; `lost_unnamed` were counted, and nothing says which
-        they were.
+        `lost` counts the samples that are rejected as `lost_in_tar`. `lost_unnamed` counts further samples of which
+        only the number is known.
         """
         record: TarRecord = {"address": address, "bytes": self.bytes, "sha256": self.sha256}
         if self.damage:
-            damage = "; ".join(self.damage[:MOST_NAMED]) + ("; …" if len(self.damage) > MOST_NAMED else "")
+            damage = "; ".join(self.damage[:MAX_LISTED]) + ("; …" if len(self.damage) > MAX_LISTED else "")
             record |= {"damage": damage, "lost": len(self.lost), "lost_unnamed": self.num_unnamed}
         return record
 
@@ -293,13 +304,16 @@ class Tar:
             return
         data = os.pread(file, member.size, member.offset)
         if len(data) != member.size:
-            raise DamagedInput(f"{self.path} changed while it was read: {member.name!r} is cut short. Try again.")
+            raise DamagedInput(
+                f"{self.path} changed while it was being read: {member.name!r} is truncated. Run the job again once "
+                f"the tar is complete."
+            )
         if suffix in IMAGE_SUFFIXES:
             sample.image = data
         elif suffix == "txt":
             sample.caption = data
         elif suffix == "json":
-            try:  # bytes that are no UTF-8 stay recognisable, and cost no more than the text that they are in
+            try:  # invalid UTF-8 stays recognisable, and affects only the text that contains it
                 parsed = json.loads(data.decode("utf-8-sig", errors="surrogateescape"))
             except (ValueError, RecursionError):
                 parsed = None
@@ -308,10 +322,10 @@ class Tar:
 
 
 def counted_samples(tar: InputTar) -> Counted:
-    """What img2dataset's side files, `NNNNN_stats.json` and `NNNNN.parquet`, say the tar holds.
+    """Read img2dataset's side files of a tar, `NNNNN_stats.json` and `NNNNN.parquet`, if they exist.
 
     Raises:
-        DamagedInput: one of them cannot be read.
+        DamagedInput: A side file cannot be parsed.
     """
     file_system, path = fsspec.core.url_to_fs(tar.address.removesuffix(".tar"))
     counts: dict[str, int] = {}
@@ -337,11 +351,7 @@ def _side_file(file_system: Any, name: str) -> bytes | None:
 
 @contextmanager
 def damaged(name: str) -> Iterator[None]:
-    """Whatever the parsers of a side file's bytes raise, OSErrors too, is the file's fault.
-
-    Raises:
-        DamagedInput: it cannot be read.
-    """
+    """Turn the exceptions of parsing a side file's bytes, including OSError, into DamagedInput."""
     try:
         yield
     except (ValueError, KeyError, TypeError, OSError, OverflowError, RecursionError, pa.ArrowException) as error:
@@ -349,9 +359,9 @@ def damaged(name: str) -> Iterator[None]:
 
 
 def successes(data: bytes) -> list[dict[str, Any]]:
-    """`key`, and `url` where there is one, of the rows of img2dataset's parquet whose picture is in the tar."""
+    """Return `key`, `status` and, if present, `url` of the successful rows of img2dataset's parquet file."""
     table = pq.ParquetFile(io.BytesIO(data))
     if table.metadata.num_rows > MAX_ROWS:
-        raise ValueError(f"{table.metadata.num_rows} rows, where no more than {MAX_ROWS} are read")
+        raise ValueError(f"{table.metadata.num_rows} rows, more than the limit of {MAX_ROWS}")
     columns = [column for column in ("key", "url", "status") if column in table.schema_arrow.names]
     return [row for row in table.read(columns).to_pylist() if row["status"] == "success"]

@@ -1,4 +1,4 @@
-"""Which buckets a job fills, and which pictures each of them holds."""
+"""The buckets that a job fills, and the rules that assign images to them."""
 
 from dataclasses import dataclass
 
@@ -9,24 +9,24 @@ from shards.format.buckets import AspectTable, Bucket, bucket_rules
 
 
 class AspectConfig(Config):
-    """Buckets of other shapes than those in `buckets`: of each base, a picture goes to the one of the nearest ratio."""
+    """Aspect buckets, in addition to `buckets`. For each base, an image goes to the bucket nearest to its ratio."""
 
     bases: list[int] = Field([])
-    """Sides of the squares whose areas the buckets have, about; `[512]` is a table, `[]` is none."""
+    """Base sides; the aspect buckets of base b have an area of about b². `[]` disables aspect buckets."""
     step: int = Field(64, ge=1)
-    """Their sides are multiples of this."""
+    """Step of the bucket sides: each side is a multiple of it."""
     max_ratio: float = Field(2.0, ge=1)
-    """Of the longer side to the shorter."""
+    """Maximum ratio of a bucket's longer side to its shorter one."""
 
     @property
     def tables(self) -> tuple[AspectTable, ...]:
-        """A table for each base."""
+        """The aspect table of each base."""
         return tuple(AspectTable(base, self.step, self.max_ratio) for base in sorted(self.bases))
 
     @model_validator(mode="after")
     def _check(self) -> "AspectConfig":
         if len(set(self.bases)) != len(self.bases):
-            raise ValueError("a base is named twice")
+            raise ValueError("a base is listed twice")
         for base in self.bases:
             if base <= 0 or base % self.step:
                 raise ValueError(f"base {base} is not a multiple of step {self.step}")
@@ -36,22 +36,24 @@ class AspectConfig(Config):
 
 @dataclass(frozen=True)
 class Buckets:
+    """The buckets of a job."""
+
     covering: tuple[Bucket, ...]
-    """Each holds every picture that covers it."""
+    """Buckets that take every image that covers them without upscaling."""
     tables: tuple[AspectTable, ...] = ()
-    """Of each, a picture goes to the bucket of the nearest ratio."""
+    """Tables of aspect buckets; an image goes to one bucket of each."""
 
     @property
     def rules(self) -> dict[Bucket, str]:
-        """Every bucket → which pictures it holds, in the words of a receipt."""
+        """Each bucket → the rule that assigns images to it, as written in receipts."""
         return bucket_rules(self.covering, self.tables)
 
     @property
     def all(self) -> list[Bucket]:
-        """Every bucket, smallest first."""
+        """All buckets, smallest first."""
         return sorted(self.rules)
 
     @property
     def nearest_only(self) -> dict[Bucket, AspectTable]:
-        """Those that hold only the pictures nearest to them, and the table that they are in."""
+        """Aspect bucket → its table, for the buckets that are not in `covering` as well."""
         return {bucket: table for table in self.tables for bucket in table.buckets if bucket not in self.covering}

@@ -1,4 +1,4 @@
-"""Whatever a file holds → 8-bit sRGB without transparency: sample depths, palettes, CMYK, ICC profiles, alpha."""
+"""Convert decoded images to 8-bit sRGB without alpha: sample depths, palettes, CMYK, ICC profiles, transparency."""
 
 import functools
 import io
@@ -12,17 +12,19 @@ from PIL.TiffImagePlugin import BITSPERSAMPLE, PHOTOMETRIC_INTERPRETATION, TiffI
 from precompute.input.reject import Reject
 
 SRGB_TOLERANCE = 2
-"""A profile that moves no colour further than this, of 255, is sRGB: the profiles called so differ by 1."""
+"""A profile that changes no colour by more than this (of 255) counts as sRGB. Common sRGB profiles differ by 1."""
 ALPHA_MODES = ("RGBA", "LA", "PA", "La", "RGBa")
 WHITE_IS_ZERO = 0
 MAX_PROFILE_BYTES = 4 << 20
-"""Of an ICC profile; some are kept."""
+"""Maximum size of an ICC profile. Profiles are cached, so a larger limit would cost memory."""
 SRGB = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB"))
 
 
 def scale_transparency(image: ImageFile) -> None:
-    """Bring the transparent colour of a PNG that is not loaded yet to 8 bits, as its samples will be: Pillow leaves it
-    as the file has it. Of RGB with 16 bits, colours that are the same in 8 bits become transparent together."""
+    """Scale the transparent colour of a PNG that is not loaded yet to 8 bits, because Pillow scales only its samples.
+
+    In 16-bit RGB images, all colours that become equal in 8 bits become transparent together.
+    """
     clear = image.info.get("transparency")
     if image.format != "PNG" or clear is None:
         return
@@ -34,13 +36,13 @@ def scale_transparency(image: ImageFile) -> None:
 
 
 def to_srgb(image: Image.Image) -> Image.Image:
-    """A loaded picture as RGB: colours by its embedded profile, transparency over white.
+    """Convert a loaded image to sRGB by its embedded profile, and composite transparent pixels over white.
 
-    A profile of another colour space than the picture's says nothing about it, and is passed over, as browsers do: a
-    CMYK profile left in a picture that became RGB, for one. A grey picture may carry an RGB profile.
+    A profile for a different colour space is ignored, as browsers do; for example, a CMYK profile may be left over in
+    an image that was converted to RGB. A greyscale image may have an RGB profile.
 
     Raises:
-        Reject: `bad_profile` where the profile cannot be read; `undecodable` where the samples' range is not known.
+        Reject: `bad_profile` if the profile cannot be read; `undecodable` if the value range of the samples is unknown.
     """
     profile = image.info.get("icc_profile")
     if profile and len(profile) > MAX_PROFILE_BYTES:
@@ -52,7 +54,7 @@ def to_srgb(image: Image.Image) -> Image.Image:
     if image.mode.startswith("I;16"):
         image = _eight_bit_grey(image)
     if image.mode == "CMYK" and image.format == "JPEG" and "adobe" not in image.info:
-        image = ImageChops.invert(image)  # Pillow takes every CMYK JPEG for Adobe's, which are stored inverted
+        image = ImageChops.invert(image)  # Pillow assumes that every CMYK JPEG is Adobe's, which are stored inverted
     alpha = None
     if image.mode in ALPHA_MODES or "transparency" in image.info:
         rgba = image.convert("RGBA")
@@ -90,13 +92,13 @@ def _apply_profile(image: Image.Image, profile: bytes) -> Image.Image:
     if transform is None:
         return image.convert("RGB") if image.mode != "RGB" else image
     converted = ImageCms.applyTransform(image, transform)
-    assert converted is not None  # only in-place calls return None
+    assert converted is not None, "only in-place calls return None"
     return converted
 
 
 @functools.lru_cache(maxsize=64)
 def color_space(profile: bytes) -> str:
-    """`RGB`, `GRAY`, `CMYK` or another one's name.
+    """Return the colour space of an ICC profile, such as `RGB`, `GRAY` or `CMYK`.
 
     Raises:
         Reject: `bad_profile`.
@@ -106,15 +108,19 @@ def color_space(profile: bytes) -> str:
 
 @functools.lru_cache(maxsize=64)
 def srgb_transform(profile: bytes, mode: str) -> ImageCms.ImageCmsTransform | None:
-    """What takes `mode` (L, RGB or CMYK) pixels of this profile to sRGB; None where that changes nothing to speak of.
+    """Return the transform of pixels with this profile to sRGB, or None if it would change no colour visibly.
 
-    Threads may share it. Building one takes milliseconds, so they are kept by the profile's bytes.
+    Transforms are cached, because building one takes milliseconds. Threads may share them.
+
+    Args:
+        mode: `L`, `RGB` or `CMYK`.
 
     Raises:
         Reject: `bad_profile`.
     """
     try:
-        # greys by 256 exact values: LittleCMS's short cut is a table of 33, which misses dark ones by 10 levels
+        # exact values for all 256 greys: LittleCMS's optimisation uses a table of 33, which is off by up to 10 levels
+        # for dark greys
         flags = ImageCms.Flags.NOOPTIMIZE if mode == "L" else ImageCms.Flags.NONE
         transform = ImageCms.buildTransform(_open(profile), SRGB, mode, "RGB", ImageCms.Intent.PERCEPTUAL, flags)
     except ImageCms.PyCMSError as error:
@@ -134,7 +140,7 @@ def _open(profile: bytes) -> ImageCms.ImageCmsProfile:
 
 
 def _probe(mode: str) -> Image.Image:
-    """All greys, or a grid of 18³ colours."""
+    """Return an image of all 256 greys, or of a grid of 18³ colours."""
     if mode == "L":
         return Image.fromarray(np.arange(256, dtype=np.uint8)[None])
     grid = np.array(list(itertools.product(range(0, 256, 15), repeat=3)), np.uint8)  # 0, 15, …, 255

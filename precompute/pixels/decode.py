@@ -1,4 +1,7 @@
-"""Picture bytes → one uint8 array per bucket. The header is judged first; one decode serves all buckets."""
+"""Decode image bytes into one uint8 array per bucket.
+
+The header is checked before anything is decoded, and one decode serves all buckets.
+"""
 
 import io
 import re
@@ -20,11 +23,11 @@ from shards.format.buckets import AspectTable, Bucket, choose_buckets
 
 Format = Literal["JPEG", "PNG", "WEBP", "GIF", "TIFF", "AVIF"]
 FORMATS: tuple[Format, ...] = get_args(Format)
-"""All that Pillow may be asked for, of the 43 that it opens."""
+"""Formats that Pillow may open, of the 43 that it supports."""
 SCALED_FORMATS = ("JPEG", "MPO")
-"""MPO is what Pillow calls a JPEG that holds several pictures, as phones write them; the first is taken."""
+"""MPO is Pillow's name for a JPEG with several images, which phones write; only the first image is used."""
 ORIENTATION_TAG = 0x0112
-# EXIF orientation → the stored picture flipped left-right, flipped top-bottom, then transposed, stands upright
+# EXIF orientation → whether to flip left-right, flip top-bottom, and then transpose the stored image to make it upright
 TURNS = {
     1: (False, False, False),
     2: (True, False, False),
@@ -35,22 +38,22 @@ TURNS = {
     7: (True, True, True),
     8: (True, False, True),
 }
-Image.MAX_IMAGE_PIXELS = None  # `limits` decides, on the header
+Image.MAX_IMAGE_PIXELS = None  # `limits.max_pixels` replaces Pillow's check
 MEMORY_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
 class PixelsConfig(Config):
-    """How pictures become pixels; all of it is in encoding.json."""
+    """How images are decoded, cropped and resized; recorded in encoding.json."""
 
     resampling: Filter = "bicubic"
-    """Filter of the resize, which antialiases; lanczos is several times slower than the others."""
+    """Filter of the antialiased resize; lanczos is several times slower than the others."""
     crop: Literal["center"] = "center"
-    """Which part of a picture of another shape is kept."""
+    """Part of the image that is kept if its aspect ratio differs from the bucket's."""
     scaled_decode: bool = True
     """Decode large JPEGs at 1/2, 1/4 or 1/8 of their size."""
     decode_margin: float = Field(1.5, ge=1)
-    """What scaled decoding leaves to the better filter of the resize: each side is still at least this many times that
-    of the largest bucket it goes to."""
+    """Minimum ratio of each side after a scaled decode to that of the largest bucket of the image. A larger margin
+    leaves more of the downscaling to the better filter of the resize."""
 
     @property
     def decoder(self) -> str:
@@ -59,41 +62,43 @@ class PixelsConfig(Config):
 
     @property
     def resampler(self) -> str:
-        """Whose implementation of the filter, for encoding.json."""
+        """The library whose filter is used, for encoding.json."""
         return "pillow" if self.resampling == "lanczos" else "torch"
 
 
 class LimitsConfig(Config):
-    """What is refused before decoding, or cut, and what decoding may take in a child process."""
+    """Limits on images and captions, and on the resources of a decode."""
 
     formats: tuple[Format, ...] = Field(FORMATS, min_length=1)
-    """What a picture may be, by its first bytes."""
+    """Accepted image formats, detected by magic bytes."""
     max_pixels: int = 100_000_000
-    """Width × height by the header."""
+    """Maximum width × height according to the header."""
     max_side: int = 30_000
-    """Pixels."""
+    """Maximum side in pixels."""
     max_bytes: int = 64 << 20
-    """Of one tar member."""
+    """Maximum size of a tar member."""
     max_caption_characters: int = Field(4096, ge=1)
-    """A longer caption is cut here, before the tokenizer; in encoding.json, since it changes what is stored."""
+    """Longer captions are truncated before tokenization. It is recorded in encoding.json, because it changes what is
+    stored."""
     decode_seconds: int = Field(30, ge=1)
-    """Processor time for one picture. A thread cannot be ended: where one takes ten times as long, by the clock, the
-    attempt at the tar is given up, and the next one decodes in child processes."""
+    """CPU time limit for decoding one image in a child process. Threads cannot be killed: if a decode in a thread takes
+    ten times as long by the clock, the attempt at the tar is abandoned, and the next one uses child processes."""
     decode_bytes: int = Field(8 << 30, ge=1 << 32)
-    """Address space of a child process that decodes; torch takes 3 GB of it."""
+    """Address space limit of a decoding child process; torch takes 3 GB of it."""
 
 
 @dataclass(frozen=True)
 class Picture:
-    """One picture, cut and scaled for each bucket it goes to."""
+    """A decoded image, cropped and resized for each of its buckets."""
 
     width: int
+    """Width of the upright original in pixels."""
     height: int
-    """Of the upright original, in pixels."""
+    """Height of the upright original in pixels."""
     pixels: dict[Bucket, np.ndarray]
     """Bucket → (height, width, 3) uint8."""
     corners: dict[Bucket, tuple[int, int]]
-    """Bucket → crop's (top, left) in original pixels."""
+    """Bucket → (top, left) of the crop in original pixels."""
 
 
 def decode(
@@ -103,7 +108,7 @@ def decode(
     limits: LimitsConfig,
     aspects: Sequence[AspectTable] = (),
 ) -> Picture:
-    """Decode a picture for every one of `buckets` that it covers without being enlarged, and for one of each table.
+    """Decode an image for each of `buckets` that it covers without upscaling, and for one bucket of each aspect table.
 
     Raises:
         Reject: `not_an_image`, `too_many_pixels`, `too_small`, `bad_profile` or `undecodable`.
@@ -126,7 +131,7 @@ def decode(
             raise Reject("undecodable", f"it says that it is {size[0]}x{size[1]}, and is {image.width}x{image.height}")
         rgb = to_srgb(image)
         pixels = {}
-        # cut and scaled as it is stored, then turned: less to turn
+        # crop and resize the image as stored, and turn only the result, which is smaller
         places = (placement.as_stored(flip_x, flip_y, turned) for placement in placements.values())
         for bucket, cut in zip(placements, resample(rgb, places, scale, config.resampling), strict=True):
             cut = cut[:: -1 if flip_y else 1, :: -1 if flip_x else 1]
@@ -136,13 +141,13 @@ def decode(
 
 @contextmanager
 def rejecting(reason: str) -> Iterator[None]:
-    """Any exception inside is the sample's fault (Pillow's parsers raise a dozen kinds), but for want of memory."""
+    """Turn any exception inside the block into a Reject, except MemoryError: Pillow's parsers raise a dozen kinds."""
     try:
         yield
     except (MemoryError, Reject):
         raise
     except Exception as error:
-        text = MEMORY_ADDRESS.sub("", f"{type(error).__name__}: {error}")  # rejects are the same in every run
+        text = MEMORY_ADDRESS.sub("", f"{type(error).__name__}: {error}")  # rejects must be identical in every run
         raise Reject(reason, text[:200]) from error
 
 
@@ -152,20 +157,20 @@ def _open(data: bytes, limits: LimitsConfig) -> ImageFile:
     if image.width * image.height > limits.max_pixels or max(image.size) > limits.max_side:
         raise Reject("too_many_pixels", f"{image.width}x{image.height}")
     if image.format == "TIFF":
-        image.info.pop("xmp", None)  # Pillow would turn the picture by it, and only once it is loaded
+        image.info.pop("xmp", None)  # otherwise Pillow would turn the image by its XMP orientation, but only on load
     with rejecting("undecodable"):
         scale_transparency(image)
     return image
 
 
 def _orientation(image: Image.Image) -> int:
-    # Pillow turns TIFFs itself, and gives their size as turned
+    # Pillow turns TIFFs itself, and reports their size after turning
     orientation = 1 if image.format == "TIFF" else image.getexif().get(ORIENTATION_TAG, 1)
     return orientation if orientation in TURNS else 1
 
 
 def _shrink_on_decode(image: Image.Image, buckets: list[Bucket], turned: bool, config: PixelsConfig) -> int:
-    """Have a JPEG decoded at 1/scale, where `decode_margin` allows one; returns the scale."""
+    """Ask Pillow to decode a JPEG at 1/scale, as far as `decode_margin` allows, and return the scale."""
     if not config.scaled_decode or image.format not in SCALED_FORMATS:
         return 1
     width, height = image.size[::-1] if turned else image.size

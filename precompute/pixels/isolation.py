@@ -1,9 +1,13 @@
-"""Calls in child processes: what kills a decoder, or never ends, costs its sample and not the tar.
+"""Function calls in child processes, so that an image that crashes or hangs its decoder costs only its own sample.
 
-A child is started afresh by `python -m precompute.pixels.isolation`, never forked: it holds neither the parent's CUDA
-context nor its threads. Requests and replies are pickles over pipes of their own, which nothing else writes to
-(multiprocessing's connections take three times as long over a picture's pixels). It ends when the parent does. It
-imports torch, which scales pictures: some 500 MB, and 3 GB of the address space that `limits.decode_bytes` bounds.
+A child is a new interpreter (`python -m precompute.pixels.isolation`), never a fork, so it has neither the parent's
+CUDA context nor its threads. Requests and replies are pickles on two dedicated pipes, which nothing else writes to. A
+child exits with its parent. It imports torch for resampling, which takes about 500 MB of memory, and 3 GB of the
+address space that `limits.decode_bytes` bounds.
+
+`multiprocessing` would be shorter, but does not fit: its spawned children import the parent's main module again, which
+on a Ray worker means Ray itself; they inherit the parent's environment, so BLAS would start a thread per core; and its
+connections take three times as long to transfer an image's pixels.
 """
 
 import contextlib
@@ -29,22 +33,22 @@ Result = TypeVar("Result")
 
 CRASH = "decoder_crash"
 CLOCK_PER_PROCESSOR_SECOND = 10
-"""A call that waits instead of working is ended by the clock, this many times later than one that works."""
+"""Wall-clock limit of a call, as a multiple of its CPU time limit. It ends calls that sleep instead of computing."""
 START_SECONDS = 300.0
-"""A child may take to import what it needs, on a machine that is busy."""
+"""Maximum time for a child to start and import its modules on a busy machine."""
 TRIES = 2
-"""What kills a call twice is in its arguments; once, it may have been the machine."""
+"""A call that kills its process once may have met a faulty machine; if it does so twice, its arguments are at fault."""
 PICKLE_PROTOCOL = 5
 
 
 class ChildDied(Exception):
-    """A child process ended, or had to be ended, in the middle of a call."""
+    """A child process died or was killed during a call. The message completes a sentence about the call."""
 
 
 class Isolated(Generic[Result]):
-    """`function`, which must be importable by name, in child processes: one for each thread that calls it.
+    """Callable that runs `function` in child processes, one for each calling thread.
 
-    A context manager; on leaving, its children end.
+    It is a context manager, which kills its children on exit. `function` must be importable by name.
     """
 
     def __init__(self, function: Callable[..., Result], limits: LimitsConfig):
@@ -61,18 +65,18 @@ class Isolated(Generic[Result]):
             child.kill()
 
     def __call__(self, *args: Any) -> Result:
-        """`function(*args)`; whatever it raises is raised here.
+        """Return `function(*args)`. Exceptions of `function` propagate.
 
         Raises:
-            Reject: `decoder_crash`; the call killed its process, took too long, or took too much memory, twice.
-            WorkError: there is no process to call.
+            Reject: `decoder_crash`: twice, the call killed its process or exceeded its time or memory limit.
+            WorkError: A child process could not be started.
         """
         for _ in range(TRIES):
             try:
                 return self._child().call(self.function, args)
             except ChildDied as died:
-                how = str(died)
-        raise Reject(CRASH, how)
+                reason = str(died)
+        raise Reject(CRASH, reason)
 
     def _child(self) -> "Child":
         child: Child | None = getattr(self.by_thread, "child", None)
@@ -83,7 +87,7 @@ class Isolated(Generic[Result]):
 
 
 class Child:
-    """One child process, and a pipe in each direction."""
+    """A child process with a pipe in each direction."""
 
     def __init__(self, limits: LimitsConfig):
         self.limits = limits
@@ -93,7 +97,7 @@ class Child:
         self.process = subprocess.Popen(
             [sys.executable, "-m", "precompute.pixels.isolation", str(its_requests), str(its_replies)],
             stdin=subprocess.DEVNULL,
-            stdout=2,  # what a decoder prints
+            stdout=2,  # decoders print to stdout, which may be the output of a command
             pass_fds=(its_requests, its_replies),
             env=os.environ | one_thread | {"PYTHONPATH": paths},
         )
@@ -103,22 +107,25 @@ class Child:
         self.ready = False
 
     def call(self, function: Callable[..., Result], args: tuple[Any, ...]) -> Result:
-        """`function(*args)` over there.
+        """Return `function(*args)`, computed in the child. Exceptions of `function` propagate.
 
         Raises:
-            ChildDied: how.
-            WorkError: it did not get as far as to take the call.
+            ChildDied: The child died, or exceeded its time or memory limit.
+            WorkError: The child did not start.
         """
         if not self.ready:
             try:
                 self.ready = self._receive(START_SECONDS)
-            except ChildDied as died:  # no fault of the picture's
-                raise WorkError(f"a process to decode in did not start: {died}") from None
+            except ChildDied as died:  # which is not the image's fault
+                raise WorkError(
+                    f"a child process for decoding did not start: {died}. Check this machine's memory, and the log "
+                    f"above for an import error"
+                ) from None
         try:
             pickle.dump((self.limits, function, args), self.requests, PICKLE_PROTOCOL)
             self.requests.flush()
         except BrokenPipeError:
-            raise ChildDied(self._epitaph()) from None
+            raise ChildDied(self._cause_of_death()) from None
         returned, value = self._receive(CLOCK_PER_PROCESSOR_SECOND * self.limits.decode_seconds)
         if isinstance(value, MemoryError):
             raise ChildDied(f"needs more than {self.limits.decode_bytes} bytes of memory")
@@ -128,26 +135,27 @@ class Child:
         return result
 
     def _receive(self, seconds: float) -> Any:
+        """Read one pickle from the child, and kill the child if none arrives within `seconds`."""
         poll = select.poll()
         poll.register(self.replies)
         if not poll.poll(1000 * seconds):
             self.kill()
-            raise ChildDied(f"did not end in {seconds:g} s" if self.ready else f"not in {seconds:g} s")
+            raise ChildDied(f"did not end in {seconds:g} s" if self.ready else f"not ready after {seconds:g} s")
         try:
             return pickle.load(self.replies)
         except (EOFError, pickle.UnpicklingError):
-            raise ChildDied(self._epitaph()) from None
+            raise ChildDied(self._cause_of_death()) from None
 
     def kill(self) -> None:
+        """Kill the child, wait for it, and close the pipes."""
         self.process.kill()
         self.process.wait()
         for pipe in (self.requests, self.replies):
-            with contextlib.suppress(BrokenPipeError):  # a request that it did not read to the end
+            with contextlib.suppress(BrokenPipeError):  # the child had not read the whole request
                 pipe.close()
 
-    def _epitaph(self) -> str:
-        # it closed its pipes, so it is about to end, if it has not
-        code = self.process.wait()
+    def _cause_of_death(self) -> str:
+        code = self.process.wait()  # returns soon, because the child has closed its pipes
         self.kill()
         if code == -signal.SIGXCPU:
             return f"used more than {self.limits.decode_seconds} s of processor time"
@@ -157,15 +165,15 @@ class Child:
 def maybe_isolated(
     function: Callable[..., Result], limits: LimitsConfig, isolate: bool
 ) -> AbstractContextManager[Callable[..., Result]]:
-    """`function` itself, or in child processes."""
+    """Return a context manager that yields `function` itself, or with `isolate` one that runs in child processes."""
     return Isolated(function, limits) if isolate else contextlib.nullcontext(function)
 
 
 def serve(requests: BinaryIO, replies: BinaryIO) -> None:
-    """The child: answer requests until there are no more."""
+    """Answer requests until the parent closes its pipe. This is the main loop of a child."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
-        file.write("1000")  # where memory runs out, this process goes before the one with the encoders
+        file.write("1000")  # so that the OOM killer chooses this process rather than the one with the encoders
     pickle.dump(True, replies, PICKLE_PROTOCOL)
     replies.flush()
     while True:
@@ -177,15 +185,16 @@ def serve(requests: BinaryIO, replies: BinaryIO) -> None:
         _limit(resource.RLIMIT_CPU, math.ceil(time.process_time()) + limits.decode_seconds)
         try:
             returned, value = True, function(*args)
-        except Exception as error:  # handed over, and raised by the caller
+        except Exception as error:  # sent to the parent, which raises it
             returned, value = False, error
         pickle.dump((returned, value), replies, PICKLE_PROTOCOL)
         replies.flush()
 
 
-def _limit(what: int, value: int) -> None:
-    _, hard = resource.getrlimit(what)
-    resource.setrlimit(what, (value if hard == resource.RLIM_INFINITY else min(value, hard), hard))
+def _limit(kind: int, value: int) -> None:
+    """Set a soft resource limit, capped by the hard limit."""
+    _, hard = resource.getrlimit(kind)
+    resource.setrlimit(kind, (value if hard == resource.RLIM_INFINITY else min(value, hard), hard))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Cutting and scaling: where a bucket lies on a picture, and the pixels of it.
+"""Center crop and resize of an image for a bucket.
 
-The geometry is the usual one: the picture is scaled to cover the bucket, both sides to whole pixels, and the middle is
-cut out, at whole pixels. What lies right of the bucket or below it is not computed.
+The image is scaled to cover the bucket, with both sides rounded to whole pixels, and then center-cropped at whole
+pixels. Pixels to the right of the crop or below it are not computed.
 """
 
 import math
@@ -19,41 +19,42 @@ from shards.format.buckets import Bucket
 
 Filter = Literal["bilinear", "bicubic", "lanczos"]
 SUPPORT = {"bilinear": 1, "bicubic": 2}
-"""Pixels of the smaller picture, either side."""
+"""Filter → its radius in output pixels."""
 SHRINK = {
     "bilinear": torch.ops.aten._upsample_bilinear2d_aa.default,
     "bicubic": torch.ops.aten._upsample_bicubic2d_aa.default,
 }
-"""Pillow's filters to a level, in vector instructions."""
+"""Vectorised versions of Pillow's filters; results differ from Pillow's by at most one level."""
 
 
 @dataclass(frozen=True)
 class Placement:
-    """A bucket on a width × height picture that is scaled to scaled_width × scaled_height."""
+    """The crop for a bucket on a width × height image that is scaled to scaled_width × scaled_height."""
 
     width: int
     height: int
     scaled_width: int
     scaled_height: int
     left: int
+    """Left edge of the crop in scaled pixels."""
     top: int
-    """Of the bucket, in scaled pixels."""
+    """Top edge of the crop in scaled pixels."""
     bucket: Bucket
 
     @property
     def corner(self) -> tuple[int, int]:
-        """The bucket's (top, left) in original pixels."""
+        """(top, left) of the crop in original pixels."""
         return round(self.top * self.height / self.scaled_height), round(self.left * self.width / self.scaled_width)
 
     @property
     def box(self) -> tuple[float, float, float, float]:
-        """(left, top, right, bottom) in original pixels: `Image.resize(bucket, filter, box)` gives the same picture."""
+        """Crop as (left, top, right, bottom) in original pixels; `Image.resize(bucket, filter, box)` is equivalent."""
         x, y = self.width / self.scaled_width, self.height / self.scaled_height
         right, bottom = self.left + self.bucket.width, self.top + self.bucket.height
         return self.left * x, self.top * y, min(right * x, self.width), min(bottom * y, self.height)
 
     def as_stored(self, flip_x: bool, flip_y: bool, turned: bool) -> "Placement":
-        """The same part of the picture before it is flipped and then transposed to stand upright."""
+        """Return the same crop on the image as stored, before it is flipped and then transposed to be upright."""
         at = self
         if turned:
             at = Placement(
@@ -66,7 +67,7 @@ class Placement:
 
 
 def place(width: int, height: int, bucket: Bucket) -> Placement:
-    """The centre of a width × height picture that covers the bucket; where it cannot be halved, half a pixel off."""
+    """Return the center crop of a width × height image for a bucket, half a pixel off where the margin is odd."""
     if width * bucket.height < height * bucket.width:
         scaled = bucket.width, _rounded(height * bucket.width, width)
     else:
@@ -75,18 +76,18 @@ def place(width: int, height: int, bucket: Bucket) -> Placement:
 
 
 def _rounded(a: int, b: int) -> int:
-    """a / b to the nearest whole number, halves up."""
+    """Return a / b rounded to the nearest integer, halves up."""
     return (2 * a + b) // (2 * b)
 
 
 def resample(
     image: Image.Image, places: Iterable[Placement], decoded_scale: int, filter: Filter
 ) -> Iterator[np.ndarray]:
-    """(height, width, 3) uint8 of each bucket, from a picture that was decoded at 1/decoded_scale."""
+    """Yield (height, width, 3) uint8 for each placement, from an image that was decoded at 1/decoded_scale."""
     if filter == "lanczos":
         yield from (_by_pillow(image, at, decoded_scale) for at in places)
     else:
-        pixels = _pixels(image)  # once: of a small picture it takes as long as the rest
+        pixels = _pixels(image)  # shared, because for a small image it takes as long as the rest
         yield from (_by_torch(pixels, at, decoded_scale, filter) for at in places)
 
 
@@ -98,29 +99,31 @@ def _by_pillow(image: Image.Image, at: Placement, decoded_scale: int) -> np.ndar
 
 
 def _by_torch(pixels: Tensor, at: Placement, decoded_scale: int, filter: Filter) -> np.ndarray:
-    # scaled pixels per decoded pixel; a last column or row that the decoder rounded up to does not change it
+    # scaled pixels per decoded pixel, regardless of a last column or row that the decoder rounded up to
     scale_x = at.scaled_width * decoded_scale / at.width
     scale_y = at.scaled_height * decoded_scale / at.height
     right, bottom = at.left + at.bucket.width, at.top + at.bucket.height
     rows = math.ceil((bottom + SUPPORT[filter]) / scale_y) + 1
-    # what is right of and below the bucket is not computed
+    # pixels to the right of the crop or below it are not computed
     scaled: Tensor = SHRINK[filter](pixels[:, :, :rows], [bottom, right], False, scale_y, scale_x)
     return _rgb(scaled.numpy()[0, :, at.top :, at.left :].transpose(1, 2, 0))
 
 
 def _rgb(values: np.ndarray) -> np.ndarray:
-    """(height, width, 3) of (height, width, 3 or 4), in one piece."""
+    """Copy the first three channels of (height, width, 3 or 4) into a contiguous (height, width, 3)."""
     pixels = np.empty((*values.shape[:2], 3), np.uint8)
-    for channel in range(3):  # NumPy takes six times as long over runs of three bytes
+    for channel in range(3):  # one NumPy copy of runs of three bytes takes six times as long
         pixels[..., channel] = values[..., channel]
     return pixels
 
 
 def _pixels(image: Image.Image) -> Tensor:
-    """(1, channels, height, width) uint8 of an RGB picture, channels last in memory: Pillow's own memory where it is in
-    one piece (four bytes to a pixel), a copy otherwise."""
+    """Return an RGB image as (1, channels, height, width) uint8, channels last in memory.
+
+    It is a view of Pillow's own memory (four bytes per pixel) if that is contiguous, and a copy otherwise.
+    """
     try:
         values = torch.from_dlpack(pa.array(image).values).view(1, image.height, image.width, 4)
-    except ValueError:  # larger than one of Pillow's blocks, 16 MB
+    except ValueError:  # the image is larger than one of Pillow's memory blocks, 16 MB
         values = torch.from_numpy(np.array(image))[None]
     return values.permute(0, 3, 1, 2)

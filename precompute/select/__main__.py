@@ -5,6 +5,10 @@ examples:
   python -m precompute.select --config configs/select.yaml --metadata laion/ --filters.min_side 512
 """
 
+import shards.base.interrupt  # noqa: F401
+
+# isort: split
+
 import errno
 import time
 
@@ -16,6 +20,7 @@ from shards.base.errors import WorkError, console
 
 
 def run(arguments: list[str]) -> None:
+    """Run `python -m precompute.select` with these arguments."""
     config = load_from_args(SelectConfig, arguments, "precompute.select", __doc__)
     start = time.monotonic()
     try:

@@ -1,4 +1,4 @@
-"""Classify and canonicalise the hosts of URLs from their text alone, without DNS lookups."""
+"""Classify the hosts of URLs from their text alone, without DNS lookups."""
 
 import re
 import socket
@@ -10,6 +10,8 @@ from ipaddress import ip_address
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+
+from shards.base.urls import comparable_host, host_of, hosts_of
 
 # Fast path, which matches nearly every URL: a dotted ASCII host name without user info or escapes. Its last label
 # begins with a letter, so it cannot be an obfuscated address. All other URLs are parsed one by one.
@@ -53,15 +55,6 @@ def _is_public(literal: str) -> bool:
         return False
 
 
-def host_of(url: str) -> str | None:
-    """Return the host of an http or https URL; None for other schemes and unparsable URLs."""
-    try:
-        parts = urllib.parse.urlsplit(url)
-        return (parts.hostname or None) if parts.scheme in ("http", "https") else None
-    except ValueError:
-        return None
-
-
 def are_http(urls: pa.Array) -> np.ndarray:
     """Return a mask of the `urls` (no nulls, valid UTF-8) that are http or https and have a host."""
     return _mask_by_host(urls, PLAIN_HOST, lambda host: host is not None)
@@ -79,56 +72,6 @@ def _mask_by_host(urls: pa.Array, pattern: str, accepts: Callable[[str | None], 
     for index in np.flatnonzero(~mask):
         mask[index] = accepts(host_of(urls[int(index)].as_py()))
     return mask
-
-
-def hosts_of(url: str) -> list[str]:
-    """Return every host that a client might contact for an http or https URL; an empty list for other URLs.
-
-    There is usually one. There may be two when the URL has backslashes, which browsers treat as slashes and other
-    clients do not.
-    """
-    first = host_of(url)
-    second = host_of(url.replace("\\", "/")) if "\\" in url else None
-    return list(dict.fromkeys(host for host in (first, second) if host))
-
-
-# Characters ignored in host names: the part of Unicode's Default_Ignorable_Code_Point that UTS 46 drops.
-_IGNORED = re.compile("[\u00ad\u034f\u180b-\u180f\u200b-\u200d\u2060\u2064\ufe00-\ufe0f\ufeff]")
-_DOTS = re.compile("[\u3002\uff0e\uff61]")
-
-
-def comparable_host(host: str) -> str:
-    """Return the canonical form of a host, for comparison only: the result may not resolve.
-
-    Case, a trailing dot, percent-encoding, Unicode versus Punycode, and unusual notations of addresses make no
-    difference. Both versions of IDNA map to one result: `straße.de` equals `strasse.de` (which the downloader
-    resolves) and `xn--strae-oqa.de` (which browsers resolve).
-    """
-    host = urllib.parse.unquote(host).strip("[]").partition("%")[0]
-    host = _fold(_DOTS.sub(".", host)).strip(".")
-    try:
-        address = ip_address(host if ":" in host else socket.inet_ntoa(socket.inet_aton(host)))
-    except (OSError, ValueError):
-        return ".".join(map(_comparable_label, host.split(".")))
-    mapped = address.ipv4_mapped if address.version == 6 else None
-    return str(mapped or address)
-
-
-def _comparable_label(label: str) -> str:
-    if label.startswith("xn--"):
-        try:
-            label = _fold(label[4:].encode().decode("punycode"))
-        except UnicodeError:
-            return label
-    return label if label.isascii() else f"xn--{label.encode('punycode').decode()}"
-
-
-def _fold(text: str) -> str:
-    """Apply Unicode's NFKC_Casefold, the normalisation that IDNA builds on."""
-    text = _IGNORED.sub("", text)
-    if text.isascii():
-        return text.lower()
-    return unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", text).casefold())
 
 
 def is_listed(urls: pa.Array, hosts: Collection[str]) -> np.ndarray:

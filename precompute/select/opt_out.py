@@ -1,4 +1,4 @@
-"""Parse the opt-out list, and canonicalise URLs so that its entries can be matched against rows.
+"""Parse the opt-out list into hosts and URLs in canonical form.
 
 Ambiguous entries get the broader reading: dropping a URL needlessly costs one sample, but keeping an opted-out one
 breaks a promise to its owner.
@@ -16,20 +16,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from precompute.select.hosts import comparable_host, hosts_of
 from precompute.select.metadata import BATCH_ROWS, find_columns
 from shards.base.errors import RequestError
+from shards.base.urls import AUTHORITY, COMPARABLE, comparable_host, comparable_url
 
 MAX_LISTED = 5
-# An upper-case escape that `comparable_url` leaves unchanged.
-_ESCAPE = "%(?:[089A-F][0-9A-F]|1[0-9A-F]|2[02356BF]|3[BCDEF]|5[CE]|60|7[BCDF])"
-_PLAIN = r"[A-Za-z0-9!$&'()*+,./:;=?@\[\]_~-]"
-# URLs whose canonical form is the URL without its scheme. Nearly all match, so they skip the parser.
-COMPARABLE = rf"^https?://(?:[a-z0-9_-]+\.)+[a-z][a-z0-9-]*/(?:{_PLAIN}|{_ESCAPE})*$"
-_STAY_ESCAPED = set(b' "#%&+/;<=>?\\^`{|}') | set(range(0x21)) | set(range(0x7F, 0x100))
-_TO_ESCAPE = set(b' "<>\\^`{|}') | set(range(0x21)) | set(range(0x7F, 0x100))
-_ANY_ESCAPE = re.compile(rb"%([0-9A-Fa-f]{2})|([^A-Za-z0-9])", re.DOTALL)
-_AUTHORITY = re.compile(r"(?:https?:(?=//))?(?://)?(?P<authority>[^/?#\\]*)(?P<rest>.*)", re.IGNORECASE | re.DOTALL)
 _HOST_AND_PORT = re.compile(r"(?P<host>\[[^\]]*\]|[^:]*)(?::(?P<port>\d*))?")
 
 
@@ -40,63 +31,6 @@ class OptOuts:
     hosts: set[str] = field(default_factory=set)
     """Opted-out hosts; each includes its subdomains."""
     urls: list[str] = field(default_factory=list)
-
-
-def comparable_url(url: str) -> str:
-    """Return the canonical form of a URL, equal for all spellings of one resource; other schemes are unchanged.
-
-    Scheme, user info, port and fragment are dropped, the host is canonicalised by `comparable_host`, dot segments are
-    removed, and only characters that would otherwise change the meaning stay percent-encoded.
-    """
-    hosts = hosts_of(url)
-    if not hosts:
-        return url
-    parts = _AUTHORITY.fullmatch(url.strip().translate(_REMOVED))
-    assert parts is not None, "it matches every text"
-    rest = parts["rest"]
-    path, question_mark, query = rest.partition("#")[0].partition("?")
-    path = _normalise_escapes(path.replace("\\", "/"))
-    if "/." in path:
-        path = _remove_dot_segments(path)
-    return f"{comparable_host(hosts[0])}{path or '/'}{question_mark}{_normalise_escapes(query)}"
-
-
-_REMOVED = {ord(character): None for character in "\t\r\n"}  # browsers and urllib remove these too
-
-
-def _normalise_escapes(text: str) -> str:
-    def spell(match: re.Match[bytes]) -> bytes:
-        if match[1] is None:
-            byte = match[2][0]
-            return b"%%%02X" % byte if byte in _TO_ESCAPE else match[2]
-        byte = int(match[1], 16)
-        return b"%%%02X" % byte if byte in _STAY_ESCAPED else bytes([byte])
-
-    return _ANY_ESCAPE.sub(spell, text.encode("utf-8", "surrogatepass")).decode("ascii")
-
-
-def _remove_dot_segments(path: str) -> str:
-    """Remove `.` and `..` segments (RFC 3986, section 5.2.4)."""
-    kept: list[str] = []
-    segments = path.split("/")[1:]
-    for segment in segments:
-        if segment == "..":
-            kept = kept[:-1]
-        elif segment != ".":
-            kept.append(segment)
-    ends_in_folder = segments[-1] in (".", "..")
-    return f"/{'/'.join(kept)}{'/' if ends_in_folder and kept else ''}"
-
-
-def comparable_urls(urls: pa.Array) -> pa.Array:
-    """Apply `comparable_url` to an array of URLs (no nulls, valid UTF-8)."""
-    unchanged = np.asarray(pc.match_substring_regex(urls, COMPARABLE)) & ~np.asarray(pc.match_substring(urls, "/."))
-    unchanged &= ~np.asarray(pc.match_substring(urls, "xn--"))
-    stripped = pc.replace_substring_regex(urls, "^https?://", "")
-    if unchanged.all():
-        return stripped
-    others = urls.filter(pa.array(~unchanged)).to_pylist()
-    return pc.replace_with_mask(stripped, pa.array(~unchanged), pa.array(map(comparable_url, others), urls.type))
 
 
 def parse_entry(entry: str, found: OptOuts) -> None:
@@ -117,7 +51,7 @@ def parse_entry(entry: str, found: OptOuts) -> None:
     with_scheme = re.match(r"([A-Za-z][A-Za-z0-9+.-]*):[/\\]{2}", entry)
     if with_scheme and with_scheme[1].lower() not in ("http", "https"):
         raise ValueError(f"has the scheme {with_scheme[1]}, but only http and https URLs are downloaded")
-    parts = _AUTHORITY.fullmatch(entry)
+    parts = AUTHORITY.fullmatch(entry)
     assert parts is not None, "it matches every text"
     authority, rest = parts["authority"], parts["rest"]
     _, at, host_and_port = authority.rpartition("@")

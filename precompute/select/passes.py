@@ -20,10 +20,10 @@ import pyarrow.parquet as pq
 from precompute.select.config import SelectConfig
 from precompute.select.duplicates import COMPARABLE_NAME, HashWriter, hash_urls, rows_to_drop
 from precompute.select.metadata import DICTIONARY_COLUMNS, OUTPUT_SCHEMA, WORK_NAME, MetadataFile, read_batches, unify
-from precompute.select.opt_out import comparable_urls
 from precompute.select.rules import Rule, apply, build_rules, tally
 from shards.base.durable import canonical_json, fsync_tree, read_sealed_json, write_atomically, write_sealed_json
 from shards.base.errors import WorkError
+from shards.base.urls import comparable_urls
 
 RECEIPT_NAME, ROWS_NAME = "receipt.json", "rows.parquet"
 GROUP_ROWS = 65_536  # rows per row group

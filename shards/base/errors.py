@@ -65,7 +65,7 @@ def exit_code_of(command: Callable[[], int | None]) -> int:
         say(error)
         return error.exit_code
     except KeyboardInterrupt:
-        say(WorkError("Interrupted by Ctrl-C. Completed work remains valid. Run the same command again to continue."))
+        report_interrupt()
         return INTERRUPTED
     except OSError as error:
         if not is_storage_error(error):
@@ -77,6 +77,11 @@ def exit_code_of(command: Callable[[], int | None]) -> int:
 def console(run: Callable[[list[str]], int | None]) -> Callable[[], NoReturn]:
     """Build a console entry point: call `run` with the command-line arguments and exit with its exit code."""
     return lambda: sys.exit(exit_code_of(lambda: run(sys.argv[1:])))
+
+
+def report_interrupt() -> None:
+    """Print that Ctrl-C ended the command."""
+    say(WorkError("Interrupted by Ctrl-C. Completed work remains valid. Run the same command again to continue."))
 
 
 def say(error: Exception) -> None:

@@ -4,9 +4,16 @@ import ctypes
 import multiprocessing
 import os
 import threading
-from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
+from collections import deque
+from collections.abc import Callable, Generator, Iterable
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from typing import TypeVar
 
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+POLL_SECONDS = 0.5
 MALLOC_OPTIONS = ((-3, 32 << 20), (-1, 1 << 30), (-8, 1))
 """mallopt(3) parameters: M_MMAP_THRESHOLD and M_TRIM_THRESHOLD in bytes, and M_ARENA_MAX."""
 
@@ -20,6 +27,51 @@ def start_pool(
     """
     context = multiprocessing.get_context("spawn")
     return ProcessPoolExecutor(processes, context, _initialize, (initializer,), max_tasks_per_child=max_tasks_per_child)
+
+
+def run_each(
+    function: Callable[[Item], Result],
+    items: Iterable[Item],
+    processes: int,
+    *,
+    max_tasks_per_child: int | None = None,
+    initializer: Callable[[], None] | None = None,
+    should_stop: Callable[[], bool] = lambda: False,
+) -> Generator[tuple[Item, Future[Result]], None, None]:
+    """Call `function` on each item in worker processes, and yield (item, finished future) in order of completion.
+
+    A worker that dies, for example because memory ran out, breaks its whole pool. No more than `processes` calls are
+    submitted at a time, so it fails only those few: their futures hold a BrokenProcessPool. A new pool runs the rest.
+
+    Workers that are still busy when the iterator ends early or is closed are terminated, so `function` must tolerate
+    being killed at any point.
+
+    Args:
+        should_stop: polled twice a second; the iterator ends early once it returns True.
+    """
+    waiting = deque(items)
+    other_children = set(multiprocessing.active_children())
+    while waiting and not should_stop():
+        running: dict[Future[Result], Item] = {}
+        is_broken = False
+        with start_pool(min(processes, len(waiting)), max_tasks_per_child, initializer) as pool:
+            try:
+                while not should_stop():
+                    while waiting and not is_broken and len(running) < processes:
+                        try:
+                            running[pool.submit(function, waiting[0])] = waiting[0]
+                            waiting.popleft()
+                        except BrokenProcessPool:  # a worker died between two calls
+                            is_broken = True
+                    if not running:
+                        break
+                    for future in wait(running, POLL_SECONDS, FIRST_COMPLETED).done:
+                        is_broken |= isinstance(future.exception(), BrokenProcessPool)
+                        yield running.pop(future), future
+            finally:
+                if running:
+                    for process in set(multiprocessing.active_children()) - other_children:
+                        process.terminate()
 
 
 def _initialize(initializer: Callable[[], None] | None) -> None:

@@ -1,16 +1,15 @@
 """`python -m shards derive ROOT OUT`: derive a whole root from another one in several processes."""
 
-import multiprocessing
+import functools
 import signal
 from collections.abc import Mapping
-from concurrent.futures import FIRST_COMPLETED, Future, wait
 from concurrent.futures.process import BrokenProcessPool
-from itertools import islice
+from contextlib import closing
 
 import torch
 
 from shards.base.errors import Preempted, RequestError, WorkError
-from shards.base.pool import start_pool
+from shards.base.pool import run_each
 from shards.base.progress import Progress
 from shards.base.scratch import sweep_attempts, sweep_scratch, use_scratch
 from shards.base.stop import StopSignal
@@ -29,7 +28,6 @@ from shards.root.manifest import Manifest
 from shards.root.publish import PeriodicPublisher
 from shards.root.shared import check_root, create_root, load_uncond, record_rules, write_uncond
 
-POLL_SECONDS = 0.5
 PUBLISH_SECONDS = 300.0
 
 
@@ -152,39 +150,30 @@ def _run(source: Store, target: Store, conversion: Conversion, tars: list[Source
         Preempted: this process received a stop signal.
     """
     failed: list[str] = []
+    derive_one = functools.partial(_derive_in_process, str(source.where()), str(target.where()), conversion)
     with (
         StopSignal() as stop,
         Progress("derive", "tars", len(tars)) as progress,
-        start_pool(min(processes, len(tars)) or 1, initializer=_begin) as pool,
+        closing(
+            run_each(derive_one, tars, processes, initializer=_begin, should_stop=lambda: stop.received)
+        ) as finished,
     ):
-        remaining, running = iter(tars), dict[Future[TarReceipts], SourceTar]()
-        try:
-            while not stop.received:
-                for tar in islice(remaining, 2 * processes - len(running)):
-                    roots = str(source.where()), str(target.where())
-                    running[pool.submit(_derive_in_process, *roots, conversion, tar)] = tar
-                if not running:
-                    return failed
-                for future in wait(running, POLL_SECONDS, FIRST_COMPLETED).done:
-                    tar, error = running.pop(future), future.exception()
-                    progress.advance()
-                    if isinstance(error, BrokenProcessPool):
-                        raise error
-                    if isinstance(error, RequestError | WorkError | OSError):
-                        failed.append(f"{tar.name}: {error}")
-                        progress.say(failed[-1])
-                    elif error is not None:
-                        pool.shutdown(wait=False, cancel_futures=True)
-                        raise error
-        except BrokenProcessPool:
-            if not stop.received:  # a scheduler signals every process of a job, so the workers may have died of it
-                raise
-        for process in multiprocessing.active_children():
-            process.terminate()  # safe in the middle of a tar: an attempt can be interrupted at any point
-        raise Preempted(
-            "stopped by a signal before all tars were derived. Committed parts are kept; run the same command again to "
-            "resume."
-        )
+        for tar, future in finished:
+            progress.advance()
+            error = future.exception()
+            if isinstance(error, BrokenProcessPool) and stop.received:
+                break  # a scheduler signals every process of a job, so the worker may have died of it
+            if isinstance(error, RequestError | WorkError | OSError):
+                failed.append(f"{tar.name}: {error}")
+                progress.say(failed[-1])
+            elif error is not None:
+                raise error
+        if stop.received:
+            raise Preempted(
+                "stopped by a signal before all tars were derived. Committed parts are kept; run the same command "
+                "again to resume."
+            )
+    return failed
 
 
 def _begin() -> None:

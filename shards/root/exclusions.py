@@ -1,6 +1,6 @@
 """Exclusion lists: samples that later training runs must skip, for example after takedown or licence requests.
 
-    ROOT/exclusions/url.SHA256.txt      sorted lines of keys, URLs, or SHA-256s of picture files
+    ROOT/exclusions/url.SHA256.txt      sorted lines of keys, URLs in canonical form, or SHA-256s of picture files
 
 Lists are immutable and only ever added. A run applies the lists that exist when it starts, and its fingerprint names
 them. The stored samples are not modified.
@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from shards.base.durable import DamagedFile
 from shards.base.errors import RequestError
 from shards.base.store import Store
+from shards.base.urls import comparable_url, comparable_urls
 from shards.format.tables import SAMPLES_NAME
 
 FOLDER = "exclusions"
@@ -55,17 +56,28 @@ class Exclusion:
 
     def lines_of(self, table: pa.Table) -> NDArray[np.int64]:
         """Return (rows,) index into `values` of the line that excludes each sample, -1 if none does."""
-        return np.asarray(pc.index_in(table[self.kind], self.values).fill_null(-1)).astype(np.int64)
+        column = table[self.kind].combine_chunks()
+        lines = np.full(len(column), -1, np.int64)
+        is_present = np.asarray(column.is_valid())
+        column = column.drop_null()
+        if self.kind == "url":
+            column = comparable_urls(column)
+        lines[is_present] = np.asarray(pc.index_in(column, self.values).fill_null(-1))
+        return lines
 
 
 def make_exclusion(kind: str, values: Iterable[str]) -> Exclusion:
     """Build an exclusion list from values; blank lines and duplicates are dropped.
+
+    URLs are stored in canonical form, so that differently spelled URLs of one picture match.
 
     Raises:
         RequestError: there are no values, or a value of kind `sha256` is not a SHA-256.
     """
     assert kind in KINDS
     lines = {value.strip() for value in values} - {""}
+    if kind == "url":
+        lines = {comparable_url(line) for line in lines}
     if kind == "sha256":
         lines = {line.lower() for line in lines}
         if wrong := [line for line in lines if len(line) != 64 or set(line) - set("0123456789abcdef")]:

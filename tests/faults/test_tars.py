@@ -109,10 +109,10 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str, list[int]]] = {
     "a key twice, side by side": (reordered(lambda m: m[:3] + m[:3] + m[3:]), "occurs twice", [0]),
     "members out of order": (reordered(lambda m: m[::3] + m[1::3] + m[2::3]), "not in order", []),
     "samples out of order": (reordered(lambda m: m[12:] + m[:12]), "", []),
-    "a sample missing": (reordered(lambda m: m[:9] + m[12:]), "holds 7 samples, but 00000_stats.json", [3]),
+    "a sample missing": (reordered(lambda m: m[:9] + m[12:]), "contains 7 samples, but 00000_stats.json", [3]),
     "a foreign sample": (
         reordered(lambda m: [*m[:9], *(("x", *member[1:]) for member in m[9:12]), *m[12:]]),
-        "not in the parquet",
+        "parquet file does not list",
         [3],
     ),
     "random bytes": (changed(lambda d: random.Random(0).randbytes(len(d))), "damaged", KEYS),  # type: ignore[dict-item]
@@ -152,7 +152,7 @@ def check_class(name: str, tmp_path: Path) -> None:
     with pytest.raises(DamagedInput, match=message):
         read(tmp_path, "reject")
     if lost == KEYS:
-        with pytest.raises(DamagedInput, match="nothing sound is left"):
+        with pytest.raises(DamagedInput, match="no intact sample is left"):
             read(tmp_path, "salvage")
         return
     tar, samples = read(tmp_path, "salvage")

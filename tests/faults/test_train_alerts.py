@@ -27,7 +27,7 @@ SLEPT, LOADED, AWAY = (
     ("LatentmillTrainRankLoads",),
     ("LatentmillTrainCheckpointOld",),
 )
-NUMBERS = ("LatentmillTrainNotFinite", "LatentmillTrainLossLeaps")
+NUMBERS = ("LatentmillTrainNotFinite", "LatentmillTrainLossSpike")
 
 
 def fields(latents: Path, run_dir: Path | str, port: int, **changes: Any) -> dict[str, Any]:
@@ -134,7 +134,7 @@ def test_a_loss_that_leaps_and_one_that_is_not_finite(latents: Path, tmp_path: P
     try:
         with Prometheus(tmp_path / "prometheus", f"127.0.0.1:{port}", SHORTER) as prometheus:
             wait_until(lambda: steps(prometheus) > 20, "the run does not begin")
-            for factor, alert in (("1000", "LatentmillTrainLossLeaps"), ("inf", "LatentmillTrainNotFinite")):
+            for factor, alert in (("1000", "LatentmillTrainLossSpike"), ("inf", "LatentmillTrainNotFinite")):
                 assert not prometheus.fired(alert)
                 (faults / factor).touch()
                 prometheus.await_alert(alert)

@@ -1,4 +1,4 @@
-"""Fixtures that the tests of select share."""
+"""Fixtures shared by the tests of select."""
 
 from pathlib import Path
 
@@ -9,11 +9,11 @@ from tests.precompute.select import laion
 
 @pytest.fixture
 def no_plot(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drawing takes longer than all else; the tests that run the command in a process of its own draw."""
+    """Skip the plot, which takes longer than everything else. Tests that run the command in its own process draw it."""
     monkeypatch.setattr("precompute.select.job.draw_funnel", lambda funnel: b"drawn")
 
 
 @pytest.fixture
 def metadata(tmp_path: Path) -> Path:
-    """A folder of three metadata files."""
+    """Folder with three metadata files."""
     return laion.three_files(tmp_path / "in")

@@ -1,4 +1,4 @@
-"""The scale and shift of an autoencoder's latents: those of diffusers' pipelines, or a refusal."""
+"""Scale and shift of an autoencoder's latents are those of diffusers' pipelines, or the autoencoder is refused."""
 
 import json
 from pathlib import Path
@@ -20,7 +20,7 @@ MEAN, STD = [0.5, -1.0, 0.0, 2.0], [2.0, 4.0, 1.0, 0.5]
 
 
 def tower(models: Path, folder: Path, **changes: Any) -> ImageTower:
-    """Describe the VAE in `folder`, with fields of its config.json changed; None takes one out."""
+    """Describe the VAE in `folder`, with fields of its config.json changed, or removed by None."""
     path = folder / "config.json"
     fields = json.loads(path.read_text()) | changes
     path.write_text(json.dumps({name: value for name, value in fields.items() if value is not None}))
@@ -65,10 +65,12 @@ def test_an_autoencoder_class_beyond_the_shipped_families(models: Path, tmp_path
 
 @pytest.mark.parametrize("name", ["AutoencoderKLFlux2", "AutoencoderRAE", "AutoencoderKLTemporalDecoder", "VQModel"])
 def test_classes_of_unknown_normalisation_are_refused_by_name(name: str, models: Path, tmp_path: Path) -> None:
-    """Even where the class's own constructor has a scaling_factor."""
+    """Even if the constructor of the class has a scaling_factor."""
     kl().save_pretrained(tmp_path / "vae")
-    known = "Give the folder of an AutoencoderKL, AutoencoderDC or AutoencoderKLHunyuanImage"
-    with pytest.raises(RequestError, match=f"names the class {name}, and this program does not know how .*{known}"):
+    known = "Use the folder of an AutoencoderKL, AutoencoderDC or AutoencoderKLHunyuanImage"
+    with pytest.raises(
+        RequestError, match=f"names the class {name}, for which the scale and shift .* are unknown.*{known}"
+    ):
         tower(models, tmp_path / "vae", _class_name=name)
 
 
@@ -82,7 +84,7 @@ def test_classes_of_unknown_normalisation_are_refused_by_name(name: str, models:
         ({"latents_mean": MEAN}, "has latents_mean but no latents_std"),
         ({"latents_std": STD}, "has latents_std but no latents_mean"),
         ({"latents_mean": MEAN[:3], "latents_std": STD}, "must have 4 numbers each"),
-        ({"latents_mean": MEAN, "latents_std": [1, 1, 0, 1]}, "those of latents_std above 0"),
+        ({"latents_mean": MEAN, "latents_std": [1, 1, 0, 1]}, "those of latents_std must be above 0"),
         ({"latents_mean": MEAN, "latents_std": STD, "shift_factor": 0.1}, "both shift_factor and latents_mean"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Which precision stage 1 encodes in: the one given, that of the root, or the one that suits a worker's device."""
+"""Precision of stage 1: the configured one, that of the root, or the best for the workers' device."""
 
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from tests.conftest import precompute_config
 
 @pytest.fixture
 def slow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A CPU that emulates bfloat16."""
+    """Simulate a CPU that emulates bfloat16."""
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(device, "cpu_slowdown", lambda precision: 17.0)
 
@@ -42,12 +42,12 @@ def test_an_emulated_precision_is_warned_about_once(
 
 
 def test_on_a_cluster_a_worker_decides(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """The driver's own processor does not count: its trial would fail."""
+    """The driver's own CPU is irrelevant, and a trial on it would fail the test."""
     init = ray.init
     monkeypatch.setattr(
         "ray.init", lambda *args, **options: init(*args, num_cpus=1, include_dashboard=False, **options)
     )
-    monkeypatch.setenv("RAY_ADDRESS", "local")  # ray starts one, as if it had been there
+    monkeypatch.setenv("RAY_ADDRESS", "local")  # Ray starts a cluster, as if it had existed
     monkeypatch.setattr(device, "cpu_slowdown", lambda precision: pytest.fail("a trial on the driver"))
     try:
         assert precision_on_worker("auto", ResourcesConfig(num_gpus=0, num_cpus=1)) in ("float32", "bfloat16")

@@ -1,4 +1,4 @@
-"""The contact sheet: the pictures that went in come back, under their captions."""
+"""Contact sheets show the encoded images again, with their captions."""
 
 import shutil
 import subprocess
@@ -36,7 +36,7 @@ from tests.tiny import make_tar
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Twelve pictures of the demo's world in two shards, encoded by the demo's VAE."""
+    """Twelve images of the demo's dataset in two tars, encoded with the demo's VAE."""
     folder = tmp_path_factory.mktemp("preview")
     pictures = ((draw_pictures(12, 64, seed=9) + 1) * 127.5).round().byte().permute(0, 2, 3, 1).numpy()
     for shard in range(2):
@@ -52,7 +52,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder_of(config)
 
 
-def test_what_went_in_comes_back(root: Path) -> None:
+def test_the_decoded_images_are_those_encoded(root: Path) -> None:
     encoding = EncodingRecord.load(open_store(root))
     _, samples = pick_samples(open_store(root), "64x64", 12)
     assert [sample["caption"] for sample in samples] == [f"number {i}" for i in range(12)]
@@ -61,7 +61,7 @@ def test_what_went_in_comes_back(root: Path) -> None:
     assert 20 * np.log10(255 / np.sqrt((error**2).mean())) > 25  # dB
 
 
-def test_samples_are_of_all_parts(root: Path) -> None:
+def test_samples_are_from_all_parts(root: Path) -> None:
     store = open_store(root)
     assert [sample["key"][:5] for sample in pick_samples(store, "64x64", 4)[1]] == [
         "00000",
@@ -80,21 +80,21 @@ def test_the_command(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert sheet.shape[1] == 3 * 264 + 8 and (sheet[-100:, -264:] == 255).all() and (sheet[-340:-100, :264] < 255).any()
 
 
-def test_another_vae_is_refused(root: Path, models: Path, tmp_path: Path) -> None:
-    with pytest.raises(RequestError, match="is not the one that made these latents"):
+def test_a_different_vae_is_refused(root: Path, models: Path, tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match="is not the one that produced these latents"):
         run([str(root), "--vae", str(models / "vae"), "--output", str(tmp_path / "sheet.png")])
     shutil.copytree(MODELS / "vae", tmp_path / "moved")
     run([str(root), "--vae", str(tmp_path / "moved"), "--output", str(tmp_path / "sheet.png"), "--samples", "1"])
 
 
-def test_a_bucket_that_is_not_there(root: Path) -> None:
-    with pytest.raises(RequestError, match="holds no sample in 512x512"):
+def test_a_missing_bucket(root: Path) -> None:
+    with pytest.raises(RequestError, match="has no samples in 512x512"):
         run([str(root), "--bucket", "512x512"])
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_as_many_samples_as_asked_for_or_all(tmp_path: Path, seed: int) -> None:
-    """However many parts there are, and however unevenly they are filled; some of them are empty."""
+    """For any number of parts of any size, including empty ones."""
     store = open_store(random_root(tmp_path / "root", seed))
     receipts = [receipt for receipt in load_receipts(store) if receipt.bucket == "64x64"]
     total = sum(receipt.samples for receipt in receipts)
@@ -109,7 +109,9 @@ def test_shares_are_fair_and_add_up(sizes: list[int], total: int) -> None:
     shares = fair_shares(sizes, total)
     assert sum(shares) == min(total, sum(sizes))
     for share, size in zip(shares, sizes, strict=True):
-        assert share == size or max(shares) - 1 <= share < size  # less than another's only if it has no more
+        assert (
+            share == size or max(shares) - 1 <= share < size
+        )  # smaller than another share only if it is the whole size
 
 
 def test_by_default_it_is_written_where_git_ignores_it(
@@ -135,7 +137,7 @@ def without_system_fonts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 NO_CHARACTER = "\uffff"
-"""No font has a glyph for it."""
+"""Noncharacter without a glyph in any font."""
 
 
 @pytest.mark.usefixtures("without_system_fonts")
@@ -146,12 +148,12 @@ def test_european_captions_need_no_system_font() -> None:
     box = drawn(NO_CHARACTER, lettering)
     for char in "éüñßÅčłő„“–€½λМ":
         assert ImageChops.difference(drawn(char, lettering), box).getbbox() is not None, char
-    assert lettering.length("a\u200b\ufeffb") == lettering.length("ab")  # no box for what cannot be seen
+    assert lettering.length("a\u200b\ufeffb") == lettering.length("ab")  # no box for invisible characters
 
 
 @pytest.fixture
 def make_font(tmp_path: Path) -> Callable[[str, str, int], Path]:
-    """A function that makes a font file with a rectangle of a certain height for each of some characters."""
+    """Return a function that writes a font whose glyphs are rectangles of a given height."""
 
     def make(name: str, characters: str, height: int) -> Path:
         pen = TTGlyphPen(None)
@@ -182,7 +184,7 @@ def test_scripts_that_the_first_font_lacks_come_from_system_fonts(
     monkeypatch.setattr("precompute.lettering.system_fonts", lambda: fonts)
     lettering = Lettering(["a 中文。 кот", "한"], 10)
     assert lettering.missing == ["한"]
-    # the font that covers most gives the glyphs, of 10 px each and 9 px high; DejaVu Sans still gives the letters
+    # the font that covers most provides these glyphs, 10 px wide and 9 px high; letters are still from DejaVu Sans
     assert lettering.length("中文。") == 30
     left, top, right, bottom = ImageChops.invert(drawn("中文。", lettering)).getbbox() or (0, 0, 0, 0)
     assert (right - left, bottom - top) == (30, 9)
@@ -193,14 +195,14 @@ def test_scripts_that_the_first_font_lacks_come_from_system_fonts(
 
 
 @pytest.mark.usefixtures("without_system_fonts")
-def test_missing_glyphs_are_said_in_one_line(
+def test_missing_glyphs_are_reported_in_one_line(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("precompute.preview.captions", lambda sample, encoding: ["中文字幕和日本語、한국어"])
     run([str(root), "--samples", "1", "--output", str(tmp_path / "new" / "sheet.png")])
     _, note = capsys.readouterr().out.splitlines()
     assert note.startswith("No installed font has a glyph for 、 (U+3001), 中 (U+4E2D), ")
-    assert " and 7 more, so boxes stand in their place." in note and "fonts-noto-cjk" in note
+    assert " and 7 more, so boxes are drawn instead." in note and "fonts-noto-cjk" in note
     assert Lettering(["plain"], 12).note == ""
 
 
@@ -209,7 +211,7 @@ def test_labels_are_wrapped_and_cut() -> None:
     lines = wrapped("000001234\n" + "word " * 40, 140, lettering)
     assert lines[0] == "000001234" and len(lines) == 5 and lines[-1].endswith(" …")
     assert all(110 < lettering.length(line) <= 140 for line in lines[1:])
-    # without blanks, as in Chinese or in a URL: after what stands before it, and cut where the line is full
+    # text without spaces, such as Chinese or a URL, continues the current line and breaks where the line is full
     lines = wrapped("key\nword " + "x" * 50, 140, Lettering(["word x…"], 12))
     assert lines[1].startswith("word xxx") and "".join(lines[1:]) == "word " + "x" * 50
     assert wrapped("key\nshort", 140, lettering) == ["key", "short"] and wrapped("key\n", 140, lettering) == ["key"]

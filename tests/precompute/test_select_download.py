@@ -1,4 +1,4 @@
-"""From metadata to tars by the two commands, with numbers that add up to the row."""
+"""From metadata to tars with both commands; all counts add up exactly."""
 
 import json
 import subprocess
@@ -19,11 +19,11 @@ FILE_ROWS = 250_000
 
 
 def make_metadata(folder: Path, num_rows: int, num_pictures: int, server: BadServer) -> Counter[str]:
-    """`num_rows` rows, of which `num_pictures` are to be left; how many rows each rule should drop."""
+    """Write `num_rows` rows, of which `num_pictures` pass; return how many rows each rule should drop."""
     random = np.random.default_rng(0)
     fates = ["aesthetic", "punsafe", "no punsafe", "min_side", "url_scheme", "duplicate"]
     fate = np.array([*["selected"] * num_pictures, *random.choice(fates, num_rows - num_pictures)])
-    random.shuffle(fate[1:])  # the first row is one of the selected, so that a duplicate always has a first
+    random.shuffle(fate[1:])  # the first row is selected, so that every duplicate has a predecessor
     urls = np.char.add(f"{server.address}/jpeg/", np.cumsum(fate == "selected").astype(str)).astype(object)
     urls[fate == "url_scheme"] = "ftp://example.com/x.jpg"
     table = pa.table(

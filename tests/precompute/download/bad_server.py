@@ -1,4 +1,4 @@
-"""A server on loopback that answers as the Internet does: late, wrongly, or not at all."""
+"""A local server that misbehaves like the Internet: it answers late, wrongly, or not at all."""
 
 import threading
 import time
@@ -13,7 +13,7 @@ HTML = b"<!doctype html><title>gone</title>"
 
 
 class BadServer(ThreadingHTTPServer):
-    """Counts the requests for each path."""
+    """HTTP server that counts the requests for each path."""
 
     daemon_threads = True
     request_queue_size = 128
@@ -34,7 +34,7 @@ class _Handler(BaseHTTPRequestHandler):
     server: BadServer
 
     def log_message(self, format: str, *args: object) -> None:
-        """Nobody reads it."""
+        """Log nothing."""
 
     def do_GET(self) -> None:
         self.server.requests[self.path] += 1
@@ -140,12 +140,12 @@ class _Handler(BaseHTTPRequestHandler):
             while not self.server.ended.wait(pause):
                 self.wfile.write(data)
         except OSError:
-            return  # the client had enough
+            return  # the client closed the connection
 
 
 @contextmanager
 def serve() -> Iterator[BadServer]:
-    """The server, while the context is open."""
+    """Run the server inside the block."""
     server = BadServer()
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
     thread.start()

@@ -1,4 +1,4 @@
-"""The download as a whole: a server that misbehaves, tars that are checked, and runs that go on."""
+"""The whole download: a misbehaving server, verified tars, and interrupted runs that resume."""
 
 import hashlib
 import io
@@ -26,7 +26,7 @@ from tests.precompute.select import laion
 
 pytestmark = pytest.mark.filterwarnings("ignore:.imghdr. is deprecated:DeprecationWarning")
 
-# path → what img2dataset's parquet says of it
+# path → outcome in img2dataset's parquet file
 OUTCOMES = {
     "jpeg/0": "success",
     "jpeg/1": "success",
@@ -34,7 +34,7 @@ OUTCOMES = {
     "redirect": "success",
     "slow/2": "success",
     "flaky": "success",
-    "html": "success",  # stage 1 owns every reject of a picture
+    "html": "success",  # rejecting images is up to stage 1
     "empty": "success",
     "noai-for-another": "success",
     "nowhere": "HTTP Error 404: Not Found",
@@ -43,7 +43,7 @@ OUTCOMES = {
     "huge": "too large: 10000000000000 bytes announced, 100000 allowed",
     "endless": "too large: more than the 100000 bytes allowed",
     "silent": "timed out",
-    "trickle": "deadline: no end of the response after 1 seconds",
+    "trickle": "deadline: response not complete after 1 seconds",
     "noai": "Use of image disallowed by X-Robots-Tag directive",
     "noai-for-us": "Use of image disallowed by X-Robots-Tag directive",
 }
@@ -68,7 +68,7 @@ def keep_opener(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def downloaded(server: BadServer, tmp_path_factory: pytest.TempPathFactory) -> tuple[DownloadConfig, PlannedTar]:
-    """One shard of every kind of answer, published."""
+    """Download a tar with every kind of response, and publish it."""
     folder = tmp_path_factory.mktemp("download")
     urls = [f"{server.address}/{path}" for path in OUTCOMES]
     table = laion.rows(len(urls), URL=urls, TEXT=[None, *(f"caption {i}" for i in range(1, len(urls)))])
@@ -125,8 +125,8 @@ def test_the_report_adds_up(downloaded: tuple[DownloadConfig, PlannedTar]) -> No
     assert report["formats"] == {"jpeg": 6, "png": 1, "html": 1, "empty": 1}
     assert json.loads((request.output / "download_report.json").read_text()) == report
     text = describe(report)
-    assert "1 of 1 shards are published, 1 of them now (2.0 s); 0 failed." in text
-    assert "18 rows: 9 pictures (50.0 %)" in text and "jpeg 6, empty 1, html 1, png 1" in text
+    assert "1 of 1 tars are complete, 1 of them downloaded in this run (2.0 s); 0 failed." in text
+    assert "18 rows: 9 images (50.0 %)" in text and "jpeg 6, empty 1, html 1, png 1" in text
 
 
 def test_nothing_else_is_left_in_the_output(downloaded: tuple[DownloadConfig, PlannedTar]) -> None:
@@ -138,9 +138,8 @@ def test_a_shard_with_too_few_successes_fails(server: BadServer, tmp_path: Path)
     laion.write(tmp_path / "in.parquet", laion.rows(4, URL=[f"{server.address}/nowhere/{i}" for i in range(4)]))
     request = config(tmp_path / "in.parquet", tmp_path / "out", min_success_share=0.25)
     [shard] = plan_download(request)
-    with pytest.raises(
-        WorkError, match=r"0 of 4 pictures came, where min_success_share asks for 1; most often: HTTP Er"
-    ):
+    message = r"0 of 4 images were downloaded, but min_success_share requires 1; the most frequent error is: HTTP Error"
+    with pytest.raises(WorkError, match=message):
         fetch_tar(request, shard)
     assert [path.name for path in (tmp_path / "out").glob("0*")] == []
     fetch_tar(request.model_copy(update={"min_success_share": 0.0}), shard)
@@ -172,7 +171,7 @@ def test_shrinking_pictures(server: BadServer, tmp_path: Path, monkeypatch: pyte
     assert report["failures"] == {"not_an_image": 1} and report["formats"] == {"jpeg": 2}
 
 
-def test_a_full_disk_is_told(server: BadServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_reported(server: BadServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     laion.write(tmp_path / "in.parquet", laion.rows(1, URL=[f"{server.address}/nowhere"]))
     request = config(tmp_path / "in.parquet", tmp_path / "out")
     [shard] = plan_download(request)
@@ -193,12 +192,12 @@ def test_the_command_fetches_what_is_missing(server: BadServer, tmp_path: Path) 
         command = [sys.executable, "-m", "precompute.download", "--config", "configs/download.yaml", *options]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
-    assert "3 of 3 shards are published, 3 of them now" in run()
+    assert "3 of 3 tars are complete, 3 of them downloaded in this run" in run()
     assert [server.requests[f"/jpeg/command-{i}"] for i in range(5)] == [1] * 5
     times = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").glob("0000[02]*")}
-    (tmp_path / "out" / "00001_stats.json").unlink()  # as a run leaves it that is killed while it publishes
+    (tmp_path / "out" / "00001_stats.json").unlink()  # as after a kill while publishing
     (tmp_path / "out" / ".attempts" / "00001-123").mkdir(parents=True)
-    assert "2 of 3 shards are there, 1 to fetch" in run()
+    assert "2 of 3 tars are complete, 1 to download" in run()
     assert [server.requests[f"/jpeg/command-{i}"] for i in range(5)] == [1, 1, 2, 2, 1]
     assert times == {path: path.stat().st_mtime_ns for path in times}
     names = {path.name for path in (tmp_path / "out").iterdir()}

@@ -1,4 +1,4 @@
-"""Worker processes that fail or die, a full disk, and a Python that img2dataset cannot run under."""
+"""Worker processes that fail or die, a full disk, and missing modules of img2dataset."""
 
 import importlib.util
 import os
@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from precompute.download import job
 from precompute.download.config import DownloadConfig
 from precompute.download.fetch import require_img2dataset
 from precompute.download.job import fetch_missing
@@ -22,7 +21,7 @@ def config(folder: Path, **fields: Any) -> DownloadConfig:
     return DownloadConfig.model_validate({"input": folder, "output": folder} | fields)
 
 
-# what a worker process may do, by the number of the shard
+# stand-in for fetch_tar, whose behaviour depends on the number of the tar
 def pretend(config: DownloadConfig, shard: PlannedTar) -> dict[str, Any]:
     marker = config.output / f"tried-{shard.name}"
     is_first = not marker.exists()
@@ -38,19 +37,19 @@ def pretend(config: DownloadConfig, shard: PlannedTar) -> dict[str, Any]:
     return {"successes": 1, "count": 1, "duration": 1.0, "latentmill": {"tar_bytes": 5}}
 
 
-def test_shards_are_tried_again_and_a_dead_worker_takes_few_with_it(
+def test_tars_are_retried_and_a_dead_worker_fails_only_a_few(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     request = config(tmp_path, processes=2, shard_attempts=3)
     shards = [PlannedTar(number, tmp_path / "in.parquet", 0, 1) for number in range(8)]
     assert fetch_missing(request, shards, pretend) == (7, {"00002": "broken for good"})
     tries = {path.name[6:]: len(path.read_text()) for path in tmp_path.glob("tried-*")}
-    assert 2 <= tries["00002"] <= 3  # 2 where the process of 00003 died before 00002 had begun beside it
+    assert 2 <= tries["00002"] <= 3  # 2 if the worker of 00003 died before 00002 started in parallel
     assert tries["00001"] >= 2 and tries["00003"] >= 2
-    assert "00003 failed, and is tried again: a worker process died" in capsys.readouterr().out
+    assert "00003 failed and will be retried: a worker process died" in capsys.readouterr().out
 
 
-def test_a_worker_that_died_between_two_shards_fails_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_dies_between_two_tars_fails_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pools = []
 
     def first_dead(*arguments: Any) -> ProcessPoolExecutor:
@@ -59,7 +58,7 @@ def test_a_worker_that_died_between_two_shards_fails_none(tmp_path: Path, monkey
             assert isinstance(pools[0].submit(os._exit, 9).exception(), BrokenProcessPool)
         return pools[-1]
 
-    monkeypatch.setattr(job, "start_pool", first_dead)
+    monkeypatch.setattr("shards.base.pool.start_pool", first_dead)
     shards = [PlannedTar(number, tmp_path / "in.parquet", 0, 1) for number in (4, 5)]
     assert fetch_missing(config(tmp_path, shard_attempts=1), shards, pretend) == (2, {})
     assert len(pools) == 2
@@ -67,7 +66,7 @@ def test_a_worker_that_died_between_two_shards_fails_none(tmp_path: Path, monkey
 
 def test_a_full_disk_ends_the_run(tmp_path: Path) -> None:
     shards = [PlannedTar(99, tmp_path / "in.parquet", 0, 1)]
-    with pytest.raises(WorkError, match=r"No space is left in .* The published shards stay: free some space"):
+    with pytest.raises(WorkError, match=r"No space is left in .* Published tars are kept. Free some space"):
         fetch_missing(config(tmp_path, processes=1), shards, pretend)
 
 

@@ -1,4 +1,4 @@
-"""Which rows go into which tar, under which names."""
+"""Assignment of rows to tars, and names of the stored columns."""
 
 from pathlib import Path
 from typing import Any
@@ -62,27 +62,35 @@ def with_column(name: str, values: Any) -> pa.Table:
 @pytest.mark.parametrize(
     ("table", "fields", "message"),
     [
-        (laion.rows(2).drop_columns(["TEXT", "URL"]), {}, "a.parquet has no URL and no TEXT column; it has WIDTH, "),
+        (
+            laion.rows(2).drop_columns(["TEXT", "URL"]),
+            {},
+            "a.parquet has no URL and no TEXT column. Its columns are WIDTH",
+        ),
         (with_column("url", pa.array(["a", "b"])), {}, "has the columns `URL` and `url`, which are both names for URL"),
         (
             with_column("t", pa.array([0, 1], pa.timestamp("ms"))),
             {},
-            r"`t` is timestamp\[ms\], which cannot be stored as t",
+            r"`t` has type timestamp\[ms\], so it cannot be stored as t",
         ),
-        (with_column("l", pa.array([[1], [2]])), {}, r"`l` is list<element: int64>.*--extra_columns a,b"),
+        (with_column("l", pa.array([[1], [2]])), {}, r"`l` has type list<element: int64>.*--extra_columns a,b"),
         (
             laion.rows(2).set_column(0, "URL", pa.array([1, 2])),
             {},
-            "the column `URL` is int64, which cannot be stored as url",
+            "the column `URL` has type int64, so it cannot be stored as url",
         ),
-        (laion.rows(2), {"extra_columns": ["WIDTH", "NSFW"]}, "has no column `NSFW` to carry; it has URL, TEXT"),
+        (
+            laion.rows(2),
+            {"extra_columns": ["WIDTH", "NSFW"]},
+            "has no column `NSFW`, which extra_columns names. Its columns are URL, TEXT",
+        ),
         (
             with_column("md5", pa.array([1, 2])).append_column("source_md5", pa.array([1, 2])),
             {},
             "two columns would be stored as `source_md5`",
         ),
-        (laion.rows(0), {}, "a.parquet holds no rows: there is nothing to download"),
-        (laion.rows(100_001), {"rows_per_shard": 1}, "makes 100001 shards of 1 rows, and five digits name 100000"),
+        (laion.rows(0), {}, "a.parquet contains no rows, so there is nothing to download"),
+        (laion.rows(100_001), {"rows_per_shard": 1}, "needs 100001 tars of 1 rows, but the limit is 100000"),
     ],
 )
 def test_bad_input_is_refused_before_anything_is_written(
@@ -98,44 +106,45 @@ def test_bad_places(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="There is no file or folder"):
         plan_download(config(tmp_path / "nowhere", tmp_path / "out"))
     (tmp_path / "in").mkdir()
-    with pytest.raises(RequestError, match=r"holds no \*.parquet file"):
+    with pytest.raises(RequestError, match=r"contains no \*.parquet file"):
         plan_download(config(tmp_path / "in", tmp_path / "out"))
     (tmp_path / "in" / "a.parquet").write_bytes(b"PAR1")
     with pytest.raises(RequestError, match=r"a.parquet cannot be read as parquet: .* Replace or remove it"):
         plan_download(config(tmp_path / "in", tmp_path / "out"))
     (tmp_path / "in" / ".work").mkdir()
-    with pytest.raises(RequestError, match=r"is not finished. Let `precompute.select` end first"):
+    with pytest.raises(RequestError, match=r"is not finished. Run `precompute.select` to completion first"):
         plan_download(config(tmp_path / "in", tmp_path / "out"))
 
 
-def test_an_output_keeps_to_the_rows_it_was_begun_with(tmp_path: Path) -> None:
+def test_an_output_keeps_the_rows_it_was_started_with(tmp_path: Path) -> None:
     source, output = tmp_path / "in", tmp_path / "out"
     laion.write(source / "a.parquet", laion.rows(5))
     before = plan_download(config(source, output, rows_per_shard=2))
 
     laion.write(source / "b.parquet", laion.rows(3, start=5))
     assert plan_download(config(source, output, rows_per_shard=2))[:3] == before
-    with pytest.raises(RequestError, match=r"was begun with rows_per_shard 2, not 3: its shards would not go together"):
+    with pytest.raises(RequestError, match=r"was started with rows_per_shard 2, not 3, and all its tars must"):
         plan_download(config(source, output, rows_per_shard=3))
-    with pytest.raises(RequestError, match=r"was begun with images {.*original.*}, not {.*keep_ratio_largest"):
+    with pytest.raises(RequestError, match=r"was started with images {.*original.*}, not {.*keep_ratio_largest"):
         plan_download(config(source, output, rows_per_shard=2, images={"mode": "keep_ratio_largest"}))
 
     laion.write(source / "a.parquet", laion.rows(5, start=100))
     with pytest.raises(
-        RequestError, match=r"begun with a.parquet of 5 rows as input file 0; now that is a.parquet with 5"
+        RequestError,
+        match=r"started with a.parquet \(5 rows\) as input file 0, which is now a.parquet with 5 rows, or",
     ):
         plan_download(config(source, output, rows_per_shard=2))
     (source / "b.parquet").unlink()
     laion.write(source / "a.parquet", laion.rows(5))
-    with pytest.raises(RequestError, match=r"begun with b.parquet of 3 rows as input file 1; now that is none"):
+    with pytest.raises(RequestError, match=r"started with b.parquet \(3 rows\) as input file 1, which is now missing"):
         plan_download(config(source, output, rows_per_shard=2))
 
     (output / "download_plan.json").write_text("{}")
-    with pytest.raises(RequestError, match=r"download_plan.json is damaged.*restore it"):
+    with pytest.raises(RequestError, match=r"download_plan.json is damaged.* rows of the existing tars are unknown"):
         plan_download(config(source, output, rows_per_shard=2))
 
 
-def test_damaged_rows_are_told(tmp_path: Path) -> None:
+def test_damaged_rows_are_reported(tmp_path: Path) -> None:
     broken = pa.Array.from_buffers(pa.string(), 2, pa.array([b"ok", b"\xff"], pa.binary()).buffers())
     laion.write(tmp_path / "a.parquet", laion.rows(2).set_column(1, "TEXT", broken))
     [shard] = plan_download(config(tmp_path / "a.parquet", tmp_path / "out"))

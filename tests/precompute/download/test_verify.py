@@ -1,4 +1,4 @@
-"""A shard against its own records: every kind of damage is found."""
+"""Verification of a tar against its own records: every kind of damage is found."""
 
 import hashlib
 import io
@@ -28,7 +28,7 @@ SHARD = PlannedTar(0, Path("in.parquet"), 0, 4)
 
 @pytest.fixture
 def config(tmp_path: Path) -> DownloadConfig:
-    """Of the output folder that holds shard 00000: four rows, three successes, as img2dataset writes them."""
+    """Write tar 00000 as img2dataset does, with four rows and three successes, and return the config of its folder."""
     keys = [f"{i:07d}" for i in range(4)]
     hashes = {key: hashlib.sha256(data).hexdigest() for key, data in PICTURES.items()}
     statuses = ["success" if key in PICTURES else "failed_to_download" for key in keys]
@@ -92,24 +92,30 @@ def rename(table: pa.Table, old: str, new: str) -> pa.Table:
 
 
 DAMAGE: list[tuple[Callable[[Path], None], str]] = [
-    (lambda folder: change_tar(folder, jpg=None, txt=None, json=None), "lacks 1 samples .* the first 0000001"),
-    (lambda folder: change_tar(folder, jpg=None), "sample 0000001 has no picture"),
+    (lambda folder: change_tar(folder, jpg=None, txt=None, json=None), "lacks 1 samples .* the first of them 0000001"),
+    (lambda folder: change_tar(folder, jpg=None), "sample 0000001 has no image"),
     (lambda folder: change_tar(folder, txt=None), "sample 0000001 has no caption"),
-    (lambda folder: change_tar(folder, json=None), "the JSON of sample 0000001 is of no sample"),
-    (lambda folder: change_tar(folder, json=b"{"), "the JSON of sample 0000001 is of no sample"),
-    (lambda folder: change_tar(folder, json=b'{"key": "0000003"}'), "the JSON of sample 0000001 is of 0000003"),
-    (lambda folder: change_tar(folder, jpg=b"other"), "sample 0000001 do not match the SHA-256"),
-    (lambda folder: flip(folder, 600), "sample 0000000 do not match the SHA-256"),
+    (lambda folder: change_tar(folder, json=None), "the JSON of sample 0000001 is missing or has no key"),
+    (lambda folder: change_tar(folder, json=b"{"), "the JSON of sample 0000001 is missing or has no key"),
+    (lambda folder: change_tar(folder, json=b'{"key": "0000003"}'), "the JSON of sample 0000001 has the key 0000003"),
+    (lambda folder: change_tar(folder, jpg=b"other"), "sample 0000001 does not match the SHA-256"),
+    (lambda folder: flip(folder, 600), "sample 0000000 does not match the SHA-256"),
     (lambda folder: flip(folder, 5), "uncompressed|damaged"),
-    # in a later header: the listing of Python's tarfile ends there without an error
+    # in a later header, where Python's tarfile ends the listing without an error
     (lambda folder: flip(folder, 512 + 2048 + 5), "damaged"),
     (lambda folder: cut(folder, 512 + 2048), "truncated"),
     (lambda folder: cut(folder, 1000), "truncated within"),
-    (lambda folder: change_stats(folder, count=5), "rows asked for 4, stats 5, stats, summed 4, parquet 4"),
-    (lambda folder: change_stats(folder, successes=2), "stats, summed 3"),
-    (lambda folder: change_stats(folder, successes=2, failed_to_resize=1), "parquet lists 3 successes, the stats 2"),
+    (lambda folder: change_stats(folder, count=5), "requested 4, stats 5, sum of stats 4, parquet 4"),
+    (lambda folder: change_stats(folder, successes=2), "sum of stats 3"),
+    (
+        lambda folder: change_stats(folder, successes=2, failed_to_resize=1),
+        "lists 3 successes, the stats 2",
+    ),
     (lambda folder: change_parquet(folder, lambda table: table.slice(1)), "parquet 3"),
-    (lambda folder: change_parquet(folder, lambda t: rename(t, "0000002", "0000001")), "the parquet lists a key twice"),
+    (
+        lambda folder: change_parquet(folder, lambda t: rename(t, "0000002", "0000001")),
+        "parquet file lists a key twice",
+    ),
     (lambda folder: change_parquet(folder, lambda t: rename(t, "0000001", "0000009")), "does not list as a success"),
 ]
 

@@ -68,7 +68,7 @@ def test_a_node_without_torchao_is_refused(
     models: Path, tars: Path, towers: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(describe, "find_spec", lambda name: None)
-    wanted = r"texts\.t5\.weights: float8 weights are made by torchao, which is not installed\. Install it here and on"
+    wanted = r"texts\.t5\.weights: float8 weights need torchao, which is not installed\. Install it here and on"
     with pytest.raises(RequestError, match=wanted):
         record(models, tars, towers, "float8")
     for module in ("torchao", "torchao.quantization"):

@@ -209,10 +209,10 @@ def test_features_equal_the_vision_models_outputs(
 @pytest.mark.parametrize(
     ("made", "class_name", "words"),
     [
-        (lambda: ViTMAEModel(ViTMAEConfig(**VISION)), None, "ViTMAEModel .* makes 5 tokens of 16 .* has 16 patches"),
+        (lambda: ViTMAEModel(ViTMAEConfig(**VISION)), None, "ViTMAEModel .* returns 5 tokens of 16 .* has 16 patches"),
         (lambda: SwinModel(SwinConfig(embed_dim=16, depths=[1, 1], num_heads=[2, 2], window_size=2)), None, "Swin"),
-        (lambda: ViTForImageClassification(ViTConfig(**VISION)), None, "makes no hidden states.*last_hidden_state"),
-        (clip_in_two_halves, None, "CLIPModel .* makes no hidden states"),
+        (lambda: ViTForImageClassification(ViTConfig(**VISION)), None, "returns no hidden states.*last_hidden_state"),
+        (clip_in_two_halves, None, "CLIPModel .* returns no hidden states"),
         (clip_in_two_halves, "ViTModel", "ViTModel in"),
     ],
     ids=["leaves patches out", "merges patches", "with a head", "of pictures and words", "another class"],
@@ -396,12 +396,14 @@ def test_a_tokenizer_that_does_not_fit_the_text_encoder_is_refused(
     describe(further)
     unpadded = character_tokenizer("t5")
     unpadded.pad_token = None
-    assert "names no pad_token, with which captions are filled" in refused(unpadded)
+    assert "defines no pad_token, which is needed to pad captions" in refused(unpadded)
     further.pad_token = "<picture 29>"
-    assert f"has {len(further)} tokens, and the text encoder knows 64. They are not a pair" in refused(further)
+    assert f"has {len(further)} tokens, but the text encoder has only 64 embeddings. Use the tokenizer" in refused(
+        further
+    )
     vocabulary = {f"{number}": number for number in range(65)}
     large = Tokenizer(WordLevel(vocabulary, "0"))
-    assert "has 65 tokens, and" in refused(PreTrainedTokenizerFast(tokenizer_object=large, pad_token="1"))
+    assert "has 65 tokens, but" in refused(PreTrainedTokenizerFast(tokenizer_object=large, pad_token="1"))
     (folder / "tokenizer.json").write_text("{}")
     asked = texts(towers, models, tokenizer=str(folder))
     with pytest.raises(RequestError, match=r"texts\.t5\.tokenizer: transformers cannot load .*tokenizer: "):
@@ -411,16 +413,19 @@ def test_a_tokenizer_that_does_not_fit_the_text_encoder_is_refused(
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"masked": False, "trim": True}, r"texts\.t5\.trim: T5EncoderModel sees the padding behind a caption"),
+        (
+            {"masked": False, "trim": True},
+            r"texts\.t5\.trim: without `masked`, every token's state in T5EncoderModel depends on the padding",
+        ),
         ({"pooled": True}, r"texts\.t5\.pooled: T5EncoderModel has no pooled output"),
-        ({"max_tokens": None}, r"texts\.t5\.max_tokens: T5EncoderModel takes captions of any length"),
-        ({"class_name": "NoSuchModel"}, r"is of a 'NoSuchModel', which this transformers"),
+        ({"max_tokens": None}, r"texts\.t5\.max_tokens: T5EncoderModel accepts captions of any length"),
+        ({"class_name": "NoSuchModel"}, r"is for the class 'NoSuchModel', which transformers"),
         (
             {"class_name": "T5ForConditionalGeneration"},
-            r"texts\.t5: .* no hidden states of a caption alone",
+            r"texts\.t5: .* does not return hidden states for a caption alone",
         ),
         ({"layer": 99}, r"texts\.t5\.layer: T5EncoderModel .* hidden states -3 to 2, not 99"),
-        ({"keep": [[5, 3]]}, r"texts\.t5\.keep: .* of 24 tokens is none"),
+        ({"keep": [[5, 3]]}, r"texts\.t5\.keep: .* selects no token of 24"),
         ({"keep": [[4, 9], [0, 5]]}, r"out of order"),
         ({"model": "no/such/place", "tokenizer": "none"}, r"no/such"),
     ],
@@ -436,9 +441,9 @@ def test_outputs_that_cannot_be_stored_are_refused_by_name(
     ("changes", "words"),
     [
         ({"texts": {}}, "at least 1 item"),
-        ({"texts": {"a.b": {"model": "m", "tokenizer": "t"}}}, "a tower's name is made of"),
+        ({"texts": {"a.b": {"model": "m", "tokenizer": "t"}}}, "'a.b' is not a valid tower name"),
         ({"texts": {"a": {"model": "m", "tokenizer": "t", "states": False}}}, "would store nothing"),
-        ({"texts": {"a": {"model": "m", "tokenizer": "t", "template": "x"}}}, "where the caption would go"),
+        ({"texts": {"a": {"model": "m", "tokenizer": "t", "template": "x"}}}, "no placeholder {} for the caption"),
     ],
 )
 def test_contradictory_settings_are_refused_by_the_config(
@@ -449,7 +454,7 @@ def test_contradictory_settings_are_refused_by_the_config(
 
 
 def test_a_bucket_that_is_not_a_whole_number_of_patches(models: Path, tars: Path, tmp_path: Path, towers: Path) -> None:
-    wrong = r"features.dino: bucket 72x64 × 0\.875 is not a multiple of the patch size 14\. Choose sides.* steps of 16"
+    wrong = r"features.dino: bucket 72x64 × 0\.875 is not a multiple of the patch size 14\. Choose bucket sides.* steps of 16"
     with pytest.raises(RequestError, match=wrong):
         describe_encoding(config_of(models, tars, tmp_path, towers, buckets=["72x64"]))
 

@@ -1,4 +1,4 @@
-"""Captions and scores."""
+"""Cleaning of captions, and reading of scores."""
 
 import json
 from pathlib import Path
@@ -19,7 +19,7 @@ LIMIT = 50
 
 @given(st.one_of(st.binary(max_size=200), st.text(st.characters(), max_size=200)))
 def test_any_bytes_give_clean_text_or_a_reject(raw: bytes | str) -> None:
-    """Lone surrogates, as JSON's escapes may hold them, included."""
+    """Including lone surrogates, which JSON escapes can contain."""
     try:
         caption = clean_caption(raw, LIMIT)
     except Reject as reject:
@@ -41,9 +41,9 @@ def test_nothing_left_is_rejected(raw: object) -> None:
     ("raw", "text", "changes"),
     [
         (b"a red circle", "a red circle", set()),
-        (b" a red circle \r\n", "a red circle", set()),  # outer blanks are no fault
+        (b" a red circle \r\n", "a red circle", set()),  # surrounding whitespace does not count as a change
         ("b\u00e4r".encode(), "b\u00e4r", set()),
-        ("b\u00e4r \ufffd".encode(), "b\u00e4r \ufffd", set()),  # it was there before
+        ("b\u00e4r \ufffd".encode(), "b\u00e4r \ufffd", set()),  # already in the input
         (b"b\xe4r", "b\ufffdr", {"invalid_utf8"}),
         ("b\ud800r", "b\ufffdr", {"invalid_utf8"}),
         (b"a\x00\x1b\nb", "a b", {"control_characters"}),
@@ -53,7 +53,7 @@ def test_nothing_left_is_rejected(raw: object) -> None:
         (b" a\x00\x1bb\xffc\r\n" + b"x" * LIMIT, "a b\ufffdc " + "x" * (LIMIT - 6), None),
     ],
 )
-def test_what_is_mended_is_named(raw: bytes | str, text: str, changes: set[str] | None) -> None:
+def test_changes_are_recorded(raw: bytes | str, text: str, changes: set[str] | None) -> None:
     everything = {"invalid_utf8", "control_characters", "too_long"}
     assert clean_caption(raw, LIMIT) == CleanCaption(text, frozenset(everything if changes is None else changes))
 
@@ -104,12 +104,12 @@ def test_caption_fields_that_make_no_sense(models: Path, tars: Path, fields: lis
 
 
 @pytest.mark.parametrize("score", [10**400, -(10**39), 1e39, float("inf"), float("nan"), True, "5", None, [5.0]])
-def test_what_float32_does_not_hold_is_no_score(score: object) -> None:
+def test_values_out_of_float32_range_are_not_scores(score: object) -> None:
     np.testing.assert_array_equal(read_scores({"punsafe": score}), np.full(4, np.nan, np.float32))
 
 
 @pytest.mark.parametrize("sign", [1, -1])
-def test_all_that_float32_holds_is_a_score(sign: int) -> None:
+def test_all_values_in_float32_range_are_scores(sign: int) -> None:
     largest = float(np.finfo(np.float32).max)
     for score in (largest, np.nextafter(largest, 0), 1e-45, 2**127):
         np.testing.assert_array_equal(read_scores({"punsafe": sign * score})[2], np.float32(sign * score))

@@ -1,4 +1,4 @@
-"""Reading tars: grouping, and every way in which a damaged one is found out."""
+"""Reading tars: grouping of members, and detection of every kind of damage."""
 
 import gzip
 import io
@@ -42,12 +42,12 @@ def test_counts_come_from_both_side_files(tar: Path) -> None:
     assert counted.counts == {"00007_stats.json": 6, "00007.parquet": 6}
     Tar(tar, LIMIT).check(shard, counted)
     del (opened := Tar(tar, LIMIT)).members["000070003"]
-    with pytest.raises(DamagedInput, match=r"holds 5 samples, but 00007_stats\.json beside it counted 6"):
+    with pytest.raises(DamagedInput, match=r"contains 5 samples, but 00007_stats\.json lists 6"):
         opened.check(shard, counted)
 
 
 def test_a_flipped_bit_in_any_header_is_found(tar: Path) -> None:
-    """Every header byte that the checksum covers, in a member in the middle."""
+    """Flip every header byte that the checksum covers, in a member in the middle."""
     data = bytearray(tar.read_bytes())
     header = data.index(b"000070003.jpg")
     for offset in [0, 5, 100, 124, 130, 148, 156, 257]:
@@ -60,7 +60,7 @@ def test_a_flipped_bit_in_any_header_is_found(tar: Path) -> None:
 
 @pytest.mark.parametrize("tar_format", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
 def test_headers_are_read_as_tarfile_reads_them(tar_format: Literal[0, 1, 2]) -> None:
-    """Whole ones, and with any one bit of them flipped."""
+    """Intact headers, and headers with any single bit flipped."""
 
     def fields(kind: type[tarfile.TarInfo], block: bytes) -> tuple[object, ...]:
         try:
@@ -102,7 +102,7 @@ def test_headers_are_read_as_tarfile_reads_them(tar_format: Literal[0, 1, 2]) ->
 
 
 def test_a_plain_files_header_is_read_without_tarfile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the checksum is the header's; no other field decides."""
+    """If the checksum matches the header, no other field matters."""
     header = tarfile.TarInfo("000070003.jpg")
     header.size = 4321
     plain = header.tobuf(tarfile.GNU_FORMAT)
@@ -146,7 +146,7 @@ def test_an_oversized_member_is_not_read(tar: Path) -> None:
     assert all(sample.image is None and ".jpg: " in sample.oversized for sample in samples)
 
 
-def test_broken_json_costs_the_metadata_alone(tmp_path: Path) -> None:
+def test_invalid_json_costs_only_the_metadata(tmp_path: Path) -> None:
     members = {"jpg": b"x", "txt": b"y", "json": b"{"}
     path = make_tar(tmp_path, "00000", [("a", members), ("b", members | {"json": json.dumps([1]).encode()})])
     assert [sample.metadata for sample in Tar(path, LIMIT).samples()] == [{}, {}]
@@ -155,7 +155,7 @@ def test_broken_json_costs_the_metadata_alone(tmp_path: Path) -> None:
 def test_listing(tar: Path, tmp_path: Path) -> None:
     assert [shard.name for shard in list_tars(str(tar.parent))] == ["00007"]
     assert [shard.name for shard in list_tars(f"file://{tar.parent}")] == ["00007"]
-    with pytest.raises(RequestError, match="There is no folder"):
+    with pytest.raises(RequestError, match="does not exist"):
         list_tars(str(tmp_path / "absent"))
 
 
@@ -179,7 +179,7 @@ def test_an_extended_header_that_would_fill_the_memory_is_damage(tar: Path, kind
     assert len(Tar(tar, LIMIT, "salvage").members) == 6
 
 
-def test_a_sparse_header_that_goes_on_past_the_end_is_damage(tmp_path: Path) -> None:
+def test_a_sparse_header_that_extends_past_the_end_is_damage(tmp_path: Path) -> None:
     header = tarfile.TarInfo("000.jpg")
     header.type = tarfile.GNUTYPE_SPARSE
     block = bytearray(header.tobuf(tarfile.GNU_FORMAT))
@@ -191,7 +191,7 @@ def test_a_sparse_header_that_goes_on_past_the_end_is_damage(tmp_path: Path) -> 
         Tar(tmp_path / "00000.tar", LIMIT)
 
 
-def test_two_pictures_of_one_key_cannot_be_told_apart(tmp_path: Path) -> None:
+def test_two_images_with_one_key_are_ambiguous(tmp_path: Path) -> None:
     members = {"000.jpg": b"photo", "000.png": b"mask", "000.txt": b"a photo", "001.jpg": b"x", "001.txt": b"y"}
     path = write_tar(tmp_path / "00000.tar", members)
     with pytest.raises(DamagedInput, match="the key 000 occurs twice"):
@@ -200,33 +200,33 @@ def test_two_pictures_of_one_key_cannot_be_told_apart(tmp_path: Path) -> None:
     assert list(salvaged.members) == ["001"] and list(salvaged.lost) == ["000"]
 
 
-def test_members_without_a_key_and_folders_are_passed_over(tmp_path: Path) -> None:
+def test_members_without_a_key_and_folders_are_skipped(tmp_path: Path) -> None:
     path = tmp_path / "00000.tar"
     with tarfile.open(path, "w") as tar:
         for name in ("._BZh4x.jpg", "BZh4x.jpg", "folder", "._BZh4x.txt", "BZh4x.txt"):
             header = tarfile.TarInfo(name)
             header.type = tarfile.DIRTYPE if name == "folder" else tarfile.REGTYPE
             tar.addfile(header)
-    path.write_bytes(path.read_bytes()[512:])  # the first header's name begins as bzip2 does
+    path.write_bytes(path.read_bytes()[512:])  # the name in the first header starts like a bzip2 file
     (sample,) = Tar(path, LIMIT).samples()
     assert (sample.key, sample.image, sample.caption) == ("BZh4x", b"", b"")
 
 
-def test_a_huge_json_costs_the_metadata_alone(tmp_path: Path) -> None:
+def test_a_huge_json_costs_only_the_metadata(tmp_path: Path) -> None:
     data = b'{"url": "u", "a": [' + b"[]," * (1 << 19) + b"1]}"
     path = write_tar(tmp_path / "00000.tar", {"000.jpg": b"x", "000.txt": b"y", "000.json": data})
     (sample,) = Tar(path, 64 << 20).samples()
     assert sample.metadata == {} and not sample.oversized and sample.caption == b"y"
 
 
-def test_hidden_files_are_no_tars(tar: Path) -> None:
+def test_hidden_files_are_not_tars(tar: Path) -> None:
     for name in (".00008.tar", "._00007.tar"):
         (tar.parent / name).write_bytes(b"")
     assert [shard.name for shard in list_tars(str(tar.parent))] == ["00007"]
 
 
 def test_a_bit_of_a_side_file_is_damage_or_nothing(tar: Path) -> None:
-    """Never an error that would be taken for the storage's, or for a bug."""
+    """It never raises an error that would be mistaken for a storage failure or a bug."""
     shard, random, refused = InputTar("00007", str(tar)), np.random.default_rng(0), 0
     for name in ("00007.parquet", "00007_stats.json"):
         path = tar.parent / name
@@ -254,7 +254,7 @@ def test_odd_counts_are_damage(tar: Path, stats: str) -> None:
 
 def test_a_parquet_of_too_many_rows_is_not_read(tar: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tars, "MAX_ROWS", 5)
-    with pytest.raises(DamagedInput, match="6 rows, where no more than 5 are read"):
+    with pytest.raises(DamagedInput, match="6 rows, more than the limit of 5"):
         counted_samples(InputTar("00007", str(tar)))
 
 
@@ -272,7 +272,7 @@ def of_names(*names: str) -> dict[str, bytes]:
         ),
         (["a.jpg", "a.seg.png", "a.txt"], {"a": (b"a.jpg", b"a.txt")}),  # as in webdataset
         (["d.e/a.seg.png", "d.e/a.jpg", "d.e/a.txt"], {"a": (b"d.e/a.jpg", b"d.e/a.txt")}),
-        (["a.rgb.png", "a.txt"], {"a": (None, b"a.txt")}),  # webdataset's key, and no picture that we would know
+        (["a.rgb.png", "a.txt"], {"a": (None, b"a.txt")}),  # as in webdataset, without an image of a known suffix
     ],
 )
 def test_keys_with_dots(names: list[str], samples: dict[str, tuple[bytes | None, bytes]], tmp_path: Path) -> None:
@@ -294,10 +294,10 @@ def test_the_remedy_for_members_out_of_order_is_to_sort_them(tmp_path: Path) -> 
 
 
 def test_folders_without_tars_say_what_they_hold(tmp_path: Path) -> None:
-    with pytest.raises(RequestError, match=r"There is no folder .*absent, which `input` names"):
+    with pytest.raises(RequestError, match=r"The `input` folder .*absent does not exist"):
         list_tars(str(tmp_path / "absent"))
-    with pytest.raises(RequestError, match="There is no tar in"):
+    with pytest.raises(RequestError, match=r"contains no \*\.tar files"):
         list_tars(str(tmp_path))
     (tmp_path / "00000.tar.gz").touch()
-    with pytest.raises(RequestError, match=r"holds only compressed tars, such as 00000\.tar\.gz.* Decompress them"):
+    with pytest.raises(RequestError, match=r"contains only compressed tars, such as 00000\.tar\.gz.* Decompress them"):
         list_tars(str(tmp_path))

@@ -35,11 +35,11 @@ def test_choosing(wanted: str, numbers: list[int]) -> None:
 @pytest.mark.parametrize(
     ("wanted", "message"),
     [
-        ("00012", "There is no tar 00012. The input holds 00000 to 00011"),
+        ("00012", "There is no tar 00012. The input contains 00000 to 00011"),
         ("00010-00020", "00012, 00013, 00014, 00015, 00016 and 4 more"),
         ("3", "There is no tar 3"),
-        ("00005-00003", "runs backwards"),
-        ("a-b", "give 00042, 00000-00099"),
+        ("00005-00003", "the end of the range 00005-00003 is before its start"),
+        ("a-b", "--shards a-b is not a selection of tars. Use 00042, 00000-00099"),
     ],
 )
 def test_wrong_choices(wanted: str, message: str) -> None:
@@ -88,7 +88,7 @@ def test_a_job_with_a_damaged_tar(models: Path, tars: Path, tmp_path: Path) -> N
         (["--workers.batch_size", "0"], "`workers.batch_size` = '0': input should be greater than or equal to 1"),
         (["--buckets", '["100x100"]'], "not a multiple of the VAE's downsampling factor, 8"),
         (["--vae", "/absent"], "There is no model folder /absent"),
-        (["--input", "/absent"], "There is no folder /absent, which `input` names"),
+        (["--input", "/absent"], "The `input` folder /absent does not exist"),
     ],
 )
 def test_wrong_requests_write_nothing(
@@ -109,14 +109,14 @@ def test_tars_without_side_files_are_named_once(
     shutil.copytree(tars, tmp_path / "tars")
     arguments = precompute_arguments(models, tmp_path / "tars", tmp_path / "root")
     command(arguments)
-    assert "beside" not in capsys.readouterr().out
+    assert "note: " not in capsys.readouterr().out
     (tmp_path / "tars" / "00000_stats.json").unlink()  # the parquet is there
     (tmp_path / "tars" / "00001_stats.json").unlink()
     (tmp_path / "tars" / "00001.parquet").unlink()
     for shards, counts in (("all", "1 of 2"), ("00001", "1 of 1")):
         command([*arguments, "--shards", shards])
-        (line,) = (line for line in capsys.readouterr().out.splitlines() if "beside" in line)
-        assert line.startswith(f"{counts} tars in {tmp_path / 'tars'} have neither NNNNN_stats.json nor NNNNN.parquet")
+        (line,) = (line for line in capsys.readouterr().out.splitlines() if "note: " in line)
+        assert line.startswith(f"note: {counts} tars in {tmp_path / 'tars'} have no NNNNN_stats.json or NNNNN.parquet")
 
 
 def test_a_root_with_another_encoding_is_left_alone(

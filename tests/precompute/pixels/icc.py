@@ -1,4 +1,4 @@
-"""ICC profiles made by hand, and the arithmetic that they stand for."""
+"""Handmade ICC profiles, and the arithmetic that they define."""
 
 import struct
 
@@ -28,7 +28,7 @@ def _text(kind: bytes) -> bytes:
 
 
 def make_profile(space: bytes, tags: dict[bytes, bytes], connection: bytes = b"XYZ ", kind: bytes = b"mntr") -> bytes:
-    """A version 2 profile of colour space `space` (4 bytes)."""
+    """Build a version 2 profile for the colour space `space` (4 bytes)."""
     tags = {b"desc": _text(b"desc"), b"cprt": _text(b"text"), b"wtpt": _xyz(np.array([0.9642, 1, 0.8249])), **tags}
     directory, body = struct.pack(">I", len(tags)), b""
     start = 128 + 4 + 12 * len(tags)
@@ -42,18 +42,18 @@ def make_profile(space: bytes, tags: dict[bytes, bytes], connection: bytes = b"X
 
 
 def rgb_profile(colorants: np.ndarray, gamma: float) -> bytes:
-    """Matrix and one gamma."""
+    """Build an RGB profile from a matrix and a gamma."""
     tags = {name: _xyz(column) for name, column in zip((b"rXYZ", b"gXYZ", b"bXYZ"), colorants.T, strict=True)}
     return make_profile(b"RGB ", tags | {name: _gamma(gamma) for name in (b"rTRC", b"gTRC", b"bTRC")})
 
 
 def grey_profile(gamma: float) -> bytes:
-    """One gamma."""
+    """Build a grey profile from a gamma."""
     return make_profile(b"GRAY", {b"kTRC": _gamma(gamma)})
 
 
 def cmyk_profile() -> bytes:
-    """Ink to Lab by a table of 2⁴ corners: the lightness falls with the ink, C and K weigh most; no colour."""
+    """Build a CMYK profile from a table of 2⁴ corners: ink, mostly C and K, reduces lightness and adds no colour."""
     corners = np.array(np.meshgrid(*[[0, 1]] * 4, indexing="ij")).reshape(4, -1).T
     lightness = 1 - corners @ np.array([0.3, 0.2, 0.1, 0.4])
     table = np.stack([lightness, np.full(16, 0.5), np.full(16, 0.5)], axis=-1)
@@ -66,11 +66,11 @@ def cmyk_profile() -> bytes:
 
 
 def to_srgb(values: np.ndarray, colorants: np.ndarray, gamma: float) -> np.ndarray:
-    """(…, 3) in [0, 255] of `rgb_profile(colorants, gamma)` → sRGB in [0, 255], by the definition."""
+    """Convert (…, 3) in [0, 255] from `rgb_profile(colorants, gamma)` to sRGB by its definition."""
     linear = np.linalg.solve(SRGB, colorants) @ ((values / 255.0) ** gamma).reshape(-1, 3).T
     return 255 * encode_srgb(linear.T.reshape(values.shape).clip(0, 1))
 
 
 def encode_srgb(linear: np.ndarray) -> np.ndarray:
-    """IEC 61966-2-1."""
+    """Apply the sRGB transfer function (IEC 61966-2-1)."""
     return np.where(linear <= 0.0031308, 12.92 * linear, 1.055 * np.maximum(linear, 1e-9) ** (1 / 2.4) - 0.055)

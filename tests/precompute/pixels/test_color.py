@@ -1,4 +1,4 @@
-"""What is in a file → sRGB over white, each held against plain arithmetic, or LittleCMS called plainly."""
+"""Conversion to sRGB over white, compared with plain arithmetic or with LittleCMS."""
 
 import io
 import struct
@@ -26,7 +26,7 @@ ALPHA = RNG.integers(0, 256, (SIDE, SIDE), dtype=np.uint8)
 
 
 def decoded(data: bytes) -> np.ndarray:
-    """(64, 64, 3), pixel for pixel: nothing is resized."""
+    """Decode to (64, 64, 3) without resizing."""
     return decode(data, [BUCKET], PixelsConfig(), LimitsConfig()).pixels[BUCKET].astype(float)
 
 
@@ -62,7 +62,7 @@ def test_sixteen_bit_grey(format: str) -> None:
 
 
 def png_of(values: np.ndarray, color_type: int, *chunks: tuple[bytes, bytes]) -> bytes:
-    """A 16-bit PNG made by hand: (height, width[, channels]) uint16."""
+    """Encode (height, width[, channels]) uint16 as a 16-bit PNG."""
     import struct
     import zlib
 
@@ -77,7 +77,7 @@ def png_of(values: np.ndarray, color_type: int, *chunks: tuple[bytes, bytes]) ->
 
 
 def test_sixteen_bit_colour_and_alpha() -> None:
-    """Pillow keeps the high byte of 16: at most one level from the nearest."""
+    """Pillow keeps the high byte of 16 bits, which is at most one level off."""
     colors = RNG.integers(0, 65536, (SIDE, SIDE, 3), dtype=np.uint16)
     assert_close(decoded(png_of(colors, 2)), colors / 257.0, 1.01)
     alpha = RNG.integers(0, 65536, (SIDE, SIDE), dtype=np.uint16)
@@ -95,7 +95,7 @@ def test_sixteen_bit_grey_with_a_transparent_value() -> None:
 
 
 @pytest.mark.parametrize("mode", ["I", "F"])
-def test_samples_whose_range_nobody_knows_are_rejected(mode: str) -> None:
+def test_samples_of_unknown_range_are_rejected(mode: str) -> None:
     with pytest.raises(Reject, match="32-bit samples") as caught:
         decoded(saved(Image.new(mode, (SIDE, SIDE)), "TIFF"))
     assert caught.value.reason == "undecodable"
@@ -122,7 +122,7 @@ def test_palettes_and_their_transparency() -> None:
     for format in ("PNG", "GIF"):
         found = decoded(saved(image, format, transparency=5))
         assert_close(found, np.where(hidden[..., None], 255, colors), 0)
-    table = bytes(range(0, 256, 16))  # an opacity for each of 16 colours
+    table = bytes(range(0, 256, 16))  # opacity of each of 16 colours
     expected = over_white(colors, np.asarray(image).astype(float) * 16)
     assert_close(decoded(saved(image, "PNG", transparency=table)), expected, 1)
 
@@ -147,7 +147,7 @@ def without_adobe_marker(data: bytes) -> bytes:
 
 @pytest.mark.parametrize("adobe", [True, False])
 def test_cmyk_jpegs(adobe: bool) -> None:
-    """Photoshop stores the inks inverted and says so by a marker; without it they are as they are."""
+    """Photoshop stores inverted inks and marks such files; files without the marker are not inverted."""
     inks = np.asarray(Image.fromarray(RNG.integers(0, 256, (2, 2, 4), np.uint8), "CMYK").resize((SIDE, SIDE), 3))
     data = saved(Image.fromarray(inks, "CMYK"), "JPEG", quality=100, subsampling=0)
     if not adobe:
@@ -159,7 +159,7 @@ def test_cmyk_jpegs(adobe: bool) -> None:
 
 @pytest.mark.parametrize("format", ["PNG", "JPEG", "WEBP", "TIFF", "AVIF"])
 def test_an_rgb_profile_is_applied(format: str) -> None:
-    """Adobe RGB, from any container: by the definition, and by LittleCMS on the full picture."""
+    """Adobe RGB in any container, compared with its definition and with LittleCMS on the full image."""
     profile = icc.rgb_profile(icc.ADOBE_RGB, 2.2)
     smooth = np.asarray(Image.fromarray(COLORS[:3, :3]).resize((SIDE, SIDE), Image.Resampling.BICUBIC))
     exact: dict[str, dict[str, object]] = {
@@ -217,16 +217,16 @@ def test_a_cmyk_profile() -> None:
 
 
 def test_srgb_itself_changes_nothing() -> None:
-    """LittleCMS's own sRGB profile is skipped, by what it does and not by its name."""
+    """LittleCMS's own sRGB profile is skipped because of its effect, not its name."""
     profile = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes()
     assert srgb_transform(profile, "RGB") is None
     assert_close(decoded(saved(Image.fromarray(COLORS), "PNG", icc_profile=profile)), COLORS, 0)
     moved = icc.to_srgb(COLORS.astype(float), icc.SRGB, 2.2) - COLORS
     assert np.abs(moved).max() > SRGB_TOLERANCE
-    assert srgb_transform(icc.rgb_profile(icc.SRGB, 2.2), "RGB") is not None  # off in the dark
+    assert srgb_transform(icc.rgb_profile(icc.SRGB, 2.2), "RGB") is not None  # differs for dark colours
 
 
-def test_a_profile_of_another_colour_space_is_passed_over() -> None:
+def test_a_profile_of_a_different_colour_space_is_ignored() -> None:
     for profile in (icc.cmyk_profile(), icc.grey_profile(1.0)):
         assert_close(decoded(saved(Image.fromarray(COLORS), "PNG", icc_profile=profile)), COLORS, 0)
 
@@ -275,7 +275,7 @@ def test_the_transparent_color_of_a_16_bit_png(color: int, expected: int) -> Non
 
 @pytest.mark.parametrize(("bits", "photometric", "expected"), [(12, 1, 128), (16, 1, 191), (16, 0, 64)])
 def test_grey_tiffs_of_more_than_8_bits(bits: int, photometric: int, expected: int) -> None:
-    """Half of 12 bits, three quarters of 16; photometric 0 is white at zero."""
+    """Half of the 12-bit range, three quarters of the 16-bit range; photometric 0 means that zero is white."""
     data = b"\x80\x08\x00" * (SIDE * SIDE // 2) if bits == 12 else struct.pack("<H", 0xC000) * SIDE * SIDE
     place = 8 + 2 + 8 * 12 + 4
     entries = [(256, SIDE), (257, SIDE), (258, bits), (259, 1), (262, photometric), (273, place), (278, SIDE)]

@@ -22,7 +22,7 @@ LIMITS = LimitsConfig()
 
 
 def decode_plain(data: bytes, bucket: Bucket) -> np.ndarray:
-    """The independent reference: full decode, resize to cover, crop in whole pixels, by Pillow alone."""
+    """Decode with Pillow alone, as an independent reference: full decode, resize to cover, center crop."""
     image = Image.open(io.BytesIO(data)).convert("RGB")
     ratio = max(bucket.width / image.width, bucket.height / image.height)
     width, height = (math.floor(side * ratio + 0.5) for side in image.size)
@@ -36,11 +36,11 @@ def psnr(a: np.ndarray, b: np.ndarray) -> float:
 
 
 @given(st.integers(1, 3000), st.integers(1, 3000), st.sampled_from([SMALL, LARGE, Bucket(96, 64), Bucket(448, 576)]))
-def test_the_crop_is_inside_centred_and_as_large_as_can_be(width: int, height: int, bucket: Bucket) -> None:
+def test_the_crop_is_inside_centred_and_as_large_as_possible(width: int, height: int, bucket: Bucket) -> None:
     at = place(width, height, bucket)
     assert at.scaled_width >= bucket.width and at.scaled_height >= bucket.height
     assert at.scaled_width == bucket.width or at.scaled_height == bucket.height
-    # the picture keeps its shape, to half a pixel
+    # the image keeps its aspect ratio, up to half a pixel
     scale = max(bucket.width / width, bucket.height / height)
     assert abs(at.scaled_width - width * scale) <= 0.5 + 1e-6 and abs(at.scaled_height - height * scale) <= 0.5 + 1e-6
     right, below = at.scaled_width - bucket.width - at.left, at.scaled_height - bucket.height - at.top
@@ -53,7 +53,7 @@ def test_the_crop_is_inside_centred_and_as_large_as_can_be(width: int, height: i
 @settings(max_examples=25)
 @given(st.integers(64, 300), st.integers(64, 300))
 def test_a_turned_picture_is_cut_as_the_upright_one(orientation: int, width: int, height: int) -> None:
-    """The placement on the stored picture, turned back in plain numpy, is the upright one's."""
+    """The crop of the stored image, turned upright with NumPy, equals the crop of the upright image."""
     upright = place(width, height, Bucket(64, 48))
     stored = upright.as_stored(*TURNS[orientation])
     grid = np.zeros((stored.scaled_height, stored.scaled_width), bool)
@@ -82,7 +82,7 @@ def test_each_bucket_that_it_covers_and_no_other() -> None:
 @pytest.mark.parametrize("filter", ["bilinear", "bicubic", "lanczos"])
 @pytest.mark.parametrize("size", [(128, 128), (129, 200), (300, 700), (641, 479), (2300, 1901)])
 def test_the_filter_is_pillows(filter: str, size: tuple[int, int]) -> None:
-    """Any picture, whatever its memory's layout (above 16 MB Pillow's is in several pieces), to two levels."""
+    """Results agree within two levels for any memory layout (above 16 MB, Pillow's memory is not contiguous)."""
     data = picture(np.random.default_rng(1), *size, "PNG")
     result = decode(data, [SMALL, LARGE], PixelsConfig(resampling=filter), LIMITS)
     image = Image.open(io.BytesIO(data))
@@ -95,7 +95,7 @@ def test_the_filter_is_pillows(filter: str, size: tuple[int, int]) -> None:
 @pytest.mark.parametrize("margin", [1.5, 2.0])
 @pytest.mark.parametrize("size", [(801, 603), (641, 479), (300, 700), (515, 517)])
 def test_scaled_decoding_is_close_to_the_full_one(size: tuple[int, int], margin: float) -> None:
-    """Edges, texture and 1/f noise; sizes that no decoder's scale divides. A margin of 1 gave 37 dB here."""
+    """Edges, texture and 1/f noise, at sizes that no decoder scale divides. A margin of 1 gave 37 dB here."""
     file = io.BytesIO()
     photograph(np.random.default_rng(2), *size).save(file, "JPEG", quality=90)
     config = PixelsConfig(decode_margin=margin)
@@ -106,7 +106,7 @@ def test_scaled_decoding_is_close_to_the_full_one(size: tuple[int, int], margin:
 
 
 def test_the_decoder_leaves_the_margin(monkeypatch: pytest.MonkeyPatch) -> None:
-    """128 px wanted of 400: at 1/2 there are 200, which is 1.56 times as many."""
+    """For 128 px of 400, decoding at 1/2 gives 200 px, which is 1.56 times as many."""
     sizes = []
     load = Image.Image.load
 
@@ -140,7 +140,7 @@ def test_many_threads_give_the_same_bytes_as_one() -> None:
 
 
 def test_no_other_format_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pillow opens 43; a BMP, an ICO or a PPM is not an image here."""
+    """Pillow supports 43 formats, but BMP, ICO and PPM are not accepted here."""
     for format in ("BMP", "ICO", "PPM", "TGA", "PCX", "JPEG2000"):
         with pytest.raises(Reject) as caught:
             decode(saved(Image.new("RGB", (64, 64)), format), [SMALL], PixelsConfig(), LIMITS)
@@ -155,7 +155,7 @@ def test_no_other_format_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("format", ["JPEG", "PNG", "WEBP", "AVIF", "TIFF"])
 @pytest.mark.parametrize("orientation", range(1, 9))
 def test_exif_orientation(orientation: int, format: str) -> None:
-    """The stored picture is turned; what comes out is as a viewer shows it, and is measured and cut so."""
+    """A turned image is decoded, measured and cropped as a viewer shows it."""
     rng = np.random.default_rng(4)
     shown = np.asarray(Image.open(io.BytesIO(picture(rng, 101, 150, "PNG"))))
     transposed = {
@@ -181,7 +181,7 @@ def test_exif_orientation(orientation: int, format: str) -> None:
 
 
 def test_a_turned_jpeg_decoded_at_a_scale_that_does_not_divide_it() -> None:
-    """At 1/4 the last column is a quarter full; turned, it comes first."""
+    """At 1/4, the last column is a quarter full. After turning, it comes first."""
     image = Image.open(io.BytesIO(picture(np.random.default_rng(6), 801, 1203, "PNG")))
     exif = Image.Exif()
     exif[0x0112] = 3
@@ -219,7 +219,7 @@ def test_first_frame_of_an_animation(format: str) -> None:
 
 
 def test_a_phones_jpeg_of_several_pictures() -> None:
-    """Pillow calls it MPO. It is decoded at a scale as others are."""
+    """Pillow calls the format MPO. It is decoded at a scale like other JPEGs."""
     large = Image.open(io.BytesIO(picture(np.random.default_rng(7), 1200, 900)))
     data = saved(large, "MPO", save_all=True, append_images=[large.resize((160, 120))])
     assert data[:2] == b"\xff\xd8"
@@ -229,13 +229,13 @@ def test_a_phones_jpeg_of_several_pictures() -> None:
 
 
 def test_a_crop_whose_edges_round_outside_is_decoded() -> None:
-    """450x579 into 448x576: the plain arithmetic gives a left of -2.8e-14, which Pillow refuses."""
+    """For 450x579 into 448x576, plain arithmetic gives a left edge of -2.8e-14, which Pillow refuses."""
     bucket = Bucket(448, 576)
     data = saved(Image.new("RGB", (450, 579)))
     assert decode(data, [bucket], PixelsConfig(), LIMITS).pixels[bucket].shape == (576, 448, 3)
 
 
-def test_want_of_memory_is_nobodys_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_running_out_of_memory_is_not_the_images_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     def starve(*_: object, **__: object) -> None:
         raise MemoryError
 
@@ -246,7 +246,7 @@ def test_want_of_memory_is_nobodys_fault(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.parametrize("compression", [None, "tiff_lzw"])
 def test_a_tiff_is_not_turned_by_its_xmp_after_its_size_was_read(compression: str | None) -> None:
-    """Pillow does it while it decodes, so that a crop that was laid out before is of another picture."""
+    """Pillow would turn it while decoding, after the crop has been computed."""
     stripes = np.zeros((64, 128, 3), np.uint8)
     stripes[:, :32], stripes[:, 32:96], stripes[:, 96:] = (255, 0, 0), (0, 255, 0), (0, 0, 255)
     fields = TiffImagePlugin.ImageFileDirectory_v2()

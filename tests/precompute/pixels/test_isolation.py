@@ -1,4 +1,4 @@
-"""A picture that kills its decoder costs itself and nothing else."""
+"""An image that kills its decoder costs only its own sample."""
 
 import subprocess
 import sys
@@ -58,13 +58,13 @@ def test_what_kills_a_decoder_is_rejected_and_the_next_picture_is_not(poison: st
     assert all(child.poll() is not None for child in children)
 
 
-def test_a_decoder_that_sleeps_is_ended_by_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sleeping_decoder_is_killed_by_the_wall_clock_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("precompute.pixels.isolation.CLOCK_PER_PROCESSOR_SECOND", 1)
     with Isolated(poisoned, LIMITS) as isolated, pytest.raises(Reject, match="did not end in 1 s"):
         isolated(b"SLEEP", SMALL, PixelsConfig(), LIMITS)
 
 
-def test_a_child_that_was_killed_by_chance_costs_nothing(tmp_path: Path) -> None:
+def test_a_child_that_is_killed_by_chance_costs_nothing(tmp_path: Path) -> None:
     with Isolated(killed_once, LIMITS) as isolated:
         assert isolated(b"%s/seen\n%s" % (bytes(tmp_path), SOUND), SMALL, PixelsConfig(), LIMITS).width == 80
 
@@ -73,10 +73,10 @@ def test_a_child_that_was_killed_by_chance_costs_nothing(tmp_path: Path) -> None
     ("code", "seconds", "message"),
     [
         ("import os; os._exit(3)", 300.0, "did not start: exit code 3"),
-        ("import time; time.sleep(600)", 0.5, r"did not start: not in 0\.5 s"),
+        ("import time; time.sleep(600)", 0.5, r"did not start: not ready after 0\.5 s"),
     ],
 )
-def test_a_child_that_does_not_start_is_no_fault_of_the_picture(
+def test_a_child_that_does_not_start_is_not_the_images_fault(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, code: str, seconds: float, message: str
 ) -> None:
     (tmp_path / "sitecustomize.py").write_text(f"import sys; print('hello', flush=True)\n{code}")
@@ -86,7 +86,7 @@ def test_a_child_that_does_not_start_is_no_fault_of_the_picture(
         isolated(SOUND, SMALL, PixelsConfig(), LIMITS)
 
 
-def test_what_a_child_prints_is_no_reply(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_output_of_a_child_is_not_taken_for_a_reply(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text("print('Using a library', flush=True)")
     monkeypatch.syspath_prepend(tmp_path)
     with Isolated(decode, LIMITS) as isolated:
@@ -100,7 +100,7 @@ def test_the_child_imports_light() -> None:
 
 
 def test_the_rest_of_a_poisoned_shard_survives_byte_for_byte(models: Path, tmp_path: Path) -> None:
-    """Against a run in threads, where the poisons are rejected as what they are: no pictures."""
+    """Compared with a run in threads, which rejects the poisoned files because they are not images."""
     samples = make_samples(0, 12, SIZES)
     poisons = [(f"00000900{i}", {"jpg": poison, "txt": b"x"}) for i, poison in enumerate((b"ABORT", b"LOOP", b"EXIT"))]
     make_tar(tmp_path / "tars", "00000", [*samples[:5], *poisons[:2], *samples[5:], poisons[2]])
@@ -124,7 +124,7 @@ def test_the_rest_of_a_poisoned_shard_survives_byte_for_byte(models: Path, tmp_p
 def test_a_thread_that_does_not_end_is_not_waited_for(
     models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The attempt is over and its folder gone; the process is the caller's to end."""
+    """The attempt ends and removes its folder; ending the process is up to the caller."""
     monkeypatch.setattr("precompute.encode.stages.CLOCK_PER_PROCESSOR_SECOND", 0.2)
     make_tar(tmp_path / "tars", "00000", [*make_samples(0, 3, SIZES), ("000009999", {"jpg": b"NAP", "txt": b"x"})])
     config = precompute_config(models, tmp_path / "tars", tmp_path / "root", limits={"decode_seconds": 1})

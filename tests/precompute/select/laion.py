@@ -1,4 +1,4 @@
-"""Small metadata of the LAION schema for the tests of select and download."""
+"""Small metadata files with LAION's schema for the tests of select and download."""
 
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ TYPES = {"WIDTH": pa.int32(), "HEIGHT": pa.int32(), "hash": pa.int64()} | {
 
 
 def rows(num_rows: int, start: int = 0, **columns: list[Any]) -> pa.Table:
-    """`num_rows` rows that pass every default filter, with the `columns` given instead."""
+    """Return `num_rows` rows that pass every default filter, with some columns replaced by `columns`."""
     numbers = range(start, start + num_rows)
     values = {
         name: [value.format(i=i) if isinstance(value, str) else value for i in numbers] for name, value in GOOD.items()
@@ -36,14 +36,14 @@ def rows(num_rows: int, start: int = 0, **columns: list[Any]) -> pa.Table:
 
 
 def write(path: Path, table: pa.Table, **options: Any) -> Path:
-    """`table` as a parquet file."""
+    """Write `table` as a parquet file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     pq.write_table(table, path, **options)
     return path
 
 
 def three_files(folder: Path) -> Path:
-    """Three files, 900 rows: every tenth is unsafe, every seventh of the rest small; 150 URLs come twice."""
+    """Write three files, 900 rows: every tenth is unsafe, every seventh of the rest small, and 150 URLs occur twice."""
     for number in range(3):
         indexes = range(number * 300, number * 300 + 300)
         table = rows(
@@ -58,5 +58,5 @@ def three_files(folder: Path) -> Path:
 
 
 def config(metadata: Path | str, output: Path, **fields: Any) -> SelectConfig:
-    """A selection in this process."""
+    """Run a selection in this process."""
     return SelectConfig.model_validate({"metadata": str(metadata), "output": output, "processes": 1} | fields)

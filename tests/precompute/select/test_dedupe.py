@@ -1,4 +1,4 @@
-"""Duplicates and opt-outs, found partition by partition, against the obvious answer with a dict."""
+"""Duplicates and opt-outs found partition by partition, compared with a plain dict."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Bad metadata, bad opt-out files, nothing left, no space: clear errors, and finished work stays."""
+"""Bad metadata, bad opt-out files, nothing left, no space: errors are clear, and finished work is kept."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -85,7 +85,7 @@ def test_no_row_left(metadata: Path, tmp_path: Path) -> None:
     assert not list(tmp_path.glob("out*/*.parquet"))
 
 
-def test_a_width_that_cannot_be_meant(tmp_path: Path) -> None:
+def test_an_impossible_width(tmp_path: Path) -> None:
     laion.write(tmp_path / "in.parquet", table_with("WIDTH", pa.array([640, 10**12], pa.int64())))
     with pytest.raises(WorkError, match=r"in.parquet has an out-of-range value: .*1000000000000"):
         select(laion.config(tmp_path / "in.parquet", tmp_path / "out"))

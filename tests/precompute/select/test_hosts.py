@@ -1,4 +1,4 @@
-"""URLs by their text: which are http, and which name a private host however it is spelled."""
+"""Classification of URLs by their text: http, and private hosts in any spelling."""
 
 import pyarrow as pa
 import pytest

@@ -1,4 +1,4 @@
-"""Opt-outs: a listed site or picture is dropped however the list and the row spell it; other entries are refused."""
+"""Opt-outs: a listed site or image is dropped in any spelling, and invalid entries are refused."""
 
 import re
 import urllib.parse
@@ -10,10 +10,11 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from precompute.select.hosts import comparable_host, is_listed
+from precompute.select.hosts import is_listed
 from precompute.select.job import select
-from precompute.select.opt_out import OptOuts, comparable_url, comparable_urls, parse_entry
+from precompute.select.opt_out import OptOuts, parse_entry
 from shards.base.errors import RequestError
+from shards.base.urls import comparable_host, comparable_url, comparable_urls
 from tests.precompute.select import laion
 
 pytestmark = pytest.mark.usefixtures("no_plot")
@@ -92,8 +93,8 @@ def test_a_host_stands_for_itself_and_all_below_it(entry: str) -> None:
         ("xn--bcher-kva.de", "https://img.bücher.de/a"),
         ("XN--BCHER-KVA.DE", "https://bu\u0308cher.de/a"),
         ("bücher.de", "https://b%C3%BCcher.de/a"),
-        ("straße.de", "http://strasse.de/a"),  # as Python, and so the downloader, resolves it
-        ("straße.de", "http://xn--strae-oqa.de/a"),  # as browsers do
+        ("straße.de", "http://strasse.de/a"),  # as resolved by Python, and so by the downloader
+        ("straße.de", "http://xn--strae-oqa.de/a"),  # as resolved by browsers
         ("xn--strae-oqa.de", "http://STRASSE.de/a"),
         ("пример.рф", "http://xn--e1afmkfd.xn--p1ai/a"),
         ("例え。jp", "http://xn--r8jz45g.jp/a"),
@@ -220,7 +221,7 @@ LABELS = st.text(st.characters(codec="utf-8", categories=["Ll", "Lu", "Lo", "Nd"
 
 @given(st.lists(LABELS, min_size=2, max_size=3).map(".".join))
 def test_a_host_and_its_punycode_are_one_host(host: str) -> None:
-    """Under both versions of IDNA: Python's, by which pictures are downloaded, and that of browsers."""
+    """Under both versions of IDNA: Python's, which the downloader uses, and that of browsers."""
     encoders = (lambda: host.encode("idna"), lambda: idna.encode(host, uts46=True))
     for encode in encoders:
         try:
@@ -249,7 +250,7 @@ def test_urls_are_spelled_alike_one_by_one_and_together(urls: list[str]) -> None
 
 
 @given(URLS)
-def test_a_comparable_url_is_its_own_spelling(url: str) -> None:
+def test_the_canonical_form_of_a_url_is_canonical(url: str) -> None:
     once = comparable_url(url)
     assert comparable_url(f"https://{once}") == once
 
@@ -269,7 +270,7 @@ def test_a_listed_url_drops_its_row(url: str) -> None:
     entry = re.sub(r"\s", lambda match: urllib.parse.quote(match[0]), url.strip())
     try:
         dropped = is_dropped(entry, url)
-    except ValueError as error:  # it is refused, and not passed over
+    except ValueError as error:  # refused, not ignored
         assert re.search("contains |ends with a|has an invalid port", str(error))
     else:
         assert dropped

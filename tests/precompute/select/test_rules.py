@@ -1,4 +1,4 @@
-"""Every rule, with rows on both sides of its edge."""
+"""Every rule, with rows on both sides of its threshold."""
 
 from collections import Counter
 from typing import Any
@@ -13,12 +13,12 @@ from tests.precompute.select import laion
 NAN = float("nan")
 OFF = dict.fromkeys(FiltersConfig.model_fields)  # every filter null
 
-# rule, its filter, the column that varies, values that stay, values dropped, values that are none
+# rule, its filter, the tested column, values that pass, values that are dropped, missing values
 EDGES: list[tuple[str, dict[str, Any], str, list[Any], list[Any], list[Any]]] = [
     ("aesthetic", {"min_aesthetic": 4.5}, "AESTHETIC_SCORE", [4.5, 9.9], [4.4999995, -1.0], [None, NAN]),
     ("punsafe", {"max_punsafe": 0.1}, "punsafe", [0.0999999, 0.0], [0.1, 0.1000001, 1.0], [None, NAN]),
     ("pwatermark", {"max_pwatermark": 0.8}, "pwatermark", [0.7999999], [0.8, 0.8000001], [None, NAN]),
-    # 0.7 is 0.699999988 in float32, and still not below 0.7
+    # 0.7 is 0.699999988 in float32, but still not below 0.7
     ("similarity", {"min_similarity": 0.7}, "similarity", [0.7, 0.7000001], [0.6999999], [None, NAN]),
     ("min_side", {"min_side": 256}, "WIDTH", [256, 4000], [255, 0, -3], [None]),
     ("min_side", {"min_side": 256}, "HEIGHT", [256, 4000], [255, 0], [None]),
@@ -41,7 +41,7 @@ def test_edges(rule: str, filters: dict, column: str, stay: list, go: list, abse
 
 
 def test_a_row_is_counted_by_the_first_rule_that_drops_it() -> None:
-    # all four fail punsafe, two of them for want of a value; the first fails aesthetic before, the second has none
+    # all four fail punsafe, two of them for lack of a value; the first fails aesthetic before, the second has no score
     columns = {"AESTHETIC_SCORE": [1.0, None, 6.0, 6.0, 6.0], "punsafe": [0.5, None, 0.5, None, 0.0]}
     batch = laion.rows(5, start=0, **columns).to_batches()[0]
     rules = build_rules(FiltersConfig(), UrlsConfig(), [])

@@ -1,4 +1,4 @@
-"""The selection as a whole: its funnel adds up, its outputs appear at once, and it goes on where it was stopped."""
+"""The whole selection: its funnel adds up, its outputs appear atomically, and it resumes after a stop."""
 
 import json
 import os
@@ -78,11 +78,11 @@ def test_processes_and_partitions_change_no_byte(metadata: Path, tmp_path: Path)
 
 
 class Killed(BaseException):
-    """Stands for SIGKILL."""
+    """Stand-in for SIGKILL."""
 
 
 @pytest.mark.parametrize("calls", [1, 2, 3, 4, 5, 6, 7, 8, 12])
-def test_stopped_anywhere_it_goes_on_and_gives_the_same(
+def test_stopped_anywhere_it_resumes_with_the_same_result(
     calls: int, metadata: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = laion.config(metadata, tmp_path / "out", rows_per_file=200, partition_rows=450)

@@ -1,4 +1,4 @@
-"""What is counted of rows, at the edges of bins."""
+"""Counts of rows at the edges of histogram bins."""
 
 import pyarrow as pa
 

@@ -1,7 +1,14 @@
-"""How a process keeps memory."""
+"""Calls in worker processes, some of which die, and how a process keeps memory."""
 
+import multiprocessing
+import os
 import subprocess
 import sys
+import time
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import closing
+
+from shards.base.pool import run_each
 
 PROGRAM = """
 import resource, torch
@@ -25,3 +32,39 @@ def test_memory_that_is_freed_is_not_faulted_in_again() -> None:
     said = subprocess.run([sys.executable, "-c", PROGRAM], check=True, capture_output=True, text=True).stdout
     given_back, kept = map(int, said.split())
     assert kept < given_back / 10, said
+
+
+def halve_or_die(number: int) -> int:
+    """Return half of an even number. 7 kills the process, as the system does if memory runs out."""
+    if number == 7:
+        os._exit(9)
+    if number % 2:
+        raise ValueError(f"{number} is odd")
+    return number // 2
+
+
+def sleep(seconds: float) -> None:
+    time.sleep(seconds)
+
+
+def test_each_item_is_called_once_and_a_dead_worker_fails_only_the_calls_under_way() -> None:
+    with closing(run_each(halve_or_die, [*range(8), 8, 10, 12], 2)) as finished:
+        outcomes = {item: future.exception() or future.result() for item, future in finished}
+    assert outcomes.keys() == {*range(9), 10, 12}
+    dead = {item for item, outcome in outcomes.items() if isinstance(outcome, BrokenProcessPool)}
+    assert 7 in dead and len(dead) <= 2
+    assert all(outcomes[item] == item // 2 for item in {0, 2, 4, 6, 8, 10, 12} - dead)
+    assert all(str(outcomes[item]) == f"{item} is odd" for item in {1, 3, 5} - dead)
+
+
+def test_no_items_start_no_worker() -> None:
+    assert list(run_each(halve_or_die, [], 2)) == []
+
+
+def test_workers_are_terminated_when_the_iterator_is_closed_or_stopped() -> None:
+    start = time.monotonic()
+    with closing(run_each(sleep, [0, 600, 600], 2)) as finished:
+        assert next(finished)[0] == 0
+    stopped = iter([False] * 4 + [True] * 9)
+    assert list(run_each(sleep, [600, 600], 1, should_stop=lambda: next(stopped))) == []
+    assert time.monotonic() - start < 300 and not multiprocessing.active_children()

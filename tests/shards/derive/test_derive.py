@@ -37,7 +37,7 @@ WIDER = (("--text.storage", "float16"), ("--text.trim", "false"), ("--image.stor
 def derive(source: Path, out: Path, *options: str, in_processes: bool = False) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         if not in_processes:  # each of which imports torch first
-            patch.setattr(job, "start_pool", lambda most, initializer: ThreadPoolExecutor(most))
+            patch.setattr("shards.base.pool.start_pool", lambda most, *_: ThreadPoolExecutor(most))
         shards(["derive", str(source), str(out), *options])
     return out
 

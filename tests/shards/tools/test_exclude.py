@@ -79,6 +79,18 @@ def test_by_key_url_and_hash(root: Path, tmp_path: Path, capsys: pytest.CaptureF
     assert "Already present: exclusions/" in capsys.readouterr().out and len(exclusion_ids(LocalStore(root))) == 3
 
 
+def test_a_url_matches_however_it_is_spelled(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By the same rules as the opt-out list of `select`."""
+    everything = keys(root)
+    one, two = sorted(everything)[:2]
+    spelled = [f"HTTPS://user@EXAMPLE.org.:8443/a/../{one}#top", f"example.org/{two}"]
+    spelled.append(f"http://example.org/%{ord(two[0]):x}{two[1:]}")
+    shards(["exclude", str(root), "--urls", *spelled])
+    said = capsys.readouterr().out
+    assert "(2 lines, matched by url)" in said and "No sample matches" not in said
+    assert keys(root) == everything - {one, two}
+
+
 def test_a_sample_on_two_lists_counts_once_and_the_error_blames_no_filter(root: Path) -> None:
     everything = sorted(keys(root))
     shards(["exclude", str(root), "--keys", *everything])
@@ -100,7 +112,7 @@ def test_keys_that_no_sample_has_are_refused_and_nothing_is_added(root: Path) ->
 def test_lines_that_match_nothing_are_named(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A list of takedowns may name pictures that a later tar brings, so it is kept whole."""
     shards(["exclude", str(root), "--urls", "http://example.org/nobody"])
-    assert "No sample matches the line 'http://example.org/nobody'." in capsys.readouterr().out
+    assert "No sample matches the line 'example.org/nobody'." in capsys.readouterr().out
     shards(["exclude", str(root), "--keys", min(keys(root)), "nobody"])
     assert "No sample matches the line 'nobody'." in capsys.readouterr().out
     assert len(exclusion_ids(LocalStore(root))) == 2
