@@ -1,6 +1,5 @@
 """What the demo leaves behind: report.html, samples.png, metrics.json, and a short table on the terminal."""
 
-import html
 import json
 import textwrap
 from pathlib import Path
@@ -8,9 +7,9 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from evaluation.report.markup import section, table, text
+from evaluation.report.markup import Section, headline, paragraph, section, table
 from evaluation.report.page import ReportConfig, render
-from evaluation.report.runs import Run, read_runs
+from evaluation.report.runs import LoggedRun, read_runs
 from examples.shapes.adherence import PHASES, newest_pictures, prompt_lists
 from shards.open import open_store
 from shards.tools.stats import root_totals
@@ -46,7 +45,7 @@ def write_report(folder: Path, seconds: dict[str, float]) -> None:
     print_table(folder, metrics)
 
 
-def gather_metrics(folder: Path, runs: list[Run], seconds: dict[str, float]) -> dict[str, Any]:
+def gather_metrics(folder: Path, runs: list[LoggedRun], seconds: dict[str, float]) -> dict[str, Any]:
     """The demo in numbers; everything here was counted or measured by the run itself."""
     totals = root_totals(open_store(folder / "latents"))
     adherence = json.loads((folder / "adherence.json").read_text())
@@ -60,7 +59,7 @@ def gather_metrics(folder: Path, runs: list[Run], seconds: dict[str, float]) -> 
         "rejected_by_reason": dict(sorted(totals.rejected.items())),
         "buckets": totals.buckets,
         "precompute_images_per_second": round(downloaded / seconds["precompute"], 1),
-        "train_images_per_second": {run.name: round(run.middle("images_per_second") or 0, 1) for run in runs},
+        "train_images_per_second": {run.name: round(run.median("images_per_second") or 0, 1) for run in runs},
         "steps": {run.name: run.steps for run in runs},
         "adherence": {
             "colour": final["colour"],
@@ -73,17 +72,16 @@ def gather_metrics(folder: Path, runs: list[Run], seconds: dict[str, float]) -> 
     }
 
 
-def demo_section(metrics: dict[str, Any]) -> str:
+def demo_section(metrics: dict[str, Any]) -> Section:
     """What is the demo's alone: whether pictures show what was asked for, and what each step took."""
     adherence, seconds = metrics["adherence"], metrics["seconds"]
-    headline = {
+    figures = {
         "show the colour asked for": f"{adherence['colour']:.0%}",
         "show the shape asked for": f"{adherence['shape']:.0%}",
         "pictures in": f"{metrics['images_in']:,}",
         "accepted": f"{metrics['accepted']:,}",
         "minutes, all steps": f"{seconds['total'] / 60:.1f}",
     }
-    figures = "".join(f"<div><b>{html.escape(v)}</b><span>{html.escape(k)}</span></div>" for k, v in headline.items())
     judged = {
         "phase 1, seen combinations": adherence["phase1"]["seen"],
         "phase 1, held-out combinations": adherence["phase1"]["held_out"],
@@ -96,13 +94,13 @@ def demo_section(metrics: dict[str, Any]) -> str:
     return section(
         "demo",
         "What make demo did",
-        text(
+        paragraph(
             "It drew a world of captioned pictures, downloaded it over HTTP, encoded it once, and trained a U-Net on "
             "the latents in two phases, without loading a pixel again. Held-out combinations of colour and shape are "
             "in no training picture and in no caption. The metrics below have a toy for their extractor, mean colours "
             "of 4 × 4 cells: they show how evaluation goes, and compare with nobody's."
         ),
-        f'<div class="figures">{figures}</div>',
+        headline(figures),
         table("Judged by plain geometry on the pixels", ["samples of", "colour", "shape", "pictures"], scores),
         table("Time", ["step", "took", "images/s"], steps),
     )

@@ -10,7 +10,7 @@ import pytest
 from evaluation.__main__ import run as command
 from evaluation.report.charts import MARKERS, Series, line_chart
 from evaluation.report.pictures import first_pictures, side_by_side, spread
-from evaluation.report.runs import binned, read_runs, short_names, starts
+from evaluation.report.runs import binned, read_runs, short_names, step_offsets
 from shards.base.durable import sealed_json
 from shards.base.errors import exit_code_of
 from shards.open import open_store
@@ -27,12 +27,12 @@ def test_a_page_of_two_phases(tmp_path: Path) -> None:
     page = report(first, second, "--output", tmp_path / "out" / "page.html", "--price_per_hour", 2)
     source = page.source
 
-    assert "phase2 began from another of these runs" in source
+    assert "Initialised from another of these runs and drawn after it: phase2." in source
     assert all(f"<figcaption>kid, g8-s1-own, id {number}</figcaption>" in source for number in ("id1", "id2"))
     # 40 steps of 8 images at 20 a second are 16 s, of two processes 32 s
     assert '<th scope="row">phase1</th><td>320</td><td>2</td><td>0.004444</td><td>0.008889</td><td>$0.02</td>' in source
     assert "The root cannot be read from here" in source and "absent/root" in source
-    assert "a &lt;b&gt;shape&lt;/b&gt; &amp; 0" in source and "<b>shape" not in source
+    assert "a &lt;b&gt;shape&lt;/b&gt; &amp; 0" in source and "<b>" not in source
     strip = [image for image in page.all("img") if "step 10" in (image["alt"] or "")]
     assert len(strip) == 3 and strip[0]["alt"] == "step 10: a <b>shape</b> & 0"
     assert "phase1, step 40: a" in source and "Runs side by side" in source
@@ -46,7 +46,7 @@ def test_a_page_of_a_real_run_accounts_for_its_data(latents: Path, tmp_path: Pat
     assert "The root cannot be read" not in source and "run reads 64x64" in source
     for row in (("in the tars", 46), ("encoded", 30), ("rejected", 16), ("tars", 2)):
         assert '<th scope="row">{}</th><td>{}</td>'.format(*row) in source, row
-    assert "Rejected because" in source and '<th scope="row">not_an_image</th><td>2</td>' in source
+    assert "Rejected samples" in source and '<th scope="row">not_an_image</th><td>2</td>' in source
     assert '<th scope="row">64x64</th><td>30</td>' in source and '<th scope="row">128x128</th><td>20</td>' in source
     assert len(read_runs([str(tmp_path / "run")])[0].curve("loss")) == 4
 
@@ -116,15 +116,15 @@ def test_runs_without_evaluations_without_a_log_and_what_is_none(
     bare = make_run(tmp_path / "bare")
     (bare / "metrics.jsonl").unlink()
     page = report(bare, "--output", tmp_path / "page.html")
-    assert "Nothing was logged yet" in page.source and "No metrics yet" in page.source
+    assert "Nothing has been logged yet" in page.source and "No metrics yet" in page.source
 
     def said(*words: Any) -> str:
         assert exit_code_of(lambda: command([str(word) for word in words])) == 2
         return capsys.readouterr().err.replace("\n", " ")
 
-    assert "is no run: it has no config.yaml" in said("report", tmp_path)
+    assert "is not a training run: it has no config.yaml" in said("report", tmp_path)
     assert "name the runs first" in said("report")
-    assert "stands there twice" in said("report", bare, bare)
+    assert "A run is given twice" in said("report", bare, bare)
     assert "bare and other have no metric in common: bare has none" in said(
         "compare", bare, make_run(tmp_path / "other")
     )
@@ -175,7 +175,7 @@ def test_chains_bins_and_spreads(tmp_path: Path) -> None:
     a = make_run(tmp_path / "a")
     b = make_run(tmp_path / "b", steps=20, init_from=str(a))
     c = make_run(tmp_path / "c", init_from=str(b))
-    assert starts(read_runs([str(c), str(a), str(b)])) == {"c": 60, "a": 0, "b": 40}
+    assert step_offsets(read_runs([str(c), str(a), str(b)])) == {"c": 60, "a": 0, "b": 40}
     assert binned([(i, 2.0 * i) for i in range(7)], 3) == [(1, 2), (4, 8), (6, 12)]
     assert spread(list(range(10)), 3) == [0, 4, 9] and spread([1, 2], 3) == [1, 2]
 
