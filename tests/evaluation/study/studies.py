@@ -15,7 +15,7 @@ from evaluation.sampling.settings import Drawing, SamplingConfig, Setting
 from evaluation.sampling.worker import PICTURES, Part, file_name, write_picture
 from evaluation.study.prepare import prepare
 from evaluation.study.protocol import ProtocolConfig, Study, read_study
-from evaluation.study.schedule import Draws, Showing, make_schedule
+from evaluation.study.schedule import KeyedDraws, Showing, make_schedule
 from evaluation.study.votes import Vote
 from shards.open import open_store
 
@@ -70,7 +70,7 @@ def make_study(folder: Path, num_models: int = 2, **protocol: Any) -> Study:
 
 def schedule_of(study: Study) -> list[list[Showing]]:
     """As everybody reads it from the study."""
-    return make_schedule(study.protocol, Draws(study.secret, study.protocol.seed))
+    return make_schedule(study.protocol, KeyedDraws(study.secret, study.protocol.seed))
 
 
 def maker(study: Study, name: str) -> int:

@@ -8,8 +8,8 @@ import pytest
 
 from evaluation.study.__main__ import run
 from evaluation.study.analysis import analyse
-from evaluation.study.output.results import render
 from evaluation.study.protocol import Study, read_study
+from evaluation.study.results import format_results
 from evaluation.study.schedule import Showing
 from evaluation.study.statistics.preference import preference
 from evaluation.study.votes import Vote, open_votes
@@ -92,9 +92,11 @@ def test_raters_who_fail_gold_are_left_out_by_the_protocols_rule_alone(
     assert [rater["excluded"] for rater in results["raters"]] == out
     assert [rater["gold_right"] for rater in results["raters"]] == [4, 0, 4]
     assert results["preferences"][0]["votes"] == (16 if out[1] else 24)
-    assert ("below 75% of gold answers right): rater 2." in render(results)) == out[1]
+    assert ("(less than 75% of gold answers correct): rater 2." in format_results(results)) == out[1]
     if out[1]:
-        with pytest.raises(RequestError, match=r"has no vote that counts: 72 answers, 3 raters left out by its rule"):
+        with pytest.raises(
+            RequestError, match=r"has no votes to count: 72 answers, 3 raters excluded by the protocol's rule"
+        ):
             analyse(study, votes_of(study, lambda r, s, q: 0.0))
 
 
@@ -114,11 +116,11 @@ def test_the_rule_is_below_and_not_at(study: Study, wrong: int, out: bool) -> No
 
 def test_a_study_that_goes_on_is_analysed_only_on_request(study: Study) -> None:
     votes = votes_of(study, random_score(2))[:-3]
-    with pytest.raises(RequestError, match=r"has 69 of 72 planned answers\. A study that is stopped once its result"):
+    with pytest.raises(RequestError, match=r"has 69 of 72 planned answers\. A study that is stopped as soon as"):
         analyse(study, votes)
     results = analyse(study, votes, partial=True)
-    assert results["partial"] and "PARTIAL: 69 of 72 planned answers" in render(results)
-    with pytest.raises(RequestError, match="has no vote that counts: 0 answers"):
+    assert results["partial"] and "PARTIAL: 69 of 72 planned answers" in format_results(results)
+    with pytest.raises(RequestError, match="has no votes to count: 0 answers"):
         analyse(study, [], partial=True)
 
 
@@ -163,21 +165,21 @@ def test_from_sample_sets_to_a_result(tmp_path: Path, capsys: pytest.CaptureFixt
         out = capsys.readouterr()
         return " ".join((out.out + out.err).split()) if code else out.out
 
-    assert "is no study" in said("serve", code=2)
+    assert "is not a study" in said("serve", code=2)
     sets = [str(make_set(tmp_path / name, number)) for number, name in enumerate("ab")]
     protocol = ["--protocol.raters", "3", "--protocol.votes_per_item", "2"]
     text = said("prepare", "--sets", ",".join(sets), *protocol)
-    assert f"A: {sets[0]}" in text and "8 items; each of 3 raters sees 7 to 8" in text
-    sha256 = re.search(r"protocol (\w{64}): send this", text)
+    assert f"A: {sets[0]}" in text and "8 items, 3 raters; each rater sees 7 to 8 pairs" in text
+    sha256 = re.search(r"Protocol (\w{64}): send this hash", text)
     links = said("invite", "2", "--serve.origin", "https://s.example").split()
     assert links[::2] == ["1", "2"] and all(
         re.fullmatch(r"https://s\.example/#[\w-]{32}", link) for link in links[1::2]
     )
-    assert "3 raters, of whom 2 are invited" in said("invite", "2", code=2)
-    assert "Say how many more" in said("invite", code=2)
+    assert "2 of the protocol's 3 raters have been invited" in said("invite", "2", code=2)
+    assert "Give the number of raters to invite" in said("invite", code=2)
     assert said("invite", "1").startswith("3\thttp://127.0.0.1:8770/#")
     assert said("invite", "--again", "2").startswith("2\t")
-    assert "Rater 4 was not invited yet" in said("invite", "--again", "4", code=2)
+    assert "Rater 4 has not been invited yet" in said("invite", "--again", "4", code=2)
     assert re.fullmatch(r"rater 1: 0 of \d\nrater 2: 0 of \d\nrater 3: 0 of \d\n", said("status"))
     assert "has 0 of" in said("analyse", code=2)
 
@@ -187,22 +189,22 @@ def test_from_sample_sets_to_a_result(tmp_path: Path, capsys: pytest.CaptureFixt
         for vote in votes_of(study, lambda r, s, q: 1.0):
             votes.cast(vote.rater, vote.showing, {vote.question: vote.answer}, "x", 1.0)
     text = said("analyse")
-    assert "quality      A over B: 100.0% [" in text and "No rater was left out." in text
+    assert "quality      A over B: 100.0% [" in text and "No rater was excluded." in text
     assert {path.name for path in (tmp_path / "study").glob("results.*")} == {
         "results.html",
         "results.json",
         "results.png",
     }
-    assert "holds a study with another protocol" in said("prepare", "--sets", ",".join(sets), code=2)
+    assert "holds a study with a different protocol" in said("prepare", "--sets", ",".join(sets), code=2)
     next((tmp_path / "study" / "pictures").iterdir()).unlink()
-    assert "is missing. Restore it from a copy" in said("serve", code=1)
+    assert "is missing. Restore it from a backup" in said("serve", code=1)
 
 
 def test_power_is_told_before_there_is_a_study(capsys: pytest.CaptureFixture[str]) -> None:
     run(["power", "--protocol.margin", "0.1", "--power.raters", "10,30", "--power.prompts", "200"])
     out = capsys.readouterr().out
     assert len(re.findall(r"^ +(?:10|30) +200 ", out, re.MULTILINE)) == 2
-    assert "Enough to see a preference of 60% with probability 80%" in out
+    assert "Sufficient to detect a preference of 60% with probability 80%" in out
 
 
 def test_an_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:

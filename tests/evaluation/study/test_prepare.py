@@ -16,7 +16,7 @@ from PIL.PngImagePlugin import PngInfo
 
 from evaluation.study.prepare import prepare
 from evaluation.study.protocol import ProtocolConfig, check_pictures, make_secret, read_study
-from evaluation.study.schedule import Draws, deal, make_schedule
+from evaluation.study.schedule import KeyedDraws, assign_raters, make_schedule
 from shards.base.config import load_config
 from shards.base.durable import DamagedFile, read_sealed_json, write_sealed_json
 from shards.base.errors import RequestError, WorkError
@@ -65,7 +65,7 @@ def test_the_same_command_completes_and_another_protocol_is_another_study(tmp_pa
     lost = study.folder / "pictures" / study.protocol.items[0].pictures[0]
     before = (study.folder / "protocol.json").read_bytes()
     lost.write_bytes(b"half")
-    with pytest.raises(WorkError, match=r"is damaged\. Restore it from a copy; or prepare the same study again"):
+    with pytest.raises(WorkError, match=r"is damaged\. Restore it from a backup, or run the same `prepare` command"):
         check_pictures(study)
     lost.unlink()
     with pytest.raises(WorkError, match="is missing"):
@@ -73,7 +73,7 @@ def test_the_same_command_completes_and_another_protocol_is_another_study(tmp_pa
     make_study(tmp_path)
     check_pictures(study)
     assert (study.folder / "protocol.json").read_bytes() == before
-    with pytest.raises(RequestError, match=r"holds a study with another protocol\. A changed protocol is"):
+    with pytest.raises(RequestError, match=r"holds a study with a different protocol\. A changed protocol is"):
         make_study(tmp_path, margin=0.2)
     assert (study.folder / "protocol.json").read_bytes() == before
 
@@ -87,17 +87,17 @@ def test_a_protocol_that_was_edited_is_refused(tmp_path: Path) -> None:
 
 
 def test_no_study_a_later_one_and_one_without_its_secret(tmp_path: Path) -> None:
-    with pytest.raises(RequestError, match=r"is no study: it has no protocol\.json"):
+    with pytest.raises(RequestError, match=r"is not a study: it has no protocol\.json"):
         read_study(tmp_path)
     study = make_study(tmp_path)
     path = study.folder / "protocol.json"
     content = read_sealed_json(path)
     write_sealed_json(path, content | {"version": 2})
-    with pytest.raises(RequestError, match=r"later version of latentmill \(protocol 2; this one knows 1\)"):
+    with pytest.raises(RequestError, match=r"protocol\.json has format version 2, and this version of"):
         read_study(study.folder)
     write_sealed_json(path, content)
     (study.folder / "secret").write_bytes(b"x" * 32)
-    with pytest.raises(WorkError, match="is not the secret that the study was prepared with"):
+    with pytest.raises(WorkError, match="is missing or is not the secret that the study was prepared with"):
         read_study(study.folder)
 
 
@@ -128,7 +128,7 @@ def test_sample_sets_as_they_are_drawn(pipeline: Path, tmp_path: Path) -> None:
 )
 def test_sets_that_differ_are_refused(tmp_path: Path, changes: dict[str, object], said: str) -> None:
     sets = [make_set(tmp_path / "a", 0), make_set(tmp_path / "b", 1, **changes)]  # type: ignore[arg-type]
-    with pytest.raises(RequestError, match=f"cannot be put side by side: they {said}"):
+    with pytest.raises(RequestError, match=f"cannot be compared: they {said}"):
         prepare(sets, config(), tmp_path / "study")
     assert not (tmp_path / "study").exists()
 
@@ -136,9 +136,9 @@ def test_sets_that_differ_are_refused(tmp_path: Path, changes: dict[str, object]
 def test_requests_that_make_no_study(tmp_path: Path) -> None:
     a, b = make_set(tmp_path / "a", 0), make_set(tmp_path / "b", 1)
     for sets in ([a], [a, a]):
-        with pytest.raises(RequestError, match="two or more different sample sets"):
+        with pytest.raises(RequestError, match="at least two different sample sets"):
             prepare(sets, config(), tmp_path / "study")
-    with pytest.raises(RequestError, match=r"votes_per_item = 4, of 3 raters: a rater votes on an item once"):
+    with pytest.raises(RequestError, match=r"votes_per_item = 4 is more than protocol\.raters = 3, and a rater votes"):
         prepare([a, b], config(votes_per_item=4), tmp_path / "study")
     with pytest.raises(RequestError, match="is no sample set"):
         prepare([a, tmp_path / "none"], config(), tmp_path / "study")
@@ -159,10 +159,10 @@ def test_a_set_whose_picture_is_gone_is_refused(tmp_path: Path) -> None:
 
 
 def test_there_is_no_study_without_gold(tmp_path: Path) -> None:
-    with pytest.raises(RequestError, match=r"`gold.share` = '0': a study without gold cannot tell raters who look"):
+    with pytest.raises(RequestError, match=r"`gold.share` = '0': a study without gold items cannot detect raters"):
         load_config(ProtocolConfig, None, ["--gold.share", "0"], "test")
     sets = [make_set(tmp_path / str(model), model, PROMPTS[:1]) for model in range(2)]
-    with pytest.raises(RequestError, match="no gold item can be made, and a study without gold cannot tell raters"):
+    with pytest.raises(RequestError, match="gold items cannot be made, and a study without them cannot detect raters"):
         prepare(sets, config(), tmp_path / "study")
 
 
@@ -211,7 +211,7 @@ def test_gold_of_ones_own(tmp_path: Path) -> None:
 @given(st.integers(1, 60), st.integers(2, 12), st.data())
 def test_items_are_dealt_evenly(items: int, raters: int, data: st.DataObject) -> None:
     votes = data.draw(st.integers(1, raters))
-    dealt = deal(np.random.default_rng(data.draw(st.integers(0, 99))).random((items, raters)), votes)
+    dealt = assign_raters(np.random.default_rng(data.draw(st.integers(0, 99))).random((items, raters)), votes)
     assert all(len(set(row)) == votes for row in dealt)
     loads = np.bincount(dealt.ravel(), minlength=raters)
     assert loads.sum() == items * votes and loads.max() - loads.min() <= 1
@@ -223,7 +223,7 @@ def test_raters_are_not_dealt_in_fixed_groups(tmp_path: Path) -> None:
     items = [replace(few.items[0], id=f"item {number}") for number in range(200)]
     many = replace(few, items=items, raters=15, votes_per_item=5)
     seen: dict[str, list[int]] = defaultdict(list)
-    for rater, showings in enumerate(make_schedule(many, Draws(b"secret", 0))):
+    for rater, showings in enumerate(make_schedule(many, KeyedDraws(b"secret", 0))):
         for showing in showings:
             if showing.kind == "first":
                 seen[showing.item.id].append(rater)
@@ -263,7 +263,7 @@ def test_sides_are_even_and_nothing_else_foretells_them(tmp_path: Path) -> None:
     table = np.array(sides)  # (raters, items)
     assert abs(table.mean() - 0.5) < 4 * 0.5 / np.sqrt(table.size)
     assert np.abs(table.mean(0) - 0.5).max() < 4 * 0.5 / np.sqrt(60)
-    other = make_schedule(study.protocol, Draws(b"another secret", study.protocol.seed))
+    other = make_schedule(study.protocol, KeyedDraws(b"another secret", study.protocol.seed))
     again = [
         [showing.swapped for showing in sorted(showings, key=lambda s: s.item.id) if showing.kind == "first"]
         for showings in other

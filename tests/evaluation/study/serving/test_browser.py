@@ -23,7 +23,7 @@ from tests.runs import environment
 
 pytestmark = [pytest.mark.slow, pytest.mark.browser]
 READY = "!document.getElementById('ballot').hidden && !document.querySelector('.waiting')"
-DONE = "document.getElementById('message').textContent.startsWith('That was the last one')"
+DONE = "document.getElementById('message').textContent.startsWith('That was the last pair')"
 COUNT = "document.getElementById('count').textContent"
 
 
@@ -49,8 +49,11 @@ class Serving:
         command = [sys.executable, "-m", "evaluation.study", *words]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment())
         assert self.process.stdout is not None
-        assert "raters are invited; more: python -m evaluation.study invite" in self.process.stdout.readline()
-        assert f"http://127.0.0.1:{self.port} (Ctrl-C ends it" in self.process.stdout.readline()
+        assert (
+            "raters have been invited. To invite more: python -m evaluation.study invite"
+            in self.process.stdout.readline()
+        )
+        assert f"at http://127.0.0.1:{self.port}. Stop with Ctrl-C" in self.process.stdout.readline()
 
     def kill(self) -> None:
         assert self.process is not None

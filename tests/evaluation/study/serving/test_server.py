@@ -16,7 +16,7 @@ from aiohttp import test_utils as web_utils
 
 from evaluation.study.protocol import Study
 from evaluation.study.serving.config import ServeConfig
-from evaluation.study.serving.limits import MOST_KEPT, Limit
+from evaluation.study.serving.limits import MAX_KEYS, RateLimit
 from evaluation.study.serving.server import HEADER, HEADERS, Server
 from evaluation.study.votes import Votes, open_votes
 from tests.evaluation.study.studies import make_study, schedule_of
@@ -252,7 +252,7 @@ def test_a_body_that_is_not_as_its_headers_say(play: Callable[..., None]) -> Non
         headers = {"Content-Encoding": "deflate", "Content-Type": "application/json", "Origin": browser.origin}
         headers |= {HEADER: browser.state["proof"]}
         reply = await browser.client.post("/vote", data=b"no deflate", headers=headers)
-        assert reply.status == 400 and "Load it again" in (await reply.json())["error"]
+        assert reply.status == 400 and "Reload the page" in (await reply.json())["error"]
 
     play(scene)
 
@@ -268,7 +268,7 @@ def test_a_database_that_cannot_be_read_is_told_to_its_owner(
 
         monkeypatch.setattr(Votes, "rater_of", fails)
         reply = await browser.get("/state")
-        assert reply.status == 503 and await reply.json() == {"error": "The server cannot go on just now."}
+        assert reply.status == 503 and await reply.json() == {"error": "The server is temporarily unavailable."}
 
     play(scene)
     assert "disk I/O error" in capsys.readouterr().err
@@ -282,7 +282,10 @@ def test_wrong_void_and_missing_tokens(play: Callable[..., None]) -> None:
         for tried in ("x", token[:-1], token + "x", token.swapcase()):
             reply = await stranger.post("/enter", {"token": tried})
             assert reply.status == 403
-            assert "This link is not valid (any more). Ask whoever invited you" in (await reply.json())["error"]
+            assert (
+                "This link is invalid or has been replaced. Ask the person who invited you"
+                in (await reply.json())["error"]
+            )
         for path in ("/state", "/picture/1/first"):
             assert (await stranger.get(path)).status == 403
         stage.votes.invite(0)  # a new link in place of a lost one
@@ -416,7 +419,7 @@ def test_what_the_server_cannot_do_is_told_to_its_owner(
         browser = await stage.browser(stage.votes.invite(0))
         (stage.study.folder / "pictures").unlink()
         reply = await browser.get("/picture/1/first")
-        assert reply.status == 503 and await reply.json() == {"error": "The server cannot go on just now."}
+        assert reply.status == 503 and await reply.json() == {"error": "The server is temporarily unavailable."}
         stage.votes._db.execute("PRAGMA query_only = ON")  # as a full disk, or one that cannot be written to any more
         assert (await browser.vote(1)).status == 503
         stage.votes._db.execute("PRAGMA query_only = OFF")
@@ -424,8 +427,8 @@ def test_what_the_server_cannot_do_is_told_to_its_owner(
 
     play(scene)
     said = " ".join(capsys.readouterr().err.split())
-    assert ".png is missing. Restore it from a copy" in said
-    assert "votes.sqlite cannot be written: attempt to write a readonly database. What was voted before is kept" in said
+    assert ".png is missing. Restore it from a backup" in said
+    assert "votes.sqlite cannot be written: attempt to write a readonly database. Votes cast earlier are kept" in said
 
 
 # --- limits ---
@@ -433,17 +436,17 @@ def test_what_the_server_cannot_do_is_told_to_its_owner(
 
 def test_a_bucket_of_tokens() -> None:
     now = 0.0
-    limit = Limit(2.0, 3, clock=lambda: now)
+    limit = RateLimit(2.0, 3, clock=lambda: now)
     assert [limit.wait("a") for _ in range(4)] == [0, 0, 0, 0.5]
     assert limit.wait("b") == 0
     now = 0.5
     assert [limit.wait("a") for _ in range(2)] == [0, 0.5]
     now = 100.0
     assert [limit.wait("a") for _ in range(4)] == [0, 0, 0, 0.5]
-    for number in range(3 * MOST_KEPT):
+    for number in range(3 * MAX_KEYS):
         now += 1.0
         assert limit.wait(str(number)) == 0
-    assert len(limit._left) <= MOST_KEPT + 1  # addresses that are done with are forgotten
+    assert len(limit._buckets) <= MAX_KEYS + 1  # addresses that are done with are forgotten
 
 
 @pytest.mark.parametrize(

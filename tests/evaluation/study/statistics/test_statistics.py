@@ -10,11 +10,11 @@ from scipy.optimize import minimize
 from scipy.special import expit
 from scipy.stats import t
 
-from bench.kit.studies import Design, share_of, simulate
-from evaluation.study.statistics.leanings import Leanings
-from evaluation.study.statistics.power import PowerConfig, components, power_table, render, weigh
+from evaluation.study.statistics.power import PowerConfig, compute_power, format_power, power_table, variance_components
 from evaluation.study.statistics.preference import preference
 from evaluation.study.statistics.strengths import PRIOR, bradley_terry, shares, strengths
+from evaluation.study.statistics.vote_model import VoteModel
+from tests.evaluation.study.simulation import Design, share_of, simulate
 
 seeds = st.integers(0, 2**32 - 1)
 
@@ -98,23 +98,23 @@ def test_one_rater_or_one_prompt_says_nothing_of_others(which: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("leanings", "least", "most"),
+    ("model", "least", "most"),
     [
-        (Leanings(0.5, 0.2, 0.5, 0.2), 0.93, 0.975),
-        (Leanings(1.0, 0.4), 0.93, 0.97),
-        (Leanings(1.5, 1.0, 1.5, 0.2), 0.93, 0.97),
+        (VoteModel(0.5, 0.2, 0.5, 0.2), 0.93, 0.975),
+        (VoteModel(1.0, 0.4), 0.93, 0.97),
+        (VoteModel(1.5, 1.0, 1.5, 0.2), 0.93, 0.97),
     ],
 )
-def test_intervals_hold_the_truth_in_simulated_studies(leanings: Leanings, least: float, most: float) -> None:
-    """1,500 each: bench.outputs.study has the table of 10,000. Wilson's of independent votes holds too little."""
+def test_intervals_hold_the_truth_in_simulated_studies(model: VoteModel, least: float, most: float) -> None:
+    """1,500 each: docs/evidence/intervals.md has 10,000. Wilson's of independent votes holds too little."""
     design = Design.make(200, 15, 5)
-    truth = leanings.preference
+    truth = model.preference
 
     def holds(scores: np.ndarray) -> np.ndarray:
         low, high = preference(scores, design.prompts, design.raters).interval()
         return np.asarray((low <= truth) & (truth <= high))
 
-    assert least < share_of(holds, leanings, design, 1500, seed=5) < most
+    assert least < share_of(holds, model, design, 1500, seed=5) < most
 
 
 # --- simulation ---
@@ -122,23 +122,23 @@ def test_intervals_hold_the_truth_in_simulated_studies(leanings: Leanings, least
 
 @pytest.mark.parametrize("ties", [0.0, 0.3])
 def test_the_true_preference_is_the_mean_of_very_many_votes(ties: float) -> None:
-    leanings = Leanings(1.0, 0.4, 0.5, ties)
+    model = VoteModel(1.0, 0.4, 0.5, ties)
     one_each = Design(np.arange(1000), np.arange(1000))
-    scores = simulate(leanings, one_each, 400, np.random.default_rng(0))
-    assert scores.mean() == pytest.approx(leanings.preference, abs=4 * 0.5 / np.sqrt(scores.size))
-    equal = simulate(Leanings(1.0, 0.4, 0.0, ties), one_each, 400, np.random.default_rng(1))
+    scores = simulate(model, one_each, 400, np.random.default_rng(0))
+    assert scores.mean() == pytest.approx(model.preference, abs=4 * 0.5 / np.sqrt(scores.size))
+    equal = simulate(VoteModel(1.0, 0.4, 0.0, ties), one_each, 400, np.random.default_rng(1))
     assert (equal == 0.5).mean() == pytest.approx(ties, abs=0.005)
-    assert leanings.at(0.7).preference == pytest.approx(0.7)
+    assert model.with_preference(0.7).preference == pytest.approx(0.7)
 
 
 def test_components_are_those_of_simulated_votes() -> None:
     """Covariances of votes of one prompt, of one rater, and of one vote with itself."""
-    leanings = Leanings(1.2, 0.7, 0.4, 0.2)
+    model = VoteModel(1.2, 0.7, 0.4, 0.2)
     rng = np.random.default_rng(0)
     two = Design(np.array([0, 0, 1]), np.array([0, 1, 0]))
-    votes = simulate(leanings, two, 400_000, rng)
+    votes = simulate(model, two, 400_000, rng)
     covariance = np.cov(votes, rowvar=False)
-    found = components(leanings)
+    found = variance_components(model)
     assert found[0] == pytest.approx(covariance[0, 1], abs=0.001)
     assert found[1] == pytest.approx(covariance[0, 2], abs=0.001)
     assert sum(found) == pytest.approx(covariance[0, 0], abs=0.001)
@@ -149,9 +149,9 @@ def test_components_are_those_of_simulated_votes() -> None:
 
 @pytest.mark.parametrize(("raters", "prompts"), [(15, 200), (30, 400)])
 def test_power_is_what_simulated_studies_have(raters: int, prompts: int) -> None:
-    leanings, margin = Leanings(0.5, 0.2, ties=0.2), 0.06
+    model, margin = VoteModel(0.5, 0.2, ties=0.2), 0.06
     design = Design.make(prompts, raters, 5)
-    found = weigh(leanings, raters, prompts, 5, margin)
+    found = compute_power(model, raters, prompts, 5, margin)
 
     def is_seen(scores: np.ndarray) -> np.ndarray:
         low, high = preference(scores, design.prompts, design.raters).interval()
@@ -160,9 +160,11 @@ def test_power_is_what_simulated_studies_have(raters: int, prompts: int) -> None
     def is_equal(scores: np.ndarray) -> np.ndarray:
         return preference(scores, design.prompts, design.raters).is_within(margin)
 
-    assert share_of(is_seen, leanings.at(0.5 + margin), design, 600, 1) == pytest.approx(found.difference, abs=0.06)
-    assert share_of(is_equal, leanings.at(0.5), design, 600, 2) == pytest.approx(found.equivalence, abs=0.06)
-    assert share_of(is_equal, leanings.at(0.5 + margin), design, 600, 3) < 0.08  # 5 % at most, and its error
+    assert share_of(is_seen, model.with_preference(0.5 + margin), design, 600, 1) == pytest.approx(
+        found.difference, abs=0.06
+    )
+    assert share_of(is_equal, model.with_preference(0.5), design, 600, 2) == pytest.approx(found.equivalence, abs=0.06)
+    assert share_of(is_equal, model.with_preference(0.5 + margin), design, 600, 3) < 0.08  # 5 % at most, and its error
 
 
 def test_more_raters_and_prompts_have_more_power() -> None:
@@ -175,9 +177,11 @@ def test_more_raters_and_prompts_have_more_power() -> None:
             assert by[more].half_width <= by[raters, prompts].half_width
             assert by[more].difference >= by[raters, prompts].difference
             assert by[more].equivalence >= by[raters, prompts].equivalence
-    text = render(rows, 0.08, 0.8)
-    assert "Enough to see a preference of 58% with probability 80%: " in text and "45 raters × 200 prompts" in text
-    assert "none of these" in render(rows, 0.08, 0.9999)
+    text = format_power(rows, 0.08, 0.8)
+    assert (
+        "Sufficient to detect a preference of 58% with probability 80%: " in text and "45 raters × 200 prompts" in text
+    )
+    assert "none of these" in format_power(rows, 0.08, 0.9999)
 
 
 # --- strengths ---

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from evaluation.study.analysis import analyse
-from evaluation.study.output.figure import draw
-from evaluation.study.output.results import write_results
+from evaluation.study.figure import draw
+from evaluation.study.results import write_results
 from shards.base.durable import read_sealed_json
 from tests.evaluation.study.studies import make_study, random_score, votes_of
 
