@@ -9,8 +9,7 @@ import sys
 from pathlib import Path
 
 BENCHMARKS = (
-    *("pixels", "worker", "encode", "index.epoch_plan", "index.publishing", "index.reading", "loader"),
-    *("outputs.alignment", "train_step"),
+    *("pixels", "worker", "encode", "index.epoch_plan", "index.publishing", "index.reading", "loader", "train_step"),
 )
 INTRODUCTION = """# Benchmarks
 
