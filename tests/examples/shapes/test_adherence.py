@@ -10,7 +10,7 @@ from PIL import ImageOps
 
 from evaluation.parts import commit_part
 from evaluation.sampling.prompts import PromptsConfig, prompts_sha256, read_prompts
-from examples.shapes.adherence import LEAST, check_adherence, newest_pictures, prompt_lists, score, write_prompts
+from examples.shapes.adherence import MIN_SHARES, check_adherence, newest_pictures, prompt_lists, score, write_prompts
 from examples.shapes.scenes import draw_scene
 from shards.base.durable import sealed_json
 from shards.open import open_store
@@ -47,10 +47,10 @@ def test_pictures_are_judged_by_the_prompts_that_they_were_drawn_of(tmp_path: Pa
 
 
 def test_a_phase_that_draws_something_else_ends_the_demo(tmp_path: Path) -> None:
-    found = {"phase1": {"seen": {"colour": 0.0, "shape": 0.0}}, "phase2": {"seen": LEAST}}
+    found = {"phase1": {"seen": {"colour": 0.0, "shape": 0.0}}, "phase2": {"seen": MIN_SHARES}}
     (tmp_path / "adherence.json").write_text(json.dumps(found))
     check_adherence(tmp_path)
     found["phase2"]["seen"] = {"colour": 1.0, "shape": 0.79}
     (tmp_path / "adherence.json").write_text(json.dumps(found))
-    with pytest.raises(SystemExit, match=r"shape 79.0%, not 80%\."):
+    with pytest.raises(SystemExit, match=r"shape 79.0% instead of 80%\."):
         check_adherence(tmp_path)
