@@ -1,4 +1,4 @@
-"""What the model of the step (bench/roofline) says of the profiled one, class by class, at the rates measured here."""
+"""Prediction of the profiled step by the model in bench/roofline, per kernel class, at the measured rates."""
 
 from bench.gpu_check.findings import COPY_RATE, Findings, Parts
 from bench.gpu_check.setup import Setup
@@ -7,7 +7,7 @@ from bench.roofline.networks import Step, training_work
 
 
 def predicting(setup: Setup, found: Findings) -> None:
-    """Kernels, bytes and arithmetic of the step that `profile` times; the device has no part in it."""
+    """Count kernels, bytes and FLOPs of the step that `profile` times, without using the device."""
     setting, batch = setup.profiled
     step = Step(setting.bucket, setting.microbatch_size, setting.compile, setting.low_precision_norms)
     work = training_work(setup.unet, step).step_of(batch, step.num_parameters(setup.unet))
@@ -16,8 +16,11 @@ def predicting(setup: Setup, found: Findings) -> None:
 
 
 def with_prediction(parts: Parts) -> Parts:
-    """The same, and beside each class of the profile's kernels what the model gives it, where all three parts ended
-    that it takes: the profile, the prediction, and the rates of a product and of a copy."""
+    """Add the predicted time of each kernel class to the profile.
+
+    This needs the profile, the prediction, and the rates of a matrix product and of a copy. If one of them is missing,
+    the parts are returned unchanged.
+    """
     profile, machine = parts.get("profile", {}), parts.get("machine", {})
     rows = profile.get("tables", {}).get("kernels")
     step, gigabytes = (part.get("figures", {}).get(name) for part, name in ((profile, "step"), (machine, COPY_RATE)))

@@ -4,7 +4,7 @@ The table is for docs/how-to/families.md. Each network has its family's real hea
 random weights, because no trained ones were at hand. "Error" is ‖x − x₃₂‖ / ‖x₃₂‖ against the same pass in float32. x
 is the prediction, or the gradient of its mean square over all weights.
 
-Two places are looked at by themselves. FLUX takes t / 1000 and casts it to the type of its activations, so autocast
+Two suspects are examined separately. FLUX takes t / 1000 and casts it to the type of its activations, so autocast
 rounds a timestep to 8 significant bits. SANA's linear attention sums over all tokens; its reference code does so in
 float32, and autocast does it in bfloat16.
 """
@@ -24,7 +24,7 @@ from bench.kit.common import machine, table
 
 CONFIGS = Path("configs")
 TIMESTEPS = (47.0, 501.0, 981.0)
-"""None of them over 1000 is a bfloat16 number."""
+"""Divided by 1000, none of these is exact in bfloat16."""
 CAPTION_TOKENS = 77
 
 
@@ -34,7 +34,7 @@ def flux(blocks: int) -> tuple[nn.Module, Callable[[Tensor], dict[str, Any]]]:
     model = FluxTransformer2DModel.from_config(
         fields | {"num_layers": blocks, "num_single_layers": blocks, "num_attention_heads": 8}
     )
-    side = 16  # patches of a 256 px picture
+    side = 16  # patches of a 256 px image
     ids = torch.zeros(side, side, 3)
     ids[..., 1], ids[..., 2] = torch.arange(side)[:, None], torch.arange(side)[None]
 
@@ -65,7 +65,7 @@ def sana(blocks: int) -> tuple[nn.Module, Callable[[Tensor], dict[str, Any]]]:
             "cross_attention_dim": 1120,
         }
     )
-    side = fields["sample_size"]  # latents of a 1024 px picture
+    side = fields["sample_size"]  # latents of a 1024 px image
 
     def arguments(timesteps: Tensor) -> dict[str, Any]:
         n = len(timesteps)
@@ -80,7 +80,7 @@ def sana(blocks: int) -> tuple[nn.Module, Callable[[Tensor], dict[str, Any]]]:
 
 @contextmanager
 def exact_timestep(model: nn.Module, arguments: dict[str, Any]) -> Iterator[None]:
-    """Give FLUX's timestep embedding the float32 timestep, in place of what autocast made of it."""
+    """Pass the float32 timestep to FLUX's timestep embedding, instead of the one that autocast rounded."""
     exact = arguments["timestep"] * 1000
     embed: Any = model.time_text_embed
     handle = embed.register_forward_pre_hook(lambda _, inputs: (exact, *inputs[1:]))

@@ -123,7 +123,7 @@ class Demo:
                     left = seconds_left(line["images_per_second"])
                     print(
                         f"The demo will take about {(spent + left) / 60:.0f} minutes in total, {spent / 60:.0f} of "
-                        f"which have passed (phase 1 trains at {line['images_per_second']:.0f} images/s on this machine).",
+                        f"which have passed. Phase 1 trains at {line['images_per_second']:.0f} images/s here.",
                         flush=True,
                     )
                     return

@@ -6,16 +6,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench.encode import MIX, Work, bench_file, count_flops, mixture, rates_of, sizes_for
+from bench.encode import MIX, RepeatableBatch, bench_file, count_flops, mixture, rates_of, sizes_for
 from plan.measured import read_rates
 
 
-def work(count: int, log: list[str], name: str) -> Work:
+def work(count: int, log: list[str], name: str) -> RepeatableBatch:
     def start() -> Callable[[], object]:
         log.append(f"start {name}")
         return lambda: log.append(f"wait {name}")
 
-    return Work(start, count, 10 * count)
+    return RepeatableBatch(start, count, 10 * count)
 
 
 @pytest.mark.parametrize(("small", "large"), [(64, 64), (64, 16), (8, 8)])

@@ -71,9 +71,9 @@ def test_a_plan_reads_the_file_and_the_page_says_where_the_time_goes(rehearsed: 
     model = file.model_copy(update={"command": "a model", "details": {}})
     (tmp_path / "model.json").write_text(model.model_dump_json(exclude_none=True))
     text = page(file, [str(tmp_path / "model.json")], 60.0)
-    assert "checks hold; 11 of 11 parts ended by themselves." in text
+    assert "checks hold; 11 of 11 parts finished." in text
     assert "100%" in text and "a model" in text  # measured over predicted
-    for said in ("of the limit**", "The model of the step predicts", "| convolution |", "| gaps |", "GiB were held"):
+    for said in ("of the limit**", "The model of the step predicts", "| convolution |", "| gaps |", "Peak memory was"):
         assert said in text
     for row in file.details["profile"]["tables"]["kernels"]:
         predicted, ideal = row.get("predicted_ms"), row["at_the_matrix_rate_ms"]
@@ -96,9 +96,7 @@ def test_what_is_wrong_leads_the_page_and_fails_the_check(tmp_path: Path) -> Non
     part = {**json.loads((tmp_path / "part.json").read_text()), "outcome": "done", "seconds": 1.0}
     assert not gpu_check.right(part)
     text = page(gpu_check.bench_file({"curves": part}), [], 1.0)
-    assert (
-        "**1 of 2 checks hold" in text and "## What is not right\n\n" in text and "| curves | a curve | nan |" in text
-    )
+    assert "**1 of 2 checks hold" in text and "## Failed checks\n\n" in text and "| curves | a curve | nan |" in text
 
 
 def test_parts_that_fail_or_do_not_end_lose_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,9 +114,11 @@ def test_parts_that_fail_or_do_not_end_lose_nothing(tmp_path: Path, monkeypatch:
 
     popen = subprocess.Popen
     monkeypatch.setattr(subprocess, "Popen", stand_in)
-    monkeypatch.setattr(gpu_check, "LEAST_SECONDS", 0.0)
+    monkeypatch.setattr(gpu_check, "MIN_SECONDS", 0.0)
     monkeypatch.setitem(PARTS, "machine", replace(PARTS["machine"], seconds=1.0))
-    with pytest.raises(WorkError, match=r"not right, or not ended: draws, machine\. .*gpu-check\.md says what"):
+    with pytest.raises(
+        WorkError, match=r"The check failed in draws, machine\. .*gpu-check\.md lists the failed checks"
+    ):
         gpu_check.check(["draws", "machine", "loader", "--device", "cpu", "--small", "--output", str(tmp_path)])
     parts = json.loads((tmp_path / "gpu-check.json").read_text())["details"]
     assert parts["draws"]["outcome"] == "failed with exit code 3:\nsaid"
@@ -126,8 +126,8 @@ def test_parts_that_fail_or_do_not_end_lose_nothing(tmp_path: Path, monkeypatch:
     assert parts["loader"]["outcome"] == "done"
     assert [part["checks"][0]["what"] for part in parts.values()] == ["of draws", "of machine", "of loader"]
     assert not any(str(ASLEEP).encode() in path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline"))
-    late = gpu_check.Run("cpu", True, tmp_path, 0.0, time.monotonic())
-    assert gpu_check.run_part(late, "loader")["outcome"] == "not begun: no time was left"
+    late = gpu_check.CheckRun("cpu", True, tmp_path, 0.0, time.monotonic())
+    assert gpu_check.run_part(late, "loader")["outcome"] == "not started: no time was left"
 
 
 def test_parts_that_are_given_by_name_join_those_that_are_there(
@@ -136,7 +136,7 @@ def test_parts_that_are_given_by_name_join_those_that_are_there(
     """After each of them the file and the page are whole."""
     seen = []
 
-    def run_part(run: gpu_check.Run, name: str) -> dict[str, Any]:
+    def run_part(run: gpu_check.CheckRun, name: str) -> dict[str, Any]:
         path = tmp_path / "gpu-check.json"
         seen.append(list(json.loads(path.read_text())["details"]) if path.exists() else [])
         check = {"what": "curve", "value": 0.0, "at_most": 1.0, "right": name != "machine" or len(seen) > 2}
@@ -144,7 +144,7 @@ def test_parts_that_are_given_by_name_join_those_that_are_there(
 
     monkeypatch.setattr(gpu_check, "run_part", run_part)
     words = ["--device", "cpu", "--small", "--output", str(tmp_path)]
-    with pytest.raises(WorkError, match=r"not right, or not ended: machine\."):
+    with pytest.raises(WorkError, match=r"The check failed in machine\."):
         gpu_check.check(["machine", "loader", *words])
     gpu_check.check(["machine", *words])
     assert (
@@ -152,7 +152,7 @@ def test_parts_that_are_given_by_name_join_those_that_are_there(
         and "2 of 2 checks hold" in (tmp_path / "gpu-check.md").read_text()
     )
     (tmp_path / "gpu-check.json").write_text("{")
-    with pytest.raises(RequestError, match=r"gpu-check\.json, into which some parts were to go, is damaged"):
+    with pytest.raises(RequestError, match=r"gpu-check\.json, to which the parts would be added, is damaged"):
         gpu_check.check(["machine", *words])
 
 
@@ -205,10 +205,10 @@ def test_a_part_in_which_something_failed_ends_with_1(tmp_path: Path, monkeypatc
 
 
 def test_what_is_asked_for_must_be_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(RequestError, match="there is no part drawing; there are draws, curves"):
+    with pytest.raises(RequestError, match=r"There is no part drawing\. Choose from draws, curves"):
         gpu_check.check(["drawing", "--device", "cpu", "--output", str(tmp_path)])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(RequestError, match=r"torch sees no GPU here\. `--device cpu --small` rehearses"):
+    with pytest.raises(RequestError, match=r"torch finds no GPU on this machine\. Rehearse the check"):
         gpu_check.check(["--output", str(tmp_path)])
 
 
@@ -223,7 +223,7 @@ def test_a_setting_is_left_out_where_time_is_short(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(speed, "measure", measure)
     found = Findings(tmp_path / "part.json", seconds=0.0)
     speed.training(SETUP, found, 1)
-    assert len(timed) == 1 and [row["note"] for row in found.tables["steps"]][1:] == ["left out: no time"]
+    assert len(timed) == 1 and [row["note"] for row in found.tables["steps"]][1:] == ["skipped for lack of time"]
 
 
 def test_curves_of_different_lengths_are_infinitely_apart() -> None:

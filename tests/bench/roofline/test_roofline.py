@@ -43,7 +43,7 @@ def test_the_calibrated_model_gives_the_published_rate_back() -> None:
     work, rates = Work(64, {"product": Class(1, 0, 10**14), "pointwise": Class(1, 10**12, 0)}), Rates(800.0, 1.0, 4.0)
     efficiency = roofline.efficiency_of(rates, work, 120.0)
     assert Rates(800.0, efficiency, 4.0).images_per_second(work) == pytest.approx(120.0)
-    with pytest.raises(ValueError, match=r"300\.0 img/s are more than 4\.0 TB/s allow"):
+    with pytest.raises(ValueError, match=r"300\.0 images/s exceed what 4\.0 TB/s allow"):
         roofline.efficiency_of(rates, work, 300.0)
 
 

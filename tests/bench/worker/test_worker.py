@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from streaming import LocalDataset
 
-from bench.worker.beside import Case, Running, Way, demo_case, photograph_case, row
+from bench.worker.beside import Case, Runner, Way, demo_case, photograph_case, row
 from bench.worker.inputs import demo_pictures
 from shards.root.reading import image_latents, read_part, text_latents
 
@@ -18,9 +18,9 @@ WAYS: tuple[tuple[Way, float, float], ...] = (("exact", 0.02, 1e-3), ("default",
 def test_the_worker_stores_what_the_plain_script_does(tmp_path: Path) -> None:
     """Which knows nothing of the product but the columns' names."""
     case = Case("", photograph_case(tmp_path, PICTURES), ("256x256", "512x512"), free=False, threads=1, batch_size=2)
-    Running(case, "plain").encode(tmp_path / "plain")
+    Runner(case, "plain").encode(tmp_path / "plain")
     for way, latents_off, states_off in WAYS:
-        worker = Running(case, way)
+        worker = Runner(case, way)
         worker.encode(tmp_path / way)
         for bucket in case.buckets:
             parts = (tmp_path / way / bucket).iterdir()
@@ -44,7 +44,7 @@ def apart(found: np.ndarray, expected: np.ndarray) -> float:
 def test_every_way_is_timed_on_the_demos_pictures(tmp_path: Path) -> None:
     pictures = 60
     case = Case("demo", demo_case(tmp_path, pictures), ("64x64", "128x128"), free=True, threads=1)
-    found = {way: np.array([Running(case, way)()]) for way in ("plain", "exact", "default")}
+    found = {way: np.array([Runner(case, way)()]) for way in ("plain", "exact", "default")}
     seconds, processor, written = (np.stack(list(found.values()))[:, 0, column] for column in range(3))
     assert (seconds > 0).all() and (processor > 0).all()
     # float16 takes as many bytes by either way, but for odd pictures that one of them refuses
