@@ -53,7 +53,7 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 
 
 @dataclass(frozen=True)
-class Setting:
+class StepSetting:
     """A variant of the training step."""
 
     bucket: str
@@ -73,7 +73,7 @@ class Setting:
 class Result:
     """Measurements of a setting. The rate is None if memory ran out."""
 
-    setting: Setting
+    setting: StepSetting
     images_per_second: float | None
     memory_gb: float = 0.0
     tflops: float = 0.0
@@ -90,7 +90,7 @@ def main() -> None:
     matrix_rate = matmul_tflops(device, DTYPES[options.precision])
     parts = []
     if options.rounds:
-        pair = beside_a_bare_loop(options, accelerator, unet)
+        pair = compare_with_bare_loop(options, accelerator, unet)
         parts.append(describe_pair(pair, options))
     results = [measure(setting, options, accelerator, unet) for setting in settings(options)]
     # the higher of two measurements, so that a disturbance does not inflate the shares
@@ -122,25 +122,29 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def settings(options: argparse.Namespace) -> Iterator[Setting]:
+def settings(options: argparse.Namespace) -> Iterator[StepSetting]:
     """Yield the settings of each bucket.
 
     One feature is added at a time, at the middle microbatch size. Then all features are on, at every microbatch size.
     """
     for bucket in options.buckets:
         middle = options.microbatches[(len(options.microbatches) - 1) // 2]
-        ladder = [Setting(bucket, middle), Setting(bucket, middle, True), Setting(bucket, middle, True, True)]
+        ladder = [
+            StepSetting(bucket, middle),
+            StepSetting(bucket, middle, True),
+            StepSetting(bucket, middle, True, True),
+        ]
         if options.compile:
-            ladder += [Setting(bucket, middle, True, True, True), Setting(bucket, middle, True, False, True)]
+            ladder += [StepSetting(bucket, middle, True, True, True), StepSetting(bucket, middle, True, False, True)]
         yield from ladder
         for size in options.microbatches:
-            everything = Setting(bucket, size, True, True, options.compile)
+            everything = StepSetting(bucket, size, True, True, options.compile)
             if everything not in ladder:
                 yield everything
 
 
 def measure(
-    setting: Setting, options: argparse.Namespace, accelerator: Accelerator, unet: UNet2DConditionModel
+    setting: StepSetting, options: argparse.Namespace, accelerator: Accelerator, unet: UNet2DConditionModel
 ) -> Result:
     """Time whole optimizer steps of the trainer, after three steps of warm-up and compilation."""
     print(f"{setting.bucket}, microbatch {setting.microbatch_size}, {setting.words} …", file=sys.stderr, flush=True)
@@ -180,7 +184,7 @@ def release(device: torch.device) -> None:
 
 @contextmanager
 def trainer(
-    setting: Setting,
+    setting: StepSetting,
     options: argparse.Namespace,
     accelerator: Accelerator,
     unet: UNet2DConditionModel,
@@ -220,9 +224,9 @@ def trainer(
             accelerator.free_memory()
 
 
-def beside_a_bare_loop(options: argparse.Namespace, accelerator: Accelerator, unet: UNet2DConditionModel) -> Pair:
+def compare_with_bare_loop(options: argparse.Namespace, accelerator: Accelerator, unet: UNet2DConditionModel) -> Pair:
     """Time the trainer's step and a bare loop that trains the same model, in turn."""
-    setting = Setting(options.buckets[0], options.microbatches[-1], channels_last=accelerator.device.type == "cuda")
+    setting = StepSetting(options.buckets[0], options.microbatches[-1], channels_last=accelerator.device.type == "cuda")
     bare = bare_loop(setting, options, unet, accelerator.device)
     with trainer(setting, options, accelerator, unet) as (_, step):
 
@@ -234,7 +238,7 @@ def beside_a_bare_loop(options: argparse.Namespace, accelerator: Accelerator, un
 
 
 def bare_loop(
-    setting: Setting, options: argparse.Namespace, original: UNet2DConditionModel, device: torch.device
+    setting: StepSetting, options: argparse.Namespace, original: UNet2DConditionModel, device: torch.device
 ) -> Callable[[], None]:
     """Make a step on float32 latents and text on the device, without posterior sampling, caption dropout or logging."""
     unet = copy.deepcopy(original).to(device)

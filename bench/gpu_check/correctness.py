@@ -10,7 +10,7 @@ from torch import Tensor
 
 from bench.gpu_check.findings import Findings
 from bench.gpu_check.setup import Setup
-from bench.train_step import DTYPES, Setting, make_batch
+from bench.train_step import DTYPES, StepSetting, make_batch
 from train.data.draws import Draws, Purpose
 from train.loop import Run
 from train.model.config import OptimizerConfig
@@ -54,7 +54,7 @@ def compiling(setup: Setup, found: Findings) -> None:
 def losses(setup: Setup, precision: str, compiled: bool = False, low_precision_norms: bool = False) -> list[float]:
     """Return the losses of `setup.steps` trainer steps on one batch, with new random draws in every step."""
     torch.compiler.reset()
-    setting = Setting(BUCKET, MICROBATCH, setup.device.type == "cuda", low_precision_norms, compiled)
+    setting = StepSetting(BUCKET, MICROBATCH, setup.device.type == "cuda", low_precision_norms, compiled)
     with setup.training(setting, precision, setup.curve_unet, BATCH, **FAST) as (run, step):
         for _ in range(setup.steps):
             step()
@@ -90,7 +90,7 @@ def splitting(setup: Setup, found: Findings) -> None:
 
 def plain_losses(setup: Setup, precision: Any, split: bool) -> list[float]:
     """Return losses like `losses`, but without accelerate, which does not shard over one process."""
-    setting = Setting(BUCKET, MICROBATCH)
+    setting = StepSetting(BUCKET, MICROBATCH)
     with setup.training(setting, "float32", setup.curve_unet, BATCH, **FAST) as (run, _):
         return list(plain_steps(setup, run, precision, split))
 

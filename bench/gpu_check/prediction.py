@@ -2,14 +2,14 @@
 
 from bench.gpu_check.findings import COPY_RATE, Findings, Parts
 from bench.gpu_check.setup import Setup
-from bench.roofline.kernels import ASSUMED_EFFICIENCY, Class, Rates
-from bench.roofline.networks import Step, training_work
+from bench.roofline.kernels import ASSUMED_EFFICIENCY, DeviceRates, KernelClass
+from bench.roofline.networks import TrainingStep, training_work
 
 
 def predicting(setup: Setup, found: Findings) -> None:
     """Count kernels, bytes and FLOPs of the step that `profile` times, without using the device."""
     setting, batch = setup.profiled
-    step = Step(setting.bucket, setting.microbatch_size, setting.compile, setting.low_precision_norms)
+    step = TrainingStep(setting.bucket, setting.microbatch_size, setting.compile, setting.low_precision_norms)
     work = training_work(setup.unet, step).step_of(batch, step.num_parameters(setup.unet))
     for kind, part in work.classes.items():
         found.row("prediction", what=kind, launches=part.kernels, bytes=part.bytes, flops=part.flops)
@@ -27,11 +27,11 @@ def with_prediction(parts: Parts) -> Parts:
     predicted = parts.get("prediction", {}).get("tables", {}).get("prediction")
     if not (rows and step and gigabytes and predicted):
         return parts
-    rates = Rates(step["matrix TFLOP/s"], ASSUMED_EFFICIENCY, gigabytes / 1e3)
+    rates = DeviceRates(step["matrix TFLOP/s"], ASSUMED_EFFICIENCY, gigabytes / 1e3)
     measured = {row["what"]: row for row in rows}
     nothing = {"ms": 0.0, "launches": 0, "at_the_matrix_rate_ms": 0.0}
     for row in predicted:
-        of = Class(row["launches"], row["bytes"], row["flops"])
+        of = KernelClass(row["launches"], row["bytes"], row["flops"])
         said = {"predicted_ms": 1e3 * rates.seconds_of(of), "predicted_launches": of.kernels}
         measured[row["what"]] = {"what": row["what"], **nothing, **measured.get(row["what"], {}), **said}
     tables = profile["tables"] | {"kernels": list(measured.values())}

@@ -14,7 +14,7 @@ from accelerate.state import AcceleratorState
 
 from bench.encode import EncoderSizes, sizes_for
 from bench.kit.common import synchronize
-from bench.train_step import Setting, trainer
+from bench.train_step import StepSetting, trainer
 from train.loop import Run
 from train.model.unet import build_unet
 from train.start import ACCELERATE_PRECISION
@@ -53,10 +53,10 @@ class Setup:
         return (256, 128) if bucket == self.buckets[0] else (64, 32)
 
     @property
-    def profiled(self) -> tuple[Setting, int]:
-        """Setting and number of images of the step that is profiled, at the larger size."""
+    def profiled(self) -> tuple[StepSetting, int]:
+        """StepSetting and number of images of the step that is profiled, at the larger size."""
         bucket = self.buckets[1]
-        setting = Setting(bucket, self.microbatches(bucket)[0], True, True, compile=not self.small)
+        setting = StepSetting(bucket, self.microbatches(bucket)[0], True, True, compile=not self.small)
         return setting, setting.microbatch_size * (1 if self.small else 2)
 
     @property
@@ -81,7 +81,7 @@ class Setup:
 
     @contextmanager
     def training(
-        self, setting: Setting, precision: str, unet: Path, batch: int, **fields: Any
+        self, setting: StepSetting, precision: str, unet: Path, batch: int, **fields: Any
     ) -> Iterator[tuple[Run, Any]]:
         """Yield a run and a function that takes one trainer step on a batch in memory.
 

@@ -24,7 +24,7 @@ from bench.kit.common import matmul_tflops, synchronize
 from bench.kit.roots import encoding_record, make_root
 from bench.loader import BATCH, SD2_TEXT, Reading
 from bench.roofline.kernels import kind_of
-from bench.train_step import TEXT_LENGTH, Setting, latent_hw, measure
+from bench.train_step import TEXT_LENGTH, StepSetting, latent_hw, measure
 from train.model.backbone import BackboneConfig
 from train.model.fit import on_meta
 from train.model.flops import TRAIN_OVER_FORWARD
@@ -64,7 +64,9 @@ def training(setup: Setup, found: Findings, which: int) -> None:
     """Time whole steps of bucket number `which`: first eager, which needs no compiler, then compiled."""
     bucket = setup.buckets[which]
     sizes = setup.microbatches(bucket)
-    settings = [Setting(bucket, min(sizes), True, True)] + [Setting(bucket, size, True, True, True) for size in sizes]
+    settings = [StepSetting(bucket, min(sizes), True, True)] + [
+        StepSetting(bucket, size, True, True, True) for size in sizes
+    ]
     options = Namespace(batch=setup.batch, unet=setup.unet, precision="bfloat16", seconds=0.1 if setup.small else 8)
     AcceleratorState._reset_state(reset_partial_state=True)
     accelerator = Accelerator(mixed_precision="bf16", cpu=setup.device.type == "cpu")
@@ -109,7 +111,7 @@ def profiling(setup: Setup, found: Findings) -> None:
     profile_step(setup, found, replace(setting, compile=False), batch)
 
 
-def profile_step(setup: Setup, found: Findings, setting: Setting, batch: int) -> None:
+def profile_step(setup: Setup, found: Findings, setting: StepSetting, batch: int) -> None:
     """Profile a step after three steps of warm-up."""
     device = setup.device
     activity = ProfilerActivity.CUDA if device.type == "cuda" else ProfilerActivity.CPU

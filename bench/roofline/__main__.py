@@ -11,18 +11,22 @@ from datetime import date
 from pathlib import Path
 
 from bench.kit.common import command, section, table
-from bench.roofline.kernels import ASSUMED_EFFICIENCY, Class, Rates, Work
-from bench.roofline.networks import Step, encoder_work, training_work
+from bench.roofline.kernels import ASSUMED_EFFICIENCY, DeviceRates, DeviceWork, KernelClass
+from bench.roofline.networks import TrainingStep, encoder_work, training_work
 from plan.config import Networks
 from plan.measured import BenchFile, Measurement
 
-RATES = {"H200": Rates(790.0, 1.0, 4.3), "H100": Rates(790.0, 1.0, 3.0), "A100": Rates(250.0, 1.0, 1.83)}
+RATES = {
+    "H200": DeviceRates(790.0, 1.0, 4.3),
+    "H100": DeviceRates(790.0, 1.0, 3.0),
+    "A100": DeviceRates(250.0, 1.0, 1.83),
+}
 """Rates of large bfloat16 products (0.8 of the datasheet's), and 0.9 of the datasheet's bandwidth."""
 PUBLISHED = {
-    "H200": [(Step("512x512", 64, compiled=True), 64, 129.25)],
+    "H200": [(TrainingStep("512x512", 64, compiled=True), 64, 129.25)],
     "A100": [
-        (Step("512x512", 16, low_precision_norms=True), 256, 36.25),
-        (Step("256x256", 64, low_precision_norms=True), 256, 137.5),
+        (TrainingStep("512x512", 16, low_precision_norms=True), 256, 36.25),
+        (TrainingStep("256x256", 64, low_precision_norms=True), 256, 137.5),
     ],
 }
 """Published steps: microbatch, images per GPU and step, and images per second and GPU on 8 GPUs (configs/plan). The
@@ -36,7 +40,8 @@ def main() -> None:
     """Print a Markdown section, and write the planner's benchmark file if requested."""
     options = parse(sys.argv[1:])
     steps = [
-        Step(bucket, size, options.compile) for bucket, size in zip(options.buckets, options.microbatches, strict=True)
+        TrainingStep(bucket, size, options.compile)
+        for bucket, size in zip(options.buckets, options.microbatches, strict=True)
     ]
     works = {step: training_work(options.unet, step) for step in steps}
     rates, lines = replace(RATES[options.gpu], efficiency=options.efficiency), []
@@ -71,14 +76,14 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def describe(works: dict[Step, Work], rates: Rates) -> str:
+def describe(works: dict[TrainingStep, DeviceWork], rates: DeviceRates) -> str:
     """Tabulate kernels, bytes, FLOPs and predicted time of each class."""
     rows = []
     for step, work in works.items():
-        parts: dict[str, Class | Work] = {**work.classes, "all": work}
+        parts: dict[str, KernelClass | DeviceWork] = {**work.classes, "all": work}
         for kind, part in parts.items():
             size = [f"{part.kernels:,}", f"{part.bytes / GIGA:.1f}", f"{part.flops / TERA:.1f}"]
-            seconds = rates.seconds(part) if isinstance(part, Work) else rates.seconds_of(part)
+            seconds = rates.seconds(part) if isinstance(part, DeviceWork) else rates.seconds_of(part)
             rows.append([step.words, kind, *size, f"{1000 * seconds:.1f}"])
     notes = [
         f"{step.words}: {work.other_layouts} convolution tensors are not channels last"
@@ -104,7 +109,7 @@ def calibrated(unet: Path, gpu: str) -> tuple[float, str]:
     return efficiency, text
 
 
-def efficiency_of(rates: Rates, work: Work, images_per_second: float) -> float:
+def efficiency_of(rates: DeviceRates, work: DeviceWork, images_per_second: float) -> float:
     """Find by bisection the efficiency that gives a throughput.
 
     Raises:
@@ -120,12 +125,12 @@ def efficiency_of(rates: Rates, work: Work, images_per_second: float) -> float:
     return high
 
 
-def step_rate(work: Work, rates: Rates, num_parameters: int, batch: int) -> float:
+def step_rate(work: DeviceWork, rates: DeviceRates, num_parameters: int, batch: int) -> float:
     """Return the images per second of whole optimizer steps of `batch` images on a GPU."""
     return rates.images_per_second(work.step_of(batch, num_parameters))
 
 
-def predicted(works: dict[Step, Work], rates: Rates, options: argparse.Namespace) -> str:
+def predicted(works: dict[TrainingStep, DeviceWork], rates: DeviceRates, options: argparse.Namespace) -> str:
     """Tabulate the rate, upper bound and memory of each step."""
     rows = []
     for step, work in works.items():
@@ -147,7 +152,7 @@ def predicted(works: dict[Step, Work], rates: Rates, options: argparse.Namespace
     )
 
 
-def encoders_predicted(encoders: dict[str, Work], rates: Rates) -> str:
+def encoders_predicted(encoders: dict[str, DeviceWork], rates: DeviceRates) -> str:
     """Tabulate the rate of each compiled encoder."""
     rows = []
     for name, work in encoders.items():
@@ -157,7 +162,11 @@ def encoders_predicted(encoders: dict[str, Work], rates: Rates) -> str:
 
 
 def write_plan_file(
-    path: Path, options: argparse.Namespace, works: dict[Step, Work], encoders: dict[str, Work], rates: Rates
+    path: Path,
+    options: argparse.Namespace,
+    works: dict[TrainingStep, DeviceWork],
+    encoders: dict[str, DeviceWork],
+    rates: DeviceRates,
 ) -> None:
     """Write the predictions as a benchmark file for plan/measured.py."""
     trained = [

@@ -38,7 +38,7 @@ class Kernel:
 
 
 @dataclass(frozen=True)
-class Class:
+class KernelClass:
     """All kernels of one class."""
 
     kernels: int
@@ -47,11 +47,11 @@ class Class:
 
 
 @dataclass(frozen=True)
-class Work:
+class DeviceWork:
     """The work of a training step, or of an encoder on a batch."""
 
     images: int
-    classes: dict[str, Class]
+    classes: dict[str, KernelClass]
     saved_bytes: int = 0
     """Activations saved for the backward pass."""
     other_layouts: int = 0
@@ -72,20 +72,20 @@ class Work:
         """Number of kernels of all classes."""
         return sum(part.kernels for part in self.classes.values())
 
-    def step_of(self, images: int, num_parameters: int) -> "Work":
+    def step_of(self, images: int, num_parameters: int) -> "DeviceWork":
         """Scale this microbatch to a step of `images`, and add the optimizer's memory traffic."""
         times = images / self.images
         scaled = {
-            kind: Class(*(round(times * of) for of in (part.kernels, part.bytes, part.flops)))
+            kind: KernelClass(*(round(times * of) for of in (part.kernels, part.bytes, part.flops)))
             for kind, part in self.classes.items()
         }
-        optimizer = Class(0, num_parameters * ADAMW_BYTES, 0)
-        return Work(images, {**scaled, "optimizer": optimizer}, self.saved_bytes, self.other_layouts)
+        optimizer = KernelClass(0, num_parameters * ADAMW_BYTES, 0)
+        return DeviceWork(images, {**scaled, "optimizer": optimizer}, self.saved_bytes, self.other_layouts)
 
 
 @dataclass(frozen=True)
-class Rates:
-    """Rates that a device reaches."""
+class DeviceRates:
+    """DeviceRates that a device reaches."""
 
     tflops: float
     """TFLOP/s of a large bfloat16 matrix product."""
@@ -94,20 +94,20 @@ class Rates:
     terabytes: float
     """Memory bandwidth in TB/s."""
 
-    def seconds_of(self, part: Class) -> float:
+    def seconds_of(self, part: KernelClass) -> float:
         """Return the time of a class: that of its arithmetic or of its bytes, whichever is longer."""
         return max(part.flops / (self.tflops * 1e12 * self.efficiency), part.bytes / (self.terabytes * 1e12))
 
-    def seconds(self, work: Work) -> float:
+    def seconds(self, work: DeviceWork) -> float:
         """Return the sum of the times of all classes."""
         return sum(map(self.seconds_of, work.classes.values()))
 
-    def images_per_second(self, work: Work) -> float:
+    def images_per_second(self, work: DeviceWork) -> float:
         """Return the images per second on one device."""
         return work.images / self.seconds(work)
 
 
-def add_up(images: int, kernels: Iterable[Kernel], flops: dict[str, int], saved_bytes: int = 0) -> Work:
+def add_up(images: int, kernels: Iterable[Kernel], flops: dict[str, int], saved_bytes: int = 0) -> DeviceWork:
     """Add up kernels by class.
 
     Args:
@@ -116,14 +116,14 @@ def add_up(images: int, kernels: Iterable[Kernel], flops: dict[str, int], saved_
     found = list(kernels)
     kinds = dict.fromkeys([*MATRIX, *(kernel.kind for kernel in found)])
     classes = {
-        kind: Class(
+        kind: KernelClass(
             sum(kernel.kind == kind for kernel in found),
             sum(kernel.bytes for kernel in found if kernel.kind == kind),
             flops.get(kind, 0),
         )
         for kind in kinds
     }
-    return Work(images, classes, saved_bytes, sum(kernel.other_layout for kernel in found))
+    return DeviceWork(images, classes, saved_bytes, sum(kernel.other_layout for kernel in found))
 
 
 def kind_of(name: str) -> str:

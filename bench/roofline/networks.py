@@ -13,7 +13,7 @@ import transformers
 from torch import Tensor, nn
 
 from bench.roofline.eager import operations
-from bench.roofline.kernels import Work, add_up
+from bench.roofline.kernels import DeviceWork, add_up
 from bench.roofline.lowering import fake_tensors, lowered, without_values
 from bench.roofline.pretend import cudnn_layouts
 from plan.config import Networks
@@ -29,7 +29,7 @@ TEXT_LENGTH, DOWNSAMPLING, ENCODED = 77, 8, 64
 
 
 @dataclass(frozen=True)
-class Step:
+class TrainingStep:
     """Forward and backward pass of a microbatch."""
 
     bucket: str
@@ -54,7 +54,7 @@ def _unet(path: Path) -> Any:
 
 
 @cache
-def training_work(path: Path, step: Step) -> Work:
+def training_work(path: Path, step: TrainingStep) -> DeviceWork:
     """Compute the work of a U-Net's training step in bfloat16 autocast."""
     unet = build_unet(path, None)
     keep_channels_last(unet)
@@ -80,7 +80,7 @@ def training_work(path: Path, step: Step) -> Work:
     return add_up(size, kernels, eager.flops, saved)
 
 
-def encoder_work(networks: Networks, buckets: Iterable[str]) -> dict[str, Work]:
+def encoder_work(networks: Networks, buckets: Iterable[str]) -> dict[str, DeviceWork]:
     """Compute the work of the compiled encoders in bfloat16: bucket → autoencoder, and `captions` → text encoder."""
     found = {}
     with torch.device("meta"):
@@ -102,7 +102,7 @@ def encoder_work(networks: Networks, buckets: Iterable[str]) -> dict[str, Work]:
     return found
 
 
-def _encoding(model: nn.Module, call: Any) -> Work:
+def _encoding(model: nn.Module, call: Any) -> DeviceWork:
     def autocast() -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):
             return call()

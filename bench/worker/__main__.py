@@ -20,7 +20,7 @@ import torch
 
 from bench.kit.common import section, status_mb, table, timed_in_turn
 from bench.pixels import make_corpus
-from bench.worker import beside, cpus
+from bench.worker import comparison, cpus
 from bench.worker.alone import (
     BUCKETS,
     Options,
@@ -32,8 +32,8 @@ from bench.worker.alone import (
     pictures_of,
     worker_config,
 )
+from bench.worker.fakes import SleepingImageEncoder, sd2_record
 from bench.worker.inputs import jpegs, make_tars
-from bench.worker.standins import SleepingImageEncoder, sd2_record
 from precompute.encode.worker import warm_up
 from precompute.input.tars import list_tars
 
@@ -41,7 +41,7 @@ DISTINCT_PICTURES = 100
 MIXED, SMALL = (300, 1600), (400, 600)
 """Longer sides in pixels: the corpus of bench.pixels, and one whose decoding is cheap relative to storing."""
 IMAGES = 2000
-BESIDE = {"demo": 1500, "photographs": 288}
+COMPARED = {"demo": 1500, "photographs": 288}
 """Number of images in the comparison with the simple script with free encoders, which takes five minutes."""
 
 
@@ -173,10 +173,10 @@ def report(options: Options) -> str:
     )
 
 
-def beside_report(options: Options) -> str:
+def comparison_report(options: Options) -> str:
     """Compare the simple script with the worker, and return a Markdown section."""
-    pictures = {name: max(1, int(number * options.images / IMAGES)) for name, number in BESIDE.items()}
-    body = beside.report(options.folder / "beside", pictures, options.threads, options.rounds)
+    pictures = {name: max(1, int(number * options.images / IMAGES)) for name, number in COMPARED.items()}
+    body = comparison.report(options.folder / "beside", pictures, options.threads, options.rounds)
     return section(
         "A worker compared with a simple script",
         "bench.worker",
@@ -205,7 +205,7 @@ def main() -> None:
     only, options = arguments.pop("only"), Options(**arguments)
     shutil.rmtree(options.folder, ignore_errors=True)
     try:
-        for name, make in (("alone", report), ("cpus", cpus_report), ("beside", beside_report)):
+        for name, make in (("alone", report), ("cpus", cpus_report), ("beside", comparison_report)):
             if only in (None, name):
                 print(make(options))
     finally:

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.worker.standins import FreeImageEncoder, free_encoders, sd2_record, stored_as
+from bench.worker.fakes import FreeImageEncoder, free_encoders, sd2_record, stored_as
 from precompute.config import PrecomputeConfig, make_recipe
 from precompute.encode.tar import encode_tar
 from precompute.encode.towers import Towers

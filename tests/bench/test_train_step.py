@@ -40,8 +40,10 @@ def test_a_setting_that_runs_out_of_memory_is_a_row(
 
     monkeypatch.setattr(bench, "trainer", run_out)
     accelerator = type("Accelerator", (), {"device": torch.device("cpu")})()
-    out = bench.measure(bench.Setting("64x64", 16), options(), accelerator, build_unet(UNET, 0))
-    good = [bench.Result(bench.Setting("64x64", size, True), rate, 1.0, 0.5) for size, rate in ((4, 10.0), (8, 12.5))]
+    out = bench.measure(bench.StepSetting("64x64", 16), options(), accelerator, build_unet(UNET, 0))
+    good = [
+        bench.Result(bench.StepSetting("64x64", size, True), rate, 1.0, 0.5) for size, rate in ((4, 10.0), (8, 12.5))
+    ]
     text = bench.describe_results([*good, out], 2.0, torch.device("cpu"), options())
     assert (
         "| 64x64 | 16 | plain | out of memory |" in text
@@ -59,4 +61,4 @@ def test_another_error_is_not_taken_for_it(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(bench, "trainer", fail)
     accelerator = type("Accelerator", (), {"device": torch.device("cpu")})()
     with pytest.raises(RuntimeError, match="shapes do not fit"):
-        bench.measure(bench.Setting("64x64", 16), options(), accelerator, build_unet(UNET, 0))
+        bench.measure(bench.StepSetting("64x64", 16), options(), accelerator, build_unet(UNET, 0))

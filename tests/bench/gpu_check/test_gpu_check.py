@@ -21,7 +21,7 @@ from bench.gpu_check.parts import main as run_one_part
 from bench.gpu_check.prediction import with_prediction
 from bench.gpu_check.setup import Setup, use_no_compiler
 from bench.roofline.kernels import ASSUMED_EFFICIENCY, MATRIX, kind_of
-from bench.train_step import Result, Setting
+from bench.train_step import Result, StepSetting
 from plan.measured import read_rates
 from shards.base.errors import RequestError, WorkError
 
@@ -159,7 +159,7 @@ def test_parts_that_are_given_by_name_join_those_that_are_there(
 def test_what_does_not_compile_is_timed_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A row says what was raised, the rest is done, and the part fails."""
 
-    def measure(setting: Setting, *_: object) -> Result:
+    def measure(setting: StepSetting, *_: object) -> Result:
         if setting.compile:
             raise RuntimeError("no working C compiler was found\nand more")
         return Result(setting, 10.0, 1.0, 0.5)
@@ -174,7 +174,7 @@ def test_what_does_not_compile_is_timed_as_it_is(tmp_path: Path, monkeypatch: py
 
     steps = []
 
-    def profile_step(setup: Setup, found: Findings, setting: Setting, batch: int) -> None:
+    def profile_step(setup: Setup, found: Findings, setting: StepSetting, batch: int) -> None:
         steps.append(setting)
         if len(steps) == 1:
             raise RuntimeError("no working C compiler was found")
@@ -216,7 +216,7 @@ def test_a_setting_is_left_out_where_time_is_short(tmp_path: Path, monkeypatch: 
     """The first is always begun."""
     timed = []
 
-    def measure(setting: Setting, *_: object) -> Result:
+    def measure(setting: StepSetting, *_: object) -> Result:
         timed.append(setting)
         return Result(setting, 10.0, 1.0, 0.5)
 

@@ -8,17 +8,17 @@ import pytest
 import torch
 
 import bench.roofline.__main__ as roofline
-from bench.roofline.kernels import Class, Kernel, Rates, Work, add_up
-from bench.roofline.networks import Step, training_work
+from bench.roofline.kernels import DeviceRates, DeviceWork, Kernel, KernelClass, add_up
+from bench.roofline.networks import TrainingStep, training_work
 from plan.measured import read_rates
 
-UNET, STEP = Path("configs/unet/sd2-base.json"), Step("512x512", 32, compiled=True)
+UNET, STEP = Path("configs/unet/sd2-base.json"), TrainingStep("512x512", 32, compiled=True)
 MOST_BYTES, MOST_OTHER_LAYOUTS = 216e9, 7
 
 
 def test_a_class_takes_as_long_as_the_slower_of_its_two() -> None:
-    classes = {"product": Class(2, 10**12, 5 * 10**14), "pointwise": Class(9, 4 * 10**12, 0)}
-    work, rates = Work(30, classes), Rates(1000.0, 0.5, 2.0)
+    classes = {"product": KernelClass(2, 10**12, 5 * 10**14), "pointwise": KernelClass(9, 4 * 10**12, 0)}
+    work, rates = DeviceWork(30, classes), DeviceRates(1000.0, 0.5, 2.0)
     assert rates.seconds(work) == pytest.approx(1.0 + 2.0)  # 1 s of arithmetic hides 0.5 s of bytes
     assert rates.images_per_second(work) == pytest.approx(10.0)
     assert (work.kernels, work.bytes, work.flops) == (11, 5 * 10**12, 5 * 10**14)
@@ -27,40 +27,43 @@ def test_a_class_takes_as_long_as_the_slower_of_its_two() -> None:
 def test_kernels_are_added_up_by_class() -> None:
     kernels = [Kernel("convolution", 3, 2), Kernel("convolution", 4), Kernel("pointwise", 5)]
     work = add_up(8, kernels, {"convolution": 70, "product": 9}, saved_bytes=6)
-    assert work.classes["convolution"] == Class(2, 7, 70) and work.classes["product"] == Class(0, 0, 9)
+    assert work.classes["convolution"] == KernelClass(2, 7, 70) and work.classes["product"] == KernelClass(0, 0, 9)
     assert (work.other_layouts, work.saved_bytes, work.bytes) == (2, 6, 12)
 
 
 def test_a_step_is_its_microbatches_and_the_optimizer() -> None:
-    rates, work = Rates(1000.0, 0.5, 2.8), Work(8, {"product": Class(3, 0, 10**12)})
+    rates, work = DeviceRates(1000.0, 0.5, 2.8), DeviceWork(8, {"product": KernelClass(3, 0, 10**12)})
     step = work.step_of(32, 10**9)
-    assert step.classes == {"product": Class(12, 0, 4 * 10**12), "optimizer": Class(0, 28 * 10**9, 0)}
+    assert step.classes == {"product": KernelClass(12, 0, 4 * 10**12), "optimizer": KernelClass(0, 28 * 10**9, 0)}
     assert rates.seconds(step) == pytest.approx(4 * rates.seconds(work) + 0.01)
     assert step.images == 32 and rates.images_per_second(step) == roofline.step_rate(work, rates, 10**9, 32)
 
 
 def test_the_calibrated_model_gives_the_published_rate_back() -> None:
-    work, rates = Work(64, {"product": Class(1, 0, 10**14), "pointwise": Class(1, 10**12, 0)}), Rates(800.0, 1.0, 4.0)
+    work, rates = (
+        DeviceWork(64, {"product": KernelClass(1, 0, 10**14), "pointwise": KernelClass(1, 10**12, 0)}),
+        DeviceRates(800.0, 1.0, 4.0),
+    )
     efficiency = roofline.efficiency_of(rates, work, 120.0)
-    assert Rates(800.0, efficiency, 4.0).images_per_second(work) == pytest.approx(120.0)
+    assert DeviceRates(800.0, efficiency, 4.0).images_per_second(work) == pytest.approx(120.0)
     with pytest.raises(ValueError, match=r"300\.0 images/s exceed what 4\.0 TB/s allow"):
         roofline.efficiency_of(rates, work, 300.0)
 
 
 @pytest.fixture(scope="module")
-def compiled() -> Work:
+def compiled() -> DeviceWork:
     """SD2 base's step in full size, 32 images at 512 px, lowered."""
     return training_work(UNET, STEP)
 
 
-def test_bytes_of_the_compiled_step(compiled: Work) -> None:
+def test_bytes_of_the_compiled_step(compiled: DeviceWork) -> None:
     """219.5 GB before diffusers' copies were taken out; 205 would need bfloat16 weights."""
     print(f"\n{compiled.bytes / 1e9:.1f} GB, {compiled.kernels} kernels, {compiled.other_layouts} in another layout")
     assert 0 < compiled.saved_bytes < compiled.bytes <= MOST_BYTES
     assert 0 < compiled.other_layouts <= MOST_OTHER_LAYOUTS
 
 
-def test_compiling_fuses_and_leaves_the_arithmetic_as_it_is(compiled: Work) -> None:
+def test_compiling_fuses_and_leaves_the_arithmetic_as_it_is(compiled: DeviceWork) -> None:
     eager = training_work(UNET, replace(STEP, compiled=False))
     assert compiled.flops == eager.flops > 0
     # a forward pass, and gradients of input and weights together
@@ -69,8 +72,8 @@ def test_compiling_fuses_and_leaves_the_arithmetic_as_it_is(compiled: Work) -> N
     assert compiled.bytes < eager.bytes
 
 
-def test_a_plan_reads_it_as_modelled_and_measured_files_win(compiled: Work, tmp_path: Path) -> None:
-    rates, options = Rates(790.0, 0.5, 4.3), Namespace(unet=UNET, gpu="H200", batch=256)
+def test_a_plan_reads_it_as_modelled_and_measured_files_win(compiled: DeviceWork, tmp_path: Path) -> None:
+    rates, options = DeviceRates(790.0, 0.5, 4.3), Namespace(unet=UNET, gpu="H200", batch=256)
     roofline.write_plan_file(tmp_path / "m.json", options, {STEP: compiled}, {"captions": compiled}, rates)
     modelled = read_rates([str(tmp_path / "m.json")], "H200")
     (rate,), (text,) = modelled.of("train", "512x512"), modelled.of("text", None)

@@ -1,4 +1,4 @@
-"""The plain script beside which the worker is timed does the same work; and what is timed is run in turn."""
+"""The simple script that the worker is compared with does the same work, and both are timed."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from streaming import LocalDataset
 
-from bench.worker.beside import Case, Runner, Way, demo_case, photograph_case, row
+from bench.worker.comparison import Case, Runner, Way, demo_case, photograph_case, row
 from bench.worker.inputs import demo_pictures
 from shards.root.reading import image_latents, read_part, text_latents
 

@@ -23,9 +23,9 @@ from transformers import AutoTokenizer, CLIPTextConfig, CLIPTextModel
 
 from bench.kit.common import table
 from bench.pixels import make_corpus
+from bench.worker.fakes import free_encoders, stored_as
 from bench.worker.inputs import Captioned, demo_pictures, jpegs, make_tars
 from bench.worker.plain import Encoders, encode_tars, load_encoders
-from bench.worker.standins import free_encoders, stored_as
 from examples.shapes.models import MODELS
 from precompute.config import PrecomputeConfig, describe_encoding, make_recipe
 from precompute.encode.overlap import Turns
