@@ -2,11 +2,11 @@
 
 import tempfile
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from bench.gpu_check.findings import Findings
 from bench.gpu_check.setup import Setup
@@ -32,7 +32,7 @@ def curves(setup: Setup, found: Findings) -> None:
     exact = losses(setup, "float32")
     found.figure("float32", exact)
     middle = len(exact) // 2
-    found.check("float32: the losses fall (last half over first)", mean(exact[middle:]) / mean(exact[:middle]), 1.0)
+    found.check("float32: the losses fall (last half over first)", fmean(exact[middle:]) / fmean(exact[:middle]), 1.0)
     for precision in setup.precisions[1:]:
         lowered = losses(setup, precision)
         found.figure(precision, lowered)
@@ -68,11 +68,6 @@ def apart(curve: list[float], reference: list[float]) -> float:
     if len(curve) != len(reference):
         return float("inf")
     return max(abs(a - b) for a, b in zip(curve, reference, strict=True)) / reference[0]
-
-
-def mean(values: list[float]) -> float:
-    """Return the mean of some numbers."""
-    return sum(values) / len(values)
 
 
 def splitting(setup: Setup, found: Findings) -> None:
@@ -124,9 +119,4 @@ def draws(setup: Setup, found: Findings) -> None:
     found.check("uniforms that differ from the CPU's", float(not same), 0)
     shape = (4, 32, 32)
     ours, theirs = (each.normal(Purpose.NOISE, shape).cpu() for each in (here, there))
-    found.check("normals: largest difference from the CPU's", largest(ours - theirs), 1e-5)
-
-
-def largest(differences: Tensor) -> float:
-    """Return the largest absolute value."""
-    return float(differences.abs().max())
+    found.check("normals: largest difference from the CPU's", float((ours - theirs).abs().max()), 1e-5)
