@@ -1,4 +1,4 @@
-"""The benchmark's own logic: what is measured, a setting that runs out of memory, and the file that the plan reads."""
+"""The benchmark of the training step: its settings, running out of memory, and the output file."""
 
 from argparse import Namespace
 from pathlib import Path
@@ -17,7 +17,7 @@ def options(*more: str) -> Namespace:
     return bench.parse([*flags, *more])
 
 
-def test_the_ladder_adds_one_thing_at_a_time_then_varies_the_microbatch() -> None:
+def test_settings_add_one_feature_at_a_time_and_then_vary_the_microbatch() -> None:
     rows = list(bench.settings(options("--compile")))
     assert [(row.microbatch_size, row.words) for row in rows] == [
         (8, "plain"),
@@ -32,7 +32,7 @@ def test_the_ladder_adds_one_thing_at_a_time_then_varies_the_microbatch() -> Non
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory."), RuntimeError("CUDNN: out of memory")])
-def test_a_setting_that_runs_out_of_memory_is_a_row(
+def test_a_setting_that_runs_out_of_memory_is_listed(
     error: Exception, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def run_out(*_: object) -> None:
@@ -54,7 +54,7 @@ def test_a_setting_that_runs_out_of_memory_is_a_row(
     assert (rate.images_per_second_per_gpu, rate.microbatch_size, rate.gpus) == (12.5, 8, 1)
 
 
-def test_another_error_is_not_taken_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_errors_are_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise RuntimeError("shapes do not fit")
 

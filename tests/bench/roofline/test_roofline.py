@@ -1,4 +1,4 @@
-"""The model's own arithmetic, and SD2 base in full size through all of it."""
+"""The roofline model's arithmetic, and its result for SD2 base at full size."""
 
 from argparse import Namespace
 from dataclasses import replace
@@ -16,10 +16,10 @@ UNET, STEP = Path("configs/unet/sd2-base.json"), TrainingStep("512x512", 32, com
 MOST_BYTES, MOST_OTHER_LAYOUTS = 216e9, 7
 
 
-def test_a_class_takes_as_long_as_the_slower_of_its_two() -> None:
+def test_a_class_takes_the_longer_of_arithmetic_and_bytes() -> None:
     classes = {"product": KernelClass(2, 10**12, 5 * 10**14), "pointwise": KernelClass(9, 4 * 10**12, 0)}
     work, rates = DeviceWork(30, classes), DeviceRates(1000.0, 0.5, 2.0)
-    assert rates.seconds(work) == pytest.approx(1.0 + 2.0)  # 1 s of arithmetic hides 0.5 s of bytes
+    assert rates.seconds(work) == pytest.approx(1.0 + 2.0)  # 1 s of arithmetic overlaps 0.5 s of bytes
     assert rates.images_per_second(work) == pytest.approx(10.0)
     assert (work.kernels, work.bytes, work.flops) == (11, 5 * 10**12, 5 * 10**14)
 
@@ -39,7 +39,7 @@ def test_a_step_is_its_microbatches_and_the_optimizer() -> None:
     assert step.images == 32 and rates.images_per_second(step) == roofline.step_rate(work, rates, 10**9, 32)
 
 
-def test_the_calibrated_model_gives_the_published_rate_back() -> None:
+def test_the_calibrated_model_reproduces_the_published_rate() -> None:
     work, rates = (
         DeviceWork(64, {"product": KernelClass(1, 0, 10**14), "pointwise": KernelClass(1, 10**12, 0)}),
         DeviceRates(800.0, 1.0, 4.0),
@@ -52,27 +52,27 @@ def test_the_calibrated_model_gives_the_published_rate_back() -> None:
 
 @pytest.fixture(scope="module")
 def compiled() -> DeviceWork:
-    """SD2 base's step in full size, 32 images at 512 px, lowered."""
+    """Return the work of SD2 base's compiled step with 32 images at 512 px."""
     return training_work(UNET, STEP)
 
 
 def test_bytes_of_the_compiled_step(compiled: DeviceWork) -> None:
-    """219.5 GB before diffusers' copies were taken out; 205 would need bfloat16 weights."""
+    """219.5 GB with diffusers' copies, which the trainer avoids; 205 would need bfloat16 weights."""
     print(f"\n{compiled.bytes / 1e9:.1f} GB, {compiled.kernels} kernels, {compiled.other_layouts} in another layout")
     assert 0 < compiled.saved_bytes < compiled.bytes <= MOST_BYTES
     assert 0 < compiled.other_layouts <= MOST_OTHER_LAYOUTS
 
 
-def test_compiling_fuses_and_leaves_the_arithmetic_as_it_is(compiled: DeviceWork) -> None:
+def test_compilation_fuses_kernels_and_keeps_the_flops(compiled: DeviceWork) -> None:
     eager = training_work(UNET, replace(STEP, compiled=False))
     assert compiled.flops == eager.flops > 0
-    # a forward pass, and gradients of input and weights together
+    # the forward pass, and one kernel for both gradients
     assert compiled.classes["convolution"].kernels == eager.classes["convolution"].kernels > 100
     assert compiled.classes["pointwise"].kernels < eager.classes["pointwise"].kernels + eager.classes["copy"].kernels
     assert compiled.bytes < eager.bytes
 
 
-def test_a_plan_reads_it_as_modelled_and_measured_files_win(compiled: DeviceWork, tmp_path: Path) -> None:
+def test_the_planner_prefers_measured_to_modelled_rates(compiled: DeviceWork, tmp_path: Path) -> None:
     rates, options = DeviceRates(790.0, 0.5, 4.3), Namespace(unet=UNET, gpu="H200", batch=256)
     roofline.write_plan_file(tmp_path / "m.json", options, {STEP: compiled}, {"captions": compiled}, rates)
     modelled = read_rates([str(tmp_path / "m.json")], "H200")
@@ -91,6 +91,6 @@ def test_a_plan_reads_it_as_modelled_and_measured_files_win(compiled: DeviceWork
         assert both.of("train", "512x512")[0].modelled and not both.of("train", "32x32")[0].assumed
 
 
-def test_nothing_of_the_pretended_gpu_stays() -> None:
+def test_the_pretended_gpu_leaves_no_trace() -> None:
     assert not torch.cuda.is_initialized() and torch.cuda.get_device_properties.__module__ == "torch.cuda"
     assert torch._C._select_conv_backend.__class__.__name__ == "builtin_function_or_method"

@@ -1,4 +1,4 @@
-"""Prompts that go out to be drawn, and the verdict on the pictures that come back."""
+"""The demo's prompts, and the judgement of the images drawn for them."""
 
 import json
 from pathlib import Path
@@ -16,8 +16,8 @@ from shards.base.durable import sealed_json
 from shards.open import open_store
 
 
-def test_pictures_are_judged_by_the_prompts_that_they_were_drawn_of(tmp_path: Path) -> None:
-    """What a perfect model would draw, but that every tenth picture is another's."""
+def test_images_are_judged_by_their_own_prompts(tmp_path: Path) -> None:
+    """Images are perfect, except that every tenth one belongs to another prompt."""
     write_prompts(tmp_path / "prompts.json")
     prompts = read_prompts(PromptsConfig(file=tmp_path / "prompts.json"))
     assert {prompt.category for prompt in prompts[:6]} == {"seen", "held_out"}
@@ -46,7 +46,7 @@ def test_pictures_are_judged_by_the_prompts_that_they_were_drawn_of(tmp_path: Pa
     assert [s["samples"] for s in scores.values()] == [78, 48] and 126 - 13 - 4 <= right <= 126 - 6
 
 
-def test_a_phase_that_draws_something_else_ends_the_demo(tmp_path: Path) -> None:
+def test_the_demo_fails_if_images_do_not_follow_their_prompts(tmp_path: Path) -> None:
     found = {"phase1": {"seen": {"colour": 0.0, "shape": 0.0}}, "phase2": {"seen": MIN_SHARES}}
     (tmp_path / "adherence.json").write_text(json.dumps(found))
     check_adherence(tmp_path)

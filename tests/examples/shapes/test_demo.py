@@ -1,4 +1,4 @@
-"""What the demo decides before it trains."""
+"""The demo's number of processes and its estimate of the total time."""
 
 import json
 import time
@@ -14,7 +14,7 @@ def test_processes_share_the_batch_evenly(cores: int, processes: int) -> None:
     assert training_processes(cores) == processes
 
 
-def test_the_total_is_estimated_once_from_the_first_logged_steps(
+def test_the_total_time_is_estimated_once_from_the_first_logged_steps(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     demo, metrics = Demo(tmp_path / "demo", 100), tmp_path / "metrics.jsonl"

@@ -1,4 +1,4 @@
-"""The picture world: deterministic, truthful, and without the held-out combinations."""
+"""The demo's world: deterministic, with true captions, and without the held-out combinations."""
 
 import io
 from pathlib import Path
@@ -31,12 +31,12 @@ def test_the_same_seed_gives_the_same_bytes(tmp_path: Path) -> None:
     assert plan_world(40, seed=4) != first
 
 
-def test_every_kind_occurs_as_often_as_promised(pictures: list[PlannedPicture]) -> None:
+def test_every_kind_has_its_share(pictures: list[PlannedPicture]) -> None:
     for kind, fraction in KINDS.items():
         assert sum(picture.kind == kind for picture in pictures) == max(1, round(fraction * len(pictures)))
 
 
-def test_a_world_too_small_for_every_kind_is_refused() -> None:
+def test_a_world_too_small_for_every_kind_is_rejected() -> None:
     with pytest.raises(ValueError, match=r"num_pictures is 5, too few for one image of each kind\. Use at least 11"):
         plan_world(5, seed=0)
 
@@ -50,7 +50,7 @@ def test_held_out_combinations_never_occur(pictures: list[PlannedPicture]) -> No
             assert not (words & _words(colour) and words & _words(shape)), picture
 
 
-def test_captions_state_facts_of_their_scene_alone() -> None:
+def test_captions_state_only_facts_of_their_scene() -> None:
     rng = np.random.default_rng(0)
     for template in TEMPLATES:
         scene = sample_scene(rng)
@@ -63,8 +63,8 @@ def test_captions_state_facts_of_their_scene_alone() -> None:
         assert " a orange" not in caption and not caption.startswith(" a upper")
 
 
-def test_the_centre_of_every_good_picture_shows_what_its_caption_says(pictures: list[PlannedPicture]) -> None:
-    """Read as any careful reader would: EXIF applied, transparency on white, the first frame, the central square."""
+def test_the_center_of_every_usable_image_matches_its_caption(pictures: list[PlannedPicture]) -> None:
+    """Decode like a careful reader: apply EXIF, blend transparency with white, use the first frame, center crop."""
     unusual = [picture for picture in pictures if picture.kind not in ("plain", *BAD_KINDS)]
     plain = [picture for picture in pictures if picture.kind == "plain"][:150]
     for index, picture in enumerate(unusual + plain):
@@ -76,7 +76,7 @@ def test_the_centre_of_every_good_picture_shows_what_its_caption_says(pictures: 
         assert (seen.colour, seen.shape) == (picture.scene.colour, picture.scene.shape), picture
 
 
-def test_bad_pictures_are_bad(pictures: list[PlannedPicture]) -> None:
+def test_unusable_images_are_unusable(pictures: list[PlannedPicture]) -> None:
     for kind in ("truncated", "html", "empty"):
         for picture in pictures:
             if picture.kind == kind:
@@ -86,7 +86,7 @@ def test_bad_pictures_are_bad(pictures: list[PlannedPicture]) -> None:
     assert all(not p.caption for p in pictures if p.kind == "captionless")
 
 
-def test_most_pictures_fit_both_buckets_and_some_the_smaller_alone(pictures: list[PlannedPicture]) -> None:
+def test_most_images_fit_both_buckets_and_some_only_the_smaller(pictures: list[PlannedPicture]) -> None:
     shortest = np.array([min(p.width, p.height) for p in pictures if p.kind == "plain"])
     assert shortest.min() >= 64
     assert 0.8 < (shortest >= 128).mean() < 0.95
@@ -101,7 +101,7 @@ def test_the_table_has_laions_columns(pictures: list[PlannedPicture]) -> None:
     assert table["TEXT"].null_count > 0
 
 
-def test_prompts_are_fixed_and_ask_for_what_they_say() -> None:
+def test_prompts_are_fixed_and_match_their_scenes() -> None:
     seen, held_out = seen_prompts(), held_out_prompts()
     assert seen == seen_prompts()
     assert len(seen) >= 64 and {(p.scene.colour, p.scene.shape) for p in seen} == set(SEEN)
