@@ -44,9 +44,9 @@ class Findings:
             yield
         except Exception as error:
             traceback.print_exc()
-            said = f"{type(error).__name__}: {error}".splitlines()[0][:120]
-            self.failed.append(said)
-            self.row(table, **cells, note=f"failed: {said}")
+            message = f"{type(error).__name__}: {error}".splitlines()[0][:120]
+            self.failed.append(message)
+            self.row(table, **cells, note=f"failed: {message}")
 
     def check(self, what: str, value: float, at_most: float) -> None:
         """Record a check that holds if `value` is at most `at_most`. It does not hold for NaN."""

@@ -42,8 +42,8 @@ def verdict(parts: Parts) -> str:
 def unfinished(parts: Parts) -> str | None:
     """List unfinished parts with the end of their output, or return None."""
     rest = [(name, part) for name, part in parts.items() if part["outcome"] != "done"]
-    said = [f"**{name}**, after {part['seconds']:.0f} s:\n\n```\n{part['outcome']}\n```" for name, part in rest]
-    return "\n\n".join(["## Unfinished parts", *said]) if rest else None
+    outcomes = [f"**{name}**, after {part['seconds']:.0f} s:\n\n```\n{part['outcome']}\n```" for name, part in rest]
+    return "\n\n".join(["## Unfinished parts", *outcomes]) if rest else None
 
 
 def wrong(parts: Parts) -> str | None:

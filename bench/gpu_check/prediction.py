@@ -32,7 +32,7 @@ def with_prediction(parts: Parts) -> Parts:
     nothing = {"ms": 0.0, "launches": 0, "at_the_matrix_rate_ms": 0.0}
     for row in predicted:
         of = KernelClass(row["launches"], row["bytes"], row["flops"])
-        said = {"predicted_ms": 1e3 * rates.seconds_of(of), "predicted_launches": of.kernels}
-        measured[row["what"]] = {"what": row["what"], **nothing, **measured.get(row["what"], {}), **said}
+        predictions = {"predicted_ms": 1e3 * rates.seconds_of(of), "predicted_launches": of.kernels}
+        measured[row["what"]] = {"what": row["what"], **nothing, **measured.get(row["what"], {}), **predictions}
     tables = profile["tables"] | {"kernels": list(measured.values())}
     return parts | {"profile": profile | {"tables": tables}}

@@ -54,7 +54,7 @@ class Setup:
 
     @property
     def profiled(self) -> tuple[StepSetting, int]:
-        """StepSetting and number of images of the step that is profiled, at the larger size."""
+        """Setting and number of images of the step that is profiled, at the larger size."""
         bucket = self.buckets[1]
         setting = StepSetting(bucket, self.microbatches(bucket)[0], True, True, compile=not self.small)
         return setting, setting.microbatch_size * (1 if self.small else 2)

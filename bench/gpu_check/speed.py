@@ -71,17 +71,17 @@ def training(setup: Setup, found: Findings, which: int) -> None:
     AcceleratorState._reset_state(reset_partial_state=True)
     accelerator = Accelerator(mixed_precision="bf16", cpu=setup.device.type == "cpu")
     for number, setting in enumerate(settings):
-        said: dict[str, Any] = {"bucket": bucket, "microbatch": setting.microbatch_size, "with": setting.words}
-        said["batch"] = setup.batch
+        cells: dict[str, Any] = {"bucket": bucket, "microbatch": setting.microbatch_size, "with": setting.words}
+        cells["batch"] = setup.batch
         if number and not found.has_time:
-            found.row("steps", **said, note="skipped for lack of time")
+            found.row("steps", **cells, note="skipped for lack of time")
             continue
         start = time.perf_counter()
-        with found.tried("steps", **said):
+        with found.tried("steps", **cells):
             result = measure(setting, options, accelerator, build_unet(setup.unet, 0))
             took = f"{time.perf_counter() - start:.0f} s in total"
             rates = {"per_second": result.images_per_second, "tflops": result.tflops, "memory_gib": result.memory_gb}
-            found.row("steps", **said, **rates, note="out of memory" if result.images_per_second is None else took)
+            found.row("steps", **cells, **rates, note="out of memory" if result.images_per_second is None else took)
 
 
 def loading(setup: Setup, found: Findings) -> None:

@@ -28,7 +28,7 @@ class PowerConfig(Config):
     prompt_sd: float = Field(1.0, ge=0)
     """Standard deviation, between prompts, of how much they favour one model, in log odds."""
     rater_sd: float = Field(0.4, ge=0)
-    """The same between raters."""
+    """Standard deviation, between raters, of how much they favour one model, in log odds."""
     ties: float = Field(0.2, ge=0, lt=1)
     """Share of votes that are ties."""
     wanted: float = Field(0.8, gt=0, lt=1)

@@ -20,7 +20,7 @@ seeds = st.integers(0, 2**32 - 1)
 
 
 def random_votes(seed: int, count: int = 60) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return scores, prompts and raters of an unbalanced study with arbitrary ids; some raters vote twice on a prompt."""
+    """Return scores, prompts and raters of an unbalanced study with arbitrary ids. Some vote twice on a prompt."""
     rng = np.random.default_rng(seed)
     prompts, raters = rng.integers(0, 9, count), rng.integers(0, 5, count)
     return rng.choice([0.0, 0.5, 1.0], count), np.array([f"p{i}" for i in prompts]), raters * 7 + 3
