@@ -123,8 +123,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     """Parse the options."""
     parser = argparse.ArgumentParser(prog="bench.gpu_check", description=__doc__)
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"one of {', '.join(PARTS)}; default: all")
-    parser.add_argument("--output", type=Path, default=Path("runs/gpu-check"))
-    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--output", type=Path, default=Path("runs/gpu-check"), help="folder for the results")
+    parser.add_argument("--device", default="cuda", help="default: cuda")
     parser.add_argument("--small", action="store_true", help="rehearse with small networks and without a compiler")
     parser.add_argument(
         "--minutes", type=float, default=MINUTES, help="time budget of all parts; a slow machine needs more"

@@ -195,7 +195,7 @@ def main() -> None:
     """Measure, and print the sections."""
     parser = argparse.ArgumentParser(prog="bench.worker", description=__doc__)
     parser.add_argument("--only", choices=("alone", "cpus", "beside"), help="run one section only")
-    parser.add_argument("--folder", type=Path, default=Path("runs/bench/worker"))
+    parser.add_argument("--folder", type=Path, default=Path("runs/bench/worker"), help="temporary folder")
     parser.add_argument("--images", type=int, default=IMAGES, help="images per tar; a tenth of it for measuring memory")
     parser.add_argument("--shards", type=int, default=240, help="number of consecutive tars for measuring memory")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="decoding threads")

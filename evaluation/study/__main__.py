@@ -10,7 +10,7 @@ examples:
 commands (each has its own --help):
   python -m evaluation.study power     find how many raters and prompts a margin requires
   python -m evaluation.study prepare   write the pictures and the protocol into the study's folder
-  python -m evaluation.study invite    print links for this many more raters; `--again 3` replaces rater 3's link
+  python -m evaluation.study invite    print links for further raters; `--again 3` replaces rater 3's link
   python -m evaluation.study serve     serve the raters' page until Ctrl-C
   python -m evaluation.study status    show each rater's progress
   python -m evaluation.study analyse   compute the results: results.json, results.html and results.png
@@ -76,7 +76,7 @@ def prepare(config: StudyConfig, options: argparse.Namespace) -> None:
 
 
 def invite(config: StudyConfig, options: argparse.Namespace) -> None:
-    """Print links for this many more raters. They are not stored, so keep them. `--again 3` replaces rater 3's link.
+    """Print links for further raters. They are not stored, so keep them. `--again 3` replaces rater 3's link.
 
     examples:
       python -m evaluation.study invite 15 --output runs/study
