@@ -125,7 +125,7 @@ def test_runs_without_evaluations_or_a_log_and_folders_that_are_not_runs(
     assert "is not a training run: it has no config.yaml" in said("report", tmp_path)
     assert "name the runs first" in said("report")
     assert "A run is given twice" in said("report", bare, bare)
-    assert "bare and other have no metric in common: bare has none" in said(
+    assert "bare and other have no metric in common: bare and other have none" in said(
         "compare", bare, make_run(tmp_path / "other")
     )
 
