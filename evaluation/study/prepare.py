@@ -108,13 +108,17 @@ def copy_pictures(found: SampleSet, folder: Path, secret: bytes) -> Pictures:
         files = read_part(open_store(found.place), receipt)
         for _ in receipt["samples"]:
             sample: Sample = next(samples)
-            data = files[file_name(sample.number, found.drawing["codec"])]
-            names[sample.prompt.id, sample.index] = add_picture(data, folder, secret)
+            name = file_name(sample.number, found.drawing["codec"])
+            stored = add_picture(files[name], f"{name} of {found.place}", folder, secret)
+            names[sample.prompt.id, sample.index] = stored
     return names
 
 
-def add_picture(data: bytes, folder: Path, secret: bytes, pixelated: bool = False) -> str:
+def add_picture(data: bytes, source: object, folder: Path, secret: bytes, pixelated: bool = False) -> str:
     """Re-encode a picture as PNG without metadata, store it in the study's folder and return its file name.
+
+    Args:
+        source: where the picture comes from, for error messages.
 
     Raises:
         RequestError: the picture is not a valid PNG, WebP or JPEG.
@@ -122,8 +126,8 @@ def add_picture(data: bytes, folder: Path, secret: bytes, pixelated: bool = Fals
     try:
         with Image.open(io.BytesIO(data), formats=["PNG", "WEBP", "JPEG"]) as picture:
             pixels = picture.convert("RGB")
-    except OSError as error:
-        raise RequestError(f"A picture cannot be decoded: {error}. Give PNG, WebP or JPEG files.") from None
+    except OSError:
+        raise RequestError(f"{source} cannot be decoded as PNG, WebP or JPEG. Replace the file.") from None
     if pixelated:
         small = pixels.resize(
             (max(1, pixels.width // PIXEL_SIZE), max(1, pixels.height // PIXEL_SIZE)), Image.Resampling.BOX
@@ -172,8 +176,8 @@ def make_gold(
     for number in range(min(len(prompts), num_gold(config, len(found.prompts), len(pictures)))):
         prompt, other = prompts[number], prompts[(number + 1) % len(prompts)]
         its = pictures[number % len(pictures)]
-        worse = (folder / PICTURES / its[other.id, 0]).read_bytes()
-        shown = (its[prompt.id, 0], add_picture(worse, folder, secret, pixelated=True))
+        path = folder / PICTURES / its[other.id, 0]
+        shown = (its[prompt.id, 0], add_picture(path.read_bytes(), path, folder, secret, pixelated=True))
         gold.append(Item(f"gold/{number}", prompt.id, prompt.text, prompt.category, None, shown))
     return gold
 
@@ -195,8 +199,12 @@ def read_gold(path: Path, folder: Path, secret: bytes) -> list[Item]:
             rows: list[dict[str, Any]] = list(csv.DictReader(file))
         gold = []
         for number, row in enumerate(rows):
-            two = [add_picture((path.parent / row[name]).read_bytes(), folder, secret) for name in ("better", "worse")]
-            gold.append(Item(f"gold/{number}", f"gold/{number}", row["prompt"], None, None, (two[0], two[1])))
+            better, worse = (path.parent / row[name] for name in ("better", "worse"))
+            shown = (
+                add_picture(better.read_bytes(), better, folder, secret),
+                add_picture(worse.read_bytes(), worse, folder, secret),
+            )
+            gold.append(Item(f"gold/{number}", f"gold/{number}", row["prompt"], None, None, shown))
     except (OSError, KeyError, TypeError, csv.Error, UnicodeDecodeError) as error:
         raise RequestError(
             f"The gold file {path} cannot be used: {type(error).__name__}: {error}. It must be a CSV with the columns "

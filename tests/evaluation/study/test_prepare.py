@@ -197,7 +197,7 @@ def test_gold_items_from_a_file(tmp_path: Path) -> None:
         ("prompt,better,worse\n", "has no row"),
         ("prompt,better\nx,good.png\n", "KeyError: 'worse'"),
         ("prompt,better,worse\nx,good.png,gone.png\n", "No such file"),
-        ("prompt,better,worse\nx,good.png,gold.csv\n", "A picture cannot be read"),
+        ("prompt,better,worse\nx,good.png,gold.csv\n", r"gold\.csv cannot be decoded as PNG, WebP or JPEG"),
     ):
         table.write_text(text)
         with pytest.raises(RequestError, match=said):
