@@ -1,6 +1,6 @@
-"""`python -m bench --output runs/benchmarks.md`: the benchmarks of both stages in turn, each in a process of its own.
+"""Run the benchmarks of both stages, each in its own process: `python -m bench --output runs/benchmarks.md`.
 
-Run it on a machine that does nothing else. A benchmark that fails is named, and nothing is written.
+Use an otherwise idle machine. If a benchmark fails, nothing is written.
 """
 
 import argparse
@@ -9,27 +9,28 @@ import sys
 from pathlib import Path
 
 BENCHMARKS = (
-    *("pixels", "worker", "encode", "index.epoch_plan", "index.publishing", "index.reading", "loader"),
-    *("outputs.alignment", "train_step"),
+    *("pixels", "worker", "encode", "index.epoch_plan", "index.publishing", "index.reading", "loader", "train_step"),
 )
 INTRODUCTION = """# Benchmarks
 
-Figures that compare two things were taken in turn in one run, on the machine that each section names; on another
-machine the ratios carry over better than the rates.
+Comparisons were timed in turn in one run, on the machine that each section names. On other machines the ratios carry
+over better than the rates.
 """
 
 
 def main() -> None:
-    """Run what was asked for, and write one Markdown file."""
+    """Run the requested benchmarks, and write one Markdown file."""
     parser = argparse.ArgumentParser(prog="bench", description=__doc__)
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(BENCHMARKS)}; default: all")
-    parser.add_argument("--output", type=Path, help="a Markdown file; default: print only")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"one of {', '.join(BENCHMARKS)}; default: all")
+    parser.add_argument("--output", type=Path, help="Markdown file to write; default: print only")
     options = parser.parse_args()
     unknown = sorted(set(options.names) - set(BENCHMARKS))
     if unknown:
-        parser.error(f"there is no benchmark {', '.join(unknown)}; there are {', '.join(BENCHMARKS)}")
+        parser.error(f"There is no benchmark {', '.join(unknown)}. Choose from {', '.join(BENCHMARKS)}.")
     if options.names and options.output:
-        parser.error("--output takes all of them: some alone would leave the file without the others")
+        parser.error(
+            "--output needs all benchmarks, because the file would otherwise lack sections. Omit the names or --output."
+        )
     sections = [INTRODUCTION]
     for name in options.names or BENCHMARKS:
         print(f"bench.{name} …", file=sys.stderr, flush=True)

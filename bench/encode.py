@@ -1,10 +1,9 @@
-"""How near to the device's own speed the two encoders run: `python -m bench.encode`.
+"""Measure how close the two encoders come to the device's own speed: `python -m bench.encode`.
 
-On a GPU: Stable Diffusion 2's VAE and text encoder, from configs/ and with random weights, at 256 px, 512 px, and 790
-pictures of 256 px to 300 of 512, as its training set has them. On a CPU: small ones at 64 and 128 px, to see that it
-works.
-Both go through the worker's own encoders with two batches under way: pixels in memory in, latents in memory out.
-`--json` writes the file that `make plan ARGS="--measured FILE"` reads.
+On a GPU, this runs Stable Diffusion 2's VAE and text encoder with random weights, at 256 px, at 512 px, and in a
+mixture of 790 images of 256 px to 300 of 512 px, as in SD2's training set. On a CPU, it runs small networks at 64 and
+128 px as a smoke test. Both use the worker's own encoders with two batches in flight, from pixels in memory to latents
+in memory. `--json` writes a file for `make plan ARGS="--measured FILE"`.
 """
 
 import argparse
@@ -38,42 +37,43 @@ from shards.format.buckets import Bucket
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 MIX = (790, 300)
-UNDER_WAY = 2
+"""Images of the smaller bucket to images of the larger one in the mixture."""
+IN_FLIGHT = 2
 
 
 @dataclass(frozen=True)
-class Work:
-    """A batch that can be started again and again."""
+class RepeatableBatch:
+    """A batch that can be started repeatedly."""
 
     start: Callable[[], Callable[[], Any]]
     count: int
-    """Pictures or captions in it."""
+    """Number of images or captions."""
     flops: int
-    """Of the whole batch."""
+    """FLOPs of the whole batch."""
 
 
 @dataclass(frozen=True)
-class Sizes:
-    """What is measured."""
+class EncoderSizes:
+    """Buckets and configs of the networks to measure."""
 
     buckets: tuple[Bucket, Bucket]
     vae: dict[str, Any]
     text_encoder: dict[str, Any]
 
 
-def sizes_for(device: torch.device) -> Sizes:
-    """Stable Diffusion 2's on a GPU, small ones on a CPU."""
+def sizes_for(device: torch.device) -> EncoderSizes:
+    """Return Stable Diffusion 2's sizes for a GPU, and small ones for a CPU."""
     vae = json.loads((CONFIGS / "vae" / "sd2.json").read_text())
     text_encoder = json.loads((CONFIGS / "text_encoder" / "sd2.json").read_text())
     if device.type == "cuda":
-        return Sizes((Bucket(256, 256), Bucket(512, 512)), vae, text_encoder)
+        return EncoderSizes((Bucket(256, 256), Bucket(512, 512)), vae, text_encoder)
     vae |= {"block_out_channels": [32, 32, 64, 64]}
     text_encoder |= {"num_hidden_layers": 2, "hidden_size": 256, "intermediate_size": 1024, "num_attention_heads": 4}
-    return Sizes((Bucket(64, 64), Bucket(128, 128)), vae, text_encoder)
+    return EncoderSizes((Bucket(64, 64), Bucket(128, 128)), vae, text_encoder)
 
 
-def save_models(sizes: Sizes, folder: Path) -> None:
-    """Random weights under the two architectures, and the demo's tokenizer, filled up to the text encoder's length."""
+def save_models(sizes: EncoderSizes, folder: Path) -> None:
+    """Save both networks with random weights, and the demo's tokenizer padded to the text encoder's length."""
     torch.manual_seed(0)
     AutoencoderKL.from_config(sizes.vae).save_pretrained(folder / "vae")
     config = CLIPTextConfig(**sizes.text_encoder)
@@ -85,7 +85,7 @@ def save_models(sizes: Sizes, folder: Path) -> None:
 def load_encoders(
     folder: Path, device: torch.device, precision: Precision, compiled: bool
 ) -> tuple[ImageEncoder, TextEncoder]:
-    """Those of `save_models`, as a worker loads them."""
+    """Load the models of `save_models` as a worker does."""
     vae, text, tokenizer = (folder / name for name in ("vae", "text_encoder", "tokenizer"))
     pixels = dict.fromkeys(("crop", "resampling", "decoder", "resampler", "color"), "")
     tower = describe_text("text", TextTowerConfig(model=str(text), tokenizer=str(tokenizer)), TextConfig())
@@ -96,8 +96,8 @@ def load_encoders(
     )
 
 
-def count_flops(sizes: Sizes) -> dict[str, int]:
-    """FLOPs of one picture of each bucket, and of one caption as `text`: on the meta device, a multiply-add being 2."""
+def count_flops(sizes: EncoderSizes) -> dict[str, int]:
+    """Count the FLOPs of one image per bucket, and of one caption under `text`. A multiply-add counts as 2."""
     with torch.device("meta"), torch.no_grad():
         vae = AutoencoderKL.from_config(sizes.vae)
         text_config = CLIPTextConfig(**sizes.text_encoder)
@@ -113,10 +113,11 @@ def count_flops(sizes: Sizes) -> dict[str, int]:
     return counts
 
 
-def rates_of(work: Sequence[Work], num_batches: int) -> tuple[float, float]:
-    """Pictures or captions per second, and TFLOP/s, over `num_batches` that go round `work`, `UNDER_WAY` at a time.
+def rates_of(work: Sequence[RepeatableBatch], num_batches: int) -> tuple[float, float]:
+    """Measure images or captions per second, and TFLOP/s, over `num_batches` that cycle through `work`.
 
-    One round and a few batches before it do not count: they choose kernels and fill the allocators' pools.
+    Up to `IN_FLIGHT` batches run at a time. A cycle and a few more batches precede the measurement, to choose kernels
+    and fill the allocators' pools.
     """
     for batch in islice(cycle(work), len(work) + 3):
         batch.start()()
@@ -125,7 +126,7 @@ def rates_of(work: Sequence[Work], num_batches: int) -> tuple[float, float]:
     begun = time.perf_counter()
     for batch in timed:
         waiting.append(batch.start())
-        if len(waiting) > UNDER_WAY:
+        if len(waiting) > IN_FLIGHT:
             waiting.popleft()()
     for wait in waiting:
         wait()
@@ -133,16 +134,16 @@ def rates_of(work: Sequence[Work], num_batches: int) -> tuple[float, float]:
     return sum(batch.count for batch in timed) / seconds, sum(batch.flops for batch in timed) / seconds / 1e12
 
 
-def picture_work(encoder: ImageEncoder, bucket: Bucket, batch_size: int, flops: int) -> Work:
-    """A batch of noise."""
+def picture_work(encoder: ImageEncoder, bucket: Bucket, batch_size: int, flops: int) -> RepeatableBatch:
+    """Make a batch of noise images."""
     count = batch_size_of(bucket, batch_size)
     random = np.random.default_rng(0)
     pictures = list(random.integers(0, 256, (count, bucket.height, bucket.width, 3), np.uint8))
-    return Work(lambda: encoder.start_batch(encoder.stack(pictures, count), count), count, count * flops)
+    return RepeatableBatch(lambda: encoder.start_batch(encoder.stack(pictures, count), count), count, count * flops)
 
 
-def mixture(small: Work, large: Work) -> list[Work]:
-    """Batches of both kinds in turn, pictures as in `MIX` as nearly as three large batches allow."""
+def mixture(small: RepeatableBatch, large: RepeatableBatch) -> list[RepeatableBatch]:
+    """Alternate batches of both sizes so that their images are in about the ratio `MIX`, with three large batches."""
     batches, owed = [], 0.0
     for _ in range(3):
         owed += MIX[0] / MIX[1] * large.count / small.count
@@ -151,17 +152,19 @@ def mixture(small: Work, large: Work) -> list[Work]:
     return batches
 
 
-def measure(options: argparse.Namespace, sizes: Sizes, device: torch.device) -> dict[str, tuple[float, float]]:
-    """Rates per second and TFLOP/s by bucket, `mixed` and `text`; `ids`, of captions, on one core of the host."""
+def measure(options: argparse.Namespace, sizes: EncoderSizes, device: torch.device) -> dict[str, tuple[float, float]]:
+    """Measure the rate per second and TFLOP/s of each bucket, `mixed`, `text`, and tokenizing on one core (`ids`)."""
     flops = count_flops(sizes)
     with tempfile.TemporaryDirectory() as folder:
         save_models(sizes, Path(folder))
         image, text = load_encoders(Path(folder), device, options.precision, options.compile)
     small, large = (picture_work(image, b, options.batch_size, flops[str(b)]) for b in sizes.buckets)
     captions = [f"picture {i} of nothing in particular, in many colours" for i in range(options.batch_size)]
-    caption_work = Work(lambda: text.start_batch(captions, len(captions)), len(captions), len(captions) * flops["text"])
+    caption_work = RepeatableBatch(
+        lambda: text.start_batch(captions, len(captions)), len(captions), len(captions) * flops["text"]
+    )
     mixed = mixture(small, large)
-    ids = Work(lambda: partial(text.tokenize, captions, len(captions)), len(captions), 0)
+    ids = RepeatableBatch(lambda: partial(text.tokenize, captions, len(captions)), len(captions), 0)
     return {
         "ids": rates_of([ids], 10 * options.batches),
         str(sizes.buckets[0]): rates_of([small], options.batches),
@@ -172,7 +175,7 @@ def measure(options: argparse.Namespace, sizes: Sizes, device: torch.device) -> 
 
 
 def bench_file(rates: dict[str, tuple[float, float]], device: str, typed: str) -> BenchFile:
-    """What a plan can use: a rate for each bucket and for captions."""
+    """Make the planner's benchmark file, with a rate per bucket and for captions."""
     measurements = [
         Measurement(stage="encode", bucket=name, images_per_second_per_gpu=items)
         for name, (items, _) in rates.items()
@@ -183,13 +186,13 @@ def bench_file(rates: dict[str, tuple[float, float]], device: str, typed: str) -
 
 
 def main() -> None:
-    """Measure, print a section, write the JSON."""
+    """Measure, print a section, and write the JSON file."""
     parser = argparse.ArgumentParser(prog="bench.encode", description=__doc__)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--precision", choices=("float32", "float16", "bfloat16"), default="bfloat16")
     parser.add_argument("--batch-size", type=int, help="default: 64 on a GPU, 8 on a CPU")
-    parser.add_argument("--batches", type=int, help="that are timed; default: 30 on a GPU, 6 on a CPU")
-    parser.add_argument("--compile", action="store_true", help="with torch.compile")
+    parser.add_argument("--batches", type=int, help="number of timed batches; default: 33 on a GPU, 6 on a CPU")
+    parser.add_argument("--compile", action="store_true", help="use torch.compile")
     parser.add_argument("--json", type=Path, help="write a benchmark file for `make plan` here")
     options = parser.parse_args()
     device = torch.device(options.device)
@@ -198,16 +201,16 @@ def main() -> None:
     options.batches = options.batches or (33 if on_gpu else 6)
     sizes = sizes_for(device)
     rates = measure(options, sizes, device)
-    # afterwards, on the warm device
+    # measured last, on the warm device
     matrix = matmul_tflops(device, torch.bfloat16)
     titles = {"mixed": f"VAE, {sizes.buckets[0]} and {sizes.buckets[1]} as {MIX[0]} to {MIX[1]}", "text": "captions"}
-    titles["ids"] = "captions to ids, on the host"
+    titles["ids"] = "tokenizing captions, on the host"
     rows = [
         (titles.get(name, f"VAE at {name}"), f"{items:,.1f}", f"{tflops:,.3g}", f"{tflops / matrix:.0%}")
         for name, (items, tflops) in rates.items()
     ]
-    body = table(("what", "per second", "TFLOP/s", "of the bf16 matrix rate"), rows)
-    networks = "Stable Diffusion 2's networks" if on_gpu else "small networks, to see that it works"
+    body = table(("what", "per second", "TFLOP/s", "share of the bf16 matrix rate"), rows)
+    networks = "Stable Diffusion 2's networks" if on_gpu else "small networks, as a smoke test"
     how = f"{options.precision}, batches of {options.batch_size}, {'compiled' if options.compile else 'not compiled'}"
     body += f"\n\n{networks}, {how}. A large bf16 matrix product in the same run: {matrix:,.3g} TFLOP/s."
     print(section("The encoders", "bench.encode", body))

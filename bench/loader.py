@@ -1,4 +1,4 @@
-"""The loader against a training step and against plain reading; a real run's wait; the first batch after a resume.
+"""Compare the loader with a training step, plain reading and streaming, and measure the data wait of a real run.
 
 python -m bench.loader [--samples 2048] [--only families]
 """
@@ -44,9 +44,11 @@ FAMILY_SAMPLES = 128
 
 
 def main() -> None:
-    """Measure, and print a section of docs/evidence/benchmarks.md."""
+    """Measure, and print a Markdown section."""
     parser = argparse.ArgumentParser(prog="bench.loader", description=__doc__)
-    parser.add_argument("--samples", type=int, default=2048, help="of each root; 174 kB each of the one of SD2's size")
+    parser.add_argument(
+        "--samples", type=int, default=2048, help="samples per root; those of SD2's size take 174 kB each"
+    )
     cores = len(os.sched_getaffinity(0))
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
@@ -68,7 +70,7 @@ def main() -> None:
 
 
 def open_stream(root: Path, bucket: str, num_workers: int) -> tuple[DataConfig, DataSpec]:
-    """A run's data, with all of a small root's files in play."""
+    """Open a root like a training run does, with few enough canonical nodes to use all files of a small root."""
     config = DataConfig.model_validate(
         {"streams": [{"root": str(root), "bucket": bucket}], "num_workers": num_workers, "num_canonical_nodes": 8}
     )
@@ -76,7 +78,7 @@ def open_stream(root: Path, bucket: str, num_workers: int) -> tuple[DataConfig, 
 
 
 class Reading:
-    """Reads an epoch each time it is called; files are hashed and loader processes started in the first."""
+    """A callable that reads one epoch. The first call also hashes files and starts loader processes."""
 
     def __init__(self, root: Path, bucket: str, num_workers: int):
         config, self.spec = open_stream(root, bucket, num_workers)
@@ -88,7 +90,7 @@ class Reading:
 
 
 def unet_rate() -> float:
-    """Training steps of the demo's U-Net on all cores, in images per second."""
+    """Measure training steps of the demo's U-Net on all cores, in images per second."""
     torch.manual_seed(0)
     torch.backends.cuda.enable_flash_sdp(False)
     unet = UNet2DConditionModel.from_config(json.loads(UNET.read_text()))
@@ -107,7 +109,7 @@ def unet_rate() -> float:
 
 
 def against_the_unet(root: Path, cores: int) -> str:
-    """The demo's shapes: how much faster the loader is than the U-Net that it feeds, on the same cores."""
+    """Compare the loader's rate with that of the demo's U-Net on the same cores."""
     rate = unet_rate()
     rows = []
     for num_workers in (0, 1, cores):
@@ -117,14 +119,14 @@ def against_the_unet(root: Path, cores: int) -> str:
         reading.batches.close()
         rows.append([num_workers, f"{images:,.0f}", f"{images / rate:.0f} ×"])
     return (
-        f"**Against the demo's U-Net** ({UNET}, batches of {BATCH}, bfloat16, {cores} threads): it trains on "
-        f"{rate:,.0f} img/s.\n\n"
-        + table(["loader processes", "img/s of the loader alone", "of the U-Net's rate"], rows)
+        f"**Compared with the demo's U-Net** ({UNET}, batches of {BATCH}, bfloat16, {cores} threads), which trains at "
+        f"{rate:,.0f} images/s.\n\n"
+        + table(["loader processes", "loader alone, images/s", "relative to the U-Net"], rows)
     )
 
 
 def against_plain_reading(root: Path, cores: int) -> str:
-    """Samples of SD2's size: bytes per second against one sequential read and copy of the same files."""
+    """Compare bytes per second with one sequential read and copy of the same files, for samples of SD2's size."""
     paths = sorted((root / SD2_BUCKET).glob("*/*.mds"))
     total = sum(path.stat().st_size for path in paths)
     block, target = bytearray(BLOCK), np.empty(BLOCK, np.uint8)
@@ -147,16 +149,16 @@ def against_plain_reading(root: Path, cores: int) -> str:
             [num_workers, f"{loaded / 1e9:.2f}", f"{plainly / 1e9:.2f}", f"{share * pair.ratio:.0%}", pair.spread]
         )
     return (
-        f"**Against plain reading**: samples of {total / sum_samples(root):,.0f} bytes, {total / 1e6:.0f} MB in all, "
-        f"in the page cache for both; the plain one reads the files from end to end in blocks of 4 MiB, and copies "
-        f"each block once, in one thread.\n\n"
+        f"**Compared with plain reading**: samples of {total / sum_samples(root):,.0f} bytes, {total / 1e6:.0f} MB in "
+        f"total, in the page cache. Plain reading reads all files sequentially in blocks of 4 MiB and copies each "
+        f"block once, in one thread.\n\n"
         + table(["loader processes", "loader GB/s", "plain GB/s", "share", "time ratios, lowest to highest"], rows)
     )
 
 
 def against_streaming(root: Path, cores: int) -> str:
-    """Samples of SD2's size: an epoch of the loader's batches against one of StreamingDataset's under a DataLoader."""
-    from streaming import StreamingDataset  # which a machine that checks its GPU need not have
+    """Compare an epoch of the loader with one of StreamingDataset in a DataLoader, for samples of SD2's size."""
+    from streaming import StreamingDataset  # not installed on every machine that runs the GPU check
     from streaming.base.util import clean_stale_shared_memory
 
     rows = []
@@ -175,30 +177,31 @@ def against_streaming(root: Path, cores: int) -> str:
         rows.append([num_workers, f"{ours:,.0f}", f"{rate:,.0f}", f"{share * pair.ratio:.1f} ×", pair.spread])
     header = ["processes", "our loader, samples/s", "StreamingDataset", "ratio", "time ratios, lowest to highest"]
     return (
-        "**Against streaming's reader**: the same root, shuffled, in batches of tensors; StreamingDataset (shuffle, 8 "
-        "canonical nodes) under torch's DataLoader with a collate function of five lines.\n\n" + table(header, rows)
+        "**Compared with streaming's reader**: the same root, shuffled, in batches of tensors. StreamingDataset "
+        "(shuffle, 8 canonical nodes) runs in torch's DataLoader with a simple collate function.\n\n"
+        + table(header, rows)
     )
 
 
 def stacked(samples: list[dict[str, Any]]) -> dict[str, Any]:
-    """A batch as a loop of one's own would make it."""
+    """Collate samples as a simple training loop would."""
     arrays = {name: [sample[name] for sample in samples] for name in ("image_latents", "text_latents.text")}
     return {name: torch.from_numpy(np.stack(values)) for name, values in arrays.items()}
 
 
 def exhaust(batches: Iterable[object]) -> None:
-    """Take all of them."""
+    """Consume all batches."""
     for _ in batches:
         pass
 
 
 def sum_samples(root: Path) -> int:
-    """Samples of SD2's bucket."""
+    """Return the number of samples in the bucket of SD2's size."""
     return open_stream(root, SD2_BUCKET, 0)[1].streams[0].files.num_samples
 
 
 def first_batch(root: Path) -> str:
-    """From building the loader to its first batch, at an epoch's start and at 90 % of it."""
+    """Measure the time from building the loader to its first batch, at the start and at 90 % of an epoch."""
     rows = []
     for num_workers in (0, 2):
         config, spec = open_stream(root, SD2_BUCKET, num_workers)
@@ -212,12 +215,12 @@ def first_batch(root: Path) -> str:
         pair = timed_in_turn(partial(begin, 0), partial(begin, late), ROUNDS)
         start, resumed = np.median(pair.first_seconds), np.median(pair.second_seconds)
         rows.append([num_workers, f"{start:.3f}", f"{resumed:.3f}", f"{pair.ratio:.2f}", pair.spread])
-    header = ["loader processes", "at the start s", "at 90 % s", "ratio", "lowest to highest"]
-    return "**Time to the first batch**, files hashed included:\n\n" + table(header, rows)
+    header = ["loader processes", "at the start, s", "at 90 %, s", "ratio", "lowest to highest"]
+    return "**Time to the first batch**, including hashing its files:\n\n" + table(header, rows)
 
 
 def table_reading(root: Path) -> str:
-    """What a filter costs when a run begins, per part."""
+    """Measure the startup cost of a filter per part."""
     _, spec = open_stream(root, DEMO_BUCKET, 0)
     config = FilterConfig(aesthetic=Range(min=5.0), punsafe=Range(max=0.1))
     store, files = LocalStore(root), spec.streams[0].files
@@ -227,7 +230,7 @@ def table_reading(root: Path) -> str:
 
 
 def wait_of_a_run(root: Path, run_dir: Path, cores: int) -> str:
-    """The share of its time that a real run of the demo's U-Net waits for data."""
+    """Measure the share of time that a real run of the demo's U-Net waits for data."""
     config = yaml.safe_load(Path("examples/shapes/configs/phase1.yaml").read_text())
     config["data"] = {
         "streams": [{"root": str(root), "bucket": DEMO_BUCKET}],
@@ -243,25 +246,25 @@ def wait_of_a_run(root: Path, run_dir: Path, cores: int) -> str:
     waits = [line["data_wait"] for line in lines]
     rate = np.median([line["images_per_second"] for line in lines])
     return (
-        f"**Data wait** of a run (the demo's U-Net at {rate:,.0f} img/s on {cores} cores, 1 loader process): "
-        f"{np.mean(waits):.2%} of the time from step 10 on, {max(waits):.2%} at most over 10 steps."
+        f"**Data wait** of a run (the demo's U-Net at {rate:,.0f} images/s on {cores} cores, 1 loader process): "
+        f"{np.mean(waits):.2%} of the time from step 10 on, and at most {max(waits):.2%} over 10 steps."
     )
 
 
 def of_families(folder: Path) -> str:
-    """Samples of each family's size in its first phase, beside what a node would take and what memory would give."""
+    """Compare the loader's rate for each family's samples with the planner's rate of a node and with a memory copy."""
     rows = [family_row(read_family(name), folder / name) for name in FAMILIES]
-    header = ["family", "bytes stored", "in a batch", "samples/s", "GB/s", "copy GB/s", "a node's img/s"]
+    header = ["family", "bytes stored", "in a batch", "samples/s", "GB/s", "copy GB/s", "node's images/s"]
     return (
-        f"**Samples of each family** in batches of {BATCH}, from the page cache, in the process itself, and a plain "
-        f"copy: for each second of processor time, so other work on the machine counts for little. Beside it the img/s "
-        f"that the planner expects of {GPUS_OF_A_NODE} H200s, and how many cores 3 × those are work for.\n\n"
-        + table([*header, "cores for 3 ×"], rows)
+        f"**Samples of each family** in batches of {BATCH}, from the page cache, without loader processes, and a plain "
+        f"copy. Rates are per second of CPU time, so other work on the machine matters little. The last columns are "
+        f"the images/s that the planner expects from {GPUS_OF_A_NODE} H200s, and the cores that loading 3 × as many "
+        f"would keep busy.\n\n" + table([*header, "cores for 3 ×"], rows)
     )
 
 
 def family_row(family: Family, root: Path) -> list[object]:
-    """One family's line."""
+    """Measure one family, and return its row of the table."""
     print(f"{family.name} …", file=sys.stderr, flush=True)
     make_root(root, {family.bucket: [FAMILY_SAMPLES]}, encoding=family.encoding, num_tokens=family.num_tokens)
     stored = sum(file.stat().st_size for file in root.glob("*/*/*.mds")) / FAMILY_SAMPLES
@@ -284,7 +287,7 @@ def family_row(family: Family, root: Path) -> list[object]:
 
 
 def seconds(function: Callable[[], object]) -> float:
-    """Wall time of one call."""
+    """Return the wall-clock time of one call."""
     start = time.perf_counter()
     function()
     return time.perf_counter() - start

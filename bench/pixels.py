@@ -1,9 +1,9 @@
-"""The pixel path against the plain one: `python -m bench.pixels [--pictures 96] [--seed 0] [--rounds 5]`.
+"""Compare stage 1's pixel path with a plain one: `python -m bench.pixels [--pictures 96] [--seed 0] [--rounds 5]`.
 
-Plain: for each bucket a full decode by Pillow, bicubic resize of the picture to cover it, centre crop, float32, to
-[-1, 1]. Ours: `decode` of precompute/pixels once, uint8 (the device does the rest). Both on one thread, in turn. The
-corpus is synthetic and seeded: 1/f noise, dead leaves (edges at all scales), fine texture; JPEG at quality 75 to 95,
-4:2:0 and 4:4:4.
+The plain path, for every bucket: full decode by Pillow, bicubic resize, center crop, conversion to float32 in [-1, 1].
+Ours: a single `decode` of precompute/pixels to uint8; the device does the rest. Both run on one thread, in turn. The
+corpus is synthetic and seeded: 1/f noise, dead leaves (edges at all scales) and fine texture, as JPEGs of quality 75 to
+95 in 4:2:0 and 4:4:4.
 """
 
 import argparse
@@ -24,12 +24,12 @@ from shards.format.buckets import Bucket
 BUCKETS = [Bucket(256, 256), Bucket(512, 512)]
 ASPECTS = (1.0, 4 / 3, 3 / 2, 16 / 9, 3 / 4, 2 / 3, 9 / 16)
 CLASSES = {"300 to 511": (300, 512), "512 to 1023": (512, 1024), "1024 to 1600": (1024, 1601)}
-"""By the longer side."""
+"""Groups of images by their longer side, in pixels."""
 MARGINS = (1.0, 1.25, 1.5, 2.0)
 
 
 def pink_noise(rng: np.random.Generator, width: int, height: int, exponent: float) -> np.ndarray:
-    """(height, width, 3): amplitude falls as 1/f^exponent, variance 1; mostly the same in all channels."""
+    """Draw noise (height, width, 3) whose amplitude falls as 1/f^exponent, correlated between channels."""
     frequency = np.hypot(np.fft.fftfreq(height)[:, None], np.fft.rfftfreq(width)[None, :])
     frequency[0, 0] = np.inf
 
@@ -43,11 +43,11 @@ def pink_noise(rng: np.random.Generator, width: int, height: int, exponent: floa
 
 
 def photograph(rng: np.random.Generator, width: int, height: int) -> Image.Image:
-    """A picture with a photograph's statistics, if not its sense."""
+    """Draw an image with the statistics of a photograph."""
     canvas = Image.new("RGB", (2 * width, 2 * height), "grey")
     draw = ImageDraw.Draw(canvas)
     smallest, largest = max(width, height) / 40, max(width, height) / 1.5
-    # dead leaves: each hides what is under it; p(radius) ~ radius⁻³
+    # dead leaves, each of which covers those below it; p(radius) ~ radius⁻³
     radii = (smallest**-2 + rng.random(600) * (largest**-2 - smallest**-2)) ** -0.5
     for radius in np.sort(radii)[::-1]:
         x, y = rng.uniform(0, 2 * width), rng.uniform(0, 2 * height)
@@ -60,14 +60,14 @@ def photograph(rng: np.random.Generator, width: int, height: int) -> Image.Image
             draw.polygon([(px, py) for px, py in points.tolist()], fill=color)
     leaves = np.asarray(canvas.reduce(2), np.float64)
     pixels = leaves + 14 * pink_noise(rng, width, height, 1.2)
-    # fine texture on a part of it: stripes near the sampling limit
+    # fine texture on one part: stripes near the sampling limit
     texture = 8 * np.sin(np.arange(width) * rng.uniform(0.5, 2.0) + rng.uniform(0.1, 1.0) * np.arange(height)[:, None])
     pixels[height // 2 :, : width // 2] += texture[height // 2 :, : width // 2, None]
     return Image.fromarray(pixels.clip(0, 255).round().astype(np.uint8))
 
 
 def make_corpus(num_pictures: int, seed: int, shortest: int = 300, longest: int = 1600) -> list[bytes]:
-    """JPEGs whose longer side is uniform between `shortest` and `longest`, all large enough for the smallest bucket."""
+    """Draw JPEGs whose longer side is uniform between `shortest` and `longest`, all fitting the smallest bucket."""
     rng = np.random.default_rng(seed)
     corpus: list[bytes] = []
     while len(corpus) < num_pictures:
@@ -83,7 +83,7 @@ def make_corpus(num_pictures: int, seed: int, shortest: int = 300, longest: int 
 
 
 def plain(data: bytes, bucket: Bucket) -> np.ndarray:
-    """(height, width, 3) float32 in [-1, 1], by the usual steps."""
+    """Decode, resize and crop an image by the plain path: (height, width, 3) float32 in [-1, 1]."""
     image = Image.open(io.BytesIO(data)).convert("RGB")
     at = place(*image.size, bucket)
     image = image.resize((at.scaled_width, at.scaled_height), Image.Resampling.BICUBIC)
@@ -95,12 +95,12 @@ def plain(data: bytes, bucket: Bucket) -> np.ndarray:
 
 
 def size_of(data: bytes) -> tuple[int, int]:
-    """(width, height) by the header."""
+    """Read the image size (width, height) from the header."""
     return Image.open(io.BytesIO(data)).size
 
 
 def run_plain(corpus: Iterable[bytes]) -> None:
-    """Every bucket of every picture, one decode for each."""
+    """Process every bucket of every image by the plain path, with one decode per bucket."""
     for data in corpus:
         size = size_of(data)
         for bucket in BUCKETS:
@@ -109,13 +109,13 @@ def run_plain(corpus: Iterable[bytes]) -> None:
 
 
 def run_ours(corpus: Iterable[bytes], config: PixelsConfig) -> None:
-    """Every bucket of every picture, one decode for all."""
+    """Process every bucket of every image by our path, with one decode per image."""
     for data in corpus:
         decode(data, BUCKETS, config, LimitsConfig())
 
 
 def psnr(corpus: Iterable[bytes], config: PixelsConfig) -> dict[Bucket, np.ndarray]:
-    """Bucket → dB of ours against plain, picture by picture."""
+    """Return bucket → PSNR of our path against the plain one, in dB, for each image."""
     found: dict[Bucket, list[float]] = {bucket: [] for bucket in BUCKETS}
     for data in corpus:
         for bucket, pixels in decode(data, BUCKETS, config, LimitsConfig()).pixels.items():
@@ -126,16 +126,16 @@ def psnr(corpus: Iterable[bytes], config: PixelsConfig) -> dict[Bucket, np.ndarr
 
 
 def quality_row(name: str, values: np.ndarray) -> list[str]:
-    """Pictures, mean, 5th percentile and minimum, in dB."""
+    """Format the number of images, and their mean, 5th percentile and minimum in dB."""
     figures = (values.mean(), np.percentile(values, 5), values.min())
     return [name, str(len(values)), *(f"{figure:.1f}" for figure in figures)]
 
 
 def main() -> None:
-    """Time both paths, over all and by size; then compare what comes out."""
+    """Time both paths on the whole corpus and by image size, and compare their outputs."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--pictures", type=int, default=96)
-    parser.add_argument("--large", type=int, default=24, help="pictures of 1600 to 4000 px, for scaled decoding")
+    parser.add_argument("--large", type=int, default=24, help="images of 1600 to 4000 px, for scaled decoding")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", type=Path, help="write the figures here")
@@ -147,14 +147,14 @@ def main() -> None:
     large = make_corpus(options.large, options.seed + 1, 1600, 4000)
     groups = {"all, 300 to 1600": corpus}
     groups |= {name: [d for d in corpus if low <= max(size_of(d)) < high] for name, (low, high) in CLASSES.items()}
-    groups["1600 to 4000, apart"] = large
+    groups["1600 to 4000, separate"] = large
     pairs: dict[str, Pair] = {
         name: timed_in_turn(partial(run_ours, group, config), partial(run_plain, group), options.rounds)
         for name, group in groups.items()
         if group
     }
     timing = table(
-        ["longer side", "pictures", "plain, pictures/s", "ours, pictures/s", "ratio", "lowest and highest"],
+        ["longer side", "images", "plain, images/s", "ours, images/s", "ratio", "lowest and highest"],
         [
             [name, len(groups[name]), *rates(pair, len(groups[name])), f"{pair.ratio:.2f}", pair.spread]
             for name, pair in pairs.items()
@@ -165,9 +165,9 @@ def main() -> None:
     for margin in MARGINS:
         found = psnr(large, PixelsConfig(decode_margin=margin))
         rows += [quality_row(f"1600 to 4000, margin {margin:g}, {bucket}", values) for bucket, values in found.items()]
-    body = timing + "\n\n" + table(["PSNR against plain", "pictures", "mean dB", "5 % dB", "lowest dB"], rows)
+    body = timing + "\n\n" + table(["PSNR against plain", "images", "mean dB", "5 % dB", "lowest dB"], rows)
     bits = 8 * sum(map(len, corpus)) / sum(np.prod(size_of(data)) for data in corpus)
-    body += f"\n\nThe corpus: {len(corpus)} JPEGs, {bits:.2f} bits per pixel."
+    body += f"\n\nThe corpus has {len(corpus)} JPEGs with {bits:.2f} bits per pixel."
     print(section("Pixel path", "bench.pixels", body))
     if options.json:
         ratios = {name: pair.ratio for name, pair in pairs.items()}
@@ -176,7 +176,7 @@ def main() -> None:
 
 
 def rates(pair: Pair, num_pictures: int) -> tuple[str, str]:
-    """Pictures/s of the plain path and of ours."""
+    """Return the images/s of the plain path and of ours."""
     return f"{num_pictures / min(pair.second_seconds):.0f}", f"{num_pictures / min(pair.first_seconds):.0f}"
 
 

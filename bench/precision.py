@@ -1,4 +1,4 @@
-"""Measure what bfloat16 and float16 cost on this CPU, as `precision: auto` does: `python -m bench.precision`."""
+"""Measure how slow bfloat16 and float16 are on this CPU, as `precision: auto` does: `python -m bench.precision`."""
 
 import torch
 
@@ -7,7 +7,7 @@ from shards.base.device import cpu_slowdown, resolve_precision
 
 
 def main() -> None:
-    """Print the instruction set in use, the slowdown of each type, and what `auto` becomes."""
+    """Print the instruction set in use, the slowdown of each type, and the precision that `auto` resolves to."""
     print(machine())
     print(f"ATen uses {torch.backends.cpu.get_cpu_capability()}")
     for precision in ("bfloat16", "float16"):

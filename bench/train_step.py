@@ -1,7 +1,7 @@
-"""`python -m bench.train_step`: the trainer's own step, beside a bare loop, and setting by setting.
+"""Time the trainer's step against a bare loop, and setting by setting: `python -m bench.train_step`.
 
-On a CPU small sizes are the default, on a GPU SD2 base at 256 and 512 px. `--json FILE` writes what `make plan` reads.
-A setting that runs out of memory is a row of the table.
+The default is SD2 base at 256 and 512 px on a GPU, and small sizes on a CPU. `--json FILE` writes a benchmark file for
+`make plan`. Settings that run out of memory are listed as such.
 """
 
 import argparse
@@ -53,8 +53,8 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 
 
 @dataclass(frozen=True)
-class Setting:
-    """One way of doing the same step."""
+class StepSetting:
+    """A variant of the training step."""
 
     bucket: str
     microbatch_size: int
@@ -64,36 +64,36 @@ class Setting:
 
     @property
     def words(self) -> str:
-        """What is on."""
+        """The optional features that are on, as text."""
         names = ("channels_last", "low_precision_norms", "compile")
         return " + ".join(name.replace("_", " ") for name in names if getattr(self, name)) or "plain"
 
 
 @dataclass(frozen=True)
 class Result:
-    """What a setting gave; the rate is None where memory ran out."""
+    """Measurements of a setting. The rate is None if memory ran out."""
 
-    setting: Setting
+    setting: StepSetting
     images_per_second: float | None
     memory_gb: float = 0.0
     tflops: float = 0.0
 
 
 def main() -> None:
-    """Measure, print a section of docs/evidence/benchmarks.md, and write the plan's file where asked."""
+    """Measure, print a section, and write the planner's benchmark file if requested."""
     options = parse(sys.argv[1:])
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     accelerator = Accelerator(mixed_precision=ACCELERATE_PRECISION[options.precision], cpu=device.type == "cpu")
     if device.type == "cpu":
-        configure_malloc()  # as `train` does
+        configure_malloc()  # like `train`
     unet = build_unet(options.unet, seed=0)
     matrix_rate = matmul_tflops(device, DTYPES[options.precision])
     parts = []
     if options.rounds:
-        pair = beside_a_bare_loop(options, accelerator, unet)
+        pair = compare_with_bare_loop(options, accelerator, unet)
         parts.append(describe_pair(pair, options))
     results = [measure(setting, options, accelerator, unet) for setting in settings(options)]
-    # the better of a cold and a warm device: shares are not flattered by a disturbance
+    # the higher of two measurements, so that a disturbance does not inflate the shares
     matrix_rate = max(matrix_rate, matmul_tflops(device, DTYPES[options.precision]))
     parts.append(describe_results(results, matrix_rate, device, options))
     print(section("Training step", "bench.train_step", "\n\n".join(parts)))
@@ -102,7 +102,7 @@ def main() -> None:
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    """The options, with defaults that suit the device."""
+    """Parse the options, whose defaults depend on the device."""
     cuda = torch.cuda.is_available()
     parser = argparse.ArgumentParser(prog="bench.train_step", description=__doc__)
     unet = "configs/unet/sd2-base.json" if cuda else "examples/shapes/unet.json"
@@ -112,32 +112,41 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=256 if cuda else 32, help="samples of one optimizer step")
     parser.add_argument("--precision", choices=DTYPES, default="bfloat16")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=cuda)
-    parser.add_argument("--seconds", type=float, default=10.0 if cuda else 3.0, help="of timing for each setting")
+    parser.add_argument("--seconds", type=float, default=10.0 if cuda else 3.0, help="duration of each measurement")
     parser.add_argument(
-        "--rounds", type=int, default=10, help="of the trainer and a bare loop in turn; 0: leave it out"
+        "--rounds", type=int, default=10, help="rounds of the trainer and a bare loop in turn; 0: skip this comparison"
     )
-    parser.add_argument("--json", type=Path, help="a file for `measured` of the plan's config: each bucket's best rate")
+    parser.add_argument(
+        "--json", type=Path, help="benchmark file to write for the planner, with each bucket's best rate"
+    )
     return parser.parse_args(arguments)
 
 
-def settings(options: argparse.Namespace) -> Iterator[Setting]:
-    """For each bucket: one thing more at a time, at the middle microbatch; then all of them at every microbatch."""
+def settings(options: argparse.Namespace) -> Iterator[StepSetting]:
+    """Yield the settings of each bucket.
+
+    One feature is added at a time, at the middle microbatch size. Then all features are on, at every microbatch size.
+    """
     for bucket in options.buckets:
         middle = options.microbatches[(len(options.microbatches) - 1) // 2]
-        ladder = [Setting(bucket, middle), Setting(bucket, middle, True), Setting(bucket, middle, True, True)]
+        ladder = [
+            StepSetting(bucket, middle),
+            StepSetting(bucket, middle, True),
+            StepSetting(bucket, middle, True, True),
+        ]
         if options.compile:
-            ladder += [Setting(bucket, middle, True, True, True), Setting(bucket, middle, True, False, True)]
+            ladder += [StepSetting(bucket, middle, True, True, True), StepSetting(bucket, middle, True, False, True)]
         yield from ladder
         for size in options.microbatches:
-            everything = Setting(bucket, size, True, True, options.compile)
+            everything = StepSetting(bucket, size, True, True, options.compile)
             if everything not in ladder:
                 yield everything
 
 
 def measure(
-    setting: Setting, options: argparse.Namespace, accelerator: Accelerator, unet: UNet2DConditionModel
+    setting: StepSetting, options: argparse.Namespace, accelerator: Accelerator, unet: UNet2DConditionModel
 ) -> Result:
-    """Time whole optimizer steps of the trainer, after three that warm up and compile."""
+    """Time whole optimizer steps of the trainer, after three steps of warm-up and compilation."""
     print(f"{setting.bucket}, microbatch {setting.microbatch_size}, {setting.words} …", file=sys.stderr, flush=True)
     device = accelerator.device
     release(device)
@@ -152,21 +161,21 @@ def measure(
             while time.perf_counter() - start < options.seconds or steps < 3:
                 step()
                 steps += 1
-                if steps % 3 == 0:  # or the host would run ahead of the clock
+                if steps % 3 == 0:  # otherwise the host runs ahead of the clock
                     synchronize(device)
             synchronize(device)
             rate = steps * options.batch / (time.perf_counter() - start)
             encoding = encoding_record(TEXT_LENGTH, run.unet.config.cross_attention_dim)
             flops = training_flops(on_meta(run.unet, run.loss.backbone, encoding, latent_hw(setting.bucket))[1])
             return Result(setting, rate, peak_memory(device) / 2**30, rate * flops / 1e12)
-    except RuntimeError as error:  # torch.OutOfMemoryError, and what cuDNN and cuBLAS say of the same
+    except RuntimeError as error:  # torch.OutOfMemoryError, and equivalent errors of cuDNN and cuBLAS
         if not any(said in str(error) for said in ("out of memory", "ALLOC_FAILED")):
             raise
         return Result(setting, None)
 
 
 def release(device: torch.device) -> None:
-    """Give back what the setting before held; its own frames are gone only now, whether it ended or ran out."""
+    """Free the memory of the previous setting, whose stack frames may have survived until now after an error."""
     torch.compiler.reset()
     gc.collect()
     if device.type == "cuda":
@@ -175,15 +184,16 @@ def release(device: torch.device) -> None:
 
 @contextmanager
 def trainer(
-    setting: Setting,
+    setting: StepSetting,
     options: argparse.Namespace,
     accelerator: Accelerator,
     unet: UNet2DConditionModel,
     **fields: Any,
 ) -> Iterator[tuple[Run, Callable[[], None]]]:
-    """A run on a batch in memory, and one step of it as `train` does it: draws, optimizer, log.
+    """Set up a run on a batch in memory, and yield it with a function that takes one step as `train` does.
 
-    `fields`: further ones of the training config.
+    Args:
+        fields: further fields of the training config.
     """
     with tempfile.TemporaryDirectory() as folder:
         config = TrainConfig.model_validate(
@@ -202,7 +212,7 @@ def trainer(
                 **fields,
             }
         )
-        # nothing to resume, to start from or to validate on
+        # no checkpoint to resume from or to initialise from, and no validation
         spec = data_spec(config, unet)
         backbone = BackboneConfig().resolved(spec.texts)
         prepared = Prepared(World(1, 1), spec, copy.deepcopy(unet), backbone, None, None, {}, None)
@@ -214,9 +224,9 @@ def trainer(
             accelerator.free_memory()
 
 
-def beside_a_bare_loop(options: argparse.Namespace, accelerator: Accelerator, unet: UNet2DConditionModel) -> Pair:
-    """The trainer's step and the plainest loop that trains the same model, in turn, a step each."""
-    setting = Setting(options.buckets[0], options.microbatches[-1], channels_last=accelerator.device.type == "cuda")
+def compare_with_bare_loop(options: argparse.Namespace, accelerator: Accelerator, unet: UNet2DConditionModel) -> Pair:
+    """Time the trainer's step and a bare loop that trains the same model, in turn."""
+    setting = StepSetting(options.buckets[0], options.microbatches[-1], channels_last=accelerator.device.type == "cuda")
     bare = bare_loop(setting, options, unet, accelerator.device)
     with trainer(setting, options, accelerator, unet) as (_, step):
 
@@ -228,9 +238,9 @@ def beside_a_bare_loop(options: argparse.Namespace, accelerator: Accelerator, un
 
 
 def bare_loop(
-    setting: Setting, options: argparse.Namespace, original: UNet2DConditionModel, device: torch.device
+    setting: StepSetting, options: argparse.Namespace, original: UNet2DConditionModel, device: torch.device
 ) -> Callable[[], None]:
-    """A step over latents and text that are on the device, as float32: nothing is sampled, dropped or logged."""
+    """Make a step on float32 latents and text on the device, without posterior sampling, caption dropout or logging."""
     unet = copy.deepcopy(original).to(device)
     if setting.channels_last:
         unet.to(memory_format=torch.channels_last)
@@ -261,7 +271,7 @@ def bare_loop(
 
 
 def data_spec(config: TrainConfig, unet: UNet2DConditionModel) -> DataSpec:
-    """What a latents root with SD's VAE would say."""
+    """Describe the data of a latents root with Stable Diffusion's VAE."""
     stream = config.data.streams[0]
     width, hw = unet.config.cross_attention_dim, latent_hw(stream.bucket)
     size = config.global_batch_size
@@ -288,12 +298,12 @@ def data_spec(config: TrainConfig, unet: UNet2DConditionModel) -> DataSpec:
 
 
 def latent_hw(bucket: str) -> tuple[int, int]:
-    """Height and width of a bucket's latents."""
+    """Return the height and width of a bucket's latents."""
     return Bucket.parse(bucket).latent_hw(DOWNSAMPLING)
 
 
 def make_batch(bucket: str, size: int, unet: UNet2DConditionModel, pin: bool = False) -> Batch:
-    """Random moments and text latents, as the loader would hand them over."""
+    """Make a batch of random moments and text latents like the loader's."""
     generator = torch.Generator().manual_seed(0)
     shape = (size, unet.config.in_channels, *latent_hw(bucket))
     mean, log_variance = torch.randn(shape, generator=generator), torch.full(shape, -10.0)
@@ -312,7 +322,7 @@ def make_batch(bucket: str, size: int, unet: UNet2DConditionModel, pin: bool = F
 
 
 def describe_pair(pair: Pair, options: argparse.Namespace) -> str:
-    """The claim of the trainer against the bare loop, in a sentence."""
+    """Describe the comparison of the trainer with the bare loop in a sentence."""
     return (
         f"The trainer's step (posterior and noise draws, caption dropout, skipping, log) runs at "
         f"**{pair.ratio:.3f} ×** the rate of a bare loop over float32 tensors in memory (`torch.randn`, `add_noise`, "
@@ -325,7 +335,7 @@ def describe_pair(pair: Pair, options: argparse.Namespace) -> str:
 def describe_results(
     results: list[Result], matrix_rate: float, device: torch.device, options: argparse.Namespace
 ) -> str:
-    """The table of all settings, and what its shares are of."""
+    """Format a table of all settings, with the rates that its shares refer to."""
     peak = peak_tflops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
 
     def row(result: Result) -> list[object]:
@@ -344,18 +354,20 @@ def describe_results(
             f"{result.memory_gb:.2f}",
         ]
 
-    header = ["bucket", "microbatch", "with", "img/s", "TFLOP/s", "of the matrix rate", "MFU", "memory, GiB"]
-    measured = f"A {options.precision} matrix product reaches {matrix_rate:.3g} TFLOP/s here, in the same run."
+    header = ["bucket", "microbatch", "with", "img/s", "TFLOP/s", "share of the matrix rate", "MFU", "memory, GiB"]
+    measured = f"In the same run, a {options.precision} matrix product reaches {matrix_rate:.3g} TFLOP/s."
     against = (
-        f"MFU is of {peak:g} TFLOP/s, the datasheet's dense bf16 peak." if peak else "This device's peak is unknown."
+        f"MFU is relative to {peak:g} TFLOP/s, the datasheet's dense bf16 peak."
+        if peak
+        else "This device's peak is unknown."
     )
-    memory = "Memory is the most that was allocated." if device.type == "cuda" else "Memory is the process's so far."
-    batch = f"A step is {options.batch} images of {options.unet}."
+    memory = "Memory is the peak allocation." if device.type == "cuda" else "Memory is the process's peak so far."
+    batch = f"A step trains {options.unet} on {options.batch} images."
     return table(header, map(row, results)) + f"\n\n{measured} {against} {memory} {batch}"
 
 
 def write_plan_file(path: Path, results: list[Result], device: torch.device, batch: int) -> None:
-    """Each bucket's best rate, as plan/measured.py reads it."""
+    """Write each bucket's best rate as a benchmark file for plan/measured.py."""
     best: dict[str, Result] = {}
     for result in results:
         known = best.get(result.setting.bucket)

@@ -1,4 +1,4 @@
-"""A training loop of one's own on a latents root: streaming's dataset, and no trainer of ours.
+"""Train on a latents root with your own loop, using `LatentDataset` (based on streaming) instead of our trainer.
 
 python -m examples.own_loop runs/demo/latents 64x64
 """
@@ -24,7 +24,7 @@ BATCH = 32
 
 
 def collate(samples: list[dict[str, Any]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Latents (N, C, h, w), and the text latents of each sample's first caption, (N, tokens, width)."""
+    """Stack latents (N, C, h, w) and the text latents of each sample's first caption (N, tokens, width)."""
     return (
         torch.stack([sample["image_latents"] for sample in samples]),
         torch.stack([sample["text.text"][0] for sample in samples]),
@@ -32,33 +32,33 @@ def collate(samples: list[dict[str, Any]]) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def read_index(root: str, bucket: str) -> dict[str, Any]:
-    """Read the bucket's index.json, which streaming would miss with a traceback.
+    """Read the bucket's index.json. Without this check, streaming would fail with a traceback.
 
     Raises:
-        RequestError: there is no such root or bucket.
+        RequestError: the root or the bucket does not exist.
     """
     store = open_store(root)
     EncodingRecord.load(store)
     if store.size(f"{bucket}/index.json") is None:
-        there = sorted({name.split("/")[0] for name in store.files("") if name.endswith("/index.json")})
-        raise RequestError(f"{root} has no bucket {bucket} with an index. It has {', '.join(there) or 'none'}.")
+        buckets = sorted({name.split("/")[0] for name in store.files("") if name.endswith("/index.json")})
+        raise RequestError(f"{root} has no bucket {bucket} with an index. It has {', '.join(buckets) or 'none'}.")
     index: dict[str, Any] = json.loads(store.read(f"{bucket}/index.json"))
     return index
 
 
 def train(root: str, bucket: str, steps: int, unet_config: Path = UNET) -> list[float]:
-    """Teach a small U-Net to predict the noise; returns each step's loss.
+    """Train a small U-Net to predict the noise, and return the loss of each step.
 
     Raises:
-        RequestError: there is no such root or bucket, or the bucket has fewer samples than a batch.
+        RequestError: the root or the bucket does not exist, or the bucket has fewer samples than a batch.
     """
     torch.manual_seed(0)
     index = read_index(root, bucket)
     count = sum(shard["samples"] for shard in index["shards"])
     if count < BATCH:
         raise RequestError(
-            f"Bucket {bucket} of {root} has {count} samples, fewer than one batch of {BATCH}: no step could be done. "
-            f"Encode more pictures, or lower BATCH in {Path(__file__).name}."
+            f"Bucket {bucket} of {root} has {count} samples, fewer than one batch of {BATCH}, so no step is possible. "
+            f"Encode more images, or lower BATCH in {Path(__file__).name}."
         )
     dataset = LatentDataset(root, bucket, batch_size=BATCH, shuffle=True)
     batches: Iterable[tuple[torch.Tensor, torch.Tensor]] = DataLoader(
@@ -85,10 +85,10 @@ def train(root: str, bucket: str, steps: int, unet_config: Path = UNET) -> list[
 
 
 def run(arguments: list[str]) -> None:
-    """Parse the command line, and train."""
+    """Parse the command line and train."""
     parser = argparse.ArgumentParser(prog="examples.own_loop", description=__doc__)
-    parser.add_argument("root", help="a latents root, folder or address")
-    parser.add_argument("bucket", help="such as 64x64")
+    parser.add_argument("root", help="folder or URL of a latents root")
+    parser.add_argument("bucket", help="bucket, such as 64x64")
     parser.add_argument("--steps", type=int, default=300)
     options = parser.parse_args(arguments)
     train(options.root, options.bucket, options.steps)

@@ -1,8 +1,8 @@
-"""`python -m bench.gpu_check --output runs/gpu-check`: is this GPU right, how fast is it, where does its time go?
+"""Check a GPU's correctness and speed in ten minutes: `python -m bench.gpu_check --output runs/gpu-check`.
 
-Ten minutes; each part in a process of its own, so that one that fails or takes too long loses nothing of the others.
-Writes gpu-check.json, which `make plan ARGS="--measured FILE"` reads, and gpu-check.md. It exits with 1 where a check
-does not hold or a part did not end. `--device cpu --small` rehearses it without a GPU.
+Each part runs in its own process, so a part that fails or takes too long does not affect the others. The command writes
+gpu-check.json, which `make plan ARGS="--measured FILE"` reads, and gpu-check.md. It exits with 1 if a check does not
+hold or a part did not finish. `--device cpu --small` rehearses the check without a GPU.
 """
 
 import argparse
@@ -31,45 +31,47 @@ from plan.measured import BenchFile, Measurement
 from shards.base.errors import RequestError, WorkError, exit_code_of
 
 TAIL = 15
-"""Lines of its output by which a part that failed is shown."""
+"""Number of output lines shown for a part that failed."""
 MINUTES = 9.0
-"""For which the parts' shares are made: ten with imports and the page."""
+"""Time budget that the parts' limits add up to; imports and the report take another minute."""
 GONE_WITHIN = 10.0
-"""Seconds that a part may take to go once it is killed; the driver may hold it for ever."""
-LEAST_SECONDS = 10.0
-"""With less than this left, a part is not begun."""
+"""Seconds to wait for a part that was killed, because the driver may block its exit forever."""
+MIN_SECONDS = 10.0
+"""A part is not started with less time than this left."""
 
 
 @dataclass(frozen=True)
-class Run:
-    """What all parts share."""
+class CheckRun:
+    """Settings shared by all parts."""
 
     device: str
     small: bool
     output: Path
     minutes: float
     begun: float
-    """By the monotonic clock."""
+    """Start of the check by the monotonic clock."""
 
     def seconds_for(self, name: str) -> float:
-        """What a part may take: its own share of the time, and no more than is left."""
+        """Return a part's time limit: its share of the budget, but no more than is left."""
         left = 60 * self.minutes - (time.monotonic() - self.begun)
         return min(PARTS[name].seconds * self.minutes / MINUTES, left)
 
 
 def check(arguments: list[str]) -> None:
-    """Run the parts, and write what they found.
+    """Run the parts and write their findings.
 
     Raises:
-        RequestError: there is no GPU, or no such part.
-        WorkError: a check does not hold, or a part did not end.
+        RequestError: there is no GPU, or a part is unknown.
+        WorkError: a check does not hold, or a part did not finish.
     """
     options = parse(arguments)
     if options.device.startswith("cuda") and not torch.cuda.is_available():
-        raise RequestError("torch sees no GPU here. `--device cpu --small` rehearses the check without one.")
+        raise RequestError(
+            "torch finds no GPU on this machine. Rehearse the check without one with `--device cpu --small`."
+        )
     if unknown := sorted(set(options.parts) - set(PARTS)):
-        raise RequestError(f"there is no part {', '.join(unknown)}; there are {', '.join(PARTS)}")
-    run = Run(options.device, options.small, options.output, options.minutes, time.monotonic())
+        raise RequestError(f"There is no part {', '.join(unknown)}. Choose from {', '.join(PARTS)}.")
+    run = CheckRun(options.device, options.small, options.output, options.minutes, time.monotonic())
     names = options.parts or list(PARTS)
     parts, text = kept(run.output, names), ""
     for name, found in run_parts(run, names):
@@ -78,14 +80,17 @@ def check(arguments: list[str]) -> None:
     print(text)
     wrong = [name for name in parts if parts[name]["outcome"] != "done" or not right(parts[name])]
     if wrong:
-        raise WorkError(f"not right, or not ended: {', '.join(wrong)}. {run.output / 'gpu-check.md'} says what.")
+        raise WorkError(
+            f"The check failed in {', '.join(wrong)}. {run.output / 'gpu-check.md'} lists the failed checks and the "
+            f"unfinished parts."
+        )
 
 
 def kept(output: Path, names: list[str]) -> dict[str, dict[str, Any]]:
-    """What an earlier check found of other parts than `names`, where only some are asked for.
+    """Load an earlier check's findings of the parts that are not run again.
 
     Raises:
-        RequestError: its file is damaged.
+        RequestError: the file is damaged.
     """
     path = output / "gpu-check.json"
     if len(names) == len(PARTS) or not path.exists():
@@ -93,12 +98,14 @@ def kept(output: Path, names: list[str]) -> dict[str, dict[str, Any]]:
     try:
         parts: dict[str, dict[str, Any]] = BenchFile.model_validate_json(path.read_bytes()).details
     except ValidationError as error:
-        raise RequestError(f"{path}, into which some parts were to go, is damaged. Give another --output.") from error
+        raise RequestError(
+            f"{path}, to which the parts would be added, is damaged. Give a different --output, or run all parts."
+        ) from error
     return {name: part for name, part in parts.items() if name not in names}
 
 
-def write(run: Run, parts: dict[str, dict[str, Any]], predicted: list[str]) -> str:
-    """What there is so far into gpu-check.json and gpu-check.md; the page."""
+def write(run: CheckRun, parts: dict[str, dict[str, Any]], predicted: list[str]) -> str:
+    """Write the findings so far to gpu-check.json and gpu-check.md, and return the report."""
     bench = bench_file(with_prediction({name: parts[name] for name in PARTS if name in parts}))
     text = page(bench, predicted, time.monotonic() - run.begun)
     run.output.mkdir(parents=True, exist_ok=True)
@@ -113,21 +120,21 @@ def write(run: Run, parts: dict[str, dict[str, Any]], predicted: list[str]) -> s
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    """The options."""
+    """Parse the options."""
     parser = argparse.ArgumentParser(prog="bench.gpu_check", description=__doc__)
-    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; default: all")
-    parser.add_argument("--output", type=Path, default=Path("runs/gpu-check"))
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--small", action="store_true", help="small networks, and no compiler: a rehearsal")
-    parser.add_argument("--minutes", type=float, default=MINUTES, help="for all of it; a slow machine needs more")
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"one of {', '.join(PARTS)}; default: all")
+    parser.add_argument("--output", type=Path, default=Path("runs/gpu-check"), help="folder for the results")
+    parser.add_argument("--device", default="cuda", help="default: cuda")
+    parser.add_argument("--small", action="store_true", help="rehearse with small networks and without a compiler")
     parser.add_argument(
-        "--predicted", nargs="*", default=[], help="benchmark files with a model's rates to compare with"
+        "--minutes", type=float, default=MINUTES, help="time budget of all parts; a slow machine needs more"
     )
+    parser.add_argument("--predicted", nargs="*", default=[], help="benchmark files with rates to compare with")
     return parser.parse_args(arguments)
 
 
-def run_parts(run: Run, names: list[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Those whose times do not matter side by side, then the others one by one."""
+def run_parts(run: CheckRun, names: list[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Run the parts that are not timed in parallel, and then the others one by one."""
     together = [name for name in names if not PARTS[name].alone]
     cores = len(os.sched_getaffinity(0))
     with ThreadPoolExecutor(max(1, (cores + 2) // 3)) as pool:
@@ -135,13 +142,13 @@ def run_parts(run: Run, names: list[str]) -> Iterator[tuple[str, dict[str, Any]]
     yield from ((name, run_part(run, name)) for name in names if PARTS[name].alone)
 
 
-def run_part(run: Run, name: str) -> dict[str, Any]:
-    """One part in a process of its own: what it found, how it ended, and how long it took."""
+def run_part(run: CheckRun, name: str) -> dict[str, Any]:
+    """Run a part in its own process, and return its findings, outcome and duration."""
     begun, path = time.monotonic(), run.output / "parts" / f"{name}.json"
     path.unlink(missing_ok=True)
     seconds = run.seconds_for(name)
-    outcome = "not begun: no time was left"
-    if seconds > LEAST_SECONDS:
+    outcome = "not started: no time was left"
+    if seconds > MIN_SECONDS:
         print(f"{name} …", file=sys.stderr, flush=True)
         outcome = outcome_of(run, name, seconds, path)
     found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
@@ -149,8 +156,8 @@ def run_part(run: Run, name: str) -> dict[str, Any]:
     return {"checks": [], "tables": {}, "figures": {}, **found, "outcome": outcome, "seconds": took}
 
 
-def outcome_of(run: Run, name: str, seconds: float, path: Path) -> str:
-    """Run it; `done`, or what became of it."""
+def outcome_of(run: CheckRun, name: str, seconds: float, path: Path) -> str:
+    """Run a part's process, and return `done` or the reason why it did not finish."""
     words = [sys.executable, "-W", "ignore", "-m", "bench.gpu_check.parts", name, "--device", run.device]
     words += ["--seconds", f"{seconds:.0f}", "--output", str(path), *(["--small"] if run.small else [])]
     log = path.with_suffix(".log")
@@ -165,7 +172,7 @@ def outcome_of(run: Run, name: str, seconds: float, path: Path) -> str:
             return f"ended after {seconds:.0f} s"
         finally:
             with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # what it started, too: compilers
+                os.killpg(process.pid, signal.SIGKILL)  # including compilers that it started
             with suppress(subprocess.TimeoutExpired):
                 process.wait(GONE_WITHIN)
     tail = "\n".join(log.read_text(errors="replace").splitlines()[-TAIL:])
@@ -173,12 +180,12 @@ def outcome_of(run: Run, name: str, seconds: float, path: Path) -> str:
 
 
 def right(part: dict[str, Any]) -> bool:
-    """Whether all of a part's checks hold."""
+    """Return whether all of a part's checks hold."""
     return all(line["right"] for line in part["checks"])
 
 
 def bench_file(parts: dict[str, dict[str, Any]]) -> BenchFile:
-    """Of each stage and bucket the best rate, as a plan reads it; and all that was found, which it leaves aside."""
+    """Make the planner's benchmark file: the best rate of each stage and bucket, and all findings as details."""
     best: dict[tuple[str, str | None], Measurement] = {}
     for measurement in measurements(parts):
         key = measurement.stage, measurement.bucket
@@ -197,7 +204,7 @@ def bench_file(parts: dict[str, dict[str, Any]]) -> BenchFile:
 
 
 def measurements(parts: dict[str, dict[str, Any]]) -> Iterator[Measurement]:
-    """Every rate that a part found."""
+    """Yield every rate that a part measured."""
     tables = [part["tables"] for part in parts.values()]
     for row in (row for table in tables for row in table.get("steps", []) if row.get("per_second")):
         yield Measurement(

@@ -1,4 +1,4 @@
-"""Every attention kernel that torch has, on the shapes of the U-Net and of the VAE's middle: right, and how fast."""
+"""Error and speed of torch's attention kernels on the shapes of the U-Net and of the VAE's middle block."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -18,13 +18,13 @@ BACKENDS = {
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
     "math": SDPBackend.MATH,
 }
-LOWERED = 0.02
-"""Largest error of bfloat16, as a share of the exact values: root mean squares of both."""
+MAX_ERROR = 0.02
+"""Maximum relative RMS error of bfloat16."""
 
 
 @dataclass(frozen=True)
-class Shape:
-    """One attention: (N, heads, tokens, head_dim) queries, and as many keys and values of `keys` tokens."""
+class AttentionShape:
+    """Queries (N, heads, tokens, head_dim), with keys and values of `keys` tokens."""
 
     name: str
     batch: int
@@ -34,20 +34,22 @@ class Shape:
     head_dim: int
 
 
-def shapes(setup: Setup) -> list[Shape]:
-    """Of Stable Diffusion 2's U-Net at 512 px, its two largest self-attentions and its captions."""
+def shapes(setup: Setup) -> list[AttentionShape]:
+    """Return the two largest self-attentions of Stable Diffusion 2's U-Net at 512 px, and its cross-attention."""
     if setup.small:
-        return [Shape("self", 2, 2, 16, 16, 8), Shape("captions", 2, 2, 16, 7, 8)]
+        return [AttentionShape("self", 2, 2, 16, 16, 8), AttentionShape("captions", 2, 2, 16, 7, 8)]
     return [
-        Shape("self, 64 × 64", 32, 5, 4096, 4096, 64),
-        Shape("self, 32 × 32", 32, 10, 1024, 1024, 64),
-        Shape("captions, 64 × 64", 32, 5, 4096, 77, 64),
+        AttentionShape("self, 64 × 64", 32, 5, 4096, 4096, 64),
+        AttentionShape("self, 32 × 32", 32, 10, 1024, 1024, 64),
+        AttentionShape("captions, 64 × 64", 32, 5, 4096, 77, 64),
     ]
 
 
 def attention(setup: Setup, found: Findings) -> None:
-    """Forward and backward by each kernel in bfloat16 against float32 by plain products; a kernel that refuses a shape
-    is a row."""
+    """Compare the forward and backward passes of each kernel in bfloat16 with plain matrix products in float32.
+
+    A kernel that does not support a shape is listed as such.
+    """
     for shape in shapes(setup):
         made = torch.Generator(setup.device).manual_seed(0)
         sizes = [(shape.batch, shape.heads, n, shape.head_dim) for n in (shape.tokens, shape.keys, shape.keys)]
@@ -68,7 +70,7 @@ def compare(
     inputs: list[Tensor],
     exact: list[Tensor],
 ) -> None:
-    """One kernel on one shape."""
+    """Check and time one kernel on one shape."""
     lowered = [tensor.to(torch.bfloat16) for tensor in inputs]
     try:
         results = both_ways(backend, [tensor[:2] for tensor in lowered])
@@ -76,13 +78,13 @@ def compare(
         found.row("attention", shape=shape, kernel=name, ms=None, note=str(refusal).splitlines()[0][:80])
         return
     error = max(error_of(result, reference) for result, reference in zip(results, exact, strict=True))
-    found.check(f"attention {shape}, {name}: error of values and gradients", error, LOWERED)
+    found.check(f"attention {shape}, {name}: error of values and gradients", error, MAX_ERROR)
     ms = 1e3 * seconds_of(lambda: both_ways(backend, lowered), setup)
     found.row("attention", shape=shape, kernel=name, ms=round(ms, 3), note="forward and backward")
 
 
 def both_ways(backend: SDPBackend, inputs: list[Tensor]) -> list[Tensor]:
-    """Values, and the gradients of their squares' sum with respect to queries, keys and values."""
+    """Return the output, and the gradients of half its squared sum with respect to queries, keys and values."""
     query, key, value = leaves = [tensor.detach().requires_grad_() for tensor in inputs]
     with sdpa_kernel(backend):
         values = F.scaled_dot_product_attention(query, key, value)
@@ -90,7 +92,7 @@ def both_ways(backend: SDPBackend, inputs: list[Tensor]) -> list[Tensor]:
 
 
 def middle(setup: Setup, found: Findings) -> None:
-    """The attention in the middle of the VAE's encoder, one head over all channels: as products, and as one call."""
+    """Compare the attention in the VAE encoder's middle block, as matrix products and as one fused call."""
     channels, tokens, batch = (64, 64, 2) if setup.small else (512, 4096, 32)
     torch.manual_seed(0)
     module: Any = Attention(channels, heads=1, dim_head=channels, bias=True)
@@ -104,10 +106,10 @@ def middle(setup: Setup, found: Findings) -> None:
             with torch.autocast(setup.device.type, torch.bfloat16):
                 error = error_of(module(states[:2]), exact)
                 ms = 1e3 * seconds_of(lambda: module(states), setup)
-            found.check(f"attention in the VAE's middle, {name}: error", error, LOWERED)
+            found.check(f"attention in the VAE's middle, {name}: error", error, MAX_ERROR)
             found.row("attention", shape="the VAE's middle", kernel=name, ms=round(ms, 3), note="forward")
 
 
 def error_of(result: Tensor, reference: Tensor) -> float:
-    """Root mean square of the difference over that of the reference."""
+    """Return the RMS of the difference over the RMS of the reference."""
     return float((result.float() - reference).norm() / reference.norm())

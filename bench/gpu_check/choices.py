@@ -1,4 +1,4 @@
-"""What only a GPU can choose, timed and chosen nowhere: a pass forward and back of the bare, compiled U-Net."""
+"""Timings of options that the product does not use, with forward and backward passes of the bare compiled U-Net."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,9 +13,9 @@ from train.model.unet import build_unet
 
 
 def choices(setup: Setup, found: Findings) -> None:
-    """As the trainer has it; then with one thing changed at a time, the longest to compile last."""
+    """Time the trainer's settings, and then one change at a time. The slowest to compile comes last."""
     base = passes(setup, {}, lowered=False)
-    found.row("choices", what="as the trainer has it", ms=1e3 * seconds_of(base, setup))
+    found.row("choices", what="the trainer's settings", ms=1e3 * seconds_of(base, setup))
     torch.backends.cudnn.benchmark = True
     found.row("choices", what="cudnn.benchmark", ms=1e3 * seconds_of(base, setup))
     torch.backends.cudnn.benchmark = False
@@ -25,11 +25,15 @@ def choices(setup: Setup, found: Findings) -> None:
     ]
     for what, how, lowered in variants:
         ms = 1e3 * seconds_of(passes(setup, how, lowered), setup) if found.has_time else None
-        found.row("choices", what=what if ms else f"{what}: left out, no time", ms=ms)
+        found.row("choices", what=what if ms else f"{what}: skipped for lack of time", ms=ms)
 
 
 def passes(setup: Setup, how: dict[str, Any], lowered: bool) -> Callable[[], None]:
-    """Forward and backward of one microbatch at the larger size; `how`: options of torch.compile."""
+    """Make a forward and backward pass of one microbatch at the larger size.
+
+    Args:
+        how: options of torch.compile.
+    """
     torch.compiler.reset()
     unet = build_unet(setup.unet, 0)
     use_low_precision_norms(unet)

@@ -1,16 +1,16 @@
-"""Whether training computes on this device what it computes elsewhere: precisions, compiling, splitting, draws."""
+"""Checks that training computes the same on this device as elsewhere: precisions, compilation, sharding, draws."""
 
 import tempfile
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from bench.gpu_check.findings import Findings
 from bench.gpu_check.setup import Setup
-from bench.train_step import DTYPES, Setting, make_batch
+from bench.train_step import DTYPES, StepSetting, make_batch
 from train.data.draws import Draws, Purpose
 from train.loop import Run
 from train.model.config import OptimizerConfig
@@ -20,18 +20,19 @@ from train.model.unet import build_unet
 
 BUCKET, BATCH, MICROBATCH = "64x64", 16, 8
 FAST = {"optimizer": {"lr": 1e-3}, "schedule": {"warmup_steps": 5}}
-"""A small network's losses are to fall within some tens of steps."""
+"""Makes a small network's losses fall within a few dozen steps."""
 LOWERED, ROUNDED = 0.02, 1e-3
-"""Largest difference of a curve, as a share of its first loss: of a lower precision, and of another order of sums."""
+"""Maximum difference of a curve relative to its first loss, for a lower precision and for a different summation
+order."""
 PURPOSES = (Purpose.NOISE, Purpose.TIMESTEP, Purpose.POSTERIOR)
 
 
 def curves(setup: Setup, found: Findings) -> None:
-    """The trainer's losses in each precision against float32's, and float32's on the device against the CPU's."""
+    """Compare the trainer's losses in each precision with those in float32, and the latter with the CPU's."""
     exact = losses(setup, "float32")
     found.figure("float32", exact)
     middle = len(exact) // 2
-    found.check("float32: the losses fall (last half over first)", mean(exact[middle:]) / mean(exact[:middle]), 1.0)
+    found.check("float32: the losses fall (last half over first)", fmean(exact[middle:]) / fmean(exact[:middle]), 1.0)
     for precision in setup.precisions[1:]:
         lowered = losses(setup, precision)
         found.figure(precision, lowered)
@@ -42,7 +43,7 @@ def curves(setup: Setup, found: Findings) -> None:
 
 
 def compiling(setup: Setup, found: Findings) -> None:
-    """The compiled step's losses against the eager one's."""
+    """Compare the losses of the compiled step with those of the eager one."""
     cases = (("float32", ROUNDED, False), ("bfloat16", LOWERED, True))
     for precision, most, low_norms in cases[setup.small :]:
         eager, compiled = losses(setup, precision), losses(setup, precision, True, low_norms)
@@ -51,31 +52,26 @@ def compiling(setup: Setup, found: Findings) -> None:
 
 
 def losses(setup: Setup, precision: str, compiled: bool = False, low_precision_norms: bool = False) -> list[float]:
-    """Of `setup.steps` of the trainer's own steps on one batch, whose draws differ from step to step."""
+    """Return the losses of `setup.steps` trainer steps on one batch, with new random draws in every step."""
     torch.compiler.reset()
-    setting = Setting(BUCKET, MICROBATCH, setup.device.type == "cuda", low_precision_norms, compiled)
+    setting = StepSetting(BUCKET, MICROBATCH, setup.device.type == "cuda", low_precision_norms, compiled)
     with setup.training(setting, precision, setup.curve_unet, BATCH, **FAST) as (run, step):
         for _ in range(setup.steps):
             step()
         run.results.collect(run.state)
         found = list(run.state.losses)
-    return found  # where float16's scaler skips steps until it has found its scale, their losses too
+    return found  # includes the steps that float16's scaler skips at the start
 
 
 def apart(curve: list[float], reference: list[float]) -> float:
-    """The largest difference at a step, as a share of the reference's first loss; infinite where one is shorter."""
+    """Return the largest difference relative to the reference's first loss; infinite if the lengths differ."""
     if len(curve) != len(reference):
         return float("inf")
     return max(abs(a - b) for a, b in zip(curve, reference, strict=True)) / reference[0]
 
 
-def mean(values: list[float]) -> float:
-    """Of a few numbers."""
-    return sum(values) / len(values)
-
-
 def splitting(setup: Setup, found: Findings) -> None:
-    """Weights split by FSDP2 over one process, against whole ones: the same losses."""
+    """Check that sharding the weights with FSDP2, over one process, does not change the losses."""
     with tempfile.TemporaryDirectory() as folder:
         store = dist.FileStore(str(Path(folder) / "store"), 1)
         dist.init_process_group("nccl" if setup.device.type == "cuda" else "gloo", store=store, rank=0, world_size=1)
@@ -88,14 +84,14 @@ def splitting(setup: Setup, found: Findings) -> None:
 
 
 def plain_losses(setup: Setup, precision: Any, split: bool) -> list[float]:
-    """As `losses`, without accelerate, which on one process splits nothing."""
-    setting = Setting(BUCKET, MICROBATCH)
+    """Return losses like `losses`, but without accelerate, which does not shard over one process."""
+    setting = StepSetting(BUCKET, MICROBATCH)
     with setup.training(setting, "float32", setup.curve_unet, BATCH, **FAST) as (run, _):
         return list(plain_steps(setup, run, precision, split))
 
 
 def plain_steps(setup: Setup, run: Run, precision: Any, split: bool) -> list[float]:
-    """The run's loss over a network of its own."""
+    """Train a new network with the run's loss function, and return its losses."""
     unet = build_unet(setup.curve_unet, 0).to(setup.device)
     batch = make_batch(BUCKET, BATCH, unet).to(setup.device)
     if split:
@@ -113,7 +109,7 @@ def plain_steps(setup: Setup, run: Run, precision: Any, split: bool) -> list[flo
 
 
 def draws(setup: Setup, found: Findings) -> None:
-    """Random words and uniforms are bit-equal to the CPU's; normals differ by what its logarithms and sines round."""
+    """Check that random words and uniforms are bit-equal to the CPU's, and normals equal up to rounding."""
     slots = torch.arange(64)
     here, there = (Draws(1234, 567, slots.to(device)) for device in ("cpu", setup.device))
     for purpose in PURPOSES:
@@ -123,9 +119,4 @@ def draws(setup: Setup, found: Findings) -> None:
     found.check("uniforms that differ from the CPU's", float(not same), 0)
     shape = (4, 32, 32)
     ours, theirs = (each.normal(Purpose.NOISE, shape).cpu() for each in (here, there))
-    found.check("normals: largest difference from the CPU's", largest(ours - theirs), 1e-5)
-
-
-def largest(differences: Tensor) -> float:
-    """Of all, without sign."""
-    return float(differences.abs().max())
+    found.check("normals: largest difference from the CPU's", float((ours - theirs).abs().max()), 1e-5)

@@ -1,4 +1,4 @@
-"""What a part of the check found: saved with every line, so that a part which dies loses only what it had not done."""
+"""The findings of a part of the check, saved after every entry so that a crash loses only unfinished work."""
 
 import json
 import os
@@ -11,59 +11,65 @@ from typing import Any
 
 Row = dict[str, str | int | float | bool | None]
 Parts = dict[str, dict[str, Any]]
-"""Name → what a part found, and how it ended."""
+"""Name of a part → its findings and outcome."""
 COPY_RATE = "copy GB/s, read and written"
-"""A figure that one part finds and another needs."""
+"""Name of a figure that one part measures and another uses."""
 
 
 class Findings:
-    """Checks that hold or not, rows of tables, and figures, of one part."""
+    """Checks, table rows and figures found by one part."""
 
     def __init__(self, path: Path, seconds: float = float("inf")):
-        """`seconds`: from now on, after which nothing long should be begun."""
+        """Create an empty file.
+
+        Args:
+            seconds: time after which no long measurement should be started.
+        """
         self.path = path
         self.ends = time.monotonic() + seconds
         self.checks: list[Row] = []
         self.tables: dict[str, list[Row]] = {}
         self.figures: dict[str, Any] = {}
         self.failed: list[str] = []
-        """What was tried and raised."""
+        """Messages of errors that were caught by `tried`."""
         self.save()
 
     @contextmanager
     def tried(self, table: str, **cells: str | int | float | bool | None) -> Iterator[None]:
-        """One of several things that do not need each other: where it raises, a row says so, and the next one is
-        tried. The part fails at its end."""
+        """Catch errors of one of several independent measurements, and record them in a table row.
+
+        The part continues with the next measurement, and fails at its end.
+        """
         try:
             yield
         except Exception as error:
             traceback.print_exc()
-            said = f"{type(error).__name__}: {error}".splitlines()[0][:120]
-            self.failed.append(said)
-            self.row(table, **cells, note=f"failed: {said}")
+            message = f"{type(error).__name__}: {error}".splitlines()[0][:120]
+            self.failed.append(message)
+            self.row(table, **cells, note=f"failed: {message}")
 
     def check(self, what: str, value: float, at_most: float) -> None:
-        """One thing that is right where `value` is at most `at_most`; one that is not finite is not."""
+        """Record a check that holds if `value` is at most `at_most`. It does not hold for NaN."""
         self.checks.append({"what": what, "value": value, "at_most": at_most, "right": value <= at_most})
         self.save()
 
     def row(self, table: str, **cells: str | int | float | bool | None) -> None:
-        """One more line of a table."""
+        """Add a row to a table."""
         self.tables.setdefault(table, []).append(cells)
         self.save()
 
     def figure(self, name: str, value: Any) -> None:
-        """A number, or a few, that later parts or the page use."""
+        """Record a figure, which other parts or the report may use."""
         self.figures[name] = value
         self.save()
 
     @property
     def has_time(self) -> bool:
-        """Whether something long may still be begun."""
+        """Whether there is time to start another long measurement."""
         return time.monotonic() < self.ends
 
     def save(self) -> None:
-        """Put what there is into the file, which is whole at any time."""
+        """Write the findings atomically."""
         content = {"checks": self.checks, "tables": self.tables, "figures": self.figures}
         self.path.parent.mkdir(parents=True, exist_ok=True)
         new = self.path.with_suffix(".new")

@@ -1,4 +1,4 @@
-"""The page: what is not right, how fast it is beside what was predicted, and where the time goes."""
+"""The Markdown report: failed checks, rates next to predicted ones, and where the time goes."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -11,13 +11,13 @@ from plan.measured import BenchFile, Measurement, Rate, read_rates
 
 
 def page(bench: BenchFile, predicted: list[str], seconds: float) -> str:
-    """Markdown of a whole check.
+    """Write the report of a check.
 
     Args:
-        predicted: benchmark files, of a model or of others' machines, whose rates stand beside the measured ones.
+        predicted: benchmark files, of a model or of other machines, whose rates are listed next to the measured ones.
 
     Raises:
-        RequestError: one of these is missing, or is no benchmark file.
+        RequestError: a file in `predicted` is missing or is not a benchmark file.
     """
     parts = bench.details
     sections = [
@@ -32,39 +32,41 @@ def page(bench: BenchFile, predicted: list[str], seconds: float) -> str:
 
 
 def verdict(parts: Parts) -> str:
-    """In a sentence."""
+    """Summarise the check in a sentence."""
     checks = [line for part in parts.values() for line in part["checks"]]
     done = sum(part["outcome"] == "done" for part in parts.values())
     held = sum(line["right"] for line in checks)
-    return f"**{held} of {len(checks)} checks hold; {done} of {len(parts)} parts ended by themselves.**"
+    return f"**{held} of {len(checks)} checks hold; {done} of {len(parts)} parts finished.**"
 
 
 def unfinished(parts: Parts) -> str | None:
-    """Parts that did not end, and their last words."""
+    """List unfinished parts with the end of their output, or return None."""
     rest = [(name, part) for name, part in parts.items() if part["outcome"] != "done"]
-    said = [f"**{name}**, after {part['seconds']:.0f} s:\n\n```\n{part['outcome']}\n```" for name, part in rest]
-    return "\n\n".join(["## Parts that did not end", *said]) if rest else None
+    outcomes = [f"**{name}**, after {part['seconds']:.0f} s:\n\n```\n{part['outcome']}\n```" for name, part in rest]
+    return "\n\n".join(["## Unfinished parts", *outcomes]) if rest else None
 
 
 def wrong(parts: Parts) -> str | None:
-    """Checks that do not hold."""
+    """Tabulate the checks that do not hold, or return None."""
     rows = [(name, *line) for name, *line, right in checked(parts) if not right]
-    return "## What is not right\n\n" + table(("part", "what", "found", "at most"), rows) if rows else None
+    return "## Failed checks\n\n" + table(("part", "check", "value", "maximum"), rows) if rows else None
 
 
 def checked(parts: Parts) -> Iterator[tuple[Any, ...]]:
-    """Every check: part, what, found, at most, whether it holds."""
+    """Yield every check: part, description, value, maximum, whether it holds."""
     for name, part in parts.items():
         for line in part["checks"]:
             yield name, line["what"], f"{line['value']:.3g}", f"{line['at_most']:.3g}", line["right"]
 
 
 def rates(bench: BenchFile, predicted: list[str]) -> str:
-    """Each stage's best rate on this one GPU, beside the predicted one."""
+    """Tabulate each stage's best rate on this GPU next to the predicted one."""
     kind = next((kind for kind in GPU_KINDS if kind.lower() in bench.device.lower()), bench.device)
     models = read_rates(predicted, kind)
     rows = [rate_row(item, models.of(item.stage, item.bucket)) for item in bench.measurements]
-    text = "## How fast\n\n" + table(("stage", "bucket", "microbatch", "per second", "predicted", "of it", "by"), rows)
+    text = "## Rates\n\n" + table(
+        ("stage", "bucket", "microbatch", "per second", "predicted", "share of it", "source"), rows
+    )
     aside = f"\n\nSkipped, measured on a different GPU kind: {', '.join(models.skipped_files)}." * bool(
         models.skipped_files
     )
@@ -72,7 +74,11 @@ def rates(bench: BenchFile, predicted: list[str]) -> str:
 
 
 def rate_row(item: Measurement, models: list[Rate]) -> list[object]:
-    """`models`: what was predicted of it, by rising GPUs."""
+    """Format a rate next to its prediction.
+
+    Args:
+        models: predictions of the rate, sorted by number of GPUs.
+    """
     found = item.images_per_second_per_gpu
     start = [item.stage, item.bucket or "", item.microbatch_size or "", f"{found:,.1f}"]
     if not models:
@@ -82,7 +88,7 @@ def rate_row(item: Measurement, models: list[Rate]) -> list[object]:
 
 
 def step(parts: Parts) -> str | None:
-    """Where the time of a step goes, and what its arithmetic alone would take."""
+    """Break down the time of a step by kernel class, and compare it with the arithmetic at the matrix rate."""
     part = parts.get("profile", {})
     whole, rows = part.get("figures", {}).get("step"), part.get("tables", {}).get("kernels")
     if not whole or not rows:
@@ -102,15 +108,16 @@ def step(parts: Parts) -> str | None:
         )
         for row in sorted(rows, key=lambda row: -row["ms"])
     ]
-    head = ["kernels", "launches", "ms", "of the step", "at the matrix rate, ms", "lost, of the step"]
+    head = ["kernels", "launches", "ms", "share of the step", "at the matrix rate, ms", "share lost"]
     head += ["predicted, ms", "predicted launches"]
     predicted = sum(row.get("predicted_ms", 0) for row in rows)
     model = (
-        f" The model of the step predicts {predicted:.1f} ms, {predicted / total:.0%} of that: "
-        f"{ASSUMED_EFFICIENCY} of the matrix rate for convolutions, products and attention, and a copy's for the rest."
+        f" The model of the step predicts {predicted:.1f} ms, {predicted / total:.0%} of that, assuming "
+        f"{ASSUMED_EFFICIENCY} of the matrix rate for convolutions, products and attention, and the rate of a copy for "
+        f"the rest."
     ) * bool(predicted)
     return (
-        f"## Where a step's time goes\n\nA step of {whole['images']} images takes {total:.1f} ms, "
+        f"## Time of a step\n\nA step of {whole['images']} images takes {total:.1f} ms, "
         f"{whole['images'] / whole['seconds']:.1f} images/s. Its arithmetic takes {ideal:.1f} ms at the "
         f"{whole['matrix TFLOP/s']:.4g} TFLOP/s of a large bfloat16 product in the same run: **{ideal / total:.1%} of "
         f"the limit**.{model}\n\n" + table(head, cells)
@@ -118,16 +125,16 @@ def step(parts: Parts) -> str | None:
 
 
 def memory(parts: Parts) -> str | None:
-    """What the profiled step held."""
+    """Report the memory of the profiled step."""
     figures = parts.get("profile", {}).get("figures", {})
     if "memory GiB" not in figures:
         return None
     most, weights = figures["memory GiB"], figures["weights and optimizer GiB"]
-    return f"At most {most:.2f} GiB were held, {weights:.2f} GiB of them weights, gradients and optimizer."
+    return f"Peak memory was {most:.2f} GiB, of which weights, gradients and optimizer take {weights:.2f} GiB."
 
 
 def tables(parts: Parts) -> Iterator[str]:
-    """What else was found, as it stands, and all checks."""
+    """Yield the remaining tables, the figures and all checks."""
     for name, part in parts.items():
         for title, rows in part["tables"].items():
             if title != "kernels":
@@ -136,12 +143,12 @@ def tables(parts: Parts) -> Iterator[str]:
                     head, ([cell(row.get(k)) for k in head] for row in rows)
                 )
     figures = [(name, key, cell(value)) for name, part in parts.items() for key, value in part["figures"].items()]
-    yield "## Figures\n\n" + table(("part", "what", "value"), figures)
-    yield "## All checks\n\n" + table(("part", "what", "found", "at most", "right"), checked(parts))
+    yield "## Figures\n\n" + table(("part", "figure", "value"), figures)
+    yield "## All checks\n\n" + table(("part", "check", "value", "maximum", "holds"), checked(parts))
 
 
 def cell(value: Any) -> str:
-    """A value in four digits."""
+    """Format a value, numbers with four significant digits."""
     if isinstance(value, float):
         return f"{value:.4g}"
     if isinstance(value, list):

@@ -1,35 +1,38 @@
-"""What the model of the step (bench/roofline) says of the profiled one, class by class, at the rates measured here."""
+"""Prediction of the profiled step by the model in bench/roofline, per kernel class, at the measured rates."""
 
 from bench.gpu_check.findings import COPY_RATE, Findings, Parts
 from bench.gpu_check.setup import Setup
-from bench.roofline.kernels import ASSUMED_EFFICIENCY, Class, Rates
-from bench.roofline.networks import Step, training_work
+from bench.roofline.kernels import ASSUMED_EFFICIENCY, DeviceRates, KernelClass
+from bench.roofline.networks import TrainingStep, training_work
 
 
 def predicting(setup: Setup, found: Findings) -> None:
-    """Kernels, bytes and arithmetic of the step that `profile` times; the device has no part in it."""
+    """Count kernels, bytes and FLOPs of the step that `profile` times, without using the device."""
     setting, batch = setup.profiled
-    step = Step(setting.bucket, setting.microbatch_size, setting.compile, setting.low_precision_norms)
+    step = TrainingStep(setting.bucket, setting.microbatch_size, setting.compile, setting.low_precision_norms)
     work = training_work(setup.unet, step).step_of(batch, step.num_parameters(setup.unet))
     for kind, part in work.classes.items():
         found.row("prediction", what=kind, launches=part.kernels, bytes=part.bytes, flops=part.flops)
 
 
 def with_prediction(parts: Parts) -> Parts:
-    """The same, and beside each class of the profile's kernels what the model gives it, where all three parts ended
-    that it takes: the profile, the prediction, and the rates of a product and of a copy."""
+    """Add the predicted time of each kernel class to the profile.
+
+    This needs the profile, the prediction, and the rates of a matrix product and of a copy. If one of them is missing,
+    the parts are returned unchanged.
+    """
     profile, machine = parts.get("profile", {}), parts.get("machine", {})
     rows = profile.get("tables", {}).get("kernels")
     step, gigabytes = (part.get("figures", {}).get(name) for part, name in ((profile, "step"), (machine, COPY_RATE)))
     predicted = parts.get("prediction", {}).get("tables", {}).get("prediction")
     if not (rows and step and gigabytes and predicted):
         return parts
-    rates = Rates(step["matrix TFLOP/s"], ASSUMED_EFFICIENCY, gigabytes / 1e3)
+    rates = DeviceRates(step["matrix TFLOP/s"], ASSUMED_EFFICIENCY, gigabytes / 1e3)
     measured = {row["what"]: row for row in rows}
     nothing = {"ms": 0.0, "launches": 0, "at_the_matrix_rate_ms": 0.0}
     for row in predicted:
-        of = Class(row["launches"], row["bytes"], row["flops"])
-        said = {"predicted_ms": 1e3 * rates.seconds_of(of), "predicted_launches": of.kernels}
-        measured[row["what"]] = {"what": row["what"], **nothing, **measured.get(row["what"], {}), **said}
+        of = KernelClass(row["launches"], row["bytes"], row["flops"])
+        predictions = {"predicted_ms": 1e3 * rates.seconds_of(of), "predicted_launches": of.kernels}
+        measured[row["what"]] = {"what": row["what"], **nothing, **measured.get(row["what"], {}), **predictions}
     tables = profile["tables"] | {"kernels": list(measured.values())}
     return parts | {"profile": profile | {"tables": tables}}

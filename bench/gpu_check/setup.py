@@ -1,4 +1,4 @@
-"""What the check runs: Stable Diffusion 2's sizes on a GPU, and sizes for a rehearsal without one."""
+"""Sizes used by the check: Stable Diffusion 2's on a GPU, and small ones for a rehearsal without one."""
 
 import time
 from argparse import Namespace
@@ -12,9 +12,9 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 
-from bench.encode import Sizes, sizes_for
+from bench.encode import EncoderSizes, sizes_for
 from bench.kit.common import synchronize
-from bench.train_step import Setting, trainer
+from bench.train_step import StepSetting, trainer
 from train.loop import Run
 from train.model.unet import build_unet
 from train.start import ACCELERATE_PRECISION
@@ -25,65 +25,69 @@ PRECISIONS = ("float32", "bfloat16", "float16")
 
 @dataclass(frozen=True)
 class Setup:
-    """Where the check runs, and how large."""
+    """Device and sizes of the check."""
 
     device: torch.device
     small: bool
-    """A rehearsal: the same code on small networks, compiled without a compiler of C++."""
+    """Whether this is a rehearsal: the same code with small networks, and without a C++ compiler."""
 
     @property
     def unet(self) -> Path:
-        """Whose speed is measured."""
+        """Config of the U-Net whose speed is measured."""
         return REHEARSED if self.small else Path("configs/unet/sd2-base.json")
 
     @property
     def curve_unet(self) -> Path:
-        """Whose losses are compared."""
+        """Config of the U-Net whose losses are compared."""
         return REHEARSED if self.small else Path("examples/shapes/unet.json")
 
     @property
     def buckets(self) -> tuple[str, str]:
-        """The two phases'."""
+        """Buckets of the two training phases."""
         return ("64x64", "128x128") if self.small else ("256x256", "512x512")
 
     def microbatches(self, bucket: str) -> tuple[int, ...]:
-        """Those that are timed; the likely best first."""
+        """Return the microbatch sizes to time, starting with the most promising one."""
         if self.small:
             return (4,)
         return (256, 128) if bucket == self.buckets[0] else (64, 32)
 
     @property
-    def profiled(self) -> tuple[Setting, int]:
-        """The step whose time is taken apart, and its images: at the larger size."""
+    def profiled(self) -> tuple[StepSetting, int]:
+        """Setting and number of images of the step that is profiled, at the larger size."""
         bucket = self.buckets[1]
-        setting = Setting(bucket, self.microbatches(bucket)[0], True, True, compile=not self.small)
+        setting = StepSetting(bucket, self.microbatches(bucket)[0], True, True, compile=not self.small)
         return setting, setting.microbatch_size * (1 if self.small else 2)
 
     @property
     def batch(self) -> int:
-        """Images of a step."""
+        """Images per step."""
         return 8 if self.small else 256
 
     @property
     def steps(self) -> int:
-        """Of a curve."""
+        """Steps of a loss curve."""
         return 4 if self.small else 40
 
     @property
-    def encoders(self) -> Sizes:
-        """VAE and text encoder."""
+    def encoders(self) -> EncoderSizes:
+        """Sizes of the VAE and the text encoder."""
         return sizes_for(torch.device("cpu" if self.small else "cuda"))
 
     @property
     def precisions(self) -> tuple[str, ...]:
-        """That the device trains in; accelerate refuses float16 on a CPU."""
+        """Precisions that the device can train in. accelerate rejects float16 on a CPU."""
         return PRECISIONS if self.device.type == "cuda" else PRECISIONS[:2]
 
     @contextmanager
     def training(
-        self, setting: Setting, precision: str, unet: Path, batch: int, **fields: Any
+        self, setting: StepSetting, precision: str, unet: Path, batch: int, **fields: Any
     ) -> Iterator[tuple[Run, Any]]:
-        """The trainer's own step, on a batch in memory. `fields`: of the training config."""
+        """Yield a run and a function that takes one trainer step on a batch in memory.
+
+        Args:
+            fields: further fields of the training config.
+        """
         AcceleratorState._reset_state(reset_partial_state=True)
         accelerator = Accelerator(mixed_precision=ACCELERATE_PRECISION[precision], cpu=self.device.type == "cpu")
         options = Namespace(batch=batch, unet=unet, precision=precision)
@@ -93,7 +97,7 @@ class Setup:
 
 
 def use_no_compiler() -> None:
-    """Have torch.compile trace, and run what it traced as it stands: as far as a rehearsal can go in seconds."""
+    """Make torch.compile trace and then run eagerly, which takes seconds and needs no compiler."""
     compile_with = torch.compile
 
     def traced(*arguments: Any, **options: Any) -> Any:
@@ -103,7 +107,7 @@ def use_no_compiler() -> None:
 
 
 def seconds_of(function: Callable[[], object], setup: Setup, rounds: int = 10) -> float:
-    """Of one call, after two that do not count."""
+    """Measure the seconds of one call, after two calls of warm-up."""
     rounds = 2 if setup.small else rounds
     for _ in range(2):
         function()

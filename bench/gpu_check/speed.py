@@ -1,4 +1,4 @@
-"""How fast the machine is, the trainer's step on it, and the loader that feeds it; where a step's time goes."""
+"""Speed of the machine, the trainer's step and the loader, and a profile of the step."""
 
 import platform
 import tempfile
@@ -24,7 +24,7 @@ from bench.kit.common import matmul_tflops, synchronize
 from bench.kit.roots import encoding_record, make_root
 from bench.loader import BATCH, SD2_TEXT, Reading
 from bench.roofline.kernels import kind_of
-from bench.train_step import TEXT_LENGTH, Setting, latent_hw, measure
+from bench.train_step import TEXT_LENGTH, StepSetting, latent_hw, measure
 from train.model.backbone import BackboneConfig
 from train.model.fit import on_meta
 from train.model.flops import TRAIN_OVER_FORWARD
@@ -35,7 +35,7 @@ PACKAGES = ("torch", "triton", "transformers", "diffusers", "accelerate", "numpy
 
 
 def machine(setup: Setup, found: Findings) -> None:
-    """What a large matrix product and a copy reach here, and which versions run."""
+    """Measure a large matrix product and a copy, and record the versions of packages."""
     device = setup.device
     found.figure("device", torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU")
     found.figure("versions", {name: installed(name) for name in PACKAGES} | {"python": platform.python_version()})
@@ -53,7 +53,7 @@ def machine(setup: Setup, found: Findings) -> None:
 
 
 def installed(name: str) -> str | None:
-    """A package's version."""
+    """Return a package's version, or None if it is not installed."""
     try:
         return version(name)
     except PackageNotFoundError:
@@ -61,29 +61,31 @@ def installed(name: str) -> str | None:
 
 
 def training(setup: Setup, found: Findings, which: int) -> None:
-    """Whole steps of bucket number `which`: not compiled, as that needs no compiler; then compiled, by microbatch."""
+    """Time whole steps of bucket number `which`: first eager, which needs no compiler, then compiled."""
     bucket = setup.buckets[which]
     sizes = setup.microbatches(bucket)
-    settings = [Setting(bucket, min(sizes), True, True)] + [Setting(bucket, size, True, True, True) for size in sizes]
+    settings = [StepSetting(bucket, min(sizes), True, True)] + [
+        StepSetting(bucket, size, True, True, True) for size in sizes
+    ]
     options = Namespace(batch=setup.batch, unet=setup.unet, precision="bfloat16", seconds=0.1 if setup.small else 8)
     AcceleratorState._reset_state(reset_partial_state=True)
     accelerator = Accelerator(mixed_precision="bf16", cpu=setup.device.type == "cpu")
     for number, setting in enumerate(settings):
-        said: dict[str, Any] = {"bucket": bucket, "microbatch": setting.microbatch_size, "with": setting.words}
-        said["batch"] = setup.batch
+        cells: dict[str, Any] = {"bucket": bucket, "microbatch": setting.microbatch_size, "with": setting.words}
+        cells["batch"] = setup.batch
         if number and not found.has_time:
-            found.row("steps", **said, note="left out: no time")
+            found.row("steps", **cells, note="skipped for lack of time")
             continue
         start = time.perf_counter()
-        with found.tried("steps", **said):
+        with found.tried("steps", **cells):
             result = measure(setting, options, accelerator, build_unet(setup.unet, 0))
-            took = f"{time.perf_counter() - start:.0f} s in all"
+            took = f"{time.perf_counter() - start:.0f} s in total"
             rates = {"per_second": result.images_per_second, "tflops": result.tflops, "memory_gib": result.memory_gb}
-            found.row("steps", **said, **rates, note="out of memory" if result.images_per_second is None else took)
+            found.row("steps", **cells, **rates, note="out of memory" if result.images_per_second is None else took)
 
 
 def loading(setup: Setup, found: Findings) -> None:
-    """The loader alone: samples of the first phase's size from the page cache, in batches."""
+    """Time the loader alone, with samples of the first phase's size from the page cache."""
     samples = 2 * BATCH if setup.small else 16 * BATCH
     with tempfile.TemporaryDirectory() as folder:
         root = make_root(Path(folder) / "root", {setup.buckets[0]: [samples // 2] * 2}, SD2_TEXT)
@@ -98,8 +100,10 @@ def loading(setup: Setup, found: Findings) -> None:
 
 
 def profiling(setup: Setup, found: Findings) -> None:
-    """One step at the larger size, kernel by kernel, beside what its arithmetic would take at the matrix rate; where it
-    does not compile, as it is."""
+    """Profile one step at the larger size by kernel, and compare it with its arithmetic at the matrix rate.
+
+    If compilation fails, profile the eager step.
+    """
     setting, batch = setup.profiled
     with found.tried("profiled", **{"with": setting.words}):
         profile_step(setup, found, setting, batch)
@@ -107,8 +111,8 @@ def profiling(setup: Setup, found: Findings) -> None:
     profile_step(setup, found, replace(setting, compile=False), batch)
 
 
-def profile_step(setup: Setup, found: Findings, setting: Setting, batch: int) -> None:
-    """After three steps that warm up."""
+def profile_step(setup: Setup, found: Findings, setting: StepSetting, batch: int) -> None:
+    """Profile a step after three steps of warm-up."""
     device = setup.device
     activity = ProfilerActivity.CUDA if device.type == "cuda" else ProfilerActivity.CPU
     with setup.training(setting, "bfloat16", setup.unet, batch) as (run, step):
@@ -128,7 +132,7 @@ def profile_step(setup: Setup, found: Findings, setting: Setting, batch: int) ->
 
 
 def describe_step(setup: Setup, found: Findings, events: Iterable[FunctionEvent], seconds: float, batch: int) -> None:
-    """Rows by class of kernels, what they should have taken, and the gaps between them."""
+    """Record time and launches per kernel class, the ideal times, and the gaps between kernels."""
     rate = matmul_tflops(setup.device, side=256 if setup.small else None)
     counted = step_flops(setup, batch)
     on_gpu = setup.device.type == "cuda"
@@ -155,7 +159,7 @@ def describe_step(setup: Setup, found: Findings, events: Iterable[FunctionEvent]
 
 
 def step_flops(setup: Setup, batch: int) -> dict[str, float]:
-    """FLOPs of a step by class, three times the forward pass's, counted without numbers."""
+    """Count the FLOPs of a step by class on the meta device, as three times those of the forward pass."""
     unet = build_unet(setup.unet, None)
     record = encoding_record(TEXT_LENGTH, unet.config.cross_attention_dim)
     backbone = BackboneConfig().resolved(record.texts)
@@ -164,6 +168,6 @@ def step_flops(setup: Setup, batch: int) -> dict[str, float]:
         call()
     found: Counter[str] = Counter()
     for operator, flops in counter.get_flop_counts()["Global"].items():
-        # without numbers, attention is two batched products
+        # on the meta device, attention is two batched products
         found["attention" if "bmm" in str(operator) else kind_of(str(operator))] += TRAIN_OVER_FORWARD * batch * flops
     return dict(found)

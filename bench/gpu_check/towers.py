@@ -1,4 +1,4 @@
-"""The two encoders: a sample's numbers do not depend on its batch, and how fast they, and what feeds them, are."""
+"""Checks that encoders' results do not depend on the batch, and the speed of encoders and of decoding."""
 
 import tempfile
 from argparse import Namespace
@@ -17,12 +17,12 @@ from precompute.encode.encoders import TextEncoder
 from precompute.pixels.decode import LimitsConfig, PixelsConfig, decode
 from shards.base.device import Precision
 
-LARGEST: dict[Precision, float] = {"float32": 3e-3, "float16": 0.05, "bfloat16": 0.05}
-"""Of a difference, as a share of the values' standard deviation."""
+MAX_DIFFERENCE: dict[Precision, float] = {"float32": 3e-3, "float16": 0.05, "bfloat16": 0.05}
+"""Maximum difference relative to the standard deviation of the values."""
 
 
 def batches(setup: Setup, found: Findings) -> None:
-    """Each picture and caption of a full batch, against the same one alone in a batch that its copies fill up."""
+    """Compare images and captions in a full batch with the same ones alone in a batch padded with copies."""
     size, alone = (4, (0, 3)) if setup.small else (16, (0, 7, 15))
     precisions: tuple[Precision, ...] = ("bfloat16",) if setup.small else ("float32", "bfloat16", "float16")
     random = np.random.default_rng(0)
@@ -45,34 +45,38 @@ def batches(setup: Setup, found: Findings) -> None:
                     again["captions"] = states_of(text, [captions[i]], size)
                     for name, rows in again.items():
                         apart = share(rows[0], made[name][i])
-                        found.check(f"{name}, {how}: number {i} alone against in its batch", apart, LARGEST[precision])
+                        found.check(
+                            f"{name}, {how}: number {i} alone against in its batch", apart, MAX_DIFFERENCE[precision]
+                        )
                         equal[name] += bool(rows[0].equal(made[name][i]))
                 for name, count in equal.items():
                     found.row("bit-equal", what=name, how=how, equal=count, of=len(alone))
                 for name, rows in made.items() if compiled else ():
                     found.check(
-                        f"{name}, {precision}: compiled against eager", share(rows, eager[name]), LARGEST[precision]
+                        f"{name}, {precision}: compiled against eager",
+                        share(rows, eager[name]),
+                        MAX_DIFFERENCE[precision],
                     )
                 eager = made
 
 
 def states_of(text: TextEncoder, captions: list[str], size: int) -> Tensor:
-    """(N, tokens, width)."""
+    """Encode captions and return their states (N, tokens, width)."""
     made = [caption.latents.states for caption in text(captions, size)]
     return torch.stack([states for states in made if states is not None])
 
 
 def share(found: Tensor, expected: Tensor) -> float:
-    """The largest difference over the values' standard deviation."""
+    """Return the largest difference over the standard deviation of the expected values."""
     return float((found.float() - expected.float()).abs().max() / expected.float().std())
 
 
 def rates(setup: Setup, found: Findings) -> None:
-    """Pictures of both sizes, of their mixture, and captions, per second; not compiled first."""
+    """Time images of both sizes, their mixture, and captions, first eager and then compiled."""
     precision = "bfloat16" if setup.small else "float16"
     for compiled in (False,) if setup.small else (False, True):
         if not found.has_time:
-            found.row("encoders", what="left out: no time", compiled=compiled, per_second=None, tflops=None)
+            found.row("encoders", what="skipped for lack of time", compiled=compiled, per_second=None, tflops=None)
             continue
         torch.compiler.reset()
         options = Namespace(precision=precision, compile=compiled, batch_size=64, batches=33)
@@ -85,8 +89,8 @@ def rates(setup: Setup, found: Findings) -> None:
 
 
 def decoding(setup: Setup, found: Findings) -> None:
-    """JPEGs of the web's sizes per second: by one core, as stage 1 has them decoded and cut for both buckets; and by
-    the device, decoded and no more."""
+    """Time the decoding of JPEGs: on one core, decoded and resized for both buckets as in stage 1, and on the device,
+    decoded only."""
     corpus = make_corpus(4 if setup.small else 64, seed=0)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -97,10 +101,10 @@ def decoding(setup: Setup, found: Findings) -> None:
     found.row("decoding", what="decode", per_second=len(corpus) / seconds, note="one core, for both buckets")
     files = [torch.from_numpy(np.frombuffer(data, np.uint8).copy()) for data in corpus]
     try:
-        from torchvision.io import ImageReadMode, decode_jpeg  # all other parts run without torchvision
+        from torchvision.io import ImageReadMode, decode_jpeg  # no other part needs torchvision
 
         seconds = seconds_of(lambda: decode_jpeg(files, ImageReadMode.RGB, str(setup.device)), setup)
     except (ImportError, OSError, RuntimeError) as refusal:
         found.row("decoding", what="decode_on_gpu", per_second=None, note=str(refusal).splitlines()[0][:80])
         return
-    found.row("decoding", what="decode_on_gpu", per_second=len(corpus) / seconds, note="the device, decoded alone")
+    found.row("decoding", what="decode_on_gpu", per_second=len(corpus) / seconds, note="on the device, decoding only")

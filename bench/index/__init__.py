@@ -1,6 +1,1 @@
-"""Indexes at the size of LAION: opened by ranks, and published by jobs.
-
-Inside: a benchmark of each.
-In: synthetic roots.
-Out: sections of docs/evidence/benchmarks.md.
-"""
+"""Benchmarks of indexes at the size of LAION: opening, publishing and reading them."""

@@ -1,8 +1,8 @@
-"""Opening a large stream, and planning an epoch of it: seconds and memory at 1 M, 10 M and 100 M samples.
+"""Measure time and memory of opening a large stream and planning an epoch of it, at 1 M, 10 M and 100 M samples.
 
-The root is synthetic: an index as stage 1 publishes it, over files that are sparse, of the size that the index says, so
-that every one is found and its size held against the index, as a run does it; nothing reads them. Each size is measured
-in fresh processes: the first of a machine, which makes the tables, and a further one, which maps them.
+The root is synthetic: an index like stage 1's, and sparse files of the recorded sizes, which a run checks but does not
+read. Each size is measured in new processes: a machine's first process, which makes the tables, and a further one,
+which maps them.
 
     python -m bench.index.epoch_plan [--sizes 1000000 10000000 100000000] [--files 100000]
 """
@@ -51,31 +51,31 @@ HEADER = [
     "samples",
     "files",
     "pass the filter",
-    "rank of the machine",
-    "find and open s",
-    "plan epoch s",
-    "first batch's ids s",
-    "at 90 % of an epoch s",
-    "ids per step ms",
-    "own memory MB, at most",
-    "at the end",
+    "process of the machine",
+    "find and open, s",
+    "plan epoch, s",
+    "first batch's ids, s",
+    "at 90 % of an epoch, s",
+    "ids per step, ms",
+    "own memory: peak, MB",
+    "at the end, MB",
 ]
 ABOUT = f"""
 
 One rank of {NUM_RANKS}, global batch {GLOBAL_BATCH}, 64 canonical nodes, blocks of 32,768. The first process of a
-machine makes the tables: segments read, tables written. It also looks at every file, for which it waits 10 s at most.
-Own memory is anonymous, beyond that after the imports; what is mapped is shared. With a filter the time to read the
-parts' tables comes on top, once per machine (`bench.loader` has it per table): here the mask is random bits."""
+machine reads the index and writes the tables. It also checks every file, for at most 10 s. Own memory is anonymous
+memory beyond that after the imports; mapped memory is shared. A filter also needs time to read the parts' tables, once
+per machine (`bench.loader` measures it per table). Here its mask is random."""
 RANKS = {"first": {"LOCAL_RANK": "0"}, "further": {"LOCAL_RANK": "1"}}
 
 
 def main() -> None:
-    """Measure every size, and print a section of docs/evidence/benchmarks.md."""
+    """Measure every size, and print a Markdown section."""
     parser = argparse.ArgumentParser(prog="bench.index.epoch_plan", description=__doc__)
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES)
     parser.add_argument("--files", type=int, default=NUM_FILES)
-    parser.add_argument("--measure", type=Path, help="a folder, in this process; used by the benchmark itself")
-    parser.add_argument("--passing", choices=["all", "half"], default="all", help="with --measure")
+    parser.add_argument("--measure", type=Path, help="measure this folder in this process (internal)")
+    parser.add_argument("--passing", choices=["all", "half"], default="all", help="used with --measure")
     options = parser.parse_args()
     if options.measure:
         print(json.dumps(measure(options.measure, options.passing)))
@@ -93,7 +93,7 @@ def main() -> None:
 
 
 def make_root(folder: Path, num_samples: int, num_files: int) -> None:
-    """A latents root of sparse files, all in one bucket, and a filter's selection of half of the samples."""
+    """Write a latents root of sparse files with one bucket, and a filter's selection of half of the samples."""
     store = LocalStore(folder / "root")
     encoding = encoding_record(77, 1024)
     encoding.save(store)
@@ -121,7 +121,7 @@ def make_root(folder: Path, num_samples: int, num_files: int) -> None:
 
 
 def measure(folder: Path, passing: str) -> dict[str, str]:
-    """Seconds of each step towards the first batch, in this process, and its peak memory."""
+    """Measure each step towards the first batch, in this process, and its memory."""
     imports, peak = status_mb("RssAnon"), Peak()
     config = DataConfig.model_validate(
         {"streams": [{"root": str(folder / "root"), "bucket": BUCKET}], "num_workers": 0}
@@ -147,7 +147,7 @@ def measure(folder: Path, passing: str) -> dict[str, str]:
 
 
 class Peak:
-    """The most anonymous memory that this process had, looked at every few milliseconds."""
+    """The peak of this process's anonymous memory, sampled every few milliseconds."""
 
     def __init__(self) -> None:
         self.most, self.over = 0.0, threading.Event()
@@ -159,14 +159,14 @@ class Peak:
             self.most = max(self.most, status_mb("RssAnon"))
 
     def stop(self) -> float:
-        """In MB."""
+        """Stop sampling, and return the peak in MB."""
         self.over.set()
         self.thread.join()
         return self.most
 
 
 def with_selection(spec: DataSpec, selection: Selection) -> DataSpec:
-    """The same data under a filter."""
+    """Apply a filter's selection to the data."""
     (stream,) = spec.streams
     passing = int(selection.counts.sum())
     chosen = choose_per_epoch(1.0, passing, GLOBAL_BATCH)
@@ -175,7 +175,7 @@ def with_selection(spec: DataSpec, selection: Selection) -> DataSpec:
 
 
 def timed(function: Callable[[], Any]) -> tuple[float, Any]:
-    """Seconds, and what the function returns."""
+    """Call a function, and return the seconds it took and its result."""
     start = time.perf_counter()
     result = function()
     return time.perf_counter() - start, result

@@ -1,8 +1,8 @@
-"""Starting and ending a job over a root of 158,000 receipts, behind a store that takes 30 ms for each call.
+"""Measure how long a job on a root of 158,000 receipts takes to start and end, with a latency of 30 ms per call.
 
-The receipts are synthetic, of as many MDS files as LAION's selection fills. They lie in a folder; the store waits
-before each call, lets so many go on at once, and counts them (`bench.kit.receipts.ThinStore`). Each phase is a process
-of its own, so that its memory is its own.
+The receipts are synthetic, with as many MDS files as LAION's selection fills. They are stored in a local folder, behind
+a store that adds latency, limits concurrency and counts calls (`bench.kit.receipts.ThinStore`). Each phase runs in its
+own process, so that memory is measured separately.
 
     python -m bench.index.publishing [--tars 79000] [--new 500]
 """
@@ -29,24 +29,24 @@ from shards.root.publish import PeriodicPublisher, Publisher
 
 BUCKETS = ("256x256", "512x512")
 FILES_OF_PARTS = {"256x256": [1060] * 2, "512x512": [190] * 11}
-"""Samples of each file of a part: 1.03 M files in 158,000 parts."""
+"""Samples in each file of a part: 1.03 M files in 158,000 parts."""
 CALL_SECONDS, CONNECTIONS = 0.03, 64
 PHASES = {
-    "first": "an index of all, where there is none",
-    "start": "a job starts: it lists what is done",
-    "end": "a job ends: it publishes what was added",
-    "streaming": "and writes streaming's index.json",
-    "again": "nothing was added",
+    "first": "publish all receipts, without an index",
+    "start": "start a job: list finished tars",
+    "end": "end a job: publish new receipts",
+    "streaming": "write streaming's index.json",
+    "again": "publish without new receipts",
 }
 
 
 def main() -> None:
-    """Measure every phase, and print a section of docs/evidence/benchmarks.md."""
+    """Measure every phase, and print a Markdown section."""
     parser = argparse.ArgumentParser(prog="bench.index.publishing", description=__doc__)
     parser.add_argument("--tars", type=int, default=79_000)
-    parser.add_argument("--new", type=int, default=500, help="tars that are added between the first index and the end")
-    parser.add_argument("--phase", choices=[*PHASES, "killed"], help="in this process; used by the benchmark itself")
-    parser.add_argument("--root", type=Path, help="with --phase")
+    parser.add_argument("--new", type=int, default=500, help="tars added between the first index and the end")
+    parser.add_argument("--phase", choices=[*PHASES, "killed"], help="run this phase in this process (internal)")
+    parser.add_argument("--root", type=Path, help="used with --phase")
     options = parser.parse_args()
     if options.phase:
         run_phase(options.phase, options.root)
@@ -61,18 +61,18 @@ def main() -> None:
                 commit(root, range(options.tars - options.new, options.tars))
             rows.append([about, *json.loads(subprocess.check_output(command(phase, root))).values()])
         left = leave(root)
-    header = ["what", "seconds", "listed", "fetched", "put", "memory MB, at most", "of it imports"]
+    header = ["phase", "seconds", "list calls", "reads", "writes", "peak memory, MB", "of which imports"]
     body = (
         f"{table(header, rows)}\n\n{options.tars:,} tars in {' and '.join(BUCKETS)}, {options.new:,} of which "
-        f"were added after the first index; {1000 * CALL_SECONDS:g} ms a call, {CONNECTIONS} at once, {NAMES_PER_PAGE} "
-        f"names a page. A job that publishes all of it for the first time, and gets SIGTERM meanwhile, is gone after "
-        f"{left:.1f} s."
+        f"were added after the first index; {1000 * CALL_SECONDS:g} ms per call, {CONNECTIONS} concurrent calls, "
+        f"{NAMES_PER_PAGE} names per page. A job that receives SIGTERM while publishing everything for the first time "
+        f"exits after {left:.1f} s."
     )
     print(section("Publishing", "bench.index.publishing", body))
 
 
 def command(phase: str, root: Path) -> list[str]:
-    """This benchmark, one phase of it."""
+    """Return the command that runs one phase."""
     return [sys.executable, "-m", "bench.index.publishing", "--phase", phase, "--root", str(root)]
 
 
@@ -87,7 +87,7 @@ def commit(root: Path, tars: range) -> None:
 
 
 def run_phase(phase: str, root: Path) -> None:
-    """Print seconds, calls and memory."""
+    """Run a phase, and print its seconds, calls and memory as JSON."""
     store, imports, start = ThinStore(root, CALL_SECONDS, CONNECTIONS), status_mb("VmHWM"), time.perf_counter()
     result: Any = None
     match phase:
@@ -98,7 +98,7 @@ def run_phase(phase: str, root: Path) -> None:
             assert manifest is not None
             write_streaming(store, manifest)
         case "killed":
-            signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))  # as a job leaves: by its own exit
+            signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))  # a job exits by itself as well
             with PeriodicPublisher(store, every=0.01):
                 print("publishing", flush=True)
                 time.sleep(3600)
@@ -115,12 +115,12 @@ def run_phase(phase: str, root: Path) -> None:
 
 
 def leave(root: Path) -> float:
-    """Seconds from a SIGTERM to the end of a job that is publishing."""
+    """Return the seconds from a SIGTERM to the exit of a job that is publishing."""
     for path in (root / "index" / "manifests").iterdir():
         path.unlink()
     process = subprocess.Popen(command("killed", root), stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None and process.stdout.readline() == "publishing\n"
-    time.sleep(5)  # in the middle of its receipts
+    time.sleep(5)  # while it reads receipts
     start = time.perf_counter()
     process.send_signal(signal.SIGTERM)
     assert process.wait() == 75

@@ -1,8 +1,7 @@
-"""Peak memory of the commands that read every receipt of a root, at the size of LAION's selection.
+"""Measure the peak memory of commands that read every receipt of a root of the size of LAION's selection.
 
-It writes synthetic receipts, of which each has the fields and the length of a real one, and runs every command in a
-process of its own. There are no parts: `verify` finds that their files are missing, and still reads all receipts, adds
-up their books and compares the indexes.
+The receipts are synthetic, with the fields and the length of real ones, and every command runs in its own process.
+There are no parts, so `verify` reports missing files, but it still reads all receipts and checks counts and indexes.
 
     python -m bench.index.reading [--tars 79000] [--before CHECKOUT]
 """
@@ -30,7 +29,7 @@ from shards.format.tables import CAPTION_CHANGES
 from shards.root.index import write_indexes
 
 FILES_OF_PARTS = {"256x256": [1060] * 2, "512x512": [190] * 11}
-"""Samples of each file of a part: 1.03 M files in 158,000 parts."""
+"""Samples in each file of a part: 1.03 M files in 158,000 parts."""
 SAMPLES_IN, REJECTED = 10_000, 30
 REASONS = ("corrupt", "no_caption", "non_finite")
 COMMANDS = {
@@ -54,15 +53,15 @@ try:
 finally:
     print("memory", peak(), imports, file=sys.stderr)
 """
-"""Runs `python -m shards`, and tells its peak memory and that of its imports, in KiB."""
+"""Runs `python -m shards`, and prints its peak memory and that of its imports, in KiB."""
 
 
 def main() -> None:
-    """Measure every command, and print a section of docs/evidence/benchmarks.md."""
+    """Measure every command, and print a Markdown section."""
     parser = argparse.ArgumentParser(prog="bench.index.reading", description=__doc__)
     parser.add_argument("--tars", type=int, default=79_000)
     parser.add_argument("--commands", nargs="+", choices=COMMANDS, default=[*COMMANDS])
-    parser.add_argument("--before", type=Path, help="a checkout of another version, to measure in turn with this one")
+    parser.add_argument("--before", type=Path, help="checkout of another version to compare with")
     options = parser.parse_args()
     checkouts = {"this version": Path.cwd()} | ({str(options.before): options.before} if options.before else {})
     with tempfile.TemporaryDirectory() as folder:
@@ -76,14 +75,14 @@ def main() -> None:
                 peaks.append(peak)
                 ratio = f"{peak / peaks[0]:.1f}" if len(peaks) > 1 else ""
                 rows.append([command, name, f"{peak:,.0f}", f"{imports:,.0f}", f"{seconds:.0f}", ratio])
-    header = ["command", "code", "peak MB", "of it imports", "seconds", "times this version's"]
+    header = ["command", "version", "peak, MB", "of which imports", "seconds", "relative to this version"]
     receipts = options.tars * len(FILES_OF_PARTS)
     body = f"{table(header, rows)}\n\n{receipts:,} receipts of {num_bytes / receipts / 1000:.1f} KB on average."
     print(section("Reading all receipts", "bench.index.reading", body))
 
 
 def measure(checkout: Path, command: str, root: Path) -> tuple[float, float, float]:
-    """Peak memory of one command and of its imports, in MB, and its seconds."""
+    """Run a command, and return its peak memory and that of its imports in MB, and its seconds."""
     start = time.perf_counter()
     ran = subprocess.run(
         [sys.executable, "-c", RUN, command, str(root), *COMMANDS[command]],
@@ -101,11 +100,11 @@ def measure(checkout: Path, command: str, root: Path) -> tuple[float, float, flo
 
 
 def make_root(root: Path, num_tars: int) -> Path:
-    """Write a root of receipts alone, with its indexes."""
+    """Write a root with receipts and indexes but no parts."""
     encoding_record(77, 1024).save(LocalStore(root))
     for bucket in FILES_OF_PARTS:
         (root / "commits" / bucket).mkdir(parents=True)
-    with ProcessPoolExecutor() as pool:  # this process stays small
+    with ProcessPoolExecutor() as pool:  # keeps this process small
         firsts = range(0, num_tars, TARS_AT_ONCE)
         list(pool.map(write_receipts, [root] * len(firsts), firsts, [min(num_tars, n + TARS_AT_ONCE) for n in firsts]))
         pool.submit(write_indexes, LocalStore(root)).result()

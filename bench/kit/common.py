@@ -1,4 +1,4 @@
-"""What every benchmark shares: where it ran, fair pairs of timings, and the tables of docs/evidence/benchmarks.md."""
+"""Helpers of all benchmarks: a description of the machine, timings in turn, and Markdown output."""
 
 import json
 import os
@@ -17,7 +17,7 @@ import torch
 
 
 def machine() -> str:
-    """Processor, usable cores, GPU and the date, on one line."""
+    """Describe the processor, usable cores, GPU, torch version and date on one line."""
     processor = platform.processor() or platform.machine()
     for line in Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []:
         if line.startswith("model name"):
@@ -30,24 +30,24 @@ def machine() -> str:
 
 @dataclass(frozen=True)
 class Pair:
-    """Two ways of doing one thing, timed in turn in one run."""
+    """Two ways of doing the same thing, timed in turn in one run."""
 
     first_seconds: list[float]
     second_seconds: list[float]
 
     @property
     def ratios(self) -> list[float]:
-        """Second's time over first's, round by round: above 1 the first is faster."""
+        """Time of the second over that of the first, per round. Above 1, the first is faster."""
         return [b / a for a, b in zip(self.first_seconds, self.second_seconds, strict=True)]
 
     @property
     def ratio(self) -> float:
-        """The median of `ratios`."""
+        """Median of `ratios`."""
         return statistics.median(self.ratios)
 
     @property
     def spread(self) -> str:
-        """Lowest and highest of `ratios`."""
+        """Lowest and highest of `ratios`, as text."""
         return f"{min(self.ratios):.2f} to {max(self.ratios):.2f}"
 
 
@@ -57,8 +57,11 @@ def timed_in_turn(
     rounds: int,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Pair:
-    """Run both once unmeasured, then in turn `rounds` times, so that a noisy machine disturbs both alike; one that is
-    busy with other work does not disturb time.process_time."""
+    """Time two functions in turn, so that noise on the machine affects both alike.
+
+    Each runs once without being timed, then `rounds` times. Other work on the machine does not affect
+    `time.process_time` as the clock.
+    """
     first()
     second()
     seconds: tuple[list[float], list[float]] = ([], [])
@@ -73,19 +76,19 @@ def timed_in_turn(
 def matmul_tflops(
     device: torch.device, dtype: torch.dtype = torch.bfloat16, side: int | None = None, rounds: int = 7
 ) -> float:
-    """What a large square matrix product reaches on `device`, in TFLOP/s: 2·side³ over the median time of `rounds`.
+    """Measure the throughput of a large square matrix product, in TFLOP/s: 2·side³ over the median time of `rounds`.
 
-    It is what shares of "the measured matrix rate" are taken of. Measure it in the run that the share is about, on the
-    warm device: clocks, power limits and, on a CPU, the number of threads decide it as much as the chip does.
+    Benchmarks report their own throughput as a share of this rate. Measure it in the same run and on the warm device,
+    because it depends on clocks, power limits and, on a CPU, the number of threads as much as on the chip.
 
     Args:
-        side: rows and columns; by default 8192 on a GPU, where larger ones gain nothing, and 1024 on a CPU.
+        side: rows and columns. Defaults to 8192 on a GPU, where larger matrices gain nothing, and to 1024 on a CPU.
     """
     cuda = device.type == "cuda"
     side = side or (8192 if cuda else 1024)
     left = torch.randn(side, side, device=device).to(dtype)
     right = torch.randn(side, side, device=device).to(dtype)
-    # one product of a GPU is shorter than the jitter of a clock
+    # on a GPU, one product takes less time than the jitter of the clock
     products = 20 if cuda else 1
 
     def multiply() -> None:
@@ -103,36 +106,36 @@ def matmul_tflops(
 
 
 def status_mb(field: str) -> float:
-    """A line of /proc/self/status in MB: `VmRSS`, what is resident, or `VmHWM`, the most that was.
+    """Read a field of /proc/self/status in MB, such as `VmRSS` (resident memory) or `VmHWM` (its peak).
 
-    (`getrusage`'s peak is the parent's where that was higher when it started this process.)
+    `getrusage` is not used because its peak includes the parent's, if that was higher at the fork.
     """
     return int(Path("/proc/self/status").read_text().partition(f"{field}:")[2].split()[0]) / 1024
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until `device` has done what it was given; a CPU always has."""
+    """Wait until the device has finished its queued work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """A Markdown table."""
+    """Format a Markdown table."""
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines)
 
 
 def command(module: str) -> str:
-    """What was typed to run the benchmark `module`."""
+    """Return the command line that runs the benchmark `module` with this process's arguments."""
     return f"python -m {module} {shlex.join(sys.argv[1:])}".rstrip()
 
 
 def section(title: str, module: str, body: str) -> str:
-    """One section of docs/evidence/benchmarks.md: what was measured, by which command, where, and when."""
+    """Format a Markdown section with a title, the command, the machine, the date and the body."""
     return f"## {title}\n\n`{command(module)}` on {machine()}:\n\n{body}\n"
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """`content` and where it was measured, as JSON."""
+    """Write `content` and a description of the machine as JSON."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"machine": machine(), **content}, indent=2) + "\n")

@@ -1,4 +1,4 @@
-"""The families' samples, as their plans say: what a root of each holds, and how many a node of H200s would take."""
+"""Sample sizes of the model families, and the rates at which a node of H200s would read them, from their plans."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,23 +22,23 @@ GPUS_OF_A_NODE = 8
 
 @dataclass(frozen=True)
 class Family:
-    """Of its first phase, whose samples are the smallest, and taken the fastest."""
+    """A family in its first phase, whose samples are the smallest and read the fastest."""
 
     name: str
     encoding: EncodingRecord
     bucket: str
     num_tokens: int
-    """Of a caption that is trimmed."""
+    """Number of tokens of a trimmed caption."""
     node_rate: float
-    """Samples per second that the planner expects of a node."""
+    """Samples per second that the planner expects from a node."""
     network: nn.Module
-    """That is trained, without weights."""
+    """The network that is trained, without weights."""
     call: Callable[[], object]
-    """Its forward pass for one sample, on the meta device."""
+    """Forward pass of the network for one sample, on the meta device."""
 
 
 def read_family(name: str) -> Family:
-    """By configs/NAME/plan.yaml, on H200s."""
+    """Describe a family according to configs/NAME/plan.yaml, on H200s."""
     plan = load_config(Plan, CONFIGS / name / "plan.yaml", ["--gpu.kind", "H200"], "plan")
     phase, work = plan.phase1, count_work(plan.networks, [plan.phase1.bucket])
     inputs = Inputs(plan, work, Rates({}, []))

@@ -1,4 +1,4 @@
-"""Receipts of parts that nobody has, and a store that answers as slowly as one far away, for benchmarks and tests."""
+"""Receipts of parts that do not exist, and a store with the latency of a remote one, for benchmarks and tests."""
 
 import threading
 import time
@@ -15,13 +15,13 @@ from shards.format.receipts import FileRecord, MadeBy, MdsFile, Receipt, pack_bi
 from shards.format.tables import SAMPLES_NAME
 
 NAMES_PER_PAGE = 1000
-"""Of an object store's listing."""
+"""Page size of an object store's listing."""
 
 
 def synthetic_receipt(
     tar: str, bucket: str = "256x256", generation: int = 0, samples_of_files: Sequence[int] = (10, 10)
 ) -> Receipt:
-    """As stage 1 would write it; `mds` follows from tar, bucket and generation."""
+    """Make a receipt like those of stage 1. Its MDS files are determined by the tar, bucket and generation."""
     part, samples = f"{tar}.{generation:08x}", sum(samples_of_files)
     mds = [
         MdsFile(
@@ -62,12 +62,12 @@ def synthetic_receipt(
 
 
 def hash_of(text: str) -> int:
-    """64 bits."""
+    """Hash text to 61 bits."""
     return int.from_bytes(text.encode().rjust(32, b"\1"), "big") * 0x9E3779B97F4A7C15 % (1 << 61)
 
 
 class ThinStore(LocalStore):
-    """A folder, each of whose calls takes a while and is counted; so many go on at once."""
+    """A local store whose calls are delayed by `seconds` and counted, with up to `num_connections` concurrent reads."""
 
     def __init__(self, root: Path, seconds: float = 0.0, num_connections: int = 64):
         super().__init__(root)
@@ -100,7 +100,7 @@ class ThinStore(LocalStore):
 
     def listing(self, folder: str = "") -> dict[str, Entry]:
         found = super().listing(folder)
-        for _ in range(0, max(len(found), 1), NAMES_PER_PAGE):  # a page names the next one
+        for _ in range(0, max(len(found), 1), NAMES_PER_PAGE):  # pages are fetched one after another
             with self._call("list"):
                 pass
         return found

@@ -1,4 +1,4 @@
-"""Latents roots of random numbers, made in a moment without a model: for benchmarks and tests of reading."""
+"""Latents roots filled with random numbers, made quickly and without a model, for benchmarks and tests of reading."""
 
 import math
 import time
@@ -24,7 +24,7 @@ from shards.root.writing import Caption, PartWriter, Sample
 
 
 def feature_tower(width: int, storage: Literal["float16", "float8"] = "float16") -> FeatureTower:
-    """A DINOv2 that nobody has, of so many numbers a patch."""
+    """Describe a DINOv2-like feature tower without weights, with `width` numbers per patch."""
     return FeatureTower(
         class_name="Dinov2Model",
         weights=Weights(name="none", sha256="0" * 64),
@@ -38,7 +38,11 @@ def feature_tower(width: int, storage: Literal["float16", "float8"] = "float16")
 
 
 def encoding_record(text_length: int, text_width: int, **text: Any) -> EncodingRecord:
-    """That of models which nobody has; `text`: fields of its text tower that differ."""
+    """Make an encoding record of models without weights.
+
+    Args:
+        text: fields of the text tower to override.
+    """
     model = Weights(name="none", sha256="0" * 64)
     image = ImageTower(
         class_name="AutoencoderKL",
@@ -68,11 +72,14 @@ def make_root(
     encoding: EncodingRecord | None = None,
     num_tokens: int | None = None,
 ) -> Path:
-    """A root of `buckets`, each with as many samples per part as listed, and text latents of `text` (tokens, width).
+    """Write a root of random latents.
 
     Args:
-        encoding: in place of `text` and `features`.
-        num_tokens: real ones of each caption; None: all.
+        buckets: bucket → number of samples of each part.
+        text: shape (tokens, width) of the text latents.
+        missing_every: leave out the scores of every n-th sample; 0: of none.
+        encoding: replaces `text` and `features`.
+        num_tokens: number of real tokens per caption; None: all.
     """
     encoding = encoding or encoding_record(*text).model_copy(update={"features": dict(features)})
     create_root(open_store(root), encoding)
@@ -116,7 +123,7 @@ def make_root(
 
 
 def random_text(rng: np.random.Generator, tower: TextTower, num_tokens: int | None = None) -> TextLatents:
-    """As a text tower makes them of a caption of so many tokens; None: of all."""
+    """Draw the text latents of a caption with `num_tokens` real tokens; None: all."""
     states = torch.from_numpy(rng.standard_normal((tower.length, tower.width), np.float32)) if tower.states else None
     pooled = torch.from_numpy(rng.standard_normal(tower.pooled, np.float32)) if tower.pooled else None
     return TextLatents(states, num_tokens or tower.length, pooled)
@@ -131,7 +138,7 @@ def make_sample(
     missing_every: int,
     num_tokens: int | None,
 ) -> Sample:
-    """One sample of random latents, sizes and scores."""
+    """Make a sample with random latents, sizes and scores."""
     height, width = Bucket.parse(bucket).latent_hw(encoding.image.downsampling)
     scores = rng.random(4).astype(np.float32) * np.array([10, 1, 1, 1], np.float32)
     if missing_every and number % missing_every == 0:

@@ -1,6 +1,1 @@
-"""What comes out of the product, and what it is worth.
-
-Inside: the error of text storages, how often metrics' intervals hold, the speed of sampling, a save's memory.
-In: known distributions, a trained text encoder, an exported pipeline.
-Out: tables for docs/evidence/text-storage.md and docs/evidence/intervals.md.
-"""
+"""Benchmarks of results: how well intervals hold, and what mixed precision costs."""

@@ -4,7 +4,7 @@ The table is for docs/how-to/families.md. Each network has its family's real hea
 random weights, because no trained ones were at hand. "Error" is ‖x − x₃₂‖ / ‖x₃₂‖ against the same pass in float32. x
 is the prediction, or the gradient of its mean square over all weights.
 
-Two places are looked at by themselves. FLUX takes t / 1000 and casts it to the type of its activations, so autocast
+Two suspects are examined separately. FLUX takes t / 1000 and casts it to the type of its activations, so autocast
 rounds a timestep to 8 significant bits. SANA's linear attention sums over all tokens; its reference code does so in
 float32, and autocast does it in bfloat16.
 """
@@ -24,10 +24,10 @@ from bench.kit.common import machine, table
 
 CONFIGS = Path("configs")
 TIMESTEPS = (47.0, 501.0, 981.0)
-"""None of them over 1000 is a bfloat16 number."""
+"""Divided by 1000, none of these is exact in bfloat16."""
 CAPTION_TOKENS = 32
 TOKENS_PER_SIDE = 16
-"""A 512 px picture of SANA, or a 256 px picture of FLUX."""
+"""A 512 px image of SANA, or a 256 px image of FLUX."""
 
 
 def flux(blocks: int) -> tuple[nn.Module, Callable[[Tensor], dict[str, Any]]]:
@@ -82,7 +82,7 @@ def sana(blocks: int) -> tuple[nn.Module, Callable[[Tensor], dict[str, Any]]]:
 
 @contextmanager
 def exact_timestep(model: nn.Module, arguments: dict[str, Any]) -> Iterator[None]:
-    """Give FLUX's timestep embedding the float32 timestep, in place of what autocast made of it."""
+    """Pass the float32 timestep to FLUX's timestep embedding, instead of the one that autocast rounded."""
     exact = arguments["timestep"] * 1000
     embed: Any = model.time_text_embed
     handle = embed.register_forward_pre_hook(lambda _, inputs: (exact, *inputs[1:]))

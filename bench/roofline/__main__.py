@@ -1,7 +1,7 @@
-"""`python -m bench.roofline`: what a GPU would be asked to do, and how long that would take it, without one.
+"""Predict a GPU's work and time without having one: `python -m bench.roofline`.
 
-Each network is traced and lowered as Inductor would for an H200, in minutes. The one number that no trace gives, what
-share of a matrix product's rate a network reaches, is calibrated on a published throughput.
+Each network is traced and lowered as Inductor would for an H200, which takes minutes. The share of a matrix product's
+rate that a network reaches cannot be traced, so it is calibrated on a published throughput.
 """
 
 import argparse
@@ -11,32 +11,37 @@ from datetime import date
 from pathlib import Path
 
 from bench.kit.common import command, section, table
-from bench.roofline.kernels import ASSUMED_EFFICIENCY, Class, Rates, Work
-from bench.roofline.networks import Step, encoder_work, training_work
+from bench.roofline.kernels import ASSUMED_EFFICIENCY, DeviceRates, DeviceWork, KernelClass
+from bench.roofline.networks import TrainingStep, encoder_work, training_work
 from plan.config import Networks
 from plan.measured import BenchFile, Measurement
 
-RATES = {"H200": Rates(790.0, 1.0, 4.3), "H100": Rates(790.0, 1.0, 3.0), "A100": Rates(250.0, 1.0, 1.83)}
-"""Large bfloat16 products (0.8 of the datasheet's), and 0.9 of the datasheet's bandwidth."""
+RATES = {
+    "H200": DeviceRates(790.0, 1.0, 4.3),
+    "H100": DeviceRates(790.0, 1.0, 3.0),
+    "A100": DeviceRates(250.0, 1.0, 1.83),
+}
+"""Rates of large bfloat16 products (0.8 of the datasheet's), and 0.9 of the datasheet's bandwidth."""
 PUBLISHED = {
-    "H200": [(Step("512x512", 64, compiled=True), 64, 129.25)],
+    "H200": [(TrainingStep("512x512", 64, compiled=True), 64, 129.25)],
     "A100": [
-        (Step("512x512", 16, low_precision_norms=True), 256, 36.25),
-        (Step("256x256", 64, low_precision_norms=True), 256, 137.5),
+        (TrainingStep("512x512", 16, low_precision_norms=True), 256, 36.25),
+        (TrainingStep("256x256", 64, low_precision_norms=True), 256, 137.5),
     ],
 }
-"""Microbatch, images of a step on one GPU, and images per second and GPU, on 8 of them (configs/plan): of each kind the
-first is calibrated on, the others predicted. MosaicML's microbatches are not published."""
+"""Published steps: microbatch, images per GPU and step, and images per second and GPU on 8 GPUs (configs/plan). The
+first of each GPU serves for calibration, and the others are predicted. MosaicML's microbatch sizes are assumed."""
 GIGA, TERA = 1e9, 1e12
 OTHER_BYTES_PER_PARAMETER = 22
-"""On a GPU beside activations: weight, gradient, two moments and an average in float32, and a bfloat16 weight."""
+"""GPU memory in addition to activations: weight, gradient, two moments and EMA in float32, and a bfloat16 weight."""
 
 
 def main() -> None:
-    """Print a section of docs/evidence/roofline.md, and write the plan's file where asked."""
+    """Print a Markdown section, and write the planner's benchmark file if requested."""
     options = parse(sys.argv[1:])
     steps = [
-        Step(bucket, size, options.compile) for bucket, size in zip(options.buckets, options.microbatches, strict=True)
+        TrainingStep(bucket, size, options.compile)
+        for bucket, size in zip(options.buckets, options.microbatches, strict=True)
     ]
     works = {step: training_work(options.unet, step) for step in steps}
     rates, lines = replace(RATES[options.gpu], efficiency=options.efficiency), []
@@ -52,63 +57,67 @@ def main() -> None:
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    """The options."""
+    """Parse the options."""
     parser = argparse.ArgumentParser(prog="bench.roofline", description=__doc__)
     parser.add_argument("--unet", type=Path, default=Path("configs/unet/sd2-base.json"))
     parser.add_argument("--buckets", nargs="*", default=["512x512", "256x256"])
-    parser.add_argument("--microbatches", nargs="*", type=int, default=[64, 256], help="of each bucket")
+    parser.add_argument("--microbatches", nargs="*", type=int, default=[64, 256], help="microbatch size of each bucket")
     parser.add_argument("--gpu", choices=RATES, default="H200")
-    parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True, help="as Inductor fuses")
+    parser.add_argument(
+        "--compile", action=argparse.BooleanOptionalAction, default=True, help="predict the compiled step"
+    )
     parser.add_argument("--encoders", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--calibrate", choices=PUBLISHED, help="on the published throughput of these GPUs")
-    parser.add_argument("--efficiency", type=float, default=ASSUMED_EFFICIENCY, help="where it is not")
+    parser.add_argument("--calibrate", choices=PUBLISHED, help="calibrate on the published throughput of these GPUs")
+    parser.add_argument(
+        "--efficiency", type=float, default=ASSUMED_EFFICIENCY, help="efficiency to assume without calibration"
+    )
     parser.add_argument("--batch", type=int, default=256, help="images of one optimizer step on one GPU")
-    parser.add_argument("--json", type=Path, help="a file for `measured` of the plan's config, marked as modelled")
+    parser.add_argument("--json", type=Path, help="benchmark file to write for the planner, marked as modelled")
     return parser.parse_args(arguments)
 
 
-def describe(works: dict[Step, Work], rates: Rates) -> str:
-    """Kernels, bytes, arithmetic and predicted time of each class."""
+def describe(works: dict[TrainingStep, DeviceWork], rates: DeviceRates) -> str:
+    """Tabulate kernels, bytes, FLOPs and predicted time of each class."""
     rows = []
     for step, work in works.items():
-        parts: dict[str, Class | Work] = {**work.classes, "all": work}
+        parts: dict[str, KernelClass | DeviceWork] = {**work.classes, "all": work}
         for kind, part in parts.items():
             size = [f"{part.kernels:,}", f"{part.bytes / GIGA:.1f}", f"{part.flops / TERA:.1f}"]
-            seconds = rates.seconds(part) if isinstance(part, Work) else rates.seconds_of(part)
+            seconds = rates.seconds(part) if isinstance(part, DeviceWork) else rates.seconds_of(part)
             rows.append([step.words, kind, *size, f"{1000 * seconds:.1f}"])
     notes = [
-        f"{step.words}: {work.other_layouts} tensors of convolutions are not channels last"
-        + (f"; {work.saved_bytes / GIGA:.1f} GB wait for the backward pass." if work.saved_bytes else ".")
+        f"{step.words}: {work.other_layouts} convolution tensors are not channels last"
+        + (f"; {work.saved_bytes / GIGA:.1f} GB are saved for the backward pass." if work.saved_bytes else ".")
         for step, work in works.items()
     ]
-    return table(["step of", "class", "kernels", "GB", "TFLOP", "ms, predicted"], rows) + "\n\n" + "\n".join(notes)
+    return table(["step", "class", "kernels", "GB", "TFLOP", "predicted ms"], rows) + "\n\n" + "\n".join(notes)
 
 
 def calibrated(unet: Path, gpu: str) -> tuple[float, str]:
-    """The efficiency at which the model gives back the first published throughput, and how it does on the others."""
+    """Find the efficiency that reproduces the first published throughput, and compare the others with predictions."""
     (first, batch, rate), *others = PUBLISHED[gpu]
     parameters = first.num_parameters(unet)
     efficiency = efficiency_of(RATES[gpu], training_work(unet, first).step_of(batch, parameters), rate)
-    text = f"At an efficiency of {efficiency:.3f} the model gives the published {rate:g} img/s of {first.words}."
+    text = (
+        f"At an efficiency of {efficiency:.3f}, the model reproduces the published {rate:g} images/s of {first.words}."
+    )
     for step, batch, published in others:
         rates = replace(RATES[gpu], efficiency=efficiency)
         found = step_rate(training_work(unet, step), rates, parameters, batch)
         off = f"{found / published - 1:+.0%}"
-        text += f" With it {step.words} would be {found:.1f} img/s; published are {published:g} ({off})."
+        text += f" It then predicts {found:.1f} images/s for {step.words}, against {published:g} published ({off})."
     return efficiency, text
 
 
-def efficiency_of(rates: Rates, work: Work, images_per_second: float) -> float:
-    """By halving: the higher the efficiency, the faster.
+def efficiency_of(rates: DeviceRates, work: DeviceWork, images_per_second: float) -> float:
+    """Find by bisection the efficiency that gives a throughput.
 
     Raises:
-        ValueError: the bytes alone take longer.
+        ValueError: memory traffic alone is too slow for it.
     """
     low, high = 0.0, 2.0
     if replace(rates, efficiency=high).images_per_second(work) < images_per_second:
-        raise ValueError(
-            f"{images_per_second} img/s are more than {rates.terabytes} TB/s allow: no efficiency gives it"
-        )
+        raise ValueError(f"{images_per_second} images/s exceed what {rates.terabytes} TB/s allow at any efficiency.")
     for _ in range(60):
         middle = (low + high) / 2
         too_slow = replace(rates, efficiency=middle).images_per_second(work) < images_per_second
@@ -116,13 +125,13 @@ def efficiency_of(rates: Rates, work: Work, images_per_second: float) -> float:
     return high
 
 
-def step_rate(work: Work, rates: Rates, num_parameters: int, batch: int) -> float:
-    """Images per second of whole optimizer steps of `batch` images on a GPU."""
+def step_rate(work: DeviceWork, rates: DeviceRates, num_parameters: int, batch: int) -> float:
+    """Return the images per second of whole optimizer steps of `batch` images on a GPU."""
     return rates.images_per_second(work.step_of(batch, num_parameters))
 
 
-def predicted(works: dict[Step, Work], rates: Rates, options: argparse.Namespace) -> str:
-    """Rates, bounds and memory of each step."""
+def predicted(works: dict[TrainingStep, DeviceWork], rates: DeviceRates, options: argparse.Namespace) -> str:
+    """Tabulate the rate, upper bound and memory of each step."""
     rows = []
     for step, work in works.items():
         parameters = step.num_parameters(options.unet)
@@ -135,16 +144,16 @@ def predicted(works: dict[Step, Work], rates: Rates, options: argparse.Namespace
         ]
         rate = step_rate(work, rates, parameters, options.batch)
         rows.append([step.words, f"{bound:.0f}", f"{rate:.0f}", f"{memory:.0f}", " / ".join(fits)])
-    header = ["step of", "bound, img/s", "predicted, img/s", "GB", "most images on 40 / 80 / 141 GB"]
+    header = ["step", "bound, images/s", "predicted, images/s", "GB", "maximum images on 40 / 80 / 141 GB"]
     return table(header, rows) + (
-        f"\n\nPredicted for one {options.gpu}: {rates.tflops:g} TFLOP/s × {rates.efficiency:.3f} for products, "
-        f"convolutions and attention, {rates.terabytes:g} TB/s for the rest; bound: at an efficiency of 1. Not in it: "
-        f"the host, communication, and workspaces beyond 8 % of the memory."
+        f"\n\nPredicted for one {options.gpu}, with {rates.tflops:g} TFLOP/s × {rates.efficiency:.3f} for products, "
+        f"convolutions and attention, and {rates.terabytes:g} TB/s for the rest. The bound assumes an efficiency of 1. "
+        f"The host, communication, and workspaces beyond 8 % of the memory are not included."
     )
 
 
-def encoders_predicted(encoders: dict[str, Work], rates: Rates) -> str:
-    """Rates of each encoder, compiled."""
+def encoders_predicted(encoders: dict[str, DeviceWork], rates: DeviceRates) -> str:
+    """Tabulate the rate of each compiled encoder."""
     rows = []
     for name, work in encoders.items():
         size = [f"{work.kernels:,}", f"{work.bytes / GIGA:.1f}", f"{work.flops / TERA:.1f}"]
@@ -153,9 +162,13 @@ def encoders_predicted(encoders: dict[str, Work], rates: Rates) -> str:
 
 
 def write_plan_file(
-    path: Path, options: argparse.Namespace, works: dict[Step, Work], encoders: dict[str, Work], rates: Rates
+    path: Path,
+    options: argparse.Namespace,
+    works: dict[TrainingStep, DeviceWork],
+    encoders: dict[str, DeviceWork],
+    rates: DeviceRates,
 ) -> None:
-    """The predictions, as plan/measured.py reads them."""
+    """Write the predictions as a benchmark file for plan/measured.py."""
     trained = [
         Measurement(
             stage="train",

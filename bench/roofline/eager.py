@@ -1,4 +1,4 @@
-"""What eager torch would begin on a GPU, operation by operation, and how much arithmetic each class has."""
+"""Operations that eager torch would launch on a GPU, and the FLOPs of each class."""
 
 from collections import defaultdict
 from collections.abc import Callable
@@ -16,7 +16,7 @@ NO_KERNEL = ("device", "empty", "empty_like", "empty_strided", "new_empty_stride
 
 
 class Operations(TorchDispatchMode):
-    """Records each operation that is no view."""
+    """Recorder of all operations except views."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class Operations(TorchDispatchMode):
 
 
 def num_bytes(tensor: Tensor) -> int:
-    """That lie under it: of an expanded dimension one."""
+    """Return the bytes of memory behind a tensor, counting expanded dimensions once."""
     size = tensor.element_size()
     for length, stride in zip(tensor.shape, tensor.stride(), strict=True):
         size *= length if stride else 1
@@ -52,7 +52,7 @@ def num_bytes(tensor: Tensor) -> int:
 
 
 def operations(call: Callable[[], Tensor], training: bool) -> Operations:
-    """Of a forward pass, and of the backward pass where `training`; to be called under `fake_tensors`."""
+    """Record a forward pass and, if `training`, the backward pass. Must be called under `fake_tensors`."""
     watch = Operations()
     with torch.set_grad_enabled(training), watch:
         answer = call()

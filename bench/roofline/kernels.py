@@ -1,4 +1,4 @@
-"""What a device is asked to do: kernels by their class, with bytes and arithmetic."""
+"""A device's work: kernels by class, with their bytes and FLOPs, and the time that they take."""
 
 import re
 from collections.abc import Iterable
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from plan.arithmetic.scaling import ADAMW_BYTES
 
 MATRIX = ("convolution", "product", "attention")
-"""Classes whose arithmetic counts; the others move bytes alone."""
+"""Classes limited by arithmetic as well as by bytes."""
 CLASSES = (
     ("reduction", r"^triton_(red|per)"),
     ("pointwise", r"^triton_poi"),
@@ -19,26 +19,26 @@ CLASSES = (
     ("reduction", r"norm|softmax|reduce|^(sum|mean)$"),
     ("pointwise", r"elementwise|^(add|mul|div|silu|gelu|sub|pow|cat|neg|exp|where|fill)_?(_backward)?$"),
 )
-"""Class, and what the names of its kernels hold, or of operators of aten and Inductor; the first that fits. Norms and
-softmax are reductions; a change of type is a copy, where it is a kernel of its own."""
+"""Class, and a pattern for names of its kernels or operators (aten, Inductor). The first match counts. Norms and
+softmax are reductions, and a type conversion is a copy if it is a separate kernel."""
 ASSUMED_EFFICIENCY = 0.52
-"""Share of a large product's rate that a network's reach: what NVIDIA's record implies, on a rough count."""
+"""Share of a large product's rate that a network reaches, roughly estimated from NVIDIA's MLPerf record."""
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """One launch, or a library's call."""
+    """One kernel launch or library call."""
 
     kind: str
-    """One of `CLASSES`, or `other`."""
+    """A class of `CLASSES`, or `other`."""
     bytes: int
-    """Read and written, each tensor once."""
+    """Bytes read and written, counting each tensor once."""
     other_layout: int = 0
-    """Of a convolution: how many of its tensors are not channels last, so that cuDNN copies them."""
+    """Number of a convolution's tensors that are not channels last and must be copied by cuDNN."""
 
 
 @dataclass(frozen=True)
-class Class:
+class KernelClass:
     """All kernels of one class."""
 
     kernels: int
@@ -47,82 +47,86 @@ class Class:
 
 
 @dataclass(frozen=True)
-class Work:
-    """A step, or a batch through an encoder."""
+class DeviceWork:
+    """The work of a training step, or of an encoder on a batch."""
 
     images: int
-    classes: dict[str, Class]
+    classes: dict[str, KernelClass]
     saved_bytes: int = 0
-    """Activations that the backward pass waits for."""
+    """Activations saved for the backward pass."""
     other_layouts: int = 0
-    """Convolutions' tensors that are not channels last."""
+    """Number of convolution tensors that are not channels last."""
 
     @property
     def bytes(self) -> int:
-        """Of all classes."""
+        """Bytes of all classes."""
         return sum(part.bytes for part in self.classes.values())
 
     @property
     def flops(self) -> int:
-        """Of all classes."""
+        """FLOPs of all classes."""
         return sum(part.flops for part in self.classes.values())
 
     @property
     def kernels(self) -> int:
-        """Of all classes."""
+        """Number of kernels of all classes."""
         return sum(part.kernels for part in self.classes.values())
 
-    def step_of(self, images: int, num_parameters: int) -> "Work":
-        """So many images in microbatches such as this one, and then the optimizer's reading and writing."""
+    def step_of(self, images: int, num_parameters: int) -> "DeviceWork":
+        """Scale this microbatch to a step of `images`, and add the optimizer's memory traffic."""
         times = images / self.images
         scaled = {
-            kind: Class(*(round(times * of) for of in (part.kernels, part.bytes, part.flops)))
+            kind: KernelClass(*(round(times * of) for of in (part.kernels, part.bytes, part.flops)))
             for kind, part in self.classes.items()
         }
-        optimizer = Class(0, num_parameters * ADAMW_BYTES, 0)
-        return Work(images, {**scaled, "optimizer": optimizer}, self.saved_bytes, self.other_layouts)
+        optimizer = KernelClass(0, num_parameters * ADAMW_BYTES, 0)
+        return DeviceWork(images, {**scaled, "optimizer": optimizer}, self.saved_bytes, self.other_layouts)
 
 
 @dataclass(frozen=True)
-class Rates:
-    """What a device reaches."""
+class DeviceRates:
+    """DeviceRates that a device reaches."""
 
     tflops: float
-    """Of a large bfloat16 matrix product."""
+    """TFLOP/s of a large bfloat16 matrix product."""
     efficiency: float
-    """Share of that which a network's products and convolutions reach; what is calibrated."""
+    """Share of that rate which a network's products and convolutions reach; determined by calibration."""
     terabytes: float
-    """Per second, to and from its memory."""
+    """Memory bandwidth in TB/s."""
 
-    def seconds_of(self, part: Class) -> float:
-        """A class takes as long as the slower of its arithmetic and its bytes."""
+    def seconds_of(self, part: KernelClass) -> float:
+        """Return the time of a class: that of its arithmetic or of its bytes, whichever is longer."""
         return max(part.flops / (self.tflops * 1e12 * self.efficiency), part.bytes / (self.terabytes * 1e12))
 
-    def seconds(self, work: Work) -> float:
-        """Classes follow each other."""
+    def seconds(self, work: DeviceWork) -> float:
+        """Return the sum of the times of all classes."""
         return sum(map(self.seconds_of, work.classes.values()))
 
-    def images_per_second(self, work: Work) -> float:
-        """Of one device."""
+    def images_per_second(self, work: DeviceWork) -> float:
+        """Return the images per second on one device."""
         return work.images / self.seconds(work)
 
 
-def add_up(images: int, kernels: Iterable[Kernel], flops: dict[str, int], saved_bytes: int = 0) -> Work:
-    """The work of kernels, and the arithmetic of each class of `MATRIX`."""
+def add_up(images: int, kernels: Iterable[Kernel], flops: dict[str, int], saved_bytes: int = 0) -> DeviceWork:
+    """Add up kernels by class.
+
+    Args:
+        flops: FLOPs of each class of `MATRIX`.
+    """
     found = list(kernels)
     kinds = dict.fromkeys([*MATRIX, *(kernel.kind for kernel in found)])
     classes = {
-        kind: Class(
+        kind: KernelClass(
             sum(kernel.kind == kind for kernel in found),
             sum(kernel.bytes for kernel in found if kernel.kind == kind),
             flops.get(kind, 0),
         )
         for kind in kinds
     }
-    return Work(images, classes, saved_bytes, sum(kernel.other_layout for kernel in found))
+    return DeviceWork(images, classes, saved_bytes, sum(kernel.other_layout for kernel in found))
 
 
 def kind_of(name: str) -> str:
-    """The class of a kernel, or of an operator, by its name."""
+    """Return the class of a kernel or operator by its name."""
     bare = name.lower().removeprefix("aten::").removeprefix("aten.").removesuffix(".default")
     return next((kind for kind, pattern in CLASSES if re.search(pattern, bare)), "other")

@@ -1,6 +1,7 @@
-"""What Inductor makes of a network for the pretended GPU: traced on CPU's fake tensors, moved there, and scheduled.
+"""Kernels that Inductor generates for a network on the pretended GPU.
 
-Autograd cannot be traced on fake tensors of a GPU without a driver, so the graphs are moved as they are lowered.
+Autograd cannot be traced on fake GPU tensors without a driver. Networks are therefore traced on fake CPU tensors, and
+the graphs are moved to the GPU when they are lowered.
 """
 
 from collections.abc import Callable, Iterator
@@ -31,10 +32,12 @@ GPU = torch.device("cuda", 0)
 
 
 def lowered(network: nn.Module, call: Callable[[], Tensor], training: bool) -> tuple[list[Kernel], int]:
-    """Kernels of a forward pass, and of the backward pass where `training`; and bytes that are saved between the two.
+    """Return the kernels of a forward pass and, if `training`, of the backward pass, and the bytes saved between them.
+
+    Must be called under `fake_tensors`.
 
     Args:
-        call: calls `network`; both under the fake mode that `fake_tensors` gives.
+        call: calls `network`.
     """
     kernels: list[Kernel] = []
     saved = [0]
@@ -79,19 +82,19 @@ def lowered(network: nn.Module, call: Callable[[], Tensor], training: bool) -> t
 
 
 class Float32GroupNorm(nn.GroupNorm):
-    """As autocast has it on a GPU, and not on a CPU."""
+    """Group norm in float32, as under autocast on a GPU, but not on a CPU."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """(N, C, …) → float32."""
+        """Normalise (N, C, …) in float32."""
         with torch.autocast("cpu", enabled=False):
             return F.group_norm(input.float(), self.num_groups, self.weight, self.bias, self.eps)
 
 
 class Float32LayerNorm(nn.LayerNorm):
-    """The same."""
+    """Layer norm in float32, as under autocast on a GPU, but not on a CPU."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """(…, *normalized_shape) → float32."""
+        """Normalise (…, *normalized_shape) in float32."""
         with torch.autocast("cpu", enabled=False):
             return F.layer_norm(input.float(), self.normalized_shape, self.weight, self.bias, self.eps)
 
@@ -101,7 +104,7 @@ FLOAT32: dict[type[nn.Module], type[nn.Module]] = {nn.GroupNorm: Float32GroupNor
 
 @contextmanager
 def fake_tensors() -> Iterator[None]:
-    """In here tensors have no values, and attention is flash attention."""
+    """Make all new tensors fake, and attention flash attention, within the context."""
 
     def attention(q: Tensor, k: Tensor, v: Tensor, *_: Any, scale: float | None = None, **__: Any) -> Tensor:
         flash = torch.ops.aten._scaled_dot_product_flash_attention
@@ -115,7 +118,7 @@ def fake_tensors() -> Iterator[None]:
 
 
 def without_values(network: nn.Module) -> nn.Module:
-    """A network of the meta device with fake weights on the CPU, as they lay; to be called under `fake_tensors`."""
+    """Replace a meta-device network's weights by fake CPU tensors with the same strides. Call under `fake_tensors`."""
     for module in network.modules():
         module.__class__ = FLOAT32.get(type(module), type(module))
         stores: list[dict[str, Any]] = [module._parameters, module._buffers]
@@ -155,14 +158,14 @@ def _schedule(graph: torch.fx.GraphModule, inputs: list[Any], is_backward: bool,
             lowering.run(*moved)
             context = torch._guards.TracingContext.try_get()
             if context is not None and not is_backward:
-                # what the backward pass is traced with, as Inductor tells it
+                # the backward pass is traced with these strides, as in Inductor
                 context.output_strides = list(map(_strides, lowering.graph_outputs))
             lowering._update_scheduler()
             return [_kernel(node) for node in lowering.scheduler.nodes if _is_launched(node)]
 
 
 def _move(graph: torch.fx.GraphModule) -> None:
-    """Whatever names a device names the GPU."""
+    """Replace all devices in the graph by the GPU."""
 
     def moved(value: Any) -> Any:
         return GPU if isinstance(value, torch.device) else value
@@ -173,7 +176,7 @@ def _move(graph: torch.fx.GraphModule) -> None:
 
 
 def _is_launched(node: Any) -> bool:
-    # an output of a kernel that has several is a node of its own
+    # kernels with several outputs have an extra node for each output
     is_output = type(node.node).__name__ == "MultiOutput"
     return not isinstance(node, scheduler.NopKernelSchedulerNode) and not is_output
 
@@ -199,12 +202,12 @@ def _layout(buffer: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
 def _strides(buffer: Any) -> tuple[int, ...] | None:
     try:
         return tuple(int(n) for n in buffer.get_stride())
-    except (AttributeError, NotImplementedError):  # no tensor, such as a size
+    except (AttributeError, NotImplementedError):  # not a tensor, such as a size
         return None
 
 
 def _saved_bytes(forward: torch.fx.GraphModule) -> int:
-    """Of what the forward pass hands on that it was not given."""
+    """Return the bytes of saved activations: outputs for the backward pass that are not inputs of the forward pass."""
     (output,) = (node for node in forward.graph.nodes if node.op == "output")
     handed = [node for node in output.args[0][1:] if isinstance(node, torch.fx.Node) and node.op != "placeholder"]
     values = (node.meta.get("val") for node in dict.fromkeys(handed))

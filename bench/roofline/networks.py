@@ -1,4 +1,4 @@
-"""The networks whose work is counted: the one that is trained, as the trainer sets it up, and both encoders."""
+"""Work of the trained network, set up as by the trainer, and of both encoders."""
 
 import json
 from collections.abc import Iterable
@@ -13,7 +13,7 @@ import transformers
 from torch import Tensor, nn
 
 from bench.roofline.eager import operations
-from bench.roofline.kernels import Work, add_up
+from bench.roofline.kernels import DeviceWork, add_up
 from bench.roofline.lowering import fake_tensors, lowered, without_values
 from bench.roofline.pretend import cudnn_layouts
 from plan.config import Networks
@@ -29,8 +29,8 @@ TEXT_LENGTH, DOWNSAMPLING, ENCODED = 77, 8, 64
 
 
 @dataclass(frozen=True)
-class Step:
-    """A microbatch, there and back."""
+class TrainingStep:
+    """Forward and backward pass of a microbatch."""
 
     bucket: str
     microbatch_size: int
@@ -39,12 +39,12 @@ class Step:
 
     @property
     def words(self) -> str:
-        """What it is of."""
+        """Description of the step."""
         how = "compiled" if self.compiled else "eager"
         return f"{self.microbatch_size} at {self.bucket}, {how}{', low precision norms' * self.low_precision_norms}"
 
     def num_parameters(self, unet: Path) -> int:
-        """Of the network."""
+        """Count the network's parameters."""
         return sum(weight.numel() for weight in _unet(unet).parameters())
 
 
@@ -54,8 +54,8 @@ def _unet(path: Path) -> Any:
 
 
 @cache
-def training_work(path: Path, step: Step) -> Work:
-    """Of a U-Net in bfloat16 autocast."""
+def training_work(path: Path, step: TrainingStep) -> DeviceWork:
+    """Compute the work of a U-Net's training step in bfloat16 autocast."""
     unet = build_unet(path, None)
     keep_channels_last(unet)
     if step.low_precision_norms:
@@ -80,8 +80,8 @@ def training_work(path: Path, step: Step) -> Work:
     return add_up(size, kernels, eager.flops, saved)
 
 
-def encoder_work(networks: Networks, buckets: Iterable[str]) -> dict[str, Work]:
-    """Bucket → the autoencoder's, and `captions` → the text model's; compiled, in bfloat16, as stage 1 has them."""
+def encoder_work(networks: Networks, buckets: Iterable[str]) -> dict[str, DeviceWork]:
+    """Compute the work of the compiled encoders in bfloat16: bucket → autoencoder, and `captions` → text encoder."""
     found = {}
     with torch.device("meta"):
         vae = diffusers.AutoencoderKL.from_config(json.loads(Path(networks.vae).read_text()))
@@ -102,7 +102,7 @@ def encoder_work(networks: Networks, buckets: Iterable[str]) -> dict[str, Work]:
     return found
 
 
-def _encoding(model: nn.Module, call: Any) -> Work:
+def _encoding(model: nn.Module, call: Any) -> DeviceWork:
     def autocast() -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):
             return call()

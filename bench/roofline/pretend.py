@@ -1,6 +1,6 @@
-"""A GPU that is not there, for tracing and lowering alone: nothing is ever run on it.
+"""A pretended GPU, used for tracing and lowering only.
 
-Without a driver torch also misjudges which memory format a convolution's result has; cuDNN's rule is put in its place.
+Without a driver, torch also misjudges the memory format of a convolution's result, so cuDNN's rule replaces its own.
 """
 
 from collections.abc import Iterator
@@ -37,7 +37,7 @@ H200 = SimpleNamespace(
     pci_bus_id=0,
     uuid="0",
 )
-"""As `torch.cuda.get_device_properties` describes one: sm_90."""
+"""Properties of an sm_90 device, as returned by `torch.cuda.get_device_properties`."""
 ANSWERS: dict[str, Any] = {
     "is_available": lambda: True,
     "device_count": lambda: 1,
@@ -57,7 +57,7 @@ ANSWERS: dict[str, Any] = {
 
 @contextmanager
 def pretended_gpu() -> Iterator[None]:
-    """In here torch believes in one H200."""
+    """Make torch report one H200 within the context."""
     with ExitStack() as stack:
         for name, answer in ANSWERS.items():
             stack.enter_context(patch.object(torch.cuda, name, answer))
@@ -66,14 +66,14 @@ def pretended_gpu() -> Iterator[None]:
             stack.enter_context(patch.object(interface, name, staticmethod(ANSWERS[name])))
         stack.enter_context(patch.dict(device_interface.caching_worker_device_properties, {"cuda": [H200]}))
         stack.enter_context(patch.dict(device_interface.caching_worker_current_devices, {"cuda": 0}))
-        stack.callback(has_triton.cache_clear)  # who asked without a GPU got another answer, which is kept
+        stack.callback(has_triton.cache_clear)  # caches its answer from before the GPU was pretended
         has_triton.cache_clear()
         yield
 
 
 @contextmanager
 def cudnn_layouts() -> Iterator[None]:
-    """In here a convolution's result is channels last where its input or its weight is (aten/native/ConvUtils.h)."""
+    """Make results of convolutions channels last if the input or the weight is, as in aten/native/ConvUtils.h."""
 
     def memory_format(input: Tensor, weight: Tensor, backend: object) -> torch.memory_format:
         formats = (suggest_memory_format(tensor) for tensor in (input, weight))

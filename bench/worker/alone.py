@@ -1,4 +1,4 @@
-"""The worker by itself, and bare decoding: what both are timed by."""
+"""Functions to run a worker or bare decoding, and to do so in a new process."""
 
 import multiprocessing
 import shutil
@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.worker.standins import FreeImageEncoder, free_encoders, sd2_record, stored_as
+from bench.worker.fakes import FreeImageEncoder, free_encoders, sd2_record, stored_as
 from precompute.config import PrecomputeConfig, make_recipe
 from precompute.encode.tar import encode_tar
 from precompute.encode.towers import Towers
@@ -20,7 +20,7 @@ BUCKETS = ("256x256", "512x512")
 
 
 def worker_config(tars: Path, output: Path, threads: int) -> PrecomputeConfig:
-    """The defaults of configs/precompute.yaml with `threads` decoders and no models."""
+    """Make a config with the product's defaults, `threads` decoding threads and no models."""
     return PrecomputeConfig.model_validate(
         {
             **{"input": str(tars), "output": output, "buckets": list(BUCKETS)},
@@ -32,15 +32,14 @@ def worker_config(tars: Path, output: Path, threads: int) -> PrecomputeConfig:
 
 
 def free_image_encoder() -> FreeImageEncoder:
-    """Of Stable Diffusion 2's sizes."""
+    """Make a free encoder with Stable Diffusion 2's shapes."""
     return free_encoders(sd2_record())[0]
 
 
 def encode(
     shards: Iterable[InputTar], config: PrecomputeConfig, image_encoder: FreeImageEncoder, exact: bool = False
 ) -> None:
-    """What a worker does, one tar after the other, into a root of its own: as float16 where `exact`, and else as int8
-    and float8."""
+    """Encode tars like a worker, one after another, into a new root: as float16 if `exact`, else as int8 and float8."""
     store, recipe = open_store(config.output), make_recipe(config, stored_as(sd2_record(), exact))
     create_root(store, recipe.encoding)
     _, texts = free_encoders(recipe.encoding)
@@ -50,7 +49,7 @@ def encode(
 
 
 def bare_pixels(members: list[bytes], config: PrecomputeConfig) -> int:
-    """Decode the same pictures with as many threads, and do nothing else; returns how many came out."""
+    """Decode images with a worker's number of threads, and return the number of results."""
     with ThreadPoolExecutor(config.workers.decode_threads) as pool:
         pictures = pool.map(lambda data: decode(data, config.to_fill.all, config.pixels, config.limits), members)
         return sum(len(picture.pixels) for picture in pictures)
@@ -58,7 +57,7 @@ def bare_pixels(members: list[bytes], config: PrecomputeConfig) -> int:
 
 @dataclass(frozen=True)
 class Options:
-    """What the command line says."""
+    """Options of the command line."""
 
     folder: Path
     images: int
@@ -69,20 +68,20 @@ class Options:
 
 
 def in_new_process(function: Callable[[Options, int], list[float]], options: Options, number: int = 0) -> list[float]:
-    """The function's result from a process of its own, so that memory and torch's threads are its own."""
+    """Call a function in a new process, so that memory and torch's threads are not shared."""
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         return pool.apply(function, (options, number))
 
 
 def fresh_config(options: Options, name: str) -> PrecomputeConfig:
-    """A config with an empty latents root of that name."""
+    """Make a config with an empty latents root of this name."""
     root = options.folder / name
     shutil.rmtree(root, ignore_errors=True)
     return worker_config(options.folder / "tars", root, options.threads)
 
 
 def pictures_of(shard: InputTar, options: Options) -> list[bytes]:
-    """A tar's pictures, still encoded."""
+    """Read the encoded images of a tar."""
     config = worker_config(options.folder / "tars", options.folder, options.threads)
     path = options.folder / "tars" / f"{shard.name}.tar"
     return [sample.image for sample in Tar(path, config.limits.max_bytes).samples() if sample.image]

@@ -1,4 +1,4 @@
-"""What a picture takes of the processor: by decoding alone, and by a worker with each storage, in turn."""
+"""CPU time per image of decoding alone and of a worker with each storage, measured in turn."""
 
 import time
 from collections.abc import Callable
@@ -21,13 +21,12 @@ from precompute.encode.worker import prepare_process
 from precompute.input.tars import list_tars
 
 GPU_RATE = 530
-"""Pictures/s that a GPU encodes: an H100 at two fifths of its bf16 rate."""
+"""Images/s that a GPU encodes: an H100 at two fifths of its bf16 rate."""
 STORAGES = ("float16", "int8 and float8")
 
 
 def in_turn(options: Options, _: int) -> list[float]:
-    """Rounds of processor seconds (decoding alone, float16, int8 and float8), in one flat list; the first round is not
-    told of."""
+    """Return, flattened, rounds of CPU seconds (decoding alone, float16, int8 and float8), without the first round."""
     torch.set_num_threads(1)
     shard = list_tars(str(options.folder / "tars"))[0]
     pictures, config = (
@@ -36,7 +35,7 @@ def in_turn(options: Options, _: int) -> list[float]:
     )
 
     def worker(exact: bool) -> float:
-        config = fresh_config(options, f"exact{exact}")  # what the last round wrote is removed before the clock starts
+        config = fresh_config(options, f"exact{exact}")  # removes the last round's output before the clock starts
         return processor(lambda: encode([shard], config, free_image_encoder(), exact))
 
     def processor(work: Callable[[], object]) -> float:
@@ -53,17 +52,17 @@ def in_turn(options: Options, _: int) -> list[float]:
 
 
 def report(options: Options, sides: tuple[int, int]) -> str:
-    """Both storages; Markdown."""
+    """Compare both storages, and return Markdown."""
     bare, *stored = np.array(in_new_process(in_turn, options)).reshape(-1, 1 + len(STORAGES)).T
     rows = []
     for storage, seconds in zip(STORAGES, stored, strict=True):
         ratios, rate = bare / seconds, options.images / np.median(seconds)
         spread = f"{np.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
         rows.append((storage, spread, f"{rate:.0f}", f"{GPU_RATE / rate:.1f}"))
-    head = ("stored as", "decoding's processor time over a worker's", "pictures/s for each core")
+    head = ("storage", "CPU time of decoding relative to the worker", "images/s per core")
     return (
-        f"{table((*head, f'cores for {GPU_RATE} pictures/s'), rows)}\n\n"
-        f"{options.images} pictures of {sides[0]} to {sides[1]} px, {options.rounds} rounds in turn, {options.threads} "
-        f"threads that decode, encoders that cost nothing. Decoding alone: {options.images / np.median(bare):.0f} "
-        "pictures for a second of processor time."
+        f"{table((*head, f'cores for {GPU_RATE} images/s'), rows)}\n\n"
+        f"{options.images} images of {sides[0]} to {sides[1]} px, {options.rounds} rounds in turn, {options.threads} "
+        f"decoding threads, free encoders. Decoding alone: {options.images / np.median(bare):.0f} images per second of "
+        "CPU time."
     )

@@ -1,4 +1,4 @@
-"""Tars of the project's own pictures, as img2dataset writes them."""
+"""Tars of synthetic images in img2dataset's format."""
 
 import io
 import json
@@ -15,7 +15,7 @@ from precompute.input.tars import InputTar, list_tars
 
 
 class Captioned(NamedTuple):
-    """A picture's file and what is said of it."""
+    """An encoded image and its caption."""
 
     data: bytes
     suffix: str
@@ -23,14 +23,13 @@ class Captioned(NamedTuple):
 
 
 def jpegs(pictures: Sequence[bytes], number: int) -> list[Captioned]:
-    """`number` of them, that come round again, under long captions."""
+    """Repeat JPEGs up to `number`, with long captions."""
     caption = "picture {} of nothing in particular, in many colours and at several scales"
     return [Captioned(data, "jpg", caption.format(i)) for i, data in enumerate(islice(cycle(pictures), number))]
 
 
 def demo_pictures(number: int) -> list[Captioned]:
-    """The demo's picture world, of 64 to 320 px: JPEG, PNG and WebP, some of them broken; without those that its server
-    does not have."""
+    """Draw the demo's images that its server has: JPEG, PNG and WebP of 64 to 320 px, some of them broken."""
     found = []
     for index, picture in enumerate(plan_world(number, seed=0)):
         if picture.kind != "missing":
@@ -40,7 +39,7 @@ def demo_pictures(number: int) -> list[Captioned]:
 
 
 def make_tars(folder: Path, pictures: Sequence[Captioned], per_tar: int) -> list[InputTar]:
-    """One tar after the other, and beside each how many samples it has."""
+    """Write tars, each with a file that states its number of samples."""
     folder.mkdir(parents=True, exist_ok=True)
     for shard, first in enumerate(range(0, len(pictures), per_tar)):
         samples = pictures[first : first + per_tar]

@@ -1,7 +1,8 @@
-"""Stage 1 as one would write it in an afternoon: tarfile, PIL, diffusers, transformers and MDSWriter in one loop.
+"""Stage 1 as a simple script: tarfile, PIL, diffusers, transformers and MDSWriter in one loop.
 
-It is written well: batches, no gradients, one decode and one encoding of a caption for all sizes, the trainer's own
-columns. It has no receipts, hashes or flushes, no second try, and skips what it cannot read without a word.
+It is reasonably efficient: it uses batches and no gradients, decodes each image and encodes each caption once for all
+sizes, and writes the trainer's columns. It has no receipts, hashes, fsync or retries, and silently skips unreadable
+samples.
 """
 
 import io
@@ -24,7 +25,7 @@ SCORES = ("aesthetic", "similarity", "punsafe", "pwatermark")
 
 
 class Encoders(NamedTuple):
-    """What the loop calls."""
+    """The two encoders, as functions of a batch."""
 
     pictures: Callable[[list[np.ndarray]], np.ndarray]
     """N times (side, side, 3) uint8 → (N, planes, h, w) float16."""
@@ -33,7 +34,7 @@ class Encoders(NamedTuple):
 
 
 class Loaded(NamedTuple):
-    """A sample whose picture could be read."""
+    """A sample with a decoded image."""
 
     key: str
     caption: str
@@ -42,7 +43,7 @@ class Loaded(NamedTuple):
 
 
 def load_encoders(vae: Path, text_encoder: Path, tokenizer: Path) -> Encoders:
-    """The usual ones, in float32, on the CPU."""
+    """Load the encoders in float32 on the CPU."""
     image = AutoencoderKL.from_pretrained(vae, torch_dtype=torch.float32).eval()
     text = CLIPTextModel.from_pretrained(text_encoder, dtype=torch.float32).eval()
     tokens_of = CLIPTokenizerFast.from_pretrained(tokenizer)
@@ -61,7 +62,7 @@ def load_encoders(vae: Path, text_encoder: Path, tokenizer: Path) -> Encoders:
 
 
 def samples(tar: Path) -> Iterator[Loaded]:
-    """Those of a tar with a picture and a caption."""
+    """Yield a tar's samples that have an image and a caption."""
     members: dict[str, dict[str, bytes]] = {}
     with tarfile.open(tar) as file:
         for member in file:
@@ -82,7 +83,7 @@ def samples(tar: Path) -> Iterator[Loaded]:
 
 
 def cut(picture: Image.Image, side: int) -> tuple[np.ndarray, tuple[int, int]]:
-    """The middle of a picture whose shorter side is scaled to `side`, and that middle's corner in the original."""
+    """Scale an image's shorter side to `side`, and return the center crop and its corner in the original."""
     scale = side / min(picture.size)
     width, height = (max(side, round(length * scale)) for length in picture.size)
     left, top = (width - side) // 2, (height - side) // 2
@@ -94,7 +95,11 @@ def cut(picture: Image.Image, side: int) -> tuple[np.ndarray, tuple[int, int]]:
 def encode_tars(
     tars: Iterable[Path], output: Path, encoders: Encoders, columns: dict[int, dict[str, str]], batch_size: int
 ) -> int:
-    """Side → `columns`, an MDS dataset each; returns how many samples were written."""
+    """Encode tars into one MDS dataset per image size, and return the number of samples written.
+
+    Args:
+        columns: image side → MDS columns.
+    """
     writers = {side: MDSWriter(out=str(output / f"{side}x{side}"), columns=of) for side, of in columns.items()}
     written = 0
     for tar in tars:
@@ -116,7 +121,7 @@ def encode_tars(
 
 
 def row(sample: Loaded, corner: tuple[int, int], latents: np.ndarray, states: np.ndarray) -> dict[str, Any]:
-    """The columns that a trainer reads."""
+    """Build the columns that the trainer reads."""
     return {
         "key": sample.key,
         "caption": sample.caption,

@@ -1,16 +1,16 @@
-"""`evaluation compare`: the newest numbers of two runs, metric by metric, and only where they are of one metric."""
+"""`python -m evaluation compare`: the newest metrics of two runs, compared only where their ids agree."""
 
 from evaluation.metrics.identity import check_comparable
-from evaluation.report.runs import Run
+from evaluation.report.runs import LoggedRun
 from evaluation.scoring import Row
 from shards.base.errors import RequestError
 
 
-def compare(first: Run, second: Run) -> str:
-    """For people: two lines for each metric id that both have.
+def compare(first: LoggedRun, second: LoggedRun) -> str:
+    """Format every metric that both runs have as a heading and one line per run.
 
     Raises:
-        RequestError: they have a metric by name, and not by id; or no metric at all.
+        RequestError: the runs share a metric's name but not its id, or have no metric in common.
     """
     ours, theirs = newest(first), newest(second)
     lines = []
@@ -26,14 +26,15 @@ def compare(first: Run, second: Run) -> str:
                     "  {:<20} step {step:>8}  {value:10.4f}  [{low:.4f}, {high:.4f}]".format(run.name, **rows[number])
                 )
     if not lines:
-        which = [run.name for run, rows in ((first, ours), (second, theirs)) if not rows]
+        without = [run.name for run, rows in ((first, ours), (second, theirs)) if not rows]
+        reason = f": {' and '.join(without)} {'has' if len(without) == 1 else 'have'} none" if without else ""
         raise RequestError(
-            f"{first.name} and {second.name} have no metric in common{f': {which[0]} has none' if which else ''}. "
-            f"Evaluate both under one config (`python -m evaluation watch RUN`)."
+            f"{first.name} and {second.name} have no metric in common{reason}. "
+            f"Evaluate both with the same config (`python -m evaluation watch RUN`)."
         )
     return "\n".join(lines)
 
 
-def newest(run: Run) -> dict[str, Row]:
-    """Metric id → its row of the latest step."""
-    return {row["id"]: row for each in run.evaluations for row in each.rows}
+def newest(run: LoggedRun) -> dict[str, Row]:
+    """Return metric id → the metric at the latest step that has it."""
+    return {row["id"]: row for evaluation in run.evaluations for row in evaluation.rows}

@@ -1,96 +1,125 @@
-"""Pieces of the page: sections, tables, scrolling frames, pictures. Whatever comes in is escaped here."""
+"""Pages and their building blocks, rendered by Jinja with autoescaping.
+
+The macros in macros.html return `Markup`. Any other string that reaches a template is escaped.
+"""
 
 import base64
-import html
 import io
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup, escape
 from PIL import Image
 
-from evaluation.report.charts import Series, line_chart, tick
-from evaluation.report.pictures import spread
-
-TABLE_ROWS = 12
-"""Of the table beside a chart: as many of its steps, evenly."""
+from evaluation.report.charts import tick
 
 
-def section(name: str, title: str, *parts: str) -> str:
-    heading = f'<h2 id="{name}-h">{html.escape(title)}</h2>'
-    return f'<section id="{name}" aria-labelledby="{name}-h">{heading}{"".join(parts)}</section>'
+@dataclass(frozen=True)
+class Section:
+    """A section of the report, with an entry in its table of contents."""
+
+    id: str
+    """Anchor of the section, unique on the page."""
+    title: str
+    content: Markup
 
 
-def text(what: str) -> str:
-    """A paragraph; what stands in backticks is code."""
-    coded = re.sub("`([^`]+)`", r"<code>\1</code>", html.escape(what))
-    return f"<p>{coded}</p>"
+def section(id: str, title: str, *parts: Markup) -> Section:
+    """Combine building blocks into a section."""
+    return Section(id, title, Markup("").join(parts))
 
 
-def table(caption: str, header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """The first cell of a row is its heading."""
-    head = "".join(f'<th scope="col">{html.escape(name)}</th>' for name in header)
-    body = "".join(
-        f'<tr><th scope="row">{cell(first)}</th>{"".join(f"<td>{cell(value)}</td>" for value in rest)}</tr>'
-        for first, *rest in rows
+def render_page(template: str, **values: Any) -> str:
+    """Render a template of this package, such as `report/report.html`.
+
+    Raises:
+        jinja2.UndefinedError: the template uses a value that is missing.
+    """
+    return _ENVIRONMENT.get_template(template).render(**values)
+
+
+def paragraph(text: str) -> Markup:
+    """Build a paragraph in which text between backticks becomes code."""
+    return _macro("paragraph", text)
+
+
+def heading(text: str) -> Markup:
+    """Build a heading below the section's own."""
+    return _macro("heading", text)
+
+
+def table(caption: str, header: Sequence[str], rows: Sequence[Sequence[Any]]) -> Markup:
+    """Build a table. The first cell of each row is the row's heading; see `format_cell` for the values."""
+    return _macro("table", caption, header, rows)
+
+
+def figure(title: str, svg: Markup, note: str, values: Markup) -> Markup:
+    """Build a figure from a chart, a note (may be empty) and a table of the chart's values."""
+    return _macro("figure", title, svg, note, values)
+
+
+def columns(parts: Sequence[Markup]) -> Markup:
+    """Place blocks side by side where the screen is wide enough."""
+    return _macro("columns", parts) if parts else Markup("")
+
+
+def headline(figures: Mapping[str, str]) -> Markup:
+    """Build a row of large figures from caption → value."""
+    return _macro("headline", figures)
+
+
+def image_row(title: str, images: Mapping[str, Image.Image]) -> Markup:
+    """Build a row of images with their labels below.
+
+    Args:
+        title: the prompt that all images share.
+        images: label → image.
+    """
+    return _macro(
+        "image_row", title, {label: (data_url(image), image.width, image.height) for label, image in images.items()}
     )
-    inside = (
-        f"<table><caption>{html.escape(caption)}</caption><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
-    )
-    return frame(caption, inside)
 
 
-def cell(value: Any) -> str:
-    """A value for people; numbers with thousands separators."""
+def data_url(image: Image.Image) -> str:
+    """Encode an image as a `data:` URL (PNG)."""
+    data = io.BytesIO()
+    image.save(data, "PNG", optimize=True)
+    return "data:image/png;base64," + base64.b64encode(data.getvalue()).decode()
+
+
+def format_cell(value: Any) -> str:
+    """Format a table cell: numbers with thousands separators, None as a dash."""
     if value is None:
         return "–"
     if isinstance(value, float):
         return tick(value)
-    return f"{value:,}" if isinstance(value, int) else html.escape(str(value))
+    return f"{value:,}" if isinstance(value, int) else str(value)
 
 
-def frame(name: str, inside: str) -> str:
-    """What may be wider than the screen scrolls by itself, by keyboard too."""
-    return f'<div class="frame" role="region" tabindex="0" aria-label="{html.escape(name)}">{inside}</div>'
+def _mark_code(text: str) -> Markup:
+    """Escape the text, and turn text between backticks into code."""
+    return Markup(re.sub("`([^`]+)`", r"<code>\1</code>", str(escape(text))))
 
 
-def chart(title: str, x_name: str, y_name: str, series: Sequence[Series], note: str = "", log: bool = False) -> str:
-    """A chart with its title, a note, and its values as a table."""
-    svg = frame(title, line_chart(title, x_name, y_name, series, log))
-    steps = sorted({x for line in series for x, _ in line.points})
-    shown = set(spread(steps, TABLE_ROWS))
-    rows = [
-        [line.name, round(x), y, *(line.intervals[i] if line.intervals else ())]
-        for line in series
-        for i, (x, y) in enumerate(line.points)
-        if x in shown or len(line.points) <= TABLE_ROWS
-    ]
-    ends = ["95 % from", "to"] if any(line.intervals for line in series) else []
-    values = table(f"{title}: values", ["line", x_name, y_name, *ends], rows)
-    note = text(note) if note else ""
-    return (
-        f"<figure><figcaption>{html.escape(title)}</figcaption>{svg}{note}"
-        f"<details><summary>Values as a table</summary>{values}</details></figure>"
+def _environment() -> Environment:
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parents[1]),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
+    environment.filters |= {"cell": format_cell, "code": _mark_code}
+    return environment
 
 
-def columns(parts: Sequence[str]) -> str:
-    """Side by side, where the screen is wide enough."""
-    return f'<div class="columns">{"".join(parts)}</div>' if parts else ""
+_ENVIRONMENT = _environment()
 
 
-def picture_row(title: str, pictures: Mapping[str, Image.Image]) -> str:
-    """A row of pictures, each with its label below; `title` is what all of them were asked to show."""
-    items = "".join(
-        f'<li><img src="{data_address(picture)}" width="{picture.width}" height="{picture.height}" '
-        f'alt="{html.escape(label)}: {html.escape(title)}"><span>{html.escape(label)}</span></li>'
-        for label, picture in pictures.items()
-    )
-    return f"<div><h4>{html.escape(title)}</h4>{frame(title, f'<ul class=strip>{items}</ul>')}</div>"
-
-
-def data_address(picture: Image.Image) -> str:
-    """A picture inside the page, as PNG."""
-    data = io.BytesIO()
-    picture.save(data, "PNG", optimize=True)
-    return "data:image/png;base64," + base64.b64encode(data.getvalue()).decode()
+def _macro(name: str, *arguments: Any) -> Markup:
+    macros = _ENVIRONMENT.get_template("report/macros.html").module
+    return Markup(getattr(macros, name)(*arguments))

@@ -1,20 +1,29 @@
-"""The report of one or more runs: its sections, in order, and the page around them."""
+"""The report of one or more training runs: its sections, in order."""
 
-import html
 from collections.abc import Sequence
 from pathlib import Path
-from string import Template
 from typing import Any
 
+from markupsafe import Markup
 from PIL.Image import Image
 from pydantic import Field
 
 from evaluation.metrics.identity import check_comparable
-from evaluation.report.charts import Series
-from evaluation.report.markup import chart, columns, picture_row, section, table, text
+from evaluation.report.charts import Series, line_chart
+from evaluation.report.markup import (
+    Section,
+    columns,
+    figure,
+    heading,
+    image_row,
+    paragraph,
+    render_page,
+    section,
+    table,
+)
 from evaluation.report.pictures import first_pictures, spread
 from evaluation.report.records import Evaluation
-from evaluation.report.runs import Run, binned, starts
+from evaluation.report.runs import LoggedRun, binned, step_offsets
 from evaluation.sampling.prompts import Prompt
 from evaluation.scoring import Row
 from shards.base.config import Config
@@ -24,176 +33,167 @@ from shards.format.encoding import EncodingRecord
 from shards.open import open_store
 from shards.tools.stats import root_totals
 
-TEMPLATE = Path(__file__).with_name("page.html")
+TABLE_ROWS = 12
+"""Rows per line in the table below a chart, at even distances if the line has more points."""
 
 
 class ReportConfig(Config):
-    """Write what is known of runs into one page."""
+    """Write a report of training runs as a single HTML page."""
 
     output: Path = Path("runs/report.html")
-    """Where the page goes."""
+    """Path of the report."""
     price_per_hour: float | None = Field(None, ge=0)
-    """Dollars for one GPU for an hour (`plan/gpus.yaml` has some); null: GPU hours alone."""
+    """Dollars per GPU hour (`plan/gpus.yaml` lists some); null: report GPU hours only."""
     prompts: int = Field(6, ge=0)
-    """Of each sample set's first prompts, pictures are shown."""
+    """Number of prompts whose images are shown, from the start of each sample set."""
     checkpoints: int = Field(8, ge=2)
-    """With pictures: as many at most, evenly."""
+    """Maximum number of checkpoints whose images are shown, at even distances."""
     side: int = Field(160, ge=16)
-    """Pixels of a picture's longer side in the page."""
+    """Longer side of the images on the page, in pixels."""
 
 
-def render(runs: Sequence[Run], config: ReportConfig, title: str, before: Sequence[str] = ()) -> str:
-    """The page; `before`: sections of the caller's own that come first."""
-    found = {
-        "summary": summary(runs),
-        "losses": losses(runs),
-        "metrics": metrics(runs),
-        "pictures": strips(runs, config),
-        "same-prompts": same_prompts(runs, config),
-        "speed": speed(runs),
-        "cost": costs(runs, config.price_per_hour),
-        "data": data(runs),
-    }
-    sections = [*before, *filter(None, found.values())]
-    return Template(TEMPLATE.read_text()).substitute(
-        title=html.escape(title), contents="".join(map(_entry, sections)), main="".join(sections)
-    )
+def render(runs: Sequence[LoggedRun], config: ReportConfig, title: str, first: Sequence[Section] = ()) -> str:
+    """Render the report. Sections in `first` precede the report's own."""
+    sections = [
+        *first,
+        summary(runs),
+        losses(runs),
+        metrics(runs),
+        strips(runs, config),
+        same_prompts(runs, config),
+        speed(runs),
+        costs(runs, config.price_per_hour),
+        data(runs),
+    ]
+    return render_page("report/report.html", title=title, sections=[part for part in sections if part is not None])
 
 
-def _entry(part: str) -> str:
-    """In the list of contents."""
-    name, heading = part.split('id="', 1)[1].split('"', 1)[0], part.split("<h2", 1)[1].split(">", 1)[1].split("<", 1)[0]
-    return f'<li><a href="#{name}">{heading}</a></li>'
-
-
-def summary(runs: Sequence[Run]) -> str:
-    """A row for each run, and for each of its newest numbers."""
+def summary(runs: Sequence[LoggedRun]) -> Section:
+    """Tabulate the runs and their newest metrics."""
     rows = [[run.name, run.steps, run.config["max_steps"], _last_loss(run), str(run.place)] for run in runs]
     newest = [
-        [run.name, row["metric"], row["value"], row["low"], row["high"], each.step, row["n"], setting, row["id"]]
+        [run.name, row["metric"], row["value"], row["low"], row["high"], evaluation.step, row["n"], setting, row["id"]]
         for run in runs
-        for setting, each in _newest(run).items()
-        for row in each.rows
+        for setting, evaluation in _newest(run).items()
+        for row in evaluation.rows
     ]
     header = ["run", "metric", "value", "95 % from", "to", "step", "N", "setting", "id"]
-    measured = (
-        table("Newest metrics", header, newest)
-        if newest
-        else text("No metrics yet: `python -m evaluation watch RUN` takes them.")
-    )
     return section(
         "summary",
         "At a glance",
-        table("Runs", ["run", "steps done", "of", "loss, last 10 lines", "folder"], rows),
-        measured,
+        table("Runs", ["run", "steps done", "of", "mean loss, last 10 lines", "folder"], rows),
+        table("Newest metrics", header, newest)
+        if newest
+        else paragraph("No metrics yet. `python -m evaluation watch RUN` computes them."),
     )
 
 
-def losses(runs: Sequence[Run]) -> str:
-    """All runs in one picture; one that began from another goes on where that ended."""
-    start = starts(list(runs))
-    lines = [
-        Series(name, binned(run.curve(field, start[run.name])), style=style + number)
-        for field, style in (("loss", 0), ("val_loss", len(runs)))
-        for number, run in enumerate(runs)
-        for name in [run.name if field == "loss" else f"{run.name} held out"]
-        if run.curve(field)
-    ]
+def losses(runs: Sequence[LoggedRun]) -> Section:
+    """Plot the training and validation losses. A run initialised from another one continues where that one ended."""
+    offsets = step_offsets(list(runs))
+    lines = []
+    for field, suffix, style in (("loss", "", 0), ("val_loss", " held out", len(runs))):
+        for number, run in enumerate(runs):
+            if curve := run.curve(field, offsets[run.name]):
+                lines.append(Series(run.name + suffix, binned(curve), style=style + number))
     if not lines:
-        return section("losses", "Loss", text("Nothing was logged yet."))
-    chained = [run.name for run in runs if start[run.name]]
-    note = "Each point is the mean of some lines of the log." + (
-        f" {' and '.join(chained)} began from another of these runs, and is drawn behind it." if chained else ""
-    )
+        return section("losses", "Loss", paragraph("Nothing has been logged yet."))
+    note = "Each point is the mean of consecutive lines of the log."
+    if chained := [run.name for run in runs if offsets[run.name]]:
+        note += f" Initialised from another of these runs and drawn after it: {', '.join(chained)}."
     return section(
         "losses", "Loss", chart("Loss over steps", "optimizer steps", "mean squared error", lines, note, log=True)
     )
 
 
-def metrics(runs: Sequence[Run]) -> str:
-    """A chart for each metric id: numbers of two ids are never in one."""
-    by_id: dict[str, list[tuple[str, Row]]] = {}
+def metrics(runs: Sequence[LoggedRun]) -> Section | None:
+    """Plot every metric id in a chart of its own, because values of different ids cannot be compared."""
+    by_id: dict[str, dict[str, list[Row]]] = {}
     settings: dict[str, str] = {}
     for run in runs:
-        for each in run.evaluations:
-            for row in each.rows:
-                name = run.name if each.weights == "auto" else f"{run.name} {each.weights}"
-                by_id.setdefault(row["id"], []).append((name, row))
-                settings[row["id"]] = each.setting
-    told = (name for named in by_id.values() for name, _ in named)
-    names = list(dict.fromkeys([*(run.name for run in runs), *told]))
+        for evaluation in run.evaluations:
+            name = run.name if evaluation.weights == "auto" else f"{run.name} {evaluation.weights}"
+            for row in evaluation.rows:
+                by_id.setdefault(row["id"], {}).setdefault(name, []).append(row)
+                settings[row["id"]] = evaluation.setting
     if not by_id:
-        return ""
+        return None
+    names = list(dict.fromkeys([*(run.name for run in runs), *(name for named in by_id.values() for name in named)]))
     charts = []
     for number, named in by_id.items():
-        check_comparable([row for _, row in named])
-        first, lines = named[0][1], []
-        for name in dict.fromkeys(name for name, _ in named):
-            its = [row for other, row in named if other == name]
-            points = [(float(row["step"] or 0), row["value"]) for row in its]
-            lines.append(Series(name, points, [(row["low"], row["high"]) for row in its], names.index(name)))
-        title = f"{first['metric']}, {settings[number]}, id {number}"
+        check_comparable([row for rows in named.values() for row in rows])
+        lines = []
+        for name, rows in named.items():
+            points = [(float(row["step"] or 0), row["value"]) for row in rows]
+            lines.append(Series(name, points, [(row["low"], row["high"]) for row in rows], names.index(name)))
+        first = next(iter(named.values()))[0]
+        reference = f" against {first['reference_n']:,}" if first["reference_n"] else ""
         note = (
-            f"{first['better'].capitalize()} is better. N {first['n']:,}"
-            + (f" against {first['reference_n']:,}" if first["reference_n"] else "")
-            + f". Bars: 95 % of the {first['estimand']}."
+            f"{first['better'].capitalize()} is better. N {first['n']:,}{reference}. "
+            f"Bars: 95 % intervals of the {first['estimand']}."
         )
+        title = f"{first['metric']}, {settings[number]}, id {number}"
         charts.append(chart(title, "checkpoint's step", first["metric"], lines, note))
-    ids = "Each number's id stands for extractor, N, prompts, reference and sampler. A chart has one id."
-    return section("metrics", "Metrics", text(ids), columns(charts))
+    explanation = (
+        "A metric's id stands for its extractor, N, prompts, reference and sampler. Each chart contains a single id."
+    )
+    return section("metrics", "Metrics", paragraph(explanation), columns(charts))
 
 
-def strips(runs: Sequence[Run], config: ReportConfig) -> str:
-    """The same prompts from the same noise, over a run's checkpoints."""
-    parts = []
+def strips(runs: Sequence[LoggedRun], config: ReportConfig) -> Section | None:
+    """Show how the images of fixed prompts, drawn from the same noise, change over a run's checkpoints."""
+    parts: list[Markup] = []
     for run in runs:
         for setting, its in _by_setting(run).items():
             rows: dict[Prompt, dict[str, Image]] = {}
-            for each in spread(its, config.checkpoints):
-                for shown in first_pictures(each.place, config.prompts, config.side):
-                    rows.setdefault(shown.prompt, {})[f"step {each.step}"] = shown.picture
-            drawn = [picture_row(prompt.text, row) for prompt, row in rows.items()]
-            parts += [f"<h3>{html.escape(f'{run.name}, {setting}')}</h3>", columns(drawn)] if drawn else []
-    return section("pictures", "Fixed prompts through training", *parts) if parts else ""
+            for evaluation in spread(its, config.checkpoints):
+                for shown in first_pictures(evaluation.place, config.prompts, config.side):
+                    rows.setdefault(shown.prompt, {})[f"step {evaluation.step}"] = shown.picture
+            if rows:
+                parts.append(heading(f"{run.name}, {setting}"))
+                parts.append(columns([image_row(prompt.text, row) for prompt, row in rows.items()]))
+    return section("pictures", "Fixed prompts over the course of training", *parts) if parts else None
 
 
-def same_prompts(runs: Sequence[Run], config: ReportConfig) -> str:
-    """The newest pictures of prompts that several runs were given, side by side."""
+def same_prompts(runs: Sequence[LoggedRun], config: ReportConfig) -> Section | None:
+    """Show the newest images of prompts that several runs share, side by side."""
     rows: dict[Prompt, dict[str, Image]] = {}
-    told_by: dict[Prompt, set[str]] = {}
+    sharing: dict[Prompt, set[str]] = {}
     for run in runs:
         newest = _newest(run)
-        for setting, each in newest.items():
-            label = f"{run.name}, step {each.step}" + (f", {setting}" if len(newest) > 1 else "")
-            for shown in first_pictures(each.place, config.prompts, config.side):
+        for setting, evaluation in newest.items():
+            label = f"{run.name}, step {evaluation.step}" + (f", {setting}" if len(newest) > 1 else "")
+            for shown in first_pictures(evaluation.place, config.prompts, config.side):
                 rows.setdefault(shown.prompt, {})[label] = shown.picture
-                told_by.setdefault(shown.prompt, set()).add(run.name)
-    drawn = [picture_row(prompt.text, row) for prompt, row in rows.items() if len(told_by[prompt]) > 1]
-    return section("same-prompts", "Runs side by side", columns(drawn)) if drawn else ""
+                sharing.setdefault(shown.prompt, set()).add(run.name)
+    shared = [image_row(prompt.text, row) for prompt, row in rows.items() if len(sharing[prompt]) > 1]
+    return section("same-prompts", "Runs side by side", columns(shared)) if shared else None
 
 
-def speed(runs: Sequence[Run]) -> str:
+def speed(runs: Sequence[LoggedRun]) -> Section:
+    """Tabulate the median speed, and plot throughput and MFU over steps."""
     fields = ("images_per_second", "images_per_second_per_gpu", "mfu", "data_wait", "memory_gb")
-    header = ["run", "images/s", "per process", "MFU", "share of time waiting for data", "GiB at most"]
-    rows = [[run.name, *(run.middle(field) for field in fields)] for run in runs]
-    start, drawn = starts(list(runs)), []
-    for field, name in (("images_per_second", "images per second"), ("mfu", "MFU")):
-        lines = [
-            Series(run.name, binned(run.curve(field, start[run.name]), 40), style=number)
-            for number, run in enumerate(runs)
-            if run.curve(field)
-        ]
-        drawn += [chart(f"{name[0].upper()}{name[1:]}", "optimizer steps", name, lines)] if lines else []
-    unknown = (
-        []
-        if any(run.curve("mfu") for run in runs)
-        else [text("MFU is not known: the device has no entry, and `log.peak_tflops` was not set.")]
-    )
-    return section("speed", "Speed", table("Medians over the log", header, rows), *unknown, columns(drawn))
+    header = ["run", "images/s", "images/s per process", "MFU", "share of time waiting for data", "peak memory, GiB"]
+    rows = [[run.name, *(run.median(field) for field in fields)] for run in runs]
+    parts = [table("Medians over the log", header, rows)]
+    if not any(run.curve("mfu") for run in runs):
+        parts.append(paragraph("MFU is unknown: the device's peak is not listed, and `log.peak_tflops` is not set."))
+    offsets, charts = step_offsets(list(runs)), []
+    for field, title, name in (
+        ("images_per_second", "Images per second", "images per second"),
+        ("mfu", "MFU", "MFU"),
+    ):
+        lines = []
+        for number, run in enumerate(runs):
+            if curve := run.curve(field, offsets[run.name]):
+                lines.append(Series(run.name, binned(curve, 40), style=number))
+        if lines:
+            charts.append(chart(title, "optimizer steps", name, lines))
+    return section("speed", "Speed", *parts, columns(charts))
 
 
-def costs(runs: Sequence[Run], price: float | None) -> str:
-    """Hours of the steps themselves, and of evaluations' pictures and features; and their price."""
+def costs(runs: Sequence[LoggedRun], price: float | None) -> Section:
+    """Tabulate the hours spent on training steps and on evaluations, and their price."""
     rows: list[list[Any]] = []
     for run in runs:
         images = run.steps * run.config["global_batch_size"]
@@ -203,54 +203,70 @@ def costs(runs: Sequence[Run], price: float | None) -> str:
             rows.append([f"{run.name}, {len(run.evaluations)} evaluations", None, None, None, hours])
     rows.append(["all", sum(row[1] or 0 for row in rows), None, None, sum(row[4] for row in rows)])
     rows = [[*row, None if price is None else f"${row[4] * price:,.2f}"] for row in rows]
-    note = "Training: from the speed that the log has of each step; starts, validation and steps that were lost are "
-    note += "not in it. Evaluations: workers' time for pictures and features; loading models is not in it. "
-    note += "No price was given (`--price_per_hour`)." if price is None else f"One GPU hour is ${price:,.2f}."
     header = ["run", "images", "processes", "hours", "process hours", "dollars"]
-    return section("cost", "What it cost", table("Training and evaluation", header, rows), text(note))
+    note = (
+        "Training time is derived from the logged speed of each step. It excludes startup, validation and steps lost "
+        "to interruptions. Evaluation time is the workers' time for sampling and feature extraction. It excludes "
+        "loading models. "
+    )
+    note += "No price is set (`--price_per_hour`)." if price is None else f"One GPU hour costs ${price:,.2f}."
+    return section("cost", "Cost", table("Training and evaluation", header, rows), paragraph(note))
 
 
-def data(runs: Sequence[Run]) -> str:
-    """What went into each root, and what became of it."""
-    read: dict[str, list[str]] = {}
+def data(runs: Sequence[LoggedRun]) -> Section:
+    """Account for the samples of every root that the runs were trained on."""
+    readers: dict[str, list[str]] = {}
     for run in runs:
         for stream in run.config["data"]["streams"]:
-            read.setdefault(stream["root"], []).append(f"{run.name} reads {stream['bucket']}")
-    return section("data", "Data", *(part for root, users in read.items() for part in _root(root, users)))
+            readers.setdefault(stream["root"], []).append(f"{run.name} reads {stream['bucket']}")
+    return section("data", "Data", *(part for root, users in readers.items() for part in _root(root, users)))
 
 
-def _root(root: str, users: list[str]) -> list[str]:
-    heading = f"<h3>{html.escape(root)}</h3>{text('; '.join(dict.fromkeys(users)) + '.')}"
+def chart(title: str, x_name: str, y_name: str, series: Sequence[Series], note: str = "", log: bool = False) -> Markup:
+    """Build a line chart with a note and a table of its values."""
+    steps = sorted({x for line in series for x, _ in line.points})
+    listed = set(spread(steps, TABLE_ROWS))
+    rows = []
+    for line in series:
+        for i, (x, y) in enumerate(line.points):
+            if x in listed or len(line.points) <= TABLE_ROWS:
+                rows.append([line.name, round(x), y, *(line.intervals[i] if line.intervals else ())])
+    ends = ["95 % from", "to"] if any(line.intervals for line in series) else []
+    values = table(f"{title}: values", ["line", x_name, y_name, *ends], rows)
+    return figure(title, line_chart(title, x_name, y_name, series, log), note, values)
+
+
+def _root(root: str, users: list[str]) -> list[Markup]:
+    parts = [heading(root), paragraph("; ".join(dict.fromkeys(users)) + ".")]
     try:
         store = open_store(parse_place(root))
         encoding, totals = EncodingRecord.load(store), root_totals(store)
     except (RequestError, WorkError, OSError) as error:
-        return [heading, text(f"The root cannot be read from here, so nothing is said of its samples: {error}")]
+        return [*parts, paragraph(f"The root cannot be read from here, so its samples are not listed: {error}")]
     samples, encoded = totals.samples_in, totals.encoded
     counts = [["in the tars", samples], ["encoded", encoded], ["rejected", samples - encoded], ["tars", totals.shards]]
-    rejected = [list(row) for row in totals.rejected.most_common()]
+    parts.append(paragraph(f"Encoding {encoding.id}: {encoding.image.weights.name}, {encoding.image.posterior}."))
+    parts.append(table("Samples", ["", "number"], counts))
+    if rejected := [list(row) for row in totals.rejected.most_common()]:
+        parts.append(table("Rejected samples", ["reason", "samples"], rejected))
     buckets = [[name, size["samples"], size["bytes_per_sample"]] for name, size in totals.buckets.items()]
-    return [
-        heading,
-        text(f"Encoding {encoding.id}: {encoding.image.weights.name}, {encoding.image.posterior}."),
-        table("Samples", ["", "samples"], counts),
-        table("Rejected because", ["reason", "samples"], rejected) if rejected else "",
-        table("Stored", ["bucket", "samples", "bytes per sample on disk"], buckets),
-    ]
+    return [*parts, table("Stored samples", ["bucket", "samples", "bytes per sample on disk"], buckets)]
 
 
-def _by_setting(run: Run) -> dict[str, list[Evaluation]]:
-    found: dict[str, list[Evaluation]] = {}
-    for each in run.evaluations:
-        name = each.setting if each.weights == "auto" else f"{each.setting}, {each.weights} weights"
-        found.setdefault(name, []).append(each)
-    return found
+def _by_setting(run: LoggedRun) -> dict[str, list[Evaluation]]:
+    """Group a run's evaluations by sampling settings and weights."""
+    groups: dict[str, list[Evaluation]] = {}
+    for evaluation in run.evaluations:
+        setting = evaluation.setting
+        name = setting if evaluation.weights == "auto" else f"{setting}, {evaluation.weights} weights"
+        groups.setdefault(name, []).append(evaluation)
+    return groups
 
 
-def _newest(run: Run) -> dict[str, Evaluation]:
+def _newest(run: LoggedRun) -> dict[str, Evaluation]:
     return {setting: its[-1] for setting, its in _by_setting(run).items()}
 
 
-def _last_loss(run: Run) -> float | None:
+def _last_loss(run: LoggedRun) -> float | None:
     last = [value for _, value in run.curve("loss")[-10:]]
     return sum(last) / len(last) if last else None

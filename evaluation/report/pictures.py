@@ -1,4 +1,4 @@
-"""Pictures of fixed prompts: read from a sample set, put side by side, never degraded but for their size."""
+"""Images of fixed prompts, read from a sample set and arranged side by side. They are scaled down, never re-encoded."""
 
 import io
 from collections.abc import Mapping, Sequence
@@ -17,20 +17,21 @@ from shards.open import open_store
 
 Item = TypeVar("Item")
 LABEL_HEIGHT, GAP = 20, 4
+"""Height of a label and distance between images, in pixels."""
 
 
 @dataclass(frozen=True)
-class Shown:
-    """The first picture of a prompt."""
+class PromptPicture:
+    """A prompt and the first image drawn for it."""
 
     prompt: Prompt
     picture: Image.Image
 
 
-def first_pictures(place: Path | str, count: int, side: int) -> list[Shown]:
-    """Of a sample set's first `count` prompts; at most `side` pixels high and wide.
+def first_pictures(place: Path | str, count: int, side: int) -> list[PromptPicture]:
+    """Read the first image of each of a sample set's first `count` prompts, at most `side` pixels high and wide.
 
-    Those of missing parts are left out, and, with a word, those that are not as they were drawn.
+    Images of missing parts are skipped. Damaged images are skipped with a message.
     """
     store = open_store(place)
     content = read_sealed(store, RECORD)
@@ -46,20 +47,19 @@ def first_pictures(place: Path | str, count: int, side: int) -> list[Shown]:
             try:
                 data = read_part(store, receipt | {"files": {name: receipt["files"][name]}})[name]
             except DamagedInput as error:
-                print(f"A picture is left out: {error}", flush=True)
+                print(f"Skipping an image: {error}", flush=True)
                 continue
             picture = Image.open(io.BytesIO(data), formats=["PNG", "WEBP"])
             picture.thumbnail((side, side), Image.Resampling.LANCZOS)
-            found.append(Shown(Prompt(**prompt), picture.convert("RGB")))
+            found.append(PromptPicture(Prompt(**prompt), picture.convert("RGB")))
     return found
 
 
 def side_by_side(pictures: Mapping[str, Image.Image]) -> Image.Image:
-    """In a row, each under its label."""
+    """Arrange label → image in a row, each below its label."""
     font = ImageFont.load_default(14)
-    width = max(
-        *(picture.width for picture in pictures.values()), *(int(font.getlength(name)) + 4 for name in pictures)
-    )
+    label_widths = [int(font.getlength(label)) + 4 for label in pictures]
+    width = max(*(picture.width for picture in pictures.values()), *label_widths)
     height = max(picture.height for picture in pictures.values())
     strip = Image.new("RGB", (len(pictures) * (width + GAP) - GAP, height + LABEL_HEIGHT), "white")
     draw = ImageDraw.Draw(strip)
@@ -71,7 +71,7 @@ def side_by_side(pictures: Mapping[str, Image.Image]) -> Image.Image:
 
 
 def grid(pictures: Sequence[Image.Image], columns: int) -> Image.Image:
-    """In rows of `columns`, left to right."""
+    """Arrange images in rows of `columns`, left to right."""
     width, height = (max(sizes) for sizes in zip(*(picture.size for picture in pictures), strict=True))
     rows = -(-len(pictures) // columns)
     whole = Image.new("RGB", (min(columns, len(pictures)) * (width + GAP) - GAP, rows * (height + GAP) - GAP), "white")
@@ -80,8 +80,8 @@ def grid(pictures: Sequence[Image.Image], columns: int) -> Image.Image:
     return whole
 
 
-def spread(steps: Sequence[Item], count: int) -> list[Item]:
-    """At most `count` of them, the first and the last among them, evenly by their place."""
-    if len(steps) <= count:
-        return list(steps)
-    return [steps[round(i * (len(steps) - 1) / max(1, count - 1))] for i in range(count)]
+def spread(items: Sequence[Item], count: int) -> list[Item]:
+    """Choose at most `count` items at even distances, including the first and the last."""
+    if len(items) <= count:
+        return list(items)
+    return [items[round(i * (len(items) - 1) / max(1, count - 1))] for i in range(count)]

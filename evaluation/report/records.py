@@ -1,4 +1,4 @@
-"""Evaluations of a run as they lie below it: which sample sets have metrics, and evaluations.jsonl made of them."""
+"""The evaluations stored below a run folder, and evaluations.jsonl, which is generated from them."""
 
 import json
 import re
@@ -23,86 +23,93 @@ SET_FOLDER = re.compile(r"g[\de.+-]+-s\d+-\w+")
 
 
 def run_config(run: Store) -> dict[str, Any]:
-    """A run folder's config, as the trainer resolved it.
+    """Read a run's resolved training config.
 
     Raises:
-        RequestError: it has none.
+        RequestError: the folder has no config.yaml, or it cannot be parsed.
     """
     try:
         config: dict[str, Any] = yaml.safe_load(run.read("config.yaml"))
     except FileNotFoundError:
         raise RequestError(
-            f"{run.where()} is no run: it has no config.yaml. Give the run_dir of a training, or its address."
+            f"{run.where()} is not a training run: it has no config.yaml. Give the run_dir of a training run, or its "
+            f"URL."
         ) from None
     except yaml.YAMLError as error:
-        raise RequestError(f"{run.where('config.yaml')} is no YAML: {error}. Restore it from a copy.") from error
+        raise RequestError(
+            f"{run.where('config.yaml')} cannot be parsed as YAML: {error}. Restore it from a backup."
+        ) from error
     if not isinstance(config, dict):
-        raise RequestError(f"{run.where('config.yaml')} is no run's config. Restore it from a copy.")
+        raise RequestError(f"{run.where('config.yaml')} is not a training config. Restore it from a backup.")
     return config
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A sample set of a run's checkpoint."""
+    """A sample set drawn from a run's checkpoint, and its metrics."""
 
     step: int
     name: str
-    """Its folder in evaluations/: `step-00001000-auto/g8-s50-own`."""
+    """Folder below evaluations/, such as `step-00001000-auto/g8-s50-own`."""
     place: Path | str
     rows: tuple[Row, ...]
-    """Of its metrics, each id once."""
+    """Metrics of the sample set; every metric id occurs once."""
     seconds: float
-    """That its pictures and their features took, on all workers."""
+    """Time spent on sampling and feature extraction, summed over all workers."""
 
     @property
     def weights(self) -> str:
-        """Of the checkpoint: `auto`, `raw` or `ema`."""
+        """Weights of the checkpoint that were used: `auto`, `raw` or `ema`."""
         return self.name.partition("/")[0].rpartition("-")[2]
 
     @property
     def setting(self) -> str:
-        """What its pictures were drawn under: `g8-s50-own`."""
+        """Sampling settings as a short name, such as `g8-s50-own`."""
         return self.name.rpartition("/")[2]
 
 
 def step_place(place: Path | str, step: int, weights: str) -> Path | str:
-    """Where the pictures of a checkpoint go."""
+    """Return the folder for a checkpoint's sample sets."""
     return below(place, f"{FOLDER}/step-{step:08d}-{weights}")
 
 
 def evaluations(place: Path | str) -> list[Evaluation]:
-    """Those of a run, by step and name; sample sets without metrics among them.
+    """Load a run's evaluations, sorted by step and name. Includes sample sets that have no metrics yet.
 
     Raises:
-        DamagedFile: a record is not as it was written.
+        DamagedFile: a record does not match its checksum.
     """
     found = []
     for folder in open_store(below(place, FOLDER)).entries():
         if match := STEP_FOLDER.fullmatch(folder):
             step_folder = below(place, f"{FOLDER}/{folder}")
             for name in filter(SET_FOLDER.fullmatch, open_store(step_folder).entries()):
-                its = below(step_folder, name)
-                found.append(
-                    Evaluation(int(match[1]), f"{folder}/{name}", its, _rows(its), seconds_of_parts(open_store(its)))
-                )
+                set_place = below(step_folder, name)
+                seconds = seconds_of_parts(open_store(set_place))
+                found.append(Evaluation(int(match[1]), f"{folder}/{name}", set_place, _rows(set_place), seconds))
     return sorted(found, key=lambda evaluation: (evaluation.step, evaluation.name))
 
 
 def lines(found: list[Evaluation]) -> list[dict[str, Any]]:
-    """Of evaluations.jsonl: one for each (step, sample set, metric id), in order."""
-    return [{"step": each.step, "set": each.name, **row} for each in found for row in each.rows]
+    """Return the lines of evaluations.jsonl: one per step, sample set and metric id."""
+    return [{"step": evaluation.step, "set": evaluation.name, **row} for evaluation in found for row in evaluation.rows]
 
 
 def write_lines(place: Path | str) -> list[Evaluation]:
-    """Make evaluations.jsonl of the records. Of several that do so at once, the last one has seen all records."""
+    """Write evaluations.jsonl and return the evaluations in it.
+
+    Several processes may do this at once, and a slow one may overwrite the file with fewer lines. Each therefore reads
+    the records again after writing, until they match what it wrote. The last writer has then seen all of them.
+    """
     store, written, found = open_store(place), None, evaluations(place)
     while (text := "".join(json.dumps(line) + "\n" for line in lines(found))) != written:
         store.write(LINES, text.encode())
-        written, found = text, evaluations(place)  # a slower one may have put fewer in place of more
+        written, found = text, evaluations(place)
     return found
 
 
 def _rows(place: Path | str) -> tuple[Row, ...]:
+    """Load a sample set's metrics in the order of `METRICS`."""
     store = open_store(place)
     records = store.read_many([f"{RECORDS}/{name}" for name in store.files(RECORDS)])
     rows = [parse_sealed_json(data, store.where(name)) for name, data in records.items()]

@@ -1,4 +1,4 @@
-"""A run as its folder tells of it: config, log, evaluations; and what follows from them."""
+"""A training run as recorded in its folder: config, log, evaluations, and quantities derived from them."""
 
 import math
 from dataclasses import dataclass
@@ -12,19 +12,19 @@ from shards.base.errors import RequestError
 from shards.base.store import parse_place
 from shards.open import open_store
 
-BINS = 150
-"""Of a curve: where a log has more lines, points are means of consecutive ones."""
+MAX_POINTS = 150
+"""Maximum points of a curve. In a longer log, every point is the mean of consecutive lines."""
 
 Point = tuple[float, float]
 
 
 @dataclass(frozen=True)
-class Run:
-    """A training, read once."""
+class LoggedRun:
+    """A training run, loaded once."""
 
     place: Path | str
     name: str
-    """As short as tells it from the others."""
+    """Shortest name that distinguishes the run from the others."""
     config: dict[str, Any]
     log: list[dict[str, Any]]
     """Lines of metrics.jsonl."""
@@ -32,88 +32,90 @@ class Run:
 
     @property
     def steps(self) -> int:
-        """Done, as far as is logged."""
+        """Last logged step."""
         return int(self.log[-1]["step"]) if self.log else 0
 
     @property
     def seconds(self) -> float:
-        """Of its steps, by their speed; starts, validation and what an interruption undid are not among them."""
-        before = [0, *(line["step"] for line in self.log)]
-        pairs = zip(before, self.log, strict=False)
+        """Duration of all steps, from their logged speed. Excludes startup, validation and interrupted work."""
+        previous = [0, *(line["step"] for line in self.log)]
         batch = self.config["global_batch_size"]
-        return sum((line["step"] - last) * batch / line["images_per_second"] for last, line in pairs)
+        return sum(
+            (line["step"] - last) * batch / line["images_per_second"]
+            for last, line in zip(previous, self.log, strict=False)
+        )
 
     @property
     def gpu_hours(self) -> float:
-        """Seconds of its steps, of each of its processes."""
+        """Duration of all steps times the number of processes, in hours."""
         return self.seconds * self.num_processes / 3600
 
     @property
     def num_processes(self) -> int:
-        """That trained it, at the last line."""
+        """Number of training processes, according to the last line of the log."""
         last = self.log[-1] if self.log else {"images_per_second": 1, "images_per_second_per_gpu": 1}
         return round(last["images_per_second"] / (last.get("images_per_second_per_gpu") or last["images_per_second"]))
 
-    def middle(self, field: str) -> float | None:
-        """Median over the lines that have it."""
+    def median(self, field: str) -> float | None:
+        """Return the median of a logged field, or None if no line has it."""
         values = [value for _, value in self.curve(field)]
         return median(values) if values else None
 
-    def curve(self, field: str, start: int = 0) -> list[Point]:
-        """(step + start, value) of every line that has a finite one."""
-        values = [(line["step"] + start, line.get(field)) for line in self.log]
+    def curve(self, field: str, offset: int = 0) -> list[Point]:
+        """Return (step + offset, value) of every line whose value is finite."""
+        values = [(line["step"] + offset, line.get(field)) for line in self.log]
         return [(step, value) for step, value in values if value is not None and math.isfinite(value)]
 
 
-def read_runs(names: list[str]) -> list[Run]:
-    """The runs in these folders or at these addresses.
+def read_runs(names: list[str]) -> list[LoggedRun]:
+    """Load the runs in these folders or at these URLs.
 
     Raises:
-        RequestError: one is no run, or stands there twice.
+        RequestError: a folder is not a training run, or is given twice.
     """
     places = [parse_place(name) for name in names]
     if len(set(map(str, places))) < len(places):
-        raise RequestError(f"A run stands there twice: {', '.join(names)}. Name each once.")
+        raise RequestError(f"A run is given twice: {', '.join(names)}. Name each run once.")
     return [_read(place, name) for place, name in zip(places, short_names(names), strict=True)]
 
 
 def short_names(names: list[str]) -> list[str]:
-    """As many of each path's last parts as tell them all apart."""
+    """Shorten paths to as few trailing components as distinguish all of them."""
     parts = [name.rstrip("/").split("/") for name in names]
     longest = max(map(len, parts), default=1)
     for count in range(1, longest + 1):
-        short = ["/".join(its[-count:]) for its in parts]
+        short = ["/".join(components[-count:]) for components in parts]
         if len(set(short)) == len(short):
             return short
     return names
 
 
-def starts(runs: list[Run]) -> dict[str, int]:
-    """Name → steps of the runs before it: a run that began from another of these follows it."""
+def step_offsets(runs: list[LoggedRun]) -> dict[str, int]:
+    """Return, by run name, the total steps of its predecessors: the runs that it was initialised from."""
     by_place = {str(run.place): run for run in runs}
-    found: dict[str, int] = {}
+    offsets: dict[str, int] = {}
     for run in runs:
-        before, seen = by_place.get(str(run.config.get("init_from"))), {str(run.place)}
-        found[run.name] = 0
-        while before is not None and str(before.place) not in seen:
-            found[run.name] += before.steps
-            seen.add(str(before.place))
-            before = by_place.get(str(before.config.get("init_from")))
-    return found
+        predecessor, seen = by_place.get(str(run.config.get("init_from"))), {str(run.place)}
+        offsets[run.name] = 0
+        while predecessor is not None and str(predecessor.place) not in seen:
+            offsets[run.name] += predecessor.steps
+            seen.add(str(predecessor.place))
+            predecessor = by_place.get(str(predecessor.config.get("init_from")))
+    return offsets
 
 
-def binned(points: list[Point], count: int = BINS) -> list[Point]:
-    """At most `count` points: means of consecutive ones."""
+def binned(points: list[Point], count: int = MAX_POINTS) -> list[Point]:
+    """Reduce a curve to at most `count` points by averaging consecutive ones."""
     size = -(-len(points) // count)
     groups = [points[i : i + size] for i in range(0, len(points), max(1, size))]
     return [(sum(x for x, _ in g) / len(g), sum(y for _, y in g) / len(g)) for g in groups]
 
 
-def _read(place: Path | str, name: str) -> Run:
+def _read(place: Path | str, name: str) -> LoggedRun:
     store = open_store(place)
     config = run_config(store)
     try:
         log = parse_json_lines(store.read("metrics.jsonl"), store.where("metrics.jsonl"))
     except FileNotFoundError:
         log = []
-    return Run(place, name, config, log, evaluations(place))
+    return LoggedRun(place, name, config, log, evaluations(place))

@@ -1,4 +1,4 @@
-"""A blind study: people say which of two models' pictures they prefer.
+"""Run a blind study: raters choose the better of two models' pictures.
 
 examples:
   python -m evaluation.study power --protocol.margin 0.05
@@ -7,13 +7,13 @@ examples:
   python -m evaluation.study serve --output runs/study
   python -m evaluation.study analyse --output runs/study
 
-commands, each with a --help of its own:
-  python -m evaluation.study power     how many raters and prompts a margin needs
-  python -m evaluation.study prepare   pictures and the protocol into the study's folder
-  python -m evaluation.study invite    links for so many further raters; `--again 3` is a new one for rater 3
-  python -m evaluation.study serve     the page, until Ctrl-C
-  python -m evaluation.study status    how far each rater is
-  python -m evaluation.study analyse   results.json, results.html and results.png
+commands (each has its own --help):
+  python -m evaluation.study power     find how many raters and prompts a margin requires
+  python -m evaluation.study prepare   write the pictures and the protocol into the study's folder
+  python -m evaluation.study invite    print links for further raters; `--again 3` replaces rater 3's link
+  python -m evaluation.study serve     serve the raters' page until Ctrl-C
+  python -m evaluation.study status    show each rater's progress
+  python -m evaluation.study analyse   compute the results: results.json, results.html and results.png
 """
 
 import shards.base.interrupt  # noqa: F401
@@ -25,7 +25,7 @@ from collections.abc import Callable
 
 from evaluation.study.config import StudyConfig
 from evaluation.study.protocol import check_pictures, read_study
-from evaluation.study.schedule import Draws, make_schedule
+from evaluation.study.schedule import KeyedDraws, make_schedule
 from evaluation.study.votes import open_votes
 from shards.base.config import load_config, parse_subcommand
 from shards.base.errors import RequestError, console
@@ -48,39 +48,39 @@ def run(arguments: list[str]) -> None:
 
 
 def power(config: StudyConfig, options: argparse.Namespace) -> None:
-    """How many raters and prompts a margin needs.
+    """Find how many raters and prompts a margin requires.
 
     examples:
       python -m evaluation.study power --protocol.margin 0.05
       python -m evaluation.study power --protocol.margin 0.1 --power.raters 10,30 --power.prompts 200
     """
-    from evaluation.study.statistics.power import power_table, render
+    from evaluation.study.statistics.power import format_power, power_table
 
     rows = power_table(config.power, config.protocol.votes_per_item, config.protocol.margin)
-    print(render(rows, config.protocol.margin, config.power.wanted))
+    print(format_power(rows, config.protocol.margin, config.power.wanted))
 
 
 def prepare(config: StudyConfig, options: argparse.Namespace) -> None:
-    """Put pictures and the protocol into the study's folder.
+    """Write the pictures and the protocol into the study's folder.
 
     examples:
       python -m evaluation.study prepare --sets runs/a/samples/g8-s50-own,runs/b/samples/g8-s50-own --output runs/study
       python -m evaluation.study prepare --config configs/study.yaml --sets a,b --protocol.raters 20
     """
-    from evaluation.study.prepare import prepare as write  # diffusers, which the other commands do without
+    from evaluation.study.prepare import prepare as write  # imports diffusers, which the other commands do not need
 
     protocol = write(config.sets, config.protocol, config.output)
     study = read_study(config.output)
     with open_votes(study):
-        shown = [len(showings) for showings in make_schedule(protocol, Draws(study.secret, protocol.seed))]
+        shown = [len(showings) for showings in make_schedule(protocol, KeyedDraws(study.secret, protocol.seed))]
     for letter, model in zip(protocol.letters, protocol.models, strict=True):
         print(f"{letter}: {model['place']}")
-    print(f"{len(protocol.items)} items; each of {protocol.raters} raters sees {min(shown)} to {max(shown)}")
-    print(f"protocol {protocol.sha256}: send this to somebody before the first vote")
+    print(f"{len(protocol.items)} items, {protocol.raters} raters; each rater sees {min(shown)} to {max(shown)} pairs")
+    print(f"Protocol {protocol.sha256}: send this hash to someone before the first vote.")
 
 
 def invite(config: StudyConfig, options: argparse.Namespace) -> None:
-    """Print links for so many further raters: they are stored nowhere. `--again 3` prints a new one for rater 3.
+    """Print links for further raters. They are not stored, so keep them. `--again 3` replaces rater 3's link.
 
     examples:
       python -m evaluation.study invite 15 --output runs/study
@@ -92,15 +92,18 @@ def invite(config: StudyConfig, options: argparse.Namespace) -> None:
         invited = votes.invited()
         if options.again is not None:
             if options.again - 1 not in invited:
-                raise RequestError(f"Rater {options.again} was not invited yet, so that no link can be made again.")
+                raise RequestError(
+                    f"Rater {options.again} has not been invited yet. To invite more raters: python -m {PROG} "
+                    f"invite NUMBER."
+                )
             chosen = [options.again - 1]
         else:
             chosen = sorted(set(range(num_raters)) - invited)[: max(0, options.count or 0)]
             if not options.count or len(chosen) < options.count:
                 raise RequestError(
-                    f"The protocol has {num_raters} raters, of whom {len(invited)} are invited. Say how many more: "
-                    f"python -m {PROG} invite {max(1, num_raters - len(invited))}; or, where a link was lost, "
-                    f"--again NUMBER for a new one in its place."
+                    f"{len(invited)} of the protocol's {num_raters} raters have been invited. Give the number of "
+                    f"raters to invite: python -m {PROG} invite {max(1, num_raters - len(invited))}. To replace a lost "
+                    f"link, use --again with the rater's number."
                 )
         serving = config.serve
         origin = serving.origin or f"http://{serving.host}:{serving.port}"
@@ -109,7 +112,7 @@ def invite(config: StudyConfig, options: argparse.Namespace) -> None:
 
 
 def serve(config: StudyConfig, options: argparse.Namespace) -> None:
-    """Serve the page, until Ctrl-C. Links for raters: python -m evaluation.study invite 15.
+    """Serve the raters' page until Ctrl-C. `python -m evaluation.study invite 15` prints the links.
 
     examples:
       python -m evaluation.study serve --output runs/study
@@ -120,19 +123,19 @@ def serve(config: StudyConfig, options: argparse.Namespace) -> None:
     study = read_study(config.output)
     check_pictures(study)
     with open_votes(study) as votes:
-        invited = f"{len(votes.invited())} of {study.protocol.raters} raters are invited"
-        print(f"{invited}; more: python -m {PROG} invite NUMBER --output {config.output}")
+        invited = f"{len(votes.invited())} of {study.protocol.raters} raters have been invited"
+        print(f"{invited}. To invite more: python -m {PROG} invite NUMBER --output {config.output}")
         serve_page(study, votes, config.serve)
 
 
 def status(config: StudyConfig, options: argparse.Namespace) -> None:
-    """How far each rater is; nothing of what was voted.
+    """Show each rater's progress, without revealing any votes.
 
     examples:
       python -m evaluation.study status --output runs/study
     """
     study = read_study(config.output)
-    schedule = make_schedule(study.protocol, Draws(study.secret, study.protocol.seed))
+    schedule = make_schedule(study.protocol, KeyedDraws(study.secret, study.protocol.seed))
     with open_votes(study) as votes:
         invited = votes.invited()
         for rater, showings in enumerate(schedule):
@@ -141,20 +144,20 @@ def status(config: StudyConfig, options: argparse.Namespace) -> None:
 
 
 def analyse(config: StudyConfig, options: argparse.Namespace) -> None:
-    """Write results.json, results.html and results.png, and print the result.
+    """Write results.json, results.html and results.png, and print a summary.
 
     examples:
       python -m evaluation.study analyse --output runs/study
       python -m evaluation.study analyse --output runs/study --partial true
     """
     from evaluation.study.analysis import analyse as count_votes
-    from evaluation.study.output.results import render, write_results
+    from evaluation.study.results import format_results, write_results
 
     study = read_study(config.output)
     with open_votes(study) as votes:
         results = count_votes(study, votes.all(), config.partial)
     write_results(results, config.output)
-    print(render(results))
+    print(format_results(results))
 
 
 COMMANDS: dict[str, Callable[[StudyConfig, argparse.Namespace], None]] = {

@@ -1,4 +1,4 @@
-"""Votes → who was preferred, by how much, and how sure that is, by the protocol's own rules."""
+"""Count votes by the protocol's rules: which model is preferred, by how much, and with which uncertainty."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -9,28 +9,32 @@ import numpy as np
 
 from evaluation.metrics.intervals import COVERAGE
 from evaluation.study.protocol import Protocol, Study
-from evaluation.study.schedule import Draws, Showing, make_schedule
+from evaluation.study.schedule import KeyedDraws, Showing, make_schedule
 from evaluation.study.statistics.preference import preference
 from evaluation.study.statistics.strengths import strengths
 from evaluation.study.votes import Vote
 from shards.base.errors import RequestError
 
-WORTH = {"first": 1.0, "tie": 0.5, "second": 0.0}
-ESTIMAND = "the share of votes that raters like these give on prompts like these; a tie is half a vote"
+SCORES = {"first": 1.0, "tie": 0.5, "second": 0.0}
+"""Answer → score of the picture shown first."""
+ESTIMAND = "the share of votes from raters like these on prompts like these, a tie counting as half a vote"
 
 
 @dataclass(frozen=True)
 class Answer:
-    """A vote, by what was shown."""
+    """A vote together with the showing that it is about."""
 
     vote: Vote
     showing: Showing
     score: float
-    """1 for the item's first picture, 0 for its second, 0.5 for a tie: whichever side they were on."""
+    """1 for the item's first picture, 0 for its second, 0.5 for a tie, regardless of the side on which they were
+    shown."""
 
 
 @dataclass(frozen=True)
-class Rater:
+class RaterReport:
+    """How far a rater got, and how consistent the answers are."""
+
     number: int
     done: int
     showings: int
@@ -42,31 +46,33 @@ class Rater:
     answers: int
     median_seconds: float | None
     excluded: bool
-    """By the protocol's rule."""
+    """Whether the protocol's rule excludes the rater."""
 
 
 def analyse(study: Study, votes: Sequence[Vote], partial: bool = False) -> dict[str, Any]:
-    """The whole result, for results.json.
+    """Compute the content of results.json.
 
     Raises:
-        RequestError: there are no votes that count, or not all that were planned and `partial` was not asked for.
+        RequestError: no vote counts, or planned votes are missing and `partial` is false.
     """
     protocol = study.protocol
-    schedule = make_schedule(protocol, Draws(study.secret, protocol.seed))
-    answers = [_read(vote, schedule) for vote in votes]
+    schedule = make_schedule(protocol, KeyedDraws(study.secret, protocol.seed))
+    answers = [_make_answer(vote, schedule) for vote in votes]
     planned = sum(map(len, schedule)) * len(protocol.questions)
     if len(answers) < planned and not partial:
         raise RequestError(
-            f"{study.folder} has {len(answers)} of {planned} planned answers. A study that is stopped once its result "
-            f"pleases finds differences that are not there: wait for the others (`python -m evaluation.study status` "
-            f"says whose they are), or set --partial true, and the result says that it is partial."
+            f"{study.folder} has {len(answers)} of {planned} planned answers. A study that is stopped as soon as its "
+            f"result looks good finds differences that do not exist. Wait for the missing answers (`python -m "
+            f"evaluation.study status` lists them by rater), or set --partial true to get a result that is marked as "
+            f"partial."
         )
-    raters = [_about(number, schedule[number], answers, protocol) for number in range(protocol.raters)]
-    out = {rater.number - 1 for rater in raters if rater.excluded}
-    counted = [a for a in answers if a.showing.kind == "first" and a.vote.rater not in out]
+    raters = [_report_rater(number, schedule[number], answers, protocol) for number in range(protocol.raters)]
+    excluded = {rater.number - 1 for rater in raters if rater.excluded}
+    counted = [a for a in answers if a.showing.kind == "first" and a.vote.rater not in excluded]
     if not counted:
         raise RequestError(
-            f"{study.folder} has no vote that counts: {len(answers)} answers, {len(out)} raters left out by its rule."
+            f"{study.folder} has no votes to count: {len(answers)} answers, {len(excluded)} raters excluded by the "
+            f"protocol's rule."
         )
     return {
         "name": protocol.name,
@@ -89,20 +95,20 @@ def analyse(study: Study, votes: Sequence[Vote], partial: bool = False) -> dict[
     }
 
 
-def _read(vote: Vote, schedule: list[list[Showing]]) -> Answer:
+def _make_answer(vote: Vote, schedule: list[list[Showing]]) -> Answer:
     showing = schedule[vote.rater][vote.showing - 1]
-    worth = WORTH[vote.answer]
-    return Answer(vote, showing, 1 - worth if showing.swapped else worth)
+    score = SCORES[vote.answer]
+    return Answer(vote, showing, 1 - score if showing.swapped else score)
 
 
-def _about(rater: int, showings: list[Showing], answers: Sequence[Answer], protocol: Protocol) -> Rater:
+def _report_rater(rater: int, showings: list[Showing], answers: Sequence[Answer], protocol: Protocol) -> RaterReport:
     own = [answer for answer in answers if answer.vote.rater == rater]
     golds = [answer.score == 1 for answer in own if answer.showing.kind == "gold"]
     first = {(a.showing.item.id, a.vote.question): a.score for a in own if a.showing.kind == "first"}
     repeats = [a.score == first[a.showing.item.id, a.vote.question] for a in own if a.showing.kind == "repeat"]
     seconds = {answer.vote.showing: answer.vote.seconds for answer in own}
-    least = protocol.exclude_below
-    return Rater(
+    threshold = protocol.exclude_below
+    return RaterReport(
         number=rater + 1,
         done=len(seconds),
         showings=len(showings),
@@ -113,14 +119,14 @@ def _about(rater: int, showings: list[Showing], answers: Sequence[Answer], proto
         ties=sum(answer.score == 0.5 for answer in own),
         answers=len(own),
         median_seconds=median(seconds.values()) if seconds else None,
-        excluded=bool(golds) and least is not None and sum(golds) < least * len(golds),
+        excluded=bool(golds) and threshold is not None and sum(golds) < threshold * len(golds),
     )
 
 
 def _preferences(
     counted: Sequence[Answer], protocol: Protocol, group: Callable[[Answer], str | None]
 ) -> list[dict[str, Any]]:
-    """A row for each question, pair of models and group of items."""
+    """Compute one row per question, pair of models and group of items."""
     groups: dict[tuple[str, tuple[int, int], str | None], list[Answer]] = {}
     for answer in counted:
         assert answer.showing.item.models is not None
@@ -160,7 +166,7 @@ def _preference(
 
 
 def _strengths(counted: Sequence[Answer], protocol: Protocol) -> list[dict[str, Any]]:
-    """A row for each question and model."""
+    """Compute one row per question and model."""
     rows = []
     for question in protocol.questions:
         own = [answer for answer in counted if answer.vote.question == question]
@@ -174,7 +180,7 @@ def _strengths(counted: Sequence[Answer], protocol: Protocol) -> list[dict[str, 
 
 
 def _columns(answers: Sequence[Answer]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(N,) scores, prompts' ids, raters."""
+    """Return (N,) scores, prompt ids and raters."""
     return (
         np.array([answer.score for answer in answers]),
         np.array([answer.showing.item.prompt_id for answer in answers]),

@@ -1,4 +1,4 @@
-"""The config of a study, put together from its rooms' own."""
+"""The config of `python -m evaluation.study`."""
 
 from pathlib import Path
 
@@ -12,14 +12,15 @@ from shards.base.store import Place
 
 
 class StudyConfig(Config):
-    """A blind study of two or more models, by their sample sets."""
+    """A blind study of two or more models, given by their sample sets."""
 
     output: Path = Path("runs/study")
-    """The study's folder, on a local disk: pictures, protocol, votes, results."""
+    """Folder of the study, on a local disk, with its pictures, protocol, votes and results."""
     sets: list[Place] = Field([])
-    """Sample sets, as `evaluation sample` drew them, with the same prompts, seed and size: models A, B and so on."""
+    """Sample sets drawn by `evaluation sample` with the same prompts, seed and size. They become models A, B and so
+    on."""
     protocol: ProtocolConfig = ProtocolConfig()
     serve: ServeConfig = ServeConfig()
     power: PowerConfig = PowerConfig()
     partial: bool = False
-    """Of `analyse`: whether a study that is not complete may be analysed; the result says so."""
+    """Let `analyse` accept an incomplete study. The result is marked as partial."""

@@ -1,4 +1,4 @@
-"""Sample sets → a study's folder: pictures without metadata under names that say nothing, and the protocol."""
+"""Prepare a study's folder from sample sets: anonymous pictures without metadata, and the protocol."""
 
 import csv
 import hashlib
@@ -17,45 +17,46 @@ from evaluation.sampling.job import SampleSet, list_samples, read_set
 from evaluation.sampling.pipeline import Sample
 from evaluation.sampling.worker import file_name
 from evaluation.study.protocol import PICTURES, RECORD, Item, Protocol, ProtocolConfig, make_secret, picture_name
-from evaluation.study.schedule import Draws, at_least_one
+from evaluation.study.schedule import KeyedDraws, at_least_one
 from shards.base.durable import create_file, sealed_json, write_atomically, write_file
 from shards.base.errors import RequestError
 from shards.base.store import Place
 from shards.open import open_store
 
 SAME = ("prompts", "seed", "images_per_prompt", "num_samples", "size")
-"""What sample sets must share: else raters compare other things than models, or can tell them by a picture's size."""
-COARSE = 16
-"""Sides of a worse picture's squares are a sixteenth of the picture's."""
-MOST_GOLD = 100
+"""Settings that all sample sets must share, so that raters compare models only and cannot tell them apart by picture
+size."""
+PIXEL_SIZE = 16
+"""Side of the blocks in a pixelated gold picture, in pixels."""
+MAX_GOLD = 100
 Pictures = dict[tuple[str, int], str]
-"""(prompt's id, index) → the picture's name in the study."""
+"""(prompt id, index) → file name of the picture in the study."""
 
 
 def prepare(sets: Sequence[Place], config: ProtocolConfig, folder: Path) -> Protocol:
-    """Write pictures and protocol.json; the same command again completes or leaves what is there.
+    """Write the pictures and protocol.json. Running it again completes an interrupted preparation.
 
     Raises:
-        RequestError: the sets do not fit together, or the folder holds a study with another protocol.
+        RequestError: the sets are not comparable, or the folder holds a study with a different protocol.
         WorkError: pictures are missing from a set.
     """
-    found = [read_set(place) for place in sets]
-    check_fit(found, config)
+    sample_sets = [read_set(place) for place in sets]
+    check_comparable_sets(sample_sets, config)
     secret = make_secret(folder)
-    pictures = [copy_pictures(one, folder, secret) for one in found]
-    items = make_items(found[0], pictures, len(found))
+    pictures = [copy_pictures(sample_set, folder, secret) for sample_set in sample_sets]
+    items = make_items(sample_sets[0], pictures, len(sample_sets))
     if config.gold.file is not None:
         gold = read_gold(config.gold.file, folder, secret)
     else:
-        gold = make_gold(found[0], pictures, config, folder, secret)
+        gold = make_gold(sample_sets[0], pictures, config, folder, secret)
     protocol = Protocol(
         **config.model_dump(exclude={"gold"}),
         gold_share=config.gold.share,
         exclude_below=config.gold.exclude_below,
         secret_sha256=hashlib.sha256(secret).hexdigest(),
         models=[
-            {"place": str(one.place), **asdict(one.model), "drawing_id": one.drawing_id, **one.drawing["setting"]}
-            for one in found
+            {"place": str(each.place), **asdict(each.model), "drawing_id": each.drawing_id, **each.drawing["setting"]}
+            for each in sample_sets
         ],
         items=items,
         gold=gold,
@@ -65,63 +66,75 @@ def prepare(sets: Sequence[Place], config: ProtocolConfig, folder: Path) -> Prot
     create_file(path, write_file(folder / f".{RECORD}.{token_hex(4)}", content))
     if path.read_bytes() != content:
         raise RequestError(
-            f"{folder} holds a study with another protocol. A changed protocol is another study, or its votes could be "
-            f"explained afterwards: prepare it in another folder with --output (make's OUT=)."
+            f"{folder} holds a study with a different protocol. A changed protocol is a different study, because "
+            f"otherwise the rules could be adapted to the votes. Prepare it in another folder with --output (OUT= of "
+            f"make study)."
         )
     return protocol
 
 
-def check_fit(sets: Sequence[SampleSet], config: ProtocolConfig) -> None:
-    """Whether pictures of these sets can be put side by side.
+def check_comparable_sets(sets: Sequence[SampleSet], config: ProtocolConfig) -> None:
+    """Check that the pictures of these sets can be compared side by side.
 
     Raises:
-        RequestError: fewer than two sets, one twice, they differ in what they must share, or too few raters.
+        RequestError: there are fewer than two sets, a set is given twice, the sets differ in a setting that they must
+            share, or there are too few raters.
     """
     if len(sets) < 2 or len({str(one.place) for one in sets}) < len(sets):
-        raise RequestError("A study needs two or more different sample sets: --sets PLACE,PLACE, or make's A= and B=.")
+        raise RequestError(
+            "A study needs at least two different sample sets. Give them with --sets PLACE,PLACE, or with A= and B= of "
+            "make study."
+        )
     for other in sets[1:]:
         differ = [name for name in SAME if other.drawing[name] != sets[0].drawing[name]]
         if differ:
             shown = "; ".join(f"{name}: {sets[0].drawing[name]} and {other.drawing[name]}" for name in differ)
             raise RequestError(
-                f"{sets[0].place} and {other.place} cannot be put side by side: they differ in {shown}. Draw both with "
-                f"the same prompts, sampling.seed, sampling.images_per_prompt and sampling.size."
+                f"{sets[0].place} and {other.place} cannot be compared: they differ in {shown}. Draw both with the "
+                f"same prompts, sampling.seed, sampling.images_per_prompt and sampling.size."
             )
     if config.votes_per_item > config.raters:
         raise RequestError(
-            f"protocol.votes_per_item = {config.votes_per_item}, of {config.raters} raters: a rater votes on an item "
-            f"once. Invite more (protocol.raters), or ask for fewer votes."
+            f"protocol.votes_per_item = {config.votes_per_item} is more than protocol.raters = {config.raters}, and a "
+            f"rater votes once on each item. Raise protocol.raters or lower protocol.votes_per_item."
         )
 
 
 def copy_pictures(found: SampleSet, folder: Path, secret: bytes) -> Pictures:
+    """Copy a sample set's pictures into the study's folder."""
     samples = iter(list_samples(found.prompts, found.drawing["images_per_prompt"]))
     names = {}
     for receipt in found.parts.values():
         files = read_part(open_store(found.place), receipt)
         for _ in receipt["samples"]:
             sample: Sample = next(samples)
-            data = files[file_name(sample.number, found.drawing["codec"])]
-            names[sample.prompt.id, sample.index] = add_picture(data, folder, secret)
+            name = file_name(sample.number, found.drawing["codec"])
+            stored = add_picture(files[name], f"{name} of {found.place}", folder, secret)
+            names[sample.prompt.id, sample.index] = stored
     return names
 
 
-def add_picture(data: bytes, folder: Path, secret: bytes, coarse: bool = False) -> str:
-    """A picture's pixels as PNG, whatever it was, without metadata; returns its name.
+def add_picture(data: bytes, source: object, folder: Path, secret: bytes, pixelated: bool = False) -> str:
+    """Re-encode a picture as PNG without metadata, store it in the study's folder and return its file name.
+
+    Args:
+        source: where the picture comes from, for error messages.
 
     Raises:
-        RequestError: it is no PNG, WebP or JPEG.
+        RequestError: the picture is not a valid PNG, WebP or JPEG.
     """
     try:
         with Image.open(io.BytesIO(data), formats=["PNG", "WEBP", "JPEG"]) as picture:
             pixels = picture.convert("RGB")
-    except OSError as error:
-        raise RequestError(f"A picture cannot be read: {error}. Pictures are PNG, WebP or JPEG.") from None
-    if coarse:
-        small = pixels.resize((max(1, pixels.width // COARSE), max(1, pixels.height // COARSE)), Image.Resampling.BOX)
+    except OSError:
+        raise RequestError(f"{source} cannot be decoded as PNG, WebP or JPEG. Replace the file.") from None
+    if pixelated:
+        small = pixels.resize(
+            (max(1, pixels.width // PIXEL_SIZE), max(1, pixels.height // PIXEL_SIZE)), Image.Resampling.BOX
+        )
         pixels = small.resize(pixels.size, Image.Resampling.NEAREST)
     encoded = io.BytesIO()
-    bare = Image.frombytes("RGB", pixels.size, pixels.tobytes())  # `pixels` carries metadata along
+    bare = Image.frombytes("RGB", pixels.size, pixels.tobytes())  # `pixels` still carries the metadata
     bare.save(encoded, "png")
     content = encoded.getvalue()
     path = folder / PICTURES / picture_name(secret, content)
@@ -131,7 +144,7 @@ def add_picture(data: bytes, folder: Path, secret: bytes, coarse: bool = False) 
 
 
 def make_items(found: SampleSet, pictures: Sequence[Pictures], num_models: int) -> list[Item]:
-    """Every picture of every prompt, of each pair of models."""
+    """Pair the models' pictures: one item for every pair of models, prompt and index."""
     items = []
     for sample in list_samples(found.prompts, found.drawing["images_per_prompt"]):
         prompt, key = sample.prompt, (sample.prompt.id, sample.index)
@@ -145,52 +158,58 @@ def make_items(found: SampleSet, pictures: Sequence[Pictures], num_models: int) 
 def make_gold(
     found: SampleSet, pictures: Sequence[Pictures], config: ProtocolConfig, folder: Path, secret: bytes
 ) -> list[Item]:
-    """A picture of some prompt beside a coarse one of another prompt, by the models in turn.
+    """Make gold items: a picture of a prompt, and as the worse one the pixelated picture of a different prompt.
+
+    The models contribute in turn.
 
     Raises:
-        RequestError: there is one prompt alone.
+        RequestError: there is only one prompt.
     """
     if len(found.prompts) < 2:
         raise RequestError(
-            "There is one prompt, so that no gold item can be made, and a study without gold cannot tell raters who "
-            "look from those who click. Sample more prompts, or give gold of your own (protocol.gold.file)."
+            "There is only one prompt, so gold items cannot be made, and a study without them cannot detect raters who "
+            "click without looking. Sample more prompts, or provide your own gold items (protocol.gold.file)."
         )
-    draws = Draws(secret, config.seed)
+    draws = KeyedDraws(secret, config.seed)
     prompts = draws.shuffled(found.prompts, "gold prompts")
     gold = []
     for number in range(min(len(prompts), num_gold(config, len(found.prompts), len(pictures)))):
         prompt, other = prompts[number], prompts[(number + 1) % len(prompts)]
         its = pictures[number % len(pictures)]
-        worse = (folder / PICTURES / its[other.id, 0]).read_bytes()
-        shown = (its[prompt.id, 0], add_picture(worse, folder, secret, coarse=True))
+        path = folder / PICTURES / its[other.id, 0]
+        shown = (its[prompt.id, 0], add_picture(path.read_bytes(), path, folder, secret, pixelated=True))
         gold.append(Item(f"gold/{number}", prompt.id, prompt.text, prompt.category, None, shown))
     return gold
 
 
 def num_gold(config: ProtocolConfig, num_prompts: int, num_models: int) -> int:
-    """Twice what one rater is shown: raters who talk to each other do not all know them."""
+    """Return twice the number of gold items per rater, so that raters who compare notes do not know all of them."""
     items = num_prompts * num_models * (num_models - 1) // 2 * config.votes_per_item / config.raters
-    return min(MOST_GOLD, 2 * at_least_one(config.gold.share, round(items)))
+    return min(MAX_GOLD, 2 * at_least_one(config.gold.share, round(items)))
 
 
 def read_gold(path: Path, folder: Path, secret: bytes) -> list[Item]:
-    """Gold of the user's own.
+    """Read the user's own gold items from a CSV file.
 
     Raises:
-        RequestError: the file cannot be read, lacks a column, has no row, or names a picture that is not there.
+        RequestError: the file cannot be read, lacks a column, has no rows, or names a picture that does not exist.
     """
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
             rows: list[dict[str, Any]] = list(csv.DictReader(file))
         gold = []
         for number, row in enumerate(rows):
-            two = [add_picture((path.parent / row[name]).read_bytes(), folder, secret) for name in ("better", "worse")]
-            gold.append(Item(f"gold/{number}", f"gold/{number}", row["prompt"], None, None, (two[0], two[1])))
+            better, worse = (path.parent / row[name] for name in ("better", "worse"))
+            shown = (
+                add_picture(better.read_bytes(), better, folder, secret),
+                add_picture(worse.read_bytes(), worse, folder, secret),
+            )
+            gold.append(Item(f"gold/{number}", f"gold/{number}", row["prompt"], None, None, shown))
     except (OSError, KeyError, TypeError, csv.Error, UnicodeDecodeError) as error:
         raise RequestError(
-            f"The gold file {path} cannot be used: {type(error).__name__}: {error}. It is a CSV with columns prompt, "
-            f"better and worse; the latter two are paths of pictures from its own folder."
+            f"The gold file {path} cannot be used: {type(error).__name__}: {error}. It must be a CSV with the columns "
+            f"prompt, better and worse, where better and worse are paths of pictures relative to the file."
         ) from error
     if not gold:
-        raise RequestError(f"The gold file {path} has no row: a study needs items whose better picture is known.")
+        raise RequestError(f"The gold file {path} has no rows. Add at least one item whose better picture is known.")
     return gold

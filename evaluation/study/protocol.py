@@ -1,7 +1,7 @@
-"""What a study asks, of whom, how often, and how votes are counted: fixed, and hashed, before the first vote.
+"""A study's protocol: questions, raters, items and the rules for counting votes, fixed before the first vote.
 
-STUDY/protocol.json     all of it, sealed
-STUDY/secret            32 random bytes, of which the protocol has the hash: sides, order and names of pictures
+STUDY/protocol.json     the protocol with its SHA-256
+STUDY/secret            32 random bytes that key sides, order and picture names; the protocol holds their hash
 STUDY/pictures/*.png    named by HMAC-SHA256(secret, content)
 STUDY/votes.sqlite      invitations and votes
 """
@@ -17,7 +17,7 @@ from typing import Annotated, Any
 from pydantic import Field, StringConstraints, field_validator
 
 from shards.base.config import Config
-from shards.base.durable import create_file, make_folder, read_sealed_json, sealed_json, write_file
+from shards.base.durable import check_version, create_file, make_folder, read_sealed_json, sealed_json, write_file
 from shards.base.errors import RequestError, WorkError
 
 VERSION = 1
@@ -30,63 +30,64 @@ QUESTIONS: dict[str, Text] = {
 
 
 class GoldConfig(Config):
-    """Items whose better picture is known: they tell raters who look from those who click."""
+    """Gold items, whose better picture is known, and which reveal raters who click without looking."""
 
     share: float = Field(0.05, le=0.5)
-    """Of a rater's items, rounded, at least one; above 0: there is no study without."""
+    """Number of gold items as a share of a rater's items, rounded, at least one. Must be above 0."""
     file: Path | None = None
-    """A CSV with columns prompt, better, worse: paths from its own folder; null: the worse one is of another prompt,
-    and coarse."""
+    """CSV with the columns prompt, better and worse, whose paths are relative to the file; null: use the pixelated
+    picture of a different prompt as the worse one."""
     exclude_below: float | None = Field(0.75, gt=0, le=1)
-    """Raters who answer a smaller share of gold questions right are left out of the result; null: nobody is."""
+    """Exclude raters who answer a smaller share of gold questions correctly; null: exclude nobody."""
 
     @field_validator("share")
     @classmethod
-    def _some(cls, share: float) -> float:
+    def _check_share(cls, share: float) -> float:
         if share <= 0:
             raise ValueError(
-                "a study without gold cannot tell raters who look from those who click. Take a share above 0, such as "
-                "0.05; to leave nobody out, set exclude_below to null"
+                "a study without gold items cannot detect raters who click without looking. Set a share above 0, such "
+                "as 0.05. To exclude nobody, set exclude_below to null"
             )
         return share
 
 
 class ProtocolConfig(Config):
-    """What is asked, and how votes are counted. Another protocol is another study."""
+    """The questions, and how votes are counted. A changed protocol is a different study."""
 
     name: Text = "Which picture is better?"
-    """The page's title."""
+    """Title of the page."""
     questions: dict[str, Text] = Field(QUESTIONS, min_length=1)
-    """Short name → what raters read; each is asked on its own."""
+    """Short name → the question that raters read. Each question is answered separately."""
     raters: int = Field(15, ge=2)
-    """How many are invited."""
+    """Number of raters."""
     votes_per_item: int = Field(5, ge=1)
-    """How many raters see an item."""
+    """Number of raters who see each item."""
     repeats: float = Field(0.1, ge=0, le=0.5)
-    """Share of a rater's items that is shown again with its sides swapped; only the first vote counts."""
+    """Share of a rater's items that is shown again with the sides swapped. Only the first vote counts."""
     gold: GoldConfig = GoldConfig()
     margin: float = Field(0.1, gt=0, lt=0.5)
-    """Models are equivalent if the preference is shown to be within a half ± this."""
+    """Models are equivalent if the preference is shown to be within one half ± this margin."""
     seed: int = Field(0, ge=0, lt=2**63)
-    """With the secret it keys who sees what, in which order, on which side."""
+    """Keys, together with the secret, who sees which items, in which order and on which side."""
 
 
 @dataclass(frozen=True)
 class Item:
-    """Two pictures of one prompt."""
+    """A prompt and two pictures of it."""
 
     id: str
     prompt_id: str
     prompt: str
     category: str | None
     models: tuple[int, int] | None
-    """Numbers of the two pictures' models; None of gold, whose first picture is the better one."""
+    """Indices of the models that drew the pictures; None for a gold item, whose first picture is the better one."""
     pictures: tuple[str, str]
+    """File names of the pictures."""
 
 
 @dataclass(frozen=True)
 class Protocol:
-    """A study, but for its votes."""
+    """Everything about a study except its votes."""
 
     name: str
     questions: dict[str, str]
@@ -99,38 +100,39 @@ class Protocol:
     seed: int
     secret_sha256: str
     models: list[dict[str, Any]]
-    """Where each one's sample set was, and what names it."""
+    """Location and identity of each model's sample set."""
     items: list[Item]
     gold: list[Item]
 
     def as_json(self) -> dict[str, Any]:
-        in_order = [[name, text] for name, text in self.questions.items()]  # JSON's keys are sorted
+        """Return the content of protocol.json."""
+        in_order = [[name, text] for name, text in self.questions.items()]  # sealed JSON sorts its keys
         return {"version": VERSION, **asdict(self), "questions": in_order}
 
     @property
     def sha256(self) -> str:
-        """The seal of protocol.json: what is published before the first vote, and kept beside the votes."""
+        """SHA-256 of protocol.json, published before the first vote and stored with the votes."""
         return hashlib.sha256(sealed_json(self.as_json())).hexdigest()
 
     @property
     def letters(self) -> list[str]:
-        """Short names of the models: A, B, …"""
+        """Short names of the models: A, B and so on."""
         return [chr(ord("A") + number) for number in range(len(self.models))]
 
 
 @dataclass(frozen=True)
 class Study:
-    """A folder with a protocol, its secret, and all of its pictures."""
+    """A prepared study: its folder, protocol and secret."""
 
     folder: Path
     protocol: Protocol
     secret: bytes
 
     def picture(self, name: str) -> bytes:
-        """A picture's file.
+        """Read a picture.
 
         Raises:
-            WorkError: it is missing, or is not the one that was prepared.
+            WorkError: it is missing, or differs from the one that was prepared.
         """
         path = self.folder / PICTURES / name
         try:
@@ -139,36 +141,33 @@ class Study:
             data = b""
         if picture_name(self.secret, data) != name:
             raise WorkError(
-                f"{path} is {'missing' if not data else 'damaged'}. Restore it from a copy; or prepare the same study "
-                f"again with the same command, which writes what is missing."
+                f"{path} is {'missing' if not data else 'damaged'}. Restore it from a backup, or run the same "
+                f"`prepare` command again, which rewrites missing pictures."
             )
         return data
 
 
 def picture_name(secret: bytes, data: bytes) -> str:
-    """A file's name, which without the secret says nothing of its content."""
+    """Derive a picture's file name, which reveals nothing about its content without the secret."""
     return hmac.digest(secret, b"picture" + hashlib.sha256(data).digest(), "sha256").hex()[:32] + ".png"
 
 
 def read_study(folder: Path) -> Study:
-    """A prepared study.
+    """Load a prepared study.
 
     Raises:
-        RequestError: there is none, or it is of a later version.
-        DamagedFile: its protocol was changed.
-        WorkError: the secret is missing, or is another study's.
+        RequestError: the folder holds no study, or one of a different version.
+        DamagedFile: the protocol was modified.
+        WorkError: the secret is missing, or belongs to a different study.
     """
     try:
         content = read_sealed_json(folder / RECORD)
     except FileNotFoundError:
         raise RequestError(
-            f"{folder} is no study: it has no {RECORD}. Prepare one: make study A=SAMPLES B=SAMPLES OUT={folder}."
+            f"{folder} is not a study: it has no {RECORD}. Prepare one with `make study A=SAMPLES B=SAMPLES "
+            f"OUT={folder}`."
         ) from None
-    if (version := content.pop("version")) != VERSION:
-        raise RequestError(
-            f"{folder} was prepared by a later version of latentmill (protocol {version}; this one knows {VERSION}). "
-            f"Use that version."
-        )
+    check_version(content.pop("version"), VERSION, str(folder / RECORD))
     for name in ("items", "gold"):
         content[name] = [_item(item) for item in content[name]]
     protocol = Protocol(**content | {"questions": dict(content["questions"])})
@@ -176,28 +175,29 @@ def read_study(folder: Path) -> Study:
     secret = path.read_bytes() if path.is_file() else b""
     if hashlib.sha256(secret).hexdigest() != protocol.secret_sha256:
         raise WorkError(
-            f"{path} is not the secret that the study was prepared with: without it nobody knows which side a model "
-            f"was on. Restore it from a copy."
+            f"{path} is missing or is not the secret that the study was prepared with. Without it, the side on which "
+            f"each model was shown cannot be recovered. Restore it from a backup."
         )
     return Study(folder, protocol, secret)
 
 
 def check_pictures(study: Study) -> None:
-    """Read every picture.
+    """Verify all pictures.
 
     Raises:
-        WorkError: some are missing or damaged; the first is named.
+        WorkError: a picture is missing or damaged.
     """
     for name in sorted(pictures_of([*study.protocol.items, *study.protocol.gold])):
         study.picture(name)
 
 
 def pictures_of(items: Iterable[Item]) -> set[str]:
+    """Return the file names of the items' pictures."""
     return {name for item in items for name in item.pictures}
 
 
 def make_secret(folder: Path) -> bytes:
-    """The folder's secret; a new one where there is none."""
+    """Return the folder's secret, creating it if there is none."""
     path = folder / SECRET
     make_folder(folder)
     if not path.exists():

@@ -1,4 +1,4 @@
-"""Invitations and votes: an SQLite file in WAL mode, flushed at every commit. Nothing in it is changed or removed."""
+"""Invitations and votes in an append-only SQLite database, in WAL mode and flushed at every commit."""
 
 import hashlib
 import secrets
@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from evaluation.study.protocol import Study
+from shards.base.durable import check_version
 from shards.base.errors import RequestError, WorkError
 
 FILE = "votes.sqlite"
@@ -31,7 +32,7 @@ SCHEMA = (
     ) BEGIN SELECT RAISE(IGNORE); END""",
     *(
         f"CREATE TRIGGER {table}_no_{action} BEFORE {action} ON {table} "
-        f"BEGIN SELECT RAISE(ABORT, 'of {table} nothing is changed or removed'); END"
+        f"BEGIN SELECT RAISE(ABORT, '{table} is append-only'); END"
         for table in ("study", "invitations", "votes")
         for action in ("UPDATE", "DELETE")
     ),
@@ -41,47 +42,49 @@ SCHEMA = (
 
 @dataclass(frozen=True)
 class Vote:
+    """One rater's answer to one question about one showing."""
+
     rater: int
     showing: int
     question: str
     answer: str
-    """first, second, or tie: as the page showed them."""
+    """`first`, `second` or `tie`, as displayed on the page."""
     seconds: float
-    """Since the pictures were shown, by the rater's own clock."""
+    """Time since the pictures appeared, by the rater's clock."""
 
 
 class Votes:
-    """A study's database. One connection, for one thread."""
+    """A connection to a study's database, for use by one thread."""
 
     def __init__(self, connection: sqlite3.Connection, path: Path):
         self._db = connection
         self._path = path
 
     def invite(self, rater: int) -> str:
-        """A new link's token for a rater, counted from 0; one that the rater had before is void."""
+        """Create an invitation token for a rater (from 0), and invalidate the rater's earlier ones."""
         token = secrets.token_urlsafe(TOKEN_BYTES)
         with self._transaction():
-            values = (rater, _hashed(token), _now())
+            values = (rater, _sha256(token), _now())
             self._db.execute("INSERT INTO invitations (rater, token_sha256, at) VALUES (?, ?, ?)", values)
         return token
 
     def invited(self) -> set[int]:
-        """Raters who have a link."""
+        """Return the raters who have been invited."""
         return {rater for (rater,) in self._db.execute("SELECT DISTINCT rater FROM invitations")}
 
     def rater_of(self, token: str) -> int | None:
-        """Whose token it is; None where it is nobody's, or void."""
+        """Return the rater a token belongs to, or None if it is unknown or has been replaced."""
         newest = (
             "SELECT rater, token_sha256 FROM invitations WHERE id IN (SELECT MAX(id) FROM invitations GROUP BY rater)"
         )
-        found = self._db.execute(f"SELECT rater FROM ({newest}) WHERE token_sha256 = ?", (_hashed(token),)).fetchone()
+        found = self._db.execute(f"SELECT rater FROM ({newest}) WHERE token_sha256 = ?", (_sha256(token),)).fetchone()
         return None if found is None else int(found[0])
 
     def cast(self, rater: int, showing: int, answers: Mapping[str, str], vote: str, seconds: float) -> dict[str, str]:
-        """Add the answers to a showing's questions, on the disk once this returns; what was voted before stays.
+        """Store the answers about a showing durably, unless the rater already answered.
 
         Returns:
-            The answers that count: these, or the earlier ones.
+            Question → the answer that counts, which may be an earlier one.
         """
         rows = [(rater, showing, question, answer, vote, seconds, _now()) for question, answer in answers.items()]
         with self._transaction():
@@ -93,12 +96,12 @@ class Votes:
         return dict(self._db.execute(kept, (rater, showing)).fetchall())
 
     def num_done(self, rater: int) -> int:
-        """How many showings a rater has voted on."""
+        """Return the number of showings that a rater has voted on."""
         done = self._db.execute("SELECT COUNT(DISTINCT showing) FROM votes WHERE rater = ?", (rater,)).fetchone()
         return int(done[0])
 
     def all(self) -> list[Vote]:
-        """Every vote, in the order in which they were given."""
+        """Return all votes in the order in which they were cast."""
         rows = self._db.execute("SELECT rater, showing, question, answer, seconds FROM votes ORDER BY id")
         return [Vote(*row) for row in rows]
 
@@ -108,17 +111,17 @@ class Votes:
             self._db.execute("BEGIN IMMEDIATE")
             with self._db:
                 yield
-        except sqlite3.OperationalError as error:  # a full disk, another process that holds it
-            raise WorkError(f"{self._path} cannot be written: {error}. What was voted before is kept.") from error
+        except sqlite3.OperationalError as error:  # such as a full disk, or a lock held by another process
+            raise WorkError(f"{self._path} cannot be written: {error}. Votes cast earlier are kept.") from error
 
 
 @contextmanager
 def open_votes(study: Study) -> Iterator[Votes]:
-    """A study's votes; an empty file of them where there is none.
+    """Open a study's votes, creating the database if there is none.
 
     Raises:
-        RequestError: they were given under another protocol, or are of a later version.
-        WorkError: the file is damaged.
+        RequestError: the database belongs to a different protocol, or has a different format version.
+        WorkError: the database is damaged or locked.
     """
     path = study.folder / FILE
     try:
@@ -131,39 +134,38 @@ def open_votes(study: Study) -> Iterator[Votes]:
         if isinstance(error, sqlite3.IntegrityError | sqlite3.ProgrammingError):
             raise
         raise WorkError(
-            f"{path} cannot be used: {error}. If another program holds it, end that; if it is damaged, restore a copy."
+            f"{path} cannot be used: {error}. If another program has locked it, stop that program. If it is damaged, "
+            f"restore a backup."
         ) from error
 
 
 def _begin(db: sqlite3.Connection, study: Study, path: Path) -> None:
+    """Create the tables if the database is new, and check that it belongs to this study."""
     sha256 = study.protocol.sha256
     db.execute("BEGIN IMMEDIATE")
     (version,) = db.execute("PRAGMA user_version").fetchone()
-    if version > VERSION:
-        raise RequestError(
-            f"{path} was written by a later version of latentmill (votes {version}; this one knows {VERSION}). Use "
-            f"that one: this one could count its votes wrongly."
-        )
-    if not version:
+    if version:
+        check_version(version, VERSION, str(path))
+    else:
         for statement in SCHEMA:
             db.execute(statement)
         db.execute("INSERT INTO study VALUES (?, ?)", (sha256, _now()))
-    (begun,) = db.execute("SELECT protocol_sha256 FROM study").fetchone()
+    (recorded,) = db.execute("SELECT protocol_sha256 FROM study").fetchone()
     db.execute("COMMIT")
-    if begun != sha256:
+    if recorded != sha256:
         raise RequestError(
-            f"{path} was begun under another protocol ({begun[:12]}…; {study.folder} now has {sha256[:12]}…). A "
-            f"changed protocol is another study: restore the one that votes were given under, or prepare the new one "
-            f"in another folder."
+            f"{path} belongs to a different protocol ({recorded[:12]}…; {study.folder} now has {sha256[:12]}…). A "
+            f"changed protocol is a different study. Restore the original protocol, or prepare the new one in another "
+            f"folder."
         )
 
 
-def _hashed(token: str) -> str:
+def _sha256(token: str) -> str:
     return hashlib.sha256(as_bytes(token)).hexdigest()
 
 
 def as_bytes(text: str) -> bytes:
-    """What a client sent, which may be no UTF-8."""
+    """Encode text from a client, which may contain invalid UTF-8."""
     return text.encode(errors="surrogateescape")
 
 

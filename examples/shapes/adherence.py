@@ -1,4 +1,4 @@
-"""The fixed prompts for `evaluation`, and how many of the pictures that it drew of them show what was asked for."""
+"""The demo's fixed prompts, and how many of the images drawn for them show the requested colour and shape."""
 
 import json
 from pathlib import Path
@@ -8,23 +8,26 @@ import numpy as np
 from evaluation.report.pictures import first_pictures
 from evaluation.report.records import evaluations
 from examples.shapes.judge import judge
-from examples.shapes.prompts import PROMPT_SEED, Prompt, held_out_prompts, seen_prompts
+from examples.shapes.prompts import PROMPT_SEED, ScenePrompt, held_out_prompts, seen_prompts
 
 PHASES = ("phase1", "phase2")
-LEAST = {"colour": 0.9, "shape": 0.8}
-"""Shares of phase 2's pictures of combinations that training showed, of a world in full size."""
-LARGEST = 1024
-"""Of the demo's pictures, none has so large a side: they are judged as they were drawn."""
+MIN_SHARES = {"colour": 0.9, "shape": 0.8}
+"""Shares of phase 2's images of seen combinations that a demo of full size must reach."""
+MAX_SIDE = 1024
+"""Larger than any image of the demo, so that all are judged at their original size."""
 
 
-def prompt_lists() -> dict[str, list[Prompt]]:
-    """The two fixed lists: combinations that training showed, and those that it never did."""
+def prompt_lists() -> dict[str, list[ScenePrompt]]:
+    """Return the two fixed lists: combinations that occur in the training data, and held-out ones."""
     return {"seen": seen_prompts(), "held_out": held_out_prompts()}
 
 
 def write_prompts(path: Path) -> None:
-    """Both lists as MJHQ's JSON, shuffled: whoever shows the first few shows some of each, and so does each group that
-    an interval leaves out."""
+    """Write both lists in MJHQ's JSON format, shuffled.
+
+    The first few prompts then contain some of each list, and so does every group that the intervals' jackknife leaves
+    out.
+    """
     entries = [
         (f"{name}-{i:02d}", {"prompt": prompt.text, "category": name})
         for name, prompts in prompt_lists().items()
@@ -35,41 +38,48 @@ def write_prompts(path: Path) -> None:
 
 
 def newest_pictures(run_dir: Path) -> dict[str, np.ndarray]:
-    """List → (prompts, side, side, 3) uint8 in the list's order, of the newest checkpoint that was evaluated."""
+    """Load the images of the newest evaluated checkpoint: list → (prompts, side, side, 3) uint8 in the list's order."""
     place = evaluations(run_dir)[-1].place
     lists = prompt_lists()
-    shown = first_pictures(place, sum(map(len, lists.values())), LARGEST)
-    found = {one.prompt.id: np.asarray(one.picture) for one in shown}
-    return {name: np.stack([found[f"{name}-{i:02d}"] for i in range(len(its))]) for name, its in lists.items()}
+    shown = first_pictures(place, sum(map(len, lists.values())), MAX_SIDE)
+    by_id = {each.prompt.id: np.asarray(each.picture) for each in shown}
+    return {name: np.stack([by_id[f"{name}-{i:02d}"] for i in range(len(its))]) for name, its in lists.items()}
 
 
 def judge_phases(folder: Path) -> None:
-    """Write FOLDER/adherence.json: each phase's shares, for each list."""
+    """Judge the images of both phases, and write FOLDER/adherence.json with the shares for each list."""
     adherence = {}
     for phase in PHASES:
         pictures = newest_pictures(folder / phase)
         adherence[phase] = {name: score(pictures[name], prompts) for name, prompts in prompt_lists().items()}
-        print(f"{phase}: {json.dumps(adherence[phase])}", flush=True)
+        for name, shares in adherence[phase].items():
+            print(
+                f"{phase}, {name.replace('_', '-')} combinations: colour correct in {shares['colour']:.1%}, "
+                f"shape correct in {shares['shape']:.1%} of {shares['samples']} images",
+                flush=True,
+            )
     (folder / "adherence.json").write_text(json.dumps(adherence, indent=2) + "\n")
 
 
 def check_adherence(folder: Path) -> None:
-    """Of a world in full size.
+    """Check that a demo of full size has learnt to follow its prompts.
 
     Raises:
-        SystemExit: phase 2 draws too few pictures as they were asked for.
+        SystemExit: too few of phase 2's images show what their prompts ask for.
     """
     found = json.loads((folder / "adherence.json").read_text())["phase2"]["seen"]
-    short = [f"{name} {found[name]:.1%}, not {least:.0%}" for name, least in LEAST.items() if found[name] < least]
+    short = [
+        f"{name} {found[name]:.1%} instead of {least:.0%}" for name, least in MIN_SHARES.items() if found[name] < least
+    ]
     if short:
         raise SystemExit(
-            f"error: phase 2 draws too few pictures as they were asked for: {', '.join(short)}. The demo is the same "
-            f"on every machine but for rounding, so something is broken. {folder}/report.html shows it."
+            f"error: too few of phase 2's images show what their prompts ask for: {', '.join(short)}. The demo is "
+            f"the same on every machine up to rounding, so this is a defect. See {folder}/report.html."
         )
 
 
-def score(pictures: np.ndarray, prompts: list[Prompt]) -> dict[str, float | int]:
-    """Shares of pictures with the colour and with the shape that their prompt asks for."""
+def score(pictures: np.ndarray, prompts: list[ScenePrompt]) -> dict[str, float | int]:
+    """Compute the shares of images with the colour and with the shape that their prompts ask for."""
     seen = [judge(picture) for picture in pictures]
     colour = [found.colour == prompt.scene.colour for found, prompt in zip(seen, prompts, strict=True)]
     shape = [found.shape == prompt.scene.shape for found, prompt in zip(seen, prompts, strict=True)]

@@ -1,10 +1,10 @@
-"""What people write under such pictures. Every caption is true; many leave something out."""
+"""Captions of the demo's images, written from templates. Every caption is true, but many omit some facts."""
 
 import numpy as np
 
 from examples.shapes.scenes import Scene
 
-# Words that mean the same; the first is the scene's own name for it. A name that is not listed has no other word.
+# Synonyms of a fact's name, which comes first. Names that are not listed have no synonyms.
 SYNONYMS: dict[str, tuple[str, ...]] = {
     "circle": ("circle", "circle", "disc"),
     "gray": ("gray", "grey"),
@@ -20,7 +20,7 @@ SYNONYMS: dict[str, tuple[str, ...]] = {
     "bottom right": ("bottom right", "lower right"),
 }
 
-# "a" before a word is made "an" where the word begins with a vowel.
+# "a" becomes "an" before a vowel.
 TEMPLATES: tuple[str, ...] = (
     "a {size} {colour} {shape} in the {place} on a {background} background",
     "a {size} {colour} {shape} at the {place} on a {background} background",
@@ -39,18 +39,18 @@ FACTS = ("colour", "shape", "background", "size", "place")
 
 
 def write_caption(scene: Scene, rng: np.random.Generator) -> str:
-    """A true caption of the scene in one of the ways above; it always says colour and shape."""
+    """Write a true caption of the scene from a random template. It always states colour and shape."""
     return fill(TEMPLATES[rng.integers(len(TEMPLATES))], scene, rng)
 
 
 def fill(template: str, scene: Scene, rng: np.random.Generator) -> str:
-    """The template with the scene's facts, each in one of its words."""
+    """Fill a template with the scene's facts, each expressed by a random synonym."""
     words = {fact: _word(getattr(scene, fact), rng) for fact in FACTS}
     return _with_articles(template.format(**words))
 
 
 def stated_facts(template: str) -> frozenset[str]:
-    """Which of FACTS the template states."""
+    """Return the facts that a template states."""
     return frozenset(fact for fact in FACTS if "{" + fact + "}" in template)
 
 

@@ -1,9 +1,9 @@
-"""`make demo`: the whole product on a picture world of its own, on a machine without a GPU.
+"""Run both stages on a synthetic world of images, without a GPU (`make demo`).
 
     world → (HTTP) → tars → latents → phase 1 (64 px) → phase 2 (128 px) → evaluation → report
 
-Each step is the command that a user would type, or this example's own. A step that is done is not done again when the
-demo is interrupted and started anew; a demo that was finished starts from nothing.
+Most steps run the command that a user would type. After an interruption, run the demo again to continue with the first
+unfinished step. After a finished demo, it starts over.
 """
 
 import argparse
@@ -31,18 +31,18 @@ CONFIGS = Path(__file__).parent / "configs"
 ROWS_PER_TAR = 500
 SIDES = {"phase1": 64, "phase2": 128}
 SEED = 0
-MOST_PROCESSES = 8
-"""More than these would each have fewer than four pictures of phase 2's batch."""
-SMALLEST_BATCH = 32
-"""Phase 2's global batch, which the training processes share evenly."""
+MAX_PROCESSES = 8
+"""With more, each process would have fewer than four images of phase 2's batch."""
+PHASE2_BATCH = 32
+"""Phase 2's global batch size, which the training processes share evenly."""
 STEP_RATIO, LATER_SECONDS_RATIO = 1.55, 0.53
-"""Time of a step of phase 2, and of the whole evaluation / of phase 1: measured on CPUs, and used for the estimate."""
+"""Duration of phase 2, and of everything after it, relative to phase 1. Measured on CPUs and used for the estimate."""
 ESTIMATE_AFTER = 10
-"""Steps of phase 1 after which the demo estimates its total time."""
+"""Steps of phase 1 after which the demo estimates its total duration."""
 
 
 class Demo:
-    """The demo's folder, its steps, and how long each took."""
+    """The demo's folder, its finished steps and their durations."""
 
     def __init__(self, folder: Path, num_pictures: int):
         self.folder = folder
@@ -56,27 +56,27 @@ class Demo:
         self.done: list[str] = found["done"]
 
     def step(self, name: str, title: str, work: Callable[[], None]) -> None:
-        """Do `work` unless an earlier start of this demo did."""
+        """Run a step, unless it was finished before an interruption, and print its duration."""
         number = f"[{STEPS.index(name) + 1}/{len(STEPS)}]"
         if name in self.done:
-            print(f"{number} {title}: done before", flush=True)
+            print(f"{number} {title}: finished earlier", flush=True)
             return
         print(f"\n{number} {title}", flush=True)
         started = time.monotonic()
         try:
             work()
             self.done.append(name)
-        finally:  # time spent before an interruption counts as well
+        finally:  # time before an interruption counts as well
             self.seconds[name] = round(self.seconds.get(name, 0.0) + time.monotonic() - started, 1)
             self.timings.write_text(json.dumps({"seconds": self.seconds, "done": self.done}))
-        print(f"{number} {title}: {self.seconds[name]:.0f} s", flush=True)
+        print(f"{number} Done in {self.seconds[name]:.0f} s.", flush=True)
 
     def make_world(self) -> None:
-        """Pictures on disk, as a web server would have them."""
+        """Draw the images into a folder that plays the role of the web."""
         write_world(self.folder / "web", self.num_pictures, SEED)
 
     def download(self) -> None:
-        """The pictures, over HTTP, into webdataset tars."""
+        """Download the images over HTTP into webdataset tars."""
         shutil.rmtree(self.folder / "tars", ignore_errors=True)
         with serve(self.folder / "web") as address:
             table = metadata(plan_world(self.num_pictures, SEED), address)
@@ -88,15 +88,16 @@ class Demo:
             )
 
     def precompute(self) -> None:
+        """Encode the tars into latents (stage 1)."""
         config = str(CONFIGS / "precompute.yaml")
         call("precompute", "--config", config, "--input", str(self.folder / "tars"), "--output", self.latents)
 
     def train(self, phase: int) -> None:
-        """One phase of stage 2, launched as `make train` launches it."""
+        """Train one phase of stage 2, launched like `make train`, and export it."""
         run_dir = self.folder / f"phase{phase}"
         start = ["--init_from", str(self.folder / "phase1")] if phase == 2 else []
         config = CONFIGS / f"phase{phase}.yaml"
-        processes = str(training_processes(available_cores()))  # the loss curve is the same on any number
+        processes = str(training_processes(available_cores()))  # the loss curve does not depend on it
         launch = ["train.launch", "--num_machines", "1", "--num_processes", processes]
         launch += ["--multi_gpu", "--main_process_port", "0"] if processes != "1" else []
         launch += ["--mixed_precision", "no", "--dynamo_backend", "no", "--quiet"]
@@ -107,7 +108,7 @@ class Demo:
 
     @contextmanager
     def estimate(self, metrics: Path) -> Iterator[None]:
-        """Print how long the whole demo will take, once phase 1 has logged its first steps."""
+        """Print an estimate of the demo's total duration once phase 1 has logged its first steps."""
         ended = threading.Event()
         earlier = sum(self.seconds.values())
         started = time.monotonic()
@@ -117,12 +118,12 @@ class Demo:
                 if metrics.exists() and (lines := metrics.read_text().splitlines()):
                     line = json.loads(lines[0])
                     if line["step"] > ESTIMATE_AFTER:
-                        return  # a resumed run, whose first steps were estimated before
+                        return  # a resumed run, which printed its estimate earlier
                     spent = earlier + time.monotonic() - started
                     left = seconds_left(line["images_per_second"])
                     print(
-                        f"the demo will take about {(spent + left) / 60:.0f} minutes in all ({spent / 60:.0f} so far): "
-                        f"phase 1 trains {line['images_per_second']:.0f} images/s on this machine",
+                        f"The demo will take about {(spent + left) / 60:.0f} minutes in total, {spent / 60:.0f} of "
+                        f"which have passed. Phase 1 trains at {line['images_per_second']:.0f} images/s here.",
                         flush=True,
                     )
                     return
@@ -137,10 +138,11 @@ class Demo:
 
     @property
     def latents(self) -> str:
+        """Path of the latents root."""
         return str(self.folder / "latents")
 
     def evaluate(self) -> None:
-        """Pictures of every fixed prompt from the checkpoints of both phases, metrics, and the judge's verdict."""
+        """Sample the fixed prompts from the checkpoints of both phases, compute metrics, and judge the images."""
         prompts = self.folder / "prompts.json"
         write_prompts(prompts)
         for phase, side in SIDES.items():
@@ -153,6 +155,7 @@ class Demo:
         judge_phases(self.folder)
 
     def report(self) -> None:
+        """Write the report and print a summary."""
         write_report(self.folder, self.seconds)
 
 
@@ -160,15 +163,15 @@ STEPS = ("world", "download", "precompute", "phase1", "phase2", "evaluate")
 
 
 def training_processes(cores: int) -> int:
-    """Return how many processes train on `cores` CPU cores: as many as share phase 2's batch evenly."""
-    return max(n for n in range(1, min(cores, MOST_PROCESSES) + 1) if SMALLEST_BATCH % n == 0)
+    """Return the largest number of processes for `cores` CPU cores that divides phase 2's batch evenly."""
+    return max(n for n in range(1, min(cores, MAX_PROCESSES) + 1) if PHASE2_BATCH % n == 0)
 
 
 def seconds_left(images_per_second: float) -> float:
-    """Estimate the seconds from phase 1's first logged step to the demo's end.
+    """Estimate the seconds from phase 1's first logged step to the end of the demo.
 
     Args:
-        images_per_second: rate of phase 1. The other steps are estimated from it by ratios measured on CPUs.
+        images_per_second: rate of phase 1. The later steps are estimated from it by ratios measured on CPUs.
     """
     config = load_config(TrainConfig, CONFIGS / "phase1.yaml", [], "demo")
     phase_1 = (config.max_steps - ESTIMATE_AFTER) * config.global_batch_size / images_per_second
@@ -176,26 +179,28 @@ def seconds_left(images_per_second: float) -> float:
 
 
 def call(*arguments: str) -> None:
-    """`python -m …`, its output shown as it comes; a failure ends the demo with the command's own message."""
+    """Run `python -m …` with its output shown, and exit if it fails."""
     completed = subprocess.run([sys.executable, "-m", *arguments])
     if completed.returncode:
         sys.exit(
-            f"error: `python -m {' '.join(arguments[:3])} …` failed with exit code {completed.returncode}; see above."
+            f"error: `python -m {' '.join(arguments[:3])} …` failed with exit code {completed.returncode}. Its message "
+            f"is above. Run the demo again to continue with this step."
         )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--folder", type=Path, default=Path("runs/demo"))
-    parser.add_argument("--num-pictures", type=int, default=NUM_PICTURES)
+    """Run all steps."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, default=Path("runs/demo"), help="default: runs/demo")
+    parser.add_argument("--num-pictures", type=int, default=NUM_PICTURES, help=f"default: {NUM_PICTURES:,}")
     arguments = parser.parse_args()
     demo = Demo(arguments.folder, arguments.num_pictures)
-    demo.step("world", f"draw {arguments.num_pictures} captioned pictures", demo.make_world)
-    demo.step("download", "serve them over HTTP, and download them with img2dataset", demo.download)
-    demo.step("precompute", "stage 1: encode pictures and captions into latents", demo.precompute)
-    demo.step("phase1", "stage 2, phase 1: train at 64 px", lambda: demo.train(1))
-    demo.step("phase2", "stage 2, phase 2: train at 128 px", lambda: demo.train(2))
-    demo.step("evaluate", "evaluate the checkpoints of both phases", demo.evaluate)
+    demo.step("world", f"Draw {arguments.num_pictures:,} captioned images", demo.make_world)
+    demo.step("download", "Serve the images over HTTP and download them with img2dataset", demo.download)
+    demo.step("precompute", "Stage 1: encode images and captions into latents", demo.precompute)
+    demo.step("phase1", "Stage 2, phase 1: train at 64 px", lambda: demo.train(1))
+    demo.step("phase2", "Stage 2, phase 2: train at 128 px", lambda: demo.train(2))
+    demo.step("evaluate", "Evaluate the checkpoints of both phases", demo.evaluate)
     demo.report()
     if arguments.num_pictures >= NUM_PICTURES:
         check_adherence(arguments.folder)

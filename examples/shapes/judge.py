@@ -1,4 +1,4 @@
-"""What a picture of this world shows, told from its pixels alone: plain geometry, nothing learnt, nothing random."""
+"""Recognise the colour and shape in an image by geometry on its pixels, without anything learnt or random."""
 
 from dataclasses import dataclass
 
@@ -10,24 +10,24 @@ Array = np.ndarray
 
 MIN_CONTRAST = 60.0  # RGB distance between foreground and background
 MAX_COLOUR_DISTANCE = 95.0  # RGB distance between the foreground and a colour's own tint
-MIN_OVERLAP = 0.75  # intersection over union of the foreground with a shape of its area at its place
-MIN_PLAIN_BORDER = 0.7  # part of the border that must be in the background's colour
-AREA_LIMITS = (0.02, 0.45)  # parts of the picture that a foreground may cover
+MIN_OVERLAP = 0.75  # intersection over union of the foreground with a shape of equal area and centroid
+MIN_PLAIN_BORDER = 0.7  # share of the border that must have the background's colour
+AREA_LIMITS = (0.02, 0.45)  # share of the image that the foreground may cover
 
 
 @dataclass(frozen=True)
-class Seen:
-    """The colour and the shape that a picture shows; None where it shows none of this world's."""
+class Verdict:
+    """The colour and the shape recognised in an image; None for anything that is not of this world."""
 
     colour: str | None
     shape: str | None
 
 
-NOTHING = Seen(None, None)
+NOTHING = Verdict(None, None)
 
 
-def judge(picture: Array) -> Seen:
-    """What a square picture, uint8 (height, width, 3), shows on its plain background."""
+def judge(picture: Array) -> Verdict:
+    """Recognise what a square image, uint8 (height, width, 3), shows on its plain background."""
     pixels = picture.astype(np.float64)
     background, border_is_plain = _background(pixels)
     distance = np.linalg.norm(pixels - background, axis=-1)  # (height, width)
@@ -38,11 +38,11 @@ def judge(picture: Array) -> Seen:
     coverage = _coverage(pixels, background, foreground)
     if not AREA_LIMITS[0] < coverage.mean() < AREA_LIMITS[1]:
         return NOTHING
-    return Seen(_nearest_colour(foreground), _best_shape(coverage))
+    return Verdict(_nearest_colour(foreground), _best_shape(coverage))
 
 
 def _background(pixels: Array) -> tuple[Array, bool]:
-    """The median colour of the picture's border, (3,), and whether most of the border is near it."""
+    """Return the median colour (3,) of the image's border, and whether most of the border is close to it."""
     width = max(1, len(pixels) // 32)
     inner = np.zeros(pixels.shape[:2], dtype=bool)
     inner[width:-width, width:-width] = True
@@ -53,14 +53,14 @@ def _background(pixels: Array) -> tuple[Array, bool]:
 
 
 def _coverage(pixels: Array, background: Array, foreground: Array) -> Array:
-    """How far each pixel is on the line from background (0) to foreground (1), (height, width)."""
+    """Return (height, width) the position of each pixel between background (0) and foreground (1)."""
     direction = foreground - background
     coverage = (pixels - background) @ direction / (direction @ direction)
     return np.where(coverage > 0.15, np.clip(coverage, 0, 1), 0)
 
 
 def _nearest_colour(foreground: Array) -> str | None:
-    """The nearest colour by name; None where a background's tint is nearer still, or all are far."""
+    """Return the name of the nearest colour, or None if a background is nearer or all colours are far."""
     tints = COLOURS | BACKGROUNDS
     distances = {name: float(np.linalg.norm(foreground - tint)) for name, tint in tints.items()}
     nearest = min(distances, key=lambda name: distances[name])
@@ -68,14 +68,14 @@ def _nearest_colour(foreground: Array) -> str | None:
 
 
 def _best_shape(coverage: Array) -> str | None:
-    """The shape whose outline, drawn with the same area about the same centroid, overlaps the coverage most."""
+    """Return the shape that overlaps the coverage most when drawn with equal area and centroid, or None."""
     overlaps = {shape: _overlap(coverage, shape) for shape in OUTLINES}
     best = max(overlaps, key=lambda shape: overlaps[shape])
     return best if overlaps[best] >= MIN_OVERLAP else None
 
 
 def _overlap(coverage: Array, shape: str) -> float:
-    """Intersection over union of the coverage, (height, width) in [0, 1], with the shape of equal area and centroid."""
+    """Compute the intersection over union of the coverage (height, width) with a shape of equal area and centroid."""
     height, width = coverage.shape
     area = coverage.sum()
     centroid = np.array([(coverage.sum(0) @ (np.arange(width) + 0.5)), (coverage.sum(1) @ (np.arange(height) + 0.5))])
@@ -86,7 +86,7 @@ def _overlap(coverage: Array, shape: str) -> float:
 
 
 def _area_and_centroid(corners: Array) -> tuple[float, Array]:
-    """Area and centroid (x, y) of a polygon, corners (n, 2): the shoelace formula."""
+    """Compute the area and the centroid (x, y) of a polygon (n, 2) by the shoelace formula."""
     following = np.roll(corners, -1, axis=0)
     cross = corners[:, 0] * following[:, 1] - following[:, 0] * corners[:, 1]
     area = cross.sum() / 2

@@ -1,7 +1,7 @@
-"""Make the demo's small models again: `python -m examples.shapes.models`. The demo itself uses the committed ones.
+"""Train the demo's small models: `python -m examples.shapes.models`. The demo itself uses the committed ones.
 
-Writes `vae/`, `text_encoder/` and `tokenizer/` in the folder layout that diffusers and transformers load, and prints
-how good they are on pictures and captions that they were not trained on.
+The command writes `vae/`, `text_encoder/` and `tokenizer/` in the layout that diffusers and transformers load, and
+prints their quality on held-out images and captions.
 """
 
 import argparse
@@ -18,6 +18,7 @@ MODELS = Path(__file__).parent / "models"
 
 
 def make_text_encoder(folder: Path, seed: int, num_steps: int) -> None:
+    """Build the tokenizer, train the text encoder, and print its accuracy."""
     tokenizer = build_tokenizer(folder / "tokenizer")
     encoder, heads = train_text_encoder(tokenizer, seed, num_steps)
     encoder.save_pretrained(folder / "text_encoder")
@@ -30,7 +31,10 @@ def make_text_encoder(folder: Path, seed: int, num_steps: int) -> None:
 
 
 def make_vae(folder: Path, seed: int, num_steps: int) -> None:
-    """The weights are stored as float16, half the bytes; diffusers loads them as float32 unless asked otherwise."""
+    """Train the VAE and print its reconstruction quality.
+
+    The weights are stored as float16 to halve the file. diffusers loads them as float32 by default.
+    """
     vae = train_vae(seed, num_steps)
     for side in (64, 128):
         print(f"vae at {side} px: {psnr(vae, draw_pictures(256, side, seed + 1)):.1f} dB")
@@ -38,6 +42,7 @@ def make_vae(folder: Path, seed: int, num_steps: int) -> None:
 
 
 def main() -> None:
+    """Train both models."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--folder", type=Path, default=MODELS)
     parser.add_argument("--seed", type=int, default=0)

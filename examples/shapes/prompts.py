@@ -1,4 +1,4 @@
-"""The fixed prompts that the demo samples: what was asked for is known, so that a judge can say whether it is there."""
+"""The demo's fixed prompts, each with the scene that it asks for, so that the images can be judged."""
 
 from dataclasses import dataclass
 
@@ -11,24 +11,24 @@ PROMPT_SEED = 7
 
 
 @dataclass(frozen=True)
-class Prompt:
-    """A caption to sample and the scene it asks for."""
+class ScenePrompt:
+    """A prompt and the scene that it asks for."""
 
     text: str
     scene: Scene
 
 
-def seen_prompts(num_prompts: int = 78) -> list[Prompt]:
-    """Prompts over all (colour, shape) pairs of the training pictures in turn."""
+def seen_prompts(num_prompts: int = 78) -> list[ScenePrompt]:
+    """Return prompts that cycle through all (colour, shape) pairs of the training images."""
     return _prompts(SEEN, num_prompts, stream=0)
 
 
-def held_out_prompts(num_prompts: int = 48) -> list[Prompt]:
-    """Prompts over all (colour, shape) pairs that no training picture shows and no training caption names."""
+def held_out_prompts(num_prompts: int = 48) -> list[ScenePrompt]:
+    """Return prompts that cycle through the (colour, shape) pairs that no training image or caption contains."""
     return _prompts(tuple(sorted(HELD_OUT)), num_prompts, stream=1)
 
 
-def _prompts(combinations: tuple[tuple[str, str], ...], num_prompts: int, stream: int) -> list[Prompt]:
+def _prompts(combinations: tuple[tuple[str, str], ...], num_prompts: int, stream: int) -> list[ScenePrompt]:
     rng = np.random.default_rng([PROMPT_SEED, stream])
     scenes = [sample_scene(rng, (combinations[i % len(combinations)],)) for i in range(num_prompts)]
-    return [Prompt(write_caption(scene, rng), scene) for scene in scenes]
+    return [ScenePrompt(write_caption(scene, rng), scene) for scene in scenes]

@@ -1,6 +1,5 @@
-"""What the demo leaves behind: report.html, samples.png, metrics.json, and a short table on the terminal."""
+"""The demo's results: report.html, samples.png, metrics.json and a summary on the terminal."""
 
-import html
 import json
 import textwrap
 from pathlib import Path
@@ -8,24 +7,24 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from evaluation.report.markup import section, table, text
+from evaluation.report.markup import Section, headline, paragraph, section, table
 from evaluation.report.page import ReportConfig, render
-from evaluation.report.runs import Run, read_runs
+from evaluation.report.runs import LoggedRun, read_runs
 from examples.shapes.adherence import PHASES, newest_pictures, prompt_lists
 from shards.open import open_store
 from shards.tools.stats import root_totals
 
 GRID = {"seen": 16, "held_out": 8}
-"""How many prompts of each list samples.png shows: the first ones."""
+"""Number of prompts that samples.png shows, from the start of each list."""
 COLUMNS = 8
 MARGINS = {"left": 0.035, "right": 0.995, "bottom": 0.01, "top": 0.79, "hspace": 0.04, "wspace": 0.06}
 LABELS = {"phase1": "phase 1, 64 px", "phase2": "phase 2, 128 px"}
 TITLES = {
-    "seen": "combinations of colour and shape that training showed",
-    "held_out": "combinations that no training picture showed and no caption named",
+    "seen": "combinations of colour and shape in the training data",
+    "held_out": "held-out combinations, which no training image or caption contained",
 }
 STEPS = {
-    "world": "draw the pictures",
+    "world": "draw the images",
     "download": "download (img2dataset)",
     "precompute": "stage 1: precompute",
     "phase1": "stage 2: phase 1",
@@ -35,19 +34,19 @@ STEPS = {
 
 
 def write_report(folder: Path, seconds: dict[str, float]) -> None:
-    """All three files, from what the steps left in `folder`; prints the table."""
+    """Write the three files from the results of the steps in `folder`, and print the summary."""
     runs = read_runs([str(folder / phase) for phase in PHASES])
     metrics = gather_metrics(folder, runs, seconds)
     draw_samples(folder)
-    title = "From pictures to a text-to-image model, on one small machine"
+    title = "From images to a text-to-image model on one small machine"
     page = render(runs, ReportConfig(prompts=8), title, [demo_section(metrics)])
     (folder / "report.html").write_text(page)
     (folder / "metrics.json").write_text(json.dumps(metrics, indent=2) + "\n")
-    print_table(folder, metrics)
+    print_summary(folder, metrics)
 
 
-def gather_metrics(folder: Path, runs: list[Run], seconds: dict[str, float]) -> dict[str, Any]:
-    """The demo in numbers; everything here was counted or measured by the run itself."""
+def gather_metrics(folder: Path, runs: list[LoggedRun], seconds: dict[str, float]) -> dict[str, Any]:
+    """Collect the demo's counts and measurements."""
     totals = root_totals(open_store(folder / "latents"))
     adherence = json.loads((folder / "adherence.json").read_text())
     final = adherence["phase2"]["seen"]
@@ -60,7 +59,7 @@ def gather_metrics(folder: Path, runs: list[Run], seconds: dict[str, float]) -> 
         "rejected_by_reason": dict(sorted(totals.rejected.items())),
         "buckets": totals.buckets,
         "precompute_images_per_second": round(downloaded / seconds["precompute"], 1),
-        "train_images_per_second": {run.name: round(run.middle("images_per_second") or 0, 1) for run in runs},
+        "train_images_per_second": {run.name: round(run.median("images_per_second") or 0, 1) for run in runs},
         "steps": {run.name: run.steps for run in runs},
         "adherence": {
             "colour": final["colour"],
@@ -73,17 +72,16 @@ def gather_metrics(folder: Path, runs: list[Run], seconds: dict[str, float]) -> 
     }
 
 
-def demo_section(metrics: dict[str, Any]) -> str:
-    """What is the demo's alone: whether pictures show what was asked for, and what each step took."""
+def demo_section(metrics: dict[str, Any]) -> Section:
+    """Build the section specific to the demo: how well images follow their prompts, and each step's duration."""
     adherence, seconds = metrics["adherence"], metrics["seconds"]
-    headline = {
-        "show the colour asked for": f"{adherence['colour']:.0%}",
-        "show the shape asked for": f"{adherence['shape']:.0%}",
-        "pictures in": f"{metrics['images_in']:,}",
+    figures = {
+        "of images have the requested colour": f"{adherence['colour']:.0%}",
+        "of images have the requested shape": f"{adherence['shape']:.0%}",
+        "images in": f"{metrics['images_in']:,}",
         "accepted": f"{metrics['accepted']:,}",
-        "minutes, all steps": f"{seconds['total'] / 60:.1f}",
+        "minutes in total": f"{seconds['total'] / 60:.1f}",
     }
-    figures = "".join(f"<div><b>{html.escape(v)}</b><span>{html.escape(k)}</span></div>" for k, v in headline.items())
     judged = {
         "phase 1, seen combinations": adherence["phase1"]["seen"],
         "phase 1, held-out combinations": adherence["phase1"]["held_out"],
@@ -95,21 +93,21 @@ def demo_section(metrics: dict[str, Any]) -> str:
     steps = [[title, f"{seconds[name]:.0f} s", speeds.get(name)] for name, title in STEPS.items()]
     return section(
         "demo",
-        "What make demo did",
-        text(
-            "It drew a world of captioned pictures, downloaded it over HTTP, encoded it once, and trained a U-Net on "
-            "the latents in two phases, without loading a pixel again. Held-out combinations of colour and shape are "
-            "in no training picture and in no caption. The metrics below have a toy for their extractor, mean colours "
-            "of 4 × 4 cells: they show how evaluation goes, and compare with nobody's."
+        "What the demo did",
+        paragraph(
+            "`make demo` drew captioned images, downloaded them over HTTP, encoded them once, and trained a U-Net on "
+            "the latents in two phases without reading a pixel again. Held-out combinations of colour and shape occur "
+            "in no training image or caption. The metrics below use a toy feature extractor, the mean colours of 4 × 4 "
+            "cells. They show how evaluation works and cannot be compared with published values."
         ),
-        f'<div class="figures">{figures}</div>',
-        table("Judged by plain geometry on the pixels", ["samples of", "colour", "shape", "pictures"], scores),
-        table("Time", ["step", "took", "images/s"], steps),
+        headline(figures),
+        table("Images that follow their prompt, judged by geometry", ["samples", "colour", "shape", "images"], scores),
+        table("Duration", ["step", "duration", "images/s"], steps),
     )
 
 
 def draw_samples(folder: Path) -> None:
-    """samples.png: each prompt above its two samples, phase 1 over phase 2."""
+    """Draw samples.png: each prompt above its samples from phase 1 and phase 2."""
     pictures = {phase: newest_pictures(folder / phase) for phase in PHASES}
     prompts = prompt_lists()
     blocks = [(name, start) for name, count in GRID.items() for start in range(0, count, COLUMNS)]
@@ -127,24 +125,27 @@ def draw_samples(folder: Path) -> None:
     figure.savefig(folder / "samples.png")
 
 
-def print_table(folder: Path, metrics: dict[str, Any]) -> None:
-    adherence, stored = metrics["adherence"], metrics["buckets"].items()
-    counts = f"{metrics['images_in']} / {metrics['accepted']} / {metrics['rejected']}"
-    speeds = ", ".join(f"{phase} {speed} img/s" for phase, speed in metrics["train_images_per_second"].items())
-    toys = ", ".join(
-        "{metric} {value:.3f} [{low:.3f}, {high:.3f}]".format(**r) for r in metrics["toy_metrics"]["phase2"]
-    )
+def print_summary(folder: Path, metrics: dict[str, Any]) -> None:
+    """Print the most important results, and where to find the rest."""
+    adherence, held_out = metrics["adherence"], metrics["adherence"]["held_out"]
+    reasons = [f"{reason} {count:,}" for reason, count in metrics["rejected_by_reason"].items()]
+    stored = [
+        f"{bucket}: {size['samples']:,} ({size['bytes_per_sample']:,} B each)"
+        for bucket, size in metrics["buckets"].items()
+    ]
+    speeds = [f"{phase} {speed} images/s" for phase, speed in metrics["train_images_per_second"].items()]
+    toys = ["{metric} {value:.3f} [{low:.3f}, {high:.3f}]".format(**row) for row in metrics["toy_metrics"][PHASES[-1]]]
     rows = [
-        ("pictures in / accepted / rejected", counts),
-        ("rejected by reason", ", ".join(f"{reason} {n}" for reason, n in metrics["rejected_by_reason"].items())),
-        ("samples stored", ", ".join(f"{b} {f['samples']} ({f['bytes_per_sample']} B)" for b, f in stored)),
-        ("stage 1", f"{metrics['precompute_images_per_second']} img/s"),
-        ("stage 2", speeds),
-        ("colour as asked", f"{adherence['colour']:.1%} (held-out combinations {adherence['held_out']['colour']:.1%})"),
-        ("shape as asked", f"{adherence['shape']:.1%} (held-out combinations {adherence['held_out']['shape']:.1%})"),
-        ("by a toy extractor, with 95 %", toys),
-        ("time", f"{metrics['seconds']['total'] / 60:.1f} min"),
+        ("images", "{images_in:,} in, {accepted:,} accepted, {rejected:,} rejected".format(**metrics)),
+        ("rejected because", ", ".join(reasons)),
+        ("samples stored", ", ".join(stored)),
+        ("stage 1", f"{metrics['precompute_images_per_second']} images/s"),
+        ("stage 2", ", ".join(speeds)),
+        ("colour correct", f"{adherence['colour']:.1%} ({held_out['colour']:.1%} for held-out combinations)"),
+        ("shape correct", f"{adherence['shape']:.1%} ({held_out['shape']:.1%} for held-out combinations)"),
+        ("toy metrics, 95 %", ", ".join(toys)),
+        ("total time", f"{metrics['seconds']['total'] / 60:.1f} min"),
     ]
     width = max(len(name) for name, _ in rows)
     print("\n" + "\n".join(f"  {name:<{width}}  {value}" for name, value in rows))
-    print(f"\n  open {folder}/report.html; the samples are in {folder}/samples.png")
+    print(f"\n  Open {folder}/report.html in a browser. Samples are in {folder}/samples.png.")

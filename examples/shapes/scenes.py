@@ -1,7 +1,7 @@
-"""What a picture shows, and how it is drawn: shape x colour x background x size x place.
+"""The scenes of the demo's world (shape x colour x background x size x place), and how they are drawn.
 
-Coordinates are in units of a picture's central square: (0, 0) is its top left corner, (1, 1) its bottom right one, so
-that a centre crop changes nothing that a caption says.
+Coordinates are relative to an image's central square, from (0, 0) at its top left to (1, 1) at its bottom right, so
+that captions remain true after a center crop.
 """
 
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ BACKGROUNDS: dict[str, RGB] = {
 }
 # Half the side of the box around the shape.
 SIZES: dict[str, float] = {"small": 0.21, "large": 0.295}
-# The middle of that box.
+# Center of that box.
 PLACES: dict[str, tuple[float, float]] = {
     "top left": (0.34, 0.34),
     "top": (0.5, 0.34),
@@ -51,11 +51,11 @@ def _circle(num_corners: int = 64) -> Array:
 
 def _cross(arm: float = 0.36) -> Array:
     quarter = np.array([(arm, -1.0), (arm, -arm), (1.0, -arm)])
-    turn = np.array([(0.0, 1.0), (-1.0, 0.0)])  # (x, y) -> (-y, x), a quarter turn clockwise on the screen
+    turn = np.array([(0.0, 1.0), (-1.0, 0.0)])  # (x, y) -> (-y, x), a clockwise quarter turn on the screen
     return np.concatenate([quarter @ np.linalg.matrix_power(turn, turns) for turns in range(4)])
 
 
-# Corners in order, (corners, 2) as (x, y) with y downwards, inside the box [-1, 1] x [-1, 1].
+# Corners (corners, 2) in order, as (x, y) with y pointing down, inside the box [-1, 1] x [-1, 1].
 OUTLINES: dict[str, Array] = {
     "circle": _circle(),
     "square": 0.85 * np.array([(-1, -1), (1, -1), (1, 1), (-1, 1)]),
@@ -63,7 +63,7 @@ OUTLINES: dict[str, Array] = {
     "cross": _cross(),
 }
 
-# Never drawn and never captioned in a training picture: the demo asks for them to see whether the model composes.
+# Absent from all training images and captions: the demo samples them to test whether the model composes.
 HELD_OUT: frozenset[tuple[str, str]] = frozenset(
     {
         ("red", "triangle"),
@@ -81,7 +81,7 @@ SEEN: tuple[tuple[str, str], ...] = tuple(
 
 @dataclass(frozen=True)
 class Scene:
-    """The facts a caption may state, each a key of the table above that has its name."""
+    """The facts that a caption may state, each a key of the corresponding table above."""
 
     colour: str
     shape: str
@@ -91,7 +91,7 @@ class Scene:
 
 
 def sample_scene(rng: np.random.Generator, combinations: tuple[tuple[str, str], ...] = SEEN) -> Scene:
-    """A scene with each fact drawn uniformly; `combinations` are the (colour, shape) pairs allowed."""
+    """Draw a scene, each fact uniformly, from the allowed (colour, shape) pairs."""
     colour, shape = combinations[rng.integers(len(combinations))]
     background, size, place = (_pick(rng, table) for table in (BACKGROUNDS, SIZES, PLACES))
     return Scene(colour, shape, background, size, place)
@@ -102,7 +102,7 @@ def _pick(rng: np.random.Generator, table: dict) -> str:
 
 
 def draw_scene(scene: Scene, width: int, height: int, rng: np.random.Generator) -> Image.Image:
-    """The scene as an RGB picture of width x height pixels, with slight variations of tint, size, place."""
+    """Draw the scene as an RGB image, with slight variations of colour, size and position."""
     foreground, background = (
         tuple(np.clip(np.add(table[name], rng.integers(-9, 10, size=3)), 0, 255).tolist())
         for table, name in ((COLOURS, scene.colour), (BACKGROUNDS, scene.background))
@@ -118,7 +118,7 @@ def draw_scene(scene: Scene, width: int, height: int, rng: np.random.Generator) 
 
 
 def draw_mask(shape: str, width: int, height: int, middle: Array, half_side: float, oversampling: int = 4) -> Array:
-    """How much of each pixel the shape covers, uint8 (height, width), 255 = all of it; lengths are in pixels."""
+    """Draw how much of each pixel the shape covers: uint8 (height, width), 255 for all of it. Lengths are in pixels."""
     corners = oversampling * (np.asarray(middle) + half_side * OUTLINES[shape]) - 0.5
     canvas = Image.new("L", (oversampling * width, oversampling * height))
     ImageDraw.Draw(canvas).polygon([tuple(corner) for corner in corners.tolist()], fill=255)

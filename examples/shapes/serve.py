@@ -1,4 +1,4 @@
-"""Serve a folder over HTTP on this machine alone, on a port that is free."""
+"""Serve a folder over HTTP on the loopback interface, on a free port."""
 
 import functools
 import http.server
@@ -14,19 +14,19 @@ class _QuietHandler(http.server.SimpleHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def log_message(self, format: str, *args: object) -> None:
-        """A line per picture would bury the demo's own output."""
+        """Log nothing, because a line per image would bury the demo's output."""
 
 
 class _Server(http.server.ThreadingHTTPServer):
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that goes away in the middle of a picture, as one does that has waited long enough, is no fault."""
+        """Ignore clients that disconnect in the middle of an image, as they do after a timeout."""
         if not isinstance(sys.exception(), ConnectionError):
             super().handle_error(request, client_address)
 
 
 @contextmanager
 def serve(folder: Path) -> Iterator[str]:
-    """Serve `folder` while the context is open; gives its address without a final slash."""
+    """Serve `folder` while the context is open, and yield its URL without a trailing slash."""
     handler = functools.partial(_QuietHandler, directory=str(folder))
     with _Server(("127.0.0.1", 0), handler) as server:
         thread = threading.Thread(target=server.serve_forever, daemon=True)

@@ -1,4 +1,4 @@
-"""The demo's stand-in for the web: a folder of captioned pictures, most good, some bad, and a LAION-like table."""
+"""The demo's substitute for the web: a folder of captioned images, some of them broken, and a LAION-like table."""
 
 import io
 import sys
@@ -15,30 +15,30 @@ from examples.shapes.captions import write_caption
 from examples.shapes.scenes import BACKGROUNDS, Scene, draw_scene, sample_scene
 
 NUM_PICTURES = 4000
-# The part of the pictures of each unusual kind; there is at least one of each, and all others are "plain".
+# Share of images of each unusual kind, of which there is at least one. All other images are "plain".
 KINDS: dict[str, float] = {
-    # good, if they are read with care
-    "rotated": 0.01,  # a JPEG whose EXIF orientation says how to turn it
-    "alpha": 0.005,  # a PNG that is transparent where its white background should be
+    # usable if decoded with care
+    "rotated": 0.01,  # a JPEG with an EXIF orientation
+    "alpha": 0.005,  # a PNG with transparency in place of a white background
     "palette": 0.005,
     "cmyk": 0.001,
     "animated": 0.0003,
-    # bad
+    # unusable
     "truncated": 0.006,  # the second half of the bytes is missing
-    "html": 0.005,  # an error page under a picture's name
+    "html": 0.005,  # an error page in place of an image
     "empty": 0.003,
     "tiny": 0.01,  # shortest side under 64 pixels
     "captionless": 0.005,
-    "missing": 0.004,  # not there: the server answers 404
+    "missing": 0.004,  # the server answers 404
 }
-LOW_RESOLUTION_FRACTION = 0.12  # shortest side from 64 to 127 pixels: large enough for the 64x64 bucket alone
+LOW_RESOLUTION_FRACTION = 0.12  # shortest side from 64 to 127 pixels: large enough for the 64x64 bucket only
 ORIENTATIONS = {3: Image.Transpose.ROTATE_180, 6: Image.Transpose.ROTATE_90, 8: Image.Transpose.ROTATE_270}
 EXIF_ORIENTATION = 0x0112
 
 
 @dataclass(frozen=True)
-class Picture:
-    """A picture of the world: its path under the served folder, what it shows and what is said of it."""
+class PlannedPicture:
+    """An image of the world: its path in the served folder, its scene and its caption."""
 
     path: str
     kind: str
@@ -48,17 +48,23 @@ class Picture:
     height: int
 
 
-def plan_world(num_pictures: int, seed: int) -> list[Picture]:
-    """What each picture will be; the same list for the same arguments."""
+def plan_world(num_pictures: int, seed: int) -> list[PlannedPicture]:
+    """Plan all images of a world. The same arguments give the same list.
+
+    Raises:
+        ValueError: there are fewer images than kinds.
+    """
     kinds = [kind for kind, fraction in KINDS.items() for _ in range(max(1, round(fraction * num_pictures)))]
     if len(kinds) > num_pictures:
-        raise ValueError(f"num_pictures is {num_pictures}, too few for one of each kind: ask for {len(kinds)}.")
+        raise ValueError(
+            f"num_pictures is {num_pictures}, too few for one image of each kind. Use at least {len(kinds)}."
+        )
     kinds += ["plain"] * (num_pictures - len(kinds))
     order = np.random.default_rng(seed).permutation(num_pictures)
     return [_plan_picture(index, kinds[order[index]], seed) for index in range(num_pictures)]
 
 
-def _plan_picture(index: int, kind: str, seed: int) -> Picture:
+def _plan_picture(index: int, kind: str, seed: int) -> PlannedPicture:
     rng = np.random.default_rng([seed, index])
     scene = sample_scene(rng)
     if kind == "alpha":
@@ -68,11 +74,11 @@ def _plan_picture(index: int, kind: str, seed: int) -> Picture:
         caption = ["", None][rng.integers(2)]
     width, height = _draw_size(kind, rng)
     extension = _extension(kind, rng)
-    return Picture(f"{index // 1000:03d}/{index:06d}.{extension}", kind, scene, caption, width, height)
+    return PlannedPicture(f"{index // 1000:03d}/{index:06d}.{extension}", kind, scene, caption, width, height)
 
 
 def _draw_size(kind: str, rng: np.random.Generator) -> tuple[int, int]:
-    """Width and height in pixels: an aspect ratio of at most 2, either way up."""
+    """Draw a width and height in pixels, with an aspect ratio between 1/2 and 2."""
     shortest = (128, 224)
     if kind == "tiny":
         shortest = (24, 63)
@@ -88,8 +94,8 @@ def _extension(kind: str, rng: np.random.Generator) -> str:
     return fixed.get(kind) or str(rng.choice(["jpg", "png", "webp"], p=[0.6, 0.2, 0.2]))
 
 
-def encode_picture(picture: Picture, rng: np.random.Generator) -> bytes:
-    """The bytes the server will give for the picture."""
+def encode_picture(picture: PlannedPicture, rng: np.random.Generator) -> bytes:
+    """Encode the bytes that the server returns for an image."""
     if picture.kind == "html":
         return b"<!DOCTYPE html><html><body><h1>This picture has moved</h1></body></html>\n"
     if picture.kind == "empty":
@@ -117,7 +123,7 @@ def _encode_rotated(image: Image.Image, extension: str, rng: np.random.Generator
 
 
 def _encode_alpha(image: Image.Image, extension: str, rng: np.random.Generator) -> bytes:
-    """Opaque where the picture is far from white; what lies under the transparent part is black."""
+    """Make the background transparent, with black as its hidden colour."""
     pixels = np.asarray(image)
     is_shape = np.abs(pixels.astype(int) - BACKGROUNDS["white"]).max(-1, keepdims=True) > 30
     return _save(Image.fromarray(np.concatenate([pixels * is_shape, is_shape * np.uint8(255)], axis=-1)), "PNG")
@@ -132,7 +138,7 @@ def _encode_cmyk(image: Image.Image, extension: str, rng: np.random.Generator) -
 
 
 def _encode_animated(image: Image.Image, extension: str, rng: np.random.Generator) -> bytes:
-    """The first frame shows the scene, the second nothing."""
+    """Encode an animation whose first frame shows the scene and whose second is black."""
     return _save(image, "WEBP", save_all=True, append_images=[Image.new("RGB", image.size)], duration=500, quality=90)
 
 
@@ -151,8 +157,8 @@ def _save(image: Image.Image, format: str, **options: object) -> bytes:
     return buffer.getvalue()
 
 
-def write_world(folder: Path, num_pictures: int, seed: int) -> list[Picture]:
-    """Write the pictures under `folder`; gives them in order."""
+def write_world(folder: Path, num_pictures: int, seed: int) -> list[PlannedPicture]:
+    """Draw all images and write them to `folder`."""
     pictures = plan_world(num_pictures, seed)
     console, is_log = Console(stderr=True), not sys.stderr.isatty()
     for index, picture in enumerate(track(pictures, "draw", console=console, transient=True, disable=is_log)):
@@ -163,8 +169,12 @@ def write_world(folder: Path, num_pictures: int, seed: int) -> list[Picture]:
     return pictures
 
 
-def metadata(pictures: list[Picture], address: str, seed: int = 0) -> pa.Table:
-    """A row per picture with LAION's columns; `address` is where the folder is served, without a final slash."""
+def metadata(pictures: list[PlannedPicture], address: str, seed: int = 0) -> pa.Table:
+    """Build a table with LAION's columns and one row per image.
+
+    Args:
+        address: URL of the served folder, without a trailing slash.
+    """
     rng = np.random.default_rng([seed, 2])
     num_rows = len(pictures)
     is_unsafe = rng.random(num_rows) < 0.02

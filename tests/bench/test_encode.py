@@ -1,4 +1,4 @@
-"""The benchmark of the encoders: its mixture, and the file that a plan reads."""
+"""The benchmark of the encoders: its mixture, timing and output file."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -6,20 +6,20 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench.encode import MIX, Work, bench_file, count_flops, mixture, rates_of, sizes_for
+from bench.encode import MIX, RepeatableBatch, bench_file, count_flops, mixture, rates_of, sizes_for
 from plan.measured import read_rates
 
 
-def work(count: int, log: list[str], name: str) -> Work:
+def work(count: int, log: list[str], name: str) -> RepeatableBatch:
     def start() -> Callable[[], object]:
         log.append(f"start {name}")
         return lambda: log.append(f"wait {name}")
 
-    return Work(start, count, 10 * count)
+    return RepeatableBatch(start, count, 10 * count)
 
 
 @pytest.mark.parametrize(("small", "large"), [(64, 64), (64, 16), (8, 8)])
-def test_the_mixture_holds_as_many_pictures_of_each_as_the_training_set(small: int, large: int) -> None:
+def test_the_mixture_has_the_training_sets_ratio(small: int, large: int) -> None:
     few, many = work(small, [], "small"), work(large, [], "large")
     batches = mixture(few, many)
     assert batches.count(many) == 3
@@ -27,7 +27,7 @@ def test_the_mixture_holds_as_many_pictures_of_each_as_the_training_set(small: i
     assert abs(batches.count(few) - wanted) <= 0.5
 
 
-def test_batches_overlap_while_they_are_timed() -> None:
+def test_timed_batches_overlap() -> None:
     log: list[str] = []
     rates_of([work(4, log, "a")], num_batches=5)
     timed = log[2 * (1 + 3) :]
@@ -35,7 +35,7 @@ def test_batches_overlap_while_they_are_timed() -> None:
     assert timed.count("start a") == timed.count("wait a") == 5
 
 
-def test_a_plan_reads_the_file(tmp_path: Path) -> None:
+def test_the_planner_reads_the_file(tmp_path: Path) -> None:
     rates = {"256x256": (900.0, 245.0), "512x512": (220.0, 245.0), "mixed": (500.0, 250.0), "text": (5000.0, 200.0)}
     path = tmp_path / "encode.json"
     written = bench_file(rates, "NVIDIA H100 80GB HBM3", "python -m bench.encode").model_dump_json(exclude_none=True)
@@ -45,8 +45,8 @@ def test_a_plan_reads_the_file(tmp_path: Path) -> None:
     assert read.of("text", None)[0].images_per_second_per_gpu == 5000
 
 
-def test_flops_are_those_of_the_published_architectures() -> None:
-    """On the meta device, so no GPU is needed; design figures: 272.7, 1,116.7 and 45.1 GFLOP."""
+def test_flops_match_the_published_architectures() -> None:
+    """Counted on the meta device, without a GPU."""
     counted = count_flops(sizes_for(torch.device("cuda")))
     found = {name: round(flops / 1e9, 1) for name, flops in counted.items()}
     assert found == {"256x256": 272.7, "512x512": 1116.7, "text": 45.1}

@@ -1,4 +1,4 @@
-"""The benchmark's own logic: what is measured, a setting that runs out of memory, and the file that the plan reads."""
+"""The benchmark of the training step: its settings, running out of memory, and the output file."""
 
 from argparse import Namespace
 from pathlib import Path
@@ -17,7 +17,7 @@ def options(*more: str) -> Namespace:
     return bench.parse([*flags, *more])
 
 
-def test_the_ladder_adds_one_thing_at_a_time_then_varies_the_microbatch() -> None:
+def test_settings_add_one_feature_at_a_time_and_then_vary_the_microbatch() -> None:
     rows = list(bench.settings(options("--compile")))
     assert [(row.microbatch_size, row.words) for row in rows] == [
         (8, "plain"),
@@ -32,7 +32,7 @@ def test_the_ladder_adds_one_thing_at_a_time_then_varies_the_microbatch() -> Non
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory."), RuntimeError("CUDNN: out of memory")])
-def test_a_setting_that_runs_out_of_memory_is_a_row(
+def test_a_setting_that_runs_out_of_memory_is_listed(
     error: Exception, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def run_out(*_: object) -> None:
@@ -40,8 +40,10 @@ def test_a_setting_that_runs_out_of_memory_is_a_row(
 
     monkeypatch.setattr(bench, "trainer", run_out)
     accelerator = type("Accelerator", (), {"device": torch.device("cpu")})()
-    out = bench.measure(bench.Setting("64x64", 16), options(), accelerator, build_unet(UNET, 0))
-    good = [bench.Result(bench.Setting("64x64", size, True), rate, 1.0, 0.5) for size, rate in ((4, 10.0), (8, 12.5))]
+    out = bench.measure(bench.StepSetting("64x64", 16), options(), accelerator, build_unet(UNET, 0))
+    good = [
+        bench.Result(bench.StepSetting("64x64", size, True), rate, 1.0, 0.5) for size, rate in ((4, 10.0), (8, 12.5))
+    ]
     text = bench.describe_results([*good, out], 2.0, torch.device("cpu"), options())
     assert (
         "| 64x64 | 16 | plain | out of memory |" in text
@@ -52,11 +54,11 @@ def test_a_setting_that_runs_out_of_memory_is_a_row(
     assert (rate.images_per_second_per_gpu, rate.microbatch_size, rate.gpus) == (12.5, 8, 1)
 
 
-def test_another_error_is_not_taken_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_errors_are_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise RuntimeError("shapes do not fit")
 
     monkeypatch.setattr(bench, "trainer", fail)
     accelerator = type("Accelerator", (), {"device": torch.device("cpu")})()
     with pytest.raises(RuntimeError, match="shapes do not fit"):
-        bench.measure(bench.Setting("64x64", 16), options(), accelerator, build_unet(UNET, 0))
+        bench.measure(bench.StepSetting("64x64", 16), options(), accelerator, build_unet(UNET, 0))

@@ -1,4 +1,4 @@
-"""The example of a loop of one's own trains on any root of one text tower."""
+"""The example of a custom training loop, on a root with one text tower."""
 
 import json
 from pathlib import Path
@@ -36,7 +36,7 @@ def test_it_learns(latents: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         ("/absent", "64x64", 8, "/absent"),
     ],
 )
-def test_what_cannot_be_trained_on_is_refused(
+def test_unusable_roots_are_rejected(
     latents: Path, root: str | None, bucket: str, batch: int, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(own_loop, "BATCH", batch)

@@ -1,4 +1,4 @@
-"""Where the page is served, and how often one may ask."""
+"""Config of the raters' server: its address and rate limits."""
 
 from pydantic import Field
 
@@ -6,19 +6,19 @@ from shards.base.config import Config
 
 
 class ServeConfig(Config):
-    """Where raters reach the page."""
+    """Address and rate limits of the raters' page."""
 
     host: str = "127.0.0.1"
-    """Address to listen at; 0.0.0.0 is every one of this machine."""
+    """Address to listen on; 0.0.0.0 listens on all of the machine's addresses."""
     port: int = Field(8770, ge=0, le=65535)
-    """Port to listen at."""
+    """Port to listen on."""
     origin: str | None = Field(None, pattern=r"^https?://[^/]+$")
-    """How raters' browsers call it, as https://study.example.org; null: by whatever host they ask for."""
+    """Public origin of the page, such as https://study.example.org; null: accept the host that each request names."""
     proxies: int = Field(0, ge=0)
-    """How many reverse proxies stand in front; each adds the address that it was asked from to X-Forwarded-For."""
+    """Number of reverse proxies in front of the server, each of which appends to X-Forwarded-For."""
     rater_rate: float = Field(5.0, gt=0)
-    """Requests per second of one rater; sixty at once."""
+    """Requests per second from one rater, in bursts of up to 60."""
     address_rate: float = Field(200.0, gt=0)
-    """Requests per second of one address, behind which there may be a whole office; a thousand at once."""
+    """Requests per second from one IP address, which a whole office may share, in bursts of up to 1,000."""
     entry_rate: float = Field(0.5, gt=0)
-    """Tokens per second that one address may try; sixty at once."""
+    """Invitation tokens per second that one IP address may try, in bursts of up to 60."""

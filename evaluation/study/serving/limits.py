@@ -1,31 +1,32 @@
-"""How often one may ask: token buckets, in memory."""
+"""Rate limits by token buckets, in memory."""
 
 import time
 from collections.abc import Callable
 
-MOST_KEPT = 10_000
+MAX_KEYS = 10_000
 
 
-class Limit:
-    """So many a second for each key, and so many at once."""
+class RateLimit:
+    """A token bucket per key, which refills at `per_second` up to `burst` tokens."""
 
     def __init__(self, per_second: float, burst: float, clock: Callable[[], float] = time.monotonic):
         self.per_second, self.burst = per_second, burst
         self._clock = clock
-        self._left: dict[str, tuple[float, float]] = {}
-        self._most = MOST_KEPT
+        self._buckets: dict[str, tuple[float, float]] = {}
+        self._max_keys = MAX_KEYS
 
     def wait(self, key: str) -> float:
-        """Take one; returns 0, or the seconds until there is one to take."""
+        """Take a token and return 0, or return the seconds until one is available."""
         now = self._clock()
-        left = self._refilled(key, now)
-        taken = left >= 1
-        self._left[key] = (left - taken, now)
-        if len(self._left) > self._most:  # who has not asked for a while is as one who never did
-            self._left = {key: self._left[key] for key in self._left if self._refilled(key, now) < self.burst}
-            self._most = max(MOST_KEPT, 2 * len(self._left))
-        return 0.0 if taken else (1 - left) / self.per_second
+        tokens = self._refilled(key, now)
+        granted = tokens >= 1
+        self._buckets[key] = (tokens - granted, now)
+        if len(self._buckets) > self._max_keys:  # a full bucket behaves like a missing one
+            self._buckets = {key: self._buckets[key] for key in self._buckets if self._refilled(key, now) < self.burst}
+            self._max_keys = max(MAX_KEYS, 2 * len(self._buckets))
+        return 0.0 if granted else (1 - tokens) / self.per_second
 
     def _refilled(self, key: str, now: float) -> float:
-        left, then = self._left.get(key, (self.burst, now))
-        return min(self.burst, left + (now - then) * self.per_second)
+        """Return the tokens in a key's bucket at time `now`."""
+        tokens, then = self._buckets.get(key, (self.burst, now))
+        return min(self.burst, tokens + (now - then) * self.per_second)

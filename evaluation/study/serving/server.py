@@ -1,13 +1,13 @@
-"""One process that shows raters their pictures and takes their votes.
+"""The server that shows raters their pictures and stores their votes, in a single process.
 
-    GET  /                         the page, the same for all; its script and style
-    POST /enter    {token}         an invitation's token, once per browser => a cookie
-    GET  /state                    which showing is next
-    GET  /picture/NUMBER/SIDE      of the current showing or the one after it
-    POST /vote     {showing, …}    => the answers that count, and the state
+    GET  /                         the page, the same for everyone, with its script and style
+    POST /enter    {token}         exchange an invitation token for a cookie, once per browser
+    GET  /state                    the next showing
+    GET  /picture/NUMBER/SIDE      a picture of the current showing or the one after it
+    POST /vote     {showing, …}    returns the answers that count, and the state
 
-A rater learns positions and prompts. What an item is, which model made a picture, what a file is called: none of it
-leaves the process. Every reply is shaped alike, and none may be stored.
+Raters learn positions and prompts only. The kind of an item, the model behind a picture and file names never leave the
+process. All replies have the same shape, and none may be cached.
 """
 
 import hashlib
@@ -24,14 +24,14 @@ from aiohttp.web_protocol import RequestPayloadError
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from evaluation.study.protocol import Study
-from evaluation.study.schedule import Draws, Showing, make_schedule
+from evaluation.study.schedule import KeyedDraws, Showing, make_schedule
 from evaluation.study.serving.config import ServeConfig
-from evaluation.study.serving.limits import Limit
+from evaluation.study.serving.limits import RateLimit
 from evaluation.study.votes import Votes, as_bytes
 from shards.base.errors import RequestError, WorkError, say
 
 HEADER = "X-Study"
-MOST_BYTES = 16_384
+MAX_BODY_BYTES = 16_384
 YEAR_SECONDS = 365 * 24 * 3600
 PAGE = Path(__file__).with_name("page")
 FILES = {
@@ -55,15 +55,15 @@ HEADERS = {
 }
 
 
-class Entry(BaseModel):
-    """What /enter takes."""
+class EntryRequest(BaseModel):
+    """Body of a request to /enter."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
     token: str = Field(min_length=1, max_length=100)
 
 
-class Ballot(BaseModel):
-    """What /vote takes."""
+class VoteRequest(BaseModel):
+    """Body of a request to /vote."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
     showing: int
@@ -73,21 +73,21 @@ class Ballot(BaseModel):
 
 
 class Refusal(Exception):
-    """An answer of one paragraph, for the rater."""
+    """A request that is refused, with a message for the rater."""
 
     def __init__(self, status: int, text: str, headers: dict[str, str] | None = None):
         super().__init__(text)
         self.status, self.text, self.headers = status, text, headers
 
 
-NOT_YOURS = "This link is not valid (any more). Ask whoever invited you for a new one."
-NOTHING = "There is nothing here. Open the link of your invitation again."
-ELSEWHERE = "Another invitation was opened in this browser since. Open your own link again: your votes are kept."
+INVALID_LINK = "This link is invalid or has been replaced. Ask the person who invited you for a new one."
+NOT_FOUND = "This page does not exist. Open your invitation link again."
+OTHER_RATER = "Another invitation has been opened in this browser. Open your own link again. Your votes are saved."
 
 
 @dataclass
 class Server:
-    """A study while it is served."""
+    """Request handlers for one study."""
 
     study: Study
     votes: Votes
@@ -95,16 +95,17 @@ class Server:
 
     def __post_init__(self) -> None:
         protocol = self.study.protocol
-        self.schedule = make_schedule(protocol, Draws(self.study.secret, protocol.seed))
-        # a browser has one for all ports of a host, on each of which there may be a study
+        self.schedule = make_schedule(protocol, KeyedDraws(self.study.secret, protocol.seed))
+        # browsers share cookies between all ports of a host, and another port may serve a different study
         self.cookie = f"study-{hashlib.sha256(self.study.secret).hexdigest()[:12]}"
-        self.by_rater = Limit(self.config.rater_rate, 60)
-        self.by_address = Limit(self.config.address_rate, 1000)
-        self.entries = Limit(self.config.entry_rate, 60)
+        self.by_rater = RateLimit(self.config.rater_rate, 60)
+        self.by_address = RateLimit(self.config.address_rate, 1000)
+        self.entries = RateLimit(self.config.entry_rate, 60)
         self.files = {path: ((PAGE / name).read_bytes(), kind) for path, (name, kind) in FILES.items()}
 
     def app(self) -> web.Application:
-        app = web.Application(client_max_size=MOST_BYTES, middlewares=[self._guarded])
+        """Build the application."""
+        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[self._handle_errors])
         for path in self.files:
             app.router.add_get(path, self.page_file, allow_head=False)
         app.router.add_get("/state", self.state, allow_head=False)
@@ -115,18 +116,21 @@ class Server:
         return app
 
     async def page_file(self, request: web.Request) -> web.Response:
-        """The page itself knows nothing of the study."""
+        """Return the page or one of its files, none of which contain anything about the study."""
         body, kind = self.files[request.path]
         return web.Response(body=body, content_type=kind, charset="utf-8")
 
     async def enter(self, request: web.Request) -> web.Response:
-        """A token, which the page took from behind the link's #: that part of an address is sent to nobody."""
+        """Exchange an invitation token for a cookie.
+
+        The token follows the link's #, a part of the URL that browsers do not send, so the page posts it here.
+        """
         if wait := self.entries.wait(self._address(request)):
             raise _too_many(wait)
-        token = (await self._body(request, Entry)).token
+        token = (await self._body(request, EntryRequest)).token
         rater = self.votes.rater_of(token)
         if rater is None:
-            raise Refusal(403, NOT_YOURS)
+            raise Refusal(403, INVALID_LINK)
         response = self._state(rater, token)
         is_safe = self._origin(request).startswith("https:")
         response.set_cookie(
@@ -135,33 +139,35 @@ class Server:
         return response
 
     async def state(self, request: web.Request) -> web.Response:
+        """Return the rater's progress and next showings."""
         return self._state(*self._rater(request))
 
     async def picture(self, request: web.Request) -> web.Response:
-        """By the place where it is shown, and by nothing else."""
+        """Return a picture of the current or the next showing, addressed by its position alone."""
         rater, _ = self._rater(request)
         number, side = request.match_info["number"], request.match_info["side"]
         done = self.votes.num_done(rater)
-        near = {str(showing.number): showing for showing in self.schedule[rater][done : done + 2]}
-        if number not in near or side not in ("first", "second"):
-            raise Refusal(404, NOTHING)
-        name = near[number].pictures[side == "second"]
+        available = {str(showing.number): showing for showing in self.schedule[rater][done : done + 2]}
+        if number not in available or side not in ("first", "second"):
+            raise Refusal(404, NOT_FOUND)
+        name = available[number].pictures[side == "second"]
         return web.Response(body=self.study.picture(name), content_type="image/png")
 
     async def vote(self, request: web.Request) -> web.Response:
-        """All answers to a showing at once. To vote again changes nothing, and is answered alike."""
+        """Store all answers about a showing. Voting again changes nothing and gets the same reply."""
         rater, token = self._rater(request)
         if not hmac.compare_digest(as_bytes(request.headers.get(HEADER, "")), self._proof(token).encode()):
-            raise Refusal(403, ELSEWHERE)
-        ballot = await self._body(request, Ballot)
+            raise Refusal(403, OTHER_RATER)
+        ballot = await self._body(request, VoteRequest)
         if ballot.answers.keys() != self.study.protocol.questions.keys():
-            raise Refusal(400, "Every question needs an answer. Load the page again.")
+            raise Refusal(400, "Every question needs an answer. Reload the page.")
         if not 1 <= ballot.showing <= min(self.votes.num_done(rater) + 1, len(self.schedule[rater])):
-            raise Refusal(409, "These pictures are not the ones to be voted on next. Load the page again.")
+            raise Refusal(409, "These are not the next pictures to vote on. Reload the page.")
         kept = self.votes.cast(rater, ballot.showing, ballot.answers, ballot.id, ballot.seconds)
         return self._state(rater, token, counted=kept)
 
     def _state(self, rater: int, token: str, **more: Any) -> web.Response:
+        """Build the reply that describes a rater's progress."""
         showings, done = self.schedule[rater], self.votes.num_done(rater)
         protocol = self.study.protocol
         state = {
@@ -179,14 +185,19 @@ class Server:
         return {"number": showing.number, "prompt": showing.item.prompt}
 
     def _proof(self, token: str) -> str:
-        """What a page of another site cannot know, and what tells two raters in one browser apart."""
+        """Derive a value that other sites cannot know, and that distinguishes two raters in the same browser."""
         return hmac.digest(self.study.secret, b"proof" + as_bytes(token), "sha256").hex()
 
     def _rater(self, request: web.Request) -> tuple[int, str]:
+        """Return the rater and token of a request's cookie.
+
+        Raises:
+            Refusal: the token is invalid, or the rater exceeds the rate limit.
+        """
         token = request.cookies.get(self.cookie, "")
         rater = self.votes.rater_of(token)
         if rater is None:
-            raise Refusal(403, NOT_YOURS)
+            raise Refusal(403, INVALID_LINK)
         if wait := self.by_rater.wait(str(rater)):
             raise _too_many(wait)
         return rater, token
@@ -195,25 +206,26 @@ class Server:
         return self.config.origin or f"{request.scheme}://{request.host}"
 
     def _address(self, request: web.Request) -> str:
+        """Return the client's IP address, trusting as many X-Forwarded-For entries as there are proxies."""
         hops = [hop.strip() for hop in request.headers.get("X-Forwarded-For", "").split(",")]
-        behind = hops[-self.config.proxies :] if self.config.proxies else []
-        return behind[0] if len(behind) == self.config.proxies and behind else request.remote or ""
+        trusted = hops[-self.config.proxies :] if self.config.proxies else []
+        return trusted[0] if len(trusted) == self.config.proxies and trusted else request.remote or ""
 
     async def _body(self, request: web.Request, model: type[Any]) -> Any:
-        """What a page of this origin sent, as JSON.
+        """Parse the JSON body of a request from this origin.
 
         Raises:
-            Refusal: it is another's, or something else.
+            Refusal: the request comes from a different origin, or its body is invalid.
         """
         if request.headers.get("Origin") != self._origin(request) or request.content_type != "application/json":
-            raise Refusal(403, "This came from another page than this study's. Open your own link again.")
+            raise Refusal(403, "This request came from a different site. Open your own link again.")
         try:
             return model.model_validate_json(await request.read())
-        except (ValidationError, RequestPayloadError):  # the latter: not as its headers say
-            raise Refusal(400, "This is not what the page sends. Load it again.") from None
+        except (ValidationError, RequestPayloadError):  # the latter if the body contradicts its headers
+            raise Refusal(400, "The request is invalid. Reload the page.") from None
 
     @web.middleware
-    async def _guarded(
+    async def _handle_errors(
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
         try:
@@ -223,28 +235,28 @@ class Server:
         except Refusal as refusal:
             return web.json_response({"error": refusal.text}, status=refusal.status, headers=refusal.headers)
         except (WorkError, sqlite3.Error) as error:
-            # a full disk, a picture that is gone: for whoever serves; the page asks again
+            # such as a full disk or a missing picture: the operator sees the error, and the page tries again
             say(error)
-            return web.json_response({"error": "The server cannot go on just now."}, status=503)
-        except web.HTTPException as error:  # no such path, a method that it lacks, a body too long
-            return web.json_response({"error": NOTHING}, status=error.status)
+            return web.json_response({"error": "The server is temporarily unavailable."}, status=503)
+        except web.HTTPException as error:  # unknown path, unsupported method, or a body that is too long
+            return web.json_response({"error": NOT_FOUND}, status=error.status)
 
     async def _with_headers(self, request: web.Request, response: web.StreamResponse) -> None:
         response.headers.update(HEADERS)
 
 
 def _too_many(wait: float) -> Refusal:
-    return Refusal(429, "Too many requests: wait a moment.", {"Retry-After": str(math.ceil(wait))})
+    return Refusal(429, "Too many requests. Wait a moment.", {"Retry-After": str(math.ceil(wait))})
 
 
 def serve(study: Study, votes: Votes, config: ServeConfig) -> None:
-    """Serve until a signal.
+    """Serve a study until Ctrl-C or SIGTERM.
 
     Raises:
-        RequestError: the address cannot be listened at.
+        RequestError: the server cannot listen on the address.
     """
     server = Server(study, votes, config)
-    said = f"{study.folder}: http://{config.host}:{config.port} (Ctrl-C ends it; what was voted is kept)"
+    address = f"{config.host}:{config.port}"
     try:
         web.run_app(
             server.app(),
@@ -252,9 +264,11 @@ def serve(study: Study, votes: Votes, config: ServeConfig) -> None:
             port=config.port,
             access_log=None,
             shutdown_timeout=2.0,
-            print=lambda _: print(said, flush=True),
+            print=lambda _: print(
+                f"Serving {study.folder} at http://{address}. Stop with Ctrl-C; votes are kept.", flush=True
+            ),
         )
     except OSError as error:
         raise RequestError(
-            f"{config.host}:{config.port} cannot be listened at: {error.strerror or error}. Give another --serve.port."
+            f"The server cannot listen on {address}: {error.strerror or error}. Choose a different --serve.port."
         ) from error

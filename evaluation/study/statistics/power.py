@@ -1,7 +1,6 @@
-"""How many raters and prompts a margin needs, before the study.
+"""Power analysis: how many raters and prompts a margin requires.
 
-Variances are those that `preference` estimates, in closed form for the model of `leanings`. Quantiles are
-Student's.
+Variances are those that `preference` estimates, in closed form for a `VoteModel`. Quantiles are Student's.
 """
 
 from dataclasses import dataclass
@@ -11,108 +10,119 @@ from pydantic import Field
 from scipy.stats import nct, t
 
 from evaluation.metrics.intervals import COVERAGE
-from evaluation.study.statistics.leanings import NODES, WEIGHTS, Leanings, expected, tied
+from evaluation.study.statistics.vote_model import NODES, WEIGHTS, VoteModel, expected_score, tie_probability
 from shards.base.config import Config
 from shards.base.table import format_table
 
 Several = Annotated[int, Field(ge=2)]
-"""One alone says nothing of how others differ."""
+"""At least two, because a single rater or prompt says nothing about how others differ."""
 
 
 class PowerConfig(Config):
-    """Which studies are weighed, and how much raters and prompts are thought to differ."""
+    """Study designs to compare, and how much raters and prompts are assumed to differ."""
 
     raters: list[Several] = Field([5, 10, 15, 20, 30], min_length=1)
-    """Numbers of raters: the table's rows."""
+    """Numbers of raters to try."""
     prompts: list[Several] = Field([50, 100, 200, 400], min_length=1)
-    """Numbers of prompts: its columns."""
+    """Numbers of prompts to try with each number of raters."""
     prompt_sd: float = Field(1.0, ge=0)
-    """How far prompts differ in which model they favour, in log odds."""
+    """Standard deviation, between prompts, of how much they favour one model, in log odds."""
     rater_sd: float = Field(0.4, ge=0)
-    """How far raters do."""
+    """Standard deviation, between raters, of how much they favour one model, in log odds."""
     ties: float = Field(0.2, ge=0, lt=1)
     """Share of votes that are ties."""
     wanted: float = Field(0.8, gt=0, lt=1)
-    """The power that is called enough."""
+    """Power that counts as sufficient."""
 
 
 @dataclass(frozen=True)
-class Power:
+class DesignPower:
+    """Precision and power of one study design."""
+
     raters: int
     prompts: int
     votes_per_rater: float
     half_width: float
-    """Of the 95 % interval, where the models are equal."""
+    """Half the width of the 95 % interval if the models are equal."""
     difference: float
-    """Probability that the interval leaves out a half, where the preference is a half and the margin."""
+    """Probability that the interval excludes one half if the preference is one half plus the margin."""
     equivalence: float
-    """Probability that equivalence within the margin is shown, where the models are equal."""
+    """Probability of showing equivalence within the margin if the models are equal."""
 
 
-def components(leanings: Leanings) -> tuple[float, float, float]:
-    """Variances of a vote's worth: between prompts, between raters, and what is left."""
-    threshold = leanings.threshold
-    d = leanings.mean + NODES[:, None] * leanings.prompt_sd + NODES[None, :] * leanings.rater_sd
-    worth = expected(d, threshold)  # (prompts, raters)
-    mean = WEIGHTS @ worth @ WEIGHTS
-    of_prompts = float(WEIGHTS @ (worth @ WEIGHTS - mean) ** 2)
-    of_raters = float(WEIGHTS @ (WEIGHTS @ worth - mean) ** 2)
-    square = worth - tied(d, threshold) / 4  # E[y²] = P(won) + P(tie)/4
+def variance_components(model: VoteModel) -> tuple[float, float, float]:
+    """Return the variance of a vote's score between prompts, between raters, and the residual."""
+    threshold = model.threshold
+    d = model.mean + NODES[:, None] * model.prompt_sd + NODES[None, :] * model.rater_sd
+    score = expected_score(d, threshold)  # (prompts, raters)
+    mean = WEIGHTS @ score @ WEIGHTS
+    between_prompts = float(WEIGHTS @ (score @ WEIGHTS - mean) ** 2)
+    between_raters = float(WEIGHTS @ (WEIGHTS @ score - mean) ** 2)
+    square = score - tie_probability(d, threshold) / 4  # E[y²] = P(won) + P(tie)/4
     total = float(WEIGHTS @ square @ WEIGHTS - mean**2)
-    return of_prompts, of_raters, total - of_prompts - of_raters
+    return between_prompts, between_raters, total - between_prompts - between_raters
 
 
-def spread(leanings: Leanings, raters: int, prompts: int, votes: int) -> tuple[float, float]:
-    """Variance of the preference and its degrees of freedom, for a design in which all have equally many votes."""
-    of_prompts, of_raters, rest = components(leanings)
+def preference_variance(model: VoteModel, raters: int, prompts: int, votes: int) -> tuple[float, float]:
+    """Return the variance of the preference and its degrees of freedom, for a balanced design.
+
+    Args:
+        votes: votes per prompt.
+    """
+    between_prompts, between_raters, residual = variance_components(model)
     count = prompts * votes
-    alone = (of_prompts + of_raters + rest) / count
-    by_prompt = of_prompts / prompts + (of_raters + rest) / count
-    by_rater = of_raters / raters + (of_prompts + rest) / count
-    variance = by_prompt + by_rater - alone
-    spreads = by_prompt**2 / (prompts - 1) + by_rater**2 / (raters - 1) - 2 * alone**2 / count
-    return variance, variance**2 / spreads
+    single = (between_prompts + between_raters + residual) / count
+    by_prompt = between_prompts / prompts + (between_raters + residual) / count
+    by_rater = between_raters / raters + (between_prompts + residual) / count
+    variance = by_prompt + by_rater - single
+    # Satterthwaite
+    spread = by_prompt**2 / (prompts - 1) + by_rater**2 / (raters - 1) - 2 * single**2 / count
+    return variance, variance**2 / spread
 
 
-def weigh(leanings: Leanings, raters: int, prompts: int, votes: int, margin: float) -> Power:
-    """A study's power to show a difference of `margin`, and to show equivalence within it."""
-    equal, apart = leanings.at(0.5), leanings.at(0.5 + margin)
-    variance, degrees = spread(apart, raters, prompts, votes)
+def compute_power(model: VoteModel, raters: int, prompts: int, votes: int, margin: float) -> DesignPower:
+    """Compute a design's power to detect a difference of `margin`, and to show equivalence within it."""
+    equal, different = model.with_preference(0.5), model.with_preference(0.5 + margin)
+    variance, degrees = preference_variance(different, raters, prompts, votes)
     quantile = t.ppf((1 + COVERAGE) / 2, degrees)
-    noncentral = margin / variance**0.5
-    difference = nct.sf(quantile, degrees, noncentral) + nct.cdf(-quantile, degrees, noncentral)
-    variance, degrees = spread(equal, raters, prompts, votes)
+    noncentrality = margin / variance**0.5
+    difference = nct.sf(quantile, degrees, noncentrality) + nct.cdf(-quantile, degrees, noncentrality)
+    variance, degrees = preference_variance(equal, raters, prompts, votes)
     room = margin / variance**0.5 - t.ppf(COVERAGE, degrees)
     equivalence = max(0.0, 2 * t.cdf(room, degrees) - 1)
     half = t.ppf((1 + COVERAGE) / 2, degrees) * variance**0.5
-    return Power(raters, prompts, prompts * votes / raters, float(half), float(difference), float(equivalence))
+    return DesignPower(raters, prompts, prompts * votes / raters, float(half), float(difference), float(equivalence))
 
 
-def power_table(config: PowerConfig, votes_per_item: int, margin: float) -> list[Power]:
-    """Every number of raters with every number of prompts; with fewer raters than votes of an item, each votes once."""
-    leanings = Leanings(config.prompt_sd, config.rater_sd, ties=config.ties)
+def power_table(config: PowerConfig, votes_per_item: int, margin: float) -> list[DesignPower]:
+    """Compute the power of every number of raters with every number of prompts.
+
+    If there are fewer raters than votes per item, each rater votes once on each item.
+    """
+    model = VoteModel(config.prompt_sd, config.rater_sd, ties=config.ties)
     return [
-        weigh(leanings, raters, prompts, min(votes_per_item, raters), margin)
+        compute_power(model, raters, prompts, min(votes_per_item, raters), margin)
         for raters in config.raters
         for prompts in config.prompts
     ]
 
 
-def render(rows: list[Power], margin: float, wanted: float) -> str:
-    cells = [["raters", "prompts", "votes of each", "half-width", "difference", "equivalence"]]
+def format_power(rows: list[DesignPower], margin: float, wanted: float) -> str:
+    """Format the designs as a table, followed by the smallest designs whose power is at least `wanted`."""
+    cells = [["raters", "prompts", "votes per rater", "half-width", "difference", "equivalence"]]
     for row in rows:
         cells.append([str(row.raters), str(row.prompts), f"{row.votes_per_rater:.0f}", f"{row.half_width:.3f}"])
         cells[-1] += [f"{row.difference:.0%}", f"{row.equivalence:.0%}"]
     purposes = {
-        "difference": f"see a preference of {0.5 + margin:.0%}",
-        "equivalence": f"show equal models to be within {0.5 - margin:.0%} and {0.5 + margin:.0%}",
+        "difference": f"detect a preference of {0.5 + margin:.0%}",
+        "equivalence": f"show that equal models are between {0.5 - margin:.0%} and {0.5 + margin:.0%}",
     }
-    said = []
+    conclusions = []
     for name, purpose in purposes.items():
-        fewest: dict[int, int] = {}
+        fewest_prompts: dict[int, int] = {}
         for row in rows:
             if getattr(row, name) >= wanted:
-                fewest[row.raters] = min(row.prompts, fewest.get(row.raters, row.prompts))
-        enough = ", ".join(f"{raters} raters × {prompts} prompts" for raters, prompts in fewest.items())
-        said.append(f"Enough to {purpose} with probability {wanted:.0%}: {enough or 'none of these'}.")
-    return "\n".join([format_table(cells), "", *said])
+                fewest_prompts[row.raters] = min(row.prompts, fewest_prompts.get(row.raters, row.prompts))
+        designs = ", ".join(f"{raters} raters × {prompts} prompts" for raters, prompts in fewest_prompts.items())
+        conclusions.append(f"Sufficient to {purpose} with probability {wanted:.0%}: {designs or 'none of these'}.")
+    return "\n".join([format_table(cells), "", *conclusions])

@@ -1,8 +1,8 @@
-"""Strengths of three and more models from votes over pairs of them: Bradley and Terry's model, ties as halves.
+"""Strengths of three or more models from votes on pairs of them, by the Bradley–Terry model with ties as halves.
 
-P(i is preferred to j) = 1 / (1 + exp(θⱼ − θᵢ)), with Σθ = 0. Each pair has PRIOR of a vote for either side on top of
-its votes, so that a model which lost every vote has a strength too; for two models that is Haldane and Anscombe's
-correction of the log odds.
+P(i is preferred to j) = 1 / (1 + exp(θⱼ − θᵢ)), with Σθ = 0. PRIOR votes are added to each side of every pair, so that
+a model that lost every vote still has a finite strength. For two models this is Haldane and Anscombe's correction of
+the log odds.
 """
 
 from dataclasses import dataclass
@@ -13,41 +13,48 @@ from evaluation.metrics.intervals import COVERAGE
 
 PRIOR = 0.5
 REPLICATES = 2000
-TOLERANCE, MOST_STEPS, MOST_STEP = 1e-10, 200, 1.0
+TOLERANCE, MAX_STEPS, MAX_STEP = 1e-10, 200, 1.0
+"""Newton's method: convergence threshold, maximum number of steps, maximum change of a strength in one step."""
 
 
 @dataclass(frozen=True)
 class Strengths:
-    """Of K models: each (K,)."""
+    """Strengths of K models with 95 % intervals. All fields are (K,)."""
 
     value: np.ndarray
     """θ, in log odds."""
     low: np.ndarray
     high: np.ndarray
     share: np.ndarray
-    """The mean probability to be preferred to another model."""
+    """Mean probability of being preferred to another model."""
     share_low: np.ndarray
     share_high: np.ndarray
 
 
 def bradley_terry(wins: np.ndarray) -> np.ndarray:
-    """(…, K, K) votes for the row's model against the column's → (…, K) strengths.
+    """Fit strengths by Newton's method on the concave log likelihood, with steps of at most MAX_STEP.
 
-    By Newton's steps up the concave log likelihood, each at most MOST_STEP long: for θᵢ the slope is
-    Σⱼ wᵢⱼ − nᵢⱼ·pᵢⱼ, and the curvature −Σⱼ nᵢⱼ·pᵢⱼ·pⱼᵢ.
+    With wᵢⱼ votes for i against j and nᵢⱼ votes on the pair, the gradient for θᵢ is Σⱼ wᵢⱼ − nᵢⱼ·pᵢⱼ and the curvature
+    is −Σⱼ nᵢⱼ·pᵢⱼ·pⱼᵢ.
+
+    Args:
+        wins: (…, K, K) votes for the row's model against the column's.
+
+    Returns:
+        (…, K) strengths.
     """
     count = wins.shape[-1]
     wins = (wins + PRIOR) * (1 - np.eye(count))
     games, theta = wins + np.swapaxes(wins, -1, -2), np.zeros(wins.shape[:-1])
-    for _ in range(MOST_STEPS):
+    for _ in range(MAX_STEPS):
         share = 1 / (1 + np.exp(theta[..., None, :] - theta[..., :, None]))
-        slope = (wins - games * share).sum(-1)
-        bend = games * share * np.swapaxes(share, -1, -2)
-        # all alike may be added to θ: where that is held at 0, the curvature has an inverse
-        scale = bend.mean((-1, -2), keepdims=True)
-        curvature = np.eye(count) * bend.sum(-1)[..., None] - bend + scale
-        step = np.linalg.solve(curvature, slope[..., None])[..., 0]
-        theta = theta + np.clip(step, -MOST_STEP, MOST_STEP)
+        gradient = (wins - games * share).sum(-1)
+        pairs = games * share * np.swapaxes(share, -1, -2)
+        # adding a constant to all θ changes nothing, so the curvature is singular until that direction is fixed
+        scale = pairs.mean((-1, -2), keepdims=True)
+        curvature = np.eye(count) * pairs.sum(-1)[..., None] - pairs + scale
+        step = np.linalg.solve(curvature, gradient[..., None])[..., 0]
+        theta = theta + np.clip(step, -MAX_STEP, MAX_STEP)
         if np.abs(step).max() < TOLERANCE:
             break
     centred: np.ndarray = theta - theta.mean(-1, keepdims=True)
@@ -63,14 +70,14 @@ def strengths(
     seed: int,
     replicates: int = REPLICATES,
 ) -> Strengths:
-    """With percentile intervals over prompts and raters, both drawn again with replacement.
+    """Estimate strengths with percentile intervals from a bootstrap over both prompts and raters.
 
-    A vote counts as often as its prompt was drawn times as often as its rater was (Owen, "The pigeonhole bootstrap",
-    Annals of Applied Statistics 1, 2007, which shows that this errs to the side of too wide intervals).
+    A vote's weight is the product of how often its prompt and its rater were drawn. Owen ("The pigeonhole bootstrap",
+    Annals of Applied Statistics 1, 2007) shows that the intervals err towards being too wide.
 
     Args:
         scores: (N,) 1, 0 or 0.5 for the first model of the pair.
-        pairs: (N, 2) numbers of models.
+        pairs: (N, 2) indices of models.
         prompts: (N,) any ids.
         raters: (N,) any ids.
     """
@@ -82,11 +89,11 @@ def strengths(
     votes[rows, pairs[:, 1], pairs[:, 0]] = 1 - scores
     flat = votes.reshape(len(scores), -1)
     rng = np.random.default_rng(seed)
-    drawn = []
+    resampled = []
     for _ in range(replicates):
-        weights = _drawn_again(rng, prompt_of) * _drawn_again(rng, rater_of)
-        drawn.append(weights @ flat)
-    thetas = bradley_terry(np.array(drawn).reshape(-1, num_models, num_models))
+        weights = _resampled_counts(rng, prompt_of) * _resampled_counts(rng, rater_of)
+        resampled.append(weights @ flat)
+    thetas = bradley_terry(np.array(resampled).reshape(-1, num_models, num_models))
     value = bradley_terry(votes.sum(0))
     ends = [(1 - COVERAGE) / 2, (1 + COVERAGE) / 2]
     low, high = np.quantile(thetas, ends, axis=0)
@@ -95,14 +102,18 @@ def strengths(
 
 
 def shares(theta: np.ndarray) -> np.ndarray:
-    """(…, K) → (…, K) each model's mean probability to be preferred to another one."""
+    """Return (…, K) each model's mean probability of being preferred to another one, from (…, K) strengths."""
     count = theta.shape[-1]
     wins = 1 / (1 + np.exp(theta[..., None, :] - theta[..., :, None]))
-    found: np.ndarray = (wins.sum(-1) - 0.5) / (count - 1)
-    return found
+    means: np.ndarray = (wins.sum(-1) - 0.5) / (count - 1)
+    return means
 
 
-def _drawn_again(rng: np.random.Generator, clusters: np.ndarray) -> np.ndarray:
-    """(N,) clusters → (N,) how often each one's cluster was drawn."""
+def _resampled_counts(rng: np.random.Generator, clusters: np.ndarray) -> np.ndarray:
+    """Draw clusters with replacement, and return (N,) how often the cluster of each vote was drawn.
+
+    Args:
+        clusters: (N,) index of each vote's cluster.
+    """
     count = int(clusters.max()) + 1
     return np.bincount(rng.integers(count, size=count), minlength=count)[clusters].astype(float)

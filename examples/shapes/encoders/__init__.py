@@ -1,6 +1,1 @@
-"""The demo's own VAE and text encoder, trained once and kept in `models/`.
-
-Inside: how each was trained.
-In: pictures and captions of the demo's world.
-Out: the weights in `models/`.
-"""
+"""Training of the demo's small VAE and text encoder, whose weights are committed in `models/`."""

@@ -1,7 +1,7 @@
-"""The demo's tokenizer and text encoder: an ordinary `CLIPTokenizer` and `CLIPTextModel` that know this world's words.
+"""The demo's tokenizer and text encoder: a standard `CLIPTokenizer` and `CLIPTextModel` for this world's vocabulary.
 
-The text encoder learns to state, by one linear map, the five facts of a caption at the end-of-text token and at every
-padding token after it (the causal mask lets those alone see the whole caption).
+The encoder is trained so that a linear map can read a caption's five facts from the end-of-text token and from every
+padding token after it. Only these tokens see the whole caption, because attention is causal.
 """
 
 import json
@@ -32,7 +32,7 @@ START, END = "<|startoftext|>", "<|endoftext|>"
 
 
 def build_tokenizer(folder: Path) -> CLIPTokenizer:
-    """A byte-level BPE tokenizer in which each of this world's words is one token; anything else falls into bytes."""
+    """Build a byte-level BPE tokenizer with one token per word of this world; other words are split into bytes."""
     words = sorted({word for text in _all_texts() for word in text.replace(",", " , ").split()})
     bpe = Tokenizer(models.BPE(end_of_word_suffix="</w>"))
     bpe.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -50,7 +50,7 @@ def build_tokenizer(folder: Path) -> CLIPTokenizer:
 
 
 def _all_texts() -> list[str]:
-    """Texts that hold every word a caption may hold."""
+    """Return texts that together contain every word a caption may contain."""
     names = [name for table in NAMES.values() for name in table[1:]]
     synonyms = [word for words in SYNONYMS.values() for word in words]
     return [*names, *synonyms, "a", "an", *(template.format_map(dict.fromkeys(FACTS, "")) for template in TEMPLATES)]
@@ -59,7 +59,7 @@ def _all_texts() -> list[str]:
 def labelled_captions(
     num_captions: int, rng: np.random.Generator, combinations: tuple[tuple[str, str], ...] = SEEN
 ) -> tuple[list[str], torch.Tensor]:
-    """Captions and what they state: (num_captions, 5) places in NAMES, 0 where a fact is unstated."""
+    """Write captions and label them: (num_captions, 5) indices into NAMES, 0 for facts that are not stated."""
     captions, labels = [], []
     for _ in range(num_captions):
         scene, template = sample_scene(rng, combinations), TEMPLATES[rng.integers(len(TEMPLATES))]
@@ -72,21 +72,21 @@ def labelled_captions(
 
 
 class FactHeads(nn.Module):
-    """A linear map from each token state to the logits of each fact; a scaffold of training that is not kept."""
+    """Linear heads from token states to the logits of each fact, used in training only."""
 
     def __init__(self) -> None:
         super().__init__()
         self.heads = nn.ModuleList(nn.Linear(WIDTH, len(NAMES[fact])) for fact in FACTS)
 
     def forward(self, states: torch.Tensor) -> list[torch.Tensor]:
-        """states: (batch, tokens, WIDTH) => for each fact (batch, tokens, names)."""
+        """Map states (batch, tokens, WIDTH) to logits (batch, tokens, names) for each fact."""
         return [head(states) for head in self.heads]
 
 
 def train_text_encoder(
     tokenizer: CLIPTokenizer, seed: int, num_steps: int, batch_size: int = 128, peak_lr: float = 2e-3
 ) -> tuple[CLIPTextModel, FactHeads]:
-    """A text encoder trained on captions of seen combinations only, and the heads it was trained with."""
+    """Train a text encoder on captions of seen combinations, and return it with its heads."""
     torch.manual_seed(seed)
     rng = np.random.default_rng([seed, NUM_TOKENS])
     encoder, heads = CLIPTextModel(_config(tokenizer)), FactHeads()
@@ -124,12 +124,12 @@ def _config(tokenizer: CLIPTokenizer) -> CLIPTextConfig:
 
 
 def tokenize(tokenizer: CLIPTokenizer, captions: list[str]) -> torch.Tensor:
-    """Token ids, (captions, NUM_TOKENS), padded with the end-of-text token as Stable Diffusion's are."""
+    """Return token ids (captions, NUM_TOKENS), padded with the end-of-text token as in Stable Diffusion."""
     return tokenizer(captions, padding="max_length", truncation=True, return_tensors="pt").input_ids
 
 
 def _loss(logits: list[torch.Tensor], labels: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """Mean cross-entropy of the five facts at the tokens marked in `ends`, (batch, tokens)."""
+    """Sum the facts' mean cross-entropies over the tokens marked in `ends` (batch, tokens)."""
     labels = labels[:, None].expand(-1, ends.shape[1], -1)  # (batch, tokens, facts)
     losses = [F.cross_entropy(fact_logits[ends], labels[..., i][ends]) for i, fact_logits in enumerate(logits)]
     return torch.stack(losses).sum()
@@ -139,7 +139,7 @@ def _loss(logits: list[torch.Tensor], labels: torch.Tensor, ends: torch.Tensor) 
 def accuracy(
     tokenizer: CLIPTokenizer, encoder: CLIPTextModel, heads: FactHeads, captions: list[str], labels: torch.Tensor
 ) -> dict[str, float]:
-    """Of each fact, in how many captions its head is right at the first end-of-text token."""
+    """Return each head's accuracy at the first end-of-text token."""
     token_ids = tokenize(tokenizer, captions)
     first_end = (token_ids == tokenizer.eos_token_id).int().argmax(1)
     states = encoder(token_ids).last_hidden_state[torch.arange(len(captions)), first_end]

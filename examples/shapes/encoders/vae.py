@@ -1,4 +1,4 @@
-"""The demo's VAE: an ordinary `AutoencoderKL`, 8x down and 4 latent channels, small enough to be committed."""
+"""The demo's VAE: a standard `AutoencoderKL` with 8x downsampling and 4 latent channels, small enough to commit."""
 
 import numpy as np
 import torch
@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from examples.shapes.scenes import draw_scene, sample_scene
 
-# Chosen far from 1, as in Stable Diffusion's VAE, so that a forgotten scaling_factor does not go unnoticed.
+# far from 1, as in Stable Diffusion's VAE, so that a forgotten scaling_factor is noticed
 RAW_STD = 5.0
 KL_WEIGHT = 3e-4
 CONFIG = {
@@ -21,21 +21,21 @@ CONFIG = {
     "up_block_types": ("UpDecoderBlock2D",) * 4,
     "layers_per_block": 1,
     "norm_num_groups": 1,
-    # Attention over all places would tie the VAE to the picture sizes it was trained on.
+    # attention over all positions would tie the VAE to the image sizes it was trained on
     "mid_block_add_attention": False,
     "sample_size": 64,
 }
 
 
 def draw_pictures(num_pictures: int, side: int, seed: int) -> torch.Tensor:
-    """Square training pictures of `side` pixels: (num_pictures, 3, side, side) in [-1, 1]."""
+    """Draw square training images: (num_pictures, 3, side, side) in [-1, 1]."""
     rng = np.random.default_rng([seed, side])
     pictures = np.stack([np.asarray(draw_scene(sample_scene(rng), side, side, rng)) for _ in range(num_pictures)])
     return torch.from_numpy(pictures).permute(0, 3, 1, 2).float() / 127.5 - 1
 
 
 def train_vae(seed: int, num_steps: int, peak_lr: float = 1.2e-3) -> AutoencoderKL:
-    """A VAE trained on pictures of 64 and 128 px, its latents centred and its scaling_factor set."""
+    """Train a VAE on images of 64 and 128 px, centre its latents and set its scaling_factor."""
     torch.manual_seed(seed)
     pictures = {64: draw_pictures(6000, 64, seed), 128: draw_pictures(1500, 128, seed)}
     vae = AutoencoderKL(**CONFIG)
@@ -57,9 +57,9 @@ def train_vae(seed: int, num_steps: int, peak_lr: float = 1.2e-3) -> Autoencoder
 
 
 def _initialise(vae: AutoencoderKL) -> None:
-    """Start as a chain of variance-keeping convolutions: residual branches are zero, posteriors narrow.
+    """Initialise as a chain of variance-preserving convolutions, with zero residual branches and narrow posteriors.
 
-    With the default initialisation so small and deep a VAE needs many times the steps.
+    With the default initialisation, a VAE this small and deep needs many times the steps.
     """
     for module in vae.modules():
         if isinstance(module, nn.Conv2d) and module.bias is not None:
@@ -75,7 +75,7 @@ def _initialise(vae: AutoencoderKL) -> None:
 
 
 def _draw_batch(pictures: dict[int, torch.Tensor], whole: bool) -> torch.Tensor:
-    """24 patches of 32 px, which teach most of what there is to learn at a fraction of the cost, or whole pictures."""
+    """Draw whole images, or 24 patches of 32 px, which teach most of the same at a fraction of the cost."""
     side = 64 if torch.rand(()) < 0.8 else 128
     num_pictures = (16 if side == 64 else 4) if whole else 24
     batch = pictures[side][torch.randint(len(pictures[side]), (num_pictures,))]
@@ -95,9 +95,9 @@ def _loss(vae: AutoencoderKL, pictures: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def _standardise(vae: AutoencoderKL, picture_sets: list[torch.Tensor]) -> None:
-    """Give each latent channel mean 0 and one deviation, and set the config's scaling_factor to 1 / deviation.
+    """Give all latent channels mean 0 and the same standard deviation, and set scaling_factor to its inverse.
 
-    Both changes are folded into the 1x1 convolutions about the latents, so that reconstructions stay as they are.
+    The changes are folded into the 1x1 convolutions around the latents, so reconstructions stay the same.
     """
     mean, std = _channel_statistics(vae, picture_sets)
     scale = RAW_STD / std
@@ -112,7 +112,7 @@ def _standardise(vae: AutoencoderKL, picture_sets: list[torch.Tensor]) -> None:
 
 
 def _channel_statistics(vae: AutoencoderKL, picture_sets: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mean and deviation of sampled latents, (channels,) each, over every place of a part of the pictures."""
+    """Return the mean and standard deviation (channels,) of latents sampled for up to 512 images of each set."""
     posteriors = [vae.encode(batch).latent_dist for pictures in picture_sets for batch in pictures[:512].split(64)]
     latents = torch.cat([posterior.sample().movedim(1, -1).flatten(0, -2) for posterior in posteriors])
     return latents.mean(0), latents.std(0)
@@ -120,7 +120,7 @@ def _channel_statistics(vae: AutoencoderKL, picture_sets: list[torch.Tensor]) ->
 
 @torch.no_grad()
 def psnr(vae: AutoencoderKL, pictures: torch.Tensor) -> float:
-    """Peak signal-to-noise ratio in dB of the reconstructions from the posterior's mean, over all pictures."""
+    """Return the peak signal-to-noise ratio, in dB, of reconstructions from the posterior mean."""
     errors = [
         F.mse_loss(vae.decode(vae.encode(batch).latent_dist.mean).sample.clamp(-1, 1), batch)
         for batch in pictures.split(64)

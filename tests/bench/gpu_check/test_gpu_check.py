@@ -1,4 +1,4 @@
-"""The GPU check, rehearsed on the CPU; and that a part which fails, or takes too long, loses nothing of the others."""
+"""The GPU check, rehearsed on the CPU, and the isolation of parts that fail or hang."""
 
 import json
 import subprocess
@@ -21,7 +21,7 @@ from bench.gpu_check.parts import main as run_one_part
 from bench.gpu_check.prediction import with_prediction
 from bench.gpu_check.setup import Setup, use_no_compiler
 from bench.roofline.kernels import ASSUMED_EFFICIENCY, MATRIX, kind_of
-from bench.train_step import Result, Setting
+from bench.train_step import Result, StepSetting
 from plan.measured import read_rates
 from shards.base.errors import RequestError, WorkError
 
@@ -41,7 +41,7 @@ import bench.gpu_check.__main__
 
 @pytest.fixture(scope="module")
 def rehearsed(tmp_path_factory: pytest.TempPathFactory) -> Parts:
-    """What each quick part found, in this process."""
+    """Run the quick parts in this process, and return their findings."""
     folder, found = tmp_path_factory.mktemp("parts"), {}
     compile_with = torch.compile
     use_no_compiler()
@@ -55,14 +55,14 @@ def rehearsed(tmp_path_factory: pytest.TempPathFactory) -> Parts:
     return found
 
 
-def test_every_part_finds_that_the_cpu_is_right(rehearsed: Parts) -> None:
+def test_all_checks_hold_on_the_cpu(rehearsed: Parts) -> None:
     for name, part in rehearsed.items():
         assert gpu_check.right(part), (name, part["checks"])
         assert part["checks"] or part["tables"] or part["figures"], name
     assert {line["kernel"] for line in rehearsed["attention"]["tables"]["attention"]} >= {"flash", "cudnn", "math"}
 
 
-def test_a_plan_reads_the_file_and_the_page_says_where_the_time_goes(rehearsed: Parts, tmp_path: Path) -> None:
+def test_the_planner_reads_the_file_and_the_report_breaks_down_the_time(rehearsed: Parts, tmp_path: Path) -> None:
     file = gpu_check.bench_file(with_prediction(rehearsed))
     (tmp_path / "gpu-check.json").write_text(file.model_dump_json(exclude_none=True))
     read = read_rates([str(tmp_path / "gpu-check.json")], "CPU")
@@ -71,38 +71,36 @@ def test_a_plan_reads_the_file_and_the_page_says_where_the_time_goes(rehearsed: 
     model = file.model_copy(update={"command": "a model", "details": {}})
     (tmp_path / "model.json").write_text(model.model_dump_json(exclude_none=True))
     text = page(file, [str(tmp_path / "model.json")], 60.0)
-    assert "checks hold; 11 of 11 parts ended by themselves." in text
-    assert "100%" in text and "a model" in text  # measured over predicted
-    for said in ("of the limit**", "The model of the step predicts", "| convolution |", "| gaps |", "GiB were held"):
+    assert "checks hold; 11 of 11 parts finished." in text
+    assert "100%" in text and "a model" in text  # measured relative to predicted
+    for said in ("of the limit**", "The model of the step predicts", "| convolution |", "| gaps |", "Peak memory was"):
         assert said in text
     for row in file.details["profile"]["tables"]["kernels"]:
         predicted, ideal = row.get("predicted_ms"), row["at_the_matrix_rate_ms"]
-        if row["what"] in MATRIX:  # counted in two ways; more where bytes decide
+        if row["what"] in MATRIX:  # two independent counts; the prediction is higher if bytes dominate
             assert row["launches"] and row["predicted_launches"] and predicted >= 0.9 * ideal / ASSUMED_EFFICIENCY > 0
         else:
             assert ideal == 0 and (predicted is None) == (row["what"] in ("gaps", "other"))
 
 
-def test_a_step_is_predicted_only_where_all_is_there(rehearsed: Parts) -> None:
+def test_a_prediction_needs_all_of_its_parts(rehearsed: Parts) -> None:
     for name in ("profile", "machine", "prediction"):
         rest = {part: found for part, found in rehearsed.items() if part != name}
         assert with_prediction(rest) == rest
 
 
-def test_what_is_wrong_leads_the_page_and_fails_the_check(tmp_path: Path) -> None:
+def test_failed_checks_come_first_and_fail_the_command(tmp_path: Path) -> None:
     found = Findings(tmp_path / "part.json")
     found.check("a curve", float("nan"), 0.1)
     found.check("another", 0.05, 0.1)
     part = {**json.loads((tmp_path / "part.json").read_text()), "outcome": "done", "seconds": 1.0}
     assert not gpu_check.right(part)
     text = page(gpu_check.bench_file({"curves": part}), [], 1.0)
-    assert (
-        "**1 of 2 checks hold" in text and "## What is not right\n\n" in text and "| curves | a curve | nan |" in text
-    )
+    assert "**1 of 2 checks hold" in text and "## Failed checks\n\n" in text and "| curves | a curve | nan |" in text
 
 
-def test_parts_that_fail_or_do_not_end_lose_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The process of one fails, that of one is ended, one has no time left; what a part had found by then counts."""
+def test_parts_that_fail_or_hang_keep_their_findings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One process fails, one is killed and one has no time left. Findings up to then are kept."""
 
     def stand_in(words: list[str], **how: Any) -> subprocess.Popen[bytes]:
         name, output = words[words.index("bench.gpu_check.parts") + 1], Path(words[words.index("--output") + 1])
@@ -116,9 +114,11 @@ def test_parts_that_fail_or_do_not_end_lose_nothing(tmp_path: Path, monkeypatch:
 
     popen = subprocess.Popen
     monkeypatch.setattr(subprocess, "Popen", stand_in)
-    monkeypatch.setattr(gpu_check, "LEAST_SECONDS", 0.0)
+    monkeypatch.setattr(gpu_check, "MIN_SECONDS", 0.0)
     monkeypatch.setitem(PARTS, "machine", replace(PARTS["machine"], seconds=1.0))
-    with pytest.raises(WorkError, match=r"not right, or not ended: draws, machine\. .*gpu-check\.md says what"):
+    with pytest.raises(
+        WorkError, match=r"The check failed in draws, machine\. .*gpu-check\.md lists the failed checks"
+    ):
         gpu_check.check(["draws", "machine", "loader", "--device", "cpu", "--small", "--output", str(tmp_path)])
     parts = json.loads((tmp_path / "gpu-check.json").read_text())["details"]
     assert parts["draws"]["outcome"] == "failed with exit code 3:\nsaid"
@@ -126,17 +126,15 @@ def test_parts_that_fail_or_do_not_end_lose_nothing(tmp_path: Path, monkeypatch:
     assert parts["loader"]["outcome"] == "done"
     assert [part["checks"][0]["what"] for part in parts.values()] == ["of draws", "of machine", "of loader"]
     assert not any(str(ASLEEP).encode() in path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline"))
-    late = gpu_check.Run("cpu", True, tmp_path, 0.0, time.monotonic())
-    assert gpu_check.run_part(late, "loader")["outcome"] == "not begun: no time was left"
+    late = gpu_check.CheckRun("cpu", True, tmp_path, 0.0, time.monotonic())
+    assert gpu_check.run_part(late, "loader")["outcome"] == "not started: no time was left"
 
 
-def test_parts_that_are_given_by_name_join_those_that_are_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """After each of them the file and the page are whole."""
+def test_parts_given_by_name_are_merged_into_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file and the report are complete after each part."""
     seen = []
 
-    def run_part(run: gpu_check.Run, name: str) -> dict[str, Any]:
+    def run_part(run: gpu_check.CheckRun, name: str) -> dict[str, Any]:
         path = tmp_path / "gpu-check.json"
         seen.append(list(json.loads(path.read_text())["details"]) if path.exists() else [])
         check = {"what": "curve", "value": 0.0, "at_most": 1.0, "right": name != "machine" or len(seen) > 2}
@@ -144,7 +142,7 @@ def test_parts_that_are_given_by_name_join_those_that_are_there(
 
     monkeypatch.setattr(gpu_check, "run_part", run_part)
     words = ["--device", "cpu", "--small", "--output", str(tmp_path)]
-    with pytest.raises(WorkError, match=r"not right, or not ended: machine\."):
+    with pytest.raises(WorkError, match=r"The check failed in machine\."):
         gpu_check.check(["machine", "loader", *words])
     gpu_check.check(["machine", *words])
     assert (
@@ -152,14 +150,14 @@ def test_parts_that_are_given_by_name_join_those_that_are_there(
         and "2 of 2 checks hold" in (tmp_path / "gpu-check.md").read_text()
     )
     (tmp_path / "gpu-check.json").write_text("{")
-    with pytest.raises(RequestError, match=r"gpu-check\.json, into which some parts were to go, is damaged"):
+    with pytest.raises(RequestError, match=r"gpu-check\.json, to which the parts would be added, is damaged"):
         gpu_check.check(["machine", *words])
 
 
-def test_what_does_not_compile_is_timed_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A row says what was raised, the rest is done, and the part fails."""
+def test_a_failed_compilation_is_recorded_and_the_rest_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error is listed in the table, the rest runs, and the part fails at its end."""
 
-    def measure(setting: Setting, *_: object) -> Result:
+    def measure(setting: StepSetting, *_: object) -> Result:
         if setting.compile:
             raise RuntimeError("no working C compiler was found\nand more")
         return Result(setting, 10.0, 1.0, 0.5)
@@ -174,7 +172,7 @@ def test_what_does_not_compile_is_timed_as_it_is(tmp_path: Path, monkeypatch: py
 
     steps = []
 
-    def profile_step(setup: Setup, found: Findings, setting: Setting, batch: int) -> None:
+    def profile_step(setup: Setup, found: Findings, setting: StepSetting, batch: int) -> None:
         steps.append(setting)
         if len(steps) == 1:
             raise RuntimeError("no working C compiler was found")
@@ -188,7 +186,7 @@ def as_part(found: Findings) -> dict[str, Any]:
     return {**json.loads(found.path.read_text()), "outcome": "done", "seconds": 1.0}
 
 
-def test_a_part_in_which_something_failed_ends_with_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_part_with_a_caught_error_fails_at_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def half(setup: Setup, found: Findings) -> None:
         with found.tried("rows", what="first"):
             raise ValueError("broken")
@@ -204,29 +202,29 @@ def test_a_part_in_which_something_failed_ends_with_1(tmp_path: Path, monkeypatc
     ]
 
 
-def test_what_is_asked_for_must_be_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(RequestError, match="there is no part drawing; there are draws, curves"):
+def test_unknown_parts_and_a_missing_gpu_are_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(RequestError, match=r"There is no part drawing\. Choose from draws, curves"):
         gpu_check.check(["drawing", "--device", "cpu", "--output", str(tmp_path)])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(RequestError, match=r"torch sees no GPU here\. `--device cpu --small` rehearses"):
+    with pytest.raises(RequestError, match=r"torch finds no GPU on this machine\. Rehearse the check"):
         gpu_check.check(["--output", str(tmp_path)])
 
 
-def test_a_setting_is_left_out_where_time_is_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first is always begun."""
+def test_settings_are_skipped_for_lack_of_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first setting always runs."""
     timed = []
 
-    def measure(setting: Setting, *_: object) -> Result:
+    def measure(setting: StepSetting, *_: object) -> Result:
         timed.append(setting)
         return Result(setting, 10.0, 1.0, 0.5)
 
     monkeypatch.setattr(speed, "measure", measure)
     found = Findings(tmp_path / "part.json", seconds=0.0)
     speed.training(SETUP, found, 1)
-    assert len(timed) == 1 and [row["note"] for row in found.tables["steps"]][1:] == ["left out: no time"]
+    assert len(timed) == 1 and [row["note"] for row in found.tables["steps"]][1:] == ["skipped for lack of time"]
 
 
-def test_curves_of_different_lengths_are_infinitely_apart() -> None:
+def test_difference_of_curves() -> None:
     assert apart([1.0, 2.0], [1.0]) == float("inf")
     assert apart([2.0, 1.5], [2.0, 1.0]) == 0.25
 
@@ -245,7 +243,7 @@ def test_curves_of_different_lengths_are_infinitely_apart() -> None:
         ("Memcpy HtoD (Pinned -> Device)", "copy"),
         ("void at::native::elementwise_kernel<128, 4, at::native::gpu_kernel_impl<direct_copy_kernel_cuda>>", "copy"),
         ("a_kernel_of_tomorrow", "other"),
-        # as operators of eager torch, and as Inductor calls what it does not fuse
+        # names of operators in eager torch, and in Inductor's calls to libraries
         ("aten::_to_copy", "copy"),
         ("native_group_norm_backward", "reduction"),
         ("_softmax", "reduction"),
@@ -254,12 +252,12 @@ def test_curves_of_different_lengths_are_infinitely_apart() -> None:
         ("torch.ops.aten.convolution_backward.default", "convolution"),
     ],
 )
-def test_kernels_have_classes(kernel: str, kind: str) -> None:
+def test_classes_of_kernels(kernel: str, kind: str) -> None:
     assert kind_of(kernel) == kind
 
 
-def test_the_arithmetic_of_stable_diffusion_2_by_class() -> None:
-    """Of 32 images at 512 px: what was counted elsewhere, op by op, in TFLOP."""
+def test_flops_of_stable_diffusion_2_by_class() -> None:
+    """Compare with TFLOP counted independently, operation by operation, for 32 images at 512 px."""
     counted = speed.step_flops(Setup(torch.device("cpu"), small=False), 32)
     found = {name: round(flops / 1e12, 1) for name, flops in counted.items()}
     assert sum(found.values()) == pytest.approx(32 * 3 * 0.8043, rel=0.01)

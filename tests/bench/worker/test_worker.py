@@ -1,4 +1,4 @@
-"""The plain script beside which the worker is timed does the same work; and what is timed is run in turn."""
+"""The simple script that the worker is compared with does the same work, and both are timed."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from streaming import LocalDataset
 
-from bench.worker.beside import Case, Running, Way, demo_case, photograph_case, row
+from bench.worker.comparison import Case, Runner, Way, demo_case, photograph_case, row
 from bench.worker.inputs import demo_pictures
 from shards.root.reading import image_latents, read_part, text_latents
 
@@ -15,12 +15,12 @@ WAYS: tuple[tuple[Way, float, float], ...] = (("exact", 0.02, 1e-3), ("default",
 """And how far the worker may be off: of pictures a level of 255 here and there, and by what storage rounds."""
 
 
-def test_the_worker_stores_what_the_plain_script_does(tmp_path: Path) -> None:
-    """Which knows nothing of the product but the columns' names."""
+def test_the_worker_stores_the_same_as_the_simple_script(tmp_path: Path) -> None:
+    """The script uses nothing of the product except the names of columns."""
     case = Case("", photograph_case(tmp_path, PICTURES), ("256x256", "512x512"), free=False, threads=1, batch_size=2)
-    Running(case, "plain").encode(tmp_path / "plain")
+    Runner(case, "plain").encode(tmp_path / "plain")
     for way, latents_off, states_off in WAYS:
-        worker = Running(case, way)
+        worker = Runner(case, way)
         worker.encode(tmp_path / way)
         for bucket in case.buckets:
             parts = (tmp_path / way / bucket).iterdir()
@@ -37,21 +37,21 @@ def test_the_worker_stores_what_the_plain_script_does(tmp_path: Path) -> None:
 
 
 def apart(found: np.ndarray, expected: np.ndarray) -> float:
-    """Root mean square of the difference over that of what was expected."""
+    """Return the relative RMS error."""
     return float(np.linalg.norm(found - expected.astype(np.float32)) / np.linalg.norm(expected.astype(np.float32)))
 
 
-def test_every_way_is_timed_on_the_demos_pictures(tmp_path: Path) -> None:
+def test_all_ways_are_timed_on_the_demos_images(tmp_path: Path) -> None:
     pictures = 60
     case = Case("demo", demo_case(tmp_path, pictures), ("64x64", "128x128"), free=True, threads=1)
-    found = {way: np.array([Running(case, way)()]) for way in ("plain", "exact", "default")}
+    found = {way: np.array([Runner(case, way)()]) for way in ("plain", "exact", "default")}
     seconds, processor, written = (np.stack(list(found.values()))[:, 0, column] for column in range(3))
     assert (seconds > 0).all() and (processor > 0).all()
-    # float16 takes as many bytes by either way, but for odd pictures that one of them refuses
+    # float16 takes the same bytes, except for unusual images that only one of them rejects
     assert written[0] == pytest.approx(written[1], rel=0.1) and written[2] < 0.6 * written[1]
     assert len(row(case, pictures, found)) == 6 and not list(tmp_path.glob("exact"))  # type: ignore[arg-type]
 
 
-def test_the_demos_pictures_are_the_ones_it_serves() -> None:
+def test_the_demos_images_have_all_formats() -> None:
     suffixes = {suffix for _, suffix, _ in demo_pictures(60)}
     assert suffixes == {"jpg", "png", "webp"}

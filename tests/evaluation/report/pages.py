@@ -1,4 +1,4 @@
-"""Run folders with evaluations, and the report's page of them."""
+"""Run folders with evaluations for tests, and a parser of the report."""
 
 import json
 from html.parser import HTMLParser
@@ -18,7 +18,7 @@ VOID = {"meta", "img", "link", "br", "input"}
 
 
 class Page(HTMLParser):
-    """Elements of a page, as a screen reader or a keyboard meets them; unbalanced tags are refused."""
+    """Parser that lists a page's elements and fails on unbalanced tags."""
 
     def __init__(self, path: Path):
         super().__init__()
@@ -41,7 +41,7 @@ class Page(HTMLParser):
 
 
 def make_run(folder: Path, steps: int = 40, **config: Any) -> Path:
-    """A run folder: a line each ten steps, at 20 images a second of two processes."""
+    """Make a run folder whose log has a line every ten steps, at 20 images/s on two processes."""
     folder.mkdir(parents=True)
     fields = {"max_steps": 100, "global_batch_size": 8, "init_from": None, **config}
     fields["data"] = {"streams": [{"root": "absent/root", "bucket": "64x64"}]}
@@ -59,7 +59,7 @@ def make_run(folder: Path, steps: int = 40, **config: Any) -> Path:
 
 
 def add_evaluation(run: Path, step: int, number: str, value: float, with_pictures: bool = True) -> None:
-    """A sample set with one metric."""
+    """Add a sample set with one metric to a run."""
     place = run / "evaluations" / f"step-{step:08d}-auto" / "g8-s1-own"
     row = {"metric": "kid", "value": value, "low": value - 1, "high": value + 1, "estimand": "distance", "n": 3}
     row |= {"reference_n": 9, "id": number, "better": "lower", "model": str(run), "step": step, "weights": "auto"}
@@ -79,6 +79,6 @@ def add_evaluation(run: Path, step: int, number: str, value: float, with_picture
 
 
 def report(*words: Any) -> Page:
-    """The command's page."""
+    """Run the report command, and parse its page."""
     command(["report", *map(str, words)])
     return Page(Path(words[words.index("--output") + 1]))

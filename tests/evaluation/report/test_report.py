@@ -1,4 +1,4 @@
-"""The page of some runs: what it says, that it needs no other file, and what it never puts together."""
+"""The report: its content, accessibility, and which metrics it compares."""
 
 import re
 from itertools import pairwise
@@ -10,7 +10,7 @@ import pytest
 from evaluation.__main__ import run as command
 from evaluation.report.charts import MARKERS, Series, line_chart
 from evaluation.report.pictures import first_pictures, side_by_side, spread
-from evaluation.report.runs import binned, read_runs, short_names, starts
+from evaluation.report.runs import binned, read_runs, short_names, step_offsets
 from shards.base.durable import sealed_json
 from shards.base.errors import exit_code_of
 from shards.open import open_store
@@ -27,12 +27,12 @@ def test_a_page_of_two_phases(tmp_path: Path) -> None:
     page = report(first, second, "--output", tmp_path / "out" / "page.html", "--price_per_hour", 2)
     source = page.source
 
-    assert "phase2 began from another of these runs" in source
+    assert "Initialised from another of these runs and drawn after it: phase2." in source
     assert all(f"<figcaption>kid, g8-s1-own, id {number}</figcaption>" in source for number in ("id1", "id2"))
-    # 40 steps of 8 images at 20 a second are 16 s, of two processes 32 s
+    # 40 steps of 8 images at 20 images/s take 16 s, or 32 s of two processes
     assert '<th scope="row">phase1</th><td>320</td><td>2</td><td>0.004444</td><td>0.008889</td><td>$0.02</td>' in source
     assert "The root cannot be read from here" in source and "absent/root" in source
-    assert "a &lt;b&gt;shape&lt;/b&gt; &amp; 0" in source and "<b>shape" not in source
+    assert "a &lt;b&gt;shape&lt;/b&gt; &amp; 0" in source and "<b>" not in source
     strip = [image for image in page.all("img") if "step 10" in (image["alt"] or "")]
     assert len(strip) == 3 and strip[0]["alt"] == "step 10: a <b>shape</b> & 0"
     assert "phase1, step 40: a" in source and "Runs side by side" in source
@@ -46,12 +46,12 @@ def test_a_page_of_a_real_run_accounts_for_its_data(latents: Path, tmp_path: Pat
     assert "The root cannot be read" not in source and "run reads 64x64" in source
     for row in (("in the tars", 46), ("encoded", 30), ("rejected", 16), ("tars", 2)):
         assert '<th scope="row">{}</th><td>{}</td>'.format(*row) in source, row
-    assert "Rejected because" in source and '<th scope="row">not_an_image</th><td>2</td>' in source
+    assert "Rejected samples" in source and '<th scope="row">not_an_image</th><td>2</td>' in source
     assert '<th scope="row">64x64</th><td>30</td>' in source and '<th scope="row">128x128</th><td>20</td>' in source
     assert len(read_runs([str(tmp_path / "run")])[0].curve("loss")) == 4
 
 
-def test_the_page_stands_alone_and_can_be_heard_and_walked(tmp_path: Path) -> None:
+def test_the_page_is_self_contained_and_accessible(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     add_evaluation(run, 10, "id1", 5)
     page = report(run, "--output", tmp_path / "page.html")
@@ -76,7 +76,7 @@ def test_the_page_stands_alone_and_can_be_heard_and_walked(tmp_path: Path) -> No
     assert "prefers-color-scheme" in page.source and ":focus-visible" in page.source
 
 
-def test_lines_differ_without_colour() -> None:
+def test_lines_are_distinguishable_without_colour() -> None:
     lines = [Series(f"run {i}", [(0, i), (1, i + 1)], style=i) for i in range(len(MARKERS))]
     svg = line_chart("t", "x", "y", lines)
     dashes = re.findall(r'stroke-dasharray="([^"]*)"', svg)
@@ -86,8 +86,8 @@ def test_lines_differ_without_colour() -> None:
 
 
 @pytest.mark.parametrize("count", [2, 8, 13, 30])
-def test_many_lines_stay_in_the_picture_and_differ(count: int) -> None:
-    """All end at one place, at the bottom."""
+def test_many_lines_stay_inside_the_chart_and_distinguishable(count: int) -> None:
+    """All lines end in the same place at the bottom."""
     svg = line_chart("t", "x", "y", [Series(f"r{i}", [(0, 1), (1, 0)], style=i) for i in range(count)])
     places = sorted(float(y) - 4 for y in re.findall(r'<text x="433\.0" y="([\d.]+)"', svg))
     assert len(places) == count and places[0] > 0 and places[-1] <= 320 - 48
@@ -96,8 +96,8 @@ def test_many_lines_stay_in_the_picture_and_differ(count: int) -> None:
     assert len(set(looks)) == count
 
 
-def test_charts_hold_what_they_are_given() -> None:
-    """The path goes through the values' places, the bars to their ends; one point alone, equal values, a log scale."""
+def test_charts_show_their_values() -> None:
+    """Check the path and the error bars, and charts with one point, equal values and a log scale."""
     svg = line_chart("t", "x", "y", [Series("a", [(0, 0), (10, 10), (5, 5)], [(-10, 5), (0, 20), (0, 6)])])
     (path,) = re.findall(r'<path d="M([\d. L]+)" stroke', svg)
     (x0, y0), (x1, y1), (x2, y2) = ([float(v) for v in place.split()] for place in path.split("L"))
@@ -110,27 +110,27 @@ def test_charts_hold_what_they_are_given() -> None:
         assert "nan" not in line_chart("t", "x", "y", [Series("a", points)], log=True).lower()
 
 
-def test_runs_without_evaluations_without_a_log_and_what_is_none(
+def test_runs_without_evaluations_or_a_log_and_folders_that_are_not_runs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     bare = make_run(tmp_path / "bare")
     (bare / "metrics.jsonl").unlink()
     page = report(bare, "--output", tmp_path / "page.html")
-    assert "Nothing was logged yet" in page.source and "No metrics yet" in page.source
+    assert "Nothing has been logged yet" in page.source and "No metrics yet" in page.source
 
     def said(*words: Any) -> str:
         assert exit_code_of(lambda: command([str(word) for word in words])) == 2
         return capsys.readouterr().err.replace("\n", " ")
 
-    assert "is no run: it has no config.yaml" in said("report", tmp_path)
+    assert "is not a training run: it has no config.yaml" in said("report", tmp_path)
     assert "name the runs first" in said("report")
-    assert "stands there twice" in said("report", bare, bare)
-    assert "bare and other have no metric in common: bare has none" in said(
+    assert "A run is given twice" in said("report", bare, bare)
+    assert "bare and other have no metric in common: bare and other have none" in said(
         "compare", bare, make_run(tmp_path / "other")
     )
 
 
-def test_numbers_of_two_ids_are_not_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_metrics_with_different_ids_are_not_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     first, second = make_run(tmp_path / "a"), make_run(tmp_path / "b")
     for step in (10, 20):
         add_evaluation(first, step, "id1", step)
@@ -143,8 +143,8 @@ def test_numbers_of_two_ids_are_not_compared(tmp_path: Path, capsys: pytest.Capt
     assert shown[0].startswith("kid id1 (lower is better)") and "20.0000" in shown[1] and "4.0000" in shown[2]
 
 
-def test_pictures_of_a_set(tmp_path: Path) -> None:
-    """Exact where they are small enough; those of a missing part are left out."""
+def test_first_pictures_of_a_sample_set(tmp_path: Path) -> None:
+    """Small images are exact, and images of a missing part are skipped."""
     run = make_run(tmp_path / "run")
     add_evaluation(run, 10, "id", 1)
     place = run / "evaluations" / "step-00000010-auto" / "g8-s1-own"
@@ -167,21 +167,21 @@ def test_pictures_of_a_set(tmp_path: Path) -> None:
         (["s3://k/phase1"], ["phase1"]),
     ],
 )
-def test_runs_are_named_as_short_as_tells_them_apart(names: list[str], short: list[str]) -> None:
+def test_short_names_distinguish_runs(names: list[str], short: list[str]) -> None:
     assert short_names(names) == short
 
 
-def test_chains_bins_and_spreads(tmp_path: Path) -> None:
+def test_step_offsets_bins_and_spreads(tmp_path: Path) -> None:
     a = make_run(tmp_path / "a")
     b = make_run(tmp_path / "b", steps=20, init_from=str(a))
     c = make_run(tmp_path / "c", init_from=str(b))
-    assert starts(read_runs([str(c), str(a), str(b)])) == {"c": 60, "a": 0, "b": 40}
+    assert step_offsets(read_runs([str(c), str(a), str(b)])) == {"c": 60, "a": 0, "b": 40}
     assert binned([(i, 2.0 * i) for i in range(7)], 3) == [(1, 2), (4, 8), (6, 12)]
     assert spread(list(range(10)), 3) == [0, 4, 9] and spread([1, 2], 3) == [1, 2]
 
 
-def test_what_evaluations_took_is_a_part_of_the_price(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "run")  # 40 steps of 8 images at 20 a second, on two processes: 32 s
+def test_evaluations_are_part_of_the_cost(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")  # 40 steps of 8 images at 20 images/s take 32 s of two processes
     for number, seconds in enumerate((3600.0, 1800.0)):
         store = open_store(run / "evaluations" / f"step-{number + 1:08d}-auto" / "g8-s1-own")
         for folder in ("pictures", "features/abc"):

@@ -1,4 +1,4 @@
-"""The report in a real browser, at a desktop's and a phone's width: `make test-browser`."""
+"""The report in Chromium, on a desktop and on a phone: `make test-browser`."""
 
 import asyncio
 from pathlib import Path
@@ -14,8 +14,8 @@ FOCUSED = "document.activeElement.tagName + ' ' + (document.activeElement.getAtt
 
 
 @pytest.mark.parametrize(("width", "height"), [(1280, 800), (390, 844)])
-def test_the_page_is_read_and_walked_without_a_mouse(tmp_path: Path, width: int, height: int) -> None:
-    """Nothing but a frame is wider than the screen; each frame is reached by Tab; charts and pictures have names."""
+def test_the_page_works_without_a_mouse(tmp_path: Path, width: int, height: int) -> None:
+    """Only frames are wider than the screen, Tab reaches each of them, and charts and images have names."""
     first = make_run(tmp_path / "phase1")
     second = make_run(tmp_path / "phase2", steps=20, init_from=str(first))
     for run, step in ((first, 10), (first, 40), (second, 20)):

@@ -1,6 +1,6 @@
-"""A real browser for tests: Chromium without a window, spoken to by its DevTools protocol.
+"""A headless Chromium for tests, controlled by the DevTools protocol.
 
-https://chromedevtools.github.io/devtools-protocol/ has the commands' names.
+See https://chromedevtools.github.io/devtools-protocol/ for its commands.
 """
 
 import asyncio
@@ -34,12 +34,12 @@ KEYS = {"Tab": 9, "Enter": 13, "ArrowLeft": 37, "ArrowUp": 38, "ArrowRight": 39,
 
 
 def chromium() -> str | None:
-    """Where it is."""
+    """Find the Chromium executable."""
     return next(filter(None, map(shutil.which, NAMES)), None)
 
 
 class Page:
-    """A tab."""
+    """A browser tab."""
 
     def __init__(self, browser: "Browser", session: str, context: str):
         self.browser, self.session, self.context = browser, session, context
@@ -51,13 +51,13 @@ class Page:
         await self.send("Page.navigate", url=address)
 
     async def run(self, script: str) -> Any:
-        """The value of an expression; a promise is waited for."""
+        """Evaluate an expression, awaiting promises."""
         found = await self.send("Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True)
         assert "exceptionDetails" not in found, (script, found["exceptionDetails"])
         return found["result"].get("value")
 
     async def wait(self, script: str, patience: float = PATIENCE) -> Any:
-        """Until an expression is true; one that throws, as while a page loads, is not."""
+        """Wait until an expression is true. An expression that throws, as while a page loads, counts as false."""
         end = asyncio.get_running_loop().time() + patience
         while asyncio.get_running_loop().time() < end:
             found = await self.send(
@@ -72,14 +72,14 @@ class Page:
         raise AssertionError(f"not within {patience} s: {script}; the page says: {text}")
 
     async def press(self, key: str) -> None:
-        """A key, down and up."""
+        """Press and release a key."""
         about = {"key": key, "windowsVirtualKeyCode": KEYS.get(key, ord(key[0]))}
         text = {"text": "\r"} if key == "Enter" else {"text": key} if len(key) == 1 else {}
         await self.send("Input.dispatchKeyEvent", type="keyDown", **about, **text)
         await self.send("Input.dispatchKeyEvent", type="keyUp", **about)
 
     async def click(self, selector: str, times: int = 1) -> None:
-        """With the mouse, in the middle of the first such element; twice is a double click."""
+        """Click the center of the first matching element; twice for a double click."""
         box = f"document.querySelector({selector!r}).getBoundingClientRect()"
         x, y = await self.run(f"(() => {{ const b = {box}; return [b.x + b.width / 2, b.y + b.height / 2]; }})()")
         for count in range(1, times + 1):
@@ -87,24 +87,24 @@ class Page:
                 await self.send("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=count)
 
     async def network(self, is_on: bool) -> None:
-        """Pull the plug, or put it back."""
+        """Disconnect or reconnect the network."""
         speed = {"latency": 0, "downloadThroughput": -1, "uploadThroughput": -1}
         await self.send("Network.emulateNetworkConditions", offline=not is_on, **speed)
 
     async def size(self, width: int, height: int) -> None:
-        """Of the window; below 500 px a phone's."""
+        """Set the size of the window. Below 500 px it emulates a phone."""
         await self.send(
             "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 500
         )
 
     async def picture(self, path: Path) -> None:
-        """A PNG of what is seen."""
+        """Save a screenshot as PNG."""
         found = await self.send("Page.captureScreenshot", format="png")
         path.write_bytes(base64.b64decode(found["data"]))
 
 
 class Browser:
-    """The process, and its one connection."""
+    """The browser process and the connection to it."""
 
     def __init__(self, socket: aiohttp.ClientWebSocketResponse):
         self.socket = socket
@@ -124,7 +124,7 @@ class Browser:
                 self.messages.append(f"{found['params']['entry']['text']} {found['params']['entry'].get('url')}")
 
     async def send(self, method: str, session: str | None = None, **parameters: Any) -> dict[str, Any]:
-        """A command's result."""
+        """Send a command, and return its result."""
         number = next(self.numbers)
         self.waiting[number] = asyncio.get_running_loop().create_future()
         about = {"sessionId": session} if session else {}
@@ -135,7 +135,7 @@ class Browser:
         return result
 
     async def page(self, beside: Page | None = None) -> Page:
-        """A tab of a person of its own, or of the person of another tab."""
+        """Open a tab with a new profile, or with the profile of another tab."""
         context = beside.context if beside else (await self.send("Target.createBrowserContext"))["browserContextId"]
         target = await self.send("Target.createTarget", url="about:blank", browserContextId=context)
         attached = await self.send("Target.attachToTarget", targetId=target["targetId"], flatten=True)
@@ -147,7 +147,7 @@ class Browser:
 
 @asynccontextmanager
 async def browsing() -> AsyncIterator[Browser]:
-    """A fresh browser; it is gone afterwards."""
+    """Start a new browser for the duration of the context."""
     program = chromium()
     assert program is not None
     with tempfile.TemporaryDirectory(prefix="chromium-", ignore_cleanup_errors=True) as home:

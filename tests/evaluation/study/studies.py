@@ -1,4 +1,4 @@
-"""Studies for tests: sample sets of made-up pictures, and votes for them."""
+"""Studies for tests: sample sets of synthetic pictures, and votes on them."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +15,7 @@ from evaluation.sampling.settings import Drawing, SamplingConfig, Setting
 from evaluation.sampling.worker import PICTURES, Part, file_name, write_picture
 from evaluation.study.prepare import prepare
 from evaluation.study.protocol import ProtocolConfig, Study, read_study
-from evaluation.study.schedule import Draws, Showing, make_schedule
+from evaluation.study.schedule import KeyedDraws, Showing, make_schedule
 from evaluation.study.votes import Vote
 from shards.open import open_store
 
@@ -24,7 +24,7 @@ PROMPTS = [Prompt(f"p{i}", f"picture {i} <b>&amp; of {i} blobs", CATEGORIES[i % 
 
 
 def make_set(place: Path, model: int, prompts: list[Prompt] = PROMPTS, **changes: Any) -> Path:
-    """A sample set whose pictures say which model made them: by the first pixel's red. Returns its folder."""
+    """Make a sample set whose pictures encode their model in the red value of the first pixel. Return its folder."""
     config = SamplingConfig.model_validate({"size": "64x48", "part_size": 5, "seed": 3} | changes)
     count = len(prompts) * config.images_per_prompt
     setting = Setting(8.0, 50, "own")
@@ -59,7 +59,7 @@ def make_set(place: Path, model: int, prompts: list[Prompt] = PROMPTS, **changes
 
 
 def make_study(folder: Path, num_models: int = 2, **protocol: Any) -> Study:
-    """Prepared from fresh sample sets: 8 prompts, 3 raters, all of whom see everything."""
+    """Prepare a study from new sample sets, with 8 prompts and 3 raters who see all items."""
     sets = [make_set(folder / f"set-{model}", model) for model in range(num_models)]
     (folder / "study").mkdir(exist_ok=True)
     (folder / "study" / "secret").write_bytes(b"always the same for tests, 32 by")
@@ -69,18 +69,18 @@ def make_study(folder: Path, num_models: int = 2, **protocol: Any) -> Study:
 
 
 def schedule_of(study: Study) -> list[list[Showing]]:
-    """As everybody reads it from the study."""
-    return make_schedule(study.protocol, Draws(study.secret, study.protocol.seed))
+    """Return a study's schedule."""
+    return make_schedule(study.protocol, KeyedDraws(study.secret, study.protocol.seed))
 
 
 def maker(study: Study, name: str) -> int:
-    """Which model made a picture: its first pixel says so."""
+    """Return the model that a picture of `make_set` encodes."""
     with Image.open(study.folder / "pictures" / name) as picture:
         return int(np.asarray(picture)[0, 0, 0])
 
 
 def votes_of(study: Study, score: Callable[[int, Showing, str], float]) -> list[Vote]:
-    """A whole study, voted as `score(rater, showing, question)` says: 1 for the item's first picture, 0, or 0.5."""
+    """Return all votes of a study, given the score of the item's first picture: 1, 0, or 0.5 for a tie."""
     words = {1.0: "first", 0.0: "second", 0.5: "tie"}
     votes = []
     for rater, showings in enumerate(schedule_of(study)):
@@ -92,7 +92,7 @@ def votes_of(study: Study, score: Callable[[int, Showing, str], float]) -> list[
 
 
 def random_score(seed: int, share: float = 0.5) -> Callable[[int, Showing, str], float]:
-    """The same for a repeat; gold is answered right."""
+    """Make random scores that are consistent for repeats and correct for gold items."""
 
     def score(rater: int, showing: Showing, question: str) -> float:
         if showing.kind == "gold":

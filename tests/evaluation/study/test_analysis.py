@@ -1,4 +1,4 @@
-"""Votes to a result: sides undone, gold and repeats kept apart, rules applied, files written; the commands."""
+"""Analysis of votes (sides, gold items, repeats, exclusion), and the study's commands."""
 
 import re
 from pathlib import Path
@@ -8,8 +8,8 @@ import pytest
 
 from evaluation.study.__main__ import run
 from evaluation.study.analysis import analyse
-from evaluation.study.output.results import render
 from evaluation.study.protocol import Study, read_study
+from evaluation.study.results import format_results
 from evaluation.study.schedule import Showing
 from evaluation.study.statistics.preference import preference
 from evaluation.study.votes import Vote, open_votes
@@ -27,13 +27,13 @@ def three(tmp_path_factory: pytest.TempPathFactory) -> Study:
     return make_study(tmp_path_factory.mktemp("three"), num_models=3)
 
 
-def test_sides_are_undone(study: Study) -> None:
-    """Who always prefers A's picture, wherever it stood, prefers A."""
+def test_swapped_sides_are_undone(study: Study) -> None:
+    """Always preferring A's picture, on either side, means preferring A."""
     results = analyse(study, votes_of(study, lambda rater, showing, question: 1.0))
     for row in results["preferences"]:
         assert row["preference"] == 1 and row["models"] == ["A", "B"] and row["votes"] == 24
         assert (row["won"], row["tied"], row["lost"], row["raters"], row["prompts"]) == (24, 0, 0, 3, 8)
-        assert row["verdict"] == "no difference shown" and row["high"] == pytest.approx(1)  # of three raters
+        assert row["verdict"] == "no difference shown" and row["high"] == pytest.approx(1)  # with three raters
     sided = [Vote(v.rater, v.showing, v.question, "first", 1.0) for v in votes_of(study, lambda r, s, q: 1.0)]
     about = analyse(study, sided)
     left = [
@@ -41,11 +41,13 @@ def test_sides_are_undone(study: Study) -> None:
     ]
     swapped = np.mean([showing.swapped for showings in left for showing in showings if showing.kind == "first"])
     assert about["preferences"][0]["preference"] == pytest.approx(1 - swapped)
-    assert all(rater["repeats_same"] == 0 for rater in about["raters"])  # who clicks on one side is found out
+    assert all(
+        rater["repeats_same"] == 0 for rater in about["raters"]
+    )  # reveals raters who always click on the same side
 
 
-def test_only_first_votes_count(study: Study) -> None:
-    """Repeats that say the opposite, and gold, change no preference; they are told of each rater."""
+def test_repeats_and_gold_items_do_not_count(study: Study) -> None:
+    """Contradictory repeats change the rater's report, but not the preferences."""
     honest = random_score(0)
     plain = analyse(study, votes_of(study, honest))
 
@@ -61,7 +63,7 @@ def test_only_first_votes_count(study: Study) -> None:
     assert all(rater["median_seconds"] == 2.5 and rater["done"] == rater["showings"] for rater in raters)
 
 
-def test_the_interval_is_that_of_the_counted_votes(study: Study) -> None:
+def test_intervals_use_the_counted_votes(study: Study) -> None:
     votes = votes_of(study, random_score(1))
     results = analyse(study, votes)
     for row in results["preferences"]:
@@ -80,7 +82,7 @@ def test_the_interval_is_that_of_the_counted_votes(study: Study) -> None:
 
 
 @pytest.mark.parametrize(("exclude_below", "out"), [(0.75, [False, True, False]), (None, [False] * 3)])
-def test_raters_who_fail_gold_are_left_out_by_the_protocols_rule_alone(
+def test_raters_who_fail_gold_items_are_excluded_if_the_protocol_says_so(
     tmp_path: Path, exclude_below: float | None, out: list[bool]
 ) -> None:
     study = make_study(tmp_path, gold={"share": 0.25, "exclude_below": exclude_below})
@@ -92,15 +94,17 @@ def test_raters_who_fail_gold_are_left_out_by_the_protocols_rule_alone(
     assert [rater["excluded"] for rater in results["raters"]] == out
     assert [rater["gold_right"] for rater in results["raters"]] == [4, 0, 4]
     assert results["preferences"][0]["votes"] == (16 if out[1] else 24)
-    assert ("below 75% of gold answers right): rater 2." in render(results)) == out[1]
+    assert ("(less than 75% of gold answers correct): rater 2." in format_results(results)) == out[1]
     if out[1]:
-        with pytest.raises(RequestError, match=r"has no vote that counts: 72 answers, 3 raters left out by its rule"):
+        with pytest.raises(
+            RequestError, match=r"has no votes to count: 72 answers, 3 raters excluded by the protocol's rule"
+        ):
             analyse(study, votes_of(study, lambda r, s, q: 0.0))
 
 
 @pytest.mark.parametrize(("wrong", "out"), [(1, False), (2, True)])
-def test_the_rule_is_below_and_not_at(study: Study, wrong: int, out: bool) -> None:
-    """3 of 4 gold answers right are 75 %."""
+def test_raters_exactly_at_the_threshold_are_not_excluded(study: Study, wrong: int, out: bool) -> None:
+    """3 of 4 correct gold answers are exactly 75 %."""
     golds = [s.number for s in schedule_of(study)[1] if s.kind == "gold"]
 
     def score(rater: int, showing: Showing, question: str) -> float:
@@ -112,17 +116,17 @@ def test_the_rule_is_below_and_not_at(study: Study, wrong: int, out: bool) -> No
     assert [rater["excluded"] for rater in results["raters"]] == [False, out, False]
 
 
-def test_a_study_that_goes_on_is_analysed_only_on_request(study: Study) -> None:
+def test_an_incomplete_study_is_analysed_only_on_request(study: Study) -> None:
     votes = votes_of(study, random_score(2))[:-3]
-    with pytest.raises(RequestError, match=r"has 69 of 72 planned answers\. A study that is stopped once its result"):
+    with pytest.raises(RequestError, match=r"has 69 of 72 planned answers\. A study that is stopped as soon as"):
         analyse(study, votes)
     results = analyse(study, votes, partial=True)
-    assert results["partial"] and "PARTIAL: 69 of 72 planned answers" in render(results)
-    with pytest.raises(RequestError, match="has no vote that counts: 0 answers"):
+    assert results["partial"] and "PARTIAL: 69 of 72 planned answers" in format_results(results)
+    with pytest.raises(RequestError, match="has no votes to count: 0 answers"):
         analyse(study, [], partial=True)
 
 
-def test_equivalence_is_shown_by_many_even_votes(tmp_path: Path) -> None:
+def test_equivalence_is_shown_by_many_balanced_votes(tmp_path: Path) -> None:
     study = make_study(tmp_path, raters=30, votes_per_item=30, margin=0.2)
     results = analyse(study, votes_of(study, random_score(3, 0.4)))
     row = results["preferences"][0]
@@ -163,21 +167,21 @@ def test_from_sample_sets_to_a_result(tmp_path: Path, capsys: pytest.CaptureFixt
         out = capsys.readouterr()
         return " ".join((out.out + out.err).split()) if code else out.out
 
-    assert "is no study" in said("serve", code=2)
+    assert "is not a study" in said("serve", code=2)
     sets = [str(make_set(tmp_path / name, number)) for number, name in enumerate("ab")]
     protocol = ["--protocol.raters", "3", "--protocol.votes_per_item", "2"]
     text = said("prepare", "--sets", ",".join(sets), *protocol)
-    assert f"A: {sets[0]}" in text and "8 items; each of 3 raters sees 7 to 8" in text
-    sha256 = re.search(r"protocol (\w{64}): send this", text)
+    assert f"A: {sets[0]}" in text and "8 items, 3 raters; each rater sees 7 to 8 pairs" in text
+    sha256 = re.search(r"Protocol (\w{64}): send this hash", text)
     links = said("invite", "2", "--serve.origin", "https://s.example").split()
     assert links[::2] == ["1", "2"] and all(
         re.fullmatch(r"https://s\.example/#[\w-]{32}", link) for link in links[1::2]
     )
-    assert "3 raters, of whom 2 are invited" in said("invite", "2", code=2)
-    assert "Say how many more" in said("invite", code=2)
+    assert "2 of the protocol's 3 raters have been invited" in said("invite", "2", code=2)
+    assert "Give the number of raters to invite" in said("invite", code=2)
     assert said("invite", "1").startswith("3\thttp://127.0.0.1:8770/#")
     assert said("invite", "--again", "2").startswith("2\t")
-    assert "Rater 4 was not invited yet" in said("invite", "--again", "4", code=2)
+    assert "Rater 4 has not been invited yet" in said("invite", "--again", "4", code=2)
     assert re.fullmatch(r"rater 1: 0 of \d\nrater 2: 0 of \d\nrater 3: 0 of \d\n", said("status"))
     assert "has 0 of" in said("analyse", code=2)
 
@@ -187,22 +191,22 @@ def test_from_sample_sets_to_a_result(tmp_path: Path, capsys: pytest.CaptureFixt
         for vote in votes_of(study, lambda r, s, q: 1.0):
             votes.cast(vote.rater, vote.showing, {vote.question: vote.answer}, "x", 1.0)
     text = said("analyse")
-    assert "quality      A over B: 100.0% [" in text and "No rater was left out." in text
+    assert "quality      A over B: 100.0% [" in text and "No rater was excluded." in text
     assert {path.name for path in (tmp_path / "study").glob("results.*")} == {
         "results.html",
         "results.json",
         "results.png",
     }
-    assert "holds a study with another protocol" in said("prepare", "--sets", ",".join(sets), code=2)
+    assert "holds a study with a different protocol" in said("prepare", "--sets", ",".join(sets), code=2)
     next((tmp_path / "study" / "pictures").iterdir()).unlink()
-    assert "is missing. Restore it from a copy" in said("serve", code=1)
+    assert "is missing. Restore it from a backup" in said("serve", code=1)
 
 
-def test_power_is_told_before_there_is_a_study(capsys: pytest.CaptureFixture[str]) -> None:
+def test_power_does_not_need_a_study(capsys: pytest.CaptureFixture[str]) -> None:
     run(["power", "--protocol.margin", "0.1", "--power.raters", "10,30", "--power.prompts", "200"])
     out = capsys.readouterr().out
     assert len(re.findall(r"^ +(?:10|30) +200 ", out, re.MULTILINE)) == 2
-    assert "Enough to see a preference of 60% with probability 80%" in out
+    assert "Sufficient to detect a preference of 60% with probability 80%" in out
 
 
 def test_an_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:

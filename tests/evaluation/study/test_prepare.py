@@ -1,4 +1,4 @@
-"""Sample sets become a study; who sees what; what is refused."""
+"""Preparation of a study from sample sets, and the raters' schedule."""
 
 import hashlib
 import io
@@ -16,7 +16,7 @@ from PIL.PngImagePlugin import PngInfo
 
 from evaluation.study.prepare import prepare
 from evaluation.study.protocol import ProtocolConfig, check_pictures, make_secret, read_study
-from evaluation.study.schedule import Draws, deal, make_schedule
+from evaluation.study.schedule import KeyedDraws, assign_raters, make_schedule
 from shards.base.config import load_config
 from shards.base.durable import DamagedFile, read_sealed_json, write_sealed_json
 from shards.base.errors import RequestError, WorkError
@@ -31,7 +31,7 @@ def config(**changes: object) -> ProtocolConfig:
 # --- the folder ---
 
 
-def test_every_picture_is_copied_bare_under_a_name_that_says_nothing(tmp_path: Path) -> None:
+def test_pictures_are_copied_without_metadata_under_anonymous_names(tmp_path: Path) -> None:
     study = make_study(tmp_path)
     names = {path.name for path in (study.folder / "pictures").iterdir()}
     items = study.protocol.items
@@ -40,7 +40,7 @@ def test_every_picture_is_copied_bare_under_a_name_that_says_nothing(tmp_path: P
         assert item.models == (0, 1) and [maker(study, name) for name in item.pictures] == [0, 1]
         for name in item.pictures:
             data = (study.folder / "pictures" / name).read_bytes()
-            assert hashlib.sha256(data).hexdigest()[:8] not in name  # only the secret leads from one to the other
+            assert hashlib.sha256(data).hexdigest()[:8] not in name  # they are linked only by the secret
             with Image.open(study.folder / "pictures" / name) as picture:
                 assert picture.info == {} and picture.size == (64, 48)
             assert {data[i + 4 : i + 8] for i in chunks(data)} == {b"IHDR", b"IDAT", b"IEND"}
@@ -52,7 +52,7 @@ def test_every_picture_is_copied_bare_under_a_name_that_says_nothing(tmp_path: P
 
 
 def chunks(png: bytes) -> list[int]:
-    """Where each chunk of a PNG begins."""
+    """Return the offset of each chunk of a PNG."""
     found, at = [], 8
     while at < len(png):
         found.append(at)
@@ -60,12 +60,12 @@ def chunks(png: bytes) -> list[int]:
     return found
 
 
-def test_the_same_command_completes_and_another_protocol_is_another_study(tmp_path: Path) -> None:
+def test_prepare_completes_a_study_and_rejects_a_changed_protocol(tmp_path: Path) -> None:
     study = make_study(tmp_path)
     lost = study.folder / "pictures" / study.protocol.items[0].pictures[0]
     before = (study.folder / "protocol.json").read_bytes()
     lost.write_bytes(b"half")
-    with pytest.raises(WorkError, match=r"is damaged\. Restore it from a copy; or prepare the same study again"):
+    with pytest.raises(WorkError, match=r"is damaged\. Restore it from a backup, or run the same `prepare` command"):
         check_pictures(study)
     lost.unlink()
     with pytest.raises(WorkError, match="is missing"):
@@ -73,12 +73,12 @@ def test_the_same_command_completes_and_another_protocol_is_another_study(tmp_pa
     make_study(tmp_path)
     check_pictures(study)
     assert (study.folder / "protocol.json").read_bytes() == before
-    with pytest.raises(RequestError, match=r"holds a study with another protocol\. A changed protocol is"):
+    with pytest.raises(RequestError, match=r"holds a study with a different protocol\. A changed protocol is"):
         make_study(tmp_path, margin=0.2)
     assert (study.folder / "protocol.json").read_bytes() == before
 
 
-def test_a_protocol_that_was_edited_is_refused(tmp_path: Path) -> None:
+def test_an_edited_protocol_is_rejected(tmp_path: Path) -> None:
     study = make_study(tmp_path)
     path = study.folder / "protocol.json"
     path.write_text(path.read_text().replace('"margin": 0.1', '"margin": 0.2'))
@@ -86,27 +86,27 @@ def test_a_protocol_that_was_edited_is_refused(tmp_path: Path) -> None:
         read_study(study.folder)
 
 
-def test_no_study_a_later_one_and_one_without_its_secret(tmp_path: Path) -> None:
-    with pytest.raises(RequestError, match=r"is no study: it has no protocol\.json"):
+def test_folders_that_are_not_a_readable_study(tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match=r"is not a study: it has no protocol\.json"):
         read_study(tmp_path)
     study = make_study(tmp_path)
     path = study.folder / "protocol.json"
     content = read_sealed_json(path)
     write_sealed_json(path, content | {"version": 2})
-    with pytest.raises(RequestError, match=r"later version of latentmill \(protocol 2; this one knows 1\)"):
+    with pytest.raises(RequestError, match=r"protocol\.json has format version 2, and this version of"):
         read_study(study.folder)
     write_sealed_json(path, content)
     (study.folder / "secret").write_bytes(b"x" * 32)
-    with pytest.raises(WorkError, match="is not the secret that the study was prepared with"):
+    with pytest.raises(WorkError, match="is missing or is not the secret that the study was prepared with"):
         read_study(study.folder)
 
 
-def test_sample_sets_as_they_are_drawn(pipeline: Path, tmp_path: Path) -> None:
-    """Two settings of one model, one of them as WebP: every pixel arrives."""
+def test_pictures_of_sampled_sets_are_copied_exactly(pipeline: Path, tmp_path: Path) -> None:
+    """Every pixel is copied from two settings of a model, one of them stored as WebP."""
     settings = (sampling(guidance=[1.0], steps=[1]), sampling(steps=[1], codec="webp"))
     sets = [draw_here(pipeline, tmp_path / str(number), one) for number, one in enumerate(settings)]
     protocol = prepare(sets, config(), tmp_path / "study")
-    assert len(protocol.items) == 10  # five prompts, two pictures of each
+    assert len(protocol.items) == 10  # five prompts with two pictures each
     for drawn, side in zip(sets, range(2), strict=True):
         files = [Image.open(io.BytesIO(data)) for _, data in sorted(pictures(drawn).items())]
         for item, file in zip(protocol.items, files, strict=True):
@@ -114,7 +114,7 @@ def test_sample_sets_as_they_are_drawn(pipeline: Path, tmp_path: Path) -> None:
                 assert copy.format == "PNG" and (np.asarray(copy) == np.asarray(file)).all()
 
 
-# --- sets that do not fit ---
+# --- sets that cannot be compared ---
 
 
 @pytest.mark.parametrize(
@@ -126,19 +126,19 @@ def test_sample_sets_as_they_are_drawn(pipeline: Path, tmp_path: Path) -> None:
         ({"prompts": PROMPTS[:7]}, "differ in prompts: "),
     ],
 )
-def test_sets_that_differ_are_refused(tmp_path: Path, changes: dict[str, object], said: str) -> None:
+def test_sets_with_different_settings_are_rejected(tmp_path: Path, changes: dict[str, object], said: str) -> None:
     sets = [make_set(tmp_path / "a", 0), make_set(tmp_path / "b", 1, **changes)]  # type: ignore[arg-type]
-    with pytest.raises(RequestError, match=f"cannot be put side by side: they {said}"):
+    with pytest.raises(RequestError, match=f"cannot be compared: they {said}"):
         prepare(sets, config(), tmp_path / "study")
     assert not (tmp_path / "study").exists()
 
 
-def test_requests_that_make_no_study(tmp_path: Path) -> None:
+def test_invalid_requests_are_rejected(tmp_path: Path) -> None:
     a, b = make_set(tmp_path / "a", 0), make_set(tmp_path / "b", 1)
     for sets in ([a], [a, a]):
-        with pytest.raises(RequestError, match="two or more different sample sets"):
+        with pytest.raises(RequestError, match="at least two different sample sets"):
             prepare(sets, config(), tmp_path / "study")
-    with pytest.raises(RequestError, match=r"votes_per_item = 4, of 3 raters: a rater votes on an item once"):
+    with pytest.raises(RequestError, match=r"votes_per_item = 4 is more than protocol\.raters = 3, and a rater votes"):
         prepare([a, b], config(votes_per_item=4), tmp_path / "study")
     with pytest.raises(RequestError, match="is no sample set"):
         prepare([a, tmp_path / "none"], config(), tmp_path / "study")
@@ -147,7 +147,7 @@ def test_requests_that_make_no_study(tmp_path: Path) -> None:
         prepare([a, b], config(), tmp_path / "study")
 
 
-def test_a_set_whose_picture_is_gone_is_refused(tmp_path: Path) -> None:
+def test_a_set_with_a_missing_picture_is_rejected(tmp_path: Path) -> None:
     a, b = make_set(tmp_path / "a", 0), make_set(tmp_path / "b", 1)
     next(b.rglob("*.png")).unlink()
     with pytest.raises(WorkError, match=r"\.png is missing"):
@@ -155,24 +155,24 @@ def test_a_set_whose_picture_is_gone_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "study" / "protocol.json").exists()
 
 
-# --- gold ---
+# --- gold items ---
 
 
-def test_there_is_no_study_without_gold(tmp_path: Path) -> None:
-    with pytest.raises(RequestError, match=r"`gold.share` = '0': a study without gold cannot tell raters who look"):
+def test_a_study_needs_gold_items(tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match=r"`gold.share` = '0': a study without gold items cannot detect raters"):
         load_config(ProtocolConfig, None, ["--gold.share", "0"], "test")
     sets = [make_set(tmp_path / str(model), model, PROMPTS[:1]) for model in range(2)]
-    with pytest.raises(RequestError, match="no gold item can be made, and a study without gold cannot tell raters"):
+    with pytest.raises(RequestError, match="gold items cannot be made, and a study without them cannot detect raters"):
         prepare(sets, config(), tmp_path / "study")
 
 
-def test_gold_is_a_picture_beside_a_coarse_one_of_another_prompt(tmp_path: Path) -> None:
+def test_gold_items_pair_a_picture_with_a_pixelated_one_of_another_prompt(tmp_path: Path) -> None:
     study = make_study(tmp_path)
     prompts = {item.prompt_id: item for item in study.protocol.items}
     coarse = {}
     for item in prompts.values():
         for name in item.pictures:
-            small = Image.open(study.folder / "pictures" / name).resize((4, 3), Image.Resampling.BOX)  # sixteenths
+            small = Image.open(study.folder / "pictures" / name).resize((4, 3), Image.Resampling.BOX)  # blocks of 16 px
             coarse[small.resize((64, 48), Image.Resampling.NEAREST).tobytes()] = item.prompt_id
     assert study.protocol.gold
     for gold in study.protocol.gold:
@@ -182,7 +182,7 @@ def test_gold_is_a_picture_beside_a_coarse_one_of_another_prompt(tmp_path: Path)
     assert {maker(study, gold.pictures[0]) for gold in study.protocol.gold} == {0, 1}
 
 
-def test_gold_of_ones_own(tmp_path: Path) -> None:
+def test_gold_items_from_a_file(tmp_path: Path) -> None:
     for name, level in (("good", 200), ("bad", 20)):
         about = PngInfo()
         about.add_text("model", "A")
@@ -197,33 +197,33 @@ def test_gold_of_ones_own(tmp_path: Path) -> None:
         ("prompt,better,worse\n", "has no row"),
         ("prompt,better\nx,good.png\n", "KeyError: 'worse'"),
         ("prompt,better,worse\nx,good.png,gone.png\n", "No such file"),
-        ("prompt,better,worse\nx,good.png,gold.csv\n", "A picture cannot be read"),
+        ("prompt,better,worse\nx,good.png,gold.csv\n", r"gold\.csv cannot be decoded as PNG, WebP or JPEG"),
     ):
         table.write_text(text)
         with pytest.raises(RequestError, match=said):
             make_study(tmp_path / "other", gold={"file": str(table)})
 
 
-# --- who sees what ---
+# --- the schedule ---
 
 
 @settings(max_examples=50, deadline=None)
 @given(st.integers(1, 60), st.integers(2, 12), st.data())
-def test_items_are_dealt_evenly(items: int, raters: int, data: st.DataObject) -> None:
+def test_items_are_assigned_evenly(items: int, raters: int, data: st.DataObject) -> None:
     votes = data.draw(st.integers(1, raters))
-    dealt = deal(np.random.default_rng(data.draw(st.integers(0, 99))).random((items, raters)), votes)
+    dealt = assign_raters(np.random.default_rng(data.draw(st.integers(0, 99))).random((items, raters)), votes)
     assert all(len(set(row)) == votes for row in dealt)
     loads = np.bincount(dealt.ravel(), minlength=raters)
     assert loads.sum() == items * votes and loads.max() - loads.min() <= 1
 
 
-def test_raters_are_not_dealt_in_fixed_groups(tmp_path: Path) -> None:
-    """Else some raters would never meet on a prompt, and their leanings could not be told from the prompts'."""
+def test_raters_are_not_assigned_in_fixed_groups(tmp_path: Path) -> None:
+    """Otherwise, some raters would never share a prompt, and their effects could not be separated from the prompts'."""
     few = make_study(tmp_path).protocol
     items = [replace(few.items[0], id=f"item {number}") for number in range(200)]
     many = replace(few, items=items, raters=15, votes_per_item=5)
     seen: dict[str, list[int]] = defaultdict(list)
-    for rater, showings in enumerate(make_schedule(many, Draws(b"secret", 0))):
+    for rater, showings in enumerate(make_schedule(many, KeyedDraws(b"secret", 0))):
         for showing in showings:
             if showing.kind == "first":
                 seen[showing.item.id].append(rater)
@@ -233,7 +233,7 @@ def test_raters_are_not_dealt_in_fixed_groups(tmp_path: Path) -> None:
     assert len(seen) == 200 and met.min() >= 5
 
 
-def test_each_raters_showings(tmp_path: Path) -> None:
+def test_showings_of_each_rater(tmp_path: Path) -> None:
     study = make_study(tmp_path, num_models=3, raters=4, votes_per_item=3)
     schedule = schedule_of(study)
     assert schedule == schedule_of(study)  # a restart changes nothing
@@ -254,7 +254,7 @@ def test_each_raters_showings(tmp_path: Path) -> None:
     assert len(orders) == 4
 
 
-def test_sides_are_even_and_nothing_else_foretells_them(tmp_path: Path) -> None:
+def test_sides_are_balanced_and_unpredictable(tmp_path: Path) -> None:
     study = make_study(tmp_path, raters=60, votes_per_item=60)
     sides = [
         [showing.swapped for showing in sorted(showings, key=lambda s: s.item.id) if showing.kind == "first"]
@@ -263,7 +263,7 @@ def test_sides_are_even_and_nothing_else_foretells_them(tmp_path: Path) -> None:
     table = np.array(sides)  # (raters, items)
     assert abs(table.mean() - 0.5) < 4 * 0.5 / np.sqrt(table.size)
     assert np.abs(table.mean(0) - 0.5).max() < 4 * 0.5 / np.sqrt(60)
-    other = make_schedule(study.protocol, Draws(b"another secret", study.protocol.seed))
+    other = make_schedule(study.protocol, KeyedDraws(b"another secret", study.protocol.seed))
     again = [
         [showing.swapped for showing in sorted(showings, key=lambda s: s.item.id) if showing.kind == "first"]
         for showings in other
@@ -271,7 +271,7 @@ def test_sides_are_even_and_nothing_else_foretells_them(tmp_path: Path) -> None:
     assert abs((table == np.array(again)).mean() - 0.5) < 4 * 0.5 / np.sqrt(table.size)
 
 
-def test_the_protocol_says_all_that_was_fixed(tmp_path: Path) -> None:
+def test_the_protocol_records_everything_that_is_fixed(tmp_path: Path) -> None:
     study = make_study(tmp_path)
     content = json.loads((study.folder / "protocol.json").read_text())
     assert {"questions", "raters", "votes_per_item", "repeats", "gold_share", "exclude_below", "margin", "seed"} <= set(
@@ -279,5 +279,5 @@ def test_the_protocol_says_all_that_was_fixed(tmp_path: Path) -> None:
     )
     assert content["models"][1]["name"] == "model 1" and content["models"][1]["guidance"] == 8.0
     assert study.secret.hex() not in json.dumps(content)
-    assert content["sha256"] != study.protocol.sha256  # that is of the whole file
+    assert content["sha256"] != study.protocol.sha256  # the hash covers the whole file
     assert hashlib.sha256((study.folder / "protocol.json").read_bytes()).hexdigest() == study.protocol.sha256

@@ -1,4 +1,4 @@
-"""The database of votes: nothing is changed or lost, whatever is done to it."""
+"""The database of votes, which never changes or loses a row."""
 
 import os
 import signal
@@ -27,11 +27,11 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Study:
 
 @pytest.fixture
 def study(prepared: Study, tmp_path: Path) -> Study:
-    """With no vote yet."""
+    """A study without votes."""
     return replace(prepared, folder=tmp_path)
 
 
-def test_a_vote_is_kept_once_and_the_first_one_stays(study: Study) -> None:
+def test_a_vote_is_stored_once_and_the_first_one_counts(study: Study) -> None:
     with open_votes(study) as votes:
         assert votes.cast(1, 1, BOTH, "a", 1.5) == BOTH
         assert votes.cast(1, 1, BOTH, "a", 1.5) == BOTH
@@ -55,13 +55,13 @@ def test_a_vote_is_kept_once_and_the_first_one_stays(study: Study) -> None:
         "INSERT INTO votes VALUES (9, 0, 2, 'q', 'left', 'x', 1, '')",
     ],
 )
-def test_nothing_is_changed_or_removed_by_anybodys_connection(study: Study, statement: str) -> None:
+def test_no_connection_can_change_or_delete_rows(study: Study, statement: str) -> None:
     with open_votes(study) as votes:
         votes.cast(0, 1, BOTH, "a", 1.0)
         votes.invite(0)
         before = votes.all()
     with closing(sqlite3.connect(study.folder / "votes.sqlite")) as db:
-        with pytest.raises(sqlite3.IntegrityError, match=r"nothing is changed or removed|CHECK"), db:
+        with pytest.raises(sqlite3.IntegrityError, match=r"is append-only|CHECK"), db:
             db.execute(statement)
         replaced = "INSERT OR REPLACE INTO votes VALUES (1, 0, 1, 'quality', 'second', 'x', 1, '')"
         with db:
@@ -70,14 +70,14 @@ def test_nothing_is_changed_or_removed_by_anybodys_connection(study: Study, stat
         assert votes.all() == before
 
 
-def test_settings_that_survive_a_power_cut(study: Study) -> None:
+def test_the_database_is_durable(study: Study) -> None:
     with open_votes(study) as votes:
         db = votes._db
         assert db.execute("PRAGMA journal_mode").fetchone() == ("wal",)
         assert db.execute("PRAGMA synchronous").fetchone() == (2,)
 
 
-def test_invitations_are_stored_as_hashes_and_a_new_one_voids_the_old(study: Study) -> None:
+def test_invitations_are_stored_as_hashes_and_a_new_one_replaces_the_old_one(study: Study) -> None:
     with open_votes(study) as votes:
         first, other = votes.invite(0), votes.invite(1)
         assert len(first) >= 32 and votes.rater_of(first) == 0 and votes.rater_of(other) == 1
@@ -89,31 +89,31 @@ def test_invitations_are_stored_as_hashes_and_a_new_one_voids_the_old(study: Stu
     assert not any(token.encode() in stored for token in (first, other, again))
 
 
-def test_votes_of_another_protocol_are_refused(study: Study) -> None:
+def test_votes_of_a_different_protocol_are_rejected(study: Study) -> None:
     with open_votes(study):
         pass
     changed = replace(study, protocol=replace(study.protocol, margin=0.2))
     with (
-        pytest.raises(RequestError, match=r"was begun under another protocol .* A changed protocol is another study"),
+        pytest.raises(RequestError, match=r"belongs to a different protocol .* A changed protocol is a different"),
         open_votes(changed),
     ):
         pass
 
 
-def test_a_database_of_a_later_version_is_refused(study: Study) -> None:
+def test_a_database_of_a_different_version_is_rejected(study: Study) -> None:
     with open_votes(study) as votes:
         votes.cast(0, 1, BOTH, "a", 1.0)
     path = study.folder / "votes.sqlite"
     with closing(sqlite3.connect(path)) as db:
         db.execute(f"PRAGMA user_version = {VERSION + 1}")
     with (
-        pytest.raises(RequestError, match=r"later version of latentmill \(votes 2; this one knows 1\)"),
+        pytest.raises(RequestError, match=r"votes\.sqlite has format version 2, and this version of"),
         open_votes(study),
     ):
         pass
 
 
-def test_a_damaged_database_is_told(study: Study) -> None:
+def test_a_damaged_database_is_reported(study: Study) -> None:
     (study.folder / "votes.sqlite").write_bytes(b"no database" * 100)
     with pytest.raises(WorkError, match="cannot be used: file is not a database"), open_votes(study):
         pass
@@ -131,7 +131,7 @@ with open_votes(read_study(Path(sys.argv[1]))) as votes:
 """
 
 
-def test_what_was_acknowledged_survives_a_kill(tmp_path: Path) -> None:
+def test_acknowledged_votes_survive_a_kill(tmp_path: Path) -> None:
     study = make_study(tmp_path)
     command = [sys.executable, "-c", WRITER, str(study.folder)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment()) as process:
@@ -143,4 +143,4 @@ def test_what_was_acknowledged_survives_a_kill(tmp_path: Path) -> None:
     with open_votes(study) as votes:
         kept = votes.all()
     assert len({vote.showing for vote in kept}) >= acknowledged
-    assert len(kept) == 2 * len({vote.showing for vote in kept})  # both answers, or none
+    assert len(kept) == 2 * len({vote.showing for vote in kept})  # both answers or neither

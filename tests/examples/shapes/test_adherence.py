@@ -1,4 +1,4 @@
-"""Prompts that go out to be drawn, and the verdict on the pictures that come back."""
+"""The demo's prompts, and the judgement of the images drawn for them."""
 
 import json
 from pathlib import Path
@@ -10,14 +10,14 @@ from PIL import ImageOps
 
 from evaluation.parts import commit_part
 from evaluation.sampling.prompts import PromptsConfig, prompts_sha256, read_prompts
-from examples.shapes.adherence import LEAST, check_adherence, newest_pictures, prompt_lists, score, write_prompts
+from examples.shapes.adherence import MIN_SHARES, check_adherence, newest_pictures, prompt_lists, score, write_prompts
 from examples.shapes.scenes import draw_scene
 from shards.base.durable import sealed_json
 from shards.open import open_store
 
 
-def test_pictures_are_judged_by_the_prompts_that_they_were_drawn_of(tmp_path: Path) -> None:
-    """What a perfect model would draw, but that every tenth picture is another's."""
+def test_images_are_judged_by_their_own_prompts(tmp_path: Path) -> None:
+    """Images are perfect, except that every tenth one belongs to another prompt."""
     write_prompts(tmp_path / "prompts.json")
     prompts = read_prompts(PromptsConfig(file=tmp_path / "prompts.json"))
     assert {prompt.category for prompt in prompts[:6]} == {"seen", "held_out"}
@@ -46,11 +46,11 @@ def test_pictures_are_judged_by_the_prompts_that_they_were_drawn_of(tmp_path: Pa
     assert [s["samples"] for s in scores.values()] == [78, 48] and 126 - 13 - 4 <= right <= 126 - 6
 
 
-def test_a_phase_that_draws_something_else_ends_the_demo(tmp_path: Path) -> None:
-    found = {"phase1": {"seen": {"colour": 0.0, "shape": 0.0}}, "phase2": {"seen": LEAST}}
+def test_the_demo_fails_if_images_do_not_follow_their_prompts(tmp_path: Path) -> None:
+    found = {"phase1": {"seen": {"colour": 0.0, "shape": 0.0}}, "phase2": {"seen": MIN_SHARES}}
     (tmp_path / "adherence.json").write_text(json.dumps(found))
     check_adherence(tmp_path)
     found["phase2"]["seen"] = {"colour": 1.0, "shape": 0.79}
     (tmp_path / "adherence.json").write_text(json.dumps(found))
-    with pytest.raises(SystemExit, match=r"shape 79.0%, not 80%\."):
+    with pytest.raises(SystemExit, match=r"shape 79.0% instead of 80%\."):
         check_adherence(tmp_path)

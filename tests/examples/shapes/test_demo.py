@@ -1,4 +1,4 @@
-"""What the demo decides before it trains."""
+"""The demo's number of processes and its estimate of the total time."""
 
 import json
 import time
@@ -14,7 +14,7 @@ def test_processes_share_the_batch_evenly(cores: int, processes: int) -> None:
     assert training_processes(cores) == processes
 
 
-def test_the_total_is_estimated_once_from_the_first_logged_steps(
+def test_the_total_time_is_estimated_once_from_the_first_logged_steps(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     demo, metrics = Demo(tmp_path / "demo", 100), tmp_path / "metrics.jsonl"
@@ -25,7 +25,7 @@ def test_the_total_is_estimated_once_from_the_first_logged_steps(
         time.sleep(1.5)
     printed = capsys.readouterr().out
     minutes = round((60 + seconds_left(139.0)) / 60)
-    assert printed.count("the demo will take about") == 1 and f"about {minutes} minutes in all (1 so far)" in printed
+    assert printed.count("The demo will take about") == 1 and f"about {minutes} minutes in total, 1 of which" in printed
 
 
 def test_a_slower_machine_needs_proportionally_longer() -> None:

@@ -1,4 +1,4 @@
-"""The judge is right on ground truth, also as the small VAE returns it, and sees nothing where there is nothing."""
+"""The judge on ground truth, on VAE reconstructions, and on images without a shape."""
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ ALL_COMBINATIONS = tuple((colour, shape) for colour in COLOURS for shape in OUTL
 
 
 def ground_truth(num_pictures: int, side: int) -> tuple[list[Scene], np.ndarray]:
-    """Scenes of every combination, and their pictures as stage 1 makes them: (num_pictures, side, side, 3)."""
+    """Return scenes of every combination, and their images resized as in stage 1: (num_pictures, side, side, 3)."""
     rng = np.random.default_rng(side)
     scenes = [sample_scene(rng, (ALL_COMBINATIONS[i % len(ALL_COMBINATIONS)],)) for i in range(num_pictures)]
     pictures = []
@@ -31,12 +31,12 @@ def accuracy(scenes: list[Scene], pictures: np.ndarray) -> float:
 
 
 @pytest.mark.parametrize("side", [64, 128])
-def test_right_on_ground_truth(side: int) -> None:
+def test_correct_on_ground_truth(side: int) -> None:
     assert accuracy(*ground_truth(320, side)) >= 0.99
 
 
 @pytest.mark.parametrize(("side", "num_pictures"), [(64, 320), (128, 160)])
-def test_right_after_a_round_trip_through_the_vae(side: int, num_pictures: int) -> None:
+def test_correct_after_a_round_trip_through_the_vae(side: int, num_pictures: int) -> None:
     scenes, pictures = ground_truth(num_pictures, side)
     vae = AutoencoderKL.from_pretrained(MODELS / "vae")
     pixels = torch.from_numpy(pictures).permute(0, 3, 1, 2).float() / 127.5 - 1
@@ -47,7 +47,7 @@ def test_right_after_a_round_trip_through_the_vae(side: int, num_pictures: int) 
 
 
 @pytest.mark.parametrize("side", [64, 128])
-def test_sees_nothing_in_noise_and_blanks(side: int) -> None:
+def test_recognises_nothing_in_noise_and_blank_images(side: int) -> None:
     rng = np.random.default_rng(0)
     for _ in range(20):
         assert judge(rng.integers(0, 256, (side, side, 3), dtype=np.uint8)) == NOTHING
@@ -56,14 +56,14 @@ def test_sees_nothing_in_noise_and_blanks(side: int) -> None:
         assert judge(np.broadcast_to(rng.integers(0, 256, 3, dtype=np.uint8), (side, side, 3))) == NOTHING
 
 
-def test_two_shapes_are_no_shape() -> None:
+def test_two_shapes_are_not_recognised() -> None:
     picture = np.full((64, 64, 3), COLOURS["red"], dtype=np.uint8)
     masks = [draw_mask("circle", 64, 64, np.array(middle), 11) for middle in ((18, 18), (44, 44))]
     picture[np.maximum(*masks) < 128] = 246
     assert judge(picture).shape is None
 
 
-def test_a_shape_in_a_foreign_colour_has_no_colour() -> None:
+def test_an_unknown_colour_is_not_recognised() -> None:
     picture = np.full((64, 64, 3), 20, dtype=np.uint8)
     picture[20:44, 20:44] = 246
     assert judge(picture).colour is None and judge(picture).shape == "square"

@@ -1,4 +1,4 @@
-"""The committed models load as any others do, are small, and are good enough for the demo."""
+"""The committed models: they load normally, are small, and are good enough for the demo."""
 
 import numpy as np
 import pytest
@@ -31,7 +31,7 @@ def text_encoder() -> CLIPTextModel:
     return CLIPTextModel.from_pretrained(MODELS / "text_encoder", use_safetensors=True).eval()
 
 
-def test_they_are_small() -> None:
+def test_the_models_are_small() -> None:
     assert sum(path.stat().st_size for path in MODELS.rglob("*") if path.is_file()) <= MAX_BYTES
 
 
@@ -40,16 +40,16 @@ def test_the_vae_reconstructs(vae: AutoencoderKL, side: int) -> None:
     assert psnr(vae, draw_pictures(64, side, seed=11)) > 26
 
 
-def test_the_vaes_latents_have_unit_deviation_once_scaled(vae: AutoencoderKL) -> None:
+def test_scaled_latents_have_unit_deviation(vae: AutoencoderKL) -> None:
     with torch.no_grad():
         moments = [vae.encode(draw_pictures(64, side, seed=12)).latent_dist for side in (64, 128)]
     latents = torch.cat([moment.sample().movedim(1, -1).flatten(0, -2) for moment in moments])
     assert vae.config.shift_factor is None
     assert latents.std() * vae.config.scaling_factor == pytest.approx(1, abs=0.1)
-    assert abs(vae.config.scaling_factor - 1) > 0.5  # so that leaving it out is seen
+    assert abs(vae.config.scaling_factor - 1) > 0.5  # so that a missing scaling factor is noticed
 
 
-def test_the_tokenizer_knows_the_words_and_survives_any_other(
+def test_the_tokenizer_covers_the_vocabulary_and_handles_other_words(
     tokenizer: CLIPTokenizer, text_encoder: CLIPTextModel
 ) -> None:
     captions, _ = labelled_captions(500, np.random.default_rng(0))
@@ -59,10 +59,10 @@ def test_the_tokenizer_knows_the_words_and_survives_any_other(
     assert tokenizer.decode(tokenizer("zebra ñ 雪").input_ids, skip_special_tokens=True).strip() == "zebra ñ 雪"
 
 
-def test_every_fact_is_linearly_readable_also_for_unseen_combinations(
+def test_every_fact_is_linearly_readable_for_held_out_combinations(
     tokenizer: CLIPTokenizer, text_encoder: CLIPTextModel
 ) -> None:
-    """Least squares on the last token's state, fitted on seen combinations, read on held-out ones."""
+    """Fit least squares on the last token's state for seen combinations, and evaluate it on held-out ones."""
     rng = np.random.default_rng(1)
     states, labels = _last_states(tokenizer, text_encoder, *labelled_captions(1500, rng, SEEN))
     unseen_states, unseen_labels = _last_states(
@@ -77,7 +77,7 @@ def test_every_fact_is_linearly_readable_also_for_unseen_combinations(
 def _last_states(
     tokenizer: CLIPTokenizer, text_encoder: CLIPTextModel, captions: list[str], labels: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Last token's states with a constant appended, (captions, width + 1), and the labels."""
+    """Return the last tokens' states with a constant appended, (captions, width + 1), and the labels."""
     with torch.no_grad():
         states = text_encoder(tokenize(tokenizer, captions)).last_hidden_state[:, -1]
     return torch.cat([states, torch.ones(len(states), 1)], dim=1), labels

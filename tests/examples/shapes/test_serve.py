@@ -1,4 +1,4 @@
-"""The demo's server gives what is there, and 404 for what is not."""
+"""The demo's web server."""
 
 import urllib.error
 import urllib.request

@@ -1,4 +1,4 @@
-"""The picture world: deterministic, truthful, and without the held-out combinations."""
+"""The demo's world: deterministic, with true captions, and without the held-out combinations."""
 
 import io
 from pathlib import Path
@@ -11,13 +11,13 @@ from examples.shapes.captions import FACTS, SYNONYMS, TEMPLATES, fill, stated_fa
 from examples.shapes.judge import judge
 from examples.shapes.prompts import held_out_prompts, seen_prompts
 from examples.shapes.scenes import HELD_OUT, SEEN, sample_scene
-from examples.shapes.world import KINDS, Picture, encode_picture, metadata, plan_world, write_world
+from examples.shapes.world import KINDS, PlannedPicture, encode_picture, metadata, plan_world, write_world
 
 BAD_KINDS = ("truncated", "html", "empty", "tiny", "captionless", "missing")
 
 
 @pytest.fixture(scope="module")
-def pictures() -> list[Picture]:
+def pictures() -> list[PlannedPicture]:
     return plan_world(2000, seed=0)
 
 
@@ -31,17 +31,17 @@ def test_the_same_seed_gives_the_same_bytes(tmp_path: Path) -> None:
     assert plan_world(40, seed=4) != first
 
 
-def test_every_kind_occurs_as_often_as_promised(pictures: list[Picture]) -> None:
+def test_every_kind_has_its_share(pictures: list[PlannedPicture]) -> None:
     for kind, fraction in KINDS.items():
         assert sum(picture.kind == kind for picture in pictures) == max(1, round(fraction * len(pictures)))
 
 
-def test_a_world_too_small_for_every_kind_is_refused() -> None:
-    with pytest.raises(ValueError, match="num_pictures is 5, too few for one of each kind: ask for 11"):
+def test_a_world_too_small_for_every_kind_is_rejected() -> None:
+    with pytest.raises(ValueError, match=r"num_pictures is 5, too few for one image of each kind\. Use at least 11"):
         plan_world(5, seed=0)
 
 
-def test_held_out_combinations_never_occur(pictures: list[Picture]) -> None:
+def test_held_out_combinations_never_occur(pictures: list[PlannedPicture]) -> None:
     assert len(SEEN) == 26
     assert not HELD_OUT & {(picture.scene.colour, picture.scene.shape) for picture in pictures}
     for picture in pictures:
@@ -50,7 +50,7 @@ def test_held_out_combinations_never_occur(pictures: list[Picture]) -> None:
             assert not (words & _words(colour) and words & _words(shape)), picture
 
 
-def test_captions_state_facts_of_their_scene_alone() -> None:
+def test_captions_state_only_facts_of_their_scene() -> None:
     rng = np.random.default_rng(0)
     for template in TEMPLATES:
         scene = sample_scene(rng)
@@ -63,8 +63,8 @@ def test_captions_state_facts_of_their_scene_alone() -> None:
         assert " a orange" not in caption and not caption.startswith(" a upper")
 
 
-def test_the_centre_of_every_good_picture_shows_what_its_caption_says(pictures: list[Picture]) -> None:
-    """Read as any careful reader would: EXIF applied, transparency on white, the first frame, the central square."""
+def test_the_center_of_every_usable_image_matches_its_caption(pictures: list[PlannedPicture]) -> None:
+    """Decode like a careful reader: apply EXIF, blend transparency with white, use the first frame, center crop."""
     unusual = [picture for picture in pictures if picture.kind not in ("plain", *BAD_KINDS)]
     plain = [picture for picture in pictures if picture.kind == "plain"][:150]
     for index, picture in enumerate(unusual + plain):
@@ -76,7 +76,7 @@ def test_the_centre_of_every_good_picture_shows_what_its_caption_says(pictures: 
         assert (seen.colour, seen.shape) == (picture.scene.colour, picture.scene.shape), picture
 
 
-def test_bad_pictures_are_bad(pictures: list[Picture]) -> None:
+def test_unusable_images_are_unusable(pictures: list[PlannedPicture]) -> None:
     for kind in ("truncated", "html", "empty"):
         for picture in pictures:
             if picture.kind == kind:
@@ -86,13 +86,13 @@ def test_bad_pictures_are_bad(pictures: list[Picture]) -> None:
     assert all(not p.caption for p in pictures if p.kind == "captionless")
 
 
-def test_most_pictures_fit_both_buckets_and_some_the_smaller_alone(pictures: list[Picture]) -> None:
+def test_most_images_fit_both_buckets_and_some_only_the_smaller(pictures: list[PlannedPicture]) -> None:
     shortest = np.array([min(p.width, p.height) for p in pictures if p.kind == "plain"])
     assert shortest.min() >= 64
     assert 0.8 < (shortest >= 128).mean() < 0.95
 
 
-def test_the_table_has_laions_columns(pictures: list[Picture]) -> None:
+def test_the_table_has_laions_columns(pictures: list[PlannedPicture]) -> None:
     table = metadata(pictures, "http://127.0.0.1:1")
     assert table.column_names == [
         *("URL", "TEXT", "WIDTH", "HEIGHT", "similarity", "hash", "punsafe", "pwatermark", "aesthetic"),
@@ -101,7 +101,7 @@ def test_the_table_has_laions_columns(pictures: list[Picture]) -> None:
     assert table["TEXT"].null_count > 0
 
 
-def test_prompts_are_fixed_and_ask_for_what_they_say() -> None:
+def test_prompts_are_fixed_and_match_their_scenes() -> None:
     seen, held_out = seen_prompts(), held_out_prompts()
     assert seen == seen_prompts()
     assert len(seen) >= 64 and {(p.scene.colour, p.scene.shape) for p in seen} == set(SEEN)

@@ -1,19 +1,19 @@
-// The page asks for pictures, keeps each vote until the server has it, and shows what the server says is next.
+// Shows the pictures that the server names next, and keeps each vote until the server has confirmed it.
 
-const HEADER = "X-Study", KEPT = "study.vote", FIRST_WAIT = 500, MOST_WAIT = 8000;
+const HEADER = "X-Study", KEPT = "study.vote", FIRST_WAIT = 500, MAX_WAIT = 8000;
 const CHOICES = [["first", "Picture 1"], ["tie", "No difference"], ["second", "Picture 2"]];
-const WAITING = "Waiting for the network. Your vote is kept: leave this page open.";
+const WAITING = "Waiting for the network. Your vote is not lost. Please keep this page open.";
 const KEYS = { 1: "first", ArrowLeft: "first", 2: "second", ArrowRight: "second", 0: "tie", ArrowDown: "tie", ArrowUp: "tie" };
 const find = (id) => document.getElementById(id);
 const ballot = find("ballot");
-const pictures = new Map(); // "17/first" => promise of a blob's address
+const pictures = new Map(); // "17/first" => promise of a blob URL
 let state, shown, since, busy = false;
 
 class Refused extends Error {}
 
-// ask the server until it answers; only what it refuses for good is an error
+// retry until the server answers; only a permanent refusal is an error
 async function ask(path, options = {}) {
-  for (let wait = FIRST_WAIT; ; wait = Math.min(2 * wait, MOST_WAIT)) {
+  for (let wait = FIRST_WAIT; ; wait = Math.min(2 * wait, MAX_WAIT)) {
     let reply, more = 0;
     try {
       reply = await fetch(path, { cache: "no-store", credentials: "same-origin", ...options });
@@ -23,11 +23,11 @@ async function ask(path, options = {}) {
         return found;
       }
     } catch {
-      reply = undefined; // no network, or half an answer
+      reply = undefined; // no network, or an incomplete answer
     }
     if (reply && reply.status < 500 && reply.status !== 429) {
       const said = await reply.json().catch(() => ({}));
-      throw Object.assign(new Refused(said.error ?? "The server refused this."), { status: reply.status });
+      throw Object.assign(new Refused(said.error ?? "The server refused this request."), { status: reply.status });
     }
     if (reply?.status === 429) more = 1000 * Number(reply.headers.get("Retry-After") ?? 1);
     else say(WAITING);
@@ -42,9 +42,9 @@ function say(text) {
   if (find("message").textContent !== text) find("message").textContent = text;
 }
 
-// a vote that the server may not have yet, through a reload too; without storage it is kept as long as the page
+// a vote that the server may not have received yet; survives a reload if the browser allows storage
 const kept = {
-  name: () => `${KEPT}.${state.proof.slice(0, 16)}`, // one for each invitation that this browser opened
+  name: () => `${KEPT}.${state.proof.slice(0, 16)}`, // one per invitation opened in this browser
   get: () => { try { return JSON.parse(localStorage.getItem(kept.name())); } catch { return null; } },
   set: (vote) => { try { localStorage.setItem(kept.name(), JSON.stringify(vote)); } catch { /* private mode */ } },
   drop: (id) => { try { if (kept.get()?.id === id) localStorage.removeItem(kept.name()); } catch { /* private mode */ } },
@@ -111,17 +111,17 @@ async function show() {
   const [now, after] = state.next;
   if (!now) {
     ballot.hidden = true;
-    say("That was the last one. Thank you! You can close this page.");
+    say("That was the last pair. Thank you! You can close this page now.");
     return;
   }
   forget(now.number);
-  ballot.classList.add("waiting"); // until both are there: neither comes up before the other
+  ballot.classList.add("waiting"); // until both are loaded, so that they appear together
   let first, second;
   try {
     [first, second] = await fetchBoth(now.number);
   } catch (error) {
     if (error.status !== 404) throw error;
-    state = await ask("/state"); // another tab went on meanwhile
+    state = await ask("/state"); // another tab has moved on
     return show();
   }
   find("first").src = first;
@@ -151,7 +151,7 @@ async function cast(vote) {
   try {
     state = await post("/vote", vote, { [HEADER]: state.proof });
   } catch (error) {
-    if (error.status === 400) kept.drop(vote.id); // it would be refused for ever
+    if (error.status === 400) kept.drop(vote.id); // it would never be accepted
     if (error.status !== 409) throw error;
     state = await ask("/state"); // another tab is ahead of this one
   } finally {
@@ -194,7 +194,7 @@ async function guarded(work) {
     await work();
   } catch (error) {
     ballot.hidden = find("intro").hidden = true;
-    say(error instanceof Refused ? error.message : "Something went wrong on this page. Load it again: your votes are kept.");
+    say(error instanceof Refused ? error.message : "Something went wrong. Please reload this page. Your votes are saved.");
     if (!(error instanceof Refused)) throw error;
   }
 }
@@ -202,7 +202,7 @@ async function guarded(work) {
 async function start() {
   const token = location.hash.slice(1);
   state = token ? await post("/enter", { token }) : await ask("/state");
-  if (token) history.replaceState(null, "", location.pathname); // the link is not to be seen over a shoulder
+  if (token) history.replaceState(null, "", location.pathname); // hide the token from onlookers
   makeQuestions();
   const vote = kept.get();
   if (vote) await cast(vote);
@@ -225,5 +225,5 @@ find("begin").addEventListener("click", () => {
   find("intro").hidden = true;
   guarded(show);
 });
-addEventListener("hashchange", () => location.reload()); // another link in the same tab
+addEventListener("hashchange", () => location.reload()); // a different link was opened in the same tab
 guarded(start);

@@ -1,4 +1,4 @@
-"""The page in a real browser, before the real server: `make test-browser`."""
+"""The raters' page in Chromium, with the real server: `make test-browser`."""
 
 import asyncio
 import os
@@ -23,7 +23,7 @@ from tests.runs import environment
 
 pytestmark = [pytest.mark.slow, pytest.mark.browser]
 READY = "!document.getElementById('ballot').hidden && !document.querySelector('.waiting')"
-DONE = "document.getElementById('message').textContent.startsWith('That was the last one')"
+DONE = "document.getElementById('message').textContent.startsWith('That was the last pair')"
 COUNT = "document.getElementById('count').textContent"
 
 
@@ -34,7 +34,7 @@ def _needs_chromium() -> None:
 
 
 class Serving:
-    """The server's command in a process of its own."""
+    """The server's command in a process."""
 
     def __init__(self, study: Study, *options: str):
         self.study, self.options = study, options
@@ -44,13 +44,16 @@ class Serving:
         self.process: subprocess.Popen[str] | None = None
 
     def start(self) -> None:
-        """Until it listens."""
+        """Start the server, and wait until it listens."""
         words = ["serve", "--output", str(self.study.folder), "--serve.port", str(self.port), *self.options]
         command = [sys.executable, "-m", "evaluation.study", *words]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment())
         assert self.process.stdout is not None
-        assert "raters are invited; more: python -m evaluation.study invite" in self.process.stdout.readline()
-        assert f"http://127.0.0.1:{self.port} (Ctrl-C ends it" in self.process.stdout.readline()
+        assert (
+            "raters have been invited. To invite more: python -m evaluation.study invite"
+            in self.process.stdout.readline()
+        )
+        assert f"at http://127.0.0.1:{self.port}. Stop with Ctrl-C" in self.process.stdout.readline()
 
     def kill(self) -> None:
         assert self.process is not None
@@ -87,7 +90,7 @@ async def begin(browser: Browser, link: str, width: int = 1280, height: int = 80
 
 
 def answered(votes: list[Vote]) -> dict[tuple[int, int, str], str]:
-    """By rater, showing and question; no two alike."""
+    """Return the votes by rater, showing and question, checking that they are unique."""
     found = {(vote.rater, vote.showing, vote.question): vote.answer for vote in votes}
     assert len(found) == len(votes)
     return found
@@ -100,7 +103,7 @@ async def by_keys(page: Page, keys: tuple[str, str], after: str) -> None:
 
 
 def test_a_whole_study_of_three_raters(tmp_path: Path) -> None:
-    """One by keys, one by double clicks, one on a phone with reloads; what they said is what is stored."""
+    """One uses the keyboard, one double-clicks, and one reloads the page on a phone. All votes are stored correctly."""
 
     async def main(serving: Serving) -> dict[tuple[int, int, str], str]:
         totals = [len(showings) for showings in schedule_of(serving.study)]
@@ -139,7 +142,7 @@ def test_a_whole_study_of_three_raters(tmp_path: Path) -> None:
                 if number % 4 == 1 and number < totals[2]:
                     await page.send("Page.reload")
                     await asyncio.sleep(0.2)
-                    await page.wait(READY)  # where it was, without the introduction
+                    await page.wait(READY)  # continues without the introduction
                     assert await page.run(COUNT) == f"{number} of {totals[2]}"
 
         async with browsing() as browser:
@@ -165,21 +168,21 @@ SIZES = ((1280, 800), (1024, 700), (390, 844))
 
 
 def test_two_tabs_of_one_rater(tmp_path: Path) -> None:
-    """The vote that comes first stays; the other tab goes on from there."""
+    """The first vote counts, and the other tab continues from there."""
 
     async def main(serving: Serving) -> None:
         (link,) = serving.links(1)
         async with browsing() as browser:
             first = await begin(browser, link)
             second = await browser.page(beside=first)
-            await second.go(link.partition("#")[0])  # the cookie is the browser's
+            await second.go(link.partition("#")[0])  # both tabs share the cookie
             await second.wait("!document.getElementById('intro').hidden")
             await second.click("#begin")
             await second.wait(READY)
             total = len(schedule_of(serving.study)[0])
             await by_keys(first, ("1", "1"), f"1 of {total}")
             await by_keys(first, ("1", "1"), f"2 of {total}")
-            await by_keys(second, ("2", "2"), f"2 of {total}")  # it still showed the first ones
+            await by_keys(second, ("2", "2"), f"2 of {total}")  # it still showed the first pair
             await by_keys(second, ("0", "0"), f"3 of {total}")
 
     with served(tmp_path) as serving:
@@ -188,8 +191,8 @@ def test_two_tabs_of_one_rater(tmp_path: Path) -> None:
         assert [vote.answer for vote in serving.votes()] == answers
 
 
-def test_a_lost_network(tmp_path: Path) -> None:
-    """The vote waits, through a closed page too, and arrives once."""
+def test_a_vote_survives_a_lost_network(tmp_path: Path) -> None:
+    """The vote is kept, even if the page is closed, and arrives once."""
 
     async def main(serving: Serving) -> None:
         (link,) = serving.links(1)
@@ -204,7 +207,7 @@ def test_a_lost_network(tmp_path: Path) -> None:
             await page.network(True)
             await page.wait(f"{COUNT} === '1 of {total}' && {READY}")
             assert await page.run("document.getElementById('message').textContent") == ""
-            # and again, with the page closed before it could be sent
+            # again, closing the page before the vote is sent
             await page.network(False)
             for key in ("0", "1", "Enter"):
                 await page.press(key)
@@ -219,8 +222,8 @@ def test_a_lost_network(tmp_path: Path) -> None:
         assert [vote.answer for vote in serving.votes()] == ["first", "second", "tie", "first"]
 
 
-def test_pictures_come_up_together(tmp_path: Path) -> None:
-    """However late one is: which of them is slow, or large, is not seen."""
+def test_pictures_appear_together(tmp_path: Path) -> None:
+    """Raters cannot see which picture loads slowly."""
 
     async def main(serving: Serving) -> None:
         (link,) = serving.links(1)
@@ -228,7 +231,7 @@ def test_pictures_come_up_together(tmp_path: Path) -> None:
             page = await begin(browser, link)
             await page.send("Fetch.enable", patterns=[{"urlPattern": "*/second"}])
             total = len(schedule_of(serving.study)[0])
-            await by_keys(page, ("1", "1"), f"1 of {total}")  # that one was there already
+            await by_keys(page, ("1", "1"), f"1 of {total}")  # it was loaded before
             for key in ("1", "1", "Enter"):
                 await page.press(key)
             await page.wait(f"{COUNT} === '2 of {total}'")
@@ -267,8 +270,8 @@ setInterval(() => {
 """
 
 
-def test_thirty_raters_at_once_and_a_server_that_is_killed(tmp_path: Path) -> None:
-    """Every vote that a page gave is stored, once, as it was given."""
+def test_thirty_concurrent_raters_and_a_killed_server(tmp_path: Path) -> None:
+    """Every vote is stored exactly once."""
     raters = 30
 
     async def main(serving: Serving) -> dict[tuple[int, int, str], str]:
@@ -301,7 +304,7 @@ def test_thirty_raters_at_once_and_a_server_that_is_killed(tmp_path: Path) -> No
         assert len(said) == 2 * sum(map(len, schedule_of(serving.study)))
 
 
-def test_links_that_are_not_ones_own(tmp_path: Path) -> None:
+def test_invalid_and_foreign_links(tmp_path: Path) -> None:
     async def main(serving: Serving) -> None:
         links = serving.links(2)
         async with browsing() as browser:
@@ -312,14 +315,14 @@ def test_links_that_are_not_ones_own(tmp_path: Path) -> None:
                 await stranger.wait("document.body.innerText.includes('This link is not valid (any more)')")
             page = await begin(browser, links[0])
             other = await browser.page(beside=page)
-            await other.go(links[1])  # a second rater's, in the same browser
+            await other.go(links[1])  # a second rater in the same browser
             await other.wait("!document.getElementById('intro').hidden")
             for key in ("1", "1", "Enter"):
                 await page.press(key)
             await page.wait("document.body.innerText.includes('Another invitation was opened in this browser since')")
             assert serving.votes() == []
             back = await browser.page(beside=page)
-            await back.go(links[0])  # what was not sent then is sent now
+            await back.go(links[0])  # the unsent vote is sent now
             await back.wait(f"{COUNT}.startsWith('1 of ')")
 
     with served(tmp_path) as serving:
@@ -328,8 +331,8 @@ def test_links_that_are_not_ones_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("width", "height"), [(1280, 800), (390, 844), (360, 640), (844, 390)])
-def test_a_long_prompt_hides_no_picture(tmp_path: Path, width: int, height: int) -> None:
-    """What has no room is scrolled to; nothing lies over anything, or one side would be favoured."""
+def test_a_long_prompt_does_not_cover_a_picture(tmp_path: Path, width: int, height: int) -> None:
+    """Content scrolls instead of overlapping, which could favour one side."""
 
     async def main(serving: Serving) -> None:
         (link,) = serving.links(1)
@@ -352,7 +355,7 @@ def test_a_long_prompt_hides_no_picture(tmp_path: Path, width: int, height: int)
 
 
 @pytest.mark.parametrize(("width", "height"), [(1280, 800), (390, 844), (360, 640), (844, 390)])
-def test_all_is_seen_without_scrolling_and_has_a_name(tmp_path: Path, width: int, height: int) -> None:
+def test_everything_is_visible_without_scrolling_and_has_a_name(tmp_path: Path, width: int, height: int) -> None:
     async def main(serving: Serving) -> None:
         (link,) = serving.links(1)
         async with browsing() as browser:
@@ -363,15 +366,15 @@ def test_all_is_seen_without_scrolling_and_has_a_name(tmp_path: Path, width: int
                 "[...document.querySelectorAll('img, label, button, q')].filter(e => e.offsetParent)"
                 ".map(e => e.getBoundingClientRect()).map(b => [b.left, b.top, b.right, b.bottom])"
             )
-            assert len(boxes) == 10  # a text, two pictures, six answers, a button
+            assert len(boxes) == 10  # a prompt, two pictures, six answers, a button
             assert all(0 <= x0 < x1 <= width and 0 <= y0 < y1 <= height for x0, y0, x1, y1 in boxes)
             tall = await page.run("[...document.querySelectorAll('label, #send')].map(e => e.offsetHeight)")
-            assert min(tall) >= 44  # a finger's width
+            assert min(tall) >= 44  # large enough for a finger
             pictures = [box for box in boxes if box[3] - box[1] > 100]
             assert len(pictures) == 2
             await page.press("1")
             focus = "document.activeElement.name + document.activeElement.type"
-            assert await page.run(focus) == "alignmentradio"  # on to the next question
+            assert await page.run(focus) == "alignmentradio"  # the focus moves to the next question
             tree = await page.send("Accessibility.getFullAXTree")
             named = {
                 (node["role"]["value"], node["name"]["value"])

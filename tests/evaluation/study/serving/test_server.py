@@ -1,4 +1,4 @@
-"""The server: a whole study by its requests, and what a hostile or curious rater tries."""
+"""The raters' server: a complete study over HTTP, and attempts by hostile or curious raters."""
 
 import asyncio
 import json
@@ -16,7 +16,7 @@ from aiohttp import test_utils as web_utils
 
 from evaluation.study.protocol import Study
 from evaluation.study.serving.config import ServeConfig
-from evaluation.study.serving.limits import MOST_KEPT, Limit
+from evaluation.study.serving.limits import MAX_KEYS, RateLimit
 from evaluation.study.serving.server import HEADER, HEADERS, Server
 from evaluation.study.votes import Votes, open_votes
 from tests.evaluation.study.studies import make_study, schedule_of
@@ -26,7 +26,7 @@ Scene = Callable[["Stage"], Awaitable[None]]
 
 
 class Stage:
-    """A served study, and browsers that ask it."""
+    """A served study and its clients."""
 
     def __init__(self, study: Study, votes: Votes, server: web_utils.BaseTestServer):
         self.study, self.votes, self.server = study, votes, server
@@ -37,7 +37,7 @@ class Stage:
         return str(self.server.make_url("")).rstrip("/")
 
     async def browser(self, token: str | None = None) -> "Browser":
-        """A new one, which has entered with a token."""
+        """Create a client, and enter with a token if one is given."""
         client: web_utils.TestClient[Any, Any] = web_utils.TestClient(self.server, cookie_jar=CookieJar(unsafe=True))
         self.clients.append(client)
         browser = Browser(client, self.origin)
@@ -49,7 +49,7 @@ class Stage:
 
 
 class Browser:
-    """What a page does."""
+    """A client that behaves like the page."""
 
     def __init__(self, client: web_utils.TestClient[Any, Any], origin: str):
         self.client, self.origin, self.state = client, origin, {}  # type: ignore[var-annotated]
@@ -60,7 +60,7 @@ class Browser:
         return found
 
     async def get_raw(self, path: str) -> tuple[int, bytes]:
-        """As it stands: a client library would tidy the path up. Status and body."""
+        """Send a path unchanged, which a client library would normalise. Return the status and body."""
         cookies = "; ".join(f"{cookie.key}={cookie.value}" for cookie in self.client.session.cookie_jar)
         host = self.origin.removeprefix("http://")
         reader, writer = await asyncio.open_connection(*host.split(":"))
@@ -88,7 +88,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Study:
 
 @pytest.fixture
 def play(prepared: Study, tmp_path: Path) -> Iterator[Callable[..., None]]:
-    """Runs a scene on a served study without votes."""
+    """Return a function that runs a test on a served study without votes."""
     (tmp_path / "pictures").symlink_to(prepared.folder / "pictures")
     study = replace(prepared, folder=tmp_path)
 
@@ -115,7 +115,7 @@ def play(prepared: Study, tmp_path: Path) -> Iterator[Callable[..., None]]:
 
 
 def test_a_whole_study_by_its_requests(play: Callable[..., None]) -> None:
-    """Three raters at once; each answer lands on the side that was shown."""
+    """Three concurrent raters complete the study, and their answers refer to the displayed sides."""
 
     async def scene(stage: Stage) -> None:
         schedule = schedule_of(stage.study)
@@ -125,7 +125,9 @@ def test_a_whole_study_by_its_requests(play: Callable[..., None]) -> None:
             state = browser.state
             assert state["total"] == len(schedule[rater]) and [name for name, _ in state["questions"]] == list(ANSWERS)
             while state["next"]:
-                assert len(state["next"]) == min(2, state["total"] - state["done"])  # this one, and one to have ready
+                assert len(state["next"]) == min(
+                    2, state["total"] - state["done"]
+                )  # the current showing and the next one, for preloading
                 now = state["next"][0]
                 assert now == {"number": state["done"] + 1, "prompt": schedule[rater][state["done"]].item.prompt}
                 for side, name in zip(("first", "second"), schedule[rater][state["done"]].pictures, strict=True):
@@ -151,7 +153,7 @@ def test_double_clicks_two_tabs_and_reloads(play: Callable[..., None]) -> None:
         replies = await asyncio.gather(*(tab.vote(1) for tab in tabs for _ in range(5)))
         assert {reply.status for reply in replies} == {200}
         reply = await tabs[1].vote(1, {"quality": "second", "alignment": "second"})
-        assert (await reply.json())["counted"] == ANSWERS  # the first vote stays, and the tab is told
+        assert (await reply.json())["counted"] == ANSWERS  # the first vote counts, and the tab learns about it
         assert len(stage.votes.all()) == 2
         reloaded = await tabs[0].get("/state")
         assert (await reloaded.json())["done"] == 1
@@ -159,10 +161,10 @@ def test_double_clicks_two_tabs_and_reloads(play: Callable[..., None]) -> None:
     play(scene)
 
 
-# --- what must not get through ---
+# --- invalid requests ---
 
 
-def test_ballots_that_are_refused(play: Callable[..., None]) -> None:
+def test_invalid_votes_are_rejected(play: Callable[..., None]) -> None:
     async def scene(stage: Stage) -> None:
         browser = await stage.browser(stage.votes.invite(0))
         total = browser.state["total"]
@@ -192,7 +194,7 @@ def test_ballots_that_are_refused(play: Callable[..., None]) -> None:
                 assert raw_reply.status == 400
         headers = {"Origin": stage.origin, HEADER: "é\udc80"}
         assert (await browser.post("/vote", good, **headers)).status == 403
-        reply = await browser.post("/enter", {"token": "é\udc80"})  # half a character
+        reply = await browser.post("/enter", {"token": "é\udc80"})  # half of a surrogate pair
         assert reply.status == 400
         assert (await browser.post("/enter", {"token": "é"})).status == 403
         assert stage.votes.all() == []
@@ -200,7 +202,7 @@ def test_ballots_that_are_refused(play: Callable[..., None]) -> None:
     play(scene)
 
 
-def test_votes_from_other_sites_and_other_raters(play: Callable[..., None]) -> None:
+def test_votes_from_other_sites_and_raters_are_rejected(play: Callable[..., None]) -> None:
     async def scene(stage: Stage) -> None:
         browser, other = [await stage.browser(stage.votes.invite(rater)) for rater in range(2)]
         for headers in (
@@ -210,12 +212,16 @@ def test_votes_from_other_sites_and_other_raters(play: Callable[..., None]) -> N
             {"Origin": ""},
             {HEADER: ""},
             {HEADER: "0" * 64},
-            {HEADER: other.state["proof"]},  # of another invitation, opened in the same browser since
+            {HEADER: other.state["proof"]},  # of another invitation that was opened in the same browser
         ):
             reply = await browser.vote(1, **headers)
             assert reply.status == 403
         ballot = {"showing": 1, "answers": ANSWERS, "id": "x", "seconds": 1.0}
-        for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data"):  # what a form can send
+        for kind in (
+            "text/plain",
+            "application/x-www-form-urlencoded",
+            "multipart/form-data",
+        ):  # content types that a form can send
             headers = {"Origin": stage.origin, HEADER: browser.state["proof"], "Content-Type": kind}
             async with browser.client.post("/vote", data=json.dumps(ballot), headers=headers) as sent:
                 assert sent.status == 403
@@ -227,7 +233,7 @@ def test_votes_from_other_sites_and_other_raters(play: Callable[..., None]) -> N
     play(scene)
 
 
-def test_behind_https_the_cookie_is_secure_and_the_origin_is_the_public_one(play: Callable[..., None]) -> None:
+def test_behind_https_the_cookie_is_secure_and_the_origin_is_public(play: Callable[..., None]) -> None:
     async def scene(stage: Stage) -> None:
         browser = await stage.browser()
         token = stage.votes.invite(0)
@@ -238,26 +244,26 @@ def test_behind_https_the_cookie_is_secure_and_the_origin_is_the_public_one(play
     play(scene, origin="https://study.example.org")
 
 
-def test_another_study_on_another_port_has_a_cookie_of_its_own(prepared: Study) -> None:
-    """A browser sends a host's cookies to all of its ports."""
+def test_studies_on_different_ports_have_different_cookies(prepared: Study) -> None:
+    """Browsers send a host's cookies to all of its ports."""
     other = replace(prepared, secret=bytes(32))
     with open_votes(prepared) as votes:
         first, again, second = (Server(study, votes, ServeConfig()).cookie for study in (prepared, prepared, other))
     assert first == again != second and re.fullmatch(r"study-[0-9a-f]{12}", first)
 
 
-def test_a_body_that_is_not_as_its_headers_say(play: Callable[..., None]) -> None:
+def test_a_body_that_contradicts_its_headers_is_rejected(play: Callable[..., None]) -> None:
     async def scene(stage: Stage) -> None:
         browser = await stage.browser(stage.votes.invite(0))
         headers = {"Content-Encoding": "deflate", "Content-Type": "application/json", "Origin": browser.origin}
         headers |= {HEADER: browser.state["proof"]}
         reply = await browser.client.post("/vote", data=b"no deflate", headers=headers)
-        assert reply.status == 400 and "Load it again" in (await reply.json())["error"]
+        assert reply.status == 400 and "Reload the page" in (await reply.json())["error"]
 
     play(scene)
 
 
-def test_a_database_that_cannot_be_read_is_told_to_its_owner(
+def test_an_unreadable_database_is_reported_to_the_operator(
     play: Callable[..., None], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     async def scene(stage: Stage) -> None:
@@ -268,13 +274,13 @@ def test_a_database_that_cannot_be_read_is_told_to_its_owner(
 
         monkeypatch.setattr(Votes, "rater_of", fails)
         reply = await browser.get("/state")
-        assert reply.status == 503 and await reply.json() == {"error": "The server cannot go on just now."}
+        assert reply.status == 503 and await reply.json() == {"error": "The server is temporarily unavailable."}
 
     play(scene)
     assert "disk I/O error" in capsys.readouterr().err
 
 
-def test_wrong_void_and_missing_tokens(play: Callable[..., None]) -> None:
+def test_wrong_replaced_and_missing_tokens(play: Callable[..., None]) -> None:
     async def scene(stage: Stage) -> None:
         token = stage.votes.invite(0)
         entered = await stage.browser(token)
@@ -282,10 +288,13 @@ def test_wrong_void_and_missing_tokens(play: Callable[..., None]) -> None:
         for tried in ("x", token[:-1], token + "x", token.swapcase()):
             reply = await stranger.post("/enter", {"token": tried})
             assert reply.status == 403
-            assert "This link is not valid (any more). Ask whoever invited you" in (await reply.json())["error"]
+            assert (
+                "This link is invalid or has been replaced. Ask the person who invited you"
+                in (await reply.json())["error"]
+            )
         for path in ("/state", "/picture/1/first"):
             assert (await stranger.get(path)).status == 403
-        stage.votes.invite(0)  # a new link in place of a lost one
+        stage.votes.invite(0)  # replaces a lost link
         assert (await entered.get("/state")).status == 403
         assert (await entered.vote(1)).status == 403
         assert stage.votes.all() == []
@@ -293,7 +302,7 @@ def test_wrong_void_and_missing_tokens(play: Callable[..., None]) -> None:
     play(scene)
 
 
-def test_a_token_whose_votes_are_all_given_is_thanked(play: Callable[..., None]) -> None:
+def test_a_rater_who_has_finished(play: Callable[..., None]) -> None:
     async def scene(stage: Stage) -> None:
         token = stage.votes.invite(0)
         total = len(schedule_of(stage.study)[0])
@@ -302,15 +311,15 @@ def test_a_token_whose_votes_are_all_given_is_thanked(play: Callable[..., None])
         browser = await stage.browser(token)
         assert browser.state["done"] == total and browser.state["next"] == []
         assert (await browser.get(f"/picture/{total}/first")).status == 404
-        assert (await browser.vote(total)).status == 200  # again, as a page does whose acknowledgement was lost
+        assert (await browser.vote(total)).status == 200  # sent again, as after a lost acknowledgement
         assert (await browser.vote(total + 1)).status == 409
         assert len(stage.votes.all()) == 2 * total
 
     play(scene)
 
 
-def test_paths_and_numbers_that_were_not_given(play: Callable[..., None]) -> None:
-    """Traversal, enumeration, other raters' pictures: one answer for all."""
+def test_unknown_paths_and_numbers(play: Callable[..., None]) -> None:
+    """Path traversal, enumeration and other raters' pictures all get the same reply."""
 
     async def scene(stage: Stage) -> None:
         browser = await stage.browser(stage.votes.invite(0))
@@ -334,17 +343,17 @@ def test_paths_and_numbers_that_were_not_given(play: Callable[..., None]) -> Non
             bodies.add(body)
         assert len(bodies) == 1
         for side in ("first", "second"):
-            for number in (1, 2):  # this one, and the next one to have it ready
+            for number in (1, 2):  # the current showing and the next one, for preloading
                 assert (await browser.get(f"/picture/{number}/{side}")).status == 200
 
     play(scene)
 
 
-# --- what a curious rater could learn ---
+# --- information that replies could leak ---
 
 
-def test_replies_to_both_pictures_are_shaped_alike(play: Callable[..., None]) -> None:
-    """Of repeats and gold too: headers differ in length and date alone, and name nothing."""
+def test_replies_do_not_reveal_the_kind_of_an_item(play: Callable[..., None]) -> None:
+    """Replies to repeats and gold items differ only in length and date."""
 
     async def scene(stage: Stage) -> None:
         schedule = schedule_of(stage.study)[0]
@@ -366,8 +375,8 @@ def test_replies_to_both_pictures_are_shaped_alike(play: Callable[..., None]) ->
     play(scene, rater_rate=1000)
 
 
-def test_an_address_is_a_place_in_a_raters_own_order(play: Callable[..., None]) -> None:
-    """So equal pictures of two models have addresses that share nothing but their form, and no two raters' agree."""
+def test_a_picture_is_addressed_by_its_position_in_the_raters_order(play: Callable[..., None]) -> None:
+    """So URLs reveal nothing about models, and differ between raters."""
 
     async def scene(stage: Stage) -> None:
         browsers = [await stage.browser(stage.votes.invite(rater)) for rater in range(3)]
@@ -379,7 +388,7 @@ def test_an_address_is_a_place_in_a_raters_own_order(play: Callable[..., None]) 
     play(scene)
 
 
-def test_every_reply_may_not_be_kept_framed_or_sniffed(play: Callable[..., None]) -> None:
+def test_every_reply_has_the_security_headers(play: Callable[..., None]) -> None:
     async def scene(stage: Stage) -> None:
         browser = await stage.browser(stage.votes.invite(0))
         replies = [
@@ -394,12 +403,12 @@ def test_every_reply_may_not_be_kept_framed_or_sniffed(play: Callable[..., None]
         page = "".join([await reply.text() for reply in replies[:3]])
         assert not re.search(
             r"https?:|//[a-z]+\.|<script>| style=| on[a-z]+=", page
-        )  # nothing from elsewhere, nothing inline
+        )  # no external resources, nothing inline
 
     play(scene)
 
 
-def test_the_page_is_the_same_for_all_and_names_no_study(play: Callable[..., None]) -> None:
+def test_the_page_is_the_same_for_everyone(play: Callable[..., None]) -> None:
     async def scene(stage: Stage) -> None:
         stranger, rater = await stage.browser(), await stage.browser(stage.votes.invite(0))
         assert await (await stranger.get("/")).read() == await (await rater.get("/")).read()
@@ -407,43 +416,43 @@ def test_the_page_is_the_same_for_all_and_names_no_study(play: Callable[..., Non
     play(scene)
 
 
-def test_what_the_server_cannot_do_is_told_to_its_owner(
+def test_server_errors_are_reported_to_the_operator(
     play: Callable[..., None], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The page is told to ask again."""
+    """The page gets a status that makes it retry."""
 
     async def scene(stage: Stage) -> None:
         browser = await stage.browser(stage.votes.invite(0))
         (stage.study.folder / "pictures").unlink()
         reply = await browser.get("/picture/1/first")
-        assert reply.status == 503 and await reply.json() == {"error": "The server cannot go on just now."}
-        stage.votes._db.execute("PRAGMA query_only = ON")  # as a full disk, or one that cannot be written to any more
+        assert reply.status == 503 and await reply.json() == {"error": "The server is temporarily unavailable."}
+        stage.votes._db.execute("PRAGMA query_only = ON")  # behaves like a full or failing disk
         assert (await browser.vote(1)).status == 503
         stage.votes._db.execute("PRAGMA query_only = OFF")
         assert (await browser.vote(1)).status == 200
 
     play(scene)
     said = " ".join(capsys.readouterr().err.split())
-    assert ".png is missing. Restore it from a copy" in said
-    assert "votes.sqlite cannot be written: attempt to write a readonly database. What was voted before is kept" in said
+    assert ".png is missing. Restore it from a backup" in said
+    assert "votes.sqlite cannot be written: attempt to write a readonly database. Votes cast earlier are kept" in said
 
 
-# --- limits ---
+# --- rate limits ---
 
 
-def test_a_bucket_of_tokens() -> None:
+def test_rate_limit() -> None:
     now = 0.0
-    limit = Limit(2.0, 3, clock=lambda: now)
+    limit = RateLimit(2.0, 3, clock=lambda: now)
     assert [limit.wait("a") for _ in range(4)] == [0, 0, 0, 0.5]
     assert limit.wait("b") == 0
     now = 0.5
     assert [limit.wait("a") for _ in range(2)] == [0, 0.5]
     now = 100.0
     assert [limit.wait("a") for _ in range(4)] == [0, 0, 0, 0.5]
-    for number in range(3 * MOST_KEPT):
+    for number in range(3 * MAX_KEYS):
         now += 1.0
         assert limit.wait(str(number)) == 0
-    assert len(limit._left) <= MOST_KEPT + 1  # addresses that are done with are forgotten
+    assert len(limit._buckets) <= MAX_KEYS + 1  # full buckets are dropped
 
 
 @pytest.mark.parametrize(
@@ -454,7 +463,7 @@ def test_a_bucket_of_tokens() -> None:
         ({"entry_rate": 0.001}, "/enter", 60),
     ],
 )
-def test_who_asks_too_often_is_told_to_wait(
+def test_too_many_requests_are_rejected(
     play: Callable[..., None], config: dict[str, float], path: str, count: int
 ) -> None:
     async def scene(stage: Stage) -> None:
@@ -469,8 +478,8 @@ def test_who_asks_too_often_is_told_to_wait(
     play(scene, **config)
 
 
-def test_behind_a_proxy_the_address_is_what_the_proxy_says(play: Callable[..., None]) -> None:
-    """What the client wrote into the header itself stands further left, and is not believed."""
+def test_behind_a_proxy_the_address_is_taken_from_the_proxys_header(play: Callable[..., None]) -> None:
+    """Entries of the header that the client wrote itself are further left and are ignored."""
 
     async def scene(stage: Stage) -> None:
         browser = await stage.browser()

@@ -1,4 +1,4 @@
-"""A study's statistics against obvious loops, scipy, closed forms, and simulated studies whose truth is known."""
+"""A study's statistics, compared with loops, scipy, closed forms, and simulated studies."""
 
 from itertools import product
 
@@ -10,17 +10,17 @@ from scipy.optimize import minimize
 from scipy.special import expit
 from scipy.stats import t
 
-from bench.kit.studies import Design, share_of, simulate
-from evaluation.study.statistics.leanings import Leanings
-from evaluation.study.statistics.power import PowerConfig, components, power_table, render, weigh
+from evaluation.study.statistics.power import PowerConfig, compute_power, format_power, power_table, variance_components
 from evaluation.study.statistics.preference import preference
 from evaluation.study.statistics.strengths import PRIOR, bradley_terry, shares, strengths
+from evaluation.study.statistics.vote_model import VoteModel
+from tests.evaluation.study.simulation import Design, share_of, simulate
 
 seeds = st.integers(0, 2**32 - 1)
 
 
 def random_votes(seed: int, count: int = 60) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Scores, prompts and raters of an uneven study, with ids that are no indexes; some vote twice on a prompt."""
+    """Return scores, prompts and raters of an unbalanced study with arbitrary ids. Some vote twice on a prompt."""
     rng = np.random.default_rng(seed)
     prompts, raters = rng.integers(0, 9, count), rng.integers(0, 5, count)
     return rng.choice([0.0, 0.5, 1.0], count), np.array([f"p{i}" for i in prompts]), raters * 7 + 3
@@ -31,8 +31,8 @@ def random_votes(seed: int, count: int = 60) -> tuple[np.ndarray, np.ndarray, np
 
 @settings(max_examples=20, deadline=None)
 @given(seeds)
-def test_the_variance_is_that_of_all_pairs_of_votes(seed: int) -> None:
-    """Σ over pairs that share a prompt or a rater of e·e' less the mean over those that share neither, by a loop."""
+def test_the_variance_equals_a_sum_over_pairs_of_votes(seed: int) -> None:
+    """Sum e·e' over pairs that share a prompt or a rater, minus the mean over pairs that share neither, in a loop."""
     scores, prompts, raters = random_votes(seed)
     e = scores - scores.mean()
     related: list[float] = []
@@ -52,7 +52,7 @@ def test_the_variance_is_that_of_all_pairs_of_votes(seed: int) -> None:
 
 @settings(max_examples=20, deadline=None)
 @given(seeds)
-def test_laws_of_a_preference(seed: int) -> None:
+def test_properties_of_a_preference(seed: int) -> None:
     scores, prompts, raters = random_votes(seed)
     found = preference(scores, prompts, raters)
     low, high = found.interval()
@@ -69,7 +69,7 @@ def test_laws_of_a_preference(seed: int) -> None:
 
 
 def test_independent_votes_have_wilsons_interval() -> None:
-    """Each of one prompt and one rater of its own: nothing is shared."""
+    """Every vote has its own prompt and rater."""
     scores = np.repeat([1.0, 0.0], [70, 30])
     found = preference(scores, np.arange(100), np.arange(100))
     variance = 0.7 * 0.3 / 99
@@ -81,7 +81,7 @@ def test_independent_votes_have_wilsons_interval() -> None:
 
 
 @pytest.mark.parametrize("score", [0.0, 0.5, 1.0])
-def test_when_all_votes_are_alike_the_fewest_clusters_count(score: float) -> None:
+def test_unanimous_votes_count_as_the_smaller_number_of_clusters(score: float) -> None:
     prompts, raters = (part.ravel() for part in np.indices((20, 4)))
     found = preference(np.full(80, score), prompts, raters)
     low, high = found.interval()
@@ -91,54 +91,54 @@ def test_when_all_votes_are_alike_the_fewest_clusters_count(score: float) -> Non
 
 
 @pytest.mark.parametrize("which", [0, 1])
-def test_one_rater_or_one_prompt_says_nothing_of_others(which: int) -> None:
+def test_one_rater_or_prompt_gives_the_widest_interval(which: int) -> None:
     ids = [np.zeros(10), np.arange(10)]
     found = preference(np.repeat([1.0, 0.0], 5), ids[which], ids[1 - which])
     assert found.interval() == pytest.approx((0, 1))
 
 
 @pytest.mark.parametrize(
-    ("leanings", "least", "most"),
+    ("model", "least", "most"),
     [
-        (Leanings(0.5, 0.2, 0.5, 0.2), 0.93, 0.975),
-        (Leanings(1.0, 0.4), 0.93, 0.97),
-        (Leanings(1.5, 1.0, 1.5, 0.2), 0.93, 0.97),
+        (VoteModel(0.5, 0.2, 0.5, 0.2), 0.93, 0.975),
+        (VoteModel(1.0, 0.4), 0.93, 0.97),
+        (VoteModel(1.5, 1.0, 1.5, 0.2), 0.93, 0.97),
     ],
 )
-def test_intervals_hold_the_truth_in_simulated_studies(leanings: Leanings, least: float, most: float) -> None:
-    """1,500 each: bench.outputs.study has the table of 10,000. Wilson's of independent votes holds too little."""
+def test_coverage_in_simulated_studies(model: VoteModel, least: float, most: float) -> None:
+    """1,500 studies each; docs/evidence/intervals.md has results of 10,000. Wilson's interval would be too narrow."""
     design = Design.make(200, 15, 5)
-    truth = leanings.preference
+    truth = model.preference
 
     def holds(scores: np.ndarray) -> np.ndarray:
         low, high = preference(scores, design.prompts, design.raters).interval()
         return np.asarray((low <= truth) & (truth <= high))
 
-    assert least < share_of(holds, leanings, design, 1500, seed=5) < most
+    assert least < share_of(holds, model, design, 1500, seed=5) < most
 
 
 # --- simulation ---
 
 
 @pytest.mark.parametrize("ties", [0.0, 0.3])
-def test_the_true_preference_is_the_mean_of_very_many_votes(ties: float) -> None:
-    leanings = Leanings(1.0, 0.4, 0.5, ties)
+def test_the_true_preference_is_the_mean_of_many_votes(ties: float) -> None:
+    model = VoteModel(1.0, 0.4, 0.5, ties)
     one_each = Design(np.arange(1000), np.arange(1000))
-    scores = simulate(leanings, one_each, 400, np.random.default_rng(0))
-    assert scores.mean() == pytest.approx(leanings.preference, abs=4 * 0.5 / np.sqrt(scores.size))
-    equal = simulate(Leanings(1.0, 0.4, 0.0, ties), one_each, 400, np.random.default_rng(1))
+    scores = simulate(model, one_each, 400, np.random.default_rng(0))
+    assert scores.mean() == pytest.approx(model.preference, abs=4 * 0.5 / np.sqrt(scores.size))
+    equal = simulate(VoteModel(1.0, 0.4, 0.0, ties), one_each, 400, np.random.default_rng(1))
     assert (equal == 0.5).mean() == pytest.approx(ties, abs=0.005)
-    assert leanings.at(0.7).preference == pytest.approx(0.7)
+    assert model.with_preference(0.7).preference == pytest.approx(0.7)
 
 
-def test_components_are_those_of_simulated_votes() -> None:
-    """Covariances of votes of one prompt, of one rater, and of one vote with itself."""
-    leanings = Leanings(1.2, 0.7, 0.4, 0.2)
+def test_variance_components_match_simulated_votes() -> None:
+    """Compare with the covariances of votes on the same prompt, by the same rater, and of a vote with itself."""
+    model = VoteModel(1.2, 0.7, 0.4, 0.2)
     rng = np.random.default_rng(0)
     two = Design(np.array([0, 0, 1]), np.array([0, 1, 0]))
-    votes = simulate(leanings, two, 400_000, rng)
+    votes = simulate(model, two, 400_000, rng)
     covariance = np.cov(votes, rowvar=False)
-    found = components(leanings)
+    found = variance_components(model)
     assert found[0] == pytest.approx(covariance[0, 1], abs=0.001)
     assert found[1] == pytest.approx(covariance[0, 2], abs=0.001)
     assert sum(found) == pytest.approx(covariance[0, 0], abs=0.001)
@@ -148,10 +148,10 @@ def test_components_are_those_of_simulated_votes() -> None:
 
 
 @pytest.mark.parametrize(("raters", "prompts"), [(15, 200), (30, 400)])
-def test_power_is_what_simulated_studies_have(raters: int, prompts: int) -> None:
-    leanings, margin = Leanings(0.5, 0.2, ties=0.2), 0.06
+def test_power_matches_simulated_studies(raters: int, prompts: int) -> None:
+    model, margin = VoteModel(0.5, 0.2, ties=0.2), 0.06
     design = Design.make(prompts, raters, 5)
-    found = weigh(leanings, raters, prompts, 5, margin)
+    found = compute_power(model, raters, prompts, 5, margin)
 
     def is_seen(scores: np.ndarray) -> np.ndarray:
         low, high = preference(scores, design.prompts, design.raters).interval()
@@ -160,9 +160,11 @@ def test_power_is_what_simulated_studies_have(raters: int, prompts: int) -> None
     def is_equal(scores: np.ndarray) -> np.ndarray:
         return preference(scores, design.prompts, design.raters).is_within(margin)
 
-    assert share_of(is_seen, leanings.at(0.5 + margin), design, 600, 1) == pytest.approx(found.difference, abs=0.06)
-    assert share_of(is_equal, leanings.at(0.5), design, 600, 2) == pytest.approx(found.equivalence, abs=0.06)
-    assert share_of(is_equal, leanings.at(0.5 + margin), design, 600, 3) < 0.08  # 5 % at most, and its error
+    assert share_of(is_seen, model.with_preference(0.5 + margin), design, 600, 1) == pytest.approx(
+        found.difference, abs=0.06
+    )
+    assert share_of(is_equal, model.with_preference(0.5), design, 600, 2) == pytest.approx(found.equivalence, abs=0.06)
+    assert share_of(is_equal, model.with_preference(0.5 + margin), design, 600, 3) < 0.08  # 5 % at most, and its error
 
 
 def test_more_raters_and_prompts_have_more_power() -> None:
@@ -175,9 +177,11 @@ def test_more_raters_and_prompts_have_more_power() -> None:
             assert by[more].half_width <= by[raters, prompts].half_width
             assert by[more].difference >= by[raters, prompts].difference
             assert by[more].equivalence >= by[raters, prompts].equivalence
-    text = render(rows, 0.08, 0.8)
-    assert "Enough to see a preference of 58% with probability 80%: " in text and "45 raters × 200 prompts" in text
-    assert "none of these" in render(rows, 0.08, 0.9999)
+    text = format_power(rows, 0.08, 0.8)
+    assert (
+        "Sufficient to detect a preference of 58% with probability 80%: " in text and "45 raters × 200 prompts" in text
+    )
+    assert "none of these" in format_power(rows, 0.08, 0.9999)
 
 
 # --- strengths ---
@@ -185,7 +189,7 @@ def test_more_raters_and_prompts_have_more_power() -> None:
 
 @settings(max_examples=15, deadline=None)
 @given(seeds, st.integers(2, 5))
-def test_strengths_are_scipys_maximum(seed: int, count: int) -> None:
+def test_strengths_maximise_the_likelihood(seed: int, count: int) -> None:
     wins = np.random.default_rng(seed).integers(0, 30, (count, count)) * 0.5
     np.fill_diagonal(wins, 0)
     padded = (wins + PRIOR) * (1 - np.eye(count))
@@ -199,11 +203,11 @@ def test_strengths_are_scipys_maximum(seed: int, count: int) -> None:
     assert cost(found) <= cost(best) + 1e-9
 
 
-def test_strengths_as_published() -> None:
-    """Of the American League's teams in 1987: Agresti, "Categorical Data Analysis" (2002), section 10.6."""
+def test_strengths_match_published_ones() -> None:
+    """Compare with the American League of 1987 in Agresti, "Categorical Data Analysis" (2002), section 10.6."""
     wins = np.array(
         [
-            [0, 7, 9, 7, 7, 9, 11],  # Milwaukee, against the columns' teams in this order
+            [0, 7, 9, 7, 7, 9, 11],  # Milwaukee, against the teams of the columns, in this order
             [6, 0, 7, 5, 11, 9, 9],  # Detroit
             [4, 6, 0, 7, 7, 8, 12],  # Toronto
             [6, 8, 6, 0, 6, 7, 10],  # New York
@@ -217,7 +221,7 @@ def test_strengths_as_published() -> None:
 
 
 def test_two_models_in_closed_form() -> None:
-    """Haldane and Anscombe's log odds; and one that lost every vote has a strength too."""
+    """Compare with Haldane and Anscombe's log odds, including a model that lost every vote."""
     for won, lost in ((30.5, 10), (20, 0)):
         theta = bradley_terry(np.array([[0, won], [lost, 0]]))
         assert theta[0] - theta[1] == pytest.approx(np.log((won + 0.5) / (lost + 0.5)))
@@ -226,8 +230,8 @@ def test_two_models_in_closed_form() -> None:
 
 @pytest.mark.parametrize("count", [3, 6])
 @pytest.mark.parametrize("votes", [5, 1000, 100_000])
-def test_models_that_won_or_lost_every_vote_have_strengths(count: int, votes: int) -> None:
-    """At the maximum the wins that are expected are those that there were."""
+def test_models_that_won_or_lost_every_vote_have_finite_strengths(count: int, votes: int) -> None:
+    """At the maximum, expected wins equal observed wins."""
     wins = np.triu(np.full((count, count), float(votes)), 1)
     theta, padded = bradley_terry(wins), (wins + PRIOR) * (1 - np.eye(count))
     games = padded + padded.T
@@ -235,8 +239,8 @@ def test_models_that_won_or_lost_every_vote_have_strengths(count: int, votes: in
     assert (np.diff(theta) < 0).all() and theta.sum() == pytest.approx(0, abs=1e-9)
 
 
-def test_strengths_of_votes_and_their_intervals() -> None:
-    """Three models: the interval of a strong one lies above the others'; more raters make it narrower."""
+def test_strengths_and_their_intervals() -> None:
+    """The interval of a strong model is above those of two others, and narrower with more raters."""
     rng = np.random.default_rng(0)
     widths = []
     for num_raters in (4, 40):
@@ -256,8 +260,8 @@ def test_strengths_of_votes_and_their_intervals() -> None:
 
 
 @pytest.mark.parametrize("deciding", [0, 1])
-def test_both_prompts_and_raters_are_drawn_again(deciding: int) -> None:
-    """Where one of the two decides every vote, its clusters alone vary: p·(1 − p)/G of the share."""
+def test_both_prompts_and_raters_are_resampled(deciding: int) -> None:
+    """If one of the two determines every vote, the variance of the share is p·(1 − p)/G over its clusters."""
     clusters = [part.ravel() for part in np.indices((16, 16))]
     scores = (clusters[deciding] % 4 == 0).astype(float)
     pairs = np.tile([0, 1], (len(scores), 1))

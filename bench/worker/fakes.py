@@ -1,4 +1,4 @@
-"""Encoders that cost nothing, or work like a GPU, of any sizes; and encodings of which nobody has the weights."""
+"""Fake encoders that take no time or behave like a GPU, and encoding records without weights."""
 
 import time
 from collections.abc import Callable
@@ -17,20 +17,20 @@ TEXT_LENGTH, TEXT_WIDTH = 77, 1024
 
 
 class Zeros:
-    """Batches of float16 zeros, made once: as page-locked memory is, into which a device's results are copied."""
+    """Batches of float16 zeros that are allocated once, like the pinned memory for a device's results."""
 
     def __init__(self) -> None:
         self.made: dict[tuple[int, ...], torch.Tensor] = {}
 
     def __call__(self, number: int, *shape: int) -> torch.Tensor:
-        """(number, *shape)."""
+        """Return zeros of shape (number, *shape)."""
         if number > len(self.made.get(shape, ())):
             self.made[shape] = torch.zeros(number, *shape, dtype=torch.float16).clone()
         return self.made[shape][:number]
 
 
 class FreeImageEncoder:
-    """Stands in for `ImageEncoder`: zeros, at once."""
+    """Replacement for `ImageEncoder` that returns zeros immediately."""
 
     def __init__(self, tower: ImageTower):
         self.tower = tower
@@ -38,31 +38,31 @@ class FreeImageEncoder:
         self.device = torch.device("cpu")
 
     def stack(self, pictures: list[np.ndarray], batch_size: int) -> torch.Tensor:
-        """As `Network.stack`, without the copy: a batch of which nobody reads a number."""
+        """Return an uninitialised batch instead of copying the images."""
         return torch.empty((batch_size, *pictures[0].shape), dtype=torch.uint8)
 
     def start_batch(self, pixels: torch.Tensor, count: int) -> Callable[[], torch.Tensor]:
-        """(count, planes, h, w) zeros."""
+        """Return a function that returns zeros (count, planes, h, w)."""
         height, width = (side // self.tower.downsampling for side in pixels.shape[1:3])
         return lambda: self.zeros(count, self.tower.num_planes, height, width)
 
 
 class FreeTextEncoder:
-    """Stands in for `TextEncoder`: zeros, at once."""
+    """Replacement for `TextEncoder` that returns zeros immediately."""
 
     def __init__(self, tower: TextTower):
         self.tower = tower
         self.zeros = Zeros()
 
     def start_batch(self, captions: list[str], batch_size: int) -> Callable[[], list[TowerCaption]]:
-        """(tokens, width) zeros for each caption."""
+        """Return a function that returns zeros (tokens, width) for each caption."""
         length = self.tower.length
         states = self.zeros(len(captions), length, self.tower.width)
         return lambda: [TowerCaption(TextLatents(row, length), False) for row in states]
 
 
 class SleepingImageEncoder(FreeImageEncoder):
-    """As a GPU: takes one batch at a time, in the order they were started, `seconds_per_picture` for each picture."""
+    """Replacement that behaves like a GPU: it runs one batch at a time, for `seconds_per_picture` per image."""
 
     def __init__(self, tower: ImageTower, seconds_per_picture: float):
         super().__init__(tower)
@@ -71,7 +71,7 @@ class SleepingImageEncoder(FreeImageEncoder):
         self.busy = 0.0
 
     def start_batch(self, pixels: torch.Tensor, count: int) -> Callable[[], torch.Tensor]:
-        """Queue the batch; the function returned waits for its zeros."""
+        """Queue a batch, and return a function that waits for its result."""
         zeros = super().start_batch(pixels, count)
         done = self.one_at_a_time.submit(self._sleep, count * self.seconds_per_picture)
 
@@ -83,16 +83,16 @@ class SleepingImageEncoder(FreeImageEncoder):
 
     def _sleep(self, seconds: float) -> None:
         time.sleep(seconds)
-        self.busy += seconds  # what was asked for: waking up late is not work
+        self.busy += seconds  # the requested time, because waking up late is not work
 
 
 def sd2_record() -> EncodingRecord:
-    """Stable Diffusion 2's shapes under no weights at all, stored as stage 1 stores them where nothing is said."""
+    """Make an encoding record with Stable Diffusion 2's shapes and the default storage, without weights."""
     return stored_as(encoding_record(TEXT_LENGTH, TEXT_WIDTH), exact=False)
 
 
 def stored_as(record: EncodingRecord, exact: bool) -> EncodingRecord:
-    """The same towers, stored as float16 where `exact`, and else as int8 and float8, the default."""
+    """Return a copy of the record that stores float16 if `exact`, else int8 and float8 (the default)."""
     image = record.image.model_copy(update={"storage": "float16" if exact else "int8"})
     storage = {"storage": "float16" if exact else "float8"}
     texts = {name: tower.model_copy(update=storage) for name, tower in record.texts.items()}
@@ -100,5 +100,5 @@ def stored_as(record: EncodingRecord, exact: bool) -> EncodingRecord:
 
 
 def free_encoders(record: EncodingRecord) -> tuple[FreeImageEncoder, dict[str, FreeTextEncoder]]:
-    """Stand-ins for a record's image tower and its text towers."""
+    """Make free encoders for a record's image tower and text towers."""
     return FreeImageEncoder(record.image), {name: FreeTextEncoder(tower) for name, tower in record.texts.items()}

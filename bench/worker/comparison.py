@@ -1,5 +1,7 @@
-"""The worker beside the plain script, in turn, on the demo's small pictures and on photographs: each in a process of
-its own that is kept, so that models are loaded and threads started before anything is timed."""
+"""Compare the worker with the simple script, in turn, on the demo's small images and on photographs.
+
+Each runs in a persistent process, so that models are loaded and threads started before anything is timed.
+"""
 
 import multiprocessing
 import shutil
@@ -21,9 +23,9 @@ from transformers import AutoTokenizer, CLIPTextConfig, CLIPTextModel
 
 from bench.kit.common import table
 from bench.pixels import make_corpus
+from bench.worker.fakes import free_encoders, stored_as
 from bench.worker.inputs import Captioned, demo_pictures, jpegs, make_tars
 from bench.worker.plain import Encoders, encode_tars, load_encoders
-from bench.worker.standins import free_encoders, stored_as
 from examples.shapes.models import MODELS
 from precompute.config import PrecomputeConfig, describe_encoding, make_recipe
 from precompute.encode.overlap import Turns
@@ -37,13 +39,13 @@ from shards.open import open_store
 from shards.root.shared import create_root
 
 Way = Literal["plain", "exact", "default"]
-"""The plain script; the worker, storing the same float16; the worker, storing int8 and float8."""
+"""The simple script; the worker with the same float16 storage; the worker with int8 and float8 storage."""
 WAYS: tuple[Way, ...] = ("plain", "exact", "default")
 PHOTOGRAPHS = (512, 1024)
-"""Their longer sides, in pixels."""
+"""Range of their longer sides, in pixels."""
 DISTINCT = 40
 FREE_OVER_SMALL = 3
-"""As many pictures go through encoders that cost nothing as through small ones, which take most of the time."""
+"""How many times more images free encoders get than small ones, which take most of the time."""
 TINY_VAE = {
     "block_out_channels": [4, 4, 8, 8],
     "down_block_types": ["DownEncoderBlock2D"] * 4,
@@ -53,26 +55,26 @@ TINY_VAE = {
     "norm_num_groups": 4,
     "mid_block_add_attention": False,
 }
-"""Without attention in the middle, which at 512 px would cost more than all of the rest."""
+"""Has no attention in its middle block, which at 512 px would cost more than everything else."""
 TINY_TEXT = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
 
 
 @dataclass(frozen=True)
 class Case:
-    """Tars, and what is made of them."""
+    """A set of tars, and how to encode them."""
 
     name: str
     folder: Path
-    """Of `tars/` and `models/`."""
+    """Folder with `tars/` and `models/`."""
     buckets: tuple[str, str]
     free: bool
-    """Whether the encoders cost nothing."""
+    """Whether the encoders take no time."""
     threads: int
     batch_size: int = 64
 
     @property
     def config(self) -> PrecomputeConfig:
-        """As a user would have it for a CPU; the defaults for the rest."""
+        """A user's config for a CPU, with defaults for everything else."""
         models = self.folder / "models"
         text = {"model": str(models / "text_encoder"), "tokenizer": str(models / "tokenizer")}
         workers = {"num_gpus": 0, "num_cpus": self.threads, "decode_threads": self.threads}
@@ -91,14 +93,14 @@ class Case:
 
 
 def demo_case(folder: Path, pictures: int) -> Path:
-    """The demo's pictures, 500 to a tar as there, and its models."""
+    """Prepare the demo's images, 500 per tar as in the demo, and its models."""
     make_tars(folder / "tars", demo_pictures(pictures), 500)
     shutil.copytree(MODELS, folder / "models")
     return folder
 
 
 def photograph_case(folder: Path, pictures: int) -> Path:
-    """JPEGs of LAION's sizes, and random models so small that they cost no more than the rest."""
+    """Prepare JPEGs of LAION's sizes, and random models that are small enough not to dominate."""
     made: list[Captioned] = jpegs(make_corpus(min(DISTINCT, pictures), 0, *PHOTOGRAPHS), pictures)
     make_tars(folder / "tars", made, max(1, pictures // 3))
     torch.manual_seed(0)
@@ -110,11 +112,11 @@ def photograph_case(folder: Path, pictures: int) -> Path:
     return folder
 
 
-class Running:
-    """One of the ways, in this process."""
+class Runner:
+    """One of the ways, ready to run in this process."""
 
     def __init__(self, case: Case, way: Way):
-        torch.set_num_threads(case.threads)  # as a worker sets it, and as it is where nobody does
+        torch.set_num_threads(case.threads)  # as in a worker, and torch's default
         self.case, self.way = case, way
         self.config = config = case.config
         self.record = stored_as(describe_encoding(config), exact=way != "default")
@@ -130,18 +132,18 @@ class Running:
             self.towers = load_towers(self.recipe, "cpu") if not case.free else free_towers(self.record, config)
 
     def __call__(self) -> tuple[float, float, int]:
-        """Encode all tars into a fresh folder; seconds, processor seconds, bytes written."""
+        """Encode all tars into a new folder, and return seconds, CPU seconds and bytes written."""
         output = self.case.folder / self.way
         shutil.rmtree(output, ignore_errors=True)
         began, processor = time.perf_counter(), time.process_time()
         self.encode(output)
         seconds, processor = time.perf_counter() - began, time.process_time() - processor
         written = sum(path.stat().st_size for path in output.rglob("*.mds"))
-        shutil.rmtree(output)  # before the kernel writes it to the disk, in another's time
+        shutil.rmtree(output)  # before the kernel flushes it to disk while another way is timed
         return seconds, processor, written
 
     def encode(self, output: Path) -> None:
-        """All tars into a folder that is not there yet."""
+        """Encode all tars into a folder that does not exist yet."""
         if self.way != "plain":
             self._as_a_worker(output)
             return
@@ -158,7 +160,7 @@ class Running:
 
 
 def free_of(record: EncodingRecord, buckets: list[Bucket]) -> Encoders:
-    """The plain script's, at once: zeros."""
+    """Make free encoders for the simple script, which return zeros."""
     tower = record.texts["text"]
     sides = {bucket.width: bucket.latent_hw(record.image.downsampling) for bucket in buckets}
 
@@ -169,32 +171,32 @@ def free_of(record: EncodingRecord, buckets: list[Bucket]) -> Encoders:
 
 
 def free_towers(record: EncodingRecord, config: PrecomputeConfig) -> Towers:
-    """The worker's, at once."""
+    """Make free encoders for the worker."""
     image, texts = free_encoders(record)
     return Towers(image, texts, {}, config.workers.batch_size)  # type: ignore[arg-type]
 
 
-_running: Running
+_runner: Runner
 
 
 def _begin(case: Case, way: Way) -> None:
-    global _running
-    _running = Running(case, way)
+    global _runner
+    _runner = Runner(case, way)
 
 
 def _again() -> tuple[float, float, int]:
-    return _running()
+    return _runner()
 
 
 @contextmanager
 def kept(case: Case, way: Way) -> Iterator[Any]:
-    """A process that runs one of the ways, each time that it is asked to."""
+    """Start a process for one of the ways, and yield a function that runs it there."""
     with multiprocessing.get_context("spawn").Pool(1, _begin, (case, way)) as pool:
         yield lambda: pool.apply(_again)
 
 
 def compare(case: Case, rounds: int) -> dict[Way, np.ndarray]:
-    """Way → (rounds, 3): seconds, processor seconds, bytes; all ways in turn, after one round that does not count."""
+    """Run all ways in turn, after a warm-up round, and return way → (rounds, 3): seconds, CPU seconds, bytes."""
     found: dict[Way, list[tuple[float, float, int]]] = {way: [] for way in WAYS}
     with kept(case, "plain") as plain, kept(case, "exact") as exact, kept(case, "default") as default:
         ways = dict(zip(WAYS, (plain, exact, default), strict=True))
@@ -207,7 +209,7 @@ def compare(case: Case, rounds: int) -> dict[Way, np.ndarray]:
 
 
 def row(case: Case, pictures: int, found: dict[Way, np.ndarray]) -> list[str]:
-    """Rates, and the worker's over the plain script's, round by round."""
+    """Format a row: the simple script's rate, and the worker's speed relative to it over all rounds."""
     plain = found["plain"]
     cells = [case.name, f"{pictures / statistics.median(plain[:, 0]):,.0f}"]
     for way in WAYS[1:]:
@@ -218,9 +220,9 @@ def row(case: Case, pictures: int, found: dict[Way, np.ndarray]) -> list[str]:
 
 
 def report(folder: Path, pictures: dict[str, int], threads: int, rounds: int) -> str:
-    """Both corpora, each with encoders and with ones that cost nothing; a table."""
+    """Compare both corpora with small and with free encoders, and return a table."""
     rows = []
-    # of the photographs' tars, a hundredth of LAION's, the worker would fill up a third of batches of 64
+    # these tars have a hundredth of LAION's samples, so a third of each batch of 64 would be padding
     for name, make, buckets, batch_size in (
         ("demo", demo_case, ("64x64", "128x128"), 64),
         ("photographs", photograph_case, ("256x256", "512x512"), 8),
@@ -230,5 +232,5 @@ def report(folder: Path, pictures: dict[str, int], threads: int, rounds: int) ->
             case = Case(f"{name}, {kind} encoders", made, buckets, kind == "free", threads, batch_size)
             rows.append(row(case, number, compare(case, rounds)))
             print(" | ".join(rows[-1]), file=sys.stderr, flush=True)
-    head = ["pictures", "plain, per second", "worker, float16", "by CPU time", "worker, int8 and float8", "by CPU time"]
+    head = ["images", "script, per second", "worker, float16", "by CPU time", "worker, int8 and float8", "by CPU time"]
     return table(head, rows)
