@@ -83,7 +83,7 @@ def reading(root: Path, samples: int, rounds: int) -> str:
     accelerator = Accelerator(mixed_precision=ACCELERATE_PRECISION[train_config.precision], cpu=True)
     prepared = prepare(train_config, accelerator)
     run = assemble(train_config, prepared, accelerator, Launch(take_run(train_config, prepared)))
-    size, without = train_config.global_batch_size, prepared.spec.of_towers(list(prepared.spec.texts), [])
+    size, without = train_config.global_batch_size, prepared.spec.keep_towers(list(prepared.spec.texts), [])
     alone = iter(Loader(train_config.data, without, size, 0, 0, torch.arange(size)))
     batches = iter(run.loader)
     held = {name: column for name, column in next(batches).columns.items() if name not in without.lengths}

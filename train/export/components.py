@@ -16,7 +16,7 @@ from shards.format.buckets import Bucket
 from shards.format.encoding import EncodingRecord
 from shards.format.towers import ImageTower, TextTower, Weights
 from train.config import TrainConfig
-from train.data.spec import only_read
+from train.data.spec import keep_towers
 from train.model.backbone import PipelineConfig
 from train.model.unet import UNET
 
@@ -46,7 +46,7 @@ def only_text(encoding: EncodingRecord, towers: list[str] | None) -> TextTower:
     Raises:
         RequestError: the pipeline would make other numbers of a picture or a caption than the root holds.
     """
-    read = [tower for tower in only_read(encoding, towers).texts.values() if tower.states]
+    read = [tower for tower in keep_towers(encoding, towers).texts.values() if tower.states]
     stock = ("CLIPTextModel", "last", "{}", False, ((None, None),))
     if [(tower.class_name, tower.layer, tower.template, tower.masked, tower.keep) for tower in read] != [stock]:
         raise RequestError(
@@ -113,7 +113,7 @@ def check_same_encoders(encoding: EncodingRecord, config: TrainConfig) -> None:
         RequestError: backbone.inputs and backbone.pipeline.towers name different towers.
     """
     pipeline = config.backbone.pipeline
-    read = config.backbone.resolved(only_read(encoding, config.data.towers).texts).text_towers
+    read = config.backbone.resolved(keep_towers(encoding, config.data.towers).texts).text_towers
     if unread := [name for name in pipeline.towers if name not in read]:
         raise RequestError(
             f"backbone.pipeline.towers names {', '.join(unread)}, which backbone.inputs does not read: "

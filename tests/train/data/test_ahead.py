@@ -9,7 +9,7 @@ import torch
 
 from bench.kit.roots import feature_tower, make_root
 from train.data.batch import Batch, Collate
-from train.data.loader import MOST_AHEAD, Loader, make_ahead
+from train.data.loader import MAX_PREFETCH, Loader, plan_prefetch
 from train.data.spec import DataConfig
 from train.data.streams import open_data
 
@@ -35,13 +35,13 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_all_that_is_ahead_fits(num_workers: int) -> None:
     """And nothing more is held back than must be."""
     for batches in range(1, 400):
-        workers, factor = make_ahead(1, config(Path(), prefetch_gb=(batches + 0.5) / 1e9, num_workers=num_workers))
-        assert factor is not None and 1 <= workers <= num_workers and 1 <= factor <= MOST_AHEAD
+        workers, factor = plan_prefetch(1, config(Path(), prefetch_gb=(batches + 0.5) / 1e9, num_workers=num_workers))
+        assert factor is not None and 1 <= workers <= num_workers and 1 <= factor <= MAX_PREFETCH
         held = workers * factor + workers + 2
         assert held <= max(4, batches)
         assert workers == num_workers or held + 2 > batches
-        assert factor == MOST_AHEAD or workers < num_workers or held + workers > batches
-    assert make_ahead(1, config(Path(), num_workers=0)) == (0, None)
+        assert factor == MAX_PREFETCH or workers < num_workers or held + workers > batches
+    assert plan_prefetch(1, config(Path(), num_workers=0)) == (0, None)
 
 
 def test_what_is_reckoned_is_what_a_batch_holds(root: Path) -> None:

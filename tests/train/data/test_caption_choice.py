@@ -96,7 +96,7 @@ def test_each_caption_is_as_likely() -> None:
         assert ((counts - expected) ** 2 / expected).sum() < 13.9  # chi², 2 degrees of freedom, once in a thousand
     # another step, another choice; and it says nothing about whether the caption is dropped
     assert not choice[0].equal(choice[1])
-    dropped = Draws(1, 0, torch.arange(4000)).chances(Purpose.CAPTION_DROPOUT, 0.5, 1)[:, 0]
+    dropped = Draws(1, 0, torch.arange(4000)).bernoulli(Purpose.CAPTION_DROPOUT, 0.5, 1)[:, 0]
     assert abs(torch.corrcoef(torch.stack([dropped.double(), choice[0].double()]))[0, 1]) < 4 / 4000**0.5
 
 

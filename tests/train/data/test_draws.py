@@ -64,7 +64,7 @@ def test_timesteps_are_uniform() -> None:
 @pytest.mark.parametrize("probability", [0.0, 0.1, 1.0])
 def test_chance(probability: float) -> None:
     share = torch.cat(
-        [draws(step=step).chances(Purpose.CAPTION_DROPOUT, probability, 1)[:, 0] for step in range(20)]
+        [draws(step=step).bernoulli(Purpose.CAPTION_DROPOUT, probability, 1)[:, 0] for step in range(20)]
     ).double()
     assert abs(share.mean() - probability) < 0.015 and (0 < probability < 1 or share.mean() == probability)
 

@@ -127,7 +127,7 @@ def test_a_copy_that_is_damaged_is_fetched_again(
     for damage in (flip_a_bit, cut_short):
         damage(copies(tmp_path / "cache")[1])
         assert steps(config) == expected
-        assert "It is a copy, and is fetched again" in capsys.readouterr().out
+        assert "This is a cached copy, so it is downloaded again" in capsys.readouterr().out
     assert {path.name: path.read_bytes() for path in copies(tmp_path / "cache")[1:2]} == {
         "shard.00000.mds": (one_of(root)).read_bytes()
     }
@@ -234,7 +234,9 @@ def test_an_address_is_read_through_a_cache_alone(root: Path, tmp_path: Path) ->
     files = fsspec.filesystem("memory")
     files.put(str(root), "/mill", recursive=True)
     try:
-        with pytest.raises(RequestError, match=r"memory://mill is remote: set data\.cache to a local folder"):
+        with pytest.raises(
+            RequestError, match=r"memory://mill is remote: set data\.cache to a local folder, into which"
+        ):
             open_data(data_config("memory://mill"), 8)
         config = data_config("memory://mill", cache=str(tmp_path / "cache"))
         assert steps(config) == steps(data_config(root))
@@ -247,19 +249,16 @@ def test_an_address_is_read_through_a_cache_alone(root: Path, tmp_path: Path) ->
         files.rm("/mill", recursive=True)
 
 
-@pytest.mark.parametrize(
-    ("place", "message"),
-    [("", "lie one in the other"), ("64x64", "lie one in the other"), ("..", "lie one in the other")],
-)
-def test_a_cache_never_lies_in_a_roots_way(root: Path, place: str, message: str) -> None:
-    with pytest.raises(RequestError, match=message):
+@pytest.mark.parametrize("place", ["", "64x64", ".."])
+def test_a_cache_must_not_overlap_with_a_root(root: Path, place: str) -> None:
+    with pytest.raises(RequestError, match="overlaps with the latents root"):
         open_data(data_config(root, cache=str(root / place)), 8)
 
 
 def test_wrong_caches_are_refused(root: Path, tmp_path: Path) -> None:
     (tmp_path / "photos").mkdir()
     (tmp_path / "photos" / "cat.jpg").write_bytes(b"x")
-    with pytest.raises(RequestError, match=r"photos holds files, and is not a cache of this program"):
+    with pytest.raises(RequestError, match=r"photos holds files, but is not a cache of latentmill"):
         open_data(data_config(root, cache=str(tmp_path / "photos")), 8)
     with pytest.raises(RequestError, match=r"data\.cache_limit 1000 is less than two files"):
         open_data(data_config(root, cache=str(tmp_path / "cache"), cache_limit=1000), 8)
@@ -336,7 +335,7 @@ def test_a_loader_that_stalls_ends_the_run_in_time(root: Path, num_workers: int,
     assert process.returncode == 1
     text = error.replace("\n", " ")
     assert "No batch came in 3 s." in text if num_workers == 0 else "timed out after 3.0 seconds" in text
-    assert "none was found damaged: storage may stall" in text
+    assert "none was found damaged: the storage may have stalled" in text
 
 
 @pytest.mark.parametrize(("world", "ranks_per_node"), [(2, 2), (2, 1), (4, 4), (4, 2), (4, 1)])

@@ -49,7 +49,7 @@ def calls_of(
         spec = open_data(config, 8, found)
         (stream,) = spec.streams
         assert stream.selection is not None and stream.files.names.flags["OWNDATA"] is False
-        append(opened, f"{stream.files.num_samples} {stream.selection.sha256} {spec.look is not None}\n".encode())
+        append(opened, f"{stream.files.num_samples} {stream.selection.sha256} {spec.size_check is not None}\n".encode())
 
     ranks = [fork(partial(rank, number)) for number in range(num_ranks)]
     assert [wait_for(pid) for pid in ranks] == [OK] * num_ranks
