@@ -1,4 +1,4 @@
-"""StableDiffusionPipeline for a U-Net that was trained on trimmed captions: padding tokens are masked out.
+"""StableDiffusionPipeline for a U-Net that was trained on captions without padding: it masks padding tokens out.
 
 DiffusionPipeline.from_pretrained(FOLDER, trust_remote_code=True)
 """
@@ -10,13 +10,13 @@ from diffusers import StableDiffusionPipeline
 
 
 class TrimmedStableDiffusionPipeline(StableDiffusionPipeline):
-    """The stock pipeline, with the cross-attention mask that it does not pass on its own."""
+    """The stock pipeline, extended by the cross-attention mask that it does not pass to the U-Net."""
 
     def encode_prompt(self, prompt: Any, device: Any, num_images_per_prompt: int, *args: Any, **kwargs: Any) -> Any:
-        """As the stock one does; remembers which tokens of the prompts, and of the negative ones, are real."""
+        """Encode prompts like the stock pipeline, and remember which tokens are not padding."""
         if prompt is None:
             raise ValueError(
-                "This pipeline needs the prompt's text: from embeddings it cannot tell words from padding."
+                "This pipeline needs the prompt as text, because embeddings do not show which tokens are padding."
             )
         negative = args[1] if len(args) > 1 else kwargs.get("negative_prompt")
         prompts = [prompt] if isinstance(prompt, str) else list(prompt)
@@ -32,7 +32,7 @@ class TrimmedStableDiffusionPipeline(StableDiffusionPipeline):
 
     @torch.no_grad()
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """As the stock pipeline's; the U-Net gets an `encoder_attention_mask` at each step."""
+        """Sample like the stock pipeline, passing `encoder_attention_mask` to the U-Net at each step."""
 
         def add_mask(module: Any, inputs: Any, keywords: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
             guided = len(inputs[0]) == 2 * len(self._mask)
