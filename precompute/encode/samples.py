@@ -37,7 +37,7 @@ class About:
     key: str
     url: str
     scores: np.ndarray
-    """(4,) float32."""
+    """(scores,) float32."""
     captions: list[CleanCaption | None]
     """One for each of the encoding's caption fields."""
     width: int

@@ -82,7 +82,7 @@ def decode_sample(raw: RawSample, buckets: list[Bucket], recipe: Recipe, decode:
     except Reject as reject:
         # it may name a member, whose name may be any bytes, and many
         return Rejected(raw.key, url, Reject(reject.reason, valid_text(str(reject)[:MAX_DETAIL])))
-    scores = read_scores(raw.metadata)
+    scores = read_scores(raw.metadata, encoding.scores)
     return Decoded(About(raw.key, url, scores, captions, picture.width, picture.height, sha256), picture)
 
 

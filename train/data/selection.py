@@ -7,15 +7,16 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field, model_validator
+from pydantic import Field, create_model, model_validator
 
 from shards.base.config import Config
 from shards.base.store import Store
 from shards.format.mds import MdsIndex, mapped
+from shards.format.scores import SCORES
 from shards.root.exclusions import Exclusion, read_samples
 
 NUM_READERS = 16
@@ -49,17 +50,28 @@ class Range(Config):
         return [(compare, limit, f"{sign} {limit:g}") for compare, limit, sign in both if limit is not None]
 
 
-class FilterConfig(Config):
-    """Bounds on the stored sizes and scores. Samples within all bounds are trained on."""
+class SizeBounds(Config):
+    """Bounds on the size of the original picture."""
 
     width: Range | None = None
     """Width of the original picture in pixels."""
     height: Range | None = None
     """Height of the original picture in pixels."""
-    aesthetic: Range | None = None
-    similarity: Range | None = None
-    punsafe: Range | None = None
-    pwatermark: Range | None = None
+
+
+if TYPE_CHECKING:
+    ScoreBounds = SizeBounds
+else:  # a field for each declared score, so that the command line and the config reference have it too
+    ScoreBounds = create_model(
+        "ScoreBounds",
+        __base__=SizeBounds,
+        **{score.name: (Range | None, Field(None, description=f"{score.description}.")) for score in SCORES},
+    )
+
+
+class FilterConfig(ScoreBounds):
+    """Bounds on the stored sizes and scores. Samples within all bounds are trained on."""
+
     missing: Literal["drop", "keep"] = Field("drop")
     """Whether a sample without a score (NaN) fails (`drop`) or passes (`keep`) a bound on that score."""
 

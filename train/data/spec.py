@@ -202,8 +202,8 @@ def keep_towers(record: EncodingRecord, towers: list[str] | None) -> EncodingRec
 
 def encoding_differences(a: EncodingRecord, b: EncodingRecord) -> list[str]:
     """List the differences that make the latents of two roots incompatible, as `field: here ≠ there`."""
-    # Crop, resampling, decoder, dtype and caption sources may differ: they change which pictures and captions there
-    # are, but not how their latents are to be interpreted.
+    # Crop, resampling, decoder, dtype, caption sources and scores may differ: they change which pictures and captions
+    # there are, but not how their latents are to be interpreted.
     image = ("image.crop", "image.resampl", "image.decoder", "image.color")
-    irrelevant = (*image, "captions", "max_characters", "compute_dtype")
+    irrelevant = (*image, "captions", "max_characters", "compute_dtype", "scores")
     return [difference for difference in a.differences(b) if not difference.startswith(irrelevant)]

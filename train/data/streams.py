@@ -31,7 +31,7 @@ from shards.root.shared import load_uncond
 from train.data.cache import Cache
 from train.data.node import SizeCheck, check_sizes, node_folder, once_per_node
 from train.data.order import choose_per_epoch
-from train.data.selection import FilterConfig, Selection, select
+from train.data.selection import FilterConfig, Selection, SizeBounds, select
 from train.data.spec import DataConfig, DataSpec, OpenStream, StreamConfig, encoding_differences, keep_towers
 
 SIZE_CHECK_SECONDS = 10.0
@@ -260,6 +260,12 @@ def _map_selection(
     config = config or FilterConfig()
     if not config.bounds and not found.exclusions:
         return None
+    stored = [*SizeBounds.model_fields, *found.encoding.scores]
+    if missing := [name for name in config.bounds if name not in stored]:
+        raise RequestError(
+            f"The filter bounds {', '.join(missing)}, but {store.where()} stores only {', '.join(stored)}. Filter by "
+            f"these, or encode a root with that score."
+        )
     identity = json.dumps([found.index, config.model_dump(mode="json"), found.exclusions])
     key = hashlib.sha256(identity.encode()).hexdigest()
 

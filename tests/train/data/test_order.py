@@ -142,7 +142,7 @@ def test_blocks_end_at_different_steps() -> None:
     length = each.chosen // 4
     firsts = []
     for node in range(4):
-        start, files, _ = order._deal(0, 0, node, 1)
+        start, files, _ = order._make_block(0, 0, node, 1)
         assert 0 < start < length and len(files) == 64
         firsts.append(start)
     assert len(set(firsts)) == 4
