@@ -4,10 +4,13 @@
 the columns of samples.parquet, the MDS column `scores`, the dataset card, and the fields of `data.filter`. A root
 records the names of its scores, so a change of the list affects only new roots.
 
-To add a score without changing this package, append to the list before importing anything else of latentmill:
+To add a score, add an entry to the list. A program can also append one before it imports anything else of latentmill:
 
     from shards.format.scores import SCORES, Score
-    SCORES.append(Score("hps", "human preference score v2", aliases=("hps_v2",)))
+    SCORES.append(Score("hps", "human preference score v2"))
+
+Ray workers do not see such an appended entry. They read the score from the JSON field of the same name, but do not know
+its aliases.
 """
 
 from dataclasses import dataclass
@@ -55,7 +58,7 @@ def score_names() -> tuple[str, ...]:
 def score_fields(names: tuple[str, ...]) -> list[tuple[str, ...]]:
     """Return for each score the fields of a sample's JSON that may hold it (see `Score.fields`).
 
-    A score that is not declared in this process, such as a Ray worker without the plugin, is read by its own name.
+    A score that is not declared in this process is read from the field of its own name.
     """
     declared = {score.name: score.fields for score in SCORES}
     return [declared.get(name, (name,)) for name in names]

@@ -41,6 +41,7 @@ class Batch:
         return self._map(Tensor.pin_memory)
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> "Batch":
+        """Apply a function to every tensor of the batch."""
         return Batch(
             self.keys,
             change(self.slots),

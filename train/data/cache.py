@@ -137,11 +137,17 @@ class Cache:
             return excess <= 0
 
     def _unlink(self, name: str) -> None:
+        """Remove the copy of `name` and its partial file, if they exist."""
         for path in (self.path(name), partial_path(self.path(name))):
             path.unlink(missing_ok=True)
 
     @contextmanager
     def _database(self) -> Iterator[sqlite3.Connection]:
+        """Open a transaction that excludes all other processes from the database.
+
+        Raises:
+            WorkError: the database is damaged or cannot be opened.
+        """
         self.folder.mkdir(parents=True, exist_ok=True)
         try:
             with closing(sqlite3.connect(self.folder / DATABASE, timeout=60, isolation_level=None)) as database:

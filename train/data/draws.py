@@ -89,8 +89,8 @@ class Draws:
         blocks = {purpose: math.ceil(count / 4) for purpose, count in counts.items()}
         first, last = _counters(tuple(blocks.items()), self.step >> 32, self.slots.device)
         step = torch.full_like(first, self.step & LOW_32)
-        made = (fused_philox() if self.fused else philox)((first, self.slots[:, None], step, last), self.key)
-        words = torch.stack(torch.broadcast_tensors(*made), dim=-1)
+        outputs = (fused_philox() if self.fused else philox)((first, self.slots[:, None], step, last), self.key)
+        words = torch.stack(torch.broadcast_tensors(*outputs), dim=-1)
         for purpose, part in zip(blocks, words.split(list(blocks.values()), dim=1), strict=True):
             self.drawn[purpose] = part.flatten(1)
         if normal := {purpose: count + count % 2 for purpose, count in counts.items() if purpose in NORMAL}:

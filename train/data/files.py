@@ -130,6 +130,7 @@ class StreamFiles:
             )
 
     def _is_sound(self, file: int, path: Path) -> bool:
+        """Return whether a copy exists and passes `check`."""
         try:
             self.check(file, str(path))
         except (FileNotFoundError, DamagedFile):
@@ -137,6 +138,7 @@ class StreamFiles:
         return True
 
     def _cached_name(self, file: int) -> str:
+        """Return the name of a file's copy in the cache."""
         # named by content, so that a run keeps reading its own copies if the data at its root's URL is replaced
         return f"{self.prefix}/{self.bucket}/{int(self.files.hashes[file]):016x}/{self.files.name(file)}"
 
@@ -249,6 +251,7 @@ class SampleReader:
             os.close(descriptor)
 
     def _read(self, descriptor: int, file: int, row: int) -> bytes:
+        """Read the stored bytes of a sample; the file's sample offsets are cached."""
         bucket, number = self.locate(file)
         offsets = self._headers.get(file)
         if offsets is None:

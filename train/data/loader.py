@@ -182,6 +182,11 @@ class Loader:
             self._kill(batches)  # the workers may be stuck, or downloading files that nobody will read
 
     def _next(self, batches: Any) -> Batch:
+        """Return the next batch.
+
+        Raises:
+            WorkError: a worker failed or timed out, or the size check has found a problem.
+        """
         failed = f"The loader failed after {self.step} steps"
         try:
             batch = next(batches)

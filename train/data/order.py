@@ -142,6 +142,7 @@ class Order:
         self._blocks: dict[tuple[int, int], dict[tuple[int, int], Block]] = {}
 
     def _words(self, count: int, *key: int) -> NDArray[np.uint64]:
+        """Return random words, (count,), as a function of the seed and `key`."""
         # raw words, because NumPy's distributions and shuffles may change between versions (NEP 19)
         return np.random.Philox(np.random.SeedSequence([self.seed, *key])).random_raw(count)
 
@@ -150,6 +151,7 @@ class Order:
         return np.argsort(self._words(count, *key), kind="stable")
 
     def _stagger(self, nodes: Any) -> Any:
+        """Return the number of samples by which each node's block boundaries are shifted."""
         # so that the canonical nodes do not all reach new files at the same step
         return nodes * self.block // self.num_nodes if self.shuffle else 0 * nodes
 

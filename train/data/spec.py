@@ -80,6 +80,7 @@ class DataConfig(Config):
     @model_validator(mode="before")
     @classmethod
     def _one_stream(cls, values: Any, info: ValidationInfo) -> Any:
+        """Apply the shorthands `root` and `bucket` to the only stream."""
         if not isinstance(values, dict):
             return values
         short = {name: values[name] for name in cls.short_for if values.get(name) is not None}

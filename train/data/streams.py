@@ -202,6 +202,11 @@ def check_locations(config: DataConfig) -> None:
 
 
 def _open_stream(data: DataConfig, stream: StreamConfig, found: FoundStream, global_batch_size: int) -> OpenStream:
+    """Open a stream.
+
+    Raises:
+        RequestError: its index is missing, it has too few samples, or `data.cache_limit` is too small for its files.
+    """
     store, folder = open_store(stream.root), node_folder(data.cache_for(stream))
     files = map_index(store, stream.bucket, found, folder)
     bounds = stream.filter or data.filter
@@ -212,15 +217,15 @@ def _open_stream(data: DataConfig, stream: StreamConfig, found: FoundStream, glo
         passing = "" if selection is None else f", of which {num_samples} remain ({selection.explain()})"
         loosen = "loosen the filter, " if bounds and bounds.bounds else ""
         raise RequestError(
-            f"{store.where(stream.bucket)} holds {files.num_samples} samples{passing}; {stream.weight:g} passes over "
-            f"them do not fill one global batch of {global_batch_size}. Encode more shards, {loosen}raise the "
-            f"stream's weight, or lower global_batch_size."
+            f"{store.where(stream.bucket)} holds {files.num_samples} samples{passing}. With weight {stream.weight:g} "
+            f"they do not fill one global batch of {global_batch_size}. Encode more shards, {loosen}raise the stream's "
+            f"weight, or lower global_batch_size."
         )
     largest = int(files.sizes.max())
     if data.cache_for(stream) and data.cache_limit is not None and data.cache_limit < 2 * largest:
         raise RequestError(
-            f"data.cache_limit {data.cache_limit} is less than two files of {store.where(stream.bucket)} ({largest} "
-            f"bytes each at most). Raise it."
+            f"data.cache_limit {data.cache_limit} is less than two files of {store.where(stream.bucket)}, which have "
+            f"up to {largest} bytes each. Set it to at least {2 * largest}."
         )
     recalled = np.isin(files.parts["name"], [name.encode() for name in found.recalled])
     return OpenStream(

@@ -197,6 +197,11 @@ def scheduler_of(pipeline: PipelineConfig, objective: ObjectiveConfig, latent_hw
 
 
 def _check_target(target: Path) -> None:
+    """Check that the export may replace `target`: it is absent, empty, or an earlier export.
+
+    Raises:
+        RequestError: it may not.
+    """
     if target.exists() and not target.is_dir():
         raise RequestError(f"{target} is a file, but a pipeline is written to a folder. Give a different --output.")
     if target.exists() and any(target.iterdir()) and not (target / "model_index.json").is_file():
@@ -206,6 +211,7 @@ def _check_target(target: Path) -> None:
 
 
 def _load_checkpoint(run_dir: Path, step: int | None) -> Checkpoint:
+    """Return the verified checkpoint of a step, or the newest complete one."""
     checkpoint = newest_checkpoint(run_dir) if step is None else verify_checkpoint(step_folder(run_dir, step))
     if checkpoint is None:
         raise RequestError(f"{run_dir} has no complete checkpoint yet, so there is nothing to export.")
@@ -227,6 +233,11 @@ def _complete_config(path: Path, config: TrainConfig, checkpoint: Checkpoint, en
 
 
 def _copy(folder: Path, target: Path) -> None:
+    """Copy a folder.
+
+    Raises:
+        WorkError: the folder was removed meanwhile.
+    """
     try:
         shutil.copytree(folder, target, copy_function=shutil.copyfile)
     except (FileNotFoundError, shutil.Error) as error:

@@ -26,6 +26,7 @@ class TrimmedStableDiffusionPipeline(StableDiffusionPipeline):
         return super().encode_prompt(prompt, device, num_images_per_prompt, *args, **kwargs)
 
     def _real_tokens(self, prompts: list[str], device: Any) -> torch.Tensor:
+        """Return a mask (prompts, tokens), 1 for tokens and 0 for padding."""
         length = self.tokenizer.model_max_length
         counts = torch.tensor([min(len(ids), length) for ids in self.tokenizer(prompts).input_ids], device=device)
         return (torch.arange(length, device=device) < counts[:, None]).float()
