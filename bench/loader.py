@@ -27,7 +27,7 @@ from bench.kit.families import FAMILIES, GPUS_OF_A_NODE, Family, read_family
 from bench.kit.roots import make_root
 from shards.base.store import LocalStore
 from train.data.loader import Loader
-from train.data.selection import FilterConfig, Range, select
+from train.data.selection import FilterConfig, select
 from train.data.spec import DataConfig, DataSpec
 from train.data.streams import open_data
 from train.run.telling.json_lines import read_json_lines
@@ -222,7 +222,7 @@ def first_batch(root: Path) -> str:
 def table_reading(root: Path) -> str:
     """Measure the startup cost of a filter per part."""
     _, spec = open_stream(root, DEMO_BUCKET, 0)
-    config = FilterConfig(aesthetic=Range(min=5.0), punsafe=Range(max=0.1))
+    config = FilterConfig.model_validate({"aesthetic": {"min": 5.0}, "punsafe": {"max": 0.1}})
     store, files = LocalStore(root), spec.streams[0].files
     taken = np.median([seconds(lambda: select(store, DEMO_BUCKET, files, config)) for _ in range(ROUNDS)])
     rows = spec.streams[0].files.num_samples // PARTS

@@ -28,6 +28,7 @@ from shards.base.store import Place
 from shards.derive.conversion import Conversion
 from shards.format.buckets import Bucket
 from shards.format.encoding import EncodingRecord
+from shards.format.scores import score_names
 from shards.root.publish import IndexConfig
 
 
@@ -161,6 +162,7 @@ def describe_encoding(config: PrecomputeConfig) -> EncodingRecord:
         captions=tuple(config.captions),
         max_characters=config.limits.max_caption_characters,
         compute_dtype=config.precision,
+        scores=score_names(),
     )
     for bucket in config.to_fill.all:
         try:

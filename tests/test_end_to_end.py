@@ -74,7 +74,7 @@ def test_export_refuses_another_vae(models: Path, latents: Path, tmp_path: Path)
     other = make_models(tmp_path / "other", seed=1)
     result = run_module("train", "export", str(tmp_path / "run"), "--vae", str(other / "vae"))
     assert result.returncode == 2
-    assert "is not the vae that the latents were made with" in result.stderr.replace("\n", " ")
+    assert "is not the vae with which the latents were encoded" in result.stderr.replace("\n", " ")
     result = run_module("train", "export", str(tmp_path / "run"), "--weights", "ema")
     assert result.returncode == 2 and "holds no moving average" in result.stderr.replace("\n", " ")
 

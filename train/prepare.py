@@ -17,8 +17,8 @@ from shards.base.errors import RequestError, WorkError
 from shards.base.store import Place
 from shards.open import open_store
 from train.config import TrainConfig
-from train.data.spec import DataSpec, only_read
-from train.data.streams import Found, find_data, open_data
+from train.data.spec import DataSpec, keep_towers
+from train.data.streams import FoundData, find_data, open_data
 from train.early import no_checkpoint
 from train.export.pipeline import check_pipeline
 from train.model.backbone import BackboneConfig
@@ -135,8 +135,8 @@ def prepare(
         repa,
         None if held_out is None else held_out.pin,
     )
-    spec = spec.of_towers(backbone.text_towers, [] if aligned is None else [aligned.features.name])
-    check_same_everywhere(accelerator, fingerprint, spec.look.problem if spec.look else None)
+    spec = spec.keep_towers(backbone.text_towers, [] if aligned is None else [aligned.features.name])
+    check_same_everywhere(accelerator, fingerprint, spec.size_check.problem if spec.size_check else None)
     if checkpoint is not None:
         check_resume(checkpoint.folder, checkpoint.fingerprint, fingerprint, config.data.index == "newest")
     words, start_seed = None, None
@@ -156,7 +156,7 @@ def prepare(
         load_pretrained(unet, config.init_unet)
     validation = None
     if held_out is not None:
-        training = only_read(found.streams[0].encoding, [f"texts.{name}" for name in spec.texts])
+        training = keep_towers(found.streams[0].encoding, [f"texts.{name}" for name in spec.texts])
         validation = open_validation(
             config.validation,
             training,
@@ -220,7 +220,7 @@ def precision_of_run(config: TrainConfig, device: str) -> Precision:
 
 def find_all(
     config: TrainConfig, world: World, downloads: ExitStack
-) -> tuple[Held, Checkpoint | None, Checkpoint | None, Found, FoundValidation | None]:
+) -> tuple[Held, Checkpoint | None, Checkpoint | None, FoundData, FoundValidation | None]:
     """Look up everything that changes with time, once per launch: the launch that held the run, its newest checkpoint,
     or else the result of `find_start`, and the indexes of the training and validation data. The run's own checkpoint
     pins those indexes.

@@ -140,7 +140,8 @@ def make_sample(
 ) -> Sample:
     """Make a sample with random latents, sizes and scores."""
     height, width = Bucket.parse(bucket).latent_hw(encoding.image.downsampling)
-    scores = rng.random(4).astype(np.float32) * np.array([10, 1, 1, 1], np.float32)
+    scale = np.where(np.array(encoding.scores) == "aesthetic", 10, 1)
+    scores = rng.random(len(scale)).astype(np.float32) * scale.astype(np.float32)
     if missing_every and number % missing_every == 0:
         scores[:] = np.nan
     captions = {name: random_text(rng, tower, num_tokens) for name, tower in encoding.texts.items()}

@@ -37,7 +37,7 @@ class SampleInfo:
     key: str
     url: str
     scores: np.ndarray
-    """(4,) float32."""
+    """(scores,) float32."""
     captions: list[CleanCaption | None]
     """One entry per caption field of the encoding; None if the sample lacks it."""
     width: int

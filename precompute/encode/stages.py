@@ -81,7 +81,7 @@ def decode_sample(raw: RawSample, buckets: list[Bucket], recipe: Recipe, decode:
     except Reject as reject:
         # the detail may quote the names of many members, which may be any bytes
         return Rejected(raw.key, url, Reject(reject.reason, valid_text(str(reject)[:MAX_DETAIL])))
-    scores = read_scores(raw.metadata)
+    scores = read_scores(raw.metadata, encoding.scores)
     return DecodedSample(SampleInfo(raw.key, url, scores, captions, picture.width, picture.height, sha256), picture)
 
 

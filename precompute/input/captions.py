@@ -1,4 +1,4 @@
-"""Decode and clean captions, recording which changes were made, and read LAION scores."""
+"""Decode and clean captions, recording which changes were made, and read scores."""
 
 import math
 import re
@@ -10,13 +10,8 @@ import numpy as np
 
 from precompute.input.reject import Reject
 from precompute.input.tars import RawSample
+from shards.format.scores import score_fields
 
-SCORE_NAMES = (
-    ("aesthetic", "AESTHETIC_SCORE", "aesthetic_score"),
-    ("similarity",),
-    ("punsafe",),
-    ("pwatermark",),
-)
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ufeff]+")
 SURROGATE = re.compile(r"[\ud800-\udfff]")
@@ -111,17 +106,17 @@ def _text_fields(raw: RawSample) -> str:
     return f"{', '.join(shown[:MAX_FIELDS])}{more}" if shown else "no text in any field"
 
 
-def read_scores(metadata: dict[str, Any]) -> np.ndarray:
-    """Return (aesthetic, similarity, punsafe, pwatermark) as (4,) float32, accepting each of LAION's spellings.
+def read_scores(metadata: dict[str, Any], names: tuple[str, ...]) -> np.ndarray:
+    """Return the scores `names` from a sample's JSON as (scores,) float32, accepting each of LAION's spellings.
 
     A score that is missing, not a number, or out of float32 range becomes NaN.
     """
-    return np.array([_first_number(metadata, names) for names in SCORE_NAMES], np.float32)
+    return np.array([_first_number(metadata, fields) for fields in score_fields(names)], np.float32)
 
 
-def _first_number(metadata: dict[str, Any], names: tuple[str, ...]) -> float:
-    for name in names:
-        value = metadata.get(name)
+def _first_number(metadata: dict[str, Any], fields: tuple[str, ...]) -> float:
+    for field in fields:
+        value = metadata.get(field)
         if isinstance(value, int | float) and not isinstance(value, bool):
             return value if abs(value) <= FLOAT32_MAX else math.nan
     return math.nan

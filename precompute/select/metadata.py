@@ -13,17 +13,18 @@ import pyarrow.parquet as pq
 
 from precompute.select.rules import Rule
 from shards.base.errors import RequestError, WorkError
+from shards.format.scores import SCORES
 
 COLUMNS: dict[str, tuple[pa.DataType, tuple[str, ...]]] = {
     "URL": (pa.string(), ("URL", "url")),
     "TEXT": (pa.string(), ("TEXT", "text", "CAPTION", "caption")),
     "WIDTH": (pa.int32(), ("WIDTH", "width", "original_width")),
     "HEIGHT": (pa.int32(), ("HEIGHT", "height", "original_height")),
-    "similarity": (pa.float32(), ("similarity", "SIMILARITY")),
+    **{
+        score.column: (pa.float32(), tuple(dict.fromkeys((score.column, *score.fields, score.name.upper()))))
+        for score in SCORES
+    },
     "hash": (pa.int64(), ("hash",)),
-    "punsafe": (pa.float32(), ("punsafe", "PUNSAFE")),
-    "pwatermark": (pa.float32(), ("pwatermark", "PWATERMARK")),
-    "AESTHETIC_SCORE": (pa.float32(), ("AESTHETIC_SCORE", "aesthetic", "aesthetic_score", "AESTHETIC")),
     "LANGUAGE": (pa.string(), ("LANGUAGE", "language")),
     "source_key": (pa.string(), ("key", "source_key")),  # img2dataset reserves the name `key`
 }

@@ -41,7 +41,7 @@ def plan_conversion(source: EncodingRecord, target: EncodingRecord, may_encode: 
     """
     problems = [
         f"{field}: {stored!r} in the source, {wanted!r} requested"
-        for field in ("captions", "max_characters", "compute_dtype")
+        for field in ("captions", "max_characters", "compute_dtype", "scores")
         if (stored := getattr(source, field)) != (wanted := getattr(target, field))
     ]
     problems += image_problems(source, target)

@@ -23,7 +23,7 @@ from shards.format import image, text
 from shards.format.buckets import Bucket
 from shards.format.models import hash_weights, model_folder
 from shards.format.receipts import Receipt
-from shards.format.tables import OTHER_BUCKET, REFUSED_NAME, SAMPLES_NAME, SAMPLES_SCHEMA
+from shards.format.tables import OTHER_BUCKET, REFUSED_NAME, SAMPLES_NAME
 from shards.format.text import TextLatents, unpack
 from shards.format.towers import TextTower
 from shards.root.commit import Attempt, commit, current_generation, record_file
@@ -203,7 +203,7 @@ class _PartConverter:
             values = row | {"truncated": max(row["truncated"], num_truncated)}
             columns = {name: sample[name] for name in ("key", "caption", "size", "scores")}
             columns |= converted(sample, texts, [by_tower for by_tower, _ in encoded], self.conversion)
-            self.writer.append(columns, tuple(values.get(name, "") for name in SAMPLES_SCHEMA.names))
+            self.writer.append(columns, tuple(values.get(name, "") for name in self.writer.schema.names))
 
 
 def _is_finite(latents: TextLatents) -> bool:

@@ -4,7 +4,7 @@ match it."""
 import hashlib
 from typing import Any, Literal
 
-from pydantic import Field, ValidationError, field_validator
+from pydantic import Field, SerializerFunctionWrapHandler, ValidationError, field_validator, model_serializer
 
 from shards.base.config import Config, flatten
 from shards.base.durable import canonical_json, check_version, parse_sealed_json, sealed_json
@@ -12,6 +12,7 @@ from shards.base.errors import RequestError
 from shards.base.store import Store
 from shards.format import image, text
 from shards.format.buckets import Bucket
+from shards.format.scores import LAION_SCORES
 from shards.format.towers import FeatureTower, ImageTower, TextTower, Weights
 
 FILE_NAME = "encoding.json"
@@ -32,11 +33,20 @@ class EncodingRecord(Config):
     max_characters: int
     """Length in characters to which captions were cut before tokenization."""
     compute_dtype: Literal["float32", "float16", "bfloat16"]
+    scores: tuple[str, ...] = LAION_SCORES
+    """Names of the stored scores, in the order of the MDS column `scores`. Written only if they are not the default."""
 
     @field_validator("texts", "features")
     @classmethod
     def _sort(cls, towers: dict[str, Any]) -> dict[str, Any]:
         return dict(sorted(towers.items()))
+
+    @model_serializer(mode="wrap")
+    def _omit_default_scores(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        fields: dict[str, Any] = serialize(self)
+        if self.scores == LAION_SCORES:
+            fields.pop("scores", None)
+        return fields
 
     @property
     def several(self) -> bool:
@@ -68,7 +78,7 @@ class EncodingRecord(Config):
             columns |= text.columns(name, tower, several=self.several)
         for name, feature_tower in self.features.items():
             columns |= image.feature_columns(name, feature_tower, bucket)
-        columns |= {"size": SIZE_TYPE, "scores": "ndarray:float32:4"}
+        columns |= {"size": SIZE_TYPE, "scores": f"ndarray:float32:{len(self.scores)}"}
         return columns
 
     def differences(self, other: "EncodingRecord") -> list[str]:

@@ -18,14 +18,6 @@ REFUSED_NAME = "refused.parquet"
 CAPTION_CHANGES = ("invalid_utf8", "control_characters", "too_long", "truncated")
 """Modifications of captions: bytes replaced, characters blanked, cut at `limits.max_caption_characters`, truncated
 by the tokenizer. The columns count the affected captions of a sample."""
-SAMPLES_SCHEMA = pa.schema(
-    [("key", pa.string()), ("width", pa.int32()), ("height", pa.int32())]
-    + [(score, pa.float32()) for score in ("aesthetic", "similarity", "punsafe", "pwatermark")]
-    + [("captions", pa.int16())]
-    + [(name, pa.int16()) for name in CAPTION_CHANGES]
-    + [("url", pa.string()), ("sha256", pa.string())]
-)
-"""Columns of samples.parquet. Samples can later be excluded by `url` and by `sha256`, the hash of the image file."""
 REFUSED_SCHEMA = pa.schema([(name, pa.string()) for name in ("key", "url", "reason", "detail")])
 TOO_SMALL = "too_small"
 OTHER_BUCKET = "other_bucket"
@@ -33,6 +25,20 @@ OTHER_BUCKET = "other_bucket"
 is not a reject and is not listed in refused.parquet."""
 Columns = dict[str, list[Any]]
 """Columns of a table by name."""
+
+
+def samples_schema(scores: Sequence[str]) -> pa.Schema:
+    """Return the columns of samples.parquet in a root with these scores.
+
+    Samples can later be excluded by `url` and by `sha256`, the hash of the image file.
+    """
+    return pa.schema(
+        [("key", pa.string()), ("width", pa.int32()), ("height", pa.int32())]
+        + [(score, pa.float32()) for score in scores]
+        + [("captions", pa.int16())]
+        + [(name, pa.int16()) for name in CAPTION_CHANGES]
+        + [("url", pa.string()), ("sha256", pa.string())]
+    )
 
 
 def write_rows(path: Path | BinaryIO, schema: pa.Schema, rows: list[tuple[Any, ...]]) -> None:

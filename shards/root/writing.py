@@ -20,15 +20,11 @@ from shards.format.tables import (
     REFUSED_NAME,
     REFUSED_SCHEMA,
     SAMPLES_NAME,
-    SAMPLES_SCHEMA,
     TOO_SMALL,
+    samples_schema,
     write_rows,
 )
 from shards.format.text import TextLatents
-
-FIRST_COUNT = SAMPLES_SCHEMA.get_field_index("captions")
-CAPTION_COUNTS = slice(FIRST_COUNT, FIRST_COUNT + 1 + len(CAPTION_CHANGES))
-"""Slice of a samples.parquet row: the number of captions, and how many of them had each of CAPTION_CHANGES."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +50,7 @@ class Sample:
     size: tuple[int, int, int, int]
     """Original width and height, crop top and left, in original pixels."""
     scores: np.ndarray
-    """(4,) float32: aesthetic, similarity, punsafe, pwatermark; NaN if absent."""
+    """(scores,) float32: the scores that the encoding names, NaN where the sample has none."""
     features: dict[str, Tensor] = field(default_factory=dict)
     """Feature tower → (tokens, width)."""
     url: str = ""
@@ -93,6 +89,8 @@ class PartWriter:
     def __init__(self, folder: Path, encoding: EncodingRecord, bucket: Bucket):
         self.folder = folder
         self.encoding = encoding
+        self.schema = samples_schema(encoding.scores)
+        """Columns of samples.parquet."""
         self.samples: list[tuple[Any, ...]] = []
         self.refused: list[tuple[str, str, str, str]] = []
         self.elsewhere = 0
@@ -143,13 +141,16 @@ class PartWriter:
     def finish(self) -> WrittenPart:
         """Close the part's files and return their contents."""
         self.writer.finish()
-        write_rows(self.folder / SAMPLES_NAME, SAMPLES_SCHEMA, self.samples)
+        write_rows(self.folder / SAMPLES_NAME, self.schema, self.samples)
         # several stages of a worker refuse samples concurrently; sorting by key makes the file reproducible
         write_rows(self.folder / REFUSED_NAME, REFUSED_SCHEMA, sorted(self.refused))
         keys: dict[str, list[str]] = {}
         for key, _, reason, _ in sorted(self.refused):
             keys.setdefault(reason, []).append(key)
-        counts = [sum(column) for column in zip(*(row[CAPTION_COUNTS] for row in self.samples), strict=True)]
+        # of a row: the number of captions, and how many of them had each of CAPTION_CHANGES
+        first = self.schema.get_field_index("captions")
+        caption_counts = slice(first, first + 1 + len(CAPTION_CHANGES))
+        counts = [sum(column) for column in zip(*(row[caption_counts] for row in self.samples), strict=True)]
         return WrittenPart(
             stored=[row[0] for row in self.samples],
             refused={reason: len(rows) for reason, rows in sorted(keys.items())}

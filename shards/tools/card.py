@@ -28,7 +28,6 @@ ABOUT_COLUMNS = {
     "key": ": key of the input sample",
     "image_latents": ": channels, height, width",
     "size": ": original width, height, crop top, left, in pixels",
-    "scores": ": aesthetic, similarity, punsafe, pwatermark; NaN where absent",
 }
 
 
@@ -49,6 +48,7 @@ def dataset_card(store: Store) -> str:
     sizes = totals.buckets
     bucket = next(iter(sizes))
     columns = encoding.columns(Bucket.parse(bucket))
+    about = ABOUT_COLUMNS | {"scores": f": {', '.join(encoding.scores)}; NaN where absent"}
     return CARD.read_text().format(
         size_category=size_category(totals.encoded),
         configs="\n".join(f"- config_name: {bucket}\n  data_files: {bucket}/*/*.mds" for bucket in sizes),
@@ -65,7 +65,7 @@ def dataset_card(store: Store) -> str:
         rejected=_rows((why, f"{n:,}") for why, n in (totals.rejected.most_common() or [("none", 0)])),
         exclusions=_exclusions(store),
         settings=_rows([*_encoding_settings(encoding), *settings.described()]),
-        columns=_rows((f"`{name}`", f"`{kind}`{ABOUT_COLUMNS.get(name, '')}") for name, kind in columns.items()),
+        columns=_rows((f"`{name}`", f"`{kind}`{about.get(name, '')}") for name, kind in columns.items()),
         name=store.where().rstrip("/").rpartition("/")[2],
         bucket=bucket,
         decoding="\n".join(_decoding(encoding)),

@@ -123,7 +123,7 @@ class Online:
         """The captions, some of them dropped, by `encode_prompt`."""
         captions = [self.members[key]["txt"].decode() for key in keys]
         towers = 3 if self.config.backbone.drop == "apart" else 1
-        dropped = draws.chances(Purpose.CAPTION_DROPOUT, self.config.objective.caption_dropout, towers)
+        dropped = draws.bernoulli(Purpose.CAPTION_DROPOUT, self.config.objective.caption_dropout, towers)
         return EMBEDS[self.name](self.pipeline, captions, dropped)
 
 

@@ -153,7 +153,7 @@ class Online:
         """(N, tokens, width) last hidden states of one caption each, or of none, and which tokens are real."""
         captions = [self.captions(key, fields) for key in keys]
         choice = draws.integers(Purpose.CAPTION_CHOICE, torch.tensor([len(texts) for texts in captions]))
-        dropped = draws.chances(Purpose.CAPTION_DROPOUT, DROPOUT, 1)[:, 0]
+        dropped = draws.bernoulli(Purpose.CAPTION_DROPOUT, DROPOUT, 1)[:, 0]
         chosen = ["" if dropped[i] else texts[choice[i]] for i, texts in enumerate(captions)]
         tokens = self.tokenizer(chosen, padding="max_length", truncation=True, return_tensors="pt")
         return self.text_encoder(tokens.input_ids).last_hidden_state, tokens.attention_mask.float()

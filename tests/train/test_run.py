@@ -185,7 +185,7 @@ def test_layering(package: str, forbidden: list[str]) -> None:
     [
         ({"data": {"streams": [{"root": "/absent", "bucket": "64x64"}]}}, "/absent is not a latents root"),
         ({"init_from": "/absent"}, "/absent has no complete checkpoint. Train that phase first (`make train PHASE=1`)"),
-        ({"global_batch_size": 64}, "holds 30 samples; 1 passes over them do not fill one global batch of 64"),
+        ({"global_batch_size": 64}, "holds 30 samples. With weight 1 they do not fill one global batch of 64"),
         ({"global_batch_size": 10}, "or set data.num_canonical_nodes to 2"),
         ({"evaluate": {"every": 3}}, "evaluate.every 3 is not a multiple of checkpoint.every 2"),
         ({"optimizer": {"lr": -1.0}}, "`optimizer.lr` = -1.0: input should be greater than 0"),

@@ -1,4 +1,4 @@
-"""One rank's share of a global batch: how it is stacked from samples, moved, and cut into microbatches."""
+"""One rank's share of a global batch: collated from samples, moved to the device, and split into microbatches."""
 
 import math
 from collections.abc import Callable
@@ -16,31 +16,32 @@ from train.data.draws import Draws, Purpose
 
 @dataclass
 class Batch:
-    """One rank's share of a global batch, or a slice of it."""
+    """One rank's share of a global batch, or a slice of that share."""
 
     keys: list[str]
     slots: Tensor
-    """(N,) int64: places in the global batch."""
+    """(N,) int64: each sample's position in the global batch."""
     columns: dict[str, Tensor]
-    """As stored, by the names of version 2: `image_latents` (N, planes, h, w), `size` (N, 4), `text_latents.NAME`
-    (N, tokens, width) as float16 or e4m3 codes, `text_scales.NAME` (N, tokens) beside codes, `num_tokens.NAME` (N,),
-    `pooled.NAME` (N, pooled), `features.NAME` (N, tokens, width). Trimmed captions are padded with zeros. Where
-    there is `num_captions`, text columns hold all captions of the first sample, then of the next."""
+    """Columns in their stored form: `image_latents` (N, planes, h, w), `size` (N, 4), `text_latents.NAME`
+    (N, tokens, width) as float16 or as e4m3 codes with `text_scales.NAME` (N, tokens), `num_tokens.NAME` (N,),
+    `pooled.NAME` (N, pooled), `features.NAME` (N, tokens, width). Trimmed captions are zero-padded. If `num_captions`
+    is set, the text columns hold all captions of the first sample, followed by those of the next, and so on."""
     num_captions: Tensor | None = None
-    """(N,) int64, of a batch whose samples may have several; None where each has the one that it is trained with."""
+    """(N,) int64 number of captions per sample; None once each sample has exactly the caption it is trained with."""
 
     def __len__(self) -> int:
         return len(self.keys)
 
     def to(self, device: torch.device) -> "Batch":
-        """The same batch on `device`."""
-        return self._each(lambda tensor: tensor.to(device, non_blocking=True))
+        """Copy the batch to `device`."""
+        return self._map(lambda tensor: tensor.to(device, non_blocking=True))
 
     def pin_memory(self) -> "Batch":
-        """The same batch in page-locked memory, from which `to` copies without waiting; called by the DataLoader."""
-        return self._each(Tensor.pin_memory)
+        """Copy the batch to pinned memory, from which `to` copies asynchronously. The DataLoader calls this."""
+        return self._map(Tensor.pin_memory)
 
-    def _each(self, change: Callable[[Tensor], Tensor]) -> "Batch":
+    def _map(self, change: Callable[[Tensor], Tensor]) -> "Batch":
+        """Apply a function to every tensor of the batch."""
         return Batch(
             self.keys,
             change(self.slots),
@@ -49,13 +50,13 @@ class Batch:
         )
 
     def draw_captions(self, draws: Draws) -> "Batch":
-        """The batch with one caption per sample, each of its captions being as likely."""
+        """Choose one of each sample's captions uniformly at random."""
         if self.num_captions is None:
             return self
         return self.with_captions(draws.integers(Purpose.CAPTION_CHOICE, self.num_captions))
 
     def with_captions(self, choice: Tensor) -> "Batch":
-        """The batch with one caption per sample: its number `choice`, (N,) int64."""
+        """Keep only caption number `choice`, (N,) int64, of each sample."""
         if self.num_captions is None:
             return self
         # captions of all samples => the chosen ones
@@ -65,7 +66,7 @@ class Batch:
         return chosen.pin_memory() if self.slots.is_pinned() else chosen
 
     def take(self, rows: slice | Tensor) -> "Batch":
-        """Those samples of a batch with one caption per sample; keys where `rows` is a slice."""
+        """Select samples of a batch with one caption per sample. Their keys are kept only if `rows` is a slice."""
         assert self.num_captions is None
         keys = self.keys[rows] if isinstance(rows, slice) else [""] * len(rows)
         return Batch(keys, self.slots[rows], {name: tensor[rows] for name, tensor in self.columns.items()})
@@ -73,16 +74,16 @@ class Batch:
 
 @dataclass(frozen=True)
 class Collate:
-    """MDS samples → one `Batch`. A class, so that loader workers can be spawned as well as forked."""
+    """Collates MDS samples into a `Batch`. It is a class so that it can be pickled for spawned loader workers."""
 
     slots: Tensor
     lengths: dict[str, int | None]
-    """The columns to read: those of tokens → how many tokens an untrimmed caption has; others → None."""
+    """Columns to read → number of tokens of an untrimmed caption, or None for columns without a token axis."""
 
     def __call__(self, samples: list[dict[str, Any]]) -> Batch:
-        """Stack one rank's share of a global batch."""
+        """Stack the samples of one rank's share of a global batch."""
         captions = [unpack(sample) for sample in samples]
-        rows = [row for of_sample in captions for row in of_sample]
+        rows = [row for sample_captions in captions for row in sample_captions]
         columns = {
             name: _stack([row[name] for row in (rows if kind_of(name) else samples)], length)
             for name, length in self.lengths.items()
@@ -97,7 +98,7 @@ class Collate:
 
 
 def _stack(arrays: list[np.ndarray], length: int | None = None) -> Tensor:
-    """(N, *shape) of arrays of one shape; or, given a `length`, of (tokens, …) each, with zeros behind up to it."""
+    """Stack arrays to (N, *shape). If `length` is given, arrays of (tokens, …) are zero-padded to it first."""
     first = arrays[0]
     shape = (len(arrays), *first.shape) if length is None else (len(arrays), length, *first.shape[1:])
     stacked = _empty(shape, first.dtype)
@@ -112,8 +113,8 @@ def _stack(arrays: list[np.ndarray], length: int | None = None) -> Tensor:
 
 
 def _empty(shape: tuple[int, ...], dtype: np.dtype) -> Tensor:
-    """A tensor to be filled; in a loader process in memory that the training process sees too, so that it need not be
-    copied on its way there."""
+    """Allocate an uninitialised tensor. A loader worker uses shared memory, so that handing over a batch copies
+    nothing."""
     tensor = torch.from_numpy(np.empty(0, dtype))
     if get_worker_info() is not None:
         storage = torch.empty(0, dtype=tensor.dtype).untyped_storage()._new_shared(math.prod(shape) * dtype.itemsize)

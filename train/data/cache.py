@@ -1,11 +1,12 @@
-"""Copies of remote MDS files in a local folder, within a limit of bytes, shared by the processes of a machine.
+"""A size-limited local cache of remote MDS files, shared by all processes of a machine.
 
-    CACHE/cache.sqlite            which copies there are, their bytes, when each was last wanted
-    CACHE/<root>/256x256/00042/shard.00000.mds
+    CACHE/cache.sqlite                            the copies, their sizes, and when each was last used
+    CACHE/<root>/256x256/<hash>/00042.3fa9c1d2/shard.00000.mds
 
-A copy appears by a rename, once its size and hash were found to be right. Only what cache.sqlite lists is ever removed,
-and the folder must be one that this module began, so that no original can be. A killed process leaves at most a row and
-a part of a file, which count, and which go when their turn comes.
+A copy is renamed into place after its size and hash have been verified. The least recently used copies are evicted.
+Only files listed in cache.sqlite are ever removed, and the folder must have been created by this module, so an original
+file cannot be deleted by mistake. A killed process leaves at most a row and a partial file; both count towards the
+limit until they are evicted.
 """
 
 import os
@@ -20,42 +21,45 @@ from shards.base.errors import RequestError, WorkError
 
 DATABASE = "cache.sqlite"
 INDEXES = "indexes"
-"""A folder beside the copies, which `node.py` looks after."""
+"""Subfolder for the tables that `node.py` manages."""
 WAIT_SECONDS = 0.02
 TOUCH_SECONDS = 30.0
-"""A copy that is wanted again within this time is not marked again."""
+"""Minimum time between two updates of a copy's last use, so that not every read writes to the database."""
 
 
 class Cache:
-    """A folder of copies. Safe to be used by many processes, and by several runs, at once."""
+    """A cache folder, which several processes and runs may use concurrently."""
 
     def __init__(self, folder: Path, limit: int | None):
-        """`limit`: bytes of all copies together; null: none."""
+        """
+        Args:
+            limit: maximum total size of all copies in bytes; None for no limit.
+        """
         self.folder = folder
         self.limit = limit
         self.touched: dict[str, float] = {}
 
     def check(self) -> None:
-        """Refuse a folder that holds anything but a cache. Writes nothing.
+        """Check that the folder is absent, empty or a cache, without writing to it.
 
         Raises:
-            RequestError: it holds something else.
+            RequestError: the folder holds other files, or is not a folder.
         """
         if self.folder.exists() and not self.folder.is_dir():
-            raise RequestError(f"data.cache {self.folder} is no folder. Give one.")
-        held = {place.name for place in self.folder.iterdir()} if self.folder.is_dir() else set()
-        if held - {INDEXES} and DATABASE not in held:
+            raise RequestError(f"data.cache {self.folder} is a file. Give a folder.")
+        present = {path.name for path in self.folder.iterdir()} if self.folder.is_dir() else set()
+        if present - {INDEXES} and DATABASE not in present:
             raise RequestError(
-                f"data.cache {self.folder} holds files, and is not a cache of this program. Give an empty folder or "
-                f"one that is not there yet: copies are removed from it."
+                f"data.cache {self.folder} holds files, but is not a cache of latentmill. A cache deletes files, so "
+                f"give an empty folder or one that does not exist yet."
             )
 
     def path(self, name: str) -> Path:
-        """Where the copy of `name` lies, if it is there."""
+        """Return the path of the copy of `name`, which may not exist."""
         return self.folder / name
 
-    def want(self, name: str, size: int) -> bool:
-        """Whether there is a copy, of `size` bytes; if so, it is marked as used now."""
+    def touch(self, name: str, size: int) -> bool:
+        """Return whether a copy (of `size` bytes) exists, and if so, record that it was used now."""
         if not self.path(name).exists():
             return False
         now = time.time()
@@ -72,20 +76,21 @@ class Cache:
         download: Callable[[Path], None],
         sound: Callable[[Path], bool] = lambda copy: True,
     ) -> None:
-        """Make room for `size` bytes, and have `download` write them to the path that it is given.
+        """Make room for `size` bytes and download a file. Waits while downloads in progress take all the room.
 
-        The copy appears if `download` returns; it raises where it got the wrong bytes. A copy that is there already is
-        kept if it is `sound`. Waits where all the room is taken by copies on their way.
+        Args:
+            download: writes the file to the given path, and raises if the bytes are wrong.
+            sound: decides whether a copy that already exists is kept instead.
 
         Raises:
-            WorkError: the file alone is larger than the limit.
+            WorkError: the file alone exceeds the limit.
         """
         target, partial = self.path(name), partial_path(self.path(name))
         with self._database():
-            pass  # a folder without one would be refused the next time
+            pass  # creates it: without a database, `check` would refuse the folder next time
         target.parent.mkdir(parents=True, exist_ok=True)
-        with held(partial):
-            if target.exists() and sound(target):  # another process was faster
+        with lock_copy(partial):
+            if target.exists() and sound(target):  # another process has downloaded it meanwhile
                 partial.unlink(missing_ok=True)
                 return
             target.unlink(missing_ok=True)
@@ -93,27 +98,27 @@ class Cache:
                 while not self._reserve(name, size):
                     time.sleep(WAIT_SECONDS)
                 download(partial)
-                with self._database():  # not while another process makes room
+                with self._database():  # not while another process evicts
                     partial.replace(target)
             except BaseException:
                 self.drop(name)
                 raise
 
     def drop(self, name: str) -> None:
-        """Remove the copy of `name`, and all trace of it."""
+        """Remove the copy of `name`, its partial file and its row."""
         with self._database() as database:
             database.execute("DELETE FROM copies WHERE name = ?", (name,))
             self._unlink(name)
 
     def usage(self) -> int:
-        """Bytes of all copies, those on their way included."""
+        """Return the total size in bytes of all copies, including downloads in progress."""
         with self._database() as database:
             return int(database.execute("SELECT coalesce(sum(bytes), 0) FROM copies").fetchone()[0])
 
     def _reserve(self, name: str, size: int) -> bool:
-        """Note that `size` bytes are to come, if room could be made for them."""
+        """Evict copies until `size` more bytes fit, and record them. Return False if not enough can be evicted."""
         if self.limit is not None and size > self.limit:
-            raise WorkError(f"{name} has {size} bytes, more than data.cache_limit {self.limit}. Raise it.")
+            raise WorkError(f"{name} has {size} bytes, more than data.cache_limit {self.limit}. Raise the limit.")
         with self._database() as database:
             rows = database.execute("SELECT name, bytes FROM copies WHERE name != ? ORDER BY used", (name,))
             copies = rows.fetchall()
@@ -121,7 +126,7 @@ class Cache:
             for oldest, num_bytes in copies:
                 if excess <= 0:
                     break
-                with held_at_once(partial_path(self.path(oldest))) as free:
+                with try_lock_copy(partial_path(self.path(oldest))) as free:
                     if not free:
                         continue
                     self._unlink(oldest)
@@ -132,37 +137,43 @@ class Cache:
             return excess <= 0
 
     def _unlink(self, name: str) -> None:
+        """Remove the copy of `name` and its partial file, if they exist."""
         for path in (self.path(name), partial_path(self.path(name))):
             path.unlink(missing_ok=True)
 
     @contextmanager
     def _database(self) -> Iterator[sqlite3.Connection]:
+        """Open a transaction that excludes all other processes from the database.
+
+        Raises:
+            WorkError: the database is damaged or cannot be opened.
+        """
         self.folder.mkdir(parents=True, exist_ok=True)
         try:
             with closing(sqlite3.connect(self.folder / DATABASE, timeout=60, isolation_level=None)) as database:
-                database.execute("PRAGMA synchronous = OFF")  # what a power cut spoils is only a copy
+                database.execute("PRAGMA synchronous = OFF")  # a power failure can only corrupt copies
                 database.execute("BEGIN IMMEDIATE")
                 database.execute("CREATE TABLE IF NOT EXISTS copies (name TEXT PRIMARY KEY, bytes INTEGER, used REAL)")
                 yield database
                 database.execute("COMMIT")
         except sqlite3.Error as error:
             raise WorkError(
-                f"{self.folder / DATABASE} cannot be used: {error}. Remove the folder {self.folder} (it holds copies "
-                f"only) and start again."
+                f"{self.folder / DATABASE} cannot be used: {error}. Remove the folder {self.folder}, which holds only "
+                f"copies, and start again."
             ) from error
 
 
 def partial_path(path: Path) -> Path:
-    """Where a copy is written before it is whole."""
+    """Return the path to which a copy is downloaded before it is renamed. This file also carries the copy's lock."""
     return path.with_name(path.name + ".partial")
 
 
 @contextmanager
-def held(partial: Path) -> Iterator[None]:
-    """Be the only one who writes this copy; the kernel lets the next one in when the holder dies."""
+def lock_copy(partial: Path) -> Iterator[None]:
+    """Hold the exclusive lock on a copy. The kernel releases the lock when its holder dies."""
     descriptor = None
     while descriptor is None:
-        descriptor = _hold(partial)
+        descriptor = _lock(partial)
     try:
         yield
     finally:
@@ -170,11 +181,12 @@ def held(partial: Path) -> Iterator[None]:
 
 
 @contextmanager
-def held_at_once(partial: Path) -> Iterator[bool]:
-    """The same without waiting; false where someone else writes this copy."""
-    partial.parent.mkdir(parents=True, exist_ok=True)  # of a row whose copy a killed process never began
+def try_lock_copy(partial: Path) -> Iterator[bool]:
+    """Try to take the exclusive lock on a copy without waiting; yield False if another process holds it."""
+    # the folder is missing if a process was killed between adding its row and starting the download
+    partial.parent.mkdir(parents=True, exist_ok=True)
     try:
-        descriptor = _hold(partial, wait=False)
+        descriptor = _lock(partial, wait=False)
     except BlockingIOError:
         descriptor = None
     try:
@@ -184,11 +196,11 @@ def held_at_once(partial: Path) -> Iterator[bool]:
             os.close(descriptor)
 
 
-def _hold(partial: Path, wait: bool = True) -> int | None:
-    """A descriptor that holds the lock; None where it is on a file that its last holder renamed or removed.
+def _lock(partial: Path, wait: bool = True) -> int | None:
+    """Return a descriptor that holds the lock, or None if the last holder has renamed or removed the locked file.
 
     Raises:
-        BlockingIOError: another process holds it, and `wait` is false.
+        BlockingIOError: another process holds the lock, and `wait` is False.
         RequestError: the file system does not support file locks.
     """
     descriptor = os.open(partial, os.O_RDWR | os.O_CREAT)

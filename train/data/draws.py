@@ -1,8 +1,8 @@
-"""Random numbers as a pure function of (seed, step, global slot): the same on any number of ranks, after any resume.
+"""Random numbers as a pure function of (seed, step, global slot): identical on any number of ranks and after a resume.
 
-Philox-4x32-10, the counter-based generator of Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC 2011).
-A sample's stream is named by the counter, so no generator has a state that could be lost, skewed or shared, and a whole
-batch is drawn at once on the device.
+The generator is Philox-4x32-10, the counter-based generator of Salmon et al., "Parallel random numbers: as easy as 1,
+2, 3" (SC 2011). The counter names the step, the sample and the purpose of a draw, so there is no generator state that
+could be lost, drift apart or be shared by mistake, and a whole batch is drawn at once on the device.
 """
 
 import math
@@ -20,7 +20,7 @@ LOW_32 = 0xFFFFFFFF
 
 
 class Purpose(IntEnum):
-    """What a draw is for; each has a stream of its own."""
+    """Purpose of a draw. Each has an independent random stream, keyed by its value, so values are never reused."""
 
     POSTERIOR = 0
     NOISE = 1
@@ -33,13 +33,13 @@ class Purpose(IntEnum):
 
 
 NORMAL = (Purpose.POSTERIOR, Purpose.NOISE, Purpose.OFFSET_NOISE, Purpose.SIZE_JITTER)
-"""Of which normals are asked for, and so made together."""
+"""Purposes that need normal rather than uniform numbers; `Draws.draw` computes them together."""
 
 
 def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, int]) -> tuple[Tensor, ...]:
-    """Four 32-bit words (in int64 tensors) for each counter of four 32-bit words; shapes broadcast.
+    """Return four 32-bit words (in int64 tensors) for each counter of four 32-bit words. Shapes broadcast.
 
-    int64 products wrap modulo 2^64, which leaves their low 64 bits, all that is used, right.
+    int64 products wrap modulo 2^64, which keeps their low 64 bits exact; no other bits are used.
     """
     x0, x1, x2, x3 = counter
     k0, k1 = key
@@ -53,57 +53,57 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, int])
 
 @cache
 def fused_philox() -> Callable[..., tuple[Tensor, ...]]:
-    """The same in a kernel or two, which a compiler makes: whole numbers come out the same."""
+    """Compile `philox` to one or two kernels. Integer arithmetic makes the results identical."""
     return torch.compile(philox, dynamic=False)
 
 
 @lru_cache(maxsize=256)
 def _counters(blocks: tuple[tuple[Purpose, int], ...], high: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """(blocks,) first and last word of the counter, which are the same at each step."""
+    """Return the first and the last word of the counters, (blocks,) each; they are the same at every step."""
     numbers = torch.cat([torch.arange(number, device=device) for _, number in blocks])
     purposes = torch.cat([torch.full((number,), int(of) << 16 | high, device=device) for of, number in blocks])
     return numbers, purposes
 
 
 class Draws:
-    """The draws of some global slots of one step."""
+    """Random numbers for some of the global slots of one step."""
 
     def __init__(self, seed: int, step: int, slots: Tensor, fused: bool = False):
-        """Of `slots`, (N,) int64: each sample's place in the global batch; their device is where draws are made.
-
+        """
         Args:
-            fused: by `fused_philox`.
+            slots: (N,) int64 position of each sample in the global batch. Numbers are drawn on its device.
+            fused: use `fused_philox`.
         """
         self.fused = fused
         self.key = (seed & LOW_32, (seed >> 32) & LOW_32)
         self.step = step
         self.slots = slots
         self.drawn: dict[Purpose, Tensor] = {}
-        """(N, words) of what was drawn so far."""
+        """Words drawn so far, (N, words) per purpose."""
         self.normals: dict[Purpose, Tensor] = {}
-        """(N, normals), an even number, of what was made of these so far."""
+        """Normals computed from them so far, (N, normals) per purpose; their number is even."""
 
     def draw(self, counts: dict[Purpose, int]) -> None:
-        """Draw what will be asked for, so many numbers of each, at once: a device takes as long to begin with few."""
-        # four words a block: an odd number of normals, which take words in pairs, has its last pair whole
+        """Draw `counts` numbers per slot for each purpose in one call, because kernel launches dominate the cost."""
+        # a block has four words, so the words of an odd number of normals, which use them in pairs, are all drawn
         blocks = {purpose: math.ceil(count / 4) for purpose, count in counts.items()}
         first, last = _counters(tuple(blocks.items()), self.step >> 32, self.slots.device)
         step = torch.full_like(first, self.step & LOW_32)
-        made = (fused_philox() if self.fused else philox)((first, self.slots[:, None], step, last), self.key)
-        words = torch.stack(torch.broadcast_tensors(*made), dim=-1)
+        outputs = (fused_philox() if self.fused else philox)((first, self.slots[:, None], step, last), self.key)
+        words = torch.stack(torch.broadcast_tensors(*outputs), dim=-1)
         for purpose, part in zip(blocks, words.split(list(blocks.values()), dim=1), strict=True):
             self.drawn[purpose] = part.flatten(1)
         if normal := {purpose: count + count % 2 for purpose, count in counts.items() if purpose in NORMAL}:
             self._make_normals(normal)
 
     def words(self, purpose: Purpose, count: int) -> Tensor:
-        """(N, count) integers in [0, 2^32), as int64."""
+        """Return (N, count) integers in [0, 2^32), as int64."""
         if purpose not in self.drawn or self.drawn[purpose].shape[1] < count:
             self.draw({purpose: count})
         return self.drawn[purpose][:, :count]
 
     def normal(self, purpose: Purpose, shape: tuple[int, ...]) -> Tensor:
-        """(N, *shape) float32 standard normals."""
+        """Return (N, *shape) float32 standard normals."""
         count = math.prod(shape)
         even = count + count % 2
         if purpose not in self.normals or self.normals[purpose].shape[1] != even:
@@ -111,7 +111,7 @@ class Draws:
         return self.normals[purpose][:, :count].reshape(-1, *shape)
 
     def _make_normals(self, counts: dict[Purpose, int]) -> None:
-        """By the Box-Muller transform: of each purpose's words the first half are radii, the others angles."""
+        """Apply the Box-Muller transform: each purpose's first half of words gives the radii, the second the angles."""
         firsts, seconds = zip(*(self.words(*of).chunk(2, dim=1) for of in counts.items()), strict=True)
         uniform = (torch.cat(firsts + seconds, dim=1).float() + 0.5) * 2.0**-32  # (0, 1]
         u1, u2 = uniform.chunk(2, dim=1)
@@ -121,27 +121,27 @@ class Draws:
         self.normals |= {purpose: torch.cat(pair, dim=1) for purpose, pair in zip(counts, pairs, strict=True)}
 
     def uniform(self, purpose: Purpose) -> Tensor:
-        """(N,) float32 in (0, 1]."""
+        """Return (N,) float32 uniform numbers in (0, 1]."""
         return (self.words(purpose, 1)[:, 0].float() + 0.5) * 2.0**-32
 
     def integers(self, purpose: Purpose, high: int | Tensor) -> Tensor:
-        """(N,) integers in [0, high), uniform but for a bias below high / 2^32; `high`: one for all, or (N,)."""
+        """Return (N,) integers in [0, high), uniform up to a bias below high / 2^32. `high` is an integer or (N,)."""
         return (self.words(purpose, 1)[:, 0] * high) >> 32
 
-    def chances(self, purpose: Purpose, probability: float, count: int) -> Tensor:
-        """(N, count) booleans, each true with `probability`; the first of a sample is the same for any `count`."""
+    def bernoulli(self, purpose: Purpose, probability: float, count: int) -> Tensor:
+        """Return (N, count) booleans, True with `probability`. A sample's first one does not depend on `count`."""
         return self.words(purpose, count) < round(probability * 2**32)
 
 
 def global_slots(
     local_batch_size: int, rank: int, world_size: int, local_world_size: int, num_canonical_nodes: int = 1
 ) -> Tensor:
-    """(local_batch_size,) places in the global batch of the samples that `rank` gets, in its loader's order.
+    """Return the slots of the global batch that `rank` loads, (local_batch_size,), in the order of its loader.
 
-    Together the ranks have every place once. Where one number of nodes, of machines or canonical ones, divides the
-    other, the places of a machine are node, node + num_nodes, …: of `train/data/order.py`'s canonical nodes it sees
-    its own share alone. Otherwise the places are put in the order of their canonical nodes, and machines take equal
-    runs of that: ⌈canonical nodes / machines⌉ + 1 of them at most, of which its first and last are others' too.
+    The ranks partition the global batch. If the number of machines divides the number of canonical nodes of
+    `train/data/order.py`, or vice versa, a machine gets the slots node, node + num_nodes, …, and so reads only its own
+    canonical nodes. Otherwise the slots are sorted by canonical node and split evenly over the machines: a machine then
+    reads at most ⌈canonical nodes / machines⌉ + 1 canonical nodes, and may share the first and the last of them.
     """
     num_nodes = world_size // local_world_size
     node, local_rank = divmod(rank, local_world_size)

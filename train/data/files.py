@@ -1,10 +1,10 @@
-"""The MDS files of all streams: fetched where they are remote, hashed before their first use, read sample by sample."""
+"""The MDS files of all streams: download, verification by hash before the first use, and access to single samples."""
 
 import multiprocessing
 import os
 import time
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,129 +21,133 @@ from shards.format.mds import HASH, Decoder, MdsIndex, hash_file, read_offsets, 
 from train.data.cache import Cache
 
 NUM_FETCHERS = 8
-"""Threads of one loader process that fetch and hash."""
+"""Threads per loader worker that download and hash files."""
 DOWNLOAD_PAUSES = (0.5, 4.0)
-"""Seconds before the second and third time that a file is fetched."""
+"""Pauses in seconds before the second and the third attempt to download a file."""
 NUM_LOCKS = 64
 NUM_HEADERS = 1 << 14
-"""Files whose offsets a loader process remembers."""
+"""Number of files whose sample offsets a loader worker keeps in memory."""
 
 
 class StreamFiles:
-    """One stream's files: in place, or as copies in a cache."""
+    """The files of one stream, read in place or through a cache."""
 
     def __init__(self, store: Store, bucket: str, files: MdsIndex, cache: Cache | None, prefix: str):
-        """`prefix`: the folder in the cache below which this root's copies lie; unused without one."""
+        """
+        Args:
+            prefix: the cache's subfolder for copies from this root.
+        """
         self.store = store
         self.bucket = bucket
         self.files = files
         self.cache = cache
         self.prefix = prefix
         self.decoder = Decoder(files.columns)
-        # a store without a cache is a local folder, or the request was refused
+        # without a cache the store is local; `check_locations` refuses anything else
         self.top = "" if cache is not None else store.where(bucket)
 
     def path(self, file: int) -> str:
-        """Where a file is read."""
+        """Return the local path from which a file is read."""
         name = self.files.name(file)
-        return os.path.join(self.top, name) if self.cache is None else str(self.cache.path(self._copy(file)))
+        return os.path.join(self.top, name) if self.cache is None else str(self.cache.path(self._cached_name(file)))
 
     def where(self, file: int) -> str:
-        """Where the original is, for people."""
+        """Return the path or URL of the original, for messages."""
         return self.store.where(f"{self.bucket}/{self.files.name(file)}")
 
-    def is_there(self, file: int) -> bool:
-        """Whether it can be read now; a copy is marked as wanted."""
-        return self.cache is None or self.cache.want(self._copy(file), int(self.files.sizes[file]))
+    def is_available(self, file: int) -> bool:
+        """Return whether a file can be read without a download. A cached copy is marked as used."""
+        return self.cache is None or self.cache.touch(self._cached_name(file), int(self.files.sizes[file]))
 
     def open(self, file: int) -> int | None:
-        """A descriptor of the file; None where a copy was there, and made room for another at that moment.
+        """Open a file, downloading it if necessary. Return None if its copy was evicted at the same moment; try again.
 
         Raises:
-            WorkError: the original is not there, or not as its index says.
+            WorkError: the original is missing, or does not match its index.
         """
         try:
             return os.open(self.path(file), os.O_RDONLY)
         except FileNotFoundError:
             if self.cache is None:
-                with self._named(file):
+                with self._named_errors(file):
                     raise
         descriptors: list[int] = []
 
         def download_and_open(target: Path) -> None:
-            # opened before others can remove it, so that every fetch serves at least one read
+            # opened before it can be evicted, so that every download serves at least one read
             self._download(file, target)
             descriptors.append(os.open(target, os.O_RDONLY))
 
-        with self._named(file):
-            self.cache.add(self._copy(file), int(self.files.sizes[file]), download_and_open)
+        with self._named_errors(file):
+            self.cache.add(self._cached_name(file), int(self.files.sizes[file]), download_and_open)
         return descriptors[0] if descriptors else None
 
     def make_ready(self, file: int) -> None:
-        """Fetch the file, if it is remote and there is no copy, and hold it against its size and hash.
+        """Download a file unless it is local or cached, and verify its size and hash.
 
-        A copy that is damaged is removed, and fetched again.
+        A damaged copy is replaced by a new download.
 
         Raises:
             DamagedFile: the original is damaged.
-            WorkError: the original is not there, or cannot be read.
+            WorkError: the original is missing or cannot be read.
         """
         if self.cache is None:
-            with self._named(file):
+            with self._named_errors(file):
                 self.check(file, self.path(file))
             return
-        copy = self._copy(file)
-        if self.is_there(file):
+        if self.is_available(file):
             try:
                 self.check(file, self.path(file))
                 return
             except FileNotFoundError:
-                pass  # made room for another just now
+                pass  # evicted just now
             except DamagedFile as error:
-                print(f"{error} It is a copy, and is fetched again.", flush=True)
-        with self._named(file):
+                print(f"{error} This is a cached copy, so it is downloaded again.", flush=True)
+        with self._named_errors(file):
             self.cache.add(
-                copy,
+                self._cached_name(file),
                 int(self.files.sizes[file]),
                 lambda target: self._download(file, target),
-                # held against the index once more: another process may have fetched it again by now
+                # verified once more, because another process may have replaced it by now
                 lambda target: self._is_sound(file, target),
             )
 
     def check(self, file: int, path: str) -> None:
-        """Hold a file, or a copy of it, against what the index says.
+        """Verify the size and hash of a file, or of a copy of it, against the index.
 
         Raises:
-            FileNotFoundError: it is not there.
-            DamagedFile: its size or hash is another.
+            FileNotFoundError: the file is missing.
+            DamagedFile: its size or hash differs.
         """
         size, expected = os.stat(path).st_size, int(self.files.sizes[file])
         if size != expected:
             raise DamagedFile(
-                f"{path}: {size} bytes, but the index says {expected} bytes. Restore the file from its copy."
+                f"{path}: {size} bytes, but the index says {expected} bytes. Restore the file from a copy."
             )
         if hash_file(path) != int(self.files.hashes[file]):
             raise DamagedFile(
-                f"{path} is damaged: its {HASH} is not the one in its index. Restore the file from its copy."
+                f"{path} is damaged: its {HASH} is not the one in its index. Restore the file from a copy."
             )
 
     def _is_sound(self, file: int, path: Path) -> bool:
+        """Return whether a copy exists and passes `check`."""
         try:
             self.check(file, str(path))
         except (FileNotFoundError, DamagedFile):
             return False
         return True
 
-    def _copy(self, file: int) -> str:
-        # by content: where an address gets other data, a run that reads the old copies goes on with them
+    def _cached_name(self, file: int) -> str:
+        """Return the name of a file's copy in the cache."""
+        # named by content, so that a run keeps reading its own copies if the data at its root's URL is replaced
         return f"{self.prefix}/{self.bucket}/{int(self.files.hashes[file]):016x}/{self.files.name(file)}"
 
     def _download(self, file: int, target: Path) -> None:
-        """Tried again after a pause where the store answers with an error, or the bytes are wrong on their way.
+        """Download and verify a file. Store errors and corrupt downloads are retried after a pause.
 
         Raises:
-            DamagedFile: they are wrong each time.
-            OSError, WorkError: the store did not give them.
+            DamagedFile: every download was corrupt.
+            OSError, WorkError: the store failed every time.
         """
         for pause in (*DOWNLOAD_PAUSES, None):
             try:
@@ -157,82 +161,84 @@ class StreamFiles:
             except (OSError, WorkError) as error:
                 if pause is None:
                     raise
-                print(f"{self.where(file)}: {error}. It is fetched again in {pause:g} s.", flush=True)
+                print(f"{self.where(file)}: {error}. The download is retried in {pause:g} s.", flush=True)
             time.sleep(pause)
 
     @contextmanager
-    def _named(self, file: int) -> Any:
+    def _named_errors(self, file: int) -> Iterator[None]:
+        """Turn an OSError about a file into a WorkError that names the original."""
         try:
             yield
         except FileNotFoundError:
             raise WorkError(
                 f"{self.where(file)}: no file, but the index says {self.files.sizes[file]} bytes. Restore the file "
-                f"from its copy."
+                f"from a copy."
             ) from None
         except OSError as error:
             raise WorkError(f"{self.where(file)} cannot be read: {error}.") from error
 
 
 class SampleReader:
-    """All streams' files, numbered in one row; shared by the loader processes of a rank."""
+    """Reads samples from the files of all streams, numbered consecutively. A rank's loader workers share one."""
 
     def __init__(self, buckets: Sequence[StreamFiles]):
         self.buckets = buckets
         counts = [len(bucket.files) for bucket in buckets]
         self.first = np.cumsum([0, *counts[:-1]])
-        # what one loader process has verified, the others of its rank need not
+        # shared, so that only one loader worker of the rank verifies a file
         self.ready = torch.zeros(sum(counts), dtype=torch.uint8).share_memory_()
         self.locks = [multiprocessing.Lock() for _ in range(NUM_LOCKS)]
-        self._in_this_process()
+        self._init_process()
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if not name.startswith("_")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._in_this_process()
+        self._init_process()
 
-    def _in_this_process(self) -> None:
+    def _init_process(self) -> None:
+        """Create the state that each process has for itself."""
         self._is_ready: NDArray[np.uint8] = self.ready.numpy()
         self._pool: ThreadPoolExecutor | None = None
-        self._coming: dict[int, Future[None]] = {}
+        self._pending: dict[int, Future[None]] = {}
         self._headers: OrderedDict[int, NDArray[np.uint32]] = OrderedDict()
 
     def locate(self, file: int) -> tuple[StreamFiles, int]:
-        """The stream of a file, and its number there."""
+        """Return the stream of a file, and the file's number within it."""
         stream = int(np.searchsorted(self.first, file, side="right")) - 1
         return self.buckets[stream], file - int(self.first[stream])
 
-    def announce(self, files: Iterable[int]) -> None:
-        """Have threads make files ready that will be read soon."""
+    def prefetch(self, files: Iterable[int]) -> None:
+        """Download and verify files in background threads, because they will be read soon."""
         for file in files:
-            if file in self._coming:
+            if file in self._pending:
                 continue
             bucket, number = self.locate(file)
-            if self._is_ready[file] and bucket.is_there(number):
+            if self._is_ready[file] and bucket.is_available(number):
                 continue
             if self._pool is None:
                 self._pool = ThreadPoolExecutor(NUM_FETCHERS)
-            self._coming[file] = self._pool.submit(self.make_ready, file)
+            self._pending[file] = self._pool.submit(self.make_ready, file)
 
     def make_ready(self, file: int) -> None:
-        """Raises WorkError where the file cannot be had as its index says it is."""
+        """Download a file if necessary and verify it, once per rank. Raises as `StreamFiles.make_ready`."""
         bucket, number = self.locate(file)
         with self.locks[file % NUM_LOCKS]:
-            if self._is_ready[file] and bucket.is_there(number):
+            if self._is_ready[file] and bucket.is_available(number):
                 return
             bucket.make_ready(number)
             self._is_ready[file] = 1
 
     def sample(self, file: int, row: int) -> dict[str, Any]:
-        """One sample, column by column; arrays are read-only.
+        """Read one sample as a dict of columns. Its arrays are read-only.
 
         Raises:
-            WorkError: the file cannot be had as its index says it is.
+            WorkError: the file is missing, damaged or unreadable.
         """
-        coming = self._coming.pop(file, None)
-        if coming is not None:
-            coming.result()
+        pending = self._pending.pop(file, None)
+        if pending is not None:
+            pending.result()
         elif not self._is_ready[file]:
             self.make_ready(file)
         bucket, number = self.locate(file)
@@ -245,6 +251,7 @@ class SampleReader:
             os.close(descriptor)
 
     def _read(self, descriptor: int, file: int, row: int) -> bytes:
+        """Read the stored bytes of a sample; the file's sample offsets are cached."""
         bucket, number = self.locate(file)
         offsets = self._headers.get(file)
         if offsets is None:

@@ -1,7 +1,7 @@
-"""Global batches, in one order that depends on neither ranks nor workers.
+"""Loads batches in an order that does not depend on the number of ranks or workers.
 
-A loader process asks `order.py` which samples its rank's share of a step is, `files.py` for their bytes, and stacks
-them. Whatever goes wrong on the way reaches the training process as one error.
+A loader worker looks up its rank's samples of a step in `order.py`, reads them through `files.py` and collates them.
+Any failure on the way reaches the training process as a single error.
 """
 
 import copy
@@ -25,19 +25,19 @@ from train.data.cache import Cache
 from train.data.files import SampleReader, StreamFiles
 from train.data.order import Order, StreamOrder
 from train.data.spec import DataConfig, DataSpec
-from train.data.streams import resolved, what_is_wrong
+from train.data.streams import diagnose_storage, resolve_root
 from train.data.watchdog import Watchdog, diagnose, end_process
 
 GRACE_SECONDS = 120
-"""How long a loader's process outlives a SIGTERM."""
-MOST_AHEAD = 4
-"""Batches that each loader process may have made, or be at, before they are asked for."""
-STEPS_AHEAD = 4
-"""How many of its own batches ahead a loader process has files fetched and hashed."""
+"""How long a loader worker survives a SIGTERM."""
+MAX_PREFETCH = 4
+"""Upper bound on the batches that each loader worker prepares in advance."""
+FILE_PREFETCH = 4
+"""Number of a worker's own batches for which it downloads and verifies files in advance."""
 
 
-class Steps(Sampler[int]):
-    """The steps of a run from one on, without end: a loader asks for batches by these."""
+class StepSampler(Sampler[int]):
+    """Yields the steps of a run from `first` on, endlessly."""
 
     def __init__(self, first: int):
         self.first = first
@@ -47,42 +47,42 @@ class Steps(Sampler[int]):
 
 
 @dataclass(frozen=True)
-class Failure:
-    """What a loader process hands over in place of a batch."""
+class LoadFailure:
+    """Error message that a loader worker returns instead of a batch."""
 
     message: str
 
 
-class GlobalBatches(Dataset[Batch | Failure]):
-    """One rank's share of the global batch of any step."""
+class GlobalBatches(Dataset[Batch | LoadFailure]):
+    """Dataset that maps a step to one rank's share of its global batch."""
 
     def __init__(self, order: Order, files: SampleReader, slots: Tensor, collate: Collate):
         self.order = order
         self.files = files
-        # a copy: sending a batch moves the tensor's memory
+        # a copy, because sending a batch moves the tensor to shared memory
         self.slots = slots.numpy().copy()
         self.collate = collate
-        self.announced = -1
-        """The last step whose files this process made ready, or has threads make ready."""
+        self.prefetched = -1
+        """Last step whose files this worker has started to prefetch."""
 
-    def __getitem__(self, step: int) -> Batch | Failure:
+    def __getitem__(self, step: int) -> Batch | LoadFailure:
         worker = get_worker_info()
         stride = worker.num_workers if worker else 1
         try:
-            first = self.announced + stride if self.announced >= step else step
-            for ahead in range(first, step + STEPS_AHEAD * stride + 1, stride):
+            first = self.prefetched + stride if self.prefetched >= step else step
+            for ahead in range(first, step + FILE_PREFETCH * stride + 1, stride):
                 files, _ = self.order.samples(ahead, self.slots)
-                self.files.announce(np.unique(files).tolist())
-                self.announced = ahead
+                self.files.prefetch(np.unique(files).tolist())
+                self.prefetched = ahead
             files, rows = self.order.samples(step, self.slots)
             pairs = zip(files.tolist(), rows.tolist(), strict=True)
             return self.collate([self.files.sample(file, row) for file, row in pairs])
         except (WorkError, RequestError) as error:
-            return Failure(str(error))
+            return LoadFailure(str(error))
 
 
 def make_order(config: DataConfig, spec: DataSpec, global_batch_size: int, seed: int) -> Order:
-    """The order of samples of a whole run; streams of one latent shape share their global batches."""
+    """Build the order of a run's samples. Streams of equal latent shape share their global batches."""
     groups: dict[tuple[int, int], list[StreamOrder]] = {}
     first_file = 0
     for stream in spec.streams:
@@ -102,55 +102,55 @@ def make_order(config: DataConfig, spec: DataSpec, global_batch_size: int, seed:
 
 
 def make_files(config: DataConfig, spec: DataSpec) -> SampleReader:
-    """Every stream's files, in `make_order`'s numbering."""
+    """Build the reader of all streams' files, numbered as in `make_order`."""
     buckets = []
     for stream in spec.streams:
-        folder = config.cache_of(stream.config)
+        folder = config.cache_for(stream.config)
         cache = None if folder is None else Cache(folder, config.cache_limit)
-        prefix = hashlib.sha256(str(resolved(stream.config.root)).encode()).hexdigest()[:16]
+        prefix = hashlib.sha256(str(resolve_root(stream.config.root)).encode()).hexdigest()[:16]
         buckets.append(StreamFiles(stream.store, stream.config.bucket, stream.files, cache, prefix))
     return SampleReader(buckets)
 
 
-def make_ahead(batch_bytes: int, config: DataConfig) -> tuple[int, int | None]:
-    """Loader processes, and how many batches each makes ahead, of which `data.prefetch_gb` holds all.
+def plan_prefetch(batch_bytes: int, config: DataConfig) -> tuple[int, int | None]:
+    """Return the number of loader workers and each one's prefetch factor, so that all batches fit `data.prefetch_gb`.
 
-    W processes with F batches each hold W·F of them, W times what a batch is made of, the one that is in use, and the
-    one that is being page-locked.
+    W workers with factor F hold W·F batches, the samples of W more that are being collated, one batch in use, and one
+    that is being copied to pinned memory.
     """
     if not config.num_workers:
         return 0, None
     room = int(config.prefetch_gb * 1e9 / batch_bytes) - 2
     workers = max(1, min(config.num_workers, room // 2))
-    return workers, max(1, min(MOST_AHEAD, room // workers - 1))
+    return workers, max(1, min(MAX_PREFETCH, room // workers - 1))
 
 
 class Loader:
-    """One rank's share of the global batches from a step on, epoch after epoch, without end.
+    """Iterates over one rank's share of the global batches, from a step on and endlessly.
 
-    All that is private to torch's DataLoader and is touched here, is touched in this class.
+    All use of private attributes of torch's DataLoader is confined to this class.
     """
 
     def __init__(
         self, config: DataConfig, spec: DataSpec, global_batch_size: int, seed: int, step: int, slots: Tensor
     ) -> None:
-        """Stands before global batch number `step` of the whole run; nothing before it is planned again.
+        """Start at global batch number `step` of the run, without computing or reading anything before it.
 
         Args:
-            step: how many global batches of the run are behind it. No loader state is ever saved.
-            slots: (n,) this rank's places in the global batch; n is its share of it.
+            step: number of steps done. It is all the state there is, so no loader state is ever saved.
+            slots: (n,) this rank's slots of the global batch, where n is the batch size per rank.
         """
         batch_bytes = len(slots) * max(spec.sample_bytes(stream.config.bucket) for stream in spec.streams)
-        self.num_workers, factor = make_ahead(batch_bytes, config)
+        self.num_workers, factor = plan_prefetch(batch_bytes, config)
         self.num_first = max(1, self.num_workers)
-        """Batches that may take `first_timeout`: the first of each loader process."""
+        """Number of batches to which `first_timeout` applies: the first one of each worker."""
         order, files = make_order(config, spec, global_batch_size, seed), make_files(config, spec)
         self.config, self.spec, self.step = config, spec, step
         self.loader = DataLoader(
             GlobalBatches(order, files, slots, Collate(slots, spec.lengths)),
-            sampler=Steps(step),
+            sampler=StepSampler(step),
             batch_size=None,
-            collate_fn=as_it_is,
+            collate_fn=identity,
             num_workers=self.num_workers,
             timeout=config.first_timeout if self.num_workers else 0,
             persistent_workers=self.num_workers > 0,
@@ -160,13 +160,13 @@ class Loader:
         )
 
     def __iter__(self) -> Generator[Batch, None, None]:
-        """Endless batches; closing the iterator ends the loader processes.
+        """Yield batches endlessly. Closing the iterator terminates the workers.
 
         Raises:
-            WorkError: no batch came in time, or not the right one: a file is missing or damaged, or storage stalls.
+            WorkError: a file is missing or damaged, or no batch arrived in time.
         """
-        # without processes of its own this one waits, and nothing but its end can interrupt it
-        watchdog = None if self.num_workers else Watchdog(lambda: what_is_wrong(self.spec))
+        # without workers this process reads the files itself, and a hung read can only be ended with the process
+        watchdog = None if self.num_workers else Watchdog(lambda: diagnose_storage(self.spec))
         batches, patience, num_batches = iter(self.loader), self.config.first_timeout, 0
         try:
             while True:
@@ -179,47 +179,54 @@ class Loader:
                 yield batch
                 self.step += 1
         finally:
-            self._kill(batches)  # they may be stuck, or fetching what nobody will read
+            self._kill(batches)  # the workers may be stuck, or downloading files that nobody will read
 
     def _next(self, batches: Any) -> Batch:
+        """Return the next batch.
+
+        Raises:
+            WorkError: a worker failed or timed out, or the size check has found a problem.
+        """
         failed = f"The loader failed after {self.step} steps"
         try:
             batch = next(batches)
-        except Exception as error:  # whatever a loader process raised, or torch's own time-out
-            found = diagnose(lambda: what_is_wrong(self.spec))
-            if found is None:  # the exit would wait for threads that look at storage which does not answer
+        except Exception as error:  # anything that a worker raised, or the DataLoader's timeout
+            found = diagnose(lambda: diagnose_storage(self.spec))
+            if found is None:  # a normal exit would wait for threads that are blocked on storage
                 self._kill(batches)
-                end_process(f"{failed}: {error}. Storage does not answer.")
+                end_process(f"{failed}: {error}. The storage does not respond.")
             raise WorkError(f"{failed}: {error}. {found}") from error
-        if isinstance(batch, Failure):
+        if isinstance(batch, LoadFailure):
             raise WorkError(f"{failed}: {batch.message}")
-        if self.spec.look is not None and self.spec.look.problem:
-            raise WorkError(f"{failed}: {self.spec.look.problem}")
+        if self.spec.size_check is not None and self.spec.size_check.problem:
+            raise WorkError(f"{failed}: {self.spec.size_check.problem}")
         return batch
 
     @staticmethod
     def _kill(batches: Any) -> None:
-        """End the loader processes at once, stuck ones too: the exit of this process would wait for them."""
-        if getattr(batches, "_worker_pids_set", False):  # or torch takes their end for a crash of theirs
+        """Kill the workers, including stuck ones, because the exit of this process would wait for them."""
+        if getattr(batches, "_worker_pids_set", False):  # otherwise torch reports their end as a crash
             torch._C._remove_worker_pids(id(batches))
             batches._worker_pids_set = False
         for process in getattr(batches, "_workers", ()):
             process.kill()
-        # torch's own way of ending them, when the iterator goes, takes a lock that a killed one may hold for ever
+        # skip torch's own shutdown, which takes a lock that a killed worker may hold forever
         batches._shutdown = True
         if hasattr(batches, "_pin_memory_thread_done_event"):
             batches._pin_memory_thread_done_event.set()
 
 
 def start_worker(worker: int) -> None:
-    """A scheduler signals every process: the trainer saves and leaves, and needs its loader for some steps until then.
+    """Initialise a loader worker: its signal handlers, output streams and connections.
 
-    SIGTERM is also how a process that exits ends its loader's workers, so it still ends them, but later.
+    A scheduler signals every process of a job, but the trainer still needs its loader for the steps until it has saved.
+    SIGTERM therefore terminates a worker only after GRACE_SECONDS; it cannot be ignored, because an exiting process
+    uses it to end its workers.
     """
-    # a bar may have taken their place, with a lock that nobody in this process lets go of
+    # a progress bar may have replaced these streams; its lock, copied by the fork, would never be released
     sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C reaches every process of its group
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal reaches the whole process group
     signal.signal(signal.SIGTERM, lambda *_: signal.alarm(GRACE_SECONDS))
     info = get_worker_info()
     assert info is not None
@@ -227,6 +234,6 @@ def start_worker(worker: int) -> None:
         bucket.store = copy.copy(bucket.store)  # connections do not survive a fork
 
 
-def as_it_is(batch: Any) -> Any:
-    """A batch is stacked where its samples are read."""
+def identity(batch: Any) -> Any:
+    """Return the batch unchanged, because `GlobalBatches` has collated it already."""
     return batch

@@ -1,10 +1,11 @@
-"""What the processes of a machine need not each do for themselves: parse an index, apply a filter, look at files.
+"""Work that one process per machine does for all: parsing an index, applying a filter, checking file sizes.
 
-    FOLDER/KEY/names.npy, …     made by the process that gets the lock first; mapped into memory by all
+    FOLDER/KEY/names.npy, …     written by the first process that takes the lock; memory-mapped by all
     FOLDER/KEY.lock
 
-FOLDER is `data.cache`'s, or one of this user's in the temporary folder. A key says what it holds down to the last bit,
-so nothing is ever made twice, or anew. What was not used for a while goes; who has mapped it keeps it.
+FOLDER is below `data.cache` if that is set, else below the system's temporary folder. A key determines the content
+exactly, so an entry never needs to be updated. Entries that have not been used for a week are removed; processes that
+have mapped one keep it.
 """
 
 import os
@@ -24,32 +25,32 @@ from shards.format.mds import MdsIndex
 from train.data.cache import INDEXES
 
 KEPT_SECONDS = 7 * 24 * 3600.0
-"""How long what nobody uses stays."""
+"""Age after which unused entries are removed."""
 NUM_STAT_THREADS = 32
 FILES_AT_ONCE = 1000
 
 
 def node_folder(cache: Path | None) -> Path:
-    """Where this machine's processes share tables.
+    """Return the folder in which the processes of this machine share tables.
 
     Raises:
-        RequestError: the folder in the temporary one is another user's.
+        RequestError: the default folder, below the system's temporary folder, belongs to another user.
     """
     if cache is not None:
         return cache / INDEXES
     folder = Path(tempfile.gettempdir()) / f"latentmill-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     if folder.stat().st_uid != os.getuid():
-        raise RequestError(f"{folder} belongs to another user. Set TMPDIR, or data.cache, to a folder of your own.")
+        raise RequestError(f"{folder} belongs to another user. Set TMPDIR or data.cache to a folder of your own.")
     return folder / INDEXES
 
 
 def once_per_node(folder: Path, key: str, make: Callable[[Path], None]) -> Path:
-    """FOLDER/KEY, which `make` fills if no process of this machine has done so; the others wait for it."""
+    """Return FOLDER/KEY. If it does not exist yet, one process calls `make` to fill it while the others wait."""
     target = folder / key
     with locked(folder / f"{key}.lock"):
         with suppress(FileNotFoundError):
-            os.utime(target)  # who sweeps from now on finds it in use
+            os.utime(target)  # marks it as in use for `_sweep`
             return target
         _sweep(folder, key)
         making = Path(tempfile.mkdtemp(prefix=f"{key}.", dir=folder))
@@ -63,52 +64,52 @@ def once_per_node(folder: Path, key: str, make: Callable[[Path], None]) -> Path:
 
 
 def _sweep(folder: Path, key: str) -> None:
-    """Remove what a killed process left of `key`, whose lock is held, and what was not used for long."""
-    for place in folder.iterdir():
+    """Remove unused entries, and leftovers of a process that was killed while making `key`. Its lock must be held."""
+    for path in folder.iterdir():
         try:
-            old = time.time() - place.stat().st_mtime > KEPT_SECONDS
-        except FileNotFoundError:  # others make and sweep at this moment
+            is_old = time.time() - path.stat().st_mtime > KEPT_SECONDS
+        except FileNotFoundError:  # another process has removed or renamed it
             continue
-        if place.is_dir() and (old or place.name.startswith(f"{key}.")):
-            shutil.rmtree(place, ignore_errors=True)
+        if path.is_dir() and (is_old or path.name.startswith(f"{key}.")):
+            shutil.rmtree(path, ignore_errors=True)
 
 
-class Look:
-    """Holds the sizes of local files against their indexes, by threads of its own, and goes on as long as it takes."""
+class SizeCheck:
+    """Compares the sizes of local files with their indexes, in the background."""
 
     def __init__(self, streams: Sequence[tuple[Store, str, MdsIndex]]):
         self.problem: str | None = None
-        """The first file that was found to be missing or of another size."""
+        """Error message about the first file that is missing or has the wrong size, if any was found so far."""
         self.streams = streams
-        self.thread = threading.Thread(target=self._look, daemon=True, name="look")
+        self.thread = threading.Thread(target=self._check, daemon=True, name="size-check")
         self.thread.start()
 
     def wait(self, seconds: float) -> None:
-        """Until all was looked at, or `seconds` are over."""
+        """Wait until all files are checked, but at most `seconds`."""
         self.thread.join(seconds)
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         for store, bucket, files in self.streams:
             self.problem = self.problem or check_sizes(store, bucket, files)
 
 
 def check_sizes(store: Store, bucket: str, files: MdsIndex) -> str | None:
-    """The first local file that is missing or has another size than the index says, many looked at at once.
+    """Return an error message about a local file that is missing or has the wrong size, or None if there is none.
 
-    Remote ones are checked when they come.
+    Many files are checked concurrently. Files of a remote store are checked when they are downloaded instead.
     """
     if not isinstance(store, LocalStore):
         return None
     top, blocks, problems = store.where(bucket), iter(range(0, len(files), FILES_AT_ONCE)), list[str]()
 
-    def look() -> None:
+    def check() -> None:
         for first in blocks:
             problems.extend(islice(_wrong_sizes(top, files, range(first, min(first + FILES_AT_ONCE, len(files)))), 1))
             if problems:
                 return
 
-    # daemons: the exit of this process does not wait for storage that does not answer
-    threads = [threading.Thread(target=look, daemon=True) for _ in range(NUM_STAT_THREADS)]
+    # daemon threads, so that the exit of this process does not wait for unresponsive storage
+    threads = [threading.Thread(target=check, daemon=True) for _ in range(NUM_STAT_THREADS)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -117,6 +118,7 @@ def check_sizes(store: Store, bucket: str, files: MdsIndex) -> str | None:
 
 
 def _wrong_sizes(top: str, files: MdsIndex, numbers: Iterable[int]) -> Iterator[str]:
+    """Yield an error message for each file in `numbers` that is missing, unreadable or of the wrong size."""
     for index in numbers:
         path = os.path.join(top, files.name(index))
         try:
@@ -124,8 +126,8 @@ def _wrong_sizes(top: str, files: MdsIndex, numbers: Iterable[int]) -> Iterator[
         except FileNotFoundError:
             size = -1
         except OSError as error:
-            yield f"{path} cannot be looked at: {error}."
+            yield f"The size of {path} cannot be read: {error}."
             continue
         if size != files.sizes[index]:
             found = "no file" if size < 0 else f"{size} bytes"
-            yield f"{path}: {found}, but the index says {files.sizes[index]} bytes. Restore the file from its copy."
+            yield f"{path}: {found}, but the index says {files.sizes[index]} bytes. Restore the file from a copy."

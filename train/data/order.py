@@ -1,17 +1,17 @@
-"""The order of samples over all epochs: a pure function of seed, data and batch size, evaluated where it is needed.
+"""The order of samples over all epochs: a pure function of seed, data and batch size, computed on demand.
 
-An epoch deals out `chosen` samples of every stream, a multiple of the global batch G. The MDS files of a group of
-streams (all that share one latent shape) are shuffled and laid end to end; the sequence is cut into C equal spans, one
-per **canonical node**; each span is cut into blocks, and each block is shuffled. Slot s of a global batch takes the
-next sample of canonical node s mod C:
+An epoch takes `chosen` samples of every stream, a multiple of the global batch size. The MDS files of a group of
+streams (those that share one latent shape) are shuffled and concatenated. The sequence is split into C equal spans, one
+per **canonical node**; each span is split into blocks, and the samples of each block are shuffled. Slot s of a global
+batch takes the next sample of canonical node s mod C:
 
     files, shuffled      | 17 | 3 | 42 | 8 | 25 | 11 | 30 | 5 | …
     canonical nodes      |-------- 0 --------|-------- 1 --------| …
-    blocks, shuffled     |--- 0 ---|--- 1 ---|- 0 -|--- 1 ---| 2 |      bounds staggered over the nodes
+    blocks, shuffled     |--- 0 ---|--- 1 ---|- 0 -|--- 1 ---| 2 |      boundaries staggered over the nodes
 
-So a global batch mixes C blocks from all over the data; a machine that holds some of the canonical nodes reads a
-bounded set of files at a time; and any sample's place follows from its file's place, with no more memory than the
-files and the blocks at hand. Nothing depends on ranks, workers, or where a run was resumed.
+So a global batch mixes C blocks from all over the data, and a machine, which loads a few of the canonical nodes, reads
+a bounded set of files at a time. Finding a sample takes memory only for the list of files and the current blocks.
+Nothing depends on ranks, workers, or the step from which a run resumes.
 """
 
 from collections.abc import Sequence
@@ -24,29 +24,30 @@ import numpy as np
 from numpy.typing import NDArray
 
 VERSION = 2
-"""Of this file: one higher with each change that deals out samples otherwise. It is part of a run's fingerprint."""
+"""Increased by every change to this file that changes the order. It is part of a run's fingerprint."""
 Block = tuple[int, NDArray[np.int32], NDArray[np.int32]]
+"""First position within the node's span, file numbers, rows within the files."""
 PASSES, ROWS, BLOCK, BATCHES = range(1, 5)
-"""What a draw is for; each has a stream of its own."""
+"""Purposes of draws; each has an independent random stream."""
 
 
 @dataclass(frozen=True, eq=False)
 class StreamOrder:
-    """What of a stream an epoch deals out."""
+    """The samples of a stream, and how many of them an epoch takes."""
 
     first_file: int
-    """Number of its first file among those of all streams."""
+    """Number of the stream's first file among the files of all streams."""
     counts: NDArray[np.int64]
-    """(files,) samples of each that pass the stream's filter."""
+    """(files,) number of each file's samples that pass the stream's filter."""
     starts: NDArray[np.int64]
-    """(files,) number of each file's first sample within the stream, passing or not."""
+    """(files,) position of each file's first sample in the stream, counting samples that fail the filter as well."""
     mask: NDArray[np.uint8] | None
-    """Bits, eight to a byte, of the samples that pass; None: all."""
+    """Packed bits, set for samples that pass the filter; None if all pass."""
     chosen: int
     """Samples per epoch."""
 
     def rows(self, file: int) -> NDArray[np.int64]:
-        """(counts[file],) the samples of a file that pass, by their place in it."""
+        """Return the rows of a file that pass the filter, (counts[file],)."""
         if self.mask is None:
             return np.arange(self.counts[file])
         start = int(self.starts[file])
@@ -56,37 +57,37 @@ class StreamOrder:
 
 
 def choose_per_epoch(weight: float, num_samples: int, global_batch_size: int) -> int:
-    """Samples of a stream in one epoch: weight × n, rounded down to whole global batches."""
-    # of the weight as it was written: 0.29 × 100 is 29, and in floats 28.999…
+    """Return a stream's number of samples per epoch: weight × n, rounded down to whole global batches."""
+    # the weight is taken as it was written: 0.29 × 100 is 29, but 28.999… in floating point
     return int(Fraction(str(weight)) * num_samples) // global_batch_size * global_batch_size
 
 
 def quotas(counts: NDArray[np.int64], wanted: int, start: int) -> NDArray[np.int64]:
-    """How many samples of each file make up `wanted` of all: proportional to `counts`, and exact in sum.
+    """Split `wanted` samples over the files, proportionally to `counts` and with an exact sum.
 
-    Systematic sampling: with `start` uniform in [0, sum), each sample is as likely as any other.
+    This is systematic sampling: with `start` uniform in [0, sum), every sample is equally likely.
     """
-    # as Python's integers: the products of billions of samples overflow 64 bits
+    # Python integers, because products of billions of samples overflow 64 bits
     ends = np.concatenate([[0], counts.cumsum()]).astype(object)
     return np.diff((wanted * ends + start) // int(counts.sum())).astype(np.int64)
 
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """The files of one group, laid end to end for one epoch."""
+    """The concatenated files of one group in one epoch. A unit is one pass over one file."""
 
     files: NDArray[np.int64]
-    """(units,) file numbers; a file stands once per pass."""
+    """(units,) file numbers; a file occurs once per pass."""
     streams: NDArray[np.int64]
-    """(units,) which stream of the group each is of."""
+    """(units,) each file's stream within the group."""
     partial: NDArray[np.bool_]
-    """(units,) whether only some of its passing samples are taken."""
+    """(units,) whether only some of the file's passing samples are taken."""
     ends: NDArray[np.int64]
-    """(units,) places in the sequence."""
+    """(units,) position in the sequence at which each unit ends."""
 
 
 class Order:
-    """Global batches of all steps."""
+    """The samples of every global batch of a run."""
 
     def __init__(
         self,
@@ -97,7 +98,11 @@ class Order:
         seed: int,
         shuffle: bool = True,
     ):
-        """`groups`: streams by latent shape; `block`: samples of a canonical node that are shuffled together."""
+        """
+        Args:
+            groups: streams grouped by latent shape.
+            block: samples of a canonical node that are shuffled together.
+        """
         self.groups = groups
         self.global_batch_size = global_batch_size
         self.num_nodes = num_canonical_nodes
@@ -106,17 +111,17 @@ class Order:
         self.shuffle = shuffle
         self.num_batches = [sum(stream.chosen for stream in group) // global_batch_size for group in groups]
         self.steps_per_epoch = sum(self.num_batches)
-        self._remember()
+        self._init_caches()
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if not name.startswith("_")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._remember()
+        self._init_caches()
 
     def samples(self, step: int, slots: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """(n,) file numbers and (n,) rows of the samples in `slots` of the global batch of `step`."""
+        """Return (n,) file numbers and (n,) rows of the samples in `slots`, (n,), of the global batch of `step`."""
         epoch, batch = divmod(step, self.steps_per_epoch)
         group, number = self._batch(epoch, batch)
         nodes = slots % self.num_nodes
@@ -130,32 +135,35 @@ class Order:
             rows[here] = block_rows[places[here] - start]
         return files, rows
 
-    def _remember(self) -> None:
-        # an epoch and the next, and of each canonical node the block at hand and the next, where a loader looks ahead
+    def _init_caches(self) -> None:
+        # two entries each, because a loader that prefetches crosses into the next epoch or the next block
         self._batches = lru_cache(2)(self._plan_batches)
-        self._layout = lru_cache(2 * len(self.groups))(self._lay_out)
+        self._layout = lru_cache(2 * len(self.groups))(self._make_layout)
         self._blocks: dict[tuple[int, int], dict[tuple[int, int], Block]] = {}
 
     def _words(self, count: int, *key: int) -> NDArray[np.uint64]:
-        # a bit generator's own words: NumPy's distributions and shuffles may change with its version (NEP 19)
+        """Return random words, (count,), as a function of the seed and `key`."""
+        # raw words, because NumPy's distributions and shuffles may change between versions (NEP 19)
         return np.random.Philox(np.random.SeedSequence([self.seed, *key])).random_raw(count)
 
     def _shuffled(self, count: int, *key: int) -> NDArray[np.int64]:
-        """(count,) the numbers below `count` in a drawn order."""
+        """Return a random permutation of the numbers below `count`."""
         return np.argsort(self._words(count, *key), kind="stable")
 
     def _stagger(self, nodes: Any) -> Any:
-        # so that canonical nodes do not all come to new files at one step
+        """Return the number of samples by which each node's block boundaries are shifted."""
+        # so that the canonical nodes do not all reach new files at the same step
         return nodes * self.block // self.num_nodes if self.shuffle else 0 * nodes
 
     def _batch(self, epoch: int, batch: int) -> tuple[int, int]:
-        """The group of an epoch's global batch, and its number within that group."""
+        """Return the group of an epoch's global batch, and the batch's number within that group."""
         if len(self.groups) == 1:
             return 0, batch
         origins, numbers = self._batches(epoch)
         return int(origins[batch]), int(numbers[batch])
 
     def _plan_batches(self, epoch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return each global batch's group and its number within that group, (steps_per_epoch,) each."""
         origins = np.repeat(np.arange(len(self.groups)), self.num_batches)
         if self.shuffle:
             origins = origins[self._shuffled(len(origins), epoch, BATCHES)]
@@ -164,8 +172,8 @@ class Order:
             numbers[origins == group] = np.arange(count)
         return origins, numbers
 
-    def _lay_out(self, epoch: int, group: int) -> Layout:
-        """All passes over a group's files: whole ones first, then what is left of each stream's share."""
+    def _make_layout(self, epoch: int, group: int) -> Layout:
+        """Lay out all passes over a group's files: complete passes first, then the rest of each stream's share."""
         passes = []
         for k, stream in enumerate(self.groups[group]):
             present = np.flatnonzero(stream.counts)
@@ -187,23 +195,23 @@ class Order:
         counts = np.concatenate([taken for _, _, _, taken, _ in passes])
         partial = np.concatenate([np.full(len(present), part) for _, _, present, _, part in passes])
         if self.shuffle:
-            # each pass in an order of its own, so that repeats are apart
+            # each pass is shuffled separately, which keeps repetitions of a sample apart
             numbers = np.concatenate([np.full(len(present), number) for number, _, present, _, _ in passes])
             order = np.lexsort((self._words(len(files), epoch, PASSES, group), numbers))
             files, streams, counts, partial = files[order], streams[order], counts[order], partial[order]
         return Layout(files, streams, partial, counts.cumsum())
 
     def _block(self, epoch: int, group: int, node: int, block: int) -> Block:
-        """`_deal`'s, of which the last two of each canonical node that is asked for are kept."""
+        """Return a block, caching the two newest of each canonical node."""
         kept = self._blocks.setdefault((group, node), {})
         if (epoch, block) not in kept:
             if len(kept) == 2:
                 del kept[next(iter(kept))]
-            kept[epoch, block] = self._deal(epoch, group, node, block)
+            kept[epoch, block] = self._make_block(epoch, group, node, block)
         return kept[epoch, block]
 
-    def _deal(self, epoch: int, group: int, node: int, block: int) -> Block:
-        """A block of a canonical node: where it begins in the node's span, and its files and rows, shuffled."""
+    def _make_block(self, epoch: int, group: int, node: int, block: int) -> Block:
+        """Compute a shuffled block of a canonical node."""
         length = self.num_batches[group] * self.global_batch_size // self.num_nodes
         offset = int(self._stagger(node))
         start, stop = max(block * self.block - offset, 0), min((block + 1) * self.block - offset, length)

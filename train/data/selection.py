@@ -1,4 +1,4 @@
-"""Which samples of a stream a run trains on, planned from the parts' small tables before a latent is read."""
+"""Select the samples of a stream by filters and exclusion lists. Only the parts' sample tables are read, no latents."""
 
 import hashlib
 import json
@@ -7,19 +7,20 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field, model_validator
+from pydantic import Field, create_model, model_validator
 
 from shards.base.config import Config
 from shards.base.store import Store
 from shards.format.mds import MdsIndex, mapped
+from shards.format.scores import SCORES
 from shards.root.exclusions import Exclusion, read_samples
 
 NUM_READERS = 16
-"""Tables read at once: where a root is far away, the round trip counts."""
+"""Number of tables read concurrently, because latency dominates on a remote root."""
 MISSING = "missing"
 EXCLUDED = "excluded"
 FILES_AT_ONCE = 1024
@@ -27,12 +28,12 @@ PARTS_AT_ONCE = 1024
 
 
 class Range(Config):
-    """A bound, or two; both are inclusive, and compared in float32, in which scores are stored."""
+    """A lower bound, an upper bound or both. They are inclusive and compared in float32, as scores are stored."""
 
     min: float | None = None
-    """At or above."""
+    """Lower bound."""
     max: float | None = None
-    """At or below."""
+    """Upper bound."""
 
     @model_validator(mode="after")
     def _check(self) -> "Range":
@@ -44,65 +45,77 @@ class Range(Config):
 
     @property
     def rules(self) -> list[tuple[np.ufunc, float, str]]:
-        """(comparison, limit, `≥ 5`) for each bound that is set."""
+        """(comparison, limit, text such as `≥ 5`) for each bound that is set."""
         both = ((np.greater_equal, self.min, "≥"), (np.less_equal, self.max, "≤"))
         return [(compare, limit, f"{sign} {limit:g}") for compare, limit, sign in both if limit is not None]
 
 
-class FilterConfig(Config):
-    """Bounds on what stage 1 stored of each sample; a sample is trained on if it passes all of them."""
+class SizeBounds(Config):
+    """Bounds on the size of the original picture."""
 
     width: Range | None = None
-    """Of the original picture, in pixels."""
+    """Width of the original picture in pixels."""
     height: Range | None = None
-    aesthetic: Range | None = None
-    similarity: Range | None = None
-    punsafe: Range | None = None
-    pwatermark: Range | None = None
+    """Height of the original picture in pixels."""
+
+
+if TYPE_CHECKING:
+    ScoreBounds = SizeBounds
+else:  # a field for each declared score, so that the command line and the config reference have it too
+    ScoreBounds = create_model(
+        "ScoreBounds",
+        __base__=SizeBounds,
+        **{score.name: (Range | None, Field(None, description=f"{score.description}.")) for score in SCORES},
+    )
+
+
+class FilterConfig(ScoreBounds):
+    """Bounds on the stored sizes and scores. Samples within all bounds are trained on."""
+
     missing: Literal["drop", "keep"] = Field("drop")
-    """What becomes of a sample without a score (NaN) that is bounded here: it fails that bound, or passes it."""
+    """Whether a sample without a score (NaN) fails (`drop`) or passes (`keep`) a bound on that score."""
 
     @property
     def bounds(self) -> dict[str, Range]:
-        """Column → bound, of those that are set."""
+        """Column → bound, for each bound that is set."""
         return {name: bound for name, bound in self if isinstance(bound, Range)}
 
     def describe(self) -> str:
-        """The bounds, for people."""
+        """Format the bounds for the model card."""
         rules = [f"{column} {rule}" for column, bound in self.bounds.items() for *_, rule in bound.rules]
         return f"{' and '.join(rules)} ({MISSING}: {self.missing})"
 
 
 @dataclass(frozen=True, eq=False)
 class Selection:
-    """The samples of a stream that pass its filter, and that are not excluded."""
+    """The samples of a stream that pass its filter and are not excluded."""
 
     mask: NDArray[np.uint8]
-    """A bit per sample of the stream, in the index's order, eight to a byte."""
+    """Packed bits, one per sample of the stream in the order of the index."""
     counts: NDArray[np.int64]
-    """(files,) how many of each MDS file pass."""
+    """(files,) number of selected samples per MDS file."""
     dropped: dict[str, int]
-    """Rule → how many fail it; a sample can fail several."""
+    """Rule → number of samples that fail it; a sample can fail several."""
 
     @property
     def sha256(self) -> str:
-        """Over the mask: two selections of one stream are the same if these are."""
+        """Hash of the mask, which identifies a selection of a given stream."""
         return hashlib.sha256(self.mask.data).hexdigest()
 
     def explain(self) -> str:
-        """The counts, for people."""
+        """Format the counts for an error message."""
         rules = ", ".join(f"{rule} {count:,}" for rule, count in sorted(self.dropped.items()))
         return f"failed, by rule: {rules or 'none'}"
 
     def save(self, folder: Path) -> None:
-        """Into a folder that is there."""
+        """Write the selection to an existing folder."""
         np.save(folder / "mask.npy", self.mask)
         np.save(folder / "counts.npy", self.counts)
         (folder / "dropped.json").write_text(json.dumps(self.dropped))
 
     @classmethod
     def mapped(cls, folder: Path) -> "Selection":
-        """One that was saved; in memory that all share who map it."""
+        """Load a saved selection, in memory shared by all processes that map it."""
         dropped = json.loads((folder / "dropped.json").read_text())
         return cls(mapped(folder, "mask"), mapped(folder, "counts"), dropped)
 
@@ -110,19 +123,20 @@ class Selection:
 def select(
     store: Store, bucket: str, files: MdsIndex, config: FilterConfig, excluded: Sequence[Exclusion] = ()
 ) -> Selection:
-    """Hold every part's table against the bounds, and against what is excluded.
+    """Apply a filter and exclusion lists to the tables of all parts.
 
     Raises:
-        DamagedFile: a table is not the one that was committed, or has not the part's number of samples.
-        RequestError: a part has no receipt or no table.
+        DamagedFile: a table differs from its receipt, or has a wrong number of rows.
+        RequestError: a part's table is missing.
     """
     mask, counts, dropped = bytearray(), np.zeros(len(files), np.int64), Counter[str]()
     left = np.zeros(0, bool)
-    """The last few samples, which do not fill a byte."""
+    """The last few samples, which do not fill a byte of the mask."""
     first = 0
     ends = files.samples.cumsum()
     with ThreadPoolExecutor(NUM_READERS) as readers:
-        for start in range(0, len(files.parts), PARTS_AT_ONCE):  # a byte for each sample is held of so many parts alone
+        # in blocks, because the unpacked mask takes a byte per sample
+        for start in range(0, len(files.parts), PARTS_AT_ONCE):
             block = files.parts[start : start + PARTS_AT_ONCE]
             found = list(readers.map(lambda part: select_part(store, bucket, part, config, excluded), block))
             passing = np.concatenate([rows for rows, _ in found])
@@ -139,10 +153,11 @@ def select(
 
 
 def count_by_file(passing: NDArray[np.bool_], samples: NDArray[np.int64]) -> NDArray[np.int64]:
-    """(files,) how many of each file's samples pass; `samples`, (files,), says how many there are of each."""
+    """Return (files,) the number of passing samples per file, given `samples`, (files,), the number of all samples."""
     holding, ends = np.flatnonzero(samples), samples.cumsum()
     starts, counts = ends - samples, np.zeros_like(samples)
-    for first in range(0, len(holding), FILES_AT_ONCE):  # NumPy makes 8 bytes of each sample that it adds up
+    # in blocks, because NumPy expands each sample to 8 bytes for the sum
+    for first in range(0, len(holding), FILES_AT_ONCE):
         files = holding[first : first + FILES_AT_ONCE]
         begin, end = starts[files[0]], ends[files[-1]]
         counts[files] = np.add.reduceat(passing[begin:end], starts[files] - begin, dtype=np.int64)
@@ -152,7 +167,11 @@ def count_by_file(passing: NDArray[np.bool_], samples: NDArray[np.int64]) -> NDA
 def select_part(
     store: Store, bucket: str, part: np.void, config: FilterConfig, excluded: Sequence[Exclusion] = ()
 ) -> tuple[NDArray[np.bool_], Counter[str]]:
-    """(samples,) which of a part's samples pass, and how many fail each rule; `part` is of `part_type`."""
+    """Return (samples,) whether each sample of a part passes, and the number of samples that fail each rule.
+
+    Args:
+        part: a record of dtype `part_type`.
+    """
     bounds = config.bounds
     table = read_samples(store, bucket, part, [*bounds, *(exclusion.kind for exclusion in excluded)])
     passing = np.ones(int(part["samples"]), bool)
@@ -162,7 +181,7 @@ def select_part(
         for passes, rule in column_rules(column, values, bound, config.missing):
             passing &= passes
             failed[rule] += int((~passes).sum())
-    if excluded:  # a sample on several lists counts once
+    if excluded:  # a sample on several lists is counted once
         hit = np.logical_or.reduce([exclusion.hits(table) for exclusion in excluded])
         passing &= ~hit
         failed[EXCLUDED] = int(hit.sum())
@@ -172,7 +191,7 @@ def select_part(
 def column_rules(
     column: str, values: NDArray[np.float32], bound: Range, missing: str
 ) -> Iterator[tuple[NDArray[np.bool_], str]]:
-    """(which values pass, rule) of each rule that the bound sets; a NaN is `missing`, and no other rule's business."""
+    """Yield (which values pass, rule) for each rule of a bound. NaN passes all but the rule on missing values."""
     absent = np.isnan(values)
     for compare, limit, rule in bound.rules:
         yield absent | compare(values, np.float32(limit)), f"{column} {rule}"

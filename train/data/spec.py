@@ -1,4 +1,4 @@
-"""What a run reads: the config of its data, and what `streams.py` found at the places that it names."""
+"""The config of a run's data, and the specification of the opened streams that `streams.py` builds from it."""
 
 import math
 from dataclasses import dataclass, replace
@@ -16,7 +16,7 @@ from shards.format.encoding import SIZE_TYPE, EncodingRecord
 from shards.format.mds import MdsIndex
 from shards.format.text import TextLatents
 from shards.format.towers import FeatureTower, ImageTower, TextTower
-from train.data.node import Look
+from train.data.node import SizeCheck
 from train.data.selection import FilterConfig, Selection
 
 
@@ -24,60 +24,63 @@ class StreamConfig(Config):
     """One bucket of one latents root."""
 
     root: Place
-    """The latents root that stage 1 wrote: a folder, or an address such as s3://bucket/latents."""
+    """Latents root written by stage 1: a folder, or a URL such as s3://bucket/latents."""
     bucket: BucketName
-    """WIDTHxHEIGHT in pixels."""
+    """Size in pixels, WIDTHxHEIGHT."""
     weight: float = Field(1.0, gt=0, le=10_000)
-    """Passes over the samples that pass the filter, per epoch."""
+    """Passes per epoch over the samples that pass the filter."""
     filter: FilterConfig | None = None
-    """Which samples; in place of data.filter."""
+    """Filter of this stream, replacing data.filter."""
     cache: Path | None = None
-    """Local folder for copies of its files; in place of data.cache."""
+    """Cache folder of this stream, replacing data.cache."""
 
 
 class DataConfig(Config):
-    """What is read, and in which order."""
+    """Training data and the order in which it is read."""
 
     short_for: ClassVar[dict[str, str]] = {"root": "streams", "bucket": "streams"}
     streams: list[StreamConfig] = Field(min_length=1)
-    """At least one; those of one latent shape share their global batches."""
+    """One or more buckets of latents roots. Streams of equal latent shape share their global batches."""
     root: Place | None = Field(None, exclude=True)
-    """Short for the `root` of the one stream, so that it can be typed; the other fields stay the stream's."""
+    """Shorthand for the `root` of the only stream, for the command line. The stream's other fields are kept."""
     bucket: str | None = Field(None, exclude=True)
-    """Short for its `bucket`."""
+    """Shorthand for the `bucket` of the only stream."""
     num_workers: int = Field(8, ge=0)
-    """Loader processes per rank, where `prefetch_gb` has room for as many; the order of samples does not depend on
+    """Loader workers per rank, fewer if `prefetch_gb` is too small for them. The order of samples does not depend on
     it."""
     prefetch_gb: float = Field(8.0, gt=0)
-    """GB of host memory for the batches of a rank that are made ahead: ready ones, what processes make them of, and the
-    one in use. Where that is less than four batches, there are four."""
+    """Host memory in GB for each rank's prefetched batches, including those being collated and the one in use. At least
+    four batches are allowed."""
     num_canonical_nodes: int = Field(64, ge=1)
-    """Slices into which an epoch's order is cut, on any number of nodes; divides the global batch."""
+    """Number of slices into which an epoch's order is divided, whatever the number of machines. It must divide the
+    global batch size."""
     shuffle: bool = True
-    """Files, and samples in blocks; false: in the order of the index."""
+    """Shuffle files, and samples within blocks; false: read in the order of the index."""
     shuffle_block: int = Field(32768, ge=1)
-    """Samples of a slice that are shuffled together; a global batch mixes a block of every slice."""
+    """Number of samples of a slice that are shuffled together. A global batch mixes one block of every slice."""
     index: Literal["pinned", "newest"] = "pinned"
-    """`pinned`: a run goes on with the parts and exclusions that it began with, whatever was added to its roots or
-    recalled since. `newest`: it goes on from here with what the roots hold now."""
+    """`pinned`: a resumed run keeps the parts and exclusions it started with, even if its roots have changed since.
+    `newest`: it continues with the current content of its roots."""
     towers: list[str] | None = None
-    """Which of the roots' towers there are for the run, such as [texts.clip, features.dinov2]; null: all. It reads
-    those that its network is told of, and the one that a layer is aligned with."""
+    """Towers of the roots that the run may use, such as [texts.clip, features.dinov2]; null: all. Only those that the
+    network takes as input or is aligned with are read."""
     filter: FilterConfig | None = None
-    """Which samples of every stream to train on, by their stored scores and sizes."""
+    """Bounds on the stored scores and sizes of the samples to train on, in every stream."""
     cache: Path | None = None
-    """Local folder for copies of remote files, which are then read from there; a local root is copied too."""
+    """Local folder in which remote files are cached. Files of local roots are cached there as well."""
     cache_limit: int | None = Field(None, ge=1)
-    """Bytes of all copies in one cache folder; null: no limit."""
+    """Maximum size of a cache folder in bytes; null: no limit."""
     timeout: float = Field(300.0, gt=0)
-    """Seconds to wait for a batch before the run stops with an error."""
+    """Time in seconds to wait for a batch before the run stops with an error."""
     first_timeout: float = Field(1800.0, gt=0)
-    """The same for each loader process's first batch: until then a machine fetches and hashes a good part of a block of
-    every slice. So long other processes wait for the slowest, in the first `num_workers` steps."""
+    """Time in seconds to wait for the first batch of each loader worker, before which a machine downloads and hashes a
+    large part of a block of every slice. Other ranks wait equally long for the slowest one in the first `num_workers`
+    steps."""
 
     @model_validator(mode="before")
     @classmethod
     def _one_stream(cls, values: Any, info: ValidationInfo) -> Any:
+        """Apply the shorthands `root` and `bucket` to the only stream."""
         if not isinstance(values, dict):
             return values
         short = {name: values[name] for name in cls.short_for if values.get(name) is not None}
@@ -86,39 +89,40 @@ class DataConfig(Config):
             return values
         names = " and ".join(f"data.{name}" for name in short)
         if "data.streams" in (info.context or {}).get(OVERRIDDEN, ()):
-            raise ValueError(f"{names} and data.streams are two ways to say what is read; give one of them")
+            raise ValueError(f"{names} and data.streams both set the data to read; give only one of them")
         if len(streams) > 1:
             raise ValueError(
-                f"{names} would stand for one stream, but the file's data.streams lists {len(streams)}; change them "
-                f"there, or give data.streams whole"
+                f"{names} can only change a single stream, but the file's data.streams lists {len(streams)}; change "
+                f"them in the file, or give all of data.streams"
             )
         others = {name: value for name, value in values.items() if name not in short}
         return {**others, "streams": [{**streams[0], **short}]}
 
-    def cache_of(self, stream: StreamConfig) -> Path | None:
-        """Where a stream's files are copied to; None: they are read in place."""
+    def cache_for(self, stream: StreamConfig) -> Path | None:
+        """Return the cache folder for a stream's files, or None if they are read in place."""
         return stream.cache or self.cache
 
 
 @dataclass(frozen=True)
 class DataSpec:
-    """What the stored numbers mean, and what an epoch of them is."""
+    """The opened data of a run: encoding, streams and the length of an epoch."""
 
     image: ImageTower
     texts: dict[str, TextTower]
+    """Text towers that are read."""
     features: dict[str, FeatureTower]
-    """Those towers that are read."""
+    """Feature towers that are read."""
     uncond: dict[str, TextLatents]
-    """The empty caption's, of each text tower."""
+    """Text tower → latents of the empty caption."""
     streams: tuple["OpenStream", ...]
     steps_per_epoch: int
     num_captions: int = 1
-    """Most that a sample has."""
-    look: Look | None = None
-    """At the local files' sizes, by one process of each machine."""
+    """Maximum number of captions per sample."""
+    size_check: SizeCheck | None = None
+    """Background check of the sizes of local files, in one process per machine."""
 
-    def of_towers(self, texts: list[str], features: list[str]) -> "DataSpec":
-        """With these towers alone."""
+    def keep_towers(self, texts: list[str], features: list[str]) -> "DataSpec":
+        """Return a copy that reads only these towers."""
         return replace(
             self,
             texts={name: tower for name, tower in self.texts.items() if name in texts},
@@ -126,7 +130,7 @@ class DataSpec:
         )
 
     def sample_bytes(self, bucket: str) -> int:
-        """Of a sample in a batch, all its captions among them; trimmed ones are padded there."""
+        """Return the memory in bytes that a sample takes in a batch, with all its captions; trimmed ones are padded."""
         size = Bucket.parse(bucket)
         types = list(image.columns(self.image, size).values())
         for name, tower in self.texts.items():
@@ -138,12 +142,12 @@ class DataSpec:
 
     @property
     def lengths(self) -> dict[str, int | None]:
-        """The columns of a batch: those of tokens → how many of an untrimmed caption, others → None."""
+        """Columns of a batch → number of tokens of an untrimmed caption, or None for columns without a token axis."""
         return column_lengths(self.image, self.texts, self.features)
 
 
 def array_bytes(kind: str) -> int:
-    """Of a column of this MDS type, which says its shape: `ndarray:float16:77,1024`."""
+    """Return the size in bytes of an array of MDS type `kind`, such as `ndarray:float16:77,1024`."""
     _, dtype, shape = kind.split(":")
     return np.dtype(dtype).itemsize * math.prod(map(int, shape.split(",")))
 
@@ -151,7 +155,7 @@ def array_bytes(kind: str) -> int:
 def column_lengths(
     image: ImageTower, texts: dict[str, TextTower], features: dict[str, FeatureTower]
 ) -> dict[str, int | None]:
-    """As `DataSpec.lengths`, of these towers."""
+    """Compute `DataSpec.lengths` for these towers."""
     lengths: dict[str, int | None] = {"image_latents": None, "size": None}
     lengths |= {"image_scales": None} if image.storage == "int8" else {}
     for name, tower in texts.items():
@@ -167,28 +171,29 @@ def column_lengths(
 
 @dataclass(frozen=True)
 class OpenStream:
-    """A stream whose files were found, and how many of its samples make an epoch."""
+    """A stream whose index has been read, with the number of its samples per epoch."""
 
     config: StreamConfig
     store: Store
     latent_hw: tuple[int, int]
     files: MdsIndex
     selection: Selection | None
-    """None: no filter, all samples."""
+    """None if all samples are used."""
     num_samples: int
-    """That pass the filter."""
+    """Number of samples that pass the filter."""
     chosen: int
+    """Number of samples per epoch, after applying the weight."""
     index_sha256: str
-    """The index's id."""
+    """Id of the index."""
     encoding_id: str
     exclusions: tuple[str, ...] = ()
-    """Ids of the lists that were applied."""
+    """Ids of the exclusion lists that were applied."""
     recalled: int = 0
-    """Samples of parts that were recalled since the index was published."""
+    """Number of samples in parts that were recalled after the index was published."""
 
 
-def only_read(record: EncodingRecord, towers: list[str] | None) -> EncodingRecord:
-    """The record with those towers alone that `data.towers` names."""
+def keep_towers(record: EncodingRecord, towers: list[str] | None) -> EncodingRecord:
+    """Return the record with only those text and feature towers that `data.towers` names; None keeps all."""
     if towers is None:
         return record
     texts = {name: tower for name, tower in record.texts.items() if f"texts.{name}" in towers}
@@ -197,9 +202,9 @@ def only_read(record: EncodingRecord, towers: list[str] | None) -> EncodingRecor
 
 
 def encoding_differences(a: EncodingRecord, b: EncodingRecord) -> list[str]:
-    """Fields that differ and change what the numbers mean, as `field: here ≠ there`."""
-    # Crop, resampling, decoder, dtype and the captions' sources may differ: they change which pictures and which
-    # captions there are, not what the numbers mean.
+    """List the differences that make the latents of two roots incompatible, as `field: here ≠ there`."""
+    # Crop, resampling, decoder, dtype, caption sources and scores may differ: they change which pictures and captions
+    # there are, but not how their latents are to be interpreted.
     image = ("image.crop", "image.resampl", "image.decoder", "image.color")
-    irrelevant = (*image, "captions", "max_characters", "compute_dtype")
+    irrelevant = (*image, "captions", "max_characters", "compute_dtype", "scores")
     return [difference for difference in a.differences(b) if not difference.startswith(irrelevant)]

@@ -1,8 +1,8 @@
-"""Latents roots → streams: found, held against each other, and every file of them looked at, before a run begins.
+"""Resolve, check and open the streams of a run.
 
-`find_data` asks the roots what may change: which index and which exclusions are the newest. One process of a run does.
-`open_data` does the rest, on each; what it reads is named by content, so machines and restarts read the same. Of the
-processes of a machine, one reads it, and the others map what that one made (`node.py`).
+`find_data` runs in one process of a run and reads everything that can change: which index and which exclusion lists are
+the newest. `open_data` runs in every process and reads only content-named files, so all machines and restarts see the
+same data. On each machine, one process parses them and the others map the result into memory (`node.py`).
 """
 
 import hashlib
@@ -29,75 +29,77 @@ from shards.root.manifest import current_ids, load_rows, newest_manifest, read_i
 from shards.root.segments import save_arrays
 from shards.root.shared import load_uncond
 from train.data.cache import Cache
-from train.data.node import Look, check_sizes, node_folder, once_per_node
+from train.data.node import SizeCheck, check_sizes, node_folder, once_per_node
 from train.data.order import choose_per_epoch
-from train.data.selection import FilterConfig, Selection, select
-from train.data.spec import DataConfig, DataSpec, OpenStream, StreamConfig, encoding_differences, only_read
+from train.data.selection import FilterConfig, Selection, SizeBounds, select
+from train.data.spec import DataConfig, DataSpec, OpenStream, StreamConfig, encoding_differences, keep_towers
 
-LOOK_SECONDS = 10.0
-"""For so long a run waits before its first step for the look at its local files; what is found later ends it."""
+SIZE_CHECK_SECONDS = 10.0
+"""Time for which a run waits for its size check before the first step. A problem found later stops the run."""
 
 
 @dataclass(frozen=True)
 class FoundStream:
-    """What was found of a stream, beside what its index says."""
+    """The resolved state of a stream: everything that can change over time."""
 
     encoding: EncodingRecord
     index: str
-    """Id of the index that the run is pinned to."""
+    """Id of the index to which the run is pinned."""
     exclusions: tuple[str, ...]
+    """Ids of the exclusion lists to apply."""
     recalled: frozenset[str]
-    """Parts of its bucket that were recalled by now, as `part_name` has them."""
+    """Names (see `part_name`) of the bucket's parts that have been recalled so far."""
 
 
 @dataclass(frozen=True)
-class Found:
-    """What one process of a run asked of the roots."""
+class FoundData:
+    """The resolved streams of a run."""
 
     streams: tuple[FoundStream, ...]
     uncond: dict[str, TextLatents]
+    """Text tower → latents of the empty caption."""
 
 
-def find_data(config: DataConfig, pins: Sequence[Mapping[str, Any]] = ()) -> Found:
-    """Ask each root which index a stream has, unless that is pinned.
+def find_data(config: DataConfig, pins: Sequence[Mapping[str, Any]] = ()) -> FoundData:
+    """Resolve the index and the exclusion lists of every stream, unless they are pinned.
 
     Args:
-        pins: the streams of an earlier checkpoint's fingerprint; those of the same buckets hold, where
-            `config.index` says so.
+        pins: the streams in the fingerprint of an earlier checkpoint. With `config.index: pinned` they apply to streams
+            of the same bucket.
 
     Raises:
-        RequestError: a root or bucket is missing, two streams' encodings do not mean the same, or a cache would
-            endanger a root.
+        RequestError: a root or bucket is missing, the encodings of two streams are incompatible, or a cache overlaps
+            with a root.
     """
-    check_places(config)
+    check_locations(config)
     streams = []
     for number, stream in enumerate(config.streams):
         pin = pins[number] if number < len(pins) and config.index == "pinned" else {}
         streams.append(find_stream(open_store(stream.root), stream.bucket, pin))
     first = streams[0].encoding
     for stream, found in zip(config.streams[1:], streams[1:], strict=True):
-        differences = encoding_differences(*(only_read(e, config.towers) for e in (first, found.encoding)))
+        differences = encoding_differences(*(keep_towers(e, config.towers) for e in (first, found.encoding)))
         if differences:
             raise RequestError(
                 f"The roots {config.streams[0].root} and {stream.root} cannot be mixed: {'; '.join(differences)}."
             )
-    return Found(tuple(streams), load_uncond(open_store(config.streams[0].root)))
+    return FoundData(tuple(streams), load_uncond(open_store(config.streams[0].root)))
 
 
 def find_stream(store: Store, bucket: str, pin: Mapping[str, Any]) -> FoundStream:
-    """Find the index and the exclusions of a bucket: the pinned ones if `pin` is for this bucket, else the newest.
+    """Resolve the index and the exclusion lists of a bucket: pinned ones if `pin` is for this bucket, else the newest.
 
     Args:
-        pin: `bucket`, `index_sha256` and `exclusions` from a checkpoint's fingerprint; empty: nothing is pinned.
+        pin: `bucket`, `index_sha256` and `exclusions` from a checkpoint's fingerprint, or empty.
 
     Raises:
-        RequestError: there is no such root, bucket or index.
+        RequestError: the root, bucket or index does not exist.
     """
     if pin.get("bucket") != bucket:
         pin = {}
     encoding, manifest = EncodingRecord.load(store), newest_manifest(store)
     index = pin.get("index_sha256") or newest_index(store, bucket)
-    read_index(store, bucket, index)  # every machine needs it, so all of them fail here if it is missing
+    read_index(store, bucket, index)  # fail here, before the other processes open it
     return FoundStream(
         encoding=encoding,
         index=index,
@@ -107,10 +109,10 @@ def find_stream(store: Store, bucket: str, pin: Mapping[str, Any]) -> FoundStrea
 
 
 def newest_index(store: Store, bucket: str) -> str:
-    """Id of the newest index of a bucket.
+    """Return the id of a bucket's newest index.
 
     Raises:
-        RequestError: the root has no such bucket, or none that was published.
+        RequestError: the root has no such bucket, or the bucket has not been published.
     """
     found = current_ids(store)
     if bucket in found:
@@ -118,30 +120,30 @@ def newest_index(store: Store, bucket: str) -> str:
     present = ", ".join(sorted(found)) or "none"
     raise RequestError(
         f"The latents root {store.where()} has no bucket {bucket} (it has: {present}). Add it to `buckets` of "
-        f"the precompute config and run `make precompute` again; only that bucket is encoded then. (If a job that was "
-        f"killed had encoded it, `python -m shards index {store.where()}` publishes what is committed.)"
+        f"the precompute config and run `make precompute` again, which encodes only that bucket. (If a job that was "
+        f"killed has encoded it already, `python -m shards index {store.where()}` publishes its parts.)"
     )
 
 
-def open_data(config: DataConfig, global_batch_size: int, found: Found | None = None) -> DataSpec:
+def open_data(config: DataConfig, global_batch_size: int, found: FoundData | None = None) -> DataSpec:
     """Open and check every stream.
 
     Args:
-        found: `find_data`'s, of one process for all of a run; None: this process asks for itself.
+        found: the result of `find_data` in one process of the run; None to call it here.
 
     Raises:
-        RequestError: an index is missing, or a bucket or what a filter leaves of it is less than a global batch.
+        RequestError: an index is missing, or a stream has too few samples for one global batch.
     """
     found = found or find_data(config)
     streams = tuple(
         _open_stream(config, stream, theirs, global_batch_size)
         for stream, theirs in zip(config.streams, found.streams, strict=True)
     )
-    looks = int(os.environ.get("LOCAL_RANK", "0")) == 0
-    look = Look([(stream.store, stream.config.bucket, stream.files) for stream in streams]) if looks else None
-    if look is not None:
-        look.wait(LOOK_SECONDS)
-    read = chosen_towers(config, found.streams[0].encoding)
+    size_check = None
+    if int(os.environ.get("LOCAL_RANK", "0")) == 0:
+        size_check = SizeCheck([(stream.store, stream.config.bucket, stream.files) for stream in streams])
+        size_check.wait(SIZE_CHECK_SECONDS)
+    read = select_towers(config, found.streams[0].encoding)
     return DataSpec(
         image=read.image,
         texts=read.texts,
@@ -150,55 +152,62 @@ def open_data(config: DataConfig, global_batch_size: int, found: Found | None = 
         streams=streams,
         steps_per_epoch=sum(stream.chosen for stream in streams) // global_batch_size,
         num_captions=max(len(theirs.encoding.captions) for theirs in found.streams),
-        look=look,
+        size_check=size_check,
     )
 
 
-def chosen_towers(config: DataConfig, encoding: EncodingRecord) -> EncodingRecord:
-    """The record with the text and feature towers that are read.
+def select_towers(config: DataConfig, encoding: EncodingRecord) -> EncodingRecord:
+    """Return the record with only the text and feature towers that `data.towers` names.
 
     Raises:
-        RequestError: one of `data.towers` is not in the root.
+        RequestError: the root lacks one of them.
     """
     present = [*(f"texts.{name}" for name in encoding.texts), *(f"features.{name}" for name in encoding.features)]
     if missing := [tower for tower in config.towers or () if tower not in present]:
         raise RequestError(
             f"data.towers asks for {', '.join(missing)}, which {config.streams[0].root} does not have; it has "
-            f"{', '.join(present)}. Ask for these, or encode a root with that tower."
+            f"{', '.join(present)}. Choose from these, or encode a root with that tower."
         )
-    return only_read(encoding, config.towers)
+    return keep_towers(encoding, config.towers)
 
 
-def check_places(config: DataConfig) -> None:
-    """Each bucket once; a cache for what is remote, and never in a root's way.
+def check_locations(config: DataConfig) -> None:
+    """Check that no bucket occurs twice, that remote roots have a cache, and that no cache overlaps with a root.
 
     Raises:
-        RequestError: what is wrong, and where.
+        RequestError: one of these is violated.
     """
-    places = [(resolved(stream.root), stream.bucket) for stream in config.streams]
-    roots = [place for place, _ in places if isinstance(place, Path)]
-    for stream, place in zip(config.streams, places, strict=True):
-        if places.count(place) > 1:
-            raise RequestError(f"data.streams names {stream.root}/{stream.bucket} twice; raise its weight instead.")
-        cache = config.cache_of(stream)
+    buckets = [(resolve_root(stream.root), stream.bucket) for stream in config.streams]
+    roots = [root for root, _ in buckets if isinstance(root, Path)]
+    for stream, bucket in zip(config.streams, buckets, strict=True):
+        if buckets.count(bucket) > 1:
+            raise RequestError(
+                f"data.streams lists {stream.root}/{stream.bucket} twice. List it once, with a higher weight."
+            )
+        cache = config.cache_for(stream)
         if cache is None:
-            if not isinstance(place[0], Path):
+            if not isinstance(bucket[0], Path):
                 raise RequestError(
-                    f"{stream.root} is remote: set data.cache to a local folder, in which copies of its files are read."
+                    f"{stream.root} is remote: set data.cache to a local folder, into which its files are downloaded."
                 )
             continue
         folder = cache.resolve()
         for root in roots:
             if folder == root or folder in root.parents or root in folder.parents:
                 raise RequestError(
-                    f"data.cache {cache} and the latents root {root} lie one in the other. Copies are removed from a "
-                    f"cache; give it a folder of its own."
+                    f"data.cache {cache} overlaps with the latents root {root}. A cache deletes files, so give it a "
+                    f"folder outside the root."
                 )
         Cache(cache, config.cache_limit).check()
 
 
 def _open_stream(data: DataConfig, stream: StreamConfig, found: FoundStream, global_batch_size: int) -> OpenStream:
-    store, folder = open_store(stream.root), node_folder(data.cache_of(stream))
+    """Open a stream.
+
+    Raises:
+        RequestError: its index is missing, it has too few samples, or `data.cache_limit` is too small for its files.
+    """
+    store, folder = open_store(stream.root), node_folder(data.cache_for(stream))
     files = map_index(store, stream.bucket, found, folder)
     bounds = stream.filter or data.filter
     selection = _map_selection(store, stream.bucket, files, bounds, found, folder)
@@ -208,15 +217,15 @@ def _open_stream(data: DataConfig, stream: StreamConfig, found: FoundStream, glo
         passing = "" if selection is None else f", of which {num_samples} remain ({selection.explain()})"
         loosen = "loosen the filter, " if bounds and bounds.bounds else ""
         raise RequestError(
-            f"{store.where(stream.bucket)} holds {files.num_samples} samples{passing}; {stream.weight:g} passes over "
-            f"them do not fill one global batch of {global_batch_size}. Encode more shards, {loosen}raise the "
-            f"stream's weight, or lower global_batch_size."
+            f"{store.where(stream.bucket)} holds {files.num_samples} samples{passing}. With weight {stream.weight:g} "
+            f"they do not fill one global batch of {global_batch_size}. Encode more shards, {loosen}raise the stream's "
+            f"weight, or lower global_batch_size."
         )
     largest = int(files.sizes.max())
-    if data.cache_of(stream) and data.cache_limit is not None and data.cache_limit < 2 * largest:
+    if data.cache_for(stream) and data.cache_limit is not None and data.cache_limit < 2 * largest:
         raise RequestError(
-            f"data.cache_limit {data.cache_limit} is less than two files of {store.where(stream.bucket)} ({largest} "
-            f"bytes each at most). Raise it."
+            f"data.cache_limit {data.cache_limit} is less than two files of {store.where(stream.bucket)}, which have "
+            f"up to {largest} bytes each. Set it to at least {2 * largest}."
         )
     recalled = np.isin(files.parts["name"], [name.encode() for name in found.recalled])
     return OpenStream(
@@ -235,16 +244,16 @@ def _open_stream(data: DataConfig, stream: StreamConfig, found: FoundStream, glo
 
 
 def map_index(store: Store, bucket: str, found: FoundStream, folder: Path) -> MdsIndex:
-    """A bucket's files, parsed once per machine.
+    """Return the files of a bucket, in memory that all processes of the machine share.
 
     Raises:
-        RequestError: the root has no such index, or it is not one that stage 1 wrote.
+        RequestError: the index is missing, or was not written by stage 1.
     """
     columns = tuple(index_columns(found.encoding, bucket))
 
     def make(target: Path) -> None:
         save_arrays(load_rows(store, found.index, read_index(store, bucket, found.index)), target)
-        pa.default_memory_pool().release_unused()  # this process would keep what the others never had
+        pa.default_memory_pool().release_unused()  # otherwise this process would use more memory than the others
 
     return MdsIndex.mapped(once_per_node(folder, f"{bucket}.{found.index}", make), columns)
 
@@ -252,12 +261,18 @@ def map_index(store: Store, bucket: str, found: FoundStream, folder: Path) -> Md
 def _map_selection(
     store: Store, bucket: str, files: MdsIndex, config: FilterConfig | None, found: FoundStream, folder: Path
 ) -> Selection | None:
-    """The samples that pass, found once per machine; None: all."""
+    """Return the samples to train on, computed once per machine, or None if they are all of them."""
     config = config or FilterConfig()
     if not config.bounds and not found.exclusions:
         return None
-    told = json.dumps([found.index, config.model_dump(mode="json"), found.exclusions])
-    key = hashlib.sha256(told.encode()).hexdigest()
+    stored = [*SizeBounds.model_fields, *found.encoding.scores]
+    if missing := [name for name in config.bounds if name not in stored]:
+        raise RequestError(
+            f"The filter bounds {', '.join(missing)}, but {store.where()} stores only {', '.join(stored)}. Filter by "
+            f"these, or encode a root with that score."
+        )
+    identity = json.dumps([found.index, config.model_dump(mode="json"), found.exclusions])
+    key = hashlib.sha256(identity.encode()).hexdigest()
 
     def make(target: Path) -> None:
         excluded = [load_exclusion(store, id) for id in found.exclusions]
@@ -266,13 +281,13 @@ def _map_selection(
     return Selection.mapped(once_per_node(folder, f"{bucket}.{key}", make))
 
 
-def what_is_wrong(spec: DataSpec) -> str:
-    """Of a run that gets no more batches: the first local file that is not as its index says, or that none is."""
-    found = (check_sizes(stream.store, stream.config.bucket, stream.files) for stream in spec.streams)
-    sound = "Every local file is there with its size, and none was found damaged: storage may stall."
-    return next(filter(None, found), sound)
+def diagnose_storage(spec: DataSpec) -> str:
+    """Return a probable reason why no batches arrive: a local file that is missing or truncated, or hung storage."""
+    problems = (check_sizes(stream.store, stream.config.bucket, stream.files) for stream in spec.streams)
+    intact = "All local files exist and have the right size, and none was found damaged: the storage may have stalled."
+    return next(filter(None, problems), intact)
 
 
-def resolved(root: Path | str) -> Path | str:
-    """A root's place, by which two names of one folder are told to be the same."""
+def resolve_root(root: Path | str) -> Path | str:
+    """Return a canonical form of a root's location, so that different paths to the same folder compare equal."""
     return root.resolve() if isinstance(root, Path) else root

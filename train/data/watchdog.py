@@ -1,4 +1,4 @@
-"""Ends a process that waits too long for what cannot be interrupted, such as a read from storage that stalls."""
+"""Terminates the process when it blocks too long in something uninterruptible, such as a read from hung storage."""
 
 import os
 import sys
@@ -14,10 +14,13 @@ DIAGNOSIS_SECONDS = 10.0
 
 
 class Watchdog:
-    """One thread; it looks on only within `watching`."""
+    """A background thread that enforces a deadline while the process is inside `watching`."""
 
     def __init__(self, explain: Callable[[], str]):
-        """`explain`: what may be wrong; it may itself stall, and is then left out."""
+        """
+        Args:
+            explain: returns a probable cause for the error message. It may hang as well; the message then omits it.
+        """
         self.explain = explain
         self.seconds = 0.0
         self.deadline: float | None = None
@@ -26,7 +29,7 @@ class Watchdog:
 
     @contextmanager
     def watching(self, seconds: float) -> Iterator[None]:
-        """If the body takes longer than `seconds`, the process ends with exit code 1 and says why."""
+        """Terminate the process with exit code 1 and an error message if the body takes longer than `seconds`."""
         with self.changed:
             self.seconds, self.deadline = seconds, time.monotonic() + seconds
             self.changed.notify()
@@ -47,7 +50,7 @@ class Watchdog:
 
 
 def diagnose(explain: Callable[[], str]) -> str | None:
-    """What `explain` says; None where it too stalls."""
+    """Return the result of `explain`, or None if it does not finish within DIAGNOSIS_SECONDS."""
     found: list[str] = []
     diagnosis = threading.Thread(target=lambda: found.append(explain()), daemon=True)
     diagnosis.start()
@@ -56,9 +59,9 @@ def diagnose(explain: Callable[[], str]) -> str | None:
 
 
 def end_process(message: str) -> NoReturn:
-    """Say why, and end with exit code 1 at once: what waits for storage cannot be interrupted or put in order."""
+    """Print the error and exit with code 1 at once. No cleanup runs, because threads may be blocked on storage."""
     if sys.stderr.isatty():
-        sys.stderr.write("\x1b[?25h")  # the cursor, which a bar hides
+        sys.stderr.write("\x1b[?25h")  # show the cursor, which a progress bar hides
     say(WorkError(message))
     sys.stdout.flush()
     os._exit(WorkError.exit_code)

@@ -1,6 +1,1 @@
-"""The result.
-
-Inside: the pipeline's assembly, its model card, the pipeline for trimmed captions, averages rebuilt from snapshots.
-In: a run folder, and the encoders of its latents.
-Out: a folder that `from_pretrained` loads.
-"""
+"""Export of a run as a diffusers pipeline with a model card, and post-hoc averages of its weights."""

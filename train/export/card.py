@@ -1,4 +1,4 @@
-"""The model card of an export: what was trained, on what, and how to sample from it. Its Markdown is card.md."""
+"""The model card of an exported pipeline: how it was trained, on which data, and how to sample. Template: card.md."""
 
 import inspect
 from pathlib import Path
@@ -19,9 +19,9 @@ from train.objective.config import ObjectiveConfig
 
 CARD = Path(__file__).with_name("card.md")
 SIZES = ("block_out_channels", "cross_attention_dim", "num_layers", "num_attention_heads", "depth", "hidden_size")
-"""Fields of a network's config that the card shows, where it has them."""
+"""Fields of a network's config that the card lists if they are present."""
 GUIDANCE = 5.0
-"""Scale of true classifier-free guidance in the card's code, where the pipeline's default is none."""
+"""Guidance scale in the card's code for pipelines whose default is no classifier-free guidance."""
 
 
 def model_card(
@@ -35,20 +35,24 @@ def model_card(
     scheduler: Any,
     trimmed: bool = False,
 ) -> str:
-    """README.md of the export of a checkpoint, whose state.json holds `checkpoint`.
+    """Return the text of an export's README.md.
 
     Args:
-        target: where the export will be, for the card's own code.
-        texts: the pipeline's, in its order.
-        weights: the checkpoint's folder that was exported: `unet`, or `ema` for the moving average.
-        trimmed: it is the pipeline of trimmed_pipeline.py.
+        target: folder of the export, used in the card's code.
+        checkpoint: content of the checkpoint's state.json.
+        texts: the pipeline's text towers, in its order.
+        weights: name of the exported weights folder: `unet`, or `ema` for the moving average.
+        trimmed: whether the pipeline is the one of trimmed_pipeline.py.
     """
     fingerprint, pipeline = checkpoint["fingerprint"], config.backbone.pipeline.class_name
     sizes = trained_sizes(fingerprint)
     stock = pipeline == PipelineConfig().class_name
-    own = "trust_remote_code=True"
+    trust = "trust_remote_code=True"
     hashes = [sha256 for name, sha256 in checkpoint["files"].items() if name.startswith(f"{weights}/diffusion")]
-    streams = zip(fingerprint["streams"], config.data.streams, strict=True)
+    streams = [
+        _describe_stream(stream, stream_config.filter or config.data.filter)
+        for stream, stream_config in zip(fingerprint["streams"], config.data.streams, strict=True)
+    ]
     return CARD.read_text().format(
         title=run_dir.resolve().name,
         checkpoint=checkpoint,
@@ -57,31 +61,31 @@ def model_card(
         encoding=encoding,
         texts="\n".join(map(_describe_text, texts)),
         pipeline_class="DiffusionPipeline" if trimmed else pipeline,
-        arguments=", ".join(["folder", *([own] if trimmed else ["safety_checker=None"] if stock else [])]),
+        arguments=", ".join(["folder", *([trust] if trimmed else ["safety_checker=None"] if stock else [])]),
         folder=str(target),
         guidance=_guidance_arguments(config),
         size=sizes[0],
         sizes=", ".join(sorted(str(size) for size in sizes)),
         default=_describe_default(default_size(fingerprint, class_name(fingerprint["unet"]))),
-        start=config.init_from or config.init_unet or f"random weights of seed {config.seed}",
+        start=config.init_from or config.init_unet or f"random weights (seed {config.seed})",
         weights=_describe_weights(config, weights),
         objective=_describe_objective(config.objective),
         scheduler=type(scheduler).__name__,
-        streams="\n".join(_describe_stream(stream, its.filter or config.data.filter) for stream, its in streams),
+        streams="\n".join(streams),
         network=", ".join(f"{key} {value}" for key, value in fingerprint["unet"].items() if key in SIZES),
         weights_sha256=hashes[0] if hashes else "unknown",
     )
 
 
 def _guidance_arguments(config: TrainConfig) -> str:
-    """Write the further arguments of the card's code where the pipeline's own defaults would not guide.
+    """Return extra arguments for the card's code, if the pipeline's defaults would not use guidance as trained.
 
-    Pipelines whose `guidance_scale` is an input of the network need the trained value there, and do true
-    classifier-free guidance only if they get a negative prompt and a scale for it.
+    Pipelines whose `guidance_scale` is an input of the network need the value used in training, and apply
+    classifier-free guidance only if they are given a negative prompt and `true_cfg_scale`.
     """
     accepted = inspect.signature(getattr(diffusers, config.backbone.pipeline.class_name).__call__).parameters
     scales = [item.scale for item in config.backbone.inputs.values() if isinstance(item, Guidance)]
-    lines = [f"guidance_scale={scale:g},  # an input of the network; in training always this value" for scale in scales]
+    lines = [f"guidance_scale={scale:g},  # an input of the network, constant in training" for scale in scales]
     if "true_cfg_scale" in accepted and config.objective.caption_dropout > 0:
         lines += ['negative_prompt="",', f"true_cfg_scale={GUIDANCE:g},"]
     return "".join(f"    {line}\n" for line in lines)
@@ -89,42 +93,46 @@ def _guidance_arguments(config: TrainConfig) -> str:
 
 def _describe_default(size: Bucket | None) -> str:
     if size is None:
-        return "Always pass `height` and `width`: the pipeline's own default may be a size that was not trained."
-    return f"Without `height` and `width` the pipeline draws {size}."
+        return "Always pass `height` and `width`: the pipeline's default may be a size on which it was not trained."
+    return f"Without `height` and `width`, pictures have {size} pixels."
 
 
 def _describe_text(text: TextTower) -> str:
     named = f"{text.weights.name} (`{text.weights.sha256:.12}`)"
     tokenizer = f"{text.tokenizer.name} (`{text.tokenizer.sha256:.12}`)"
-    stored = f"stored as {text.storage}, {'trimmed to their tokens' if text.trim else 'with their padding'}"
+    stored = f"stored as {text.storage}, {'without padding tokens' if text.trim else 'with padding tokens'}"
     return f"| text encoder | {named} |\n| tokenizer | {tokenizer} |\n| captions | {stored} |"
 
 
 def _describe_weights(config: TrainConfig, weights: str) -> str:
     if weights == "unet":
-        return "as the optimizer left them"
+        return "raw weights"
     ema = config.ema
     kind = f"decay {ema.decay}" if ema.kind == "constant" else f"power function of width {ema.sigma_rel}"
-    return f"their moving average ({kind}, from step {ema.start_step} on)"
+    return f"moving average of the weights ({kind}, starting at step {ema.start_step})"
 
 
 def _describe_objective(objective: ObjectiveConfig) -> str:
     if objective.prediction == "flow_matching":
-        times = f"{objective.timestep_sampling} times"
-        normal = f" of mean {objective.logit_mean:g} and deviation {objective.logit_std:g}"
-        return f"flow matching, {times}" + normal * (objective.timestep_sampling == "logit_normal")
-    words = [f"{objective.prediction}, {objective.num_train_timesteps} steps of {objective.beta_schedule} noise"]
-    words += [f"min-SNR weights with γ = {objective.min_snr_gamma}"] * (objective.min_snr_gamma is not None)
-    words += [f"offset noise of {objective.offset_noise}"] * (objective.offset_noise > 0)
-    words += ["zero terminal SNR"] * objective.zero_terminal_snr
-    return "; ".join(words)
+        sampling = f"flow matching with {objective.timestep_sampling} timesteps"
+        if objective.timestep_sampling == "logit_normal":
+            sampling += f" (mean {objective.logit_mean:g}, standard deviation {objective.logit_std:g})"
+        return sampling
+    parts = [f"{objective.prediction} with {objective.num_train_timesteps} steps of {objective.beta_schedule} noise"]
+    if objective.min_snr_gamma is not None:
+        parts.append(f"min-SNR weighting with γ = {objective.min_snr_gamma}")
+    if objective.offset_noise > 0:
+        parts.append(f"offset noise of {objective.offset_noise}")
+    if objective.zero_terminal_snr:
+        parts.append("zero terminal SNR")
+    return "; ".join(parts)
 
 
-def _describe_stream(stream: dict[str, Any], chosen_by: FilterConfig | None) -> str:
-    of = f" with {chosen_by.describe()}" if chosen_by is not None and chosen_by.bounds else ""
-    without = ", ".join(f"`{id[:20]}`" for id in stream.get("exclusions", ()))
-    without = f"; without the samples that were excluded by {without}" if without else ""
+def _describe_stream(stream: dict[str, Any], filter: FilterConfig | None) -> str:
+    bounds = f" with {filter.describe()}" if filter is not None and filter.bounds else ""
+    lists = ", ".join(f"`{id[:20]}`" for id in stream.get("exclusions", ()))
+    excluded = f"; without the samples excluded by {lists}" if lists else ""
     return (
-        f"- {stream['samples']:,} samples at {stream['bucket']} px{of}, {stream['weight']:g} passes an epoch; encoding "
-        f"`{stream['encoding_id']}`, index `{stream['index_sha256'][:12]}`{without}"
+        f"- {stream['samples']:,} samples at {stream['bucket']} px{bounds}, {stream['weight']:g} passes per epoch; "
+        f"encoding `{stream['encoding_id']}`, index `{stream['index_sha256'][:12]}`{excluded}"
     )

@@ -1,4 +1,4 @@
-"""What a diffusers pipeline is put together from: its components by its constructor's arguments, and their index."""
+"""The components of a diffusers pipeline, derived from the arguments of its constructor, and its model_index.json."""
 
 import difflib
 import inspect
@@ -16,55 +16,57 @@ from shards.format.buckets import Bucket
 from shards.format.encoding import EncodingRecord
 from shards.format.towers import ImageTower, TextTower, Weights
 from train.config import TrainConfig
-from train.data.spec import only_read
+from train.data.spec import keep_towers
 from train.model.backbone import PipelineConfig
 from train.model.unet import UNET
 
 ZEROS = "force_zeros_for_empty_prompt"
-"""Argument of pipelines that replace a missing negative prompt by zeros."""
+"""Constructor argument of pipelines that replace a missing negative prompt by zeros."""
 
 
 def pipeline_texts(encoding: EncodingRecord, config: TrainConfig) -> list[TextTower]:
-    """The text towers that are the pipeline's, in its order.
+    """Return the text towers that the pipeline uses, in its order.
 
     Raises:
-        RequestError: the pipeline would make other numbers of a picture or a caption than the root holds.
+        RequestError: the root lacks one of them, or the pipeline would encode pictures or captions differently.
     """
     pipeline = config.backbone.pipeline
     if pipeline.class_name == PipelineConfig().class_name:
-        return [only_text(encoding, config.data.towers)]
+        return [stock_text_tower(encoding, config.data.towers)]
     if missing := [name for name in pipeline.towers if name not in encoding.texts]:
         raise RequestError(
-            f"backbone.pipeline.towers names {', '.join(missing)}, and the latents have {', '.join(encoding.texts)}."
+            f"backbone.pipeline.towers names {', '.join(missing)}, but the latents have {', '.join(encoding.texts)}. "
+            f"Choose from these."
         )
     return [encoding.texts[name] for name in pipeline.towers]
 
 
-def only_text(encoding: EncodingRecord, towers: list[str] | None) -> TextTower:
-    """The text tower that a StableDiffusionPipeline would use: the one that a run with these `data.towers` read.
+def stock_text_tower(encoding: EncodingRecord, towers: list[str] | None) -> TextTower:
+    """Return the text tower for a StableDiffusionPipeline: the only one that a run with these `data.towers` reads.
 
     Raises:
-        RequestError: the pipeline would make other numbers of a picture or a caption than the root holds.
+        RequestError: there are several, or the pipeline would encode pictures or captions differently from the root.
     """
-    read = [tower for tower in only_read(encoding, towers).texts.values() if tower.states]
+    read = [tower for tower in keep_towers(encoding, towers).texts.values() if tower.states]
     stock = ("CLIPTextModel", "last", "{}", False, ((None, None),))
     if [(tower.class_name, tower.layer, tower.template, tower.masked, tower.keep) for tower in read] != [stock]:
         raise RequestError(
-            f"StableDiffusionPipeline has one text encoder, a CLIPTextModel whose last states it takes unmasked, and "
-            f"this run's text towers are {', '.join(encoding.texts)}. Its weights are in the checkpoint's folder "
-            f"unet/, for a pipeline of your own; or name another in backbone.pipeline."
+            f"StableDiffusionPipeline uses the unmasked last hidden states of a single CLIPTextModel, which does not "
+            f"match this run's text towers ({', '.join(encoding.texts)}). Name a matching pipeline in "
+            f"backbone.pipeline, or load the weights in the checkpoint's folder unet/ into a pipeline of your own."
         )
     (text,) = read
     if encoding.image.class_name != "AutoencoderKL" or any(encoding.image.shift):
         raise RequestError(
-            f"StableDiffusionPipeline takes an AutoencoderKL without a shift; this root's is a "
-            f"{encoding.image.class_name}. The weights are in the checkpoint's folder unet/."
+            f"StableDiffusionPipeline needs an AutoencoderKL without a shift, but this root was encoded with "
+            f"{encoding.image.class_name}, shift {encoding.image.shift}. Name a matching pipeline in "
+            f"backbone.pipeline, or load the weights in the checkpoint's folder unet/ into a pipeline of your own."
         )
     return text
 
 
 def constructor(pipeline: PipelineConfig) -> Mapping[str, inspect.Parameter]:
-    """The arguments of the pipeline's class.
+    """Return the parameters of the pipeline's constructor.
 
     Raises:
         RequestError: diffusers has no such pipeline.
@@ -74,16 +76,16 @@ def constructor(pipeline: PipelineConfig) -> Mapping[str, inspect.Parameter]:
     except AttributeError as error:
         near = difflib.get_close_matches(pipeline.class_name, dir(diffusers), n=1)
         raise RequestError(
-            f"backbone.pipeline.class_name: this diffusers ({diffusers.__version__}) has no {pipeline.class_name}"
+            f"backbone.pipeline.class_name: diffusers {diffusers.__version__} has no {pipeline.class_name}"
             f"{f' (did you mean {near[0]}?)' if near else ''}."
         ) from error
 
 
 def check_unconditional(config: TrainConfig) -> None:
-    """Check that the pipeline's unconditional input is the one that stood for dropped captions in training.
+    """Check that the pipeline's unconditional input is the one that replaces dropped captions in training.
 
     Raises:
-        RequestError: one of them is zeros, and the other the empty caption.
+        RequestError: one of them is zeros and the other the empty caption.
     """
     pipeline, parameter = config.backbone.pipeline, constructor(config.backbone.pipeline).get(ZEROS)
     if config.objective.caption_dropout == 0:
@@ -97,28 +99,28 @@ def check_unconditional(config: TrainConfig) -> None:
     if parameter:
         remedy += f", or {ZEROS} in backbone.pipeline.settings to {str(trains_zeros).lower()}"
     raise RequestError(
-        f"backbone.dropped is {config.backbone.dropped}: {trained} would stand for dropped captions in training, but "
+        f"backbone.dropped is {config.backbone.dropped}: {trained} would replace dropped captions in training, but "
         f"{pipeline.class_name} uses {sampled} as its unconditional input, so guidance would rely on an input that "
-        f"the network never saw. Set {remedy}."
+        f"the network has never seen. Set {remedy}."
     )
 
 
 def check_same_encoders(encoding: EncodingRecord, config: TrainConfig) -> None:
     """Check that the network is trained on exactly the text towers that the pipeline encodes prompts with.
 
-    A pipeline that reads further towers, or lacks one, feeds the network something that it never saw: with an encoder
-    missing, some pipelines fill its place with zeros.
+    With a tower more or less, the pipeline would feed the network inputs that it has never seen; some pipelines fill
+    the place of a missing encoder with zeros.
 
     Raises:
         RequestError: backbone.inputs and backbone.pipeline.towers name different towers.
     """
     pipeline = config.backbone.pipeline
-    read = config.backbone.resolved(only_read(encoding, config.data.towers).texts).text_towers
+    read = config.backbone.resolved(keep_towers(encoding, config.data.towers).texts).text_towers
     if unread := [name for name in pipeline.towers if name not in read]:
         raise RequestError(
             f"backbone.pipeline.towers names {', '.join(unread)}, which backbone.inputs does not read: "
-            f"{pipeline.class_name} would feed the network text that it never saw in training. Add "
-            f"{' and '.join(unread)} to backbone.inputs, or train for a pipeline without it."
+            f"{pipeline.class_name} would feed the network text inputs that it has never seen. Add "
+            f"{' and '.join(unread)} to backbone.inputs, or choose a pipeline without it."
         )
     if missing := [name for name in read if name not in pipeline.towers]:
         raise RequestError(
@@ -129,7 +131,7 @@ def check_same_encoders(encoding: EncodingRecord, config: TrainConfig) -> None:
 
 
 def trained_sizes(fingerprint: Mapping[str, Any]) -> list[Bucket]:
-    """List the buckets that a run was trained on, the one with the most samples first."""
+    """Return the buckets that a run was trained on, the one with the most samples first."""
     counts = Counter[str]()
     for stream in fingerprint["streams"]:
         counts[stream["bucket"]] += stream["samples"]
@@ -137,32 +139,32 @@ def trained_sizes(fingerprint: Mapping[str, Any]) -> list[Bucket]:
 
 
 def default_size(fingerprint: Mapping[str, Any], network_class: str) -> Bucket | None:
-    """Choose the size that the exported pipeline draws unless another one is asked for.
+    """Return the default picture size of the exported pipeline, or None if it cannot be chosen.
 
-    A U-Net's `sample_size` is only such a default, and pipelines read it as a square. Other networks scale their
-    positions by it, or have a pipeline with a default of its own; for them there is no choice, hence None.
+    A U-Net's `sample_size` is only a default, which pipelines interpret as a square. Other networks scale their
+    position embeddings by it, or have a pipeline with a fixed default.
     """
     squares = [bucket for bucket in trained_sizes(fingerprint) if bucket.width == bucket.height]
     return squares[0] if network_class == UNET and squares else None
 
 
 def network_name(pipeline: PipelineConfig) -> str:
-    """What the pipeline calls the network that was trained."""
+    """Return the name of the trained network among the pipeline's components."""
     return "unet" if "unet" in constructor(pipeline) else "transformer"
 
 
 def recorded_components(pipeline: PipelineConfig, image: ImageTower, texts: list[TextTower]) -> dict[str, Weights]:
-    """Component → the model that the latents were made with.
+    """Return component → model with which the latents were encoded, for the VAE, text encoders and tokenizers.
 
     Raises:
-        RequestError: the pipeline has another number of text encoders.
+        RequestError: the number of text towers differs from the pipeline's number of text encoders.
     """
     arguments = constructor(pipeline)
     encoders = [name for name in arguments if re.fullmatch(r"text_encoder(_\d)?", name)]
     if len(encoders) != len(texts):
         raise RequestError(
-            f"{pipeline.class_name} has {', '.join(encoders)}, and backbone.pipeline.towers names {len(texts)} text "
-            f"towers. Name one for each, in this order."
+            f"{pipeline.class_name} has {', '.join(encoders)}, but backbone.pipeline.towers names {len(texts)} text "
+            f"towers. Name one for each encoder, in this order."
         )
     components = {"vae": image.weights}
     for name, text in zip(sorted(encoders), texts, strict=True):
@@ -173,11 +175,13 @@ def recorded_components(pipeline: PipelineConfig, image: ImageTower, texts: list
 def write_index(
     folder: Path, pipeline: PipelineConfig, vae: str, texts: list[TextTower], scheduler: str, own: list[str] | None
 ) -> None:
-    """Write model_index.json: the module and class of each component.
+    """Write model_index.json, which lists the module and class of each component.
 
     Args:
-        own: module in the folder and class of the pipeline, where it is none of diffusers'. A stock class then refuses
-            to load the folder unless its code is trusted, and becomes this class if it is.
+        vae: class name of the VAE.
+        scheduler: class name of the scheduler.
+        own: module (in the folder) and class of the pipeline if it is not part of diffusers. DiffusionPipeline then
+            loads that class, but only with `trust_remote_code=True`.
     """
     arguments, network = constructor(pipeline), network_name(pipeline)
     optional = {name: [None, None] for name in getattr(diffusers, pipeline.class_name)._optional_components}

@@ -1,4 +1,4 @@
-"""A run's weights, with the VAE and text encoders that its latents came from → a diffusers pipeline.
+"""Export a run as a diffusers pipeline, with the VAE and the text encoders that encoded its latents.
 
 examples:
   python -m train export runs/phase2
@@ -48,43 +48,45 @@ from train.run.saving.local_copy import copied
 
 PIPELINE_FILE = Path(__file__).with_name("trimmed_pipeline.py")
 TRIMMED = "TrimmedStableDiffusionPipeline"
-"""The class in that file."""
+"""Name of the pipeline class in that file."""
 
 
 class ExportConfig(Config):
-    """Write a diffusers pipeline: this run's weights with the VAE and text encoders that its latents came from."""
+    """Export a run as a diffusers pipeline, with the VAE and the text encoders that encoded its latents."""
 
     step: int | None = Field(None, ge=0)
-    """Which checkpoint; null: the newest that is whole."""
+    """Step of the checkpoint to export; null: the newest complete one."""
     weights: str = "auto"
-    """raw, ema, or auto, the moving average where the run has one; or a folder that `train ema RUN` wrote."""
+    """Weights to export: raw, ema, auto (ema if the run has it, else raw), or a folder written by `train ema RUN`."""
     output: Path | None = None
-    """Default: RUN/export; of a run at an address it is to be given."""
+    """Folder to write; default: RUN/export. Required if the run is at a URL."""
     vae: str | None = None
-    """Folder or hub name; default: as the latents root recorded it. Its content must be the recorded one's."""
+    """Folder or hub name of the VAE; default: as recorded in the latents root. Its content must match the record."""
     text_encoder: str | None = None
-    """The same, of the text encoder."""
+    """Folder or hub name of the text encoder, as for `vae`."""
     tokenizer: str | None = None
-    """The same, of the tokenizer."""
+    """Folder or hub name of the tokenizer, as for `vae`."""
     models: dict[str, str] = Field({})
-    """The same, of any of the pipeline's components: {"text_encoder_2": FOLDER}."""
+    """Folders or hub names of any components, as for `vae`: {"text_encoder_2": FOLDER}."""
 
 
 def export(arguments: list[str]) -> Path:
-    """Parse the command line, and write the pipeline. Returns its folder."""
+    """Run `train export`: parse the command line, write the pipeline and return its folder."""
     return write_pipeline(*load_for_run(ExportConfig, arguments, "train export", __doc__))
 
 
 def write_pipeline(run_dir: Place, options: ExportConfig) -> Path:
-    """Assemble the pipeline folder from a checkpoint; it appears whole.
+    """Write a checkpoint as a pipeline folder, atomically, and return the folder.
 
     Raises:
-        RequestError: no checkpoint, or an encoder that is not the one the latents were made with.
-        WorkError: the checkpoint is damaged, or was removed meanwhile.
+        RequestError: there is no such checkpoint, or an encoder is not the one that encoded the latents.
+        WorkError: the checkpoint is damaged, or was removed during the export.
     """
     if isinstance(run_dir, str):
         if options.output is None:
-            raise RequestError(f"{run_dir} is an address, and a pipeline a folder. Give --output FOLDER for it.")
+            raise RequestError(
+                f"{run_dir} is a URL, but a pipeline is written to a local folder. Give one with --output FOLDER."
+            )
         _check_target(options.output)
         with copied(run_dir, options.step) as (copy, checkpoint):
             return _write_pipeline(copy, checkpoint, options.output, options)
@@ -92,7 +94,7 @@ def write_pipeline(run_dir: Place, options: ExportConfig) -> Path:
         raise RequestError(f"There is no run folder {run_dir}. Give the run_dir of a training run.")
     target = options.output or run_dir / "export"
     _check_target(target)
-    return _write_pipeline(run_dir, _chosen(run_dir, options.step), target, options)
+    return _write_pipeline(run_dir, _load_checkpoint(run_dir, options.step), target, options)
 
 
 def _write_pipeline(run_dir: Path, checkpoint: Checkpoint, target: Path, options: ExportConfig) -> Path:
@@ -108,9 +110,10 @@ def _write_pipeline(run_dir: Path, checkpoint: Checkpoint, target: Path, options
     given = {"vae": options.vae, "text_encoder": options.text_encoder, "tokenizer": options.tokenizer} | options.models
     if unknown := sorted(set(options.models) - set(recorded)):
         raise RequestError(
-            f"models names {', '.join(unknown)}; {pipeline.class_name} has {', '.join(recorded)} of them."
+            f"`models` names {', '.join(unknown)}, but the components of {pipeline.class_name} are "
+            f"{', '.join(recorded)}. Choose from these."
         )
-    components = {name: _same_model(name, given.get(name), recorded) for name, recorded in recorded.items()}
+    components = {name: _matching_model(name, given.get(name), recorded) for name, recorded in recorded.items()}
     with atomic_folder(target) as private:
         for name, folder in components.items():
             _copy(folder, private / name)
@@ -132,14 +135,15 @@ def _write_pipeline(run_dir: Path, checkpoint: Checkpoint, target: Path, options
 
 
 def check_pipeline(config: TrainConfig, encoding: EncodingRecord) -> None:
-    """See that the pipeline which the config names can be made of a run over such latents.
+    """Check that a run on latents of this encoding can be exported as the pipeline that the config names.
 
     Raises:
-        RequestError: it cannot: there is no such class, its text encoders are not the towers that the network reads, or
-            its scheduler cannot be made.
+        RequestError: the class does not exist, its text encoders differ from the towers that the network reads, or its
+            scheduler cannot be built.
     """
     pipeline = config.backbone.pipeline
-    if pipeline.class_name != PipelineConfig().class_name:  # a U-Net under any text tower is trained, and not exported
+    # the default pipeline is checked at export only, because a U-Net can be trained with any text tower
+    if pipeline.class_name != PipelineConfig().class_name:
         recorded_components(pipeline, encoding.image, pipeline_texts(encoding, config))
         check_same_encoders(encoding, config)
         check_unconditional(config)
@@ -149,12 +153,12 @@ def check_pipeline(config: TrainConfig, encoding: EncodingRecord) -> None:
 def sampler(
     objective: ObjectiveConfig, latent_hw: tuple[int, int] = (64, 64)
 ) -> DDIMScheduler | DPMSolverMultistepScheduler:
-    """A deterministic sampler over the noise that the U-Net was trained under, set up as SD's are.
+    """Build a deterministic sampler for the objective's noise schedule, configured like Stable Diffusion's.
 
-    Its steps are shifted as training's times were; where that depends on the picture's size, as those of `latent_hw`.
+    Its timesteps are shifted as in training; if the shift depends on the picture size, as for latents of `latent_hw`.
 
-    Flow matching's is DPM-Solver++ along the straight line, where its first order is Euler's method: unlike diffusers'
-    FlowMatchEulerDiscreteScheduler it has what StableDiffusionPipeline asks of a scheduler, so the stock one works.
+    For flow matching it is DPM-Solver++ along the straight path, whose first order is Euler's method. Unlike diffusers'
+    FlowMatchEulerDiscreteScheduler, it works with the stock StableDiffusionPipeline.
     """
     if objective.prediction == "flow_matching":
         return DPMSolverMultistepScheduler(
@@ -162,7 +166,7 @@ def sampler(
             prediction_type="flow_prediction",
             use_flow_sigmas=True,
             **objective.shift.scheduler_settings("DPMSolverMultistepScheduler", latent_hw),
-            steps_offset=1,  # unused here; diffusers warns of any other
+            steps_offset=1,  # unused here; diffusers warns about any other value
         )
     config = noise_scheduler(objective).config
     # a schedule that ends in pure noise must be sampled from its very last step (Lin et al., 2023)
@@ -171,11 +175,12 @@ def sampler(
 
 
 def scheduler_of(pipeline: PipelineConfig, objective: ObjectiveConfig, latent_hw: tuple[int, int] = (64, 64)) -> Any:
-    """The scheduler that the config names, or else `sampler`'s. It steps where training's times were shifted to, as
-    pictures of the latents (h, w) ask for, unless its settings say otherwise.
+    """Build the scheduler that the config names, or `sampler` if it names none.
+
+    Its timesteps are shifted as in training for latents of `latent_hw`, unless its settings override that.
 
     Raises:
-        RequestError: diffusers has none of that name, or it does not take these settings.
+        RequestError: diffusers has no scheduler of that name, or it does not accept these settings.
     """
     if pipeline.scheduler is None:
         return sampler(objective, latent_hw)
@@ -186,31 +191,37 @@ def scheduler_of(pipeline: PipelineConfig, objective: ObjectiveConfig, latent_hw
         )
     except (AttributeError, TypeError, ValueError) as error:
         raise RequestError(
-            f"backbone.pipeline.scheduler: {pipeline.scheduler} with {pipeline.scheduler_settings} cannot be made: "
-            f"{error}. Give a scheduler of diffusers and settings that it has."
+            f"backbone.pipeline.scheduler: {pipeline.scheduler} with {pipeline.scheduler_settings} cannot be built: "
+            f"{error}. Name a scheduler of diffusers, with settings that it accepts."
         ) from error
 
 
 def _check_target(target: Path) -> None:
+    """Check that the export may replace `target`: it is absent, empty, or an earlier export.
+
+    Raises:
+        RequestError: it may not.
+    """
     if target.exists() and not target.is_dir():
-        raise RequestError(f"{target} is a file, and a pipeline is a folder. Give another --output.")
+        raise RequestError(f"{target} is a file, but a pipeline is written to a folder. Give a different --output.")
     if target.exists() and any(target.iterdir()) and not (target / "model_index.json").is_file():
         raise RequestError(
-            f"{target} holds something else than a pipeline, and would be replaced. Give another --output."
+            f"{target} holds files that are not a pipeline, which the export would delete. Give a different --output."
         )
 
 
-def _chosen(run_dir: Path, step: int | None) -> Checkpoint:
+def _load_checkpoint(run_dir: Path, step: int | None) -> Checkpoint:
+    """Return the verified checkpoint of a step, or the newest complete one."""
     checkpoint = newest_checkpoint(run_dir) if step is None else verify_checkpoint(step_folder(run_dir, step))
     if checkpoint is None:
-        raise RequestError(f"{run_dir} has no complete checkpoint: there is nothing to export yet.")
+        raise RequestError(f"{run_dir} has no complete checkpoint yet, so there is nothing to export.")
     return checkpoint
 
 
 def _complete_config(path: Path, config: TrainConfig, checkpoint: Checkpoint, encoding: EncodingRecord) -> None:
-    """Add what a sampler must know of training to the exported network's config.json.
+    """Add to the exported network's config.json what a sampler needs to know about training.
 
-    diffusers keeps fields that begin with an underscore, and ignores them.
+    diffusers keeps fields whose names begin with an underscore, and ignores them.
     """
     fields = json.loads(path.read_text())
     if size := default_size(checkpoint.content["fingerprint"], class_name(fields)):
@@ -222,23 +233,31 @@ def _complete_config(path: Path, config: TrainConfig, checkpoint: Checkpoint, en
 
 
 def _copy(folder: Path, target: Path) -> None:
+    """Copy a folder.
+
+    Raises:
+        WorkError: the folder was removed meanwhile.
+    """
     try:
         shutil.copytree(folder, target, copy_function=shutil.copyfile)
     except (FileNotFoundError, shutil.Error) as error:
         if folder.exists():
             raise
         raise WorkError(
-            f"{folder} was removed while it was read: a run keeps its newest checkpoints alone. Set checkpoint.keep or "
-            f"checkpoint.keep_every so that those to export stay."
+            f"{folder} was removed while it was being read, because a run keeps only its newest checkpoints. Set "
+            f"checkpoint.keep or checkpoint.keep_every to keep those that you want to export."
         ) from error
 
 
-def _same_model(kind: str, given: str | None, recorded: Weights) -> Path:
+def _matching_model(name: str, given: str | None, recorded: Weights) -> Path:
+    """Return the folder of component `name`: the given one, or else the recorded one."""
     folder = model_folder(given or recorded.name)
     found = hash_weights(str(folder), folder)
     if found.sha256 != recorded.sha256:
+        has_own_option = name in ExportConfig.model_fields
+        option = f"--{name} FOLDER" if has_own_option else f"""--models '{{"{name}": "FOLDER"}}'"""
         raise RequestError(
-            f"{folder} is not the {kind} that the latents were made with ({recorded.name}): its content hashes to "
-            f"{found.sha256[:12]}…, not {recorded.sha256[:12]}…. Give the right one with --{kind} FOLDER."
+            f"{folder} is not the {name} with which the latents were encoded ({recorded.name}): its content has the "
+            f"hash {found.sha256[:12]}… instead of {recorded.sha256[:12]}…. Give the right one with {option}."
         )
     return folder

@@ -1,4 +1,6 @@
-"""A moving average of any width, rebuilt after training from snapshots of a few (Karras et al., 2024, appendix C).
+"""Rebuild a weight average of any width after training, from snapshots of a few averages.
+
+The method is post-hoc EMA (Karras et al., 2024, appendix C).
 
 examples:
   python -m train ema runs/phase2 --std 0.07
@@ -34,33 +36,38 @@ RECORD = "average.json"
 
 
 class RebuildConfig(Config):
-    """Rebuild the average of a width from a run's snapshots, as a folder of weights that diffusers and export load."""
+    """Rebuild a weight average of a given width from a run's snapshots, for `train export` or to load in diffusers."""
 
     std: Width
-    """Its standard deviation in time, as a share of the steps done; EDM2's best were 0.04 to 0.15."""
+    """Width of the average: its standard deviation in time, relative to the number of steps. EDM2's best values were
+    0.04 to 0.15."""
     step: int | None = Field(None, ge=1)
-    """Which snapshot it ends at; null: the last."""
+    """Step of the last snapshot to use; null: the newest."""
     output: Path | None = None
-    """Default: RUN/posthoc/std-STD-step-STEP."""
+    """Folder to write; default: RUN/posthoc/std-STD-step-STEP."""
 
 
 def rebuild_average(arguments: list[str]) -> Path:
-    """Parse the command line, and write the average. Returns its folder."""
+    """Run `train ema`: parse the command line, write the average and return its folder."""
     run_dir, options = load_for_run(RebuildConfig, arguments, "train ema", __doc__)
     if isinstance(run_dir, str):
-        raise RequestError(f"train ema reads a run folder of this machine, not {run_dir}: copy that here first.")
+        raise RequestError(
+            f"train ema reads a local run folder, but {run_dir} is a URL. Copy the run to a local folder first."
+        )
     return write_average(run_dir, options)
 
 
 def write_average(run_dir: Path, options: RebuildConfig) -> Path:
-    """Write the folder: config.json, weights, and which snapshots went in with what weight. It appears whole.
+    """Write the average as a folder, atomically, and return the folder.
+
+    It holds config.json, the weights, and a record of the snapshots with their coefficients.
 
     Raises:
-        RequestError: there are no snapshots, or none of that step.
-        DamagedFile: a snapshot is not as it was written.
-        WorkError: a snapshot holds what is not finite.
+        RequestError: there are no snapshots, or none of the given step.
+        DamagedFile: a snapshot is damaged.
+        WorkError: a snapshot has non-finite values.
     """
-    snapshots = [verify_checkpoint(folder) for folder in chosen_snapshots(run_dir, options.step)]
+    snapshots = [verify_checkpoint(folder) for folder in select_snapshots(run_dir, options.step)]
     step = snapshots[-1].state.step
     averages = [(snapshot, name) for snapshot in snapshots for name in average_names(snapshot)]
     steps, stds = [snapshot.state.step for snapshot, _ in averages], [float(name[4:]) for _, name in averages]
@@ -68,9 +75,7 @@ def write_average(run_dir: Path, options: RebuildConfig) -> Path:
     folders = [snapshot.folder / name for snapshot, name in averages]
     target = options.output or run_dir / SNAPSHOTS / f"std-{average_name(options.std)[4:]}-step-{step:08d}"
     if target.exists() and not (target / RECORD).is_file():
-        raise RequestError(
-            f"{target} holds something else than an average, and would be replaced. Give another --output."
-        )
+        raise RequestError(f"{target} exists and is not an average that this command wrote. Give a different --output.")
     with atomic_folder(target) as private:
         shutil.copyfile(folders[-1] / "config.json", private / "config.json")
         write_tensors(private / WEIGHTS_NAME, combine(folders, coefficients))
@@ -84,53 +89,55 @@ def write_average(run_dir: Path, options: RebuildConfig) -> Path:
     return target
 
 
-def chosen_snapshots(run_dir: Path, step: int | None) -> list[Path]:
-    """Snapshots up to `step`, oldest first.
+def select_snapshots(run_dir: Path, step: int | None) -> list[Path]:
+    """Return the snapshots up to `step`, oldest first.
 
     Raises:
-        RequestError: there are none, or none of that step.
+        RequestError: there are no snapshots, or none of that step.
     """
     folders = list_checkpoints(run_dir / SNAPSHOTS)
     if not folders:
         raise RequestError(
-            f"{run_dir}/{SNAPSHOTS} holds no snapshots. Train with ema.snapshot_every, and the averages of ema.std are "
-            f"held and kept."
+            f"{run_dir}/{SNAPSHOTS} has no snapshots from which to rebuild an average. Set ema.snapshot_every and "
+            f"ema.std before training."
         )
     steps = [step_of(folder) for folder in folders]
     if step is not None and step not in steps:
         nearest = sorted(sorted(steps, key=lambda other: abs(other - step))[:3])
         raise RequestError(
-            f"{run_dir} has no snapshot of step {step}; the nearest are {', '.join(map(str, nearest))}. Give one of "
-            f"these as --step."
+            f"{run_dir} has no snapshot of step {step}; the nearest are {', '.join(map(str, nearest))}. Choose "
+            f"one of these with --step."
         )
     return [folder for folder in folders if step is None or step_of(folder) <= step]
 
 
 def average_names(snapshot: Checkpoint) -> list[str]:
-    """Folders of the averages in a snapshot: `ema-0.050`, …."""
+    """Return the folder names of a snapshot's averages, such as `ema-0.050`."""
     return sorted(path.parent.name for path in map(Path, snapshot.content["files"]) if path.name == WEIGHTS_NAME)
 
 
 def combine(folders: list[Path], coefficients: np.ndarray) -> dict[str, Tensor]:
-    """Name → Σ coefficient · tensor over the folders' weights, in float64, as float32; what is alike in all, as it is.
+    """Return name → Σ coefficient · tensor over the folders, computed in float64 and rounded to float32.
+
+    Tensors that are equal in all folders, and integer buffers, are copied unchanged.
 
     Raises:
-        WorkError: one is not finite.
+        WorkError: a result is not finite.
     """
     files = [safe_open(folder / WEIGHTS_NAME, "pt") for folder in folders]
     combined = {}
     for name in files[0].keys():  # noqa: SIM118
         first = files[0].get_tensor(name)
-        total, alike = torch.zeros_like(first, dtype=torch.float64), True
+        total, equal = torch.zeros_like(first, dtype=torch.float64), True
         for file, coefficient in zip(files, coefficients.tolist(), strict=True):
             tensor = file.get_tensor(name)
             total += coefficient * tensor.double()
-            alike &= tensor.equal(first)
+            equal &= tensor.equal(first)
         if not bool(torch.isfinite(total).all()):
             raise WorkError(
-                f"A snapshot below {folders[0].parents[1]} holds {name} with numbers that are not finite: they are "
-                f"beyond float16. Train with ema.snapshot_dtype float32."
+                f"{name} has non-finite values in a snapshot below {folders[0].parents[1]}, because the weights "
+                f"overflow float16. Train with ema.snapshot_dtype float32."
             )
-        averaged = (first if alike else total).float()
-        combined[name] = averaged if first.is_floating_point() else first  # buffers of whole numbers
+        averaged = (first if equal else total).float()
+        combined[name] = averaged if first.is_floating_point() else first  # integer buffers
     return combined

@@ -1,4 +1,4 @@
-"""StableDiffusionPipeline for a U-Net that was trained on trimmed captions: padding tokens are masked out.
+"""StableDiffusionPipeline for a U-Net that was trained on captions without padding: it masks padding tokens out.
 
 DiffusionPipeline.from_pretrained(FOLDER, trust_remote_code=True)
 """
@@ -10,13 +10,13 @@ from diffusers import StableDiffusionPipeline
 
 
 class TrimmedStableDiffusionPipeline(StableDiffusionPipeline):
-    """The stock pipeline, with the cross-attention mask that it does not pass on its own."""
+    """The stock pipeline, extended by the cross-attention mask that it does not pass to the U-Net."""
 
     def encode_prompt(self, prompt: Any, device: Any, num_images_per_prompt: int, *args: Any, **kwargs: Any) -> Any:
-        """As the stock one does; remembers which tokens of the prompts, and of the negative ones, are real."""
+        """Encode prompts like the stock pipeline, and remember which tokens are not padding."""
         if prompt is None:
             raise ValueError(
-                "This pipeline needs the prompt's text: from embeddings it cannot tell words from padding."
+                "This pipeline needs the prompt as text, because embeddings do not show which tokens are padding."
             )
         negative = args[1] if len(args) > 1 else kwargs.get("negative_prompt")
         prompts = [prompt] if isinstance(prompt, str) else list(prompt)
@@ -26,13 +26,14 @@ class TrimmedStableDiffusionPipeline(StableDiffusionPipeline):
         return super().encode_prompt(prompt, device, num_images_per_prompt, *args, **kwargs)
 
     def _real_tokens(self, prompts: list[str], device: Any) -> torch.Tensor:
+        """Return a mask (prompts, tokens), 1 for tokens and 0 for padding."""
         length = self.tokenizer.model_max_length
         counts = torch.tensor([min(len(ids), length) for ids in self.tokenizer(prompts).input_ids], device=device)
         return (torch.arange(length, device=device) < counts[:, None]).float()
 
     @torch.no_grad()
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """As the stock pipeline's; the U-Net gets an `encoder_attention_mask` at each step."""
+        """Sample like the stock pipeline, passing `encoder_attention_mask` to the U-Net at each step."""
 
         def add_mask(module: Any, inputs: Any, keywords: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
             guided = len(inputs[0]) == 2 * len(self._mask)

@@ -81,7 +81,7 @@ class StoredLatents:
             factor = (config.size_jitter * draws.normal(Purpose.SIZE_JITTER, ())).exp()
             sizes = (sizes * factor[:, None]).round().to(sizes.dtype)
         if config.size_dropout:
-            sizes = sizes * ~draws.chances(Purpose.SIZE_DROPOUT, config.size_dropout, 1)
+            sizes = sizes * ~draws.bernoulli(Purpose.SIZE_DROPOUT, config.size_dropout, 1)
         return batch if sizes is batch.columns["size"] else replace(batch, columns=batch.columns | {"size": sizes})
 
     def _text(self, name: str, tower: TextTower, batch: Batch, dropped: Tensor) -> TextConditioning:

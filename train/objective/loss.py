@@ -115,7 +115,7 @@ class DiffusionLoss:
         draws.draw(counts | self.latents.draws_per_sample(batch) | self._offsets_per_sample)
         height, width = batch.columns["image_latents"].shape[2:]
         timesteps = self.path.shifted(self.path.timesteps(draws), (height, width))
-        dropped = draws.chances(Purpose.CAPTION_DROPOUT, self.caption_dropout, num_drops)
+        dropped = draws.bernoulli(Purpose.CAPTION_DROPOUT, self.caption_dropout, num_drops)
         noised = self.noised_at(self.latents.told_sizes(batch, draws), timesteps, dropped, draws)
         coefficient = config.coefficient(draws.step) if config else 0.0
         return replace(noised, weight=self.path.weight(timesteps), coefficient=coefficient)

@@ -24,7 +24,7 @@ from train.data.batch import Batch, Collate
 from train.data.draws import Draws
 from train.data.node import node_folder
 from train.data.selection import FilterConfig, select_part
-from train.data.spec import column_lengths, encoding_differences, only_read
+from train.data.spec import column_lengths, encoding_differences, keep_towers
 from train.data.streams import FoundStream, find_stream, map_index
 from train.model.ema import Ema
 from train.model.sharding import reshard
@@ -207,7 +207,7 @@ def open_validation(
     encoding = found.stream.encoding
     training = training.model_copy(update={"features": {}})  # nothing is aligned here
     read = [f"texts.{name}" for name in training.texts]
-    differences = encoding_differences(training, only_read(encoding, read))
+    differences = encoding_differences(training, keep_towers(encoding, read))
     if differences:
         raise RequestError(
             f"The validation root {config.root} does not fit the training data: {'; '.join(differences)}."

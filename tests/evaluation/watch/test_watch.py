@@ -249,7 +249,9 @@ def test_a_run_at_an_address(trained: Path, words: list[str], s3: str, tmp_path:
         export([str(run), "--output", str(tmp_path / f"{at}")]) for at, run in enumerate((f"{s3}/run", trained))
     )
     assert hash_pipeline(there) == hash_pipeline(here)
-    with pytest.raises(RequestError, match=r"is an address, and a pipeline a folder. Give --output FOLDER"):
+    with pytest.raises(
+        RequestError, match=r"is a URL, but a pipeline is written to a local folder\. Give one with --o"
+    ):
         export([f"{s3}/run"])
     with pytest.raises(RequestError, match=r"has no checkpoint step-00000005. It has step-00000002, step-"):
         export([f"{s3}/run", "--step", "5", "--output", str(tmp_path / "c")])

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from precompute.input.captions import CleanCaption, clean_caption, read_captions, read_scores
 from precompute.input.reject import Reject
 from precompute.input.tars import RawSample, Tar
+from shards.format.scores import LAION_SCORES
 from tests.conftest import precompute_config
 from tests.tiny import make_tar
 
@@ -105,17 +106,17 @@ def test_caption_fields_that_make_no_sense(models: Path, tars: Path, fields: lis
 
 @pytest.mark.parametrize("score", [10**400, -(10**39), 1e39, float("inf"), float("nan"), True, "5", None, [5.0]])
 def test_values_out_of_float32_range_are_not_scores(score: object) -> None:
-    np.testing.assert_array_equal(read_scores({"punsafe": score}), np.full(4, np.nan, np.float32))
+    np.testing.assert_array_equal(read_scores({"punsafe": score}, LAION_SCORES), np.full(4, np.nan, np.float32))
 
 
 @pytest.mark.parametrize("sign", [1, -1])
 def test_all_values_in_float32_range_are_scores(sign: int) -> None:
     largest = float(np.finfo(np.float32).max)
     for score in (largest, np.nextafter(largest, 0), 1e-45, 2**127):
-        np.testing.assert_array_equal(read_scores({"punsafe": sign * score})[2], np.float32(sign * score))
-    assert np.isnan(read_scores({"punsafe": sign * np.nextafter(largest, np.inf)})[2])
+        np.testing.assert_array_equal(read_scores({"punsafe": sign * score}, LAION_SCORES)[2], np.float32(sign * score))
+    assert np.isnan(read_scores({"punsafe": sign * np.nextafter(largest, np.inf)}, LAION_SCORES)[2])
 
 
 def test_scores_under_any_spelling() -> None:
     metadata = {"AESTHETIC_SCORE": 5.5, "punsafe": 0, "similarity": None, "pwatermark": "0.3"}
-    np.testing.assert_array_equal(read_scores(metadata), np.array([5.5, np.nan, 0.0, np.nan], np.float32))
+    np.testing.assert_array_equal(read_scores(metadata, LAION_SCORES), np.array([5.5, np.nan, 0.0, np.nan], np.float32))

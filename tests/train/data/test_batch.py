@@ -1,4 +1,4 @@
-"""Where the memory of a batch is: shared with the training process, if a loader process fills it."""
+"""Loader workers collate batches into shared memory."""
 
 import numpy as np
 import pytest
@@ -9,7 +9,7 @@ from train.data.batch import Batch, Collate
 
 
 def samples(count: int) -> list[dict[str, object]]:
-    """What a reader of shards gives; texts of 1, 2, 3 … tokens."""
+    """Samples as read from MDS files, with captions of 1, 2, 3 … tokens."""
     return [
         {
             "key": str(i),
@@ -21,12 +21,12 @@ def samples(count: int) -> list[dict[str, object]]:
 
 
 def tensors(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-    """Those that are stacked from samples."""
+    """The tensors that are stacked from samples."""
     return batch.columns["image_latents"], batch.columns["text_latents.text"]
 
 
 class SayWhere(Collate):
-    """What a batch is, and whether its tensors were in shared memory before they were sent."""
+    """Returns a batch, and whether its tensors were in shared memory before they were sent."""
 
     def __call__(self, samples: list[dict[str, object]]) -> tuple[Batch, list[bool]]:  # type: ignore[override]
         batch = super().__call__(samples)
@@ -34,7 +34,7 @@ class SayWhere(Collate):
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_loader_process_fills_memory_that_the_training_process_sees(num_workers: int) -> None:
+def test_a_loader_worker_collates_into_shared_memory(num_workers: int) -> None:
     collate = SayWhere(torch.arange(3), {"image_latents": None, "text_latents.text": 3, "num_tokens.text": None})
     ((batch, shared),) = DataLoader(samples(3), 3, collate_fn=collate, num_workers=num_workers)  # type: ignore[arg-type]
     assert shared == [num_workers > 0] * 2

@@ -1,4 +1,4 @@
-"""One of a sample's captions per step: which one depends on seed, step and global slot alone."""
+"""Each step uses one of a sample's captions, chosen by seed, step and global slot only."""
 
 import json
 from pathlib import Path
@@ -29,7 +29,7 @@ FIELDS = ["txt", "json:blip", "json:human"]
 
 @pytest.fixture(scope="module")
 def several(tmp_path_factory: pytest.TempPathFactory, models: Path) -> dict[str, Path]:
-    """Roots of 24 samples with one to three captions each, by text storage; the last holds the first caption alone."""
+    """Roots of 24 samples with one to three captions each, by text storage; the last has only the first one."""
     folder = tmp_path_factory.mktemp("several")
     samples = make_samples(0, 24, [(80, 64)])
     for i, (_, members) in enumerate(samples):
@@ -73,7 +73,7 @@ def test_the_chosen_rows_are_the_stored_captions(several: dict[str, Path], stora
             found = found.view(torch.float8_e4m3fn).float() * drawn.columns["text_scales.text"][i].float()[:, None]
         assert int(drawn.columns["num_tokens.text"][i]) == len(expected)
         assert found[: len(expected)].float().equal(expected) and not found[len(expected) :].any()
-    # a rank's share, whichever its slots are
+    # the share of a rank, for any slots
     for part in (slice(0, 8), slice(3, 4), slice(8, 24)):
         share = Collate(torch.arange(24)[part], lengths)(samples[part])
         assert (
@@ -83,7 +83,7 @@ def test_the_chosen_rows_are_the_stored_captions(several: dict[str, Path], stora
         )
 
 
-def test_each_caption_is_as_likely() -> None:
+def test_captions_are_chosen_uniformly() -> None:
     captions = torch.arange(4000) % 3 + 1
     choice = torch.stack(
         [Draws(1, step, torch.arange(4000)).integers(Purpose.CAPTION_CHOICE, captions) for step in range(9)]
@@ -93,14 +93,14 @@ def test_each_caption_is_as_likely() -> None:
         counts = torch.bincount(drawn, minlength=number).double()
         expected = len(drawn) / number
         assert len(counts) == number
-        assert ((counts - expected) ** 2 / expected).sum() < 13.9  # chi², 2 degrees of freedom, once in a thousand
-    # another step, another choice; and it says nothing about whether the caption is dropped
+        assert ((counts - expected) ** 2 / expected).sum() < 13.9  # χ² with 2 degrees of freedom, p = 0.001
+    # the choice differs between steps, and is independent of caption dropout
     assert not choice[0].equal(choice[1])
-    dropped = Draws(1, 0, torch.arange(4000)).chances(Purpose.CAPTION_DROPOUT, 0.5, 1)[:, 0]
+    dropped = Draws(1, 0, torch.arange(4000)).bernoulli(Purpose.CAPTION_DROPOUT, 0.5, 1)[:, 0]
     assert abs(torch.corrcoef(torch.stack([dropped.double(), choice[0].double()]))[0, 1]) < 4 / 4000**0.5
 
 
-def test_undrawn_batches_are_not_cut() -> None:
+def test_a_batch_must_choose_captions_before_it_is_split() -> None:
     batch = Batch(["0"], torch.zeros(1), {"image_latents": torch.zeros(1)}, torch.tensor([2]))
     with pytest.raises(AssertionError):
         batch.take(slice(0, 1))
@@ -115,14 +115,14 @@ def curve(folder: Path, fields: dict[str, Any], num_processes: int = 1) -> tuple
     return losses, [row["keys"] for row in read_json_lines(run_dir / "samples.jsonl")]
 
 
-def test_the_curve_does_not_depend_on_the_ranks(several: dict[str, Path], tmp_path: Path) -> None:
+def test_the_loss_curve_does_not_depend_on_the_number_of_ranks(several: dict[str, Path], tmp_path: Path) -> None:
     losses, keys = curve(tmp_path, train_fields(several["float8+trim"], tmp_path / "one", max_steps=3))
     fields = train_fields(several["float8+trim"], tmp_path / "ranks", max_steps=3, microbatch_size=3)
     ranks = curve(tmp_path, fields, num_processes=2)
     assert ranks[1] == keys and ranks[0] == pytest.approx(losses, rel=1e-5)
 
 
-def test_roots_with_one_caption_and_with_several_mix(several: dict[str, Path]) -> None:
+def test_roots_with_one_and_with_several_captions_can_be_mixed(several: dict[str, Path]) -> None:
     streams = [StreamConfig(root=several[name], bucket="64x64") for name in ("float16", "one")]
     config = DataConfig(streams=streams, num_workers=0, num_canonical_nodes=4)
     spec, slots = open_data(config, 16), torch.arange(16)
@@ -136,13 +136,13 @@ def test_roots_with_one_caption_and_with_several_mix(several: dict[str, Path]) -
         drawn = batch.draw_captions(draws)
         seen += batch.num_captions.tolist()
         for i, key in enumerate(batch.keys):
-            # of a sample with one caption, both roots hold that one
+            # a sample with one caption has the same one in both roots
             expected = stored["float16"][key]["text_latents.text"][choice[i]]
             torch.testing.assert_close(drawn.columns["text_latents.text"][i], torch.tensor(expected), rtol=0, atol=0)
-    assert len(seen) == 32 and seen.count(1) > 16  # all of the one root, a third of the other
+    assert len(seen) == 32 and seen.count(1) > 16  # all samples of one root, a third of the other
 
 
-def test_validation_takes_the_first_caption(several: dict[str, Path]) -> None:
+def test_validation_uses_the_first_caption(several: dict[str, Path]) -> None:
     found = []
     for name in ("float16", "one"):
         config = ValidationConfig(root=several[name], bucket="64x64", samples=24, batch_size=16)

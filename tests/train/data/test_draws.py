@@ -1,4 +1,4 @@
-"""Keyed random numbers: the published test vectors, distributions, independence, and slots under every layout."""
+"""Keyed random numbers: published test vectors, distributions, independence, and slots for every layout of ranks."""
 
 import math
 from itertools import product
@@ -28,7 +28,7 @@ def test_known_answers(counter: tuple[int, ...], key: tuple[int, int], expected:
     assert tuple(int(word) for word in words) == expected
 
 
-def test_two_fused_kernels_make_the_same_draws() -> None:
+def test_fused_kernels_give_the_same_draws() -> None:
     metrics.reset()
     counts = {Purpose.NOISE: 30, Purpose.TIMESTEP: 1}
     plain, fused = (Draws(2**40 + 7, 2**33 + 5, torch.arange(5), fused) for fused in (False, True))
@@ -47,7 +47,7 @@ def test_normals_are_standard_normal() -> None:
     n = len(values)
     assert abs(values.mean()) < 4 / n**0.5
     assert abs(values.var() - 1) < 4 * (2 / n) ** 0.5
-    # Kolmogorov-Smirnov against the normal distribution; 1.95 / √n is exceeded once in a thousand
+    # Kolmogorov-Smirnov test against the normal distribution; p = 0.001 at 1.95 / √n
     cdf = torch.special.ndtr(values.sort().values)
     assert (cdf - (torch.arange(n) + 0.5) / n).abs().max() < 1.95 / n**0.5
     assert values.abs().max() > 4
@@ -58,19 +58,19 @@ def test_timesteps_are_uniform() -> None:
     counts = torch.bincount(values // 100, minlength=10).double()
     expected = len(values) / 10
     assert values.min() >= 0 and values.max() < 1000 and len(counts) == 10
-    assert ((counts - expected) ** 2 / expected).sum() < 27.9  # chi², 9 degrees of freedom, once in a thousand
+    assert ((counts - expected) ** 2 / expected).sum() < 27.9  # χ² with 9 degrees of freedom, p = 0.001
 
 
 @pytest.mark.parametrize("probability", [0.0, 0.1, 1.0])
-def test_chance(probability: float) -> None:
+def test_bernoulli(probability: float) -> None:
     share = torch.cat(
-        [draws(step=step).chances(Purpose.CAPTION_DROPOUT, probability, 1)[:, 0] for step in range(20)]
+        [draws(step=step).bernoulli(Purpose.CAPTION_DROPOUT, probability, 1)[:, 0] for step in range(20)]
     ).double()
     assert abs(share.mean() - probability) < 0.015 and (0 < probability < 1 or share.mean() == probability)
 
 
-def test_every_part_of_the_key_matters() -> None:
-    """Seed (both words), step (both words), slot and purpose each give unrelated numbers."""
+def test_every_part_of_the_key_changes_the_draws() -> None:
+    """Changing a word of the seed or of the step, the slot or the purpose gives uncorrelated numbers."""
     base = draws().normal(Purpose.NOISE, (8, 8))
     others = [
         draws(seed=2).normal(Purpose.NOISE, (8, 8)),
@@ -85,7 +85,7 @@ def test_every_part_of_the_key_matters() -> None:
         assert abs(correlation) < 4
 
 
-def test_a_slot_does_not_depend_on_who_draws_it() -> None:
+def test_a_slots_draws_do_not_depend_on_the_other_slots() -> None:
     whole = draws(slots=range(16)).normal(Purpose.NOISE, (3, 5))
     for start, stop in [(0, 4), (5, 6), (12, 16)]:
         torch.testing.assert_close(
@@ -94,8 +94,8 @@ def test_a_slot_does_not_depend_on_who_draws_it() -> None:
 
 
 @pytest.mark.parametrize("canonical_nodes", [1, 2, 4, 6, 64])
-def test_any_number_of_machines_shares_out_the_slots_in_runs_of_canonical_nodes(canonical_nodes: int) -> None:
-    """All machines of one to three ranks; 16 and 15 of eight, too. Canonical nodes are shared at their ends alone."""
+def test_any_number_of_machines_partitions_the_slots_by_canonical_node(canonical_nodes: int) -> None:
+    """1 to 12 machines of 1 to 3 ranks, and 15 and 16 machines of 8. Machines share only boundary nodes."""
     for nodes, ranks in [*product(range(1, 13), (1, 2, 3)), (16, 8), (15, 8)]:
         batch = math.lcm(nodes * ranks, canonical_nodes)
         local = batch // (nodes * ranks)
@@ -116,7 +116,7 @@ def test_any_number_of_machines_shares_out_the_slots_in_runs_of_canonical_nodes(
 
 @pytest.mark.parametrize("nodes", [1, 2, 4])
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_ranks_share_out_the_slots_and_nodes_the_canonical_ones(nodes: int, ranks: int) -> None:
+def test_ranks_partition_the_slots_and_machines_the_canonical_nodes(nodes: int, ranks: int) -> None:
     canonical_nodes, local = 4, 24 // (nodes * ranks)
     slots = [global_slots(local, rank, nodes * ranks, ranks).numpy() for rank in range(nodes * ranks)]
     assert sorted(np.concatenate(slots)) == list(range(24))

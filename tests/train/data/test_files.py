@@ -1,4 +1,4 @@
-"""Files that are fetched, cached, damaged, missing or slow: what arrives is right, or an error says what is wrong."""
+"""Remote, cached, damaged, missing or slow files: samples are correct, or an error names the file."""
 
 import hashlib
 import os
@@ -30,13 +30,13 @@ PARTS = [13, 29, 17, 23, 19, 11]
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """64x64 in six files; three aspect buckets of odd sizes."""
+    """A root with 64x64 in six files, and three aspect buckets of odd sizes."""
     buckets = {"64x64": PARTS, "128x64": [7, 12, 9], "64x192": [15, 1, 6], "192x128": [5, 14]}
     return make_root(tmp_path_factory.mktemp("plain") / "root", buckets)
 
 
 def one_of(root: Path) -> Path:
-    """A file of samples."""
+    """An MDS file."""
     return part_of(root, "64x64", "00001") / "shard.00000.mds"
 
 
@@ -70,12 +70,12 @@ def copies(cache: Path) -> list[Path]:
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_what_comes_out_of_a_cache_is_what_lies_in_the_root(root: Path, tmp_path: Path, num_workers: int) -> None:
+def test_a_cache_returns_the_samples_of_the_root(root: Path, tmp_path: Path, num_workers: int) -> None:
     before, expected = hashes(root), steps(data_config(root))
     config = data_config(root, cache=str(tmp_path / "cache"), num_workers=num_workers)
     assert steps(config) == expected
     assert len(copies(tmp_path / "cache")) == len(PARTS) and hashes(root) == before
-    # a second run finds the copies: the originals may be out of reach
+    # a second run uses the copies, so the originals may be unavailable
     spec = open_data(config, 8)
     shutil.move(root, root.with_name("away"))
     try:
@@ -85,9 +85,7 @@ def test_what_comes_out_of_a_cache_is_what_lies_in_the_root(root: Path, tmp_path
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_cache_stays_within_its_limit_and_never_touches_an_original(
-    root: Path, tmp_path: Path, num_workers: int
-) -> None:
+def test_a_cache_keeps_to_its_limit_and_never_changes_an_original(root: Path, tmp_path: Path, num_workers: int) -> None:
     before, expected = hashes(root), steps(data_config(root))
     largest = max(path.stat().st_size for path in root.glob("64x64/*/*.mds"))
     limit = 5 * largest // 2
@@ -97,21 +95,21 @@ def test_a_cache_stays_within_its_limit_and_never_touches_an_original(
     for keys in expected:
         batch = next(batches)
         assert batch.keys == [key.partition(" ")[0] for key in keys]
-        with cache._database():  # or loader processes would remove some and add others between two looks
+        with cache._database():  # otherwise workers would add and evict copies while they are listed
             most = max(most, sum(path.stat().st_size for path in copies(cache.folder)))
     batches.close()
     assert 0 < most <= limit and hashes(root) == before
 
 
-def test_a_loader_process_that_is_killed_with_a_lock_in_its_hand_holds_up_nobody(root: Path) -> None:
-    """torch's own way of ending them waits for a lock that they take now and then."""
+def test_a_worker_killed_while_holding_a_lock_does_not_block_the_exit(root: Path) -> None:
+    """torch's own shutdown of the workers waits for a lock that they sometimes hold."""
     config = data_config(root, num_workers=1)
     spec = open_data(config, 8)
     loader = Loader(config, spec, 8, 3, 0, torch.arange(8))
     batches = iter(loader)
     next(batches)
     iterator: Any = loader.loader._iterator
-    iterator._workers_done_event._cond.acquire()  # and never let go, as the dead do not
+    iterator._workers_done_event._cond.acquire()  # and never release it, like a killed worker
     batches.close()
     ending = threading.Thread(target=iterator._shutdown_workers, daemon=True)
     ending.start()
@@ -119,47 +117,44 @@ def test_a_loader_process_that_is_killed_with_a_lock_in_its_hand_holds_up_nobody
     assert not ending.is_alive()
 
 
-def test_a_copy_that_is_damaged_is_fetched_again(
-    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_damaged_copy_is_downloaded_again(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = data_config(root, cache=str(tmp_path / "cache"))
     expected = steps(config)
     for damage in (flip_a_bit, cut_short):
         damage(copies(tmp_path / "cache")[1])
         assert steps(config) == expected
-        assert "It is a copy, and is fetched again" in capsys.readouterr().out
+        assert "This is a cached copy, so it is downloaded again" in capsys.readouterr().out
     assert {path.name: path.read_bytes() for path in copies(tmp_path / "cache")[1:2]} == {
         "shard.00000.mds": (one_of(root)).read_bytes()
     }
 
 
-def test_two_processes_that_find_one_damaged_copy_both_read_on(root: Path, tmp_path: Path) -> None:
-    """The second comes when the first has fetched it again: what is sound by now is left alone."""
+def test_a_damaged_copy_that_another_process_has_replaced_is_kept(root: Path, tmp_path: Path) -> None:
     config = data_config(root, cache=str(tmp_path / "cache"))
     steps(config)
     (copy,) = [path for path in copies(tmp_path / "cache") if path.parent.name.startswith("00001")]
     flip_a_bit(copy)
     first, second = (make_files(config, open_data(config, 8)).buckets[0] for _ in range(2))
-    check, looked = second.check, []
+    check, checked = second.check, []
 
-    def look_then_let_the_other_mend_it(file: int, path: str) -> None:
-        looked.append(path)
+    def check_then_let_the_other_replace_it(file: int, path: str) -> None:
+        checked.append(path)
         try:
             check(file, path)
         finally:
-            if len(looked) == 1:
+            if len(checked) == 1:
                 first.make_ready(1)
 
-    second.check = look_then_let_the_other_mend_it  # type: ignore[method-assign]
-    mended: list[int] = []
+    second.check = check_then_let_the_other_replace_it  # type: ignore[method-assign]
+    downloaded: list[int] = []
     download = second._download
-    second._download = lambda file, target: mended.append(file) or download(file, target)  # type: ignore[method-assign, func-returns-value]
+    second._download = lambda file, target: downloaded.append(file) or download(file, target)  # type: ignore[method-assign, func-returns-value]
     second.make_ready(1)
-    assert len(looked) == 2 and not mended and copy.read_bytes() == (one_of(root)).read_bytes()
+    assert len(checked) == 2 and not downloaded and copy.read_bytes() == (one_of(root)).read_bytes()
 
 
-def test_a_copy_that_is_being_looked_at_makes_room_for_nothing(tmp_path: Path) -> None:
-    """Whoever holds its lock would write into what another process has begun meanwhile."""
+def test_a_copy_that_is_being_verified_is_not_evicted(tmp_path: Path) -> None:
+    """Otherwise the process that holds its lock would write into another process's download."""
     cache, other = (Cache(tmp_path / "cache", 15) for _ in range(2))
     room = []
 
@@ -177,9 +172,7 @@ def test_a_copy_that_is_being_looked_at_makes_room_for_nothing(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("failures", [2, 3])
-def test_a_store_that_stumbles_is_asked_again(
-    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failures: int
-) -> None:
+def test_downloads_are_retried(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failures: int) -> None:
     monkeypatch.setattr("train.data.files.DOWNLOAD_PAUSES", (0.01, 0.01))
     config = data_config(root, cache=str(tmp_path / "cache"))
     (bucket,) = make_files(config, open_data(config, 8)).buckets
@@ -213,28 +206,30 @@ def test_a_store_that_stumbles_is_asked_again(
     ids=["flipped-bit", "cut-short", "missing"],
 )
 @pytest.mark.parametrize("cached", [False, True], ids=["in-place", "cached"])
-def test_a_file_that_is_not_as_its_index_says_ends_the_run(
+def test_a_file_that_differs_from_its_index_stops_the_run(
     root: Path, tmp_path: Path, damage: Callable[[Path], None], message: str, num_workers: int, cached: bool
 ) -> None:
-    """Within a moment, by name; and it is not served the next time."""
+    """The error comes at once and names the file, and the damaged copy is not used the next time."""
     copy = shutil.copytree(root, tmp_path / "root")
     cache = {"cache": str(tmp_path / "cache")} if cached else {}
     config = data_config(copy, num_workers=num_workers, **cache)
     spec = open_data(config, 8)
     damage(one_of(copy))
-    with pytest.raises(WorkError, match=message):  # which is not what a time limit says
+    with pytest.raises(WorkError, match=message):  # rather than the message of a timeout
         keys_per_step(config, spec, 0, 30)
     assert not any(path.parent.name.startswith("00001") for path in copies(tmp_path / "cache"))
     shutil.copyfile(one_of(root), one_of(copy))
     assert keys_per_step(config, spec, 0, 30) == steps(data_config(root))
 
 
-def test_an_address_is_read_through_a_cache_alone(root: Path, tmp_path: Path) -> None:
-    """A root in fsspec's own memory."""
+def test_a_remote_root_needs_a_cache(root: Path, tmp_path: Path) -> None:
+    """The root is in fsspec's memory file system."""
     files = fsspec.filesystem("memory")
     files.put(str(root), "/mill", recursive=True)
     try:
-        with pytest.raises(RequestError, match=r"memory://mill is remote: set data\.cache to a local folder"):
+        with pytest.raises(
+            RequestError, match=r"memory://mill is remote: set data\.cache to a local folder, into which"
+        ):
             open_data(data_config("memory://mill"), 8)
         config = data_config("memory://mill", cache=str(tmp_path / "cache"))
         assert steps(config) == steps(data_config(root))
@@ -247,29 +242,27 @@ def test_an_address_is_read_through_a_cache_alone(root: Path, tmp_path: Path) ->
         files.rm("/mill", recursive=True)
 
 
-@pytest.mark.parametrize(
-    ("place", "message"),
-    [("", "lie one in the other"), ("64x64", "lie one in the other"), ("..", "lie one in the other")],
-)
-def test_a_cache_never_lies_in_a_roots_way(root: Path, place: str, message: str) -> None:
-    with pytest.raises(RequestError, match=message):
+@pytest.mark.parametrize("place", ["", "64x64", ".."])
+def test_a_cache_must_not_overlap_with_a_root(root: Path, place: str) -> None:
+    with pytest.raises(RequestError, match="overlaps with the latents root"):
         open_data(data_config(root, cache=str(root / place)), 8)
 
 
 def test_wrong_caches_are_refused(root: Path, tmp_path: Path) -> None:
     (tmp_path / "photos").mkdir()
     (tmp_path / "photos" / "cat.jpg").write_bytes(b"x")
-    with pytest.raises(RequestError, match=r"photos holds files, and is not a cache of this program"):
+    with pytest.raises(RequestError, match=r"photos holds files, but is not a cache of latentmill"):
         open_data(data_config(root, cache=str(tmp_path / "photos")), 8)
     with pytest.raises(RequestError, match=r"data\.cache_limit 1000 is less than two files"):
         open_data(data_config(root, cache=str(tmp_path / "cache"), cache_limit=1000), 8)
     assert not copies(tmp_path / "cache")
-    with pytest.raises(RequestError, match=r"is less than two files"):  # nor is it in its own way
+    # an existing cache is refused as well
+    with pytest.raises(RequestError, match=r"is less than two files"):
         open_data(data_config(root, cache=str(tmp_path / "cache"), cache_limit=1000), 8)
 
 
-def test_copies_of_a_killed_process_count_and_go(root: Path, tmp_path: Path) -> None:
-    """A row without its file, and part of a file, as SIGKILL leaves them."""
+def test_leftovers_of_a_killed_process_count_until_they_are_evicted(root: Path, tmp_path: Path) -> None:
+    """SIGKILL during a download leaves a database row without its file, and a partial file."""
     limit = 3 * max(path.stat().st_size for path in root.glob("64x64/*/*.mds"))
     config = data_config(root, cache=str(tmp_path / "cache"), cache_limit=limit)
     (bucket,) = make_files(config, open_data(config, 8)).buckets
@@ -311,7 +304,7 @@ def run():
         stalled = True
     else:
         next(batches)
-        time.sleep(2 * config.timeout)  # a slow training step is no stall
+        time.sleep(2 * config.timeout)  # a slow training step is not a stall
         next(batches)
         stalled = True
     print("stalls now", flush=True)
@@ -321,7 +314,7 @@ sys.exit(exit_code_of(run))
 
 
 @pytest.mark.parametrize(("num_workers", "which"), [(0, "first"), (0, "later"), (1, "first")])
-def test_a_loader_that_stalls_ends_the_run_in_time(root: Path, num_workers: int, which: str) -> None:
+def test_a_stalled_loader_ends_the_run_in_time(root: Path, num_workers: int, which: str) -> None:
     seconds = {"first": (3.0, 600.0), "later": (600.0, 3.0)}[which]
     config = data_config(root, num_workers=num_workers, first_timeout=seconds[0], timeout=seconds[1])
     process = subprocess.Popen(
@@ -336,12 +329,12 @@ def test_a_loader_that_stalls_ends_the_run_in_time(root: Path, num_workers: int,
     assert process.returncode == 1
     text = error.replace("\n", " ")
     assert "No batch came in 3 s." in text if num_workers == 0 else "timed out after 3.0 seconds" in text
-    assert "none was found damaged: storage may stall" in text
+    assert "none was found damaged: the storage may have stalled" in text
 
 
 @pytest.mark.parametrize(("world", "ranks_per_node"), [(2, 2), (2, 1), (4, 4), (4, 2), (4, 1)])
-def test_three_aspect_buckets_in_one_order_on_simulated_machines(root: Path, world: int, ranks_per_node: int) -> None:
-    """Odd sizes and weights, several passes, one shape per global batch; machines of 1, 2 and 4 ranks."""
+def test_aspect_buckets_have_one_order_on_any_simulated_machines(root: Path, world: int, ranks_per_node: int) -> None:
+    """Three buckets of odd sizes and weights over several epochs, on machines of 1, 2 and 4 ranks."""
     weights = {"128x64": 1.7, "64x192": 1.0, "192x128": 2.5}
     streams = [{"root": str(root), "bucket": name, "weight": weight} for name, weight in weights.items()]
     config = data_config(root, streams=streams)
@@ -362,6 +355,6 @@ def test_three_aspect_buckets_in_one_order_on_simulated_machines(root: Path, wor
         (b'{"version": 2, "shards": [{"raw_data": {"basename": "a"}}]}', "is not an index that stage 1 wrote"),
     ],
 )
-def test_an_index_that_is_none(index: bytes, message: str) -> None:
+def test_invalid_indexes_are_refused(index: bytes, message: str) -> None:
     with pytest.raises(RequestError, match=message):
         parse_index(index, "index.json")

@@ -1,4 +1,4 @@
-"""Processes of one machine: one asks the store, the others map what it made."""
+"""On each machine one process reads the tables from the store, and the others map its result."""
 
 import os
 import threading
@@ -34,7 +34,7 @@ def root(tmp_path: Path) -> Path:
 def calls_of(
     root: Path, machine: Path, num_ranks: int, monkeypatch: pytest.MonkeyPatch, **fields: object
 ) -> tuple[Counter[str], set[bytes]]:
-    """What all ranks of a machine ask the store, the first one's own questions included; and what each has opened."""
+    """Return all calls of a machine's ranks to the store, including those of `find_data`, and what each rank opened."""
     machine.mkdir()
     log, opened = machine / "calls", machine / "opened"
     monkeypatch.setattr("tempfile.tempdir", str(machine))
@@ -49,7 +49,7 @@ def calls_of(
         spec = open_data(config, 8, found)
         (stream,) = spec.streams
         assert stream.selection is not None and stream.files.names.flags["OWNDATA"] is False
-        append(opened, f"{stream.files.num_samples} {stream.selection.sha256} {spec.look is not None}\n".encode())
+        append(opened, f"{stream.files.num_samples} {stream.selection.sha256} {spec.size_check is not None}\n".encode())
 
     ranks = [fork(partial(rank, number)) for number in range(num_ranks)]
     assert [wait_for(pid) for pid in ranks] == [OK] * num_ranks
@@ -60,7 +60,7 @@ def calls_of(
 
 
 def logged(name: str, log: Path) -> Callable[..., object]:
-    """A method of LocalStore that also writes down what it was asked."""
+    """Wrap a method of LocalStore so that it logs its calls."""
     original = getattr(LocalStore, name)
 
     def call(store: LocalStore, *args: object) -> object:
@@ -71,12 +71,12 @@ def logged(name: str, log: Path) -> Callable[..., object]:
 
 
 def append(path: Path, line: bytes) -> None:
-    """In one write, so that processes do not get into each other's lines."""
+    """Append in a single write, so that lines of different processes do not mix."""
     with open(path, "ab", buffering=0) as file:
         file.write(line)
 
 
-def test_a_machine_asks_the_store_as_often_for_16_ranks_as_for_one(
+def test_16_ranks_of_a_machine_make_as_many_store_calls_as_one(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fields = {"filter": {"aesthetic": {"min": 3.0}}}
@@ -87,10 +87,9 @@ def test_a_machine_asks_the_store_as_often_for_16_ranks_as_for_one(
     assert sum(calls[0].values()) <= 2 * len(PARTS) + 20
 
 
-def test_a_machine_that_has_a_table_asks_for_it_no_more(
+def test_a_restart_reuses_the_tables_of_the_machine(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A restart, say, or the next run over the same data."""
     once, opened = calls_of(root, tmp_path / "machine", 4, monkeypatch)
     cache = tmp_path / "cache"
     cached = [calls_of(root, tmp_path / f"rank{n}", 2, monkeypatch, cache=str(cache)) for n in range(2)]
@@ -98,26 +97,27 @@ def test_a_machine_that_has_a_table_asks_for_it_no_more(
     assert not any(name in line for line in cached[1][0] for name in ("segments", "samples.parquet"))
 
 
-def test_a_maker_that_is_killed_is_succeeded_and_what_it_left_goes(tmp_path: Path) -> None:
+def test_another_process_takes_over_from_a_killed_one_and_removes_its_leftovers(tmp_path: Path) -> None:
     def killed(folder: Path) -> None:
         (folder / "half").touch()
         os._exit(9)
 
     assert wait_for(fork(lambda: once_per_node(tmp_path, "key", killed))) == 9
-    assert len(list(tmp_path.glob("key.*"))) == 2  # its lock, which the kernel let go, and what it began
+    # the lock file, which the kernel has unlocked, and the unfinished folder
+    assert len(list(tmp_path.glob("key.*"))) == 2
     made = once_per_node(tmp_path, "key", lambda folder: (folder / "whole").touch())
     assert [path.name for path in made.iterdir()] == ["whole"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["key", "key.lock"]
 
 
-def test_a_maker_that_fails_leaves_nothing_and_the_next_one_tries(tmp_path: Path) -> None:
+def test_a_failure_leaves_nothing_behind_and_the_next_process_retries(tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError):
         once_per_node(tmp_path, "key", lambda folder: 1 / 0)  # type: ignore[arg-type]
     assert [path.name for path in tmp_path.iterdir()] == ["key.lock"]
     once_per_node(tmp_path, "key", lambda folder: None)
 
 
-def test_of_many_that_come_at_once_one_makes(tmp_path: Path) -> None:
+def test_only_one_of_several_concurrent_callers_makes_an_entry(tmp_path: Path) -> None:
     made = []
 
     def make(folder: Path) -> None:
@@ -133,8 +133,8 @@ def test_of_many_that_come_at_once_one_makes(tmp_path: Path) -> None:
     assert len(made) == 1 and (tmp_path / "key" / "a.npy").exists()
 
 
-def test_many_make_what_has_other_names_at_once(tmp_path: Path) -> None:
-    """Each looks for what was left, and finds what the others are about to rename."""
+def test_different_entries_can_be_made_concurrently(tmp_path: Path) -> None:
+    """Each call sweeps the folder while others are about to rename their entries."""
 
     def make(key: str) -> Path:
         return once_per_node(tmp_path, key, lambda folder: (folder / "a").touch())
@@ -145,7 +145,7 @@ def test_many_make_what_has_other_names_at_once(tmp_path: Path) -> None:
     assert [place.name for place in made] == keys and all((place / "a").exists() for place in made)
 
 
-def test_what_was_not_used_for_long_goes_and_who_maps_it_keeps_it(tmp_path: Path) -> None:
+def test_unused_entries_are_removed_but_stay_mapped(tmp_path: Path) -> None:
     for key in ("old", "used"):
         once_per_node(tmp_path, key, lambda folder: np.save(folder / "a.npy", np.arange(1000)))
     mapped = np.load(tmp_path / "old" / "a.npy", mmap_mode="r")

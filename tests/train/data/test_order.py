@@ -1,4 +1,4 @@
-"""The order of samples: what an epoch holds, on any layout of machines, from any step, for one and for many shapes."""
+"""The order of samples: content of an epoch, independence of the layout of machines and of resumes, and shapes."""
 
 import itertools
 from collections import Counter
@@ -18,7 +18,7 @@ GLOBAL_BATCH = 24
 def stream(
     num_files: int, samples: int, weight: float = 1.0, passing: float | None = None, first_file: int = 0
 ) -> StreamOrder:
-    """A stream of files with 1 to `samples` samples each, of which a share passes a filter."""
+    """Make a stream of files with 1 to `samples` samples each, a fraction of which passes a filter."""
     rng = np.random.default_rng([num_files, samples])
     sizes = rng.integers(1, samples + 1, num_files)
     starts = sizes.cumsum() - sizes
@@ -35,7 +35,7 @@ def make_order(*groups: list[StreamOrder], block: int = 16, seed: int = 7, shuff
 
 
 def batch(order: Order, step: int) -> list[tuple[int, int]]:
-    """(file, row) of a whole global batch."""
+    """Return (file, row) of each sample of a global batch."""
     files, rows = order.samples(step, np.arange(GLOBAL_BATCH))
     return list(zip(files.tolist(), rows.tolist(), strict=True))
 
@@ -54,7 +54,7 @@ def passing_samples(*streams: StreamOrder) -> set[tuple[int, int]]:
     }
 
 
-def test_rows_are_the_bits_of_the_mask() -> None:
+def test_rows_equal_the_bits_of_the_mask() -> None:
     each = stream(9, 30, passing=0.5)
     assert each.mask is not None
     bits = np.unpackbits(each.mask)
@@ -85,8 +85,8 @@ def test_quotas_are_exact_in_sum_and_proportional(counts: list[int], share: floa
 
 @pytest.mark.parametrize("passing", [None, 0.6])
 @pytest.mark.parametrize("weight", [0.3, 1.0, 2.0, 2.5])
-def test_an_epoch_is_weight_passes_over_what_passes(weight: float, passing: float | None) -> None:
-    """Each passing sample ⌊weight⌋ or ⌈weight⌉ times, no other one ever, and all of them in the long run."""
+def test_an_epoch_makes_weight_passes_over_the_passing_samples(weight: float, passing: float | None) -> None:
+    """Each passing sample occurs ⌊weight⌋ or ⌈weight⌉ times, no other one ever, and over several epochs all do."""
     each = stream(30, 40, weight, passing)
     order = make_order([each])
     allowed, seen = passing_samples(each), set()
@@ -94,7 +94,7 @@ def test_an_epoch_is_weight_passes_over_what_passes(weight: float, passing: floa
         counts = epoch(order, number)
         assert counts.total() == each.chosen
         assert set(counts) <= allowed
-        # whole global batches: fewer than one of them falls short
+        # rounded down to whole global batches
         assert min(counts.values()) >= 1 and max(counts.values()) <= int(np.ceil(weight))
         short = sum(max(int(weight) - counts[sample], 0) for sample in allowed)
         assert short < GLOBAL_BATCH
@@ -102,7 +102,7 @@ def test_an_epoch_is_weight_passes_over_what_passes(weight: float, passing: floa
     assert len(seen) > 0.95 * len(allowed)
 
 
-def test_epochs_seeds_and_blocks_give_other_orders() -> None:
+def test_epochs_seeds_and_blocks_change_the_order() -> None:
     order = make_order([stream(30, 40)])
     assert batch(order, 0) != batch(order, order.steps_per_epoch)
     assert batch(order, 0) != batch(make_order([stream(30, 40)], seed=8), 0)
@@ -110,15 +110,15 @@ def test_epochs_seeds_and_blocks_give_other_orders() -> None:
     assert batch(order, 5) == batch(make_order([stream(30, 40)]), 5)
 
 
-def test_without_shuffling_canonical_nodes_go_through_the_files_in_order() -> None:
+def test_without_shuffling_canonical_nodes_read_the_files_in_order() -> None:
     order = make_order([stream(30, 40)], shuffle=False)
     assert batch(order, 0) == batch(order, order.steps_per_epoch)
     node_0 = [sample for step in range(order.steps_per_epoch) for sample in batch(order, step)[::4]]
     assert node_0 == sorted(node_0) and len(set(node_0)) == len(node_0)
 
 
-def test_a_global_batch_mixes_files_and_a_machine_keeps_to_few() -> None:
-    """With 4 canonical nodes on 4 machines, each reads a quarter of the files; a batch is of many."""
+def test_a_global_batch_mixes_many_files_but_a_machine_reads_few() -> None:
+    """With 4 canonical nodes on 4 machines, each machine reads a quarter of the files."""
     each = stream(200, 10)
     order = make_order([each], block=64)
     slots = np.arange(GLOBAL_BATCH)
@@ -131,18 +131,18 @@ def test_a_global_batch_mixes_files_and_a_machine_keeps_to_few() -> None:
             per_machine[machine] |= set(files[slots % 4 == machine].tolist())
     assert np.mean(num_files) > GLOBAL_BATCH / 2
     for one, other in itertools.combinations(per_machine, 2):
-        assert len(one & other) <= 2  # a file at a seam
+        assert len(one & other) <= 2  # files at a boundary
     assert sum(map(len, per_machine)) <= 200 + 3
 
 
 def test_blocks_end_at_different_steps() -> None:
-    """Each canonical node takes its first sample of a new file set at a step of its own."""
+    """The canonical nodes reach new files at different steps."""
     each = stream(400, 10)
     order = make_order([each], block=64)
     length = each.chosen // 4
     firsts = []
     for node in range(4):
-        start, files, _ = order._deal(0, 0, node, 1)
+        start, files, _ = order._make_block(0, 0, node, 1)
         assert 0 < start < length and len(files) == 64
         firsts.append(start)
     assert len(set(firsts)) == 4
@@ -151,8 +151,8 @@ def test_blocks_end_at_different_steps() -> None:
 LAYOUTS = [(nodes, ranks) for nodes in (1, 2, 4) for ranks in (1, 2, 3) if GLOBAL_BATCH % (nodes * ranks) == 0]
 
 
-def dealt_out(order: Order, step: int, num_nodes: int, ranks_per_node: int) -> NDArray[np.int64]:
-    """(slots, 2) the global batch as the ranks of such machines put it together, each on its own."""
+def assembled(order: Order, step: int, num_nodes: int, ranks_per_node: int) -> NDArray[np.int64]:
+    """Return the (slots, 2) global batch assembled from the shares that each rank computes on its own."""
     world = num_nodes * ranks_per_node
     whole = np.full((GLOBAL_BATCH, 2), -1)
     for rank in range(world):
@@ -162,7 +162,7 @@ def dealt_out(order: Order, step: int, num_nodes: int, ranks_per_node: int) -> N
 
 
 def three_shapes() -> list[list[StreamOrder]]:
-    """Three aspect buckets of odd sizes and weights, one of them of two roots, and filtered."""
+    """Three aspect buckets of odd sizes and weights; one is filtered and spread over two roots."""
     wide, square = stream(17, 23, weight=1.7), stream(31, 19, weight=0.6, first_file=17)
     tall = stream(13, 29, passing=0.7, first_file=48)
     second = stream(7, 31, weight=3.0, first_file=61)
@@ -170,18 +170,18 @@ def three_shapes() -> list[list[StreamOrder]]:
 
 
 @pytest.mark.parametrize("shapes", [1, 3])
-def test_one_order_on_every_layout_and_from_every_step(shapes: int) -> None:
-    """Every number of nodes and ranks gives the same global batches; so does a run that begins at any step."""
+def test_the_order_is_the_same_on_every_layout_and_from_every_step(shapes: int) -> None:
+    """Global batches do not depend on the number of nodes and ranks, nor on the step at which a run starts."""
     groups = three_shapes() if shapes == 3 else [[stream(31, 19, weight=1.3, passing=0.6)]]
     order = make_order(*groups)
     for step in range(2 * order.steps_per_epoch + 3):
         expected = np.array(batch(order, step))
         for nodes, ranks in LAYOUTS:
-            np.testing.assert_array_equal(dealt_out(order, step, nodes, ranks), expected)
+            np.testing.assert_array_equal(assembled(order, step, nodes, ranks), expected)
         np.testing.assert_array_equal(np.array(batch(make_order(*groups), step)), expected)
 
 
-def test_three_aspect_buckets_have_one_shape_per_global_batch() -> None:
+def test_a_global_batch_has_a_single_shape() -> None:
     groups = three_shapes()
     order = make_order(*groups)
     shape_of = {first: group for group, streams in enumerate(groups) for first in [each.first_file for each in streams]}
@@ -195,7 +195,7 @@ def test_three_aspect_buckets_have_one_shape_per_global_batch() -> None:
     assert Counter(origins) == {
         group: sum(each.chosen for each in streams) // GLOBAL_BATCH for group, streams in enumerate(groups)
     }
-    assert origins != sorted(origins)  # in turn, not one after the other
+    assert origins != sorted(origins)  # interleaved
     counts = epoch(order, 0)
     assert set(counts) <= passing_samples(*itertools.chain.from_iterable(groups))
     wide, square = groups[0][0], groups[1][0]
@@ -221,5 +221,5 @@ def test_any_sizes(num_files: int, samples: int, weight: float, block: int, seed
 
 
 @pytest.mark.parametrize(("weight", "expected"), [(0.29, 29), (0.07, 7), (1.1, 110), (3.0, 300), (0.295, 29)])
-def test_a_weight_counts_as_it_was_written(weight: float, expected: int) -> None:
+def test_a_weight_is_exact_as_written(weight: float, expected: int) -> None:
     assert choose_per_epoch(weight, 100, 1) == expected

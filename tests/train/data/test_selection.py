@@ -1,4 +1,4 @@
-"""Filters on stored scores: the rules, the counts, and runs that see exactly the samples that pass."""
+"""Filters on stored scores: rules, counts, and runs that train on exactly the samples that pass."""
 
 import shutil
 from collections import Counter
@@ -24,7 +24,7 @@ NAN = float("nan")
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """64x64 in 5 parts of 13 to 29 samples; every seventh score of each kind is missing."""
+    """A root with 64x64 in 5 parts of 13 to 29 samples; every seventh sample has no scores."""
     return make_root(tmp_path_factory.mktemp("scored") / "root", {"64x64": [13, 29, 17, 23, 19]}, missing_every=7)
 
 
@@ -47,20 +47,20 @@ def rows(root: Path) -> list[dict[str, Any]]:
         (Range(min=0.25, max=0.5), "keep", [True, True, False, True]),
     ],
 )
-def test_bounds_are_inclusive_and_nan_has_a_rule_of_its_own(bound: Range, missing: str, passes: list[bool]) -> None:
+def test_bounds_are_inclusive_and_nan_has_its_own_rule(bound: Range, missing: str, passes: list[bool]) -> None:
     values = np.array([0.25, 0.5, 0.75, NAN], np.float32)
     rules = [rule for rule, _ in column_rules("score", values, bound, missing)]
     assert np.logical_and.reduce(rules).tolist() == passes
 
 
-def test_bounds_are_compared_as_scores_are_stored() -> None:
-    """0.1 is no float32; a stored 0.1 is at the bound 0.1, not above it."""
+def test_bounds_are_compared_in_float32() -> None:
+    """0.1 is not exact in float32, but a stored 0.1 equals the bound 0.1."""
     ((passes, rule),) = column_rules("punsafe", np.array([0.1], np.float32), Range(max=0.1), "keep")
     assert passes.all() and rule == "punsafe ≤ 0.1"
 
 
 @pytest.mark.parametrize("fields", [{}, {"min": 2.0, "max": 1.0}])
-def test_bounds_that_make_no_sense(fields: dict[str, float]) -> None:
+def test_empty_and_reversed_bounds_are_refused(fields: dict[str, float]) -> None:
     with pytest.raises(ValidationError, match=r"give min or max|min 2 is above max 1"):
         Range(**fields)
 
@@ -73,7 +73,7 @@ FILTERS = [
 
 
 def expected_keys(root: Path, config: dict[str, Any]) -> set[str]:
-    """The obvious way: sample by sample."""
+    """Apply the filter sample by sample."""
     keys = set()
     for row in rows(root):
         passes = True
@@ -92,7 +92,7 @@ def expected_keys(root: Path, config: dict[str, Any]) -> set[str]:
 
 @pytest.mark.parametrize("weight", [1.0, 2.0])
 @pytest.mark.parametrize("config", FILTERS, ids=["drop", "keep", "sizes"])
-def test_exactly_the_samples_that_pass(root: Path, config: dict[str, Any], weight: float) -> None:
+def test_a_run_trains_on_exactly_the_samples_that_pass(root: Path, config: dict[str, Any], weight: float) -> None:
     data = data_config(root, filter=config, weight=weight)
     spec = open_data(data, 8)
     expected = expected_keys(root, config)
@@ -102,13 +102,13 @@ def test_exactly_the_samples_that_pass(root: Path, config: dict[str, Any], weigh
         steps = keys_per_step(data, spec, epoch * spec.steps_per_epoch, spec.steps_per_epoch)
         counts = Counter(key.partition(" ")[0] for keys in steps for key in keys)
         assert set(counts) <= expected and max(counts.values()) == weight
-        assert counts.total() == len(expected) * weight // 8 * 8  # fewer than a global batch falls short
+        assert counts.total() == len(expected) * weight // 8 * 8  # rounded down to whole global batches
         seen |= set(counts)
     assert seen == expected
 
 
 @pytest.mark.parametrize(("world", "workers"), [(1, 2), (2, 0), (2, 1), (4, 0)])
-def test_one_order_on_any_ranks_and_workers_and_after_a_resume(root: Path, world: int, workers: int) -> None:
+def test_the_order_does_not_depend_on_ranks_workers_or_a_resume(root: Path, world: int, workers: int) -> None:
     data = data_config(root, filter=FILTERS[0], weight=1.7)
     spec = open_data(data, 8)
     steps = spec.steps_per_epoch + 2
@@ -119,7 +119,7 @@ def test_one_order_on_any_ranks_and_workers_and_after_a_resume(root: Path, world
     assert resumed == reference[-4:]
 
 
-def test_a_streams_own_filter_takes_the_place_of_the_common_one(root: Path) -> None:
+def test_a_streams_filter_replaces_the_common_one(root: Path) -> None:
     data = data_config(root, filter=FILTERS[0])
     own = data.streams[0].model_copy(update={"filter": FilterConfig(width=Range(min=1))})
     spec = open_data(data.model_copy(update={"streams": [own]}), 8)
@@ -130,14 +130,14 @@ def test_counts_by_file(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("train.data.selection.FILES_AT_ONCE", 3)
     rng = np.random.default_rng(0)
     samples = rng.integers(0, 4, 50)
-    samples[[0, 7, 8, 49]] = 0  # files that hold nothing
+    samples[[0, 7, 8, 49]] = 0  # empty files
     passing = rng.random(samples.sum()) < 0.5
     ends = samples.cumsum()
     expected = [int(passing[end - n : end].sum()) for end, n in zip(ends, samples, strict=True)]
     assert count_by_file(passing, samples).tolist() == expected
 
 
-def test_too_narrow_a_filter_is_refused_with_counts(root: Path) -> None:
+def test_a_filter_that_leaves_too_few_samples_is_refused_with_counts(root: Path) -> None:
     with pytest.raises(RequestError, match=r"holds 101 samples, of which 0 remain \(failed, by") as caught:
         open_data(data_config(root, filter={"aesthetic": {"min": 50.0}}), 8)
     missing = sum(row["aesthetic"] != row["aesthetic"] for row in rows(root))
@@ -153,7 +153,7 @@ def test_the_selection_is_part_of_the_fingerprint(root: Path) -> None:
 
 
 def test_a_flipped_bit_in_a_table_is_found(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))  # on a machine that has not read it yet
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))  # a machine that has not read the table yet
     copy = shutil.copytree(root, tmp_path / "root")
     path = part_of(copy, "64x64", "00002") / "samples.parquet"
     data = bytearray(path.read_bytes())
@@ -166,4 +166,4 @@ def test_a_flipped_bit_in_a_table_is_found(root: Path, tmp_path: Path, monkeypat
     path.unlink()
     with pytest.raises(RequestError, match=r"samples\.parquet is missing"):
         open_data(data_config(copy, filter=FILTERS[0]), 8)
-    assert open_data(data_config(copy), 8).uncond  # nobody needs it without a filter
+    assert open_data(data_config(copy), 8).uncond  # the table is not read without a filter

@@ -1,4 +1,4 @@
-"""What an export's model card says."""
+"""The model card of an export."""
 
 from pathlib import Path
 from typing import Any
@@ -9,8 +9,8 @@ from diffusers import DPMSolverMultistepScheduler
 from bench.kit.roots import encoding_record
 
 
-def test_the_card_of_an_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it says, from a checkpoint's state; that its code runs is in tests/test_end_to_end.py."""
+def test_card_describes_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """tests/test_end_to_end.py runs the card's code."""
     from train.config import TrainConfig
     from train.export.card import model_card
 
@@ -39,9 +39,9 @@ def test_the_card_of_an_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     for words in (
         "# phase9",
         "| steps | 7 of 2048 samples |",
-        "flow matching, logit_normal times of mean 0 and deviation 0.8",
-        "their moving average (power function of width 0.1, from step 3 on)",
-        "1,234 samples at 64x96 px with width ≥ 64 and width ≤ 99 and aesthetic ≥ 4.5 (missing: drop), 1 passes an "
+        "flow matching with logit_normal timesteps (mean 0, standard deviation 0.8)",
+        "moving average of the weights (power function of width 0.1, starting at step 3)",
+        "1,234 samples at 64x96 px with width ≥ 64 and width ≤ 99 and aesthetic ≥ 4.5 (missing: drop), 1 passes per "
         "epoch; encoding `cafe`",
         "height=96, width=64",
         "`" + 64 * "c" + "`",

@@ -1,4 +1,4 @@
-"""Averages of any width from snapshots of two: true averages of all that a run was, and exports of them."""
+"""Averages of any width, rebuilt from snapshots of two averages, and their export."""
 
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from train.run.telling.json_lines import read_json_lines
 
 @pytest.fixture(scope="module")
 def runs(latents: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """The same run in one go and in two, with a snapshot that the first part of the second had left behind."""
+    """The same run uninterrupted, and killed and resumed, with a snapshot that the killed process left behind."""
     folder = tmp_path_factory.mktemp("posthoc")
     validation = {"root": str(latents), "bucket": "64x64", "samples": 8, "batch_size": 8, "every": 4}
     changes = {"ema": {"snapshot_every": 4}, "checkpoint": {"every": 6}, "optimizer": {"lr": 1e-2}}
@@ -30,7 +30,7 @@ def runs(latents: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path,
             averaged = validation | {"weights": "ema" if name == "whole" else "raw"}
             fields = train_fields(latents, folder / name, max_steps=max_steps, validation=averaged, **changes)
             command(["--config", str(write_config(folder, fields))])
-            if max_steps == 8:  # as if killed after step 8: only the checkpoint of step 6 was written, and a torn one
+            if max_steps == 8:  # as if killed after step 8, with the checkpoint of step 6 and a torn one
                 for path in (step_folder(folder / name, 8), step_folder(folder / name / "posthoc", 8)):
                     path.rename(path.with_name("step-00000009"))
                 (step_folder(folder / name, 9) / "optimizer.safetensors").unlink()
@@ -50,7 +50,7 @@ def test_killed_and_resumed_averages_and_snapshots_are_bit_equal(runs: tuple[Pat
     assert all(half[name].equal(value.half()) for name, value in full.items()) and len(half) > 50
 
 
-def test_the_command_rebuilds_and_export_takes_it(runs: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
+def test_train_ema_rebuilds_an_average_for_export(runs: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
     run = runs[0]
     command(["ema", str(run), "--std", "0.07"])
     folder = Path(capsys.readouterr().out.strip())
@@ -70,15 +70,15 @@ def test_the_command_rebuilds_and_export_takes_it(runs: tuple[Path, Path], capsy
     exported = write_pipeline(run, ExportConfig(weights=str(folder)))
     assert load_file(exported / "unet" / WEIGHTS_NAME).keys() == weights.keys()
     assert all(value.equal(weights[name]) for name, value in load_file(exported / "unet" / WEIGHTS_NAME).items())
-    # the widths that were kept are themselves, to float16
+    # rebuilding a width that was kept gives the snapshot itself, up to float16
     kept = write_average(run, RebuildConfig(std=0.1, step=8))
     snapshot = load_file(step_folder(run / "posthoc", 8) / "ema-0.100" / WEIGHTS_NAME)
     for name, value in load_file(kept / WEIGHTS_NAME).items():
         torch.testing.assert_close(value, snapshot[name].float(), rtol=1e-6, atol=1e-8)
 
 
-def test_validation_of_the_average_and_the_run_as_if_there_was_none(runs: tuple[Path, Path]) -> None:
-    """Raw weights in one run and averages in the other: other values, and the same training, bit by bit."""
+def test_validating_the_average_does_not_change_training(runs: tuple[Path, Path]) -> None:
+    """One run validates raw weights, the other averages: the values differ, but training is bit-exact."""
     assert curve(runs[0]) == curve(runs[1])
     averaged, raw = (
         {row["step"]: row["val_loss"] for row in read_json_lines(run / "metrics.jsonl") if "val_loss" in row}
@@ -88,7 +88,7 @@ def test_validation_of_the_average_and_the_run_as_if_there_was_none(runs: tuple[
     assert averaged[12] != raw[12]
 
 
-def test_buffers_are_taken_as_they_are(tmp_path: Path) -> None:
+def test_buffers_are_copied_unchanged(tmp_path: Path) -> None:
     table = torch.randn(5)
     for number in (1.0, 2.0):
         (tmp_path / str(number)).mkdir()
@@ -105,16 +105,16 @@ def test_buffers_are_taken_as_they_are(tmp_path: Path) -> None:
     assert found["still"].equal(table.half().float())
 
 
-def test_bad_requests(runs: tuple[Path, Path], latents: Path, tmp_path: Path) -> None:
+def test_invalid_requests_are_refused(runs: tuple[Path, Path], latents: Path, tmp_path: Path) -> None:
     with pytest.raises(RequestError, match=r"no snapshot of step 9; the nearest are 4, 8, 12"):
         write_average(runs[0], RebuildConfig(std=0.07, step=9))
-    with pytest.raises(RequestError, match=r"holds no snapshots. Train with ema.snapshot_every"):
+    with pytest.raises(RequestError, match=r"has no snapshots .* Set ema\.snapshot_every"):
         write_average(tmp_path, RebuildConfig(std=0.07))
     with pytest.raises(RequestError, match="Name it first"):
         command(["ema", "--std", "0.07"])
-    with pytest.raises(RequestError, match="train ema reads a run folder of this machine, not s3://bucket/run"):
+    with pytest.raises(RequestError, match="train ema reads a local run folder, but s3://bucket/run is a URL"):
         command(["ema", "s3://bucket/run", "--std", "0.1"])
-    with pytest.raises(RequestError, match="holds something else than an average"):
+    with pytest.raises(RequestError, match="exists and is not an average that this command wrote"):
         write_average(runs[0], RebuildConfig(std=0.07, output=runs[0]))
     with pytest.raises(RequestError, match="is neither auto, raw, ema nor a folder with"):
         write_pipeline(runs[0], ExportConfig(weights="posthoc"))
@@ -129,15 +129,15 @@ def test_damage_and_overflow_are_found(runs: tuple[Path, Path]) -> None:
     path = step_folder(runs[1] / "posthoc", 4) / "ema-0.100" / WEIGHTS_NAME
     sound = path.read_bytes()
     data = bytearray(sound)
-    data[-2:] = b"\x00\x7c"  # float16's infinity
+    data[-2:] = b"\x00\x7c"  # infinity in float16
     path.write_bytes(bytes(data))
     with pytest.raises(DamagedFile, match="does not have the SHA-256"):
         write_average(runs[1], RebuildConfig(std=0.07))
-    with pytest.raises(WorkError, match=r"not finite: they are beyond float16.*snapshot_dtype float32"):
+    with pytest.raises(WorkError, match=r"has non-finite values in .* overflow float16.*snapshot_dtype float32"):
         combine([path.parent], np.ones(1))
     path.write_bytes(sound)
 
 
-def test_a_run_folder_that_does_not_exist_is_named(tmp_path: Path) -> None:
+def test_a_missing_run_folder_is_named(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match=r"There is no run folder .*absent\. Give the run_dir"):
         write_pipeline(tmp_path / "absent", ExportConfig())

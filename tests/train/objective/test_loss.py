@@ -100,7 +100,7 @@ def test_dropped_captions_become_the_empty_one() -> None:
     assert uncond.states is not None
     loss = DiffusionLoss(ObjectiveConfig(caption_dropout=0.5), data_spec, torch.device("cpu"))
     draws, data = Draws(3, 11, torch.arange(N)), batch()
-    dropped = draws.chances(Purpose.CAPTION_DROPOUT, 0.5, 1)[:, 0]
+    dropped = draws.bernoulli(Purpose.CAPTION_DROPOUT, 0.5, 1)[:, 0]
     assert 0 < dropped.sum() < N
     text = loss.latents.conditioning(data, dropped).texts["text"]
     assert text.mask is not None and text.states is not None

@@ -1,4 +1,4 @@
-"""The memory of batches that are made ahead: what is reckoned is what they are, and it keeps to its bound."""
+"""Memory of prefetched batches: the estimate is exact, and the bound holds."""
 
 import time
 from pathlib import Path
@@ -9,7 +9,7 @@ import torch
 
 from bench.kit.roots import feature_tower, make_root
 from train.data.batch import Batch, Collate
-from train.data.loader import MOST_AHEAD, Loader, make_ahead
+from train.data.loader import MAX_PREFETCH, Loader, plan_prefetch
 from train.data.spec import DataConfig
 from train.data.streams import open_data
 
@@ -32,19 +32,18 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("num_workers", [1, 2, 8, 64])
-def test_all_that_is_ahead_fits(num_workers: int) -> None:
-    """And nothing more is held back than must be."""
+def test_the_plan_fits_the_bound_and_uses_it(num_workers: int) -> None:
     for batches in range(1, 400):
-        workers, factor = make_ahead(1, config(Path(), prefetch_gb=(batches + 0.5) / 1e9, num_workers=num_workers))
-        assert factor is not None and 1 <= workers <= num_workers and 1 <= factor <= MOST_AHEAD
+        workers, factor = plan_prefetch(1, config(Path(), prefetch_gb=(batches + 0.5) / 1e9, num_workers=num_workers))
+        assert factor is not None and 1 <= workers <= num_workers and 1 <= factor <= MAX_PREFETCH
         held = workers * factor + workers + 2
         assert held <= max(4, batches)
         assert workers == num_workers or held + 2 > batches
-        assert factor == MOST_AHEAD or workers < num_workers or held + workers > batches
-    assert make_ahead(1, config(Path(), num_workers=0)) == (0, None)
+        assert factor == MAX_PREFETCH or workers < num_workers or held + workers > batches
+    assert plan_prefetch(1, config(Path(), num_workers=0)) == (0, None)
 
 
-def test_what_is_reckoned_is_what_a_batch_holds(root: Path) -> None:
+def test_the_estimate_equals_the_size_of_a_batch(root: Path) -> None:
     alone = config(root, num_workers=0)
     spec = open_data(alone, BATCH)
     batch = next(iter(Loader(alone, spec, BATCH, 0, 0, torch.arange(BATCH))))
@@ -52,19 +51,19 @@ def test_what_is_reckoned_is_what_a_batch_holds(root: Path) -> None:
 
 
 @pytest.mark.parametrize(("room", "workers"), [(4, 1), (6, 2), (9, 3)])
-def test_no_more_is_made_than_there_is_room_for(
+def test_workers_prefetch_no_more_than_planned(
     root: Path, tmp_path: Path, room: int, workers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each batch that a process makes is noted, with its bytes; some are taken, and then nobody takes any."""
+    """Every collated batch is logged with its size. The consumer takes five batches, then stops."""
     made, stack = tmp_path / "made", Collate.__call__
 
-    def noted(self: Collate, samples: list[dict[str, Any]]) -> Batch:
+    def logged(self: Collate, samples: list[dict[str, Any]]) -> Batch:
         batch = stack(self, samples)
         with made.open("a") as file:
             file.write(f"{batch_bytes(batch)}\n")
         return batch
 
-    monkeypatch.setattr(Collate, "__call__", noted)
+    monkeypatch.setattr(Collate, "__call__", logged)
     spec = open_data(config(root), BATCH)
     bound = (room + 0.5) * spec.sample_bytes(BUCKET) * BATCH
     loader = Loader(config(root, prefetch_gb=bound / 1e9), spec, BATCH, 0, 0, torch.arange(BATCH))
@@ -77,8 +76,8 @@ def test_no_more_is_made_than_there_is_room_for(
     while (lines := made.read_text().splitlines()) and len(lines) < 5 + workers * (ahead // workers):
         assert time.monotonic() < until
         time.sleep(0.01)
-    time.sleep(0.3)  # for one too many
+    time.sleep(0.3)  # time for one batch too many
     sizes = list(map(int, made.read_text().splitlines()))
     batches.close()
-    held = sum(sizes[5:]) + sizes[4] * (workers + 2)  # ready, what they are made of, in use, and on its way
+    held = sum(sizes[5:]) + sizes[4] * (workers + 2)  # prefetched, being collated, in use, being pinned
     assert held <= bound and len(sizes) == 5 + workers * (ahead // workers)

@@ -1,0 +1,64 @@
+"""The scores of a sample: numbers from its metadata that are stored with it, and by which training can filter.
+
+`SCORES` is their only declaration. It determines the JSON fields that stage 1 reads, the columns that selection keeps,
+the columns of samples.parquet, the MDS column `scores`, the dataset card, and the fields of `data.filter`. A root
+records the names of its scores, so a change of the list affects only new roots.
+
+To add a score, add an entry to the list. A program can also append one before it imports anything else of latentmill:
+
+    from shards.format.scores import SCORES, Score
+    SCORES.append(Score("hps", "human preference score v2"))
+
+Ray workers do not see such an appended entry. They read the score from the JSON field of the same name, but do not know
+its aliases.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Score:
+    """One number per sample; NaN where a sample does not have it."""
+
+    name: str
+    """Name of the score: column of samples.parquet, and field of `data.filter`."""
+    description: str
+    """Meaning of the score, for help texts."""
+    metadata_name: str = ""
+    """Column of the selected metadata; default: `name`."""
+    aliases: tuple[str, ...] = ()
+    """Other names of the score in JSON files and metadata."""
+
+    @property
+    def column(self) -> str:
+        """Column of the selected metadata."""
+        return self.metadata_name or self.name
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """Fields of a sample's JSON that may hold the score. The first one that holds a number is used."""
+        return tuple(dict.fromkeys((self.name, self.column, *self.aliases)))
+
+
+SCORES = [
+    Score("aesthetic", "predicted aesthetic score", metadata_name="AESTHETIC_SCORE", aliases=("aesthetic_score",)),
+    Score("similarity", "CLIP similarity of picture and caption"),
+    Score("punsafe", "predicted probability that the picture is unsafe"),
+    Score("pwatermark", "predicted probability of a watermark"),
+]
+LAION_SCORES = tuple(score.name for score in SCORES)
+"""Names of LAION's scores. A root that records no names has these."""
+
+
+def score_names() -> tuple[str, ...]:
+    """Return the names of all scores, which a new root stores."""
+    return tuple(score.name for score in SCORES)
+
+
+def score_fields(names: tuple[str, ...]) -> list[tuple[str, ...]]:
+    """Return for each score the fields of a sample's JSON that may hold it (see `Score.fields`).
+
+    A score that is not declared in this process is read from the field of its own name.
+    """
+    declared = {score.name: score.fields for score in SCORES}
+    return [declared.get(name, (name,)) for name in names]
