@@ -17,7 +17,7 @@ from train.model.ema import make_averages
 from train.model.fit import on_meta
 from train.model.flops import peak_tflops, training_flops
 from train.model.norms import use_low_precision_norms
-from train.model.optimizer import Optimizer, make_adamw
+from train.model.optimizer import Optimizer, build_optimizer
 from train.model.sharding import split_weights
 from train.model.unet import compile_network
 from train.objective.loss import DiffusionLoss
@@ -28,7 +28,7 @@ from train.run.health.meter import Meter
 from train.run.health.output import outdated
 from train.run.launches import Launch, publish
 from train.run.saving.away import Away
-from train.run.saving.checkpoint import SNAPSHOTS, drop_later, restore
+from train.run.saving.checkpoint import SNAPSHOTS, drop_later, restore, trained
 from train.run.saving.config import CheckpointConfig
 from train.run.saving.shares import Writers
 from train.run.saving.writer import CheckpointWriter, too_slow_to_leave
@@ -60,11 +60,12 @@ def assemble(
             split_weights(aligned.head, config.sharding, config.precision)
     network = aligned or unet
     # made of the weights as they now lie: what is placed or split later would not be what it steps
-    adamw, averages = make_adamw(network.parameters(), config.optimizer), make_averages(config.ema)
+    torch_optimizer = build_optimizer(trained(unet, aligned and aligned.head), config.optimizer)
+    averages = make_averages(config.ema)
     state = TrainState()
     if prepared.checkpoint is not None:
         # before anything is compiled or wrapped, so that names are the U-Net's own
-        state = restore(prepared.checkpoint, unet, adamw, averages, aligned and aligned.head)
+        state = restore(prepared.checkpoint, unet, torch_optimizer, averages, aligned and aligned.head)
     tell_start(config, prepared, accelerator, launch)
     begin_folder(config, accelerator, launch, away, state.step)
     spec = prepared.spec
@@ -72,7 +73,7 @@ def assemble(
         compile_network(unet, len({stream.latent_hw for stream in spec.streams}))
     # what is split is wrapped for autocast alone: DDP would hold it whole
     model = accelerator.prepare_model(network, device_placement=False, evaluation_mode=is_split)
-    optimizer = Optimizer(adamw, accelerator, config.optimizer, config.schedule, config.max_steps)
+    optimizer = Optimizer(torch_optimizer, accelerator, config.optimizer, config.schedule, config.max_steps)
     if accelerator.scaler is not None and state.scaler:
         accelerator.scaler.load_state_dict(state.scaler)
     alarm = Alarm(config.alarm)

@@ -12,7 +12,7 @@ from shards.base.device import DeviceOption, PrecisionOption
 from shards.base.store import Place
 from train.data.spec import DataConfig
 from train.model.backbone import BackboneConfig
-from train.model.config import DdpConfig, EmaConfig, OptimizerConfig, ScheduleConfig, Sharding
+from train.model.config import AdamWConfig, AnyOptimizer, DdpConfig, EmaConfig, ScheduleConfig, Sharding
 from train.objective.config import ObjectiveConfig, RepaConfig, ValidationConfig
 from train.run.alarm import AlarmConfig
 from train.run.saving.config import CheckpointConfig
@@ -52,7 +52,7 @@ class TrainConfig(Config):
     backbone: BackboneConfig = BackboneConfig()
     objective: ObjectiveConfig = ObjectiveConfig()
     repa: RepaConfig = RepaConfig()
-    optimizer: OptimizerConfig = OptimizerConfig()
+    optimizer: AnyOptimizer = AdamWConfig()
     schedule: ScheduleConfig = ScheduleConfig()
     ema: EmaConfig = EmaConfig()
     validation: ValidationConfig = ValidationConfig()

@@ -134,6 +134,7 @@ def prepare(
         config.backbone,
         repa,
         None if held_out is None else held_out.pin,
+        config.optimizer.kind,
     )
     spec = spec.of_towers(backbone.text_towers, [] if aligned is None else [aligned.features.name])
     check_same_everywhere(accelerator, fingerprint, spec.look.problem if spec.look else None)

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from plan.arithmetic.scaling import ADAMW_BYTES
+from train.model.config import AdamWConfig
 
 MATRIX = ("convolution", "product", "attention")
 """Classes whose arithmetic counts; the others move bytes alone."""
@@ -79,7 +79,7 @@ class Work:
             kind: Class(*(round(times * of) for of in (part.kernels, part.bytes, part.flops)))
             for kind, part in self.classes.items()
         }
-        optimizer = Class(0, num_parameters * ADAMW_BYTES, 0)
+        optimizer = Class(0, num_parameters * AdamWConfig.step_bytes(), 0)
         return Work(images, {**scaled, "optimizer": optimizer}, self.saved_bytes, self.other_layouts)
 
 

@@ -222,7 +222,7 @@ def trained(unet: Any, head: nn.Module | None) -> dict[str, nn.Parameter]:
 
 
 def flatten(parameters: dict[str, nn.Parameter], optimizer: Optimizer) -> dict[str, Tensor]:
-    """The optimizer's state, by `kind/name`: AdamW's kinds are step, exp_avg and exp_avg_sq."""
+    """Return the optimizer's state tensors by `kind/name`; AdamW's kinds are step, exp_avg and exp_avg_sq."""
     tensors = {}
     for name, parameter in parameters.items():
         for kind, value in optimizer.state.get(parameter, {}).items():
@@ -239,7 +239,7 @@ def unflatten(parameters: dict[str, nn.Parameter], optimizer: Optimizer, tensors
     for key, value in tensors.items():
         kind, _, name = key.partition("/")
         parameter = parameters[name]
-        # AdamW counts steps on the CPU unless it is fused
+        # torch's optimizers count steps on the CPU unless they are fused
         device = "cpu" if kind == "step" and not optimizer.defaults.get("fused") else parameter.device
         tensor = share_like(value.to(device), parameter)
         if tensor.shape == parameter.shape:  # in the parameter's memory format
