@@ -1,4 +1,4 @@
-"""Extension points of training, each used here from outside the package: optimizers."""
+"""Extension points of training, each used here from outside the package: optimizers, and code between blocks."""
 
 import shutil
 from collections.abc import Mapping
@@ -7,15 +7,19 @@ from typing import Any, ClassVar, Literal
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from bench.kit.families import FAMILIES, read_family
 from plan.arithmetic.costs import checkpoint_bytes
 from plan.config import Plan
 from shards.base.errors import RequestError
+from tests.families import small
 from tests.runs import curve, train_fields, write_config
 from train.__main__ import run as command
+from train.model.blocks import BlockHook, add_hook, find_blocks
 from train.model.config import OPTIMIZERS, OptimizerConfig, optimizer_class
 from train.model.tensors import load_tensors
+from train.model.unet import class_of
 from train.run.saving.checkpoint import OPTIMIZER_NAME, newest_checkpoint, step_folder
 
 
@@ -70,3 +74,80 @@ def test_the_planner_asks_the_optimizer() -> None:
     assert Plan(optimizer="sgd").optimizer == "sgd"
     with pytest.raises(ValueError, match=r"there is no optimizer of kind sdg \(did you mean sgd\?\); choose one of"):
         Plan(optimizer="sdg")
+
+
+class Calls(BlockHook):
+    """Names of the blocks before and after which it ran."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def before(self, name: str, inputs: Any, named: dict[str, Any]) -> Any:
+        self.names.append(name)
+        return inputs, named
+
+    def after(self, name: str, output: Any) -> Any:
+        assert self.names[-1] == name
+        return output
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_blocks_of_every_family_are_hooked(name: str) -> None:
+    """Each block is called once, and names and weights stay as they were; at the family's full size."""
+    family = read_family(name)
+    names, calls = list(family.network.state_dict()), Calls()
+    blocks = find_blocks(family.network)
+    remove = add_hook(family.network, list(blocks), calls)
+    family.call()
+    assert len(blocks) >= 10 and sorted(calls.names) == sorted(blocks)
+    assert list(family.network.state_dict()) == names
+    remove()
+    family.call()
+    assert len(calls.names) == len(blocks)
+
+
+class Routing(BlockHook):
+    """Half of the tokens skip the blocks from one to another (Krause et al., "TREAD", 2025)."""
+
+    def __init__(self, first: str, last: str):
+        self.first, self.last = first, last
+
+    def before(self, name: str, inputs: tuple[Tensor], named: dict[str, Any]) -> Any:
+        if name == self.first:
+            (self.tokens,) = inputs
+            inputs = (self.tokens[:, ::2],)
+        return inputs, named
+
+    def after(self, name: str, output: Tensor) -> Tensor:
+        if name != self.last:
+            return output
+        joined = self.tokens.clone()
+        joined[:, ::2] = output
+        return joined
+
+
+def test_tokens_are_routed_past_blocks() -> None:
+    """A hook changes what blocks are called with; what they do not see comes out as it went in."""
+    fields = small.FAMILIES["pixart-sigma"].network | {"num_layers": 4}
+    torch.manual_seed(0)
+    network = class_of(fields, "the config").from_config(fields)
+    inner, widths = ["transformer_blocks.1", "transformer_blocks.2"], list[int]()
+
+    class Watching(BlockHook):
+        def before(self, name: str, inputs: tuple[Tensor], named: dict[str, Any]) -> Any:
+            widths.append(inputs[0].shape[1])
+            return inputs, named
+
+    def call() -> Tensor:
+        arguments = {"encoder_hidden_states": torch.ones(2, 3, 12), "timestep": torch.ones(2)}
+        return network(torch.ones(2, 4, 8, 8), **arguments, return_dict=False)[0]
+
+    whole = call()
+    removes = [add_hook(network, inner, Routing(*inner)), add_hook(network, list(find_blocks(network)), Watching())]
+    routed = call()
+    assert widths == [16, 8, 8, 16] and routed.shape == whole.shape and not routed.allclose(whole)
+    routed.sum().backward()
+    assert all(parameter.grad is not None for parameter in network.transformer_blocks.parameters())
+    for remove in removes:
+        remove()
+    torch.testing.assert_close(call(), whole, rtol=0, atol=0)

@@ -9,14 +9,13 @@ accelerate's own FSDP2 plugin does nothing on a CPU.
 import os
 
 import torch
-from diffusers.models.resnet import ResnetBlock2D
-from diffusers.models.transformers.transformer_2d import Transformer2DModel
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from shards.base.device import Precision
 from shards.base.errors import RequestError
+from train.model.blocks import find_blocks
 from train.model.config import Sharding
 
 
@@ -57,15 +56,9 @@ def split_weights(unet: nn.Module, sharding: Sharding, precision: Precision) -> 
         reduce_dtype=torch.float32,
         cast_forward_inputs=False,  # autocast does
     )
-    for module in gathered(unet):
+    for module in find_blocks(unet).values():
         fully_shard(module, mp_policy=policy, reshard_after_forward=sharding == "full")
     fully_shard(unet, mp_policy=policy, reshard_after_forward=sharding == "full")
-
-
-def gathered(unet: nn.Module) -> list[nn.Module]:
-    """What is gathered by itself: a U-Net's residual blocks and transformers, a transformer's blocks."""
-    found = [module for module in unet.modules() if isinstance(module, ResnetBlock2D | Transformer2DModel)]
-    return found or [block for part in unet.children() if isinstance(part, nn.ModuleList) for block in part]
 
 
 def reshard(unet: nn.Module) -> None:

@@ -26,13 +26,13 @@ from train.data.draws import Draws
 from train.model.unet import build_unet
 from train.objective.alignment import (
     Aligned,
-    FeaturesOf,
+    AlignedFeatures,
     find_features,
-    grid_of,
-    hear,
     make_head,
     negative_cosine,
-    resized,
+    probe_layer,
+    resize_tokens,
+    token_grid,
 )
 from train.objective.config import ObjectiveConfig, RepaConfig
 from train.objective.loss import DiffusionLoss
@@ -43,7 +43,7 @@ from train.run.telling.json_lines import read_json_lines
 FEATURES = 10
 TOWER = feature_tower(FEATURES)
 """A 64x64 picture is 56x56 to it: 4x4 tokens."""
-OF = FeaturesOf("dino", TOWER, 8)
+OF = AlignedFeatures("dino", TOWER, 8)
 LAYER = "down_blocks.1"
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 
@@ -89,7 +89,7 @@ def test_a_batch_on_paper(hw: tuple[int, int], layer: str, storage: str) -> None
     """The whole of it in float64: resize, head, cosine, coefficient; also where the layer's grid is another."""
     config = RepaConfig(layer=layer, weight=0.7, until=10, schedule="linear", hidden=12)
     network = Toy(layer == "tokens")
-    shapes = {hw: hear(network, config, lambda: network(torch.zeros(1, CHANNELS, *hw)))}
+    shapes = {hw: probe_layer(network, config, lambda: network(torch.zeros(1, CHANNELS, *hw)))}
     aligned = Aligned(network, make_head(config, shapes, FEATURES, seed=0), config, OF)
     grid = TOWER.grid(Bucket(hw[1] * 8, hw[0] * 8))
     features, stored = torch.randn(5, math.prod(grid), FEATURES), torch.randn(5, CHANNELS, *hw).half()
@@ -130,20 +130,20 @@ def test_a_batch_on_paper(hw: tuple[int, int], layer: str, storage: str) -> None
     )
     with torch.no_grad():
         aligned(stored.float())
-    assert not hasattr(aligned, "projected") and not aligned.heard
+    assert not hasattr(aligned, "projected") and not aligned.layer.outputs
 
 
 def test_features_are_resized_as_pictures_are() -> None:
     """To half: antialiased bilinear weighs a row's four neighbours 1, 3, 3, 1 over 8; in the middle, in float64."""
     features = torch.randn(1, 64, 1, dtype=torch.float64)
     planes = features.reshape(8, 8)
-    found = resized(features, (8, 8), (4, 4)).reshape(4, 4)
+    found = resize_tokens(features, (8, 8), (4, 4)).reshape(4, 4)
     weights = torch.tensor([1.0, 3.0, 3.0, 1.0], dtype=torch.float64) / 8
     for row in (1, 2):
         for column in (1, 2):
             patch = planes[2 * row - 1 : 2 * row + 3, 2 * column - 1 : 2 * column + 3]
             assert float(found[row, column]) == pytest.approx(float(weights @ patch @ weights))
-    assert resized(features, (8, 8), (8, 8)) is features
+    assert resize_tokens(features, (8, 8), (8, 8)) is features
 
 
 @pytest.mark.parametrize(
@@ -159,10 +159,10 @@ def test_features_are_resized_as_pictures_are() -> None:
     ],
 )
 def test_grids(tokens: int, hw: tuple[int, int], grid: tuple[int, int] | None) -> None:
-    assert grid_of(tokens, hw) == grid
+    assert token_grid(tokens, hw) == grid
 
 
-def test_layers_of_transformers_are_heard_too() -> None:
+def test_layers_of_transformers_can_be_aligned() -> None:
     """The image's tokens of blocks that give the text's first, of diffusers' SD3 and FLUX.1 on 8x8 latents."""
     with torch.device("meta"):
         sd3 = SD3Transformer2DModel(
@@ -176,13 +176,13 @@ def test_layers_of_transformers_are_heard_too() -> None:
         text, pooled, time = torch.zeros(1, 5, 6), torch.zeros(1, 6), torch.zeros(1)
         ids = {"txt_ids": torch.zeros(5, 3), "img_ids": torch.zeros(16, 3)}
         found = [
-            hear(model, RepaConfig(layer="transformer_blocks.0", output=1), call)
+            probe_layer(model, RepaConfig(layer="transformer_blocks.0", output=1), call)
             for model, call in (
                 (sd3, lambda: sd3(torch.zeros(1, 16, 8, 8), text, pooled, time)),
                 (flux, lambda: flux(torch.zeros(1, 16, 16), text, pooled, time, **ids)),
             )
         ]
-    assert found == [(1, 16, 8), (1, 16, 32)] and grid_of(16, (8, 8)) == (4, 4)
+    assert found == [(1, 16, 8), (1, 16, 32)] and token_grid(16, (8, 8)) == (4, 4)
 
 
 @pytest.mark.parametrize(
@@ -318,7 +318,7 @@ def test_compiled_or_computed_again_the_gradients_are_the_same(
         found = [parameter.grad for parameter in aligned.parameters()]
         gradients.append(torch.cat([gradient.flatten() for gradient in found if gradient is not None]))
         assert len(found) == sum(gradient is not None for gradient in found)
-        assert not aligned.heard
+        assert not aligned.layer.outputs
         torch._dynamo.reset()
     torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-3, atol=1e-6)
 
@@ -326,12 +326,24 @@ def test_compiled_or_computed_again_the_gradients_are_the_same(
 @pytest.mark.parametrize(
     ("repa", "towers", "message"),
     [
-        ({"layer": "down_block.1"}, None, r"repa\.layer down_block\.1 is no module .* Near it are .*down_blocks\.1"),
-        ({"layer": "time_embedding"}, None, r"gives \(1, 64\) of latents 8x8\. What is aligned must be"),
-        ({"layer": LAYER, "output": 1}, None, r"gives Tensor, tuple: its output 1 is no tensor of one call"),
-        ({"layer": LAYER, "tower": "dion"}, None, r"no feature tower of the root \(did you mean dino\?\): it has dino"),
-        ({"layer": LAYER, "tower": "dino"}, ["texts.text"], r"would not be read\. Add features\.dino to data\.towers"),
-        ({"layer": LAYER}, ["texts.text"], r"asks for one feature tower, and none would be read.*the root has dino"),
+        (
+            {"layer": "down_block.1"},
+            None,
+            r"repa\.layer down_block\.1 is not a module .* nearest names are .*down_blocks\.1",
+        ),
+        ({"layer": "time_embedding"}, None, r"has shape \(1, 64\) for latents of 8x8\. Alignment needs"),
+        ({"layer": LAYER, "output": 1}, None, r"returns Tensor, tuple\. Alignment needs .* output 1 is a tensor"),
+        (
+            {"layer": LAYER, "tower": "dion"},
+            None,
+            r"The root has no feature tower dion \(did you mean dino\?\); it has dino",
+        ),
+        (
+            {"layer": LAYER, "tower": "dino"},
+            ["texts.text"],
+            r"data\.towers excludes it\. Add features\.dino to data\.towers",
+        ),
+        ({"layer": LAYER}, ["texts.text"], r"needs one feature tower, but data\.towers reads none.*the root has dino"),
         ({"layer": LAYER, "schedule": "linear"}, None, "schedule linear needs `until`"),
     ],
 )
@@ -347,13 +359,13 @@ def test_wrong_requests(
 
 def test_a_root_without_features(latents: Path, tmp_path: Path) -> None:
     fields = train_fields(latents, tmp_path / "run", repa={"layer": LAYER})
-    with pytest.raises(RequestError, match=r"none would be read\. Name one as repa\.tower \(the root has none\)"):
+    with pytest.raises(RequestError, match=r"data\.towers reads none\. Name one as repa\.tower \(the root has none\)"):
         command(["check", "--config", str(write_config(tmp_path, fields))])
 
 
 def test_one_of_several() -> None:
     data = spec()
     data.features.update(dino=TOWER, siglip=TOWER)
-    with pytest.raises(RequestError, match=r"dino and siglip would be read\. Name one as repa\.tower"):
+    with pytest.raises(RequestError, match=r"data\.towers reads dino and siglip\. Name one as repa\.tower"):
         find_features(RepaConfig(layer=LAYER), data, ["dino", "siglip"])
     assert find_features(RepaConfig(layer=LAYER, tower="siglip"), data, ["dino", "siglip"]).name == "siglip"
