@@ -48,6 +48,9 @@ class TrainConfig(Config):
     init_unet: str | None = None
     """A folder of a pretrained diffusers U-Net, or its hub name (org/repo/unet), to start from. Its config must be that
     of `backbone.config`."""
+    train_only: list[str] | None = Field(None, min_length=1)
+    """Patterns such as `*.attn2.*`: only the network's parameters whose names match one are trained, and the others
+    keep the weights that the run starts with; null: all are trained."""
     data: DataConfig
     backbone: BackboneConfig = BackboneConfig()
     objective: ObjectiveConfig = ObjectiveConfig()

@@ -23,6 +23,7 @@ from train.early import no_checkpoint
 from train.export.pipeline import check_pipeline
 from train.model.backbone import BackboneConfig
 from train.model.fit import check_fit, check_precision, on_meta
+from train.model.optimizer import freeze_except
 from train.model.unet import build_unet, load_pretrained
 from train.objective.alignment import Aligned, find_features, make_head, probe_layer
 from train.objective.validation import FoundValidation, Validation, find_validation, open_validation
@@ -122,6 +123,7 @@ def prepare(
     check_fit(network := build_unet(config.network, None), spec, backbone)
     check_precision(network, config.precision)
     unet = build_unet(config.network, config.seed)
+    freeze_except(unet, config.train_only)
     aligned = make_aligned(config, spec, unet, backbone, sorted(found.streams[0].encoding.features))
     repa = None if aligned is None else config.repa.model_dump(mode="json") | {"tower": aligned.features.name}
     fingerprint = make_fingerprint(
@@ -135,6 +137,7 @@ def prepare(
         repa,
         None if held_out is None else held_out.pin,
         config.optimizer.kind,
+        config.train_only,
     )
     spec = spec.of_towers(backbone.text_towers, [] if aligned is None else [aligned.features.name])
     check_same_everywhere(accelerator, fingerprint, spec.look.problem if spec.look else None)

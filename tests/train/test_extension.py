@@ -1,4 +1,5 @@
-"""Extension points of training, each used here from outside the package: optimizers, and code between blocks."""
+"""Extension points of training, each used here from outside the package: optimizers, code between blocks,
+and the choice of what is trained."""
 
 import shutil
 from collections.abc import Mapping
@@ -14,13 +15,13 @@ from plan.arithmetic.costs import checkpoint_bytes
 from plan.config import Plan
 from shards.base.errors import RequestError
 from tests.families import small
-from tests.runs import curve, train_fields, write_config
+from tests.runs import UNET, curve, train_fields, write_config
 from train.__main__ import run as command
 from train.model.blocks import BlockHook, add_hook, find_blocks
 from train.model.config import OPTIMIZERS, OptimizerConfig, optimizer_class
 from train.model.tensors import load_tensors
-from train.model.unet import class_of
-from train.run.saving.checkpoint import OPTIMIZER_NAME, newest_checkpoint, step_folder
+from train.model.unet import build_unet, class_of
+from train.run.saving.checkpoint import OPTIMIZER_NAME, WEIGHTS_NAME, newest_checkpoint, step_folder
 
 
 def train(folder: Path, latents: Path, name: str, **changes: Any) -> Path:
@@ -58,7 +59,7 @@ def test_another_optimizer(latents: Path, tmp_path: Path) -> None:
     assert curve(killed) == curve(whole)
     a, b = newest_checkpoint(killed), newest_checkpoint(whole)
     assert a is not None and b is not None and a.content["files"] == b.content["files"]
-    weights = load_tensors(a.weights("raw") / "diffusion_pytorch_model.safetensors")
+    weights = load_tensors(a.weights("raw") / WEIGHTS_NAME)
     state = load_tensors(a.folder / OPTIMIZER_NAME)
     assert {name: value.shape for name, value in state.items()} == {
         f"momentum_buffer/{name}": value.shape for name, value in weights.items()
@@ -151,3 +152,21 @@ def test_tokens_are_routed_past_blocks() -> None:
     for remove in removes:
         remove()
     torch.testing.assert_close(call(), whole, rtol=0, atol=0)
+
+
+def test_a_subset_of_the_weights_is_trained(latents: Path, tmp_path: Path) -> None:
+    """The others keep their values, have no optimizer state, and are in checkpoints and averages like the rest."""
+    run = train(tmp_path, latents, "run", train_only=["*.attn2.*", "conv_out.bias"], optimizer={"lr": 0.01})
+    checkpoint = newest_checkpoint(run)
+    assert checkpoint is not None
+    network = build_unet(UNET, seed=0)
+    first, last = network.state_dict(), load_tensors(checkpoint.weights("raw") / WEIGHTS_NAME)
+    trained = {name for name in first if ".attn2." in name or name == "conv_out.bias"}
+    assert trained and first.keys() == last.keys() == load_tensors(checkpoint.weights("ema") / WEIGHTS_NAME).keys()
+    assert {name for name in first if not first[name].equal(last[name])} == trained
+    state = load_tensors(checkpoint.folder / OPTIMIZER_NAME)
+    assert {key.partition("/")[2] for key in state} == trained
+    with pytest.raises(RequestError, match=r"trained under other settings: train_only: \['\*\.attn2.* ≠ None"):
+        train(tmp_path, latents, "run", max_steps=7)
+    with pytest.raises(RequestError, match=r"the pattern \*\.atn2\.\*, which matches no parameter of the network"):
+        train(tmp_path, latents, "other", train_only=["*.atn2.*"])

@@ -3,14 +3,17 @@
 `OPTIMIZERS` in train/model/config.py lists the kinds of optimizer and how each is built.
 """
 
+import difflib
+import fnmatch
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
+from shards.base.errors import RequestError
 from train.model.config import OptimizerConfig, ScheduleConfig
 from train.model.sharding import whole
 
@@ -26,6 +29,29 @@ def learning_rate(step: int, base: float, config: ScheduleConfig, max_steps: int
         return base
     progress = (step - config.warmup_steps) / max(1, max_steps - config.warmup_steps)
     return base * 0.5 * (1.0 + math.cos(math.pi * min(progress, 1.0)))
+
+
+def freeze_except(network: nn.Module, patterns: Sequence[str] | None) -> None:
+    """Freeze all parameters of `network` whose names match none of the glob patterns; None freezes nothing.
+
+    Frozen parameters are not given to the optimizer. They remain in checkpoints, averages and exports.
+
+    Raises:
+        RequestError: a pattern matches no parameter.
+    """
+    if patterns is None:
+        return
+    parameters = dict(network.named_parameters())
+    for pattern in patterns:
+        if not fnmatch.filter(parameters, pattern):
+            close = difflib.get_close_matches(pattern, parameters, n=3, cutoff=0.3)
+            raise RequestError(
+                f"train_only has the pattern {pattern}, which matches no parameter of the network. Parameter names "
+                f"look like {', '.join(close or list(parameters)[:3])}; `*` stands for any part of a name. Correct the "
+                f"pattern."
+            )
+    for name, parameter in parameters.items():
+        parameter.requires_grad_(any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns))
 
 
 def build_optimizer(parameters: Mapping[str, nn.Parameter], config: OptimizerConfig) -> torch.optim.Optimizer:

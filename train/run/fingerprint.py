@@ -29,6 +29,7 @@ def make_fingerprint(
     repa: dict[str, Any] | None = None,
     validation: dict[str, Any] | None = None,
     optimizer: str = "adamw",
+    train_only: list[str] | None = None,
 ) -> dict[str, Any]:
     """Return the fingerprint, which every checkpoint stores.
 
@@ -36,6 +37,7 @@ def make_fingerprint(
         repa: what a layer is aligned with, and how; None without alignment.
         validation: the pinned validation bucket; None without validation.
         optimizer: kind of the optimizer whose state checkpoints hold.
+        train_only: patterns of the parameters that are trained; None for all.
     """
     resolved = (backbone or BackboneConfig()).called.resolved(spec.texts)
     return {
@@ -65,6 +67,7 @@ def make_fingerprint(
         **({"repa": repa} if repa is not None else {}),
         **({"validation": validation} if validation is not None else {}),
         **({"optimizer": optimizer} if optimizer != "adamw" else {}),
+        **({"train_only": train_only} if train_only is not None else {}),
     }
 
 
