@@ -141,7 +141,7 @@ def test_another_architecture_is_refused_by_its_fields(tmp_path: Path) -> None:
 
 def test_a_folder_without_safetensors_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(TINY.read_text())
-    with pytest.raises(RequestError, match=r"has no diffusion_pytorch_model\.safetensors or .*other formats are not"):
+    with pytest.raises(RequestError, match=r"has no diffusion_pytorch_model\.safetensors or .*Other formats are not"):
         load_pretrained(build_unet(TINY, 2), str(tmp_path))
 
 
