@@ -28,7 +28,7 @@ CLASSES: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("ba
 """Class name → facts that its code does not state; the file explains them."""
 UNET = "UNet2DConditionModel"
 NOT_ARCHITECTURE = {UNET: ("sample_size",)}
-"""Class name → config fields without effect on its output. A transformer's position embeddings depend on sample_size."""
+"""Class name → config fields without effect on the output. A transformer's positions depend on its sample_size."""
 BUILD_ERRORS = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 """Exceptions that diffusers' classes raise for inconsistent sizes."""
 
@@ -52,8 +52,8 @@ def build_unet(path: Path, seed: int | None) -> Any:
             unet = model_class.from_config(fields)
         except BUILD_ERRORS as error:
             raise RequestError(
-                f"diffusers cannot build a {model_class.__name__} from {path}: {type(error).__name__}: {error}. Correct "
-                f"the sizes in that file."
+                f"diffusers cannot build a {model_class.__name__} from {path}: {type(error).__name__}: {error}. "
+                f"Correct the sizes in that file."
             ) from error
     if unet.config.get("dropout"):
         raise RequestError(
@@ -201,7 +201,7 @@ def architecture_differences(theirs: Mapping[str, Any], unet: Any) -> str:
 
 
 def same(a: Any, b: Any) -> bool:
-    """Return whether two config values are equal; a number equals a list that repeats it, as for blocks: 8, [8, 8, 8]."""
+    """Return whether two config values are equal; one number for all blocks equals a list that repeats it."""
     a, b = (list(value) if isinstance(value, list | tuple) else value for value in (a, b))
     if isinstance(a, list) != isinstance(b, list):
         values, value = (a, b) if isinstance(a, list) else (b, a)
