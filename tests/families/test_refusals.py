@@ -35,27 +35,27 @@ def refusal(small: Small, network: dict[str, Any], inputs: dict[str, Any], **cha
 @pytest.mark.parametrize(
     ("name", "network", "inputs", "changes", "words"),
     [
-        (FLUX, {}, {}, {"data": {"towers": ["texts.clip"]}}, "reads the text tower t5, and the latents have clip"),
+        (FLUX, {}, {}, {"data": {"towers": ["texts.clip"]}}, "they use the text tower t5, but the latents have clip"),
         (
             FLUX,
             {},
             {"pooled_projections": {"kind": "pooled", "towers": ["t5"]}},
             {},
-            "pooled_projections is made of t5's pooled output, of which the latents hold none",
+            "pooled_projections uses the pooled output of t5, which was encoded without it",
         ),
         (
             FLUX,
             {},
             {"encoder_hidden_states": T5 | {"towers": [["clip"]]}},
             {},
-            "encoder_hidden_states is made of clip's hidden states, of which the latents hold none",
+            "encoder_hidden_states uses the hidden states of clip, which was encoded without them",
         ),
         (
             "sd3",
             {},
             {"encoder_hidden_states": T5 | {"towers": [["clip_l", "t5"]]}},
             {},
-            "clip_l and t5 would stand side by side, of {'clip_l': (16, False), 't5': (24, False)}",
+            "padding): {'clip_l': (16, False), 't5': (24, False)}",
         ),
         (
             FLUX,
