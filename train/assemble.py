@@ -18,7 +18,7 @@ from train.model.fit import on_meta
 from train.model.flops import peak_tflops, training_flops
 from train.model.norms import use_low_precision_norms
 from train.model.optimizer import Optimizer, build_optimizer
-from train.model.sharding import split_weights
+from train.model.sharding import shard_weights
 from train.model.unet import compile_network
 from train.objective.loss import DiffusionLoss
 from train.prepare import Prepared
@@ -57,7 +57,7 @@ def assemble(
     if aligned is not None:
         aligned.head.to(accelerator.device)
         if is_split:
-            split_weights(aligned.head, config.sharding, config.precision)
+            shard_weights(aligned.head, config.sharding, config.precision)
     network = aligned or unet
     # made of the weights as they now lie: what is placed or split later would not be what it steps
     torch_optimizer = build_optimizer(trained(unet, aligned and aligned.head), config.optimizer)
@@ -127,7 +127,7 @@ def place_unet(config: TrainConfig, unet: Any, accelerator: Accelerator, is_spli
         keep_channels_last(unet)
     choose_attention(accelerator.device)
     if is_split:
-        split_weights(unet, config.sharding, config.precision)
+        shard_weights(unet, config.sharding, config.precision)
     return unet
 
 

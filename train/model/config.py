@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 Width = Annotated[float, Field(gt=0, lt=0.28)]
-"""Standard deviation in time of an average, as a share of the steps done; a flat average has 1/√12 = 0.289."""
+"""Standard deviation in time of an average ÷ number of steps done; that of a flat average is 1/√12 = 0.289."""
 Momentum = Annotated[float, Field(ge=0, lt=1)]
 Sharding = Literal["none", "grad_op", "full"]
 
@@ -46,12 +46,12 @@ class EmaConfig(Config):
     @classmethod
     def _differ(cls, std: list[float]) -> list[float]:
         if len({average_name(width) for width in std}) < len(std):
-            raise ValueError(f"{std} names a width twice; three decimals tell them apart")
+            raise ValueError(f"{std} contains the same width twice, rounded to three decimals; remove one")
         return std
 
 
 def average_name(std: float) -> str:
-    """The folder of a post-hoc average in checkpoints and snapshots: `ema-0.050`."""
+    """Return the folder of a post-hoc average in checkpoints and snapshots, such as `ema-0.050`."""
     return f"ema-{std:.3f}"
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from shards.base.errors import RequestError
 from train.model.config import OptimizerConfig, ScheduleConfig
-from train.model.sharding import whole
+from train.model.sharding import gather
 
 
 def learning_rate(step: int, base: float, config: ScheduleConfig, max_steps: int) -> float:
@@ -92,7 +92,7 @@ class Optimizer:
         """
         for group in self.prepared.param_groups:
             group["lr"] = learning_rate(step, self.base_lr, self.schedule, self.max_steps)
-        grad_norm = whole(self.accelerator.clip_grad_norm_(model.parameters(), self.max_grad_norm))
+        grad_norm = gather(self.accelerator.clip_grad_norm_(model.parameters(), self.max_grad_norm))
         skipped = (~torch.isfinite(grad_norm)).float()
         if self.is_fused:
             # the kernel decides on the device, so the host does not wait for it

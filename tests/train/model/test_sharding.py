@@ -149,7 +149,10 @@ def test_fsdp_from_the_launcher_is_refused_without_a_gpu(latents: Path, tmp_path
     config = write_config(tmp_path, train_fields(latents, tmp_path / "run"))
     result = run_module("train", "--config", str(config), num_processes=2, variables=variables)
     assert result.returncode != 0
-    assert "error: The launcher asks for FSDP, which is for GPUs, and there is none." in result.stderr
+    assert (
+        "error: The launcher asks for FSDP, which accelerate supports only on GPUs, and this machine has none."
+        in result.stderr
+    )
     assert not (tmp_path / "run").exists()
 
 
