@@ -30,7 +30,7 @@ def launched_sharding() -> Sharding | None:
         return None
     if not torch.cuda.is_available():
         raise RequestError(
-            "The launcher asks for FSDP, which accelerate supports only on GPUs, and this machine has none. Launch with "
+            "The launcher asks for FSDP, which accelerate supports only on GPUs, but torch finds none. Launch with "
             "configs/accelerate/ddp.yaml. To shard weights on CPUs, add `--sharding full` or `--sharding grad_op`."
         )
     version, offload = os.environ.get("FSDP_VERSION", "1"), os.environ.get("FSDP_OFFLOAD_PARAMS", "false").lower()

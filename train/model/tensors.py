@@ -67,7 +67,7 @@ def file_order(tensors: Mapping[str, Tensor]) -> list[str]:
 
 
 def file_header(tensors: Mapping[str, Tensor]) -> bytes:
-    """Return the header of a file: its length, then JSON with each tensor's dtype, shape and offsets, padded to 8 bytes."""
+    """Return a file's header: its length, then JSON with each tensor's dtype, shape and offsets, padded to 8 bytes."""
     fields: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, tensor in tensors.items():
@@ -84,7 +84,7 @@ def tensor_bytes(tensor: Tensor) -> bytes | memoryview:
 
 
 def owners(tensors: Mapping[str, Tensor], count: int) -> dict[str, int]:
-    """Return tensor name → which of `count` processes writes it; each writes consecutive tensors of similar total size."""
+    """Return which of `count` processes writes each tensor: consecutive ones, of about as many bytes for each."""
     total, before, found = max(bytes_of(tensors), 1), 0, {}
     for name in file_order(tensors):
         found[name] = before * count // total
