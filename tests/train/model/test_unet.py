@@ -11,6 +11,7 @@ from shards.base.config import load_config
 from shards.base.errors import RequestError
 from tests.runs import UNET
 from train.config import TrainConfig
+from train.model.config import AdamWConfig
 from train.model.unet import build_unet, load_pretrained
 
 CONFIGS = Path(__file__).parents[3] / "configs"
@@ -30,6 +31,7 @@ def test_the_phases_are_as_designed() -> None:
     for config in (one, two):
         assert config.global_batch_size == 2048 and config.network.name == "sd2-base.json"
         optimizer, objective = config.optimizer, config.objective
+        assert isinstance(optimizer, AdamWConfig)
         assert (optimizer.lr, optimizer.betas, optimizer.eps, optimizer.weight_decay) == (
             1e-4,
             (0.9, 0.999),
