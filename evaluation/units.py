@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from precompute.cluster.fleet import Done, Failed, Fleet, FleetConfig, News, UnderWay
 from precompute.cluster.ray_cluster import Function, start_ray
 from precompute.encode.overlap import Stuck
+from shards.base.device import is_device_error
 from shards.base.errors import Preempted, WorkError
 from shards.base.progress import Progress
 
@@ -60,12 +61,12 @@ def run_units(
 def ending_broken_processes() -> Iterator[None]:
     """End the process after an error that it cannot recover from, so that Ray starts a new one.
 
-    After a CUDA error it cannot use its GPU again; after `Stuck` it has a thread that never ends.
+    After a device error it cannot use its GPU again; after `Stuck` it has a thread that never ends.
     """
     try:
         yield
     except RuntimeError as error:
-        if "CUDA error" not in str(error) and not isinstance(error, Stuck):
+        if not is_device_error(error) and not isinstance(error, Stuck):
             raise
         traceback.print_exc()
         os._exit(1)

@@ -7,11 +7,11 @@ import torch
 from accelerate import Accelerator
 
 from shards.base.config import save_config
+from shards.base.device import choose_attention, device_module, is_accelerator
 from train.config import TrainConfig
 from train.data.draws import global_slots
 from train.data.loader import Loader
 from train.loop import Run
-from train.model.attention import choose_attention
 from train.model.channels_last import keep_channels_last
 from train.model.ema import make_averages
 from train.model.fit import on_meta
@@ -116,14 +116,13 @@ def assemble(
 def place_unet(config: TrainConfig, unet: Any, accelerator: Accelerator, is_split: bool) -> Any:
     """On the device, in the memory format and in the parts that the config asks for."""
     assert config.precision != "auto", "it must be resolved first"
-    is_cuda = accelerator.device.type == "cuda"
     if config.gradient_checkpointing:
         unet.enable_gradient_checkpointing()
     if config.low_precision_norms:
         use_low_precision_norms(unet)
     unet.to(accelerator.device)
     # fully_shard takes contiguous weights only
-    if not is_split and (is_cuda if config.channels_last is None else config.channels_last):
+    if not is_split and (is_accelerator(unet.device) if config.channels_last is None else config.channels_last):
         keep_channels_last(unet)
     choose_attention(accelerator.device)
     if is_split:
@@ -220,6 +219,6 @@ def device_peak(config: TrainConfig, device: torch.device) -> float | None:
     """What one device does at most, in TFLOP/s: as the config says, or by the device's name; None: not known."""
     if config.log.peak_tflops is not None:
         return config.log.peak_tflops
-    if device.type != "cuda" or config.precision == "float32":  # the table is bfloat16's
+    if not is_accelerator(device) or config.precision == "float32":  # the table is bfloat16's
         return None
-    return peak_tflops(torch.cuda.get_device_name(device))
+    return peak_tflops(device_module().get_device_name(device))

@@ -17,7 +17,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from precompute.cluster.board import BOARD_SECONDS, Board, Reported, Reporter
 from precompute.cluster.hands import Attempt, Worker, assign, surplus, wanted
 from precompute.cluster.nodes import Resources, ResourcesConfig, describe, missing
-from shards.base.device import Precision, PrecisionOption, resolve_precision
+from shards.base.device import Precision, PrecisionOption, resolve_precision, worker_device
 from shards.base.durable import DamagedFile
 from shards.base.errors import DamagedInput, Outage, Preempted, RequestError, WorkError, is_storage_error, say
 from shards.base.stop import exit_on_stop_signal
@@ -120,7 +120,7 @@ def precision_on_worker(asked: PrecisionOption, config: ResourcesConfig) -> Prec
     task = ray.remote(num_gpus=config.num_gpus, num_cpus=config.num_cpus, resources=config.resources)(_resolve)
     try:
         precision, lines = ray.get(
-            task.remote(asked, "cuda" if config.num_gpus else "cpu"), timeout=config.wait_for_resources
+            task.remote(asked, worker_device(config.num_gpus)), timeout=config.wait_for_resources
         )
     except ray.exceptions.GetTimeoutError as error:
         raise WorkError(

@@ -14,6 +14,7 @@ from diffusers.models.attention_processor import Attention, AttnProcessor
 from torch import Tensor, nn
 
 from precompute.encode.networks import Network, Site, filled, model_class, quantised, vision_options
+from shards.base.device import is_accelerator
 from shards.format.buckets import Bucket
 from shards.format.text import TextLatents
 from shards.format.towers import FeatureTower, ImageTower, TextTower
@@ -57,7 +58,7 @@ class ImageEncoder(Network):
 
 def attends_by_products(device: torch.device) -> bool:
     """Whether wide heads attend by plain products there: on a GPU. A CPU's fused kernel takes any width."""
-    return device.type == "cuda"
+    return is_accelerator(device)
 
 
 def attend_by_products(model: nn.Module) -> None:

@@ -22,7 +22,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from shards.base.device import Precision
+from shards.base.device import Precision, device_module, host_buffer, is_accelerator
 from shards.base.errors import UnfitNode
 from shards.format.buckets import Bucket
 from shards.format.towers import Quantised
@@ -104,20 +104,20 @@ class Copies:
 
     def __init__(self, device: torch.device):
         self.device = device
-        self.is_cuda = device.type == "cuda"
-        if self.is_cuda:
-            self.inward, self.outward = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self.is_accelerator = is_accelerator(device)
+        if self.is_accelerator:
+            self.inward, self.outward = device_module().Stream(device), device_module().Stream(device)
 
     def buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Uninitialised host memory that `to_device` can copy from without stopping this thread."""
-        return torch.empty(shape, dtype=dtype, pin_memory=self.is_cuda)
+        return host_buffer(shape, dtype, self.device)
 
     def to_device(self, host: Tensor) -> Tensor:
         """Begin to copy `host`; what this thread launches next waits for it on the device."""
-        if not self.is_cuda:
+        if not self.is_accelerator:
             return host
-        arithmetic = torch.cuda.current_stream(self.device)
-        with torch.cuda.stream(self.inward):
+        arithmetic = device_module().current_stream(self.device)
+        with device_module().stream(self.inward):
             copied = host.to(self.device, non_blocking=True)
         arithmetic.wait_stream(self.inward)
         copied.record_stream(arithmetic)
@@ -125,15 +125,15 @@ class Copies:
 
     def to_host(self, *results: Tensor) -> Callable[[], tuple[Tensor, ...]]:
         """Begin to copy `results` once what was launched so far is done; the function returned waits for them."""
-        if not self.is_cuda:
+        if not self.is_accelerator:
             return lambda: results
-        self.outward.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self.outward):
+        self.outward.wait_stream(device_module().current_stream(self.device))
+        with device_module().stream(self.outward):
             copies = tuple(self.buffer(tuple(result.shape), result.dtype) for result in results)
             for result, copied in zip(results, copies, strict=True):
                 copied.copy_(result, non_blocking=True)
                 result.record_stream(self.outward)
-            done = torch.cuda.Event(blocking=True)  # or the wait would take a core from the decoders
+            done = device_module().Event(blocking=True)  # or the wait would take a core from the decoders
             done.record()
 
         def wait() -> tuple[Tensor, ...]:

@@ -11,6 +11,7 @@ from precompute.encode.recipe import Recipe
 from precompute.encode.worker import encode_on_worker
 from precompute.input.tars import InputTar, Named
 from precompute.job.ledger import Ledger
+from shards.base.device import worker_device
 from shards.base.errors import Preempted, WorkError
 from shards.base.store import Store
 from shards.format.receipts import receipt_name
@@ -33,7 +34,7 @@ def run_job(tars: Sequence[Named], recipe: Recipe, output: Path | str, workers: 
         WorkError: no node of the cluster could take a worker for `workers.wait_for_resources` seconds; or storage,
             credentials, models or the cluster were out of order for `workers.outage_probes` attempts.
     """
-    device = "cuda" if workers.num_gpus else "cpu"
+    device = worker_device(workers.num_gpus)
     work = partial(
         encode_on_worker,
         recipe=recipe,

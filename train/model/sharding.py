@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from shards.base.device import Precision
+from shards.base.device import Precision, has_accelerator
 from shards.base.errors import RequestError
 from train.model.blocks import find_blocks
 from train.model.config import Sharding
@@ -28,7 +28,7 @@ def launched_sharding() -> Sharding | None:
     """
     if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() != "true":
         return None
-    if not torch.cuda.is_available():
+    if not has_accelerator():
         raise RequestError(
             "The launcher asks for FSDP, which accelerate supports only on GPUs, but torch finds none. Launch with "
             "configs/accelerate/ddp.yaml. To shard weights on CPUs, add `--sharding full` or `--sharding grad_op`."

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from shards.base.device import device_module, host_buffer, is_accelerator
 from train.model.sharding import gather
 
 DTYPES = {
@@ -156,16 +157,16 @@ class HostCopies:
                 continue
             buffer = self.buffers.get((file, name))
             if buffer is None or (buffer.shape, buffer.dtype) != (source.shape, source.dtype):
-                buffer = torch.empty(source.shape, dtype=source.dtype, pin_memory=source.is_cuda)
+                buffer = host_buffer(tuple(source.shape), source.dtype, source.device)
                 self.buffers[file, name] = buffer
             copies[name] = buffer.copy_(source, non_blocking=True)
-            self.devices |= {source.device} if source.is_cuda else set()
+            self.devices |= {source.device} if is_accelerator(source.device) else set()
         return copies
 
     def wait(self) -> None:
         """Wait until the copies from GPUs are complete."""
         for device in self.devices:
-            torch.cuda.synchronize(device)
+            device_module().synchronize(device)
 
 
 def free_memory() -> int:

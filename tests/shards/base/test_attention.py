@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from train.model.attention import choose_attention
+from shards.base.device import choose_attention
 
 
 @pytest.fixture(autouse=True)
