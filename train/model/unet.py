@@ -49,21 +49,21 @@ def build_unet(path: Path, seed: int | None) -> Any:
     with torch.random.fork_rng(devices=[]), torch.device("cpu" if seed is not None else "meta"):
         torch.manual_seed(seed or 0)
         try:
-            unet = model_class.from_config(fields)
+            network = model_class.from_config(fields)
         except BUILD_ERRORS as error:
             raise RequestError(
                 f"diffusers cannot build a {model_class.__name__} from {path}: {type(error).__name__}: {error}. "
                 f"Correct the sizes in that file."
             ) from error
-    if unet.config.get("dropout"):
+    if network.config.get("dropout"):
         raise RequestError(
-            f"{path} sets dropout {unet.config.dropout}. Dropout masks would depend on the number of ranks, so it is "
-            f"not supported; set dropout to 0."
+            f"{path} sets dropout {network.config.dropout}. Dropout masks would depend on the number of ranks, so it "
+            f"is not supported; set dropout to 0."
         )
-    return unet
+    return network
 
 
-def compile_network(unet: Any, num_shapes: int) -> None:
+def compile_network(network: Any, num_shapes: int) -> None:
     """Compile a network in place, with a static graph for each of `num_shapes` latent shapes.
 
     By default torch would compile one slower dynamic graph from the second shape on, and stop compiling after eight.
@@ -71,7 +71,7 @@ def compile_network(unet: Any, num_shapes: int) -> None:
     limits = torch._dynamo.config
     limits.recompile_limit = max(limits.recompile_limit, num_shapes + 1)  # one more for validation
     limits.accumulated_recompile_limit = max(limits.accumulated_recompile_limit, limits.recompile_limit)
-    unet.compile(dynamic=False)
+    network.compile(dynamic=False)
 
 
 def class_name(fields: Mapping[str, Any]) -> str:
@@ -132,8 +132,8 @@ def read_unet_config(path: Path) -> dict[str, object]:
     return fields
 
 
-def load_pretrained(unet: Any, name: str) -> None:
-    """Load the weights of a pretrained diffusers network, in a folder or on the hub, into `unet` as float32.
+def load_pretrained(network: Any, name: str) -> None:
+    """Load the weights of a pretrained diffusers network, in a folder or on the hub, into `network` as float32.
 
     Raises:
         RequestError: the folder has no safetensors weights, or they belong to a different architecture; the message
@@ -158,13 +158,13 @@ def load_pretrained(unet: Any, name: str) -> None:
     if path.name == PRETRAINED_FILES[-1]:
         print(f"init_unet: {folder} has only half-precision weights; training starts from {path.name}.", flush=True)
     try:
-        load_matching(unet, path, theirs)
+        load_matching(network, path, theirs)
     except RequestError as error:
         raise RequestError(f"init_unet: {error}") from error
 
 
-def load_matching(unet: Any, path: Path, theirs: Mapping[str, Any]) -> None:
-    """Load the safetensors file at `path`, or the files that this index lists, into `unet` as float32.
+def load_matching(network: Any, path: Path, theirs: Mapping[str, Any]) -> None:
+    """Load the safetensors file at `path`, or the files that this index lists, into `network` as float32.
 
     Args:
         theirs: diffusers config of the network that the weights belong to.
@@ -173,29 +173,29 @@ def load_matching(unet: Any, path: Path, theirs: Mapping[str, Any]) -> None:
         RequestError: a file is missing or damaged, or the weights belong to a different architecture; the message names
             the fields that differ.
     """
-    if different := architecture_differences(theirs, unet):
+    if different := architecture_differences(theirs, network):
         raise RequestError(
             f"{path.parent} has a different architecture than `backbone.config`: {different} (there ≠ here). Set "
             f"`backbone.config` to a config like {path.parent}/config.json."
         )
     try:
-        unet.load_state_dict({key: value.float() for key, value in load_tensors(path).items()})
+        network.load_state_dict({key: value.float() for key, value in load_tensors(path).items()})
     except (SafetensorError, FileNotFoundError) as error:
         raise RequestError(f"{path} is damaged: {error}. Download it again.") from error
     except RuntimeError as error:
         raise RequestError(f"The weights in {path} do not fit the network: {error}") from error
 
 
-def architecture_differences(theirs: Mapping[str, Any], unet: Any) -> str:
-    """List the fields of a diffusers config that differ from `unet`'s, as `field: there ≠ here; …`.
+def architecture_differences(theirs: Mapping[str, Any], network: Any) -> str:
+    """List the fields of a diffusers config that differ from `network`'s, as `field: there ≠ here; …`.
 
     Many fields, such as the number of heads, change the output of a network but no weight's shape. A field that is
     missing in `theirs` was added by a later diffusers, and has its default here.
     """
-    ignored = NOT_ARCHITECTURE.get(class_name(unet.config), ())
+    ignored = NOT_ARCHITECTURE.get(class_name(network.config), ())
     return "; ".join(
         f"{field}: {theirs[field]} ≠ {value}"
-        for field, value in unet.config.items()
+        for field, value in network.config.items()
         if field in theirs and not field.startswith("_") and field not in ignored and not same(theirs[field], value)
     )
 

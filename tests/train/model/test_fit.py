@@ -1,4 +1,4 @@
-"""Roots and U-Nets that do not fit each other: refused before anything is written, with what differs."""
+"""Roots and U-Nets that do not fit each other are refused before anything is written, with the differences."""
 
 import json
 import shutil
@@ -36,7 +36,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def another(root: Path, copy: Path, section: str, **fields: Any) -> Path:
-    """A root with another encoding, as far as its encoding.json says."""
+    """Copy a root and change its encoding.json."""
     shutil.copytree(root, copy)
     encoding = EncodingRecord.load(open_store(root))
     tower = (encoding.image if section == "image" else encoding.texts[section]).model_copy(update=fields)
@@ -46,7 +46,7 @@ def another(root: Path, copy: Path, section: str, **fields: Any) -> Path:
 
 
 def refusal(folder: Path, fields: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> str:
-    """The paragraph with which training refuses, on one line."""
+    """Return the error of a refused training run on one line."""
     config = write_config(folder, fields)
     assert exit_code_of(lambda: run(["--config", str(config)])) == 2
     assert not Path(fields["run_dir"]).exists()
@@ -151,7 +151,7 @@ def test_accelerate_is_not_told_to_scale_gradients_by_the_environment(
 
 
 def test_a_bucket_that_the_unet_cannot_halve(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """12 halves to 6 and 3, and no further."""
+    """A side of 12 can be halved to 6 and 3, but not a third time."""
     fields = json.loads(UNET.read_text())
     deeper = {
         "block_out_channels": [8, 8, 8, 8],

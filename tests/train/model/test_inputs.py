@@ -1,4 +1,4 @@
-"""What a network is told of a batch, by the kind of input: against arithmetic by hand and diffusers' own."""
+"""Each kind of model input, compared with arithmetic by hand and with diffusers."""
 
 import io
 from dataclasses import replace
@@ -24,7 +24,7 @@ N = 3
 
 
 def conditioning(**texts: tuple[int, int, bool]) -> Conditioning:
-    """Random text conditioning of towers: tokens, width and whether there is a mask; pooled outputs of width + 1."""
+    """Return random text conditioning of towers given as (tokens, width, masked); pooled outputs have width + 1."""
     towers = {
         name: TextConditioning(
             torch.randn(N, tokens, width),
@@ -37,7 +37,7 @@ def conditioning(**texts: tuple[int, int, bool]) -> Conditioning:
 
 
 def present(value: Tensor | None) -> Tensor:
-    """The tensor."""
+    """Assert that the value is a tensor, and return it."""
     assert value is not None
     return value
 
@@ -88,7 +88,7 @@ def test_packing_is_diffusers(hw: tuple[int, int]) -> None:
 
 @given(st.integers(64, 400), st.integers(96, 400))
 def test_crops_are_where_the_bucket_lies_on_the_scaled_picture(width: int, height: int) -> None:
-    """What is stored in the original's pixels comes back as stage 1 cut it."""
+    """Crops stored in pixels of the original are converted to the scaled picture that stage 1 cropped."""
     file, bucket = io.BytesIO(), Bucket(64, 96)
     Image.fromarray(np.zeros((height, width, 3), np.uint8)).save(file, "PNG")
     corner = decode(file.getvalue(), [bucket], PixelsConfig(), LimitsConfig()).corners[bucket]
@@ -125,7 +125,7 @@ def test_sizes_are_dropped_and_jittered_by_keyed_draws() -> None:
 
 
 def test_time_is_told_as_the_config_says() -> None:
-    """Divided, reversed, and the output negated, which is how Lumina 2 is called."""
+    """Timesteps are divided and reversed and the output is negated, as for Lumina 2."""
 
     class Network(torch.nn.Module):
         def forward(self, noisy: Tensor, timestep: Tensor, return_dict: bool, **rest: Tensor) -> tuple[Tensor]:

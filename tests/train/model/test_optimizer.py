@@ -17,9 +17,9 @@ from train.model.optimizer import Optimizer, learning_rate
 @pytest.mark.parametrize(
     ("step", "kind", "expected"),
     [
-        (0, "constant", 0.1),  # the first step already learns
+        (0, "constant", 0.1),  # the first step has a learning rate above 0
         (4, "constant", 0.5),
-        (9, "constant", 1.0),  # warm-up ends
+        (9, "constant", 1.0),  # end of warm-up
         (10, "constant", 1.0),
         (10_000, "constant", 1.0),
         (10, "cosine", 1.0),

@@ -91,7 +91,7 @@ def test_a_pretrained_folder_is_loaded_as_float32(tmp_path: Path, variant: str |
 def test_float32_weights_are_preferred_to_half_precision_ones(
     tmp_path: Path, most: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Whether the float32 weights are one file or sharded; half precision alone is loaded, and said to be."""
+    """Float32 weights are loaded from one file or several; weights in half precision only with a message."""
     theirs = build_unet(TINY, 1)
     theirs.save_pretrained(tmp_path, max_shard_size=most)
     build_unet(TINY, 1).half().save_pretrained(tmp_path, variant="fp16")
@@ -109,7 +109,7 @@ def test_float32_weights_are_preferred_to_half_precision_ones(
 
 
 def test_a_transformer_for_another_sample_size_is_refused(tmp_path: Path) -> None:
-    """PixArt's positional table is scaled by it, and no weight's shape shows that."""
+    """PixArt's position embeddings depend on sample_size, which no weight's shape shows."""
     fields = {
         "_class_name": "PixArtTransformer2DModel",
         "attention_head_dim": 8,
@@ -133,7 +133,7 @@ def test_another_architecture_is_refused_by_its_fields(tmp_path: Path) -> None:
     build_unet(TINY, 1).save_pretrained(tmp_path)
     path = tmp_path / "config.json"
     fields = json.loads(path.read_text())
-    # one number stands for all blocks, and the size of a training picture is no architecture
+    # one number equals a list that repeats it, and a U-Net's sample_size does not change its output
     path.write_text(json.dumps(fields | {"attention_head_dim": [4, 4], "sample_size": 99}))
     load_pretrained(build_unet(TINY, 2), str(tmp_path))
     path.write_text(json.dumps(fields | {"cross_attention_dim": 32, "in_channels": 9}))
