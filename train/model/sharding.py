@@ -68,8 +68,7 @@ def reshard(network: nn.Module) -> None:
 
 
 def gather(tensor: Tensor) -> Tensor:
-    """Return the whole tensor of which every process holds a shard; all processes must call this. Others are returned
-    unchanged."""
+    """Return a sharded tensor as a whole, and any other tensor unchanged. All processes must call this."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
