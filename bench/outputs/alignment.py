@@ -24,7 +24,7 @@ from train.config import TrainConfig
 from train.data.loader import Loader
 from train.loop import take_step
 from train.model.flops import training_flops
-from train.objective.alignment import make_head, probe_layer
+from train.objective.alignment import layer_shape, make_head
 from train.objective.config import RepaConfig
 from train.prepare import prepare, take_run
 from train.run.launches import Launch
@@ -61,7 +61,7 @@ def share(name: str) -> list[object]:
     family = read_family(name)
     layer, output = LAYERS[type(family.network).__name__]
     config = RepaConfig(layer=layer, output=output)
-    shape = probe_layer(family.network, config, family.call)
+    shape = layer_shape(family.network, config, family.call)
     tokens, width = (math.prod(shape[2:]), shape[1]) if len(shape) == 4 else shape[1:]
     latent_hw = Bucket.parse(family.bucket).latent_hw(family.encoding.image.downsampling)
     with torch.device("meta"):

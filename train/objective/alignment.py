@@ -26,7 +26,7 @@ from train.objective.config import RepaConfig
 
 
 @dataclass(frozen=True)
-class AlignedFeatures:
+class StoredFeatures:
     """The feature tower that a layer is aligned with."""
 
     name: str
@@ -43,7 +43,7 @@ class AlignedFeatures:
         return resize_tokens(features, self.tower.grid(Bucket(width, height)), grid)
 
 
-def find_features(config: RepaConfig, spec: DataSpec, stored: list[str]) -> AlignedFeatures:
+def find_features(config: RepaConfig, spec: DataSpec, stored: list[str]) -> StoredFeatures:
     """Return the feature tower that the config names, or the only one that is read.
 
     Args:
@@ -71,7 +71,7 @@ def find_features(config: RepaConfig, spec: DataSpec, stored: list[str]) -> Alig
             f"The root has the feature tower {name} of repa.tower, but data.towers excludes it. Add features.{name} to "
             f"data.towers."
         )
-    return AlignedFeatures(name, spec.features[name], spec.image.downsampling)
+    return StoredFeatures(name, spec.features[name], spec.image.downsampling)
 
 
 def resize_tokens(tokens: Tensor, grid: tuple[int, int], to: tuple[int, int]) -> Tensor:
@@ -117,7 +117,7 @@ class LayerOutput(BlockHook):
 class Aligned(nn.Module):
     """A network and its projection head, with the network's own inputs and outputs."""
 
-    def __init__(self, network: nn.Module, head: nn.Module, config: RepaConfig, features: AlignedFeatures):
+    def __init__(self, network: nn.Module, head: nn.Module, config: RepaConfig, features: StoredFeatures):
         super().__init__()
         self.network, self.head = network, head
         self.config, self.features = config, features
@@ -138,7 +138,7 @@ class Aligned(nn.Module):
             self.projected: Tensor = self.head(to_tokens(hidden))
         return answer
 
-    def forget(self) -> None:
+    def discard(self) -> None:
         """Discard the projection that `loss` would use, and its graph."""
         self.__dict__.pop("projected", None)
 
@@ -186,7 +186,7 @@ def make_head(
         )
 
 
-def probe_layer(network: nn.Module, config: RepaConfig, call: Callable[[], object]) -> tuple[int, ...]:
+def layer_shape(network: nn.Module, config: RepaConfig, call: Callable[[], object]) -> tuple[int, ...]:
     """Return the shape of the layer's output when `call` calls the network.
 
     Raises:

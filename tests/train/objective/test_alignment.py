@@ -26,11 +26,11 @@ from train.data.draws import Draws
 from train.model.unet import build_unet
 from train.objective.alignment import (
     Aligned,
-    AlignedFeatures,
+    StoredFeatures,
     find_features,
+    layer_shape,
     make_head,
     negative_cosine,
-    probe_layer,
     resize_tokens,
     token_grid,
 )
@@ -43,7 +43,7 @@ from train.run.telling.json_lines import read_json_lines
 FEATURES = 10
 TOWER = feature_tower(FEATURES)
 """A tower that resizes 64x64 pictures to 56x56, which gives 4x4 tokens."""
-OF = AlignedFeatures("dino", TOWER, 8)
+OF = StoredFeatures("dino", TOWER, 8)
 LAYER = "down_blocks.1"
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 
@@ -89,7 +89,7 @@ def test_a_batch_on_paper(hw: tuple[int, int], layer: str, storage: str) -> None
     """Compare with the whole computation in float64: resizing, head, cosine and coefficient, for several grids."""
     config = RepaConfig(layer=layer, weight=0.7, until=10, schedule="linear", hidden=12)
     network = Toy(layer == "tokens")
-    shapes = {hw: probe_layer(network, config, lambda: network(torch.zeros(1, CHANNELS, *hw)))}
+    shapes = {hw: layer_shape(network, config, lambda: network(torch.zeros(1, CHANNELS, *hw)))}
     aligned = Aligned(network, make_head(config, shapes, FEATURES, seed=0), config, OF)
     grid = TOWER.grid(Bucket(hw[1] * 8, hw[0] * 8))
     features, stored = torch.randn(5, math.prod(grid), FEATURES), torch.randn(5, CHANNELS, *hw).half()
@@ -176,7 +176,7 @@ def test_layers_of_transformers_can_be_aligned() -> None:
         text, pooled, time = torch.zeros(1, 5, 6), torch.zeros(1, 6), torch.zeros(1)
         ids = {"txt_ids": torch.zeros(5, 3), "img_ids": torch.zeros(16, 3)}
         found = [
-            probe_layer(model, RepaConfig(layer="transformer_blocks.0", output=1), call)
+            layer_shape(model, RepaConfig(layer="transformer_blocks.0", output=1), call)
             for model, call in (
                 (sd3, lambda: sd3(torch.zeros(1, 16, 8, 8), text, pooled, time)),
                 (flux, lambda: flux(torch.zeros(1, 16, 16), text, pooled, time, **ids)),
