@@ -8,7 +8,7 @@ from typing import Any
 import ray
 
 from cluster.nodes import ResourcesConfig, describe, is_too_small
-from shards.base.device import Precision, PrecisionOption, resolve_precision
+from shards.base.device import Precision, PrecisionOption, resolve_precision, worker_device
 from shards.base.errors import Preempted, RequestError, WorkError, say
 from shards.base.stop import exit_on_stop_signal
 
@@ -77,7 +77,7 @@ def precision_on_worker(requested: PrecisionOption, config: ResourcesConfig) -> 
     task = ray.remote(num_gpus=config.num_gpus, num_cpus=config.num_cpus, resources=config.resources)(_resolve)
     try:
         precision, lines = ray.get(
-            task.remote(requested, "cuda" if config.num_gpus else "cpu"), timeout=config.wait_for_resources
+            task.remote(requested, worker_device(config.num_gpus)), timeout=config.wait_for_resources
         )
     except ray.exceptions.GetTimeoutError as error:
         raise WorkError(

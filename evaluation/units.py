@@ -12,6 +12,7 @@ from cluster.fleet import Done, Failed, Fleet, FleetConfig, News, UnderWay
 from cluster.pool import Function
 from cluster.start import start_ray
 from precompute.encode.overlap import Stuck
+from shards.base.device import is_device_error
 from shards.base.errors import Preempted, WorkError
 from shards.base.progress import Progress
 
@@ -66,12 +67,12 @@ def run_units(
 def ending_broken_processes() -> Iterator[None]:
     """End the process after an error that it cannot recover from, so that the fleet starts a new worker.
 
-    After a CUDA error the process cannot use its GPU again, and after `Stuck` it has a thread that never ends.
+    After a device error the process cannot use its GPU again, and after `Stuck` it has a thread that never ends.
     """
     try:
         yield
     except RuntimeError as error:
-        if "CUDA error" not in str(error) and not isinstance(error, Stuck):
+        if not is_device_error(error) and not isinstance(error, Stuck):
             raise
         traceback.print_exc()
         os._exit(1)

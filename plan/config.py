@@ -10,6 +10,7 @@ from shards.base.config import Config
 from shards.base.errors import RequestError
 from shards.format.buckets import Bucket
 from shards.format.towers import ONLY_TEXT, ImageStorage, TextStorage
+from train.model.config import optimizer_class
 
 
 class TextNetwork(Config):
@@ -148,6 +149,8 @@ class Plan(Config):
     data: Data = Data()
     image: Image = Image()
     text: Text = Text()
+    optimizer: str = "adamw"
+    """Kind of optimizer, which determines the memory traffic of a step and the size of a checkpoint."""
     phase1: Phase = Phase()
     phase2: SecondPhase | None = SecondPhase()
     """The second phase; null: train one phase only."""
@@ -158,6 +161,12 @@ class Plan(Config):
     checkpoints: Checkpoints = Checkpoints()
     sources: dict[str, SourcedValue] = Field({})
     """Sources for values set in this file, by field. Values without a source are marked as assumed."""
+
+    @field_validator("optimizer")
+    @classmethod
+    def _optimizer_exists(cls, kind: str) -> str:
+        optimizer_class(kind)
+        return kind
 
     @property
     def phases(self) -> list[Phase]:

@@ -10,6 +10,7 @@ from plan.facts import Fact
 from plan.latents import BucketReport, Traffic, bucket_report, precompute_hours, training_traffic
 from plan.measured import Rate, read_rates
 from plan.rows import Inputs, PhaseRow, phase_row
+from train.model.config import optimizer_class
 
 MAX_UNEXPLAINED_GAP = 0.1
 """Relative shortfall of a measurement against its prediction above which the report adds a note."""
@@ -86,7 +87,8 @@ def make_report(plan: Plan, work: Work | None = None) -> Report:
     for gpus in plan.counts:
         rows.append(_row(inputs, gpus, rows[-1] if rows else None))
     buckets = [bucket_report(inputs, bucket) for bucket in plan.data.samples]
-    sizes = [checkpoint_bytes(work.num_parameters, phase.ema) for phase in plan.phases]
+    state_bytes = optimizer_class(plan.optimizer).state_bytes
+    sizes = [checkpoint_bytes(work.num_parameters, phase.ema, state_bytes) for phase in plan.phases]
     return Report(
         title=plan.title,
         gpu=plan.gpu.kind,

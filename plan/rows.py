@@ -12,6 +12,7 @@ from plan.config import Phase, Plan
 from plan.measured import Rate, Rates
 from shards.base.errors import RequestError
 from shards.format.towers import TextTower
+from train.model.config import optimizer_class
 
 BITS, MEGA = 8, 1e6
 Basis = Literal["measured", "predicted", "assumed"]
@@ -88,6 +89,7 @@ class Inputs:
             data.picture_bytes + data.string_bytes if online else self.sample_bytes(phase.bucket),
             self.plan.links.bucket_mb * MEGA,
             self.work.backward[phase.bucket],
+            optimizer_class(self.plan.optimizer).step_bytes(),
         )
 
 
@@ -179,7 +181,9 @@ def _predict(inputs: Inputs, phase: Phase, rate: Rate, gpus: int, online: bool, 
 def _restarts(inputs: Inputs, phase: Phase, step_seconds: float, gpus: int) -> tuple[int, float, float]:
     """Return the steps between checkpoints, the optimal interval in seconds, and expected ÷ uninterrupted time."""
     saving = inputs.plan.checkpoints
-    num_bytes = checkpoint_bytes(inputs.work.num_parameters, phase.ema)
+    num_bytes = checkpoint_bytes(
+        inputs.work.num_parameters, phase.ema, optimizer_class(inputs.plan.optimizer).state_bytes
+    )
     seconds = num_bytes / (inputs.plan.links.checkpoint_gbit * GIGA / BITS)
     between_failures = saving.gpu_hours_per_failure * SECONDS_PER_HOUR / gpus
     best = daly_interval(seconds, between_failures)

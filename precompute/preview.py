@@ -24,6 +24,7 @@ import torch
 from PIL import Image, ImageDraw
 
 from precompute.lettering import Lettering
+from shards.base.device import best_device
 from shards.base.errors import RequestError, console
 from shards.base.store import Store
 from shards.format.encoding import EncodingRecord
@@ -54,7 +55,7 @@ def load_decoder(encoding: EncodingRecord, name: str | None) -> Any:
             f"{encoding.image.weights.name}. Pass its current folder with --vae."
         )
     vae: Any = getattr(diffusers, encoding.image.class_name).from_pretrained(folder, use_safetensors=True)
-    return vae.eval().to("cuda" if torch.cuda.is_available() else "cpu", torch.float32)
+    return vae.eval().to(best_device(), torch.float32)
 
 
 def pick_samples(store: Store, bucket: str | None, count: int) -> tuple[str, list[dict[str, Any]]]:

@@ -7,18 +7,18 @@ import torch
 from accelerate import Accelerator
 
 from shards.base.config import save_config
+from shards.base.device import choose_attention, device_module, is_accelerator
 from train.config import TrainConfig
 from train.data.draws import global_slots
 from train.data.loader import Loader
 from train.loop import Run
-from train.model.attention import choose_attention
 from train.model.channels_last import keep_channels_last
 from train.model.ema import make_averages
 from train.model.fit import on_meta
 from train.model.flops import peak_tflops, training_flops
 from train.model.norms import use_low_precision_norms
-from train.model.optimizer import Optimizer, make_adamw
-from train.model.sharding import split_weights
+from train.model.optimizer import Optimizer, build_optimizer
+from train.model.sharding import shard_weights
 from train.model.unet import compile_network
 from train.objective.loss import DiffusionLoss
 from train.prepare import Prepared
@@ -28,7 +28,7 @@ from train.run.health.meter import Meter
 from train.run.health.output import outdated
 from train.run.launches import Launch, publish
 from train.run.saving.away import Away
-from train.run.saving.checkpoint import SNAPSHOTS, drop_later, restore
+from train.run.saving.checkpoint import SNAPSHOTS, drop_later, restore, trained
 from train.run.saving.config import CheckpointConfig
 from train.run.saving.shares import Writers
 from train.run.saving.writer import CheckpointWriter, too_slow_to_leave
@@ -57,14 +57,15 @@ def assemble(
     if aligned is not None:
         aligned.head.to(accelerator.device)
         if is_split:
-            split_weights(aligned.head, config.sharding, config.precision)
+            shard_weights(aligned.head, config.sharding, config.precision)
     network = aligned or unet
     # made of the weights as they now lie: what is placed or split later would not be what it steps
-    adamw, averages = make_adamw(network.parameters(), config.optimizer), make_averages(config.ema)
+    torch_optimizer = build_optimizer(trained(unet, aligned and aligned.head), config.optimizer)
+    averages = make_averages(config.ema)
     state = TrainState()
     if prepared.checkpoint is not None:
         # before anything is compiled or wrapped, so that names are the U-Net's own
-        state = restore(prepared.checkpoint, unet, adamw, averages, aligned and aligned.head)
+        state = restore(prepared.checkpoint, unet, torch_optimizer, averages, aligned and aligned.head)
     tell_start(config, prepared, accelerator, launch)
     begin_folder(config, accelerator, launch, away, state.step)
     spec = prepared.spec
@@ -72,7 +73,7 @@ def assemble(
         compile_network(unet, len({stream.latent_hw for stream in spec.streams}))
     # what is split is wrapped for autocast alone: DDP would hold it whole
     model = accelerator.prepare_model(network, device_placement=False, evaluation_mode=is_split)
-    optimizer = Optimizer(adamw, accelerator, config.optimizer, config.schedule, config.max_steps)
+    optimizer = Optimizer(torch_optimizer, accelerator, config.optimizer, config.schedule, config.max_steps)
     if accelerator.scaler is not None and state.scaler:
         accelerator.scaler.load_state_dict(state.scaler)
     alarm = Alarm(config.alarm)
@@ -115,18 +116,17 @@ def assemble(
 def place_unet(config: TrainConfig, unet: Any, accelerator: Accelerator, is_split: bool) -> Any:
     """On the device, in the memory format and in the parts that the config asks for."""
     assert config.precision != "auto", "it must be resolved first"
-    is_cuda = accelerator.device.type == "cuda"
     if config.gradient_checkpointing:
         unet.enable_gradient_checkpointing()
     if config.low_precision_norms:
         use_low_precision_norms(unet)
     unet.to(accelerator.device)
     # fully_shard takes contiguous weights only
-    if not is_split and (is_cuda if config.channels_last is None else config.channels_last):
+    if not is_split and (is_accelerator(unet.device) if config.channels_last is None else config.channels_last):
         keep_channels_last(unet)
     choose_attention(accelerator.device)
     if is_split:
-        split_weights(unet, config.sharding, config.precision)
+        shard_weights(unet, config.sharding, config.precision)
     return unet
 
 
@@ -219,6 +219,6 @@ def device_peak(config: TrainConfig, device: torch.device) -> float | None:
     """What one device does at most, in TFLOP/s: as the config says, or by the device's name; None: not known."""
     if config.log.peak_tflops is not None:
         return config.log.peak_tflops
-    if device.type != "cuda" or config.precision == "float32":  # the table is bfloat16's
+    if not is_accelerator(device) or config.precision == "float32":  # the table is bfloat16's
         return None
-    return peak_tflops(torch.cuda.get_device_name(device))
+    return peak_tflops(device_module().get_device_name(device))

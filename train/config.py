@@ -12,7 +12,7 @@ from shards.base.device import DeviceOption, PrecisionOption
 from shards.base.store import Place
 from train.data.spec import DataConfig
 from train.model.backbone import BackboneConfig
-from train.model.config import DdpConfig, EmaConfig, OptimizerConfig, ScheduleConfig, Sharding
+from train.model.config import AdamWConfig, AnyOptimizer, DdpConfig, EmaConfig, ScheduleConfig, Sharding
 from train.objective.config import ObjectiveConfig, RepaConfig, ValidationConfig
 from train.run.alarm import AlarmConfig
 from train.run.saving.config import CheckpointConfig
@@ -48,11 +48,14 @@ class TrainConfig(Config):
     init_unet: str | None = None
     """A folder of a pretrained diffusers U-Net, or its hub name (org/repo/unet), to start from. Its config must be that
     of `backbone.config`."""
+    train_only: list[str] | None = Field(None, min_length=1)
+    """Patterns such as `*.attn2.*`: only the network's parameters whose names match one are trained, and the others
+    keep the weights that the run starts with; null: all are trained."""
     data: DataConfig
     backbone: BackboneConfig = BackboneConfig()
     objective: ObjectiveConfig = ObjectiveConfig()
     repa: RepaConfig = RepaConfig()
-    optimizer: OptimizerConfig = OptimizerConfig()
+    optimizer: AnyOptimizer = AdamWConfig()
     schedule: ScheduleConfig = ScheduleConfig()
     ema: EmaConfig = EmaConfig()
     validation: ValidationConfig = ValidationConfig()

@@ -242,7 +242,7 @@ def save(run: Run, last: bool) -> None:
     if run.accelerator.scaler is not None:
         run.state.scaler = run.accelerator.scaler.state_dict()
     head = run.aligned.head if run.aligned else None
-    run.writer.write(take_snapshot(run.state, run.unet, run.optimizer.adamw, run.averages, head, lines))
+    run.writer.write(take_snapshot(run.state, run.unet, run.optimizer.torch_optimizer, run.averages, head, lines))
     if last:
         run.writer.finish()
         run.snapshots.finish()

@@ -23,8 +23,9 @@ from train.early import no_checkpoint
 from train.export.pipeline import check_pipeline
 from train.model.backbone import BackboneConfig
 from train.model.fit import check_fit, check_precision, on_meta
+from train.model.optimizer import freeze_except
 from train.model.unet import build_unet, load_pretrained
-from train.objective.alignment import Aligned, find_features, hear, make_head
+from train.objective.alignment import Aligned, find_features, layer_shape, make_head
 from train.objective.validation import FoundValidation, Validation, find_validation, open_validation
 from train.run.fingerprint import check_resume, check_same_everywhere, make_fingerprint
 from train.run.launches import Launch, Sign, now, take, wait_until_free
@@ -122,6 +123,7 @@ def prepare(
     check_fit(network := build_unet(config.network, None), spec, backbone)
     check_precision(network, config.precision)
     unet = build_unet(config.network, config.seed)
+    freeze_except(unet, config.train_only)
     aligned = make_aligned(config, spec, unet, backbone, sorted(found.streams[0].encoding.features))
     repa = None if aligned is None else config.repa.model_dump(mode="json") | {"tower": aligned.features.name}
     fingerprint = make_fingerprint(
@@ -134,6 +136,8 @@ def prepare(
         config.backbone,
         repa,
         None if held_out is None else held_out.pin,
+        config.optimizer.kind,
+        config.train_only,
     )
     spec = spec.keep_towers(backbone.text_towers, [] if aligned is None else [aligned.features.name])
     check_same_everywhere(accelerator, fingerprint, spec.size_check.problem if spec.size_check else None)
@@ -185,7 +189,7 @@ def make_aligned(
         return None
     features = find_features(config.repa, spec, stored)
     calls = {hw: on_meta(unet, backbone, spec, hw) for hw in sorted({stream.latent_hw for stream in spec.streams})}
-    shapes = {hw: hear(network, config.repa, call) for hw, (network, call) in calls.items()}
+    shapes = {hw: layer_shape(network, config.repa, call) for hw, (network, call) in calls.items()}
     return Aligned(unet, make_head(config.repa, shapes, features.tower.width, config.seed), config.repa, features)
 
 

@@ -13,9 +13,8 @@ from bench.gpu_check.setup import Setup
 from bench.train_step import DTYPES, StepSetting, make_batch
 from train.data.draws import Draws, Purpose
 from train.loop import Run
-from train.model.config import OptimizerConfig
-from train.model.optimizer import make_adamw
-from train.model.sharding import split_weights
+from train.model.config import AdamWConfig
+from train.model.sharding import shard_weights
 from train.model.unet import build_unet
 
 BUCKET, BATCH, MICROBATCH = "64x64", 16, 8
@@ -95,8 +94,8 @@ def plain_steps(setup: Setup, run: Run, precision: Any, split: bool) -> list[flo
     unet = build_unet(setup.curve_unet, 0).to(setup.device)
     batch = make_batch(BUCKET, BATCH, unet).to(setup.device)
     if split:
-        split_weights(unet, "full", precision)
-    adamw = make_adamw(unet.parameters(), OptimizerConfig(lr=1e-3))
+        shard_weights(unet, "full", precision)
+    adamw = AdamWConfig(lr=1e-3).build(dict(unet.named_parameters()))
     found = []
     for step in range(setup.steps):
         with torch.autocast(setup.device.type, DTYPES[precision], enabled=precision != "float32"):

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from plan.arithmetic.scaling import ADAMW_BYTES
+from train.model.config import AdamWConfig
 
 MATRIX = ("convolution", "product", "attention")
 """Classes limited by arithmetic as well as by bytes."""
@@ -79,7 +79,7 @@ class DeviceWork:
             kind: KernelClass(*(round(times * of) for of in (part.kernels, part.bytes, part.flops)))
             for kind, part in self.classes.items()
         }
-        optimizer = KernelClass(0, num_parameters * ADAMW_BYTES, 0)
+        optimizer = KernelClass(0, num_parameters * AdamWConfig.step_bytes(), 0)
         return DeviceWork(images, {**scaled, "optimizer": optimizer}, self.saved_bytes, self.other_layouts)
 
 

@@ -30,6 +30,7 @@ from evaluation.metrics.frechet import Moments
 from evaluation.metrics.table import ExtractorName
 from evaluation.parts import Receipt, commit_part, read_part, read_receipts, read_sealed, write_once
 from evaluation.units import ending_broken_processes, run_units
+from shards.base.device import is_accelerator, worker_device
 from shards.base.durable import canonical_json
 from shards.base.errors import RequestError, WorkError
 from shards.base.store import Store
@@ -82,7 +83,7 @@ def extract(
     description = describe_extractor(kind, config)
     folder, store = f"features/{extractor_id(description)}", open_store(place)
     weights = None if kind == "toy" else getattr(config, kind).weights.absolute()
-    device = "cuda" if workers.num_gpus else "cpu"
+    device = worker_device(workers.num_gpus)
     recipe = Recipe(kind, weights, folder, place, config.batch_size, device, workers.num_cpus)
     names = [unit.name for unit in units]
     receipts = read_receipts(store, folder, names)
@@ -130,7 +131,7 @@ def extract_on_worker(unit: Unit, attempt: int, report: Callable[[int], None], r
     A picture that crashes its decoder or never ends costs the first attempt its worker. Later attempts decode in a
     child process, where such a picture is rejected and the others are kept.
     """
-    torch.set_num_threads(1 if recipe.device == "cuda" else max(1, int(recipe.num_cpus)))
+    torch.set_num_threads(1 if is_accelerator(recipe.device) else max(1, int(recipe.num_cpus)))
     with ending_broken_processes():
         make = partial(extract_part, unit, recipe, report, attempt >= ISOLATE_FROM)
         return commit_part(open_store(recipe.place), recipe.folder, unit.name, make)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from evaluation.metrics.intervals import GROUPS, Estimate, Jackknife, groups_of, jackknife
+from shards.base.device import best_device
 
 ROWS = 1024
 """At a time."""
@@ -81,7 +82,7 @@ def kernel_sums(
     kernel: Kernel,
 ) -> Sums:
     """Sums over all pairs, but for those of one cluster where clusters are given."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = best_device()
     one_hot = torch.nn.functional.one_hot
     columns = torch.from_numpy(y.astype(np.float64)).to(device)
     of_column = one_hot(torch.from_numpy(y_groups).long(), GROUPS).double().to(device)

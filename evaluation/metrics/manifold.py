@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from evaluation.metrics.intervals import Estimate, share_interval
+from shards.base.device import best_device
 
 NEIGHBOURS = 3
 ROWS = 1024
@@ -33,7 +34,7 @@ def recall(features: np.ndarray, clusters: np.ndarray, reference: np.ndarray) ->
 
 def covered(queries: np.ndarray, points: np.ndarray) -> np.ndarray:
     """(N,) whether each of the (N, D) queries lies in the ball of one of the (M, D) points."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = best_device()
     origin = points.mean(0)  # distances stay, and digits with them
     x, y = (torch.from_numpy((rows - origin).astype(np.float64)).to(device) for rows in (queries, points))
     # itself is the nearest of them

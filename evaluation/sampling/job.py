@@ -15,7 +15,7 @@ from evaluation.sampling.settings import Drawing, SamplingConfig, Setting
 from evaluation.sampling.worker import PICTURES, Part, Recipe, draw_on_worker
 from evaluation.units import run_units
 from shards.base.config import flatten
-from shards.base.device import Precision
+from shards.base.device import Precision, worker_device
 from shards.base.errors import RequestError, WorkError
 from shards.base.store import Store
 from shards.open import open_store
@@ -65,7 +65,7 @@ def draw_sets(
     for drawing in drawings:
         places.append(place := below(output, str(drawing.setting)))
         units += begin_set(place, drawing, model, prompts, config)
-    device = "cuda" if workers.num_gpus else "cpu"
+    device = worker_device(workers.num_gpus)
     recipe = Recipe(model, output, config.batch_size, device, workers.num_cpus, trust_remote_code)
     run_units(units, partial(draw_on_worker, recipe=recipe), workers, "sample")
     return places

@@ -18,6 +18,7 @@ from evaluation.sampling.model import Model, opened
 from evaluation.sampling.pipeline import Sample, draw, load_pipeline, sampler_of, to_bytes
 from evaluation.sampling.settings import Codec, Drawing
 from evaluation.units import ending_broken_processes
+from shards.base.device import is_accelerator
 from shards.open import open_store
 
 PICTURES = "pictures"
@@ -48,7 +49,7 @@ class Recipe:
 
 def draw_on_worker(part: Part, attempt: int, report: Callable[[int], None], recipe: Recipe) -> Receipt:
     """One attempt at one part; `report` hears how many pictures were drawn."""
-    torch.set_num_threads(1 if recipe.device == "cuda" else max(1, int(recipe.num_cpus)))
+    torch.set_num_threads(1 if is_accelerator(recipe.device) else max(1, int(recipe.num_cpus)))
     with ending_broken_processes():
         pipeline, own = load_model(
             recipe.model, recipe.output, recipe.device, part.drawing.precision, recipe.trust_remote_code

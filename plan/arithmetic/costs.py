@@ -3,12 +3,13 @@
 import math
 
 from shards.format.towers import ImageStorage, TextTower
+from train.model.config import AdamWConfig
 
 GIGA, TERA = 1e9, 1e12
 SECONDS_PER_HOUR = 3600
 SECONDS_PER_DAY = 86_400
-CHECKPOINT_BYTES = 12
-"""Bytes per parameter in a checkpoint: the weight and AdamW's two moments in float32."""
+WEIGHT_BYTES = 4
+"""Bytes per parameter that a float32 weight takes in a checkpoint."""
 EMA_BYTES = 4
 """Bytes per parameter that an exponential moving average adds to a checkpoint."""
 
@@ -70,9 +71,13 @@ def sample_bytes(
     return image + text + string_bytes + _SIZE_AND_SCORES + framing
 
 
-def checkpoint_bytes(num_parameters: int, ema: bool) -> int:
-    """Return the bytes of one checkpoint: weights, AdamW moments and, if `ema` is set, the averaged weights."""
-    return num_parameters * (CHECKPOINT_BYTES + (EMA_BYTES if ema else 0))
+def checkpoint_bytes(num_parameters: int, ema: bool, state_bytes: int = AdamWConfig.state_bytes) -> int:
+    """Return the bytes of one checkpoint: weights, optimizer state and, if `ema` is set, the averaged weights.
+
+    Args:
+        state_bytes: bytes of optimizer state per parameter (`state_bytes` of train/model/config.py).
+    """
+    return num_parameters * (WEIGHT_BYTES + state_bytes + (EMA_BYTES if ema else 0))
 
 
 def egress_bytes(read: float, shares: dict[str, float], region: str) -> float:

@@ -18,10 +18,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from train.model.config import AdamWConfig
+
 BACKWARD_SHARE = 2 / 3
 """Share of a training step's FLOPs in the backward pass: two of three matrix products."""
-ADAMW_BYTES = 28
-"""Bytes per parameter and step in float32: AdamW reads weight, gradient and moments, and writes weight and moments."""
 ALL_GATHER_BYTES = 2
 """Bytes per parameter in a bfloat16 all-gather of sharded weights, once each for the forward and backward pass."""
 REDUCE_SCATTER_BYTES = 4
@@ -60,6 +60,8 @@ class Step:
     """Size of a gradient bucket."""
     backward: tuple[tuple[float, float], ...] = ((1.0, 1.0),)
     """(share of the weights, share of the backward time) of each block, in the order of the backward pass."""
+    optimizer_bytes: int = AdamWConfig.step_bytes()
+    """Bytes per parameter that the optimizer moves through memory."""
 
     @property
     def num_buckets(self) -> int:
@@ -152,7 +154,7 @@ def step_time(
     microbatches = math.ceil(images / step.microbatch_size)
     training, local = images * seconds_per_image, min(gpus, machine.gpus_per_node)
     gradients = all_reduce_seconds(step.num_parameters * step.gradient_bytes, gpus, machine)
-    optimizer, exposed_sharding = step.num_parameters * ADAMW_BYTES / machine.memory, 0.0
+    optimizer, exposed_sharding = step.num_parameters * step.optimizer_bytes / machine.memory, 0.0
     if sharded:
         optimizer /= local
         # Collectives within a node run on every microbatch and overlap with its compute.

@@ -14,6 +14,7 @@ from diffusers.models.attention_processor import Attention, AttnProcessor
 from torch import Tensor, nn
 
 from precompute.encode.networks import DeviceSettings, Network, model_class, pad, quantise, vision_options
+from shards.base.device import is_accelerator
 from shards.format.buckets import Bucket
 from shards.format.text import TextLatents
 from shards.format.towers import FeatureTower, ImageTower, TextTower
@@ -58,7 +59,7 @@ class ImageEncoder(Network):
 def attends_by_products(device: torch.device) -> bool:
     """Return whether attention with wide heads uses plain matrix products on `device`: on a GPU, where fused kernels
     limit the width, and not on a CPU."""
-    return device.type == "cuda"
+    return is_accelerator(device)
 
 
 def attend_by_products(model: nn.Module) -> None:

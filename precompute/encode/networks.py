@@ -22,7 +22,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from shards.base.device import Precision
+from shards.base.device import Precision, device_module, host_buffer, is_accelerator
 from shards.base.errors import UnfitNode
 from shards.format.buckets import Bucket
 from shards.format.towers import Quantised
@@ -106,20 +106,20 @@ class DeviceCopies:
 
     def __init__(self, device: torch.device):
         self.device = device
-        self.is_cuda = device.type == "cuda"
-        if self.is_cuda:
-            self.inward, self.outward = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self.is_accelerator = is_accelerator(device)
+        if self.is_accelerator:
+            self.inward, self.outward = device_module().Stream(device), device_module().Stream(device)
 
     def buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Allocate uninitialised host memory from which `to_device` can copy without blocking."""
-        return torch.empty(shape, dtype=dtype, pin_memory=self.is_cuda)
+        return host_buffer(shape, dtype, self.device)
 
     def to_device(self, host: Tensor) -> Tensor:
         """Start to copy `host`. Work that this thread launches next waits for the copy on the device."""
-        if not self.is_cuda:
+        if not self.is_accelerator:
             return host
-        compute = torch.cuda.current_stream(self.device)
-        with torch.cuda.stream(self.inward):
+        compute = device_module().current_stream(self.device)
+        with device_module().stream(self.inward):
             copied = host.to(self.device, non_blocking=True)
         compute.wait_stream(self.inward)
         copied.record_stream(compute)
@@ -127,15 +127,15 @@ class DeviceCopies:
 
     def to_host(self, *results: Tensor) -> Callable[[], tuple[Tensor, ...]]:
         """Start to copy `results` once the work launched so far is done; the function returned waits for them."""
-        if not self.is_cuda:
+        if not self.is_accelerator:
             return lambda: results
-        self.outward.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self.outward):
+        self.outward.wait_stream(device_module().current_stream(self.device))
+        with device_module().stream(self.outward):
             copies = tuple(self.buffer(tuple(result.shape), result.dtype) for result in results)
             for result, copied in zip(results, copies, strict=True):
                 copied.copy_(result, non_blocking=True)
                 result.record_stream(self.outward)
-            done = torch.cuda.Event(blocking=True)  # a busy wait would take a core from the decoders
+            done = device_module().Event(blocking=True)  # a busy wait would take a core from the decoders
             done.record()
 
         def wait() -> tuple[Tensor, ...]:

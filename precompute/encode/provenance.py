@@ -3,9 +3,11 @@
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
+from shards.base.device import device_module, is_accelerator
 from shards.base.errors import UnfitNode
 from shards.root.provenance import Stopwatch, source_sha256
 
@@ -29,18 +31,18 @@ class DeviceClock:
     CPU."""
 
     def __init__(self, device: torch.device, stopwatch: Stopwatch):
-        self.is_cuda, self.stopwatch = device.type == "cuda", stopwatch
-        self.begun: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
+        self.is_accelerator, self.stopwatch = is_accelerator(device), stopwatch
+        self.begun: list[tuple[str, Any, Any]] = []
 
     @contextmanager
     def __call__(self, tower: str) -> Iterator[None]:
         """Count work that is started inside towards `tower`: `image`, `texts.NAME` or `features.NAME`."""
         stage = f"device.{tower}"
-        if not self.is_cuda:
+        if not self.is_accelerator:
             with self.stopwatch(stage):
                 yield
             return
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin, end = (device_module().Event(enable_timing=True) for _ in range(2))
         begin.record()
         yield
         end.record()

@@ -12,6 +12,7 @@ from precompute.input.tars import TarsConfig
 from precompute.pixels.buckets import Buckets
 from precompute.pixels.decode import LimitsConfig, Picture, PixelsConfig, decode
 from shards.base.config import Config
+from shards.base.device import is_accelerator
 from shards.derive.conversion import Conversion
 from shards.format.encoding import EncodingRecord
 
@@ -53,7 +54,7 @@ class WorkerConfig(Config):
 
     def compiles(self, device: torch.device) -> bool:
         """Return whether the towers are compiled on `device`."""
-        return device.type == "cuda" if self.compile is None else self.compile
+        return is_accelerator(device) if self.compile is None else self.compile
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from precompute.encode.recipe import Recipe
 from precompute.encode.tar import encode_tar
 from precompute.encode.towers import TextTowers, Towers
 from precompute.input.tars import InputTar
+from shards.base.device import is_accelerator, is_device_error
 from shards.base.errors import RequestError, UnfitNode
 from shards.base.pool import configure_malloc
 from shards.base.scratch import use_scratch
@@ -65,7 +66,7 @@ def encode_on_worker(
         scratch_of_process(recipe.worker.scratch)
     # encoders on the CPU use all of the worker's cores; with a GPU, torch only resizes images in the decoding threads,
     # with one core each
-    torch.set_num_threads(1 if device == "cuda" else max(1, int(num_cpus)))
+    torch.set_num_threads(1 if is_accelerator(device) else max(1, int(num_cpus)))
     store = open_store(output)
     check_shared_root(store, recipe.encoding)
     try:
@@ -76,7 +77,7 @@ def encode_on_worker(
             towers = load_towers(recipe, device)
         return encode_tar(tar, recipe, store, towers, attempt, report, TURNS)
     except RuntimeError as error:
-        if "CUDA error" not in str(error) and not isinstance(error, Stuck):
+        if not is_device_error(error) and not isinstance(error, Stuck):
             raise
         # this process cannot use its GPU again, or has a thread that never ends; the fleet starts another one
         traceback.print_exc()

@@ -11,6 +11,7 @@ from precompute.encode.recipe import Recipe
 from precompute.encode.worker import encode_on_worker
 from precompute.input.tars import InputTar, Named
 from precompute.job.ledger import Ledger
+from shards.base.device import worker_device
 from shards.base.errors import Preempted, WorkError
 from shards.base.store import Store
 from shards.format.receipts import receipt_name
@@ -34,7 +35,7 @@ def run_job(tars: Sequence[Named], recipe: Recipe, output: Path | str, workers: 
         WorkError: for `workers.wait_for_resources` seconds no node of the cluster could take a worker; or storage,
             credentials, models or the cluster failed `workers.outage_probes` attempts in a row.
     """
-    device = "cuda" if workers.num_gpus else "cpu"
+    device = worker_device(workers.num_gpus)
     work = partial(
         encode_on_worker,
         recipe=recipe,

@@ -275,7 +275,8 @@ def _place(item: Any) -> str:
 def _explain(model: type[BaseModel], item: Any) -> str:
     place = _place(item) or "config"
     if item["type"] == "extra_forbidden":
-        return f"unknown key `{place}`{_nearest(place, _field_paths(model))}"
+        known = _field_paths(model)  # contains `place` if the key belongs to another `kind` of section
+        return f"unknown key `{place}`{_nearest(place, known) if place not in known else ''}"
     if item["type"] == "missing":
         return f"`{place}` is missing: set it in the file or with --{place} VALUE"
     message = item["msg"].removeprefix("Value error, ").rstrip(".")

@@ -1,4 +1,7 @@
-"""Device and precision selection, and the number of usable CPU cores.
+"""Devices: the accelerator, device and precision selection, and the number of usable CPU cores.
+
+All code that depends on the kind of accelerator is here. The other packages ask `is_accelerator`, and use its streams,
+events and memory figures through `device_module`.
 
 torch is imported inside the functions, because parsing a config must not pay for that import.
 """
@@ -9,14 +12,48 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from shards.base.errors import RequestError
+
+if TYPE_CHECKING:
+    import torch
 
 Precision = Literal["float32", "float16", "bfloat16"]
 PrecisionOption = Literal["auto", "float32", "float16", "bfloat16"]
 DeviceOption = Literal["auto", "cpu", "cuda"]
+
+
+@dataclass(frozen=True)
+class Accelerator:
+    """A kind of accelerator."""
+
+    type: str
+    """torch's name for the device type."""
+    collectives: str
+    """torch.distributed's backend for the devices."""
+    error_marker: str
+    """Text in every error after which a process can no longer use its device."""
+
+    @property
+    def torch_module(self) -> Any:
+        """torch's module for the device type, with streams, events, memory figures and device names."""
+        import torch
+
+        return torch.get_device_module(self.type)
+
+    def pinned(self, shape: tuple[int, ...], dtype: "torch.dtype") -> "torch.Tensor":
+        """Return uninitialised page-locked host memory, from which copies to the device are asynchronous."""
+        import torch
+
+        return torch.empty(shape, dtype=dtype, pin_memory=True)
+
+
+ACCELERATOR = Accelerator("cuda", "nccl", "CUDA error")
+"""The accelerator in use: NVIDIA GPUs, or AMD GPUs in a ROCm build of torch, which uses the same names. To support a
+different one, set it here and add its type to `DeviceOption`."""
 
 TRIAL_CHANNELS, TRIAL_SIDE = 64, 16
 """Tensor size of the timing trial, small enough to finish in under 100 ms on a CPU that emulates bfloat16."""
@@ -26,21 +63,78 @@ WARN_SLOWDOWN = 1.5
 """Slowdown relative to float32 from which an explicitly chosen lower precision on a CPU triggers a warning."""
 
 
-def choose_device(requested: DeviceOption = "auto", devices: Path = Path("/dev")) -> Literal["cpu", "cuda"]:
-    """Return the requested device; for `auto`, `cuda` if torch can use a GPU and `cpu` otherwise.
+def is_accelerator(device: "torch.device | str") -> bool:
+    """Return whether a device is an accelerator rather than the CPU."""
+    return str(device).partition(":")[0] == ACCELERATOR.type
+
+
+def has_accelerator() -> bool:
+    """Return whether torch can use an accelerator in this process."""
+    return bool(ACCELERATOR.torch_module.is_available())
+
+
+def device_module() -> Any:
+    """Return torch's module for the accelerator, such as torch.cuda, whether or not there is one."""
+    return ACCELERATOR.torch_module
+
+
+def best_device() -> str:
+    """Return the type of the accelerator if torch can use one, and `cpu` otherwise."""
+    return ACCELERATOR.type if has_accelerator() else "cpu"
+
+
+def worker_device(num_gpus: float) -> str:
+    """Return the device type of a Ray worker that was granted this many GPUs, or a fraction of one."""
+    return ACCELERATOR.type if num_gpus else "cpu"
+
+
+def host_buffer(shape: tuple[int, ...], dtype: "torch.dtype", device: "torch.device") -> "torch.Tensor":
+    """Return uninitialised host memory for copies from and to `device`, page-locked if that is an accelerator."""
+    import torch
+
+    return ACCELERATOR.pinned(shape, dtype) if is_accelerator(device) else torch.empty(shape, dtype=dtype)
+
+
+def collectives_backend(device: str) -> str:
+    """Return the backend of torch.distributed for tensors on this type of device."""
+    return ACCELERATOR.collectives if is_accelerator(device) else "gloo"
+
+
+def is_device_error(error: Exception) -> bool:
+    """Return whether an error leaves the accelerator unusable for the rest of the process."""
+    return ACCELERATOR.error_marker in str(error)
+
+
+def choose_attention(device: "torch.device") -> None:
+    """Disable the kernels of scaled_dot_product_attention that are wrong or slow for training on this device.
+
+    Call this before the network is compiled, because a graph keeps the kernel that was chosen when it was traced.
+    """
+    import torch
+
+    if is_accelerator(device):
+        # torch >= 2.11 prefers cuDNN's kernel on Hopper, whose backward pass returns NaN for some sequence lengths
+        # (pytorch #196678); enable it again only once the GPU check has shown it to be safe
+        torch.backends.cuda.enable_cudnn_sdp(False)
+    else:
+        # this flag also governs the CPU kernel, whose bfloat16 backward pass is 5 to 15 times slower than the plain
+        # one on the short sequences that are trained on a CPU
+        torch.backends.cuda.enable_flash_sdp(False)
+
+
+def choose_device(requested: DeviceOption = "auto", devices: Path = Path("/dev")) -> str:
+    """Return the requested device; for `auto`, the accelerator if torch can use one and `cpu` otherwise.
 
     Raises:
         RequestError: torch cannot use a GPU although one was requested or the machine has an NVIDIA GPU.
     """
     if requested == "cpu":
         return "cpu"
-    import torch
-
-    if torch.cuda.is_available():
-        return "cuda"
+    if has_accelerator():
+        return ACCELERATOR.type
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1", "NoDevFiles")
     has_gpu = any(devices.glob("nvidia[0-9]*")) and not hidden
-    if requested == "cuda" or has_gpu:
+    if requested != "auto" or has_gpu:
         raise RequestError(unusable_gpu(has_gpu))
     return "cpu"
 
@@ -76,10 +170,8 @@ def resolve_precision(requested: PrecisionOption, device: str, say: Callable[[st
     """
     say = say or (lambda text: print(text, file=sys.stderr, flush=True))
     if requested == "auto":
-        if device == "cuda":
-            import torch
-
-            return "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float32"
+        if is_accelerator(device):
+            return "bfloat16" if device_module().is_bf16_supported(including_emulation=False) else "float32"
         slowdown = cpu_slowdown("bfloat16")
         chosen: Precision = "bfloat16" if slowdown <= 1 else "float32"
         say(f"precision: auto selects {chosen}; on this CPU, bfloat16 takes {slowdown:.2g} × the time of float32")

@@ -16,6 +16,7 @@ from typing import TypeVar
 
 import torch
 
+from shards.base.device import device_module, is_accelerator
 from shards.format.receipts import MadeBy
 
 Item = TypeVar("Item")
@@ -46,7 +47,7 @@ def versions(packages: tuple[str, ...]) -> dict[str, str]:
 @functools.cache
 def made_by(device: torch.device) -> MadeBy:
     """Describe this process and `device` for a receipt."""
-    gpu = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
+    gpu = device_module().get_device_properties(device) if is_accelerator(device) else None
     return MadeBy(
         host=os.uname().nodename,
         gpu=gpu.name if gpu else f"CPU ({platform.machine()})",

@@ -27,10 +27,10 @@ from tests.train.specs import CHANNELS, make_batch, spec
 from train.data.batch import Batch
 from train.data.draws import Draws, philox
 from train.loop import train_step
-from train.model.config import DdpConfig, EmaConfig, OptimizerConfig, ScheduleConfig
+from train.model.config import AdamWConfig, DdpConfig, EmaConfig, ScheduleConfig
 from train.model.ema import Ema
 from train.model.inputs import Conditioning
-from train.model.optimizer import Optimizer, make_adamw
+from train.model.optimizer import Optimizer, build_optimizer
 from train.model.unet import build_unet, compile_network
 from train.objective.config import ObjectiveConfig
 from train.objective.latents import StoredLatents
@@ -228,8 +228,9 @@ def test_a_whole_step_asks_the_host_for_nothing(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(optimizers, "_get_fused_kernels_supported_devices", lambda: ["meta"])
     unet = build_unet(UNET, None)
     width, tokens = unet.config.cross_attention_dim, 5
-    adamw = make_adamw(unet.parameters(), OptimizerConfig())
-    optimizer = Optimizer(adamw, Accelerating(), OptimizerConfig(), ScheduleConfig(), 10)
+    config = AdamWConfig()
+    adamw = build_optimizer(dict(unet.named_parameters()), config)
+    optimizer = Optimizer(adamw, Accelerating(), config, ScheduleConfig(), 10)
     ema, batch = Ema(EmaConfig(start_step=0)), data(width, tokens, captions=3)
     ema.begin(unet.named_parameters())
     run = a_run(unet, loss_of({}, True, width, tokens), optimizer)

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
 
+from shards.base.device import has_accelerator
 from shards.base.errors import RequestError, WorkError
 from train.data.batch import Batch, Collate
 from train.data.cache import Cache
@@ -154,7 +155,7 @@ class Loader:
             num_workers=self.num_workers,
             timeout=config.first_timeout if self.num_workers else 0,
             persistent_workers=self.num_workers > 0,
-            pin_memory=torch.cuda.is_available(),
+            pin_memory=has_accelerator(),
             worker_init_fn=start_worker,
             prefetch_factor=factor,
         )

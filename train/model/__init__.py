@@ -1,6 +1,1 @@
-"""The network and what moves its weights.
-
-Inside: the U-Net, norms, sharding, AdamW and its schedule, the EMA, FLOPs.
-In: a diffusers config.
-Out: a module to train.
-"""
+"""The network to train: building and calling it, its optimizer, averages, sharding and tensor files."""

@@ -1,6 +1,6 @@
-"""How a network is called, by its config: which arguments it gets, and the conventions that no signature shows.
+"""How a network is called: which arguments it gets, and conventions that no signature shows, such as time scaling.
 
-torch is imported inside the functions that need it: reading a config or a root must not cost its import.
+torch is not imported at run time, so that reading a config stays fast.
 """
 
 from __future__ import annotations
@@ -14,52 +14,53 @@ from pydantic import Field, model_validator
 from shards.base.config import Config
 from shards.base.errors import RequestError
 from shards.format.towers import TextTower
-from train.model.inputs import Conditioning, Given, Input, Pooled, States
+from train.model.inputs import Conditioning, Input, InputContext, Pooled, States
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
 
 class PipelineConfig(Config):
-    """The diffusers pipeline that an export is."""
+    """The diffusers pipeline to export."""
 
     class_name: str = "StableDiffusionPipeline"
-    """Of diffusers."""
+    """Class of the pipeline in diffusers."""
     towers: list[str] = Field([])
-    """The root's text towers that are its text_encoder, text_encoder_2, …; empty: the one that is trained on."""
+    """Text towers of the root that become text_encoder, text_encoder_2, …; empty: the one that was trained with."""
     scheduler: str | None = None
-    """A diffusers scheduler's class; null: a deterministic one over the noise that was trained on."""
+    """Class of the diffusers scheduler; null: a deterministic one with the noise schedule of training."""
     scheduler_settings: dict[str, Any] = Field({})
-    """Of that class, such as {shift: 3.0}."""
+    """Arguments of the scheduler, such as {shift: 3.0}."""
     settings: dict[str, Any] = Field({})
-    """Further arguments of the pipeline, such as {force_zeros_for_empty_prompt: true}."""
+    """Additional arguments of the pipeline, such as {force_zeros_for_empty_prompt: true}."""
 
 
 class BackboneConfig(Config):
-    """The network to train, and how it is called: any of the tested diffusers classes (train/model/backbones.yaml)."""
+    """The network to train and how it is called; train/model/backbones.yaml lists the supported diffusers classes."""
 
     config: Path | None = None
-    """A diffusers config (JSON) whose `_class_name` names the class; none: a UNet2DConditionModel's."""
+    """A diffusers config (JSON). Its `_class_name` is the network's class, by default UNet2DConditionModel."""
     inputs: dict[str, Input] = Field({"encoder_hidden_states": States(mask="encoder_attention_mask")}, min_length=1)
-    """Argument → what it is made of, beside latents and timesteps; `a.b` is the entry b of the dict a."""
+    """Argument of the network → its content, in addition to latents and timesteps; `a.b` is entry b of a dict a."""
     drop: Literal["together", "apart"] = "together"
-    """Of a caption that is dropped, all towers' numbers; or each tower's by a draw of its own (Esser et al., 2024)."""
+    """Whether caption dropout drops all text towers together, or each by its own draw (Esser et al., 2024)."""
     dropped: Literal["empty", "zeros"] = "empty"
-    """What stands for a dropped caption: the empty one's numbers, or zeros."""
+    """What replaces the text latents of a dropped caption: those of the empty caption, or zeros."""
     size_dropout: float = Field(0.0, ge=0, le=1)
-    """Share of samples whose inputs of kind `sizes` are zeros."""
+    """Share of samples whose inputs of kind `sizes` are replaced by zeros."""
     size_jitter: float = Field(0.0, ge=0)
-    """Deviation of the logarithm of a factor, drawn for each sample, by which it is told of a larger original."""
+    """Standard deviation of the logarithm of a random factor, by which inputs of kind `sizes` scale each original."""
     pack: int = Field(1, ge=1)
-    """Latents are handed over as (N, h/pack · w/pack, C · pack²), and so come back; 1: as they are."""
+    """Side of the patches in which the network takes and returns latents: (N, h/pack · w/pack, C · pack²); 1: not
+    packed."""
     time_divisor: float = Field(1.0, gt=0)
-    """The network is told timestep / time_divisor."""
+    """The network receives timestep / time_divisor."""
     time_reversed: bool = False
-    """And one minus that."""
+    """The network receives 1 − timestep / time_divisor instead."""
     output_negated: bool = False
     """The network predicts the negative of the target."""
     further_channels: bool = False
-    """Behind the prediction's channels the network has others (a variance), which are left aside."""
+    """The network has more output channels than the prediction, such as a variance; they are ignored."""
 
     pipeline: PipelineConfig = PipelineConfig()
 
@@ -71,31 +72,32 @@ class BackboneConfig(Config):
 
     @property
     def called(self) -> BackboneConfig:
-        """What of it changes the numbers."""
+        """This config without the fields that do not change the loss, for the fingerprint."""
         return self.model_copy(update={"config": None, "pipeline": PipelineConfig()})
 
     @property
     def states(self) -> States:
-        """The input that is made of hidden states."""
+        """The input that consists of hidden states."""
         return next(item for item in self.inputs.values() if isinstance(item, States))
 
     @property
     def text_towers(self) -> list[str]:
-        """Those that are read, each once; empty: the one that there is."""
+        """Names of the text towers that the inputs use, without repetition; empty if the only tower is used."""
         named = (item.names for item in self.inputs.values() if isinstance(item, States | Pooled))
         return list(dict.fromkeys(name for names in named for name in names))
 
     @property
     def top_arguments(self) -> list[str]:
-        """The keyword arguments beside latents and timesteps."""
+        """Names of the keyword arguments in addition to latents and timesteps."""
         masks = [self.states.mask] if self.states.mask else []
         return list(dict.fromkeys([*(name.split(".")[0] for name in self.inputs), *masks]))
 
     def resolved(self, texts: dict[str, TextTower]) -> BackboneConfig:
-        """With its text tower named, where it is the one that there is.
+        """Return this config with its text tower named; if none is configured, it is the only one in `texts`.
 
         Raises:
-            RequestError: there is none, or more than one; or one that is named is not there, or lacks what is asked.
+            RequestError: no tower is named and `texts` has none with hidden states or several, or a named tower is
+                missing or was encoded without what the inputs use.
         """
         if self.states.towers is not None:
             _check_towers(self, texts)
@@ -103,8 +105,9 @@ class BackboneConfig(Config):
         found = [name for name, tower in texts.items() if tower.states]
         if len(found) != 1:
             raise RequestError(
-                f"A U-Net attends to one text tower's states, and {' and '.join(found) or 'none'} would be read. Name "
-                f"the one in data.towers, such as [texts.{(found or ['NAME'])[0]}], or encode a root that has it."
+                f"backbone.inputs names no text tower, so exactly one with hidden states must be read, but data.towers "
+                f"reads {' and '.join(found) or 'none'}. Name one in data.towers, such as "
+                f"[texts.{(found or ['NAME'])[0]}], or encode a root that has it."
             )
         inputs = {
             name: item.model_copy(update={"towers": [found]}) if isinstance(item, States) else item
@@ -113,24 +116,28 @@ class BackboneConfig(Config):
         return self.model_copy(update={"inputs": inputs})
 
     def predict(self, model: nn.Module, noisy: Tensor, timesteps: Tensor, conditioning: Conditioning) -> Tensor:
-        """The model's prediction, (N, C, h, w), of noisy latents of this shape at timesteps (N,)."""
+        """Call the model on noisy latents (N, C, h, w) at timesteps (N,), and return its prediction (N, C, h, w)."""
         channels, (height, width) = noisy.shape[1], noisy.shape[2:]
         grid = (height // self.pack, width // self.pack)
         times = timesteps if self.time_divisor == 1.0 else timesteps / self.time_divisor
         arguments = self.arguments(conditioning, grid)
-        given = noisy if self.pack == 1 else pack(noisy, self.pack)
-        (output,) = model(given, timestep=1 - times if self.time_reversed else times, return_dict=False, **arguments)
+        latents = noisy if self.pack == 1 else pack(noisy, self.pack)
+        (output,) = model(latents, timestep=1 - times if self.time_reversed else times, return_dict=False, **arguments)
         prediction = output if self.pack == 1 else unpack(output, self.pack, grid)
         prediction = prediction[:, :channels] if self.further_channels else prediction
         return -prediction if self.output_negated else prediction
 
     def arguments(self, conditioning: Conditioning, grid: tuple[int, int]) -> dict[str, Any]:
-        """Keyword arguments beside latents and timesteps; of `a.b`, a dict `a`."""
-        given = Given(conditioning, grid, {})
+        """Return the keyword arguments in addition to latents and timesteps; inputs `a.b` and `a.c` form one dict `a`.
+
+        Args:
+            grid: (h, w) of the latents' patches.
+        """
+        context = InputContext(conditioning, grid, {})
         for name, item in self.inputs.items():
-            given = replace(given, made=given.made | item.arguments(name, given))
+            context = replace(context, made=context.made | item.arguments(name, context))
         arguments: dict[str, Any] = {}
-        for name, value in given.made.items():
+        for name, value in context.made.items():
             outer, _, inner = name.partition(".")
             if inner:
                 arguments.setdefault(outer, {})[inner] = value
@@ -140,7 +147,7 @@ class BackboneConfig(Config):
 
 
 def pack(latents: Tensor, side: int) -> Tensor:
-    """(N, C, h, w) → (N, h/side · w/side, C · side²): patches row by row, in each its channels first."""
+    """Pack latents (N, C, h, w) into patches, row by row and channels first: (N, h/side · w/side, C · side²)."""
     n, channels, height, width = latents.shape
     # (N, C, rows, side, columns, side) => (N, rows, columns, C, side, side)
     patches = latents.view(n, channels, height // side, side, width // side, side).permute(0, 2, 4, 1, 3, 5)
@@ -148,7 +155,7 @@ def pack(latents: Tensor, side: int) -> Tensor:
 
 
 def unpack(packed: Tensor, side: int, grid: tuple[int, int]) -> Tensor:
-    """The inverse of `pack`, of patches in a grid of (rows, columns)."""
+    """Invert `pack`, for patches in a grid of (rows, columns)."""
     n, _, numbers = packed.shape
     # (N, rows, columns, C, side, side) => (N, C, rows, side, columns, side)
     patches = packed.view(n, *grid, numbers // side**2, side, side).permute(0, 3, 1, 4, 2, 5)
@@ -156,23 +163,41 @@ def unpack(packed: Tensor, side: int, grid: tuple[int, int]) -> Tensor:
 
 
 def _check_towers(config: BackboneConfig, texts: dict[str, TextTower]) -> None:
-    wrong = [
-        f"it reads the text tower {name}, and the latents have {', '.join(texts) or 'none'}"
-        for name in config.text_towers
-        if name not in texts
-    ]
+    """Check that the towers of the inputs were encoded with what the inputs use.
+
+    Raises:
+        RequestError: a tower is missing, lacks states or a pooled output, or cannot be concatenated with another.
+    """
+    problems = []
+    for name in config.text_towers:
+        if name not in texts:
+            problems.append(f"they use the text tower {name}, but the latents have {', '.join(texts) or 'none'}")
     for argument, item in config.inputs.items():
-        for name in item.names if isinstance(item, States | Pooled) else ():
-            if isinstance(item, States) and name in texts and not texts[name].states:
-                wrong.append(f"{argument} is made of {name}'s hidden states, of which the latents hold none")
-            if isinstance(item, Pooled) and name in texts and not texts[name].pooled:
-                wrong.append(f"{argument} is made of {name}'s pooled output, of which the latents hold none")
-    for row in config.states.towers or [] if not wrong else []:
-        lengths = {name: (texts[name].length, texts[name].hides_padding) for name in row}
-        if len(set(lengths.values())) > 1:
-            wrong.append(f"{' and '.join(row)} would stand side by side, of {lengths} (tokens, whether padding hides)")
-    if wrong:
+        names = item.names if isinstance(item, States | Pooled) else []
+        for name in names:
+            if name not in texts:
+                continue  # listed above
+            if isinstance(item, States) and not texts[name].states:
+                problems.append(f"{argument} uses the hidden states of {name}, which was encoded without them")
+            if isinstance(item, Pooled) and not texts[name].pooled:
+                problems.append(f"{argument} uses the pooled output of {name}, which was encoded without it")
+    if not problems:
+        problems = _concatenation_problems(config.states, texts)
+    if problems:
         raise RequestError(
-            f"The backbone's inputs do not fit the latents: {'; '.join(wrong)}. Encode a root that has them, or mend "
-            f"`backbone.inputs` (and data.towers, which says what is read)."
+            f"The backbone's inputs do not fit the latents: {'; '.join(problems)}. Correct `backbone.inputs` or "
+            f"data.towers, which selects the towers to read, or encode a root that has them."
         )
+
+
+def _concatenation_problems(states: States, texts: dict[str, TextTower]) -> list[str]:
+    """List towers that cannot be concatenated along the width, since they differ in tokens or in masking."""
+    problems = []
+    for row in states.towers or []:
+        tokens = {name: (texts[name].length, texts[name].hides_padding) for name in row}
+        if len(set(tokens.values())) > 1:
+            problems.append(
+                f"{' and '.join(row)} cannot be concatenated along the width, as they differ in (tokens, masked or "
+                f"trimmed padding): {tokens}"
+            )
+    return problems

@@ -1,7 +1,8 @@
-"""Activations stay in the memory format of channels last: diffusers copies them out of it, and convolutions back.
+"""Keep activations in the channels-last memory format, which diffusers' own modules leave.
 
-Every value is what it was; a copy less is made before a shortcut, after a transformer, and before an upsampling of 64
-pictures or more. (diffusers' reasons: a warning of DDP about strides, and a kernel of torch before 2.1.)
+Where diffusers makes tensors contiguous, the next convolution has to copy them back. The subclasses here save the copy
+before a shortcut, after a transformer, and before an upsampling of 64 pictures or more, without changing any value.
+(diffusers makes them contiguous because of a DDP warning about strides, and for a kernel of torch before 2.1.)
 """
 
 from typing import Any
@@ -13,12 +14,12 @@ from diffusers.models.transformers.transformer_2d import Transformer2DModel
 from diffusers.models.upsampling import Upsample2D
 from torch import Tensor, nn
 
-MOST_NUMBERS = 2**31
-"""Of an upsampled tensor: torch's kernel for channels last counts them in 32 bits (pytorch issue 141831)."""
+MAX_ELEMENTS = 2**31
+"""Maximum size of an upsampled tensor: torch's channels-last kernel counts elements in 32 bits (pytorch #141831)."""
 
 
 class ChannelsLastTransformer(Transformer2DModel):
-    """A transformer whose result stays as its tokens lie: (N, h, w, C)."""
+    """Transformer2DModel that returns its tokens (N, h, w, C) as a channels-last view."""
 
     def _get_output_for_continuous_inputs(
         self, hidden_states: Tensor, residual: Tensor, batch_size: int, height: int, width: int, inner_dim: int
@@ -33,11 +34,11 @@ class ChannelsLastTransformer(Transformer2DModel):
 
 
 class ChannelsLastUpsample(Upsample2D):
-    """An upsampling by nearest neighbours and a convolution, in one memory format whatever the batch."""
+    """Upsample2D by nearest neighbour and convolution that keeps the memory format at any batch size."""
 
     def forward(self, hidden_states: Tensor, output_size: int | None = None, *args: Any, **kwargs: Any) -> Tensor:
-        """(N, C, h, w) → (N, C, 2h, 2w), or of `output_size`."""
-        if 4 * hidden_states.numel() > MOST_NUMBERS:
+        """Upsample (N, C, h, w) to (N, C, 2h, 2w) or to `output_size`."""
+        if 4 * hidden_states.numel() > MAX_ELEMENTS:
             hidden_states = hidden_states.contiguous()
         scale = 2.0 if output_size is None else None
         hidden_states = F.interpolate(hidden_states, size=output_size, scale_factor=scale, mode="nearest")
@@ -46,7 +47,7 @@ class ChannelsLastUpsample(Upsample2D):
 
 
 def keep_channels_last(network: nn.Module) -> None:
-    """Turn weights and activations of `network` to channels last, in place: parameters, names and state dict stay."""
+    """Convert weights and activations of `network` to channels last, in place; names and state dict do not change."""
     network.to(memory_format=torch.channels_last)
     for module in network.modules():
         if type(module) is Transformer2DModel and module.is_input_continuous:
@@ -54,10 +55,11 @@ def keep_channels_last(network: nn.Module) -> None:
         elif type(module) is Upsample2D and _is_plain(module):
             module.__class__ = ChannelsLastUpsample
         elif type(module) is ResnetBlock2D:
-            # read in its own forward alone, where it says whether a shortcut's input is copied; its parts have theirs
+            # only its own forward reads this flag, to decide whether to copy a shortcut's input; children keep theirs
             module.training = False
 
 
 def _is_plain(module: Upsample2D) -> bool:
+    """Return whether it is an upsampling by interpolation and convolution, without normalisation."""
     convolves = module.use_conv and not module.use_conv_transpose and module.name == "conv"
     return convolves and module.interpolate and module.norm is None

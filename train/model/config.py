@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal
+import difflib
+from collections.abc import Mapping
+from functools import reduce
+from operator import or_
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, PlainValidator, SerializeAsAny, ValidationInfo, field_validator
 
 from shards.base.config import Config
 
 if TYPE_CHECKING:
+    import torch
     from accelerate.utils import DistributedDataParallelKwargs
+    from torch import nn
 
 Width = Annotated[float, Field(gt=0, lt=0.28)]
-"""Standard deviation in time of an average, as a share of the steps done; a flat average has 1/√12 = 0.289."""
+"""Standard deviation in time of an average ÷ number of steps done; that of a flat average is 1/√12 = 0.289."""
 Momentum = Annotated[float, Field(ge=0, lt=1)]
 Sharding = Literal["none", "grad_op", "full"]
 
@@ -40,30 +46,106 @@ class EmaConfig(Config):
     @classmethod
     def _differ(cls, std: list[float]) -> list[float]:
         if len({average_name(width) for width in std}) < len(std):
-            raise ValueError(f"{std} names a width twice; three decimals tell them apart")
+            raise ValueError(f"{std} contains the same width twice, rounded to three decimals; remove one")
         return std
 
 
 def average_name(std: float) -> str:
-    """The folder of a post-hoc average in checkpoints and snapshots: `ema-0.050`."""
+    """Return the folder of a post-hoc average in checkpoints and snapshots, such as `ema-0.050`."""
     return f"ema-{std:.3f}"
 
 
 class OptimizerConfig(Config):
-    """AdamW with gradient clipping."""
+    """Settings that all optimizers share. A subclass, listed in `OPTIMIZERS`, adds those of one kind."""
 
+    state_bytes: ClassVar[int]
+    """Bytes of optimizer state per parameter, as held in memory and in checkpoints."""
+
+    kind: str
+    """Name of the optimizer."""
     lr: float = Field(1e-4, gt=0)
     """The learning rate after warm-up."""
+    max_grad_norm: float = Field(1.0, gt=0)
+    """Gradients are scaled down to this global norm."""
+    max_skipped_steps: int = Field(100, ge=0)
+    """Number of steps with a non-finite gradient, which change no weights, that a run tolerates before it stops."""
+
+    def build(self, parameters: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
+        """Return the optimizer of these parameters, given by name.
+
+        Its per-parameter state must consist of tensors, which checkpoints save by parameter name. All its parameter
+        groups are stepped at the scheduled learning rate.
+        """
+        raise NotImplementedError
+
+    @classmethod
+    def step_bytes(cls) -> int:
+        """Return the bytes per parameter that a step moves through memory.
+
+        A step reads weight, gradient and state, and writes weight and state; weights and gradients are float32.
+        """
+        return 4 + 4 + cls.state_bytes + 4 + cls.state_bytes
+
+
+class AdamWConfig(OptimizerConfig):
+    """AdamW with gradient clipping."""
+
+    state_bytes: ClassVar[int] = 8  # two moments in float32
+
+    kind: Literal["adamw"] = "adamw"
+    """Name of the optimizer."""
     betas: tuple[Momentum, Momentum] = (0.9, 0.999)
     """AdamW's decays of the first and second moment."""
     eps: float = Field(1e-8, gt=0)
     """AdamW's ε."""
     weight_decay: float = Field(0.01, ge=0)
     """AdamW's decoupled weight decay."""
-    max_grad_norm: float = Field(1.0, gt=0)
-    """Gradients are scaled down to this global norm."""
-    max_skipped_steps: int = Field(100, ge=0)
-    """Number of steps with a non-finite gradient, which change no weights, that a run tolerates before it stops."""
+
+    def build(self, parameters: Mapping[str, nn.Parameter]) -> torch.optim.AdamW:
+        """Return torch's AdamW with its fused kernel, which changes nothing in a step whose `found_inf` is 1."""
+        import torch
+
+        return torch.optim.AdamW(
+            parameters.values(),
+            lr=self.lr,
+            betas=self.betas,
+            eps=self.eps,
+            weight_decay=self.weight_decay,
+            fused=True,
+        )
+
+
+OPTIMIZERS: dict[str, type[OptimizerConfig]] = {"adamw": AdamWConfig}
+"""Kind → its config class. To add an optimizer, derive a class from `OptimizerConfig` and list it here."""
+
+
+def optimizer_class(kind: str) -> type[OptimizerConfig]:
+    """Return the config class of a kind of optimizer.
+
+    Raises:
+        ValueError: the kind is unknown.
+    """
+    if kind not in OPTIMIZERS:
+        close = difflib.get_close_matches(kind, OPTIMIZERS, n=1)
+        hint = f" (did you mean {close[0]}?)" if close else ""
+        raise ValueError(f"there is no optimizer of kind {kind}{hint}; choose one of {', '.join(OPTIMIZERS)}")
+    return OPTIMIZERS[kind]
+
+
+def _parse_optimizer(value: Any, info: ValidationInfo) -> OptimizerConfig:
+    """Validate an `optimizer` section by the config class of its kind, which is `adamw` unless given."""
+    if isinstance(value, OptimizerConfig):
+        return value
+    if not isinstance(value, dict):
+        raise ValueError("an optimizer is a section, such as {kind: adamw, lr: 1.0e-4}")
+    return optimizer_class(str(value.get("kind", "adamw"))).model_validate(value, context=info.context)
+
+
+if TYPE_CHECKING:
+    AnyOptimizer = OptimizerConfig
+else:
+    # the union of the kinds gives `--help` and the config reference their fields
+    AnyOptimizer = Annotated[SerializeAsAny[reduce(or_, OPTIMIZERS.values())], PlainValidator(_parse_optimizer)]
 
 
 class ScheduleConfig(Config):

@@ -1,4 +1,4 @@
-"""Moving averages of the weights: the run's own, and those from which any width can be rebuilt afterwards."""
+"""Moving averages of the weights: the run's own, and those from which any width can be rebuilt post hoc."""
 
 from collections.abc import Iterable, Sequence
 
@@ -12,11 +12,11 @@ SNAPSHOT_DTYPES = {"float16": torch.float16, "float32": torch.float32}
 
 
 def ema_decay(config: EmaConfig, step: int) -> float:
-    """How much of the average remains at the update of step `step` (the first is 1).
+    """Return the decay of the average at the update after step `step` (the first is 1).
 
     `power` is the power function profile of Karras et al., "Analyzing and improving the training dynamics of diffusion
-    models" (2024), equation 127: β(t) = (1 − 1/t)^(γ + 1), which weighs the weights of step τ by τ^γ. t counts the
-    run's steps, also where the average starts late: the weights at its start then stand for all that was before.
+    models" (2024), equation 127: β(t) = (1 − 1/t)^(γ + 1), which weights step τ by τ^γ. t counts the steps of the run
+    even if the average starts late; the weights at its start then represent all earlier steps.
     """
     if config.kind == "constant":
         return config.decay
@@ -24,19 +24,20 @@ def ema_decay(config: EmaConfig, step: int) -> float:
 
 
 def power_exponent(sigma_rel: float) -> float:
-    """γ of the power profile whose width is `sigma_rel` of the run.
+    """Return the exponent γ of the power profile whose relative width is `sigma_rel`.
 
-    Appendix C of the same: σ_rel = (γ + 1)^½ (γ + 2)^−1 (γ + 3)^−½, that is
-    γ³ + 7γ² + (16 − σ_rel^−2)·γ + (12 − σ_rel^−2) = 0, whose largest root it is.
+    By appendix C of Karras et al. (2024), σ_rel = (γ + 1)^½ (γ + 2)^−1 (γ + 3)^−½. So γ is the largest root of
+    γ³ + 7γ² + (16 − σ_rel^−2)·γ + (12 − σ_rel^−2) = 0.
     """
     inverse = sigma_rel**-2
     return float(np.roots([1.0, 7.0, 16.0 - inverse, 12.0 - inverse]).real.max())
 
 
 def correlation(a_step: np.ndarray, a_std: np.ndarray, b_step: np.ndarray, b_std: np.ndarray) -> np.ndarray:
-    """Inner products of power profiles that end at these steps, with these widths; shapes broadcast.
+    """Return the inner products of power profiles that end at these steps and have these widths; shapes broadcast.
 
-    Algorithm 3 of Karras et al. (2024), equation 151: ∫ p_a(t)·p_b(t) dt of p(t) = (γ + 1)·t^γ / T^(γ + 1) on [0, T].
+    Karras et al. (2024), algorithm 3 and equation 151: ∫ p_a(t)·p_b(t) dt, where p(t) = (γ + 1)·t^γ / T^(γ + 1) on
+    [0, T].
     """
     a, b = (np.vectorize(power_exponent)(std) for std in (a_std, b_std))
     exponent = np.where(a_step < b_step, b, -a)
@@ -44,9 +45,9 @@ def correlation(a_step: np.ndarray, a_std: np.ndarray, b_step: np.ndarray, b_std
 
 
 def posthoc_coefficients(steps: Sequence[int], stds: Sequence[float], step: int, std: float) -> np.ndarray:
-    """(n,) weights of n averages that together come closest to the one of width `std` that ends at `step`.
+    """Return the coefficients (n,) with which n averages best approximate the one of width `std` that ends at `step`.
 
-    Least squares over the profiles, the same paper's algorithm 3, scaled to sum to 1; in float64.
+    Least squares over the profiles, algorithm 3 of Karras et al. (2024), in float64 and scaled to sum to 1.
     """
     t, width = np.asarray(steps, np.float64), np.asarray(stds, np.float64)
     gram = correlation(t[:, None], width[:, None], t, width)
@@ -55,25 +56,25 @@ def posthoc_coefficients(steps: Sequence[int], stds: Sequence[float], step: int,
 
 
 class Ema:
-    """A float32 copy of each parameter, by name, from `start_step` on: average ← decay·average + (1 − decay)·weight."""
+    """Float32 averages of parameters by name, from `start_step` on: average ← decay·average + (1 − decay)·weight."""
 
     def __init__(self, config: EmaConfig):
         self.config = config
         self.average: dict[str, Tensor] | None = None
-        """None before `start_step`, and without one."""
+        """None before `start_step`, or always if that is null."""
 
     def begin(self, parameters: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-        """Start from the weights as they are; returns the average."""
+        """Start the average from the current weights, and return it."""
         self.average = {name: value.detach().float().clone() for name, value in parameters}
         return self.average
 
     def has_begun(self, step: int) -> bool:
-        """Whether an average is held after `step` optimizer steps."""
+        """Return whether there is an average after `step` optimizer steps."""
         return self.config.start_step is not None and step >= self.config.start_step
 
     @torch.no_grad()
     def update(self, parameters: Iterable[tuple[str, Tensor]], step: int) -> None:
-        """After optimizer step `step` (the first is 1), with the parameters that it began with, by name."""
+        """Update the average after optimizer step `step` (the first is 1), given the named parameters it began with."""
         if not self.has_begun(step):
             return
         if self.average is None:
@@ -85,9 +86,9 @@ class Ema:
 
     @torch.no_grad()
     def swap(self, parameters: Iterable[tuple[str, Tensor]]) -> None:
-        """Exchange average and weights in place, where one is held; the same again puts both back, bit by bit.
+        """Swap average and weights in place, if there is an average; a second call restores both bit-exactly.
 
-        One tensor more than the two is held at a time.
+        At any time, only one additional tensor is in memory.
         """
         by_name = dict(parameters)
         for name, average in (self.average or {}).items():
@@ -97,10 +98,10 @@ class Ema:
 
 
 def make_averages(config: EmaConfig) -> dict[str, Ema]:
-    """Folder in a checkpoint → average: `ema`, the run's own, and the post-hoc ones of `std` where they are held.
+    """Return checkpoint folder → average: `ema`, the run's own, and the post-hoc averages if snapshots are configured.
 
-    The latter's first update is all of them (β(1) = 0), so they hold every step; where they are turned on later, the
-    weights of that step stand for all before.
+    The first update of a post-hoc average replaces it (β(1) = 0), so it covers all steps. If snapshots are turned on
+    later, the weights of that step represent all earlier ones.
     """
     stds = config.std if config.snapshot_every is not None else []
     posthoc = {average_name(std): Ema(EmaConfig(kind="power", sigma_rel=std, start_step=1)) for std in stds}

@@ -1,9 +1,9 @@
-"""Arithmetic of a training step, counted on the meta device, and what a device could do: together the MFU.
+"""FLOPs of a training step, counted on the meta device, and peak FLOP/s of devices, for the MFU.
 
-MFU, the model FLOPs utilisation of Chowdhery et al. (2022), is the arithmetic that the model needs over what the device
-does at its peak; what gradient checkpointing computes again does not count.
+MFU, the model FLOPs utilisation of Chowdhery et al. (2022), is the rate of FLOPs that the model needs, divided by the
+device's peak. Activations recomputed by gradient checkpointing do not count.
 
-torch is imported inside the functions that need it: reading a config or a root must not cost its import.
+torch is imported inside the functions that need it, so that reading a config stays fast.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ if TYPE_CHECKING:
     import torch
 
 TRAIN_OVER_FORWARD = 3
-"""A training step is 3 × the forward pass: the backward pass makes two products of each layer's one. Counted exactly
-it is 2.98 for the SD2 U-Net, where some layers need no gradient of their input; published utilisations use 3."""
+"""FLOPs of a training step ÷ those of its forward pass: for each matrix product of the forward pass, the backward pass
+has two. The exact ratio of the SD2 U-Net is 2.98, because some layers need no gradient of their input; published
+utilisations use 3."""
 
 PEAK_TFLOPS = {
     "A100": 312.0,  # SXM and PCIe
@@ -34,12 +35,12 @@ PEAK_TFLOPS = {
     "RTX 3090": 71.0,
     "RTX 4090": 165.2,
 }
-"""Name of a GPU, or the part of it that tells it from others → bf16 TFLOP/s, dense, of NVIDIA's datasheets and
-architecture papers; their headline figures with sparsity are twice these. GeForce's are with float32 accumulation."""
+"""GPU name, or the distinctive part of it → dense bfloat16 TFLOP/s from NVIDIA's datasheets and architecture papers,
+whose headline figures with sparsity are twice as high. Values of GeForce cards are with float32 accumulation."""
 
 
 def count_flops(function: Callable[..., Any], *inputs: torch.Tensor) -> int:
-    """FLOPs of one call by torch's counter, a multiply-add being 2; on meta tensors it costs next to nothing."""
+    """Return the FLOPs of one call, where a multiply-add counts as 2. On meta tensors the call takes almost no time."""
     from torch.utils.flop_counter import FlopCounterMode
 
     with FlopCounterMode(display=False) as counter:
@@ -48,7 +49,7 @@ def count_flops(function: Callable[..., Any], *inputs: torch.Tensor) -> int:
 
 
 def training_flops(call: Callable[[], Any]) -> int:
-    """FLOPs of one image in a training step, of whose forward pass `call` is one on the meta device."""
+    """Return the FLOPs of one image in a training step, where `call` is the forward pass on the meta device."""
     import torch
 
     with torch.no_grad():
@@ -56,9 +57,9 @@ def training_flops(call: Callable[[], Any]) -> int:
 
 
 def peak_tflops(device_name: str) -> float | None:
-    """The bf16 peak of a device by its name, as torch.cuda.get_device_name() says it; None where it is not known."""
+    """Return the dense bfloat16 peak in TFLOP/s of the GPU with this device name, or None if it is unknown."""
     words = device_name.replace("-", " ").split()
-    if {"Laptop", "MIG"} & set(words):  # other chips under the same names, or a slice of a chip
+    if {"Laptop", "MIG"} & set(words):  # a different chip with the same name, or a slice of one
         return None
     known = [name for name in PEAK_TFLOPS if all(word in words for word in name.split())]
     return PEAK_TFLOPS[max(known, key=len)] if known else None

@@ -1,7 +1,7 @@
-"""GroupNorm and LayerNorm in the autocast type, as in MosaicML's recipe: autocast itself runs them in float32.
+"""GroupNorm and LayerNorm in the autocast data type, as in MosaicML's recipe; autocast would run them in float32.
 
-The idea and the cast are Composer's (composer/algorithms/low_precision_groupnorm and low_precision_layernorm). Kernels
-still sum in float32; what is saved is the traffic of float32 activations, which is what normalisation costs.
+Idea and casts are from Composer (composer/algorithms/low_precision_groupnorm and low_precision_layernorm). The kernels
+still accumulate in float32. This saves the memory traffic of float32 activations, which dominates normalisation.
 """
 
 from typing import Any
@@ -12,23 +12,23 @@ from torch import Tensor, nn
 
 
 class LowPrecisionGroupNorm(nn.GroupNorm):
-    """GroupNorm that takes and gives the autocast type; without autocast it is GroupNorm."""
+    """GroupNorm with inputs and outputs in the autocast data type; without autocast, plain GroupNorm."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """(N, C, …) → the same shape."""
+        """Normalise (N, C, …)."""
         kind = input.device.type
-        x, weight, bias = in_autocast_type(kind, input, self.weight, self.bias)
+        x, weight, bias = to_autocast_dtype(kind, input, self.weight, self.bias)
         with torch.autocast(kind, enabled=False):
             return F.group_norm(x, self.num_groups, weight, bias, self.eps)
 
 
 class LowPrecisionLayerNorm(nn.LayerNorm):
-    """LayerNorm that takes and gives the autocast type; without autocast it is LayerNorm."""
+    """LayerNorm with inputs and outputs in the autocast data type; without autocast, plain LayerNorm."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """(…, *normalized_shape) → the same shape."""
+        """Normalise (…, *normalized_shape)."""
         kind = input.device.type
-        x, weight, bias = in_autocast_type(kind, input, self.weight, self.bias)
+        x, weight, bias = to_autocast_dtype(kind, input, self.weight, self.bias)
         with torch.autocast(kind, enabled=False):
             return F.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
 
@@ -40,14 +40,14 @@ REPLACEMENTS: dict[type[nn.Module], type[nn.Module]] = {
 
 
 def use_low_precision_norms(model: nn.Module) -> None:
-    """Turn the norms of `model` into their low-precision kind, in place: parameters, names and state dict stay."""
+    """Convert the norms of `model` to the low-precision classes, in place; names and state dict do not change."""
     for module in model.modules():
         if type(module) in REPLACEMENTS:
             module.__class__ = REPLACEMENTS[type(module)]
 
 
-def in_autocast_type(kind: str, *tensors: Any) -> list[Any]:
-    """The tensors in the type that autocast uses on devices of this kind now; as they are where it is off."""
+def to_autocast_dtype(kind: str, *tensors: Any) -> list[Any]:
+    """Cast the tensors to the autocast data type for devices of this kind; without autocast, return them unchanged."""
     if not torch.is_autocast_enabled(kind):
         return list(tensors)
     dtype = torch.get_autocast_dtype(kind)

@@ -1,19 +1,28 @@
-"""AdamW at a scheduled learning rate, behind a clip. A step whose gradient is not finite changes nothing."""
+"""The optimizer step of a run: learning rate schedule, gradient clipping, and skipping of non-finite gradients.
 
+`OPTIMIZERS` in train/model/config.py lists the kinds of optimizer and how each is built.
+"""
+
+import difflib
+import fnmatch
 import math
-from collections.abc import Iterable
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
+from shards.base.errors import RequestError
 from train.model.config import OptimizerConfig, ScheduleConfig
-from train.model.sharding import whole
+from train.model.sharding import gather
 
 
 def learning_rate(step: int, base: float, config: ScheduleConfig, max_steps: int) -> float:
-    """The learning rate of optimizer step `step` (the first is 0): linear warm-up, then constant or half a cosine."""
+    """Return the learning rate of optimizer step `step` (the first is 0).
+
+    It rises linearly during warm-up, and is then constant or falls to zero at `max_steps` by half a cosine.
+    """
     if step < config.warmup_steps:
         return base * (step + 1) / config.warmup_steps
     if config.kind == "constant":
@@ -22,56 +31,78 @@ def learning_rate(step: int, base: float, config: ScheduleConfig, max_steps: int
     return base * 0.5 * (1.0 + math.cos(math.pi * min(progress, 1.0)))
 
 
-def make_adamw(parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> torch.optim.AdamW:
-    """The optimizer, whose fused kernel leaves everything as it is where `found_inf` is 1."""
-    return torch.optim.AdamW(
-        parameters,
-        lr=config.lr,
-        betas=config.betas,
-        eps=config.eps,
-        weight_decay=config.weight_decay,
-        fused=True,
-    )
+def freeze_except(network: nn.Module, patterns: Sequence[str] | None) -> None:
+    """Freeze all parameters of `network` whose names match none of the glob patterns; None freezes nothing.
+
+    Frozen parameters are not given to the optimizer. They remain in checkpoints, averages and exports.
+
+    Raises:
+        RequestError: a pattern matches no parameter.
+    """
+    if patterns is None:
+        return
+    parameters = dict(network.named_parameters())
+    for pattern in patterns:
+        if not fnmatch.filter(parameters, pattern):
+            close = difflib.get_close_matches(pattern, parameters, n=3, cutoff=0.3)
+            raise RequestError(
+                f"train_only has the pattern {pattern}, which matches no parameter of the network. Parameter names "
+                f"look like {', '.join(close or list(parameters)[:3])}; `*` stands for any part of a name. Correct the "
+                f"pattern."
+            )
+    for name, parameter in parameters.items():
+        parameter.requires_grad_(any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns))
+
+
+def build_optimizer(parameters: Mapping[str, nn.Parameter], config: OptimizerConfig) -> torch.optim.Optimizer:
+    """Return the configured optimizer of those parameters that require gradients."""
+    return config.build({name: value for name, value in parameters.items() if value.requires_grad})
 
 
 class Optimizer:
-    """The optimizer of a run, as accelerate wrapped it."""
+    """A torch optimizer with the run's learning rate schedule and gradient clipping, wrapped by accelerate."""
 
     def __init__(
         self,
-        adamw: torch.optim.AdamW,
+        torch_optimizer: torch.optim.Optimizer,
         accelerator: Accelerator,
         config: OptimizerConfig,
         schedule: ScheduleConfig,
         max_steps: int,
     ):
-        self.adamw = adamw
+        self.torch_optimizer = torch_optimizer
         self.accelerator = accelerator
-        self.prepared: Any = accelerator.prepare_optimizer(adamw)
+        self.prepared: Any = accelerator.prepare_optimizer(torch_optimizer)
+        self.is_fused = bool(torch_optimizer.defaults.get("fused"))
         self.base_lr, self.max_grad_norm = config.lr, config.max_grad_norm
         self.schedule, self.max_steps = schedule, max_steps
 
     @property
     def lr(self) -> float:
-        """The learning rate of the last step."""
+        """Learning rate of the last step."""
         return float(self.prepared.param_groups[0]["lr"])
 
     def step(self, model: nn.Module, step: int) -> tuple[Tensor, Tensor]:
-        """Optimizer step number `step` (the first is 0), on gradients that all ranks hold alike.
+        """Clip the gradients, which are the same on all ranks, and do optimizer step `step` (the first is 0).
+
+        A step with a non-finite gradient is skipped: it changes neither weights nor optimizer state.
 
         Returns:
-            The gradient's norm before clipping; and 1 where it was not finite, and the step was skipped, else 0.
+            The gradient norm before clipping, and 1 if the step was skipped or 0 if not; both are on the device.
         """
         for group in self.prepared.param_groups:
             group["lr"] = learning_rate(step, self.base_lr, self.schedule, self.max_steps)
-        grad_norm = whole(self.accelerator.clip_grad_norm_(model.parameters(), self.max_grad_norm))
-        # decided on the device, so that nobody waits for it
+        grad_norm = gather(self.accelerator.clip_grad_norm_(model.parameters(), self.max_grad_norm))
         skipped = (~torch.isfinite(grad_norm)).float()
-        self.adamw.found_inf = skipped  # type: ignore[attr-defined]
-        self.prepared.step()
+        if self.is_fused:
+            # the kernel decides on the device, so the host does not wait for it
+            self.torch_optimizer.found_inf = skipped  # type: ignore[attr-defined]
+            self.prepared.step()
+        elif self.accelerator.scaler is not None or not skipped:  # the loss scaler skips such steps itself
+            self.prepared.step()
         self.forget_gradients()
         return grad_norm, skipped
 
     def forget_gradients(self) -> None:
-        """Drop them, and their memory."""
-        self.adamw.zero_grad(set_to_none=True)
+        """Drop the gradients and free their memory."""
+        self.torch_optimizer.zero_grad(set_to_none=True)

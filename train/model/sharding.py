@@ -1,87 +1,82 @@
-"""Weights, gradients and optimizer state over the processes: whole on each (DDP), or spread (FSDP2).
+"""Sharding of weights, gradients and optimizer state over the processes (FSDP2). Without it, each holds all (DDP).
 
-Checkpoints never show which.
-
-The trainer calls `fully_shard` itself, on gloo as on NCCL, so that what is tested on CPUs is what runs on GPUs:
-accelerate's own FSDP2 plugin does nothing on a CPU.
+Checkpoints are the same either way. The trainer calls `fully_shard` itself, with gloo as with NCCL, because
+accelerate's FSDP2 plugin does nothing on a CPU, where the tests run.
 """
 
 import os
 
 import torch
-from diffusers.models.resnet import ResnetBlock2D
-from diffusers.models.transformers.transformer_2d import Transformer2DModel
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from shards.base.device import Precision
+from shards.base.device import Precision, has_accelerator
 from shards.base.errors import RequestError
+from train.model.blocks import find_blocks
 from train.model.config import Sharding
 
 
 def launched_sharding() -> Sharding | None:
-    """What accelerate's launcher was told of FSDP (`configs/accelerate/fsdp2_*.yaml`); None where nothing.
+    """Return the sharding that accelerate's launcher was configured with (`configs/accelerate/fsdp2_*.yaml`), or None.
 
-    The request is taken out of the environment: accelerate is to start plain processes.
+    The request is removed from the environment, so that accelerate itself starts plain processes.
 
     Raises:
-        RequestError: FSDP on a CPU, where accelerate ignores it silently, or a kind that this trainer does not do.
+        RequestError: FSDP is requested on a CPU, where accelerate would silently ignore it, or in a form that this
+            trainer does not support.
     """
     if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() != "true":
         return None
-    if not torch.cuda.is_available():
+    if not has_accelerator():
         raise RequestError(
-            "The launcher asks for FSDP, which is for GPUs, and there is none. Launch with "
-            "configs/accelerate/ddp.yaml. "
-            "`--sharding full` and `--sharding grad_op`, the trainer's own, do work on CPUs."
+            "The launcher asks for FSDP, which accelerate supports only on GPUs, but torch finds none. Launch with "
+            "configs/accelerate/ddp.yaml. To shard weights on CPUs, add `--sharding full` or `--sharding grad_op`."
         )
     version, offload = os.environ.get("FSDP_VERSION", "1"), os.environ.get("FSDP_OFFLOAD_PARAMS", "false").lower()
     if version != "2" or offload == "true":
         raise RequestError(
-            f"The launcher asks for FSDP version {version} with parameter offload {offload}; this trainer does version "
-            f"2 without offload. Launch with configs/accelerate/fsdp2_full_shard.yaml or fsdp2_grad_op.yaml."
+            f"The launcher asks for FSDP version {version} with parameter offload {offload}, but this trainer supports "
+            f"only version 2 without offload. Launch with configs/accelerate/fsdp2_full_shard.yaml or "
+            f"fsdp2_grad_op.yaml."
         )
     os.environ["ACCELERATE_USE_FSDP"] = "false"
     return "full" if os.environ.get("FSDP_RESHARD_AFTER_FORWARD", "true").lower() == "true" else "grad_op"
 
 
-def split_weights(unet: nn.Module, sharding: Sharding, precision: Precision) -> None:
-    """Leave to each process its share of every weight, in place; all of them must hold the same whole ones before.
+def shard_weights(network: nn.Module, sharding: Sharding, precision: Precision) -> None:
+    """Shard every weight over the processes, in place. Before, all processes must hold the same weights.
 
-    Blocks are gathered one by one; with `grad_op` they stay whole from the forward pass to
-    the end of the backward pass. Gradients are averaged in float32 after each microbatch: none is to be held whole.
+    Weights are gathered block by block. With `grad_op` they stay gathered from the forward pass until the end of the
+    backward pass. Gradients are averaged in float32 after each microbatch, so that no process holds all of them.
     """
     policy = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16 if precision == "bfloat16" else None,
         reduce_dtype=torch.float32,
-        cast_forward_inputs=False,  # autocast does
+        cast_forward_inputs=False,  # autocast casts them
     )
-    for module in gathered(unet):
+    for module in find_blocks(network).values():
         fully_shard(module, mp_policy=policy, reshard_after_forward=sharding == "full")
-    fully_shard(unet, mp_policy=policy, reshard_after_forward=sharding == "full")
+    fully_shard(network, mp_policy=policy, reshard_after_forward=sharding == "full")
 
 
-def gathered(unet: nn.Module) -> list[nn.Module]:
-    """What is gathered by itself: a U-Net's residual blocks and transformers, a transformer's blocks."""
-    found = [module for module in unet.modules() if isinstance(module, ResnetBlock2D | Transformer2DModel)]
-    return found or [block for part in unet.children() if isinstance(part, nn.ModuleList) for block in part]
-
-
-def reshard(unet: nn.Module) -> None:
-    """After a forward pass without a backward pass, which leaves weights whole: back to the shares."""
-    for module in unet.modules():
+def reshard(network: nn.Module) -> None:
+    """Free gathered weights after a forward pass that no backward pass follows."""
+    for module in network.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """The tensor that all processes hold shares of, or `tensor` where it is whole; every process must call this."""
+def gather(tensor: Tensor) -> Tensor:
+    """Return a sharded tensor as a whole, and any other tensor unchanged. All processes must call this."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def share_like(tensor: Tensor, model: Tensor) -> Tensor:
-    """This process's share of a whole tensor that all have, cut as `model` is; `tensor` where `model` is whole."""
+def shard_like(tensor: Tensor, model: Tensor) -> Tensor:
+    """Return this process's shard of a tensor that all processes hold, sharded like `model`.
+
+    If `model` is not sharded, or has another shape, return `tensor` unchanged.
+    """
     if not isinstance(model, DTensor) or tensor.shape != model.shape:
         return tensor
     return distribute_tensor(tensor, model.device_mesh, model.placements, src_data_rank=None)

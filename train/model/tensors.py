@@ -1,4 +1,4 @@
-"""safetensors files written tensor by tensor: what is saved is never held twice, on a device or in memory."""
+"""Write safetensors files tensor by tensor, so that no second copy of the weights is held on a device or in memory."""
 
 import hashlib
 import json
@@ -13,7 +13,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from train.model.sharding import whole
+from shards.base.device import device_module, host_buffer, is_accelerator
+from train.model.sharding import gather
 
 DTYPES = {
     torch.int64: "I64",
@@ -25,46 +26,49 @@ DTYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-"""In the order in which the library lays them out."""
+"""Data types in the order in which safetensors arranges tensors in a file."""
 MEMINFO, CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
 
 
 def write_tensors(path: Path | None, tensors: Mapping[str, Tensor], mine: Collection[str] | None = None) -> str:
-    """Write the bytes that safetensors' `save_file` would, of those that are `mine`, or all; returns their SHA-256.
+    """Write tensors as safetensors' `save_file` would, byte for byte, and return the SHA-256 of the file.
 
-    Tensors of which every process holds a share are gathered one at a time, so all processes call this; those whose
-    `path` is None only take part in that.
+    Sharded tensors are gathered one at a time, so all processes must call this.
+
+    Args:
+        path: None to take part in gathering without writing a file.
+        mine: names of the tensors to write; None for all.
 
     Raises:
         OSError: the file could not be written.
     """
-    order = laid_out(tensors)
+    order = file_order(tensors)
     if path is None:
         for name in order:
-            whole(tensors[name].detach())
+            gather(tensors[name].detach())
         return ""
     digest = hashlib.sha256()
-    gathered = ((name, whole(tensors[name].detach())) for name in order)
+    gathered = ((name, gather(tensors[name].detach())) for name in order)
     try:
         with path.open("wb") as file:
             for data in chain(
-                [header({name: tensors[name] for name in order if mine is None or name in mine})],
-                (as_bytes(tensor) for name, tensor in gathered if mine is None or name in mine),
+                [file_header({name: tensors[name] for name in order if mine is None or name in mine})],
+                (tensor_bytes(tensor) for name, tensor in gathered if mine is None or name in mine),
             ):
                 digest.update(data)
                 file.write(data)
-    except OSError as error:  # of a write it names no file
+    except OSError as error:  # an error from `write` does not name the file
         raise OSError(error.errno, error.strerror, str(path)) from error
     return digest.hexdigest()
 
 
-def laid_out(tensors: Mapping[str, Tensor]) -> list[str]:
-    """Their names, in the order of a file."""
+def file_order(tensors: Mapping[str, Tensor]) -> list[str]:
+    """Return the names of the tensors in the order of a safetensors file."""
     return sorted(tensors, key=lambda name: (list(DTYPES).index(tensors[name].dtype), name))
 
 
-def header(tensors: Mapping[str, Tensor]) -> bytes:
-    """The file's head: a length, and JSON with each tensor's type, shape and place, padded to eight bytes."""
+def file_header(tensors: Mapping[str, Tensor]) -> bytes:
+    """Return a file's header: its length, then JSON with each tensor's dtype, shape and offsets, padded to 8 bytes."""
     fields: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, tensor in tensors.items():
@@ -75,27 +79,31 @@ def header(tensors: Mapping[str, Tensor]) -> bytes:
     return struct.pack("<Q", len(data)) + data
 
 
-def as_bytes(tensor: Tensor) -> bytes | memoryview:
-    """A whole tensor's elements in row-major order; a copy where it lies elsewhere or otherwise."""
+def tensor_bytes(tensor: Tensor) -> bytes | memoryview:
+    """Return a tensor's elements in row-major order, without a copy if it is contiguous and in the CPU's memory."""
     return memoryview(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
 def owners(tensors: Mapping[str, Tensor], count: int) -> dict[str, int]:
-    """Name → which of `count` processes writes it: consecutive ones of a file, of about as many bytes for each."""
+    """Return which of `count` processes writes each tensor: consecutive ones, of about as many bytes for each."""
     total, before, found = max(bytes_of(tensors), 1), 0, {}
-    for name in laid_out(tensors):
+    for name in file_order(tensors):
         found[name] = before * count // total
         before += tensors[name].numel() * tensors[name].element_size()
     return {name: min(owner, count - 1) for name, owner in found.items()}
 
 
 def share_name(path: Path, number: int, count: int) -> Path:
-    """`x.safetensors` => `x-00002-of-00004.safetensors`, as diffusers names files that belong together."""
+    """Return the name of one file of several, by diffusers' convention: `x-00002-of-00004.safetensors`."""
     return path.with_name(f"{path.stem}-{number + 1:05d}-of-{count:05d}{path.suffix}")
 
 
 def write_index(path: Path, shares: Mapping[str, str]) -> Path:
-    """Beside the shares of `path`, which of them each tensor is in, as diffusers wants it; returns its path."""
+    """Write the index of the files into which `path` is divided, by diffusers' convention, and return its path.
+
+    Args:
+        shares: tensor name → name of the file that contains it.
+    """
     index = path.with_name(f"{path.name}.index.json")
     content = {"metadata": {}, "weight_map": dict(sorted(shares.items()))}
     index.write_text(json.dumps(content, indent=2) + "\n")
@@ -103,12 +111,12 @@ def write_index(path: Path, shares: Mapping[str, str]) -> Path:
 
 
 def file_of(path: Path) -> Path:
-    """`path`, or, where it is not there, the index of its shares."""
+    """Return `path` if it exists, or else the path of the index of the files into which it is divided."""
     return path if path.is_file() else path.with_name(f"{path.name}.index.json")
 
 
 def load_tensors(path: Path) -> dict[str, Tensor]:
-    """All tensors of a safetensors file, or of the shares that the index at `path`, or the one beside it, names."""
+    """Load all tensors of a safetensors file, or of the files that its index lists; `path` may also be the index."""
     path = file_of(path)
     if path.suffix != ".json":
         return load_file(path)
@@ -117,60 +125,61 @@ def load_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def bytes_of(tensors: Mapping[str, Tensor]) -> int:
-    """Of all of them, whole."""
+    """Return the total size of the tensors, unsharded."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
 
 
 class HostCopies:
-    """Room in the CPU's memory for one copy of what is saved. Every save uses it again.
+    """Host buffers for a copy of a checkpoint's tensors, page-locked for copies from a GPU, and reused by every save.
 
-    Fresh memory would cost more than the copy: the kernel finds each page, and page-locks it for copies from a GPU.
+    Allocating and page-locking new memory would take longer than the copy.
     """
 
     def __init__(self) -> None:
-        self.rooms: dict[tuple[str, str], Tensor] = {}
+        self.buffers: dict[tuple[str, str], Tensor] = {}
         self.devices: set[torch.device] = set()
 
     @property
     def bytes(self) -> int:
-        """That are held."""
-        return sum(room.numel() * room.element_size() for room in self.rooms.values())
+        """Total size of the buffers."""
+        return sum(buffer.numel() * buffer.element_size() for buffer in self.buffers.values())
 
     def take(self, file: str, tensors: Mapping[str, Tensor], mine: Collection[str]) -> dict[str, Tensor]:
-        """Copies of those of a file's tensors that are `mine`, once `wait` has returned; good until the next `take`.
+        """Copy those of a file's tensors that are named in `mine`, and return the copies.
 
-        Shares are gathered as `write_tensors` does it, in its order: other processes may call that one.
+        They are complete once `wait` has returned, and are overwritten by the next `take`. Sharded tensors are gathered
+        in the same order as by `write_tensors`, which other processes may call at the same time.
         """
         copies = {}
-        for name in laid_out(tensors):
-            source = whole(tensors[name].detach())
+        for name in file_order(tensors):
+            source = gather(tensors[name].detach())
             if name not in mine:
                 continue
-            room = self.rooms.get((file, name))
-            if room is None or (room.shape, room.dtype) != (source.shape, source.dtype):
-                room = torch.empty(source.shape, dtype=source.dtype, pin_memory=source.is_cuda)
-                self.rooms[file, name] = room
-            copies[name] = room.copy_(source, non_blocking=True)
-            self.devices |= {source.device} if source.is_cuda else set()
+            buffer = self.buffers.get((file, name))
+            if buffer is None or (buffer.shape, buffer.dtype) != (source.shape, source.dtype):
+                buffer = host_buffer(tuple(source.shape), source.dtype, source.device)
+                self.buffers[file, name] = buffer
+            copies[name] = buffer.copy_(source, non_blocking=True)
+            self.devices |= {source.device} if is_accelerator(source.device) else set()
         return copies
 
     def wait(self) -> None:
-        """Until GPUs have done the copies that were begun."""
+        """Wait until the copies from GPUs are complete."""
         for device in self.devices:
-            torch.cuda.synchronize(device)
+            device_module().synchronize(device)
 
 
 def free_memory() -> int:
-    """Bytes that this process may still take: of the machine, and of its control group (cgroup v2), where one is set.
+    """Return how many bytes this process can allocate: what the machine and its control group (cgroup v2) leave free.
 
-    Where neither is known, as off Linux, there is no bound.
+    If neither is known, as on systems other than Linux, return a practically infinite number.
     """
     found = [2**63]
     with suppress(FileNotFoundError):
         found += [int(kilobytes) * 1024 for kilobytes in re.findall(r"MemAvailable: +(\d+)", MEMINFO.read_text())]
     with suppress(FileNotFoundError):
         limit = (CGROUP / "memory.max").read_text().strip()
-        # of what is counted, the page cache gives way
+        # the group's usage includes page cache, which the kernel can reclaim
         inactive = re.search(r"^inactive_file (\d+)", (CGROUP / "memory.stat").read_text(), re.MULTILINE)
         if limit != "max" and inactive:
             found.append(int(limit) - int((CGROUP / "memory.current").read_text()) + int(inactive[1]))

@@ -1,4 +1,4 @@
-"""The network to train, of a diffusers class, from a config file or an earlier run."""
+"""Build the network to train, a U-Net or another diffusers class, and load pretrained weights into it."""
 
 import difflib
 import inspect
@@ -21,26 +21,27 @@ PRETRAINED_FILES = (
     "diffusion_pytorch_model.safetensors.index.json",
     "diffusion_pytorch_model.fp16.safetensors",
 )
-"""Weights to look for, best first: half-precision weights are rounded, so they come last."""
-PARTS = "diffusion_pytorch_model-*-of-*.safetensors"
+"""Weights files to look for, in order of preference. Half-precision weights are rounded, so they come last."""
+SHARDED_FILES = "diffusion_pytorch_model-*-of-*.safetensors"
 """Weights files that an index lists."""
 CLASSES: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("backbones.yaml").read_text())
-"""Class → what must be known of it before it is called."""
+"""Class name → facts that its code does not state; the file explains them."""
 UNET = "UNet2DConditionModel"
 NOT_ARCHITECTURE = {UNET: ("sample_size",)}
-"""Class → config fields that do not change what it computes. A transformer's positions depend on its sample_size."""
-NOT_BUILT = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
-"""What diffusers' classes raise of numbers that do not fit each other."""
+"""Class name → config fields without effect on the output. A transformer's positions depend on its sample_size."""
+BUILD_ERRORS = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+"""Exceptions that diffusers' classes raise for inconsistent sizes."""
 
 
 def build_unet(path: Path, seed: int | None) -> Any:
-    """A network with random weights that depend on `seed` alone, from a diffusers config.json.
+    """Build a network from a diffusers config.json, with random weights that depend only on `seed`.
 
     Args:
-        seed: None for a network without weights, on the meta device.
+        seed: None builds it without weights, on the meta device.
 
     Raises:
-        RequestError: no such file, diffusers cannot build it, or it is of a class that is not tested.
+        RequestError: the file cannot be read, diffusers cannot build the network, its class is not supported, or it has
+            dropout.
     """
     fields = read_unet_config(path)
     model_class = class_of(fields, path)
@@ -48,52 +49,60 @@ def build_unet(path: Path, seed: int | None) -> Any:
     with torch.random.fork_rng(devices=[]), torch.device("cpu" if seed is not None else "meta"):
         torch.manual_seed(seed or 0)
         try:
-            unet = model_class.from_config(fields)
-        except NOT_BUILT as error:
-            why = f"{type(error).__name__}: {error}"
-            raise RequestError(f"diffusers cannot build a {model_class.__name__} from {path}: {why}") from error
-    if unet.config.get("dropout"):
-        raise RequestError(f"{path} sets dropout {unet.config.dropout}; its masks would depend on the number of ranks.")
-    return unet
+            network = model_class.from_config(fields)
+        except BUILD_ERRORS as error:
+            raise RequestError(
+                f"diffusers cannot build a {model_class.__name__} from {path}: {type(error).__name__}: {error}. "
+                f"Correct the sizes in that file."
+            ) from error
+    if network.config.get("dropout"):
+        raise RequestError(
+            f"{path} sets dropout {network.config.dropout}. Dropout masks would depend on the number of ranks, so it "
+            f"is not supported; set dropout to 0."
+        )
+    return network
 
 
-def compile_network(unet: Any, num_shapes: int) -> None:
-    """Compile a network in place, into one graph of fixed sizes for each of `num_shapes` shapes of latents.
+def compile_network(network: Any, num_shapes: int) -> None:
+    """Compile a network in place, with a static graph for each of `num_shapes` latent shapes.
 
-    torch makes the second shape's graph one of any size, which is slower, and after the eighth it compiles no more.
+    By default torch would compile one slower dynamic graph from the second shape on, and stop compiling after eight.
     """
     limits = torch._dynamo.config
-    limits.recompile_limit = max(limits.recompile_limit, num_shapes + 1)  # and the shape of validation
+    limits.recompile_limit = max(limits.recompile_limit, num_shapes + 1)  # one more for validation
     limits.accumulated_recompile_limit = max(limits.accumulated_recompile_limit, limits.recompile_limit)
-    unet.compile(dynamic=False)
+    network.compile(dynamic=False)
 
 
 def class_name(fields: Mapping[str, Any]) -> str:
-    """The name of the class that a diffusers config is of; of U-Nets it may be left out."""
+    """Return the class name in a diffusers config; configs without one are U-Nets."""
     return str(fields.get("_class_name", UNET))
 
 
 def class_of(fields: Mapping[str, Any], path: Path | str) -> Any:
-    """The diffusers class that a config names; a U-Net's where it names none.
+    """Return the diffusers class that a config names, or the U-Net class if it names none.
+
+    Args:
+        path: where the config is from, for errors.
 
     Raises:
-        RequestError: it is none of those that are tested.
+        RequestError: the class is not among those in backbones.yaml.
     """
     name = class_name(fields)
     if name not in CLASSES or not hasattr(diffusers, name):
         near = difflib.get_close_matches(name, CLASSES, n=1)
         raise RequestError(
-            f"{path} is of a {name}{f' (did you mean {near[0]}?)' if near else ''}, which this trainer does not call. "
-            f"It trains {', '.join(CLASSES)}."
+            f"{path} is the config of a {name}{f' (did you mean {near[0]}?)' if near else ''}, which this trainer does "
+            f"not support. Use one of {', '.join(CLASSES)}."
         )
     return getattr(diffusers, name)
 
 
 def check_fields(fields: Mapping[str, Any], model_class: Any, path: Path) -> None:
-    """Refuse what diffusers would leave out with a warning.
+    """Reject unknown fields, which diffusers would ignore with a warning.
 
     Raises:
-        RequestError: the class takes no argument of that name.
+        RequestError: the class takes no argument with the name of a field.
     """
     known = list(inspect.signature(model_class.__init__).parameters)[1:]
     for name in fields:
@@ -101,87 +110,98 @@ def check_fields(fields: Mapping[str, Any], model_class: Any, path: Path) -> Non
             near = difflib.get_close_matches(name, known, n=1)
             raise RequestError(
                 f"{path} has the field {name}{f' (did you mean {near[0]}?)' if near else ''}, which diffusers' "
-                f"{model_class.__name__} does not take: it would be left out, and another network trained. Take it out."
+                f"{model_class.__name__} does not know and would ignore, so the network would not be the one intended. "
+                f"Correct or remove the field."
             )
 
 
 def read_unet_config(path: Path) -> dict[str, object]:
-    """The JSON at `path`.
+    """Read the diffusers config at `path`.
 
     Raises:
-        RequestError: it is not there, or not JSON.
+        RequestError: the file cannot be read or does not contain a JSON object.
     """
     try:
         fields = json.loads(path.read_text())
     except (OSError, ValueError) as error:
-        raise RequestError(f"The U-Net config {path} cannot be read: {error}. Give a diffusers config.json.") from error
+        raise RequestError(
+            f"The network config {path} cannot be read: {error}. Give a diffusers config.json."
+        ) from error
     if not isinstance(fields, dict):
-        raise RequestError(f"The U-Net config {path} holds no JSON object. Give a diffusers config.json.")
+        raise RequestError(f"The network config {path} is not a JSON object. Give a diffusers config.json.")
     return fields
 
 
-def load_pretrained(unet: Any, name: str) -> None:
-    """Load the weights of a diffusers U-Net, a folder or on the hub, into `unet`, as float32.
+def load_pretrained(network: Any, name: str) -> None:
+    """Load the weights of a pretrained diffusers network, in a folder or on the hub, into `network` as float32.
 
     Raises:
-        RequestError: it is not there, has no safetensors weights, or is another architecture; with the fields named.
+        RequestError: the folder has no safetensors weights, or they belong to a different architecture; the message
+            names the fields that differ.
     """
-    folder = model_folder(name, ("config.json", *PRETRAINED_FILES, PARTS))
+    folder = model_folder(name, ("config.json", *PRETRAINED_FILES, SHARDED_FILES))
     with torch.device("meta"):
         try:
             fields = read_model_config(folder)
             theirs = class_of(fields, folder).from_config(fields).config
-        except NOT_BUILT as error:
-            raise RequestError(f"init_unet: {folder}/config.json is not a U-Net's: {error}") from error
+        except BUILD_ERRORS as error:
+            raise RequestError(
+                f"init_unet: diffusers cannot build a network from {folder}/config.json: {error}. Name a folder with a "
+                f"diffusers network."
+            ) from error
     path = next((folder / file for file in PRETRAINED_FILES if (folder / file).is_file()), None)
     if path is None:
-        raise RequestError(f"init_unet: {folder} has no {' or '.join(PRETRAINED_FILES)}; other formats are not loaded.")
+        raise RequestError(
+            f"init_unet: {folder} has no {' or '.join(PRETRAINED_FILES)}. Other formats are not supported; convert the "
+            f"weights to safetensors."
+        )
     if path.name == PRETRAINED_FILES[-1]:
-        print(f"init_unet: {folder} has half-precision weights only; training starts from {path.name}.", flush=True)
+        print(f"init_unet: {folder} has only half-precision weights; training starts from {path.name}.", flush=True)
     try:
-        load_matching(unet, path, theirs)
+        load_matching(network, path, theirs)
     except RequestError as error:
         raise RequestError(f"init_unet: {error}") from error
 
 
-def load_matching(unet: Any, path: Path, theirs: Mapping[str, Any]) -> None:
-    """Load the safetensors file at `path`, or those that it names, into `unet`, as float32.
+def load_matching(network: Any, path: Path, theirs: Mapping[str, Any]) -> None:
+    """Load the safetensors file at `path`, or the files that this index lists, into `network` as float32.
 
     Args:
-        theirs: the diffusers config of the network that they are of.
+        theirs: diffusers config of the network that the weights belong to.
 
     Raises:
-        RequestError: it is damaged, or another architecture's; with the fields named.
+        RequestError: a file is missing or damaged, or the weights belong to a different architecture; the message names
+            the fields that differ.
     """
-    if different := architecture_differences(theirs, unet):
+    if different := architecture_differences(theirs, network):
         raise RequestError(
-            f"{path.parent} has a different architecture than `backbone.config`: {different} (there ≠ here). Set it to "
-            f"a config like {path.parent}/config.json."
+            f"{path.parent} has a different architecture than `backbone.config`: {different} (there ≠ here). Set "
+            f"`backbone.config` to a config like {path.parent}/config.json."
         )
     try:
-        unet.load_state_dict({key: value.float() for key, value in load_tensors(path).items()})
+        network.load_state_dict({key: value.float() for key, value in load_tensors(path).items()})
     except (SafetensorError, FileNotFoundError) as error:
-        raise RequestError(f"{path} is damaged: {error}. Fetch it again.") from error
+        raise RequestError(f"{path} is damaged: {error}. Download it again.") from error
     except RuntimeError as error:
-        raise RequestError(f"the weights in {path} are not of this U-Net: {error}") from error
+        raise RequestError(f"The weights in {path} do not fit the network: {error}") from error
 
 
-def architecture_differences(theirs: Mapping[str, Any], unet: Any) -> str:
-    """Fields of a diffusers config that differ from `unet`'s, as `field: there ≠ here; …`; empty where none does.
+def architecture_differences(theirs: Mapping[str, Any], network: Any) -> str:
+    """List the fields of a diffusers config that differ from `network`'s, as `field: there ≠ here; …`.
 
-    (Many, such as the number of heads, change what a U-Net computes and no weight's shape.) One that is not `there` is
-    of a later diffusers, and at its default here.
+    Many fields, such as the number of heads, change the output of a network but no weight's shape. A field that is
+    missing in `theirs` was added by a later diffusers, and has its default here.
     """
-    ignored = NOT_ARCHITECTURE.get(class_name(unet.config), ())
+    ignored = NOT_ARCHITECTURE.get(class_name(network.config), ())
     return "; ".join(
         f"{field}: {theirs[field]} ≠ {value}"
-        for field, value in unet.config.items()
+        for field, value in network.config.items()
         if field in theirs and not field.startswith("_") and field not in ignored and not same(theirs[field], value)
     )
 
 
 def same(a: Any, b: Any) -> bool:
-    """Equal, where diffusers takes one number for all blocks as well as a list: 8 is [8, 8, 8]."""
+    """Return whether two config values are equal; one number for all blocks equals a list that repeats it."""
     a, b = (list(value) if isinstance(value, list | tuple) else value for value in (a, b))
     if isinstance(a, list) != isinstance(b, list):
         values, value = (a, b) if isinstance(a, list) else (b, a)

@@ -1,7 +1,8 @@
-"""REPA: a hidden layer of the network is aligned with stored features of the picture (Yu et al., 2024, 2410.06940).
+"""Representation alignment (REPA): a loss between a hidden layer of the network and stored features of the picture.
 
-The layer is heard by a forward hook: any module of any diffusers class can be named, without a line of its code, and
-the network's weights keep their names. Nothing of it is in an export.
+Yu et al., "Representation Alignment for Generation" (2024, arXiv 2410.06940). A hook reads the layer's output, so any
+module of any diffusers class can be aligned. The projection head is trained and checkpointed with the network, but is
+not part of an export.
 """
 
 import difflib
@@ -20,12 +21,13 @@ from shards.format.text import dequantise
 from shards.format.towers import FeatureTower
 from train.data.batch import Batch
 from train.data.spec import DataSpec
+from train.model.blocks import BlockHook, add_hook
 from train.objective.config import RepaConfig
 
 
 @dataclass(frozen=True)
-class FeaturesOf:
-    """The tower that is aligned with, as a batch holds it."""
+class StoredFeatures:
+    """The feature tower that a layer is aligned with."""
 
     name: str
     tower: FeatureTower
@@ -33,107 +35,119 @@ class FeaturesOf:
     """Picture side / latent side."""
 
     def read(self, batch: Batch, grid: tuple[int, int]) -> Tensor:
-        """(N, h·w, width) float32 on a layer's grid (h, w), to which features of another grid are resized."""
+        """Return the batch's features, resized to the layer's grid (h, w): (N, h·w, width) float32."""
         stored, scales = (batch.columns.get(f"{kind}.{self.name}") for kind in ("features", "feature_scales"))
         assert stored is not None
         features = stored.float() if scales is None else dequantise(stored, scales)
         height, width = (side * self.downsampling for side in batch.columns["image_latents"].shape[2:])
-        return resized(features, self.tower.grid(Bucket(width, height)), grid)
+        return resize_tokens(features, self.tower.grid(Bucket(width, height)), grid)
 
 
-def find_features(config: RepaConfig, spec: DataSpec, stored: list[str]) -> FeaturesOf:
-    """The tower that the config names.
+def find_features(config: RepaConfig, spec: DataSpec, stored: list[str]) -> StoredFeatures:
+    """Return the feature tower that the config names, or the only one that is read.
 
     Args:
         stored: names of all feature towers of the root.
 
     Raises:
-        RequestError: the root has none of that name, it is not read, or several are and none is named.
+        RequestError: the root has no tower of that name, the tower is not read, or several are read and none is named.
     """
     read = sorted(spec.features)
     if config.tower is None and len(read) != 1:
         raise RequestError(
-            f"repa.layer asks for one feature tower, and {' and '.join(read) or 'none'} would be read. Name one as "
+            f"repa.layer needs one feature tower, but data.towers reads {' and '.join(read) or 'none'}. Name one as "
             f"repa.tower (the root has {', '.join(stored) or 'none'})."
         )
     name = config.tower or read[0]
     if name not in stored:
         near = difflib.get_close_matches(name, stored, n=1)
         raise RequestError(
-            f"repa.tower {name} is no feature tower of the root{f' (did you mean {near[0]}?)' if near else ''}: it has "
-            f"{', '.join(stored) or 'none'}. Name one of these, or encode a root with it (`features` of stage 1)."
+            f"The root has no feature tower {name}{f' (did you mean {near[0]}?)' if near else ''}; it has "
+            f"{', '.join(stored) or 'none'}. Set repa.tower to one of these, or encode a root with `features` in stage "
+            f"1."
         )
     if name not in read:
         raise RequestError(
-            f"repa.tower {name} is in the root and would not be read. Add features.{name} to data.towers."
+            f"The root has the feature tower {name} of repa.tower, but data.towers excludes it. Add features.{name} to "
+            f"data.towers."
         )
-    return FeaturesOf(name, spec.features[name], spec.image.downsampling)
+    return StoredFeatures(name, spec.features[name], spec.image.downsampling)
 
 
-def resized(features: Tensor, grid: tuple[int, int], to: tuple[int, int]) -> Tensor:
-    """(N, h·w, width) of tokens on one grid (h, w) → on another: bilinear, and antialiased where it gets coarser."""
+def resize_tokens(tokens: Tensor, grid: tuple[int, int], to: tuple[int, int]) -> Tensor:
+    """Resize (N, h·w, width) tokens from one grid (h, w) to another, bilinearly and antialiased."""
     if grid == to:
-        return features
-    planes = features.transpose(1, 2).unflatten(2, grid)
+        return tokens
+    planes = tokens.transpose(1, 2).unflatten(2, grid)
     planes = F.interpolate(planes, size=to, mode="bilinear", align_corners=False, antialias=True)
     return planes.flatten(2).transpose(1, 2)
 
 
 def negative_cosine(projected: Tensor, features: Tensor) -> Tensor:
-    """(N,) float32: −mean over patches of the cosine of (N, patches, width) with the like, equation 8 of the paper."""
+    """Return −mean over patches of the cosine of two (N, patches, width): (N,) float32, equation 8 of the paper."""
     return -F.cosine_similarity(projected.float(), features.float(), dim=-1).mean(dim=1)
 
 
-def as_tokens(output: Tensor) -> Tensor:
-    """(N, tokens, width) as it is, or of (N, C, h, w)."""
+def to_tokens(output: Tensor) -> Tensor:
+    """Flatten (N, C, h, w) to (N, h·w, C); return (N, tokens, width) unchanged."""
     return output.flatten(2).transpose(1, 2) if output.ndim == 4 else output
 
 
-def grid_of(num_tokens: int, latent_hw: tuple[int, int]) -> tuple[int, int] | None:
-    """(h, w) of so many tokens that cover latents (h, w) evenly, in the same ratio; None: they do not."""
+def token_grid(num_tokens: int, latent_hw: tuple[int, int]) -> tuple[int, int] | None:
+    """Return the grid (h, w) of tokens that cover latents (h, w) evenly in the same ratio, or None if they cannot."""
     height, width = latent_hw
     rows = math.isqrt(num_tokens * height // width)
     fits = rows * rows * width == num_tokens * height and rows and num_tokens % rows == 0
     return (rows, num_tokens // rows) if fits else None
 
 
-class Aligned(nn.Module):
-    """A network with its projection head; called as the network is, and answers as it does."""
+class LayerOutput(BlockHook):
+    """Hook that keeps the output of a layer while it is recording."""
 
-    def __init__(self, network: nn.Module, head: nn.Module, config: RepaConfig, features: FeaturesOf):
+    def __init__(self) -> None:
+        self.outputs: list[Any] = []
+        self.recording = False
+
+    def after(self, name: str, output: Any) -> Any:
+        if self.recording:
+            self.outputs.append(output)
+        return output
+
+
+class Aligned(nn.Module):
+    """A network and its projection head, with the network's own inputs and outputs."""
+
+    def __init__(self, network: nn.Module, head: nn.Module, config: RepaConfig, features: StoredFeatures):
         super().__init__()
         self.network, self.head = network, head
         self.config, self.features = config, features
-        self.heard: list[Tensor] = []
-        self.listens = False
+        self.layer = LayerOutput()
         assert config.layer is not None
-        network.get_submodule(config.layer).register_forward_hook(self._hear)
-
-    def _hear(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        # not again where the backward pass computes activations anew
-        if self.listens:
-            self.heard.append(output if isinstance(output, Tensor) else output[self.config.output])
+        add_hook(network, [config.layer], self.layer)
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
-        """The network's own answer; where gradients are asked for, the head's lies ready for `loss`."""
-        self.listens = torch.is_grad_enabled()
+        """Return the network's output. If gradients are enabled, also project the layer, for `loss`."""
+        # only here: gradient checkpointing calls the layer again in the backward pass
+        self.layer.recording = torch.is_grad_enabled()
         answer = self.network(*inputs, **named)
-        self.listens = False
-        if self.heard:
-            self.projected: Tensor = self.head(as_tokens(self.heard.pop()))
-            self.heard.clear()
+        self.layer.recording = False
+        if self.layer.outputs:
+            output = self.layer.outputs.pop()
+            self.layer.outputs.clear()
+            hidden = output if isinstance(output, Tensor) else output[self.config.output]
+            self.projected: Tensor = self.head(to_tokens(hidden))
         return answer
 
-    def forget(self) -> None:
-        """Drop what lies ready for `loss`, and the graph behind it."""
+    def discard(self) -> None:
+        """Discard the projection that `loss` would use, and its graph."""
         self.__dict__.pop("projected", None)
 
     def loss(self, batch: Batch) -> Tensor:
-        """(N,) of the batch that the network was last called with."""
+        """Return the alignment loss (N,) of the batch that the network was last called with."""
         height, width = batch.columns["image_latents"].shape[2:]
         projected = self.projected
-        del self.projected  # the graph is not held longer than the backward pass needs it
-        grid = grid_of(projected.shape[1], (height, width))
+        del self.projected  # the graph is not kept longer than the backward pass needs it
+        grid = token_grid(projected.shape[1], (height, width))
         assert grid is not None
         return negative_cosine(projected, self.features.read(batch, grid))
 
@@ -141,22 +155,23 @@ class Aligned(nn.Module):
 def make_head(
     config: RepaConfig, shapes: dict[tuple[int, int], tuple[int, ...]], width: int, seed: int
 ) -> nn.Sequential:
-    """The projection head, of weights that depend on `seed` alone: layer's width → hidden → hidden → `width`.
+    """Return the projection head, from the layer's width over two hidden layers to `width`; its weights depend only on
+    `seed`.
 
     Args:
         shapes: latent shape (h, w) → shape of the layer's output for one sample.
 
     Raises:
-        RequestError: its output is not of tokens that cover the latents evenly.
+        RequestError: the layer's output does not consist of tokens that cover the latents evenly.
     """
     widths = set()
     for hw, shape in shapes.items():
         tokens = math.prod(shape[2:]) if len(shape) == 4 else shape[1] if len(shape) == 3 else 0
-        if grid_of(tokens, hw) is None:
+        if token_grid(tokens, hw) is None:
             raise RequestError(
-                f"repa.layer {config.layer} gives {shape} of latents {hw[0]}x{hw[1]}. What is aligned must be (N, "
-                f"tokens, width) or (N, channels, h, w), with tokens that cover the latents evenly. Name another "
-                f"layer, or another of its outputs (repa.output)."
+                f"The output of repa.layer {config.layer} has shape {shape} for latents of {hw[0]}x{hw[1]}. Alignment "
+                f"needs (N, tokens, width) or (N, channels, h, w), with tokens that cover the latents evenly. Name "
+                f"another layer, or another output of it (repa.output)."
             )
         widths.add(shape[1] if len(shape) == 4 else shape[2])
     (layer_width,) = widths
@@ -171,30 +186,31 @@ def make_head(
         )
 
 
-def hear(network: nn.Module, config: RepaConfig, call: Callable[[], object]) -> tuple[int, ...]:
-    """Shape of what the layer gives when `call` calls the network.
+def layer_shape(network: nn.Module, config: RepaConfig, call: Callable[[], object]) -> tuple[int, ...]:
+    """Return the shape of the layer's output when `call` calls the network.
 
     Raises:
-        RequestError: there is no such layer, it was not called, or has no such output.
+        RequestError: there is no such layer, it is not called exactly once, or it has no such output.
     """
-    layers = dict(network.named_modules())
-    if not config.layer or config.layer not in layers:
-        names = [name for name in layers if name.count(".") <= 1 and name]
-        near = difflib.get_close_matches(str(config.layer), names, n=5, cutoff=0.3)
-        raise RequestError(
-            f"repa.layer {config.layer} is no module of the network. Near it are {', '.join(near) or names}. Name one."
-        )
-    heard: list[Any] = []
-    handle = layers[config.layer].register_forward_hook(lambda module, inputs, output: heard.append(output))
+    layer = LayerOutput()
+    try:
+        remove = add_hook(network, [config.layer or ""], layer)
+    except LookupError as error:
+        raise RequestError(f"repa.layer {error}. Set repa.layer to one of these.") from None
+    layer.recording = True
     with torch.no_grad():
         call()
-    handle.remove()
-    outputs = [heard[0]] if heard and isinstance(heard[0], Tensor) else list(heard[0]) if heard else []
+    remove()
+    outputs: list[Any] = []
+    if layer.outputs:
+        first = layer.outputs[0]
+        outputs = [first] if isinstance(first, Tensor) else list(first)
     chosen = outputs[config.output] if config.output < len(outputs) else None
-    if len(heard) != 1 or not isinstance(chosen, Tensor):
+    if len(layer.outputs) != 1 or not isinstance(chosen, Tensor):
         kinds = ", ".join(type(output).__name__ for output in outputs) or "nothing"
         raise RequestError(
-            f"repa.layer {config.layer} was called {len(heard)} times, and gives {kinds}: its output {config.output} "
-            f"is no tensor of one call. Name another layer, or another of its outputs (repa.output)."
+            f"repa.layer {config.layer} was called {len(layer.outputs)} times and returns {kinds}. Alignment needs a "
+            f"layer that is called once and whose output {config.output} is a tensor. Name another layer, or another "
+            f"output of it (repa.output)."
         )
     return tuple(chosen.shape)

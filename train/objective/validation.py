@@ -108,7 +108,7 @@ class Validation:
             for microbatch in noised.microbatches(size, True):
                 errors.append(loss.squared_error(unet, microbatch).detach())
                 if loss.aligned is not None:
-                    loss.aligned.forget()
+                    loss.aligned.discard()
             return torch.cat(errors)
 
 

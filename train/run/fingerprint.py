@@ -28,9 +28,17 @@ def make_fingerprint(
     backbone: BackboneConfig | None = None,
     repa: dict[str, Any] | None = None,
     validation: dict[str, Any] | None = None,
+    optimizer: str = "adamw",
+    train_only: list[str] | None = None,
 ) -> dict[str, Any]:
-    """All of it; it is stored in every checkpoint. `repa`: what a layer is aligned with, and how; None: none is.
-    `validation`: the pinned validation bucket; None: the run has no validation."""
+    """Return the fingerprint, which every checkpoint stores.
+
+    Args:
+        repa: what a layer is aligned with, and how; None without alignment.
+        validation: the pinned validation bucket; None without validation.
+        optimizer: kind of the optimizer whose state checkpoints hold.
+        train_only: patterns of the parameters that are trained; None for all.
+    """
     resolved = (backbone or BackboneConfig()).called.resolved(spec.texts)
     return {
         "seed": seed,
@@ -58,6 +66,8 @@ def make_fingerprint(
         "unet": {key: value for key, value in sorted(unet.config.items()) if not key.startswith("_")},
         **({"repa": repa} if repa is not None else {}),
         **({"validation": validation} if validation is not None else {}),
+        **({"optimizer": optimizer} if optimizer != "adamw" else {}),
+        **({"train_only": train_only} if train_only is not None else {}),
     }
 
 

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 
+from shards.base.device import collectives_backend
 from shards.base.errors import RequestError, WorkError
 from shards.base.stop import SignalFlag
 from train.run.health.heartbeat import STARTING, Heart
@@ -73,7 +74,7 @@ def join_processes(timeout: float, device: str) -> Heart:
     # a connection of its own: the group's waits for others
     heart = Heart(rank, world_size, shared.clone(), timeout).start()
     with lost_processes_named(heart):
-        backend = "nccl" if device == "cuda" else "gloo"
+        backend = collectives_backend(device)
         dist.init_process_group(backend, store=shared, rank=rank, world_size=world_size, timeout=patience)
     return heart
 

@@ -118,7 +118,7 @@ def test_invalid_requests_are_refused(runs: tuple[Path, Path], latents: Path, tm
         write_average(runs[0], RebuildConfig(std=0.07, output=runs[0]))
     with pytest.raises(RequestError, match="is neither auto, raw, ema nor a folder with"):
         write_pipeline(runs[0], ExportConfig(weights="posthoc"))
-    with pytest.raises(ValueError, match="names a width twice"):
+    with pytest.raises(ValueError, match="contains the same width twice"):
         EmaConfig(std=[0.05, 0.0501])
     fields = train_fields(latents, tmp_path, ema={"start_step": None}, validation={"weights": "ema"})
     with pytest.raises(RequestError, match=r"validation\.weights ema has no average to read"):

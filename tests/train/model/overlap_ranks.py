@@ -1,4 +1,4 @@
-"""One rank of data parallel training, which writes down in which order gradients are ready and travel."""
+"""One rank of data-parallel training that records the order in which gradients become ready and are all-reduced."""
 
 import json
 from pathlib import Path
@@ -15,7 +15,7 @@ BUCKET_MB = 0.05
 
 
 def record(arguments: list[str]) -> None:
-    """Two steps of two microbatches, of which the first keeps its gradients; the second step's events, as JSON."""
+    """Run two steps of two microbatches each, and print the events of the second step as JSON."""
     dist.init_process_group("gloo")
     unet, events = build_unet(UNET, 0), list[tuple[str, float]]()
     for parameter in unet.parameters():
@@ -31,7 +31,7 @@ def record(arguments: list[str]) -> None:
     model = DistributedDataParallel(unet, bucket_cap_mb=BUCKET_MB)
     model.register_comm_hook(None, travel)
     inputs = torch.randn(2, 4, 16, 16), torch.zeros(2), torch.randn(2, 8, unet.config.cross_attention_dim)
-    for _ in range(2):  # in the first, buckets are made anew in the order in which gradients come
+    for _ in range(2):  # DDP rebuilds its buckets in the first step, in the order of the gradients
         events.clear()
         with model.no_sync():
             model(*inputs).sample.square().mean().backward()

@@ -1,4 +1,4 @@
-"""Channels last is kept, and every value is what diffusers' own modules make."""
+"""Modules keep activations in channels last, and return the same values as diffusers' own."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -41,7 +41,7 @@ MODULES: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("make", MODULES.values(), ids=MODULES.keys())
 def test_each_module_is_bit_equal_and_stays(make: Callable[[], Any]) -> None:
-    """There and back, on a batch that diffusers copies for its size too."""
+    """Forward and backward pass, also for a batch so large that diffusers makes it contiguous."""
     torch.manual_seed(1)
     theirs = make()
     theirs.to(memory_format=torch.channels_last)
@@ -76,7 +76,7 @@ def test_a_unet_keeps_its_names_and_its_answer() -> None:
 
 
 def test_a_stride_of_diffusers_own_is_seen() -> None:
-    """What is taken out: without it this file would hold nothing."""
+    """diffusers' own modules do leave channels last; otherwise the subclasses would be pointless."""
     transformer = MODULES["transformer, linear"]().to(memory_format=torch.channels_last)
     answer = transformer(channels_last(2, CHANNELS, SIDE, SIDE)).sample
     assert not answer.is_contiguous(memory_format=torch.channels_last)

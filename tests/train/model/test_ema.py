@@ -1,4 +1,4 @@
-"""The moving averages: the recursion, the power function, and the paper's formulas for any width of it."""
+"""Moving averages: the recursion, the power function, and the paper's formulas for post-hoc widths."""
 
 import math
 
@@ -33,7 +33,7 @@ def test_moving_average_is_the_recursion() -> None:
 
 @pytest.mark.parametrize("start", [1, 7])
 def test_power_average_weighs_step_tau_by_tau_to_the_gamma(start: int) -> None:
-    """Against the profile itself in float64; where it starts late, the first weights stand for all before them."""
+    """Compare with the profile in float64; if it starts late, the first weights represent all earlier steps."""
     config = EmaConfig(kind="power", sigma_rel=0.1, start_step=start)
     generator = torch.Generator().manual_seed(0)
     weights = {step: torch.randn(5, generator=generator) for step in range(start, 61)}
@@ -41,7 +41,7 @@ def test_power_average_weighs_step_tau_by_tau_to_the_gamma(start: int) -> None:
     for step in range(start, 61):
         ema.update({"w": weights[step]}.items(), step)
     gamma = power_exponent(0.1)
-    # the share of step τ among 60: (τ/60)^(γ + 1) − ((τ − 1)/60)^(γ + 1), the integral of t^γ over its step
+    # the weight of step τ among 60: (τ/60)^(γ + 1) − ((τ − 1)/60)^(γ + 1), the integral of t^γ over its step
     up_to = {step: (step / 60) ** (gamma + 1) for step in range(start - 1, 61)}
     up_to[start - 1] = 0.0
     expected = sum((up_to[step] - up_to[step - 1]) * weights[step].double() for step in range(start, 61))
@@ -58,7 +58,7 @@ def test_power_exponent_gives_the_width(sigma_rel: float) -> None:
 
 
 def test_power_exponents_are_the_published_ones() -> None:
-    """EDM2's own names for its two averages: γ = 16.97 has a width of 5 %, γ = 6.94 one of 10 %."""
+    """EDM2 states for its two averages that γ = 16.97 has a width of 5 %, and γ = 6.94 one of 10 %."""
     assert (round(power_exponent(0.05), 2), round(power_exponent(0.1), 2)) == (16.97, 6.94)
 
 
@@ -69,7 +69,7 @@ lengths = st.floats(10.0, 1000.0)
 
 
 def profile(t: np.ndarray | float, end: float, std: float) -> np.ndarray:
-    """Equation 121: the share of time t in the average of this width that ends at `end`."""
+    """Return the weight of time t in the average of this width that ends at `end`, by equation 121."""
     gamma = power_exponent(std)
     return np.where(np.asarray(t) <= end, (gamma + 1) * np.asarray(t) ** gamma / end ** (gamma + 1), 0.0)
 
@@ -84,7 +84,7 @@ def test_correlation_is_the_integral_of_the_product(a: float, a_std: float, b: f
 
 @pytest.mark.parametrize("std", [0.06, 0.07, 0.12])
 def test_coefficients_are_the_least_squares_over_the_profiles(std: float) -> None:
-    """Against numpy's own, of profiles on 200,000 points of time, and one by one as in the paper's algorithm."""
+    """Compare with least squares by numpy over profiles of 200,000 points, and with the paper's algorithm."""
     steps, stds = [s for s in (50, 100, 150, 200) for _ in range(2)], [0.05, 0.1] * 4
     t = (np.arange(200_000) + 0.5) / 1000
     columns = np.stack([profile(t, end, width) for end, width in zip(steps, stds, strict=True)], axis=1)
@@ -101,7 +101,10 @@ def test_a_width_that_is_there_is_itself() -> None:
 
 @pytest.mark.parametrize(("std", "tolerance"), [(0.05, 1e-5), (0.07, 2e-3), (0.12, 1e-2), (0.2, 5e-2)])
 def test_a_rebuilt_average_is_the_one_of_all_iterates(std: float, tolerance: float) -> None:
-    """A run of 2000 steps, a snapshot every 100; errors are shares of how far the raw weights are from the average."""
+    """Rebuild averages of a run of 2000 steps from a snapshot every 100 steps.
+
+    Errors are relative to the distance between raw weights and average.
+    """
     rng = np.random.default_rng(0)
     # decaying to a point, with the noise of the steps
     iterates = 3 * np.exp(-np.arange(1, 2001) / 700)[:, None] + np.cumsum(0.01 * rng.standard_normal((2000, 50)), 0)
@@ -123,7 +126,7 @@ def test_a_rebuilt_average_is_the_one_of_all_iterates(std: float, tolerance: flo
 def test_a_swap_is_exact_both_ways() -> None:
     weights = {"a": torch.randn(3, 5), "b": torch.randn(7).to(memory_format=torch.contiguous_format)}
     ema = make_averages(EmaConfig(start_step=1))["ema"]
-    ema.swap(weights.items())  # nothing is held yet
+    ema.swap(weights.items())  # there is no average yet
     ema.update(weights.items(), 1)
     for weight in weights.values():
         weight.mul_(-0.3)

@@ -1,4 +1,4 @@
-"""Roots and U-Nets that do not fit each other: refused before anything is written, with what differs."""
+"""Roots and U-Nets that do not fit each other are refused before anything is written, with the differences."""
 
 import json
 import shutil
@@ -36,7 +36,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def another(root: Path, copy: Path, section: str, **fields: Any) -> Path:
-    """A root with another encoding, as far as its encoding.json says."""
+    """Copy a root and change its encoding.json."""
     shutil.copytree(root, copy)
     encoding = EncodingRecord.load(open_store(root))
     tower = (encoding.image if section == "image" else encoding.texts[section]).model_copy(update=fields)
@@ -46,7 +46,7 @@ def another(root: Path, copy: Path, section: str, **fields: Any) -> Path:
 
 
 def refusal(folder: Path, fields: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> str:
-    """The paragraph with which training refuses, on one line."""
+    """Return the error of a refused training run on one line."""
     config = write_config(folder, fields)
     assert exit_code_of(lambda: run(["--config", str(config)])) == 2
     assert not Path(fields["run_dir"]).exists()
@@ -73,18 +73,18 @@ def test_a_validation_root_of_another_encoding(root: Path, tmp_path: Path, capsy
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"in_channels": 16, "out_channels": 16}, "it maps 16 to 16 channels; latents have 4"),
-        ({"cross_attention_dim": 32}, "it attends to states of width 32; text latents have 16"),
-        ({"cross_attention_dim": [16, 32]}, "it attends to states of width [16, 32]; text latents have 16"),
-        ({"num_class_embeds": 10}, "its num_class_embeds 10 asks for inputs beside latents, timesteps and text"),
-        ({"class_embed_type": "timestep"}, "its class_embed_type timestep asks for inputs"),
+        ({"in_channels": 16, "out_channels": 16}, "it maps 16 to 16 channels, but the latents have 4"),
+        ({"cross_attention_dim": 32}, "it attends to states of width 32, but the text latents have 16"),
+        ({"cross_attention_dim": [16, 32]}, "it attends to states of width [16, 32], but the text latents have 16"),
+        ({"num_class_embeds": 10}, "with num_class_embeds 10, it requires inputs that this trainer does not provide"),
+        ({"class_embed_type": "timestep"}, "with class_embed_type timestep, it requires inputs"),
         (
             {
                 "addition_embed_type": "text_time",
                 "addition_time_embed_dim": 8,
                 "projection_class_embeddings_input_dim": 64,
             },
-            "its addition_embed_type text_time asks for inputs",
+            "with addition_embed_type text_time, it requires the input added_cond_kwargs",
         ),
     ],
 )
@@ -93,7 +93,7 @@ def test_a_unet_that_does_not_fit_the_latents(
 ) -> None:
     (unet := tmp_path / "unet.json").write_text(json.dumps(json.loads(UNET.read_text()) | change))
     message = refusal(tmp_path, train_fields(root, tmp_path / "run", backbone={"config": str(unet)}), capsys)
-    assert words in message and "Give another `backbone.config`, or another root" in message
+    assert words in message and "Set `backbone.config` to a network that fits them, or train on another root" in message
 
 
 @pytest.mark.parametrize("content", ["[1]", '"runwayml/stable-diffusion-v1-5"', "3"])
@@ -102,7 +102,7 @@ def test_a_unet_config_that_is_no_object(
 ) -> None:
     (unet := tmp_path / "unet.json").write_text(content)
     message = refusal(tmp_path, train_fields(root, tmp_path / "run", backbone={"config": str(unet)}), capsys)
-    assert f"The U-Net config {unet} holds no JSON object" in message
+    assert f"The network config {unet} is not a JSON object" in message
 
 
 @pytest.mark.parametrize("run_dir", ["run", "run/phase1"])
@@ -151,7 +151,7 @@ def test_accelerate_is_not_told_to_scale_gradients_by_the_environment(
 
 
 def test_a_bucket_that_the_unet_cannot_halve(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """12 halves to 6 and 3, and no further."""
+    """A side of 12 can be halved to 6 and 3, but not a third time."""
     fields = json.loads(UNET.read_text())
     deeper = {
         "block_out_channels": [8, 8, 8, 8],

@@ -1,4 +1,4 @@
-"""Counted arithmetic against hand counts and the plan's, and devices by their names."""
+"""FLOPs compared with counts by hand and with the planner's, and peaks by device name."""
 
 import json
 from collections.abc import Callable
@@ -30,7 +30,7 @@ def call(unet: UNet2DConditionModel, latent_hw: tuple[int, int], *text: int) -> 
 
 
 def test_counting_by_hand() -> None:
-    """A convolution and an attention: 2 × multiply-adds."""
+    """Count a convolution and an attention, at 2 FLOPs per multiply-add."""
     n, c_in, c_out, side, tokens, heads, width = 2, 3, 5, 8, 7, 4, 16
     with torch.device("meta"):
         convolution = torch.nn.Conv2d(c_in, c_out, 3, padding=1)
@@ -48,7 +48,7 @@ def test_sd2_is_counted_as_the_plan_counts_it() -> None:
 
 
 def test_a_training_step_is_three_forward_passes() -> None:
-    """Forward and backward, really run, against three times the forward."""
+    """Compare an actual forward and backward pass with three times the forward pass."""
     unet = UNet2DConditionModel.from_config(json.loads((Path(__file__).parents[2] / "tiny_unet.json").read_text()))
     latents, text = torch.randn(1, 4, 8, 8), torch.randn(1, 16, 16)
 

@@ -1,4 +1,4 @@
-"""What a network is told of a batch, by the kind of input: against arithmetic by hand and diffusers' own."""
+"""Each kind of model input, compared with arithmetic by hand and with diffusers."""
 
 import io
 from dataclasses import replace
@@ -17,14 +17,14 @@ from shards.format.buckets import Bucket
 from tests.train.specs import make_batch, spec
 from train.data.draws import Draws
 from train.model.backbone import BackboneConfig, pack, unpack
-from train.model.inputs import Conditioning, Given, Guidance, Pooled, Positions, Sizes, States, TextConditioning
+from train.model.inputs import Conditioning, Guidance, InputContext, Pooled, Positions, Sizes, States, TextConditioning
 from train.objective.latents import StoredLatents
 
 N = 3
 
 
 def conditioning(**texts: tuple[int, int, bool]) -> Conditioning:
-    """Random text conditioning of towers: tokens, width and whether there is a mask; pooled outputs of width + 1."""
+    """Return random text conditioning of towers given as (tokens, width, masked); pooled outputs have width + 1."""
     towers = {
         name: TextConditioning(
             torch.randn(N, tokens, width),
@@ -37,7 +37,7 @@ def conditioning(**texts: tuple[int, int, bool]) -> Conditioning:
 
 
 def present(value: Tensor | None) -> Tensor:
-    """The tensor."""
+    """Assert that the value is a tensor, and return it."""
     assert value is not None
     return value
 
@@ -45,7 +45,7 @@ def present(value: Tensor | None) -> Tensor:
 def test_states_stand_beside_and_behind_each_other() -> None:
     told = conditioning(a=(4, 3, False), b=(4, 5, False), c=(2, 10, True))
     item = States(towers=[["a", "b"], ["c"]], mask="mask")
-    made = item.arguments("states", Given(told, (8, 8), {}))
+    made = item.arguments("states", InputContext(told, (8, 8), {}))
     states, mask = made["states"], made["mask"]
     assert states is not None and mask is not None
     a, b, c = (told.texts[name].states for name in "abc")
@@ -58,7 +58,7 @@ def test_states_stand_beside_and_behind_each_other() -> None:
 
 def test_pooled_outputs_stand_beside_each_other() -> None:
     told = conditioning(a=(4, 3, False), b=(4, 5, False))
-    made = Pooled(kind="pooled", towers=["b", "a"]).arguments("p", Given(told, (8, 8), {}))["p"]
+    made = Pooled(kind="pooled", towers=["b", "a"]).arguments("p", InputContext(told, (8, 8), {}))["p"]
     assert made is not None and made.shape == (N, 10)
     a, b = (present(told.texts[name].pooled) for name in "ab")
     assert made[:, :6].equal(b) and made[:, 6:].equal(a)
@@ -67,14 +67,14 @@ def test_pooled_outputs_stand_beside_each_other() -> None:
 def test_positions_are_diffusers() -> None:
     told = conditioning(a=(7, 3, False))
     made: dict[str, Tensor | None] = {"states": told.texts["a"].states}
-    image = Positions(kind="positions", of="image").arguments("ids", Given(told, (3, 5), made))["ids"]
+    image = Positions(kind="positions", of="image").arguments("ids", InputContext(told, (3, 5), made))["ids"]
     assert image is not None and image.equal(FluxPipeline._prepare_latent_image_ids(N, 3, 5, "cpu", torch.float32))
-    text = Positions(kind="positions", of="text").arguments("ids", Given(told, (3, 5), made))["ids"]
+    text = Positions(kind="positions", of="text").arguments("ids", InputContext(told, (3, 5), made))["ids"]
     assert text is not None and text.equal(torch.zeros(7, 3))
 
 
 def test_guidance_is_one_number() -> None:
-    made = Guidance(kind="guidance", scale=3.5).arguments("g", Given(conditioning(), (8, 8), {}))["g"]
+    made = Guidance(kind="guidance", scale=3.5).arguments("g", InputContext(conditioning(), (8, 8), {}))["g"]
     assert made is not None and made.equal(torch.full((N,), 3.5))
 
 
@@ -88,12 +88,12 @@ def test_packing_is_diffusers(hw: tuple[int, int]) -> None:
 
 @given(st.integers(64, 400), st.integers(96, 400))
 def test_crops_are_where_the_bucket_lies_on_the_scaled_picture(width: int, height: int) -> None:
-    """What is stored in the original's pixels comes back as stage 1 cut it."""
+    """Crops stored in pixels of the original are converted to the scaled picture that stage 1 cropped."""
     file, bucket = io.BytesIO(), Bucket(64, 96)
     Image.fromarray(np.zeros((height, width, 3), np.uint8)).save(file, "PNG")
     corner = decode(file.getvalue(), [bucket], PixelsConfig(), LimitsConfig()).corners[bucket]
     told = replace(conditioning(), sizes=torch.tensor([[width, height, *corner]] * N), target=(96, 64))
-    made = Sizes(kind="sizes").arguments("ids", Given(told, (12, 8), {}))["ids"]
+    made = Sizes(kind="sizes").arguments("ids", InputContext(told, (12, 8), {}))["ids"]
     scale = max(64 / width, 96 / height)
     scaled = [max(96, int(height * scale + 0.5)), max(64, int(width * scale + 0.5))]
     expected = [height, width, (scaled[0] - 96) // 2, (scaled[1] - 64) // 2, 96, 64]
@@ -120,12 +120,12 @@ def test_sizes_are_dropped_and_jittered_by_keyed_draws() -> None:
     assert abs(float(factors.mean())) < 0.04 and 0.17 < float(factors.std()) < 0.23
     assert ((jittered[:, 1] - jittered[:, 0] * 0.75).abs() <= 1).all()
     conditions = Conditioning({}, dropped, (64, 64))
-    made = Sizes(kind="sizes").arguments("ids", Given(conditions, (8, 8), {}))["ids"]
+    made = Sizes(kind="sizes").arguments("ids", InputContext(conditions, (8, 8), {}))["ids"]
     assert made is not None and torch.isfinite(made).all() and not made[dropped[:, 0] == 0].any()
 
 
 def test_time_is_told_as_the_config_says() -> None:
-    """Divided, reversed, and the output negated, which is how Lumina 2 is called."""
+    """Timesteps are divided and reversed and the output is negated, as for Lumina 2."""
 
     class Network(torch.nn.Module):
         def forward(self, noisy: Tensor, timestep: Tensor, return_dict: bool, **rest: Tensor) -> tuple[Tensor]:

@@ -1,4 +1,4 @@
-"""What the plan's model of scaling takes for granted, on gloo ranks: when gradients travel, and in which order."""
+"""Assumptions of the planner's scaling model, on gloo ranks: when and in which order gradients are all-reduced."""
 
 import json
 from itertools import accumulate, pairwise
@@ -19,13 +19,13 @@ def test_buckets_travel_one_after_the_other_while_the_backward_pass_goes_on(num_
     assert all(events == recorded[0] for events in recorded)
     kinds = [kind for kind, _ in recorded[0]]
     border = kinds.index("last microbatch")
-    assert "sent" not in kinds[:border]  # gradients of the first microbatch stay where they are
+    assert "sent" not in kinds[:border]  # gradients of the first microbatch are only accumulated
     last = recorded[0][border + 1 :]
     ready = list(accumulate(size if kind == "ready" else 0 for kind, size in last))
     sent = list(accumulate(size if kind == "sent" else 0 for kind, size in last))
     places = [place for place, (kind, _) in enumerate(last) if kind == "sent"]
     assert len(places) > 4 and sent[-1] == ready[-1]
-    # the first goes long before the backward pass ends, each once its weights are passed
+    # each bucket is sent once its gradients are complete, the first long before the backward pass ends
     assert ready[places[0]] < 0.5 * ready[-1] and ready[places[-1]] == ready[-1]
     for place in places:
         assert sent[place] <= ready[place]

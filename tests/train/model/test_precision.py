@@ -1,4 +1,4 @@
-"""One model, computed in several ways: the loss is the same to rounding, and the weights keep their names."""
+"""Options that change only rounding: the loss stays the same up to rounding, and weights keep their names."""
 
 import copy
 import json
@@ -27,7 +27,7 @@ def unet() -> UNet2DConditionModel:
 
 
 def loss_and_gradients(unet: UNet2DConditionModel, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
-    """The loss of six samples, and all gradients in a row."""
+    """Return the loss of six samples, and all gradients concatenated."""
     generator = torch.Generator().manual_seed(1)
     width = json.loads(UNET.read_text())["cross_attention_dim"]
     data = make_batch(
@@ -52,7 +52,7 @@ def channels_last(unet: UNet2DConditionModel) -> None:
 
 
 def plain_attention(unet: UNet2DConditionModel) -> None:
-    """The attention of diffusers that multiplies matrices itself, instead of SDPA."""
+    """Use diffusers' attention by plain matrix products instead of SDPA."""
     from diffusers.models.attention_processor import AttnProcessor
 
     unet.set_attn_processor(AttnProcessor())
@@ -92,7 +92,7 @@ def test_low_precision_norms_keep_within_the_rounding_of_bfloat16(unet: UNet2DCo
     assert list(unet.state_dict()) == names and all(p.dtype == torch.float32 for p in unet.parameters())
     assert not torch.equal(low, exact)
     torch.testing.assert_close(low, exact, rtol=4 * BFLOAT16_EPS, atol=0)
-    # about as far from float32 as bfloat16 is without them
+    # about as far from float32 as bfloat16 with float32 norms
     error, usual = ((found - exact_gradients).norm() for found in (low_gradients, plain_gradients))
     assert error < 2 * usual + BFLOAT16_EPS * exact_gradients.norm()
 
@@ -107,11 +107,11 @@ def test_low_precision_norms_keep_within_the_rounding_of_bfloat16(unet: UNet2DCo
     ids=["group", "group-without-weights", "layer"],
 )
 def test_a_norm_takes_and_gives_the_autocast_type(norm: torch.nn.Module, kind: type) -> None:
-    x = torch.randn(32, 16, generator=torch.Generator().manual_seed(0)).bfloat16().float()  # rounding it costs nothing
+    x = torch.randn(32, 16, generator=torch.Generator().manual_seed(0)).bfloat16().float()  # exact in bfloat16
     expected = norm(x)
     low = copy.deepcopy(norm)
     use_low_precision_norms(low)
-    assert type(low) is kind and torch.equal(low(x), expected)  # nothing changes without autocast
+    assert type(low) is kind and torch.equal(low(x), expected)  # without autocast, it is the plain norm
     with torch.autocast("cpu", torch.bfloat16):
         found = low(x)
     assert found.dtype == torch.bfloat16

@@ -1,4 +1,4 @@
-"""FSDP2 on gloo: the same losses, checkpoints and skipped steps as with whole weights, and interchangeable."""
+"""FSDP2 on gloo: losses, checkpoints and skipped steps are the same as without, and checkpoints interchangeable."""
 
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ FILES = ("unet/diffusion_pytorch_model.safetensors", "ema/diffusion_pytorch_mode
 
 
 def train(folder: Path, latents: Path, name: str, num_processes: int, **changes: Any) -> Path:
-    """A run with a checkpoint after its fourth step and its last; its folder."""
+    """Train a run with checkpoints after step 4 and at the end, and return its folder."""
     changes = {"max_steps": STEPS, "checkpoint": {"every": 4, "keep": 9}, "collective_timeout": 120.0} | changes
     fields = train_fields(latents, folder / name, microbatch_size=2, **changes)
     ranks.run(folder / f"{name}.log", ["--config", str(write_config(folder, fields))], num_processes)
@@ -35,19 +35,19 @@ def train(folder: Path, latents: Path, name: str, num_processes: int, **changes:
 
 @pytest.fixture(scope="module")
 def whole(latents: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two processes that each hold all."""
+    """A run on two processes without sharding."""
     return train(tmp_path_factory.mktemp("whole"), latents, "whole", 2)
 
 
 @pytest.fixture(scope="module")
 def full(latents: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two processes that hold parts of the weights, with a validation loss between steps."""
+    """A run on two processes with sharded weights, which validates between steps."""
     validation = {"root": str(latents), "bucket": "64x64", "samples": 10, "batch_size": 4, "every": 2}
     return train(tmp_path_factory.mktemp("full"), latents, "full", 2, sharding="full", validation=validation)
 
 
 def same_weights(one: Path, other: Path, step: int) -> None:
-    """Checkpoints of the same names, shapes and types, and of values that differ by rounding."""
+    """Assert that two checkpoints have the same tensors up to rounding."""
     for name in FILES:
         a, b = (load_tensors(step_folder(run, step) / name) for run in (one, other))
         assert {key: (value.shape, value.dtype) for key, value in a.items()} == {
@@ -60,16 +60,16 @@ def same_weights(one: Path, other: Path, step: int) -> None:
 
 
 def rows(run: Path, field: str) -> list[float]:
-    """One field of metrics.jsonl."""
+    """Return one field of every line of metrics.jsonl."""
     return [row[field] for row in read_json_lines(run / "metrics.jsonl")]
 
 
 def test_full_sharding_gives_the_curve_the_norms_and_the_checkpoints_of_ddp(whole: Path, full: Path) -> None:
     assert curve(full)[1] == curve(whole)[1]
     assert curve(full)[0] == pytest.approx(curve(whole)[0], rel=1e-5)
-    assert rows(full, "grad_norm") == pytest.approx(rows(whole, "grad_norm"), rel=1e-4)  # over all parts
+    assert rows(full, "grad_norm") == pytest.approx(rows(whole, "grad_norm"), rel=1e-4)  # the norm is over all shards
     same_weights(whole, full, STEPS)
-    # each process wrote a part, in a layout that diffusers loads
+    # each process wrote one file, in a layout that diffusers loads
     files = set(verify_checkpoint(step_folder(full, STEPS)).content["files"])
     parts = {f"{name[:-12]}-0000{number}-of-00002.safetensors" for name in FILES for number in (1, 2)}
     assert files == parts | {f"{name}.index.json" for name in FILES} | {"unet/config.json", "ema/config.json"}
@@ -85,7 +85,7 @@ def test_grad_op_gives_the_curve_and_the_checkpoints_of_ddp(whole: Path, latents
 
 
 def copy_of_step_4(run: Path, target: Path) -> None:
-    """A run folder with that checkpoint alone, hard-linked."""
+    """Make a run folder with hard links to that one checkpoint."""
     source = step_folder(run, 4)
     for path in source.rglob("*"):
         if path.is_file():
@@ -108,7 +108,7 @@ def test_a_run_goes_on_with_another_sharding(
     num_processes: int,
     sharding: str,
 ) -> None:
-    """What is read from a checkpoint is written into the next one unchanged, but for four steps of training."""
+    """A checkpoint survives loading and saving, apart from four steps of training."""
     copy_of_step_4(request.getfixturevalue(source), tmp_path / "run")
     resumed = train(tmp_path, latents, "run", num_processes, sharding=sharding)
     assert rows(resumed, "step") == [5, 6, 7, 8]
@@ -117,7 +117,7 @@ def test_a_run_goes_on_with_another_sharding(
 
 
 def blow_up(arguments: list[str]) -> None:
-    """The trainer, with latents of infinite size on step 3 alone."""
+    """Run the trainer with infinite latents in step 3 only."""
     sample = StoredLatents.sample
 
     def sometimes(self: StoredLatents, batch: Batch, draws: Draws) -> torch.Tensor:
@@ -143,13 +143,16 @@ def test_a_step_that_is_not_finite_on_one_process_is_skipped_by_both(latents: Pa
 
 
 def test_fsdp_from_the_launcher_is_refused_without_a_gpu(latents: Path, tmp_path: Path) -> None:
-    """The environment that accelerate's launcher makes of the config."""
+    """Return the environment that accelerate's launcher sets for the config."""
     words = ["--config_file", "configs/accelerate/fsdp2_full_shard.yaml", "--num_processes", "2", "x.py"]
     variables = prepare_multi_gpu_env(_validate_launch_command(launch_command_parser().parse_args(words))[0])
     config = write_config(tmp_path, train_fields(latents, tmp_path / "run"))
     result = run_module("train", "--config", str(config), num_processes=2, variables=variables)
     assert result.returncode != 0
-    assert "error: The launcher asks for FSDP, which is for GPUs, and there is none." in result.stderr
+    assert (
+        "error: The launcher asks for FSDP, which accelerate supports only on GPUs, but torch finds none."
+        in result.stderr
+    )
     assert not (tmp_path / "run").exists()
 
 
@@ -169,7 +172,7 @@ def test_fsdp_from_the_launcher_is_refused_without_a_gpu(latents: Path, tmp_path
 def test_what_the_launcher_asks_for(
     variables: dict[str, str], expected: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on a machine with a GPU."""
+    """Simulate a machine with a GPU."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for name, value in ({"ACCELERATE_USE_FSDP": "false"} | variables).items():
         monkeypatch.setenv(name, value)

@@ -1,4 +1,4 @@
-"""Files written tensor by tensor are the library's own, byte for byte."""
+"""Files written tensor by tensor equal those of safetensors, byte for byte."""
 
 import hashlib
 from pathlib import Path
@@ -35,7 +35,7 @@ def test_bytes_are_those_of_save_file(tmp_path: Path) -> None:
         "double": torch.randn(2, generator=generator).double(),
     }
     save_file(tensors, tmp_path / "theirs", metadata={"format": "pt"})
-    # as they may lie in a run: other strides, and views of more
+    # as in a run: with other strides, or views of larger tensors
     laid = {
         **tensors,
         "exp_avg/b.weight": tensors["exp_avg/b.weight"].to(memory_format=torch.channels_last),
@@ -49,7 +49,7 @@ def test_bytes_are_those_of_save_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("count", [1, 2, 3, 7, 40])
 def test_parts_of_a_file_are_about_equal_and_make_it_up(count: int, tmp_path: Path) -> None:
-    """Each process writes its own, one after the other here, and gathers all."""
+    """Each process writes its tensors to a file, here one after the other, and all can be loaded together."""
     sizes = [5, 1, 700, 3, 0, 300, 250, 41, 8, 90]
     tensors = {f"w{number}": torch.arange(float(size)) for number, size in enumerate(sizes)}
     found = owners(tensors, count)

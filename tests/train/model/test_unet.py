@@ -11,6 +11,7 @@ from shards.base.config import load_config
 from shards.base.errors import RequestError
 from tests.runs import UNET
 from train.config import TrainConfig
+from train.model.config import AdamWConfig
 from train.model.unet import build_unet, load_pretrained
 
 CONFIGS = Path(__file__).parents[3] / "configs"
@@ -30,6 +31,7 @@ def test_the_phases_are_as_designed() -> None:
     for config in (one, two):
         assert config.global_batch_size == 2048 and config.network.name == "sd2-base.json"
         optimizer, objective = config.optimizer, config.objective
+        assert isinstance(optimizer, AdamWConfig)
         assert (optimizer.lr, optimizer.betas, optimizer.eps, optimizer.weight_decay) == (
             1e-4,
             (0.9, 0.999),
@@ -89,7 +91,7 @@ def test_a_pretrained_folder_is_loaded_as_float32(tmp_path: Path, variant: str |
 def test_float32_weights_are_preferred_to_half_precision_ones(
     tmp_path: Path, most: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Whether the float32 weights are one file or sharded; half precision alone is loaded, and said to be."""
+    """Float32 weights are loaded from one file or several; weights in half precision only with a message."""
     theirs = build_unet(TINY, 1)
     theirs.save_pretrained(tmp_path, max_shard_size=most)
     build_unet(TINY, 1).half().save_pretrained(tmp_path, variant="fp16")
@@ -107,7 +109,7 @@ def test_float32_weights_are_preferred_to_half_precision_ones(
 
 
 def test_a_transformer_for_another_sample_size_is_refused(tmp_path: Path) -> None:
-    """PixArt's positional table is scaled by it, and no weight's shape shows that."""
+    """PixArt's position embeddings depend on sample_size, which no weight's shape shows."""
     fields = {
         "_class_name": "PixArtTransformer2DModel",
         "attention_head_dim": 8,
@@ -131,7 +133,7 @@ def test_another_architecture_is_refused_by_its_fields(tmp_path: Path) -> None:
     build_unet(TINY, 1).save_pretrained(tmp_path)
     path = tmp_path / "config.json"
     fields = json.loads(path.read_text())
-    # one number stands for all blocks, and the size of a training picture is no architecture
+    # one number equals a list that repeats it, and a U-Net's sample_size does not change its output
     path.write_text(json.dumps(fields | {"attention_head_dim": [4, 4], "sample_size": 99}))
     load_pretrained(build_unet(TINY, 2), str(tmp_path))
     path.write_text(json.dumps(fields | {"cross_attention_dim": 32, "in_channels": 9}))
@@ -141,7 +143,7 @@ def test_another_architecture_is_refused_by_its_fields(tmp_path: Path) -> None:
 
 def test_a_folder_without_safetensors_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(TINY.read_text())
-    with pytest.raises(RequestError, match=r"has no diffusion_pytorch_model\.safetensors or .*other formats are not"):
+    with pytest.raises(RequestError, match=r"has no diffusion_pytorch_model\.safetensors or .*Other formats are not"):
         load_pretrained(build_unet(TINY, 2), str(tmp_path))
 
 

@@ -1,4 +1,4 @@
-"""REPA: against the paper's formula in float64, and in whole runs: kills, ranks, buckets, sharding, compilation."""
+"""REPA, compared with the paper in float64, and in whole runs: kills, ranks, buckets, sharding, compilation."""
 
 import json
 import math
@@ -26,13 +26,13 @@ from train.data.draws import Draws
 from train.model.unet import build_unet
 from train.objective.alignment import (
     Aligned,
-    FeaturesOf,
+    StoredFeatures,
     find_features,
-    grid_of,
-    hear,
+    layer_shape,
     make_head,
     negative_cosine,
-    resized,
+    resize_tokens,
+    token_grid,
 )
 from train.objective.config import ObjectiveConfig, RepaConfig
 from train.objective.loss import DiffusionLoss
@@ -42,14 +42,14 @@ from train.run.telling.json_lines import read_json_lines
 
 FEATURES = 10
 TOWER = feature_tower(FEATURES)
-"""A 64x64 picture is 56x56 to it: 4x4 tokens."""
-OF = FeaturesOf("dino", TOWER, 8)
+"""A tower that resizes 64x64 pictures to 56x56, which gives 4x4 tokens."""
+OF = StoredFeatures("dino", TOWER, 8)
 LAYER = "down_blocks.1"
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 
 
 def cosine_loop(projected: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
-    """(N,) in float64, patch by patch: −mean over patches of ⟨a, b⟩ / (|a|·|b|)."""
+    """Return −mean over patches of ⟨a, b⟩ / (|a|·|b|) in float64, patch by patch: (N,)."""
     losses = []
     for a, b in zip(projected.double(), features.double(), strict=True):
         cosines = [float(x @ y) / math.sqrt(float(x @ x) * float(y @ y)) for x, y in zip(a, b, strict=True)]
@@ -61,13 +61,13 @@ def test_the_loss_is_the_papers() -> None:
     projected, features = torch.randn(3, 16, FEATURES), 5 * torch.randn(3, 16, FEATURES)
     found = negative_cosine(projected, features)
     torch.testing.assert_close(found.double(), cosine_loop(projected, features), rtol=1e-5, atol=1e-6)
-    normalised = -(F.normalize(projected, dim=-1) * F.normalize(features, dim=-1)).sum(-1).mean(-1)  # as REPA's code
+    normalised = -(F.normalize(projected, dim=-1) * F.normalize(features, dim=-1)).sum(-1).mean(-1)  # as in REPA's code
     torch.testing.assert_close(found, normalised)
     assert negative_cosine(features, 0.1 * features).allclose(-torch.ones(3))
 
 
 class Toy(nn.Module):
-    """A network of one hidden layer of (N, C, h/2, w/2), or of tokens of the same."""
+    """A network whose hidden layer returns (N, C, h/2, w/2), with a second module that receives it as tokens."""
 
     def __init__(self, as_tokens: bool) -> None:
         super().__init__()
@@ -86,10 +86,10 @@ class Toy(nn.Module):
 @pytest.mark.parametrize("layer", ["layer", "tokens"])
 @pytest.mark.parametrize("hw", [(8, 8), (16, 8), (8, 24)])
 def test_a_batch_on_paper(hw: tuple[int, int], layer: str, storage: str) -> None:
-    """The whole of it in float64: resize, head, cosine, coefficient; also where the layer's grid is another."""
+    """Compare with the whole computation in float64: resizing, head, cosine and coefficient, for several grids."""
     config = RepaConfig(layer=layer, weight=0.7, until=10, schedule="linear", hidden=12)
     network = Toy(layer == "tokens")
-    shapes = {hw: hear(network, config, lambda: network(torch.zeros(1, CHANNELS, *hw)))}
+    shapes = {hw: layer_shape(network, config, lambda: network(torch.zeros(1, CHANNELS, *hw)))}
     aligned = Aligned(network, make_head(config, shapes, FEATURES, seed=0), config, OF)
     grid = TOWER.grid(Bucket(hw[1] * 8, hw[0] * 8))
     features, stored = torch.randn(5, math.prod(grid), FEATURES), torch.randn(5, CHANNELS, *hw).half()
@@ -130,20 +130,20 @@ def test_a_batch_on_paper(hw: tuple[int, int], layer: str, storage: str) -> None
     )
     with torch.no_grad():
         aligned(stored.float())
-    assert not hasattr(aligned, "projected") and not aligned.heard
+    assert not hasattr(aligned, "projected") and not aligned.layer.outputs
 
 
 def test_features_are_resized_as_pictures_are() -> None:
-    """To half: antialiased bilinear weighs a row's four neighbours 1, 3, 3, 1 over 8; in the middle, in float64."""
+    """Antialiased bilinear resizing to half weights four neighbours by 1, 3, 3, 1 over 8, away from the border."""
     features = torch.randn(1, 64, 1, dtype=torch.float64)
     planes = features.reshape(8, 8)
-    found = resized(features, (8, 8), (4, 4)).reshape(4, 4)
+    found = resize_tokens(features, (8, 8), (4, 4)).reshape(4, 4)
     weights = torch.tensor([1.0, 3.0, 3.0, 1.0], dtype=torch.float64) / 8
     for row in (1, 2):
         for column in (1, 2):
             patch = planes[2 * row - 1 : 2 * row + 3, 2 * column - 1 : 2 * column + 3]
             assert float(found[row, column]) == pytest.approx(float(weights @ patch @ weights))
-    assert resized(features, (8, 8), (8, 8)) is features
+    assert resize_tokens(features, (8, 8), (8, 8)) is features
 
 
 @pytest.mark.parametrize(
@@ -159,11 +159,11 @@ def test_features_are_resized_as_pictures_are() -> None:
     ],
 )
 def test_grids(tokens: int, hw: tuple[int, int], grid: tuple[int, int] | None) -> None:
-    assert grid_of(tokens, hw) == grid
+    assert token_grid(tokens, hw) == grid
 
 
-def test_layers_of_transformers_are_heard_too() -> None:
-    """The image's tokens of blocks that give the text's first, of diffusers' SD3 and FLUX.1 on 8x8 latents."""
+def test_layers_of_transformers_can_be_aligned() -> None:
+    """Align the image tokens of blocks that return text tokens first: SD3 and FLUX.1 on 8x8 latents."""
     with torch.device("meta"):
         sd3 = SD3Transformer2DModel(
             sample_size=8, num_layers=2, attention_head_dim=4, num_attention_heads=2, joint_attention_dim=6,
@@ -176,13 +176,13 @@ def test_layers_of_transformers_are_heard_too() -> None:
         text, pooled, time = torch.zeros(1, 5, 6), torch.zeros(1, 6), torch.zeros(1)
         ids = {"txt_ids": torch.zeros(5, 3), "img_ids": torch.zeros(16, 3)}
         found = [
-            hear(model, RepaConfig(layer="transformer_blocks.0", output=1), call)
+            layer_shape(model, RepaConfig(layer="transformer_blocks.0", output=1), call)
             for model, call in (
                 (sd3, lambda: sd3(torch.zeros(1, 16, 8, 8), text, pooled, time)),
                 (flux, lambda: flux(torch.zeros(1, 16, 16), text, pooled, time, **ids)),
             )
         ]
-    assert found == [(1, 16, 8), (1, 16, 32)] and grid_of(16, (8, 8)) == (4, 4)
+    assert found == [(1, 16, 8), (1, 16, 32)] and token_grid(16, (8, 8)) == (4, 4)
 
 
 @pytest.mark.parametrize(
@@ -204,10 +204,10 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def fields_of(root: Path, folder: Path, **changes: Any) -> dict[str, Any]:
-    """A run that aligns the U-Net's inner block, over two buckets."""
+    """Return the config of a run over two buckets that aligns the U-Net's inner block."""
     streams = [{"root": str(root), "bucket": bucket} for bucket in ("64x64", "128x64")]
     repa = {"layer": LAYER, "hidden": 24, "until": 3, "schedule": "linear"}
-    # the average's loss, without a gradient that would ask for the head
+    # validates the average without gradients, so without the head
     validation = {"root": str(root), "bucket": "64x64", "samples": 6, "batch_size": 4, "every": 4, "weights": "ema"}
     fields: dict[str, Any] = {"data": {"streams": streams}, "repa": repa, "max_steps": 4, "optimizer": {"lr": 1e-3}}
     fields |= {"ema": {"snapshot_every": 4}, "validation": validation, "collective_timeout": 120.0}
@@ -215,7 +215,7 @@ def fields_of(root: Path, folder: Path, **changes: Any) -> dict[str, Any]:
 
 
 def train(folder: Path, root: Path, name: str, **changes: Any) -> Path:
-    """A run in this process."""
+    """Train in this process and return the run folder."""
     command(["--config", str(write_config(folder, fields_of(root, folder / name, **changes)))])
     return folder / name
 
@@ -242,7 +242,7 @@ def test_a_run_aligns_and_says_so(whole: Path) -> None:
     assert newest.fingerprint["repa"]["tower"] == "dino" and newest.fingerprint["repa"]["layer"] == LAYER
     optimizer = load_file(newest.folder / "optimizer.safetensors")
     assert optimizer["exp_avg/repa.0.weight"].shape == (24, 32)
-    # no trace of it in what is exported: the U-Net's own weights by their own names
+    # weights to export contain only the U-Net, under its own names
     unet = UNet2DConditionModel.from_config(json.loads(UNET.read_text()))
     for folder in ("unet", "ema"):
         saved = load_file(newest.folder / folder / WEIGHTS)
@@ -252,7 +252,7 @@ def test_a_run_aligns_and_says_so(whole: Path) -> None:
 def test_killed_and_resumed_it_is_bit_equal(whole: Path, root: Path, tmp_path: Path) -> None:
     for max_steps in (3, 4):
         train(tmp_path, root, "run", max_steps=max_steps)
-        if max_steps == 3:  # as a kill after step 3 leaves it: its line is written, its checkpoint is not
+        if max_steps == 3:  # as after a kill between step 3's log line and its checkpoint
             shutil.rmtree(step_folder(tmp_path / "run", 3))
     assert curve(tmp_path / "run") == curve(whole)
     assert rows(tmp_path / "run", "repa_loss") == rows(whole, "repa_loss")
@@ -294,7 +294,7 @@ def test_the_next_phase_goes_on_with_the_head(whole: Path, root: Path, tmp_path:
 def test_compiled_or_computed_again_the_gradients_are_the_same(
     root: Path, tmp_path: Path, how: str, layer: str
 ) -> None:
-    """Gradients of both losses, of network and head; compiled by Dynamo, which traces the hook.
+    """Compare the gradients of network and head from both losses; Dynamo traces the hook.
 
     The second layer lies within what gradient checkpointing computes again.
     """
@@ -318,7 +318,7 @@ def test_compiled_or_computed_again_the_gradients_are_the_same(
         found = [parameter.grad for parameter in aligned.parameters()]
         gradients.append(torch.cat([gradient.flatten() for gradient in found if gradient is not None]))
         assert len(found) == sum(gradient is not None for gradient in found)
-        assert not aligned.heard
+        assert not aligned.layer.outputs
         torch._dynamo.reset()
     torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-3, atol=1e-6)
 
@@ -326,12 +326,24 @@ def test_compiled_or_computed_again_the_gradients_are_the_same(
 @pytest.mark.parametrize(
     ("repa", "towers", "message"),
     [
-        ({"layer": "down_block.1"}, None, r"repa\.layer down_block\.1 is no module .* Near it are .*down_blocks\.1"),
-        ({"layer": "time_embedding"}, None, r"gives \(1, 64\) of latents 8x8\. What is aligned must be"),
-        ({"layer": LAYER, "output": 1}, None, r"gives Tensor, tuple: its output 1 is no tensor of one call"),
-        ({"layer": LAYER, "tower": "dion"}, None, r"no feature tower of the root \(did you mean dino\?\): it has dino"),
-        ({"layer": LAYER, "tower": "dino"}, ["texts.text"], r"would not be read\. Add features\.dino to data\.towers"),
-        ({"layer": LAYER}, ["texts.text"], r"asks for one feature tower, and none would be read.*the root has dino"),
+        (
+            {"layer": "down_block.1"},
+            None,
+            r"repa\.layer down_block\.1 is not a module .* nearest names are .*down_blocks\.1",
+        ),
+        ({"layer": "time_embedding"}, None, r"has shape \(1, 64\) for latents of 8x8\. Alignment needs"),
+        ({"layer": LAYER, "output": 1}, None, r"returns Tensor, tuple\. Alignment needs .* output 1 is a tensor"),
+        (
+            {"layer": LAYER, "tower": "dion"},
+            None,
+            r"The root has no feature tower dion \(did you mean dino\?\); it has dino",
+        ),
+        (
+            {"layer": LAYER, "tower": "dino"},
+            ["texts.text"],
+            r"data\.towers excludes it\. Add features\.dino to data\.towers",
+        ),
+        ({"layer": LAYER}, ["texts.text"], r"needs one feature tower, but data\.towers reads none.*the root has dino"),
         ({"layer": LAYER, "schedule": "linear"}, None, "schedule linear needs `until`"),
     ],
 )
@@ -347,13 +359,13 @@ def test_wrong_requests(
 
 def test_a_root_without_features(latents: Path, tmp_path: Path) -> None:
     fields = train_fields(latents, tmp_path / "run", repa={"layer": LAYER})
-    with pytest.raises(RequestError, match=r"none would be read\. Name one as repa\.tower \(the root has none\)"):
+    with pytest.raises(RequestError, match=r"data\.towers reads none\. Name one as repa\.tower \(the root has none\)"):
         command(["check", "--config", str(write_config(tmp_path, fields))])
 
 
 def test_one_of_several() -> None:
     data = spec()
     data.features.update(dino=TOWER, siglip=TOWER)
-    with pytest.raises(RequestError, match=r"dino and siglip would be read\. Name one as repa\.tower"):
+    with pytest.raises(RequestError, match=r"data\.towers reads dino and siglip\. Name one as repa\.tower"):
         find_features(RepaConfig(layer=LAYER), data, ["dino", "siglip"])
     assert find_features(RepaConfig(layer=LAYER, tower="siglip"), data, ["dino", "siglip"]).name == "siglip"

@@ -214,7 +214,7 @@ class SimulatedRun:
         self.snapshots = MagicMock(config=SimpleNamespace(every=9))
         self.unet = self.aligned = self.model = None
         self.averages: dict[str, Any] = {}
-        self.optimizer = SimpleNamespace(adamw=None)
+        self.optimizer = SimpleNamespace(torch_optimizer=None)
         self.writer = self
         self.config = CheckpointConfig(every=3, grace=60, asynchronous=asynchronous)
         self.seconds: float | None = None

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from shards.base.device import device_module, is_accelerator
 from train.data.batch import Batch
 
 
@@ -63,6 +64,6 @@ class Meter:
 
 def peak_memory(device: torch.device) -> int:
     """Most bytes that were allocated on a GPU at once; on a CPU, that this process held."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
+    if is_accelerator(device):
+        return int(device_module().max_memory_allocated(device))
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -174,7 +174,7 @@ def restore(
     head: nn.Module | None = None,
 ) -> TrainState:
     """Load what a checkpoint holds besides weights: into the optimizer and the moving averages, in place."""
-    from train.model.sharding import share_like
+    from train.model.sharding import shard_like
     from train.model.tensors import load_tensors
 
     unflatten(trained(unet, head), optimizer, load_tensors(checkpoint.folder / OPTIMIZER_NAME))
@@ -185,7 +185,7 @@ def restore(
             average = ema.begin(unet.named_parameters())
             saved = load_tensors(checkpoint.folder / folder / WEIGHTS_NAME)
             for name, value in average.items():
-                value.copy_(share_like(saved[name].to(value.device), value))
+                value.copy_(shard_like(saved[name].to(value.device), value))
     return state
 
 
@@ -222,7 +222,7 @@ def trained(unet: Any, head: nn.Module | None) -> dict[str, nn.Parameter]:
 
 
 def flatten(parameters: dict[str, nn.Parameter], optimizer: Optimizer) -> dict[str, Tensor]:
-    """The optimizer's state, by `kind/name`: AdamW's kinds are step, exp_avg and exp_avg_sq."""
+    """Return the optimizer's state tensors by `kind/name`; AdamW's kinds are step, exp_avg and exp_avg_sq."""
     tensors = {}
     for name, parameter in parameters.items():
         for kind, value in optimizer.state.get(parameter, {}).items():
@@ -234,14 +234,14 @@ def unflatten(parameters: dict[str, nn.Parameter], optimizer: Optimizer, tensors
     """What `flatten` gave, into the optimizer."""
     import torch
 
-    from train.model.sharding import share_like
+    from train.model.sharding import shard_like
 
     for key, value in tensors.items():
         kind, _, name = key.partition("/")
         parameter = parameters[name]
-        # AdamW counts steps on the CPU unless it is fused
+        # torch's optimizers count steps on the CPU unless they are fused
         device = "cpu" if kind == "step" and not optimizer.defaults.get("fused") else parameter.device
-        tensor = share_like(value.to(device), parameter)
+        tensor = shard_like(value.to(device), parameter)
         if tensor.shape == parameter.shape:  # in the parameter's memory format
             tensor = torch.empty_like(parameter, dtype=tensor.dtype).copy_(tensor)
         optimizer.state[parameter][kind] = tensor

@@ -1,16 +1,16 @@
-"""The attention kernels that are switched off, by device."""
+"""Attention kernels that are disabled on each device."""
 
 from collections.abc import Iterator
 
 import pytest
 import torch
 
-from train.model.attention import choose_attention
+from shards.base.device import choose_attention
 
 
 @pytest.fixture(autouse=True)
 def switches() -> Iterator[None]:
-    """Every kernel on, as torch begins; and afterwards as it was."""
+    """Enable all kernels, as is torch's default, and restore the previous state afterwards."""
     cuda = torch.backends.cuda
     before = cuda.cudnn_sdp_enabled(), cuda.flash_sdp_enabled()
     cuda.enable_cudnn_sdp(True)
@@ -21,7 +21,7 @@ def switches() -> Iterator[None]:
 
 
 def test_a_gpu_trains_without_cudnn_attention() -> None:
-    """Its backward pass returns NaN for some lengths on Hopper."""
+    """The backward pass of cuDNN attention returns NaN for some lengths on Hopper."""
     choose_attention(torch.device("cuda", 0))
     assert not torch.backends.cuda.cudnn_sdp_enabled() and torch.backends.cuda.flash_sdp_enabled()
 

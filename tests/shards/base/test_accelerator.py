@@ -1,0 +1,128 @@
+"""A different accelerator is described in shards/base/device.py, and nowhere else."""
+
+import ast
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from precompute.encode.networks import Copies
+from precompute.encode.provenance import DeviceClock
+from shards.base import device
+from shards.base.device import (
+    Accelerator,
+    best_device,
+    collectives_backend,
+    is_accelerator,
+    is_device_error,
+    resolve_precision,
+    worker_device,
+)
+from shards.root.provenance import Stopwatch
+from train.model.tensors import HostCopies
+from train.run.health.meter import peak_memory
+
+ROOT = Path(__file__).parents[3]
+PACKAGES = ("shards", "precompute", "train", "evaluation", "plan")
+CPU = torch.device("cpu")
+
+
+class Npu(Accelerator):
+    """An accelerator that this machine has: its device type is the CPU's, and it counts what is asked of it."""
+
+    calls: list[str]
+
+    def __init__(self) -> None:
+        super().__init__("cpu", "nccl-like", "NPU fault")
+        object.__setattr__(self, "calls", [])
+
+    @property
+    def torch_module(self) -> Any:
+        def note(name: str) -> Any:
+            return lambda *_, **__: self.calls.append(name)
+
+        @contextmanager
+        def stream(_: Any) -> Iterator[None]:
+            self.calls.append("stream")
+            yield
+
+        def event(**_: bool) -> Any:
+            return SimpleNamespace(
+                record=note("record"), synchronize=note("synchronize"), elapsed_time=lambda other: 500.0
+            )
+
+        return SimpleNamespace(
+            is_available=lambda: True,
+            is_bf16_supported=lambda including_emulation: not including_emulation,
+            max_memory_allocated=lambda which: 7,
+            synchronize=note("synchronize"),
+            Stream=lambda which: SimpleNamespace(wait_stream=note("wait")),
+            current_stream=lambda which: SimpleNamespace(wait_stream=note("wait")),
+            stream=stream,
+            Event=event,
+        )
+
+    def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        self.calls.append("pinned")
+        return torch.empty(shape, dtype=dtype)
+
+
+@pytest.fixture
+def npu(monkeypatch: pytest.MonkeyPatch) -> Npu:
+    made = Npu()
+    monkeypatch.setattr(device, "ACCELERATOR", made)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
+    return made
+
+
+@pytest.mark.usefixtures("npu")
+def test_choices_follow_the_accelerator() -> None:
+    assert (best_device(), worker_device(0.5), collectives_backend("cpu")) == ("cpu", "cpu", "nccl-like")
+    assert is_accelerator(CPU) and not is_accelerator("cuda:0")
+    assert is_device_error(RuntimeError("NPU fault: bus")) and not is_device_error(RuntimeError("CUDA error: x"))
+    assert resolve_precision("auto", "cpu") == "bfloat16"
+    assert peak_memory(CPU) == 7
+
+
+def test_stage_1_copies_and_times_on_the_accelerator(npu: Npu) -> None:
+    copies, pixels = Copies(CPU), torch.arange(6.0).reshape(2, 3)
+    host = copies.buffer((2, 3), torch.float32).copy_(pixels)
+    (result,) = copies.to_host(copies.to_device(host))()
+    assert result.equal(pixels)
+    assert npu.calls == ["pinned", "stream", "wait", "wait", "stream", "pinned", "record", "synchronize"]
+    clock = DeviceClock(CPU, Stopwatch())
+    with clock("image"):
+        pass
+    clock.stop()
+    assert clock.stopwatch.seconds["device"] == 0.5
+
+
+def test_checkpoints_are_copied_through_pinned_memory(npu: Npu) -> None:
+    copies = HostCopies()
+    taken = copies.take("x", {"a": torch.ones(3)}, ["a"])
+    copies.wait()
+    assert taken["a"].equal(torch.ones(3)) and npu.calls == ["pinned", "synchronize"]
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_no_other_file_names_an_accelerator(package: str) -> None:
+    """No string or attribute, such as torch.cuda; docstrings and comments may."""
+    for path in sorted((ROOT / package).rglob("*.py")):
+        if path == ROOT / "shards/base/device.py":
+            continue
+        tree = ast.parse(path.read_text())
+        prose = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute):
+                name = node.attr
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in prose:
+                name = node.value
+            else:
+                continue
+            assert not {"cuda", "is_cuda", "CUDA error", "nccl"} & {name, *name.split(".")}, (
+                f"{path}:{node.lineno}: {name}"
+            )

@@ -1,0 +1,172 @@
+"""Extension points of training, each used here from outside the package: optimizers, code between blocks,
+and the choice of what is trained."""
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from bench.kit.families import FAMILIES, read_family
+from plan.arithmetic.costs import checkpoint_bytes
+from plan.config import Plan
+from shards.base.errors import RequestError
+from tests.families import small
+from tests.runs import UNET, curve, train_fields, write_config
+from train.__main__ import run as command
+from train.model.blocks import BlockHook, add_hook, find_blocks
+from train.model.config import OPTIMIZERS, OptimizerConfig, optimizer_class
+from train.model.tensors import load_tensors
+from train.model.unet import build_unet, class_of
+from train.run.saving.checkpoint import OPTIMIZER_NAME, WEIGHTS_NAME, newest_checkpoint, step_folder
+
+
+def train(folder: Path, latents: Path, name: str, **changes: Any) -> Path:
+    """Train in this process and return the run folder."""
+    command(["--config", str(write_config(folder, train_fields(latents, folder / name, **changes)))])
+    return folder / name
+
+
+class SgdConfig(OptimizerConfig):
+    """Stochastic gradient descent with momentum. It is not fused, so the host decides whether a step is skipped."""
+
+    state_bytes: ClassVar[int] = 4
+
+    kind: Literal["sgd"] = "sgd"
+    momentum: float = 0.9
+
+    def build(self, parameters: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters.values(), lr=self.lr, momentum=self.momentum)
+
+
+@pytest.fixture
+def sgd(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(OPTIMIZERS, "sgd", SgdConfig)
+
+
+@pytest.mark.usefixtures("sgd")
+def test_another_optimizer(latents: Path, tmp_path: Path) -> None:
+    """It trains from YAML, saves its state by parameter name, and resumes bit-exactly."""
+    optimizer = {"kind": "sgd", "lr": 0.01, "momentum": 0.5}
+    whole = train(tmp_path, latents, "whole", optimizer=optimizer)
+    for max_steps in (3, 6):
+        killed = train(tmp_path, latents, "killed", optimizer=optimizer, max_steps=max_steps)
+        if max_steps == 3:  # as after a kill that came before the checkpoint was written
+            shutil.rmtree(step_folder(killed, 3))
+    assert curve(killed) == curve(whole)
+    a, b = newest_checkpoint(killed), newest_checkpoint(whole)
+    assert a is not None and b is not None and a.content["files"] == b.content["files"]
+    weights = load_tensors(a.weights("raw") / WEIGHTS_NAME)
+    state = load_tensors(a.folder / OPTIMIZER_NAME)
+    assert {name: value.shape for name, value in state.items()} == {
+        f"momentum_buffer/{name}": value.shape for name, value in weights.items()
+    }
+    with pytest.raises(RequestError, match=r"trained under other settings: optimizer: sgd ≠ None \("):
+        train(tmp_path, latents, "killed", max_steps=7)
+
+
+@pytest.mark.usefixtures("sgd")
+def test_the_planner_asks_the_optimizer() -> None:
+    assert (optimizer_class("adamw").step_bytes(), optimizer_class("sgd").step_bytes()) == (28, 20)
+    assert checkpoint_bytes(10, ema=True, state_bytes=SgdConfig.state_bytes) == 120
+    assert Plan(optimizer="sgd").optimizer == "sgd"
+    with pytest.raises(ValueError, match=r"there is no optimizer of kind sdg \(did you mean sgd\?\); choose one of"):
+        Plan(optimizer="sdg")
+
+
+class Calls(BlockHook):
+    """Names of the blocks before and after which it ran."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def before(self, name: str, inputs: Any, named: dict[str, Any]) -> Any:
+        self.names.append(name)
+        return inputs, named
+
+    def after(self, name: str, output: Any) -> Any:
+        assert self.names[-1] == name
+        return output
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_blocks_of_every_family_are_hooked(name: str) -> None:
+    """Each block is called once, and names and weights stay as they were; at the family's full size."""
+    family = read_family(name)
+    names, calls = list(family.network.state_dict()), Calls()
+    blocks = find_blocks(family.network)
+    remove = add_hook(family.network, list(blocks), calls)
+    family.call()
+    assert len(blocks) >= 10 and sorted(calls.names) == sorted(blocks)
+    assert list(family.network.state_dict()) == names
+    remove()
+    family.call()
+    assert len(calls.names) == len(blocks)
+
+
+class Routing(BlockHook):
+    """Half of the tokens skip the blocks from one to another (Krause et al., "TREAD", 2025)."""
+
+    def __init__(self, first: str, last: str):
+        self.first, self.last = first, last
+
+    def before(self, name: str, inputs: tuple[Tensor], named: dict[str, Any]) -> Any:
+        if name == self.first:
+            (self.tokens,) = inputs
+            inputs = (self.tokens[:, ::2],)
+        return inputs, named
+
+    def after(self, name: str, output: Tensor) -> Tensor:
+        if name != self.last:
+            return output
+        joined = self.tokens.clone()
+        joined[:, ::2] = output
+        return joined
+
+
+def test_tokens_are_routed_past_blocks() -> None:
+    """A hook changes what blocks are called with; what they do not see comes out as it went in."""
+    fields = small.FAMILIES["pixart-sigma"].network | {"num_layers": 4}
+    torch.manual_seed(0)
+    network = class_of(fields, "the config").from_config(fields)
+    inner, widths = ["transformer_blocks.1", "transformer_blocks.2"], list[int]()
+
+    class Watching(BlockHook):
+        def before(self, name: str, inputs: tuple[Tensor], named: dict[str, Any]) -> Any:
+            widths.append(inputs[0].shape[1])
+            return inputs, named
+
+    def call() -> Tensor:
+        arguments = {"encoder_hidden_states": torch.ones(2, 3, 12), "timestep": torch.ones(2)}
+        return network(torch.ones(2, 4, 8, 8), **arguments, return_dict=False)[0]
+
+    whole = call()
+    removes = [add_hook(network, inner, Routing(*inner)), add_hook(network, list(find_blocks(network)), Watching())]
+    routed = call()
+    assert widths == [16, 8, 8, 16] and routed.shape == whole.shape and not routed.allclose(whole)
+    routed.sum().backward()
+    assert all(parameter.grad is not None for parameter in network.transformer_blocks.parameters())
+    for remove in removes:
+        remove()
+    torch.testing.assert_close(call(), whole, rtol=0, atol=0)
+
+
+def test_a_subset_of_the_weights_is_trained(latents: Path, tmp_path: Path) -> None:
+    """The others keep their values, have no optimizer state, and are in checkpoints and averages like the rest."""
+    run = train(tmp_path, latents, "run", train_only=["*.attn2.*", "conv_out.bias"], optimizer={"lr": 0.01})
+    checkpoint = newest_checkpoint(run)
+    assert checkpoint is not None
+    network = build_unet(UNET, seed=0)
+    first, last = network.state_dict(), load_tensors(checkpoint.weights("raw") / WEIGHTS_NAME)
+    trained = {name for name in first if ".attn2." in name or name == "conv_out.bias"}
+    assert trained and first.keys() == last.keys() == load_tensors(checkpoint.weights("ema") / WEIGHTS_NAME).keys()
+    assert {name for name in first if not first[name].equal(last[name])} == trained
+    state = load_tensors(checkpoint.folder / OPTIMIZER_NAME)
+    assert {key.partition("/")[2] for key in state} == trained
+    with pytest.raises(RequestError, match=r"trained under other settings: train_only: \['\*\.attn2.* ≠ None"):
+        train(tmp_path, latents, "run", max_steps=7)
+    with pytest.raises(RequestError, match=r"the pattern \*\.atn2\.\*, which matches no parameter of the network"):
+        train(tmp_path, latents, "other", train_only=["*.atn2.*"])

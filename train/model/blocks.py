@@ -1,0 +1,97 @@
+"""Find the blocks of a backbone, and run code before and after them.
+
+FSDP gathers weights block by block (train/model/sharding.py), and REPA reads a block's output
+(train/objective/alignment.py). Hooks leave weights, their names and the network's code as they are, so checkpoints and
+exports do not show them.
+"""
+
+import difflib
+from collections.abc import Callable, Collection
+from typing import Any
+
+from diffusers.models.resnet import ResnetBlock2D
+from diffusers.models.transformers.transformer_2d import Transformer2DModel
+from torch import nn
+
+Inputs = tuple[Any, ...]
+MAX_SUGGESTIONS = 5
+
+
+class BlockHook:
+    """Code that runs before and after a module of the backbone; a subclass overrides one or both methods.
+
+    With gradient checkpointing, the backward pass calls the module again, and the hook with it: a hook must then return
+    what it returned before.
+    """
+
+    def before(self, name: str, inputs: Inputs, named: dict[str, Any]) -> tuple[Inputs, dict[str, Any]]:
+        """Return the positional and named arguments to call the module `name` with; by default those it was given."""
+        return inputs, named
+
+    def after(self, name: str, output: Any) -> Any:
+        """Return the output of the module `name` to continue with; by default its own."""
+        return output
+
+
+def find_blocks(network: nn.Module) -> dict[str, nn.Module]:
+    """Return the blocks of a backbone by module name, in the order in which the network registers them.
+
+    They are the residual blocks and the transformers of a U-Net, and the entries of a transformer's block lists.
+    """
+    unet_blocks = {
+        name: module
+        for name, module in network.named_modules()
+        if isinstance(module, ResnetBlock2D | Transformer2DModel)
+    }
+    if unet_blocks:
+        return unet_blocks
+    return {
+        f"{list_name}.{number}": block
+        for list_name, blocks in network.named_children()
+        if isinstance(blocks, nn.ModuleList)
+        for number, block in enumerate(blocks)
+    }
+
+
+def find_module(network: nn.Module, name: str) -> nn.Module:
+    """Return the module of that name, which may be a block, contain several, or be part of one.
+
+    Raises:
+        LookupError: there is no such module; the message lists the nearest names among the top two levels.
+    """
+    modules = dict(network.named_modules())
+    if not name or name not in modules:
+        top = [each for each in modules if each and each.count(".") <= 1]
+        near = difflib.get_close_matches(name, top, n=MAX_SUGGESTIONS, cutoff=0.3) or top
+        raise LookupError(f"{name} is not a module of the network. The nearest names are {', '.join(near)}")
+    return modules[name]
+
+
+def add_hook(network: nn.Module, names: Collection[str], hook: BlockHook) -> Callable[[], None]:
+    """Run `hook` before and after each of the named modules. Return a function that removes it.
+
+    Add hooks before the network is compiled or sharded.
+
+    Raises:
+        LookupError: there is no module of one of these names, and no hook was added.
+    """
+    handles = []
+    for name, module in [(name, find_module(network, name)) for name in names]:
+
+        def before(module: nn.Module, inputs: Inputs, named: dict[str, Any], name: str = name) -> Any:
+            return hook.before(name, inputs, named)
+
+        def after(module: nn.Module, inputs: Inputs, output: Any, name: str = name) -> Any:
+            return hook.after(name, output)
+
+        # a method that is not overridden registers nothing, so it costs nothing
+        if type(hook).before is not BlockHook.before:
+            handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
+        if type(hook).after is not BlockHook.after:
+            handles.append(module.register_forward_hook(after))
+
+    def remove() -> None:
+        for handle in handles:
+            handle.remove()
+
+    return remove
