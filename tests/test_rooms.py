@@ -17,7 +17,7 @@ WHOLE_CONFIG = {
         "train/start.py",
         "train/config.py",
         "train/prepare.py",
-        "train/assemble.py",
+        "train/setup.py",
         # a finished run's, read from its folder
         "train/export/pipeline.py",
         "train/export/card.py",

@@ -24,7 +24,7 @@ from train.export.pipeline import check_pipeline
 from train.model.backbone import BackboneConfig
 from train.model.fit import check_fit, check_precision, on_meta
 from train.model.unet import build_unet, load_pretrained
-from train.objective.alignment import Aligned, find_features, hear, make_head
+from train.objective.alignment import Aligned, find_features, layer_shape, make_head
 from train.objective.validation import FoundValidation, Validation, find_validation, open_validation
 from train.run.fingerprint import check_resume, check_same_everywhere, make_fingerprint
 from train.run.launches import Launch, Sign, now, take, wait_until_free
@@ -185,7 +185,7 @@ def make_aligned(
         return None
     features = find_features(config.repa, spec, stored)
     calls = {hw: on_meta(unet, backbone, spec, hw) for hw in sorted({stream.latent_hw for stream in spec.streams})}
-    shapes = {hw: hear(network, config.repa, call) for hw, (network, call) in calls.items()}
+    shapes = {hw: layer_shape(network, config.repa, call) for hw, (network, call) in calls.items()}
     return Aligned(unet, make_head(config.repa, shapes, features.tower.width, config.seed), config.repa, features)
 
 

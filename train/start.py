@@ -10,16 +10,15 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 from shards.base.device import choose_device
 from shards.base.errors import RequestError
 from shards.base.pool import configure_malloc
-from train.assemble import assemble
 from train.config import TrainConfig
 from train.finish import describe_finished, nothing_to_do
-from train.loop import train
 from train.model.sharding import launched_sharding
 from train.prepare import install, on_main_process, precision_of_run, prepare, take_everywhere
 from train.run.health.heartbeat import Heart
 from train.run.health.output import kept
 from train.run.launches import Launch
 from train.run.processes import die_with_launcher, join_processes, lost_processes_named
+from train.setup import build_trainer
 
 ACCELERATE_PRECISION = {"float32": "no", "float16": "fp16", "bfloat16": "bf16"}
 
@@ -70,7 +69,7 @@ def _train_here(config: TrainConfig, config_file: Path | None, heart: Heart, dev
         with lost_processes_named(heart):
             prepared = install(config, prepared, accelerator, launch)
             downloads.close()
-            run = assemble(config, prepared, accelerator, launch, away, heart)
-        train(run)
+            trainer = build_trainer(config, prepared, accelerator, launch, away, heart)
+        trainer.fit()
         launch_number = None if away is None else away.number
         accelerator.print(describe_finished(config, config.max_steps, launch_number, config_file))

@@ -1,5 +1,6 @@
 """Whether training computes on this device what it computes elsewhere: precisions, compiling, splitting, draws."""
 
+import math
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -12,14 +13,14 @@ from bench.gpu_check.findings import Findings
 from bench.gpu_check.setup import Setup
 from bench.train_step import DTYPES, Setting, make_batch
 from train.data.draws import Draws, Purpose
-from train.loop import Run
-from train.model.config import OptimizerConfig
+from train.model.config import OptimizerConfig, ScheduleConfig
 from train.model.optimizer import make_adamw
 from train.model.sharding import split_weights
 from train.model.unet import build_unet
+from train.step import TrainStep
 
 BUCKET, BATCH, MICROBATCH = "64x64", 16, 8
-FAST = {"optimizer": {"lr": 1e-3}, "schedule": {"warmup_steps": 5}}
+FAST = {"optimizer": OptimizerConfig(lr=1e-3), "schedule": ScheduleConfig(warmup_steps=5)}
 """A small network's losses are to fall within some tens of steps."""
 LOWERED, ROUNDED = 0.02, 1e-3
 """Largest difference of a curve, as a share of its first loss: of a lower precision, and of another order of sums."""
@@ -54,12 +55,10 @@ def losses(setup: Setup, precision: str, compiled: bool = False, low_precision_n
     """Of `setup.steps` of the trainer's own steps on one batch, whose draws differ from step to step."""
     torch.compiler.reset()
     setting = Setting(BUCKET, MICROBATCH, setup.device.type == "cuda", low_precision_norms, compiled)
-    with setup.training(setting, precision, setup.curve_unet, BATCH, **FAST) as (run, step):
-        for _ in range(setup.steps):
-            step()
-        run.results.collect(run.state)
-        found = list(run.state.losses)
-    return found  # where float16's scaler skips steps until it has found its scale, their losses too
+    with setup.training(setting, precision, setup.curve_unet, BATCH, **FAST) as (_, step):
+        found = [step().sums.total / BATCH for _ in range(setup.steps)]
+    # includes the steps that float16's scaler skips until it has found its scale
+    return [loss for loss in found if math.isfinite(loss)]
 
 
 def apart(curve: list[float], reference: list[float]) -> float:
@@ -90,12 +89,12 @@ def splitting(setup: Setup, found: Findings) -> None:
 def plain_losses(setup: Setup, precision: Any, split: bool) -> list[float]:
     """As `losses`, without accelerate, which on one process splits nothing."""
     setting = Setting(BUCKET, MICROBATCH)
-    with setup.training(setting, "float32", setup.curve_unet, BATCH, **FAST) as (run, _):
-        return list(plain_steps(setup, run, precision, split))
+    with setup.training(setting, "float32", setup.curve_unet, BATCH, **FAST) as (train_step, _):
+        return list(plain_steps(setup, train_step, precision, split))
 
 
-def plain_steps(setup: Setup, run: Run, precision: Any, split: bool) -> list[float]:
-    """The run's loss over a network of its own."""
+def plain_steps(setup: Setup, train_step: TrainStep, precision: Any, split: bool) -> list[float]:
+    """The step's loss over a network of its own."""
     unet = build_unet(setup.curve_unet, 0).to(setup.device)
     batch = make_batch(BUCKET, BATCH, unet).to(setup.device)
     if split:
@@ -104,7 +103,8 @@ def plain_steps(setup: Setup, run: Run, precision: Any, split: bool) -> list[flo
     found = []
     for step in range(setup.steps):
         with torch.autocast(setup.device.type, DTYPES[precision], enabled=precision != "float32"):
-            loss = run.loss(unet, run.loss.noised(batch, Draws(0, step, batch.slots))).total.mean()
+            noisy = train_step.loss.add_noise(batch, Draws(0, step, batch.slots))
+            loss = train_step.loss(unet, noisy).total.mean()
         loss.backward()
         adamw.step()
         adamw.zero_grad()

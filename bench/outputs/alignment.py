@@ -9,6 +9,7 @@ import math
 import sys
 import tempfile
 import time
+from itertools import count
 from pathlib import Path
 
 import torch
@@ -19,15 +20,13 @@ from bench.kit.common import section, table, timed_in_turn
 from bench.kit.families import FAMILIES, read_family
 from bench.kit.roots import feature_tower, make_root
 from shards.format.buckets import Bucket
-from train.assemble import assemble
 from train.config import TrainConfig
 from train.data.loader import Loader
-from train.loop import take_step
 from train.model.flops import training_flops
-from train.objective.alignment import hear, make_head
+from train.objective.alignment import layer_shape, make_head
 from train.objective.config import RepaConfig
-from train.prepare import prepare, take_run
-from train.run.launches import Launch
+from train.prepare import prepare
+from train.setup import build_step, make_loader
 from train.start import ACCELERATE_PRECISION
 
 BUCKET, TEXT, PARTS = "64x64", (16, 64), 8
@@ -61,7 +60,7 @@ def share(name: str) -> list[object]:
     family = read_family(name)
     layer, output = LAYERS[type(family.network).__name__]
     config = RepaConfig(layer=layer, output=output)
-    shape = hear(family.network, config, family.call)
+    shape = layer_shape(family.network, config, family.call)
     tokens, width = (math.prod(shape[2:]), shape[1]) if len(shape) == 4 else shape[1:]
     latent_hw = Bucket.parse(family.bucket).latent_hw(family.encoding.image.downsampling)
     with torch.device("meta"):
@@ -82,18 +81,22 @@ def reading(root: Path, samples: int, rounds: int) -> str:
     train_config = TrainConfig.model_validate(config)
     accelerator = Accelerator(mixed_precision=ACCELERATE_PRECISION[train_config.precision], cpu=True)
     prepared = prepare(train_config, accelerator)
-    run = assemble(train_config, prepared, accelerator, Launch(take_run(train_config, prepared)))
+    train_step, _ = build_step(train_config, prepared, accelerator)
+    numbers = count()
     size, without = train_config.global_batch_size, prepared.spec.of_towers(list(prepared.spec.texts), [])
     alone = iter(Loader(train_config.data, without, size, 0, 0, torch.arange(size)))
-    batches = iter(run.loader)
+    batches = iter(make_loader(train_config, prepared, rank=0, step=0))
     held = {name: column for name, column in next(batches).columns.items() if name not in without.lengths}
 
     def from_memory() -> None:
         batch = next(alone)
         batch.columns |= held
-        take_step(run, batch)
+        train_step(batch, next(numbers))
 
-    pair = timed_in_turn(lambda: take_step(run, next(batches)), from_memory, rounds, time.process_time)
+    def read() -> None:
+        train_step(next(batches), next(numbers))
+
+    pair = timed_in_turn(read, from_memory, rounds, time.process_time)
     others = without.sample_bytes(BUCKET)
     features = prepared.spec.sample_bytes(BUCKET) - others
     return (

@@ -17,11 +17,10 @@ from accelerate import Accelerator
 
 from bench.kit.common import section, status_mb, table
 from bench.kit.roots import make_root
-from train.assemble import assemble
 from train.config import TrainConfig
-from train.loop import save, take_step
 from train.prepare import prepare, take_run
 from train.run.launches import Launch
+from train.setup import build_trainer
 
 SD2 = Path("configs/unet/sd2-base.json")
 STEPS, HEAD = 2, 32
@@ -59,14 +58,15 @@ def main() -> None:
         )
         accelerator = Accelerator(cpu=True, mixed_precision="bf16")
         prepared = prepare(config, accelerator)
-        run = assemble(config, prepared, accelerator, Launch(take_run(config, prepared)))
-        batches = iter(run.loader)
+        trainer = build_trainer(config, prepared, accelerator, Launch(take_run(config, prepared)))
+        batches = iter(trainer.loader)
 
         def steps() -> float:
             """Seconds of one, of a few."""
             start = time.perf_counter()
             for _ in range(STEPS):
-                take_step(run, next(batches))
+                trainer.train_step(next(batches), trainer.state.step)
+                trainer.state.step += 1
             return (time.perf_counter() - start) / STEPS
 
         steps()
@@ -77,11 +77,11 @@ def main() -> None:
         stalls, beside, whole = [], [], []
         for _ in range(4):
             start = time.perf_counter()
-            save(run, last=False)
+            trainer.save(is_last=False)
             stalls.append(time.perf_counter() - start)
             beside.append(steps())
-            run.writer.finish()
-            whole.append(run.writer.seconds or 0.0)
+            trainer.checkpoints.finish()
+            whole.append(trainer.checkpoints.seconds or 0.0)
         size = sum(path.stat().st_size for path in max(config.work.glob("checkpoints/*")).rglob("*") if path.is_file())
         rows = [
             ["a step, nothing being written", f"{alone:.2f} s"],

@@ -26,16 +26,14 @@ from shards.format.encoding import EncodingRecord
 from shards.open import open_store
 from shards.root.index import write_indexes
 from shards.root.shared import create_root
-from train.assemble import assemble
 from train.config import TrainConfig, ValidationConfig
 from train.data.streams import open_data
-from train.loop import train_step
 from train.model.inputs import Conditioning
 from train.objective.latents import StoredLatents
 from train.objective.loss import DiffusionLoss
 from train.objective.validation import open_validation
-from train.prepare import prepare, take_run
-from train.run.launches import Launch
+from train.prepare import prepare
+from train.setup import build_step, make_loader
 
 UNET = {
     "_class_name": "UNet2DConditionModel",
@@ -122,13 +120,11 @@ def train_config(folder: Path, root: Path, steps: int, seed: int) -> TrainConfig
 def trained_unet(config: TrainConfig, accelerator: Accelerator) -> torch.nn.Module:
     """A whole run of the trainer, without logs and checkpoints."""
     prepared = prepare(config, accelerator)
-    run = assemble(config, prepared, accelerator, Launch(take_run(config, prepared)))
-    for batch in run.loader:
-        train_step(run, batch)
-        run.state.step += 1
-        if run.state.step == config.max_steps:
-            break
-    return run.unet
+    train_step, _ = build_step(config, prepared, accelerator)
+    for step, batch in zip(range(config.max_steps), make_loader(config, prepared, rank=0, step=0), strict=False):
+        train_step(batch, step)
+    network: torch.nn.Module = train_step.network
+    return network
 
 
 class WithoutCaptions(StoredLatents):

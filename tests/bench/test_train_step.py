@@ -38,7 +38,7 @@ def test_a_setting_that_runs_out_of_memory_is_a_row(
     def run_out(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr(bench, "trainer", run_out)
+    monkeypatch.setattr(bench, "training", run_out)
     accelerator = type("Accelerator", (), {"device": torch.device("cpu")})()
     out = bench.measure(bench.Setting("64x64", 16), options(), accelerator, build_unet(UNET, 0))
     good = [bench.Result(bench.Setting("64x64", size, True), rate, 1.0, 0.5) for size, rate in ((4, 10.0), (8, 12.5))]
@@ -56,7 +56,7 @@ def test_another_error_is_not_taken_for_it(monkeypatch: pytest.MonkeyPatch) -> N
     def fail(*_: object) -> None:
         raise RuntimeError("shapes do not fit")
 
-    monkeypatch.setattr(bench, "trainer", fail)
+    monkeypatch.setattr(bench, "training", fail)
     accelerator = type("Accelerator", (), {"device": torch.device("cpu")})()
     with pytest.raises(RuntimeError, match="shapes do not fit"):
         bench.measure(bench.Setting("64x64", 16), options(), accelerator, build_unet(UNET, 0))

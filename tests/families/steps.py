@@ -5,10 +5,9 @@ input, time and output are taken down, and the trainer predicts at the same plac
 """
 
 import tarfile
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -163,20 +162,21 @@ def check_steps(case: Case) -> None:
         assert max(errors) < 5e-3 * effect
 
 
-def check_loss(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+def check_loss(case: Case) -> None:
     """At a step of the pipeline: noise is chosen so that the sample's own latents, noised, are the pipeline's."""
     step = case.steps[1]
     noisy, draws = latents_of(case, step), Draws(5, 0, case.batch.slots)
-    latents = case.loss.latents.sample(case.batch, Draws(5, 0, case.batch.slots))
+    random = case.loss.draw(case.batch, draws)
+    latents = case.loss.latents.sample(case.batch, random.posterior)
     is_flow = case.config.objective.prediction == "flow_matching"
     times = torch.full((len(noisy),), step.time if is_flow else int(step.time))
     zero, one = torch.zeros_like(latents), torch.ones_like(latents)
     path = noise_path(case.config.objective, CPU)
     noise = (noisy - path.add_noise(latents, zero, times)) / path.add_noise(zero, one, times)
-    monkeypatch.setattr(case.loss, "noise", lambda shape, draws: noise)
     with torch.no_grad():
         nobody = torch.zeros(len(noisy), dtype=torch.bool)
-        found = case.loss.squared_error(case.unet, case.loss.noised_at(case.batch, times, nobody, draws))
+        noised = case.loss.add_noise_at(case.batch, times, nobody, replace(random, noise=noise))
+        found = case.loss.squared_error(case.unet, noised)
     output, _ = halves(case, step)
     if case.config.backbone.pack > 1:
         side = case.config.backbone.pack

@@ -25,12 +25,10 @@ from shards.format.buckets import Bucket
 from tests.conftest import encode_all, precompute_config
 from tests.runs import UNET, train_fields
 from tests.tiny import make_samples, make_tar
-from train.assemble import assemble
 from train.config import TrainConfig
 from train.data.draws import Draws, Purpose
-from train.loop import train_step
-from train.prepare import prepare, take_run
-from train.run.launches import Launch
+from train.prepare import prepare
+from train.setup import build_step, make_loader
 
 STEPS, BATCH, SEED, SIDE = 50, 8, 5, 64
 LR, WEIGHT_DECAY, DROPOUT = 1e-3, 0.01, 0.1
@@ -92,16 +90,12 @@ def cached(case: Case, models: Path, tars: Path, folder: Path) -> tuple[list[flo
     )
     config, accelerator = TrainConfig.model_validate(fields), Accelerator(cpu=True)
     prepared = prepare(config, accelerator)
-    run = assemble(config, prepared, accelerator, Launch(take_run(config, prepared)))
-    keys = []
-    for batch in run.loader:
+    train_step, _ = build_step(config, prepared, accelerator)
+    losses, keys = [], []
+    for step, batch in zip(range(STEPS), make_loader(config, prepared, rank=0, step=0), strict=False):
         keys.append(batch.keys)
-        train_step(run, batch)
-        run.state.step += 1
-        if run.state.step == STEPS:
-            break
-    run.results.collect(run.state)
-    return run.state.losses, keys
+        losses.append(train_step(batch, step).sums.total / BATCH)
+    return losses, keys
 
 
 class Online:

@@ -377,7 +377,7 @@ def test_a_single_process_under_the_launcher_saves_before_both_leave(
     errors = " ".join((tmp_path / "errors").read_text().split())
     assert "Traceback" not in errors
     (folder,) = list_checkpoints(tmp_path / "run")
-    assert f"told to leave, saved after step {step_of(folder)}" in errors
+    assert f"received a stop signal and saved after step {step_of(folder)}" in errors
     assert f"the launcher received {number.name} and the run saved. The same command resumes it." in errors
     verify_checkpoint(folder)
 

@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from train.data.batch import Batch
 from train.data.draws import Draws
 from train.data.loader import Loader
 from train.data.streams import open_data
-from train.objective.latents import StoredLatents
+from train.objective.loss import DiffusionLoss, NoisyBatch
 from train.run.saving.checkpoint import list_checkpoints, newest_checkpoint, step_folder, step_of, verify_checkpoint
 from train.run.telling.json_lines import read_json_lines
 
@@ -339,13 +340,13 @@ def test_a_step_that_is_not_finite_changes_nothing_and_too_many_stop_the_run(
     latents: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Latents of infinite size from step 4 on: weights and optimizer stay as step 3 left them."""
-    sample = StoredLatents.sample
+    add_noise = DiffusionLoss.add_noise
 
-    def blow_up(self: StoredLatents, batch: Batch, draws: Draws) -> torch.Tensor:
-        latents = sample(self, batch, draws)
-        return latents * float("inf") if draws.step >= 3 else latents
+    def blow_up(self: DiffusionLoss, batch: Batch, draws: Draws) -> NoisyBatch:
+        noisy = add_noise(self, batch, draws)
+        return replace(noisy, latents=noisy.latents * float("inf")) if draws.step >= 3 else noisy
 
-    monkeypatch.setattr(StoredLatents, "sample", blow_up)
+    monkeypatch.setattr(DiffusionLoss, "add_noise", blow_up)
     fields = train_fields(
         latents, tmp_path / "run", checkpoint={"every": 1, "keep": 9}, optimizer={"max_skipped_steps": 2}
     )
@@ -377,7 +378,7 @@ def test_validation_depends_on_the_weights_alone(latents: Path, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("validation", "message"),
     [
-        ({"samples": 31}, "holds 30 samples; validation.samples asks for 31"),
+        ({"samples": 31}, "holds 30 samples, but validation.samples is 31. Lower"),
         ({"samples": 4, "root": "/absent"}, "/absent is not a latents root"),
     ],
 )
@@ -478,7 +479,7 @@ def test_collectives_may_take_long_until_each_loader_process_gave_a_batch(
 ) -> None:
     """Each one's first batch may take `data.first_timeout`, and other processes wait for it in that step."""
     steps: list[int] = []
-    monkeypatch.setattr("train.loop.expect_answers", lambda heart, timeout: steps.append(heart.beat.step))
+    monkeypatch.setattr("train.trainer.expect_answers", lambda heart, timeout: steps.append(heart.beat.step))
     fields = train_fields(latents, tmp_path / "run", max_steps=4, data={"num_workers": 2})
     command(["--config", str(write_config(tmp_path, fields))])
     assert steps == [2]

@@ -26,10 +26,10 @@ from train.data.draws import Draws
 from train.model.unet import build_unet
 from train.objective.alignment import (
     Aligned,
-    FeaturesOf,
+    StoredFeatures,
     find_features,
     grid_of,
-    hear,
+    layer_shape,
     make_head,
     negative_cosine,
     resized,
@@ -43,7 +43,7 @@ from train.run.telling.json_lines import read_json_lines
 FEATURES = 10
 TOWER = feature_tower(FEATURES)
 """A 64x64 picture is 56x56 to it: 4x4 tokens."""
-OF = FeaturesOf("dino", TOWER, 8)
+OF = StoredFeatures("dino", TOWER, 8)
 LAYER = "down_blocks.1"
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 
@@ -89,7 +89,7 @@ def test_a_batch_on_paper(hw: tuple[int, int], layer: str, storage: str) -> None
     """The whole of it in float64: resize, head, cosine, coefficient; also where the layer's grid is another."""
     config = RepaConfig(layer=layer, weight=0.7, until=10, schedule="linear", hidden=12)
     network = Toy(layer == "tokens")
-    shapes = {hw: hear(network, config, lambda: network(torch.zeros(1, CHANNELS, *hw)))}
+    shapes = {hw: layer_shape(network, config, lambda: network(torch.zeros(1, CHANNELS, *hw)))}
     aligned = Aligned(network, make_head(config, shapes, FEATURES, seed=0), config, OF)
     grid = TOWER.grid(Bucket(hw[1] * 8, hw[0] * 8))
     features, stored = torch.randn(5, math.prod(grid), FEATURES), torch.randn(5, CHANNELS, *hw).half()
@@ -100,12 +100,12 @@ def test_a_batch_on_paper(hw: tuple[int, int], layer: str, storage: str) -> None
         features = data.columns["features.dino"].view(torch.float8_e4m3fn).float()
         features *= data.columns["feature_scales.dino"].float().unsqueeze(-1)
     loss = DiffusionLoss(ObjectiveConfig(), spec(posterior="mean"), torch.device("cpu"), aligned=aligned)
-    found = loss(aligned, loss.noised(data, Draws(0, 4, data.slots)))
+    found = loss(aligned, loss.add_noise(data, Draws(0, 4, data.slots)))
 
     seen = []
     handle = network.layer.register_forward_hook(lambda module, inputs, output: seen.append(output.detach()))
     plain = DiffusionLoss(ObjectiveConfig(), spec(posterior="mean"), torch.device("cpu"))
-    expected = plain(network, plain.noised(data, Draws(0, 4, data.slots)))
+    expected = plain(network, plain.add_noise(data, Draws(0, 4, data.slots)))
     handle.remove()
     hidden = seen[0].double().permute(0, 2, 3, 1).reshape(5, -1, 6)
     first, second, third = (module.double() for module in aligned.head.children() if isinstance(module, nn.Linear))
@@ -130,7 +130,7 @@ def test_a_batch_on_paper(hw: tuple[int, int], layer: str, storage: str) -> None
     )
     with torch.no_grad():
         aligned(stored.float())
-    assert not hasattr(aligned, "projected") and not aligned.heard
+    assert not hasattr(aligned, "projected") and not aligned.captured
 
 
 def test_features_are_resized_as_pictures_are() -> None:
@@ -176,7 +176,7 @@ def test_layers_of_transformers_are_heard_too() -> None:
         text, pooled, time = torch.zeros(1, 5, 6), torch.zeros(1, 6), torch.zeros(1)
         ids = {"txt_ids": torch.zeros(5, 3), "img_ids": torch.zeros(16, 3)}
         found = [
-            hear(model, RepaConfig(layer="transformer_blocks.0", output=1), call)
+            layer_shape(model, RepaConfig(layer="transformer_blocks.0", output=1), call)
             for model, call in (
                 (sd3, lambda: sd3(torch.zeros(1, 16, 8, 8), text, pooled, time)),
                 (flux, lambda: flux(torch.zeros(1, 16, 16), text, pooled, time, **ids)),
@@ -314,11 +314,11 @@ def test_compiled_or_computed_again_the_gradients_are_the_same(
         loss = DiffusionLoss(config.objective, prepared.spec, torch.device("cpu"), aligned=aligned)
         data = make_batch(list("abcd"), torch.arange(4), torch.randn(4, 8, 8, 8).half(), torch.randn(4, 16, 16).half())
         data.columns["features.dino"] = torch.randn(4, 16, FEATURES).half()
-        loss(aligned, loss.noised(data, Draws(0, 0, data.slots))).total.sum().backward()
+        loss(aligned, loss.add_noise(data, Draws(0, 0, data.slots))).total.sum().backward()
         found = [parameter.grad for parameter in aligned.parameters()]
         gradients.append(torch.cat([gradient.flatten() for gradient in found if gradient is not None]))
         assert len(found) == sum(gradient is not None for gradient in found)
-        assert not aligned.heard
+        assert not aligned.captured
         torch._dynamo.reset()
     torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-3, atol=1e-6)
 
@@ -326,12 +326,12 @@ def test_compiled_or_computed_again_the_gradients_are_the_same(
 @pytest.mark.parametrize(
     ("repa", "towers", "message"),
     [
-        ({"layer": "down_block.1"}, None, r"repa\.layer down_block\.1 is no module .* Near it are .*down_blocks\.1"),
-        ({"layer": "time_embedding"}, None, r"gives \(1, 64\) of latents 8x8\. What is aligned must be"),
-        ({"layer": LAYER, "output": 1}, None, r"gives Tensor, tuple: its output 1 is no tensor of one call"),
-        ({"layer": LAYER, "tower": "dion"}, None, r"no feature tower of the root \(did you mean dino\?\): it has dino"),
-        ({"layer": LAYER, "tower": "dino"}, ["texts.text"], r"would not be read\. Add features\.dino to data\.towers"),
-        ({"layer": LAYER}, ["texts.text"], r"asks for one feature tower, and none would be read.*the root has dino"),
+        ({"layer": "down_block.1"}, None, r"repa\.layer down_block\.1 is not a module .* such as .*down_blocks\.1"),
+        ({"layer": "time_embedding"}, None, r"has an output of shape \(1, 64\) for latents 8x8\. It must be"),
+        ({"layer": LAYER, "output": 1}, None, r"returns Tensor, tuple\. .* its output 1 must be a tensor"),
+        ({"layer": LAYER, "tower": "dion"}, None, r"not a feature tower .* \(did you mean dino\?\), which has dino"),
+        ({"layer": LAYER, "tower": "dino"}, ["texts.text"], r"does not read it\. Add features\.dino to data\.towers"),
+        ({"layer": LAYER}, ["texts.text"], r"needs one feature tower, but data\.towers reads none.*the root has dino"),
         ({"layer": LAYER, "schedule": "linear"}, None, "schedule linear needs `until`"),
     ],
 )
@@ -347,13 +347,13 @@ def test_wrong_requests(
 
 def test_a_root_without_features(latents: Path, tmp_path: Path) -> None:
     fields = train_fields(latents, tmp_path / "run", repa={"layer": LAYER})
-    with pytest.raises(RequestError, match=r"none would be read\. Name one as repa\.tower \(the root has none\)"):
+    with pytest.raises(RequestError, match=r"reads none\. Set repa\.tower to one of them \(the root has none\)"):
         command(["check", "--config", str(write_config(tmp_path, fields))])
 
 
 def test_one_of_several() -> None:
     data = spec()
     data.features.update(dino=TOWER, siglip=TOWER)
-    with pytest.raises(RequestError, match=r"dino and siglip would be read\. Name one as repa\.tower"):
+    with pytest.raises(RequestError, match=r"reads dino and siglip\. Set repa\.tower to one of them"):
         find_features(RepaConfig(layer=LAYER), data, ["dino", "siglip"])
     assert find_features(RepaConfig(layer=LAYER, tower="siglip"), data, ["dino", "siglip"]).name == "siglip"

@@ -36,7 +36,7 @@ def trained() -> UNet2DConditionModel:
     slots = torch.arange(16)
     data = make_batch(["one"] * 16, slots, LATENTS.expand(16, -1, -1, -1), TEXT.expand(16, -1, -1))
     for step in range(400):
-        loss(unet, loss.noised(data, Draws(0, step, slots))).per_sample.mean().backward()
+        loss(unet, loss.add_noise(data, Draws(0, step, slots))).per_sample.mean().backward()
         optimizer.step()
         optimizer.zero_grad()
     return unet.eval()

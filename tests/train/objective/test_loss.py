@@ -49,7 +49,7 @@ class Recorder(torch.nn.Module):
 def test_loss_is_diffusers(prediction: str) -> None:
     loss = DiffusionLoss(ObjectiveConfig(prediction=prediction, caption_dropout=0), spec(), torch.device("cpu"))
     unet, data, draws = Recorder(), batch(), Draws(3, 11, torch.arange(N))
-    result = loss(unet, loss.noised(data, draws)).per_sample
+    result = loss(unet, loss.add_noise(data, draws)).per_sample
 
     scheduler = DDPMScheduler(1000, 0.00085, 0.012, "scaled_linear", prediction_type=prediction)
     posterior = DiagonalGaussianDistribution(data.columns["image_latents"].double())
@@ -76,7 +76,7 @@ def test_means_are_shifted_and_scaled_per_channel_and_nothing_else(posterior: st
     data_spec = spec(posterior=posterior).image.model_copy(update={"scale": scale, "shift": shift})
     loss = DiffusionLoss(ObjectiveConfig(), replace(spec(), image=data_spec), torch.device("cpu"))
     stored = torch.randn(N, CHANNELS, SIDE, SIDE).half()
-    found = loss.latents.sample(batch(image_latents=stored), Draws(0, 0, torch.arange(N)))
+    found = loss.latents.sample(batch(image_latents=stored), None)
     for channel in range(CHANNELS):
         expected = (stored[:, channel].double() - shift[channel]) * scale[channel]
         torch.testing.assert_close(found[:, channel].double(), expected, rtol=1e-5, atol=1e-6)
@@ -88,9 +88,9 @@ def test_int8_latents_are_read_as_what_they_stand_for() -> None:
     data = batch(image_latents=codes)
     data.columns["image_scales"] = scales
     loss = DiffusionLoss(ObjectiveConfig(), spec(), torch.device("cpu"))
-    draws = [Draws(0, 0, torch.arange(N)) for _ in range(2)]
-    found = loss.latents.sample(data, draws[0])
-    exact = loss.latents.sample(batch(image_latents=dequantise_image(codes, scales)), draws[1])
+    normals = torch.randn(N, CHANNELS, SIDE, SIDE)
+    found = loss.latents.sample(data, normals)
+    exact = loss.latents.sample(batch(image_latents=dequantise_image(codes, scales)), normals)
     torch.testing.assert_close(found, exact, rtol=0, atol=0)
 
 
@@ -123,7 +123,7 @@ def test_codes_are_decoded() -> None:
 
 def test_microbatches_are_slices() -> None:
     loss = DiffusionLoss(ObjectiveConfig(min_snr_gamma=5.0), spec(), torch.device("cpu"))
-    noised = loss.noised(batch(), Draws(3, 11, torch.arange(N)))
+    noised = loss.add_noise(batch(), Draws(3, 11, torch.arange(N)))
     parts = list(noised.microbatches(4))
     assert [len(part) for part in parts] == [4, 2]
     for name in ("latents", "target", "timesteps", "weight"):
@@ -139,7 +139,7 @@ def test_microbatches_are_slices() -> None:
 
 def test_a_last_microbatch_that_is_filled_up_counts_its_own_samples_alone() -> None:
     loss = DiffusionLoss(ObjectiveConfig(min_snr_gamma=5.0), spec(), torch.device("cpu"))
-    noised, unet = loss.noised(batch(), Draws(3, 11, torch.arange(N))), Recorder()
+    noised, unet = loss.add_noise(batch(), Draws(3, 11, torch.arange(N))), Recorder()
     whole = loss(unet, noised)
     first, last = noised.microbatches(4, filled=True)
     assert len(first) == len(last) == 4 and first.num_real is None
@@ -152,9 +152,9 @@ def test_a_last_microbatch_that_is_filled_up_counts_its_own_samples_alone() -> N
 def test_a_batch_on_paper(tmp_path: Path) -> None:
     """Two ranks' draws, by slot, are the one rank's."""
     loss = DiffusionLoss(ObjectiveConfig(), spec(), torch.device("cpu"))
-    whole = loss(Recorder(), loss.noised(batch(), Draws(3, 11, torch.arange(N)))).per_sample
+    whole = loss(Recorder(), loss.add_noise(batch(), Draws(3, 11, torch.arange(N)))).per_sample
     for part in (batch().take(slice(0, 4)), batch().take(slice(4, N))):
-        found = loss(Recorder(), loss.noised(part, Draws(3, 11, part.slots))).per_sample
+        found = loss(Recorder(), loss.add_noise(part, Draws(3, 11, part.slots))).per_sample
         torch.testing.assert_close(found, whole[part.slots])
 
 
@@ -165,7 +165,7 @@ def test_min_snr_weighs_the_error_in_the_latents(prediction: str) -> None:
     loss = DiffusionLoss(config, spec(posterior="mean"), torch.device("cpu"))
     data = batch(image_latents=torch.randn(N, CHANNELS, SIDE, SIDE).half())
     unet, draws = Recorder(), Draws(3, 12, torch.arange(N))
-    result = loss(unet, loss.noised(data, draws)).per_sample
+    result = loss(unet, loss.add_noise(data, draws)).per_sample
     noisy, timesteps = unet.seen[0].double(), unet.seen[1]
     latents = data.columns["image_latents"].double() * 0.7
     for i in range(N):
@@ -210,7 +210,7 @@ def test_offset_noise_is_one_number_per_channel() -> None:
     plain = DiffusionLoss(ObjectiveConfig(), spec(), torch.device("cpu"))
     offset = DiffusionLoss(ObjectiveConfig(offset_noise=0.1), spec(), torch.device("cpu"))
     draws = Draws(1, 1, torch.arange(N))
-    difference = offset.noise((4, 8, 8), draws) - plain.noise((4, 8, 8), draws)
+    difference = offset.draw(batch(), draws).noise - plain.draw(batch(), draws).noise
     torch.testing.assert_close(difference, difference[:, :, :1, :1].expand_as(difference), rtol=0, atol=1e-6)
     assert 0.03 < difference[:, :, 0, 0].std() < 0.3
 
@@ -233,7 +233,7 @@ def test_flow_matching_is_a_straight_line(sampling: str) -> None:
     loss = flow(timestep_sampling=sampling, logit_mean=0.3, logit_std=0.8)
     data = batch(image_latents=torch.randn(N, CHANNELS, SIDE, SIDE).half())
     unet, draws = Recorder(), Draws(3, 11, torch.arange(N))
-    result = loss(unet, loss.noised(data, draws)).per_sample
+    result = loss(unet, loss.add_noise(data, draws)).per_sample
     words = draws.words(Purpose.TIMESTEP, 2).double()
     normal = (-2 * ((words[:, 0] + 0.5) / 2**32).log()).sqrt() * (2 * torch.pi * (words[:, 1] + 0.5) / 2**32).cos()
     times = {"uniform": (words[:, 0] + 0.5) / 2**32, "logit_normal": 1 / (1 + (-(0.3 + 0.8 * normal)).exp())}[sampling]
@@ -273,9 +273,9 @@ def test_times_of_flow_matching_are_distributed_as_configured() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"min_snr_gamma": 5.0}, "min_snr_gamma with prediction flow_matching"),
-        ({"zero_terminal_snr": True}, "zero_terminal_snr with prediction flow_matching"),
-        ({"offset_noise": 0.1}, "offset_noise with prediction flow_matching"),
+        ({"min_snr_gamma": 5.0}, "min_snr_gamma does not apply to prediction flow_matching"),
+        ({"zero_terminal_snr": True}, "zero_terminal_snr does not apply to prediction flow_matching"),
+        ({"offset_noise": 0.1}, "offset_noise does not apply to prediction flow_matching"),
     ],
 )
 def test_what_does_not_go_with_flow_matching(fields: dict[str, object], message: str) -> None:
@@ -284,7 +284,7 @@ def test_what_does_not_go_with_flow_matching(fields: dict[str, object], message:
 
 
 def test_only_flow_matching_samples_time_otherwise() -> None:
-    with pytest.raises(ValueError, match="logit_normal goes with prediction flow_matching alone"):
+    with pytest.raises(ValueError, match="logit_normal applies to prediction flow_matching only"):
         ObjectiveConfig(timestep_sampling="logit_normal")
 
 

@@ -146,7 +146,7 @@ def test_a_loss_at_shifted_times(shift: dict[str, object]) -> None:
         return Answer((0.5 * noisy,))
 
     draws = Draws(3, 11, slots)
-    result = loss(half, loss.noised(data, draws))  # type: ignore[arg-type]
+    result = loss(half, loss.add_noise(data, draws))  # type: ignore[arg-type]
     words = draws.words(Purpose.TIMESTEP, 1)[:, 0].double()
     noise = draws.normal(Purpose.NOISE, (CHANNELS, 8, 12)).double()
     mu = calculate_shift(24, base_seq_len=16)
@@ -198,9 +198,9 @@ def test_flow_match_eulers_settings_are_the_shift(shift: dict[str, object], hw: 
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"timestep_sampling": "cosmap"}, "timestep_sampling cosmap goes with prediction flow_matching alone"),
-        ({"weighting": "cosmap"}, "weighting cosmap goes with prediction flow_matching alone"),
-        ({"shift": {"factor": 3}}, "shift.kind constant goes with prediction flow_matching alone"),
+        ({"timestep_sampling": "cosmap"}, "timestep_sampling cosmap applies to prediction flow_matching only"),
+        ({"weighting": "cosmap"}, "weighting cosmap applies to prediction flow_matching only"),
+        ({"shift": {"factor": 3}}, "shift.kind constant applies to prediction flow_matching only"),
         ({"prediction": "flow_matching", "mode_scale": 2}, "less than or equal to 1.75"),
         (
             {"prediction": "flow_matching", "shift": {"kind": "log_linear", "max_tokens": 9}},
@@ -218,5 +218,5 @@ def test_mlperfs_validation_times_are_the_starts() -> None:
     assert path.fixed_timesteps(8, PLACES["starts"]) == [1000 * k / 8 for k in range(8)]
     ddpm = noise_path(ObjectiveConfig(), torch.device("cpu"))
     assert ddpm.fixed_timesteps(8, PLACES["starts"]) == [0, 125, 250, 375, 500, 625, 750, 875]
-    with pytest.raises(ValueError, match="dealt to 8 timesteps, leave some without"):
+    with pytest.raises(ValueError, match="samples 7 is less than one per timestep"):
         ValidationConfig(samples=7, dealt=True)

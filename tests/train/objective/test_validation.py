@@ -17,25 +17,28 @@ from tests.train.specs import CHANNELS, TOKENS, WIDTH, make_batch
 from train.data.batch import Batch
 from train.data.draws import Draws
 from train.objective.config import ObjectiveConfig, ValidationConfig
-from train.objective.loss import Noised
+from train.objective.loss import NoisyBatch
 from train.objective.paths import noise_path
 from train.objective.validation import PLACES, Validation, find_validation, open_validation
 
 SAMPLES = 21
 
 
-class TellTale:
-    """A loss that is an error that tells the sample and the timestep."""
+class TracingLoss:
+    """A loss whose errors reveal the sample and the timestep."""
 
     path = noise_path(ObjectiveConfig(prediction="flow_matching"), torch.device("cpu"))
     aligned = None
 
-    def noised_at(self, batch: Batch, timesteps: Tensor, dropped: Tensor, draws: Draws) -> Noised:
-        assert not dropped.any() and draws.slots.equal(batch.slots)
-        return Noised(batch, dropped, timesteps, timesteps, timesteps)
+    def draw(self, batch: Batch, draws: Draws) -> None:
+        assert draws.slots.equal(batch.slots)
 
-    def squared_error(self, unet: object, noised: Noised) -> Tensor:
-        return (noised.batch.slots.float() ** 2 + noised.timesteps)[: noised.num_real]
+    def add_noise_at(self, batch: Batch, timesteps: Tensor, dropped: Tensor, random: None) -> NoisyBatch:
+        assert not dropped.any()
+        return NoisyBatch(batch, dropped, timesteps, timesteps, timesteps)
+
+    def squared_error(self, unet: object, noisy: NoisyBatch) -> Tensor:
+        return (noisy.batch.slots.float() ** 2 + noisy.timesteps)[: noisy.num_real]
 
 
 @pytest.mark.parametrize("dealt", [False, True])
@@ -49,7 +52,7 @@ def test_each_sample_at_all_timesteps_or_at_one_in_turn(dealt: bool, places: str
         latents, text = torch.randn(len(slots), CHANNELS, 8, 8).half(), torch.randn(len(slots), TOKENS, WIDTH).half()
         batches.append(make_batch([""] * len(slots), slots, latents, text))
     validation = Validation(batches, seed=0, every=1, place=PLACES[places], dealt=dealt)
-    found = validation(torch.nn.Identity(), TellTale(), Accelerator(cpu=True), microbatch_size)  # type: ignore[arg-type]
+    found = validation(torch.nn.Identity(), TracingLoss(), Accelerator(cpu=True), microbatch_size)  # type: ignore[arg-type]
 
     sums, counts = [0.0] * 8, [0] * 8
     for i in range(SAMPLES):
