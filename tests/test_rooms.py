@@ -18,6 +18,7 @@ WHOLE_CONFIG = {
         "train/config.py",
         "train/prepare.py",
         "train/setup.py",
+        "train/takeover.py",
         # a finished run's, read from its folder
         "train/export/pipeline.py",
         "train/export/card.py",

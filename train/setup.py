@@ -44,7 +44,7 @@ def build_step(config: TrainConfig, prepared: Prepared, accelerator: Accelerator
         The step, and the state after the last step done.
     """
     assert config.precision != "auto", "resolve it first"
-    network, aligned = prepared.unet, prepared.aligned
+    network, aligned = prepared.network, prepared.aligned
     is_sharded = config.sharding != "none" and accelerator.num_processes > 1
     place_network(
         network,
@@ -103,7 +103,7 @@ def build_trainer(
         away: the run's object-store URL, if it has one.
         heart: reports this process's progress to the other processes; None: there are no others.
     """
-    network_json = prepared.unet.to_json_string()  # before sharding, which renames the class
+    network_json = prepared.network.to_json_string()  # before sharding, which renames the class
     train_step, state = build_step(config, prepared, accelerator)
     print_start(config, prepared, accelerator, launch)
     begin_folder(config, accelerator, launch, away, state.step)

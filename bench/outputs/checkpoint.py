@@ -18,9 +18,10 @@ from accelerate import Accelerator
 from bench.kit.common import section, status_mb, table
 from bench.kit.roots import make_root
 from train.config import TrainConfig
-from train.prepare import prepare, take_run
+from train.prepare import prepare
 from train.run.launches import Launch
 from train.setup import build_trainer
+from train.takeover import take_run
 
 SD2 = Path("configs/unet/sd2-base.json")
 STEPS, HEAD = 2, 32

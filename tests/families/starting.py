@@ -6,9 +6,10 @@ from accelerate import Accelerator
 
 from tests.families.small import Small, stir
 from train.config import TrainConfig
-from train.prepare import prepare, take_run
+from train.prepare import prepare
 from train.run.launches import Launch
 from train.setup import build_trainer
+from train.takeover import take_run
 from train.trainer import Trainer
 
 
@@ -22,5 +23,5 @@ def started(config: TrainConfig) -> Trainer:
     accelerator = Accelerator(cpu=True)
     prepared = prepare(config, accelerator)
     if prepared.checkpoint is None:
-        stir(prepared.unet)
+        stir(prepared.network)
     return build_trainer(config, prepared, accelerator, Launch(take_run(config, prepared)))

@@ -92,19 +92,19 @@ def make_case(made: Small) -> Case:
     changes = {"global_batch_size": batch_size, "data": {"shuffle": False, "num_canonical_nodes": 1}}
     config = TrainConfig.model_validate(made.train_fields(made.folder / "steps", **changes))
     prepared = prepare(config)
-    stir(prepared.unet)
+    stir(prepared.network)
     batch = next(iter(Loader(config.data, prepared.spec, batch_size, 0, 0, torch.arange(batch_size))))
     captions = captions_of(made)
     if name in TOLD:
         batch.columns["size"][:] = torch.tensor(TOLD[name])
     scheduler, recorder = scheduler_of(config.backbone.pipeline, config.objective), Recorder()
-    pipeline = made.pipeline(prepared.unet, scheduler)
+    pipeline = made.pipeline(prepared.network, scheduler)
     recorder.attach(scheduler)
-    recorder.watch(prepared.unet)
+    recorder.watch(prepared.network)
     pipeline(**arguments(name, [captions[key] for key in batch.keys], STEPS), output_type="latent")
-    prepared.unet._forward_hooks.clear()
+    prepared.network._forward_hooks.clear()
     loss = DiffusionLoss(config.objective, prepared.spec, CPU, prepared.backbone)
-    return Case(name, config, prepared.unet, loss, batch, recorder.steps)
+    return Case(name, config, prepared.network, loss, batch, recorder.steps)
 
 
 def captions_of(small: Small) -> dict[str, str]:

@@ -125,7 +125,7 @@ def test_a_finished_run_whose_checkpoint_is_damaged_is_not_called_finished(laten
         ({"data": {"streams": [{"root": "/absent", "bucket": "64x64"}]}}, "/absent is not a latents root"),
         ({"init_from": "/absent"}, "/absent has no complete checkpoint"),
         ({"run_dir": "/dev/null"}, "run_dir /dev/null cannot be used: /dev/null is a file"),
-        ({"num_processes": 2}, "2 processes were asked for, but 1 were started"),
+        ({"num_processes": 2}, "num_processes is 2, but 1 were started"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )

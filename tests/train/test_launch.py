@@ -99,7 +99,10 @@ def test_tasks_that_know_nothing_of_each_other_are_refused(
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "7")
     assert exit_code_of(lambda: run(["--config", str(config)])) == 2
     message = " ".join(capsys.readouterr().err.split())
-    assert "srun started 7 tasks, but WORLD_SIZE is not set: each would train alone, in one run folder" in message
+    assert (
+        "srun started 7 tasks, but WORLD_SIZE is not set, so each would train by itself in the same run folder"
+        in message
+    )
     assert "`srun python -m train.launch --slurm -m train --config" in message
     assert not (tmp_path / "run").exists()
 

@@ -192,7 +192,7 @@ def test_layering(package: str, forbidden: list[str]) -> None:
         ({"optimizer": {"lr": -1.0}}, "`optimizer.lr` = -1.0: input should be greater than 0"),
         ({"optimiser": {"lr": 1.0}}, "unknown key `optimiser` (did you mean `optimizer`?)"),
         ({"backbone": {"config": "/absent.json"}}, "The U-Net config /absent.json cannot be read"),
-        ({"num_processes": 2}, "2 processes were asked for, but 1 were started"),
+        ({"num_processes": 2}, "num_processes is 2, but 1 were started"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )

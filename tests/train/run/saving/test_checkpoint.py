@@ -174,8 +174,9 @@ def with_a_scaler(arguments: list[str]) -> None:
     from train.data.batch import Batch
     from train.data.draws import Draws
     from train.objective.loss import DiffusionLoss, NoisyBatch
-    from train.prepare import prepare, take_run
+    from train.prepare import prepare
     from train.setup import build_trainer
+    from train.takeover import take_run
 
     add_noise = DiffusionLoss.add_noise
 
