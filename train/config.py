@@ -44,7 +44,7 @@ class TrainConfig(Config):
     """Samples per forward pass of one process, at most its share of the batch; gradients are accumulated over the
     rest of the share."""
     init_from: Place | None = None
-    """Run folder or URL whose newest checkpoint provides the first weights. The optimizer starts anew."""
+    """Run folder or URL whose newest checkpoint provides the first weights; the optimizer state is new."""
     init_weights: Literal["auto", "raw", "ema"] = "auto"
     """Which weights of `init_from` to use; `auto`: the moving average if it has one."""
     init_unet: str | None = None

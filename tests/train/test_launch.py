@@ -19,7 +19,8 @@ import pytest
 from shards.base.errors import RequestError, WorkError, exit_code_of
 from tests import ranks
 from tests.runs import PYTHON, compare, environment, last_step, launcher, train_fields, write_config
-from train import launch
+from train import launch, slurm
+from train import ssh as ssh_launcher
 from train.__main__ import run
 from train.data.spec import DataConfig
 from train.run.preflight import World
@@ -39,7 +40,7 @@ STEP = {
 
 
 def test_a_task_of_srun_is_told_who_it_is() -> None:
-    assert launch.slurm_variables(STEP) == {
+    assert slurm.slurm_variables(STEP) == {
         "RANK": "6",
         "WORLD_SIZE": "7",
         "LOCAL_RANK": "0",
@@ -47,7 +48,7 @@ def test_a_task_of_srun_is_told_who_it_is() -> None:
         "MASTER_ADDR": "gpu003",
         "MASTER_PORT": str(15_000 + (31 * 1234567 + 2) % 15_000),
     }
-    second = launch.slurm_variables(STEP | {"SLURM_NODEID": "1", "MASTER_ADDR": "head", "MASTER_PORT": "29500"})
+    second = slurm.slurm_variables(STEP | {"SLURM_NODEID": "1", "MASTER_ADDR": "head", "MASTER_PORT": "29500"})
     assert second["LOCAL_WORLD_SIZE"] == "2"
     assert (second["MASTER_ADDR"], second["MASTER_PORT"]) == ("head", "29500")
 
@@ -64,19 +65,19 @@ def test_a_task_of_srun_is_told_who_it_is() -> None:
     ],
 )
 def test_the_master_is_the_first_node(nodes: str, first: str) -> None:
-    assert launch.first_host(nodes) == first
+    assert slurm.first_host(nodes) == first
 
 
 @pytest.mark.parametrize(("text", "counts"), [("8", [8]), ("8(x2)", [8, 8]), ("2(x3),1,4(x2)", [2, 2, 2, 1, 4, 4])])
 def test_tasks_per_node(text: str, counts: list[int]) -> None:
-    assert launch.tasks_per_node(text) == counts
+    assert slurm.tasks_per_node(text) == counts
 
 
 @pytest.mark.parametrize("missing", [name for name in STEP if name != "SLURM_NTASKS"])
 def test_what_is_no_task_of_srun_is_refused(missing: str) -> None:
     rest = {name: value for name, value in STEP.items() if name != missing}
     with pytest.raises(RequestError, match=rf"{missing} is not set: .* Start it as srun python -m train"):
-        launch.slurm_variables(rest)
+        slurm.slurm_variables(rest)
 
 
 def test_a_task_becomes_the_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,7 +187,7 @@ def test_each_host_gets_a_launcher_of_its_own(machines: Path) -> None:
 
 
 def test_signals_reach_the_launchers_and_one_that_fails_takes_the_others_along(machines: Path) -> None:
-    before = [signal.getsignal(number) for number in launch.TOLD]
+    before = [signal.getsignal(number) for number in ssh_launcher.FORWARDED]
 
     def signals() -> None:
         wait_for(machines / "words-0", machines / "words-1")
@@ -202,8 +203,8 @@ def test_signals_reach_the_launchers_and_one_that_fails_takes_the_others_along(m
     (machines / "told-0").unlink()
     assert launch.launch_on_hosts([str(machines / "hosts"), "2", "8", "wait", "code-1"]) == 1
     assert (machines / "told-0").read_text() == "SIGTERM\n"
-    assert [signal.getsignal(number) for number in launch.TOLD] == before
-    with pytest.raises(WorkError, match=r"The launcher on gpu2 was ended by signal 9; where that is 9, by the kernel"):
+    assert [signal.getsignal(number) for number in ssh_launcher.FORWARDED] == before
+    with pytest.raises(WorkError, match=r"The launcher on gpu2 was killed by signal 9\. If that is 9, the machine"):
         launch.launch_on_hosts([str(machines / "hosts"), "2", "8", "wait", "killed-1"])
 
 
@@ -211,9 +212,9 @@ def test_a_launcher_hears_by_its_pipe_and_leaves_at_its_end(monkeypatch: pytest.
     sent: list[int] = []
     monkeypatch.setattr(os, "kill", lambda pid, number: sent.append(number))
     monkeypatch.setattr(sys, "stdin", io.StringIO("SIGUSR2\nSIGUSR1\n"))
-    launch.hear_launcher()
+    ssh_launcher.receive_signals()
     for thread in threading.enumerate():
-        if thread.name == "told":
+        if thread.name == "signals":
             thread.join()
     assert sent == [signal.SIGUSR2, signal.SIGUSR1, signal.SIGTERM]
 
@@ -224,18 +225,18 @@ def test_a_launcher_hears_by_its_pipe_and_leaves_at_its_end(monkeypatch: pytest.
         (
             "away",
             ["2", "1", "wait"],
-            "away was not reached, or lost, by ssh .* `ssh away true` must work without a pass",
+            "ssh could not reach away, or lost the connection .* `ssh away true` must work without a pass",
         ),
-        ("hosts", ["3", "1", "x"], "names 2 hosts, and 3 are asked for"),
+        ("hosts", ["3", "1", "x"], "names 2 hosts, but 3 were requested"),
         (
             "hosts",
             ["0", "1", "x"],
-            "--hosts needs a file of hosts, how many, processes on each: python -m train.launch",
+            "--hosts must be followed by a file of hosts, the number of hosts .*: python -m train.launch",
         ),
-        ("hosts", ["2", "1"], "--hosts needs a file of hosts"),
+        ("hosts", ["2", "1"], "--hosts must be followed by a file of hosts"),
         ("absent", ["2", "1", "x"], "absent cannot be read: No such file or directory"),
-        ("ssh", ["2", "1", "x"], "names 'test .*, which is no host"),
-        ("twice", ["2", "1", "x"], "names 'gpu1', which is no host, or twice"),
+        ("ssh", ["2", "1", "x"], "contains 'test .*, which is not a host name"),
+        ("twice", ["2", "1", "x"], "names the host 'gpu1' twice"),
     ],
 )
 def test_what_is_no_file_of_hosts_is_refused(machines: Path, file: str, words: list[str], message: str) -> None:
@@ -430,7 +431,7 @@ def test_before_the_first_step_nothing_is_said_to_be_saved(
     signal_group(process, number)
     assert process.wait(120) == code
     errors = " ".join((tmp_path / "errors").read_text().split())
-    assert f"received {number.name} before the first step: this launch saved nothing. The same command" in errors
+    assert f"received {number.name} before the first step, so this launch saved nothing. The same" in errors
     assert "Traceback" not in errors
 
 

@@ -12,6 +12,9 @@ if TYPE_CHECKING:
 
 LAUNCHER = "LATENTMILL_LAUNCHER"
 """Environment variable that passes the process id of `python -m train.launch` to the processes that it starts."""
+SHUTDOWN_TIMEOUT = "PET_SHUTDOWN_TIMEOUT"
+"""Environment variable: seconds that the processes have to save and exit after a stop signal. torch reads it, too."""
+DEFAULT_SHUTDOWN_SECONDS = "120"
 PLAIN_LAUNCHES = ("NO", "MULTI_GPU", "MULTI_CPU")
 """Values of accelerate's `DistributedType` that this trainer supports."""
 
