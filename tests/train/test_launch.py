@@ -1,4 +1,4 @@
-"""Slurm's variables as the launcher reads them; without a launcher, several tasks are refused. Launchers by ssh."""
+"""The launchers: Slurm variables, launchers on several hosts by ssh, and signals."""
 
 import io
 import json
@@ -35,7 +35,7 @@ STEP = {
     "SLURM_NODEID": "3",
     "SLURM_PROCID": "6",
     "SLURM_LOCALID": "0",
-    "SLURM_NTASKS": "64",  # of the whole job
+    "SLURM_NTASKS": "64",  # of the whole job, which must not be used
 }
 
 
@@ -81,7 +81,7 @@ def test_what_is_no_task_of_srun_is_refused(missing: str) -> None:
 
 
 def test_a_task_becomes_the_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same process goes on as it, so that Slurm's signals reach it."""
+    """The process is replaced rather than forked, so that Slurm's signals reach the trainer."""
     monkeypatch.setattr(os, "environ", dict(STEP))
     became: list[list[str]] = []
     monkeypatch.setattr(os, "execv", lambda path, arguments: became.append([path, *arguments[1:]]))
@@ -145,7 +145,8 @@ if "wait" in sys.argv:
 
 @pytest.fixture
 def machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with an ssh that stays here, a launcher that writes down what it is told, and files of hosts."""
+    """A folder with a fake ssh that runs commands locally, a fake launcher that records its arguments, and files of
+    hosts."""
     for name, text in (("ssh", SSH), ("python", LAUNCHER.format(python=sys.executable))):
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
@@ -159,7 +160,7 @@ def machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def wait_for(*paths: Path) -> None:
-    """Until all are there, and not empty."""
+    """Wait until all files exist and are not empty."""
     end = time.monotonic() + 60
     while not all(path.exists() and path.read_text() for path in paths):
         assert time.monotonic() < end, paths
@@ -246,7 +247,7 @@ def test_what_is_no_file_of_hosts_is_refused(machines: Path, file: str, words: l
 
 @pytest.fixture(params=["here", pytest.param("sshd", marks=pytest.mark.slurm)])
 def ssh(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
-    """A folder with an ssh that stays here, or with OpenSSH's and what it needs to reach a server of this test's."""
+    """A folder with a fake local ssh, or with OpenSSH's client configured for a server that this fixture starts."""
     program = tmp_path / "ssh"
     if request.param == "here":
         program.write_text(SSH)
@@ -263,7 +264,7 @@ def ssh(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
     )
     program.write_text(f'#!/bin/sh\nexec {shutil.which("ssh")} -F {tmp_path}/config "$@"\n')
     program.chmod(0o755)
-    Path("/run/sshd").mkdir(exist_ok=True)  # where it locks itself in
+    Path("/run/sshd").mkdir(exist_ok=True)  # sshd's privilege separation directory
     flags = [f"HostKey={tmp_path}/server", f"AuthorizedKeysFile={tmp_path}/client.pub", "StrictModes=no"]
     flags += [f"Port={port}", f"PidFile={tmp_path}/pid", "ListenAddress=127.0.0.1", "ListenAddress=::1"]
     flags += ["PasswordAuthentication=no", "KbdInteractiveAuthentication=no"]
@@ -283,7 +284,8 @@ def ssh(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
 
 @pytest.mark.slow
 def test_two_machines_of_a_file_of_hosts_train_leave_and_go_on(ssh: Path, latents: Path, tmp_path: Path) -> None:
-    """Real launchers. A signal to the first, a kill of it, and the curve is one."""
+    """With real launchers: stop the first one by a signal, kill it the next time, and compare with an undisturbed
+    run."""
     (tmp_path / "hosts").write_text("localhost\n127.0.0.1\n")
     fields = train_fields(latents, tmp_path / "run", max_steps=300, checkpoint={"every": 20}, collective_timeout=60.0)
     command = [*PYTHON, "-m", "train.launch", "--hosts", str(tmp_path / "hosts"), "2", "1", "--mixed_precision", "no"]
@@ -327,7 +329,7 @@ time.sleep(600)
 
 
 def start_launcher(folder: Path, num_processes: int, *words: str, **variables: str) -> subprocess.Popen[str]:
-    """A launcher in a process group of its own, as a shell starts it; its standard error is in `folder`/errors."""
+    """Start a launcher in a process group of its own, as a shell does. Its standard error goes to `folder`/errors."""
     with (folder / "errors").open("w") as errors:
         return subprocess.Popen(
             [*launcher(num_processes), *words],
@@ -340,7 +342,7 @@ def start_launcher(folder: Path, num_processes: int, *words: str, **variables: s
 
 
 def wait_until(folder: Path, pattern: str, count: int, process: subprocess.Popen[str]) -> None:
-    """Until so many files of this name exist."""
+    """Wait until `count` files match the pattern."""
     end = time.monotonic() + 120
     while len(list(folder.glob(pattern))) < count:
         assert process.poll() is None and time.monotonic() < end, (folder / "errors").read_text()
@@ -348,12 +350,12 @@ def wait_until(folder: Path, pattern: str, count: int, process: subprocess.Popen
 
 
 def signal_group(process: subprocess.Popen[str], number: signal.Signals) -> None:
-    """What a terminal does at Ctrl-C: every process of the group gets the signal."""
+    """Signal every process of the group, as a terminal does for Ctrl-C."""
     os.killpg(process.pid, number)
 
 
 def signal_launcher(process: subprocess.Popen[str], number: signal.Signals) -> None:
-    """What a scheduler may do: the launcher alone gets the signal."""
+    """Signal the launcher alone, as a scheduler may."""
     process.send_signal(number)
 
 
@@ -391,7 +393,7 @@ def test_a_single_process_under_the_launcher_saves_before_both_leave(
 def test_a_second_ctrl_c_ends_the_processes_at_once(
     tmp_path: Path, num_processes: int, send: Callable[[subprocess.Popen[str], signal.Signals], None]
 ) -> None:
-    """They handle every signal and never leave by themselves; the first Ctrl-C asks them to, the second kills them."""
+    """The processes ignore every request to stop: the first Ctrl-C asks them, the second kills them."""
     (tmp_path / "slow.py").write_text(SAVES_SLOWLY)
     process = start_launcher(tmp_path, num_processes, str(tmp_path / "slow.py"), str(tmp_path))
     wait_until(tmp_path, "ready-*", num_processes, process)
@@ -431,13 +433,13 @@ def test_before_the_first_step_nothing_is_said_to_be_saved(
     signal_group(process, number)
     assert process.wait(120) == code
     errors = " ".join((tmp_path / "errors").read_text().split())
-    assert f"received {number.name} before the first step, so this launch saved nothing. The same" in errors
+    assert f"received {number.name} before the first step, so this launch saved nothing. The same command" in errors
     assert "Traceback" not in errors
 
 
 @pytest.mark.parametrize("times", [1, 2])
 def test_ctrl_c_reaches_one_process_on_one_host(tmp_path: Path, times: int) -> None:
-    """By ssh, which stays on this machine here: the first one saves, where the process does; the second one kills."""
+    """Through a local ssh: the first Ctrl-C makes the process save, the second kills it."""
     (tmp_path / "ssh").write_text(SSH)
     (tmp_path / "ssh").chmod(0o755)
     (tmp_path / "hosts").write_text("localhost\n")
@@ -474,7 +476,7 @@ def test_the_exit_code_of_a_single_process_is_handed_on(tmp_path: Path, code: in
     "words", [["train.launch", "x.py"], ["train", "--config", "CONFIG"]], ids=lambda words: words[0]
 )
 def test_ctrl_c_during_the_imports_is_one_line(latents: Path, tmp_path: Path, words: list[str]) -> None:
-    """An import of torch that takes until the signal comes."""
+    """torch is replaced by a module whose import waits for the signal."""
     config = write_config(tmp_path, train_fields(latents, tmp_path / "run"))
     words = [str(config) if word == "CONFIG" else word for word in words]
     program = f"""

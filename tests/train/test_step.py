@@ -44,7 +44,7 @@ from train.step import TrainStep
 META = torch.device("meta")
 MICROBATCHES, SIZE, SIDE = 4, 2, 8
 MOST_LAUNCHES = 40
-"""A microbatch, where a step has four, as on 8 GPUs with 64 images each at a time."""
+"""Bound on kernel launches per microbatch, for a step of four microbatches (64 images on each of 8 GPUs)."""
 NO_LAUNCH = ("empty", "empty_like", "empty_strided", "new_empty_strided", "detach", "_unsafe_view", "alias")
 OBJECTIVES = {
     "epsilon": {},
@@ -70,7 +70,7 @@ trims = pytest.mark.parametrize("trim", [False, True], ids=["whole captions", "t
 
 
 class Watch(TorchDispatchMode):
-    """Counts what a device would be asked to begin, and notes copies for which the host would wait."""
+    """Counts the kernels that a device would launch, and records copies for which the host would wait."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -94,14 +94,14 @@ class Watch(TorchDispatchMode):
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """What is begun in here is not counted."""
+        """Exclude what is launched in the context."""
         self.counts = False
         yield
         self.counts = True
 
 
 class Silent(nn.Module):
-    """Stands for a network, and begins nothing that is counted, there or back."""
+    """A fake network that launches nothing that is counted, in the forward and the backward pass."""
 
     def __init__(self, watch: Watch):
         super().__init__()
@@ -126,7 +126,7 @@ class Silent(nn.Module):
 
 
 class Summed(Exception):
-    """Validation has its sums; now it reads them."""
+    """Raised when validation has its sums and would read them on the host."""
 
 
 class FakeAccelerator:
@@ -164,7 +164,7 @@ def make_step(network: nn.Module, loss: DiffusionLoss, optimizer: Any = NO_OPTIM
 def data(
     width: int, tokens: int, captions: int = 1, size: int = MICROBATCHES * SIZE, shape: tuple[int, int] = (SIDE, SIDE)
 ) -> Batch:
-    """A rank's share of a step, with so many captions for each sample."""
+    """Return a rank's share of a step, with `captions` captions per sample."""
     latents = torch.randn(size, 2 * CHANNELS, *shape).half()
     text = torch.randn(captions * size, tokens, width).half()
     several = torch.full((size,), captions) if captions > 1 else None
@@ -198,7 +198,8 @@ def test_a_step_alone_trains_as_a_run_does(latents: Path, tmp_path: Path) -> Non
 @objectives
 @trims
 def test_few_launches_and_no_question(objective: dict[str, Any], trim: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Draws, noise, captions, losses and their sums, there and back; of fused draws two kernels (tests/train/data)."""
+    """Draws, noise, captions, losses and their sums, forward and backward. Fused draws are two kernels
+    (tests/train/data)."""
     watch = Watch()
 
     def two_kernels(counter: tuple[Tensor, ...], key: tuple[int, int]) -> list[Tensor]:
@@ -219,7 +220,7 @@ def test_few_launches_and_no_question(objective: dict[str, Any], trim: bool, mon
 
 
 def test_captions_are_decoded_for_a_microbatch_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """T5's of a rank's share, decoded at once, would be gigabytes: they wait as they are stored."""
+    """Decoding the T5 captions of a whole share at once would take gigabytes, so they stay encoded until needed."""
     decoded, decode = [], StoredLatents.conditioning
 
     def conditioning(self: StoredLatents, batch: Batch, dropped: Tensor) -> Conditioning:
@@ -237,8 +238,8 @@ def test_captions_are_decoded_for_a_microbatch_at_a_time(monkeypatch: pytest.Mon
 
 
 def test_a_whole_step_asks_the_host_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A U-Net and trimmed captions, three of each sample, by plain draws; with clip, AdamW and moving average."""
-    optimizers = sys.modules["torch.optim.optimizer"]  # whose name torch.optim hides
+    """A U-Net on trimmed captions, three per sample, without fused draws; with clipping, AdamW and moving average."""
+    optimizers = sys.modules["torch.optim.optimizer"]  # torch.optim hides this module's name
     monkeypatch.setattr(optimizers, "_get_fused_kernels_supported_devices", lambda: ["meta"])
     unet = build_unet(UNET, None)
     width, tokens = unet.config.cross_attention_dim, 5
@@ -258,7 +259,7 @@ def test_a_whole_step_asks_the_host_for_nothing(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.fixture
 def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.fx.GraphModule]]:
-    """The graphs that are compiled, which run as they are."""
+    """The compiled graphs, which run uncompiled."""
     found: list[torch.fx.GraphModule] = []
 
     def keep(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
@@ -274,14 +275,14 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.fx.GraphModul
 
 @pytest.fixture
 def accelerator() -> Iterator[Accelerator]:
-    """In bfloat16. Accelerate keeps the precision for the whole process, where others have their own."""
+    """A bfloat16 accelerator. Its state is reset, because accelerate keeps the precision for the whole process."""
     AcceleratorState._reset_state()
     yield Accelerator(mixed_precision="bf16", cpu=True)
     AcceleratorState._reset_state()
 
 
 class Casts(TorchDispatchMode):
-    """Counts copies of weights in bfloat16."""
+    """Counts casts of weights to bfloat16."""
 
     def __init__(self, weights: list[nn.Parameter]):
         super().__init__()
@@ -294,7 +295,7 @@ class Casts(TorchDispatchMode):
 
 
 def test_weights_are_cast_once_a_step(accelerator: Accelerator) -> None:
-    """And the gradients are those of microbatches that each cast them anew, bit for bit."""
+    """The gradients are bit-equal to those of microbatches that each cast the weights."""
     cpu = torch.device("cpu")
     width, tokens = 12, 5
     gradients, counts = [], []
@@ -315,8 +316,8 @@ def test_weights_are_cast_once_a_step(accelerator: Accelerator) -> None:
 
 
 def test_one_graph_for_each_shape(graphs: list[torch.fx.GraphModule], accelerator: Accelerator) -> None:
-    """Of trimmed captions: a step's microbatches, the last of them smaller, and validation in batches of another size;
-    then another shape."""
+    """One graph serves all microbatches of a step, including the smaller last one, and validation in other batch sizes;
+    a second latent shape compiles one more. Captions are trimmed."""
     unet = build_unet(UNET, 0)
     compile_network(unet, num_shapes=2)
     model = accelerator.prepare_model(unet, device_placement=False)
@@ -332,7 +333,8 @@ def test_one_graph_for_each_shape(graphs: list[torch.fx.GraphModule], accelerato
 
 
 def test_ddp_cuts_stable_diffusion_2_in_eight(monkeypatch: pytest.MonkeyPatch) -> None:
-    """71 at DDP's own 25 MB. Dynamo asks DDP for its cap, and cuts where so many bytes of weights are full."""
+    """At DDP's default of 25 MB there would be 71 subgraphs. Dynamo splits the graph wherever a bucket of gradients is
+    full."""
     handler = DdpConfig().handler().to_kwargs()
     assert handler["gradient_as_bucket_view"] and 250 <= handler["bucket_cap_mb"] <= 500
     cutter = DDPOptimizer(handler["bucket_cap_mb"] * 2**20, lambda graph, inputs: graph.forward)

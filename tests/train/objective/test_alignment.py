@@ -1,4 +1,4 @@
-"""REPA: against the paper's formula in float64, and in whole runs: kills, ranks, buckets, sharding, compilation."""
+"""REPA: the loss in float64, and whole runs across kills, ranks, buckets, sharding and compilation."""
 
 import json
 import math
@@ -42,14 +42,14 @@ from train.run.telling.json_lines import read_json_lines
 
 FEATURES = 10
 TOWER = feature_tower(FEATURES)
-"""A 64x64 picture is 56x56 to it: 4x4 tokens."""
+"""For this tower a 64x64 image is 56x56, which is 4x4 tokens."""
 OF = StoredFeatures("dino", TOWER, 8)
 LAYER = "down_blocks.1"
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 
 
 def cosine_loop(projected: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
-    """(N,) in float64, patch by patch: −mean over patches of ⟨a, b⟩ / (|a|·|b|)."""
+    """Compute −mean over patches of ⟨a, b⟩ / (|a|·|b|), (N,), in float64, patch by patch."""
     losses = []
     for a, b in zip(projected.double(), features.double(), strict=True):
         cosines = [float(x @ y) / math.sqrt(float(x @ x) * float(y @ y)) for x, y in zip(a, b, strict=True)]
@@ -61,13 +61,13 @@ def test_the_loss_is_the_papers() -> None:
     projected, features = torch.randn(3, 16, FEATURES), 5 * torch.randn(3, 16, FEATURES)
     found = negative_cosine(projected, features)
     torch.testing.assert_close(found.double(), cosine_loop(projected, features), rtol=1e-5, atol=1e-6)
-    normalised = -(F.normalize(projected, dim=-1) * F.normalize(features, dim=-1)).sum(-1).mean(-1)  # as REPA's code
+    normalised = -(F.normalize(projected, dim=-1) * F.normalize(features, dim=-1)).sum(-1).mean(-1)  # as in REPA's code
     torch.testing.assert_close(found, normalised)
     assert negative_cosine(features, 0.1 * features).allclose(-torch.ones(3))
 
 
 class Toy(nn.Module):
-    """A network of one hidden layer of (N, C, h/2, w/2), or of tokens of the same."""
+    """A network with one hidden layer, (N, C, h/2, w/2), which it can also pass on as tokens."""
 
     def __init__(self, as_tokens: bool) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class Toy(nn.Module):
 @pytest.mark.parametrize("layer", ["layer", "tokens"])
 @pytest.mark.parametrize("hw", [(8, 8), (16, 8), (8, 24)])
 def test_a_batch_on_paper(hw: tuple[int, int], layer: str, storage: str) -> None:
-    """The whole of it in float64: resize, head, cosine, coefficient; also where the layer's grid is another."""
+    """Resizing, head, cosine and coefficient in float64, also if the layer's grid differs from the tower's."""
     config = RepaConfig(layer=layer, weight=0.7, until=10, schedule="linear", hidden=12)
     network = Toy(layer == "tokens")
     shapes = {hw: layer_shape(network, config, lambda: network(torch.zeros(1, CHANNELS, *hw)))}
@@ -134,7 +134,8 @@ def test_a_batch_on_paper(hw: tuple[int, int], layer: str, storage: str) -> None
 
 
 def test_features_are_resized_as_pictures_are() -> None:
-    """To half: antialiased bilinear weighs a row's four neighbours 1, 3, 3, 1 over 8; in the middle, in float64."""
+    """At half size, antialiased bilinear resizing weights four neighbours of a row by 1, 3, 3, 1 over 8; checked in
+    float64 away from the border."""
     features = torch.randn(1, 64, 1, dtype=torch.float64)
     planes = features.reshape(8, 8)
     found = resized(features, (8, 8), (4, 4)).reshape(4, 4)
@@ -163,7 +164,7 @@ def test_grids(tokens: int, hw: tuple[int, int], grid: tuple[int, int] | None) -
 
 
 def test_layers_of_transformers_are_heard_too() -> None:
-    """The image's tokens of blocks that give the text's first, of diffusers' SD3 and FLUX.1 on 8x8 latents."""
+    """Blocks of SD3 and FLUX.1 return text and image tokens; the image tokens of 8x8 latents are captured."""
     with torch.device("meta"):
         sd3 = SD3Transformer2DModel(
             sample_size=8, num_layers=2, attention_head_dim=4, num_attention_heads=2, joint_attention_dim=6,
@@ -204,10 +205,10 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def fields_of(root: Path, folder: Path, **changes: Any) -> dict[str, Any]:
-    """A run that aligns the U-Net's inner block, over two buckets."""
+    """Config of a run that aligns the U-Net's inner block, over two buckets."""
     streams = [{"root": str(root), "bucket": bucket} for bucket in ("64x64", "128x64")]
     repa = {"layer": LAYER, "hidden": 24, "until": 3, "schedule": "linear"}
-    # the average's loss, without a gradient that would ask for the head
+    # validates the average without gradients, so the head is not run
     validation = {"root": str(root), "bucket": "64x64", "samples": 6, "batch_size": 4, "every": 4, "weights": "ema"}
     fields: dict[str, Any] = {"data": {"streams": streams}, "repa": repa, "max_steps": 4, "optimizer": {"lr": 1e-3}}
     fields |= {"ema": {"snapshot_every": 4}, "validation": validation, "collective_timeout": 120.0}
@@ -215,7 +216,7 @@ def fields_of(root: Path, folder: Path, **changes: Any) -> dict[str, Any]:
 
 
 def train(folder: Path, root: Path, name: str, **changes: Any) -> Path:
-    """A run in this process."""
+    """Train in this process and return the run folder."""
     command(["--config", str(write_config(folder, fields_of(root, folder / name, **changes)))])
     return folder / name
 
@@ -242,7 +243,7 @@ def test_a_run_aligns_and_says_so(whole: Path) -> None:
     assert newest.fingerprint["repa"]["tower"] == "dino" and newest.fingerprint["repa"]["layer"] == LAYER
     optimizer = load_file(newest.folder / "optimizer.safetensors")
     assert optimizer["exp_avg/repa.0.weight"].shape == (24, 32)
-    # no trace of it in what is exported: the U-Net's own weights by their own names
+    # weights keep the U-Net's own names, so an export contains no trace of REPA
     unet = UNet2DConditionModel.from_config(json.loads(UNET.read_text()))
     for folder in ("unet", "ema"):
         saved = load_file(newest.folder / folder / WEIGHTS)
@@ -252,7 +253,7 @@ def test_a_run_aligns_and_says_so(whole: Path) -> None:
 def test_killed_and_resumed_it_is_bit_equal(whole: Path, root: Path, tmp_path: Path) -> None:
     for max_steps in (3, 4):
         train(tmp_path, root, "run", max_steps=max_steps)
-        if max_steps == 3:  # as a kill after step 3 leaves it: its line is written, its checkpoint is not
+        if max_steps == 3:  # the state after a kill following step 3: its line is written, its checkpoint is not
             shutil.rmtree(step_folder(tmp_path / "run", 3))
     assert curve(tmp_path / "run") == curve(whole)
     assert rows(tmp_path / "run", "repa_loss") == rows(whole, "repa_loss")
@@ -294,9 +295,9 @@ def test_the_next_phase_goes_on_with_the_head(whole: Path, root: Path, tmp_path:
 def test_compiled_or_computed_again_the_gradients_are_the_same(
     root: Path, tmp_path: Path, how: str, layer: str
 ) -> None:
-    """Gradients of both losses, of network and head; compiled by Dynamo, which traces the hook.
+    """Gradients of both losses, with respect to network and head, do not change. Dynamo traces the hook.
 
-    The second layer lies within what gradient checkpointing computes again.
+    The second layer is inside what gradient checkpointing recomputes.
     """
     gradients = []
     for name, on in (("plain", False), ("changed", True)):

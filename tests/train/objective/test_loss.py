@@ -1,4 +1,4 @@
-"""The loss against diffusers' own pieces, on random input."""
+"""The loss agrees with diffusers' own components on random input."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -37,7 +37,7 @@ def batch(**changes: object) -> Batch:
 
 
 class Recorder(torch.nn.Module):
-    """Stands for a U-Net: remembers its inputs, predicts half of the noisy latents."""
+    """A fake U-Net that records its inputs and predicts half of the noisy latents."""
 
     def forward(self, noisy: torch.Tensor, *, return_dict: bool, **given: torch.Tensor) -> tuple[torch.Tensor]:
         assert not return_dict
@@ -71,7 +71,7 @@ def test_loss_is_diffusers(prediction: str) -> None:
 
 @pytest.mark.parametrize("posterior", ["mean", "deterministic"])
 def test_means_are_shifted_and_scaled_per_channel_and_nothing_else(posterior: str) -> None:
-    """As FluxPipeline has it, (latents - shift) × scale, where each channel has its own, as in Wan's."""
+    """FluxPipeline's (latents - shift) × scale, with separate values per channel as in Wan."""
     scale, shift = (0.7, 0.1, 2.0, 1.0), (0.0, 0.1, -1.0, 3.0)
     data_spec = spec(posterior=posterior).image.model_copy(update={"scale": scale, "shift": shift})
     loss = DiffusionLoss(ObjectiveConfig(), replace(spec(), image=data_spec), torch.device("cpu"))
@@ -143,14 +143,14 @@ def test_a_last_microbatch_that_is_filled_up_counts_its_own_samples_alone() -> N
     whole = loss(unet, noised)
     first, last = noised.microbatches(4, filled=True)
     assert len(first) == len(last) == 4 and first.num_real is None
-    assert last.latents.equal(noised.latents[[4, 5, 4, 5]])  # nothing that no sample of it has
+    assert last.latents.equal(noised.latents[[4, 5, 4, 5]])  # padding repeats the slice's own samples
     found = loss(unet, last)
     assert len(unet.seen[0]) == 4
     assert found.per_sample.equal(whole.per_sample[4:]) and found.timesteps.equal(whole.timesteps[4:])
 
 
 def test_a_batch_on_paper(tmp_path: Path) -> None:
-    """Two ranks' draws, by slot, are the one rank's."""
+    """The draws depend on the slots only, so two ranks together draw what one rank draws."""
     loss = DiffusionLoss(ObjectiveConfig(), spec(), torch.device("cpu"))
     whole = loss(Recorder(), loss.add_noise(batch(), Draws(3, 11, torch.arange(N)))).per_sample
     for part in (batch().take(slice(0, 4)), batch().take(slice(4, N))):
@@ -160,7 +160,7 @@ def test_a_batch_on_paper(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("prediction", ["epsilon", "v_prediction", "sample"])
 def test_min_snr_weighs_the_error_in_the_latents(prediction: str) -> None:
-    """Whatever is predicted, the weighted loss is min(SNR, γ) times the squared error of the latents it implies."""
+    """For every prediction type, the weighted loss is min(SNR, γ) times the squared error of the implied latents."""
     config = ObjectiveConfig(prediction=prediction, caption_dropout=0, min_snr_gamma=5.0)
     loss = DiffusionLoss(config, spec(posterior="mean"), torch.device("cpu"))
     data = batch(image_latents=torch.randn(N, CHANNELS, SIDE, SIDE).half())
@@ -183,7 +183,7 @@ def test_min_snr_weighs_the_error_in_the_latents(prediction: str) -> None:
 
 @pytest.mark.parametrize("prediction", ["epsilon", "v_prediction"])
 def test_min_snr_is_that_of_diffusers_training_script(prediction: str) -> None:
-    """As its train_text_to_image.py has it: min(SNR, γ) over SNR, or over SNR + 1 for a velocity."""
+    """train_text_to_image.py uses min(SNR, γ) over SNR, or over SNR + 1 for a velocity."""
     config, timesteps = ObjectiveConfig(prediction=prediction, min_snr_gamma=5.0), torch.arange(1000)
     snr = compute_snr(noise_scheduler(config), timesteps)
     expected = torch.stack([snr, torch.full_like(snr, 5.0)], dim=1).min(dim=1)[0]
@@ -195,7 +195,8 @@ def test_min_snr_is_that_of_diffusers_training_script(prediction: str) -> None:
 
 @pytest.mark.parametrize("prediction", ["v_prediction", "sample"])
 def test_min_snr_trains_every_timestep_of_a_schedule_that_ends_in_pure_noise(prediction: str) -> None:
-    """min(SNR + 1, γ) in terms of the latents: min(SNR, γ) would be 0 at the step where every sampling run starts."""
+    """In terms of the latents the weight is min(SNR + 1, γ). min(SNR, γ) would be 0 at the step where sampling
+    starts."""
     config = ObjectiveConfig(prediction=prediction, min_snr_gamma=5.0, zero_terminal_snr=True)
     timesteps = torch.arange(1000)
     weight = noise_path(config, torch.device("cpu")).weight(timesteps)
@@ -229,7 +230,7 @@ def flow(**changes: object) -> DiffusionLoss:
 
 @pytest.mark.parametrize("sampling", ["uniform", "logit_normal"])
 def test_flow_matching_is_a_straight_line(sampling: str) -> None:
-    """Against the equations, in float64, with t from the same words."""
+    """The equations in float64, with t from the same random words."""
     loss = flow(timestep_sampling=sampling, logit_mean=0.3, logit_std=0.8)
     data = batch(image_latents=torch.randn(N, CHANNELS, SIDE, SIDE).half())
     unet, draws = Recorder(), Draws(3, 11, torch.arange(N))
@@ -303,7 +304,7 @@ def test_losses_by_quarter_add_up(prediction: str) -> None:
         inside = (timesteps >= 250 * quarter) & (timesteps < 250 * (quarter + 1))
         torch.testing.assert_close(found.sums[quarter], losses[inside].sum())
         assert found.counts[quarter] == inside.sum() > 0
-    # microbatches and ranks hold parts of it
+    # microbatches and ranks hold parts of the batch
     parts = [LossSums.of(losses[i::3], timesteps[i::3], 1000) for i in range(3)]
     added = parts[0] + parts[1] + parts[2]
     torch.testing.assert_close(added.sums, found.sums)
@@ -313,7 +314,7 @@ def test_losses_by_quarter_add_up(prediction: str) -> None:
     assert found.total == pytest.approx(float(losses.sum()))
     kept = LossSums.from_json(found.to_json())
     assert kept.to_json() == found.to_json() and kept.sums.dtype == torch.float64
-    # what is not finite stays where it is, and the sum over all says so
+    # a non-finite loss stays in its quarter and makes the total non-finite
     losses[0] = float("nan")
     assert int(LossSums.of(losses, timesteps, 1000).sums.isnan().sum()) == 1
 

@@ -1,4 +1,4 @@
-"""Which sample is looked at at which timestep, and what is made of it."""
+"""Which samples are validated at which timestep, and how their losses are averaged."""
 
 from pathlib import Path
 
@@ -45,7 +45,7 @@ class TracingLoss:
 @pytest.mark.parametrize("places", ["middles", "starts"])
 @pytest.mark.parametrize("microbatch_size", [None, 3])
 def test_each_sample_at_all_timesteps_or_at_one_in_turn(dealt: bool, places: str, microbatch_size: int | None) -> None:
-    """Against MLPerf's loop for FLUX.1: sample i at t = (i mod 8)/8, a mean for each t, and their mean."""
+    """MLPerf's loop for FLUX.1: sample i at t = (i mod 8)/8, a mean for each t, and the mean of these."""
     batches = []
     for start in range(0, SAMPLES, 4):
         slots = torch.arange(start, min(start + 4, SAMPLES))
@@ -65,7 +65,7 @@ def test_each_sample_at_all_timesteps_or_at_one_in_turn(dealt: bool, places: str
 
 
 def keys_of(root: Path | str, samples: int, rank: int = 0, ranks: int = 1) -> list[list[str]]:
-    """The keys of each batch of a rank."""
+    """Return the keys of each batch of a rank."""
     config = ValidationConfig(root=root, bucket="64x64", samples=samples, batch_size=4)
     found, encoding = find_validation(config), EncodingRecord.load(open_store(root))
     return [batch.keys for batch in open_validation(config, encoding, 0, found, rank, ranks).batches]
@@ -84,7 +84,7 @@ def test_each_rank_reads_its_own_batches_alone(tmp_path: Path) -> None:
     batches = keys_of(root, 11)
     assert [len(batch) for batch in batches] == [4, 4, 3]
     assert keys_of(root, 11, 0, 2) == [batches[0], batches[2]]
-    assert keys_of(root, 11, 1, 2) == [batches[1], batches[0]]  # the last one keeps the ranks in step
+    assert keys_of(root, 11, 1, 2) == [batches[1], batches[0]]  # the last batch only keeps the ranks in step
     config = ValidationConfig(root=root, bucket="64x64", samples=11, batch_size=4)
     encoding = EncodingRecord.load(open_store(root))
     fillers = [open_validation(config, encoding, 0, None, rank, 2).filler for rank in (0, 1)]
