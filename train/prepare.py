@@ -174,8 +174,9 @@ def load_first_weights(
     Raises:
         RequestError: the weights belong to a different architecture.
     """
-    if aligned is not None and (checkpoint or start) is not None:
-        load_head(aligned.head, (checkpoint or start).folder)
+    source = checkpoint or start
+    if aligned is not None and source is not None:
+        load_head(aligned.head, source.folder)
     if checkpoint is not None:
         load_weights(network, checkpoint.folder / "unet")
     elif start is not None:

@@ -38,7 +38,7 @@ from train.trainer import Trainer
 def build_step(config: TrainConfig, prepared: Prepared, accelerator: Accelerator) -> tuple[TrainStep, TrainState]:
     """Build the training step, with the weights, optimizer and averages of the checkpoint to resume, if there is one.
 
-    Neither needs nor touches a run folder.
+    It needs no run folder.
 
     Returns:
         The step, and the state after the last step done.
@@ -110,6 +110,7 @@ def build_trainer(
     checkpoints, average_snapshots = make_writers(config, prepared, accelerator, launch, away, network_json)
     peak = device_peak(config, accelerator.device)
     alarm, max_skipped = Alarm(config.alarm), config.optimizer.max_skipped_steps
+    settings = config.model_dump(mode="json")  # as trackers show them
     metrics = Metrics(
         train_step,
         state,
@@ -125,7 +126,7 @@ def build_trainer(
         state=state,
         loader=make_loader(config, prepared, accelerator.process_index, state.step),
         metrics=metrics,
-        log=make_log(config, accelerator, launch.folder, state.step),
+        log=Log(config.log, config.run_dir, launch.folder, state.step, config.max_steps, accelerator, settings),
         validation=prepared.validation,
         checkpoints=checkpoints,
         average_snapshots=average_snapshots,
@@ -213,12 +214,6 @@ def make_writers(
         return CheckpointWriter(folder, launch.folder, network_json, prepared.fingerprint, checkpoint, writers, away)
 
     return writer(config.work, config.checkpoint, each), writer(config.work / SNAPSHOTS, every, Writers(rank))
-
-
-def make_log(config: TrainConfig, accelerator: Accelerator, folder: Path, step: int) -> Log:
-    """Build the log of the steps after `step`. `folder` is the launch's own."""
-    settings = config.model_dump(mode="json")
-    return Log(config.log, config.run_dir, folder, step, config.max_steps, accelerator, settings)
 
 
 def make_meter(prepared: Prepared, network: Any) -> Meter:

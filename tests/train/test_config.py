@@ -69,7 +69,7 @@ def test_no_stream(tmp_path: Path, streams: list, words: list[str], message: str
     assert message in str(caught.value)
 
 
-def test_streams_take_the_place_of_what_was_short_for_them(tmp_path: Path) -> None:
+def test_streams_replace_an_inherited_shorthand(tmp_path: Path) -> None:
     """A base file's shorthand stands for one stream; a derived file that lists `streams` replaces it."""
     fields = train_fields(Path("a"), tmp_path / "run")
     (tmp_path / "below.yaml").write_text(yaml.safe_dump(fields))

@@ -97,7 +97,7 @@ def test_a_launcher_recognises_a_finished_run_before_it_starts_processes(finishe
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
-def test_a_finished_run_under_another_config_is_looked_at_closely(
+def test_a_finished_run_with_a_changed_config_is_fully_checked(
     finished: tuple[Path, str], options: list[str], message: str | None
 ) -> None:
     config, _ = finished

@@ -39,7 +39,7 @@ STEP = {
 }
 
 
-def test_a_task_of_srun_is_told_who_it_is() -> None:
+def test_slurm_variables_become_those_of_torchs_launcher() -> None:
     assert slurm.slurm_variables(STEP) == {
         "RANK": "6",
         "WORLD_SIZE": "7",
@@ -74,7 +74,7 @@ def test_tasks_per_node(text: str, counts: list[int]) -> None:
 
 
 @pytest.mark.parametrize("missing", [name for name in STEP if name != "SLURM_NTASKS"])
-def test_what_is_no_task_of_srun_is_refused(missing: str) -> None:
+def test_a_process_outside_srun_is_refused(missing: str) -> None:
     rest = {name: value for name, value in STEP.items() if name != missing}
     with pytest.raises(RequestError, match=rf"{missing} is not set: .* Start it as srun python -m train"):
         slurm.slurm_variables(rest)
@@ -93,7 +93,7 @@ def test_a_task_becomes_the_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
     assert os.environ["RANK"] == "6" and os.environ["WORLD_SIZE"] == "7"
 
 
-def test_tasks_that_know_nothing_of_each_other_are_refused(
+def test_srun_without_the_launcher_is_refused(
     latents: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = write_config(tmp_path, train_fields(latents, tmp_path / "run"))
@@ -209,7 +209,7 @@ def test_signals_reach_the_launchers_and_one_that_fails_takes_the_others_along(m
         launch.launch_on_hosts([str(machines / "hosts"), "2", "8", "wait", "killed-1"])
 
 
-def test_a_launcher_hears_by_its_pipe_and_leaves_at_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_launcher_receives_signals_through_its_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[int] = []
     monkeypatch.setattr(os, "kill", lambda pid, number: sent.append(number))
     monkeypatch.setattr(sys, "stdin", io.StringIO("SIGUSR2\nSIGUSR1\n"))
@@ -240,7 +240,7 @@ def test_a_launcher_hears_by_its_pipe_and_leaves_at_its_end(monkeypatch: pytest.
         ("twice", ["2", "1", "x"], "names the host 'gpu1' twice"),
     ],
 )
-def test_what_is_no_file_of_hosts_is_refused(machines: Path, file: str, words: list[str], message: str) -> None:
+def test_wrong_files_of_hosts_are_refused(machines: Path, file: str, words: list[str], message: str) -> None:
     with pytest.raises(RequestError, match=message):
         launch.launch_on_hosts([str(machines / file), *words])
 
@@ -283,7 +283,7 @@ def ssh(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.slow
-def test_two_machines_of_a_file_of_hosts_train_leave_and_go_on(ssh: Path, latents: Path, tmp_path: Path) -> None:
+def test_two_hosts_train_stop_and_resume(ssh: Path, latents: Path, tmp_path: Path) -> None:
     """With real launchers: stop the first one by a signal, kill it the next time, and compare with an undisturbed
     run."""
     (tmp_path / "hosts").write_text("localhost\n127.0.0.1\n")

@@ -208,7 +208,7 @@ def test_a_bucket_that_is_not_there(latents: Path, tmp_path: Path, capsys: pytes
     assert "has no bucket 256x256 (it has: 128x128, 64x64)" in refused(tmp_path, fields, capsys)
 
 
-def test_a_checkpoint_goes_on_only_under_what_it_was_trained_with(
+def test_a_checkpoint_resumes_only_under_the_same_settings(
     reference: Path, latents: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fields = train_fields(latents, reference, max_steps=20, global_batch_size=12, seed=5)
@@ -216,7 +216,7 @@ def test_a_checkpoint_goes_on_only_under_what_it_was_trained_with(
     assert "seed: 0 ≠ 5; global_batch_size: 8 ≠ 12 (checkpoint ≠ this run)" in message
 
 
-def test_a_checkpoint_goes_on_only_over_the_streams_and_data_that_it_saw(
+def test_a_checkpoint_resumes_only_on_the_same_streams(
     reference: Path, latents: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     streams = [{"root": str(latents), "bucket": bucket} for bucket in ("64x64", "128x128")]
@@ -224,9 +224,7 @@ def test_a_checkpoint_goes_on_only_over_the_streams_and_data_that_it_saw(
     assert "was trained under other settings: streams: [{" in refused(tmp_path / "streams", fields, capsys)
 
 
-def test_a_run_over_an_index_that_is_no_longer_there(
-    latents: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_whose_index_was_deleted(latents: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     root = shutil.copytree(latents, tmp_path / "root")
     command(["--config", str(write_config(tmp_path, train_fields(root, tmp_path / "run", max_steps=1)))])
     for index in (root / "index" / "buckets").iterdir():
@@ -302,7 +300,7 @@ def test_a_flipped_bit_in_a_shard_stops_the_run_and_names_it(latents: Path, tmp_
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
 @pytest.mark.parametrize(("num_processes", "num_workers"), [(1, 2), (2, 0)], ids=["1-rank-with-workers", "2-ranks"])
-def test_told_to_leave_it_saves_and_leaves(
+def test_a_stop_signal_saves_and_ends_the_run(
     reference: Path, latents: Path, tmp_path: Path, num_processes: int, num_workers: int, number: signal.Signals
 ) -> None:
     """The whole process group is signalled, as by schedulers and terminals: the run saves, exits and keeps its
@@ -447,7 +445,7 @@ def test_a_flipped_bit_in_the_empty_caption_is_found(
     assert "uncond.safetensors is damaged" in capsys.readouterr().err.replace("\n", " ")
 
 
-def test_a_log_line_says_it_all(latents: Path, tmp_path: Path) -> None:
+def test_all_fields_of_a_log_line(latents: Path, tmp_path: Path) -> None:
     """Flow matching, a power average, low-precision norms and TensorBoard, on a device whose peak is configured."""
     validation = {"root": str(latents), "bucket": "64x64", "samples": 4, "batch_size": 4, "every": 2}
     fields = train_fields(

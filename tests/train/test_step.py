@@ -197,7 +197,9 @@ def test_a_step_alone_trains_as_a_run_does(latents: Path, tmp_path: Path) -> Non
 
 @objectives
 @trims
-def test_few_launches_and_no_question(objective: dict[str, Any], trim: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_kernel_launches_and_no_wait_for_the_device(
+    objective: dict[str, Any], trim: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Draws, noise, captions, losses and their sums, forward and backward. Fused draws are two kernels
     (tests/train/data)."""
     watch = Watch()
@@ -237,7 +239,7 @@ def test_captions_are_decoded_for_a_microbatch_at_a_time(monkeypatch: pytest.Mon
     assert decoded == [(SIZE, SIZE)] * MICROBATCHES
 
 
-def test_a_whole_step_asks_the_host_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_whole_step_never_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """A U-Net on trimmed captions, three per sample, without fused draws; with clipping, AdamW and moving average."""
     optimizers = sys.modules["torch.optim.optimizer"]  # torch.optim hides this module's name
     monkeypatch.setattr(optimizers, "_get_fused_kernels_supported_devices", lambda: ["meta"])
@@ -347,7 +349,7 @@ def test_ddp_cuts_stable_diffusion_2_in_eight(monkeypatch: pytest.MonkeyPatch) -
     torch.compiler.reset()
 
 
-def test_the_watch_sees_a_question() -> None:
+def test_the_watch_detects_a_wait() -> None:
     with pytest.raises(RuntimeError, match="meta"):
         torch.ones(3, device=META).sum().item()
     watch = Watch()

@@ -163,7 +163,7 @@ def test_grids(tokens: int, hw: tuple[int, int], grid: tuple[int, int] | None) -
     assert grid_of(tokens, hw) == grid
 
 
-def test_layers_of_transformers_are_heard_too() -> None:
+def test_layers_of_transformers_can_be_aligned_too() -> None:
     """Blocks of SD3 and FLUX.1 return text and image tokens; the image tokens of 8x8 latents are captured."""
     with torch.device("meta"):
         sd3 = SD3Transformer2DModel(
@@ -282,7 +282,7 @@ def test_two_ranks_and_other_microbatches_give_the_curve(
             torch.testing.assert_close(twos[name], value, rtol=1e-3, atol=tolerance)
 
 
-def test_the_next_phase_goes_on_with_the_head(whole: Path, root: Path, tmp_path: Path) -> None:
+def test_the_next_phase_starts_with_the_head(whole: Path, root: Path, tmp_path: Path) -> None:
     config = TrainConfig.model_validate(fields_of(root, tmp_path / "next", init_from=str(whole)))
     aligned = prepare(config).aligned
     assert aligned is not None
@@ -292,9 +292,7 @@ def test_the_next_phase_goes_on_with_the_head(whole: Path, root: Path, tmp_path:
 
 @pytest.mark.parametrize("layer", [LAYER, "down_blocks.0.attentions.0.transformer_blocks.0"])
 @pytest.mark.parametrize("how", ["gradient_checkpointing", pytest.param("compile", marks=pytest.mark.slow)])
-def test_compiled_or_computed_again_the_gradients_are_the_same(
-    root: Path, tmp_path: Path, how: str, layer: str
-) -> None:
+def test_compiling_and_recomputing_keep_the_gradients(root: Path, tmp_path: Path, how: str, layer: str) -> None:
     """Gradients of both losses, with respect to network and head, do not change. Dynamo traces the hook.
 
     The second layer is inside what gradient checkpointing recomputes.

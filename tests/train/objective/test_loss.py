@@ -82,7 +82,7 @@ def test_means_are_shifted_and_scaled_per_channel_and_nothing_else(posterior: st
         torch.testing.assert_close(found[:, channel].double(), expected, rtol=1e-5, atol=1e-6)
 
 
-def test_int8_latents_are_read_as_what_they_stand_for() -> None:
+def test_int8_latents_are_dequantised() -> None:
     latents = torch.randn(N, 2 * CHANNELS, SIDE, SIDE)
     codes, scales = quantise_image(latents, CHANNELS)
     data = batch(image_latents=codes)
@@ -137,7 +137,7 @@ def test_microbatches_are_slices() -> None:
     assert "text_scales.text" not in parts[1].batch.columns
 
 
-def test_a_last_microbatch_that_is_filled_up_counts_its_own_samples_alone() -> None:
+def test_padding_of_the_last_microbatch_does_not_count() -> None:
     loss = DiffusionLoss(ObjectiveConfig(min_snr_gamma=5.0), spec(), torch.device("cpu"))
     noised, unet = loss.add_noise(batch(), Draws(3, 11, torch.arange(N))), Recorder()
     whole = loss(unet, noised)
@@ -279,12 +279,12 @@ def test_times_of_flow_matching_are_distributed_as_configured() -> None:
         ({"offset_noise": 0.1}, "offset_noise does not apply to prediction flow_matching"),
     ],
 )
-def test_what_does_not_go_with_flow_matching(fields: dict[str, object], message: str) -> None:
+def test_fields_that_flow_matching_rejects(fields: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ObjectiveConfig(prediction="flow_matching", **fields)
 
 
-def test_only_flow_matching_samples_time_otherwise() -> None:
+def test_fields_that_only_flow_matching_accepts() -> None:
     with pytest.raises(ValueError, match="logit_normal applies to prediction flow_matching only"):
         ObjectiveConfig(timestep_sampling="logit_normal")
 

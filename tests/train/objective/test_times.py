@@ -210,7 +210,7 @@ def test_flow_match_eulers_settings_are_the_shift(shift: dict[str, object], hw: 
         ),
     ],
 )
-def test_what_does_not_go_together(fields: dict[str, object], message: str) -> None:
+def test_conflicting_fields(fields: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ObjectiveConfig.model_validate(fields)
 
